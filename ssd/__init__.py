@@ -1,0 +1,33 @@
+"""ssd: exact, extremely fast decoding of large language models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ssd.core import RequestOutput, Sample, SamplingParams
+from ssd.errors import ConfigError, ModelNotFound, RequestError, SSDError, UnsupportedModel
+
+if TYPE_CHECKING:
+    from ssd.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = [
+    "LLM",
+    "ConfigError",
+    "ModelNotFound",
+    "RequestError",
+    "RequestOutput",
+    "SSDError",
+    "Sample",
+    "SamplingParams",
+    "UnsupportedModel",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """`LLM` brings torch with it, so it is imported when first asked for: `import ssd` itself stays quick."""
+    if name == "LLM":
+        from ssd.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'ssd' has no attribute {name!r}")

@@ -1,0 +1,331 @@
+"""The glossary: the plain data types that every room of the engine speaks.
+
+Request, Sequence, Batch, Proposal and Outcome, and what a user hands in and gets back.
+Knows nothing of devices, models or files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Literal
+
+from ssd.errors import RequestError
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen. Validated on creation; the defaults decode greedily.
+
+    `logprobs=k` returns, for every emitted token, its log-probability under the model and those of the k most
+    likely tokens (of the model's own distribution: before temperature, truncation and penalties).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: all tokens
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output
+    presence_penalty: float = 0.0  # over the output
+    frequency_penalty: float = 0.0  # over the output
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None  # None: a fresh random seed for every request
+    stop: str | Seq[str] = ()
+    stop_token_ids: Seq[int] = ()
+    max_new_tokens: int = 256
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        self._check_ranges()
+        if any(not isinstance(s, str) or not s for s in stop):
+            raise RequestError(f"stop={list(stop)!r}: every stop string must be a non-empty str")
+        if any(not isinstance(t, int) or t < 0 for t in (*self.stop_token_ids, *self.logit_bias)):
+            raise RequestError("stop_token_ids and the keys of logit_bias must be token ids (integers of at least 0)")
+        if any(not -1000.0 <= b <= 1000.0 and b != -math.inf for b in self.logit_bias.values()):
+            raise RequestError("logit_bias: each bias must lie in [-1000, 1000] or be -inf (which forbids the token)")
+
+    def _check_ranges(self) -> None:
+        for name, low, high, rule in (
+            ("temperature", 0.0, 100.0, "between 0 (greedy) and 100"),
+            ("top_k", 0, math.inf, "at least 0 (0 keeps all tokens)"),
+            ("min_p", 0.0, 1.0, "between 0 and 1"),
+            ("presence_penalty", -100.0, 100.0, "between -100 and 100"),
+            ("frequency_penalty", -100.0, 100.0, "between -100 and 100"),
+            ("max_new_tokens", 1, math.inf, "at least 1"),
+            ("min_tokens", 0, self.max_new_tokens, "between 0 and max_new_tokens"),
+            ("n", 1, 1024, "between 1 and 1024"),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+                raise RequestError(f"{name}={value!r}: must be {rule}")
+        for name in ("top_p", "repetition_penalty"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not 0.0 < value <= (1.0 if name == "top_p" else 100.0):
+                raise RequestError(f"{name}={value!r}: must be above 0 and at most {1 if name == 'top_p' else 100}")
+        for name in ("top_k", "max_new_tokens", "min_tokens", "n"):
+            if not isinstance(getattr(self, name), int):
+                raise RequestError(f"{name}={getattr(self, name)!r}: must be an integer")
+        if self.logprobs is not None and (not isinstance(self.logprobs, int) or not 0 <= self.logprobs <= 100):
+            raise RequestError(f"logprobs={self.logprobs!r}: must be None or an integer between 0 and 100")
+        if self.seed is not None and not isinstance(self.seed, int):
+            raise RequestError(f"seed={self.seed!r}: must be an integer or None")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass
+class TokenLogprobs:
+    """Log-probability of one emitted token, and of the most likely tokens at its position."""
+
+    token_id: int
+    logprob: float
+    top: dict[int, float]
+
+
+@dataclass
+class RequestMetrics:
+    """What one sequence cost. Times in seconds on the monotonic clock."""
+
+    arrival: float = 0.0
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache at first admission
+    output_tokens: int = 0
+    rounds: int = 0
+    preemptions: int = 0
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def decode_tokens_per_second(self) -> float | None:
+        """Speed after the first token; None for fewer than two tokens."""
+        if self.finished is None or self.first_token is None or self.output_tokens < 2:
+            return None
+        return (self.output_tokens - 1) / max(self.finished - self.first_token, 1e-9)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asked for, once: a prompt and how to continue it, `params.n` times."""
+
+    id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One continuation being written: its tokens, and how many of them have KV."""
+
+    id: int
+    request: Request
+    index: int  # which of the request's n samples
+    seed: int
+    stop_token_ids: frozenset[int]
+    max_tokens: int  # prompt and output together never exceed this
+    tokens: list[int] = field(default_factory=list)
+    num_computed: int = 0  # leading tokens whose KV is in the cache
+    blocks: list[int] = field(default_factory=list)  # filled by the block pool
+    prefix_entries: list[int] = field(default_factory=list)  # filled by the block pool: cache entry per full block
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def num_pending(self) -> int:
+        """Decided tokens that still need a forward pass: a prompt's remainder, or the one last recovery token."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def room(self) -> int:
+        """How many more tokens may be emitted."""
+        return self.max_tokens - len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a drafter offers for one sequence: tokens that may follow its last decided token."""
+
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a verification decided for one sequence: the accepted draft tokens, then one token of the target's own."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, when the request asked for them
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self.token_ids) - 1
+
+
+@dataclass(frozen=True)
+class Work:
+    """One sequence's share of a batch: which tokens are computed, and whether the last of them decides a new one."""
+
+    sequence: Sequence
+    num_tokens: int  # decided tokens computed in this round, from sequence.num_computed on
+    proposal: Proposal = Proposal()
+
+    @property
+    def decides(self) -> bool:
+        """False for a prefill chunk that ends before the sequence's last token."""
+        return self.num_tokens == self.sequence.num_pending
+
+    @property
+    def query_tokens(self) -> list[int]:
+        start = self.sequence.num_computed
+        return self.sequence.tokens[start : start + self.num_tokens] + list(self.proposal.token_ids)
+
+    @property
+    def num_rows(self) -> int:
+        """Logit rows wanted: one after the last decided token, one after every drafted token."""
+        return 1 + len(self.proposal.token_ids) if self.decides else 0
+
+    def with_proposal(self, proposal: Proposal) -> Work:
+        return replace(self, proposal=proposal)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The one batch shape: some query tokens at consecutive positions per sequence, over paged KV, causal.
+
+    A prefill chunk, a decode step and a verification differ only in how many query tokens a sequence has.
+    """
+
+    token_ids: list[int]
+    positions: list[int]
+    slots: list[int]  # where each token's KV is written: block * block_size + offset
+    query_start: list[int]  # per sequence, and one past the last
+    context_len: list[int]  # per sequence: tokens in KV after this batch
+    block_tables: list[list[int]]
+    logit_rows: list[int]  # indices into token_ids
+
+    @classmethod
+    def build(cls, works: Seq[Work], block_size: int) -> Batch:
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        query_start = [0]
+        context_len: list[int] = []
+        logit_rows: list[int] = []
+        for work in works:
+            tokens, start, blocks = work.query_tokens, work.sequence.num_computed, work.sequence.blocks
+            span = range(start, start + len(tokens))
+            token_ids += tokens
+            positions += span
+            slots += [blocks[p // block_size] * block_size + p % block_size for p in span]
+            query_start.append(len(token_ids))
+            context_len.append(span.stop)
+            logit_rows += range(len(token_ids) - work.num_rows, len(token_ids))
+        tables = [work.sequence.blocks for work in works]
+        return cls(token_ids, positions, slots, query_start, context_len, tables, logit_rows)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def max_query_len(self) -> int:
+        starts = self.query_start
+        return max(b - a for a, b in zip(starts, starts[1:], strict=False))
+
+
+@dataclass
+class Sample:
+    """One finished (or running) continuation as the user sees it."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    logprobs: list[TokenLogprobs] | None
+    metrics: RequestMetrics
+
+
+@dataclass
+class RequestOutput:
+    """The answer to one prompt: `n` samples. The plain attributes are those of the first sample."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    samples: list[Sample]
+    error: str | None = None  # why the request was refused; its samples are then empty
+
+    @property
+    def text(self) -> str:
+        return self.samples[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.samples[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.samples[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        return self.samples[0].logprobs
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        return self.samples[0].metrics
+
+
+def sequence_seed(seed: int | None, index: int) -> int:
+    """The 64-bit seed of one sample: the user's own for the first, derived from it for the others, random if None."""
+    if seed is None:
+        return int.from_bytes(os.urandom(8), "little")
+    if index == 0:
+        return seed & 0xFFFF_FFFF_FFFF_FFFF
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

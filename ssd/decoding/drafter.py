@@ -1,0 +1,48 @@
+"""The seam of the engine: who proposes tokens. AR, SD and SSD differ in the drafter only.
+
+A drafter can be local, remote, wrong or dead: whatever it proposes, the target's own rule decides, so it can cost
+speed but never text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from ssd.core import Outcome, Proposal, Sequence, Work
+
+
+class Drafter(Protocol):
+    """Proposes up to `lookahead` tokens for each sequence that is about to decide one."""
+
+    lookahead: int
+
+    def propose(self, sequences: Seq[Sequence]) -> list[Proposal]:
+        """One proposal a sequence, for the tokens after its last decided one."""
+
+    def anticipate(self, works: Seq[Work]) -> None:
+        """The target starts verifying these now: prepare for what it may decide. Must not block."""
+
+    def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None]) -> None:
+        """What the target decided."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has finished."""
+
+
+class NoDrafter:
+    """Proposes nothing: the round then is plain autoregressive decoding."""
+
+    lookahead = 0
+
+    def propose(self, sequences: Seq[Sequence]) -> list[Proposal]:
+        return [Proposal()] * len(sequences)
+
+    def anticipate(self, works: Seq[Work]) -> None:
+        return
+
+    def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None]) -> None:
+        return
+
+    def forget(self, sequence: Sequence) -> None:
+        return

@@ -1,0 +1,123 @@
+"""The target's law: from logits to the token that a request's parameters and seed choose.
+
+Every row is one position of one sequence, *given the tokens before it, drafted ones included*; so the same code serves
+plain decoding and verification. Choosing needs no floating-point reduction at all (maxima, sorts and integer sums
+only): the result cannot depend on the order in which a device adds things up, nor on the other rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from ssd.core import SamplingParams, Sequence, TokenLogprobs, Work
+from ssd.decoding.noise import gumbel, position_key
+
+_ONE = float(2**40)  # fixed-point unit of probability masses
+
+
+@dataclass(frozen=True)
+class Row:
+    """One position to decide: after `drafted` tokens that follow the sequence's decided ones."""
+
+    sequence: Sequence
+    drafted: tuple[int, ...] = ()
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.sequence.params
+
+    @property
+    def position(self) -> int:
+        return len(self.sequence.tokens) + len(self.drafted)
+
+    @property
+    def num_output(self) -> int:
+        return self.sequence.num_output + len(self.drafted)
+
+
+def rows_of(work: Work) -> list[Row]:
+    drafted = work.proposal.token_ids
+    return [Row(work.sequence, drafted[:j]) for j in range(work.num_rows)]
+
+
+def choose(logits: torch.Tensor, rows: Seq[Row]) -> list[int]:
+    """The token of every row: logits [R, V] in float32, which may be overwritten."""
+    for i, row in enumerate(rows):
+        _adjust(logits[i], row)
+    sampled = [i for i, row in enumerate(rows) if not row.params.greedy]
+    if sampled:
+        everything = len(sampled) == len(rows)
+        index = torch.tensor(sampled, device=logits.device)
+        scores = _perturbed(logits if everything else logits[index], [rows[i] for i in sampled])
+        logits = scores if everything else logits.index_copy_(0, index, scores)
+    tokens: list[int] = logits.argmax(dim=-1).tolist()
+    return tokens
+
+
+def logprobs(logits: torch.Tensor, row: Row, token: int) -> TokenLogprobs:
+    """What the model itself (temperature 1, nothing truncated or penalised) gives the token and the likeliest ones."""
+    log_p = torch.log_softmax(logits.double(), dim=-1)
+    values, ids = log_p.topk(min(row.params.logprobs or 0, log_p.numel()))
+    top = dict(zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprobs(token, float(log_p[token]), top)
+
+
+def _adjust(z: torch.Tensor, row: Row) -> None:
+    """Bias, penalties and forbidden stops of one row, in place."""
+    params = row.params
+    if params.logit_bias:
+        ids = [t for t in params.logit_bias if t < z.numel()]
+        z[ids] += torch.tensor([params.logit_bias[t] for t in ids], device=z.device)
+    if params.penalised:
+        _penalise(z, row)
+    if row.num_output < params.min_tokens:
+        z[[t for t in row.sequence.stop_token_ids if t < z.numel()]] = -torch.inf
+
+
+def _penalise(z: torch.Tensor, row: Row) -> None:
+    params, prompt = row.params, row.sequence.num_prompt
+    tokens = (*row.sequence.tokens, *row.drafted)
+    if params.repetition_penalty != 1.0:
+        ids = torch.tensor(sorted(set(tokens)), device=z.device)
+        seen = z[ids]
+        z[ids] = torch.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
+    counts = Counter(tokens[prompt:])
+    if counts and (params.presence_penalty or params.frequency_penalty):
+        ids = torch.tensor(list(counts), device=z.device)
+        times = torch.tensor(list(counts.values()), device=z.device)
+        z[ids] -= params.presence_penalty + params.frequency_penalty * times
+
+
+def _perturbed(z: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
+    """Scores whose argmax is an exact sample of the truncated law at the rows' temperatures."""
+    params = [row.params for row in rows]
+    z = z / _column([p.temperature for p in params], z)
+    if any(p.min_p > 0 for p in params):
+        floor = z.amax(-1, keepdim=True) + _column([p.min_p for p in params], z).log()
+        z = z.masked_fill(z < floor, -torch.inf)
+    if any(p.top_k > 0 or p.top_p < 1 for p in params):
+        z = _truncate(z, params)
+    keys = [position_key(row.sequence.seed, row.position) for row in rows]
+    return z + gumbel(keys, z.shape[-1], z.device)
+
+
+def _truncate(z: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
+    """Keeps the top_k likeliest tokens, then the fewest of those that hold top_p of their mass."""
+    vocab = z.shape[-1]
+    ordered, order = z.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(vocab, device=z.device)
+    top_k = _column([p.top_k or vocab for p in params], rank)
+    ordered = ordered.masked_fill(rank >= top_k, -torch.inf)
+    mass = ((ordered - ordered[:, :1]).double().exp() * _ONE).to(torch.int64)
+    before = mass.cumsum(-1) - mass  # integers: exact in any order
+    limit = _column([p.top_p for p in params], before.double()) * mass.sum(-1, keepdim=True)
+    ordered = ordered.masked_fill(before >= limit, -torch.inf)
+    return torch.empty_like(z).scatter_(-1, order, ordered)
+
+
+def _column(values: Seq[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]

@@ -1,0 +1,92 @@
+"""From tokens to what the user sees: text as it completes, stop strings, finish reasons."""
+
+from __future__ import annotations
+
+from ssd.core import FinishReason, Outcome, RequestOutput, Sample, Sequence
+from ssd.models.tokenizer import IncrementalDecoder, Tokenizer
+
+
+class Writer:
+    """Writes one sequence's text. Tokens may land several at a time; nothing is written after a stop."""
+
+    def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None) -> None:
+        self.sequence = sequence
+        self.text = ""
+        self._decoder = IncrementalDecoder(tokenizer, sequence.tokens) if tokenizer else None
+        self._delivered = 0  # characters already handed out by `new_text`
+        self._stops: tuple[str, ...] = tuple(sequence.params.stop)
+
+    def append(self, outcome: Outcome) -> FinishReason | None:
+        """Appends an outcome's tokens to the sequence up to the first stop; returns why it ended, if it did."""
+        for i, token in enumerate(outcome.token_ids):
+            self.sequence.tokens.append(token)
+            if outcome.logprobs:
+                self.sequence.logprobs.append(outcome.logprobs[i])
+            reason = self._step(token)
+            if reason is not None:
+                return reason
+        return None
+
+    def new_text(self) -> str:
+        """Text not handed out yet, less what might still turn out to be the beginning of a stop string."""
+        end = len(self.text) if self.sequence.finish_reason else len(self.text) - self._held_back()
+        piece = self.text[self._delivered : end]
+        self._delivered = max(self._delivered, end)
+        return piece
+
+    def finish(self) -> None:
+        """Writes what the decoder still holds back (an incomplete character, say)."""
+        if self._decoder is not None and self.sequence.finish_reason != "stop":
+            self.text += self._decoder.flush()
+
+    def sample(self) -> Sample:
+        s = self.sequence
+        wanted = s.params.logprobs is not None
+        return Sample(s.index, self.text, s.output_token_ids, s.finish_reason, s.logprobs if wanted else None, s.metrics)
+
+    def _step(self, token: int) -> FinishReason | None:
+        sequence, params = self.sequence, self.sequence.params
+        if token in sequence.stop_token_ids and sequence.num_output > params.min_tokens:
+            return self._stop_token()
+        if self._decoder is not None:
+            before = len(self.text)
+            self.text += self._decoder.push(token)
+            if self._stops and sequence.num_output >= params.min_tokens and self._cut_at_stop(before):
+                return "stop"
+        if sequence.room <= 0:
+            return "length"
+        return None
+
+    def _stop_token(self) -> FinishReason:
+        if self._decoder is not None:
+            self.text += self._decoder.flush()
+        return "stop"
+
+    def _cut_at_stop(self, before: int) -> bool:
+        """Cuts the text at the first stop string that the characters after `before` complete."""
+        found = []
+        for stop in self._stops:
+            at = self.text.find(stop, max(0, before - len(stop) + 1))
+            if at >= 0:
+                found.append(at)
+        if found:
+            self.text = self.text[: min(found)]
+        return bool(found)
+
+    def _held_back(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        longest = 0
+        for stop in self._stops:
+            for n in range(min(len(stop) - 1, len(self.text)), longest, -1):
+                if self.text.endswith(stop[:n]):
+                    longest = n
+                    break
+        return longest
+
+
+def refused(request_id: str, prompt_token_ids: list[int], error: str) -> RequestOutput:
+    """The output of a request that could not be served."""
+    from ssd.core import RequestMetrics
+
+    sample = Sample(0, "", [], "abort", None, RequestMetrics())
+    return RequestOutput(request_id, prompt_token_ids, [sample], error)

@@ -1,0 +1,27 @@
+"""Every error the engine raises on purpose. Each message names the field, the value and the remedy."""
+
+from __future__ import annotations
+
+
+class SSDError(Exception):
+    """Root of all errors raised by ssd."""
+
+
+class ConfigError(SSDError, ValueError):
+    """An engine option is invalid or contradicts another one."""
+
+
+class RequestError(SSDError, ValueError):
+    """One request cannot be served; every other request goes on."""
+
+
+class ModelNotFound(SSDError):
+    """No checkpoint was found under the given name."""
+
+
+class UnsupportedModel(SSDError):
+    """The checkpoint was found, but describes something this engine does not run."""
+
+
+class EngineClosed(SSDError, RuntimeError):
+    """The engine was used after `close()`."""

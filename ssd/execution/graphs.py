@@ -1,0 +1,101 @@
+"""CUDA graphs of decode-size batches: one launch instead of hundreds.
+
+One graph per bucket of rows (query tokens). A batch of any shape that fits a bucket is written into the graph's fixed
+buffers and padded there; kernels skip padding, and row-invariance sees to it that it changes no bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ssd.core import Batch
+from ssd.execution.pack import block_table_array, make_tiles
+from ssd.kernels.ops import DeviceBatch
+from ssd.models.decoder import Decoder, KVCache
+
+
+def row_buckets(max_rows: int) -> list[int]:
+    """1, 2, 4, 8, 16, then every 16 to 64, every 32 to 128, every 64 beyond; the last one is `max_rows`."""
+    steps = [1, 2, 4, 8, *range(16, 64, 16), *range(64, 128, 32), *range(128, max_rows + 1, 64)]
+    return [s for s in steps if s < max_rows] + [max_rows]
+
+
+@dataclass(frozen=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    meta: torch.Tensor  # int32: token_ids, positions, slots, tiles (2), context_len (rows each), query_start (rows + 1)
+    logits: torch.Tensor
+
+
+class DecodeGraphs:
+    """Graphs for every bucket up to `max_rows`, over one shared block table."""
+
+    def __init__(self, decoder: Decoder, kv: KVCache, *, max_rows: int, max_blocks: int) -> None:
+        self.decoder = decoder
+        self.kv = kv
+        self.buckets = row_buckets(max_rows)
+        self.tile_tokens = decoder.ops.tile_tokens(decoder.layers[0].heads, True)
+        device = decoder.device
+        self._tables = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=device)
+        self._staging = torch.empty(7 * max_rows + 1 + max_rows * max_blocks, dtype=torch.int32, pin_memory=True)
+        self._graphs: dict[int, _Graph] = {}
+        pool = None
+        for rows in reversed(self.buckets):  # the largest first: the others then fit into its memory
+            self._graphs[rows] = self._capture(rows, pool)
+            pool = self._graphs[rows].graph.pool()
+
+    @torch.inference_mode()
+    def replay(self, batch: Batch) -> torch.Tensor:
+        rows = next(r for r in self.buckets if r >= batch.num_tokens)
+        graph = self._graphs[rows]
+        self._write(batch, rows, graph.meta)
+        graph.graph.replay()
+        if len(batch.logit_rows) == batch.num_tokens:
+            return graph.logits[: batch.num_tokens]
+        return graph.logits[batch.logit_rows]
+
+    def _write(self, batch: Batch, rows: int, meta: torch.Tensor) -> None:
+        """Two copies: the bucket's integers, and the used corner of the block tables."""
+        staging = self._staging.numpy()
+        sequences, firsts = make_tiles(batch.query_start, self.tile_tokens)
+        columns = ((batch.token_ids, 0), (batch.positions, 0), (batch.slots, -1), (sequences, -1), (firsts, 0))
+        for i, (values, padding) in enumerate((*columns, (batch.context_len, 0))):
+            column = staging[i * rows : (i + 1) * rows]
+            column[: len(values)] = values
+            column[len(values) :] = padding
+        starts = staging[6 * rows : 7 * rows + 1]
+        starts[: len(batch.query_start)] = batch.query_start
+        starts[len(batch.query_start) :] = batch.num_tokens
+        meta.copy_(self._staging[: 7 * rows + 1], non_blocking=True)
+        table = block_table_array(batch.block_tables)
+        corner = self._staging[7 * rows + 1 :][: table.size].view(table.shape)
+        np.copyto(corner.numpy(), table)
+        self._tables[: table.shape[0], : table.shape[1]].copy_(corner, non_blocking=True)
+
+    def _capture(self, rows: int, pool: tuple[int, int] | None) -> _Graph:
+        meta = torch.zeros(7 * rows + 1, dtype=torch.int32, device=self.decoder.device)
+        meta[2 * rows : 4 * rows] = -1  # all padding: nothing is written while warming up
+        parts = [meta[i * rows : (i + 1) * rows] for i in range(6)]
+        batch = DeviceBatch(
+            token_ids=parts[0],
+            positions=parts[1],
+            slots=parts[2],
+            tiles=meta[3 * rows : 5 * rows].view(2, rows),
+            context_len=parts[5],
+            query_start=meta[6 * rows :],
+            block_tables=self._tables,
+            logit_rows=None,
+            split_kv=True,
+        )
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.decoder(batch, self.kv)  # compiles kernels, which a capture must not
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            logits = self.decoder(batch, self.kv)
+        return _Graph(graph, meta, logits)

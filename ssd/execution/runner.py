@@ -1,0 +1,39 @@
+"""ModelRunner: a `Batch` in, logits out. Owns the KV tensors; knows nothing of requests or text."""
+
+from __future__ import annotations
+
+import torch
+
+from ssd.core import Batch
+from ssd.execution.graphs import DecodeGraphs
+from ssd.execution.pack import to_device
+from ssd.models.decoder import Decoder
+
+FEW_QUERIES = 16  # query tokens per sequence up to which a batch counts as decoding or verification
+
+
+class ModelRunner:
+    """Runs one decoder over its paged KV."""
+
+    def __init__(self, decoder: Decoder, *, num_blocks: int, block_size: int, max_decode_rows: int) -> None:
+        self.decoder = decoder
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.max_decode_rows = max_decode_rows
+        self.kv = decoder.make_kv_cache(num_blocks, block_size)
+        self.graphs: DecodeGraphs | None = None
+
+    def capture_graphs(self, max_context: int) -> None:
+        """Records decode-size batches as CUDA graphs."""
+        max_blocks = -(-max_context // self.block_size)
+        self.graphs = DecodeGraphs(self.decoder, self.kv, max_rows=self.max_decode_rows, max_blocks=max_blocks)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Float32 logits, one row for each of the batch's `logit_rows`."""
+        decode_size = batch.max_query_len <= FEW_QUERIES and batch.num_tokens <= self.max_decode_rows
+        if decode_size and self.graphs is not None:
+            return self.graphs.replay(batch)
+        decoder = self.decoder
+        tile_tokens = decoder.ops.tile_tokens(decoder.layers[0].heads, decode_size)
+        return decoder(to_device(batch, decoder.device, tile_tokens=tile_tokens, split_kv=decode_size), self.kv)

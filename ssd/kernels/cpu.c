@@ -1,0 +1,775 @@
+/* CPU kernels of ssd: plain C with GCC/Clang vector extensions and OpenMP, called through ctypes by cpu.py.
+ *
+ * The rule every kernel keeps: the bits of a row's result are a function of that row's own inputs.  They never depend
+ * on how many rows are computed together, on the row's place among them, on the threads, or on chunking.  So each
+ * output element has one fixed order of operations, the same in every instance of a kernel; multiplies and adds are
+ * fused only where vfma() says so (compile with -ffp-contract=off and without -ffast-math).
+ *
+ * Storage is fp32 or bf16 (flag `bf16`), arithmetic is always fp32.  "ld*" arguments are row strides in elements.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+/* ---------------------------------------------------------------- vectors of the target machine */
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define VL 16
+#define MR_MAX 8 /* rows of the largest register tile */
+#define AQ 4     /* queries of an attention tile */
+#elif defined(__AVX2__) && defined(__FMA__)
+#include <immintrin.h>
+#define VL 8
+#define MR_MAX 6
+#define AQ 2
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+#include <arm_neon.h>
+#define NEON
+#define VL 4
+#define MR_MAX 8
+#define AQ 4
+#else
+#define VL 4
+#define MR_MAX 4
+#define AQ 2
+#endif
+#define NR (2 * VL) /* columns of a weight panel */
+#define GROUP 4     /* most panels one task computes for a row tile */
+#define CH 64       /* attention: absolute positions per softmax chunk */
+#define AP 4        /* attention: key positions of a score tile */
+#define AV 4        /* attention: value vectors of an output tile */
+#define QUERIES 24  /* attention: (row, head) pairs that share one pass over the keys, where there are so many */
+
+typedef float vf __attribute__((vector_size(VL * 4)));
+typedef int32_t vi __attribute__((vector_size(VL * 4)));
+typedef uint32_t vu __attribute__((vector_size(VL * 4)));
+typedef float vf_mem __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+typedef uint32_t vu_mem __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+
+#define INLINE static inline __attribute__((always_inline))
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+INLINE vf vload(const float *p) { return *(const vf_mem *)p; }
+INLINE void vstore(float *p, vf v) { *(vf_mem *)p = v; }
+INLINE vf vset(float s) { return (vf){0} + s; }
+INLINE vf vselect(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+INLINE vf vmax(vf a, vf b) { return vselect(a > b, a, b); }
+
+/* acc + a * b, rounded once where the machine can */
+INLINE vf vfma(vf acc, vf a, vf b) {
+#if VL == 16
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)acc);
+#elif VL == 8
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)acc);
+#elif defined(NEON)
+    return (vf)vfmaq_f32((float32x4_t)acc, (float32x4_t)a, (float32x4_t)b);
+#else
+    return acc + a * b;
+#endif
+}
+
+/* Four consecutive scalars to be broadcast one by one: NEON keeps them in a register and multiplies by lane, x86
+ * broadcasts from memory for free. */
+#ifdef NEON
+typedef float32x4_t quad;
+INLINE quad quad_load(const float *p) { return vld1q_f32(p); }
+#define FMA_LANE(acc, v, q, lane) ((vf)vfmaq_laneq_f32((float32x4_t)(acc), (float32x4_t)(v), (q), (lane)))
+#else
+typedef const float *quad;
+INLINE quad quad_load(const float *p) { return p; }
+#define FMA_LANE(acc, v, q, lane) vfma((acc), (v), vset((q)[lane]))
+#endif
+
+/* lanes added in one fixed tree: halves onto halves on x86, neighbours on NEON; the same for every caller */
+INLINE float vsum(vf v) {
+#ifdef NEON
+    return vaddvq_f32((float32x4_t)v);
+#else
+    float a[VL];
+    memcpy(a, &v, sizeof a);
+    UNROLL for (int w = VL / 2; w > 0; w /= 2)
+        for (int i = 0; i < w; i++) a[i] += a[i + w];
+    return a[0];
+#endif
+}
+
+INLINE float vmax_lanes(vf v) {
+    float best = v[0];
+    UNROLL for (int i = 1; i < VL; i++) best = v[i] > best ? v[i] : best;
+    return best;
+}
+
+/* exp, 1-2 ulp: 2^n * P(r) with |r| <= ln2/2; exactly 0 far below the range, inf above it, NaN stays NaN */
+INLINE vf vexp(vf x) {
+    x = vselect(x > vset(100.0f), vset(100.0f), x);
+    x = vselect(x < vset(-110.0f), vset(-110.0f), x);
+    const vf magic = vset(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    vf shifted = vfma(magic, x, vset(1.44269504088896341f));
+    vf n = shifted - magic;
+    vf r = vfma(x, n, vset(-0.693359375f));
+    r = vfma(r, n, vset(2.12194440e-4f));
+    vf p = vset(1.9875691500e-4f);
+    p = vfma(vset(1.3981999507e-3f), p, r);
+    p = vfma(vset(8.3334519073e-3f), p, r);
+    p = vfma(vset(4.1665795894e-2f), p, r);
+    p = vfma(vset(1.6666665459e-1f), p, r);
+    p = vfma(vset(5.0000001201e-1f), p, r);
+    p = vfma(r, p, r * r) + 1.0f;
+    vi e = (vi)shifted - (vi)magic;
+    vi half = e >> 1;
+    return p * (vf)((half + 127) << 23) * (vf)((e - half + 127) << 23);
+}
+
+INLINE vf vsilu(vf x) { return x / (1.0f + vexp(-x)); }
+
+/* ---------------------------------------------------------------- bf16 */
+INLINE float from_bf16(uint16_t h) {
+    uint32_t u = (uint32_t)h << 16;
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+
+/* round to nearest even; NaN stays NaN (quiet) */
+INLINE uint16_t to_bf16(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    return (uint16_t)((u & 0x7fffffffu) > 0x7f800000u ? (u >> 16) | 0x40u : rounded);
+}
+
+INLINE float round_bf16(float f) { return from_bf16(to_bf16(f)); }
+
+INLINE vf vround_bf16(vf v) {
+    vu u = (vu)v;
+    vu rounded = (u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u;
+    vi nan = v != v;
+    return vselect(nan, (vf)((u & 0xffff0000u) | 0x400000u), (vf)rounded);
+}
+
+static void load_row(float *dst, const void *src, long offset, long n, int bf16) {
+    if (!bf16) {
+        memcpy(dst, (const float *)src + offset, (size_t)n * 4);
+        return;
+    }
+    const uint16_t *s = (const uint16_t *)src + offset;
+    for (long i = 0; i < n; i++) dst[i] = from_bf16(s[i]);
+}
+
+static void store_row(void *dst, long offset, const float *src, long n, int bf16) {
+    if (!bf16) {
+        memcpy((float *)dst + offset, src, (size_t)n * 4);
+        return;
+    }
+    uint16_t *d = (uint16_t *)dst + offset;
+    for (long i = 0; i < n; i++) d[i] = to_bf16(src[i]);
+}
+
+/* ---------------------------------------------------------------- scratch memory: blocks per thread, kept */
+enum { ROWS, PANELS, SCRATCHES };
+static _Thread_local struct {
+    float *data;
+    size_t size;
+} pool[SCRATCHES];
+
+static float *scratch(int which, size_t floats) {
+    if (floats > pool[which].size) {
+        free(pool[which].data);
+        pool[which].size = (floats + 4095) / 4096 * 4096;
+        pool[which].data = aligned_alloc(64, pool[which].size * 4);
+        if (!pool[which].data) abort();
+    }
+    return pool[which].data;
+}
+
+INLINE long ceil_div(long a, long b) { return (a + b - 1) / b; }
+INLINE long min_l(long a, long b) { return a < b ? a : b; }
+INLINE long max_l(long a, long b) { return a > b ? a : b; }
+
+/* ---------------------------------------------------------------- packing of weights
+ * Panels [ceil(N/NR)][K rounded up to 4][NR], zero padded.  bf16 panels hold VL 32-bit words per k: word j has column j
+ * in its low half and column VL + j in its high half, so that a shift and a mask widen them.  A gated weight ([2I, K]:
+ * gate rows, then up rows) alternates gate and up panels. */
+long ssd_packed_bytes(long n, long k, int bf16, int gated) {
+    long panels = gated ? 2 * ceil_div(n / 2, NR) : ceil_div(n, NR);
+    return panels * NR * ceil_div(k, 4) * 4 * (bf16 ? 2 : 4);
+}
+
+INLINE long packed_row(long panel, long j, long n, int gated) {
+    if (!gated) return panel * NR + j < n ? panel * NR + j : -1;
+    long row = panel / 2 * NR + j;
+    return row < n / 2 ? row + (panel % 2) * (n / 2) : -1;
+}
+
+void ssd_pack(const void *w, long ldw, void *out, long n, long k, int bf16, int gated, int nthreads) {
+    long kp = ceil_div(k, 4) * 4, bytes = ssd_packed_bytes(n, k, bf16, gated);
+    long panels = bytes / (NR * kp * (bf16 ? 2 : 4));
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    uintptr_t lo = ((uintptr_t)out + 4095) & ~(uintptr_t)4095, hi = ((uintptr_t)out + (uintptr_t)bytes) & ~(uintptr_t)4095;
+    if (hi > lo + (2u << 20)) madvise((void *)lo, hi - lo, MADV_HUGEPAGE); /* fewer TLB misses when streaming */
+#endif
+#pragma omp parallel for schedule(static) num_threads(nthreads)
+    for (long p = 0; p < panels; p++) {
+        memset((char *)out + p * NR * kp * (bf16 ? 2 : 4), 0, (size_t)(NR * kp * (bf16 ? 2 : 4)));
+        for (long j = 0; j < NR; j++) {
+            long row = packed_row(p, j, n, gated);
+            if (row < 0) continue;
+            if (bf16) {
+                const uint16_t *src = (const uint16_t *)w + row * ldw;
+                uint16_t *dst = (uint16_t *)out + p * NR * kp + (j % VL) * 2 + j / VL;
+                for (long i = 0; i < k; i++) dst[i * NR] = src[i];
+            } else {
+                const float *src = (const float *)w + row * ldw;
+                float *dst = (float *)out + p * NR * kp + j;
+                for (long i = 0; i < k; i++) dst[i * NR] = src[i];
+            }
+        }
+    }
+}
+
+/* ---------------------------------------------------------------- linear: the register tile
+ * buf[m][NR] = x tile @ panel^T.  Every output element is one chain of FMAs over k, whatever the number of rows.
+ * x is packed as [K/4][MR][4]. */
+INLINE void widen(vf *lo, vf *hi, const char *w, int bf16) {
+    if (bf16) {
+        vu word = *(const vu_mem *)w;
+#ifdef NEON
+        uint16x8_t halves = (uint16x8_t)word, zero = {0}; /* shifts have one pipe on Neoverse N1, permutes have two */
+        *lo = (vf)vtrn1q_u16(zero, halves);
+        *hi = (vf)vtrn2q_u16(zero, halves);
+#else
+        *lo = (vf)(word << 16);
+        *hi = (vf)(word & 0xffff0000u);
+#endif
+    } else {
+        *lo = vload((const float *)w);
+        *hi = vload((const float *)w + VL);
+    }
+}
+
+#define STEP(lane)                                                  \
+    {                                                               \
+        vf lo, hi;                                                  \
+        widen(&lo, &hi, w + (lane)*step, bf16);                     \
+        UNROLL for (int m = 0; m < mr; m++) {                       \
+            left[m] = FMA_LANE(left[m], lo, xq[m], lane);           \
+            right[m] = FMA_LANE(right[m], hi, xq[m], lane);         \
+        }                                                           \
+    }
+
+INLINE void tile(const int mr, const int bf16, const float *x, const char *w, long kq, float *buf) {
+    const long step = NR * (bf16 ? 2 : 4);
+    vf left[8], right[8]; /* mr of each live in registers */
+    UNROLL for (int m = 0; m < mr; m++) left[m] = right[m] = vset(0.0f);
+    for (long q = 0; q < kq; q++) {
+        quad xq[8];
+        UNROLL for (int m = 0; m < mr; m++) xq[m] = quad_load(x + 4 * m);
+        STEP(0) STEP(1) STEP(2) STEP(3)
+        x += 4 * mr;
+        w += 4 * step;
+    }
+    UNROLL for (int m = 0; m < mr; m++) {
+        vstore(buf + m * GROUP * NR, left[m]);
+        vstore(buf + m * GROUP * NR + VL, right[m]);
+    }
+}
+
+typedef void tile_fn(const float *x, const char *w, long kq, float *buf);
+#define TILE(mr)                                                                                          \
+    static void tile_##mr##_f(const float *x, const char *w, long kq, float *b) { tile(mr, 0, x, w, kq, b); } \
+    static void tile_##mr##_h(const float *x, const char *w, long kq, float *b) { tile(mr, 1, x, w, kq, b); }
+TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8)
+static tile_fn *const TILES[2][9] = {
+    {0, tile_1_f, tile_2_f, tile_3_f, tile_4_f, tile_5_f, tile_6_f, tile_7_f, tile_8_f},
+    {0, tile_1_h, tile_2_h, tile_3_h, tile_4_h, tile_5_h, tile_6_h, tile_7_h, tile_8_h},
+};
+
+/* One row tile against consecutive panels, one after the other: a single stream of weights is what the hardware
+ * prefetcher likes best, and two chains per row hide enough latency even at one row. */
+static void run_tile(long mr, long panels, int bf16, const float *x, const char *w, long kq, float *buf) {
+    for (long p = 0; p < panels; p++) TILES[bf16][mr](x, w + p * kq * 4 * NR * (bf16 ? 2 : 4), kq, buf + p * NR);
+}
+
+static void pack_x(float *dst, const void *x, long ldx, long row0, long mr, long k, int bf16) {
+    for (long m = 0; m < mr; m++) {
+        float *d = dst + 4 * m;
+        long offset = (row0 + m) * ldx;
+        for (long i = 0; i < k; i += 4, d += 4 * mr) {
+            if (i + 4 <= k && !bf16) {
+                memcpy(d, (const float *)x + offset + i, 16);
+                continue;
+            }
+            for (long j = 0; j < 4; j++)
+                d[j] = i + j >= k ? 0.0f
+                       : bf16     ? from_bf16(((const uint16_t *)x)[offset + i + j])
+                                  : ((const float *)x)[offset + i + j];
+        }
+    }
+}
+
+struct linear_args {
+    const void *x;
+    const char *w;
+    const void *bias;
+    void *y;
+    long ldx, ldy, m, n, k, kq;
+    int bf16, gated;
+    long tiles;      /* row tiles, of m / tiles rows or one more */
+    const float *xp; /* packed rows */
+};
+
+INLINE long tile_row(const struct linear_args *a, long t) { return t * (a->m / a->tiles) + min_l(t, a->m % a->tiles); }
+
+INLINE float bias_at(const struct linear_args *a, long i) {
+    return a->bf16 ? from_bf16(((const uint16_t *)a->bias)[i]) : ((const float *)a->bias)[i];
+}
+
+/* silu(gate) * up over one panel pair, left in `gate`; bf16 rounds where PyTorch would */
+static void gate_panel(float *gate, const float *up, int bf16) {
+    for (int j = 0; j < NR; j += VL) {
+        vf g = vload(gate + j), u = vload(up + j);
+        if (bf16)
+            g = vround_bf16(vsilu(vround_bf16(g))) * vround_bf16(u);
+        else
+            g = vsilu(g) * u;
+        vstore(gate + j, g);
+    }
+}
+
+static void finish_tile(const struct linear_args *a, float *buf, long row, long mr, long panel0, long panels) {
+    long span = a->gated ? 2 : 1;
+    for (long m = 0; m < mr; m++, buf += GROUP * NR)
+        for (long p = 0; p < panels; p++) {
+            float *v = buf + p * span * NR;
+            long col = (panel0 + p) * NR, width = min_l(NR, a->n - col);
+            if (a->bias)
+                for (long s = 0; s < span; s++)
+                    for (long j = 0; j < width; j++) v[s * NR + j] += bias_at(a, s * a->n + col + j);
+            if (a->gated) gate_panel(v, v + NR, a->bf16);
+            store_row(a->y, (row + m) * a->ldy + col, v, width, a->bf16);
+        }
+}
+
+/* fp32 copy of bf16 panels, `depth` rows of NR in all */
+static const char *widen_panels(const char *w, long depth) {
+    float *out = scratch(PANELS, (size_t)(depth * NR));
+    for (long i = 0; i < depth; i++) {
+        vf lo, hi;
+        widen(&lo, &hi, w + i * NR * 2, 1);
+        vstore(out + i * NR, lo);
+        vstore(out + i * NR + VL, hi);
+    }
+    return (const char *)out;
+}
+
+/* row tiles [t0, t1) against output panels [panel0, panel0 + panels) */
+static void linear_block(const struct linear_args *a, long t0, long t1, long panel0, long panels) {
+    float buf[MR_MAX * GROUP * NR] __attribute__((aligned(64)));
+    long span = a->gated ? 2 : 1;
+    const char *w = a->w + panel0 * span * a->kq * 4 * NR * (a->bf16 ? 2 : 4);
+    int narrow = a->bf16;
+    if (narrow && t1 - t0 > 1) { /* several row tiles share the work of widening; the numbers are the same */
+        w = widen_panels(w, panels * span * a->kq * 4);
+        narrow = 0;
+    }
+    for (long t = t0; t < t1; t++) {
+        long row = tile_row(a, t), mr = tile_row(a, t + 1) - row;
+        run_tile(mr, panels * span, narrow, a->xp + row * a->kq * 4, w, a->kq, buf);
+        finish_tile(a, buf, row, mr, panel0, panels);
+    }
+}
+
+static void pack_rows(const struct linear_args *a, float *xp, int nthreads) {
+    int threads = a->m * a->k > 32768 ? nthreads : 1;
+    if (threads == 1) {
+        for (long t = 0; t < a->tiles; t++) {
+            long row = tile_row(a, t);
+            pack_x(xp + row * a->kq * 4, a->x, a->ldx, row, tile_row(a, t + 1) - row, a->k, a->bf16);
+        }
+        return;
+    }
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (long t = 0; t < a->tiles; t++) {
+        long row = tile_row(a, t);
+        pack_x(xp + row * a->kq * 4, a->x, a->ldx, row, tile_row(a, t + 1) - row, a->k, a->bf16);
+    }
+}
+
+/* y[m, n] = x[m, k] @ W^T (+ bias), or silu(gate) * up of a gated weight; n counts the columns of y */
+void ssd_linear(const void *x, long ldx, const void *w, const void *bias, void *y, long ldy, long m, long n, long k,
+                int bf16, int gated, int nthreads) {
+    if (m <= 0 || n <= 0) return;
+    struct linear_args a = {x, w, bias, y, ldx, ldy, m, n, k, ceil_div(k, 4), bf16, gated, ceil_div(m, MR_MAX), x};
+    if (m > 1 || bf16 || k % 4) {
+        float *xp = scratch(ROWS, (size_t)(m * a.kq * 4));
+        pack_rows(&a, xp, nthreads);
+        a.xp = xp;
+    }
+    long span = gated ? 2 : 1, panels = ceil_div(n, NR);
+    long group = (a.tiles == 1 ? GROUP : 2) / span; /* one row tile: wide tasks; more: keep the panels in L1 */
+    while (group > 1 && ceil_div(panels, group) < 2 * nthreads) group /= 2;
+    long groups = ceil_div(panels, group);
+    long block = max_l(2, (384 << 10) / (a.kq * 16 * MR_MAX)); /* row tiles that stay in L2 with a stream of panels */
+    long blocks = ceil_div(a.tiles, block);
+    if (nthreads == 1 || (double)m * (double)n * (double)k * span < 65536.0) nthreads = 1;
+    if (nthreads == 1) {
+        for (long b = 0; b < blocks; b++)
+            for (long g = 0; g < groups; g++)
+                linear_block(&a, b * block, min_l(a.tiles, (b + 1) * block), g * group, min_l(group, panels - g * group));
+        return;
+    }
+#pragma omp parallel for collapse(2) schedule(static) num_threads(nthreads)
+    for (long b = 0; b < blocks; b++)
+        for (long g = 0; g < groups; g++)
+            linear_block(&a, b * block, min_l(a.tiles, (b + 1) * block), g * group, min_l(group, panels - g * group));
+}
+
+/* ---------------------------------------------------------------- rms_norm */
+static float inverse_rms(const float *x, long d, float eps) {
+    vf acc[4] = {{0}, {0}, {0}, {0}};
+    long i = 0;
+    for (; i + 4 * VL <= d; i += 4 * VL)
+        UNROLL for (int j = 0; j < 4; j++) {
+            vf v = vload(x + i + j * VL);
+            acc[j] = vfma(acc[j], v, v);
+        }
+    float sum = vsum((acc[0] + acc[1]) + (acc[2] + acc[3]));
+    for (; i < d; i++) sum += x[i] * x[i];
+    return 1.0f / sqrtf(sum / (float)d + eps);
+}
+
+/* x = x / rms(x) * w in place; bf16 rounds the normalised value before and after the product */
+static void norm_row(float *x, const void *w, long d, float eps, int bf16) {
+    float scale = inverse_rms(x, d, eps);
+    if (bf16) {
+        const uint16_t *wh = w;
+        for (long i = 0; i < d; i++) x[i] = round_bf16(round_bf16(x[i] * scale) * from_bf16(wh[i]));
+    } else {
+        const float *wf = w;
+        for (long i = 0; i < d; i++) x[i] = x[i] * scale * wf[i];
+    }
+}
+
+static void rms_norm_row(const void *x, long ldx, void *residual, long ldr, const void *w, void *out, long d, float eps,
+                         int bf16, long row) {
+    float *v = scratch(ROWS, (size_t)(2 * d)), *r = v + d;
+    load_row(v, x, row * ldx, d, bf16);
+    if (residual) {
+        load_row(r, residual, row * ldr, d, bf16);
+        for (long i = 0; i < d; i++) v[i] += r[i];
+        if (bf16)
+            for (long i = 0; i < d; i++) v[i] = round_bf16(v[i]);
+        store_row(residual, row * ldr, v, d, bf16);
+    }
+    norm_row(v, w, d, eps, bf16);
+    store_row(out, row * d, v, d, bf16);
+}
+
+/* out[m, d] = norm(x) * w; with a residual: residual += x first, and the norm is of the sum */
+void ssd_rms_norm(const void *x, long ldx, void *residual, long ldr, const void *w, void *out, long m, long d, float eps,
+                  int bf16, int nthreads) {
+    if (nthreads == 1 || m * d < 32768) {
+        for (long i = 0; i < m; i++) rms_norm_row(x, ldx, residual, ldr, w, out, d, eps, bf16, i);
+        return;
+    }
+#pragma omp parallel for schedule(static) num_threads(nthreads)
+    for (long i = 0; i < m; i++) rms_norm_row(x, ldx, residual, ldr, w, out, d, eps, bf16, i);
+}
+
+/* ---------------------------------------------------------------- rope_and_store */
+struct rope_args {
+    const void *qkv;
+    long ldqkv;
+    const void *positions, *slots;
+    int positions64, slots64;
+    const float *cos, *sin;
+    const void *q_weight, *k_weight;
+    float eps;
+    void *q_out, *k_cache, *v_cache;
+    long heads, kv_heads, d;
+    int bf16;
+};
+
+INLINE long int_at(const void *p, long i, int is64) { return is64 ? (long)((const int64_t *)p)[i] : ((const int32_t *)p)[i]; }
+
+static void rotate(float *restrict out, const float *restrict x, const float *cos, const float *sin, long half) {
+    for (long i = 0; i < half; i++) {
+        out[i] = x[i] * cos[i] - x[i + half] * sin[i];
+        out[i + half] = x[i + half] * cos[i] + x[i] * sin[i];
+    }
+}
+
+static void rope_token(const struct rope_args *a, long t) {
+    long d = a->d, half = d / 2, size = a->bf16 ? 2 : 4;
+    float *x = scratch(ROWS, (size_t)(2 * d)), *rotated = x + d;
+    long position = int_at(a->positions, t, a->positions64), slot = int_at(a->slots, t, a->slots64);
+    const float *cos = a->cos + position * half, *sin = a->sin + position * half;
+    for (long h = 0; h < a->heads + a->kv_heads; h++) {
+        int is_key = h >= a->heads;
+        if (is_key && slot < 0) break;
+        const void *weight = is_key ? a->k_weight : a->q_weight;
+        load_row(x, a->qkv, t * a->ldqkv + h * d, d, a->bf16);
+        if (weight) norm_row(x, weight, d, a->eps, a->bf16);
+        rotate(rotated, x, cos, sin, half);
+        if (is_key)
+            store_row(a->k_cache, (slot * a->kv_heads + h - a->heads) * d, rotated, d, a->bf16);
+        else
+            store_row(a->q_out, (t * a->heads + h) * d, rotated, d, a->bf16);
+    }
+    if (slot < 0) return;
+    const char *v = (const char *)a->qkv + (t * a->ldqkv + (a->heads + a->kv_heads) * d) * size;
+    memcpy((char *)a->v_cache + slot * a->kv_heads * d * size, v, (size_t)(a->kv_heads * d * size));
+}
+
+void ssd_rope_and_store(const void *qkv, long ldqkv, const void *positions, int positions64, const void *slots,
+                        int slots64, const float *cos, const float *sin, const void *q_weight, const void *k_weight,
+                        float eps, void *q_out, void *k_cache, void *v_cache, long tokens, long heads, long kv_heads,
+                        long d, int bf16, int nthreads) {
+    struct rope_args a = {qkv,      ldqkv, positions, slots,   positions64, slots64, cos,      sin, q_weight,
+                          k_weight, eps,   q_out,     k_cache, v_cache,     heads,   kv_heads, d,   bf16};
+    if (nthreads == 1 || tokens * (heads + 2 * kv_heads) * d < 32768) {
+        for (long t = 0; t < tokens; t++) rope_token(&a, t);
+        return;
+    }
+#pragma omp parallel for schedule(static) num_threads(nthreads)
+    for (long t = 0; t < tokens; t++) rope_token(&a, t);
+}
+
+/* ---------------------------------------------------------------- paged_attention
+ * Online softmax over chunks of CH absolute positions.  A task is a few consecutive rows of one sequence and one KV
+ * head: all its (row, head) queries share each chunk's keys and values.  A row sees exactly its n visible positions of
+ * a chunk, padded up to a full vector with score -inf and with its own first position's value, so its result has the
+ * same bits in any company. */
+struct attention_args {
+    const void *q;
+    long ldq;
+    const void *k_cache, *v_cache;
+    void *out;
+    const int32_t *query_start, *context_len, *block_tables;
+    long max_blocks, block_size, heads, kv_heads, d, dp; /* dp: d rounded up to full vectors */
+    float scale;
+    int bf16;
+    long rows; /* rows per task at most */
+};
+
+struct chunk {
+    const float *k[CH], *v[CH];
+    float *copy_k, *copy_v; /* fp32 copies, where the cache cannot be read in place */
+};
+
+struct softmax { /* running state of the queries of a task */
+    float *q, *acc, *scores, *max, *sum, *alpha;
+};
+
+static void load_chunk(const struct attention_args *a, struct chunk *c, const int32_t *table, long kv_head, long start,
+                       long n) {
+    int direct = !a->bf16 && a->dp == a->d;
+    long block = start / a->block_size, in_block = start % a->block_size;
+    for (long i = 0; i < n; i++) {
+        long offset = ((table[block] * a->block_size + in_block) * a->kv_heads + kv_head) * a->d;
+        if (direct) {
+            c->k[i] = (const float *)a->k_cache + offset;
+            c->v[i] = (const float *)a->v_cache + offset;
+        } else {
+            float *k = c->copy_k + i * a->dp, *v = c->copy_v + i * a->dp;
+            load_row(k, a->k_cache, offset, a->d, a->bf16);
+            load_row(v, a->v_cache, offset, a->d, a->bf16);
+            c->k[i] = k;
+            c->v[i] = v;
+        }
+        if (++in_block == a->block_size) in_block = 0, block++;
+    }
+}
+
+/* scores of nq queries against AP positions: lanes run over d, then are added in vsum's order */
+INLINE void score_tile(const int nq, const float *q, long dp, const float *const *k, float *scores) {
+    vf acc[AQ][AP];
+    UNROLL for (int i = 0; i < nq; i++) UNROLL for (int j = 0; j < AP; j++) acc[i][j] = vset(0.0f);
+    const float *k0 = k[0], *k1 = k[1], *k2 = k[2], *k3 = k[3];
+    for (long e = 0; e < dp; e += VL) {
+        vf kv[AP] = {vload(k0 + e), vload(k1 + e), vload(k2 + e), vload(k3 + e)};
+        UNROLL for (int i = 0; i < nq; i++) {
+            vf qv = vload(q + i * dp + e);
+            UNROLL for (int j = 0; j < AP; j++) acc[i][j] = vfma(acc[i][j], qv, kv[j]);
+        }
+    }
+    UNROLL for (int i = 0; i < nq; i++) {
+#ifdef NEON
+        float32x4_t lo = vpaddq_f32((float32x4_t)acc[i][0], (float32x4_t)acc[i][1]);
+        float32x4_t hi = vpaddq_f32((float32x4_t)acc[i][2], (float32x4_t)acc[i][3]);
+        vst1q_f32(scores + i * CH, vpaddq_f32(lo, hi));
+#else
+        UNROLL for (int j = 0; j < AP; j++) scores[i * CH + j] = vsum(acc[i][j]);
+#endif
+    }
+}
+
+#define VALUE_STEP(lane)                                                                           \
+    {                                                                                              \
+        vf x[AV];                                                                                  \
+        UNROLL for (int j = 0; j < nv; j++) x[j] = vload(v[t + (lane)] + e + j * VL);              \
+        UNROLL for (int i = 0; i < nq; i++)                                                        \
+            UNROLL for (int j = 0; j < nv; j++) acc[i][j] = FMA_LANE(acc[i][j], x[j], pq[i], lane); \
+    }
+
+/* acc = acc * alpha + p @ v for nq queries and nv vectors of d: one FMA chain over the positions per element */
+INLINE void value_tile(const int nq, const int nv, const struct softmax *s, long q0, long dp, long e,
+                       const float *const *v, long n) {
+    vf acc[AQ][AV];
+    float *out = s->acc + q0 * dp + e;
+    const float *p = s->scores + q0 * CH;
+    UNROLL for (int i = 0; i < nq; i++)
+        UNROLL for (int j = 0; j < nv; j++) acc[i][j] = vload(out + i * dp + j * VL) * s->alpha[q0 + i];
+    for (long t = 0; t < n; t += 4) {
+        quad pq[AQ];
+        UNROLL for (int i = 0; i < nq; i++) pq[i] = quad_load(p + i * CH + t);
+        VALUE_STEP(0) VALUE_STEP(1) VALUE_STEP(2) VALUE_STEP(3)
+    }
+    UNROLL for (int i = 0; i < nq; i++)
+        UNROLL for (int j = 0; j < nv; j++) vstore(out + i * dp + j * VL, acc[i][j]);
+}
+
+/* scores -> probabilities of one query over n positions (padded to full vectors), and its running max and sum */
+static void softmax_query(const struct softmax *s, long q, long n) {
+    float *p = s->scores + q * CH;
+    long padded = ceil_div(n, VL) * VL;
+    for (long i = n; i < padded; i++) p[i] = -INFINITY;
+    vf best = vset(s->max[q]);
+    for (long i = 0; i < padded; i += VL) best = vmax(vload(p + i), best);
+    float top = vmax_lanes(best);
+    vf total = vset(0.0f), shift = vset(top);
+    for (long i = 0; i < padded; i += VL) {
+        vf e = vexp(vload(p + i) - shift);
+        total = total + e;
+        vstore(p + i, e);
+    }
+    float alpha = vexp(vset(s->max[q] - top))[0];
+    s->alpha[q] = alpha;
+    s->sum[q] = s->sum[q] * alpha + vsum(total);
+    s->max[q] = top;
+}
+
+INLINE void attend_queries(const int nq, const struct softmax *s, long q0, long dp, const struct chunk *c, long n) {
+    for (long t = 0; t < n; t += AP) score_tile(nq, s->q + q0 * dp, dp, c->k + t, s->scores + q0 * CH + t);
+    for (long i = 0; i < nq; i++) softmax_query(s, q0 + i, n);
+    long e = 0;
+    for (; e + AV * VL <= dp; e += AV * VL) value_tile(nq, AV, s, q0, dp, e, c->v, n);
+    for (; e < dp; e += VL) value_tile(nq, 1, s, q0, dp, e, c->v, n);
+}
+
+static void attend_1(const struct softmax *s, long q0, long dp, const struct chunk *c, long n) { attend_queries(1, s, q0, dp, c, n); }
+static void attend_2(const struct softmax *s, long q0, long dp, const struct chunk *c, long n) { attend_queries(2, s, q0, dp, c, n); }
+#if AQ == 4
+static void attend_3(const struct softmax *s, long q0, long dp, const struct chunk *c, long n) { attend_queries(3, s, q0, dp, c, n); }
+static void attend_4(const struct softmax *s, long q0, long dp, const struct chunk *c, long n) { attend_queries(4, s, q0, dp, c, n); }
+#endif
+
+/* queries [q0, q1) against the first n positions of a chunk */
+static void attend_chunk(const struct softmax *s, long q0, long q1, long dp, struct chunk *c, long n) {
+    for (long i = n; i < CH && i < n + 3; i++) c->k[i] = c->k[0], c->v[i] = c->v[0];
+    for (; q0 + AQ <= q1; q0 += AQ) {
+#if AQ == 4
+        attend_4(s, q0, dp, c, n);
+    }
+    if (q1 - q0 == 3) attend_3(s, q0, dp, c, n);
+#else
+        attend_2(s, q0, dp, c, n);
+    }
+#endif
+    if (q1 - q0 == 2) attend_2(s, q0, dp, c, n);
+    if (q1 - q0 == 1) attend_1(s, q0, dp, c, n);
+}
+
+static size_t attention_floats(const struct attention_args *a) {
+    size_t queries = (size_t)(a->rows * (a->heads / a->kv_heads));
+    return queries * (size_t)(2 * a->dp + CH + 16) + (size_t)(2 * CH * a->dp) + 64;
+}
+
+static void start_softmax(const struct attention_args *a, struct softmax *s, long row, long rows, long kv_head) {
+    long group = a->heads / a->kv_heads;
+    memset(s->q, 0, (size_t)(2 * rows * group * a->dp) * 4); /* q and acc */
+    for (long i = 0; i < rows * group; i++) {
+        float *q = s->q + i * a->dp;
+        load_row(q, a->q, (row + i / group) * a->ldq + (kv_head * group + i % group) * a->d, a->d, a->bf16);
+        for (long e = 0; e < a->d; e++) q[e] *= a->scale;
+        s->max[i] = -INFINITY;
+        s->sum[i] = 0.0f;
+    }
+}
+
+static void store_attention(const struct attention_args *a, const struct softmax *s, long row, long rows, long kv_head) {
+    long group = a->heads / a->kv_heads;
+    for (long i = 0; i < rows * group; i++) {
+        float *acc = s->acc + i * a->dp, sum = s->sum[i];
+        for (long e = 0; e < a->d; e++) acc[e] = acc[e] / sum;
+        store_row(a->out, ((row + i / group) * a->heads + kv_head * group + i % group) * a->d, acc, a->d, a->bf16);
+    }
+}
+
+/* rows [row, row + rows) of sequence seq, query heads of kv_head; `memory` holds attention_floats() */
+static void attention_task(const struct attention_args *a, long seq, long row, long rows, long kv_head, float *memory) {
+    long group = a->heads / a->kv_heads, queries = rows * group, dp = a->dp;
+    long first = a->context_len[seq] - (a->query_start[seq + 1] - row) + 1; /* positions the first row sees */
+    struct softmax s = {memory, memory + queries * dp, memory + 2 * queries * dp, 0, 0, 0};
+    s.max = s.scores + queries * CH, s.sum = s.max + queries, s.alpha = s.sum + queries;
+    struct chunk c;
+    c.copy_k = memory + attention_floats(a) - 2 * CH * dp, c.copy_v = c.copy_k + CH * dp;
+    if (dp != a->d) memset(c.copy_k, 0, (size_t)(2 * CH * dp) * 4);
+    start_softmax(a, &s, row, rows, kv_head);
+    for (long start = 0; start < first + rows - 1; start += CH) {
+        load_chunk(a, &c, a->block_tables + seq * a->max_blocks, kv_head, start, min_l(CH, first + rows - 1 - start));
+        long full = max_l(0, start + CH - first); /* rows from here on see the whole chunk */
+        if (full < rows) attend_chunk(&s, full * group, queries, dp, &c, CH);
+        for (long r = min_l(rows, full) - 1; r >= 0 && first + r > start; r--) /* longest first: the padding moves down */
+            attend_chunk(&s, r * group, (r + 1) * group, dp, &c, first + r - start);
+    }
+    store_attention(a, &s, row, rows, kv_head);
+}
+
+/* the task-th tile of rows: finds its sequence; returns how many rows it has */
+static long find_rows(const struct attention_args *a, long task, long *seq, long *row) {
+    for (long s = 0;; s++) {
+        long begin = a->query_start[s], count = a->query_start[s + 1] - begin, tasks = ceil_div(count, a->rows);
+        if (task < tasks) {
+            *seq = s;
+            *row = begin + task * a->rows;
+            return min_l(a->rows, count - task * a->rows);
+        }
+        task -= tasks;
+    }
+}
+
+static void attention_item(const struct attention_args *a, long item) {
+    long seq, row, rows = find_rows(a, item / a->kv_heads, &seq, &row);
+    attention_task(a, seq, row, rows, item % a->kv_heads, scratch(ROWS, attention_floats(a)));
+}
+
+void ssd_paged_attention(const void *q, long ldq, const void *k_cache, const void *v_cache, void *out,
+                         const int32_t *query_start, const int32_t *context_len, const int32_t *block_tables,
+                         long sequences, long max_blocks, long block_size, long heads, long kv_heads, long d,
+                         float scale, int bf16, int nthreads) {
+    struct attention_args a = {q, ldq, k_cache, v_cache, out, query_start, context_len, block_tables, max_blocks,
+                               block_size, heads, kv_heads, d, ceil_div(d, VL) * VL, scale, bf16, 0};
+    long tasks = 0, longest = 0, work = 0;
+    for (long s = 0; s < sequences; s++) longest = max_l(longest, query_start[s + 1] - query_start[s]);
+    a.rows = max_l(1, min_l(longest, QUERIES * kv_heads / heads));
+    for (long s = 0; s < sequences; s++) {
+        long count = query_start[s + 1] - query_start[s];
+        tasks += ceil_div(count, a.rows);
+        work += count * context_len[s];
+    }
+    if (nthreads == 1 || work * heads * d < 32768) {
+        for (long i = 0; i < tasks * kv_heads; i++) attention_item(&a, i);
+        return;
+    }
+#pragma omp parallel for schedule(dynamic, 1) num_threads(nthreads)
+    for (long i = tasks * kv_heads - 1; i >= 0; i--) attention_item(&a, i); /* longest rows first */
+}

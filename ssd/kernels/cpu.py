@@ -1,0 +1,297 @@
+"""CPU kernels: compiles `cpu.c` once per machine and calls it through ctypes.
+
+Why: torch's CPU matrix products change algorithm, hence bits, with the number of rows. These kernels give a row the
+same bits in any company (see `cpu.c`), near memory bandwidth for one row and near the FMA peak for eight and more.
+
+What it does not know: models, layers, schedulers and cache management. It takes tensors, raw block tables and slots,
+and trusts its callers on shapes: hot paths check nothing. All tensors are on the CPU, fp32 or bf16, with contiguous
+last dimensions; tensors that meet in one call share a dtype unless said otherwise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("ssd")
+
+SOURCE = Path(__file__).with_name("cpu.c")
+BASE_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wno-unknown-pragmas", "-Wno-psabi")
+COMPILE_TIMEOUT_S = 120
+
+
+class BuildError(Exception):
+    """The kernels could not be compiled or loaded; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight in the kernels' panel layout. `n` and `k` are the original shape; a gated one has gate and up rows."""
+
+    data: Tensor
+    n: int
+    k: int
+    dtype: torch.dtype
+    gated: bool = False
+
+
+_P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+_SIGNATURES: dict[str, list[type]] = {
+    "ssd_packed_bytes": [_L, _L, _I, _I],
+    "ssd_pack": [_P, _L, _P, _L, _L, _I, _I, _I],
+    "ssd_linear": [_P, _L, _P, _P, _P, _L, _L, _L, _L, _I, _I, _I],
+    "ssd_rms_norm": [_P, _L, _P, _L, _P, _P, _L, _L, _F, _I, _I],
+    "ssd_rope_and_store": [
+        *[_P, _L, _P, _I, _P, _I, _P, _P, _P, _P, _F],
+        *[_P, _P, _P, _L, _L, _L, _L, _I, _I],
+    ],
+    "ssd_paged_attention": [
+        *[_P, _L, _P, _P, _P, _P, _P, _P],
+        *[_L, _L, _L, _L, _L, _L, _F, _I, _I],
+    ],
+}
+
+
+class Kernels:
+    """The compiled kernels. Threads follow `torch.get_num_threads()` and never change a result's bits."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        for name, argtypes in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes = argtypes
+            function.restype = _L if name == "ssd_packed_bytes" else None
+        self._packed_bytes = library.ssd_packed_bytes
+        self._pack = library.ssd_pack
+        self._linear = library.ssd_linear
+        self._rms_norm = library.ssd_rms_norm
+        self._rope_and_store = library.ssd_rope_and_store
+        self._paged_attention = library.ssd_paged_attention
+
+    def pack_linear(self, weight: Tensor, gated: bool = False) -> PackedWeight:
+        """Repack `weight` [N, K] into panels. `gated`: rows are [gate; up], for `linear_gated`."""
+        if weight.dim() != 2 or weight.dtype not in (torch.float32, torch.bfloat16) or weight.device.type != "cpu":
+            raise ValueError(f"cannot pack {tuple(weight.shape)} {weight.dtype} on {weight.device}")
+        n, k = weight.shape
+        if gated and n % 2:
+            raise ValueError(f"a gated weight needs an even number of rows, not {n}")
+        if weight.stride(1) != 1:
+            weight = weight.contiguous()
+        bf16 = weight.dtype is torch.bfloat16
+        size = int(self._packed_bytes(n, k, bf16, gated))
+        data = torch.empty(size // weight.element_size(), dtype=weight.dtype)
+        self._pack(
+            weight.data_ptr(), weight.stride(0), data.data_ptr(), n, k, bf16, gated, torch.get_num_threads()
+        )
+        return PackedWeight(data, n, k, weight.dtype, gated)
+
+    def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """`x` [M, K] @ weight.T (+ bias [N]) -> [M, N]. Rows of `x` and `out` may be strided."""
+        m, n, dtype = x.shape[0], packed.n, packed.dtype
+        y = torch.empty((m, n), dtype=dtype) if out is None else out
+        self._linear(
+            *(x.data_ptr(), x.stride(0), packed.data.data_ptr(), None if bias is None else bias.data_ptr()),
+            *(y.data_ptr(), y.stride(0), m, n, packed.k, dtype is torch.bfloat16, 0, torch.get_num_threads()),
+        )
+        return y
+
+    def linear_gated(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        """silu(x @ gate.T) * (x @ up.T) -> [M, I], for a weight packed with `gated=True` ([2I, K]; bias [2I])."""
+        m, n, dtype = x.shape[0], packed.n // 2, packed.dtype
+        y = torch.empty((m, n), dtype=dtype)
+        self._linear(
+            *(x.data_ptr(), x.stride(0), packed.data.data_ptr(), None if bias is None else bias.data_ptr()),
+            *(y.data_ptr(), n, m, n, packed.k, dtype is torch.bfloat16, 1, torch.get_num_threads()),
+        )
+        return y
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+        """Norm of `x` [M, D] times `weight`. With `residual`, in place: residual += x, and the norm is of that sum."""
+        m, d = x.shape
+        out = torch.empty((m, d), dtype=x.dtype)
+        self._rms_norm(
+            *(x.data_ptr(), x.stride(0)),
+            *((None, 0) if residual is None else (residual.data_ptr(), residual.stride(0))),
+            *(weight.data_ptr(), out.data_ptr(), m, d, eps, x.dtype is torch.bfloat16, torch.get_num_threads()),
+        )
+        return out
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        num_heads: int,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> Tensor:
+        """Rotate q and k of `qkv` [T, (H + 2*Hkv)*D], write k and v to the caches, return q [T, H, D].
+
+        `cos`, `sin`: fp32, contiguous [max_pos, D/2]. `positions`, `slots`: int32 or int64 [T]; slot < 0 writes nothing.
+        Caches: contiguous [num_blocks, block_size, Hkv, D]. `q_norm`, `k_norm` [D]: per-head RMS norm before the
+        rotation (Qwen 3).
+        """
+        tokens, kv_heads, d, dtype = qkv.shape[0], k_cache.shape[2], k_cache.shape[3], qkv.dtype
+        q = torch.empty((tokens, num_heads, d), dtype=dtype)
+        self._rope_and_store(
+            *(qkv.data_ptr(), qkv.stride(0), positions.data_ptr(), positions.dtype is torch.int64),
+            *(slots.data_ptr(), slots.dtype is torch.int64, cos.data_ptr(), sin.data_ptr()),
+            *(None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(), eps),
+            *(q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), tokens, num_heads, kv_heads, d),
+            *(dtype is torch.bfloat16, torch.get_num_threads()),
+        )
+        return q
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        query_start: Tensor,
+        context_len: Tensor,
+        block_tables: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """Causal attention of `q` [T, H, D] over paged caches -> [T, H, D].
+
+        `query_start` [S+1], `context_len` [S] and `block_tables` [S, max_blocks] are int32 and contiguous. The queries
+        of a sequence are its last positions; `context_len` counts them. Heads of a row of `q` must be contiguous.
+        """
+        tokens, heads, d = q.shape
+        out = torch.empty((tokens, heads, d), dtype=q.dtype)
+        sequences, max_blocks = block_tables.shape
+        self._paged_attention(
+            *(q.data_ptr(), q.stride(0), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()),
+            *(query_start.data_ptr(), context_len.data_ptr(), block_tables.data_ptr(), sequences, max_blocks),
+            *(k_cache.shape[1], heads, k_cache.shape[2], d, scale, q.dtype is torch.bfloat16, torch.get_num_threads()),
+        )
+        return out
+
+
+@functools.cache
+def load() -> Kernels | None:
+    """The kernels, compiled if need be; None, after one warning that says what to do, where that is impossible."""
+    try:
+        return build()
+    except (BuildError, OSError, subprocess.SubprocessError) as error:
+        logger.warning(
+            "CPU kernels are off (%s); the engine falls back to plain torch, which is slower and whose numbers may "
+            "vary with the batch. Install gcc or clang, or point $CC to one, and start again.",
+            error,
+        )
+        return None
+
+
+def build() -> Kernels:
+    """Compile (or find in the cache) and load the kernels, with torch's own OpenMP runtime where it has one."""
+    compiler = find_compiler()
+    if compiler is None:
+        raise BuildError("no C compiler found")
+    failures: list[str] = []
+    for flags in _flag_choices(openmp_library()):
+        try:
+            return Kernels(ctypes.CDLL(str(_compiled(compiler, flags))))
+        except (BuildError, OSError) as error:
+            failures.append(str(error))
+            logger.debug("CPU kernels: flags %s failed: %s", flags, error)
+    raise BuildError(failures[0])
+
+
+def find_compiler() -> list[str] | None:
+    """The compiler's command: $CC (which may carry options), else cc, gcc or clang."""
+    for candidate in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
+        command = shlex.split(candidate)
+        path = shutil.which(command[0]) if command else None
+        if path is not None:
+            return [path, *command[1:]]
+    return None
+
+
+def openmp_library() -> str | None:
+    """Make the OpenMP runtime that torch loaded visible to our library, and return its path.
+
+    A second runtime in the process would mean a second thread pool fighting for the same cores, so we link none and
+    resolve the symbols from torch's. Only Linux tells what is loaded; elsewhere we do without threads.
+    """
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    paths = sorted(set(re.findall(r"/\S*/lib(?:gomp|iomp5|omp)[-.\w]*\.so\S*", maps)))
+    torch_root = str(Path(torch.__file__).parent.parent)
+    for path in sorted(paths, key=lambda p: not p.startswith(torch_root)):
+        try:
+            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+        except OSError:
+            continue
+        return path
+    return None
+
+
+def _flag_choices(openmp: str | None) -> list[tuple[str, ...]]:
+    """Sets of flags, best first. A compiler may lack -march=native, or emit calls that torch's runtime lacks."""
+    threads = [("-fopenmp",), ()] if openmp else [()]
+    return [(*BASE_FLAGS, native, *thread) for thread in threads for native in ("-march=native", "-mcpu=native")]
+
+
+def _compiled(compiler: list[str], flags: tuple[str, ...]) -> Path:
+    """The shared library's path in the user's cache, compiling it there first if this machine has not yet."""
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssd"
+    target = directory / f"cpu-{_key(compiler, flags)}.so"
+    if not target.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory) as scratch:
+            _compile(compiler, flags, Path(scratch), target)
+    return target
+
+
+def _key(compiler: list[str], flags: tuple[str, ...]) -> str:
+    """Hash of all that decides the machine code. The compiler's file stands for its version: no process to start."""
+    binary = Path(compiler[0]).resolve()
+    stat = binary.stat()
+    identity = [*compiler, str(binary), str(stat.st_size), str(stat.st_mtime_ns), *flags, _cpu_identity()]
+    return hashlib.sha256(SOURCE.read_bytes() + "\0".join(identity).encode()).hexdigest()[:20]
+
+
+def _cpu_identity() -> str:
+    """What -march=native depends on: a home directory may be shared by machines of different make."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    kept = [line for line in first.splitlines() if re.match(r"(?i)model|vendor|cpu (part|family|impl|var)|f(lags|eat)", line)]
+    return "\n".join([platform.machine(), *kept])
+
+
+def _compile(compiler: list[str], flags: tuple[str, ...], scratch: Path, target: Path) -> None:
+    """Compile and link apart, so that -fopenmp adds no runtime; the rename is atomic, so processes may race."""
+    objects, library = scratch / "cpu.o", scratch / "cpu.so"
+    _run([*compiler, *flags, "-c", str(SOURCE), "-o", str(objects)])
+    undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
+    _run([*compiler, "-shared", *undefined, str(objects), "-o", str(library), "-lm"])
+    os.replace(library, target)
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+    if done.returncode:
+        raise BuildError(f"{shlex.join(command)} failed: {done.stderr.strip()[-500:]}")

@@ -1,0 +1,79 @@
+"""The C kernels behind the `Ops` interface. All of them row-invariant."""
+
+from __future__ import annotations
+
+import torch
+
+from ssd.kernels import cpu
+from ssd.kernels.ops import DeviceBatch, HeadShape, Rope
+
+
+class CpuOps:
+    """float32 and bfloat16 on the CPU."""
+
+    def __init__(self, kernels: cpu.Kernels) -> None:
+        self._kernels = kernels
+
+    @classmethod
+    def load(cls) -> CpuOps | None:
+        """None (after a warning) where the kernels cannot be compiled."""
+        kernels = cpu.load()
+        return None if kernels is None else cls(kernels)
+
+    def reserve(self, max_rows: int, max_context: int, heads: HeadShape, device: torch.device) -> None:
+        return
+
+    def tile_tokens(self, heads: HeadShape, split_kv: bool) -> int:
+        return 1 << 30  # one tile a sequence: tiles are not used here
+
+    def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> cpu.PackedWeight:
+        return self._kernels.pack_linear(weight, gated)
+
+    def embedding(self, weight: cpu.PackedWeight, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._kernels.embedding(weight, token_ids)
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: cpu.PackedWeight,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        *,
+        float32: bool = False,
+    ) -> torch.Tensor:
+        y = self._kernels.linear(x, weight, bias)
+        if residual is not None:
+            y += residual
+        return y.float() if float32 else y
+
+    def gated_linear(
+        self, x: torch.Tensor, weight: cpu.PackedWeight, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._kernels.linear_gated(x, weight, bias)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self._kernels.rms_norm(x, weight, eps)
+
+    def rope_and_store(
+        self,
+        qkv: torch.Tensor,
+        batch: DeviceBatch,
+        rope: Rope,
+        heads: HeadShape,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        return self._kernels.rope_and_store(
+            *(qkv, batch.positions, rope.cos, rope.sin, batch.slots, k_cache, v_cache, heads.num_heads),
+            q_norm=rope.q_norm,
+            k_norm=rope.k_norm,
+            eps=rope.eps,
+        )
+
+    def attention(
+        self, q: torch.Tensor, batch: DeviceBatch, heads: HeadShape, k_cache: torch.Tensor, v_cache: torch.Tensor
+    ) -> torch.Tensor:
+        out = self._kernels.paged_attention(
+            q, k_cache, v_cache, batch.query_start, batch.context_len, batch.block_tables, heads.scale
+        )
+        return out.view(len(out), -1)

@@ -1,0 +1,143 @@
+"""A row-invariant linear layer in Triton, for any number of rows.
+
+Each output element is summed over the depth in one fixed order, sixteen products at a time, whatever the tile: so a
+row's bits depend neither on how many rows there are nor on which tile shape was chosen for them. Tiles may then follow
+the number of rows freely. The product is computed as W x^T, so that the tensor cores' wide side lies along the weight's
+rows, which there are always enough of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _linear_kernel(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    residual_ptr,
+    y_ptr,
+    num_rows,
+    N,
+    K: tl.constexpr,
+    x_stride,
+    residual_stride,
+    y_stride,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """y[m, n] = sum_k x[m, k] w[n, k]. GATED: w's rows alternate gate, up, and y has half as many columns."""
+    # Neighbouring programs share weight tiles (and GROUP of them share x tiles), so that both are found in the L2.
+    tiles_m = tl.cdiv(num_rows, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    band = tl.program_id(0) // (GROUP * tiles_m)
+    width = min(tiles_n - band * GROUP, GROUP)
+    within = tl.program_id(0) % (GROUP * tiles_m)
+    m = (within // width) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n0 = (band * GROUP + within % width) * BLOCK_N
+    n = n0 + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    m_mask = m < num_rows
+    n_mask = n < N
+    x_ptrs = x_ptr + m[None, :].to(tl.int64) * x_stride + k[:, None]
+    w_ptrs = w_ptr + n[:, None].to(tl.int64) * K + k[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        if K % BLOCK_K == 0:
+            x = tl.load(x_ptrs + start, mask=m_mask[None, :], other=0.0)
+            w = tl.load(w_ptrs + start, mask=n_mask[:, None], other=0.0)
+        else:
+            x = tl.load(x_ptrs + start, mask=m_mask[None, :] & (start + k < K)[:, None], other=0.0)
+            w = tl.load(w_ptrs + start, mask=n_mask[:, None] & (start + k < K)[None, :], other=0.0)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        pairs = tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1))
+        gate, up = tl.split(pairs)
+        dtype = x_ptr.dtype.element_ty
+        gate = gate.to(dtype).to(tl.float32)
+        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        acc = silu * up.to(dtype).to(tl.float32)
+        n = n0 // 2 + tl.arange(0, BLOCK_N // 2)
+        n_mask = n < N // 2
+    mask = m_mask[None, :] & n_mask[:, None]
+    y = acc.to(y_ptr.dtype.element_ty)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + m[None, :].to(tl.int64) * residual_stride + n[:, None], mask=mask, other=0.0)
+        y = (residual.to(tl.float32) + y.to(tl.float32)).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + m[None, :].to(tl.int64) * y_stride + n[:, None], y, mask=mask)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How the work is cut. Speed only: every tile gives the same bits."""
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int
+    warps: int
+
+
+def choose_tile(num_rows: int, columns: int, depth: int) -> Tile:
+    """Measured on an H200: deep tiles while the weights' bandwidth is the limit, square ones for prefill."""
+    few_columns = columns < 6144  # 64 at a time they would not keep every multiprocessor busy
+    if num_rows <= 16:
+        if not few_columns:
+            return Tile(16, 64, 128, 4 if columns > 8192 else 5, 4)
+        return Tile(16, 16, 512, 3, 2) if depth >= 8192 else Tile(16, 16, 256, 4, 2)
+    if num_rows <= 64:
+        rows = 32 if num_rows <= 32 else 64
+        return Tile(rows, 32 if few_columns and rows == 32 else 64, 128, 3 if rows == 64 else 5, 4)
+    if num_rows <= 128:
+        return Tile(64, 64, 128, 3, 4) if columns <= 8192 else Tile(128, 128, 64, 4, 8)
+    return Tile(128, 128, 64, 4, 8) if columns <= 8192 and num_rows <= 512 else Tile(256, 128, 64, 3, 8)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    *,
+    gated: bool = False,
+    out_dtype: torch.dtype | None = None,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """x [M, K] times weight [N, K] transposed; see `Ops.linear`. A gated weight has alternating gate and up rows."""
+    num_rows, depth = x.shape
+    columns = weight.shape[0]
+    tile = tile or choose_tile(num_rows, columns, depth)
+    y = x.new_empty((num_rows, columns // 2 if gated else columns), dtype=out_dtype or x.dtype)
+    grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(columns, tile.columns),)
+    _linear_kernel[grid](
+        x,
+        weight,
+        bias,
+        residual,
+        y,
+        num_rows,
+        columns,
+        depth,
+        x.stride(0),
+        residual.stride(0) if residual is not None else 0,
+        y.stride(0),
+        GATED=gated,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+        BLOCK_K=tile.depth,
+        GROUP=8 if num_rows > tile.rows else 1,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+    )
+    return y

@@ -1,0 +1,103 @@
+"""What a decoder needs from a device: the small interface behind which the kernels stand.
+
+Three implementations: plain torch (`reference`), C on the CPU (`cpu`), Triton on CUDA (`triton_ops`). The latter two
+are *row-invariant*: a row's bits never depend on how many rows are computed together, nor on which.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """A `Batch` as tensors on the device."""
+
+    token_ids: torch.Tensor  # int32 [T]
+    positions: torch.Tensor  # int32 [T]
+    slots: torch.Tensor  # int32 [T]; -1: write no KV (padding)
+    query_start: torch.Tensor  # int32 [S + 1]
+    context_len: torch.Tensor  # int32 [S]
+    block_tables: torch.Tensor  # int32 [S, blocks]
+    tiles: torch.Tensor  # int32 [2, tiles]: sequence (-1: padding) and first query token of each attention tile
+    logit_rows: torch.Tensor | None  # int64 [rows]; None: all rows in order
+    split_kv: bool  # decode-size queries: several programs share one row's KV
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """The attention heads of one rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+    @property
+    def group_size(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary tables (float32 [positions, head_dim / 2]) and, for families that have them, the q and k norms."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    eps: float = 0.0
+
+
+class Ops(Protocol):
+    """Weights are handed over once with `prepare`, in whatever layout the device likes; x is always [rows, width]."""
+
+    def reserve(self, max_rows: int, max_context: int, heads: HeadShape, device: torch.device) -> None:
+        """Allocates scratch for decode-size batches of up to `max_rows` query tokens."""
+
+    def tile_tokens(self, heads: HeadShape, split_kv: bool) -> int:
+        """Query tokens of one attention tile."""
+
+    def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> Any:
+        """Lays out a weight [out, in]. `gated`: its first half are gate rows, its second half up rows."""
+
+    def embedding(self, weight: Any, token_ids: torch.Tensor) -> torch.Tensor:
+        """Rows of a prepared weight."""
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: Any,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        *,
+        float32: bool = False,
+    ) -> torch.Tensor:
+        """x W^T (+ bias) (+ residual); `float32`: the accumulators as they are, not rounded to x's type."""
+
+    def gated_linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """silu(gate) * up of a weight prepared with `gated`."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+    def rope_and_store(
+        self,
+        qkv: torch.Tensor,
+        batch: DeviceBatch,
+        rope: Rope,
+        heads: HeadShape,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        """Rotates q and k, writes k and v to their slots of [blocks, block_size, kv_heads, dim]; returns q."""
+
+    def attention(
+        self, q: torch.Tensor, batch: DeviceBatch, heads: HeadShape, k_cache: torch.Tensor, v_cache: torch.Tensor
+    ) -> torch.Tensor:
+        """Causal attention of q [T, heads, dim] over paged KV; [T, heads * dim]."""

@@ -1,0 +1,94 @@
+"""The kernels in plain torch: any device, any type, no compiler. Also what the other kernels are tested against."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ssd.kernels.ops import DeviceBatch, HeadShape, Rope
+
+
+class ReferenceOps:
+    """Plain torch. Right, but not row-invariant: libraries choose their algorithm by the number of rows."""
+
+    def reserve(self, max_rows: int, max_context: int, heads: HeadShape, device: torch.device) -> None:
+        return
+
+    def tile_tokens(self, heads: HeadShape, split_kv: bool) -> int:
+        return 1 << 30  # one tile a sequence: tiles are not used here
+
+    def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
+        return weight
+
+    def embedding(self, weight: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        return weight[token_ids]
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        *,
+        float32: bool = False,
+    ) -> torch.Tensor:
+        y = F.linear(x, weight, bias)
+        if residual is not None:
+            y = residual + y
+        return y.float() if float32 else y
+
+    def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        gate, up = self.linear(x, weight, bias).chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return weight * wide.to(x.dtype)
+
+    def rope_and_store(
+        self,
+        qkv: torch.Tensor,
+        batch: DeviceBatch,
+        rope: Rope,
+        heads: HeadShape,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        kv = heads.num_kv_heads
+        q, k, v = qkv.view(len(qkv), -1, heads.head_dim).split([heads.num_heads, kv, kv], dim=1)
+        if rope.q_norm is not None and rope.k_norm is not None:
+            q, k = self.rms_norm(q, rope.q_norm, rope.eps), self.rms_norm(k, rope.k_norm, rope.eps)
+        cos, sin = rope.cos[batch.positions][:, None], rope.sin[batch.positions][:, None]
+        k_cache.view(-1, kv, heads.head_dim)[batch.slots] = _rotate(k, cos, sin)
+        v_cache.view(-1, kv, heads.head_dim)[batch.slots] = v
+        return _rotate(q, cos, sin)
+
+    def attention(
+        self, q: torch.Tensor, batch: DeviceBatch, heads: HeadShape, k_cache: torch.Tensor, v_cache: torch.Tensor
+    ) -> torch.Tensor:
+        starts, lengths = batch.query_start.tolist(), batch.context_len.tolist()
+        out = torch.empty_like(q)
+        for s, length in enumerate(lengths):
+            rows = slice(starts[s], starts[s + 1])
+            table = batch.block_tables[s, : -(-length // k_cache.shape[1])]
+            out[rows] = _attend(q[rows], _gather(k_cache, table, length), _gather(v_cache, table, length), heads)
+        return out.flatten(1)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    low, high = x.float().chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+
+
+def _gather(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
+    return cache[table].flatten(0, 1)[:length].transpose(0, 1)  # [kv_heads, length, dim]
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: HeadShape) -> torch.Tensor:
+    num_rows, length = q.shape[0], k.shape[1]
+    position = torch.arange(length - num_rows, length, device=q.device)
+    visible = torch.arange(length, device=q.device) <= position[:, None]
+    k, v = (t.repeat_interleave(heads.group_size, dim=0) for t in (k, v))
+    out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], visible, scale=heads.scale)
+    return out[0].transpose(0, 1)

@@ -1,0 +1,69 @@
+"""The Triton kernels behind the `Ops` interface. All of them row-invariant."""
+
+from __future__ import annotations
+
+import torch
+
+from ssd.kernels import attention, elementwise, linear
+from ssd.kernels.ops import DeviceBatch, HeadShape, Rope
+
+
+class TritonOps:
+    """For CUDA; also runs in Triton's interpreter on the CPU, for tests."""
+
+    def __init__(self) -> None:
+        self._workspace: attention.Workspace | None = None
+
+    def reserve(self, max_rows: int, max_context: int, heads: HeadShape, device: torch.device) -> None:
+        """Allocates attention scratch for decode-size batches of up to `max_rows` query tokens."""
+        self._workspace = attention.Workspace(max_rows, max_context, heads, device)
+
+    def tile_tokens(self, heads: HeadShape, split_kv: bool) -> int:
+        return attention.tile_rows(heads.group_size, split_kv) // heads.group_size
+
+    def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
+        if not gated:
+            return weight
+        gate, up = weight.chunk(2)
+        return torch.stack((gate, up), dim=1).flatten(0, 1)  # alternating, so that one tile holds both
+
+    def embedding(self, weight: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        return weight[token_ids]
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        *,
+        float32: bool = False,
+    ) -> torch.Tensor:
+        return linear.linear(x, weight, bias, residual, out_dtype=torch.float32 if float32 else None)
+
+    def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if bias is not None:
+            gate, up = bias.chunk(2)
+            bias = torch.stack((gate, up), dim=1).flatten()
+        return linear.linear(x, weight, bias, gated=True)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return elementwise.rms_norm(x, weight, eps)
+
+    def rope_and_store(
+        self,
+        qkv: torch.Tensor,
+        batch: DeviceBatch,
+        rope: Rope,
+        heads: HeadShape,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        return elementwise.rope_and_store(qkv, batch, rope, heads, k_cache, v_cache)
+
+    def attention(
+        self, q: torch.Tensor, batch: DeviceBatch, heads: HeadShape, k_cache: torch.Tensor, v_cache: torch.Tensor
+    ) -> torch.Tensor:
+        if self._workspace is None:
+            raise AssertionError("reserve() comes before attention()")
+        return attention.paged_attention(q, batch, heads, k_cache, v_cache, self._workspace)

@@ -1,0 +1,143 @@
+"""LLM: the front door of the library."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence as Seq
+from types import TracebackType
+from typing import Any, cast
+
+from ssd.assembly import build_engine
+from ssd.config import EngineConfig, build
+from ssd.core import RequestOutput, SamplingParams
+from ssd.engine.engine import Engine
+from ssd.engine.outputs import refused
+from ssd.errors import EngineClosed, RequestError
+
+log = logging.getLogger("ssd")
+
+Message = dict[str, Any]
+Prompt = str | Seq[int] | Seq[Message]  # text, token ids, or chat messages
+
+
+class LLM:
+    """A loaded model that answers prompts.
+
+    `model` is a Hugging Face directory, a `.gguf` file or a hub id. Every other keyword is a field of
+    `ssd.config.EngineConfig` (device, dtype, max_model_len, max_num_seqs, …).
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.config = build(EngineConfig, {"model": model, **options})
+        self._engine: Engine | None = build_engine(self.config)
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise EngineClosed("this LLM was closed: create a new one")
+        return self._engine
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one prompt or a list of them; outputs come in the order of the prompts.
+
+        Several prompts may each have their own parameters. One that cannot be served does not harm the others: its
+        output has `error` set and the finish reason "abort". A single prompt raises RequestError instead.
+        """
+        single = _is_single(prompts)
+        batch: list[Prompt] = [cast(Prompt, prompts)] if single else list(cast("Seq[Prompt]", prompts))
+        outputs: dict[str, RequestOutput] = {}
+        ids = []
+        try:
+            for prompt, p in zip(batch, _per_prompt(params, len(batch)), strict=True):
+                ids.append(self._add(prompt, p, outputs, strict=single))
+            while any(i not in outputs for i in ids):
+                outputs |= {out.request_id: out for out in self.engine.step()}
+        finally:
+            for request_id in ids:  # does nothing for those that have finished
+                self.engine.abort(request_id)
+        return [outputs[i] for i in ids]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """Text as it comes. Leaving the loop early ends the request."""
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise RequestError(f"n={params.n}: a stream carries one sample; use generate() for several")
+        request_id = self.engine.add(self._encode(prompt), params)
+        return self._pieces(request_id)
+
+    def close(self) -> None:
+        """Frees the model, the KV and everything else. Safe to call twice."""
+        if self._engine is not None:
+            self._engine = None
+            import gc
+
+            import torch
+
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _pieces(self, request_id: str) -> Iterator[str]:
+        try:
+            done: RequestOutput | None = None
+            sent = 0
+            while done is None:
+                done = next((out for out in self.engine.step() if out.request_id == request_id), None)
+                piece = self.engine.new_text(request_id) if done is None else done.text[sent:]
+                sent += len(piece)
+                if piece:
+                    yield piece
+        finally:
+            if self._engine is not None:
+                self._engine.abort(request_id)
+
+    def _add(self, prompt: Prompt, params: SamplingParams, outputs: dict[str, RequestOutput], *, strict: bool) -> str:
+        tokens: list[int] = []
+        try:
+            tokens = self._encode(prompt)
+            return self.engine.add(tokens, params)
+        except RequestError as error:
+            if strict:
+                raise
+            log.warning("a request was refused: %s", error)
+            request_id = f"refused-{len(outputs)}"
+            outputs[request_id] = refused(request_id, tokens, str(error))
+            return request_id
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        tokenizer = self.engine.tokenizer
+        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], int):
+            return list(cast("Seq[int]", prompt))
+        if isinstance(prompt, str) or prompt:
+            if tokenizer is None:
+                raise RequestError("this checkpoint has no tokenizer: pass token ids instead of text")
+            if isinstance(prompt, str):
+                return tokenizer.encode(prompt)
+            text = tokenizer.apply_chat_template(cast("list[Message]", list(prompt)))
+            return tokenizer.encode(text, add_special_tokens=False)
+        raise RequestError("the prompt is empty: pass text, token ids or chat messages")
+
+
+def _is_single(prompts: Prompt | Seq[Prompt]) -> bool:
+    """A string, a list of ids, or a list of messages is one prompt; anything else is a list of prompts."""
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, dict)))
+
+
+def _per_prompt(params: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(f"{len(params)} SamplingParams for {count} prompts: pass one, or one a prompt")
+    return list(params)

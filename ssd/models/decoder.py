@@ -1,0 +1,168 @@
+"""The one decoder: every family is this, with the switches of its `DecoderConfig`.
+
+A batch of query tokens in, logits out. Knows nothing of requests, schedulers or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from ssd.errors import UnsupportedModel
+from ssd.kernels.ops import DeviceBatch, HeadShape, Ops, Rope
+from ssd.layers.linear import ColumnLinear, Embedding, Linear, RowLinear
+from ssd.models.rotary import rope_tables
+from ssd.models.config import DecoderConfig
+from ssd.parallel.tensor import TensorParallel
+
+KVCache = list[tuple[torch.Tensor, torch.Tensor]]  # per layer: keys and values [blocks, block_size, kv_heads, dim]
+
+
+class Vector:
+    """A norm's weight."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.value: torch.Tensor = torch.empty(0)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"weight": (self.width,)}
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        self.value = tensor
+
+
+class DecoderLayer:
+    """Attention and gated MLP, each behind an RMS norm and added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, ops: Ops, tp: TensorParallel) -> None:
+        c = config
+        self.ops = ops
+        self.eps = c.rms_eps
+        self.heads = HeadShape(tp.share(c.num_heads, "num_heads"), tp.share(c.num_kv_heads, "num_kv_heads"), c.head_dim)
+        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        self.input_norm = Vector(c.hidden_size)
+        self.qkv = ColumnLinear(ops, tp, {"q_proj": q, "k_proj": kv, "v_proj": kv}, c.hidden_size, bias=c.qkv_bias)
+        self.q_norm = Vector(c.head_dim) if c.qk_norm else None
+        self.k_norm = Vector(c.head_dim) if c.qk_norm else None
+        self.output = RowLinear(ops, tp, {"o_proj": c.hidden_size}, q, bias=c.output_bias)
+        self.mlp_norm = Vector(c.hidden_size)
+        gate_up = {"gate_proj": c.intermediate_size, "up_proj": c.intermediate_size}
+        self.gate_up = ColumnLinear(ops, tp, gate_up, c.hidden_size, bias=c.mlp_bias, gated=True)
+        self.down = RowLinear(ops, tp, {"down_proj": c.hidden_size}, c.intermediate_size, bias=c.mlp_bias)
+
+    def modules(self) -> Iterator[tuple[str, Linear | Vector]]:
+        """Checkpoint prefix of every parameter holder."""
+        yield "input_layernorm", self.input_norm
+        yield "self_attn", self.qkv
+        yield "self_attn", self.output
+        if self.q_norm is not None and self.k_norm is not None:
+            yield "self_attn.q_norm", self.q_norm
+            yield "self_attn.k_norm", self.k_norm
+        yield "post_attention_layernorm", self.mlp_norm
+        yield "mlp", self.gate_up
+        yield "mlp", self.down
+
+    def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Rope:
+        if self.q_norm is None or self.k_norm is None:
+            return Rope(cos, sin)
+        return Rope(cos, sin, self.q_norm.value, self.k_norm.value, self.eps)
+
+    def __call__(
+        self, x: torch.Tensor, batch: DeviceBatch, rope: Rope, k_cache: torch.Tensor, v_cache: torch.Tensor
+    ) -> torch.Tensor:
+        qkv = self.qkv(self.ops.rms_norm(x, self.input_norm.value, self.eps))
+        q = self.ops.rope_and_store(qkv, batch, rope, self.heads, k_cache, v_cache)
+        x = self.output(self.ops.attention(q, batch, self.heads, k_cache, v_cache), residual=x)
+        hidden = self.gate_up(self.ops.rms_norm(x, self.mlp_norm.value, self.eps))
+        return self.down(hidden, residual=x)
+
+
+class Decoder:
+    """Embedding, layers, final norm, head. `load` it before use."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        ops: Ops,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_positions: int,
+        tp: TensorParallel = TensorParallel(),  # noqa: B008 (frozen)
+    ) -> None:
+        self.config = config
+        self.ops = ops
+        self.device = device
+        self.dtype = dtype
+        self.layers = [DecoderLayer(config, ops, tp) for _ in range(config.num_layers)]
+        self.embedding = Embedding(ops, tp, {"model.embed_tokens": config.vocab_size}, config.hidden_size)
+        self.norm = Vector(config.hidden_size)
+        self.head = self.embedding
+        if not config.tie_embeddings:
+            self.head = Embedding(ops, tp, {"lm_head": config.vocab_size}, config.hidden_size)
+        cos, sin = rope_tables(config.rope, config.head_dim, max_positions)
+        self._cos, self._sin = cos.to(device), sin.to(device)
+        self._ropes: list[Rope] = []
+
+    def parameters(self) -> dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], None]]]:
+        """Every checkpoint tensor this decoder wants: its full shape, and who takes it."""
+        holders: list[tuple[str, Linear | Vector]] = [("", self.embedding), ("model.norm", self.norm)]
+        for i, layer in enumerate(self.layers):
+            holders += [(f"model.layers.{i}.{prefix}", holder) for prefix, holder in layer.modules()]
+        if self.head is not self.embedding:
+            holders.append(("", self.head))
+        wanted: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], None]]] = {}
+        for prefix, holder in holders:
+            for name, shape in holder.shapes().items():
+                full = f"{prefix}.{name}" if prefix else name
+                wanted[full] = (shape, lambda tensor, holder=holder, name=name: holder.load(name, tensor))  # type: ignore[misc]
+        return wanted
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Takes the checkpoint's tensors in any order; complains about missing and misshapen ones."""
+        wanted = self.parameters()
+        for name, tensor in weights:
+            if name not in wanted:
+                continue  # a tied head, or buffers that some exporters write
+            shape, take = wanted.pop(name)
+            if tuple(tensor.shape) != shape:
+                raise UnsupportedModel(f"{name} has shape {tuple(tensor.shape)}, the config says {shape}")
+            take(tensor.to(device=self.device, dtype=self.dtype))
+        if wanted:
+            raise UnsupportedModel(f"the checkpoint lacks {len(wanted)} tensors, among them {sorted(wanted)[:4]}")
+        self._ropes = [layer.rope(self._cos, self._sin) for layer in self.layers]
+
+    def random_weights(self, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+        """Small random weights made on the device: for benchmarks, where only the shape counts."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        for name, (shape, _) in self.parameters().items():
+            if len(shape) == 1:
+                yield name, torch.ones(shape, dtype=self.dtype, device=self.device)
+                continue
+            tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+            yield name, tensor.normal_(std=0.02, generator=generator)
+
+    def make_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        heads = self.layers[0].heads
+        shape = (num_blocks, block_size, heads.num_kv_heads, heads.head_dim)
+
+        def empty() -> torch.Tensor:
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+        return [(empty(), empty()) for _ in self.layers]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        heads = self.layers[0].heads
+        return 2 * len(self.layers) * heads.num_kv_heads * heads.head_dim * self.dtype.itemsize
+
+    def __call__(self, batch: DeviceBatch, kv: KVCache) -> torch.Tensor:
+        """Float32 logits of the batch's logit rows."""
+        x = self.embedding.embed(batch.token_ids)
+        for layer, rope, (k_cache, v_cache) in zip(self.layers, self._ropes, kv, strict=True):
+            x = layer(x, batch, rope, k_cache, v_cache)
+        if batch.logit_rows is not None:
+            x = x[batch.logit_rows]
+        return self.head.logits(self.ops.rms_norm(x, self.norm.value, self.config.rms_eps))

@@ -1,0 +1,260 @@
+"""The model families: how each one's `config.json` is translated into a `DecoderConfig`.
+
+A family is one short function; the decoder itself is the same for all. Input is the plain JSON dictionary, in the
+spelling of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) or 5 (`rope_parameters`, `dtype`).
+Knows nothing of files, weights, tokenizers or devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from ssd.errors import UnsupportedModel
+from ssd.models.config import DecoderConfig, RopeConfig
+
+Raw = Mapping[str, Any]
+DTYPES: Final = ("bfloat16", "float16", "float32")
+ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
+
+
+def llama(raw: Raw) -> DecoderConfig:
+    """Llama 2 to 3.3, TinyLlama, SmolLM2: optional biases, none by default."""
+    bias = bool(raw.get("attention_bias", False))
+    return _decoder(
+        raw, "llama", max_position=2048, qkv_bias=bias, output_bias=bias, mlp_bias=bool(raw.get("mlp_bias", False))
+    )
+
+
+def mistral(raw: Raw) -> DecoderConfig:
+    """Mistral without its sliding window (from 7B v0.2 on) is Llama under another name."""
+    window = raw.get("sliding_window", 4096)
+    if window is not None:
+        raise UnsupportedModel(
+            f"sliding_window={window}: ssd attends to the whole context only; use a Mistral whose config.json has "
+            "sliding_window null (7B v0.2 and later)"
+        )
+    return _decoder(raw, "mistral", max_position=131072, kv_heads=8)
+
+
+def qwen2(raw: Raw) -> DecoderConfig:
+    """Qwen 2 and 2.5: biases on q, k and v, and nowhere else."""
+    _refuse_sliding_window(raw)
+    return _decoder(raw, "qwen2", max_position=32768, kv_heads=32, qkv_bias=True)
+
+
+def qwen3(raw: Raw) -> DecoderConfig:
+    """Qwen 3: norms on q and k, and a head size of its own."""
+    _refuse_sliding_window(raw)
+    bias = bool(raw.get("attention_bias", False))
+    return _decoder(
+        raw, "qwen3", max_position=32768, kv_heads=32, head_dim=128, qk_norm=True, qkv_bias=bias, output_bias=bias
+    )
+
+
+Family = Callable[[Raw], DecoderConfig]
+FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
+    {
+        "LlamaForCausalLM": llama,
+        "MistralForCausalLM": mistral,
+        "Qwen2ForCausalLM": qwen2,
+        "Qwen3ForCausalLM": qwen3,
+    }
+)
+_MODEL_TYPES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+    }
+)
+
+
+def decoder_config(raw: Raw) -> DecoderConfig:
+    """Translate a parsed `config.json`, or say in `UnsupportedModel` which value stands in the way."""
+    name = _architecture(raw)
+    family = FAMILIES.get(name)
+    if family is None:
+        raise UnsupportedModel(f"architectures={name!r}: ssd runs {', '.join(FAMILIES)}")
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise UnsupportedModel(
+            f"quantization_config.quant_method={method!r}: ssd loads unquantised safetensors ({', '.join(DTYPES)}) "
+            "and GGUF files; use the original checkpoint or a GGUF of it"
+        )
+    activation = raw.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModel(f"hidden_act={activation!r}: ssd supports silu")
+    return family(raw)
+
+
+def _architecture(raw: Raw) -> str:
+    """The first name under `architectures`; configs saved by hand may have `model_type` only."""
+    architectures = raw.get("architectures")
+    if architectures:
+        return str(architectures[0])
+    model_type = str(raw.get("model_type"))
+    return _MODEL_TYPES.get(model_type, model_type)
+
+
+def _decoder(
+    raw: Raw,
+    family: str,
+    *,
+    max_position: int,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+) -> DecoderConfig:
+    """What all families share. The keywords are the family's own defaults (None: derived) and switches."""
+    heads, hidden = _size(raw, "num_attention_heads"), _size(raw, "hidden_size")
+    max_position = _size(raw, "max_position_embeddings", max_position)
+    rope = rope_config(raw, max_position)
+    if rope.scaling == "yarn":  # published configs state the length before stretching
+        max_position = max(max_position, int(rope.original_max_position * rope.factor))
+    config = DecoderConfig(
+        family=family,
+        vocab_size=_size(raw, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=_size(raw, "intermediate_size"),
+        num_layers=_size(raw, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=_size({"num_key_value_heads": kv_heads, **raw}, "num_key_value_heads", heads),
+        head_dim=_size({"head_dim": head_dim, **raw}, "head_dim", hidden // heads),
+        max_position=max_position,
+        rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope=rope,
+        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+        dtype=_dtype(raw),
+    )
+    check_shape(config)
+    return config
+
+
+def check_shape(config: DecoderConfig) -> None:
+    """Refuse head counts that grouped-query attention and the rotary embedding cannot use."""
+    if config.num_heads % config.num_kv_heads:
+        raise UnsupportedModel(
+            f"num_key_value_heads={config.num_kv_heads} does not divide num_attention_heads={config.num_heads}"
+        )
+    if config.head_dim % 2:
+        raise UnsupportedModel(f"head_dim={config.head_dim}: the rotary embedding needs an even head size")
+
+
+def _size(raw: Raw, key: str, default: int | None = None) -> int:
+    """A positive integer; a missing or null one takes the default, or is an error when there is none."""
+    value = raw.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise UnsupportedModel(f"{key} is missing from config.json: the checkpoint is incomplete; download it again")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UnsupportedModel(f"{key}={value!r} in config.json: expected a positive integer")
+    return value
+
+
+def _dtype(raw: Raw) -> str:
+    """`dtype` (transformers 5) or `torch_dtype` (4)."""
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or DecoderConfig.dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise UnsupportedModel(f"dtype={name!r}: ssd loads {', '.join(DTYPES)}")
+    return name
+
+
+def _refuse_sliding_window(raw: Raw) -> None:
+    """Qwen switches its sliding window per layer: refuse as soon as one layer uses it."""
+    layers = _size(raw, "num_hidden_layers")
+    first = raw.get("max_window_layers", 28)
+    windowed = raw.get("use_sliding_window", False) and raw.get("sliding_window", 4096) is not None and first < layers
+    types = raw.get("layer_types") or (["sliding_attention"] if windowed else [])
+    other = [kind for kind in types if kind != "full_attention"]
+    if other:
+        raise UnsupportedModel(
+            f"layer type {other[0]!r} (use_sliding_window={raw.get('use_sliding_window')}): ssd attends to the whole "
+            "context only; set use_sliding_window to false in config.json if the context stays below the window"
+        )
+
+
+def rope_config(raw: Raw, max_position: int) -> RopeConfig:
+    """The rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (4)."""
+    params = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    kind = params.get("rope_type", params.get("type", "default"))
+    if kind not in ROPE_TYPES or any(isinstance(value, Mapping) for value in params.values()):
+        found = repr(kind) if kind not in ROPE_TYPES else f"one per layer type ({', '.join(params)})"
+        raise UnsupportedModel(f"rope_type {found}: ssd supports {', '.join(ROPE_TYPES)}, the same in every layer")
+    partial = params.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise UnsupportedModel(f"partial_rotary_factor={partial}: ssd rotates whole heads (1.0)")
+    original = raw.get("original_max_position_embeddings") or params.get("original_max_position_embeddings")
+    return _ROPES[kind](
+        params,
+        float(params.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+        int(original or max_position),
+        max_position,
+    )
+
+
+def _default_rope(params: Raw, theta: float, original: int, max_position: int) -> RopeConfig:
+    return RopeConfig(theta=theta)
+
+
+def _linear_rope(params: Raw, theta: float, original: int, max_position: int) -> RopeConfig:
+    return RopeConfig(theta=theta, scaling="linear", factor=_number(params, "factor"))
+
+
+def _llama3_rope(params: Raw, theta: float, original: int, max_position: int) -> RopeConfig:
+    return RopeConfig(
+        theta=theta,
+        scaling="llama3",
+        factor=_number(params, "factor"),
+        low_freq_factor=_number(params, "low_freq_factor"),
+        high_freq_factor=_number(params, "high_freq_factor"),
+        original_max_position=original,
+    )
+
+
+def _yarn_rope(params: Raw, theta: float, original: int, max_position: int) -> RopeConfig:
+    if params.get("truncate", True) is not True:
+        raise UnsupportedModel(f"yarn truncate={params['truncate']}: ssd supports true")
+    factor = _number(params, "factor") if params.get("factor") is not None else max_position / original
+    return RopeConfig(
+        theta=theta,
+        scaling="yarn",
+        factor=factor,
+        original_max_position=original,
+        beta_fast=float(params.get("beta_fast") or 32.0),
+        beta_slow=float(params.get("beta_slow") or 1.0),
+        attention_factor=_yarn_attention(params, factor),
+    )
+
+
+def _yarn_attention(params: Raw, factor: float) -> float | None:
+    """The factor as stated, or from `mscale` over `mscale_all_dim`; None leaves it to `factor`."""
+    if params.get("attention_factor") is not None:
+        return float(params["attention_factor"])
+    scale, scale_all = params.get("mscale"), params.get("mscale_all_dim")
+    if not (scale and scale_all) or factor <= 1:
+        return None
+    grow = 0.1 * math.log(factor)
+    return (grow * float(scale) + 1.0) / (grow * float(scale_all) + 1.0)
+
+
+def _number(params: Raw, key: str) -> float:
+    value = params.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        raise UnsupportedModel(f"rope scaling {key}={value!r} in config.json: expected a positive number")
+    return float(value)
+
+
+_ROPES: Final[Mapping[str, Callable[[Raw, float, int, int], RopeConfig]]] = MappingProxyType(
+    {"default": _default_rope, "linear": _linear_rope, "llama3": _llama3_rope, "yarn": _yarn_rope}
+)

@@ -1,0 +1,59 @@
+"""Published model shapes, and checkpoints of random weights in them: for benchmarks, where only the cost counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ssd.kernels.reference import ReferenceOps
+from ssd.models.config import DecoderConfig, RopeConfig
+from ssd.models.decoder import Decoder
+from ssd.models.tokenizer import Tokenizer
+
+_LLAMA3 = RopeConfig(theta=500000.0, scaling="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+_LLAMA32 = RopeConfig(theta=500000.0, scaling="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
+
+
+def _llama(hidden: int, mlp: int, layers: int, heads: int, dim: int, rope: RopeConfig, tied: bool) -> DecoderConfig:
+    return DecoderConfig("llama", 128256, hidden, mlp, layers, heads, 8, dim, 131072, 1e-5, rope, tied)
+
+
+def _qwen3(hidden: int, mlp: int, layers: int, heads: int, tied: bool) -> DecoderConfig:
+    rope = RopeConfig(theta=1000000.0)
+    return DecoderConfig("qwen3", 151936, hidden, mlp, layers, heads, 8, 128, 40960, 1e-6, rope, tied, qk_norm=True)
+
+
+SHAPES = {
+    "smollm2-135m": DecoderConfig("llama", 49152, 576, 1536, 30, 9, 3, 64, 8192, 1e-5, RopeConfig(100000.0), True),
+    "llama-3.2-1b": _llama(2048, 8192, 16, 32, 64, _LLAMA32, True),
+    "llama-3.2-3b": _llama(3072, 8192, 28, 24, 128, _LLAMA32, True),
+    "llama-3.1-8b": _llama(4096, 14336, 32, 32, 128, _LLAMA3, False),
+    "llama-3.1-70b": _llama(8192, 28672, 80, 64, 128, _LLAMA3, False),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, True),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, True),
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32, False),
+    "qwen3-14b": _qwen3(5120, 17408, 40, 40, False),
+    "qwen3-32b": _qwen3(5120, 25600, 64, 64, False),
+}
+
+
+@dataclass(frozen=True)
+class RandomCheckpoint:
+    """Random weights of one shape, made on the device they are wanted on. Has no tokenizer: prompts are token ids."""
+
+    config: DecoderConfig
+    device: torch.device
+    dtype: torch.dtype = torch.bfloat16
+    path: Path = Path("random")
+    stop_token_ids: tuple[int, ...] = ()
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        outline = Decoder(self.config, ReferenceOps(), device=self.device, dtype=self.dtype, max_positions=1)
+        return outline.random_weights()
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer(None)

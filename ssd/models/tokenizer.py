@@ -1,0 +1,411 @@
+"""Text to token ids and back, and chats to text.
+
+Loads `tokenizer.json` directly and renders chat templates the way Hugging Face does, without importing transformers
+(which takes seconds). `IncrementalDecoder` turns a stream of tokens into a stream of text. Knows nothing of models,
+requests or the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import tokenizers
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ssd.errors import RequestError, SSDError
+
+log = logging.getLogger("ssd")
+
+_NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SLOW_FILES: Final = ("tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model")
+_REPLACEMENT: Final = "\ufffd"
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` with the chat templates and special tokens that belong to it.
+
+    Without a backend it stands for a checkpoint that has no tokenizer: everything that needs one says so.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer | None,
+        *,
+        chat_templates: Mapping[str, str] | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        """`special_tokens` maps names such as `eos_token` to the tokens; chat templates see them under these names."""
+        self._backend = backend
+        self._chat_templates = dict(chat_templates or {})
+        self._special_tokens = dict(special_tokens or {})
+        self._compiled: dict[str, jinja2.Template] = {}  # the checkpoint's own templates, by name
+        added = backend.get_added_tokens_decoder() if backend is not None else {}
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        if backend is not None:
+            backend.no_truncation()  # a limit baked into the file must not shorten prompts silently
+            backend.no_padding()
+
+    @property
+    def available(self) -> bool:
+        """False for a checkpoint without a tokenizer, which can be served by token ids only."""
+        return self._backend is not None
+
+    @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """The wrapped tokenizer, for those who need its whole vocabulary (grammars, token strings)."""
+        if self._backend is None:
+            raise SSDError(
+                "the checkpoint has no tokenizer: pass token ids instead of text, or put tokenizer.json and "
+                "tokenizer_config.json into the model's directory"
+            )
+        return self._backend
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens in the vocabulary, added ones included; 0 without a tokenizer."""
+        return self._backend.get_vocab_size(with_added_tokens=True) if self._backend is not None else 0
+
+    @property
+    def bos_token(self) -> str | None:
+        return self._special_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self._special_tokens.get("eos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self.token_id(self.bos_token)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self.token_id(self.eos_token)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._chat_templates)
+
+    def token_id(self, token: str | None) -> int | None:
+        """The id of one token given as text; None for a token that is not in the vocabulary."""
+        return None if token is None or self._backend is None else self._backend.token_to_id(token)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `decode(skip_special_tokens=True)` leaves this token out."""
+        return token_id in self._special_ids
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; with special tokens, the tokenizer's own BOS (if it has one) comes first."""
+        if not isinstance(text, str):
+            raise RequestError(f"prompt={text!r}: expected text, got {type(text).__name__}")
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids, exactly as the tokens spell it (no clean-up of spaces)."""
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """Render a chat as the prompt text the model was trained on; encode it with `add_special_tokens=False`.
+
+        `chat_template` is the name of one of the checkpoint's templates, or a template itself. Further keywords
+        (`enable_thinking`, `date_string` ...) are the template's own.
+        """
+        check_messages(messages)
+        variables = {**self._special_tokens, **kwargs}
+        try:
+            return self._template(chat_template, tools).render(
+                messages=messages,
+                tools=tools,
+                documents=documents,
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            )
+        except RequestError:
+            raise
+        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError) as error:
+            raise RequestError(f"messages: the model's chat template refuses this chat ({error})") from error
+
+    def _template(self, wanted: str | None, tools: object) -> jinja2.Template:
+        """By name, else literally, else the one for tools when tools are given, else the default."""
+        if wanted is not None and wanted not in self._chat_templates:
+            return _compile(wanted)
+        name = wanted or self._default_template(tools)
+        if name not in self._compiled:
+            self._compiled[name] = _compile(self._chat_templates[name])
+        return self._compiled[name]
+
+    def _default_template(self, tools: object) -> str:
+        templates = self._chat_templates
+        name = "tool_use" if tools is not None and "tool_use" in templates else "default"
+        if name in templates:
+            return name
+        if templates:
+            names = ", ".join(sorted(templates))
+            raise RequestError(f"chat_template: the checkpoint has no default one; name one of {names}")
+        raise RequestError(
+            "messages: the checkpoint has no chat template (a base model, perhaps): send a plain prompt, pass "
+            "chat_template=, or put a chat_template.jinja into the model's directory"
+        )
+
+
+def check_messages(messages: object) -> None:
+    """A chat is a list of dicts with `role` and `content`; say which field of which message is not so."""
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
+        raise RequestError(f"messages: expected a list of messages, got {type(messages).__name__}")
+    if not messages:
+        raise RequestError("messages: the list is empty; send at least one message")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise RequestError(f"messages[{index}]: expected a dict with role and content, got {message!r}")
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            raise RequestError(f"messages[{index}].role={role!r}: expected text such as 'user'")
+        _check_content(index, message)
+
+
+def _check_content(index: int, message: Mapping[str, Any]) -> None:
+    """Text, or a list of parts; only a message that calls tools may go without."""
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return
+    if not isinstance(content, (str, list)):
+        raise RequestError(f"messages[{index}].content={content!r}: expected text or a list of content parts")
+
+
+# --- chat templates ---------------------------------------------------------------------------------------------------
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}` marks what the assistant said, for training; for inference its body is simply rendered."""
+
+    tags = {"generation"}  # noqa: RUF012  (declared so by jinja2)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON: Jinja's own filter escapes HTML characters, which models were not trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)
+
+
+def _compile(template: str) -> jinja2.Template:
+    """Templates come with checkpoints and requests, hence the sandbox."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment.from_string(template)
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face directory; one without a backend when there are no tokenizer files.
+
+    Which tokens `encode` adds is up to tokenizer.json; the `add_bos_token` beside it is history, as in transformers.
+    """
+    config = {**_optional_json(path / "special_tokens_map.json"), **_optional_json(path / "tokenizer_config.json")}
+    special = {name: text for name in _NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
+    backend = _load_backend(path)
+    if backend is not None:
+        _add_missing_specials(backend, config, special)
+    return Tokenizer(backend, chat_templates=_chat_templates(path, config), special_tokens=special)
+
+
+def _load_backend(path: Path) -> tokenizers.Tokenizer | None:
+    """tokenizer.json if there is one; else whatever transformers can convert; else nothing."""
+    file = path / "tokenizer.json"
+    if file.is_file():
+        try:
+            return tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise SSDError(f"{file} cannot be read ({error}): download the checkpoint again") from error
+    if any((path / name).is_file() for name in _SLOW_FILES):
+        return transformers_backend(path)
+    return None
+
+
+def transformers_backend(path: Path, **kwargs: Any) -> tokenizers.Tokenizer:
+    """Let transformers convert what is not in tokenizer.json form. Slow to import, hence only when needed."""
+    try:
+        from transformers import AutoTokenizer
+
+        loaded: Any = AutoTokenizer.from_pretrained(str(path), use_fast=True, **kwargs)
+        backend = loaded.backend_tokenizer
+    except Exception as error:  # missing packages, unknown formats
+        raise SSDError(
+            f"the tokenizer in {path} cannot be converted by transformers ({type(error).__name__}: {error}): "
+            "put a tokenizer.json beside it, install what is missing (`pip install sentencepiece protobuf`), or pass "
+            "token ids"
+        ) from error
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise SSDError(
+            f"transformers converts the tokenizer in {path} to {type(backend).__name__}: put a tokenizer.json there"
+        )
+    return backend
+
+
+def _add_missing_specials(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
+    """Special tokens that only the configuration names must be one token in prompts, and left out of the text."""
+    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    listed = [_token_text(token) for token in (extra.values() if isinstance(extra, Mapping) else extra)]
+    declared = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
+    present = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for _, entry in declared:
+        if entry["content"] not in present:
+            backend.add_tokens([tokenizers.AddedToken(**{key: entry[key] for key in _ADDED_FIELDS if key in entry})])
+    marked = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    for token in (*special.values(), *listed):
+        if token is not None and token not in marked:
+            backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False)])
+
+
+_ADDED_FIELDS: Final = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name: from .jinja files if there are any, else from tokenizer_config.json."""
+    files = {file.stem: file for file in sorted(path.glob("additional_chat_templates/*.jinja"))}
+    if (path / "chat_template.jinja").is_file():
+        files["default"] = path / "chat_template.jinja"
+    if files:
+        return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    stated = config.get("chat_template")
+    if isinstance(stated, str):
+        return {"default": stated}
+    return {entry["name"]: entry["template"] for entry in stated or []}
+
+
+def _token_text(token: Any) -> str | None:
+    """Configurations write a token as text, or as a dict that describes how it is matched."""
+    text = token.get("content") if isinstance(token, Mapping) else token
+    return text if isinstance(text, str) else None
+
+
+def _optional_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SSDError(f"{file} cannot be read as JSON ({error}): download the checkpoint again") from error
+    return content if isinstance(content, dict) else {}
+
+
+# --- streaming --------------------------------------------------------------------------------------------------------
+
+
+class IncrementalDecoder:
+    """Tokens in, text out as soon as it is certain: the pieces together are the text of all tokens.
+
+    A character may be spread over several tokens; until it is complete it decodes to U+FFFD and is held back. Each
+    piece is decoded behind the tokens of the piece before, because the first token of a text is decoded differently
+    (sentencepiece drops its leading space). Both lists stay short, so a token costs the same however long the text.
+    """
+
+    _SETTLE: Final = 4  # tokens after which something held back cannot be one incomplete character any more
+    _LIMIT: Final = 16  # tokens that are held back at most
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
+        """`prompt_ids`: what precedes the text; the end of it is context, and is never returned."""
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special_tokens
+        self._context = self._visible(prompt_ids[-2 * self._SETTLE :])
+        self._context_text = self._decode(self._context)
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """Add one token; answer with the text that it completes, often a word, sometimes nothing."""
+        visible = self._visible([token_id])
+        if not visible:
+            return ""
+        self._pending += visible
+        text = self._new_text(self._pending)
+        if not text.endswith(_REPLACEMENT):
+            return self._commit(len(self._pending), text)
+        if len(self._pending) < self._SETTLE:
+            return ""
+        return self._settle(text)
+
+    def flush(self) -> str:
+        """What is still held back, at the end of the text: incomplete characters come out as U+FFFD."""
+        return self._commit(len(self._pending), self._new_text(self._pending)) if self._pending else ""
+
+    def _visible(self, ids: Iterable[int]) -> list[int]:
+        """The tokens that have text at all: not special ones, nor ids beyond the vocabulary."""
+        if not self._tokenizer.available:
+            return []
+        skip, known = self._skip_special, self._tokenizer.backend.id_to_token
+        return [i for i in ids if not (skip and self._tokenizer.is_special(i)) and known(i) is not None]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, self._skip_special) if ids else ""
+
+    def _new_text(self, ids: list[int]) -> str:
+        """The text that these tokens add behind the context."""
+        text = self._decode(self._context + ids)
+        if text.startswith(self._context_text):
+            return text[len(self._context_text) :]
+        return self._decode(ids)  # they change how the context reads: too late, it is out
+
+    def _settle(self, text: str) -> str:
+        """Invalid bytes: return all but the last few tokens, which may still begin a character."""
+        for count in range(len(self._pending) - 1, 0, -1):
+            head, tail = self._new_text(self._pending[:count]), self._decode(self._pending[count:])
+            if head + tail == text:
+                return self._commit(count, head)
+        return self._commit(len(self._pending), text) if len(self._pending) >= self._LIMIT else ""
+
+    def _commit(self, count: int, text: str) -> str:
+        """The first pending tokens are out; they become the context (beside the old one, if they show nothing)."""
+        done, self._pending = self._pending[:count], self._pending[count:]
+        self._context = done if text else (self._context + done)[-self._LIMIT :]
+        self._context_text = self._decode(self._context)
+        return text
+
+
+def decode_stream(tokenizer: Tokenizer, ids: Iterable[int], prompt_ids: Sequence[int] = ()) -> Iterator[str]:
+    """The text of a stream of tokens, piece by piece, without empty pieces."""
+    decoder = IncrementalDecoder(tokenizer, prompt_ids)
+    for token_id in ids:
+        if piece := decoder.push(token_id):
+            yield piece
+    if piece := decoder.flush():
+        yield piece

@@ -1,0 +1,326 @@
+"""CPU kernels against plain torch, and the promise that a row's bits never depend on its company, chunks or threads."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ssd.kernels import cpu
+from ssd.kernels.cpu import Kernels
+
+DTYPES = [torch.float32, torch.bfloat16]
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    loaded = cpu.load()
+    if loaded is None:
+        pytest.skip("no C compiler")
+    return loaded
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+def close(actual: Tensor, expected: Tensor, dtype: torch.dtype, scale: float = 1.0) -> None:
+    tolerance = (1e-5 if dtype is torch.float32 else 1.2e-2) * scale
+    torch.testing.assert_close(actual.double(), expected.double(), atol=tolerance, rtol=tolerance)
+
+
+def rms_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+# ------------------------------------------------------------------------------------------------ linear
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (7, 5), (8, 4), (64, 64), (131, 63), (100, 577), (37, 1536)])
+def test_linear(kernels: Kernels, dtype: torch.dtype, n: int, k: int) -> None:
+    weight, bias = torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
+    packed = kernels.pack_linear(weight)
+    assert (packed.n, packed.k, packed.dtype) == (n, k, dtype)
+    for m in (1, 3, 8, 21):
+        x = torch.randn(m, k).to(dtype)
+        exact = x.double() @ weight.double().T
+        close(kernels.linear(x, packed), exact, dtype, scale=k**0.5)
+        close(kernels.linear(x, packed, bias), exact + bias.double(), dtype, scale=k**0.5)
+
+
+def test_linear_rounds_once_to_bf16(kernels: Kernels) -> None:
+    weight, x = torch.randn(40, 96).bfloat16(), torch.randn(5, 96).bfloat16()
+    single = kernels.linear(x.float(), kernels.pack_linear(weight.float()))
+    assert torch.equal(kernels.linear(x, kernels.pack_linear(weight)), single.bfloat16())
+
+
+def test_linear_strided_rows_and_out(kernels: Kernels) -> None:
+    x, weight = torch.randn(9, 100)[:, 20:84], torch.randn(50, 80)[:, :64]
+    out = torch.zeros(9, 70)
+    kernels.linear(x, kernels.pack_linear(weight), out=out[:, 10:60])
+    assert torch.equal(out[:, 10:60], kernels.linear(x.contiguous(), kernels.pack_linear(weight.contiguous())))
+    assert not out[:, :10].any() and not out[:, 60:].any()
+
+
+def test_linear_non_finite(kernels: Kernels) -> None:
+    for dtype in DTYPES:
+        x = torch.tensor([[float("nan"), 1.0], [float("inf"), 1.0], [1.0, 2.0]]).to(dtype)
+        y = kernels.linear(x, kernels.pack_linear(torch.ones(3, 2, dtype=dtype)))
+        assert y[0].isnan().all() and y[1].isinf().all() and torch.equal(y[2], torch.full((3,), 3.0, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(75, 129), (576, 64)])
+def test_linear_rows_keep_their_bits(kernels: Kernels, dtype: torch.dtype, n: int, k: int) -> None:
+    packed = kernels.pack_linear(torch.randn(n, k).to(dtype))
+    gated = kernels.pack_linear(torch.randn(2 * (n // 2), k).to(dtype), gated=True)
+    x = torch.randn(300, k).to(dtype)
+    alone = torch.cat([kernels.linear(x[i : i + 1], packed) for i in range(300)])
+    alone_gated = torch.cat([kernels.linear_gated(x[i : i + 1], gated) for i in range(300)])
+    for m in [*range(1, 41), 100, 300]:
+        start = 300 - m if m % 2 else 0
+        assert torch.equal(kernels.linear(x[start : start + m], packed), alone[start : start + m]), m
+        assert torch.equal(kernels.linear_gated(x[start : start + m], gated), alone_gated[start : start + m]), m
+
+
+def test_linear_blocks_of_rows(kernels: Kernels) -> None:
+    """Enough rows for several L2 blocks, at a depth that leaves few rows to a block."""
+    packed, x = kernels.pack_linear(torch.randn(24, 4100)), torch.randn(70, 4100)
+    whole = kernels.linear(x, packed)
+    close(whole, x.double() @ unpacked(kernels, packed).double(), torch.float32, scale=64)
+    assert torch.equal(whole, torch.cat([kernels.linear(row[None], packed) for row in x]))
+
+
+def unpacked(kernels: Kernels, packed: cpu.PackedWeight) -> Tensor:
+    return kernels.linear(torch.eye(packed.k, dtype=packed.dtype), packed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", [5, 48, 77])
+def test_linear_gated(kernels: Kernels, dtype: torch.dtype, inner: int) -> None:
+    weight, bias = torch.randn(2 * inner, 60).to(dtype) * 0.3, torch.randn(2 * inner).to(dtype)
+    packed = kernels.pack_linear(weight, gated=True)
+    plain = kernels.pack_linear(weight)
+    for m in (1, 4, 13):
+        x = torch.randn(m, 60).to(dtype)
+        for given in (None, bias):
+            gate, up = kernels.linear(x, plain, given).chunk(2, dim=-1)
+            close(kernels.linear_gated(x, packed, given), F.silu(gate) * up, dtype)
+
+
+def test_silu_at_the_extremes(kernels: Kernels) -> None:
+    gate = torch.cat([torch.linspace(-120, 120, 4001), torch.tensor([-1e30, 1e30, 0.0, -0.0])])
+    packed = kernels.pack_linear(torch.stack([gate, torch.ones_like(gate)], 0).reshape(-1, 1), gated=True)
+    expected = F.silu(gate.double())
+    torch.testing.assert_close(
+        kernels.linear_gated(torch.ones(1, 1), packed)[0].double(), expected, rtol=1e-6, atol=1e-36
+    )
+
+
+def test_pack_refuses(kernels: Kernels) -> None:
+    for weight, gated in ((torch.ones(4), False), (torch.ones(4, 4).half(), False), (torch.ones(3, 4), True)):
+        with pytest.raises(ValueError):
+            kernels.pack_linear(weight, gated)
+
+
+# ------------------------------------------------------------------------------------------------ rms_norm
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d", [1, 13, 64, 576, 2051])
+def test_rms_norm(kernels: Kernels, dtype: torch.dtype, d: int) -> None:
+    x, residual, weight = torch.randn(33, d).to(dtype), torch.randn(33, d).to(dtype), torch.rand(d).to(dtype)
+    close(kernels.rms_norm(x, weight, 1e-5), rms_reference(x, weight, 1e-5), dtype)
+    total, updated = x + residual, residual.clone()
+    out = kernels.rms_norm(x, weight, 1e-5, updated)
+    assert torch.equal(updated, total)
+    close(out, rms_reference(total, weight, 1e-5), dtype)
+    alone = torch.cat([kernels.rms_norm(x[i : i + 1], weight, 1e-5, residual[i : i + 1].clone()) for i in range(33)])
+    assert torch.equal(out, alone)
+
+
+# ------------------------------------------------------------------------------------------------ rope_and_store
+
+
+def rope_tables(d: int, length: int = 512) -> tuple[Tensor, Tensor]:
+    angles = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(0, d, 2) / d)
+    return angles.cos().contiguous(), angles.sin().contiguous()
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = torch.cat([cos, cos], -1)[:, None], torch.cat([sin, sin], -1)[:, None]
+    first, second = x.float().chunk(2, dim=-1)
+    return (x.float() * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("h", "hkv", "d"), [(3, 3, 32), (9, 3, 64), (8, 2, 128)])
+@pytest.mark.parametrize("norm", [False, True])
+def test_rope_and_store(kernels: Kernels, dtype: torch.dtype, h: int, hkv: int, d: int, norm: bool) -> None:
+    t, blocks = 21, 5
+    cos, sin = rope_tables(d)
+    qkv = torch.randn(t, (h + 2 * hkv) * d + 16).to(dtype)[:, 16:]
+    positions = torch.randint(0, 512, (t,))
+    slots = torch.randperm(blocks * BLOCK)[:t].int()
+    slots[4] = -1
+    weights = (torch.rand(d).to(dtype), torch.rand(d).to(dtype)) if norm else (None, None)
+    caches = [torch.zeros(blocks, BLOCK, hkv, d, dtype=dtype) for _ in range(2)]
+    q_out = kernels.rope_and_store(qkv, positions, cos, sin, slots, *caches, h, *weights, eps=1e-6)
+
+    q, k, v = (part.reshape(t, -1, d) for part in qkv.split([h * d, hkv * d, hkv * d], dim=-1))
+    if weights[0] is not None and weights[1] is not None:
+        q, k = rms_reference(q, weights[0], 1e-6), rms_reference(k, weights[1], 1e-6)
+    q, k = rotated(q, cos[positions], sin[positions]), rotated(k, cos[positions], sin[positions])
+    expected = [torch.zeros(blocks * BLOCK, hkv, d, dtype=dtype) for _ in range(2)]
+    kept = slots >= 0
+    expected[0][slots[kept].long()], expected[1][slots[kept].long()] = k[kept], v[kept]
+    close(q_out, q, dtype)
+    close(caches[0].flatten(0, 1), expected[0], dtype)
+    assert torch.equal(caches[1].flatten(0, 1), expected[1])
+
+    again = [torch.zeros_like(cache) for cache in caches]
+    for i in range(t):
+        one = kernels.rope_and_store(
+            qkv[i : i + 1], positions[i : i + 1].int(), cos, sin, slots[i : i + 1].long(), *again, h, *weights, eps=1e-6
+        )
+        assert torch.equal(one[0], q_out[i])
+    assert torch.equal(again[0], caches[0]) and torch.equal(again[1], caches[1])
+
+
+# ------------------------------------------------------------------------------------------------ paged_attention
+
+
+class Paged:
+    """Sequences with full keys and values in a shuffled paged cache; unused slots hold NaN."""
+
+    def __init__(self, lengths: list[int], h: int, hkv: int, d: int, dtype: torch.dtype) -> None:
+        self.lengths, self.h, self.hkv, self.d, self.dtype = lengths, h, hkv, d, dtype
+        self.scale = d**-0.5
+        width = max(-(-length // BLOCK) for length in lengths)
+        self.tables = torch.randperm(len(lengths) * width).int().reshape(len(lengths), width)
+        self.q = [torch.randn(n, h, d).to(dtype) for n in lengths]
+        self.k = [torch.randn(n, hkv, d).to(dtype) for n in lengths]
+        self.v = [torch.randn(n, hkv, d).to(dtype) for n in lengths]
+        self.caches = [torch.full((self.tables.numel(), BLOCK, hkv, d), float("nan"), dtype=dtype) for _ in range(2)]
+        for s, n in enumerate(lengths):
+            slots = self.tables[s].long()[torch.arange(n) // BLOCK] * BLOCK + torch.arange(n) % BLOCK
+            self.caches[0].flatten(0, 1)[slots] = self.k[s]
+            self.caches[1].flatten(0, 1)[slots] = self.v[s]
+
+    def run(self, kernels: Kernels, spans: list[tuple[int, int, int]]) -> list[Tensor]:
+        """One call with query positions [begin, end) of each (sequence, begin, end)."""
+        q = torch.cat([self.q[s][begin:end] for s, begin, end in spans])
+        counts = [end - begin for _, begin, end in spans]
+        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        context = torch.tensor([end for _, _, end in spans]).int()
+        tables = self.tables[[s for s, _, _ in spans]].contiguous()
+        out = kernels.paged_attention(q, *self.caches, starts, context, tables, self.scale)
+        return list(out.split(counts))
+
+    def reference(self, s: int) -> Tensor:
+        group = self.h // self.hkv
+        q, k, v = (x.double().transpose(0, 1) for x in (self.q[s], self.k[s], self.v[s]))
+        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale).transpose(0, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("h", "hkv", "d"), [(2, 2, 32), (9, 3, 64), (8, 2, 128), (4, 1, 20), (5, 1, 64)])
+def test_attention(kernels: Kernels, dtype: torch.dtype, h: int, hkv: int, d: int) -> None:
+    paged = Paged([130, 1, 64, 65, 17, 143], h, hkv, d, dtype)
+    whole = paged.run(kernels, [(s, 0, n) for s, n in enumerate(paged.lengths)])
+    for s, out in enumerate(whole):
+        close(out, paged.reference(s), dtype)
+    for s, n in enumerate(paged.lengths):  # every prompt row by row, then in uneven chunks
+        step = torch.cat([paged.run(kernels, [(s, i, i + 1)])[0] for i in range(n)])
+        assert torch.equal(step, whole[s])
+        for size in (3, 31, 64, 100):
+            chunks = [paged.run(kernels, [(s, i, min(n, i + size))])[0] for i in range(0, n, size)]
+            assert torch.equal(torch.cat(chunks), whole[s]), size
+    mixed = paged.run(kernels, [(5, 140, 143), (0, 129, 130), (2, 13, 13), (3, 1, 65), (1, 0, 1)])
+    for out, expected in zip(mixed, (whole[5][140:], whole[0][129:], whole[2][:0], whole[3][1:], whole[1]), strict=True):
+        assert torch.equal(out, expected)
+
+
+def test_attention_with_large_scores(kernels: Kernels) -> None:
+    paged = Paged([140], 2, 1, 32, torch.float32)
+    paged.scale = 40.0
+    close(paged.run(kernels, [(0, 0, 140)])[0], paged.reference(0), torch.float32, scale=20)
+
+
+# ------------------------------------------------------------------------------------------------ threads, building
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_keep_the_bits(kernels: Kernels, dtype: torch.dtype) -> None:
+    packed, x = kernels.pack_linear(torch.randn(300, 256).to(dtype)), torch.randn(200, 256).to(dtype)
+    gated = kernels.pack_linear(torch.randn(300, 256).to(dtype), gated=True)
+    weight, paged = torch.rand(256).to(dtype), Paged([200, 90], 6, 2, 64, dtype)
+    cos, sin = rope_tables(64)
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        caches = [torch.zeros(13, BLOCK, 2, 64, dtype=dtype) for _ in range(2)]
+        heads = torch.cat([x, x, x, x], -1)[:, : 10 * 64]
+        q = kernels.rope_and_store(heads, torch.arange(200), cos, sin, torch.arange(200), *caches, 6)
+        attention = paged.run(kernels, [(0, 0, 200), (1, 60, 90)])
+        linear = [kernels.linear(x, packed), kernels.linear(x[:1], packed), kernels.linear_gated(x, gated)]
+        results.append([*linear, kernels.rms_norm(x, weight, 1e-6), q, *caches, *attention])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_one_openmp_runtime(kernels: Kernels) -> None:
+    try:
+        loaded = Path("/proc/self/maps").read_text()
+    except OSError:
+        pytest.skip("needs /proc")
+    runtimes = {line.split()[-1] for line in loaded.splitlines() if "/libgomp" in line or "/libiomp5" in line}
+    assert len(runtimes) <= 1
+
+
+def test_cached_load_is_quick(kernels: Kernels) -> None:
+    start = time.perf_counter()
+    assert isinstance(cpu.build(), Kernels)
+    assert time.perf_counter() - start < 0.5
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(cpu, "find_compiler", lambda: None)
+    with caplog.at_level(logging.WARNING, logger="ssd"):
+        assert cpu.load.__wrapped__() is None
+    assert len(caplog.records) == 1 and "$CC" in caplog.text
+
+
+def test_broken_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    monkeypatch.setenv("CC", "false")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with caplog.at_level(logging.WARNING, logger="ssd"):
+        assert cpu.load.__wrapped__() is None
+    assert len(caplog.records) == 1
+    assert not list((tmp_path / "ssd").iterdir())
+
+
+def test_find_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert cpu.find_compiler() is None
+    fake = tmp_path / "mycc"
+    fake.write_text("#!/bin/sh\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("CC", "mycc -m64")
+    assert cpu.find_compiler() == [str(fake), "-m64"]
