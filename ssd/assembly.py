@@ -66,11 +66,13 @@ def build_target(
     if num_blocks * config.block_size < limit:
         if config.max_model_len is not None:
             raise ConfigError(
-                f"{num_blocks} KV blocks of {config.block_size} tokens cannot hold one sequence of max_model_len={limit}: "
+                f"{num_blocks} KV blocks of {config.block_size} tokens cannot hold max_model_len={limit} tokens: "
                 "lower max_model_len, or raise num_kv_blocks or gpu_memory_utilization"
             )
         limit = num_blocks * config.block_size
-        log.warning("max_model_len is %d: the KV pool holds no more (the model could take %d)", limit, model.max_position)
+        log.warning(
+            "max_model_len is %d: the KV pool holds no more (the model could take %d)", limit, model.max_position
+        )
     runner = ModelRunner(decoder, num_blocks=num_blocks, block_size=config.block_size, max_decode_rows=max_rows)
     if device.type == "cuda" and not config.eager:
         runner.capture_graphs(limit)

@@ -26,7 +26,9 @@ class SpeculationConfig:
 
     def __post_init__(self) -> None:
         if self.mode != "ar":
-            raise ConfigError(f"speculation mode={self.mode!r}: this version decodes autoregressively; use 'ar' or None")
+            raise ConfigError(
+                f"speculation mode={self.mode!r}: this version decodes autoregressively; use 'ar' or None"
+            )
 
     @classmethod
     def of(cls, value: SpeculationConfig | Mapping[str, Any] | None) -> SpeculationConfig:
@@ -71,8 +73,8 @@ class EngineConfig:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization!r}: must be above 0 and at most 1")
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: every "
-                "decoding sequence needs a token a round; raise the former or lower the latter"
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
+                "every decoding sequence needs a token a round; raise the former or lower the latter"
             )
 
 

@@ -7,9 +7,11 @@ Knows nothing of devices, models or files.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Literal
@@ -276,7 +278,7 @@ class Batch:
     @property
     def max_query_len(self) -> int:
         starts = self.query_start
-        return max(b - a for a, b in zip(starts, starts[1:], strict=False))
+        return max(b - a for a, b in itertools.pairwise(starts))
 
 
 @dataclass

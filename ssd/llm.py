@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from types import TracebackType
 from typing import Any, cast
 
@@ -61,13 +62,12 @@ class LLM:
                 self.engine.abort(request_id)
         return [outputs[i] for i in ids]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
-        """Text as it comes. Leaving the loop early ends the request."""
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TextStream:
+        """Text as it comes. Dropping the stream early ends the request."""
         params = params or SamplingParams()
         if params.n != 1:
             raise RequestError(f"n={params.n}: a stream carries one sample; use generate() for several")
-        request_id = self.engine.add(self._encode(prompt), params)
-        return self._pieces(request_id)
+        return TextStream(self.engine, self.engine.add(self._encode(prompt), params))
 
     def close(self) -> None:
         """Frees the model, the KV and everything else. Safe to call twice."""
@@ -88,20 +88,6 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _pieces(self, request_id: str) -> Iterator[str]:
-        try:
-            done: RequestOutput | None = None
-            sent = 0
-            while done is None:
-                done = next((out for out in self.engine.step() if out.request_id == request_id), None)
-                piece = self.engine.new_text(request_id) if done is None else done.text[sent:]
-                sent += len(piece)
-                if piece:
-                    yield piece
-        finally:
-            if self._engine is not None:
-                self._engine.abort(request_id)
 
     def _add(self, prompt: Prompt, params: SamplingParams, outputs: dict[str, RequestOutput], *, strict: bool) -> str:
         tokens: list[int] = []
@@ -128,6 +114,32 @@ class LLM:
             text = tokenizer.apply_chat_template(cast("list[Message]", list(prompt)))
             return tokenizer.encode(text, add_special_tokens=False)
         raise RequestError("the prompt is empty: pass text, token ids or chat messages")
+
+
+class TextStream(Iterator[str]):
+    """The pieces of one answer; `output` is the whole of it once the pieces have ended."""
+
+    def __init__(self, engine: Engine, request_id: str) -> None:
+        self.output: RequestOutput | None = None
+        self._engine = engine
+        self._request_id = request_id
+        self._sent = 0
+
+    def __next__(self) -> str:
+        while self.output is None:
+            self.output = next((out for out in self._engine.step() if out.request_id == self._request_id), None)
+            piece = self._engine.new_text(self._request_id) if self.output is None else self.output.text[self._sent :]
+            self._sent += len(piece)
+            if piece:
+                return piece
+        raise StopIteration
+
+    def close(self) -> None:
+        """Ends the request if it is still running."""
+        self._engine.abort(self._request_id)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _is_single(prompts: Prompt | Seq[Prompt]) -> bool:

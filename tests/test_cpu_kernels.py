@@ -62,6 +62,14 @@ def test_linear(kernels: Kernels, dtype: torch.dtype, n: int, k: int) -> None:
         close(kernels.linear(x, packed, bias), exact + bias.double(), dtype, scale=k**0.5)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embedding(kernels: Kernels, dtype: torch.dtype) -> None:
+    weight, ids = torch.randn(101, 37).to(dtype), torch.tensor([0, 100, 7, 8, 63, 7])
+    packed = kernels.pack_linear(weight)
+    for given in (ids, ids.int(), ids[:1]):
+        assert torch.equal(kernels.embedding(packed, given), weight[given.long()])
+
+
 def test_linear_rounds_once_to_bf16(kernels: Kernels) -> None:
     weight, x = torch.randn(40, 96).bfloat16(), torch.randn(5, 96).bfloat16()
     single = kernels.linear(x.float(), kernels.pack_linear(weight.float()))
@@ -73,14 +81,17 @@ def test_linear_strided_rows_and_out(kernels: Kernels) -> None:
     out = torch.zeros(9, 70)
     kernels.linear(x, kernels.pack_linear(weight), out=out[:, 10:60])
     assert torch.equal(out[:, 10:60], kernels.linear(x.contiguous(), kernels.pack_linear(weight.contiguous())))
-    assert not out[:, :10].any() and not out[:, 60:].any()
+    assert not out[:, :10].any()
+    assert not out[:, 60:].any()
 
 
 def test_linear_non_finite(kernels: Kernels) -> None:
     for dtype in DTYPES:
         x = torch.tensor([[float("nan"), 1.0], [float("inf"), 1.0], [1.0, 2.0]]).to(dtype)
         y = kernels.linear(x, kernels.pack_linear(torch.ones(3, 2, dtype=dtype)))
-        assert y[0].isnan().all() and y[1].isinf().all() and torch.equal(y[2], torch.full((3,), 3.0, dtype=dtype))
+        assert y[0].isnan().all()
+        assert y[1].isinf().all()
+        assert torch.equal(y[2], torch.full((3,), 3.0, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -133,7 +144,7 @@ def test_silu_at_the_extremes(kernels: Kernels) -> None:
 
 def test_pack_refuses(kernels: Kernels) -> None:
     for weight, gated in ((torch.ones(4), False), (torch.ones(4, 4).half(), False), (torch.ones(3, 4), True)):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=r"pack|even"):
             kernels.pack_linear(weight, gated)
 
 
@@ -177,28 +188,30 @@ def test_rope_and_store(kernels: Kernels, dtype: torch.dtype, h: int, hkv: int, 
     positions = torch.randint(0, 512, (t,))
     slots = torch.randperm(blocks * BLOCK)[:t].int()
     slots[4] = -1
-    weights = (torch.rand(d).to(dtype), torch.rand(d).to(dtype)) if norm else (None, None)
-    caches = [torch.zeros(blocks, BLOCK, hkv, d, dtype=dtype) for _ in range(2)]
-    q_out = kernels.rope_and_store(qkv, positions, cos, sin, slots, *caches, h, *weights, eps=1e-6)
+    q_norm, k_norm = (torch.rand(d).to(dtype), torch.rand(d).to(dtype)) if norm else (None, None)
+    k_cache, v_cache = torch.zeros(2, blocks, BLOCK, hkv, d, dtype=dtype)
+    q_out = kernels.rope_and_store(qkv, positions, cos, sin, slots, k_cache, v_cache, h, q_norm, k_norm, 1e-6)
 
-    q, k, v = (part.reshape(t, -1, d) for part in qkv.split([h * d, hkv * d, hkv * d], dim=-1))
-    if weights[0] is not None and weights[1] is not None:
-        q, k = rms_reference(q, weights[0], 1e-6), rms_reference(k, weights[1], 1e-6)
+    heads = qkv.reshape(t, -1, d)
+    q, k, v = heads[:, :h], heads[:, h : h + hkv], heads[:, h + hkv :]
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_reference(q, q_norm, 1e-6), rms_reference(k, k_norm, 1e-6)
     q, k = rotated(q, cos[positions], sin[positions]), rotated(k, cos[positions], sin[positions])
-    expected = [torch.zeros(blocks * BLOCK, hkv, d, dtype=dtype) for _ in range(2)]
+    k_expected, v_expected = torch.zeros(2, blocks * BLOCK, hkv, d, dtype=dtype)
     kept = slots >= 0
-    expected[0][slots[kept].long()], expected[1][slots[kept].long()] = k[kept], v[kept]
+    k_expected[slots[kept].long()], v_expected[slots[kept].long()] = k[kept], v[kept]
     close(q_out, q, dtype)
-    close(caches[0].flatten(0, 1), expected[0], dtype)
-    assert torch.equal(caches[1].flatten(0, 1), expected[1])
+    close(k_cache.flatten(0, 1), k_expected, dtype)
+    assert torch.equal(v_cache.flatten(0, 1), v_expected)
 
-    again = [torch.zeros_like(cache) for cache in caches]
+    k_again, v_again = torch.zeros_like(k_cache), torch.zeros_like(v_cache)
     for i in range(t):
-        one = kernels.rope_and_store(
-            qkv[i : i + 1], positions[i : i + 1].int(), cos, sin, slots[i : i + 1].long(), *again, h, *weights, eps=1e-6
-        )
+        row = slice(i, i + 1)
+        place = (positions[row].int(), cos, sin, slots[row].long())
+        one = kernels.rope_and_store(qkv[row], *place, k_again, v_again, h, q_norm, k_norm, 1e-6)
         assert torch.equal(one[0], q_out[i])
-    assert torch.equal(again[0], caches[0]) and torch.equal(again[1], caches[1])
+    assert torch.equal(k_again, k_cache)
+    assert torch.equal(v_again, v_cache)
 
 
 # ------------------------------------------------------------------------------------------------ paged_attention
@@ -215,11 +228,12 @@ class Paged:
         self.q = [torch.randn(n, h, d).to(dtype) for n in lengths]
         self.k = [torch.randn(n, hkv, d).to(dtype) for n in lengths]
         self.v = [torch.randn(n, hkv, d).to(dtype) for n in lengths]
-        self.caches = [torch.full((self.tables.numel(), BLOCK, hkv, d), float("nan"), dtype=dtype) for _ in range(2)]
+        self.k_cache = torch.full((self.tables.numel(), BLOCK, hkv, d), float("nan"), dtype=dtype)
+        self.v_cache = self.k_cache.clone()
         for s, n in enumerate(lengths):
             slots = self.tables[s].long()[torch.arange(n) // BLOCK] * BLOCK + torch.arange(n) % BLOCK
-            self.caches[0].flatten(0, 1)[slots] = self.k[s]
-            self.caches[1].flatten(0, 1)[slots] = self.v[s]
+            self.k_cache.flatten(0, 1)[slots] = self.k[s]
+            self.v_cache.flatten(0, 1)[slots] = self.v[s]
 
     def run(self, kernels: Kernels, spans: list[tuple[int, int, int]]) -> list[Tensor]:
         """One call with query positions [begin, end) of each (sequence, begin, end)."""
@@ -228,8 +242,8 @@ class Paged:
         starts = torch.tensor([0, *counts]).cumsum(0).int()
         context = torch.tensor([end for _, _, end in spans]).int()
         tables = self.tables[[s for s, _, _ in spans]].contiguous()
-        out = kernels.paged_attention(q, *self.caches, starts, context, tables, self.scale)
-        return list(out.split(counts))
+        out = kernels.paged_attention(q, self.k_cache, self.v_cache, starts, context, tables, self.scale)
+        return [out[starts[i] : starts[i + 1]] for i in range(len(counts))]
 
     def reference(self, s: int) -> Tensor:
         group = self.h // self.hkv
@@ -252,7 +266,8 @@ def test_attention(kernels: Kernels, dtype: torch.dtype, h: int, hkv: int, d: in
             chunks = [paged.run(kernels, [(s, i, min(n, i + size))])[0] for i in range(0, n, size)]
             assert torch.equal(torch.cat(chunks), whole[s]), size
     mixed = paged.run(kernels, [(5, 140, 143), (0, 129, 130), (2, 13, 13), (3, 1, 65), (1, 0, 1)])
-    for out, expected in zip(mixed, (whole[5][140:], whole[0][129:], whole[2][:0], whole[3][1:], whole[1]), strict=True):
+    parts = [whole[5][140:], whole[0][129:], whole[2][:0], whole[3][1:], whole[1]]
+    for out, expected in zip(mixed, parts, strict=True):
         assert torch.equal(out, expected)
 
 
@@ -274,12 +289,12 @@ def test_threads_keep_the_bits(kernels: Kernels, dtype: torch.dtype) -> None:
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        caches = [torch.zeros(13, BLOCK, 2, 64, dtype=dtype) for _ in range(2)]
+        k_cache, v_cache = torch.zeros(2, 13, BLOCK, 2, 64, dtype=dtype)
         heads = torch.cat([x, x, x, x], -1)[:, : 10 * 64]
-        q = kernels.rope_and_store(heads, torch.arange(200), cos, sin, torch.arange(200), *caches, 6)
+        q = kernels.rope_and_store(heads, torch.arange(200), cos, sin, torch.arange(200), k_cache, v_cache, 6)
         attention = paged.run(kernels, [(0, 0, 200), (1, 60, 90)])
         linear = [kernels.linear(x, packed), kernels.linear(x[:1], packed), kernels.linear_gated(x, gated)]
-        results.append([*linear, kernels.rms_norm(x, weight, 1e-6), q, *caches, *attention])
+        results.append([*linear, kernels.rms_norm(x, weight, 1e-6), q, k_cache, v_cache, *attention])
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
@@ -303,7 +318,8 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureF
     monkeypatch.setattr(cpu, "find_compiler", lambda: None)
     with caplog.at_level(logging.WARNING, logger="ssd"):
         assert cpu.load.__wrapped__() is None
-    assert len(caplog.records) == 1 and "$CC" in caplog.text
+    assert len(caplog.records) == 1
+    assert "$CC" in caplog.text
 
 
 def test_broken_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

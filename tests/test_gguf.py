@@ -21,7 +21,9 @@ import torch
 from ssd.errors import RequestError, SSDError, UnsupportedModel
 from ssd.models.checkpoint import open_checkpoint
 from ssd.models.config import RopeConfig
-from ssd.models.gguf import GGUFCheckpoint, llama3_rope, load_tokenizer, read_header
+from ssd.models.gguf import GGUFCheckpoint, llama3_rope
+from ssd.models.gguf_file import read_header
+from ssd.models.gguf_tokenizer import load_tokenizer
 
 gguf = pytest.importorskip("gguf")
 

@@ -31,6 +31,7 @@ class Round:
         self.target = target
         self.drafter = drafter
 
+    @torch.inference_mode()
     def run(self, works: Seq[Work]) -> tuple[list[Work], list[Outcome | None]]:
         """The works as verified (with their proposals), and what was decided; None for a prefill chunk."""
         works = self._propose(works)

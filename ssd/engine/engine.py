@@ -184,11 +184,13 @@ class Engine:
         if not prompt:
             raise RequestError("the prompt is empty: pass at least one token (a BOS token, say)")
         if any(not isinstance(t, int) or not 0 <= t < self.vocab_size for t in prompt):
-            raise RequestError(f"the prompt holds token ids outside 0..{self.vocab_size - 1}: use the model's tokenizer")
+            raise RequestError(
+                f"the prompt holds token ids outside 0..{self.vocab_size - 1}: use the model's tokenizer"
+            )
         if len(prompt) >= self.max_model_len:
             raise RequestError(
-                f"the prompt has {len(prompt)} tokens, but max_model_len={self.max_model_len} must also hold at least one "
-                "new token: shorten the prompt or raise max_model_len"
+                f"the prompt has {len(prompt)} tokens, but max_model_len={self.max_model_len} must also hold "
+                "at least one new token: shorten the prompt or raise max_model_len"
             )
         if any(t >= self.vocab_size for t in params.logit_bias):
             raise RequestError(f"logit_bias names token ids beyond the vocabulary of {self.vocab_size}")

@@ -42,7 +42,9 @@ class Writer:
     def sample(self) -> Sample:
         s = self.sequence
         wanted = s.params.logprobs is not None
-        return Sample(s.index, self.text, s.output_token_ids, s.finish_reason, s.logprobs if wanted else None, s.metrics)
+        return Sample(
+            s.index, self.text, s.output_token_ids, s.finish_reason, s.logprobs if wanted else None, s.metrics
+        )
 
     def _step(self, token: int) -> FinishReason | None:
         sequence, params = self.sequence, self.sequence.params

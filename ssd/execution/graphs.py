@@ -7,6 +7,7 @@ buffers and padded there; kernels skip padding, and row-invariance sees to it th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,7 +76,7 @@ class DecodeGraphs:
         np.copyto(corner.numpy(), table)
         self._tables[: table.shape[0], : table.shape[1]].copy_(corner, non_blocking=True)
 
-    def _capture(self, rows: int, pool: tuple[int, int] | None) -> _Graph:
+    def _capture(self, rows: int, pool: Any) -> _Graph:
         meta = torch.zeros(7 * rows + 1, dtype=torch.int32, device=self.decoder.device)
         meta[2 * rows : 4 * rows] = -1  # all padding: nothing is written while warming up
         parts = [meta[i * rows : (i + 1) * rows] for i in range(6)]
@@ -90,7 +91,7 @@ class DecodeGraphs:
             logit_rows=None,
             split_kv=True,
         )
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self.decoder(batch, self.kv)  # compiles kernels, which a capture must not

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 
@@ -21,7 +23,7 @@ def make_tiles(query_start: list[int], tile_tokens: int) -> tuple[list[int], lis
     """Cuts every sequence's queries into attention tiles: for each its sequence, and its first query token there."""
     sequences: list[int] = []
     firsts: list[int] = []
-    for s, (start, stop) in enumerate(zip(query_start, query_start[1:], strict=False)):
+    for s, (start, stop) in enumerate(itertools.pairwise(query_start)):
         for first in range(0, stop - start, tile_tokens):
             sequences.append(s)
             firsts.append(first)

@@ -193,7 +193,7 @@ def _combine_kernel(
 
 def tile_rows(group_size: int, split_kv: bool) -> int:
     """Rows of an attention tile: as few as the tensor cores take for decode-size queries, more for prefill chunks."""
-    few = max(_FEW_ROWS, triton.next_power_of_2(group_size))
+    few = max(_FEW_ROWS, int(triton.next_power_of_2(group_size)))
     return few if split_kv else max(few, _MANY_ROWS)
 
 

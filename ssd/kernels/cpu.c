@@ -213,7 +213,7 @@ void ssd_pack(const void *w, long ldw, void *out, long n, long k, int bf16, int 
     long kp = ceil_div(k, 4) * 4, bytes = ssd_packed_bytes(n, k, bf16, gated);
     long panels = bytes / (NR * kp * (bf16 ? 2 : 4));
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-    uintptr_t lo = ((uintptr_t)out + 4095) & ~(uintptr_t)4095, hi = ((uintptr_t)out + (uintptr_t)bytes) & ~(uintptr_t)4095;
+    uintptr_t page = 4095, lo = ((uintptr_t)out + page) & ~page, hi = ((uintptr_t)out + (uintptr_t)bytes) & ~page;
     if (hi > lo + (2u << 20)) madvise((void *)lo, hi - lo, MADV_HUGEPAGE); /* fewer TLB misses when streaming */
 #endif
 #pragma omp parallel for schedule(static) num_threads(nthreads)
@@ -231,6 +231,21 @@ void ssd_pack(const void *w, long ldw, void *out, long n, long k, int bf16, int 
                 float *dst = (float *)out + p * NR * kp + j;
                 for (long i = 0; i < k; i++) dst[i * NR] = src[i];
             }
+        }
+    }
+}
+
+/* rows of a packed (not gated) weight: out[t] = W[ids[t]]; spares a tied embedding its second copy */
+void ssd_embedding(const void *w, const void *ids, int ids64, void *out, long tokens, long k, int bf16) {
+    long kp = ceil_div(k, 4) * 4;
+    for (long t = 0; t < tokens; t++) {
+        long row = ids64 ? (long)((const int64_t *)ids)[t] : ((const int32_t *)ids)[t], j = row % NR;
+        if (bf16) {
+            const uint16_t *src = (const uint16_t *)w + row / NR * NR * kp + (j % VL) * 2 + j / VL;
+            for (long i = 0; i < k; i++) ((uint16_t *)out)[t * k + i] = src[i * NR];
+        } else {
+            const float *src = (const float *)w + row / NR * NR * kp + j;
+            for (long i = 0; i < k; i++) ((float *)out)[t * k + i] = src[i * NR];
         }
     }
 }
@@ -416,20 +431,18 @@ void ssd_linear(const void *x, long ldx, const void *w, const void *bias, void *
     long span = gated ? 2 : 1, panels = ceil_div(n, NR);
     long group = (a.tiles == 1 ? GROUP : 2) / span; /* one row tile: wide tasks; more: keep the panels in L1 */
     while (group > 1 && ceil_div(panels, group) < 2 * nthreads) group /= 2;
-    long groups = ceil_div(panels, group);
     long block = max_l(2, (384 << 10) / (a.kq * 16 * MR_MAX)); /* row tiles that stay in L2 with a stream of panels */
-    long blocks = ceil_div(a.tiles, block);
     if (nthreads == 1 || (double)m * (double)n * (double)k * span < 65536.0) nthreads = 1;
     if (nthreads == 1) {
-        for (long b = 0; b < blocks; b++)
-            for (long g = 0; g < groups; g++)
-                linear_block(&a, b * block, min_l(a.tiles, (b + 1) * block), g * group, min_l(group, panels - g * group));
+        for (long b = 0; b < a.tiles; b += block)
+            for (long p = 0; p < panels; p += group)
+                linear_block(&a, b, min_l(a.tiles, b + block), p, min_l(group, panels - p));
         return;
     }
 #pragma omp parallel for collapse(2) schedule(static) num_threads(nthreads)
-    for (long b = 0; b < blocks; b++)
-        for (long g = 0; g < groups; g++)
-            linear_block(&a, b * block, min_l(a.tiles, (b + 1) * block), g * group, min_l(group, panels - g * group));
+    for (long b = 0; b < a.tiles; b += block)
+        for (long p = 0; p < panels; p += group)
+            linear_block(&a, b, min_l(a.tiles, b + block), p, min_l(group, panels - p));
 }
 
 /* ---------------------------------------------------------------- rms_norm */
@@ -458,8 +471,8 @@ static void norm_row(float *x, const void *w, long d, float eps, int bf16) {
     }
 }
 
-static void rms_norm_row(const void *x, long ldx, void *residual, long ldr, const void *w, void *out, long d, float eps,
-                         int bf16, long row) {
+static void rms_norm_row(const void *x, long ldx, void *residual, long ldr, const void *w, void *out, long d,
+                         float eps, int bf16, long row) {
     float *v = scratch(ROWS, (size_t)(2 * d)), *r = v + d;
     load_row(v, x, row * ldx, d, bf16);
     if (residual) {
@@ -474,8 +487,8 @@ static void rms_norm_row(const void *x, long ldx, void *residual, long ldr, cons
 }
 
 /* out[m, d] = norm(x) * w; with a residual: residual += x first, and the norm is of the sum */
-void ssd_rms_norm(const void *x, long ldx, void *residual, long ldr, const void *w, void *out, long m, long d, float eps,
-                  int bf16, int nthreads) {
+void ssd_rms_norm(const void *x, long ldx, void *residual, long ldr, const void *w, void *out, long m, long d,
+                  float eps, int bf16, int nthreads) {
     if (nthreads == 1 || m * d < 32768) {
         for (long i = 0; i < m; i++) rms_norm_row(x, ldx, residual, ldr, w, out, d, eps, bf16, i);
         return;
@@ -498,7 +511,9 @@ struct rope_args {
     int bf16;
 };
 
-INLINE long int_at(const void *p, long i, int is64) { return is64 ? (long)((const int64_t *)p)[i] : ((const int32_t *)p)[i]; }
+INLINE long int_at(const void *p, long i, int is64) {
+    return is64 ? (long)((const int64_t *)p)[i] : ((const int32_t *)p)[i];
+}
 
 static void rotate(float *restrict out, const float *restrict x, const float *cos, const float *sin, long half) {
     for (long i = 0; i < half; i++) {
@@ -562,7 +577,7 @@ struct attention_args {
 
 struct chunk {
     const float *k[CH], *v[CH];
-    float *copy_k, *copy_v; /* fp32 copies, where the cache cannot be read in place */
+    float *copy_k, *copy_v; /* fp32 rows of dp; reading cold cache rows in place gains nothing */
 };
 
 struct softmax { /* running state of the queries of a task */
@@ -571,20 +586,13 @@ struct softmax { /* running state of the queries of a task */
 
 static void load_chunk(const struct attention_args *a, struct chunk *c, const int32_t *table, long kv_head, long start,
                        long n) {
-    int direct = !a->bf16 && a->dp == a->d;
     long block = start / a->block_size, in_block = start % a->block_size;
     for (long i = 0; i < n; i++) {
         long offset = ((table[block] * a->block_size + in_block) * a->kv_heads + kv_head) * a->d;
-        if (direct) {
-            c->k[i] = (const float *)a->k_cache + offset;
-            c->v[i] = (const float *)a->v_cache + offset;
-        } else {
-            float *k = c->copy_k + i * a->dp, *v = c->copy_v + i * a->dp;
-            load_row(k, a->k_cache, offset, a->d, a->bf16);
-            load_row(v, a->v_cache, offset, a->d, a->bf16);
-            c->k[i] = k;
-            c->v[i] = v;
-        }
+        c->k[i] = c->copy_k + i * a->dp;
+        c->v[i] = c->copy_v + i * a->dp;
+        load_row(c->copy_k + i * a->dp, a->k_cache, offset, a->d, a->bf16);
+        load_row(c->copy_v + i * a->dp, a->v_cache, offset, a->d, a->bf16);
         if (++in_block == a->block_size) in_block = 0, block++;
     }
 }
@@ -665,11 +673,13 @@ INLINE void attend_queries(const int nq, const struct softmax *s, long q0, long 
     for (; e < dp; e += VL) value_tile(nq, 1, s, q0, dp, e, c->v, n);
 }
 
-static void attend_1(const struct softmax *s, long q0, long dp, const struct chunk *c, long n) { attend_queries(1, s, q0, dp, c, n); }
-static void attend_2(const struct softmax *s, long q0, long dp, const struct chunk *c, long n) { attend_queries(2, s, q0, dp, c, n); }
+#define ATTEND(nq)                                                                                          \
+    static void attend_##nq(const struct softmax *s, long q0, long dp, const struct chunk *c, long n) {     \
+        attend_queries(nq, s, q0, dp, c, n);                                                                \
+    }
+ATTEND(1) ATTEND(2)
 #if AQ == 4
-static void attend_3(const struct softmax *s, long q0, long dp, const struct chunk *c, long n) { attend_queries(3, s, q0, dp, c, n); }
-static void attend_4(const struct softmax *s, long q0, long dp, const struct chunk *c, long n) { attend_queries(4, s, q0, dp, c, n); }
+ATTEND(3) ATTEND(4)
 #endif
 
 /* queries [q0, q1) against the first n positions of a chunk */
@@ -705,7 +715,8 @@ static void start_softmax(const struct attention_args *a, struct softmax *s, lon
     }
 }
 
-static void store_attention(const struct attention_args *a, const struct softmax *s, long row, long rows, long kv_head) {
+static void store_attention(const struct attention_args *a, const struct softmax *s, long row, long rows,
+                            long kv_head) {
     long group = a->heads / a->kv_heads;
     for (long i = 0; i < rows * group; i++) {
         float *acc = s->acc + i * a->dp, sum = s->sum[i];
@@ -728,7 +739,7 @@ static void attention_task(const struct attention_args *a, long seq, long row, l
         load_chunk(a, &c, a->block_tables + seq * a->max_blocks, kv_head, start, min_l(CH, first + rows - 1 - start));
         long full = max_l(0, start + CH - first); /* rows from here on see the whole chunk */
         if (full < rows) attend_chunk(&s, full * group, queries, dp, &c, CH);
-        for (long r = min_l(rows, full) - 1; r >= 0 && first + r > start; r--) /* longest first: the padding moves down */
+        for (long r = min_l(rows, full) - 1; r >= 0 && first + r > start; r--) /* longest first: padding moves down */
             attend_chunk(&s, r * group, (r + 1) * group, dp, &c, first + r - start);
     }
     store_attention(a, &s, row, rows, kv_head);

@@ -31,7 +31,7 @@ from torch import Tensor
 logger = logging.getLogger("ssd")
 
 SOURCE = Path(__file__).with_name("cpu.c")
-BASE_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wno-unknown-pragmas", "-Wno-psabi")
+BASE_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
 COMPILE_TIMEOUT_S = 120
 
 
@@ -49,11 +49,16 @@ class PackedWeight:
     dtype: torch.dtype
     gated: bool = False
 
+    def panels(self, width: int) -> Tensor:
+        """The data as [panels, k, columns of a panel]."""
+        return self.data.view(-1, -(-self.k // 4) * 4, width)[:, : self.k]
+
 
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, list[type]] = {
     "ssd_packed_bytes": [_L, _L, _I, _I],
     "ssd_pack": [_P, _L, _P, _L, _L, _I, _I, _I],
+    "ssd_embedding": [_P, _P, _I, _P, _L, _L, _I],
     "ssd_linear": [_P, _L, _P, _P, _P, _L, _L, _L, _L, _I, _I, _I],
     "ssd_rms_norm": [_P, _L, _P, _L, _P, _P, _L, _L, _F, _I, _I],
     "ssd_rope_and_store": [
@@ -76,7 +81,9 @@ class Kernels:
             function.argtypes = argtypes
             function.restype = _L if name == "ssd_packed_bytes" else None
         self._packed_bytes = library.ssd_packed_bytes
+        self.panel_width = int(library.ssd_packed_bytes(1, 1, 0, 0)) // 16  # a panel of one column is 4 floats deep
         self._pack = library.ssd_pack
+        self._embedding = library.ssd_embedding
         self._linear = library.ssd_linear
         self._rms_norm = library.ssd_rms_norm
         self._rope_and_store = library.ssd_rope_and_store
@@ -94,10 +101,19 @@ class Kernels:
         bf16 = weight.dtype is torch.bfloat16
         size = int(self._packed_bytes(n, k, bf16, gated))
         data = torch.empty(size // weight.element_size(), dtype=weight.dtype)
-        self._pack(
-            weight.data_ptr(), weight.stride(0), data.data_ptr(), n, k, bf16, gated, torch.get_num_threads()
-        )
+        self._pack(weight.data_ptr(), weight.stride(0), data.data_ptr(), n, k, bf16, gated, torch.get_num_threads())
         return PackedWeight(data, n, k, weight.dtype, gated)
+
+    def embedding(self, packed: PackedWeight, token_ids: Tensor) -> Tensor:
+        """Rows `token_ids` [T] (int32 or int64, in range) of a weight that is not gated -> [T, K].
+
+        A model with tied embeddings needs no second, unpacked copy of its largest weight.
+        """
+        tokens, bf16 = token_ids.shape[0], packed.dtype is torch.bfloat16
+        out = torch.empty((tokens, packed.k), dtype=packed.dtype)
+        wide = token_ids.dtype is torch.int64
+        self._embedding(packed.data.data_ptr(), token_ids.data_ptr(), wide, out.data_ptr(), tokens, packed.k, bf16)
+        return out
 
     def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """`x` [M, K] @ weight.T (+ bias [N]) -> [M, N]. Rows of `x` and `out` may be strided."""
@@ -146,9 +162,9 @@ class Kernels:
     ) -> Tensor:
         """Rotate q and k of `qkv` [T, (H + 2*Hkv)*D], write k and v to the caches, return q [T, H, D].
 
-        `cos`, `sin`: fp32, contiguous [max_pos, D/2]. `positions`, `slots`: int32 or int64 [T]; slot < 0 writes nothing.
-        Caches: contiguous [num_blocks, block_size, Hkv, D]. `q_norm`, `k_norm` [D]: per-head RMS norm before the
-        rotation (Qwen 3).
+        `cos`, `sin`: fp32, contiguous [max_pos, D/2]. `positions`, `slots`: int32 or int64 [T]; slot < 0: no write.
+        Caches: contiguous [num_blocks, block_size, Hkv, D]. `q_norm`, `k_norm` [D]: per-head RMS norm before
+        the rotation (Qwen 3).
         """
         tokens, kv_heads, d, dtype = qkv.shape[0], k_cache.shape[2], k_cache.shape[3], qkv.dtype
         q = torch.empty((tokens, num_heads, d), dtype=dtype)
@@ -236,7 +252,7 @@ def openmp_library() -> str | None:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
         return None
-    paths = sorted(set(re.findall(r"/\S*/lib(?:gomp|iomp5|omp)[-.\w]*\.so\S*", maps)))
+    paths: list[str] = sorted(set(re.findall(r"/\S*/lib(?:gomp|iomp5|omp)[-.\w]*\.so\S*", maps)))
     torch_root = str(Path(torch.__file__).parent.parent)
     for path in sorted(paths, key=lambda p: not p.startswith(torch_root)):
         try:
@@ -278,7 +294,8 @@ def _cpu_identity() -> str:
         first = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
-    kept = [line for line in first.splitlines() if re.match(r"(?i)model|vendor|cpu (part|family|impl|var)|f(lags|eat)", line)]
+    wanted = re.compile(r"model|vendor|cpu (part|family|impl|var)|flags|features", re.IGNORECASE)
+    kept = [line for line in first.splitlines() if wanted.match(line)]
     return "\n".join([platform.machine(), *kept])
 
 

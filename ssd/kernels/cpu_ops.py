@@ -30,7 +30,12 @@ class CpuOps:
         return self._kernels.pack_linear(weight, gated)
 
     def embedding(self, weight: cpu.PackedWeight, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._kernels.embedding(weight, token_ids)
+        """Gathers columns of the panels, so that a tied head and embedding are one tensor."""
+        panel, column = token_ids // self._kernels.panel_width, token_ids % self._kernels.panel_width
+        if weight.dtype is torch.bfloat16:  # two half panels are stored interleaved
+            half = self._kernels.panel_width // 2
+            column = column % half * 2 + column // half
+        return weight.panels(self._kernels.panel_width)[panel.long(), :, column.long()]
 
     def linear(
         self,
@@ -46,9 +51,7 @@ class CpuOps:
             y += residual
         return y.float() if float32 else y
 
-    def gated_linear(
-        self, x: torch.Tensor, weight: cpu.PackedWeight, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def gated_linear(self, x: torch.Tensor, weight: cpu.PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self._kernels.linear_gated(x, weight, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

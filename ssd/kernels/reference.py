@@ -56,7 +56,7 @@ class ReferenceOps:
         v_cache: torch.Tensor,
     ) -> torch.Tensor:
         kv = heads.num_kv_heads
-        q, k, v = qkv.view(len(qkv), -1, heads.head_dim).split([heads.num_heads, kv, kv], dim=1)
+        q, k, v = torch.split(qkv.view(len(qkv), -1, heads.head_dim), [heads.num_heads, kv, kv], dim=1)
         if rope.q_norm is not None and rope.k_norm is not None:
             q, k = self.rms_norm(q, rope.q_norm, rope.eps), self.rms_norm(k, rope.k_norm, rope.eps)
         cos, sin = rope.cos[batch.positions][:, None], rope.sin[batch.positions][:, None]

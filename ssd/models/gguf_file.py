@@ -1,0 +1,159 @@
+"""The GGUF container: metadata, the table of tensors, and the numbers behind it.
+
+The header is read here (the `gguf` package takes seconds over a vocabulary); the many block formats are left to
+`gguf.quants`. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd.errors import SSDError, UnsupportedModel
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies in the file, and how it is stored."""
+
+    name: str
+    shape: tuple[int, ...]  # as torch counts: rows first
+    type_code: int
+    offset: int  # from the start of the file
+
+
+@dataclass(frozen=True)
+class Header:
+    """Everything in the file but the numbers."""
+
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+
+
+class _Cursor:
+    """Reads the header's little-endian values one after the other."""
+
+    _SCALARS: Final = "BbHhIif?" + " " * 2 + "Qqd"  # struct letters by the format's type codes; 8, 9 are not scalars
+    _STRING: Final = 8
+    _ARRAY: Final = 9
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self.position = 0
+
+    def take(self, layout: str) -> tuple[Any, ...]:
+        values = struct.unpack_from("<" + layout, self._data, self.position)
+        self.position += struct.calcsize("<" + layout)
+        return values
+
+    def text(self) -> str:
+        (length,) = self.take("Q")
+        start, self.position = self.position, self.position + length
+        return self._data[start : self.position].decode("utf-8", errors="replace")
+
+    def value(self, kind: int) -> Any:
+        if kind == self._STRING:
+            return self.text()
+        if kind == self._ARRAY:
+            return self._array(*self.take("IQ"))
+        (value,) = self.take(self._letter(kind))
+        return float(str(np.float32(value))) if kind == 6 else value  # 1e-05 was written, not 9.999999747e-06
+
+    def _array(self, kind: int, count: int) -> list[Any]:
+        if kind == self._STRING:
+            return [self.text() for _ in range(count)]
+        if kind == self._ARRAY:
+            return [self.value(kind) for _ in range(count)]
+        return list(self.take(f"{count}{self._letter(kind)}"))
+
+    def _letter(self, kind: int) -> str:
+        letter = self._SCALARS[kind : kind + 1].strip()
+        if not letter:
+            raise ValueError(f"unknown value type {kind}")
+        return letter
+
+
+def read_header(path: Path) -> Header:
+    """Parse metadata and the table of tensors; the numbers stay on disk."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            if data[:4] != b"GGUF":
+                raise ValueError("it does not begin with GGUF")
+            return _parse(_Cursor(data))
+    except (OSError, ValueError, struct.error) as error:
+        raise SSDError(f"{path} is not a whole GGUF file ({error}): download it again") from error
+
+
+def _parse(cursor: _Cursor) -> Header:
+    _, version, tensor_count, value_count = cursor.take("4sIQQ")
+    if version not in (2, 3):
+        raise ValueError(f"version {version}, expected 2 or 3")
+    metadata: dict[str, Any] = {}
+    for _ in range(value_count):
+        key = cursor.text()
+        metadata[key] = cursor.value(*cursor.take("I"))
+    rows = [_tensor_row(cursor) for _ in range(tensor_count)]
+    alignment = metadata.get("general.alignment", 32)
+    start = -(-cursor.position // alignment) * alignment
+    tensors = {name: TensorInfo(name, shape, code, start + offset) for name, shape, code, offset in rows}
+    return Header(MappingProxyType(metadata), MappingProxyType(tensors))
+
+
+def _tensor_row(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+    name = cursor.text()
+    (dimensions,) = cursor.take("I")
+    shape = tuple(reversed(cursor.take(f"{dimensions}Q")))  # the file counts the fastest dimension first
+    code, offset = cursor.take("IQ")
+    return name, shape, code, offset
+
+
+def quantisation_types() -> type[GGMLQuantizationType]:
+    try:
+        from gguf import GGMLQuantizationType
+    except ImportError as error:
+        raise SSDError("reading GGUF files needs the gguf package: `pip install gguf`") from error
+    kinds: type[GGMLQuantizationType] = GGMLQuantizationType
+    return kinds
+
+
+def read_tensor(data: npt.NDArray[np.uint8], info: TensorInfo, path: Path) -> npt.NDArray[np.float32]:
+    """One tensor, dequantised."""
+    kind = tensor_type(info)
+    from gguf import GGML_QUANT_SIZES, quants
+
+    per_block, block_bytes = GGML_QUANT_SIZES[kind]
+    row_bytes = info.shape[-1] // per_block * block_bytes
+    end = info.offset + math.prod(info.shape[:-1]) * row_bytes
+    if end > data.size:
+        raise SSDError(f"{path} ends inside of tensor {info.name}: download it again")
+    rows = np.array(data[info.offset : end]).reshape(*info.shape[:-1], row_bytes)  # a copy: the file is read-only
+    try:
+        return np.ascontiguousarray(quants.dequantize(rows, kind), dtype=np.float32).reshape(info.shape)
+    except NotImplementedError:
+        _refuse_type(info, kind.name)
+
+
+def tensor_type(info: TensorInfo) -> GGMLQuantizationType:
+    try:
+        return quantisation_types()(info.type_code)
+    except ValueError:
+        _refuse_type(info, str(info.type_code))
+
+
+def _refuse_type(info: TensorInfo, kind: str) -> NoReturn:
+    raise UnsupportedModel(
+        f"tensor {info.name} is stored as {kind}, which the installed gguf package cannot dequantise: "
+        "use a newer gguf package or another quantisation of the model (Q8_0, Q4_K, F16 ...)"
+    )

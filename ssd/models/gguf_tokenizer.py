@@ -1,0 +1,120 @@
+"""The tokenizer inside a GGUF file: built here for the byte-level vocabularies we know, else by transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from ssd.models.tokenizer import Tokenizer, transformers_backend
+
+_CHAT_ENDS: Final = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
+
+
+def stop_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ids that the file names, and the tokens that its chat template ends a turn with."""
+    named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    template = metadata.get("tokenizer.chat_template", "")
+    used = [token for token in _CHAT_ENDS if token in template]
+    tokens = metadata.get("tokenizer.ggml.tokens", []) if used else []
+    ends = [index for index, token in enumerate(tokens) if token in used]
+    return tuple(dict.fromkeys(token_id for token_id in (*named, *ends) if token_id is not None))
+
+
+def load_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
+    """The file's tokenizer: built here for the byte-level vocabularies we know, else by transformers (slowly)."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not tokens:
+        return Tokenizer(None)
+    splitting = metadata.get("tokenizer.ggml.pre")
+    known = metadata.get("tokenizer.ggml.model") == "gpt2" and splitting in _SPLITTINGS
+    backend = _byte_level(metadata) if known else transformers_backend(path.parent, gguf_file=path.name)
+    special = {
+        f"{name}_token": tokens[metadata[key]]
+        for name, key in _SPECIAL_KEYS.items()
+        if metadata.get(key) is not None and metadata[key] < len(tokens)
+    }
+    sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
+    add_bos = metadata.get("tokenizer.ggml.add_bos_token", sentencepiece or splitting in ("llama-bpe", "llama3"))
+    add_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
+    _set_bos_eos(backend, special.get("bos_token"), special.get("eos_token"), add_bos, add_eos)
+    return Tokenizer(backend, chat_templates=_chat_templates(metadata), special_tokens=special)
+
+
+def _set_bos_eos(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None, add_bos: bool, add_eos: bool) -> None:
+    """Make `encode` add exactly these tokens."""
+    before = [bos] if add_bos and bos is not None else []
+    after = [eos] if add_eos and eos is not None else []
+    pairs = [(token, backend.token_to_id(token)) for token in dict.fromkeys((*before, *after))]
+    known = [(token, token_id) for token, token_id in pairs if token_id is not None]
+    backend.post_processor = processors.TemplateProcessing(single=[*before, "$A", *after], special_tokens=known)
+
+
+_SPECIAL_KEYS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "bos": "tokenizer.ggml.bos_token_id",
+        "eos": "tokenizer.ggml.eos_token_id",
+        "unk": "tokenizer.ggml.unknown_token_id",
+        "pad": "tokenizer.ggml.padding_token_id",
+    }
+)
+_CONTROL, _USER_DEFINED = 3, 4  # token types: special, and matched whole without being special
+
+
+def _byte_level(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """The byte-level BPE that Llama 3, Qwen and SmolLM use; they differ in how text is split into words."""
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    split, ignore_merges = _SPLITTINGS[metadata["tokenizer.ggml.pre"]]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=ignore_merges))
+    backend.pre_tokenizer = _splitter(split)
+    backend.decoder = decoders.ByteLevel()
+    if metadata["tokenizer.ggml.pre"] == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    kinds = metadata.get("tokenizer.ggml.token_type", [])
+    added = [(tokens[index], kind) for index, kind in enumerate(kinds) if kind in (_CONTROL, _USER_DEFINED)]
+    backend.add_tokens(
+        [tokenizers.AddedToken(token, special=kind == _CONTROL, normalized=False) for token, kind in added]
+    )
+    return backend
+
+
+def _splitter(pattern: str | None) -> pre_tokenizers.PreTokenizer:
+    """By a pattern of the model's own, or (None) by GPT-2's with every digit apart."""
+    if pattern is None:
+        parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    else:
+        split = pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
+        parts = [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    return pre_tokenizers.Sequence(parts)
+
+
+def _words(digits: str) -> str:
+    """Contractions, words with what precedes them, numbers, punctuation, line ends, spaces."""
+    return (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        + digits
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+_SPLITTINGS: Final[Mapping[str, tuple[str | None, bool]]] = MappingProxyType(
+    {
+        "smollm": (None, False),
+        "llama-bpe": (_words(r"\p{N}{1,3}"), True),
+        "llama3": (_words(r"\p{N}{1,3}"), True),
+        "qwen2": (_words(r"\p{N}"), False),
+    }
+)
+
+
+def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """The default one, and those with a name of their own."""
+    prefix = "tokenizer.chat_template"
+    named = {key.removeprefix(prefix + "."): text for key, text in metadata.items() if key.startswith(prefix + ".")}
+    return {"default": metadata[prefix], **named} if prefix in metadata else named

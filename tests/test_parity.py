@@ -1,0 +1,74 @@
+"""Our decoder against `transformers`, family by family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import KINDS, VOCAB, TestModel
+
+from ssd import LLM, SamplingParams
+from ssd.core import Batch
+
+LENGTHS = (1, 2, 15, 16, 17, 100, 300)
+
+
+def prompt(length: int) -> list[int]:
+    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+def engine_logits(llm: LLM, tokens: list[int]) -> torch.Tensor:
+    """All logits of one prompt, straight through the engine's own model runner."""
+    runner = llm.engine.round.target
+    size = runner.block_size
+    table = list(range(-(-len(tokens) // size)))
+    rows = list(range(len(tokens)))
+    return runner.forward(Batch(tokens, rows, rows, [0, len(tokens)], [len(tokens)], [table], rows))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_greedy_tokens_equal_transformers(make_model: Callable[[str], TestModel], kind: str) -> None:
+    """Catches any slip in a family: rotary scaling, head sizes, norms, biases, tying, sharded loading."""
+    model = make_model(kind)
+    with LLM(model.path, device="cpu", dtype="float32", max_num_seqs=8) as llm:
+        for length in LENGTHS:
+            with torch.no_grad():
+                theirs = model.reference(torch.tensor([prompt(length)])).logits[0]
+            assert (engine_logits(llm, prompt(length)) - theirs).abs().max() < 1e-4
+        params = SamplingParams(max_new_tokens=64, ignore_eos=True)
+        alone = [llm.generate(prompt(n), params)[0].token_ids for n in LENGTHS]
+        together = [out.token_ids for out in llm.generate([prompt(n) for n in LENGTHS], params)]
+    assert alone == together
+    for length, ours in zip(LENGTHS, alone, strict=True):
+        ids = torch.tensor([prompt(length)])
+        options = {"do_sample": False, "max_new_tokens": 64, "min_new_tokens": 64}
+        theirs = model.reference.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        assert ours == theirs[0, length:].tolist(), f"{kind}, prompt of {length} tokens"
+
+
+def test_bfloat16_on_the_cpu_is_close(make_model: Callable[[str], TestModel]) -> None:
+    """Catches a wrong bfloat16 path (packing, rounding): logits must agree as far as 8 bits of mantissa allow."""
+    model = make_model("qwen3")
+    tokens = prompt(100)
+    with torch.no_grad():
+        theirs = model.reference(torch.tensor([tokens])).logits[0]
+    with LLM(model.path, device="cpu", dtype="bfloat16") as llm:
+        ours = engine_logits(llm, tokens)
+    assert (ours - theirs).norm() / theirs.norm() < 0.05
+
+
+def test_plain_torch_without_a_compiler(
+    make_model: Callable[[str], TestModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine without a C compiler decodes the same text with plain torch."""
+    from ssd.kernels.cpu_ops import CpuOps
+
+    model = make_model("llama3-scaled")
+    prompts, params = [prompt(n) for n in LENGTHS], SamplingParams(max_new_tokens=24, ignore_eos=True)
+    with LLM(model.path, device="cpu") as llm:
+        with_kernels = [out.token_ids for out in llm.generate(prompts, params)]
+    monkeypatch.setattr(CpuOps, "load", lambda: None)
+    with LLM(model.path, device="cpu") as llm:
+        assert type(llm.engine.round.target.decoder.ops).__name__ == "ReferenceOps"
+        assert [out.token_ids for out in llm.generate(prompts, params)] == with_kernels
