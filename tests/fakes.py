@@ -7,7 +7,8 @@ or wrongly shared block raises instead of passing unseen. Its logits are a funct
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -38,7 +39,7 @@ VOCAB = 32
 ROOT = b"nothing seen yet"
 
 
-# --- the function that the fake model computes --------------------------------------------------------------------------
+# --- the function that the fake model computes ------------------------------------------------------------------------
 
 
 def advance(state: bytes, token: int) -> bytes:
@@ -88,7 +89,7 @@ def naive(
             return Expected(sequence.output_token_ids, "length")
 
 
-# --- the target -----------------------------------------------------------------------------------------------------------
+# --- the target -------------------------------------------------------------------------------------------------------
 
 
 class KVError(Exception):
@@ -168,7 +169,7 @@ class FakeTarget:
             raise KVError(f"position {position} should hold token {token}, but its slot holds {cell}")
 
 
-# --- drafters ---------------------------------------------------------------------------------------------------------------
+# --- drafters ---------------------------------------------------------------------------------------------------------
 
 Manner = Literal["right", "wrong", "mixed"]
 
@@ -227,7 +228,7 @@ class ScriptedDrafter:
         return dice[0] % (limit + 1), dice[1] % (limit + 1)
 
 
-# --- building and driving -------------------------------------------------------------------------------------------------
+# --- building and driving ---------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -321,7 +322,7 @@ def cached_prefixes(pool: BlockPool) -> dict[int, tuple[int, ...]]:
     return {block: found for entry, (block, _) in blocks.items() if (found := prefix(entry)) is not None}
 
 
-# --- statistics --------------------------------------------------------------------------------------------------------------
+# --- statistics -------------------------------------------------------------------------------------------------------
 
 
 def chi_squared_p(observed: Seq[int], probabilities: Seq[float]) -> float:

@@ -76,13 +76,25 @@ def test_linear_rounds_once_to_bf16(kernels: Kernels) -> None:
     assert torch.equal(kernels.linear(x, kernels.pack_linear(weight)), single.bfloat16())
 
 
-def test_linear_strided_rows_and_out(kernels: Kernels) -> None:
+def test_linear_strided_rows(kernels: Kernels) -> None:
     x, weight = torch.randn(9, 100)[:, 20:84], torch.randn(50, 80)[:, :64]
-    out = torch.zeros(9, 70)
-    kernels.linear(x, kernels.pack_linear(weight), out=out[:, 10:60])
-    assert torch.equal(out[:, 10:60], kernels.linear(x.contiguous(), kernels.pack_linear(weight.contiguous())))
-    assert not out[:, :10].any()
-    assert not out[:, 60:].any()
+    out = kernels.linear(x, kernels.pack_linear(weight))
+    assert torch.equal(out, kernels.linear(x.contiguous(), kernels.pack_linear(weight.contiguous())))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_adds_the_residual_after_rounding(kernels: Kernels, dtype: torch.dtype) -> None:
+    x, weight, residual = (torch.randn(*shape).to(dtype) for shape in ((11, 64), (50, 64), (11, 50)))
+    packed = kernels.pack_linear(weight)
+    assert torch.equal(kernels.linear(x, packed, residual=residual), kernels.linear(x, packed) + residual)
+
+
+def test_linear_can_leave_its_sums_in_float32(kernels: Kernels) -> None:
+    x, packed = torch.randn(5, 64).bfloat16(), kernels.pack_linear(torch.randn(50, 64).bfloat16())
+    wide = kernels.linear(x, packed, float32=True)
+    assert wide.dtype is torch.float32
+    assert torch.equal(wide.bfloat16(), kernels.linear(x, packed))
+    assert not torch.equal(wide.bfloat16().float(), wide)
 
 
 def test_linear_non_finite(kernels: Kernels) -> None:
@@ -101,11 +113,11 @@ def test_linear_rows_keep_their_bits(kernels: Kernels, dtype: torch.dtype, n: in
     gated = kernels.pack_linear(torch.randn(2 * (n // 2), k).to(dtype), gated=True)
     x = torch.randn(300, k).to(dtype)
     alone = torch.cat([kernels.linear(x[i : i + 1], packed) for i in range(300)])
-    alone_gated = torch.cat([kernels.linear_gated(x[i : i + 1], gated) for i in range(300)])
+    alone_gated = torch.cat([kernels.linear(x[i : i + 1], gated) for i in range(300)])
     for m in [*range(1, 41), 100, 300]:
         start = 300 - m if m % 2 else 0
         assert torch.equal(kernels.linear(x[start : start + m], packed), alone[start : start + m]), m
-        assert torch.equal(kernels.linear_gated(x[start : start + m], gated), alone_gated[start : start + m]), m
+        assert torch.equal(kernels.linear(x[start : start + m], gated), alone_gated[start : start + m]), m
 
 
 def test_linear_blocks_of_rows(kernels: Kernels) -> None:
@@ -130,16 +142,14 @@ def test_linear_gated(kernels: Kernels, dtype: torch.dtype, inner: int) -> None:
         x = torch.randn(m, 60).to(dtype)
         for given in (None, bias):
             gate, up = kernels.linear(x, plain, given).chunk(2, dim=-1)
-            close(kernels.linear_gated(x, packed, given), F.silu(gate) * up, dtype)
+            close(kernels.linear(x, packed, given), F.silu(gate) * up, dtype)
 
 
 def test_silu_at_the_extremes(kernels: Kernels) -> None:
     gate = torch.cat([torch.linspace(-120, 120, 4001), torch.tensor([-1e30, 1e30, 0.0, -0.0])])
     packed = kernels.pack_linear(torch.stack([gate, torch.ones_like(gate)], 0).reshape(-1, 1), gated=True)
     expected = F.silu(gate.double())
-    torch.testing.assert_close(
-        kernels.linear_gated(torch.ones(1, 1), packed)[0].double(), expected, rtol=1e-6, atol=1e-36
-    )
+    torch.testing.assert_close(kernels.linear(torch.ones(1, 1), packed)[0].double(), expected, rtol=1e-6, atol=1e-36)
 
 
 def test_pack_refuses(kernels: Kernels) -> None:
@@ -154,14 +164,10 @@ def test_pack_refuses(kernels: Kernels) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("d", [1, 13, 64, 576, 2051])
 def test_rms_norm(kernels: Kernels, dtype: torch.dtype, d: int) -> None:
-    x, residual, weight = torch.randn(33, d).to(dtype), torch.randn(33, d).to(dtype), torch.rand(d).to(dtype)
-    close(kernels.rms_norm(x, weight, 1e-5), rms_reference(x, weight, 1e-5), dtype)
-    total, updated = x + residual, residual.clone()
-    out = kernels.rms_norm(x, weight, 1e-5, updated)
-    assert torch.equal(updated, total)
-    close(out, rms_reference(total, weight, 1e-5), dtype)
-    alone = torch.cat([kernels.rms_norm(x[i : i + 1], weight, 1e-5, residual[i : i + 1].clone()) for i in range(33)])
-    assert torch.equal(out, alone)
+    x, weight = torch.randn(33, d).to(dtype), torch.rand(d).to(dtype)
+    out = kernels.rms_norm(x, weight, 1e-5)
+    close(out, rms_reference(x, weight, 1e-5), dtype)
+    assert torch.equal(out, torch.cat([kernels.rms_norm(x[i : i + 1], weight, 1e-5) for i in range(33)]))
 
 
 # ------------------------------------------------------------------------------------------------ rope_and_store
@@ -293,7 +299,7 @@ def test_threads_keep_the_bits(kernels: Kernels, dtype: torch.dtype) -> None:
         heads = torch.cat([x, x, x, x], -1)[:, : 10 * 64]
         q = kernels.rope_and_store(heads, torch.arange(200), cos, sin, torch.arange(200), k_cache, v_cache, 6)
         attention = paged.run(kernels, [(0, 0, 200), (1, 60, 90)])
-        linear = [kernels.linear(x, packed), kernels.linear(x[:1], packed), kernels.linear_gated(x, gated)]
+        linear = [kernels.linear(x, packed), kernels.linear(x[:1], packed), kernels.linear(x, gated)]
         results.append([*linear, kernels.rms_norm(x, weight, 1e-6), q, k_cache, v_cache, *attention])
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))

@@ -65,15 +65,15 @@ def _piece(
         kv = kv_ptr_offset + (block * BLOCK_SIZE + n % BLOCK_SIZE)[:, None] * slot_stride + d[None, :]
         kv_mask = inside[:, None] & d_mask[None, :]
         k = tl.load(k_ptr + kv, mask=kv_mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
         scores = tl.where(n[None, :] <= position[:, None], scores, float("-inf"))
         m_new = tl.maximum(m, tl.max(scores, axis=1))
         safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp2(scores - safe[:, None]).to(q.dtype)
         keep = tl.exp2(m - safe)
         v = tl.load(v_ptr + kv, mask=kv_mask, other=0.0)
-        sums = tl.dot(p, ones, sums * keep[:, None], input_precision="ieee")
-        acc = tl.dot(p, v, acc * keep[:, None], input_precision="ieee")
+        sums = tl.dot(p, ones, sums * keep[:, None], input_precision="tf32x3")
+        acc = tl.dot(p, v, acc * keep[:, None], input_precision="tf32x3")
         m = m_new
     return m, tl.max(sums, axis=1), acc
 

@@ -333,10 +333,10 @@ static void pack_x(float *dst, const void *x, long ldx, long row0, long mr, long
 struct linear_args {
     const void *x;
     const char *w;
-    const void *bias;
+    const void *bias, *residual;
     void *y;
-    long ldx, ldy, m, n, k, kq;
-    int bf16, gated;
+    long ldx, m, n, k, kq;
+    int bf16, gated, wide;
     long tiles;      /* row tiles, of m / tiles rows or one more */
     const float *xp; /* packed rows */
 };
@@ -359,6 +359,12 @@ static void gate_panel(float *gate, const float *up, int bf16) {
     }
 }
 
+static void add_residual(const struct linear_args *a, float *v, long at, long width) {
+    for (long j = 0; j < width; j++)
+        v[j] = a->bf16 ? round_bf16(v[j]) + from_bf16(((const uint16_t *)a->residual)[at + j])
+                       : v[j] + ((const float *)a->residual)[at + j];
+}
+
 static void finish_tile(const struct linear_args *a, float *buf, long row, long mr, long panel0, long panels) {
     long span = a->gated ? 2 : 1;
     for (long m = 0; m < mr; m++, buf += GROUP * NR)
@@ -369,7 +375,8 @@ static void finish_tile(const struct linear_args *a, float *buf, long row, long 
                 for (long s = 0; s < span; s++)
                     for (long j = 0; j < width; j++) v[s * NR + j] += bias_at(a, s * a->n + col + j);
             if (a->gated) gate_panel(v, v + NR, a->bf16);
-            store_row(a->y, (row + m) * a->ldy + col, v, width, a->bf16);
+            if (a->residual) add_residual(a, v, (row + m) * a->n + col, width);
+            store_row(a->y, (row + m) * a->n + col, v, width, a->bf16 && !a->wide);
         }
 }
 
@@ -418,11 +425,14 @@ static void pack_rows(const struct linear_args *a, float *xp, int nthreads) {
     }
 }
 
-/* y[m, n] = x[m, k] @ W^T (+ bias), or silu(gate) * up of a gated weight; n counts the columns of y */
-void ssd_linear(const void *x, long ldx, const void *w, const void *bias, void *y, long ldy, long m, long n, long k,
-                int bf16, int gated, int nthreads) {
+/* y[m, n] = x[m, k] @ W^T (+ bias) (+ residual[m, n]), or silu(gate) * up of a gated weight; n counts the columns of y.
+ * wide: y is fp32 although the storage is bf16. */
+void ssd_linear(const void *x, long ldx, const void *w, const void *bias, const void *residual, void *y, long m,
+                long n, long k, int bf16, int gated, int wide, int nthreads) {
     if (m <= 0 || n <= 0) return;
-    struct linear_args a = {x, w, bias, y, ldx, ldy, m, n, k, ceil_div(k, 4), bf16, gated, ceil_div(m, MR_MAX), x};
+    struct linear_args a = {.x = x, .w = w, .bias = bias, .residual = residual, .y = y, .ldx = ldx, .m = m, .n = n,
+                            .k = k, .kq = ceil_div(k, 4), .bf16 = bf16, .gated = gated, .wide = wide,
+                            .tiles = ceil_div(m, MR_MAX), .xp = x};
     if (m > 1 || bf16 || k % 4) {
         float *xp = scratch(ROWS, (size_t)(m * a.kq * 4));
         pack_rows(&a, xp, nthreads);
@@ -471,30 +481,22 @@ static void norm_row(float *x, const void *w, long d, float eps, int bf16) {
     }
 }
 
-static void rms_norm_row(const void *x, long ldx, void *residual, long ldr, const void *w, void *out, long d,
-                         float eps, int bf16, long row) {
-    float *v = scratch(ROWS, (size_t)(2 * d)), *r = v + d;
+static void rms_norm_row(const void *x, long ldx, const void *w, void *out, long d, float eps, int bf16, long row) {
+    float *v = scratch(ROWS, (size_t)d);
     load_row(v, x, row * ldx, d, bf16);
-    if (residual) {
-        load_row(r, residual, row * ldr, d, bf16);
-        for (long i = 0; i < d; i++) v[i] += r[i];
-        if (bf16)
-            for (long i = 0; i < d; i++) v[i] = round_bf16(v[i]);
-        store_row(residual, row * ldr, v, d, bf16);
-    }
     norm_row(v, w, d, eps, bf16);
     store_row(out, row * d, v, d, bf16);
 }
 
-/* out[m, d] = norm(x) * w; with a residual: residual += x first, and the norm is of the sum */
-void ssd_rms_norm(const void *x, long ldx, void *residual, long ldr, const void *w, void *out, long m, long d,
-                  float eps, int bf16, int nthreads) {
+/* out[m, d] = norm(x) * w */
+void ssd_rms_norm(const void *x, long ldx, const void *w, void *out, long m, long d, float eps, int bf16,
+                  int nthreads) {
     if (nthreads == 1 || m * d < 32768) {
-        for (long i = 0; i < m; i++) rms_norm_row(x, ldx, residual, ldr, w, out, d, eps, bf16, i);
+        for (long i = 0; i < m; i++) rms_norm_row(x, ldx, w, out, d, eps, bf16, i);
         return;
     }
 #pragma omp parallel for schedule(static) num_threads(nthreads)
-    for (long i = 0; i < m; i++) rms_norm_row(x, ldx, residual, ldr, w, out, d, eps, bf16, i);
+    for (long i = 0; i < m; i++) rms_norm_row(x, ldx, w, out, d, eps, bf16, i);
 }
 
 /* ---------------------------------------------------------------- rope_and_store */

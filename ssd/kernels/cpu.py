@@ -49,18 +49,14 @@ class PackedWeight:
     dtype: torch.dtype
     gated: bool = False
 
-    def panels(self, width: int) -> Tensor:
-        """The data as [panels, k, columns of a panel]."""
-        return self.data.view(-1, -(-self.k // 4) * 4, width)[:, : self.k]
-
 
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, list[type]] = {
     "ssd_packed_bytes": [_L, _L, _I, _I],
     "ssd_pack": [_P, _L, _P, _L, _L, _I, _I, _I],
     "ssd_embedding": [_P, _P, _I, _P, _L, _L, _I],
-    "ssd_linear": [_P, _L, _P, _P, _P, _L, _L, _L, _L, _I, _I, _I],
-    "ssd_rms_norm": [_P, _L, _P, _L, _P, _P, _L, _L, _F, _I, _I],
+    "ssd_linear": [_P, _L, _P, _P, _P, _P, _L, _L, _L, _I, _I, _I, _I],
+    "ssd_rms_norm": [_P, _L, _P, _P, _L, _L, _F, _I, _I],
     "ssd_rope_and_store": [
         *[_P, _L, _P, _I, _P, _I, _P, _P, _P, _P, _F],
         *[_P, _P, _P, _L, _L, _L, _L, _I, _I],
@@ -81,7 +77,6 @@ class Kernels:
             function.argtypes = argtypes
             function.restype = _L if name == "ssd_packed_bytes" else None
         self._packed_bytes = library.ssd_packed_bytes
-        self.panel_width = int(library.ssd_packed_bytes(1, 1, 0, 0)) // 16  # a panel of one column is 4 floats deep
         self._pack = library.ssd_pack
         self._embedding = library.ssd_embedding
         self._linear = library.ssd_linear
@@ -115,34 +110,36 @@ class Kernels:
         self._embedding(packed.data.data_ptr(), token_ids.data_ptr(), wide, out.data_ptr(), tokens, packed.k, bf16)
         return out
 
-    def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """`x` [M, K] @ weight.T (+ bias [N]) -> [M, N]. Rows of `x` and `out` may be strided."""
-        m, n, dtype = x.shape[0], packed.n, packed.dtype
-        y = torch.empty((m, n), dtype=dtype) if out is None else out
+    def linear(
+        self,
+        x: Tensor,
+        packed: PackedWeight,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        *,
+        float32: bool = False,
+    ) -> Tensor:
+        """`x` [M, K] @ weight.T (+ bias [N]) (+ residual [M, N], contiguous) -> [M, N]. Rows of `x` may be strided.
+
+        A weight packed with `gated` gives silu(gate) * up -> [M, I] instead (its bias is [2I]). `float32`: the sums as
+        they are, not rounded to the storage type.
+        """
+        m, n, dtype = x.shape[0], packed.n // 2 if packed.gated else packed.n, packed.dtype
+        y = torch.empty((m, n), dtype=torch.float32 if float32 else dtype)
         self._linear(
             *(x.data_ptr(), x.stride(0), packed.data.data_ptr(), None if bias is None else bias.data_ptr()),
-            *(y.data_ptr(), y.stride(0), m, n, packed.k, dtype is torch.bfloat16, 0, torch.get_num_threads()),
+            *(None if residual is None else residual.data_ptr(), y.data_ptr(), m, n, packed.k),
+            *(dtype is torch.bfloat16, packed.gated, float32, torch.get_num_threads()),
         )
         return y
 
-    def linear_gated(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
-        """silu(x @ gate.T) * (x @ up.T) -> [M, I], for a weight packed with `gated=True` ([2I, K]; bias [2I])."""
-        m, n, dtype = x.shape[0], packed.n // 2, packed.dtype
-        y = torch.empty((m, n), dtype=dtype)
-        self._linear(
-            *(x.data_ptr(), x.stride(0), packed.data.data_ptr(), None if bias is None else bias.data_ptr()),
-            *(y.data_ptr(), n, m, n, packed.k, dtype is torch.bfloat16, 1, torch.get_num_threads()),
-        )
-        return y
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-        """Norm of `x` [M, D] times `weight`. With `residual`, in place: residual += x, and the norm is of that sum."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Norm of `x` [M, D] times `weight`."""
         m, d = x.shape
         out = torch.empty((m, d), dtype=x.dtype)
         self._rms_norm(
-            *(x.data_ptr(), x.stride(0)),
-            *((None, 0) if residual is None else (residual.data_ptr(), residual.stride(0))),
-            *(weight.data_ptr(), out.data_ptr(), m, d, eps, x.dtype is torch.bfloat16, torch.get_num_threads()),
+            *(x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr()),
+            *(m, d, eps, x.dtype is torch.bfloat16, torch.get_num_threads()),
         )
         return out
 

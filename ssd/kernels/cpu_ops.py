@@ -30,12 +30,7 @@ class CpuOps:
         return self._kernels.pack_linear(weight, gated)
 
     def embedding(self, weight: cpu.PackedWeight, token_ids: torch.Tensor) -> torch.Tensor:
-        """Gathers columns of the panels, so that a tied head and embedding are one tensor."""
-        panel, column = token_ids // self._kernels.panel_width, token_ids % self._kernels.panel_width
-        if weight.dtype is torch.bfloat16:  # two half panels are stored interleaved
-            half = self._kernels.panel_width // 2
-            column = column % half * 2 + column // half
-        return weight.panels(self._kernels.panel_width)[panel.long(), :, column.long()]
+        return self._kernels.embedding(weight, token_ids)
 
     def linear(
         self,
@@ -46,13 +41,10 @@ class CpuOps:
         *,
         float32: bool = False,
     ) -> torch.Tensor:
-        y = self._kernels.linear(x, weight, bias)
-        if residual is not None:
-            y += residual
-        return y.float() if float32 else y
+        return self._kernels.linear(x, weight, bias, residual, float32=float32)
 
     def gated_linear(self, x: torch.Tensor, weight: cpu.PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return self._kernels.linear_gated(x, weight, bias)
+        return self._kernels.linear(x, weight, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return self._kernels.rms_norm(x, weight, eps)

@@ -58,7 +58,7 @@ def _linear_kernel(
         else:
             x = tl.load(x_ptrs + start, mask=m_mask[None, :] & (start + k < K)[:, None], other=0.0)
             w = tl.load(w_ptrs + start, mask=n_mask[:, None] & (start + k < K)[None, :], other=0.0)
-        acc = tl.dot(w, x, acc, input_precision="ieee")
+        acc = tl.dot(w, x, acc, input_precision="tf32x3")
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]
     if GATED:
@@ -118,6 +118,7 @@ def linear(
     num_rows, depth = x.shape
     columns = weight.shape[0]
     tile = tile or choose_tile(num_rows, columns, depth)
+    block_k = tile.depth * 2 // x.element_size()  # tiles are measured for 16-bit types
     y = x.new_empty((num_rows, columns // 2 if gated else columns), dtype=out_dtype or x.dtype)
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(columns, tile.columns),)
     _linear_kernel[grid](
@@ -135,7 +136,7 @@ def linear(
         GATED=gated,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
-        BLOCK_K=tile.depth,
+        BLOCK_K=block_k,
         GROUP=8 if num_rows > tile.rows else 1,
         STAGES=tile.stages,
         num_warps=tile.warps,

@@ -1,0 +1,148 @@
+"""The Triton kernels against plain torch: in Triton's interpreter on a CPU (float32), for real on a GPU.
+
+On a GPU also what the interpreter cannot show: that bits do not depend on tiles, batches or chunks.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ssd.core import Batch
+from ssd.execution.pack import to_device
+from ssd.kernels.ops import DeviceBatch, HeadShape, Rope
+from ssd.kernels.reference import ReferenceOps
+
+triton_ops = pytest.importorskip("ssd.kernels.triton_ops", reason="triton is not installed")
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPES = [torch.float32, torch.bfloat16] if CUDA else [torch.float32]  # the interpreter's bfloat16 dot is wrong
+gpu = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+BLOCK_SIZE = 16
+
+
+@pytest.fixture
+def ops() -> triton_ops.TritonOps:
+    torch.manual_seed(0)
+    return triton_ops.TritonOps()
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> None:
+    limit = 1e-5 if dtype is torch.float32 else 1e-2
+    assert (ours.float() - theirs.float()).norm() <= limit * theirs.float().norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 70, 96), (5, 64, 128), (20, 130, 200), (70, 96, 64)])
+def test_linear(ops: triton_ops.TritonOps, dtype: torch.dtype, rows: int, columns: int, depth: int) -> None:
+    """Odd sizes in every direction, every tile height, bias and residual."""
+    reference = ReferenceOps()
+    x, w = randn(rows, depth, dtype=dtype), randn(columns, depth, dtype=dtype)
+    bias, residual = randn(columns, dtype=dtype), randn(rows, columns, dtype=dtype)
+    close(ops.linear(x, w), reference.linear(x, w), dtype)
+    close(ops.linear(x, w, bias, residual), reference.linear(x, w, bias, residual), dtype)
+    wide = ops.linear(x, w, float32=True)
+    assert wide.dtype is torch.float32
+    close(wide, x.float() @ w.float().t(), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 20])
+def test_gated_linear(ops: triton_ops.TritonOps, dtype: torch.dtype, rows: int) -> None:
+    x, w, bias = randn(rows, 96, dtype=dtype), randn(2 * 44, 96, dtype=dtype), randn(2 * 44, dtype=dtype)
+    prepared = ops.prepare(w, gated=True)
+    close(ops.gated_linear(x, prepared), ReferenceOps().gated_linear(x, w), dtype)
+    close(ops.gated_linear(x, prepared, bias), ReferenceOps().gated_linear(x, w, bias), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [48, 576])
+def test_rms_norm(ops: triton_ops.TritonOps, dtype: torch.dtype, width: int) -> None:
+    x, w = randn(3, 2 * width, dtype=dtype)[:, :width], randn(width, dtype=dtype)
+    close(ops.rms_norm(x, w, 1e-5), ReferenceOps().rms_norm(x, w, 1e-5), dtype)
+
+
+class Paged:
+    """Some sequences over shuffled KV blocks, in a batch cut as the caller likes."""
+
+    def __init__(self, heads: HeadShape, lengths: list[int], dtype: torch.dtype) -> None:
+        self.heads = heads
+        self.lengths = lengths
+        blocks = [-(-n // BLOCK_SIZE) for n in lengths]
+        order = torch.randperm(sum(blocks)).tolist()
+        self.tables = [order[sum(blocks[:i]) : sum(blocks[: i + 1])] for i in range(len(blocks))]
+        shape = (sum(blocks), BLOCK_SIZE, heads.num_kv_heads, heads.head_dim)
+        self.k, self.v = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype)
+
+    def batch(self, ops: triton_ops.TritonOps, spans: list[tuple[int, int, int]], split_kv: bool) -> DeviceBatch:
+        """Query positions first..last-1 of each (sequence, first, last)."""
+        positions = [p for _, first, last in spans for p in range(first, last)]
+        slots = [
+            self.tables[s][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
+            for s, first, last in spans
+            for p in range(first, last)
+        ]
+        starts = [0]
+        for _, first, last in spans:
+            starts.append(starts[-1] + last - first)
+        lengths, tables = [last for _, _, last in spans], [self.tables[s] for s, _, _ in spans]
+        plain = Batch([0] * starts[-1], positions, slots, starts, lengths, tables, [])
+        return to_device(plain, DEVICE, tile_tokens=ops.tile_tokens(self.heads, split_kv), split_kv=split_kv)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # rows of padding, never stored
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("split_kv", [True, False])
+@pytest.mark.parametrize("heads", [HeadShape(6, 2, 16), HeadShape(5, 1, 32), HeadShape(2, 2, 24)], ids=str)
+def test_rope_and_attention(ops: triton_ops.TritonOps, heads: HeadShape, split_kv: bool, dtype: torch.dtype) -> None:
+    """Ragged queries, shuffled blocks, split boundaries, odd groups and head sizes, with and without norms."""
+    paged = Paged(heads, [5, 300, 40, 129], dtype)
+    batch = paged.batch(ops, [(0, 4, 5), (1, 297, 300), (2, 38, 40), (3, 126, 129)], split_kv)
+    ops.reserve(64, 512, heads, DEVICE)
+    d, rows = heads.head_dim, len(batch.positions)
+    qkv = randn(rows, (heads.num_heads + 2 * heads.num_kv_heads) * d, dtype=dtype)
+    cos, sin = randn(512, d // 2), randn(512, d // 2)
+    norms = (torch.rand(d, device=DEVICE).to(dtype), torch.rand(d, device=DEVICE).to(dtype))
+    for rope in (Rope(cos, sin), Rope(cos, sin, *norms, 1e-6)):
+        results = []
+        for kernels in (ops, ReferenceOps()):
+            k, v = paged.k.clone(), paged.v.clone()
+            q = kernels.rope_and_store(qkv, batch, rope, heads, k, v)
+            results.append((q, k, v, kernels.attention(q, batch, heads, k, v)))
+        for ours, theirs in zip(*results, strict=True):
+            close(ours, theirs, dtype)
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize(("columns", "depth"), [(6144, 4096), (4096, 14336), (1024, 3072), (12800, 5120), (960, 576)])
+def test_linear_rows_keep_their_bits(ops: triton_ops.TritonOps, columns: int, depth: int) -> None:
+    """Exactness on the GPU rests on this: whatever the number of rows (and so the tile), a row's bits stay."""
+    x, w = randn(600, depth, dtype=torch.bfloat16), randn(columns, depth, dtype=torch.bfloat16)
+    whole = ops.linear(x, w)
+    for rows in (1, 2, 7, 16, 17, 32, 33, 64, 65, 100, 128, 129, 256, 300):
+        assert torch.equal(ops.linear(x[:rows], w), whole[:rows]), f"{rows} rows"
+        assert torch.equal(ops.linear(x[-rows:], w), whole[-rows:]), f"last {rows} rows"
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [HeadShape(32, 8, 128), HeadShape(16, 8, 128), HeadShape(40, 8, 128)], ids=str)
+def test_attention_rows_keep_their_bits(ops: triton_ops.TritonOps, heads: HeadShape) -> None:
+    """A query's bits are the same in a prefill, a chunk, a decode step and a verification, in any company."""
+    lengths = [700, 129, 64, 1000]
+    paged = Paged(heads, lengths, torch.bfloat16)
+    ops.reserve(64, 1024, heads, DEVICE)
+    whole = paged.batch(ops, [(s, 0, n) for s, n in enumerate(lengths)], split_kv=False)
+    q = randn(sum(lengths), heads.num_heads, heads.head_dim, dtype=torch.bfloat16)
+    expected = ops.attention(q, whole, heads, paged.k, paged.v).split(lengths)
+    parts = q.split(lengths)
+    for s, n in enumerate(lengths):
+        for first, last, split_kv in ((n - 1, n, True), (n - 8, n, True), (n // 2, n, False), (n - 40, n - 3, False)):
+            batch = paged.batch(ops, [(s, first, last)], split_kv)
+            ours = ops.attention(parts[s][first:last].contiguous(), batch, heads, paged.k, paged.v)
+            assert torch.equal(ours, expected[s][first:last]), f"sequence {s}, positions {first}..{last}"
