@@ -63,20 +63,26 @@ def build_target(
     max_rows = config.max_num_seqs * (1 + lookahead)
     ops.reserve(max_rows, limit, decoder.layers[0].heads, device)
     num_blocks = kv_blocks(config, decoder, limit)
-    if num_blocks * config.block_size < limit:
-        if config.max_model_len is not None:
-            raise ConfigError(
-                f"{num_blocks} KV blocks of {config.block_size} tokens cannot hold max_model_len={limit} tokens: "
-                "lower max_model_len, or raise num_kv_blocks or gpu_memory_utilization"
-            )
-        limit = num_blocks * config.block_size
-        log.warning(
-            "max_model_len is %d: the KV pool holds no more (the model could take %d)", limit, model.max_position
-        )
+    limit = fitting_length(config, limit, num_blocks * config.block_size)
     runner = ModelRunner(decoder, num_blocks=num_blocks, block_size=config.block_size, max_decode_rows=max_rows)
-    if device.type == "cuda" and not config.eager:
-        runner.capture_graphs(limit)
+    if device.type == "cuda":
+        runner.warm_up(min(batched_tokens(config, device), limit))
+        if not config.eager:
+            runner.capture_graphs(limit)
     return runner, limit
+
+
+def fitting_length(config: EngineConfig, limit: int, capacity: int) -> int:
+    """The longest sequence that the KV pool holds; an error where the user asked for more than that."""
+    if capacity >= limit:
+        return limit
+    if config.max_model_len is not None or capacity == 0:
+        raise ConfigError(
+            f"the KV pool holds {capacity} tokens, max_model_len={limit} does not fit: lower max_model_len, or raise "
+            "num_kv_blocks or gpu_memory_utilization"
+        )
+    log.warning("max_model_len is %d: the KV pool holds no more (the model could take %d)", capacity, limit)
+    return capacity
 
 
 def resolve_device(name: str) -> torch.device:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
@@ -14,7 +16,6 @@ from typing import Any, Literal, TypeVar, get_args
 from ssd.errors import ConfigError
 
 T = TypeVar("T")
-Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -46,7 +47,7 @@ class EngineConfig:
     """Every option of an engine. None means: chosen from the model and the device."""
 
     model: str
-    device: Device = "auto"
+    device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: DType = "auto"
     max_model_len: int | None = None  # prompt and output of one sequence together
     max_num_seqs: int = 64  # sequences decoded at the same time
@@ -59,18 +60,28 @@ class EngineConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, (str, os.PathLike)) or not str(self.model):
+            raise ConfigError(f"model={self.model!r}: must be a directory, a .gguf file or a hub id")
         object.__setattr__(self, "model", str(self.model))
         object.__setattr__(self, "speculation", SpeculationConfig.of(self.speculation))
-        if self.device not in get_args(Device) and not self.device.startswith("cuda:"):
+        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"device={self.device!r}: must be one of auto, cpu, cuda, cuda:N")
         if self.dtype not in get_args(DType):
             raise ConfigError(f"dtype={self.dtype!r}: must be one of {', '.join(get_args(DType))}")
+        self._check_numbers()
+        for name in ("prefix_caching", "eager"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
+
+    def _check_numbers(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            chosen_for_you = value is None and name not in ("max_num_seqs", "block_size")
+            if not chosen_for_you and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name}={value!r}: must be a positive integer")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization!r}: must be above 0 and at most 1")
+        share = self.gpu_memory_utilization
+        if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0.0 < share <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization={share!r}: must be a number above 0 and at most 1")
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
@@ -86,4 +97,8 @@ def build(cls: type[T], options: dict[str, Any]) -> T:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
             raise ConfigError(f"{name!r} is not an option of {cls.__name__}: {hint}")
+    required = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory]  # type: ignore[arg-type]
+    for name in required:
+        if name not in options:
+            raise ConfigError(f"{name} is missing: {cls.__name__} cannot do without it")
     return cls(**options)

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -47,43 +47,19 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-        self._check_ranges()
-        if any(not isinstance(s, str) or not s for s in stop):
-            raise RequestError(f"stop={list(stop)!r}: every stop string must be a non-empty str")
-        if any(not isinstance(t, int) or t < 0 for t in (*self.stop_token_ids, *self.logit_bias)):
-            raise RequestError("stop_token_ids and the keys of logit_bias must be token ids (integers of at least 0)")
-        if any(not -1000.0 <= b <= 1000.0 and b != -math.inf for b in self.logit_bias.values()):
-            raise RequestError("logit_bias: each bias must lie in [-1000, 1000] or be -inf (which forbids the token)")
-
-    def _check_ranges(self) -> None:
-        for name, low, high, rule in (
-            ("temperature", 0.0, 100.0, "between 0 (greedy) and 100"),
-            ("top_k", 0, math.inf, "at least 0 (0 keeps all tokens)"),
-            ("min_p", 0.0, 1.0, "between 0 and 1"),
-            ("presence_penalty", -100.0, 100.0, "between -100 and 100"),
-            ("frequency_penalty", -100.0, 100.0, "between -100 and 100"),
-            ("max_new_tokens", 1, math.inf, "at least 1"),
-            ("min_tokens", 0, self.max_new_tokens, "between 0 and max_new_tokens"),
-            ("n", 1, 1024, "between 1 and 1024"),
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-                raise RequestError(f"{name}={value!r}: must be {rule}")
-        for name in ("top_p", "repetition_penalty"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not 0.0 < value <= (1.0 if name == "top_p" else 100.0):
-                raise RequestError(f"{name}={value!r}: must be above 0 and at most {1 if name == 'top_p' else 100}")
-        for name in ("top_k", "max_new_tokens", "min_tokens", "n"):
-            if not isinstance(getattr(self, name), int):
-                raise RequestError(f"{name}={getattr(self, name)!r}: must be an integer")
-        if self.logprobs is not None and (not isinstance(self.logprobs, int) or not 0 <= self.logprobs <= 100):
-            raise RequestError(f"logprobs={self.logprobs!r}: must be None or an integer between 0 and 100")
-        if self.seed is not None and not isinstance(self.seed, int):
+        for name, kind, low, high in _RANGES:
+            _check_number(name, getattr(self, name), kind, low, high)
+        if self.min_tokens > self.max_new_tokens:
+            raise RequestError(f"min_tokens={self.min_tokens}: must not exceed max_new_tokens={self.max_new_tokens}")
+        if self.seed is not None and not _is_int(self.seed):
             raise RequestError(f"seed={self.seed!r}: must be an integer or None")
+        if self.logprobs is not None:
+            _check_number("logprobs", self.logprobs, int, 0, 100)
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos={self.ignore_eos!r}: must be True or False")
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
 
     @property
     def greedy(self) -> bool:
@@ -92,6 +68,61 @@ class SamplingParams:
     @property
     def penalised(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+_ABOVE_ZERO = math.nextafter(0.0, 1.0)
+_RANGES: tuple[tuple[str, type, float, float], ...] = (
+    ("temperature", float, 0, 100),
+    ("top_k", int, 0, math.inf),
+    ("top_p", float, _ABOVE_ZERO, 1),
+    ("min_p", float, 0, 1),
+    ("repetition_penalty", float, _ABOVE_ZERO, 100),
+    ("presence_penalty", float, -100, 100),
+    ("frequency_penalty", float, -100, 100),
+    ("max_new_tokens", int, 1, math.inf),
+    ("min_tokens", int, 0, math.inf),
+    ("n", int, 1, 1024),
+)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_number(name: str, value: object, kind: type, low: float, high: float) -> None:
+    right = _is_int(value) or (kind is float and isinstance(value, float))
+    if not right or not low <= value <= high:  # type: ignore[operator]
+        least = "above 0" if low == _ABOVE_ZERO else f"at least {low}"
+        most = "" if high == math.inf else f" and at most {high}"
+        raise RequestError(f"{name}={value!r}: must be {'an integer' if kind is int else 'a number'}, {least}{most}")
+
+
+def _stop_strings(stop: object) -> tuple[str, ...]:
+    strings = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if not isinstance(strings, (list, tuple)) or any(not isinstance(s, str) or not s for s in strings):
+        raise RequestError(f"stop={stop!r}: must be a string or a list of strings, none of them empty")
+    return tuple(strings)
+
+
+def _token_ids(name: str, ids: object) -> tuple[int, ...]:
+    items = tuple(ids) if isinstance(ids, Iterable) and not isinstance(ids, (str, bytes)) else None
+    if ids is None:
+        return ()
+    if items is None or any(not _is_int(t) or t < 0 for t in items):
+        raise RequestError(f"{name}={ids!r}: must be a list of token ids (integers of at least 0)")
+    return items
+
+
+def _biases(bias: object) -> dict[int, float]:
+    if bias is None:
+        return {}
+    if not isinstance(bias, Mapping):
+        raise RequestError(f"logit_bias={bias!r}: must map token ids to numbers")
+    _token_ids("logit_bias", bias)
+    for value in bias.values():
+        if value != -math.inf:  # which forbids the token
+            _check_number("logit_bias value", value, float, -1000, 1000)
+    return dict(bias)
 
 
 class Status(Enum):
@@ -215,6 +246,7 @@ class Work:
 
     sequence: Sequence
     num_tokens: int  # decided tokens computed in this round, from sequence.num_computed on
+    lookahead: int = 0  # KV slots reserved after them: how many draft tokens may be verified with them
     proposal: Proposal = Proposal()
 
     @property

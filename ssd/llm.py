@@ -31,6 +31,7 @@ class LLM:
     def __init__(self, model: str, **options: Any) -> None:
         self.config = build(EngineConfig, {"model": model, **options})
         self._engine: Engine | None = build_engine(self.config)
+        self._finished: dict[str, RequestOutput] = {}  # not yet collected by whoever asked for them
 
     @property
     def engine(self) -> Engine:
@@ -50,29 +51,43 @@ class LLM:
         """
         single = _is_single(prompts)
         batch: list[Prompt] = [cast(Prompt, prompts)] if single else list(cast("Seq[Prompt]", prompts))
-        outputs: dict[str, RequestOutput] = {}
-        ids = []
+        ids: list[str] = []
         try:
             for prompt, p in zip(batch, _per_prompt(params, len(batch)), strict=True):
-                ids.append(self._add(prompt, p, outputs, strict=single))
-            while any(i not in outputs for i in ids):
-                outputs |= {out.request_id: out for out in self.engine.step()}
+                ids.append(self._add(prompt, p, strict=single))
+            while any(i not in self._finished for i in ids):
+                self._step()
+            return [self._finished[i] for i in ids]
         finally:
-            for request_id in ids:  # does nothing for those that have finished
-                self.engine.abort(request_id)
-        return [outputs[i] for i in ids]
+            for request_id in ids:
+                self._drop(request_id)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TextStream:
         """Text as it comes. Dropping the stream early ends the request."""
         params = params or SamplingParams()
         if params.n != 1:
             raise RequestError(f"n={params.n}: a stream carries one sample; use generate() for several")
-        return TextStream(self.engine, self.engine.add(self._encode(prompt), params))
+        return TextStream(self, self.engine.add(self._encode(prompt), params))
+
+    def _step(self) -> None:
+        """One round for everybody: finished outputs are kept for whoever waits for them."""
+        self._finished |= {output.request_id: output for output in self.engine.step()}
+
+    def _progress(self, request_id: str) -> tuple[str, RequestOutput | None]:
+        """Text of a request that is new since the last call, and the whole output once it has finished."""
+        return self.engine.new_text(request_id), self._finished.get(request_id)
+
+    def _drop(self, request_id: str) -> None:
+        """Forgets a request: ends it if it still runs."""
+        if self._engine is not None:
+            self._engine.abort(request_id)
+        self._finished.pop(request_id, None)
 
     def close(self) -> None:
         """Frees the model, the KV and everything else. Safe to call twice."""
         if self._engine is not None:
             self._engine = None
+            self._finished.clear()
             import gc
 
             import torch
@@ -89,7 +104,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _add(self, prompt: Prompt, params: SamplingParams, outputs: dict[str, RequestOutput], *, strict: bool) -> str:
+    def _add(self, prompt: Prompt, params: SamplingParams, *, strict: bool) -> str:
         tokens: list[int] = []
         try:
             tokens = self._encode(prompt)
@@ -98,8 +113,8 @@ class LLM:
             if strict:
                 raise
             log.warning("a request was refused: %s", error)
-            request_id = f"refused-{len(outputs)}"
-            outputs[request_id] = refused(request_id, tokens, str(error))
+            request_id = f"refused-{len(self._finished)}"
+            self._finished[request_id] = refused(request_id, tokens, str(error))
             return request_id
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -119,24 +134,31 @@ class LLM:
 class TextStream(Iterator[str]):
     """The pieces of one answer; `output` is the whole of it once the pieces have ended."""
 
-    def __init__(self, engine: Engine, request_id: str) -> None:
+    def __init__(self, llm: LLM, request_id: str) -> None:
         self.output: RequestOutput | None = None
-        self._engine = engine
+        self._llm: LLM | None = llm
         self._request_id = request_id
         self._sent = 0
 
     def __next__(self) -> str:
-        while self.output is None:
-            self.output = next((out for out in self._engine.step() if out.request_id == self._request_id), None)
-            piece = self._engine.new_text(self._request_id) if self.output is None else self.output.text[self._sent :]
+        while self._llm is not None:
+            piece, self.output = self._llm._progress(self._request_id)
+            if self.output is None and not piece:
+                self._llm._step()
+                continue
+            if self.output is not None:
+                piece = self.output.text[self._sent :]
+                self.close()
             self._sent += len(piece)
             if piece:
                 return piece
         raise StopIteration
 
     def close(self) -> None:
-        """Ends the request if it is still running."""
-        self._engine.abort(self._request_id)
+        """Ends the request if it is still running; the stream has no more pieces."""
+        if self._llm is not None:
+            self._llm._drop(self._request_id)
+            self._llm = None
 
     def __del__(self) -> None:
         self.close()

@@ -110,6 +110,7 @@ class FakeTarget:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
+        self.vocab_size = VOCAB
         self.kv: dict[int, Cell] = {}
         self.batches: list[Batch] = []
         self.running: Callable[[], list[Sequence]] = list
@@ -188,8 +189,8 @@ class ScriptedDrafter:
         self.num_proposed = self.num_accepted = 0
         self._anticipated: list[Work] | None = None
 
-    def propose(self, sequences: Seq[Sequence]) -> list[Proposal]:
-        return [Proposal(tuple(self._tokens(sequence))) for sequence in sequences]
+    def propose(self, works: Seq[Work]) -> list[Proposal]:
+        return [Proposal(tuple(self._tokens(work.sequence))) for work in works]
 
     def anticipate(self, works: Seq[Work]) -> None:
         self._anticipated = list(works)
@@ -320,6 +321,15 @@ def cached_prefixes(pool: BlockPool) -> dict[int, tuple[int, ...]]:
         return None if head is None else head + tokens
 
     return {block: found for entry, (block, _) in blocks.items() if (found := prefix(entry)) is not None}
+
+
+def check_cache(harness: Harness) -> None:
+    """Raises when the prefix cache names KV that its blocks do not hold."""
+    kv, size = harness.target.kv, harness.target.block_size
+    for block, prefix in cached_prefixes(harness.engine.scheduler.pool).items():
+        last = kv[block * size + size - 1]
+        if (last.position, last.state) != (len(prefix) - 1, state_of(prefix)):
+            raise AssertionError(f"block {block} is cached as the end of {prefix}, but ends with {last}")
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------

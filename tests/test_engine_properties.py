@@ -18,15 +18,15 @@ from fakes import (
     Manner,
     ScriptedDrafter,
     cached_prefixes,
+    check_cache,
     make_harness,
     naive,
-    state_of,
 )
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ssd.core import Batch, Proposal, RequestOutput, SamplingParams, Sequence
+from ssd.core import Batch, Proposal, RequestOutput, SamplingParams, Work
 from ssd.decoding.drafter import NoDrafter
 from ssd.errors import RequestError
 
@@ -178,10 +178,7 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         self.engine.check()
-        kv, size = self.harness.target.kv, self.harness.target.block_size
-        for block, prefix in cached_prefixes(self.engine.scheduler.pool).items():
-            last = kv[block * size + size - 1]
-            assert (last.position, last.state) == (len(prefix) - 1, state_of(prefix)), "the cache names other KV"
+        check_cache(self.harness)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -217,7 +214,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 EngineMachine.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=80, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestEngineMachine = EngineMachine.TestCase
 
@@ -258,11 +255,13 @@ def test_drafts_never_change_the_tokens(lookahead: int, manner: Manner, temperat
 
 @pytest.mark.parametrize("lookahead", [1, 3, 7])
 def test_right_drafts_save_rounds(lookahead: int) -> None:
-    """Catches accepted drafts that are thrown away: K right drafts a round must give K + 1 tokens a round."""
+    """Catches accepted drafts, or their KV, that are thrown away: K right drafts a round must give K + 1 tokens."""
     harness = make_harness(drafter=ScriptedDrafter(lookahead))
     output = harness.run([1, 2, 3], SamplingParams(max_new_tokens=40))
     assert len(output.token_ids) == 40
     assert output.metrics.rounds == -(-40 // (lookahead + 1))
+    positions = [p for batch in harness.target.batches for p in batch.positions]
+    assert positions == list(range(3 + 40 - 1)), "every position is computed once, and the last token never"
 
 
 @pytest.mark.parametrize("prompt_len", [1, 3, 15])
@@ -285,8 +284,9 @@ def test_stop_inside_accepted_drafts() -> None:
         assert output.finish_reason == "stop"
         assert output.token_ids == free[: free.index(stop) + 1]
         assert len(output.logprobs or []) == len(output.token_ids) == harness.engine.metrics.output_tokens
-        longest = max(len(p) for p in cached_prefixes(harness.engine.scheduler.pool).values())
-        assert longest <= 3 + len(output.token_ids)
+        check_cache(harness)
+        tokens = (1, 2, 3, *output.token_ids)
+        assert all(tokens[: len(p)] == p for p in cached_prefixes(harness.engine.scheduler.pool).values())
 
 
 class UnrulyDrafter(ScriptedDrafter):
@@ -296,8 +296,8 @@ class UnrulyDrafter(ScriptedDrafter):
         super().__init__(3, rude=True)
         self.fault = fault
 
-    def propose(self, sequences: Seq[Sequence]) -> list[Proposal]:
-        proposals = super().propose(sequences)
+    def propose(self, works: Seq[Work]) -> list[Proposal]:
+        proposals = super().propose(works)
         if self.fault == "too long":
             return [Proposal(p.token_ids + p.token_ids * 3) for p in proposals]
         if self.fault == "beyond the vocabulary":

@@ -358,6 +358,7 @@ def llm_over(harness: Harness, limit: int = 500) -> LLM:
     """The public front, with a fake model behind it and an end to its patience."""
     llm = object.__new__(LLM)
     llm._engine = patient(harness.engine, limit)
+    llm._finished = {}
     return llm
 
 

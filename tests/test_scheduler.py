@@ -57,14 +57,15 @@ def play(scheduler: Scheduler) -> list[Work]:
 def check_plan(scheduler: Scheduler, works: list[Work]) -> None:
     assert len({work.sequence.id for work in works}) == len(works), "a sequence is in the batch twice"
     assert len(scheduler.running) <= scheduler.max_num_seqs
-    assert sum(work.num_tokens for work in works) <= scheduler.max_num_batched_tokens
+    assert sum(work.num_tokens + work.lookahead for work in works) <= scheduler.max_num_batched_tokens
     for work in works:
         sequence = work.sequence
         assert sequence.status is Status.RUNNING
         assert sequence in scheduler.running
         assert 0 < work.num_tokens <= sequence.num_pending
-        spare = min(scheduler.lookahead, sequence.room - 1) if work.decides else 0
-        assert len(sequence.blocks) * SIZE >= sequence.num_computed + work.num_tokens + spare, "too few slots"
+        assert 0 <= work.lookahead <= (min(scheduler.lookahead, sequence.room - 1) if work.decides else 0)
+        slots = sequence.num_computed + work.num_tokens + work.lookahead
+        assert len(sequence.blocks) * SIZE >= slots, "too few slots"
     Batch.build(works, SIZE)
 
 

@@ -117,6 +117,20 @@ def test_rope_and_attention(ops: triton_ops.TritonOps, heads: HeadShape, split_k
             close(ours, theirs, dtype)
 
 
+def test_noise_is_the_same_function() -> None:
+    """The kernel and the torch code must not be two different generators."""
+    from ssd.decoding import noise
+    from ssd.kernels.noise import gumbel
+
+    keys = [noise.position_key(seed, position) for seed in (0, 7, 2**64 - 1) for position in (0, 5, 100000)]
+    constants = [noise._signed(c) for c in (noise._GOLDEN, noise._MIX1, noise._MIX2)]
+    signed = torch.tensor([noise._signed(k) for k in keys], device=DEVICE)
+    ours = gumbel(signed, 2500, *constants).cpu()
+    theirs = noise.gumbel(keys, 2500, torch.device("cpu"))
+    assert (ours - theirs).abs().max() < 2e-6
+    assert torch.equal(gumbel(signed[3:4], 2500, *constants).cpu()[0], ours[3])
+
+
 @gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize(("columns", "depth"), [(6144, 4096), (4096, 14336), (1024, 3072), (12800, 5120), (960, 576)])

@@ -101,7 +101,9 @@ def generate(
         question: Prompt = _messages(text, system) if chat else text
         from ssd.llm import LLM
 
-        with LLM(model, device=device, dtype=dtype, max_model_len=max_model_len, eager=eager) as llm:
+        with errors.status(f"loading {model}"):
+            llm = LLM(model, device=device, dtype=dtype, max_model_len=max_model_len, eager=eager)
+        with llm:
             if json_output or n > 1:
                 _print_output(llm.generate(question, params)[0], json_output, metrics)
             else:
@@ -124,6 +126,7 @@ def _print_stream(llm: LLM, prompt: Prompt, params: SamplingParams, metrics: boo
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
+    sys.stdout.flush()
     if metrics and stream.output is not None:
         _print_metrics(stream.output)
 

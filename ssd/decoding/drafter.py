@@ -13,12 +13,12 @@ from ssd.core import Outcome, Proposal, Sequence, Work
 
 
 class Drafter(Protocol):
-    """Proposes up to `lookahead` tokens for each sequence that is about to decide one."""
+    """Proposes tokens for each sequence that is about to decide one."""
 
-    lookahead: int
+    lookahead: int  # the most that it ever proposes for one sequence
 
-    def propose(self, sequences: Seq[Sequence]) -> list[Proposal]:
-        """One proposal a sequence, for the tokens after its last decided one."""
+    def propose(self, works: Seq[Work]) -> list[Proposal]:
+        """One proposal a work, for the tokens after its sequence's last decided one; at most `work.lookahead` count."""
 
     def anticipate(self, works: Seq[Work]) -> None:
         """The target starts verifying these now: prepare for what it may decide. Must not block."""
@@ -35,8 +35,8 @@ class NoDrafter:
 
     lookahead = 0
 
-    def propose(self, sequences: Seq[Sequence]) -> list[Proposal]:
-        return [Proposal()] * len(sequences)
+    def propose(self, works: Seq[Work]) -> list[Proposal]:
+        return [Proposal()] * len(works)
 
     def anticipate(self, works: Seq[Work]) -> None:
         return

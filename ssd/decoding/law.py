@@ -17,6 +17,7 @@ from ssd.core import SamplingParams, Sequence, TokenLogprobs, Work
 from ssd.decoding.noise import gumbel, position_key
 
 _ONE = float(2**40)  # fixed-point unit of probability masses
+_COLDEST = 1e-6  # below this a temperature would overflow float32, and is greedy anyway
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,10 @@ def _penalise(z: torch.Tensor, row: Row) -> None:
 def _perturbed(z: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
     """Scores whose argmax is an exact sample of the truncated law at the rows' temperatures."""
     params = [row.params for row in rows]
-    z = z / _column([p.temperature for p in params], z)
+    temperature = _column([max(p.temperature, _COLDEST) for p in params], z)
+    z = (z - z.amax(-1, keepdim=True)) / temperature
     if any(p.min_p > 0 for p in params):
-        floor = z.amax(-1, keepdim=True) + _column([p.min_p for p in params], z).log()
-        z = z.masked_fill(z < floor, -torch.inf)
+        z = z.masked_fill(z < _column([p.min_p for p in params], z).log(), -torch.inf)
     if any(p.top_k > 0 or p.top_p < 1 for p in params):
         z = _truncate(z, params)
     keys = [position_key(row.sequence.seed, row.position) for row in rows]
@@ -116,9 +117,9 @@ def _truncate(z: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
     vocab = z.shape[-1]
     ordered, order = z.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(vocab, device=z.device)
-    top_k = _column([p.top_k or vocab for p in params], rank)
+    top_k = _column([min(p.top_k or vocab, vocab) for p in params], rank)
     ordered = ordered.masked_fill(rank >= top_k, -torch.inf)
-    mass = ((ordered - ordered[:, :1]).double().exp() * _ONE).to(torch.int64)
+    mass = (ordered.double().exp() * _ONE).to(torch.int64)  # the largest is 1
     before = mass.cumsum(-1) - mass  # integers: exact in any order
     limit = _column([p.top_p for p in params], before.double()) * mass.sum(-1, keepdim=True)
     ordered = ordered.masked_fill(before >= limit, -torch.inf)

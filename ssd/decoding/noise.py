@@ -32,8 +32,12 @@ def position_key(seed: int, position: int) -> int:
 
 def gumbel(keys: Sequence[int], vocab_size: int, device: torch.device) -> torch.Tensor:
     """Standard Gumbel noise, one row a key: float32 [len(keys), vocab_size]."""
-    key = torch.tensor([_signed(k) for k in keys], dtype=torch.int64, device=device)[:, None]
-    x = torch.arange(vocab_size, dtype=torch.int64, device=device) * _signed(_GOLDEN) + key
+    key = torch.tensor([_signed(k) for k in keys], dtype=torch.int64, device=device)
+    if device.type == "cuda":
+        from ssd.kernels import noise
+
+        return noise.gumbel(key, vocab_size, _signed(_GOLDEN), _signed(_MIX1), _signed(_MIX2))
+    x = torch.arange(vocab_size, dtype=torch.int64, device=device) * _signed(_GOLDEN) + key[:, None]
     x = (x ^ _shift_right(x, 30)) * _signed(_MIX1)
     x = (x ^ _shift_right(x, 27)) * _signed(_MIX2)
     bits = _shift_right(x ^ _shift_right(x, 31), 32)

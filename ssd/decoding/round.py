@@ -6,12 +6,13 @@ sequences (stops, lengths, KV books) is the engine's.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
 import torch
 
-from ssd.core import Batch, Outcome, Work
+from ssd.core import Batch, Outcome, Proposal, Work
 from ssd.decoding.drafter import Drafter
 from ssd.decoding.law import Row, choose, logprobs, rows_of
 
@@ -20,6 +21,7 @@ class Target(Protocol):
     """The model whose law is sacred: a batch in, one float32 row of logits for each of its `logit_rows` out."""
 
     block_size: int
+    vocab_size: int
 
     def forward(self, batch: Batch) -> torch.Tensor: ...
 
@@ -43,9 +45,14 @@ class Round:
 
     def _propose(self, works: Seq[Work]) -> list[Work]:
         deciding = [work for work in works if work.decides]
-        proposals = self.drafter.propose([work.sequence for work in deciding])
-        drafted = {id(work): work.with_proposal(p) for work, p in zip(deciding, proposals, strict=True)}
+        proposals = self.drafter.propose(deciding)
+        drafted = {id(work): self._usable(work, p) for work, p in zip(deciding, proposals, strict=True)}
         return [drafted.get(id(work), work) for work in works]
+
+    def _usable(self, work: Work, proposal: Proposal) -> Work:
+        """Cuts a proposal where it outgrows its slots or makes no sense: a bad drafter costs speed, nothing else."""
+        usable = itertools.takewhile(lambda t: 0 <= t < self.target.vocab_size, proposal.token_ids[: work.lookahead])
+        return work.with_proposal(Proposal(tuple(usable)))
 
     def _decide(self, works: Seq[Work], logits: torch.Tensor) -> list[Outcome | None]:
         rows = [row for work in works for row in rows_of(work)]

@@ -74,7 +74,7 @@ class Engine:
 
     def add(self, prompt_token_ids: list[int], params: SamplingParams, request_id: str | None = None) -> str:
         """Queues a request and returns its id; raises RequestError when it can never be served."""
-        request_id = request_id if request_id is not None else f"request-{next(self._ids)}"
+        request_id = request_id if request_id is not None else self._new_id()
         try:
             self._check(prompt_token_ids, params, request_id)
         except RequestError:
@@ -127,6 +127,9 @@ class Engine:
     def check(self) -> None:
         """Raises AssertionError when KV blocks are leaked or shared wrongly. Cheap enough to run when idle."""
         self.scheduler.pool.check(self.scheduler.running)
+
+    def _new_id(self) -> str:
+        return next(name for i in self._ids if (name := f"request-{i}") not in self._requests)
 
     def _sequence(self, request: Request, index: int) -> Sequence:
         params, num_prompt = request.params, len(request.prompt_token_ids)

@@ -13,6 +13,7 @@ class Writer:
         self.sequence = sequence
         self.text = ""
         self._decoder = IncrementalDecoder(tokenizer, sequence.tokens) if tokenizer else None
+        self._cut = False  # a stop string has ended the text
         self._delivered = 0  # characters already handed out by `new_text`
         self._stops: tuple[str, ...] = tuple(sequence.params.stop)
 
@@ -36,8 +37,7 @@ class Writer:
 
     def finish(self) -> None:
         """Writes what the decoder still holds back (an incomplete character, say)."""
-        if self._decoder is not None and self.sequence.finish_reason != "stop":
-            self.text += self._decoder.flush()
+        self._write(self._decoder.flush() if self._decoder is not None and not self._cut else "")
 
     def sample(self) -> Sample:
         s = self.sequence
@@ -49,31 +49,24 @@ class Writer:
     def _step(self, token: int) -> FinishReason | None:
         sequence, params = self.sequence, self.sequence.params
         if token in sequence.stop_token_ids and sequence.num_output > params.min_tokens:
-            return self._stop_token()
+            return "stop"
         if self._decoder is not None:
-            before = len(self.text)
-            self.text += self._decoder.push(token)
-            if self._stops and sequence.num_output >= params.min_tokens and self._cut_at_stop(before):
-                return "stop"
-        if sequence.room <= 0:
-            return "length"
-        return None
+            self._write(self._decoder.push(token))
+        if self._cut:
+            return "stop"
+        return "length" if sequence.room <= 0 else None
 
-    def _stop_token(self) -> FinishReason:
-        if self._decoder is not None:
-            self.text += self._decoder.flush()
-        return "stop"
-
-    def _cut_at_stop(self, before: int) -> bool:
-        """Cuts the text at the first stop string that the characters after `before` complete."""
-        found = []
-        for stop in self._stops:
-            at = self.text.find(stop, max(0, before - len(stop) + 1))
-            if at >= 0:
-                found.append(at)
+    def _write(self, piece: str) -> None:
+        """Appends to the text, and cuts it at the first stop string that the new characters complete."""
+        before = len(self.text)
+        self.text += piece
+        if not piece or self.sequence.num_output < self.sequence.params.min_tokens:
+            return
+        found = [self.text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stops]
+        found = [at for at in found if at >= 0]
         if found:
             self.text = self.text[: min(found)]
-        return bool(found)
+            self._cut = True
 
     def _held_back(self) -> int:
         """Length of the longest end of the text that begins a stop string."""

@@ -38,9 +38,8 @@ class Scheduler:
 
     def schedule(self) -> list[Work]:
         """The next batch: every decoding sequence, then prefill chunks of running and newly admitted ones."""
-        works, budget = self._plan_running()
-        works = self._reserve(works)
-        budget = self.max_num_batched_tokens - sum(self._cost(work) for work in works)
+        works = self._reserve(self._plan_running())
+        budget = self.max_num_batched_tokens - sum(_cost(work) for work in works)
         return works + self._admit(budget)
 
     def finish(self, sequence: Sequence) -> None:
@@ -61,22 +60,29 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.appendleft(sequence)
 
+    def _work(self, sequence: Sequence, budget: int) -> Work:
+        """As much of a sequence as the budget allows: its pending tokens first, then draft tokens after the last."""
+        num_tokens = min(sequence.num_pending, budget)
+        if num_tokens < sequence.num_pending:
+            return Work(sequence, num_tokens)
+        return Work(sequence, num_tokens, lookahead=min(self._lookahead(sequence), budget - num_tokens))
+
     def _lookahead(self, sequence: Sequence) -> int:
         return max(0, min(self.lookahead, sequence.room - 1))
 
-    def _cost(self, work: Work) -> int:
-        return work.num_tokens + (self._lookahead(work.sequence) if work.decides else 0)
-
-    def _plan_running(self) -> tuple[list[Work], int]:
-        """Decoding first (a prefill must not starve it), then prefill chunks as far as the budget goes."""
+    def _plan_running(self) -> list[Work]:
+        """A token for every decoding sequence, then drafts for them, then prefill chunks, as far as the budget goes."""
         budget = self.max_num_batched_tokens
         works: list[Work] = []
-        for sequence in sorted(self.running, key=lambda s: s.num_pending > 1):
-            num_tokens = min(sequence.num_pending, budget)
-            if num_tokens > 0:
-                works.append(Work(sequence, num_tokens))
-                budget -= self._cost(works[-1])
-        return works, budget
+        decoding = [s for s in self.running if s.num_pending == 1]
+        for i, sequence in enumerate(decoding):
+            works.append(self._work(sequence, budget - (len(decoding) - i - 1)))
+            budget -= _cost(works[-1])
+        for sequence in self.running:
+            if sequence.num_pending > 1 and budget > 0:
+                works.append(self._work(sequence, budget))
+                budget -= _cost(works[-1])
+        return works
 
     def _reserve(self, works: Iterable[Work]) -> list[Work]:
         """Gets blocks for the plan, oldest sequence first; whoever is youngest makes way when they run out."""
@@ -84,7 +90,7 @@ class Scheduler:
         for sequence in list(self.running):
             work = planned.get(id(sequence))
             while work is not None and sequence.status is Status.RUNNING:
-                if self.pool.grow(sequence, sequence.num_computed + self._cost(work)):
+                if self.pool.grow(sequence, sequence.num_computed + _cost(work)):
                     break
                 self.preempt(self.running[-1])
         return [work for work in planned.values() if work.sequence.status is Status.RUNNING]
@@ -93,14 +99,15 @@ class Scheduler:
         works: list[Work] = []
         while self.waiting and len(self.running) < self.max_num_seqs and budget > 0:
             sequence = self.waiting[0]
+            if self._sibling_is_prefilling(sequence):
+                break
             cached = self.pool.attach_prefix(sequence)
-            lookahead = self._lookahead(sequence)
-            if not self._fits(sequence, lookahead):
+            if not self._fits(sequence):
                 self.pool.release(sequence)
                 break
-            work = Work(sequence, min(sequence.num_pending, budget))
-            budget -= self._cost(work)
-            if not self.pool.grow(sequence, sequence.num_computed + self._cost(work)):
+            work = self._work(sequence, budget)
+            budget -= _cost(work)
+            if not self.pool.grow(sequence, sequence.num_computed + _cost(work)):
                 raise AssertionError("admission was granted without enough free blocks")
             self.waiting.popleft()
             self.running.append(sequence)
@@ -110,6 +117,17 @@ class Scheduler:
             works.append(work)
         return works
 
-    def _fits(self, sequence: Sequence, lookahead: int) -> bool:
+    def _sibling_is_prefilling(self, sequence: Sequence) -> bool:
+        """Samples of one request wait for the first one's prompt, and then find it in the prefix cache."""
+        if sequence.index == 0 or not self.pool.prefix_caching:
+            return False
+        return any(s.request is sequence.request and s.num_pending > 1 for s in self.running)
+
+    def _fits(self, sequence: Sequence) -> bool:
         """Admit only what can be prefilled to its end without pushing anybody out."""
-        return self.pool.blocks_for(len(sequence.tokens) + lookahead) - len(sequence.blocks) <= self.pool.num_free
+        needed = self.pool.blocks_for(len(sequence.tokens) + self._lookahead(sequence))
+        return needed - len(sequence.blocks) <= self.pool.num_free
+
+
+def _cost(work: Work) -> int:
+    return work.num_tokens + work.lookahead

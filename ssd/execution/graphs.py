@@ -42,6 +42,7 @@ class DecodeGraphs:
         device = decoder.device
         self._tables = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=device)
         self._staging = torch.empty(7 * max_rows + 1 + max_rows * max_blocks, dtype=torch.int32, pin_memory=True)
+        self._staged = torch.cuda.Event()  # type: ignore[no-untyped-call] # the device has read the staging buffer
         self._graphs: dict[int, _Graph] = {}
         pool = None
         for rows in reversed(self.buckets):  # the largest first: the others then fit into its memory
@@ -60,6 +61,7 @@ class DecodeGraphs:
 
     def _write(self, batch: Batch, rows: int, meta: torch.Tensor) -> None:
         """Two copies: the bucket's integers, and the used corner of the block tables."""
+        self._staged.synchronize()
         staging = self._staging.numpy()
         sequences, firsts = make_tiles(batch.query_start, self.tile_tokens)
         columns = ((batch.token_ids, 0), (batch.positions, 0), (batch.slots, -1), (sequences, -1), (firsts, 0))
@@ -75,6 +77,7 @@ class DecodeGraphs:
         corner = self._staging[7 * rows + 1 :][: table.size].view(table.shape)
         np.copyto(corner.numpy(), table)
         self._tables[: table.shape[0], : table.shape[1]].copy_(corner, non_blocking=True)
+        self._staged.record()
 
     def _capture(self, rows: int, pool: Any) -> _Graph:
         meta = torch.zeros(7 * rows + 1, dtype=torch.int32, device=self.decoder.device)

@@ -18,10 +18,18 @@ class ModelRunner:
     def __init__(self, decoder: Decoder, *, num_blocks: int, block_size: int, max_decode_rows: int) -> None:
         self.decoder = decoder
         self.block_size = block_size
+        self.vocab_size = decoder.config.vocab_size
         self.num_blocks = num_blocks
         self.max_decode_rows = max_decode_rows
         self.kv = decoder.make_kv_cache(num_blocks, block_size)
         self.graphs: DecodeGraphs | None = None
+
+    def warm_up(self, max_tokens: int) -> None:
+        """Compiles the kernels of every prefill size now, so that nobody's first request waits for it."""
+        for rows in sorted({min(n, max_tokens) for n in (20, 40, 100, 300, max_tokens)}):
+            span = list(range(rows))  # one sequence in the first blocks, which nobody uses yet
+            table = list(range(-(-rows // self.block_size)))
+            self.forward(Batch([0] * rows, span, span, [0, rows], [rows], [table], [rows - 1]))
 
     def capture_graphs(self, max_context: int) -> None:
         """Records decode-size batches as CUDA graphs."""

@@ -137,7 +137,7 @@ def linear(
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
         BLOCK_K=block_k,
-        GROUP=8 if num_rows > tile.rows else 1,
+        GROUP=8,
         STAGES=tile.stages,
         num_warps=tile.warps,
     )

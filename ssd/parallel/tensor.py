@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ssd.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class TensorParallel:
@@ -26,8 +28,6 @@ class TensorParallel:
     def share(self, length: int, what: str) -> int:
         """This rank's share of a length that must divide evenly."""
         if length % self.size:
-            from ssd.errors import ConfigError
-
             raise ConfigError(f"{what} = {length} cannot be split over {self.size} ranks: choose a divisor of it")
         return length // self.size
 

@@ -1,0 +1,92 @@
+"""The `ssd` command, run as a user would."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+from conftest import TestModel
+
+
+@pytest.fixture(scope="module")
+def path(make_model: Callable[[str], TestModel]) -> str:
+    return make_model("llama-tied").path
+
+
+def ssd(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ssd", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, input=text, check=False, timeout=120)
+
+
+def test_help_teaches() -> None:
+    done = ssd("--help")
+    assert done.returncode == 0
+    assert "generate" in done.stdout
+    assert "ssd generate MODEL" in done.stdout
+    assert "--temperature" in ssd("generate", "--help").stdout
+
+
+def test_generate_prints_the_text_and_nothing_else(path: str) -> None:
+    done = ssd("generate", path, "hello", "-m", "12", "--ignore-eos", "--metrics", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert "12 new" in done.stderr.replace("\n", " ")
+    piped = ssd("generate", path, "-", "-m", "12", "--ignore-eos", "--device", "cpu", text="hello")
+    assert piped.stdout == done.stdout != ""
+
+
+def test_json_holds_everything(path: str) -> None:
+    done = ssd("generate", path, "hello", "-m", "4", "-n", "2", "-t", "1.0", "--seed", "5", "--json", "--device", "cpu")
+    answer = json.loads(done.stdout)
+    assert len(answer["samples"]) == 2
+    assert answer["samples"][0]["metrics"]["prompt_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("no/such-model", "hi"), "no/such-model"),
+        (("PATH", "hi", "-t", "-1"), "temperature=-1.0"),
+        (("PATH", "hi", "--chat"), "chat template"),
+        (("PATH", "hi", "--device", "tpu"), "device='tpu'"),
+    ],
+)
+def test_mistakes_are_explained_and_exit_with_one(path: str, arguments: tuple[str, ...], message: str) -> None:
+    done = ssd("generate", *(path if a == "PATH" else a for a in arguments))
+    assert done.returncode == 1
+    assert message in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+def test_usage_errors_exit_with_two() -> None:
+    assert ssd("generate").returncode == 2
+    assert ssd("frobnicate").returncode == 2
+
+
+def test_ctrl_c_ends_cleanly(path: str) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "ssd",
+        "generate",
+        path,
+        "hello",
+        "-m",
+        "100000",
+        "--ignore-eos",
+        "--device",
+        "cpu",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    os.read(process.stdout.fileno(), 1)  # it is writing
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode in (0, 130)  # 0: a small model reaches its maximum length before the signal
+    assert "Traceback" not in errors

@@ -1,0 +1,164 @@
+"""The front door: prompts of every kind, streams, refusals, closing, and a start that does not keep people waiting."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+from conftest import TestModel
+
+from ssd import LLM, ConfigError, ModelNotFound, RequestError, SamplingParams
+from ssd.errors import EngineClosed
+
+SHORT = SamplingParams(max_new_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def path(make_model: Callable[[str], TestModel]) -> str:
+    return make_model("llama-tied").path
+
+
+@pytest.fixture(scope="module")
+def llm(path: str) -> Iterator[LLM]:
+    with LLM(path, device="cpu", max_model_len=64, max_num_seqs=4) as llm:
+        yield llm
+
+
+def test_text_and_token_ids_are_the_same_prompt(llm: LLM) -> None:
+    [by_text] = llm.generate("hello", SHORT)
+    [by_ids] = llm.generate(by_text.prompt_token_ids, SHORT)
+    assert len(by_text.prompt_token_ids) == len("hello")
+    assert by_text.token_ids == by_ids.token_ids
+    assert by_text.text == by_ids.text
+    assert by_text.finish_reason == "length"
+
+
+def test_several_prompts_each_with_their_own_parameters(llm: LLM) -> None:
+    long, short = llm.generate(["one", [1, 2, 3]], [SamplingParams(max_new_tokens=9, ignore_eos=True), SHORT])
+    assert (len(long.token_ids), len(short.token_ids)) == (9, 8)
+    with pytest.raises(RequestError, match="1 SamplingParams for 2 prompts"):
+        llm.generate(["one", "two"], [SHORT])
+    assert llm.generate([]) == []
+
+
+def test_streamed_pieces_make_up_the_text(llm: LLM) -> None:
+    stream = llm.stream("hello", SHORT)
+    pieces = list(stream)
+    assert stream.output is not None
+    assert "".join(pieces) == stream.output.text == llm.generate("hello", SHORT)[0].text
+
+
+def test_dropping_a_stream_ends_the_request(llm: LLM) -> None:
+    """Catches blocks that stay with an abandoned request."""
+    stream = llm.stream("hello", SamplingParams(max_new_tokens=50, ignore_eos=True))
+    next(stream)
+    assert llm.engine.has_work
+    del stream
+    assert not llm.engine.has_work
+    llm.engine.check()
+
+
+def test_up_to_exactly_the_maximum_length(llm: LLM) -> None:
+    """63 + 1 and 1 + 63 tokens fit in 64; a prompt of 64 leaves no room and is refused."""
+    unlimited = SamplingParams(max_new_tokens=1000, ignore_eos=True)
+    for length in (63, 40, 1):
+        [out] = llm.generate([5] * length, unlimited)
+        assert len(out.token_ids) == 64 - length
+        assert out.finish_reason == "length"
+    with pytest.raises(RequestError, match="max_model_len=64"):
+        llm.generate([5] * 64, unlimited)
+
+
+def test_a_refused_prompt_does_not_harm_the_others(llm: LLM) -> None:
+    good, long, empty, alien = llm.generate([[1, 2], [3] * 100, "", [10**6]], SHORT)
+    assert len(good.token_ids) == 8
+    assert good.error is None
+    for refused, word in ((long, "max_model_len"), (empty, "empty"), (alien, "outside")):
+        assert refused.finish_reason == "abort"
+        assert word in (refused.error or "")
+        assert refused.token_ids == []
+
+
+def test_chat_without_a_template_says_so(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="chat template"):
+        llm.generate([{"role": "user", "content": "hi"}], SHORT)
+
+
+def test_metrics_are_filled(llm: LLM) -> None:
+    [out] = llm.generate("metrics please", SHORT)
+    m = out.metrics
+    assert (m.prompt_tokens, m.output_tokens, m.rounds) == (14, 8, 8)
+    assert 0 <= (m.time_to_first_token or -1) < 10
+    assert (m.decode_tokens_per_second or 0) > 0
+
+
+def test_stop_ids_of_the_generation_config_end_a_sequence(
+    make_model: Callable[[str], TestModel], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """All of them, not only the first."""
+    import json
+    import shutil
+    from pathlib import Path
+
+    copy = tmp_path_factory.mktemp("stops") / "model"
+    shutil.copytree(make_model("llama-tied").path, copy)
+    with LLM(str(copy), device="cpu") as llm:
+        [free] = llm.generate("hello", SamplingParams(max_new_tokens=20, ignore_eos=True))
+    first, second = free.token_ids[4], free.token_ids[9]
+    Path(copy, "generation_config.json").write_text(json.dumps({"eos_token_id": [319, second, first]}))
+    with LLM(str(copy), device="cpu") as llm:
+        [out] = llm.generate("hello", SamplingParams(max_new_tokens=20))
+        assert out.finish_reason == "stop"
+        assert out.token_ids == free.token_ids[: free.token_ids.index(first) + 1]
+        [later] = llm.generate("hello", SamplingParams(max_new_tokens=20, min_tokens=12))
+        assert len(later.token_ids) > 12
+
+
+def test_close_is_final_and_repeatable(path: str) -> None:
+    llm = LLM(path, device="cpu")
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineClosed):
+        llm.generate("hello", SHORT)
+
+
+def test_options_are_checked(path: str) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'max_num_seqs'"):
+        LLM(path, max_num_seq=4)
+    with pytest.raises(ConfigError, match="beyond the model's"):
+        LLM(path, device="cpu", max_model_len=10**6)
+    with pytest.raises(ConfigError, match="num_kv_blocks"):
+        LLM(path, device="cpu", max_model_len=512, num_kv_blocks=2)
+    with pytest.raises(ConfigError, match="speculation mode='sd'"):
+        LLM(path, speculation={"mode": "sd"})
+    with pytest.raises(ModelNotFound):
+        LLM("no/such-model")
+
+
+def test_import_is_quick_and_needs_nothing() -> None:
+    """Under two seconds after torch's own import, without transformers, triton, a GPU or an environment variable."""
+    code = """
+import torch, time, sys
+start = time.perf_counter()
+from ssd import LLM
+seconds = time.perf_counter() - start
+heavy = {"transformers", "triton", "gguf", "typer"} & set(sys.modules)
+print("ok" if seconds < 2 and not heavy else f"{seconds:.2f} s, {heavy}")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={}, check=False)
+    assert done.stdout.strip() == "ok", done.stdout + done.stderr
+
+
+def test_a_tiny_model_is_ready_soon(path: str) -> None:
+    """Three seconds from import to the first answer is the promise; ten here, because test machines are shared."""
+    code = f"""
+import torch, time
+start = time.perf_counter()
+from ssd import LLM, SamplingParams
+LLM({path!r}, device="cpu").generate("hello", SamplingParams(max_new_tokens=4))
+print(time.perf_counter() - start)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 10
