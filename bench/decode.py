@@ -63,9 +63,21 @@ def bench_cpu(shape: str, args: argparse.Namespace) -> list[Row]:
                 "ssd, bfloat16 weights": lambda p=prompts: engine_decode(half.engine, p, args.new_tokens),
             }
             speeds = alternate(contenders, args.repeats)
-            for name, values in speeds.items():
-                ratio = statistics.median(a / b for a, b in zip(values, speeds["transformers"], strict=True))
-                rows.append((f"batch {batch}, {name}", f"{spread(values)} tokens/s, {ratio:.2f} x transformers"))
+            rows += compared(f"batch {batch}", speeds)
+        jobs = ragged_jobs(24, SHAPES[shape].vocab_size)
+        eight = LLM(folder, device="cpu", dtype="float32", max_num_seqs=8)
+        speeds = alternate(
+            {"ssd": lambda: engine_serve(eight.engine, jobs), "transformers": lambda: hf_serve(model, jobs, 8)}, 1
+        )
+        rows += compared("24 ragged requests, 8 at a time, prefill included", speeds)
+    return rows
+
+
+def compared(label: str, speeds: dict[str, list[float]]) -> list[Row]:
+    rows = []
+    for name, values in speeds.items():
+        ratio = statistics.median(a / b for a, b in zip(values, speeds["transformers"], strict=True))
+        rows.append((f"{label}, {name}", f"{spread(values)} tokens/s, {ratio:.2f} x transformers"))
     return rows
 
 
@@ -146,6 +158,37 @@ def hf_decode(model: torch.nn.Module, prompts: list[list[int]], new_tokens: int)
     return len(prompts) * (new_tokens - 1) / (seconds(new_tokens) - first)
 
 
+def ragged_jobs(count: int, vocab_size: int) -> list[tuple[list[int], int]]:
+    """Prompts of 8 to 64 tokens, each with its own number of new tokens (16 to 96)."""
+    source = random.Random(count)
+    sizes = [(source.randint(8, 64), source.randint(16, 96)) for _ in range(count)]
+    return [([source.randrange(vocab_size) for _ in range(length)], new) for length, new in sizes]
+
+
+def engine_serve(engine: Engine, jobs: list[tuple[list[int], int]]) -> float:
+    """Useful tokens per second over a whole workload."""
+    start = time.perf_counter()
+    for prompt, new_tokens in jobs:
+        engine.add(prompt, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    engine.scheduler.pool.clear_prefix_cache()
+    return sum(new for _, new in jobs) / (time.perf_counter() - start)
+
+
+def hf_serve(model: torch.nn.Module, jobs: list[tuple[list[int], int]], batch: int) -> float:
+    """The same with static batches: prompts padded on the left, every batch run to its longest answer."""
+    start = time.perf_counter()
+    for first in range(0, len(jobs), batch):
+        part = jobs[first : first + batch]
+        width, new_tokens = max(len(p) for p, _ in part), max(new for _, new in part)
+        inputs = torch.tensor([[0] * (width - len(p)) + p for p, _ in part])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p, _ in part])
+        options = {"do_sample": False, "max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
+        model.generate(inputs, attention_mask=mask, **options)  # type: ignore[operator]
+    return sum(new for _, new in jobs) / (time.perf_counter() - start)
+
+
 def hf_model(shape: DecoderConfig, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
     """`transformers`' model of the same shape, randomly initialised."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -205,31 +248,26 @@ def synthetic_batch(sequences: int, queries: int, context: int, block_size: int)
 
 def graph_seconds(runner: ModelRunner, batch: Batch, repeats: int = 15) -> float:
     """Median time of the model alone (one graph replay), by device events."""
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
-        runner.forward(batch)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+    runner.forward(batch)
+    assert runner.graphs is not None
+    graph = runner.graphs.graph(runner.graphs.bucket(batch.num_tokens))
+    return statistics.median(device_seconds(graph.replay) for _ in range(repeats))
+
+
+def device_seconds(work: Callable[[], object]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    work()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3
 
 
 def copy_bandwidth(device: torch.device, size: int = 4 << 30) -> float:
     """Bytes per second of a large device-to-device copy, read and written bytes counted."""
     source = torch.empty(size // 2, dtype=torch.bfloat16, device=device).normal_()
     target = torch.empty_like(source)
-    times = []
-    for _ in range(12):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        target.copy_(source)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return 2 * size / statistics.median(times[2:])
+    return 2 * size / statistics.median(device_seconds(lambda: target.copy_(source)) for _ in range(12))
 
 
 def streamed_bytes(runner: ModelRunner) -> int:

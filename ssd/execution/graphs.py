@@ -43,15 +43,15 @@ class DecodeGraphs:
         self._tables = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=device)
         self._staging = torch.empty(7 * max_rows + 1 + max_rows * max_blocks, dtype=torch.int32, pin_memory=True)
         self._staged = torch.cuda.Event()  # type: ignore[no-untyped-call] # the device has read the staging buffer
+        self._written_tables: list[list[int]] = []
         self._graphs: dict[int, _Graph] = {}
         pool = None
         for rows in reversed(self.buckets):  # the largest first: the others then fit into its memory
             self._graphs[rows] = self._capture(rows, pool)
             pool = self._graphs[rows].graph.pool()
 
-    @torch.inference_mode()
     def replay(self, batch: Batch) -> torch.Tensor:
-        rows = next(r for r in self.buckets if r >= batch.num_tokens)
+        rows = self.bucket(batch.num_tokens)
         graph = self._graphs[rows]
         self._write(batch, rows, graph.meta)
         graph.graph.replay()
@@ -59,25 +59,36 @@ class DecodeGraphs:
             return graph.logits[: batch.num_tokens]
         return graph.logits[batch.logit_rows]
 
+    def bucket(self, num_tokens: int) -> int:
+        return next(rows for rows in self.buckets if rows >= num_tokens)
+
+    def graph(self, rows: int) -> torch.cuda.CUDAGraph:
+        """The graph of one bucket, as it was last written: for timing it alone."""
+        return self._graphs[rows].graph
+
     def _write(self, batch: Batch, rows: int, meta: torch.Tensor) -> None:
-        """Two copies: the bucket's integers, and the used corner of the block tables."""
+        """One copy for the bucket's integers; one for the used corner of the block tables, when they have changed."""
         self._staged.synchronize()
-        staging = self._staging.numpy()
-        sequences, firsts = make_tiles(batch.query_start, self.tile_tokens)
-        columns = ((batch.token_ids, 0), (batch.positions, 0), (batch.slots, -1), (sequences, -1), (firsts, 0))
-        for i, (values, padding) in enumerate((*columns, (batch.context_len, 0))):
-            column = staging[i * rows : (i + 1) * rows]
-            column[: len(values)] = values
-            column[len(values) :] = padding
-        starts = staging[6 * rows : 7 * rows + 1]
-        starts[: len(batch.query_start)] = batch.query_start
-        starts[len(batch.query_start) :] = batch.num_tokens
-        meta.copy_(self._staging[: 7 * rows + 1], non_blocking=True)
-        table = block_table_array(batch.block_tables)
-        corner = self._staging[7 * rows + 1 :][: table.size].view(table.shape)
-        np.copyto(corner.numpy(), table)
-        self._tables[: table.shape[0], : table.shape[1]].copy_(corner, non_blocking=True)
+        values = self._integers(batch, rows)
+        self._staging.numpy()[: len(values)] = values
+        meta.copy_(self._staging[: len(values)], non_blocking=True)
+        if batch.block_tables != self._written_tables:
+            table = block_table_array(batch.block_tables)
+            corner = self._staging[len(values) :][: table.size].view(table.shape)
+            np.copyto(corner.numpy(), table)
+            self._tables[: table.shape[0], : table.shape[1]].copy_(corner, non_blocking=True)
+            self._written_tables = [list(table) for table in batch.block_tables]
         self._staged.record()
+
+    def _integers(self, batch: Batch, rows: int) -> list[int]:
+        """token_ids, positions, slots, tiles, context_len, each padded to `rows`; then query_start."""
+        sequences, firsts = make_tiles(batch.query_start, self.tile_tokens)
+        flat: list[int] = []
+        columns = ((batch.token_ids, 0), (batch.positions, 0), (batch.slots, -1), (sequences, -1), (firsts, 0))
+        for values, padding in (*columns, (batch.context_len, 0)):
+            flat += values
+            flat += [padding] * (rows - len(values))
+        return flat + batch.query_start + [batch.num_tokens] * (rows + 1 - len(batch.query_start))
 
     def _capture(self, rows: int, pool: Any) -> _Graph:
         meta = torch.zeros(7 * rows + 1, dtype=torch.int32, device=self.decoder.device)

@@ -137,7 +137,7 @@ def linear(
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
         BLOCK_K=block_k,
-        GROUP=8,
+        GROUP=1 if num_rows <= 64 else 8,
         STAGES=tile.stages,
         num_warps=tile.warps,
     )

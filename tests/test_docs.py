@@ -1,0 +1,27 @@
+"""The README's example runs as it stands, and what the docs point to is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_readmes_example_runs(smollm2: str, capsys: pytest.CaptureFixture[str]) -> None:
+    [example] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    exec(compile(example.replace("path/to/model", smollm2), "README.md", "exec"), {})
+    assert len(capsys.readouterr().out) > 100
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_and_paths_exist(page: Path) -> None:
+    """Catches a page that points to a file which was moved or never written."""
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (page.parent / target).exists(), target
+    for path in re.findall(r"`((?:ssd|tests|bench|docs|scripts)/[\w./-]*)`", text):
+        assert (ROOT / path).exists(), path
