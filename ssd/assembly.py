@@ -98,6 +98,8 @@ def resolve_dtype(config: EngineConfig, model: DecoderConfig, device: torch.devi
     name = config.dtype
     if name == "auto":
         name = "float32" if device.type == "cpu" else "float16" if model.dtype == "float16" else "bfloat16"
+    if name == "float16" and device.type == "cpu":
+        raise ConfigError("dtype='float16' is for GPUs: on the CPU use float32 (exact) or bfloat16 (half the memory)")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 

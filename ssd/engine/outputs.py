@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ssd.core import FinishReason, Outcome, RequestOutput, Sample, Sequence
+from ssd.core import FinishReason, Outcome, RequestMetrics, RequestOutput, Sample, Sequence
 from ssd.models.tokenizer import IncrementalDecoder, Tokenizer
 
 
@@ -81,7 +81,5 @@ class Writer:
 
 def refused(request_id: str, prompt_token_ids: list[int], error: str) -> RequestOutput:
     """The output of a request that could not be served."""
-    from ssd.core import RequestMetrics
-
     sample = Sample(0, "", [], "abort", None, RequestMetrics())
     return RequestOutput(request_id, prompt_token_ids, [sample], error)
