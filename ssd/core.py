@@ -332,7 +332,7 @@ class RequestOutput:
     request_id: str
     prompt_token_ids: list[int]
     samples: list[Sample]
-    error: str | None = None  # why the request was refused; its samples are then empty
+    error: str | None = None  # why the request was refused; its one sample is then empty
 
     @property
     def text(self) -> str:

@@ -33,7 +33,7 @@ from ssd.decoding.round import Round
 from ssd.engine.blocks import BlockPool
 from ssd.engine.engine import Engine
 from ssd.engine.scheduler import Scheduler
-from ssd.models.tokenizer import Tokenizer
+from ssd.text.tokenizer import Tokenizer
 
 VOCAB = 32
 ROOT = b"nothing seen yet"

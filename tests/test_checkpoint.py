@@ -268,7 +268,7 @@ def test_defaults_are_those_of_transformers(name: str) -> None:
 def test_null_head_dim_and_missing_kv_heads_are_derived() -> None:
     raw = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
     config = decoder_config({**raw, "head_dim": None})
-    assert (config.head_dim, config.num_kv_heads, config.group_size) == (8, 4, 1)
+    assert (config.head_dim, config.num_kv_heads) == (8, 4)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ def test_json_holds_everything(path: str) -> None:
     ("arguments", "message"),
     [
         (("no/such-model", "hi"), "no/such-model"),
+        (("/no/[red]such[/x]", "hi"), "/no/[red]such[/x]"),
         (("PATH", "hi", "-t", "-1"), "temperature=-1.0"),
         (("PATH", "hi", "--chat"), "chat template"),
         (("PATH", "hi", "--device", "tpu"), "device='tpu'"),

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from conftest import TestModel
 
-from ssd import LLM, ConfigError, ModelNotFound, RequestError, SamplingParams
+from ssd import LLM, ConfigError, ModelNotFound, RequestError, SamplingParams, SSDError, UnsupportedModel
+from ssd.core import Batch
 from ssd.errors import EngineClosed
+from ssd.llm import TextStream
 
 SHORT = SamplingParams(max_new_tokens=8, ignore_eos=True)
 
@@ -56,8 +64,104 @@ def test_dropping_a_stream_ends_the_request(llm: LLM) -> None:
     next(stream)
     assert llm.engine.has_work
     del stream
+    assert llm.generate("next", SHORT)[0].finish_reason == "length"
     assert not llm.engine.has_work
     llm.engine.check()
+
+
+class Holder:
+    """Keeps itself and a stream alive until the cyclic collector comes by."""
+
+    def __init__(self, stream: TextStream) -> None:
+        self.me = self
+        self.stream = stream
+
+
+def test_a_stream_collected_in_the_middle_of_a_round_harms_nobody(llm: LLM) -> None:
+    """Catches a garbage collector that releases a sequence's blocks while they are being computed."""
+    holder = Holder(llm.stream("hello", SamplingParams(max_new_tokens=50, ignore_eos=True)))
+    next(holder.stream)
+    forward = llm.engine.round.target.forward
+
+    def collecting(batch: Batch) -> torch.Tensor:
+        gc.collect()
+        return forward(batch)
+
+    del holder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine.round.target, "forward", collecting)
+        assert len(llm.generate("other", SHORT)[0].token_ids) == 8
+    assert not llm.engine.has_work
+    llm.engine.check()
+
+
+def test_a_lost_output_is_an_error_and_not_a_hang(llm: LLM) -> None:
+    """Whoever aborts behind a stream's back, or takes its output, must not leave its reader waiting for ever."""
+    long = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    stream = llm.stream("hello", long)
+    next(stream)
+    llm.engine.abort(stream._request_id)
+    with pytest.raises(SSDError, match="was aborted"):
+        list(stream)
+    stream = llm.stream("hello", long)
+    while llm.engine.has_work:
+        llm.engine.step()
+    with pytest.raises(SSDError, match="took its output"):
+        list(stream)
+
+
+def test_an_interrupted_round_loses_no_output(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between two commits of one round: what had finished is still handed out."""
+    engine = llm.engine
+    first, second = (engine.add([i, 2], SamplingParams(max_new_tokens=1, ignore_eos=True)) for i in (3, 4))
+    commit, calls = engine._commit, []
+
+    def interrupted(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        commit(*arguments)
+
+    monkeypatch.setattr(engine, "_commit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    monkeypatch.undo()
+    outputs = [*engine.step(), *engine.step()]
+    assert {out.request_id for out in outputs} == {first, second}
+
+
+ODD_PROMPTS: list[Any] = [
+    ["ok", 5],
+    {"role": "user"},
+    torch.tensor([1, 2]),
+    ["ok", "\ud800"],
+    [torch.tensor([1])],
+    5,
+    [True],
+]
+
+
+@pytest.mark.parametrize("prompts", ODD_PROMPTS, ids=lambda p: ascii(p))
+def test_odd_prompts_are_refused_by_name(llm: LLM, prompts: Any) -> None:
+    """Catches raw TypeErrors, and one odd prompt that takes the others with it."""
+    try:
+        outs = llm.generate(prompts, SHORT)
+    except RequestError as error:
+        assert "read" in str(error)  # noqa: PT017
+    else:
+        assert [out.error is None for out in outs] == [isinstance(p, str) and p == "ok" for p in prompts]
+    with pytest.raises(RequestError, match="pass SamplingParams"):
+        llm.generate("ok", {"temperature": 1.0})  # type: ignore[arg-type]
+
+
+def test_leftover_weights_are_refused(make_model: Callable[[str], TestModel], tmp_path_factory: Any) -> None:
+    """A bias that the config does not mention would otherwise be dropped, and the text be wrong."""
+    copy = tmp_path_factory.mktemp("leftover") / "model"
+    shutil.copytree(make_model("llama-biased").path, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "attention_bias": False}))
+    with pytest.raises(UnsupportedModel, match=r"holds model\.layers\.\d\.self_attn\.\w+\.bias"):
+        LLM(str(copy), device="cpu")
 
 
 def test_up_to_exactly_the_maximum_length(llm: LLM) -> None:
@@ -98,10 +202,6 @@ def test_stop_ids_of_the_generation_config_end_a_sequence(
     make_model: Callable[[str], TestModel], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """All of them, not only the first."""
-    import json
-    import shutil
-    from pathlib import Path
-
     copy = tmp_path_factory.mktemp("stops") / "model"
     shutil.copytree(make_model("llama-tied").path, copy)
     with LLM(str(copy), device="cpu") as llm:

@@ -6,6 +6,7 @@ The tokenizer is made on the spot: ids 0..255 are the bytes, then an end token, 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
@@ -20,7 +21,7 @@ from ssd.core import FinishReason, Outcome, SamplingParams, TokenLogprobs, seque
 from ssd.engine.engine import Engine
 from ssd.engine.outputs import Writer, refused
 from ssd.llm import LLM
-from ssd.models.tokenizer import Tokenizer
+from ssd.text.tokenizer import Tokenizer
 
 EOS = 256
 PIECES = [b"abc", b"b.c", b"xyz", b"stop here", b"x\xe2", b"\x82\xac!"]  # ids from 257 on
@@ -359,6 +360,8 @@ def llm_over(harness: Harness, limit: int = 500) -> LLM:
     llm = object.__new__(LLM)
     llm._engine = patient(harness.engine, limit)
     llm._finished = {}
+    llm._abandoned = deque()
+    llm._refusals = itertools.count()
     return llm
 
 

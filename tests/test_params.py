@@ -40,7 +40,7 @@ WRONG_PARAMS: dict[str, list[Any]] = {
 }
 WRONG_OPTIONS: dict[str, list[Any]] = {
     "model": [None, ""],
-    "device": ["gpu", "", "cuda:", "cuda:x", None, 0, []],
+    "device": ["gpu", "", "cuda:1", "cuda:x", None, 0, []],
     "dtype": ["fp32", "", None, 32, torch.float32],
     "max_model_len": [0, -1, 1.5, "8", True],
     "max_num_seqs": [0, -1, 1.5, "8", True, None],
@@ -151,7 +151,7 @@ def test_wrong_engine_options(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"device": "cuda:1", "dtype": "bfloat16"},
+        {"device": "cuda", "dtype": "bfloat16"},
         {"max_num_seqs": 4, "max_num_batched_tokens": 4, "block_size": 1, "num_kv_blocks": 1, "max_model_len": 1},
         {"gpu_memory_utilization": 1, "prefix_caching": False, "eager": True},
         {"speculation": None},

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from ssd.errors import RequestError, SSDError
-from ssd.models.tokenizer import IncrementalDecoder, Tokenizer, decode_stream, load_tokenizer
+from ssd.text.tokenizer import IncrementalDecoder, Tokenizer, load_tokenizer
 
 REAL = Path(os.environ.get("SSD_TEST_TOKENIZERS", Path(__file__).parents[2] / "shared" / "data" / "tokenizers"))
 CHAT = [
@@ -37,6 +37,16 @@ TEXTS = [
     "👩‍👩‍👧‍👦 🏳️‍🌈 𒀀𐍈 \x00 \ufffd \u200b",
     "<|begin_of_text|><|im_start|>user<|eot_id|> <think>x</think>",
 ]
+
+
+def decode_stream(tokenizer: Tokenizer, ids: Iterable[int], prompt_ids: Sequence[int] = ()) -> Iterator[str]:
+    """The text of a stream of tokens, piece by piece, without empty pieces."""
+    decoder = IncrementalDecoder(tokenizer, prompt_ids)
+    for token_id in ids:
+        if piece := decoder.push(token_id):
+            yield piece
+    if piece := decoder.flush():
+        yield piece
 
 
 @pytest.fixture(scope="session", params=["llama-3.2", "qwen3"])

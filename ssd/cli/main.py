@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from ssd.core import RequestOutput, SamplingParams
 from ssd.errors import SSDError
@@ -71,7 +72,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this string. May be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own stop tokens.")] = False,
     n: Annotated[int, typer.Option("-n", help="How many samples to write.")] = 1,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and output together.")] = None,
     eager: Annotated[bool, typer.Option("--eager", help="No CUDA graphs: starts sooner, decodes slower.")] = False,
@@ -101,7 +102,7 @@ def generate(
         question: Prompt = _messages(text, system) if chat else text
         from ssd.llm import LLM
 
-        with errors.status(f"loading {model}"):
+        with errors.status(f"loading {escape(model)}"):
             llm = LLM(model, device=device, dtype=dtype, max_model_len=max_model_len, eager=eager)
         with llm:
             if json_output or n > 1:
@@ -109,7 +110,7 @@ def generate(
             else:
                 _print_stream(llm, question, params, metrics)
     except SSDError as error:
-        errors.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
@@ -134,10 +135,10 @@ def _print_stream(llm: LLM, prompt: Prompt, params: SamplingParams, metrics: boo
 def _print_output(output: RequestOutput, as_json: bool, metrics: bool) -> None:
     if as_json:
         typer.echo(json.dumps(asdict(output), ensure_ascii=False))
-        return
-    for sample in output.samples:
-        errors.rule(f"sample {sample.index}")
-        typer.echo(sample.text)
+    else:
+        for sample in output.samples:
+            errors.rule(f"sample {sample.index}")
+            typer.echo(sample.text)
     if metrics:
         _print_metrics(output)
 

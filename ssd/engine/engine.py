@@ -26,7 +26,7 @@ from ssd.engine.metrics import EngineMetrics
 from ssd.engine.outputs import Writer
 from ssd.engine.scheduler import Scheduler
 from ssd.errors import RequestError
-from ssd.models.tokenizer import Tokenizer
+from ssd.text.tokenizer import Tokenizer
 
 
 @dataclass
@@ -66,6 +66,7 @@ class Engine:
         self.metrics = EngineMetrics()
         self._requests: dict[str, _Running] = {}
         self._writers: dict[int, Writer] = {}  # by sequence id
+        self._outputs: list[RequestOutput] = []  # finished and not yet handed out: a failing round loses none
         self._ids = itertools.count()
 
     @property
@@ -91,10 +92,14 @@ class Engine:
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """One round. Returns the outputs of the requests it finished."""
+        """One round. Returns the outputs of the requests that finished since the last one."""
         works = self.scheduler.schedule()
-        if not works:
-            return []
+        if works:
+            self._round(works)
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _round(self, works: list[Work]) -> None:
         now = time.perf_counter()
         for work in works:
             if work.sequence.metrics.first_scheduled is None:
@@ -104,8 +109,8 @@ class Engine:
         self.metrics.num_rounds += 1
         self.metrics.num_preemptions = self.scheduler.num_preemptions
         now = time.perf_counter()
-        finished = [self._commit(work, outcome, now) for work, outcome in zip(works, outcomes, strict=True)]
-        return [output for output in finished if output is not None]
+        for work, outcome in zip(works, outcomes, strict=True):
+            self._commit(work, outcome, now)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request wherever it is; returns what it had written, or None when there is no such request."""
@@ -113,11 +118,14 @@ class Engine:
         if running is None:
             return None
         self.metrics.num_aborted += 1
-        output = None
         for writer in running.writers:
             if writer.sequence.status is not Status.FINISHED:
-                output = self._finish(writer, "abort", time.perf_counter()) or output
-        return output
+                self._finish(writer, "abort", time.perf_counter())
+        return self._outputs.pop()
+
+    def knows(self, request_id: str) -> bool:
+        """Whether a request is waiting or running here."""
+        return request_id in self._requests
 
     def new_text(self, request_id: str) -> str:
         """Text of a request's first sample that was not handed out before (for streaming)."""
@@ -145,14 +153,14 @@ class Engine:
             metrics=RequestMetrics(arrival=time.perf_counter(), prompt_tokens=num_prompt),
         )
 
-    def _commit(self, work: Work, outcome: Outcome | None, now: float) -> RequestOutput | None:
+    def _commit(self, work: Work, outcome: Outcome | None, now: float) -> None:
         """Takes a round's result into the sequence: KV first, then tokens, then the prefix cache, then a finish."""
         sequence = work.sequence
         num_before = len(sequence.tokens)
         sequence.num_computed += work.num_tokens
         if outcome is None:
             self.scheduler.pool.commit(sequence)
-            return None
+            return
         sequence.metrics.rounds += 1
         writer = self._writers[sequence.id]
         reason = writer.append(outcome)
@@ -163,9 +171,10 @@ class Engine:
         self.metrics.output_tokens += num_new
         if sequence.metrics.first_token is None:
             sequence.metrics.first_token = now
-        return self._finish(writer, reason, now) if reason else None
+        if reason is not None:
+            self._finish(writer, reason, now)
 
-    def _finish(self, writer: Writer, reason: FinishReason, now: float) -> RequestOutput | None:
+    def _finish(self, writer: Writer, reason: FinishReason, now: float) -> None:
         sequence = writer.sequence
         sequence.finish_reason = reason
         sequence.metrics.finished = now
@@ -175,11 +184,10 @@ class Engine:
         del self._writers[sequence.id]
         running = self._requests[sequence.request.id]
         running.open -= 1
-        if running.open:
-            return None
-        del self._requests[sequence.request.id]
-        self.metrics.num_finished += 1
-        return running.output()
+        if running.open == 0:
+            del self._requests[sequence.request.id]
+            self.metrics.num_finished += 1
+            self._outputs.append(running.output())
 
     def _check(self, prompt: list[int], params: SamplingParams, request_id: str) -> None:
         if request_id in self._requests:
@@ -195,7 +203,8 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens, but max_model_len={self.max_model_len} must also hold "
                 "at least one new token: shorten the prompt or raise max_model_len"
             )
-        if any(t >= self.vocab_size for t in params.logit_bias):
-            raise RequestError(f"logit_bias names token ids beyond the vocabulary of {self.vocab_size}")
+        for name in ("logit_bias", "stop_token_ids"):
+            if any(t >= self.vocab_size for t in getattr(params, name)):
+                raise RequestError(f"{name} holds token ids beyond the vocabulary of {self.vocab_size} tokens")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this checkpoint has none: use stop_token_ids")

@@ -10,7 +10,7 @@ class EngineMetrics:
     """Totals since the engine started. Work done again after a preemption is not counted again."""
 
     num_requests: int = 0
-    num_finished: int = 0
+    num_finished: int = 0  # aborted ones included
     num_aborted: int = 0
     num_refused: int = 0
     num_rounds: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ssd.core import FinishReason, Outcome, RequestMetrics, RequestOutput, Sample, Sequence
-from ssd.models.tokenizer import IncrementalDecoder, Tokenizer
+from ssd.text.tokenizer import IncrementalDecoder, Tokenizer
 
 
 class Writer:

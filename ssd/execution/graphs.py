@@ -46,7 +46,7 @@ class DecodeGraphs:
         self._written_tables: list[list[int]] = []
         self._graphs: dict[int, _Graph] = {}
         pool = None
-        for rows in reversed(self.buckets):  # the largest first: the others then fit into its memory
+        for rows in reversed(self.buckets):  # the largest first: the others then reuse its scratch memory
             self._graphs[rows] = self._capture(rows, pool)
             pool = self._graphs[rows].graph.pool()
 

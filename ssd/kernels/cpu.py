@@ -31,7 +31,7 @@ from torch import Tensor
 logger = logging.getLogger("ssd")
 
 SOURCE = Path(__file__).with_name("cpu.c")
-BASE_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
+BASE_FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
 COMPILE_TIMEOUT_S = 120
 
 
@@ -85,7 +85,7 @@ class Kernels:
         self._paged_attention = library.ssd_paged_attention
 
     def pack_linear(self, weight: Tensor, gated: bool = False) -> PackedWeight:
-        """Repack `weight` [N, K] into panels. `gated`: rows are [gate; up], for `linear_gated`."""
+        """Repack `weight` [N, K] into panels. `gated`: rows are [gate; up], for a gated `linear`."""
         if weight.dim() != 2 or weight.dtype not in (torch.float32, torch.bfloat16) or weight.device.type != "cpu":
             raise ValueError(f"cannot pack {tuple(weight.shape)} {weight.dtype} on {weight.device}")
         n, k = weight.shape
@@ -232,7 +232,10 @@ def build() -> Kernels:
 def find_compiler() -> list[str] | None:
     """The compiler's command: $CC (which may carry options), else cc, gcc or clang."""
     for candidate in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
-        command = shlex.split(candidate)
+        try:
+            command = shlex.split(candidate)
+        except ValueError as error:
+            raise BuildError(f"CC={candidate!r} cannot be read ({error})") from error
         path = shutil.which(command[0]) if command else None
         if path is not None:
             return [path, *command[1:]]
@@ -249,7 +252,8 @@ def openmp_library() -> str | None:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
         return None
-    paths: list[str] = sorted(set(re.findall(r"/\S*/lib(?:gomp|iomp5|omp)[-.\w]*\.so\S*", maps)))
+    mapped = {fields[5] for line in maps.splitlines() if len(fields := line.split(None, 5)) == 6}
+    paths = sorted(path for path in mapped if re.search(r"/lib(?:gomp|iomp5|omp)[-.\w]*\.so[^/]*$", path))
     torch_root = str(Path(torch.__file__).parent.parent)
     for path in sorted(paths, key=lambda p: not p.startswith(torch_root)):
         try:
@@ -268,13 +272,21 @@ def _flag_choices(openmp: str | None) -> list[tuple[str, ...]]:
 
 def _compiled(compiler: list[str], flags: tuple[str, ...]) -> Path:
     """The shared library's path in the user's cache, compiling it there first if this machine has not yet."""
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssd"
+    directory = _cache_directory()
     target = directory / f"cpu-{_key(compiler, flags)}.so"
     if not target.exists():
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
             _compile(compiler, flags, Path(scratch), target)
     return target
+
+
+def _cache_directory() -> Path:
+    """The user's cache; where there is no home (a container, say), a folder of this user's among temporary files."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssd"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"ssd-{os.getuid()}"
 
 
 def _key(compiler: list[str], flags: tuple[str, ...]) -> str:

@@ -33,6 +33,8 @@ class Linear:
         self.tp = tp
         self.parts = dict(parts)  # checkpoint name -> output features, in the order they are fused
         self.in_features = in_features
+        for name, length in self.parts.items() if self.split_dim == 0 else (("in_features", in_features),):
+            tp.share(length, name)
         self.has_bias = bias
         self.gated = gated
         self.weight: Any = None

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from ssd.errors import ModelNotFound, SSDError, UnsupportedModel
 from ssd.models.config import DecoderConfig
 from ssd.models.families import decoder_config
-from ssd.models.tokenizer import Tokenizer, load_tokenizer
+from ssd.text.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("ssd")
 

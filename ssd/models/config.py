@@ -45,8 +45,3 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm over each head of q and k before the rotary embedding
     dtype: str = "bfloat16"  # what the checkpoint was saved in
-
-    @property
-    def group_size(self) -> int:
-        """Query heads that share one key/value head."""
-        return self.num_heads // self.num_kv_heads

@@ -125,7 +125,8 @@ class Decoder:
         wanted = self.parameters()
         for name, tensor in weights:
             if name not in wanted:
-                continue  # a tied head, or buffers that some exporters write
+                self._check_needless(name)
+                continue
             shape, take = wanted.pop(name)
             if tuple(tensor.shape) != shape:
                 raise UnsupportedModel(f"{name} has shape {tuple(tensor.shape)}, the config says {shape}")
@@ -133,6 +134,14 @@ class Decoder:
         if wanted:
             raise UnsupportedModel(f"the checkpoint lacks {len(wanted)} tensors, among them {sorted(wanted)[:4]}")
         self._ropes = [layer.rope(self._cos, self._sin) for layer in self.layers]
+
+    def _check_needless(self, name: str) -> None:
+        """A tied head and rotary tables may be left aside; leaving anything else aside would change the text."""
+        tied = name == "lm_head.weight" and self.config.tie_embeddings
+        if not tied and not name.endswith("rotary_emb.inv_freq"):
+            raise UnsupportedModel(
+                f"the checkpoint holds {name}, which its {self.config.family} config does not mention"
+            )
 
     def random_weights(self, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
         """Small random weights made on the device: for benchmarks, where only the shape counts."""

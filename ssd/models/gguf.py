@@ -23,7 +23,7 @@ from ssd.models.config import DecoderConfig, RopeConfig
 from ssd.models.families import check_shape
 from ssd.models.gguf_file import Header, quantisation_types, read_header, read_tensor, tensor_type
 from ssd.models.gguf_tokenizer import load_tokenizer, stop_token_ids
-from ssd.models.tokenizer import Tokenizer
+from ssd.text.tokenizer import Tokenizer
 
 ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from ssd.models.tokenizer import Tokenizer, transformers_backend
+from ssd.text.tokenizer import Tokenizer, transformers_backend
 
 _CHAT_ENDS: Final = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
 

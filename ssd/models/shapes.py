@@ -11,7 +11,7 @@ import torch
 from ssd.kernels.reference import ReferenceOps
 from ssd.models.config import DecoderConfig, RopeConfig
 from ssd.models.decoder import Decoder
-from ssd.models.tokenizer import Tokenizer
+from ssd.text.tokenizer import Tokenizer
 
 _LLAMA3 = RopeConfig(theta=500000.0, scaling="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 _LLAMA32 = RopeConfig(theta=500000.0, scaling="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)

@@ -8,8 +8,7 @@ requests or the engine.
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
@@ -22,8 +21,6 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ssd.errors import RequestError, SSDError
-
-log = logging.getLogger("ssd")
 
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SLOW_FILES: Final = ("tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model")
@@ -83,16 +80,8 @@ class Tokenizer:
         return self._special_tokens.get("eos_token")
 
     @property
-    def bos_token_id(self) -> int | None:
-        return self.token_id(self.bos_token)
-
-    @property
     def eos_token_id(self) -> int | None:
         return self.token_id(self.eos_token)
-
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self._chat_templates)
 
     def token_id(self, token: str | None) -> int | None:
         """The id of one token given as text; None for a token that is not in the vocabulary."""
@@ -106,7 +95,10 @@ class Tokenizer:
         """Token ids of a text; with special tokens, the tokenizer's own BOS (if it has one) comes first."""
         if not isinstance(text, str):
             raise RequestError(f"prompt={text!r}: expected text, got {type(text).__name__}")
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeError) as error:  # a lone surrogate, say
+            raise RequestError(f"prompt: the text is not valid Unicode ({error})") from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids, exactly as the tokens spell it (no clean-up of spaces)."""
@@ -128,6 +120,7 @@ class Tokenizer:
         (`enable_thinking`, `date_string` ...) are the template's own.
         """
         check_messages(messages)
+        messages = [_plain(index, message) for index, message in enumerate(messages)]
         variables = {**self._special_tokens, **kwargs}
         try:
             return self._template(chat_template, tools).render(
@@ -160,8 +153,8 @@ class Tokenizer:
             names = ", ".join(sorted(templates))
             raise RequestError(f"chat_template: the checkpoint has no default one; name one of {names}")
         raise RequestError(
-            "messages: the checkpoint has no chat template (a base model, perhaps): send a plain prompt, pass "
-            "chat_template=, or put a chat_template.jinja into the model's directory"
+            "messages: the checkpoint has no chat template (a base model, perhaps): send a plain prompt, give a "
+            "chat_template among the chat_options, or put a chat_template.jinja into the model's directory"
         )
 
 
@@ -187,6 +180,17 @@ def _check_content(index: int, message: Mapping[str, Any]) -> None:
         return
     if not isinstance(content, (str, list)):
         raise RequestError(f"messages[{index}].content={content!r}: expected text or a list of content parts")
+
+
+def _plain(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose content is text: text parts are joined, any other part is refused."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    for j, part in enumerate(content):
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise RequestError(f"messages[{index}].content[{j}]={part!r}: only parts of type 'text' can be read")
+    return {**message, "content": "".join(part["text"] for part in content)}
 
 
 # --- chat templates ---------------------------------------------------------------------------------------------------
@@ -399,13 +403,3 @@ class IncrementalDecoder:
         self._context = done if text else (self._context + done)[-self._LIMIT :]
         self._context_text = self._decode(self._context)
         return text
-
-
-def decode_stream(tokenizer: Tokenizer, ids: Iterable[int], prompt_ids: Sequence[int] = ()) -> Iterator[str]:
-    """The text of a stream of tokens, piece by piece, without empty pieces."""
-    decoder = IncrementalDecoder(tokenizer, prompt_ids)
-    for token_id in ids:
-        if piece := decoder.push(token_id):
-            yield piece
-    if piece := decoder.flush():
-        yield piece
