@@ -31,7 +31,7 @@ from torch import Tensor
 logger = logging.getLogger("ssd")
 
 SOURCE = Path(__file__).with_name("cpu.c")
-BASE_FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
+BASE_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
 COMPILE_TIMEOUT_S = 120
 
 
