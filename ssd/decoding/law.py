@@ -77,11 +77,12 @@ def _adjust(z: torch.Tensor, row: Row) -> None:
     """Bias, penalties and forbidden stops of one row, in place."""
     params = row.params
     if params.logit_bias:
-        z[list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()), dtype=z.dtype, device=z.device)
+        ids = [t for t in params.logit_bias if t < z.numel()]
+        z[ids] += torch.tensor([params.logit_bias[t] for t in ids], dtype=z.dtype, device=z.device)
     if params.penalised:
         _penalise(z, row)
     if row.num_output < params.min_tokens:
-        z[list(row.sequence.stop_token_ids)] = -torch.inf
+        z[[t for t in row.sequence.stop_token_ids if t < z.numel()]] = -torch.inf  # a model may name one too many
 
 
 def _penalise(z: torch.Tensor, row: Row) -> None:
