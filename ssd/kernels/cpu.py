@@ -105,7 +105,7 @@ class Kernels:
         A model with tied embeddings needs no second, unpacked copy of its largest weight.
         """
         tokens, bf16 = token_ids.shape[0], packed.dtype is torch.bfloat16
-        out = torch.empty((tokens, packed.k), dtype=packed.dtype)
+        out = torch.empty(tokens, packed.k, dtype=packed.dtype)
         wide = token_ids.dtype is torch.int64
         self._embedding(packed.data.data_ptr(), token_ids.data_ptr(), wide, out.data_ptr(), tokens, packed.k, bf16)
         return out
@@ -125,7 +125,7 @@ class Kernels:
         they are, not rounded to the storage type.
         """
         m, n, dtype = x.shape[0], packed.n // 2 if packed.gated else packed.n, packed.dtype
-        y = torch.empty((m, n), dtype=torch.float32 if float32 else dtype)
+        y = torch.empty(m, n, dtype=torch.float32 if float32 else dtype)
         self._linear(
             *(x.data_ptr(), x.stride(0), packed.data.data_ptr(), None if bias is None else bias.data_ptr()),
             *(None if residual is None else residual.data_ptr(), y.data_ptr(), m, n, packed.k),
@@ -136,7 +136,7 @@ class Kernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Norm of `x` [M, D] times `weight`."""
         m, d = x.shape
-        out = torch.empty((m, d), dtype=x.dtype)
+        out = torch.empty(m, d, dtype=x.dtype)
         self._rms_norm(
             *(x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr()),
             *(m, d, eps, x.dtype is torch.bfloat16, torch.get_num_threads()),
@@ -164,7 +164,7 @@ class Kernels:
         the rotation (Qwen 3).
         """
         tokens, kv_heads, d, dtype = qkv.shape[0], k_cache.shape[2], k_cache.shape[3], qkv.dtype
-        q = torch.empty((tokens, num_heads, d), dtype=dtype)
+        q = torch.empty(tokens, num_heads, d, dtype=dtype)
         self._rope_and_store(
             *(qkv.data_ptr(), qkv.stride(0), positions.data_ptr(), positions.dtype is torch.int64),
             *(slots.data_ptr(), slots.dtype is torch.int64, cos.data_ptr(), sin.data_ptr()),
@@ -190,7 +190,7 @@ class Kernels:
         of a sequence are its last positions; `context_len` counts them. Heads of a row of `q` must be contiguous.
         """
         tokens, heads, d = q.shape
-        out = torch.empty((tokens, heads, d), dtype=q.dtype)
+        out = torch.empty(tokens, heads, d, dtype=q.dtype)
         sequences, max_blocks = block_tables.shape
         self._paged_attention(
             *(q.data_ptr(), q.stride(0), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()),
