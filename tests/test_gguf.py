@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import REAL_TOKENIZERS
 
 from ssd.errors import RequestError, SSDError, UnsupportedModel
 from ssd.models.checkpoint import open_checkpoint
@@ -25,7 +25,6 @@ from ssd.models.gguf_tokenizer import load_tokenizer
 
 gguf = pytest.importorskip("gguf")
 
-REAL = Path(os.environ.get("SSD_TEST_TOKENIZERS", Path(__file__).parents[2] / "shared" / "data" / "tokenizers"))
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Wie heißt „du“? 你好 🙂"}]
 TEXTS = [
     "",
@@ -342,10 +341,10 @@ def test_tokenizers_survive_the_conversion(name: str, splitting: str) -> None:
     """A model must see the tokens that it was trained with, whichever file it comes from."""
     import tokenizers
 
-    if not (REAL / name).is_dir():
-        pytest.skip(f"no tokenizer at {REAL / name}: set SSD_TEST_TOKENIZERS")
-    original = tokenizers.Tokenizer.from_file(str(REAL / name / "tokenizer.json"))
-    values = as_metadata(REAL / name, splitting)
+    if not (REAL_TOKENIZERS / name).is_dir():
+        pytest.skip(f"no tokenizer at {REAL_TOKENIZERS / name}: set SSD_TEST_TOKENIZERS")
+    original = tokenizers.Tokenizer.from_file(str(REAL_TOKENIZERS / name / "tokenizer.json"))
+    values = as_metadata(REAL_TOKENIZERS / name, splitting)
     if name == "llama-3.2":
         values["tokenizer.ggml.bos_token_id"] = 128000  # add_bos_token is absent: the family's habit decides
     ours = load_tokenizer(values, Path("unused"))

@@ -1,12 +1,11 @@
 """Tokenizers: ids and chat prompts equal to transformers', and streamed text equal to the whole text.
 
-The real tokenizers (Llama 3.2, Qwen 3) are used where they are at hand: SSD_TEST_TOKENIZERS or ../shared.
+The real tokenizers (Llama 3.2, Qwen 3) are used where SSD_TEST_TOKENIZERS says that they are.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+from conftest import REAL_TOKENIZERS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -21,7 +21,6 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from ssd.errors import RequestError, SSDError
 from ssd.text.tokenizer import IncrementalDecoder, Tokenizer, load_tokenizer
 
-REAL = Path(os.environ.get("SSD_TEST_TOKENIZERS", Path(__file__).parents[2] / "shared" / "data" / "tokenizers"))
 CHAT = [
     {"role": "system", "content": "Be brief. "},
     {"role": "user", "content": "Wie heißt „du“? <b>&'\" 你好 🙂"},
@@ -51,7 +50,7 @@ def decode_stream(tokenizer: Tokenizer, ids: Iterable[int], prompt_ids: Sequence
 
 @pytest.fixture(scope="session", params=["llama-3.2", "qwen3"])
 def real(request: pytest.FixtureRequest) -> tuple[Tokenizer, Path]:
-    path = REAL / request.param
+    path = REAL_TOKENIZERS / request.param
     if not path.is_dir():
         pytest.skip(f"no tokenizer at {path}: set SSD_TEST_TOKENIZERS to a folder with llama-3.2 and qwen3")
     return load_tokenizer(path), path
