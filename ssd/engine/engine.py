@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ssd.core import (
     FinishReason,
@@ -35,10 +35,10 @@ class _Running:
 
     request: Request
     writers: list[Writer]
-    open: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.open = len(self.writers)
+    @property
+    def finished(self) -> bool:
+        return all(writer.sequence.status is Status.FINISHED for writer in self.writers)
 
     def output(self) -> RequestOutput:
         return RequestOutput(self.request.id, list(self.request.prompt_token_ids), [w.sample() for w in self.writers])
@@ -53,14 +53,13 @@ class Engine:
         scheduler: Scheduler,
         *,
         max_model_len: int,
-        vocab_size: int,
         stop_token_ids: frozenset[int] = frozenset(),
         tokenizer: Tokenizer | None = None,
     ) -> None:
         self.round = round_
         self.scheduler = scheduler
         self.max_model_len = max_model_len
-        self.vocab_size = vocab_size
+        self.vocab_size = round_.target.vocab_size
         self.stop_token_ids = stop_token_ids
         self.tokenizer = tokenizer
         self.metrics = EngineMetrics()
@@ -183,8 +182,7 @@ class Engine:
         self.round.drafter.forget(sequence)
         del self._writers[sequence.id]
         running = self._requests[sequence.request.id]
-        running.open -= 1
-        if running.open == 0:
+        if running.finished:
             del self._requests[sequence.request.id]
             self.metrics.num_finished += 1
             self._outputs.append(running.output())

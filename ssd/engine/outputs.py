@@ -37,7 +37,8 @@ class Writer:
 
     def finish(self) -> None:
         """Writes what the decoder still holds back (an incomplete character, say)."""
-        self._write(self._decoder.flush() if self._decoder is not None and not self._cut else "")
+        if self._decoder is not None and not self._cut:
+            self._write(self._decoder.flush())
 
     def sample(self) -> Sample:
         s = self.sequence
