@@ -23,5 +23,13 @@ class UnsupportedModel(SSDError):
     """The checkpoint was found, but describes something this engine does not run."""
 
 
+class DataNotFound(SSDError):
+    """No data set was found under the given name."""
+
+
+class InvalidData(SSDError, ValueError):
+    """A data set was found, but its file cannot be used as it stands."""
+
+
 class EngineClosed(SSDError, RuntimeError):
     """The engine was used after `close()`."""

@@ -10,7 +10,7 @@ import ssd
 ROOT = Path(ssd.__file__).parent
 ROOMS = [  # from the ground floor up
     {"errors", "core", "config"},
-    {"kernels"},
+    {"kernels", "prompts"},
     {"parallel", "text"},
     {"layers"},
     {"models"},
