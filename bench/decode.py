@@ -3,13 +3,16 @@
     python bench/decode.py                          # the CPU, a 135M Llama shape
     python bench/decode.py --device cuda            # one GPU, the Llama-3.1-8B shape
     python bench/decode.py --shape qwen3-8b --device cuda --json out.json
+    python bench/decode.py --model graft:tiny-llama@llama-3.1-8b --device cuda
 
-Weights are random: only the shape counts. Runs alternate and medians are taken, so ratios hold on a noisy machine.
+Weights are random, since only the shape counts, unless a model is named: then there is no comparison with
+`transformers`. Runs alternate and medians are taken, so ratios hold on a noisy machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import statistics
@@ -25,8 +28,10 @@ from ssd.config import EngineConfig
 from ssd.core import Batch, SamplingParams
 from ssd.engine.engine import Engine
 from ssd.execution.runner import ModelRunner
+from ssd.models.checkpoint import Checkpoint, open_checkpoint
 from ssd.models.config import DecoderConfig
-from ssd.models.shapes import SHAPES, RandomCheckpoint
+from ssd.models.random_weights import RandomCheckpoint
+from ssd.models.shapes import SHAPES
 
 Row = tuple[str, str]
 
@@ -35,7 +40,10 @@ def main() -> None:
     args = _arguments()
     device = torch.device(args.device)
     shape = args.shape or ("llama-3.1-8b" if device.type == "cuda" else "smollm2-135m")
-    rows = bench_gpu(shape, args) if device.type == "cuda" else bench_cpu(shape, args)
+    if device.type == "cuda":
+        rows = bench_gpu(shape, args)
+    else:
+        rows = bench_cpu_model(args) if args.model else bench_cpu(shape, args)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")
@@ -73,6 +81,32 @@ def bench_cpu(shape: str, args: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def bench_cpu_model(args: argparse.Namespace) -> list[Row]:
+    """Tokens per second of one checkpoint."""
+    from ssd import LLM
+
+    checkpoint = open_checkpoint(args.model)
+    rows = [("model", described(args.model, checkpoint)), ("threads", str(torch.get_num_threads()))]
+    for dtype in ("float32", "bfloat16"):
+        with LLM(args.model, device="cpu", dtype=dtype) as llm:
+            for batch in (1, 8):
+                prompts = random_prompts(batch, args.prompt_len, known_tokens(checkpoint))
+                run = functools.partial(engine_decode, llm.engine, prompts, args.new_tokens)
+                rows.append(
+                    (f"batch {batch}, {dtype}", f"{spread(alternate({'ssd': run}, args.repeats)['ssd'])} tokens/s")
+                )
+    return rows
+
+
+def described(model: str, checkpoint: Checkpoint) -> str:
+    return f"{model} ({checkpoint.note})" if checkpoint.note else model
+
+
+def known_tokens(checkpoint: Checkpoint) -> int:
+    """Tokens that prompts may hold: a graft knows its base's only."""
+    return checkpoint.tokenizer().vocab_size or checkpoint.config.vocab_size
+
+
 def compared(label: str, speeds: dict[str, list[float]]) -> list[Row]:
     rows = []
     for name, values in speeds.items():
@@ -86,13 +120,15 @@ def bench_gpu(shape: str, args: argparse.Namespace) -> list[Row]:
     device = torch.device(args.device)
     bandwidth = copy_bandwidth(device)
     start = time.perf_counter()
-    config = EngineConfig(shape, device=args.device, max_model_len=4096, max_num_seqs=16)
-    engine = build_engine(config, RandomCheckpoint(SHAPES[shape], device))
+    checkpoint = open_checkpoint(args.model) if args.model else RandomCheckpoint(SHAPES[shape])
+    longest = min(4096, checkpoint.config.max_position)
+    config = EngineConfig(args.model or shape, device=args.device, max_model_len=longest, max_num_seqs=16)
+    engine = build_engine(config, checkpoint)
     torch.cuda.synchronize()
     rows = [
         ("device", torch.cuda.get_device_name(device)),
-        ("shape", f"{shape}, bfloat16, random weights"),
-        ("start-up (weights made on the device, kernels, graphs)", f"{time.perf_counter() - start:.1f} s"),
+        ("model", described(args.model, checkpoint) if args.model else f"{shape}, bfloat16, random weights"),
+        ("start-up (weights, kernels, graphs)", f"{time.perf_counter() - start:.1f} s"),
     ]
     runner = engine.round.target
     assert isinstance(runner, ModelRunner)
@@ -102,13 +138,15 @@ def bench_gpu(shape: str, args: argparse.Namespace) -> list[Row]:
     rows.append(("floor: one pass over the weights", f"{floor * 1e3:.3f} ms ({weight_bytes / 1e9:.2f} GB)"))
     one = 0.0
     for sequences, queries, context in ((1, 1, 512), (1, 8, 512), (8, 1, 512), (16, 1, 512), (1, 1, 4000)):
+        if context > longest:
+            continue
         seconds = graph_seconds(runner, synthetic_batch(sequences, queries, context, runner.block_size))
         one = one or seconds
         label = f"model, {sequences} x {queries} tokens at context {context}"
         value = f"{seconds * 1e3:.3f} ms, {floor / seconds:.3f} of the floor, {seconds / one:.3f} x one token"
         rows.append((label, value))
     for batch in (1, 8, 16):
-        prompts = random_prompts(batch, args.prompt_len, SHAPES[shape].vocab_size)
+        prompts = random_prompts(batch, args.prompt_len, known_tokens(checkpoint))
         speeds = alternate({"ssd": lambda p=prompts: engine_decode(engine, p, args.new_tokens)}, args.repeats)["ssd"]
         step = batch / statistics.median(speeds)
         rows.append((f"engine, batch {batch}", f"{spread(speeds)} tokens/s, {floor / step:.3f} of the floor"))
@@ -116,7 +154,7 @@ def bench_gpu(shape: str, args: argparse.Namespace) -> list[Row]:
             ours = statistics.median(speeds)
     engine = runner = None  # type: ignore[assignment]
     torch.cuda.empty_cache()
-    if not args.no_transformers:
+    if not args.no_transformers and not args.model:
         model = hf_model(SHAPES[shape], torch.bfloat16, device)
         prompts = random_prompts(1, args.prompt_len, SHAPES[shape].vocab_size)
         theirs = alternate({"hf": lambda: hf_decode(model, prompts, 32)}, 2)["hf"]
@@ -280,7 +318,9 @@ def streamed_bytes(runner: ModelRunner) -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--shape", choices=sorted(SHAPES))
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape")
+    which.add_argument("--model", help="a checkpoint: anything that `ssd generate` takes")
     parser.add_argument("--prompt-len", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)

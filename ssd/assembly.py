@@ -69,7 +69,7 @@ def build_target(
         raise ConfigError(f"max_model_len={limit} is beyond the model's {model.max_position} positions: lower it")
     ops = make_ops(device)
     decoder = Decoder(model, ops, device=device, dtype=resolve_dtype(config, model, device), max_positions=limit)
-    decoder.load(checkpoint.weights())
+    decoder.load(checkpoint.weights(decoder.device, decoder.dtype))
     max_rows = config.max_num_seqs * (1 + lookahead)
     ops.reserve(max_rows, limit, decoder.layers[0].heads, device)
     num_blocks = kv_blocks(config, decoder, limit, max_rows)

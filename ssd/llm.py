@@ -19,6 +19,7 @@ from ssd.core import RequestOutput, SamplingParams, is_int
 from ssd.engine.engine import Engine
 from ssd.engine.outputs import refused
 from ssd.errors import EngineClosed, RequestError, SSDError
+from ssd.models.checkpoint import open_checkpoint
 
 log = logging.getLogger("ssd")
 
@@ -29,13 +30,16 @@ Prompt = str | Seq[int] | Seq[Message]  # text, token ids, or chat messages
 class LLM:
     """A loaded model that answers prompts.
 
-    `model` is a Hugging Face directory, a `.gguf` file or a hub id. Every other keyword is a field of
-    `ssd.config.EngineConfig` (device, dtype, max_model_len, max_num_seqs, …).
+    `model` is a bundled model, a Hugging Face directory, a `.gguf` file or a hub id, or `graft:BASE@SHAPE`: one of them
+    in the shape of a published model. Every other keyword is a field of `ssd.config.EngineConfig` (device, dtype,
+    max_model_len, max_num_seqs, …). `note` is what every report about the model must say, if anything.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
         self.config = build(EngineConfig, {"model": model, **options})
-        self._engine: Engine | None = build_engine(self.config)
+        checkpoint = open_checkpoint(self.config.model)
+        self.note = checkpoint.note
+        self._engine: Engine | None = build_engine(self.config, checkpoint)
         self._finished: dict[str, RequestOutput] = {}  # not yet collected by whoever asked for them
         self._abandoned: deque[str] = deque()  # requests whose streams were garbage-collected
         self._refusals = itertools.count()

@@ -21,6 +21,7 @@ from ssd.models.families import decoder_config
 
 transformers = pytest.importorskip("transformers")
 
+CPU = torch.device("cpu")
 TINY = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -141,7 +142,7 @@ def test_every_weight_of_every_shard_comes_out(family: str, changes: dict[str, A
     model = save(family, tmp_path, **changes)
     assert (tmp_path / "model.safetensors.index.json").exists()
     checkpoint = open_checkpoint(tmp_path)
-    loaded = dict(checkpoint.weights())
+    loaded = dict(checkpoint.weights(CPU, torch.float32))
     expected = model.state_dict()
     tied = {"lm_head.weight"} if checkpoint.config.tie_embeddings else set()
     assert set(loaded) == set(expected) - tied
@@ -159,7 +160,7 @@ def test_a_single_file_without_an_index(tmp_path: Path) -> None:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
     model.save_pretrained(tmp_path)
     (tmp_path / "consolidated.safetensors").write_bytes(b"another layout of the same weights")
-    assert set(dict(open_checkpoint(tmp_path).weights())) == set(model.state_dict())
+    assert set(dict(open_checkpoint(tmp_path).weights(CPU, torch.float32))) == set(model.state_dict())
 
 
 def test_a_missing_shard_is_named(llama_dir: Path) -> None:
@@ -173,7 +174,7 @@ def test_a_truncated_file_is_named(llama_dir: Path) -> None:
     shard = min(llama_dir.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-100])
     with pytest.raises(SSDError, match=shard.name):
-        list(open_checkpoint(llama_dir).weights())
+        list(open_checkpoint(llama_dir).weights(CPU, torch.float32))
 
 
 def test_pickled_weights_are_refused(llama_dir: Path) -> None:

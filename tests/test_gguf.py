@@ -32,6 +32,7 @@ TEXTS = [
     "naïve café e\u0301 \u00a0 Ⅷ ﬁ 中文字符 ひらがな العربية 👩‍👩‍👧‍👦 𒀀𐍈 \x00 \ufffd",
     "<|begin_of_text|><|im_start|>user<|eot_id|> <think>x</think>",
 ]
+CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FEED, VOCAB = 4, 2, 16, 32, 64, 40
 
 
@@ -62,7 +63,7 @@ def test_every_real_weight_equals_transformers(real: GGUFCheckpoint, smollm2_ref
     """Catches wrong names, a wrong order of dimensions, and q and k left permuted."""
     expected = smollm2_reference.state_dict()
     seen = set()
-    for name, tensor in real.weights():
+    for name, tensor in real.weights(CPU, torch.float32):
         assert tensor.dtype == torch.float32, name
         assert torch.equal(tensor, expected[name]), name
         seen.add(name)
@@ -174,7 +175,7 @@ def test_qwen_files(family: str, kind: str, dtype: str, error: float, tmp_path: 
     assert (config.family, config.head_dim, config.num_kv_heads, config.dtype) == (family, HEAD_DIM, KV_HEADS, dtype)
     assert (config.qk_norm, config.qkv_bias, config.output_bias) == (family == "qwen3", family == "qwen2", False)
     assert (config.rope, config.tie_embeddings, config.rms_eps) == (RopeConfig(1e6), True, 1e-6)
-    weights = dict(checkpoint.weights())
+    weights = dict(checkpoint.weights(CPU, torch.float32))
     assert len(weights) == len(arrays)
     for ours, theirs in (
         ("self_attn.q_proj", "attn_q"),
@@ -195,7 +196,7 @@ def test_llama_rows_are_put_back(tmp_path: Path) -> None:
             halves = rows.reshape(heads, 2, HEAD_DIM // 2, *rows.shape[1:])
             stored[f"blk.0.attn_{part}.{suffix}"] = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
     checkpoint = open_checkpoint(write(tmp_path / "m.gguf", "llama", metadata("llama"), stored))
-    weights = dict(checkpoint.weights())
+    weights = dict(checkpoint.weights(CPU, torch.float32))
     for part in "qkv":
         for suffix in ("weight", "bias"):
             restored = weights[f"model.layers.0.self_attn.{part}_proj.{suffix}"].numpy()
@@ -231,7 +232,7 @@ def test_a_file_with_divisors_yields_no_weight_for_them(tmp_path: Path) -> None:
     arrays = {**tensors("llama"), "rope_freqs.weight": divisors(1e6, 8.0, HEAD_DIM // 2)}
     checkpoint = open_checkpoint(write(tmp_path / "m.gguf", "llama", metadata("llama"), arrays))
     assert checkpoint.config.rope == RopeConfig(1e6, "llama3", 8.0)
-    assert len(dict(checkpoint.weights())) == len(arrays) - 1
+    assert len(dict(checkpoint.weights(CPU, torch.float32))) == len(arrays) - 1
 
 
 def test_yarn_and_linear_scaling(tmp_path: Path) -> None:
@@ -281,7 +282,7 @@ def test_types_that_cannot_be_dequantised_are_named(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(gguf.quants, "dequantize", none)
     with pytest.raises(UnsupportedModel, match=r"token_embd\.weight is stored as Q8_0"):
-        list(open_checkpoint(path).weights())
+        list(open_checkpoint(path).weights(CPU, torch.float32))
 
 
 def test_broken_files_are_named(tmp_path: Path) -> None:
@@ -293,7 +294,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
             open_checkpoint(path)
     path.write_bytes(whole[:-500])
     with pytest.raises(SSDError, match="ends inside of tensor"):
-        list(open_checkpoint(path).weights())
+        list(open_checkpoint(path).weights(CPU, torch.float32))
 
 
 def test_a_missing_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

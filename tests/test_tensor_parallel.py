@@ -26,7 +26,7 @@ def logits(path: str, tp: TensorParallel) -> torch.Tensor:
     checkpoint = open_checkpoint(path)
     device = torch.device("cpu")
     decoder = Decoder(checkpoint.config, ReferenceOps(), device=device, dtype=torch.float32, max_positions=64, tp=tp)
-    decoder.load(checkpoint.weights())
+    decoder.load(checkpoint.weights(device, torch.float32))
     runner = ModelRunner(decoder, num_blocks=3, block_size=16, max_decode_rows=8)
     rows = list(range(len(TOKENS)))
     return runner.forward(Batch(TOKENS, rows, rows, [0, len(rows)], [len(rows)], [[0, 1, 2]], rows))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -14,8 +17,11 @@ from rich.markup import escape
 
 from ssd.core import RequestOutput, SamplingParams
 from ssd.errors import SSDError
+from ssd.models.shapes import SHAPES
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from ssd.llm import LLM, Prompt
 
 app = typer.Typer(
@@ -25,8 +31,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="""[bold]ssd[/]: exact, extremely fast decoding of large language models.
 
-    A MODEL is a Hugging Face directory, a [cyan].gguf[/] file, or a hub id such as [cyan]meta-llama/Llama-3.2-1B[/]
-    (looked up in SSD_HF_CACHE and the Hugging Face cache, downloaded when it is in neither).
+    A MODEL is a bundled model such as [cyan]tiny-llama[/], a Hugging Face directory, a [cyan].gguf[/] file, or a hub
+    id such as [cyan]meta-llama/Llama-3.2-1B[/] (looked up in SSD_HF_CACHE and the Hugging Face cache, downloaded when
+    it is in neither). [cyan]graft:MODEL@SHAPE[/] is a small model at the cost of a large one: see [cyan]ssd graft[/].
 
     [bold]Try[/]
 
@@ -38,6 +45,18 @@ app = typer.Typer(
     """,
 )
 errors = Console(stderr=True)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Mistakes as one sentence and exit code 1, Ctrl-C as 130."""
+    try:
+        yield
+    except SSDError as error:
+        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
 
 
 @app.callback()
@@ -58,7 +77,7 @@ def version() -> None:
 
 @app.command()
 def generate(
-    model: Annotated[str, typer.Argument(help="Hugging Face directory, .gguf file or hub id.")],
+    model: Annotated[str, typer.Argument(help="Bundled model, directory, .gguf file, hub id or graft:MODEL@SHAPE.")],
     prompt: Annotated[str, typer.Argument(help="The text to continue. '-' reads standard input.")],
     chat: Annotated[bool, typer.Option("--chat", help="Ask through the model's chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message (with --chat).")] = None,
@@ -83,7 +102,7 @@ def generate(
 
     The text alone goes to standard output, so it can be piped; everything else goes to standard error.
     """
-    try:
+    with explained():
         params = SamplingParams(
             temperature=temperature,
             top_k=top_k,
@@ -106,14 +125,63 @@ def generate(
             llm = LLM(model, device=device, dtype=dtype, max_model_len=max_model_len, eager=eager)
         with llm:
             if json_output or n > 1:
-                _print_output(llm.generate(question, params)[0], json_output, metrics)
+                _print_output(llm.generate(question, params)[0], json_output, metrics, llm.note)
             else:
                 _print_stream(llm, question, params, metrics)
-    except SSDError as error:
-        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+
+
+@app.command(
+    help=f"""Write a small model as a checkpoint in the shape of a published one: [bold]that shape's speed, the small
+    model's text[/].
+
+    The graft computes the same function, so it says what the small model says, while every weight of the large shape
+    is read and multiplied. That makes honest measurements of speed possible where the published weights are not.
+    Nothing needs to be written to try it: [cyan]ssd generate graft:tiny-llama@llama-3.1-8b "Once upon a time"[/].
+
+    [bold]Shapes[/]: {", ".join(SHAPES)}
+
+    [bold]Try[/]
+
+      ssd graft tiny-llama --shape llama-3.1-8b
+
+      ssd generate ./tiny-llama@llama-3.1-8b "Once upon a time" --metrics
+    """
+)
+def graft(
+    base: Annotated[str, typer.Argument(metavar="MODEL", help="The small model: bundled, or a directory.")],
+    shape: Annotated[str, typer.Option(help="The published model whose shape it gets.")],
+    out: Annotated[Path | None, typer.Option(help="Directory to write.", show_default="./MODEL@SHAPE")] = None,
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Type of the weights.")] = "bfloat16",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where the weights are made.")] = "auto",
+) -> None:
+    with explained():
+        import torch
+
+        from ssd.assembly import resolve_device
+        from ssd.models.export import stored_bytes, write_graft
+        from ssd.models.graft import GraftCheckpoint
+
+        grafted = GraftCheckpoint.open(base, shape)
+        folder = out or Path(f"{grafted.base_name}@{shape}")
+        kind: torch.dtype = getattr(torch, dtype)
+        with _byte_progress() as progress:
+            task = progress.add_task(f"writing {folder.name}", total=stored_bytes(grafted.config, kind))
+            write_graft(grafted, folder, kind, resolve_device(device), lambda size: progress.advance(task, size))
+        errors.print(f"[dim]{escape(grafted.note)}[/]", highlight=False, soft_wrap=True)
+        typer.echo(folder)
+
+
+def _byte_progress() -> Progress:
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=errors,
+        transient=True,
+    )
 
 
 def _messages(text: str, system: str | None) -> list[dict[str, str]]:
@@ -129,21 +197,21 @@ def _print_stream(llm: LLM, prompt: Prompt, params: SamplingParams, metrics: boo
     sys.stdout.write("\n")
     sys.stdout.flush()
     if metrics and stream.output is not None:
-        _print_metrics(stream.output)
+        _print_metrics(stream.output, llm.note)
 
 
-def _print_output(output: RequestOutput, as_json: bool, metrics: bool) -> None:
+def _print_output(output: RequestOutput, as_json: bool, metrics: bool, note: str) -> None:
     if as_json:
-        typer.echo(json.dumps(asdict(output), ensure_ascii=False))
+        typer.echo(json.dumps(asdict(output) | ({"note": note} if note else {}), ensure_ascii=False))
     else:
         for sample in output.samples:
             errors.rule(f"sample {sample.index}")
             typer.echo(sample.text)
     if metrics:
-        _print_metrics(output)
+        _print_metrics(output, note)
 
 
-def _print_metrics(output: RequestOutput) -> None:
+def _print_metrics(output: RequestOutput, note: str) -> None:
     m = output.metrics
     first = f"{m.time_to_first_token:.3f} s" if m.time_to_first_token is not None else "-"
     speed = f"{m.decode_tokens_per_second:.1f} tokens/s" if m.decode_tokens_per_second is not None else "-"
@@ -151,3 +219,5 @@ def _print_metrics(output: RequestOutput) -> None:
         f"[dim]{m.prompt_tokens} prompt tokens ({m.cached_tokens} cached), {m.output_tokens} new, "
         f"first after {first}, then {speed}; finished by {output.finish_reason}[/]"
     )
+    if note:
+        errors.print(f"[dim]{escape(note)}[/]", highlight=False, soft_wrap=True)

@@ -1,8 +1,8 @@
-"""Finding and opening a checkpoint: a Hugging Face directory, a GGUF file or a hub id.
+"""Finding and opening a checkpoint: a bundled model, a Hugging Face directory, a GGUF file, a hub id or a graft.
 
 `open_checkpoint` is the one door. It answers with what the engine needs: the decoder's description, the stop tokens,
 the weights one by one under their Hugging Face names, and the tokenizer. Weights are read from safetensors only: no
-pickle is ever opened. Knows nothing of devices, the decoder's modules or the engine.
+pickle is ever opened. Knows nothing of the decoder's modules or the engine.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from typing import Any, Final, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ssd.errors import ModelNotFound, SSDError, UnsupportedModel
+from ssd.errors import ConfigError, ModelNotFound, SSDError, UnsupportedModel
 from ssd.models.config import DecoderConfig
 from ssd.models.families import decoder_config
 from ssd.text.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("ssd")
+
+BUNDLE: Final = Path(__file__).parents[1] / "bundle"  # the small models that come with the package
+GRAFT_PREFIX: Final = "graft:"
 
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
 _WANTED: Final = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt")
@@ -43,21 +46,42 @@ class Checkpoint(Protocol):
     @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter under its Hugging Face name, as a CPU tensor, one at a time."""
+    @property
+    def note(self) -> str:
+        """What every report about this model must say; empty for an ordinary one."""
+        ...
+
+    def weights(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter under its Hugging Face name, on that device and in that type, one at a time."""
         ...
 
     def tokenizer(self) -> Tokenizer: ...
 
 
 def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
-    """Open a directory, a `.gguf` file or a hub id `org/name` (local cache first, then download)."""
-    path = Path(model).expanduser()
+    """Open a bundled model, a directory, a `.gguf` file, a hub id `org/name` (local cache first, then download), or
+    `graft:BASE@SHAPE`: any of them in the shape of a published model.
+
+    A bundled name wins over a directory of that name, which is `./name`.
+    """
+    name = os.fspath(model)
+    if name.startswith(GRAFT_PREFIX):
+        return _open_graft(name)
+    path = BUNDLE / name if name in bundled_models() else Path(model).expanduser()
     if path.is_file():
         return _open_file(path)
     if path.is_dir():
         return HFCheckpoint.open(_inside_cache_entry(path))
-    return HFCheckpoint.open(_from_hub(os.fspath(model)))
+    return HFCheckpoint.open(_from_hub(name))
+
+
+def bundled_models() -> list[str]:
+    """Names of the small models that come with the package."""
+    return sorted(file.parent.name for file in BUNDLE.glob("*/config.json"))
+
+
+def graft_note(base: str, shape: str) -> str:
+    return f"graft of {base} in the shape of {shape}: that shape's speed, {base}'s text"
 
 
 @dataclass(frozen=True)
@@ -67,6 +91,7 @@ class HFCheckpoint:
     path: Path
     config: DecoderConfig
     stop_token_ids: tuple[int, ...]
+    note: str = ""
 
     @classmethod
     def open(cls, path: Path) -> HFCheckpoint:
@@ -79,11 +104,14 @@ class HFCheckpoint:
             raise UnsupportedModel(f"{path}: {error}") from None
         if not (raw.get("dtype") or raw.get("torch_dtype")):
             config = replace(config, dtype=_stored_dtype(files[0], config.dtype))
-        return cls(path=path, config=config, stop_token_ids=_stop_token_ids(path, raw))
+        graft = raw.get("ssd_graft")
+        note = graft_note(graft.get("base"), graft.get("shape")) if graft else ""
+        return cls(path=path, config=config, stop_token_ids=_stop_token_ids(path, raw), note=note)
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         for file in _weight_files(self.path):
-            yield from _read_safetensors(file)
+            for name, tensor in _read_safetensors(file):
+                yield name, tensor.to(device, dtype)
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.path)
@@ -98,6 +126,15 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise SSDError(f"{file} holds a JSON {type(content).__name__}, expected an object: download it again")
     return content
+
+
+def _open_graft(name: str) -> Checkpoint:
+    from ssd.models.graft import GraftCheckpoint
+
+    base, _, shape = name.removeprefix(GRAFT_PREFIX).rpartition("@")
+    if not base:
+        raise ConfigError(f"model={name!r}: write graft:BASE@SHAPE, such as graft:tiny-llama@llama-3.1-8b")
+    return GraftCheckpoint.open(base, shape)
 
 
 # --- files of one directory -------------------------------------------------------------------------------------------
@@ -192,7 +229,7 @@ def _from_hub(model: str) -> Path:
     if not _HUB_ID.fullmatch(model):
         raise ModelNotFound(
             f"model={model!r}: no such directory or .gguf file, and not a hub id of the form org/name; "
-            "pass an existing path or a hub id"
+            f"pass an existing path, a hub id or a bundled model ({', '.join(bundled_models()) or 'none is here'})"
         )
     places = list(dict.fromkeys(_cache_places(model)))
     for place in places:

@@ -11,6 +11,7 @@ import torch
 
 from ssd.errors import UnsupportedModel
 from ssd.kernels.ops import DeviceBatch, HeadShape, Ops, Rope
+from ssd.kernels.reference import ReferenceOps
 from ssd.layers.linear import ColumnLinear, Embedding, Linear, RowLinear
 from ssd.models.config import DecoderConfig
 from ssd.models.rotary import rope_tables
@@ -143,16 +144,6 @@ class Decoder:
                 f"the checkpoint holds {name}, which its {self.config.family} config does not mention"
             )
 
-    def random_weights(self, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-        """Small random weights made on the device: for benchmarks, where only the shape counts."""
-        generator = torch.Generator(self.device).manual_seed(seed)
-        for name, (shape, _) in self.parameters().items():
-            if len(shape) == 1:
-                yield name, torch.ones(shape, dtype=self.dtype, device=self.device)
-                continue
-            tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
-            yield name, tensor.normal_(std=0.02, generator=generator)
-
     def make_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         heads = self.layers[0].heads
         shape = (num_blocks, block_size, heads.num_kv_heads, heads.head_dim)
@@ -175,3 +166,9 @@ class Decoder:
         if batch.logit_rows is not None:
             x = x[batch.logit_rows]
         return self.head.logits(self.ops.rms_norm(x, self.norm.value, self.config.rms_eps))
+
+
+def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint of this config holds, under its Hugging Face name."""
+    outline = Decoder(config, ReferenceOps(), device=torch.device("cpu"), dtype=torch.float32, max_positions=1)
+    return {name: shape for name, (shape, _) in outline.parameters().items()}

@@ -1,7 +1,7 @@
 """GGUF files: a whole model, quantised or not, in one file.
 
-Weights come out as float32 under their Hugging Face names. Knows nothing of directories, devices or the engine; the
-weights' layout is undone here, so that nobody else knows they came from a GGUF.
+Weights come out dequantised under their Hugging Face names. Knows nothing of directories or the engine; the weights'
+layout is undone here, so that nobody else knows they came from a GGUF.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class GGUFCheckpoint:
     config: DecoderConfig
     stop_token_ids: tuple[int, ...]
     header: Header
+    note: str = ""
 
     @classmethod
     def open(cls, path: Path) -> GGUFCheckpoint:
@@ -73,12 +74,12 @@ class GGUFCheckpoint:
             raise UnsupportedModel(f"{path}: {error}") from None
         return cls(path, config, stop_token_ids(header.metadata), header)
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         data = np.memmap(self.path, dtype=np.uint8, mode="r")
         for info in self.header.tensors.values():
             if info.name != _ROPE_FACTORS:
-                weight = read_tensor(data, info, self.path)
-                yield _hf_name(info.name, self.config), torch.from_numpy(self._unpermuted(info.name, weight))
+                weight = self._unpermuted(info.name, read_tensor(data, info, self.path))
+                yield _hf_name(info.name, self.config), torch.from_numpy(weight).to(device, dtype)
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.header.metadata, self.path)

@@ -1,17 +1,8 @@
-"""Published model shapes, and checkpoints of random weights in them: for benchmarks, where only the cost counts."""
+"""Published model shapes: what a model of that name costs. Knows nothing of weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-
-import torch
-
-from ssd.kernels.reference import ReferenceOps
 from ssd.models.config import DecoderConfig, RopeConfig
-from ssd.models.decoder import Decoder
-from ssd.text.tokenizer import Tokenizer
 
 _LLAMA3 = RopeConfig(theta=500000.0, scaling="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 _LLAMA32 = RopeConfig(theta=500000.0, scaling="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
@@ -39,21 +30,3 @@ SHAPES = {
     "qwen3-14b": _qwen3(5120, 17408, 40, 40, False),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64, False),
 }
-
-
-@dataclass(frozen=True)
-class RandomCheckpoint:
-    """Random weights of one shape, made on the device they are wanted on. Has no tokenizer: prompts are token ids."""
-
-    config: DecoderConfig
-    device: torch.device
-    dtype: torch.dtype = torch.bfloat16
-    path: Path = Path("random")
-    stop_token_ids: tuple[int, ...] = ()
-
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        outline = Decoder(self.config, ReferenceOps(), device=self.device, dtype=self.dtype, max_positions=1)
-        return outline.random_weights()
-
-    def tokenizer(self) -> Tokenizer:
-        return Tokenizer(None)

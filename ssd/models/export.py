@@ -1,0 +1,159 @@
+"""Writing a graft to disk, as a directory that ssd and transformers load like any other checkpoint.
+
+Tensors are made and written one by one; the directory appears under its name only when it is whole. Knows nothing of
+the engine or the console.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from ssd.errors import ConfigError, SSDError
+from ssd.models.config import DecoderConfig, RopeConfig
+from ssd.models.decoder import parameter_shapes
+from ssd.models.graft import GraftCheckpoint
+
+SHARD_BYTES: Final = 4 * 10**9
+
+_ARCHITECTURES: Final = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_TEXT_FILES: Final = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.jinja",
+)
+
+
+def stored_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
+    return sum(math.prod(shape) for shape in parameter_shapes(config).values()) * dtype.itemsize
+
+
+def write_graft(
+    graft: GraftCheckpoint,
+    out: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    advance: Callable[[int], object] = lambda _: None,
+) -> None:
+    """Make the graft on `device` and write it; `advance` hears the bytes of every tensor that was made."""
+    out = out.resolve()
+    if not graft.path.is_dir():
+        raise ConfigError(
+            f"{graft.path} is one file, without the tokenizer files that a directory needs: use it in memory"
+        )
+    _check_place(out, stored_bytes(graft.config, dtype))
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir(parents=True)
+        _write_shards(graft.weights(device, dtype), partial, advance)
+        _copy_text_files(graft.path, partial)
+        _write_json(partial / "config.json", graft_config(graft, dtype))
+        partial.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise SSDError(f"out={out} cannot be written ({error}): choose another place") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check_place(out: Path, size: int) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"out={out} exists and is not an empty directory: name another one, or remove it")
+    existing = next(parent for parent in out.parents if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < size:
+        raise ConfigError(
+            f"out={out}: {size / 1e9:.1f} GB are to be written, {free / 1e9:.1f} GB are free: name a directory on "
+            "another disk, or use the graft in memory"
+        )
+
+
+def _write_shards(weights: Iterable[tuple[str, torch.Tensor]], folder: Path, advance: Callable[[int], object]) -> None:
+    shards: list[list[str]] = []
+    pending: dict[str, torch.Tensor] = {}
+
+    def flush() -> None:
+        save_file(pending, folder / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+        shards.append(list(pending))
+        pending.clear()
+
+    total = 0
+    for name, tensor in weights:
+        if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > SHARD_BYTES:
+            flush()
+        pending[name] = tensor.cpu()
+        total += tensor.nbytes
+        advance(tensor.nbytes)
+    flush()
+    _name_shards(shards, folder, total)
+
+
+def _name_shards(shards: list[list[str]], folder: Path, total: int) -> None:
+    """One file is the model; several need their number in their names, and an index."""
+    if len(shards) == 1:
+        (folder / "0.safetensors").rename(folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for i, names in enumerate(shards):
+        file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        (folder / f"{i}.safetensors").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _copy_text_files(source: Path, folder: Path) -> None:
+    for file in (file for pattern in _TEXT_FILES for file in source.glob(pattern)):
+        shutil.copyfile(file, folder / file.name)
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def graft_config(graft: GraftCheckpoint, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json in the spelling of transformers 5, with where the weights come from."""
+    config = graft.config
+    return {
+        "architectures": [_ARCHITECTURES[config.family]],
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position,
+        "rms_norm_eps": config.rms_eps,
+        "rope_parameters": _rope_parameters(config.rope),
+        "tie_word_embeddings": config.tie_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "eos_token_id": list(graft.stop_token_ids) or None,
+        "bos_token_id": None,
+        "dtype": str(dtype).removeprefix("torch."),
+        "ssd_graft": {"base": graft.base_name, "shape": graft.shape_name},
+    }
+
+
+def _rope_parameters(rope: RopeConfig) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"rope_type": rope.scaling, "rope_theta": rope.theta}
+    if rope.scaling != "default":
+        parameters["factor"] = rope.factor
+    if rope.scaling == "llama3":
+        parameters["low_freq_factor"] = rope.low_freq_factor
+        parameters["high_freq_factor"] = rope.high_freq_factor
+        parameters["original_max_position_embeddings"] = rope.original_max_position
+    return parameters

@@ -1,0 +1,318 @@
+"""Grafts: the function of a small model in the shape, and so at the cost, of a published one.
+
+Logits over the small vocabulary stay the small model's, and no other token is ever chosen. That holds in bfloat16 too:
+all factors are powers of two, except the square root of the ratio of head sizes where that is none.
+
+* The residual stream holds scaled copies of the small one whose squares add up to the same mean, so that RMS norms
+  divide by the same number. The first copy is read, through the norms' weights; those are zero everywhere else.
+* Real heads hold the small ones at the front of their two halves, and the base of the rotary frequencies is raised so
+  that these turn as before; other dimensions are zero. The q and k norms see copies again.
+* Additional heads, MLP rows and layers compute on random weights, and nothing of it is added to the stream.
+* Additional tokens have a logit far below all others, from a tiny constant that every embedding carries.
+
+Knows nothing of files or the engine.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from ssd.errors import ConfigError, UnsupportedModel
+from ssd.models.checkpoint import Checkpoint, graft_note, open_checkpoint
+from ssd.models.config import DecoderConfig
+from ssd.models.decoder import parameter_shapes
+from ssd.models.random_weights import fill_random
+from ssd.models.shapes import SHAPES
+from ssd.text.tokenizer import Tokenizer
+
+# One dimension of the stream holds a constant whose square vanishes beside the others'. Through the final norm and the
+# head it becomes -2^20 / rms on additional tokens, and nothing (or 2^-30 / rms on all, if tied) on real ones.
+_CONSTANT: Final = 2.0**-20
+_CONSTANT_NORM: Final = 2.0**10
+_CONSTANT_HEAD: Final = -(2.0**30)
+
+_EMBEDDING, _HEAD, _FINAL_NORM = "model.embed_tokens", "lm_head", "model.norm"
+_LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
+_READERS: Final = (  # of the normed stream: where they read nothing, anything may stand
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    _HEAD,
+)
+
+
+@dataclass(frozen=True)
+class GraftCheckpoint:
+    """`base` in `shape`. What does not fit is refused on construction."""
+
+    base: Checkpoint
+    base_name: str
+    shape: DecoderConfig
+    shape_name: str
+
+    @classmethod
+    def open(cls, base: str, shape_name: str) -> GraftCheckpoint:
+        """`base` is anything that `open_checkpoint` opens."""
+        return cls.of(open_checkpoint(base), shape_name, Path(base).name)
+
+    @classmethod
+    def of(cls, base: Checkpoint, shape_name: str, base_name: str = "") -> GraftCheckpoint:
+        """In one of the published shapes."""
+        if shape_name not in SHAPES:
+            raise ConfigError(f"shape={shape_name!r} is not known: use one of {', '.join(SHAPES)}")
+        return cls(base, base_name or base.path.resolve().name, SHAPES[shape_name], shape_name)
+
+    def __post_init__(self) -> None:
+        obstacle = next(_obstacles(self.base.config, self.shape), None)
+        if obstacle is not None:
+            fitting = [name for name, shape in SHAPES.items() if not any(_obstacles(self.base.config, shape))]
+            remedy = f"use a shape that fits: {', '.join(fitting)}" if fitting else "use another base: no shape fits it"
+            raise ConfigError(
+                f"{self.base_name} cannot be grafted in the shape of {self.shape_name}: {obstacle}; {remedy}"
+            )
+
+    @cached_property
+    def config(self) -> DecoderConfig:
+        base = self.base.config
+        return replace(
+            self.shape,
+            rope=replace(base.rope, theta=base.rope.theta ** (self.shape.head_dim // base.head_dim)),
+            rms_eps=base.rms_eps,
+            max_position=base.max_position,
+            dtype="bfloat16" if base.dtype == "float16" else base.dtype,
+        )
+
+    @property
+    def path(self) -> Path:
+        return self.base.path
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return self.base.stop_token_ids
+
+    @property
+    def note(self) -> str:
+        return graft_note(self.base_name, self.shape_name)
+
+    def tokenizer(self) -> Tokenizer:
+        return self.base.tokenizer()
+
+    def weights(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Made on the device: only the base's tensors travel there."""
+        if dtype == torch.float16:
+            raise ConfigError("dtype='float16' cannot hold a graft's factors: use bfloat16 or float32")
+        base, blocks = self._base_weights(device), _blocks(self.base.config, self.config)
+        for name, shape in parameter_shapes(self.config).items():
+            part, origin = self._origin(name)
+            tensor = torch.zeros(shape, dtype=dtype, device=device)
+            if part in _READERS or (origin is None and len(shape) == 2):
+                fill_random(tensor, name)
+            if origin is not None:
+                _place(base[origin], tensor, *blocks[part])
+                self._add_vocabulary(part, tensor)
+            yield name, tensor
+
+    def _base_weights(self, device: torch.device) -> dict[str, torch.Tensor]:
+        weights = dict(self.base.weights(device, torch.float32))
+        shapes = parameter_shapes(self.base.config)
+        wrong = [name for name, shape in shapes.items() if name not in weights or weights[name].shape != shape]
+        if wrong:
+            raise UnsupportedModel(f"{self.base.path} lacks or misshapes {len(wrong)} tensors, among them {wrong[:4]}")
+        return weights
+
+    def _origin(self, name: str) -> tuple[str, str | None]:
+        """Which part of a model a tensor is, and the base's tensor in it; None in an additional layer."""
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            part = name.removesuffix(".weight")
+            tied = part == _HEAD and self.base.config.tie_embeddings
+            return part, f"{_EMBEDDING}.weight" if tied else name
+        layer, part = int(match.group(1)), match.group(2)
+        count, base_count = self.config.num_layers, self.base.config.num_layers
+        hosted = {i * count // base_count: i for i in range(base_count)}
+        return part, f"model.layers.{hosted[layer]}.{part}.weight" if layer in hosted else None
+
+    def _add_vocabulary(self, part: str, tensor: torch.Tensor) -> None:
+        """Tokens beyond the base's, which can never be chosen."""
+        real = self.base.config.vocab_size
+        if real == self.config.vocab_size:
+            return
+        if part == _FINAL_NORM:
+            tensor[-1] = _CONSTANT_NORM
+        if part == _EMBEDDING:
+            fill_random(tensor[real:], part)
+            tensor[:, -1] = _CONSTANT
+        if part == _HEAD:
+            tensor[:real, -1] = 0.0
+        if part == _HEAD or (part == _EMBEDDING and self.config.tie_embeddings):
+            tensor[real:, -1] = _CONSTANT_HEAD
+
+
+# --- what fits --------------------------------------------------------------------------------------------------------
+
+
+def _obstacles(small: DecoderConfig, big: DecoderConfig) -> Iterator[str]:
+    """Why `small` has no place in `big`."""
+    if small.family != big.family:
+        yield f"the shape's family is {big.family}, the base's is {small.family}"
+    for name in ("qkv_bias", "output_bias", "mlp_bias"):
+        if getattr(small, name):
+            yield f"the base's {name} is true, and a graft holds no biases"
+    if small.rope.scaling == "yarn":
+        yield "the base's rope scaling is yarn, which depends on the head size"
+    for name in ("hidden_size", "head_dim"):
+        if getattr(big, name) % getattr(small, name):
+            yield f"the shape's {name}={getattr(big, name)} is no multiple of the base's {getattr(small, name)}"
+    if big.head_dim // small.head_dim * math.log(small.rope.theta) > math.log(torch.finfo(torch.float32).max):
+        yield f"the shape's head_dim={big.head_dim} is too large for the base's {small.head_dim}: its rope overflows"
+    for name in ("intermediate_size", "num_layers", "vocab_size"):
+        if getattr(big, name) < getattr(small, name):
+            yield f"the shape's {name}={getattr(big, name)} is below the base's {getattr(small, name)}"
+    if big.num_kv_heads < (needed := len(_seats(small, big)[1])):
+        yield f"the shape's num_kv_heads={big.num_kv_heads} is below the {needed} that the base's heads need in it"
+    if big.tie_embeddings and not small.tie_embeddings:
+        yield "the shape's tie_embeddings is true, and the base's head is not its embedding"
+    if big.vocab_size > small.vocab_size and big.hidden_size < 4 * small.hidden_size:
+        yield (
+            f"the shape's vocab_size={big.vocab_size} is above the base's {small.vocab_size}, which needs a spare "
+            f"dimension: its hidden_size={big.hidden_size} must be at least four times the base's {small.hidden_size}"
+        )
+
+
+# --- where things lie -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Axis:
+    """How an axis of a small tensor lies in the big one: entry `source[i]`, times `scale[i]`, is at `target[i]`."""
+
+    target: torch.Tensor
+    source: torch.Tensor
+    scale: torch.Tensor
+
+    def times(self, factor: float) -> Axis:
+        return replace(self, scale=self.scale * factor)
+
+
+def _place(small: torch.Tensor, big: torch.Tensor, rows: Axis, columns: Axis) -> None:
+    """Computed in float32, rounded once. A vector is one row."""
+    small, big = small.view(-1, small.shape[-1]), big.view(-1, big.shape[-1])
+    device = big.device
+    block = small[rows.source.to(device)][:, columns.source.to(device)]
+    block = block * rows.scale.to(device)[:, None] * columns.scale.to(device)
+    big[rows.target.to(device)[:, None], columns.target.to(device)] = block.to(big.dtype)
+
+
+def _blocks(small: DecoderConfig, big: DecoderConfig) -> dict[str, tuple[Axis, Axis]]:
+    """Rows and columns of the base's tensor in each part of the graft."""
+    scales = copy_scales(big.hidden_size // small.hidden_size)
+    read, written = _same(small.hidden_size), _copies(small.hidden_size, scales)
+    norm = read.times(1 / scales[0])
+    mlp, vocabulary, one = _same(small.intermediate_size), _same(small.vocab_size), _same(1)
+    return {
+        **_attention_blocks(small, big, read, written),
+        "input_layernorm": (one, norm),
+        "post_attention_layernorm": (one, norm),
+        "mlp.gate_proj": (mlp, read),
+        "mlp.up_proj": (mlp, read),
+        "mlp.down_proj": (written, mlp),
+        _EMBEDDING: (vocabulary, written),
+        _FINAL_NORM: (one, norm.times(1 / scales[0]) if big.tie_embeddings else norm),  # a tied head is scaled as well
+        _HEAD: (vocabulary, read),
+    }
+
+
+def _attention_blocks(
+    small: DecoderConfig, big: DecoderConfig, read: Axis, written: Axis
+) -> dict[str, tuple[Axis, Axis]]:
+    ratio = big.head_dim // small.head_dim
+    sharper = math.sqrt(ratio)  # attention divides by the square root of the head size
+    scales = copy_scales(ratio) if small.qk_norm else [1]
+    positions = _head_positions(small.head_dim, big.head_dim)
+    head, value = _head(positions, scales, small.head_dim), _same(small.head_dim)
+    norm = Axis(positions[: small.head_dim], value.source, value.scale / scales[0])
+    heads, kv_heads = _seats(small, big)
+
+    def q(inner: Axis) -> Axis:
+        return _in_heads(heads, range(small.num_heads), inner, big.head_dim, small.head_dim)
+
+    def kv(inner: Axis) -> Axis:
+        return _in_heads(range(len(kv_heads)), kv_heads, inner, big.head_dim, small.head_dim)
+
+    return {
+        "self_attn.q_proj": (q(head if small.qk_norm else head.times(sharper)), read),
+        "self_attn.k_proj": (kv(head), read),
+        "self_attn.v_proj": (kv(value), read),
+        "self_attn.o_proj": (written, q(value)),
+        "self_attn.q_norm": (_same(1), norm.times(sharper)),
+        "self_attn.k_norm": (_same(1), norm),
+    }
+
+
+def copy_scales(ratio: int) -> list[int]:
+    """Powers of two whose squares add up to `ratio`, the largest first: the digits of `ratio` to the base four."""
+    scales, scale = [], 1
+    while ratio:
+        scales += [scale] * (ratio % 4)
+        ratio, scale = ratio // 4, scale * 2
+    return scales[::-1]
+
+
+def _same(length: int) -> Axis:
+    index = torch.arange(length)
+    return Axis(index, index, torch.ones(length))
+
+
+def _copies(length: int, scales: list[int]) -> Axis:
+    """Scaled copies, one behind the other."""
+    index = torch.arange(length * len(scales))
+    return Axis(index, index % length, torch.tensor(scales).repeat_interleave(length).float())
+
+
+def _head_positions(small_dim: int, big_dim: int) -> torch.Tensor:
+    """The positions of a big head: those that turn like the small head's dimensions, then the others.
+
+    Both halves stay in one piece: sums over a head are then taken in the same order, zeros aside.
+    """
+    index, half = torch.arange(small_dim), small_dim // 2
+    turning = index % half + index // half * (big_dim // 2)
+    others = torch.ones(big_dim, dtype=torch.bool).index_fill(0, turning, False).nonzero().flatten()
+    return torch.cat((turning, others))
+
+
+def _head(positions: torch.Tensor, scales: list[int], small_dim: int) -> Axis:
+    """A whole q or k head: scaled copies at the first positions, and nothing at the others."""
+    copies = _copies(small_dim, scales)
+    source, scale = torch.zeros(len(positions), dtype=torch.int64), torch.zeros(len(positions))
+    source[: len(copies.source)], scale[: len(copies.scale)] = copies.source, copies.scale
+    return Axis(positions, source, scale)
+
+
+def _seats(small: DecoderConfig, big: DecoderConfig) -> tuple[list[int], list[int]]:
+    """The big head of every small one; and the small KV head in each of the first big ones."""
+    small_group, group = small.num_heads // small.num_kv_heads, big.num_heads // big.num_kv_heads
+    seats: list[int] = []
+    kv_seats: list[int] = []
+    for kv_head in range(small.num_kv_heads):
+        for first in range(0, small_group, group):
+            seats += [len(kv_seats) * group + i for i in range(min(group, small_group - first))]
+            kv_seats.append(kv_head)
+    return seats, kv_seats
+
+
+def _in_heads(targets: Seq[int], sources: Seq[int], inner: Axis, big_dim: int, small_dim: int) -> Axis:
+    """`inner` in every head."""
+    target = torch.tensor(targets)[:, None] * big_dim + inner.target
+    source = torch.tensor(sources)[:, None] * small_dim + inner.source
+    return Axis(target.flatten(), source.flatten(), inner.scale.repeat(len(targets)))
