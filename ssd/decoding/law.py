@@ -51,10 +51,10 @@ def choose(logits: torch.Tensor, rows: Seq[Row]) -> list[int]:
         _adjust(logits, i, row)
     sampled = [i for i, row in enumerate(rows) if not row.params.greedy]
     if len(sampled) == len(rows):
-        return _argmax(_perturbed(logits, rows))
+        return _argmax(perturbed(logits, rows))
     if sampled:
         index = torch.tensor(sampled, device=logits.device)
-        logits.index_copy_(0, index, _perturbed(logits[index], [rows[i] for i in sampled]))
+        logits.index_copy_(0, index, perturbed(logits[index], [rows[i] for i in sampled]))
     return _argmax(logits)
 
 
@@ -100,7 +100,7 @@ def _penalise(z: torch.Tensor, row: Row) -> None:
         z[ids] -= params.presence_penalty + params.frequency_penalty * times
 
 
-def _perturbed(z: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
+def perturbed(z: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
     """Scores whose argmax is an exact sample of the truncated law at the rows' temperatures."""
     params = [row.params for row in rows]
     temperature = _column([max(p.temperature, _COLDEST) for p in params], z)
