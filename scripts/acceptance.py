@@ -23,7 +23,7 @@ from rich.progress import track
 from rich.table import Table
 
 from ssd import LLM, SamplingParams
-from ssd.assembly import build_target, resolve_device
+from ssd.assembly import build_runners, resolve_device
 from ssd.config import EngineConfig
 from ssd.core import Batch, Request, RequestOutput, Sequence
 from ssd.decoding.law import Row, perturbed
@@ -109,7 +109,7 @@ def reader(model: str, device: str, dtype: str) -> ModelRunner:
     config = EngineConfig(
         model=model, dtype=dtype, max_model_len=LONGEST, max_num_seqs=1, num_kv_blocks=LONGEST, eager=True
     )
-    return build_target(config, open_checkpoint(model), resolve_device(device), lookahead=0)[0]
+    return build_runners(config, open_checkpoint(model), None, resolve_device(device))[0]
 
 
 def arguments() -> argparse.Namespace:

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from ssd.core import is_int
 from ssd.errors import ConfigError
@@ -20,17 +20,40 @@ T = TypeVar("T")
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
+NGRAM = "ngram"
+
+
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """Who proposes tokens. `ar`: nobody, plain autoregressive decoding."""
+    """Who proposes tokens, and by which rule they are accepted.
 
-    mode: Literal["ar"] = "ar"
+    `ar`: nobody, plain autoregressive decoding. `sd`: `draft` proposes `k` tokens a round.
+    """
+
+    mode: Literal["ar", "sd"] = "ar"
+    draft: str | None = None  # a small model of the same tokenizer, or "ngram": what followed the last tokens before
+    k: int = 4
+    acceptance: Literal["coupled", "rejection"] = "coupled"
 
     def __post_init__(self) -> None:
-        if self.mode != "ar":
-            raise ConfigError(
-                f"speculation mode={self.mode!r}: this version decodes autoregressively; use 'ar' or None"
-            )
+        for name in ("mode", "acceptance"):
+            known = get_args(get_type_hints(SpeculationConfig)[name])
+            if getattr(self, name) not in known:
+                raise ConfigError(f"speculation {name}={getattr(self, name)!r}: must be one of {', '.join(known)}")
+        if self.draft is not None and (not isinstance(self.draft, (str, os.PathLike)) or not str(self.draft)):
+            raise ConfigError(f"speculation draft={self.draft!r}: must be a model, or {NGRAM!r}")
+        if not is_int(self.k) or not 1 <= self.k <= 64:
+            raise ConfigError(f"speculation k={self.k!r}: must be an integer from 1 to 64")
+        if self.mode == "sd" and self.draft is None:
+            raise ConfigError(f'speculation mode="sd" needs a draft: name a model, or {NGRAM!r}')
+        if self.mode == "ar" and any(getattr(self, f.name) != f.default for f in dataclasses.fields(self)):
+            raise ConfigError('speculation mode="ar" drafts nothing: leave the other options out, or use mode="sd"')
+        if self.draft is not None:
+            object.__setattr__(self, "draft", str(self.draft))
+
+    @property
+    def lookahead(self) -> int:
+        return 0 if self.mode == "ar" else self.k
 
     @classmethod
     def of(cls, value: SpeculationConfig | Mapping[str, Any] | None) -> SpeculationConfig:
@@ -39,7 +62,9 @@ class SpeculationConfig:
         if value is None:
             return cls()
         if not isinstance(value, Mapping):
-            raise ConfigError(f'speculation={value!r}: must be None or a mapping such as {{"mode": "ar"}}')
+            raise ConfigError(
+                f'speculation={value!r}: must be None or a mapping such as {{"mode": "sd", "draft": "…", "k": 4}}'
+            )
         return build(cls, dict(value))
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 from ssd.errors import RequestError
 
@@ -45,6 +45,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     n: int = 1
+    speculate: bool = True  # False: no drafts for this request (same text, one token a round)
 
     def __post_init__(self) -> None:
         for name, kind, low, high in _RANGES:
@@ -55,8 +56,9 @@ class SamplingParams:
             raise RequestError(f"seed={self.seed!r}: must be an integer or None")
         if self.logprobs is not None:
             _check_number("logprobs", self.logprobs, int, 0, 100)
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos={self.ignore_eos!r}: must be True or False")
+        for name in ("ignore_eos", "speculate"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name}={getattr(self, name)!r}: must be True or False")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
@@ -154,6 +156,9 @@ class RequestMetrics:
     output_tokens: int = 0
     rounds: int = 0
     preemptions: int = 0
+    drafted: int = 0  # tokens that were proposed and verified
+    accepted: int = 0  # of those
+    accepted_per_position: list[int] = field(default_factory=list)  # how often the first, second, … drafted token stood
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -224,9 +229,14 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a drafter offers for one sequence: tokens that may follow its last decided token."""
+    """What a drafter offers for one sequence: tokens that may follow its last decided token.
+
+    `laws` are the distributions that the tokens were drawn from, a tensor [tokens, vocabulary]: the rejection rule
+    needs them. None: they were not drawn (a look-up), or the rule is another one.
+    """
 
     token_ids: tuple[int, ...] = ()
+    laws: Any = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -27,6 +28,7 @@ from ssd.core import (
     Work,
     sequence_seed,
 )
+from ssd.decoding.acceptance import Acceptance
 from ssd.decoding.drafter import Drafter, NoDrafter
 from ssd.decoding.law import Row, choose
 from ssd.decoding.round import Round
@@ -170,6 +172,27 @@ class FakeTarget:
             raise KVError(f"position {position} should hold token {token}, but its slot holds {cell}")
 
 
+class TableModel:
+    """Logits that depend on the last token and its position only: a target, and a runner for a drafter's model.
+
+    They are multiples of 1/8, so that float32 loses nothing at a temperature of 1, 2 or 1/2.
+    """
+
+    block_size = 64
+    num_blocks = 4096
+    decoder = SimpleNamespace(device=torch.device("cpu"))
+
+    def __init__(self, vocab_size: int, seed: int, spread: int = 16, positions: int = 64) -> None:
+        self.vocab_size = vocab_size
+        shape, generator = (positions, vocab_size, vocab_size), torch.Generator().manual_seed(seed)
+        self.table = torch.randint(-spread, spread + 1, shape, generator=generator) / 8  # [position, token, next]
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return self.table[
+            [batch.positions[i] for i in batch.logit_rows], [batch.token_ids[i] for i in batch.logit_rows]
+        ]
+
+
 # --- drafters ---------------------------------------------------------------------------------------------------------
 
 Manner = Literal["right", "wrong", "mixed"]
@@ -263,6 +286,7 @@ class Harness:
 def make_harness(
     *,
     drafter: Drafter | None = None,
+    acceptance: Acceptance | None = None,
     block_size: int = 4,
     num_blocks: int = 64,
     max_num_seqs: int = 4,
@@ -282,7 +306,7 @@ def make_harness(
     )
     target.running = lambda: scheduler.running
     engine = Engine(
-        Round(target, drafter),
+        Round(target, drafter, acceptance),
         scheduler,
         max_model_len=max_model_len,
         stop_token_ids=stop_token_ids,

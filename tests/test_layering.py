@@ -17,6 +17,7 @@ ROOMS = [  # from the ground floor up
     {"execution"},
     {"decoding"},
     {"engine"},
+    {"drafting"},
     {"assembly"},
     {"llm"},
     {"cli", "__main__", "__init__"},

@@ -37,6 +37,7 @@ WRONG_PARAMS: dict[str, list[Any]] = {
     "ignore_eos": ["no"],
     "logprobs": [-1, 101, 1.0, "2", True],
     "n": [0, 1025, 2.0, INF, NAN, "1", None, True],
+    "speculate": ["no", 1, None],
 }
 WRONG_OPTIONS: dict[str, list[Any]] = {
     "model": [None, ""],

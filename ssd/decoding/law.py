@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ssd.core import SamplingParams, Sequence, TokenLogprobs, Work
-from ssd.decoding.noise import gumbel, position_key
+from ssd.decoding.noise import Stream, gumbel, position_key
 
 _ONE = float(2**40)  # fixed-point unit of probability masses
 _COLDEST = 1e-6  # below this a temperature would overflow float32, and is greedy anyway
@@ -102,6 +102,41 @@ def _penalise(z: torch.Tensor, row: Row) -> None:
 
 def perturbed(z: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
     """Scores whose argmax is an exact sample of the truncated law at the rows' temperatures."""
+    return _truncated(z, rows) + _noise(rows, z, Stream.CHOICE)
+
+
+def probabilities(logits: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
+    """The law that each row's parameters describe: float64 [R, V]. The logits may be overwritten."""
+    for i, row in enumerate(rows):
+        _adjust(logits, i, row)
+    return _truncated(logits, rows).double().softmax(-1)
+
+
+def sample(laws: torch.Tensor, rows: Seq[Row], stream: Stream) -> list[int]:
+    """One draw from each law [R, V], which need not add up to one."""
+    return _argmax(laws.log() + _noise(rows, laws, stream))
+
+
+def reweighted(laws: torch.Tensor, c: float, fan_out: int) -> torch.Tensor:
+    """Saguaro's draft laws: in each row of [R, V] the `fan_out` likeliest tokens weigh `c` times as much as before.
+
+    So a rejected draft leaves more of the target's mass on them. A row that has no other tokens keeps its law at c = 0.
+    """
+    if c == 1.0:
+        return laws
+    top = laws.topk(min(fan_out, laws.shape[-1]), dim=-1).indices
+    weighted = laws.scatter(-1, top, laws.gather(-1, top) * c)
+    mass = weighted.sum(-1, keepdim=True)
+    return torch.where(mass > 0, weighted / mass, laws)
+
+
+def _noise(rows: Seq[Row], like: torch.Tensor, stream: Stream) -> torch.Tensor:
+    keys = [position_key(row.sequence.seed, row.position, stream) for row in rows]
+    return gumbel(keys, like.shape[-1], like.device)
+
+
+def _truncated(z: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
+    """Logits at the rows' temperatures, the largest 0, and -inf where min_p, top_k or top_p leave nothing."""
     params = [row.params for row in rows]
     temperature = _column([max(p.temperature, _COLDEST) for p in params], z)
     z = (z - z.amax(-1, keepdim=True)) / temperature
@@ -109,8 +144,7 @@ def perturbed(z: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
         z = z.masked_fill(z < _column([p.min_p for p in params], z).log(), -torch.inf)
     if any(p.top_k > 0 or p.top_p < 1 for p in params):
         z = _truncate(z, params)
-    keys = [position_key(row.sequence.seed, row.position) for row in rows]
-    return z + gumbel(keys, z.shape[-1], z.device)
+    return z
 
 
 def _truncate(z: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:

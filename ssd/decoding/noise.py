@@ -2,12 +2,14 @@
 
 Counter-based, so it has no state: nothing about a request's randomness depends on its company in the batch, on
 chunking, on preemption or on how tokens were proposed, and no global generator is touched. Target and draft use the
-same noise, which is what makes sampling *coupled*.
+same noise, which is what makes sampling *coupled*. The rejection rule needs several independent draws at a position:
+each has its own `Stream`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 
 import torch
 
@@ -15,6 +17,15 @@ _MASK = 0xFFFF_FFFF_FFFF_FFFF
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
 _MIX1 = 0xBF58_476D_1CE4_E5B9
 _MIX2 = 0x94D0_49BB_1331_11EB
+
+
+class Stream(IntEnum):
+    """What a position's noise is for. Draws for different purposes are independent."""
+
+    CHOICE = 0  # the target's own token; with coupled sampling the draft's as well
+    DRAFT = 1  # what the draft draws under the rejection rule
+    ACCEPT = 2  # whether that stands
+    RECOVERY = 3  # what the target draws instead
 
 
 def mix64(x: int) -> int:
@@ -25,9 +36,16 @@ def mix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def position_key(seed: int, position: int) -> int:
-    """The stream of one position of one sequence."""
-    return mix64(mix64(seed + _GOLDEN) + position * _GOLDEN)
+def position_key(seed: int, position: int, stream: Stream = Stream.CHOICE) -> int:
+    """One stream of one position of one sequence."""
+    key = mix64(mix64(seed + _GOLDEN) + position * _GOLDEN)
+    return mix64(key ^ mix64(stream)) if stream else key
+
+
+def uniform(seed: int, position: int) -> float:
+    """The number in (0, 1) that decides whether a drafted token stands."""
+    bits = mix64(position_key(seed, position, Stream.ACCEPT) + _GOLDEN) >> 12
+    return (bits + 0.5) * 2.0**-52  # 53 significant bits: nothing is rounded, least of all to one
 
 
 def gumbel(keys: Sequence[int], vocab_size: int, device: torch.device) -> torch.Tensor:

@@ -22,7 +22,7 @@ from ssd.core import (
     sequence_seed,
 )
 from ssd.decoding.round import Round
-from ssd.engine.metrics import EngineMetrics
+from ssd.engine.metrics import EngineMetrics, count_positions
 from ssd.engine.outputs import Writer
 from ssd.engine.scheduler import Scheduler
 from ssd.errors import RequestError
@@ -160,7 +160,7 @@ class Engine:
         if outcome is None:
             self.scheduler.pool.commit(sequence)
             return
-        sequence.metrics.rounds += 1
+        self._count(sequence.metrics, len(work.proposal.token_ids), outcome.num_accepted)
         writer = self._writers[sequence.id]
         reason = writer.append(outcome)
         num_new = len(sequence.tokens) - num_before
@@ -172,6 +172,14 @@ class Engine:
             sequence.metrics.first_token = now
         if reason is not None:
             self._finish(writer, reason, now)
+
+    def _count(self, metrics: RequestMetrics, drafted: int, accepted: int) -> None:
+        metrics.rounds += 1
+        if drafted:
+            metrics.drafted += drafted
+            metrics.accepted += accepted
+            count_positions(metrics.accepted_per_position, drafted, accepted)
+            self.metrics.count_draft(drafted, accepted)
 
     def _finish(self, writer: Writer, reason: FinishReason, now: float) -> None:
         sequence = writer.sequence

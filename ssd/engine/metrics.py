@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -18,3 +18,20 @@ class EngineMetrics:
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     output_tokens: int = 0
+    spec_decode_num_drafts: int = 0  # verifications with at least one drafted token
+    spec_decode_num_draft_tokens: int = 0
+    spec_decode_num_accepted_tokens: int = 0
+    spec_decode_num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+
+    def count_draft(self, drafted: int, accepted: int) -> None:
+        self.spec_decode_num_drafts += 1
+        self.spec_decode_num_draft_tokens += drafted
+        self.spec_decode_num_accepted_tokens += accepted
+        count_positions(self.spec_decode_num_accepted_tokens_per_pos, drafted, accepted)
+
+
+def count_positions(counts: list[int], drafted: int, accepted: int) -> None:
+    """Counts the drafted tokens that stood, by their place in the draft."""
+    counts += [0] * (drafted - len(counts))
+    for place in range(accepted):
+        counts[place] += 1

@@ -68,7 +68,7 @@ class Scheduler:
         return Work(sequence, num_tokens, lookahead=min(self._lookahead(sequence), budget - num_tokens))
 
     def _lookahead(self, sequence: Sequence) -> int:
-        return max(0, min(self.lookahead, sequence.room - 1))
+        return max(0, min(self.lookahead, sequence.room - 1)) if sequence.params.speculate else 0
 
     def _plan_running(self) -> list[Work]:
         """A token for every decoding sequence, then drafts for them, then prefill chunks, as far as the budget goes."""

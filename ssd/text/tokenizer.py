@@ -71,6 +71,14 @@ class Tokenizer:
         """Tokens in the vocabulary, added ones included; 0 without a tokenizer."""
         return self._backend.get_vocab_size(with_added_tokens=True) if self._backend is not None else 0
 
+    def difference(self, other: Tokenizer) -> str | None:
+        """How token ids of the other one mean something else here; None if they do not. It may know fewer tokens."""
+        if self._backend is None or other._backend is None:
+            return None
+        mine, theirs = (t._backend.get_vocab(with_added_tokens=True) for t in (self, other))  # type: ignore[union-attr]
+        wrong = next((token for token, i in theirs.items() if i < len(mine) and mine.get(token) != i), None)
+        return None if wrong is None else f"{wrong!r} is token {theirs[wrong]} there, {mine.get(wrong)} here"
+
     @property
     def bos_token(self) -> str | None:
         return self._special_tokens.get("bos_token")

@@ -1,0 +1,67 @@
+"""Drafting without a model: what followed the last few tokens when they last appeared, in the prompt or the output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from ssd.core import Outcome, Proposal, Sequence, Work
+
+LONGEST, SHORTEST = 4, 2  # tokens that must match
+
+
+@dataclass
+class _Index:
+    """Where every run of 2 to 4 tokens was last followed by something: position of what followed."""
+
+    followers: dict[tuple[int, ...], int] = field(default_factory=dict)
+    num_indexed: int = 0  # tokens whose predecessors are in the index
+
+    def extend(self, tokens: Seq[int]) -> None:
+        for end in range(max(1, self.num_indexed), len(tokens)):
+            for n in range(SHORTEST, min(LONGEST, end) + 1):
+                self.followers[tuple(tokens[end - n : end])] = end
+        self.num_indexed = len(tokens)
+
+    def look_up(self, tokens: Seq[int]) -> int | None:
+        """The position after the latest earlier appearance of the longest known ending."""
+        for n in range(min(LONGEST, len(tokens)), SHORTEST - 1, -1):
+            found = self.followers.get(tuple(tokens[-n:]))
+            if found is not None:
+                return found
+        return None
+
+
+class NgramDrafter:
+    """Prompt look-up: costs nothing, and pays where text repeats itself or its prompt."""
+
+    def __init__(self, lookahead: int) -> None:
+        self.lookahead = lookahead
+        self._indices: dict[int, _Index] = {}
+
+    def propose(self, works: Seq[Work]) -> list[Proposal]:
+        return [self._propose(work) for work in works]
+
+    def _propose(self, work: Work) -> Proposal:
+        if work.lookahead == 0:
+            return Proposal()
+        tokens = work.sequence.tokens
+        index = self._indices.setdefault(work.sequence.id, _Index())
+        index.extend(tokens)
+        start = index.look_up(tokens)
+        return Proposal() if start is None else Proposal(_continued(tokens, start, work.lookahead))
+
+    def anticipate(self, works: Seq[Work]) -> None:
+        return
+
+    def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None]) -> None:
+        return
+
+    def forget(self, sequence: Sequence) -> None:
+        self._indices.pop(sequence.id, None)
+
+
+def _continued(tokens: Seq[int], start: int, count: int) -> tuple[int, ...]:
+    """What follows from `start`; a match that reaches the end goes on with what it has just copied."""
+    period = len(tokens) - start
+    return tuple(tokens[start + i % period] for i in range(count))

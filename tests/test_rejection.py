@@ -1,0 +1,804 @@
+"""The rejection rule keeps the target's law, by enumeration and by chi-squared, and its known wrong forms are caught.
+
+Enumeration: the real rule runs on random numbers that are revealed only as far as comparisons ask for them, and every
+answer is followed with its exact probability. So the law of the emitted tokens comes out without sampling error, and
+numbers that are used twice show as what they are: dependent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from fakes import (
+    VOCAB,
+    ScriptedDrafter,
+    TableModel,
+    chi_squared_p,
+    logits_after,
+    make_harness,
+    make_sequence,
+    state_of,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_law import naive_law
+
+from ssd.core import Proposal, RequestOutput, SamplingParams, Sequence, Work
+from ssd.decoding import acceptance, noise
+from ssd.decoding.acceptance import Acceptance, Coupled, Rejection
+from ssd.decoding.drafter import Drafter, NoDrafter
+from ssd.decoding.law import Row, probabilities, reweighted, sample
+from ssd.decoding.noise import Stream, gumbel, position_key, uniform
+from ssd.decoding.round import Round
+from ssd.drafting import model as drafting
+from ssd.drafting.model import ModelDrafter
+from ssd.drafting.ngram import NgramDrafter
+from ssd.engine.blocks import BlockPool
+from ssd.engine.engine import Engine
+from ssd.engine.scheduler import Scheduler
+
+NEVER = -math.inf
+CPU = torch.device("cpu")
+SLIVER = 1e-15  # probabilities below this are rounding, and not followed
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny tensors: more threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# --- numbers that are revealed by and by ------------------------------------------------------------------------------
+
+Key = tuple[int, Stream]  # position and purpose: the noise is a function of them (and the seed)
+Known = dict[Key, tuple[float, float]]  # where a uniform number is known to lie
+
+
+@dataclass
+class Fate:
+    """One way in which the random numbers of a sequence can turn out, and its probability."""
+
+    script: list[int]  # the answers to give first; then always the first possible one
+    known: Known
+    probability: float = 1.0
+    trail: list[tuple[list[int], int]] = field(default_factory=list)  # possible answers, and the one given
+
+    def piece(self, key: Key, cuts: Seq[float]) -> int:
+        """Which piece of [0, 1], cut into these, holds the number: it is known from now on."""
+        low, high = self.known.get(key, (0.0, 1.0))
+        pieces = [(max(a, low), min(b, high)) for a, b in itertools.pairwise([0.0, *cuts, 1.0])]
+        possible = [i for i, (a, b) in enumerate(pieces) if b - a > SLIVER]
+        chosen = self.script[len(self.trail)] if len(self.trail) < len(self.script) else possible[0]
+        self.trail.append((possible, chosen))
+        self.known[key] = pieces[chosen]
+        self.probability *= (pieces[chosen][1] - pieces[chosen][0]) / (high - low)
+        return chosen
+
+    def draw(self, key: Key, law: Seq[float]) -> int:
+        ends = list(itertools.accumulate(law))
+        return self.piece(key, [min(1.0, end / ends[-1]) for end in ends[:-1]])
+
+    def next_script(self) -> list[int] | None:
+        """Another way that has not been followed yet; None when this was the last."""
+        for i, (possible, chosen) in reversed(list(enumerate(self.trail))):
+            if chosen != possible[-1]:
+                return [*(c for _, c in self.trail[:i]), possible[possible.index(chosen) + 1]]
+        return None
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """A uniform number times a factor, in place of the real one: comparing it takes both branches, one a visit."""
+
+    fate: Fate
+    key: Key
+    factor: float = 1.0
+
+    def __mul__(self, factor: float) -> Hidden:
+        return Hidden(self.fate, self.key, self.factor * factor)
+
+    def __lt__(self, bound: float) -> bool:
+        if self.factor == 0.0:
+            return bound > 0.0
+        return self.fate.piece(self.key, [min(1.0, bound / self.factor)]) == 0
+
+
+class World:
+    """Stands in for the noise; a sequence's seed tells whose fate it is."""
+
+    def __init__(self) -> None:
+        self.fates: list[Fate] = []
+
+    def uniform(self, seed: int, position: int) -> Hidden:
+        return Hidden(self.fates[seed], (position, Stream.ACCEPT))
+
+    def sample(self, laws: torch.Tensor, rows: Seq[Row], stream: Stream) -> list[int]:
+        keys = [(row.position, stream) for row in rows]
+        fates = [self.fates[row.sequence.seed] for row in rows]
+        return [fate.draw(key, law) for fate, key, law in zip(fates, keys, laws.tolist(), strict=True)]
+
+    def choose(self, logits: torch.Tensor, rows: Seq[Row]) -> list[int]:
+        return self.sample(probabilities(logits, rows), rows, Stream.CHOICE)
+
+
+# --- what is enumerated -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A target, a draft, and how the draft proposes."""
+
+    vocab: int = 3
+    k: int = 2
+    length: int = 4  # emitted tokens that are looked at
+    target: dict[str, Any] = field(default_factory=dict)  # sampling parameters
+    draft: dict[str, Any] = field(default_factory=dict)
+    c: float = 1.0
+    fan_out: int = 1
+    looked_up: bool = False  # proposals without laws
+    ragged: bool = False
+    equal: bool = False  # q is p
+    seed: int = 0
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(**{"temperature": 1.0, **self.target})
+
+    @property
+    def target_model(self) -> TableModel:
+        return TableModel(self.vocab, seed=2 * self.seed)
+
+    @property
+    def draft_model(self) -> TableModel:
+        return TableModel(self.vocab, seed=2 * self.seed + (0 if self.equal else 1))
+
+
+PROMPT = (0,)
+
+
+class TableDrafter(NoDrafter):
+    """Draws from the law of a table, or looks tokens up in it."""
+
+    stream = Stream.DRAFT
+
+    def __init__(self, case: Case, world: World) -> None:
+        self.case = case
+        self.world = world
+        table = case.draft_model.table
+        row = Row(make_sequence(PROMPT, params=SamplingParams(**{"temperature": 1.0, **case.draft})))
+        laws = probabilities(table.flatten(0, 1).clone(), [row] * (table.shape[0] * table.shape[1]))
+        self.laws = reweighted(laws, case.c, case.fan_out).view(table.shape)  # [position, token, next]
+        self.as_lists = self.laws.tolist()
+
+    def propose(self, works: Seq[Work]) -> list[Proposal]:
+        return [self._propose(work) for work in works]
+
+    def _propose(self, work: Work) -> Proposal:
+        tokens, start = list(work.sequence.tokens), len(work.sequence.tokens)
+        while len(tokens) < start + work.lookahead and not (
+            self.case.ragged and len(tokens) > start and not tokens[-1]
+        ):
+            tokens.append(self._token(work.sequence, tokens))
+        places = [(i - 1, tokens[i - 1]) for i in range(start, len(tokens))]
+        laws = self._declared(torch.stack([self.laws[place] for place in places])) if places else None
+        return Proposal(tuple(tokens[start:]), None if self.case.looked_up else laws)
+
+    def _token(self, sequence: Sequence, tokens: list[int]) -> int:
+        law = self.as_lists[len(tokens) - 1][tokens[-1]]
+        if self.case.looked_up:
+            return law.index(max(law))
+        return self.world.fates[sequence.seed].draw((len(tokens), self.stream), law)
+
+    def _declared(self, laws: torch.Tensor) -> torch.Tensor:
+        return laws
+
+
+State = tuple[tuple[int, ...], tuple[tuple[Key, tuple[float, float]], ...]]  # emitted, and what is known of the future
+Ways = dict[int, set[str]]  # by output position: how it was decided
+Mutation = Callable[[pytest.MonkeyPatch, World], None]
+
+
+def enumerated(case: Case, mutate: Mutation | None = None) -> tuple[dict[tuple[int, ...], float], Ways]:
+    """The exact law of the first emitted tokens. All states of a round are one batch, so rows are ragged too."""
+    world, law, ways = World(), defaultdict[tuple[int, ...], float](float), defaultdict[int, set[str]](set)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("uniform", "sample", "choose"):
+            patch.setattr(acceptance, name, getattr(world, name))
+        if mutate is not None:
+            mutate(patch, world)
+        round_ = Round(case.target_model, TableDrafter(case, world), Rejection())
+        frontier: dict[State, float] = {((), ()): 1.0}
+        while frontier:
+            reached: dict[State, float] = defaultdict(float)
+            for before, tokens, fate in every_end(case, world, round_, list(frontier), ways):
+                probability = frontier[before] * fate.probability
+                if len(tokens) >= case.length:
+                    law[tokens[: case.length]] += probability
+                else:
+                    future = {k: v for k, v in fate.known.items() if k[0] >= len(PROMPT) + len(tokens)}
+                    reached[tokens, tuple(sorted(future.items()))] += probability
+            frontier = reached
+    return law, ways
+
+
+def every_end(
+    case: Case, world: World, round_: Round, states: list[State], ways: Ways
+) -> Iterator[tuple[State, tuple[int, ...], Fate]]:
+    """All that one round can make of each state."""
+    scripts: dict[State, list[int]] = {state: [] for state in states}
+    while scripts:
+        world.fates = [Fate(script, dict(state[1])) for state, script in scripts.items()]
+        works, outcomes = round_.run([work_of(case, state[0], i) for i, state in enumerate(scripts)])
+        again: dict[State, list[int]] = {}
+        for state, fate, work, outcome in zip(scripts, world.fates, works, outcomes, strict=True):
+            assert outcome is not None
+            note(ways, len(state[0]), len(work.proposal.token_ids), outcome.num_accepted)
+            yield state, (*state[0], *outcome.token_ids), fate
+            script = fate.next_script()
+            again |= {} if script is None else {state: script}
+        scripts = again
+
+
+def work_of(case: Case, emitted: tuple[int, ...], index: int) -> Work:
+    sequence = make_sequence(PROMPT, emitted, params=case.params, id=index, seed=index)
+    sequence.num_computed, sequence.blocks = len(sequence.tokens) - 1, [index]
+    limit = case.k - sequence.tokens[-1] if case.ragged else case.k
+    return Work(sequence, 1, max(0, min(limit, case.length - len(emitted) - 1)))  # as the scheduler does
+
+
+def note(ways: Ways, start: int, drafted: int, accepted: int) -> None:
+    for i in range(accepted):
+        ways[start + i].add("accepted")
+    ways[start + accepted].add("plain" if not drafted else "bonus" if accepted == drafted else "recovery")
+
+
+def expected_law(case: Case) -> dict[tuple[int, ...], float]:
+    """What the target writes alone: the product of its conditional laws, computed naively."""
+    table, law = case.target_model.table.tolist(), {(): 1.0}
+    for position in range(len(PROMPT), len(PROMPT) + case.length):
+        longer: dict[tuple[int, ...], float] = {}
+        for tokens, probability in law.items():
+            last = (*PROMPT, *tokens)[-1]
+            conditional = naive_law(table[position - 1][last], case.params, PROMPT, tokens)
+            longer |= {(*tokens, t): probability * p for t, p in enumerate(conditional) if p > 0}
+        law = longer
+    return law
+
+
+def deviation(found: dict[tuple[int, ...], float], expected: dict[tuple[int, ...], float]) -> float:
+    """The largest error of the joint probability of any beginning, of any length."""
+    errors: dict[tuple[int, ...], float] = defaultdict(float)
+    for law, sign in ((found, 1.0), (expected, -1.0)):
+        for tokens, probability in law.items():
+            for n in range(len(tokens) + 1):
+                errors[tokens[:n]] += sign * probability
+    return max(map(abs, errors.values()))
+
+
+CUT = {"temperature": 2.0, "top_k": 3, "min_p": 0.05}
+NUCLEUS = {"temperature": 1.0, "top_p": 0.75}
+CASES = {
+    "one draft": Case(k=1, length=5),
+    "two drafts": Case(k=2, seed=1),
+    "three drafts": Case(k=3, seed=2),
+    "larger vocabulary": Case(vocab=6, k=2, length=3, seed=3),
+    "ragged": Case(k=2, ragged=True, length=5, seed=4),
+    "ragged, no laws": Case(k=3, ragged=True, looked_up=True, length=5, seed=5),
+    "no laws, one": Case(k=1, looked_up=True, length=5, seed=6),
+    "no laws, three": Case(vocab=4, k=3, looked_up=True, length=5, seed=7),
+    "q is p": Case(k=3, equal=True, seed=8),
+    "target cut": Case(vocab=5, k=2, length=3, target=CUT, seed=9),
+    "draft cut": Case(vocab=5, k=2, length=3, draft=CUT, seed=10),
+    "both cut alike": Case(vocab=5, k=2, length=4, target=CUT, draft=CUT, seed=11),
+    "both cut differently": Case(vocab=5, k=3, length=4, target=NUCLEUS, draft=CUT, seed=12),
+    "nucleus, no laws": Case(vocab=5, k=3, target=NUCLEUS, looked_up=True, seed=13),
+    "disjoint supports": Case(
+        vocab=5, k=2, target={"logit_bias": {0: NEVER, 3: NEVER}}, draft={"logit_bias": dict.fromkeys((1, 2, 4), NEVER)}
+    ),
+    "draft sees half the support": Case(vocab=4, k=3, draft={"logit_bias": {1: NEVER, 2: NEVER}}, seed=14),
+    "no laws, outside the support": Case(
+        vocab=4, k=2, looked_up=True, target={"logit_bias": {1: NEVER, 3: NEVER}}, draft={"logit_bias": {1: 50, 3: 50}}
+    ),
+    "penalties see the drafts": Case(
+        k=3, target={"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 2.0}, seed=15
+    ),
+    "colder draft": Case(k=2, draft={"temperature": 0.5}, seed=16),
+    **{
+        f"Saguaro {c}, top {f}": Case(vocab=v, k=k, c=c, fan_out=f, length=n, seed=17)
+        for c, f, v, k, n in [(0, 1, 3, 3, 4), (0.25, 1, 3, 3, 4), (1, 1, 3, 2, 4), (0, 2, 5, 2, 3), (0.25, 3, 5, 2, 3)]
+    },
+    "Saguaro 0 of all tokens": Case(k=2, c=0, fan_out=3, seed=18),
+    "Saguaro, both cut": Case(vocab=5, k=2, c=0.25, fan_out=2, target=NUCLEUS, draft=CUT, seed=19),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_the_emitted_law_is_the_targets(case: Case) -> None:
+    """Catches any error in acceptance, residual, bonus or the use of noise over rounds. No sampling: exact to 1e-12."""
+    found, _ = enumerated(case)
+    assert deviation(found, expected_law(case)) < 1e-12
+
+
+def test_positions_are_decided_in_every_way() -> None:
+    """Catches an enumeration that proves less than it says: later positions must have been decided in all ways."""
+    _, ways = enumerated(CASES["two drafts"])
+    assert {p: ways[p] for p in range(4)} == {
+        0: {"accepted", "recovery"},
+        1: {"accepted", "recovery"},
+        2: {"accepted", "recovery", "bonus"},
+        3: {"plain", "bonus"},
+    }
+    _, ways = enumerated(CASES["ragged"])
+    assert ways[2] == ways[3] == {"accepted", "recovery", "bonus", "plain"}
+
+
+# --- where rounding decides -------------------------------------------------------------------------------------------
+
+
+def verdict(p: Seq[float], q: Seq[float] | None, token: int, u: float) -> tuple[int, ...]:
+    """What the rule makes of one drafted token when the acceptance number is u, in real arithmetic."""
+    sequence = make_sequence(PROMPT, params=SamplingParams(temperature=1.0), seed=3)
+    laws = None if q is None else torch.tensor([q], dtype=torch.float64)
+    work = Work(sequence, 1, 1, Proposal((token,), laws))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(acceptance, "uniform", lambda seed, position: u)
+        [outcome] = Rejection().decide([work], torch.tensor([list(p), list(p)]).log())
+    assert outcome is not None
+    return outcome.token_ids
+
+
+def impossible_tokens() -> int:
+    """How often a token that the target never writes is kept, where u·q is or rounds to nothing."""
+    qs = [[1.0, 5e-324, 0.0], [1.0, 0.0, 0.0]]
+    found = [verdict([0.5, 0.0, 0.5], q, 1, u) for q in qs for u in (2.0**-53, 0.25, 0.5, 1 - 2.0**-53)]
+    return sum(tokens[0] == 1 for tokens in found)
+
+
+def test_a_token_outside_the_support_never_stands() -> None:
+    """Catches `<=`: with p(d) = 0, and q(d) so small that u·q rounds to 0, equality must not be enough."""
+    assert impossible_tokens() == 0
+
+
+def test_a_rejection_by_rounding_draws_from_the_target() -> None:
+    """Catches a residual without mass (p is q, and only rounding can reject), which would emit token 0."""
+    p = [0.0, 0.0, 0.75, 0.25]
+    assert verdict(p, p, 2, u=1.5)[0] in (2, 3)
+    assert verdict([0.0, 1.0], None, 1, u=1.5) == (1,)
+
+
+# --- Saguaro's draft law ----------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 9), min_size=2, max_size=8).filter(any), st.sampled_from([0.0, 0.25, 0.5, 1.0]))
+@pytest.mark.parametrize("fan_out", [1, 3, 20])
+def test_reweighting(fan_out: int, weights: list[int], c: float) -> None:
+    """Catches the wrong tokens scaled, a sum other than one, a tie that scales more than F, and a row of zeros."""
+    law = torch.tensor([weights, weights[::-1]], dtype=torch.float64)
+    law /= law.sum(-1, keepdim=True)
+    found = reweighted(law.clone(), c, fan_out)
+    for before, after in zip(law.tolist(), found.tolist(), strict=True):
+        ordered = sorted(before, reverse=True)
+        scaled = [c * x for x in ordered[:fan_out]] + ordered[fan_out:]
+        expected = [x / math.fsum(scaled) for x in scaled] if any(scaled) else ordered
+        order = sorted(range(len(before)), key=lambda t: (-before[t], after[t]))  # among equals the scaled ones first
+        assert [after[t] for t in order] == pytest.approx(expected, abs=1e-12)
+    assert torch.equal(found, reweighted(law.clone(), c, fan_out))
+    assert c != 1.0 or torch.equal(found, law)
+
+
+# --- the real engine with its own random numbers ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A pair of models in the real engine, and how it drafts."""
+
+    vocab: int = 24
+    prompt: tuple[int, ...] = (1,)
+    options: dict[str, Any] = field(default_factory=dict)  # sampling parameters
+    c: float | None = 1.0  # None: look-up in the text instead of a draft model
+    draft_vocab: int = 24
+    laws: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # of target and draft; None: random tables
+    length: int = 7
+    k: int = 3
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(**{"temperature": 1.0, "max_new_tokens": self.length, **self.options})
+
+    @property
+    def target(self) -> TableModel:
+        return TableModel(self.vocab, seed=100) if self.laws is None else constant(self.laws[0])
+
+    @property
+    def draft(self) -> TableModel:
+        """Right enough to be accepted often, wrong enough for rejections."""
+        if self.laws is not None:
+            return constant(self.laws[1])
+        draft, size = TableModel(self.draft_vocab, seed=101), self.draft_vocab
+        draft.table = (draft.table + self.target.table[:, :size, :size]) / 2
+        return draft
+
+    def drafter(self) -> Drafter:
+        if self.c is None:
+            return NgramDrafter(self.k)
+        return ModelDrafter(
+            self.draft,  # type: ignore[arg-type]
+            lookahead=self.k,
+            max_len=64,
+            vocab_size=self.vocab,
+            max_num_batched_tokens=1 << 20,
+            prefix_caching=False,
+            laws=True,
+            saguaro_c=self.c,
+        )
+
+
+def constant(law: Seq[float]) -> TableModel:
+    model = TableModel(len(law), seed=0)
+    model.table = torch.tensor(law).log().expand_as(model.table).clone()
+    return model
+
+
+PAIRS = tuple(t for pair in itertools.product(range(4), repeat=2) for t in pair)  # a look-up never fails for long
+TRIALS = {
+    "plain": Trial(),
+    "Saguaro 0.25": Trial(c=0.25),
+    "Saguaro 0": Trial(c=0.0),
+    "cut": Trial(options={"temperature": 0.8, "top_p": 0.8, "top_k": 12}),
+    "Saguaro and cut": Trial(c=0.25, options={"temperature": 1.3, "top_p": 0.9, "min_p": 0.02}),
+    "narrow draft": Trial(draft_vocab=16),
+    "looked up": Trial(vocab=4, prompt=PAIRS, c=None),
+    "sensitive": Trial(vocab=3, laws=((0.25, 0.6, 0.15), (0.5, 0.49, 0.01))),  # shared Gumbel noise is hard to see
+}
+
+
+def emitted(trial: Trial, num_seeds: int) -> tuple[torch.Tensor, Engine]:
+    """The tokens [seeds, length] that the engine writes."""
+    target, drafter = trial.target, trial.drafter()
+    pool = BlockPool(target.num_blocks, target.block_size, prefix_caching=False)
+    scheduler = Scheduler(pool, max_num_seqs=128, max_num_batched_tokens=1 << 20, lookahead=trial.k)
+    engine = Engine(Round(target, drafter, Rejection()), scheduler, max_model_len=64)
+    for seed in range(num_seeds):
+        engine.add(list(trial.prompt), replace(trial.params, seed=seed), str(seed))
+    outputs: list[RequestOutput] = []
+    while engine.has_work:
+        outputs += engine.step()
+    engine.check()
+    return torch.tensor([output.token_ids for output in outputs]), engine
+
+
+def smallest_p(trial: Trial, tokens: torch.Tensor) -> float:
+    """The smallest p-value of 2·length - 1 tests: every position's law, and its law together with the token before."""
+    table, start = trial.target.table.tolist(), len(trial.prompt)
+    law = [float(t == trial.prompt[-1]) for t in range(trial.vocab)]
+    found = []
+    for i, drawn in enumerate(tokens.T):
+        step = [naive_law(row, trial.params, [], []) for row in table[start + i - 1]]
+        joint = [a * b for a, conditional in zip(law, step, strict=True) for b in conditional]
+        law = [math.fsum(joint[t :: trial.vocab]) for t in range(trial.vocab)]
+        found.append(chi_squared_p(torch.bincount(drawn, minlength=trial.vocab).tolist(), law))
+        if i > 0:
+            pairs = torch.bincount(tokens[:, i - 1] * trial.vocab + drawn, minlength=trial.vocab**2)
+            found.append(chi_squared_p(pairs.tolist(), joint))
+    return min(found)
+
+
+SEEDS = [pytest.param(2500, id="fast"), pytest.param(25_000, id="many", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("num_seeds", SEEDS)
+@pytest.mark.parametrize("trial", TRIALS.values(), ids=TRIALS.keys())
+def test_the_engine_keeps_the_law(trial: Trial, num_seeds: int) -> None:
+    """Catches dependent noise, a q that the draft was not drawn from, and any wrong law: every position by chi-squared.
+
+    False alarm: 8 trials of 13 p-values, each below 1e-9, twice (fast and slow): 2e-7 in all, which leaves a factor of
+    five to 1e-6 for Pearson's approximation in the far tail.
+    """
+    tokens, engine = emitted(trial, num_seeds)
+    assert tokens.shape == (num_seeds, trial.length)
+    drafted, accepted = engine.metrics.spec_decode_num_draft_tokens, engine.metrics.spec_decode_num_accepted_tokens
+    assert 0.1 * drafted < accepted < 0.95 * drafted, "the trial must see both acceptance and rejection"
+    assert smallest_p(trial, tokens) > 1e-9
+
+
+# --- known wrong rules are caught -------------------------------------------------------------------------------------
+
+
+def whether_argmax(trials: Seq[Any], p: torch.Tensor, starts: Seq[int]) -> list[list[tuple[float, float]]]:
+    best = p.argmax(-1).tolist()
+    return [
+        [(float(token == best[start + j]), 1.0) for j, token in enumerate(trial.drafted)]
+        for trial, start in zip(trials, starts, strict=False)
+    ]
+
+
+def accept_argmax(patch: pytest.MonkeyPatch, world: World) -> None:
+    patch.setattr(acceptance, "_drafted_probabilities", whether_argmax)
+
+
+def ignore_q(patch: pytest.MonkeyPatch, world: World) -> None:
+    real = acceptance._drafted_probabilities
+    patch.setattr(
+        acceptance, "_drafted_probabilities", lambda *args: [[(p, 1.0) for p, _ in pairs] for pairs in real(*args)]
+    )
+
+
+def recover_from_p(patch: pytest.MonkeyPatch, world: World) -> None:
+    patch.setattr(acceptance, "_final_law", lambda trial, p, accepted: p[accepted])
+
+
+def bonus_from_residual(patch: pytest.MonkeyPatch, world: World) -> None:
+    def rest(trial: Any, p: torch.Tensor, accepted: int) -> torch.Tensor:
+        q = trial.work.proposal.laws[min(accepted, len(trial.drafted) - 1)]
+        return (p[accepted] - q).clamp(min=0.0) + 1e-300
+
+    patch.setattr(acceptance, "_final_law", rest)
+
+
+def other_temperature(patch: pytest.MonkeyPatch, world: World) -> None:
+    patch.setattr(TableDrafter, "_declared", lambda self, laws: laws.sqrt() / laws.sqrt().sum(-1, keepdim=True))
+
+
+def draft_with_recovery_noise(patch: pytest.MonkeyPatch, world: World) -> None:
+    patch.setattr(TableDrafter, "stream", Stream.RECOVERY)
+
+
+def draft_with_acceptance_noise(patch: pytest.MonkeyPatch, world: World) -> None:
+    patch.setattr(TableDrafter, "stream", Stream.ACCEPT)
+
+
+def recover_with_acceptance_noise(patch: pytest.MonkeyPatch, world: World) -> None:
+    patch.setattr(acceptance, "sample", lambda laws, rows, stream: world.sample(laws, rows, Stream.ACCEPT))
+
+
+def reuse_uniform(patch: pytest.MonkeyPatch, world: World) -> None:
+    patch.setattr(acceptance, "uniform", lambda seed, position: world.uniform(seed, position - position % 2))
+
+
+WRONG_RULES: dict[str, tuple[Mutation, str]] = {
+    "accept the argmax": (accept_argmax, "two drafts"),
+    "accept the argmax of looked-up tokens": (accept_argmax, "no laws, three"),
+    "accept with p": (ignore_q, "two drafts"),
+    "recovery from p": (recover_from_p, "two drafts"),
+    "rejected looked-up token not removed": (recover_from_p, "no laws, one"),
+    "bonus from a residual": (bonus_from_residual, "one draft"),
+    "q of another temperature": (other_temperature, "two drafts"),
+    "draft shares the recovery's noise": (draft_with_recovery_noise, "one draft"),
+    "draft shares the acceptance's noise": (draft_with_acceptance_noise, "one draft"),
+    "recovery shares the acceptance's noise": (recover_with_acceptance_noise, "two drafts"),
+    "one uniform for two positions": (reuse_uniform, "three drafts"),
+}
+
+
+@pytest.mark.parametrize(("mutate", "name"), WRONG_RULES.values(), ids=WRONG_RULES.keys())
+def test_enumeration_catches(mutate: Mutation, name: str) -> None:
+    """Catches an enumeration that is blind: each of these rules is known to be wrong."""
+    found, _ = enumerated(CASES[name], mutate)
+    assert math.fsum(found.values()) == pytest.approx(1.0), "the enumeration itself must stay complete"
+    assert deviation(found, expected_law(CASES[name])) > 1e-3
+
+
+def test_equality_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a check of the support that `<=` would pass."""
+
+    def accepted(trial: Any, pairs: Seq[tuple[float, float]], rows: Seq[Row]) -> int:
+        fallen = [j for j, (p, q) in enumerate(pairs) if not acceptance.uniform(0, 0) * q <= p]
+        return fallen[0] if fallen else len(pairs)
+
+    monkeypatch.setattr(acceptance, "_accepted", accepted)
+    assert impossible_tokens() > 0
+
+
+SHARED = Stream.RECOVERY
+
+
+def recovery_noise(seed: int, position: int) -> float:
+    """A uniform number made of the noise that the recovery uses for token 2."""
+    return math.exp(-math.exp(-float(gumbel([position_key(seed, position, SHARED)], 3, CPU)[0, 2])))
+
+
+def draw_with_the_next_recovery(laws: torch.Tensor, rows: Seq[Row], stream: Stream) -> list[int]:
+    return sample(laws, [replace(row, drafted=(*row.drafted, 0)) for row in rows], SHARED)
+
+
+ENGINE_MISTAKES: dict[str, tuple[Any, str, Any]] = {
+    "draft shares the recovery's noise": (
+        drafting,
+        "sample",
+        lambda laws, rows, _: sample(laws, rows, Stream.RECOVERY),
+    ),
+    "draft shares the next recovery's noise": (drafting, "sample", draw_with_the_next_recovery),
+    "recovery shares the acceptance's noise": (acceptance, "uniform", recovery_noise),
+    "one uniform for two positions": (acceptance, "uniform", lambda seed, position: uniform(seed, position & ~1)),
+    "q of another temperature": (drafting, "sample", lambda laws, rows, stream: sample(laws.sqrt(), rows, stream)),
+    "recovery from p": (acceptance, "_final_law", lambda trial, p, accepted: p[accepted]),
+    "accept the argmax": (acceptance, "_drafted_probabilities", whether_argmax),
+}
+
+
+@pytest.mark.parametrize(("module", "name", "wrong"), ENGINE_MISTAKES.values(), ids=ENGINE_MISTAKES.keys())
+def test_chi_squared_catches(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, wrong: Any) -> None:
+    """Catches a chi-squared test without power: each mistake must show with fewer seeds than the fast test has."""
+    monkeypatch.setattr(module, name, wrong)
+    tokens, _ = emitted(TRIALS["sensitive"], 1500)
+    assert smallest_p(TRIALS["sensitive"], tokens) < 1e-9
+
+
+# --- rows that are not tried, and the coupled rule --------------------------------------------------------------------
+
+
+class Wild(ScriptedDrafter):
+    """So many tokens, the first of them right, as a list says; with laws that mean nothing."""
+
+    def __init__(self, plan: Seq[tuple[int, int]], laws: float | None = None) -> None:
+        super().__init__(lookahead=4)
+        self.plan = itertools.cycle(plan)
+        self.laws = laws
+
+    def propose(self, works: Seq[Work]) -> list[Proposal]:
+        found = super().propose(works)
+        shapes = [(len(p.token_ids), VOCAB) for p in found]
+        return [
+            p if self.laws is None else replace(p, laws=torch.full(shape, self.laws, dtype=torch.float64))
+            for p, shape in zip(found, shapes, strict=True)
+        ]
+
+    def _script(self, sequence: Sequence) -> tuple[int, int]:
+        count, right = next(self.plan)
+        return min(count, max(0, sequence.room - 1)), right
+
+
+plans = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=6)
+some_params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.6, 1.0, 3.0]),
+    top_k=st.sampled_from([0, 5]),
+    top_p=st.sampled_from([1.0, 0.8]),
+    presence_penalty=st.sampled_from([0.0, 1.5]),
+    seed=st.integers(0, 10**6),
+    max_new_tokens=st.just(14),
+    logprobs=st.just(2),
+)
+prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9)
+
+
+def answer(prompt: list[int], params: SamplingParams, drafter: Drafter, rule: Acceptance) -> RequestOutput:
+    return make_harness(drafter=drafter, acceptance=rule).run(prompt, params)
+
+
+def check_logprobs(output: RequestOutput) -> None:
+    """Every entry is of the emitted token, after the emitted ones before it."""
+    tokens = [*output.prompt_token_ids, *output.token_ids]
+    for i, entry in enumerate(output.logprobs or [], start=len(output.prompt_token_ids)):
+        raw = torch.log_softmax(logits_after(state_of(tokens[:i])).double(), -1)
+        assert (entry.token_id, entry.logprob) == (tokens[i], pytest.approx(float(raw[tokens[i]])))
+        assert sorted(entry.top.values()) == pytest.approx(sorted(raw.topk(2).values.tolist()))
+    assert len(output.logprobs or []) == len(output.token_ids)
+
+
+@settings(max_examples=40)
+@given(prompts, some_params, plans, st.sampled_from([None, 0.0, 1.0, math.nan]))
+def test_coupled_tokens_are_the_targets_own(
+    prompt: list[int], params: SamplingParams, plan: list[tuple[int, int]], laws: float | None
+) -> None:
+    """Catches a draft, right or wrong, or its laws, that change a token under the coupled rule."""
+    output = answer(prompt, params, Wild(plan, laws), Coupled())
+    assert output.token_ids == answer(prompt, params, NoDrafter(), Coupled()).token_ids
+    check_logprobs(output)
+
+
+@settings(max_examples=40)
+@given(prompts, some_params, plans, st.sampled_from([None, 1 / VOCAB]))
+def test_untried_rows_are_the_targets_own_under_rejection(
+    prompt: list[int], params: SamplingParams, plan: list[tuple[int, int]], laws: float | None
+) -> None:
+    """Catches noise or a rule that changes for requests without drafts, and greedy requests that the ratio decides."""
+    harness = make_harness(drafter=Wild(plan, laws), acceptance=Rejection())
+    kinds = [params, replace(params, speculate=False), replace(params, temperature=0.0)]
+    names = [harness.engine.add(prompt, kind) for kind in kinds]
+    tried, unspeculative, greedy = (harness.drain()[name] for name in names)
+    assert unspeculative.token_ids == answer(prompt, params, NoDrafter(), Coupled()).token_ids
+    assert greedy.token_ids == answer(prompt, kinds[2], NoDrafter(), Coupled()).token_ids
+    assert answer(prompt, params, NoDrafter(), Rejection()).token_ids == unspeculative.token_ids
+    for output in (tried, unspeculative, greedy):
+        check_logprobs(output)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[Work], torch.Tensor]:
+    """Works of all kinds, prefill chunks among them, and logits for their rows."""
+    works = []
+    for i in range(draw(st.integers(1, 6))):
+        sequence = make_sequence([1, 2, 3], params=draw(some_params), id=i, seed=draw(st.integers(0, 999)))
+        drafted = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
+        laws = torch.rand(len(drafted), 5, dtype=torch.float64, generator=torch.Generator().manual_seed(i))
+        laws /= laws.sum(-1, keepdim=True)
+        chunk = draw(st.integers(0, 4)) == 0
+        proposal = Proposal(drafted, draw(st.sampled_from([None, laws])))
+        works.append(Work(sequence, 2) if chunk else Work(sequence, 3, 3, proposal))
+    rows = sum(work.num_rows for work in works)
+    logits = torch.randn(rows, 5, generator=torch.Generator().manual_seed(draw(st.integers(0, 999))))
+    return works, logits
+
+
+@given(batches())
+def test_a_work_is_decided_alone(batch: tuple[list[Work], torch.Tensor]) -> None:
+    """Catches rows or laws of one work that are read for another; no drafts, greedy rows and chunks in between."""
+    works, logits = batch
+    for rule in (Rejection(), Coupled()):
+        together, start = rule.decide(works, logits.clone()), 0
+        for work, outcome in zip(works, together, strict=True):
+            own = logits[start : start + work.num_rows]
+            start += work.num_rows
+            assert [outcome] == rule.decide([work], own.clone())
+            assert (outcome is None) == (work.num_rows == 0)
+            if outcome is not None:
+                assert outcome.token_ids[:-1] == work.proposal.token_ids[: outcome.num_accepted]
+            if work.num_rows == 1 or work.sequence.params.greedy:
+                assert [outcome] == Coupled().decide([work], own.clone())
+
+
+# --- the streams of noise ---------------------------------------------------------------------------------------------
+
+
+def stream(name: Stream, n: int, token: int = 0) -> torch.Tensor:
+    """Uniform numbers of one stream at positions 0..999 of several seeds; of one token where it has many."""
+    places = [(seed, position) for seed in range(n // 1000) for position in range(1000)]
+    if name is Stream.ACCEPT:
+        return torch.tensor([uniform(*place) for place in places], dtype=torch.float64)
+    keys = [position_key(*place, name) for place in places]
+    return torch.exp(-torch.exp(-gumbel(keys, token + 1, CPU)[:, token].double()))
+
+
+def test_acceptance_numbers_are_uniform() -> None:
+    """Catches a biased acceptance, and one number that moves the next (at the next position, or the next seed).
+
+    False alarm: 2 exp(-2 · 2.9²), below 1e-7, for the law (Kolmogorov-Smirnov), and 1e-8 for each of the pairs.
+    """
+    u = stream(Stream.ACCEPT, 100_000)
+    ordered, rank = u.sort().values, torch.arange(len(u) + 1, dtype=torch.float64) / len(u)
+    distance = torch.maximum((ordered - rank[:-1]).abs().max(), (rank[1:] - ordered).abs().max())
+    assert 0.0 < u.min() <= u.max() < 1.0
+    assert distance * math.sqrt(len(u)) < 2.9
+    for a, b in ((u[0::2], u[1::2]), (u.view(-1, 1000)[0::2].flatten(), u.view(-1, 1000)[1::2].flatten())):
+        assert independent(a, b)
+
+
+def independent(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Chi-squared over 8 x 8 cells. False alarm: 1e-8."""
+    cells = (a * 8).long().clamp(max=7) * 8 + (b * 8).long().clamp(max=7)
+    return chi_squared_p(torch.bincount(cells, minlength=64).tolist(), [1 / 64] * 64) > 1e-8
+
+
+def test_the_largest_and_smallest_acceptance_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches rounding to 0 or 1: a token with p = q would fall, or one with p = 0 be kept by a careless rule."""
+    for bits, bound in ((0, 0.0), (2**64 - 1, 1.0)):
+        monkeypatch.setattr(noise, "mix64", lambda x, bits=bits: bits)
+        assert 0.0 < uniform(1, 2) < 1.0
+        assert uniform(1, 2) == pytest.approx(bound, abs=1e-15)
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(Stream, 2)))
+def test_streams_are_independent(one: Stream, other: Stream) -> None:
+    """Catches streams that share bits, which would bias the ratio rule.
+
+    At equal positions, of the same token, of its neighbour, and one position later. False alarm: 6 pairs of streams,
+    3 tests at 1e-8 and 3 correlations of more than 6 sigma (2e-9): 3e-7 in all.
+    """
+    a, b, c = stream(one, 40_000), stream(other, 40_000), stream(other, 40_000, token=1)
+    for left, right in ((a, b), (a, c), (a[:-1], b[1:])):
+        assert independent(left, right)
+        correlation = torch.corrcoef(torch.stack([left, right]))[0, 1]
+        assert abs(float(correlation)) * math.sqrt(len(left)) < 6.0

@@ -1,0 +1,294 @@
+"""Speculation changes nothing but speed: AR and SD write the same tokens, texts, log-probabilities and finish reasons.
+
+Every drafter (a trained draft, the target itself, a random model, look-up, one that lies), every K, any batch, any
+sampling parameters mixed among the requests, prefix cache on, preemption forced.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import TestModel, ragged_prompts
+
+from ssd import LLM, RequestOutput, SamplingParams
+from ssd.core import Outcome, Proposal, Work
+from ssd.core import Sequence as Text
+from ssd.errors import ConfigError, RequestError
+from ssd.prompts import load_prompts
+
+Answers = list[tuple[Any, ...]]
+KS = (1, 2, 4, 7, 12)
+BATCHES = (1, 5, 16)
+
+
+def mixed_params(count: int, new_tokens: int, seed: int = 0) -> list[SamplingParams]:
+    """Everything a request may ask for, at random: all temperatures, truncations, penalties, biases and stops."""
+    dice = random.Random(seed)
+
+    def one(i: int) -> SamplingParams:
+        longest = dice.choice([1, 2, new_tokens // 2, new_tokens]) if i % 3 == 0 else new_tokens
+        return SamplingParams(
+            temperature=(0.0, 0.5, 1.0, 1.5)[i % 4],
+            seed=i,
+            top_k=dice.choice([0, 0, 5, 40]),
+            top_p=dice.choice([1.0, 1.0, 0.9, 0.5]),
+            min_p=dice.choice([0.0, 0.0, 0.05]),
+            repetition_penalty=dice.choice([1.0, 1.0, 1.2]),
+            presence_penalty=dice.choice([0.0, 0.0, 0.5]),
+            frequency_penalty=dice.choice([0.0, 0.0, 0.3]),
+            logit_bias=dice.choice([{}, {}, {7: 2.0, 11: -100.0}]),
+            stop=dice.choice([(), (), ("e",), ("th", "\n\n")]),
+            stop_token_ids=dice.choice([(), (), (10, 20, 30)]),
+            min_tokens=min(longest, dice.choice([0, 0, 6])),
+            max_new_tokens=longest,
+            ignore_eos=dice.random() < 0.5,
+            logprobs=dice.choice([None, None, 2]),
+            speculate=dice.random() < 0.9,
+        )
+
+    return [one(i) for i in range(count)]
+
+
+def answers(llm: LLM, prompts: Sequence[Any], params: Sequence[SamplingParams], batch: int) -> Answers:
+    outputs: list[RequestOutput] = []
+    for start in range(0, len(prompts), batch):
+        outputs += llm.generate(prompts[start : start + batch], params[start : start + batch])
+    llm.engine.check()
+    return [(o.token_ids, o.text, o.finish_reason, o.samples[0].logprobs) for o in outputs]
+
+
+def check_draft_pool(llm: LLM) -> None:
+    """No block of the draft's pool is left with anybody once all requests are done."""
+    pool = getattr(llm.engine.round.drafter, "pool", None)
+    if pool is not None:
+        pool.check([])
+
+
+class Liar:
+    """Knows what the target will write, and says it, something else, too much, nothing or nonsense."""
+
+    def __init__(self, known: dict[tuple[int, ...], list[int]], lookahead: int) -> None:
+        self.known = known
+        self.lookahead = lookahead
+        self.dice = random.Random(1)
+
+    def propose(self, works: Sequence[Work]) -> list[Proposal]:
+        return [Proposal(tuple(self._lie(work.sequence))) for work in works]
+
+    def _lie(self, text: Text) -> list[int]:
+        truth = self.known[text.request.prompt_token_ids][text.num_output :][: self.dice.randint(0, self.lookahead)]
+        manner = self.dice.random()
+        if manner < 0.4:
+            return truth
+        if manner < 0.6:
+            return [*truth[: self.dice.randint(0, len(truth))], *(self.dice.randrange(300) for _ in range(20))]
+        return self.dice.choice([[], [-1], [10**9], [*truth[:1], -5], [0] * 50])
+
+    def anticipate(self, works: Sequence[Work]) -> None:
+        return
+
+    def observe(self, works: Sequence[Work], outcomes: Sequence[Outcome | None]) -> None:
+        assert len(works) == len(outcomes)
+
+    def forget(self, sequence: Text) -> None:
+        return
+
+
+# --- random models: small, so that the whole table is walked every time -----------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def target(make_model: Callable[[str], TestModel]) -> str:
+    return make_model("llama3-scaled").path
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random model of the same vocabulary."""
+    path = tmp_path_factory.mktemp("stranger")
+    torch.manual_seed(5)
+    config = transformers.LlamaConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=512, initializer_range=0.3,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+PROMPTS = ragged_prompts(64, longest=60)
+PARAMS = mixed_params(64, new_tokens=20)
+
+
+@pytest.fixture(scope="module")
+def alone(target: str) -> Iterator[Answers]:
+    """What the target writes by itself, one request at a time."""
+    with LLM(target, device="cpu", prefix_caching=False, max_num_seqs=1) as llm:
+        yield answers(llm, PROMPTS, PARAMS, 1)
+
+
+def whole_table() -> list[Any]:
+    """Every K and every batch; what is not essential is left to the long run."""
+    fast = {(k, 16) for k in KS} | {(4, batch) for batch in BATCHES}
+    pairs = [(k, batch) for k in KS for batch in BATCHES]
+    return [pytest.param(*pair, marks=[] if pair in fast else pytest.mark.slow) for pair in pairs]
+
+
+@pytest.mark.parametrize(("k", "batch"), whole_table())
+@pytest.mark.parametrize("draft", ["target", "stranger", "ngram", "liar"])
+def test_same_answers(target: str, stranger: str, alone: Answers, draft: str, k: int, batch: int) -> None:
+    name = {"target": target, "stranger": stranger}.get(draft, "ngram")
+    options: dict[str, Any] = {"num_kv_blocks": 18, "block_size": 8, "max_model_len": 120} if batch == 16 else {}
+    with LLM(
+        target, device="cpu", max_num_seqs=batch, speculation={"mode": "sd", "draft": name, "k": k}, **options
+    ) as llm:
+        if draft == "liar":
+            known = {tuple(p): a[0] for p, a in zip(PROMPTS, alone, strict=True)}
+            llm.engine.round.drafter = Liar(known, k)
+        assert answers(llm, PROMPTS, PARAMS, batch) == alone
+        if options:
+            assert llm.engine.metrics.num_preemptions > 0
+        if draft == "target":
+            counts = llm.engine.metrics
+            assert counts.spec_decode_num_accepted_tokens > 0.9 * counts.spec_decode_num_draft_tokens
+        check_draft_pool(llm)
+
+
+def test_a_draft_pool_that_is_too_small(target: str, stranger: str, alone: Answers) -> None:
+    """Drafting for some and not for others, and taking KV away from idle mirrors: never an error, never a token."""
+    speculation = {"mode": "sd", "draft": stranger, "k": 4}
+    with LLM(target, device="cpu", max_num_seqs=16, speculation=speculation) as llm:
+        drafter: Any = llm.engine.round.drafter
+        pool = drafter.pool
+        kept = [pool._unused.popitem()[0] for _ in range(len(pool._unused) - 12)]  # 12 blocks remain
+        assert answers(llm, PROMPTS, PARAMS, 16) == alone
+        assert len(pool._unused) + len(kept) == pool.num_blocks
+        assert llm.engine.metrics.spec_decode_num_drafts > 0
+
+
+@pytest.mark.parametrize("chunk", [16, 33])
+def test_small_chunks(target: str, stranger: str, alone: Answers, chunk: int) -> None:
+    """Drafts share a batch with prefill chunks, and get fewer slots when the budget is short."""
+    speculation = {"mode": "sd", "draft": stranger, "k": 7}
+    with LLM(target, device="cpu", max_num_seqs=8, max_num_batched_tokens=chunk, speculation=speculation) as llm:
+        assert answers(llm, PROMPTS, PARAMS, 64) == alone
+
+
+def test_a_draft_with_a_smaller_or_larger_vocabulary(
+    target: str, alone: Answers, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    for vocabulary in (312, 400):
+        path = tmp_path_factory.mktemp("other-vocabulary")
+        torch.manual_seed(1)
+        config = transformers.LlamaConfig(
+            vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+            max_position_embeddings=64, initializer_range=0.3,
+        )  # fmt: skip
+        transformers.LlamaForCausalLM(config).save_pretrained(path)
+        speculation = {"mode": "sd", "draft": str(path), "k": 3}
+        with LLM(target, device="cpu", max_num_seqs=16, speculation=speculation) as llm:
+            assert answers(llm, PROMPTS, PARAMS, 16) == alone
+            assert llm.engine.metrics.spec_decode_num_drafts > 0
+
+
+def test_rejection_keeps_greedy_text_and_finishes(target: str, stranger: str, alone: Answers) -> None:
+    for draft in (stranger, "ngram", target):
+        speculation = {"mode": "sd", "draft": draft, "k": 3, "acceptance": "rejection"}
+        with LLM(target, device="cpu", max_num_seqs=16, speculation=speculation) as llm:
+            got = answers(llm, PROMPTS, PARAMS, 16)
+        for params, mine, theirs in zip(PARAMS, got, alone, strict=True):
+            if params.temperature == 0.0 or not params.speculate:
+                assert mine == theirs
+            assert len(mine[0]) <= params.max_new_tokens
+
+
+# --- the bundled pair -------------------------------------------------------------------------------------------------
+
+
+def bundled_prompts(count: int) -> list[Any]:
+    sets = [load_prompts(name) for name in ("humaneval", "alpaca", "gsm8k", "ultrafeedback")]
+    plain = [prompt for group in zip(*(s.prompts for s in sets), strict=True) for prompt in group][:count]
+    return [text if i % 4 == 0 else [{"role": "user", "content": text}] for i, text in enumerate(plain)]
+
+
+@pytest.mark.parametrize(("family", "k", "batch"), [("llama", 4, 5), ("qwen3", 2, 8)])
+def test_the_bundled_pairs(family: str, k: int, batch: int) -> None:
+    compare_bundled(family, f"tiny-{family}-draft", k, batch, count=16, new_tokens=24)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("k", KS)
+@pytest.mark.parametrize("draft", ["tiny-llama-draft", "tiny-llama", "ngram"])
+def test_the_bundled_pair_over_the_whole_table(draft: str, k: int, batch: int) -> None:
+    compare_bundled("llama", draft, k, batch, count=64, new_tokens=48)
+
+
+def compare_bundled(family: str, draft: str, k: int, batch: int, *, count: int, new_tokens: int) -> None:
+    prompts, params = bundled_prompts(count), mixed_params(count, new_tokens)
+    with LLM(f"tiny-{family}", device="cpu", max_model_len=1024, max_num_seqs=batch) as llm:
+        expected = answers(llm, prompts, params, batch)
+    speculation = {"mode": "sd", "draft": draft, "k": k}
+    with LLM(f"tiny-{family}", device="cpu", max_model_len=1024, max_num_seqs=batch, speculation=speculation) as llm:
+        assert answers(llm, prompts, params, batch) == expected
+        check_draft_pool(llm)
+
+
+# --- books and refusals -----------------------------------------------------------------------------------------------
+
+
+def test_statistics_of_a_request_and_of_the_engine(target: str) -> None:
+    """A draft that is the target itself is always right."""
+    params = SamplingParams(max_new_tokens=21, ignore_eos=True)
+    with LLM(target, device="cpu", speculation={"mode": "sd", "draft": target, "k": 4}) as llm:
+        [output] = llm.generate([PROMPTS[0]], params)
+        metrics, counts = output.metrics, llm.engine.metrics
+    assert (metrics.drafted, metrics.accepted) == (16, 16)  # 1 + 4 × (4 + 1) tokens: the first round has no draft
+    assert metrics.accepted_per_position == [4, 4, 4, 4]
+    assert metrics.rounds == 5
+    assert counts.spec_decode_num_drafts == 4
+    assert counts.spec_decode_num_draft_tokens == counts.spec_decode_num_accepted_tokens == 16
+    assert counts.spec_decode_num_accepted_tokens_per_pos == [4, 4, 4, 4]
+
+
+def test_a_request_may_do_without(target: str) -> None:
+    params = SamplingParams(max_new_tokens=8, speculate=False, ignore_eos=True)
+    with LLM(target, device="cpu", speculation={"mode": "sd", "draft": target, "k": 4}) as llm:
+        [output] = llm.generate([PROMPTS[0]], params)
+    assert (output.metrics.drafted, output.metrics.rounds) == (0, 8)
+    with pytest.raises(RequestError, match="speculate"):
+        SamplingParams(speculate=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("speculation", "message"),
+    [
+        ({"mode": "sd"}, "needs a draft"),
+        ({"mode": "ar", "k": 3}, "leave the other options out"),
+        ({"mode": "turbo"}, "ar, sd"),
+        ({"mode": "sd", "draft": "ngram", "k": 0}, "from 1 to 64"),
+        ({"mode": "sd", "draft": "ngram", "k": True}, "from 1 to 64"),
+        ({"mode": "sd", "draft": "", "k": 2}, "must be a model"),
+        ({"mode": "sd", "draft": "ngram", "acceptance": "argmax"}, "coupled, rejection"),
+        ({"mode": "sd", "draught": "ngram"}, "did you mean 'draft'"),
+        ("sd", "mapping"),
+    ],
+)
+def test_contradictions_are_refused(speculation: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM("tiny-llama", speculation=speculation)
+
+
+def test_a_draft_of_another_tokenizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"another tokenizer.*ngram"):
+        LLM("tiny-llama", device="cpu", speculation={"mode": "sd", "draft": "tiny-qwen3-draft"})
+
+
+def test_a_missing_draft_is_named() -> None:
+    with pytest.raises(Exception, match="no-such-draft"):
+        LLM("tiny-llama", device="cpu", speculation={"mode": "sd", "draft": str(Path("no-such-draft"))})
