@@ -113,16 +113,20 @@ def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     assert demo().exit_code == 130
 
 
-def test_one_other_token_in_the_batch_fails_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a demo that claims equality without looking, and a second run that asks for something else."""
+@pytest.mark.parametrize("drafted", [False, True])
+def test_one_other_token_fails_the_demo(monkeypatch: pytest.MonkeyPatch, drafted: bool) -> None:
+    """Catches a demo that claims equality without looking, and a further run that asks for something else."""
     generate = LLM.generate
 
-    def altered(llm: LLM, prompts: list[Any], params: list[SamplingParams]) -> list[RequestOutput]:
-        assert len(prompts) == len(QUESTIONS)
-        assert {p.seed for p in params} == {4}
+    def altered(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
         outputs = generate(llm, prompts, params)
-        sample = outputs[2].samples[0]
-        outputs[2].samples[0] = replace(sample, token_ids=[*sample.token_ids[:-1], sample.token_ids[-1] + 1])
+        assert {p.seed for p in (params if isinstance(params, list) else [params])} == {4}
+        for output in outputs:
+            if QUESTIONS[2].text in str(llm.engine.tokenizer.decode(output.prompt_token_ids)) and drafted == (
+                llm.config.speculation.mode == "sd"
+            ):
+                sample = output.samples[0]
+                output.samples[0] = replace(sample, token_ids=[*sample.token_ids[:-1], sample.token_ids[-1] + 1])
         return outputs
 
     monkeypatch.setattr(LLM, "generate", altered)

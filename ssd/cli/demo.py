@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from ssd.cli import speculation
 from ssd.cli.console import explained, load, pace, print_note
 from ssd.core import RequestOutput, SamplingParams
 from ssd.errors import RequestError, SSDError
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 HELP: Final = """\
 Let a model that comes with ssd write a few texts here and now: [bold]no network, no GPU needed[/].
 
-Shows each text as it is written, and its speed. Then answers all prompts again as one batch and compares: the texts \
-must be the same, token for token. Exits with 1 if they are not.
+Shows each text as it is written, and its speed. Then answers all prompts again, as one batch and with a draft that \
+guesses ahead, and compares: the texts must be the same, token for token. Exits with 1 if they are not.
 
 [bold]Try[/]
 
@@ -45,10 +46,13 @@ minutes. They write recognisable English, small Python functions and short arith
 """
 EXACTNESS: Final = """\
 Each text is a function of the model, the prompt, the parameters and the seed, [bold]and of nothing else[/]. That is \
-why all {count} prompts could be answered twice, one at a time and as one batch, and every text came out the same, \
-token for token ({tokens} tokens compared). The same command writes them again.
-
-Every token cost one pass through the model: plain autoregressive decoding.
+why all {count} prompts could be answered three times, one at a time, as one batch and with a draft, and every text \
+came out the same, token for token ({tokens} tokens compared). The same command writes them again.
+"""
+SPECULATION: Final = """\
+Plain decoding costs one pass through the model for every token. In the last row {draft} guessed {k} tokens ahead and \
+the model checked them in one pass: {accepted} of {guessed} guesses were right, {per_round:.2f} tokens came out of a \
+pass, and the texts are still the same. A wrong guess costs time, never text.
 """
 NEXT: Final = """\
 [bold]What to try next[/]
@@ -123,6 +127,8 @@ def demo(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-m", help="Longest answer, in tokens.")] = 64,
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="0: greedy; higher: more varied.")] = 0.8,
     seed: Annotated[int, typer.Option(help="The same seed writes the same texts, another seed other ones.")] = 4,
+    draft: speculation.Draft = None,
+    k: speculation.K = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
     with explained():
@@ -130,21 +136,33 @@ def demo(
         questions = [*(Question("your question", text) for text in prompt or ()), *QUESTIONS]
         console = Console(highlight=False)
         console.width = min(console.width, WIDEST)
-        with load(model, device=device) as llm:
-            show(llm, questions, params, console)
+        wanted = speculation.options(None, draft or bundled_draft(model), k or 3, None)
+        with load(model, device=device) as llm, load(model, device=device, speculation=wanted) as drafted:
+            show(llm, drafted, questions, params, console)
 
 
-def show(llm: LLM, questions: list[Question], params: SamplingParams, console: Console) -> None:
+def bundled_draft(model: str) -> str:
+    """The draft that belongs to a bundled model; look-up for any other."""
+    from ssd.models.checkpoint import bundled_models
+
+    return f"{model}-draft" if f"{model}-draft" in bundled_models() else "ngram"
+
+
+def show(llm: LLM, drafted: LLM, questions: list[Question], params: SamplingParams, console: Console) -> None:
     """The whole demo. SSDError if a text depends on the way it was written."""
     chats = knows_chats(llm)
     _print_heading(llm, params, chats, console)
     asked = [Asked(q, q.prompt(chats), replace(params, stop=q.stop)) for q in questions]
-    writings = [one_at_a_time(llm, asked, console), as_one_batch(llm, asked, console)]
+    writings = [
+        one_at_a_time(llm, asked, console),
+        as_one_batch(llm, asked, console),
+        with_a_draft(drafted, asked, console),
+    ]
     differences = [difference(asked, writings[0], writing) for writing in writings]
     _print_speeds(writings, differences, console)
     for found in filter(None, differences):
         raise SSDError(found)
-    _print_explanation(llm, writings[0], console)
+    _print_explanation(llm, writings[0], drafted, console)
     console.print(NEXT, soft_wrap=True)
 
 
@@ -172,6 +190,14 @@ def as_one_batch(llm: LLM, asked: list[Asked], console: Console) -> Writing:
         started = time.perf_counter()
         outputs = llm.generate([each.prompt for each in asked], [each.params for each in asked])
         return Writing("as one batch", outputs, time.perf_counter() - started)
+
+
+def with_a_draft(llm: LLM, asked: list[Asked], console: Console) -> Writing:
+    """Each answer by itself again, with somebody who guesses ahead."""
+    with console.status("and once more, speculatively"):
+        started = time.perf_counter()
+        outputs = [llm.generate(each.prompt, each.params)[0] for each in asked]
+        return Writing("one at a time, drafted", outputs, time.perf_counter() - started)
 
 
 def difference(asked: list[Asked], reference: Writing, other: Writing) -> str | None:
@@ -246,10 +272,20 @@ def _print_speeds(writings: list[Writing], differences: list[str | None], consol
     console.print(table, "")
 
 
-def _print_explanation(llm: LLM, reference: Writing, console: Console) -> None:
+def _print_explanation(llm: LLM, reference: Writing, drafted: LLM, console: Console) -> None:
     from ssd.models.checkpoint import bundled_models
 
     console.print("[bold]What you have just seen[/]\n")
     if llm.config.model in bundled_models():
         console.print(A_DEMO)
     console.print(EXACTNESS.format(count=len(reference.outputs), tokens=reference.num_tokens))
+    counts, settings = drafted.engine.metrics, drafted.config.speculation
+    console.print(
+        SPECULATION.format(
+            draft=settings.draft,
+            k=settings.k,
+            accepted=counts.spec_decode_num_accepted_tokens,
+            guessed=counts.spec_decode_num_draft_tokens,
+            per_round=counts.output_tokens / max(1, counts.num_rounds),
+        )
+    )
