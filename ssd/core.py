@@ -45,7 +45,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     n: int = 1
-    speculate: bool = True  # False: no drafts for this request (same text, one token a round)
+    speculate: bool = True  # False: no drafts for this request, one token a round
 
     def __post_init__(self) -> None:
         for name, kind, low, high in _RANGES:

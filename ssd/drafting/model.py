@@ -130,13 +130,13 @@ class ModelDrafter:
         return self.runner.vocab_size >= self.vocab_size or max(mirror.text.tokens) < self.runner.vocab_size
 
     def _grow(self, mirror: _Mirror, num_tokens: int, works: Seq[Work]) -> bool:
-        """Gets KV blocks, if need be from sequences that are not at work now."""
-        busy = {work.sequence.id for work in works}
-        idle = [m for i, m in self._mirrors.items() if i not in busy and m.text.blocks]
+        """Gets KV blocks, if need be from sequences that are not at work now, the longest unused first."""
         while not self.pool.grow(mirror.text, num_tokens):
-            if not idle:
+            busy = {work.sequence.id for work in works}
+            idle = next((m for i, m in self._mirrors.items() if i not in busy and m.text.blocks), None)
+            if idle is None:
                 return False
-            self._drop(idle.pop(0))
+            self._drop(idle)
         return True
 
     def _drop(self, mirror: _Mirror) -> None:
