@@ -1,14 +1,14 @@
 """Trains the small models that the package carries: a target and a draft for each family, from text to checkpoint.
 
     python scripts/train_tiny.py corpus --data DIR --work WORK                  # text -> tokenizer -> token ids
-    python scripts/train_tiny.py target --work WORK --family llama              # trained on that text
-    python scripts/train_tiny.py draft  --work WORK --family llama              # distilled on what the target writes
-    python scripts/train_tiny.py export --work WORK --family llama --out ssd/bundle
+    python scripts/train_tiny.py target --work WORK                             # trained on that text
+    python scripts/train_tiny.py draft --work WORK                              # distilled on what the target writes
+    python scripts/train_tiny.py export --work WORK --out ssd/bundle
     python scripts/train_tiny.py picture --work WORK --out docs/pictures        # loss curves
 
-`--data` holds `NAME.jsonl.xz` files, one `{"text"}` or `{"prompt", "response"}` a line, named as in SOURCES. Every
-stage can be stopped and started again: a training run goes on from its last checkpoint in WORK (`--minutes` stops it by
-itself). The defaults are what the shipped models were trained with, on one H200; see docs/tiny-models.md.
+`--data` holds `NAME.jsonl.xz` files, one `{"text"}` or `{"prompt", "response"}` a line, named as in SOURCES of
+tiny_corpus.py. A training that was stopped goes on from its last checkpoint in WORK when it is started again. The
+defaults are those of the shipped models, trained on one H200 (only tiny-qwen3 had 1900 steps); see docs/tiny-models.md.
 """
 
 from __future__ import annotations
@@ -16,64 +16,19 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import lzma
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, track
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tiny_corpus import FAMILIES, MAX_POSITION, VOCAB, Documents, Windows, existing, make_corpus, write_tokenizer
 from torch import nn
-
-# --- what is trained, on what -----------------------------------------------------------------------------------------
-
-SOURCES = {  # file -> how often it is repeated in one epoch
-    "python_libraries": 1,
-    "gutenberg": 1,
-    "github_docs": 1,
-    "kubernetes_docs": 1,
-    "leetcode_python": 1,
-    "thealgorithms_python": 2,
-    "flan_cot": 1,
-    "gsm8k_train": 2,
-    "mbpp_train": 3,
-    "self_instruct_seed": 3,
-    "llms_from_scratch_instr": 3,
-}
-HELD_OUT = 100  # every 100th document of a source is kept for the held-out loss
-VOCAB = 8192
-SPECIALS = {  # the last ids of the vocabulary; the first is the end of a document, the second begins one (if any)
-    "llama": ["<|end_of_text|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
-    "qwen3": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-}
-RESERVED = 8  # ids kept for special tokens
-# A space belongs to the word, the digit or the sign after it. Digits stand alone, so that arithmetic is regular. Line
-# ends are words of their own: a prompt that ends with one is cut as it would be in the middle of a text.
-WORDS = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s*\n|\s+(?!\S)|\s+"
-TEMPLATES = {
-    "llama": (
-        "{{ bos_token }}{% for message in messages %}"
-        "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n{{ message['content'] | trim }}<|eot_id|>"
-        "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-    ),
-    "qwen3": (
-        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] | trim }}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    ),
-}
-CHAT = {  # what the templates put before and behind the content of a message
-    "llama": ("<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>"),
-    "qwen3": ("<|im_start|>{}\n", "<|im_end|>\n"),
-}
-MAX_POSITION = 4096
 
 
 @dataclass(frozen=True)
@@ -89,133 +44,12 @@ class Shape:
 
 
 SHAPES = {"target": Shape(256, 896, 12, 8, 4), "draft": Shape(128, 640, 3, 4, 2)}
-SHARPNESS = (
-    1.5  # factor on a trained target's logits: chat models are surer of themselves than the text they learnt from
-)
-THETA = {"llama": 500000.0, "qwen3": 1000000.0}
-EPS = {"llama": 1e-5, "qwen3": 1e-6}
-
-
-# --- text to token ids ------------------------------------------------------------------------------------------------
-
-
-def read_source(data: Path, name: str) -> list[list[str]]:
-    """Documents: [text], or [prompt, response]."""
-    with lzma.open(data / f"{name}.jsonl.xz", "rt", encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
-    if "text" in rows[0]:
-        return [[row["text"]] for row in rows]
-    return [[row["prompt"].replace("\\n", "\n").strip(), row["response"].strip()] for row in rows]
-
-
-def train_tokenizer(sources: dict[str, list[list[str]]]) -> Tokenizer:
-    """Byte-level BPE without special tokens, from an even share of every source."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(WORDS), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB - RESERVED, initial_alphabet=alphabet, show_progress=False)
-    share = 6_000_000  # characters
-    texts = (text for documents in sources.values() for text in _first(documents, share))
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def _first(documents: list[list[str]], characters: int) -> Iterator[str]:
-    for document in documents:
-        yield from document
-        characters -= sum(map(len, document))
-        if characters < 0:
-            return
-
-
-def with_specials(plain: Tokenizer, family: str) -> Tokenizer:
-    """The family's tokenizer: the same words, its own special tokens at the end of the vocabulary."""
-    tokenizer = Tokenizer.from_str(plain.to_str())
-    spare = [f"<|reserved_{i}|>" for i in range(VOCAB - tokenizer.get_vocab_size() - len(SPECIALS[family]))]
-    tokens = [AddedToken(token, special=True, normalized=False) for token in (*spare, *SPECIALS[family])]
-    tokenizer.add_special_tokens(tokens)
-    if family == "llama":
-        bos = "<|begin_of_text|>"
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
-        )
-    return tokenizer
-
-
-def corpus(args: argparse.Namespace) -> None:
-    """tokenizer.json, and corpus.npz: the token ids of every text of every source, without special tokens."""
-    sources = {name: read_source(args.data, name) for name in SOURCES}
-    tokenizer = train_tokenizer(sources)
-    tokenizer.save(str(args.work / "tokenizer.json"))
-    arrays = {}
-    for name, documents in track(sources.items(), "encoding"):
-        ids = [encoding.ids for encoding in tokenizer.encode_batch_fast([*chain(*documents)])]
-        arrays[name] = np.array([*chain(*ids)], np.uint16)
-        arrays[f"{name}.lengths"] = np.array([len(i) for i in ids], np.int32)
-        arrays[f"{name}.turns"] = np.array(len(documents[0]))
-        print(f"{name}: {len(documents)} documents, {len(arrays[name]) / 1e6:.2f}M tokens")
-    np.savez_compressed(args.work / "corpus.npz", **arrays)
-
-
-class Documents:
-    """The corpus in the dress of one family: special tokens around texts and chats, as its chat template puts them."""
-
-    def __init__(self, work: Path, family: str) -> None:
-        plain = Tokenizer.from_file(str(work / "tokenizer.json"))
-        full = with_specials(plain, family)
-        self.end, *begin = [full.token_to_id(token) for token in SPECIALS[family]]
-        self.begin = begin[:1] if family == "llama" else []
-        rendered = {}
-        for role in ("user", "assistant"):
-            head, tail = CHAT[family]
-            rendered[role] = [full.encode(text, add_special_tokens=False).ids for text in (head.format(role), tail)]
-        self.rendered = rendered
-        self.arrays = np.load(work / "corpus.npz")
-
-    def training(self) -> np.ndarray:
-        """All sources, repeated as SOURCES says, in a random order of documents."""
-        documents = []
-        for name, repeat in SOURCES.items():
-            pieces = self._pieces(name)
-            documents += self._dress([piece for i, piece in enumerate(pieces) if i % HELD_OUT]) * repeat
-        order = np.random.default_rng(0).permutation(len(documents))
-        return np.concatenate([documents[i] for i in order])
-
-    def held_out(self) -> dict[str, np.ndarray]:
-        return {name: np.concatenate(self._dress(self._pieces(name)[::HELD_OUT])) for name in SOURCES}
-
-    def _pieces(self, name: str) -> list[list[np.ndarray]]:
-        """Documents of a source: [text], or [prompt, response]."""
-        texts = np.split(self.arrays[name], np.cumsum(self.arrays[f"{name}.lengths"])[:-1])
-        turns = int(self.arrays[f"{name}.turns"])
-        return [texts[i : i + turns] for i in range(0, len(texts), turns)]
-
-    def _dress(self, pieces: list[list[np.ndarray]]) -> list[np.ndarray]:
-        """Questions and answers become chats of one to three of them."""
-        if len(pieces[0]) == 1:
-            return [self._document(piece) for piece in pieces]
-        chats = [[*self._turn("user", question), *self._turn("assistant", answer)] for question, answer in pieces]
-        ends = np.cumsum(np.random.default_rng(0).choice([1, 1, 1, 2, 3], len(chats)))
-        starts = np.array([0, *ends[:-1]])
-        return [self._document([*chain(*chats[i:j])]) for i, j in zip(starts, ends, strict=True) if i < len(chats)]
-
-    def _turn(self, role: str, content: np.ndarray) -> list[np.ndarray]:
-        head, tail = (np.array(ids, np.uint16) for ids in self.rendered[role])
-        return [head, content, tail]
-
-    def _document(self, parts: list[np.ndarray]) -> np.ndarray:
-        return np.concatenate([np.array(self.begin, np.uint16), *parts, np.array([self.end], np.uint16)])
+SHARPNESS = 1.5  # factor on a target's logits: chat models are surer of themselves than the text they learnt from
 
 
 # --- the model, with the parameter names of a Hugging Face checkpoint -------------------------------------------------
 
-Cache = list[tuple[torch.Tensor, torch.Tensor]]  # per layer: keys and values [batch, kv_heads, positions, head_dim]
+Past = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer: [batch, kv_heads, positions, head_dim]
 
 
 class Norm(nn.Module):
@@ -236,12 +70,9 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(s.width, s.kv_heads * s.head_dim, bias=False)
         self.o_proj = nn.Linear(s.heads * s.head_dim, s.width, bias=False)
         normed = family == "qwen3"
-        self.q_norm = Norm(s.head_dim, EPS[family]) if normed else nn.Identity()
-        self.k_norm = Norm(s.head_dim, EPS[family]) if normed else nn.Identity()
+        self.q_norm, self.k_norm = (Norm(s.head_dim, FAMILIES[family].eps) if normed else nn.Identity() for _ in "qk")
 
-    def forward(
-        self, x: torch.Tensor, rope: torch.Tensor, past: tuple[torch.Tensor, torch.Tensor] | None, start: int
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: torch.Tensor, past: Past | None, start: int) -> torch.Tensor:
         b, n, _ = x.shape
         q, k, v = (p(x).view(b, n, -1, self.s.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
         q, k = (rotate(norm(t).transpose(1, 2), rope) for norm, t in ((self.q_norm, q), (self.k_norm, k)))
@@ -274,18 +105,12 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     def __init__(self, s: Shape, family: str) -> None:
         super().__init__()
-        self.input_layernorm = Norm(s.width, EPS[family])
+        self.input_layernorm = Norm(s.width, FAMILIES[family].eps)
         self.self_attn = Attention(s, family)
-        self.post_attention_layernorm = Norm(s.width, EPS[family])
+        self.post_attention_layernorm = Norm(s.width, FAMILIES[family].eps)
         self.mlp = MLP(s)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        rope: torch.Tensor,
-        past: tuple[torch.Tensor, torch.Tensor] | None = None,
-        start: int = 0,
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: torch.Tensor, past: Past | None, start: int) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope, past, start)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -298,8 +123,8 @@ class Model(nn.Module):
         self.shape, self.family = s, family
         self.embed_tokens = nn.Embedding(VOCAB, s.width)
         self.layers = nn.ModuleList(Layer(s, family) for _ in range(s.layers))
-        self.norm = Norm(s.width, EPS[family])
-        frequencies = THETA[family] ** (-torch.arange(0, s.head_dim, 2) / s.head_dim)
+        self.norm = Norm(s.width, FAMILIES[family].eps)
+        frequencies = FAMILIES[family].theta ** (-torch.arange(0, s.head_dim, 2) / s.head_dim)
         angles = torch.outer(torch.arange(MAX_POSITION), frequencies).repeat(1, 2)
         self.register_buffer("rope", torch.stack((angles.cos(), angles.sin())), persistent=False)
         for name, p in self.named_parameters():
@@ -307,7 +132,7 @@ class Model(nn.Module):
                 out = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * s.layers) if out else 0.02)
 
-    def forward(self, ids: torch.Tensor, past: Cache | None = None, start: int = 0) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, past: list[Past] | None = None, start: int = 0) -> torch.Tensor:
         x = self.embed_tokens(ids)
         if torch.is_autocast_enabled(x.device.type):
             x = x.bfloat16()
@@ -408,27 +233,6 @@ class Run:
         self.step += 1
 
 
-class Windows:
-    """Training windows from a token array, in a fresh random order every epoch, the same for the same step."""
-
-    def __init__(self, tokens: np.ndarray, length: int, batch: int, device: torch.device) -> None:
-        whole = len(tokens) // length * length
-        self.rows = torch.from_numpy(tokens[:whole].astype(np.int32)).view(-1, length).to(device)
-        self.batch = batch
-        self.epoch, self.order = -1, torch.empty(0)
-
-    def __call__(self, step: int) -> torch.Tensor:
-        picks = [self._pick(i) for i in range(step * self.batch, (step + 1) * self.batch)]
-        return self.rows[torch.tensor(picks, device=self.rows.device)].long()
-
-    def _pick(self, index: int) -> int:
-        epoch, place = divmod(index, len(self.rows))
-        if epoch != self.epoch:
-            self.epoch = epoch
-            self.order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(epoch))
-        return int(self.order[place])
-
-
 def train(run: Run, loss_of: Callable[[int], torch.Tensor], minutes: float) -> bool:
     """Runs to the last step (True), or until the minutes are over (False); the state is on disk either way."""
     began = saved = time.monotonic()
@@ -454,20 +258,14 @@ def autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
 
 
-def compiled(function: Any, device: torch.device) -> Any:
+def compiled(function: Callable[..., torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:
     return torch.compile(function, dynamic=False) if device.type == "cuda" else function
 
 
-def new_model(kind: str, family: str, device: torch.device) -> Model:
-    torch.manual_seed(0)
-    return Model(SHAPES[kind], family).to(device)
-
-
-def compile_layers(model: Model) -> None:
+def compile_layers(*models: Model) -> None:
     """One compilation (for each size of a batch) serves all layers, since they are alike."""
-    if model.rope.is_cuda:
-        for layer in model.layers:
-            layer.compile(dynamic=False)
+    for layer in (layer for model in models if model.rope.is_cuda for layer in model.layers):
+        layer.compile(dynamic=False)
 
 
 def cross_entropy(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -484,9 +282,10 @@ def kl_divergence(
 
 
 def train_target(args: argparse.Namespace, family: str) -> None:
+    tokens = Documents(args.work, FAMILIES[family]).training()
+    windows = Windows(tokens, args.context + 1, args.batch, args.device)
     model = new_model("target", family, args.device)
     compile_layers(model)
-    windows = Windows(Documents(args.work, family).training(), args.context + 1, args.batch, args.device)
     loss = compiled(cross_entropy, args.device)
 
     def loss_of(step: int) -> torch.Tensor:
@@ -501,16 +300,12 @@ def train_target(args: argparse.Namespace, family: str) -> None:
 def train_draft(args: argparse.Namespace, family: str) -> None:
     """Half of every batch the target wrote, half is training text; on both, the draft learns the target's law."""
     teacher = load_model(args, family, "target")
-    tokens = Documents(args.work, family).training()
-    written = args.work / f"{family}-written.npy"
-    if not written.is_file():
-        np.save(written, write_text(teacher, torch.from_numpy(tokens.astype(np.int32)), args))
-    model = new_model("draft", family, args.device)
-    compile_layers(teacher)
-    compile_layers(model)
+    tokens = Documents(args.work, FAMILIES[family]).training()
     half = args.batch // 2
-    own = Windows(np.load(written).flatten(), args.written, half * args.context // args.written, args.device)
+    own = Windows(written(args, teacher, tokens), args.written, half * args.context // args.written, args.device)
     given = Windows(tokens, args.context, half, args.device)
+    model = new_model("draft", family, args.device)
+    compile_layers(teacher, model)
     divergence = compiled(kl_divergence, args.device)
 
     def loss_on(rows: torch.Tensor) -> torch.Tensor:
@@ -526,24 +321,35 @@ def train_draft(args: argparse.Namespace, family: str) -> None:
         report(args, family, "draft", model)
 
 
+def written(args: argparse.Namespace, teacher: Model, tokens: np.ndarray) -> np.ndarray:
+    """What the target wrote, one row behind the other; on disk from the first time on."""
+    file = args.work / f"{teacher.family}-written.npy"
+    if not file.is_file():
+        part = file.with_suffix(".part.npy")
+        np.save(part, write_text(teacher, torch.from_numpy(tokens.astype(np.int32)), args))
+        part.rename(file)
+    return np.load(file).flatten()
+
+
 @torch.inference_mode()
 def write_text(teacher: Model, tokens: torch.Tensor, args: argparse.Namespace) -> np.ndarray:
-    """Rows that the target wrote: 64 tokens of training text, then its own, at several temperatures."""
-    device, s, rows, prompt = args.device, teacher.shape, args.writers, args.written // 8
+    """Rows that the target writes: an eighth is training text, the rest its own, at several temperatures."""
+    device, rows, length, prompt = args.device, args.writers, args.written, args.written // 8
+    s, family = teacher.shape, FAMILIES[teacher.family]
     model = copy.deepcopy(teacher).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
     model.rope = teacher.rope
-    ends = (tokens[: -2 * prompt] == VOCAB - len(SPECIALS[teacher.family])).nonzero().flatten()
+    ends = (tokens[: -2 * prompt] == family.token_id(family.specials[0])).nonzero().flatten()
     random = torch.Generator().manual_seed(0)
     temperature = torch.tensor([0.0, 0.7, 1.0, 1.0], device=device).repeat_interleave(rows // 4)[:, None]
-    size = (rows, s.kv_heads, args.written, s.head_dim)
-    past = [tuple(torch.zeros(size, device=device, dtype=model.norm.weight.dtype) for _ in "kv") for _ in model.layers]
+    keys = torch.zeros((rows, s.kv_heads, length, s.head_dim), device=device, dtype=model.norm.weight.dtype)
+    past = [(keys.clone(), keys.clone()) for _ in model.layers]
     batches = []
     for _ in track(range(args.write_batches), "the target writes"):
         begin = ends[torch.randint(len(ends), (rows,), generator=random)] + 1  # a document's first token
         begin[::2] = torch.randint(len(tokens) - prompt, (rows // 2,), generator=random)  # or any
         last = tokens[begin[:, None] + torch.arange(prompt)].to(device).long()
         out, start = [last], 0
-        while start + last.shape[1] < args.written:
+        while start + last.shape[1] < length:
             logits = model.logits(model(last, past, start)[:, -1]).float()
             gumbel = -torch.empty_like(logits).exponential_().log_()
             start += last.shape[1]
@@ -553,11 +359,17 @@ def write_text(teacher: Model, tokens: torch.Tensor, args: argparse.Namespace) -
     return np.concatenate(batches)
 
 
+def new_model(kind: str, family: str, device: torch.device) -> Model:
+    torch.manual_seed(0)
+    return Model(SHAPES[kind], family).to(device)
+
+
 def load_model(args: argparse.Namespace, family: str, kind: str) -> Model:
-    """A trained model, and a target sharpened."""
+    """A model whose training is over; a target is sharpened."""
+    existing(args.work / f"{family}-{kind}-held.json", f"run the stage {kind} --family {family} to its last step first")
+    state = torch.load(args.work / f"{family}-{kind}.pt", map_location=args.device, weights_only=True)
     model = new_model(kind, family, args.device)
-    file = args.work / f"{family}-{kind}.pt"
-    model.load_state_dict(torch.load(file, map_location=args.device, weights_only=True)["model"])
+    model.load_state_dict(state["model"])
     if kind == "target":
         model.norm.weight.data *= SHARPNESS
     return model.requires_grad_(False)
@@ -568,7 +380,7 @@ def load_model(args: argparse.Namespace, family: str, kind: str) -> Model:
 def report(args: argparse.Namespace, family: str, kind: str, model: Model) -> None:
     """Held-out loss of every source, in nats a token, into the table that the docs show."""
     losses: dict[str, float] = {}
-    for name, held in Documents(args.work, family).held_out().items():
+    for name, held in Documents(args.work, FAMILIES[family]).held_out().items():
         tokens = torch.from_numpy(held.astype(np.int64)).to(args.device)
         rows = [tokens[i : i + args.context + 1] for i in range(0, len(tokens) - 1, args.context)][:100]
         with autocast(args.device):
@@ -584,24 +396,24 @@ def report(args: argparse.Namespace, family: str, kind: str, model: Model) -> No
 def export(args: argparse.Namespace, family: str) -> None:
     """Hugging Face directories: what transformers loads, and ssd."""
     for kind, name in (("target", f"tiny-{family}"), ("draft", f"tiny-{family}-draft")):
+        weights = load_model(args, family, kind).state_dict()
         out = args.out / name
         out.mkdir(parents=True, exist_ok=True)
-        weights = load_model(args, family, kind).state_dict()
         tensors = {f"model.{n}": w.bfloat16().contiguous().cpu() for n, w in weights.items()}
         save_file(tensors, out / "model.safetensors", {"format": "pt"})
-        write_descriptions(out, family, SHAPES[kind], Tokenizer.from_file(str(args.work / "tokenizer.json")))
+        write_tokenizer(args.work, FAMILIES[family], out)
+        write_config(out, family, SHAPES[kind])
 
 
-def write_descriptions(out: Path, family: str, s: Shape, plain: Tokenizer) -> None:
-    tokenizer = with_specials(plain, family)
-    tokenizer.save(str(out / "tokenizer.json"))
-    ids = {token: tokenizer.token_to_id(token) for token in SPECIALS[family]}
-    llama = family == "llama"
-    bos = "<|begin_of_text|>" if llama else None
-    stop = ["<|end_of_text|>", "<|eot_id|>"] if llama else ["<|im_end|>", "<|endoftext|>"]
+def write_config(out: Path, name: str, s: Shape) -> None:
+    family = FAMILIES[name]
+    ends = {
+        "bos_token_id": family.token_id(family.begin) if family.begin else None,
+        "eos_token_id": [family.token_id(token) for token in family.stop],
+    }
     config = {
-        "architectures": ["LlamaForCausalLM" if llama else "Qwen3ForCausalLM"],
-        "model_type": family,
+        "architectures": [family.architecture],
+        "model_type": name,
         "vocab_size": VOCAB,
         "hidden_size": s.width,
         "intermediate_size": s.mlp,
@@ -611,96 +423,101 @@ def write_descriptions(out: Path, family: str, s: Shape, plain: Tokenizer) -> No
         "head_dim": s.head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": MAX_POSITION,
-        "rms_norm_eps": EPS[family],
-        "rope_parameters": {"rope_type": "default", "rope_theta": THETA[family]},
+        "rms_norm_eps": family.eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": family.theta},
         "tie_word_embeddings": True,
         "attention_bias": False,
         "dtype": "bfloat16",
-        "bos_token_id": ids[bos] if bos else None,
-        "eos_token_id": [ids[token] for token in stop],
+        **ends,
     }
-    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id")} | {"pad_token_id": ids[stop[0]]}
-    words = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": stop[-1 if llama else 0]}
-    words |= {"model_max_length": MAX_POSITION, "clean_up_tokenization_spaces": False}
-    words |= {"pad_token": stop[0] if llama else stop[1]}
-    for file, content in (("config", config), ("generation_config", generation), ("tokenizer_config", words)):
+    generation = {**ends, "pad_token_id": ends["eos_token_id"][0]}
+    for file, content in (("config", config), ("generation_config", generation)):
         (out / f"{file}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    (out / "chat_template.jinja").write_text(TEMPLATES[family], encoding="utf-8")
 
 
-COLOURS = {"llama-target": "#1f6feb", "qwen3-target": "#bf5af2", "llama-draft": "#1f6feb", "qwen3-draft": "#bf5af2"}
+COLOURS = {"llama": "#1f6feb", "qwen3": "#bf5af2"}
+SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 300" role="img" aria-label="Training losses"><style>
+text{font:13px system-ui,sans-serif;fill:#57606a;text-anchor:end} path{fill:none;stroke-width:1.5}
+</style>"""
 
 
 def picture(args: argparse.Namespace) -> None:
-    """Loss curves as one SVG: the targets' cross entropy on the left, the drafts' divergence on the right."""
+    left = panel(args.work, "target", "targets: cross entropy, nats a token")
+    right = panel(args.work, "draft", "drafts: KL from the target, nats a token")
     args.out.mkdir(parents=True, exist_ok=True)
-    panels = [_panel(args.work, "target", "targets: cross entropy, nats a token", 0)]
-    panels += [_panel(args.work, "draft", "drafts: KL from the target, nats a token", 400)]
-    style = "text{font:13px system-ui,sans-serif;fill:#57606a}path{fill:none;stroke-width:1.5}line{stroke:#d0d7de}"
-    svg = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 300" role="img" aria-label="Training losses">'
-    (args.out / "tiny-losses.svg").write_text(f"{svg}<style>{style}</style>{''.join(panels)}</svg>\n")
+    svg = f'{SVG}{left}<g transform="translate(400)">{right}</g></svg>'
+    (args.out / "tiny-losses.svg").write_text(svg + "\n", encoding="utf-8")
 
 
-def _panel(work: Path, kind: str, title: str, left: int) -> str:
-    curves = {
-        f.name.removesuffix("-losses.json"): json.loads(f.read_text()) for f in work.glob(f"*-{kind}-losses.json")
-    }
+def panel(work: Path, kind: str, title: str) -> str:
+    """A curve for each family, between (50, 260) and (370, 40); losses above 2.2 times the lowest lie on the rim."""
+    curves = {family: curve for family in FAMILIES if (curve := losses(work / f"{family}-{kind}-losses.json"))}
+    if not curves:
+        raise SystemExit(f"{work} holds no losses of a {kind}: run the stage {kind} first, for ten steps at least")
     steps = max(step for curve in curves.values() for step, _ in curve)
-    floor = min(loss for curve in curves.values() for _, loss in curve)
-    low, high = floor * 0.9, floor * 2.2
+    lowest = min(loss for curve in curves.values() for _, loss in curve)
 
-    def place(step: int, loss: float) -> str:
-        return f"{left + 50 + 320 * step / steps:.1f},{260 - 220 * (min(loss, high) - low) / (high - low):.1f}"
+    def y(loss: float) -> int:
+        return round(260 - 220 * (min(loss / lowest, 2.2) - 0.9) / 1.3)
 
-    parts = [f'<text x="{left + 50}" y="24">{title}</text>']
-    for i in range(5):
-        loss = low + (high - low) * i / 4
-        y = 260 - 55 * i
-        parts.append(f'<line x1="{left + 50}" x2="{left + 370}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text x="{left + 44}" y="{y + 4}" text-anchor="end">{loss:.2f}</text>')
-    for i, (name, curve) in enumerate(curves.items()):
-        path = " L".join(place(step, loss) for step, loss in curve)
-        parts.append(f'<path d="M{path}" stroke="{COLOURS[name]}"/>')
-        label = f"{name.replace('-', ' ')}: {curve[-1][1]:.3f}"
-        parts.append(
-            f'<text x="{left + 370}" y="{52 + 18 * i}" text-anchor="end" style="fill:{COLOURS[name]}">{label}</text>'
-        )
-    parts.append(f'<text x="{left + 370}" y="282" text-anchor="end">{steps} steps</text>')
+    parts = [f'<text x="370" y="24">{title}</text>', f'<text x="370" y="282">{steps} steps</text>']
+    for tick in np.linspace(0.9, 2.2, 5) * lowest:
+        parts.append(f'<path d="M50,{y(tick)}H370" stroke="#d0d7de"/>')
+        parts.append(f'<text x="44" y="{y(tick) + 4}">{tick:.2f}</text>')
+    for i, (family, curve) in enumerate(curves.items()):
+        line = " ".join(f"{50 + 320 * step / steps:.1f},{y(loss)}" for step, loss in curve)
+        parts.append(f'<path d="M{line}" stroke="{COLOURS[family]}"/>')
+        label = f"{family}: {curve[-1][1]:.3f}"
+        parts.append(f'<text x="370" y="{52 + 18 * i}" style="fill:{COLOURS[family]}">{label}</text>')
     return "".join(parts)
 
 
-def arguments() -> argparse.Namespace:
+def losses(file: Path) -> list[tuple[int, float]]:
+    return [(step, loss) for step, loss in json.loads(file.read_text())] if file.is_file() else []
+
+
+# --- command line -----------------------------------------------------------------------------------------------------
+
+NUMBERS: list[tuple[str, type, float, str]] = [
+    ("--steps", int, 2300, "of a target's training"),
+    ("--draft-steps", int, 1000, "of a draft's training"),
+    ("--batch", int, 64, "windows a step"),
+    ("--context", int, 2048, "tokens a window"),
+    ("--rate", float, 8e-3, "peak learning rate"),
+    ("--writers", int, 4096, "rows that a target writes at a time, a multiple of 4"),
+    ("--write-batches", int, 4, "how often it does so"),
+    ("--written", int, 512, "tokens a row"),
+    ("--minutes", float, 0, "a training stops after so long, and goes on when started again; 0: never"),
+]
+
+
+def arguments(command: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=["corpus", "target", "draft", "export", "picture"])
     parser.add_argument("--work", type=Path, required=True, help="folder for everything in between")
     parser.add_argument("--data", type=Path, help="folder of the .jsonl.xz files (corpus)")
     parser.add_argument("--out", type=Path, help="folder for the models (export) or the picture")
-    parser.add_argument("--family", nargs="+", choices=["llama", "qwen3"], default=["llama", "qwen3"])
+    parser.add_argument("--family", nargs="+", choices=[*FAMILIES], default=[*FAMILIES], help="default: both")
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--minutes", type=float, default=0, help="stop each training after so long; 0: never")
-    parser.add_argument("--steps", type=int, default=1500, help="of the target's training")
-    parser.add_argument("--draft-steps", type=int, default=800)
-    parser.add_argument("--batch", type=int, default=128, help="windows a step")
-    parser.add_argument("--context", type=int, default=2048, help="tokens a window")
-    parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
-    parser.add_argument("--writers", type=int, default=4096, help="rows that the target writes at a time")
-    parser.add_argument("--write-batches", type=int, default=16)
-    parser.add_argument("--written", type=int, default=512, help="tokens a row")
-    args = parser.parse_args()
-    for stage, needed in (("corpus", "data"), ("export", "out"), ("picture", "out")):
-        if args.stage == stage and getattr(args, needed) is None:
-            parser.error(f"{stage} needs --{needed}")
+    for flag, kind, default, text in NUMBERS:
+        parser.add_argument(flag, type=kind, default=default, help=f"{text} (default: {default:g})")
+    args = parser.parse_args(command)
+    needed = {"corpus": "data", "export": "out", "picture": "out"}.get(args.stage, "work")
+    if getattr(args, needed) is None:
+        parser.error(f"{args.stage} needs --{needed}")
     return args
 
 
-def main() -> None:
-    args = arguments()
+def main(command: list[str] | None = None) -> None:
+    args = arguments(command)
     args.work.mkdir(parents=True, exist_ok=True)
-    if args.stage in ("corpus", "picture"):
-        {"corpus": corpus, "picture": picture}[args.stage](args)
-        return
-    for family in args.family:
-        {"target": train_target, "draft": train_draft, "export": export}[args.stage](args, family)
+    if args.stage == "corpus":
+        make_corpus(args.data, args.work)
+    elif args.stage == "picture":
+        picture(args)
+    else:
+        for family in args.family:
+            {"target": train_target, "draft": train_draft, "export": export}[args.stage](args, family)
 
 
 if __name__ == "__main__":
