@@ -10,7 +10,7 @@ import random
 import shutil
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -70,7 +70,7 @@ def toy_row(source: str, number: int) -> dict[str, str]:
     return {"prompt": f"\n{text}\\nHow many?\n ", "response": f"  {words[0]} = {number} * 2\n\n\n    #### {number}0\n"}
 
 
-def write_toy_corpus(data: Path, sources: Iterator[str]) -> None:
+def write_toy_corpus(data: Path, sources: Iterable[str]) -> None:
     for source in sources:
         with lzma.open(data / f"{source}.jsonl.xz", "wt", encoding="utf-8") as file:
             file.writelines(json.dumps(toy_row(source, i)) + "\n" for i in range(DOCUMENTS))
