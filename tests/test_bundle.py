@@ -240,7 +240,7 @@ def grafted(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:
     return name
 
 
-@pytest.mark.parametrize(("target", "shape"), GRAFTS)
+@pytest.mark.parametrize(("target", "shape"), [("tiny-llama", "wide-64"), ("tiny-qwen3", "wide-128")])
 def test_grafts_write_the_same_text(
     target: str, shape: str, grafted: Callable[[str, str], str], greedy: Callable[[str], list[Answer]]
 ) -> None:
