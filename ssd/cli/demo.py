@@ -136,7 +136,7 @@ def demo(
         questions = [*(Question("your question", text) for text in prompt or ()), *QUESTIONS]
         console = Console(highlight=False)
         console.width = min(console.width, WIDEST)
-        wanted = speculation.options(None, draft or bundled_draft(model), k or 3, None)
+        wanted = speculation.options(None, draft or bundled_draft(model), k or 2, None)
         with load(model, device=device) as llm, load(model, device=device, speculation=wanted) as drafted:
             show(llm, drafted, questions, params, console)
 
