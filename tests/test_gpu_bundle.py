@@ -1,0 +1,55 @@
+"""Grafts at full size on a GPU, in bfloat16: the tiny model's text, and the same text with speculation on."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from ssd import LLM, SamplingParams
+from ssd.prompts import load_prompts
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def prompts(count: int) -> list[Any]:
+    sets = [load_prompts(name) for name in ("humaneval", "alpaca", "gsm8k", "ultrafeedback")]
+    mixed = [prompt for group in zip(*(s.prompts for s in sets), strict=True) for prompt in group][:count]
+    return [text if i % 4 == 0 else [{"role": "user", "content": text}] for i, text in enumerate(mixed)]
+
+
+def write(model: str, count: int, params: SamplingParams, **options: Any) -> list[list[int]]:
+    with LLM(model, device="cuda", max_model_len=2048, max_num_seqs=16, **options) as llm:
+        outputs = llm.generate(prompts(count), params)
+        llm.engine.check()
+    return [output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("base", "shape", "gigabytes"), [("tiny-qwen3", "qwen3-32b", 80), ("tiny-llama", "llama-3.1-8b", 20)]
+)
+def test_a_graft_writes_the_tiny_models_text(base: str, shape: str, gigabytes: int) -> None:
+    """Sums of squares are taken in another order at another width, so a rounding may flip now and then."""
+    if torch.cuda.mem_get_info()[1] < gigabytes * 10**9:
+        pytest.skip(f"needs {gigabytes} GB of GPU memory")
+    greedy = SamplingParams(max_new_tokens=64, ignore_eos=True)
+    expected = write(base, 50, greedy)
+    began = time.perf_counter()
+    with LLM(f"graft:{base}@{shape}", device="cuda", max_model_len=2048, max_num_seqs=16) as llm:
+        assert time.perf_counter() - began < 60
+        got = [output.token_ids for output in llm.generate(prompts(50), greedy)]
+    assert sum(a == b for a, b in zip(got, expected, strict=True)) >= 45
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_speculation_changes_no_token_of_an_8b(temperature: float) -> None:
+    """64 prompts of 128 tokens: what row-invariant kernels are for."""
+    if torch.cuda.mem_get_info()[1] < 30 * 10**9:
+        pytest.skip("needs 30 GB of GPU memory")
+    params = SamplingParams(temperature=temperature, seed=3, max_new_tokens=128, ignore_eos=True)
+    target, draft = "graft:tiny-llama@llama-3.1-8b", "graft:tiny-llama-draft@llama-3.2-1b"
+    expected = write(target, 64, params)
+    for k in (2, 4, 7):
+        assert write(target, 64, params, speculation={"mode": "sd", "draft": draft, "k": k}) == expected
