@@ -233,7 +233,7 @@ def test_options_are_checked(path: str) -> None:
         LLM(path, device="cpu", max_model_len=512, num_kv_blocks=2)
     with pytest.raises(ConfigError, match="dtype='float16'"):
         LLM(path, device="cpu", dtype="float16")
-    with pytest.raises(ConfigError, match="speculation mode='sd'"):
+    with pytest.raises(ConfigError, match='speculation mode="sd" needs a draft'):
         LLM(path, speculation={"mode": "sd"})
     with pytest.raises(ModelNotFound):
         LLM("no/such-model")
