@@ -21,9 +21,7 @@ from rich.table import Table
 
 from ssd import LLM, SamplingParams
 from ssd.engine.metrics import EngineMetrics
-from ssd.prompts import load_prompts
-
-SETS = ("humaneval", "alpaca", "gsm8k", "ultrafeedback")
+from ssd.prompts import OWN_SETS, load_prompts
 
 
 @dataclass
@@ -66,7 +64,7 @@ def main() -> None:
     contenders += [Contender(f"k = {k}", load(args, {"mode": "sd", "draft": args.draft, "k": k})) for k in args.k]
     if args.draft != "ngram":
         contenders.append(Contender("ngram, k = 5", load(args, {"mode": "sd", "draft": "ngram", "k": 5})))
-    prompts = questions(args.prompts)
+    prompts = [prompt for name in OWN_SETS for prompt in load_prompts(name).asked(args.prompts)]
     for temperature in args.temperatures:
         params = SamplingParams(temperature=temperature, seed=5, max_new_tokens=args.tokens, ignore_eos=True)
         measure(contenders, prompts, params, args.repeats)
@@ -92,11 +90,6 @@ def measure(contenders: list[Contender], prompts: list[Any], params: SamplingPar
 def load(args: argparse.Namespace, speculation: dict[str, Any] | None) -> LLM:
     options = {"device": args.device, "max_model_len": 1024, "max_num_seqs": 1, "num_kv_blocks": 65}
     return LLM(args.target, speculation=speculation, **options)
-
-
-def questions(count: int) -> list[Any]:
-    sets = [(name, load_prompts(name).prompts[:count]) for name in SETS]
-    return [p if name == "humaneval" else [{"role": "user", "content": p}] for name, prompts in sets for p in prompts]
 
 
 def arguments() -> argparse.Namespace:

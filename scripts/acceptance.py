@@ -28,10 +28,10 @@ from ssd.config import EngineConfig
 from ssd.core import Batch, Request, RequestOutput, Sequence
 from ssd.decoding.law import Row, perturbed
 from ssd.execution.runner import ModelRunner
+from ssd.llm import Prompt
 from ssd.models.checkpoint import open_checkpoint
-from ssd.prompts import load_prompts
+from ssd.prompts import OWN_SETS, load_prompts
 
-SETS = ("humaneval", "alpaca", "gsm8k", "ultrafeedback")
 LONGEST = 1536  # tokens of prompt and output
 COLUMNS = ("coupled", "rejection", "near", "tokens a round, K = 4", "K = 7")
 
@@ -70,12 +70,9 @@ def rounds(right: list[bool], k: int) -> int:
     return count
 
 
-def measure(
-    llm: LLM, readers: list[ModelRunner], prompts: tuple[str, ...], params: SamplingParams, chat: bool
-) -> Tally:
+def measure(llm: LLM, readers: list[ModelRunner], prompts: list[Prompt], params: SamplingParams) -> Tally:
     tally = Tally()
-    asked = [[{"role": "user", "content": prompt}] if chat else prompt for prompt in prompts]
-    for output in llm.generate(asked, params):
+    for output in llm.generate(prompts, params):
         if output.error is None and output.token_ids:
             tally.add(*compare(readers, output, params))
     return tally
@@ -116,7 +113,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target")
     parser.add_argument("draft")
-    parser.add_argument("--sets", nargs="+", default=SETS)
+    parser.add_argument("--sets", nargs="+", default=list(OWN_SETS))
     parser.add_argument("--data", type=Path, help="folder of prompt sets; without it SSD_DATASET_DIR, else our own")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--prompts", type=int, default=40, help="of each set")
@@ -139,8 +136,7 @@ def main() -> None:
     for name, temperature in track([(name, t) for name in args.sets for t in args.temperatures], "measuring"):
         prompts = load_prompts(name, args.data)
         params = SamplingParams(temperature=temperature, seed=1, max_new_tokens=args.tokens)
-        chat = name != "humaneval"  # a function to be completed is no question
-        tally = measure(llm, readers, prompts.prompts[: args.prompts], params, chat)
+        tally = measure(llm, readers, prompts.asked(args.prompts), params)
         results.append({"set": name, "origin": prompts.origin, "temperature": temperature, "tokens": tally.tokens})
         results[-1] |= dict(zip(COLUMNS, tally.figures(), strict=True))
         table.add_row(name, f"{temperature:g}", str(tally.tokens), *(f"{figure:.3f}" for figure in tally.figures()))

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from ssd import LLM, SamplingParams
-from ssd.prompts import load_prompts
+from ssd.prompts import OWN_SETS, load_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def prompts(count: int) -> list[Any]:
-    sets = [load_prompts(name) for name in ("humaneval", "alpaca", "gsm8k", "ultrafeedback")]
-    mixed = [prompt for group in zip(*(s.prompts for s in sets), strict=True) for prompt in group][:count]
-    return [text if i % 4 == 0 else [{"role": "user", "content": text}] for i, text in enumerate(mixed)]
+    """The four sets in turn."""
+    sets = [load_prompts(name).asked() for name in OWN_SETS]
+    return [prompt for group in zip(*sets, strict=True) for prompt in group][:count]
 
 
 def write(model: str, count: int, params: SamplingParams, **options: Any) -> list[list[int]]:

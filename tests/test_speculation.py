@@ -20,7 +20,7 @@ from ssd import LLM, RequestOutput, SamplingParams
 from ssd.core import Outcome, Proposal, Work
 from ssd.core import Sequence as Text
 from ssd.errors import ConfigError, RequestError
-from ssd.prompts import load_prompts
+from ssd.prompts import OWN_SETS, load_prompts
 
 Answers = list[tuple[Any, ...]]
 KS = (1, 2, 4, 7, 12)
@@ -211,9 +211,9 @@ def test_rejection_keeps_greedy_text_and_finishes(target: str, stranger: str, al
 
 
 def bundled_prompts(count: int) -> list[Any]:
-    sets = [load_prompts(name) for name in ("humaneval", "alpaca", "gsm8k", "ultrafeedback")]
-    plain = [prompt for group in zip(*(s.prompts for s in sets), strict=True) for prompt in group][:count]
-    return [text if i % 4 == 0 else [{"role": "user", "content": text}] for i, text in enumerate(plain)]
+    """The four sets in turn."""
+    sets = [load_prompts(name).asked() for name in OWN_SETS]
+    return [prompt for group in zip(*sets, strict=True) for prompt in group][:count]
 
 
 @pytest.mark.parametrize(("family", "k", "batch"), [("llama", 4, 5), ("qwen3", 2, 8)])

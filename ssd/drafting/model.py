@@ -96,7 +96,7 @@ class ModelDrafter:
                 mirror = self._mirror(work.sequence)
                 end = min(work.sequence.num_computed + work.num_tokens, self.max_len)
                 if self._knows(mirror) and self._grow(mirror, end, works):
-                    self._read([mirror], end)
+                    self._read(mirror.text, end)
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None]) -> None:
         return  # mirrors take over what was decided when they are used next
@@ -186,21 +186,19 @@ class ModelDrafter:
         """Reads all decided tokens; logits after the last one of each."""
         while sum(mirror.text.num_pending for mirror in mirrors) > max(self.max_num_batched_tokens, len(mirrors)):
             longest = max(mirrors, key=lambda mirror: mirror.text.num_pending)
-            self._read([longest], len(longest.text.tokens) - 1)
+            self._read(longest.text, len(longest.text.tokens) - 1)
         works = [Work(mirror.text, mirror.text.num_pending) for mirror in mirrors]
         logits = self.runner.forward(Batch.build(works, self.runner.block_size))
         for mirror in mirrors:
             mirror.text.num_computed = len(mirror.text.tokens)
         return logits
 
-    def _read(self, mirrors: Seq[_Mirror], end: int) -> None:
+    def _read(self, text: Sequence, end: int) -> None:
         """Computes the KV of decided tokens up to `end`, in chunks."""
-        for mirror in mirrors:
-            text = mirror.text
-            while text.num_computed < end:
-                count = min(end - text.num_computed, self.max_num_batched_tokens)
-                self.runner.forward(Batch.build([Work(text, count)], self.runner.block_size))
-                text.num_computed += count
+        while text.num_computed < end:
+            count = min(end - text.num_computed, self.max_num_batched_tokens)
+            self.runner.forward(Batch.build([Work(text, count)], self.runner.block_size))
+            text.num_computed += count
 
     def _step(self, mirrors: Seq[_Mirror]) -> Batch:
         """One more token for each: its last drafted one."""

@@ -23,6 +23,11 @@ class PromptSet:
     prompts: tuple[str, ...]
     origin: str  # where the prompts come from, in words for a report
 
+    def asked(self, count: int | None = None) -> list[str | list[dict[str, str]]]:
+        """The first prompts as they are put to a model: a function to be completed is no question, all others are."""
+        plain = self.name == "humaneval"
+        return [text if plain else [{"role": "user", "content": text}] for text in self.prompts[:count]]
+
 
 def load_prompts(name: str, folder: Path | None = None) -> PromptSet:
     """The set `name` of `folder` (else of $SSD_DATASET_DIR) if it is there, otherwise the project's own one.
