@@ -10,6 +10,7 @@ import difflib
 import os
 import re
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
@@ -21,39 +22,101 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 NGRAM = "ngram"
+K_MAX = 8  # of k="auto"
+_AHEAD = {"fan_out", "fan_out_hit", "fan_out_miss", "budget", "backup", "placement"}  # options of mode="ssd"
 
 
 @dataclass(frozen=True)
 class SpeculationConfig:
     """Who proposes tokens, and by which rule they are accepted.
 
-    `ar`: nobody, plain autoregressive decoding. `sd`: `draft` proposes `k` tokens a round.
+    `ar`: nobody, plain autoregressive decoding. `sd`: `draft` proposes `k` tokens a round, and the target waits for it.
+    `ssd`: while the target verifies, the draft prepares the next proposal for every likely outcome.
     """
 
-    mode: Literal["ar", "sd"] = "ar"
-    draft: str | None = None  # a small model of the same tokenizer, or "ngram": what followed the last tokens before
-    k: int = 4
+    mode: Literal["ar", "sd", "ssd"] = "ar"
+    draft: str | None = (
+        None  # a small model of the same tokenizer, or "ngram" (sd): what followed the last tokens before
+    )
+    k: int | Literal["auto"] = 4  # "auto": as many as pay, at most K_MAX
     acceptance: Literal["coupled", "rejection"] = "coupled"
+    saguaro_c: float = (
+        1.0  # rejection: below 1 the draft avoids its likeliest tokens, so that prepared ones are right more often
+    )
+    fan_out: int | Literal["geometric", "adaptive"] = (
+        "adaptive"  # ssd: which outcomes are prepared; a number: so many tokens each
+    )
+    fan_out_hit: Seq[int] | None = (
+        None  # ssd: so many tokens after 0, 1, … accepted ones, for a draft that was prepared
+    )
+    fan_out_miss: Seq[int] | None = None  # ssd: the same for a draft that was not
+    budget: int = 16  # ssd: outcomes prepared for one sequence
+    backup: Literal["jit", "fast", "auto"] = "auto"  # ssd: who proposes when the outcome was not prepared
+    placement: Literal["auto", "inline", "stream", "process"] = "auto"  # ssd: where the draft runs
 
     def __post_init__(self) -> None:
-        for name in ("mode", "acceptance"):
+        for name in ("mode", "acceptance", "backup", "placement"):
             known = get_args(get_type_hints(SpeculationConfig)[name])
             if getattr(self, name) not in known:
                 raise ConfigError(f"speculation {name}={getattr(self, name)!r}: must be one of {', '.join(known)}")
         if self.draft is not None and (not isinstance(self.draft, (str, os.PathLike)) or not str(self.draft)):
             raise ConfigError(f"speculation draft={self.draft!r}: must be a model, or {NGRAM!r}")
-        if not is_int(self.k) or not 1 <= self.k <= 64:
-            raise ConfigError(f"speculation k={self.k!r}: must be an integer from 1 to 64")
-        if self.mode == "sd" and self.draft is None:
-            raise ConfigError(f'speculation mode="sd" needs a draft: name a model, or {NGRAM!r}')
-        if self.mode == "ar" and any(getattr(self, f.name) != f.default for f in dataclasses.fields(self)):
-            raise ConfigError('speculation mode="ar" drafts nothing: leave the other options out, or use mode="sd"')
+        self._check_numbers()
+        self._check_fan_out()
+        self._check_together()
         if self.draft is not None:
             object.__setattr__(self, "draft", str(self.draft))
 
+    def _check_numbers(self) -> None:
+        if self.k != "auto" and (not is_int(self.k) or not 1 <= self.k <= 64):
+            raise ConfigError(f"speculation k={self.k!r}: must be an integer from 1 to 64, or 'auto'")
+        if not is_int(self.budget) or not 1 <= self.budget <= 256:
+            raise ConfigError(f"speculation budget={self.budget!r}: must be an integer from 1 to 256")
+        c = self.saguaro_c
+        if not (is_int(c) or isinstance(c, float)) or not 0 <= c <= 1:
+            raise ConfigError(f"speculation saguaro_c={c!r}: must be a number from 0 to 1")
+
+    def _check_fan_out(self) -> None:
+        fan_out = self.fan_out
+        if not (1 <= fan_out <= 16 if isinstance(fan_out, int) else fan_out in ("geometric", "adaptive")):
+            raise ConfigError(f"speculation fan_out={self.fan_out!r}: must be 'adaptive', 'geometric' or 1 to 16")
+        for name in ("fan_out_hit", "fan_out_miss"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            right = isinstance(value, (list, tuple)) and all(is_int(n) and 0 <= n <= 16 for n in value) and any(value)
+            if not right or self.k == "auto" or len(value) != self.k + 1:
+                raise ConfigError(
+                    f"speculation {name}={value!r}: must be a list of k + 1 numbers from 0 to 16 (after 0, 1, …, k "
+                    "accepted tokens), not all of them 0, and k a number"
+                )
+            object.__setattr__(self, name, tuple(value))
+        if (self.fan_out_hit is None) != (self.fan_out_miss is None):
+            raise ConfigError("speculation fan_out_hit and fan_out_miss belong together: give both, or neither")
+
+    def _check_together(self) -> None:
+        changed = {f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default} - {"mode"}
+        if self.mode == "ar" and changed:
+            raise ConfigError('speculation mode="ar" drafts nothing: leave the other options out, or use mode="sd"')
+        if self.mode != "ar" and self.draft is None:
+            raise ConfigError(f'speculation mode="{self.mode}" needs a draft: name a model, or (sd) {NGRAM!r}')
+        if self.mode == "sd" and (ahead := sorted(changed & _AHEAD)):
+            raise ConfigError(
+                f'speculation mode="sd" has no option {", ".join(ahead)}: leave it out, or use mode="ssd"'
+            )
+        if self.mode == "ssd" and self.draft == NGRAM:
+            raise ConfigError(f'speculation draft={NGRAM!r} has nothing to prepare: use mode="sd", or a draft model')
+        if self.saguaro_c != 1.0 and self.acceptance != "rejection":
+            raise ConfigError('speculation saguaro_c is for acceptance="rejection": leave it out, or change the rule')
+        if self.fan_out_hit is not None and self.fan_out != "adaptive":
+            raise ConfigError("speculation fan_out and fan_out_hit/fan_out_miss are two ways to say it: leave one out")
+
     @property
     def lookahead(self) -> int:
-        return 0 if self.mode == "ar" else self.k
+        """The most tokens that are ever drafted for a sequence in a round."""
+        if self.mode == "ar":
+            return 0
+        return K_MAX if self.k == "auto" else int(self.k)
 
     @classmethod
     def of(cls, value: SpeculationConfig | Mapping[str, Any] | None) -> SpeculationConfig:

@@ -159,6 +159,8 @@ class RequestMetrics:
     drafted: int = 0  # tokens that were proposed and verified
     accepted: int = 0  # of those
     accepted_per_position: list[int] = field(default_factory=list)  # how often the first, second, … drafted token stood
+    look_ups: int = 0  # rounds whose draft could have been prepared (mode="ssd")
+    hits: int = 0  # those whose draft was
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -197,6 +199,7 @@ class Sequence:
     prefix_entries: list[int] = field(default_factory=list)  # filled by the block pool: cache entry per full block
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
+    last_accepted: int = 0  # drafted tokens that stood in the last round
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
@@ -237,6 +240,7 @@ class Proposal:
 
     token_ids: tuple[int, ...] = ()
     laws: Any = field(default=None, compare=False, repr=False)
+    origin: str = field(default="draft", compare=False)  # how it came about
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class LLM:
         params = params or SamplingParams()
         if params.n != 1:
             raise RequestError(f"n={params.n}: a stream carries one sample; use generate() for several")
-        return TextStream(self, self.engine.add(self._encode(prompt, chat_options), params))
+        return TextStream(self, self.engine.add(self.encode(prompt, chat_options), params))
 
     def _step(self, waiting_for: str) -> None:
         """One round for everybody: finished outputs are kept for whoever waits for them."""
@@ -106,6 +106,7 @@ class LLM:
     def close(self) -> None:
         """Frees the model, the KV and everything else. Safe to call twice."""
         if self._engine is not None:
+            self._engine.close()
             self._engine = None
             self._finished.clear()
             self._abandoned.clear()
@@ -126,7 +127,7 @@ class LLM:
     ) -> str:
         tokens: list[int] = []
         try:
-            tokens = self._encode(prompt, chat_options)
+            tokens = self.encode(prompt, chat_options)
             return self.engine.add(tokens, params)
         except RequestError as error:
             if strict:
@@ -136,7 +137,7 @@ class LLM:
             self._finished[request_id] = refused(request_id, tokens, str(error))
             return request_id
 
-    def _encode(self, prompt: Prompt, chat_options: Mapping[str, Any] | None) -> list[int]:
+    def encode(self, prompt: Prompt, chat_options: Mapping[str, Any] | None = None) -> list[int]:
         kind = _kind(prompt)
         if kind == "ids":
             return list(cast("Seq[int]", prompt))

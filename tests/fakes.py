@@ -19,7 +19,6 @@ import torch
 from ssd.core import (
     Batch,
     FinishReason,
-    Outcome,
     Proposal,
     Request,
     RequestOutput,
@@ -29,12 +28,13 @@ from ssd.core import (
     sequence_seed,
 )
 from ssd.decoding.acceptance import Acceptance
-from ssd.decoding.drafter import Drafter, NoDrafter
+from ssd.decoding.drafter import Drafter
 from ssd.decoding.law import Row, choose
 from ssd.decoding.round import Round
 from ssd.engine.blocks import BlockPool
 from ssd.engine.engine import Engine
 from ssd.engine.scheduler import Scheduler
+from ssd.kernels.ops import DeviceBatch
 from ssd.text.tokenizer import Tokenizer
 
 VOCAB = 32
@@ -180,10 +180,15 @@ class TableModel:
 
     block_size = 64
     num_blocks = 4096
-    decoder = SimpleNamespace(device=torch.device("cpu"))
+    kv = ()
+    scratch_slot = 0
+    device = torch.device("cpu")
+    ops = SimpleNamespace(tile_tokens=lambda heads, split_kv: 64)
+    layers = (SimpleNamespace(heads=None),)
 
     def __init__(self, vocab_size: int, seed: int, spread: int = 16, positions: int = 64) -> None:
         self.vocab_size = vocab_size
+        self.decoder = self
         shape, generator = (positions, vocab_size, vocab_size), torch.Generator().manual_seed(seed)
         self.table = torch.randint(-spread, spread + 1, shape, generator=generator) / 8  # [position, token, next]
 
@@ -192,13 +197,18 @@ class TableModel:
             [batch.positions[i] for i in batch.logit_rows], [batch.token_ids[i] for i in batch.logit_rows]
         ]
 
+    def __call__(self, batch: DeviceBatch, kv: object) -> torch.Tensor:
+        """As a decoder; positions behind the last one are those of lanes' padding."""
+        rows = self.table[batch.positions.long().clamp(max=len(self.table) - 1), batch.token_ids.long()]
+        return rows if batch.logit_rows is None else rows[batch.logit_rows]
+
 
 # --- drafters ---------------------------------------------------------------------------------------------------------
 
 Manner = Literal["right", "wrong", "mixed"]
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Proposes what the target will choose, something else, or first the one and then the other.
 
     `rude` drafters fill the whole lookahead even where the sequence has no room left for it.
@@ -209,23 +219,9 @@ class ScriptedDrafter:
         self.manner = manner
         self.rude = rude
         self.forgotten: list[int] = []
-        self.num_proposed = self.num_accepted = 0
-        self._anticipated: list[Work] | None = None
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
         return [Proposal(tuple(self._tokens(work.sequence))) for work in works]
-
-    def anticipate(self, works: Seq[Work]) -> None:
-        self._anticipated = list(works)
-
-    def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None]) -> None:
-        if self._anticipated != list(works) or len(works) != len(outcomes):
-            raise AssertionError("observe() must report on the works that anticipate() announced")
-        self._anticipated = None
-        for work, outcome in zip(works, outcomes, strict=True):
-            if outcome is not None:
-                self.num_proposed += len(work.proposal.token_ids)
-                self.num_accepted += outcome.num_accepted
 
     def forget(self, sequence: Sequence) -> None:
         self.forgotten.append(sequence.id)
@@ -276,6 +272,8 @@ class Harness:
                 return self.outputs
             self.step()
             self.engine.check()
+            if self.engine.round.failures:
+                raise AssertionError("the drafter raised")
         raise AssertionError(f"there is still work after {limit} rounds")
 
     def run(self, prompt: Seq[int], params: SamplingParams | None = None) -> RequestOutput:
@@ -296,7 +294,7 @@ def make_harness(
     stop_token_ids: frozenset[int] = frozenset(),
     tokenizer: Tokenizer | None = None,
 ) -> Harness:
-    drafter = drafter or NoDrafter()
+    drafter = drafter or Drafter()
     target = FakeTarget(block_size)
     scheduler = Scheduler(
         BlockPool(num_blocks, block_size, prefix_caching=prefix_caching),

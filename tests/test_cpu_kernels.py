@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ssd.decoding import noise
 from ssd.kernels import cpu
 from ssd.kernels.cpu import Kernels
 
@@ -283,6 +285,41 @@ def test_attention_with_large_scores(kernels: Kernels) -> None:
     close(paged.run(kernels, [(0, 0, 140)])[0], paged.reference(0), torch.float32, scale=20)
 
 
+# ------------------------------------------------------------------------------------------------ gumbel
+
+
+def noise_keys(rows: int) -> Tensor:
+    return torch.randint(-(2**63), 2**63 - 1, (rows,))
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 3, 7, 8, 9, 31, 32, 33, 100, 2047, 2048, 2049, 8192, 40_003])
+def test_gumbel(kernels: Kernels, vocab: int) -> None:
+    """Against plain torch; and a row alone, or cut short, keeps its bits whatever the vectors and chunks."""
+    keys = noise_keys(5)
+    whole = kernels.gumbel(keys, vocab, *noise.constants())
+    assert whole.dtype is torch.float32
+    torch.testing.assert_close(whole, noise.gumbel_reference(keys, vocab), rtol=1.2e-7, atol=1e-9)
+    for i, row in enumerate(whole):
+        assert torch.equal(kernels.gumbel(keys[i : i + 1], vocab, *noise.constants())[0], row)
+    for n in {1, vocab // 3, vocab - 1} - {0}:
+        assert torch.equal(kernels.gumbel(keys, n, *noise.constants()), whole[:, :n])
+
+
+def test_gumbel_speed(kernels: Kernels) -> None:
+    """Asserts nothing (a machine may be busy): `pytest -s` shows what the kernel gains."""
+    for rows, threads in ((rows, threads) for threads in (1, 2) for rows in (1, 5, 24)):
+        torch.set_num_threads(threads)
+        keys, best = noise_keys(rows), []
+        for draw in (lambda k: noise.gumbel_reference(k, 8192), lambda k: kernels.gumbel(k, 8192, *noise.constants())):
+            times = []
+            for _ in range(6):
+                start = time.perf_counter()
+                draw(keys)
+                times.append(time.perf_counter() - start)
+            best.append(min(times) * 1e3)
+        sys.stdout.write(f"\n[{rows}, 8192], {threads} threads: torch {best[0]:.3f} ms, kernel {best[1]:.3f} ms")
+
+
 # ------------------------------------------------------------------------------------------------ threads, building
 
 
@@ -292,6 +329,7 @@ def test_threads_keep_the_bits(kernels: Kernels, dtype: torch.dtype) -> None:
     gated = kernels.pack_linear(torch.randn(300, 256).to(dtype), gated=True)
     weight, paged = torch.rand(256).to(dtype), Paged([200, 90], 6, 2, 64, dtype)
     cos, sin = rope_tables(64)
+    keys = noise_keys(6)
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
@@ -300,7 +338,8 @@ def test_threads_keep_the_bits(kernels: Kernels, dtype: torch.dtype) -> None:
         q = kernels.rope_and_store(heads, torch.arange(200), cos, sin, torch.arange(200), k_cache, v_cache, 6)
         attention = paged.run(kernels, [(0, 0, 200), (1, 60, 90)])
         linear = [kernels.linear(x, packed), kernels.linear(x[:1], packed), kernels.linear(x, gated)]
-        results.append([*linear, kernels.rms_norm(x, weight, 1e-6), q, k_cache, v_cache, *attention])
+        noises = [kernels.gumbel(keys, vocab, *noise.constants()) for vocab in (5, 8192, 9001)]
+        results.append([*linear, kernels.rms_norm(x, weight, 1e-6), q, k_cache, v_cache, *attention, *noises])
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 

@@ -19,7 +19,7 @@ ROOMS = [  # from the ground floor up
     {"engine"},
     {"drafting"},
     {"assembly"},
-    {"llm"},
+    {"llm", "worker"},
     {"cli", "__main__", "__init__"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -17,7 +18,7 @@ from fakes import chi_squared_p
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.decoding.noise import gumbel, mix64, position_key
+from ssd.decoding.noise import gumbel, gumbel_of, gumbel_reference, mix64, position_key, signed
 
 CPU = torch.device("cpu")
 GOLDEN = 0x9E37_79B9_7F4A_7C15
@@ -41,6 +42,26 @@ def in_python(key: int, token: int) -> float:
     return -math.log(-math.log(uniform))
 
 
+def unmix64(y: int) -> int:
+    """The x of which y is `mix64`: the steps undone, last first."""
+    y ^= (y >> 31) ^ (y >> 62)
+    y = y * pow(0x94D0_49BB_1331_11EB, -1, 2**64) % 2**64
+    y ^= (y >> 27) ^ (y >> 54)
+    y = y * pow(0xBF58_476D_1CE4_E5B9, -1, 2**64) % 2**64
+    return y ^ (y >> 30) ^ (y >> 60)
+
+
+Draw = Callable[[Seq[int], int, torch.device], torch.Tensor]
+
+
+def plain(some_keys: Seq[int], vocab: int, device: torch.device) -> torch.Tensor:
+    """What `gumbel` is where there is no compiler."""
+    return gumbel_reference(torch.tensor([signed(k) for k in some_keys], dtype=torch.int64, device=device), vocab)
+
+
+BOTH = pytest.mark.parametrize("draw", [gumbel, plain], ids=["kernel", "torch"])
+
+
 # --- known answers ----------------------------------------------------------------------------------------------------
 
 
@@ -57,19 +78,21 @@ def test_mix64_is_splitmix64s_finaliser() -> None:
     assert [mix64(1234567 + (i + 1) * GOLDEN) for i in range(5)] == expected
 
 
-def test_known_answers() -> None:
+@BOTH
+def test_known_answers(draw: Draw) -> None:
     """Catches any change of the noise, which would change every seeded output of every user."""
     assert [position_key(0, 0), position_key(42, 7), position_key(2**64 - 1, 123456)] == PINNED_KEYS
-    noise = gumbel([position_key(0, 0), position_key(42, 7)], 4, CPU)
+    noise = draw([position_key(0, 0), position_key(42, 7)], 4, CPU)
     assert noise.dtype == torch.float32
     assert noise.shape == (2, 4)
     torch.testing.assert_close(noise, torch.tensor(PINNED_NOISE), rtol=1e-6, atol=0)
 
 
-@given(st.lists(u64, min_size=1, max_size=4), st.integers(1, 40))
-def test_the_tensor_code_is_the_python_code(some_keys: list[int], vocab: int) -> None:
+@BOTH
+@given(some_keys=st.lists(u64, min_size=1, max_size=4), vocab=st.integers(1, 40))
+def test_the_tensor_code_is_the_python_code(draw: Draw, some_keys: list[int], vocab: int) -> None:
     """Catches arithmetic shifts, lost carries and signs in the int64 emulation of uint64."""
-    noise = gumbel(some_keys, vocab, CPU)
+    noise = draw(some_keys, vocab, CPU)
     expected = torch.tensor([[in_python(k, t) for t in range(vocab)] for k in some_keys], dtype=torch.float64)
     torch.testing.assert_close(noise.double(), expected, rtol=2e-7, atol=1e-9)
 
@@ -78,33 +101,77 @@ def test_the_tensor_code_is_the_python_code(some_keys: list[int], vocab: int) ->
 def test_mix64_ignores_bits_beyond_64_and_is_a_bijection(x: int) -> None:
     """Catches Python's unbounded integers leaking into the key."""
     assert mix64(x) == mix64(x + 2**64) == mix64(x - 2**64) < 2**64
-    y = mix64(x)  # undo it, step by step
-    y ^= (y >> 31) ^ (y >> 62)
-    y = y * pow(0x94D0_49BB_1331_11EB, -1, 2**64) % 2**64
-    y ^= (y >> 27) ^ (y >> 54)
-    y = y * pow(0xBF58_476D_1CE4_E5B9, -1, 2**64) % 2**64
-    assert y ^ (y >> 30) ^ (y >> 60) == x
+    assert unmix64(mix64(x)) == x
+
+
+@BOTH
+def test_every_kind_of_bits_is_as_precise(draw: Draw) -> None:
+    """Catches a logarithm that loses digits next to 0 or 1, where -log(u) is 1 and where its mantissa wraps around.
+
+    The rows' first tokens have chosen bits. Half an ulp of float32 is the rounding; what float64 leaves is far below.
+    """
+    near = [int(u * 2**32) for u in (0.0, 1 / math.e, math.sqrt(0.5), 0.5, 0.25, math.exp(-math.sqrt(2)), 1.0)]
+    bits = sorted({b for n in near for b in range(n - 2000, n + 2000) if 0 <= b < 2**32})
+    assert (bits[0], bits[-1]) == (0, 2**32 - 1)
+    chosen = [unmix64(b << 32 | (b * GOLDEN & 0xFFFF_FFFF)) for b in bits]
+    expected = torch.tensor([-math.log(-math.log((b + 0.5) * 2.0**-32)) for b in bits], dtype=torch.float64)
+    noise = draw(chosen, 1, CPU)[:, 0].double()
+    torch.testing.assert_close(noise, expected, rtol=2.0**-24 * 1.00001, atol=1e-15)
+    assert noise[0] == np.float32(SMALLEST)
+    assert noise[-1] == np.float32(LARGEST)
+
+
+def test_the_kernel_is_the_torch_code() -> None:
+    """Catches two generators that are not one function: a text would depend on whether there is a compiler.
+
+    Both round a float64 that is right to 1e-15; the chance that this shows in one of a million float32s is below 3%,
+    and then by one ulp.
+    """
+    some = keys(29, range(16))
+    ours, theirs = gumbel(some, 65_536, CPU), plain(some, 65_536, CPU)
+    torch.testing.assert_close(ours, theirs, rtol=1.2e-7, atol=1e-9)
+    assert int((ours != theirs).sum()) <= 3
+
+
+def test_without_a_compiler_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a fallback that nobody calls."""
+    monkeypatch.setattr("ssd.kernels.cpu.load", lambda: None)
+    some = keys(31, range(3))
+    assert torch.equal(gumbel(some, 100, CPU), plain(some, 100, CPU))
+
+
+def test_keys_may_be_strided_or_none() -> None:
+    """Catches a kernel that reads a view's storage as if it were the view, or an empty batch at all."""
+    some = torch.tensor([signed(k) for k in keys(37, range(8))])
+    assert torch.equal(gumbel_of(some[::3], 50), gumbel_of(some, 50)[::3])
+    assert gumbel_of(some[:0], 50).shape == (0, 50)
 
 
 # --- no state, no company ---------------------------------------------------------------------------------------------
 
 
-@given(st.lists(u64, min_size=1, max_size=20), st.integers(1, 300), st.integers(0, 200))
-def test_a_row_is_independent_of_its_company(some_keys: list[int], vocab: int, more: int) -> None:
+@BOTH
+@given(
+    some_keys=st.lists(u64, min_size=1, max_size=20),
+    vocab=st.integers(1, 300),
+    more=st.integers(0, 200),
+)
+def test_a_row_is_independent_of_its_company(draw: Draw, some_keys: list[int], vocab: int, more: int) -> None:
     """Catches noise that depends on the number of rows or of tokens: bits must be equal alone and together."""
-    together = gumbel(some_keys, vocab + more, CPU)
+    together = draw(some_keys, vocab + more, CPU)
     for key, row in zip(some_keys, together, strict=True):
-        assert torch.equal(gumbel([key], vocab, CPU)[0], row[:vocab])
+        assert torch.equal(draw([key], vocab, CPU)[0], row[:vocab])
 
 
-def test_large_calls_equal_small_ones() -> None:
+@BOTH
+def test_large_calls_equal_small_ones(draw: Draw) -> None:
     """Catches vectorised code paths (taken for long rows only) whose log has other last bits than the scalar path."""
     some = keys(5, range(8))
-    together = gumbel(some, 150_001, CPU)
+    together = draw(some, 150_001, CPU)
     for i, key in enumerate(some):
-        assert torch.equal(gumbel([key], 150_001, CPU)[0], together[i])
+        assert torch.equal(draw([key], 150_001, CPU)[0], together[i])
     for vocab in (1, 7, 8, 9, 1000):
-        assert torch.equal(gumbel(some, vocab, CPU), together[:, :vocab])
+        assert torch.equal(draw(some, vocab, CPU), together[:, :vocab])
 
 
 def test_no_global_generator_is_touched() -> None:

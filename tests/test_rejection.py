@@ -34,13 +34,17 @@ from test_law import naive_law
 from ssd.core import Proposal, RequestOutput, SamplingParams, Sequence, Work
 from ssd.decoding import acceptance, noise
 from ssd.decoding.acceptance import Acceptance, Coupled, Rejection
-from ssd.decoding.drafter import Drafter, NoDrafter
-from ssd.decoding.law import Row, probabilities, reweighted, sample
+from ssd.decoding.drafter import Drafter
+from ssd.decoding.law import Row, probabilities, reweighted
 from ssd.decoding.noise import Stream, gumbel, position_key, uniform
 from ssd.decoding.round import Round
-from ssd.drafting import model as drafting
-from ssd.drafting.model import ModelDrafter
+from ssd.drafting import choice
+from ssd.drafting.ahead import AheadDrafter
+from ssd.drafting.choice import Chooser, Rows
+from ssd.drafting.fan_out import Adaptive, FanOut, Geometric
+from ssd.drafting.model import DraftModel, ModelDrafter
 from ssd.drafting.ngram import NgramDrafter
+from ssd.drafting.program import Program
 from ssd.engine.blocks import BlockPool
 from ssd.engine.engine import Engine
 from ssd.engine.scheduler import Scheduler
@@ -167,7 +171,7 @@ class Case:
 PROMPT = (0,)
 
 
-class TableDrafter(NoDrafter):
+class TableDrafter(Drafter):
     """Draws from the law of a table, or looks tokens up in it."""
 
     stream = Stream.DRAFT
@@ -412,6 +416,8 @@ class Trial:
     laws: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # of target and draft; None: random tables
     length: int = 7
     k: int = 3
+    ahead: FanOut | None = None  # how outcomes are prepared; None: they are not
+    backup: str = "jit"
 
     @property
     def params(self) -> SamplingParams:
@@ -433,16 +439,21 @@ class Trial:
     def drafter(self) -> Drafter:
         if self.c is None:
             return NgramDrafter(self.k)
-        return ModelDrafter(
+        program = Program(
             self.draft,  # type: ignore[arg-type]
+            Chooser(drawn=True, saguaro_c=self.c),
             lookahead=self.k,
+            max_lanes=128,
+            max_rows=128 * 8,
+            max_width=8,
             max_len=64,
             vocab_size=self.vocab,
-            max_num_batched_tokens=1 << 20,
-            prefix_caching=False,
-            laws=True,
-            saguaro_c=self.c,
+            graphs=False,
         )
+        model = DraftModel(program, max_len=64, max_num_batched_tokens=1 << 20, prefix_caching=False)
+        if self.ahead is None:
+            return ModelDrafter(model, self.k)
+        return AheadDrafter(model, self.ahead, lookahead=self.k, budget=8, backup=self.backup)
 
 
 def constant(law: Seq[float]) -> TableModel:
@@ -459,6 +470,10 @@ TRIALS = {
     "cut": Trial(options={"temperature": 0.8, "top_p": 0.8, "top_k": 12}),
     "Saguaro and cut": Trial(c=0.25, options={"temperature": 1.3, "top_p": 0.9, "min_p": 0.02}),
     "narrow draft": Trial(draft_vocab=16),
+    "ahead": Trial(ahead=Adaptive()),
+    "ahead, Saguaro 0.25": Trial(c=0.25, ahead=Geometric()),
+    "ahead, Saguaro 0 and cut": Trial(c=0.0, ahead=Adaptive(), options={"temperature": 1.3, "top_p": 0.9}),
+    "ahead, look-up after a miss": Trial(vocab=4, draft_vocab=4, prompt=PAIRS, ahead=Adaptive(), backup="fast"),
     "looked up": Trial(vocab=4, prompt=PAIRS, c=None),
     "sensitive": Trial(vocab=3, laws=((0.25, 0.6, 0.15), (0.5, 0.49, 0.01))),  # shared Gumbel noise is hard to see
 }
@@ -503,8 +518,8 @@ SEEDS = [pytest.param(2500, id="fast"), pytest.param(25_000, id="many", marks=py
 def test_the_engine_keeps_the_law(trial: Trial, num_seeds: int) -> None:
     """Catches dependent noise, a q that the draft was not drawn from, and any wrong law: every position by chi-squared.
 
-    False alarm: 8 trials of 13 p-values, each below 1e-9, twice (fast and slow): 2e-7 in all, which leaves a factor of
-    five to 1e-6 for Pearson's approximation in the far tail.
+    False alarm: 12 trials of 13 p-values, each below 1e-9, twice (fast and slow): 3e-7 in all, which leaves a factor of
+    three to 1e-6 for Pearson's approximation in the far tail.
     """
     tokens, engine = emitted(trial, num_seeds)
     assert tokens.shape == (num_seeds, trial.length)
@@ -609,20 +624,17 @@ def recovery_noise(seed: int, position: int) -> float:
     return math.exp(-math.exp(-float(gumbel([position_key(seed, position, SHARED)], 3, CPU)[0, 2])))
 
 
-def draw_with_the_next_recovery(laws: torch.Tensor, rows: Seq[Row], stream: Stream) -> list[int]:
-    return sample(laws, [replace(row, drafted=(*row.drafted, 0)) for row in rows], SHARED)
+def draw(laws: torch.Tensor, rows: Rows, stream: Stream = Stream.DRAFT, shift: int = 0) -> torch.Tensor:
+    keys = noise.position_keys(rows.seeds, rows.positions + shift, stream)
+    return (laws.log() + noise.gumbel_of(keys, laws.shape[-1])).argmax(-1, keepdim=True)
 
 
 ENGINE_MISTAKES: dict[str, tuple[Any, str, Any]] = {
-    "draft shares the recovery's noise": (
-        drafting,
-        "sample",
-        lambda laws, rows, _: sample(laws, rows, Stream.RECOVERY),
-    ),
-    "draft shares the next recovery's noise": (drafting, "sample", draw_with_the_next_recovery),
+    "draft shares the recovery's noise": (choice, "_draw", lambda laws, rows: draw(laws, rows, SHARED)),
+    "draft shares the next recovery's noise": (choice, "_draw", lambda laws, rows: draw(laws, rows, SHARED, 1)),
     "recovery shares the acceptance's noise": (acceptance, "uniform", recovery_noise),
     "one uniform for two positions": (acceptance, "uniform", lambda seed, position: uniform(seed, position & ~1)),
-    "q of another temperature": (drafting, "sample", lambda laws, rows, stream: sample(laws.sqrt(), rows, stream)),
+    "q of another temperature": (choice, "_draw", lambda laws, rows: draw(laws.sqrt(), rows)),
     "recovery from p": (acceptance, "_final_law", lambda trial, p, accepted: p[accepted]),
     "accept the argmax": (acceptance, "_drafted_probabilities", whether_argmax),
 }
@@ -695,7 +707,7 @@ def test_coupled_tokens_are_the_targets_own(
 ) -> None:
     """Catches a draft, right or wrong, or its laws, that change a token under the coupled rule."""
     output = answer(prompt, params, Wild(plan, laws), Coupled())
-    assert output.token_ids == answer(prompt, params, NoDrafter(), Coupled()).token_ids
+    assert output.token_ids == answer(prompt, params, Drafter(), Coupled()).token_ids
     check_logprobs(output)
 
 
@@ -709,9 +721,9 @@ def test_untried_rows_are_the_targets_own_under_rejection(
     kinds = [params, replace(params, speculate=False), replace(params, temperature=0.0)]
     names = [harness.engine.add(prompt, kind) for kind in kinds]
     tried, unspeculative, greedy = (harness.drain()[name] for name in names)
-    assert unspeculative.token_ids == answer(prompt, params, NoDrafter(), Coupled()).token_ids
-    assert greedy.token_ids == answer(prompt, kinds[2], NoDrafter(), Coupled()).token_ids
-    assert answer(prompt, params, NoDrafter(), Rejection()).token_ids == unspeculative.token_ids
+    assert unspeculative.token_ids == answer(prompt, params, Drafter(), Coupled()).token_ids
+    assert greedy.token_ids == answer(prompt, kinds[2], Drafter(), Coupled()).token_ids
+    assert answer(prompt, params, Drafter(), Rejection()).token_ids == unspeculative.token_ids
     for output in (tried, unspeculative, greedy):
         check_logprobs(output)
 

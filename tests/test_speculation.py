@@ -17,8 +17,9 @@ import transformers
 from conftest import TestModel, ragged_prompts
 
 from ssd import LLM, RequestOutput, SamplingParams
-from ssd.core import Outcome, Proposal, Work
+from ssd.core import Proposal, Work
 from ssd.core import Sequence as Text
+from ssd.decoding.drafter import Drafter
 from ssd.errors import ConfigError, RequestError
 from ssd.prompts import OWN_SETS, load_prompts
 
@@ -60,17 +61,18 @@ def answers(llm: LLM, prompts: Sequence[Any], params: Sequence[SamplingParams], 
     for start in range(0, len(prompts), batch):
         outputs += llm.generate(prompts[start : start + batch], params[start : start + batch])
     llm.engine.check()
+    assert llm.engine.metrics.drafter_failures == 0
     return [(o.token_ids, o.text, o.finish_reason, o.samples[0].logprobs) for o in outputs]
 
 
 def check_draft_pool(llm: LLM) -> None:
     """No block of the draft's pool is left with anybody once all requests are done."""
-    pool = getattr(llm.engine.round.drafter, "pool", None)
-    if pool is not None:
-        pool.check([])
+    model = getattr(llm.engine.round.drafter, "model", None)
+    if model is not None:
+        model.pool.check([])
 
 
-class Liar:
+class Liar(Drafter):
     """Knows what the target will write, and says it, something else, too much, nothing or nonsense."""
 
     def __init__(self, known: dict[tuple[int, ...], list[int]], lookahead: int) -> None:
@@ -89,15 +91,6 @@ class Liar:
         if manner < 0.6:
             return [*truth[: self.dice.randint(0, len(truth))], *(self.dice.randrange(300) for _ in range(20))]
         return self.dice.choice([[], [-1], [10**9], [*truth[:1], -5], [0] * 50])
-
-    def anticipate(self, works: Sequence[Work]) -> None:
-        return
-
-    def observe(self, works: Sequence[Work], outcomes: Sequence[Outcome | None]) -> None:
-        assert len(works) == len(outcomes)
-
-    def forget(self, sequence: Text) -> None:
-        return
 
 
 # --- random models: small, so that the whole table is walked every time -----------------------------------------------
@@ -164,7 +157,7 @@ def test_a_draft_pool_that_is_too_small(target: str, stranger: str, alone: Answe
     speculation = {"mode": "sd", "draft": stranger, "k": 4}
     with LLM(target, device="cpu", max_num_seqs=16, speculation=speculation) as llm:
         drafter: Any = llm.engine.round.drafter
-        pool = drafter.pool
+        pool = drafter.model.pool
         kept = [pool._unused.popitem()[0] for _ in range(len(pool._unused) - 12)]  # 12 blocks remain
         assert answers(llm, PROMPTS, PARAMS, 16) == alone
         assert len(pool._unused) + len(kept) == pool.num_blocks
@@ -270,7 +263,7 @@ def test_a_request_may_do_without(target: str) -> None:
     [
         ({"mode": "sd"}, "needs a draft"),
         ({"mode": "ar", "k": 3}, "leave the other options out"),
-        ({"mode": "turbo"}, "ar, sd"),
+        ({"mode": "turbo"}, "ar, sd, ssd"),
         ({"mode": "sd", "draft": "ngram", "k": 0}, "from 1 to 64"),
         ({"mode": "sd", "draft": "ngram", "k": True}, "from 1 to 64"),
         ({"mode": "sd", "draft": "", "k": 2}, "must be a model"),

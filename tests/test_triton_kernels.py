@@ -123,8 +123,8 @@ def test_noise_is_the_same_function() -> None:
     from ssd.kernels.noise import gumbel
 
     keys = [noise.position_key(seed, position) for seed in (0, 7, 2**64 - 1) for position in (0, 5, 100000)]
-    constants = [noise._signed(c) for c in (noise._GOLDEN, noise._MIX1, noise._MIX2)]
-    signed = torch.tensor([noise._signed(k) for k in keys], device=DEVICE)
+    constants = [noise.signed(c) for c in (noise._GOLDEN, noise._MIX1, noise._MIX2)]
+    signed = torch.tensor([noise.signed(k) for k in keys], device=DEVICE)
     ours = gumbel(signed, 2500, *constants).cpu()
     theirs = noise.gumbel(keys, 2500, torch.device("cpu"))
     assert (ours - theirs).abs().max() < 2e-6

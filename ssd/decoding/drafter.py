@@ -7,42 +7,28 @@ speed but never text.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Protocol
 
-from ssd.core import Outcome, Proposal, Sequence, Work
+from ssd.core import Proposal, Sequence, Work
 
 
-class Drafter(Protocol):
-    """Proposes tokens for each sequence that is about to decide one."""
+class Drafter:
+    """Proposes tokens for each sequence that is about to decide one. This one never does: plain decoding.
 
-    lookahead: int  # the most that it ever proposes for one sequence
+    What the target decided is not announced: a sequence's tokens tell, when the next proposal is asked for.
+    """
+
+    lookahead = 0  # the most that it proposes for one sequence, in the next round
+    failures = 0  # times that it was lost and started again
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
         """One proposal a work, for the tokens after its sequence's last decided one; at most `work.lookahead` count."""
+        return [Proposal()] * len(works)
 
     def anticipate(self, works: Seq[Work]) -> None:
-        """The target starts verifying these now: prepare for what it may decide. Must not block."""
-
-    def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None]) -> None:
-        """What the target decided."""
+        """The target verifies these now: prepare for what it may decide. Must not wait for it."""
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has finished."""
 
-
-class NoDrafter:
-    """Proposes nothing: the round then is plain autoregressive decoding."""
-
-    lookahead = 0
-
-    def propose(self, works: Seq[Work]) -> list[Proposal]:
-        return [Proposal()] * len(works)
-
-    def anticipate(self, works: Seq[Work]) -> None:
-        return
-
-    def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None]) -> None:
-        return
-
-    def forget(self, sequence: Sequence) -> None:
-        return
+    def close(self) -> None:
+        """The engine is done with."""

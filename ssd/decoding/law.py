@@ -17,7 +17,7 @@ from ssd.core import SamplingParams, Sequence, TokenLogprobs, Work
 from ssd.decoding.noise import Stream, gumbel, position_key
 
 _ONE = float(2**40)  # fixed-point unit of probability masses
-_COLDEST = 1e-6  # below this a temperature would overflow float32, and is greedy anyway
+COLDEST = 1e-6  # below this a temperature would overflow float32, and is greedy anyway
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,14 @@ def _penalise(z: torch.Tensor, row: Row) -> None:
 
 def perturbed(z: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
     """Scores whose argmax is an exact sample of the truncated law at the rows' temperatures."""
-    return _truncated(z, rows) + _noise(rows, z, Stream.CHOICE)
+    return Shape.of(rows, z).apply(z) + _noise(rows, z, Stream.CHOICE)
 
 
 def probabilities(logits: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
     """The law that each row's parameters describe: float64 [R, V]. The logits may be overwritten."""
     for i, row in enumerate(rows):
         _adjust(logits, i, row)
-    return _truncated(logits, rows).double().softmax(-1)
+    return Shape.of(rows, logits).apply(logits).double().softmax(-1)
 
 
 def sample(laws: torch.Tensor, rows: Seq[Row], stream: Stream) -> list[int]:
@@ -135,29 +135,41 @@ def _noise(rows: Seq[Row], like: torch.Tensor, stream: Stream) -> torch.Tensor:
     return gumbel(keys, like.shape[-1], like.device)
 
 
-def _truncated(z: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
-    """Logits at the rows' temperatures, the largest 0, and -inf where min_p, top_k or top_p leave nothing."""
-    params = [row.params for row in rows]
-    temperature = _column([max(p.temperature, _COLDEST) for p in params], z)
-    z = (z - z.amax(-1, keepdim=True)) / temperature
-    if any(p.min_p > 0 for p in params):
-        z = z.masked_fill(z < _column([p.min_p for p in params], z).log(), -torch.inf)
-    if any(p.top_k > 0 or p.top_p < 1 for p in params):
-        z = _truncate(z, params)
-    return z
+@dataclass(frozen=True)
+class Shape:
+    """What shapes the laws of some rows, a column [R, 1] each; None where no row asks for it."""
+
+    temperature: torch.Tensor
+    min_p: torch.Tensor | None = None
+    top_k: torch.Tensor | None = None  # at least 1
+    top_p: torch.Tensor | None = None  # there if top_k is
+
+    @classmethod
+    def of(cls, rows: Seq[Row], like: torch.Tensor) -> Shape:
+        params, vocab = [row.params for row in rows], like.shape[-1]
+        temperature = _column([max(p.temperature, COLDEST) for p in params], like)
+        min_p = _column([p.min_p for p in params], like) if any(p.min_p > 0 for p in params) else None
+        if not any(p.top_k > 0 or p.top_p < 1 for p in params):
+            return cls(temperature, min_p)
+        top_k = torch.tensor([min(p.top_k or vocab, vocab) for p in params], device=like.device)[:, None]
+        return cls(temperature, min_p, top_k, _column([p.top_p for p in params], like.double()))
+
+    def apply(self, z: torch.Tensor) -> torch.Tensor:
+        """Logits at the rows' temperatures, the largest 0, and -inf where min_p, top_k or top_p leave nothing."""
+        z = (z - z.amax(-1, keepdim=True)) / self.temperature
+        if self.min_p is not None:
+            z = z.masked_fill(z < self.min_p.log(), -torch.inf)
+        return z if self.top_k is None or self.top_p is None else _truncate(z, self.top_k, self.top_p)
 
 
-def _truncate(z: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
+def _truncate(z: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Keeps the top_k likeliest tokens, then the fewest of those that hold top_p of their mass."""
-    vocab = z.shape[-1]
     ordered, order = z.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(vocab, device=z.device)
-    top_k = _column([min(p.top_k or vocab, vocab) for p in params], rank)
+    rank = torch.arange(z.shape[-1], device=z.device)
     ordered = ordered.masked_fill(rank >= top_k, -torch.inf)
     mass = (ordered.double().exp() * _ONE).to(torch.int64)  # the largest is 1
     before = mass.cumsum(-1) - mass  # integers: exact in any order
-    limit = _column([p.top_p for p in params], before.double()) * mass.sum(-1, keepdim=True)
-    ordered = ordered.masked_fill(before >= limit, -torch.inf)
+    ordered = ordered.masked_fill(before >= top_p * mass.sum(-1, keepdim=True), -torch.inf)
     return torch.empty_like(z).scatter_(-1, order, ordered)
 
 

@@ -1,135 +1,117 @@
-"""Drafting with a small model: it reads what was decided, then writes a few tokens ahead, one forward each.
+"""A draft model and what it knows of each sequence: KV, blocks and a prefix cache of its own.
 
-The draft has KV, blocks and a prefix cache of its own, and a mirror of every sequence it drafts for. A mirror knows how
-much of the decided text has draft KV; nothing that is wrong about a draft can reach the text.
+A mirror follows one sequence: how much of its decided text has draft KV. Nothing that is wrong about a draft can reach
+the text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from ssd.core import Batch, Outcome, Proposal, Sequence, Work
-from ssd.decoding.law import Row, choose, probabilities, reweighted, sample
-from ssd.decoding.noise import Stream
+from ssd.core import Batch, Proposal, Sequence, Work
+from ssd.decoding.drafter import Drafter
+from ssd.decoding.noise import seed_key, signed
+from ssd.drafting.program import Lane, Program, Run
 from ssd.engine.blocks import BlockPool
-from ssd.execution.runner import ModelRunner
 
 
 @dataclass
-class _Mirror:
+class Mirror:
     """A sequence as the draft sees it: `text` holds the decided tokens, and counts those with draft KV."""
 
     text: Sequence
-    drafted: list[int] = field(default_factory=list)  # in the last round, behind the decided tokens
+    seed: int
+    known: bool = True  # whether the draft has all of its tokens in its vocabulary
+    ahead: list[int] = field(default_factory=list)  # drafted tokens whose KV follows that of the decided ones
 
     @classmethod
-    def of(cls, sequence: Sequence) -> _Mirror:
-        return cls(replace(sequence, tokens=[], num_computed=0, blocks=[], prefix_entries=[]))
+    def of(cls, sequence: Sequence) -> Mirror:
+        text = replace(sequence, tokens=[], num_computed=0, blocks=[], prefix_entries=[])
+        return cls(text, signed(seed_key(sequence.seed)))
 
-    def update(self, decided: Seq[int]) -> None:
-        """Takes what was decided since: drafted tokens that stand keep their KV (the last one never had any)."""
-        known = len(self.text.tokens)
-        new = decided[known:]
-        fed = self.drafted[:-1]
-        standing = next((i for i, (a, b) in enumerate(zip(fed, new, strict=False)) if a != b), min(len(fed), len(new)))
+    def update(self, decided: Seq[int], vocab_size: int) -> None:
+        """Takes what was decided since: drafted tokens that stand keep their KV."""
+        new = decided[len(self.text.tokens) :]
+        pairs = zip(self.ahead, new, strict=False)
+        standing = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.ahead), len(new)))
         self.text.num_computed = min(self.text.num_computed + standing, len(decided) - 1)
         self.text.tokens += new
-        self.drafted = []
+        self.known = self.known and all(token < vocab_size for token in new)
+        self.ahead = []
+
+    def lane(self, first: int, draft: Seq[int] = (), forks: Seq[tuple[int, int]] = ()) -> Lane:
+        text = self.text
+        return Lane(first, [*text.tokens[first:], *draft], text, self.seed, list(forks))
 
 
-class ModelDrafter:
-    """Drafts with `runner`'s model, as many tokens as a work has room for.
-
-    With `laws`, tokens are drawn from the draft's own law, which the proposals carry (the rejection rule); without,
-    they are chosen with the target's noise (coupled sampling, and greedy decoding). A `saguaro_c` below one draws the
-    `fan_out` likeliest tokens less often: the law that they are drawn from, and carry, is then the re-weighted one.
-    """
+class DraftModel:
+    """Runs a program for works, whose mirrors it keeps."""
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        *,
-        lookahead: int,
-        max_len: int,
-        vocab_size: int,
-        max_num_batched_tokens: int,
-        prefix_caching: bool = True,
-        laws: bool = False,
-        saguaro_c: float = 1.0,
-        fan_out: int = 3,
+        self, program: Program, *, max_len: int, max_num_batched_tokens: int, prefix_caching: bool = True
     ) -> None:
-        self.runner = runner
-        self.lookahead = lookahead
+        self.program = program
+        self.runner = program.runner
         self.max_len = max_len  # positions that the draft knows
-        self.vocab_size = vocab_size  # the target's
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.laws = laws
-        self.saguaro_c = saguaro_c
-        self.fan_out = fan_out
-        self.pool = BlockPool(runner.num_blocks, runner.block_size, prefix_caching=prefix_caching)
-        self._mirrors: dict[int, _Mirror] = {}  # by sequence id, the longest unused first
-        self._side = torch.cuda.Stream() if runner.decoder.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.pool = BlockPool(self.runner.num_blocks, self.runner.block_size, prefix_caching=prefix_caching)
+        self._mirrors: dict[int, Mirror] = {}  # by sequence id, the longest unused first
 
-    # --- the seam -----------------------------------------------------------------------------------------------------
-
-    @torch.inference_mode()
-    def propose(self, works: Seq[Work]) -> list[Proposal]:
-        """Nothing for a sequence without output: its first token is not to wait for a draft."""
-        self._join()
-        wanted = [w for w in works if w.lookahead and w.sequence.num_output]
-        able = [(work, mirror) for work in wanted if (mirror := self._ready(work, works))]
-        proposals = dict(zip((id(work) for work, _ in able), self._draft(able), strict=True))
-        return [proposals.get(id(work), Proposal()) for work in works]
-
-    @torch.inference_mode()
-    def anticipate(self, works: Seq[Work]) -> None:
-        """Reads prompts while the target does: on a GPU beside it, elsewhere before it."""
-        prompts = [work for work in works if work.num_tokens > 1 and work.sequence.params.speculate]
-        if not prompts:
-            return
-        with self._beside():
-            for work in prompts:
-                mirror = self._mirror(work.sequence)
-                end = min(work.sequence.num_computed + work.num_tokens, self.max_len)
-                if self._knows(mirror) and self._grow(mirror, end, works):
-                    self._read(mirror.text, end)
-
-    def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None]) -> None:
-        return  # mirrors take over what was decided when they are used next
+    def follow(self, work: Work, works: Seq[Work]) -> Mirror | None:
+        """An up-to-date mirror with KV slots for its text and a draft; None where the draft cannot follow."""
+        mirror = self._mirrors.pop(work.sequence.id, None) or Mirror.of(work.sequence)
+        self._mirrors[work.sequence.id] = mirror
+        mirror.update(work.sequence.tokens, self.runner.vocab_size)
+        if not mirror.text.blocks:
+            self.pool.attach_prefix(mirror.text)
+        self.pool.commit(mirror.text)
+        length = len(work.sequence.tokens) + work.lookahead
+        return mirror if mirror.known and length <= self.max_len and self._grow(mirror, length, works) else None
 
     def forget(self, sequence: Sequence) -> None:
         mirror = self._mirrors.pop(sequence.id, None)
         if mirror is not None:
             self._drop(mirror)
 
-    # --- mirrors ------------------------------------------------------------------------------------------------------
+    @torch.inference_mode()
+    def write(self, mirrors: Seq[Mirror], count: int) -> Run:
+        """`count` tokens ahead of each text."""
+        for mirror in mirrors:
+            self._read(mirror.text, len(mirror.text.tokens) - self.program.reads)
+        run = self.program.write([mirror.lane(mirror.text.num_computed) for mirror in mirrors], count)
+        for mirror in mirrors:
+            mirror.text.num_computed = len(mirror.text.tokens)
+        return run
 
-    def _mirror(self, sequence: Sequence) -> _Mirror:
-        """The sequence's mirror, up to date, with the longest prefix that the draft's cache has."""
-        mirror = self._mirrors.pop(sequence.id, None) or _Mirror.of(sequence)
-        self._mirrors[sequence.id] = mirror
-        mirror.update(sequence.tokens)
-        if not mirror.text.blocks:
-            self.pool.attach_prefix(mirror.text)
-        self.pool.commit(mirror.text)
-        return mirror
+    @torch.inference_mode()
+    def branch(self, mirrors: Seq[Mirror], drafts: Seq[Seq[int]], forks: Seq[Seq[tuple[int, int]]], count: int) -> Run:
+        """`count` tokens ahead of each fork of each draft."""
+        for mirror in mirrors:
+            self._read(mirror.text, len(mirror.text.tokens) - 1)
+        together = zip(mirrors, drafts, forks, strict=True)
+        lanes = [mirror.lane(len(mirror.text.tokens) - 1, draft, places) for mirror, draft, places in together]
+        run = self.program.branch(lanes, count)
+        for mirror, draft in zip(mirrors, drafts, strict=True):
+            mirror.text.num_computed = len(mirror.text.tokens)
+            mirror.ahead = list(draft)
+        return run
 
-    def _ready(self, work: Work, works: Seq[Work]) -> _Mirror | None:
-        """A mirror with KV slots for the whole draft; None where the draft cannot follow."""
-        mirror = self._mirror(work.sequence)
-        length = len(work.sequence.tokens) + work.lookahead
-        able = length <= self.max_len and self._knows(mirror) and self._grow(mirror, length, works)
-        return mirror if able else None
+    @torch.inference_mode()
+    def read(self, mirror: Mirror, end: int) -> None:
+        """Computes the KV of decided tokens up to `end`; on a GPU without waiting for it."""
+        self._read(mirror.text, end)
 
-    def _knows(self, mirror: _Mirror) -> bool:
-        """A draft's vocabulary may be smaller than the target's."""
-        return self.runner.vocab_size >= self.vocab_size or max(mirror.text.tokens) < self.runner.vocab_size
+    def _read(self, text: Sequence, end: int) -> None:
+        with self.program.on_stream():
+            while text.num_computed < end:
+                count = min(end - text.num_computed, self.max_num_batched_tokens)
+                self.runner.forward(Batch.build([Work(text, count)], self.runner.block_size))
+                text.num_computed += count
 
-    def _grow(self, mirror: _Mirror, num_tokens: int, works: Seq[Work]) -> bool:
+    def _grow(self, mirror: Mirror, num_tokens: int, works: Seq[Work]) -> bool:
         """Gets KV blocks, if need be from sequences that are not at work now, the longest unused first."""
         while not self.pool.grow(mirror.text, num_tokens):
             busy = {work.sequence.id for work in works}
@@ -139,89 +121,54 @@ class ModelDrafter:
             self._drop(idle)
         return True
 
-    def _drop(self, mirror: _Mirror) -> None:
+    def _drop(self, mirror: Mirror) -> None:
         """Takes its KV away; it can be computed again."""
         self.pool.release(mirror.text)
-        mirror.drafted = []
+        mirror.ahead = []
 
-    # --- forwards -----------------------------------------------------------------------------------------------------
 
-    def _draft(self, able: Seq[tuple[Work, _Mirror]]) -> list[Proposal]:
-        """The first token comes from a forward over what is new in the text, every further one from its predecessor."""
-        if not able:
-            return []
-        laws: list[list[torch.Tensor]] = [[] for _ in able]  # stay empty unless they are wanted
-        logits = self._catch_up([mirror for _, mirror in able])
-        active = list(range(len(able)))
-        for depth in range(max(work.lookahead for work, _ in able)):
-            rows = [Row(able[i][0].sequence, tuple(able[i][1].drafted)) for i in active]
-            logits = self._of_target_width(logits)
-            drawn_from = self._laws(logits, rows) if self.laws else None
-            tokens = choose(logits, rows) if drawn_from is None else sample(drawn_from, rows, Stream.DRAFT)
-            for n, (i, token) in enumerate(zip(active, tokens, strict=True)):
-                able[i][1].drafted.append(token)
-                laws[i] += [] if drawn_from is None else [drawn_from[n]]
-            active = [i for i in active if self._goes_on(*able[i], depth + 1)]
-            if not active:
-                break
-            logits = self.runner.forward(self._step([able[i][1] for i in active]))
-        return [
-            Proposal(tuple(mirror.drafted), torch.stack(law) if self.laws else None)
-            for (_, mirror), law in zip(able, laws, strict=True)
-        ]
+def cut(work: Work, tokens: Seq[int]) -> tuple[int, ...]:
+    """As much of a draft as a work can use: within its lookahead, and not beyond a stop."""
+    usable = tuple(tokens[: work.lookahead])
+    stops = work.sequence.stop_token_ids
+    end = next((i + 1 for i, token in enumerate(usable) if token in stops), len(usable))
+    return usable[:end]
 
-    def _laws(self, logits: torch.Tensor, rows: Seq[Row]) -> torch.Tensor:
-        return reweighted(probabilities(logits, rows), self.saguaro_c, self.fan_out)
 
-    def _goes_on(self, work: Work, mirror: _Mirror, depth: int) -> bool:
-        return depth < work.lookahead and mirror.drafted[-1] not in work.sequence.stop_token_ids
+class ModelDrafter(Drafter):
+    """Plain speculative decoding: the target waits while the draft writes, then the draft waits."""
 
-    def _of_target_width(self, logits: torch.Tensor) -> torch.Tensor:
-        missing = self.vocab_size - logits.shape[-1]
-        if missing > 0:
-            return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-        return logits[:, : self.vocab_size]
+    def __init__(self, model: DraftModel, lookahead: int) -> None:
+        self.model = model
+        self.lookahead = lookahead
 
-    def _catch_up(self, mirrors: Seq[_Mirror]) -> torch.Tensor:
-        """Reads all decided tokens; logits after the last one of each."""
-        while sum(mirror.text.num_pending for mirror in mirrors) > max(self.max_num_batched_tokens, len(mirrors)):
-            longest = max(mirrors, key=lambda mirror: mirror.text.num_pending)
-            self._read(longest.text, len(longest.text.tokens) - 1)
-        works = [Work(mirror.text, mirror.text.num_pending) for mirror in mirrors]
-        logits = self.runner.forward(Batch.build(works, self.runner.block_size))
-        for mirror in mirrors:
-            mirror.text.num_computed = len(mirror.text.tokens)
-        return logits
+    def propose(self, works: Seq[Work]) -> list[Proposal]:
+        """Nothing for a sequence without output: its first token is not to wait for a draft."""
+        wanted = [work for work in works if work.lookahead and work.sequence.num_output]
+        able = [(work, mirror) for work in wanted if (mirror := self.model.follow(work, works))]
+        proposals = {id(work): p for (work, _), p in zip(able, write_now(self.model, able), strict=True)}
+        return [proposals.get(id(work), Proposal()) for work in works]
 
-    def _read(self, text: Sequence, end: int) -> None:
-        """Computes the KV of decided tokens up to `end`, in chunks."""
-        while text.num_computed < end:
-            count = min(end - text.num_computed, self.max_num_batched_tokens)
-            self.runner.forward(Batch.build([Work(text, count)], self.runner.block_size))
-            text.num_computed += count
+    def anticipate(self, works: Seq[Work]) -> None:
+        """Reads prompts while the target does: on a GPU beside it, elsewhere before it."""
+        for work in works:
+            if work.num_tokens > 1 and work.sequence.params.speculate and (mirror := self.model.follow(work, works)):
+                self.model.read(mirror, min(work.sequence.num_computed + work.num_tokens, len(mirror.text.tokens) - 1))
 
-    def _step(self, mirrors: Seq[_Mirror]) -> Batch:
-        """One more token for each: its last drafted one."""
-        positions = [len(mirror.text.tokens) + len(mirror.drafted) - 1 for mirror in mirrors]
-        size, tables = self.runner.block_size, [mirror.text.blocks for mirror in mirrors]
-        return Batch(
-            token_ids=[mirror.drafted[-1] for mirror in mirrors],
-            positions=positions,
-            slots=[table[p // size] * size + p % size for table, p in zip(tables, positions, strict=True)],
-            query_start=list(range(len(mirrors) + 1)),
-            context_len=[p + 1 for p in positions],
-            block_tables=tables,
-            logit_rows=list(range(len(mirrors))),
-        )
+    def forget(self, sequence: Sequence) -> None:
+        self.model.forget(sequence)
 
-    # --- streams ------------------------------------------------------------------------------------------------------
 
-    def _beside(self) -> AbstractContextManager[object]:
-        if self._side is None:
-            return nullcontext()
-        self._side.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._side)
-
-    def _join(self) -> None:
-        if self._side is not None:
-            torch.cuda.current_stream().wait_stream(self._side)
+def write_now(model: DraftModel, able: Seq[tuple[Work, Mirror]], origin: str = "draft") -> list[Proposal]:
+    """Drafts that the target waits for."""
+    if not able:
+        return []
+    count = max(work.lookahead for work, _ in able)
+    run = model.write([mirror for _, mirror in able], count)
+    drawn = model.program.chooser.drawn
+    proposals = []
+    for row, ((work, _), tokens) in enumerate(zip(able, run.tokens(), strict=False)):
+        usable = cut(work, tokens)
+        proposals.append(Proposal(usable, run.laws(row, 0, len(usable)) if drawn else None, origin))
+    model.program.join()
+    return proposals

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from ssd.core import Outcome, Proposal, Sequence, Work
+from ssd.core import Proposal, Sequence, Work
+from ssd.decoding.drafter import Drafter
 
 LONGEST, SHORTEST = 4, 2  # tokens that must match
 
@@ -32,7 +33,7 @@ class _Index:
         return None
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Prompt look-up: costs nothing, and pays where text repeats itself or its prompt."""
 
     def __init__(self, lookahead: int) -> None:
@@ -50,12 +51,6 @@ class NgramDrafter:
         index.extend(tokens)
         start = index.look_up(tokens)
         return Proposal() if start is None else Proposal(_continued(tokens, start, work.lookahead))
-
-    def anticipate(self, works: Seq[Work]) -> None:
-        return
-
-    def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None]) -> None:
-        return
 
     def forget(self, sequence: Sequence) -> None:
         self._indices.pop(sequence.id, None)

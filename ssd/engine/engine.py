@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ssd.core import (
     FinishReason,
     Outcome,
+    Proposal,
     Request,
     RequestMetrics,
     RequestOutput,
@@ -22,7 +23,7 @@ from ssd.core import (
     sequence_seed,
 )
 from ssd.decoding.round import Round
-from ssd.engine.metrics import EngineMetrics, count_positions
+from ssd.engine.metrics import LOOKED_UP, EngineMetrics, count_positions
 from ssd.engine.outputs import Writer
 from ssd.engine.scheduler import Scheduler
 from ssd.errors import RequestError
@@ -92,6 +93,7 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """One round. Returns the outputs of the requests that finished since the last one."""
+        self.scheduler.lookahead = self.round.drafter.lookahead
         works = self.scheduler.schedule()
         if works:
             self._round(works)
@@ -105,11 +107,12 @@ class Engine:
                 work.sequence.metrics.first_scheduled = now
                 self.metrics.cached_prompt_tokens += work.sequence.metrics.cached_tokens
         works, outcomes = self.round.run(works)
-        self.metrics.num_rounds += 1
-        self.metrics.num_preemptions = self.scheduler.num_preemptions
         now = time.perf_counter()
         for work, outcome in zip(works, outcomes, strict=True):
             self._commit(work, outcome, now)
+        self.metrics.num_rounds += 1
+        self.metrics.num_preemptions = self.scheduler.num_preemptions
+        self.metrics.drafter_failures = self.round.failures + self.round.drafter.failures
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request wherever it is; returns what it had written, or None when there is no such request."""
@@ -121,6 +124,10 @@ class Engine:
             if writer.sequence.status is not Status.FINISHED:
                 self._finish(writer, "abort", time.perf_counter())
         return self._outputs.pop()
+
+    def close(self) -> None:
+        """Ends whatever the drafter has started."""
+        self.round.drafter.close()
 
     def knows(self, request_id: str) -> bool:
         """Whether a request is waiting or running here."""
@@ -160,10 +167,10 @@ class Engine:
         if outcome is None:
             self.scheduler.pool.commit(sequence)
             return
-        self._count(sequence.metrics, len(work.proposal.token_ids), outcome.num_accepted)
         writer = self._writers[sequence.id]
         reason = writer.append(outcome)
         num_new = len(sequence.tokens) - num_before
+        self._count(sequence, work.proposal, outcome.num_accepted, num_new)
         sequence.num_computed += min(outcome.num_accepted, num_new - 1)
         self.scheduler.pool.commit(sequence)
         sequence.metrics.output_tokens += num_new
@@ -173,13 +180,19 @@ class Engine:
         if reason is not None:
             self._finish(writer, reason, now)
 
-    def _count(self, metrics: RequestMetrics, drafted: int, accepted: int) -> None:
+    def _count(self, sequence: Sequence, proposal: Proposal, accepted: int, num_new: int) -> None:
+        drafted, metrics = len(proposal.token_ids), sequence.metrics
         metrics.rounds += 1
         if drafted:
             metrics.drafted += drafted
             metrics.accepted += accepted
             count_positions(metrics.accepted_per_position, drafted, accepted)
             self.metrics.count_draft(drafted, accepted)
+        if proposal.origin in LOOKED_UP:
+            metrics.look_ups += 1
+            metrics.hits += proposal.origin == "hit"
+            self.metrics.count_look_up(proposal.origin, sequence.last_accepted, num_new)
+        sequence.last_accepted = accepted
 
     def _finish(self, writer: Writer, reason: FinishReason, now: float) -> None:
         sequence = writer.sequence
@@ -187,7 +200,7 @@ class Engine:
         sequence.metrics.finished = now
         writer.finish()
         self.scheduler.finish(sequence)
-        self.round.drafter.forget(sequence)
+        self.round.forget(sequence)
         del self._writers[sequence.id]
         running = self._requests[sequence.request.id]
         if running.finished:

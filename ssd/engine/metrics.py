@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+
+LOOKED_UP = frozenset({"hit", "jit", "ngram", "sibling"})  # origins of a draft that could have been prepared
 
 
 @dataclass
@@ -22,12 +25,29 @@ class EngineMetrics:
     spec_decode_num_draft_tokens: int = 0
     spec_decode_num_accepted_tokens: int = 0
     spec_decode_num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    ssd_look_ups_after: list[int] = field(default_factory=list)  # drafts wanted after 0, 1, … accepted tokens
+    ssd_hits_after: list[int] = field(default_factory=list)  # those that had been prepared
+    ssd_rounds: Counter[str] = field(default_factory=Counter)  # by what the draft was: hit, jit, ngram, sibling
+    ssd_tokens: Counter[str] = field(default_factory=Counter)  # that those rounds yielded
+    drafter_failures: int = 0  # times that it was given up for a while, or started again
+
+    @property
+    def ssd_hit_rate(self) -> float:
+        return sum(self.ssd_hits_after) / max(1, sum(self.ssd_look_ups_after))
 
     def count_draft(self, drafted: int, accepted: int) -> None:
         self.spec_decode_num_drafts += 1
         self.spec_decode_num_draft_tokens += drafted
         self.spec_decode_num_accepted_tokens += accepted
         count_positions(self.spec_decode_num_accepted_tokens_per_pos, drafted, accepted)
+
+    def count_look_up(self, origin: str, after: int, num_new: int) -> None:
+        """A draft was wanted after a round with `after` accepted tokens; it came from `origin` and gave `num_new`."""
+        for counts, one in ((self.ssd_look_ups_after, 1), (self.ssd_hits_after, int(origin == "hit"))):
+            counts += [0] * (after + 1 - len(counts))
+            counts[after] += one
+        self.ssd_rounds[origin] += 1
+        self.ssd_tokens[origin] += num_new
 
 
 def count_positions(counts: list[int], drafted: int, accepted: int) -> None:

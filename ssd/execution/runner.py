@@ -15,13 +15,16 @@ FEW_QUERIES = 16  # query tokens per sequence up to which a batch counts as deco
 class ModelRunner:
     """Runs one decoder over its paged KV."""
 
-    def __init__(self, decoder: Decoder, *, num_blocks: int, block_size: int, max_decode_rows: int) -> None:
+    def __init__(
+        self, decoder: Decoder, *, num_blocks: int, block_size: int, max_decode_rows: int, scratch_slots: int = 0
+    ) -> None:
         self.decoder = decoder
         self.block_size = block_size
         self.vocab_size = decoder.config.vocab_size
         self.num_blocks = num_blocks
         self.max_decode_rows = max_decode_rows
-        self.kv = decoder.make_kv_cache(num_blocks, block_size)
+        self.scratch_slot = num_blocks * block_size  # the first of the slots that belong to no block of the pool
+        self.kv = decoder.make_kv_cache(num_blocks - (-scratch_slots // block_size), block_size)
         self.graphs: DecodeGraphs | None = None
 
     def warm_up(self, max_tokens: int) -> None:

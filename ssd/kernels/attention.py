@@ -4,6 +4,8 @@ Row-invariant: KV is cut at fixed places (every `SPLIT` positions), each piece i
 pieces are folded together from the first to the last. With few queries the pieces are computed by different programs
 and folded by a second kernel; with many, one program does both. The arithmetic is the same, so the bits are too.
 Row sums are taken by the tensor cores (a product with ones), whose order of summation does not depend on the tile.
+The own tokens of a branch are one more piece, folded last. All branches of a tile share its columns, each with as many
+to itself as make full steps of the tensor cores: so a branch's place in the tile does not change its bits either.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from ssd.kernels.ops import DeviceBatch, HeadShape
 SPLIT = 128
 _BLOCK_N = 64  # positions per step; part of the fixed order
 _PARALLEL_SPLITS = 32  # programs that share one row's pieces
+_MMA_COLUMNS = 16  # keys of one tensor-core step, at most
 _FEW_ROWS = 16
 _MANY_ROWS = 64
 
@@ -32,6 +35,22 @@ def _fold(m, l, acc, m_piece, l_piece, acc_piece):
     wide_old = tl.broadcast_to(tl.expand_dims(old, -1), acc.shape)
     wide_new = tl.broadcast_to(tl.expand_dims(new, -1), acc.shape)
     return m_new, l, tl.fma(acc, wide_old, acc_piece * wide_new)
+
+
+@triton.jit
+def _step(q, k_ptr, v_ptr, kv, kv_mask, visible, scale, ones, m, sums, acc):
+    """Adds the keys and values at offsets `kv` to the softmax sums of the query rows that see them."""
+    k = tl.load(k_ptr + kv, mask=kv_mask, other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
+    scores = tl.where(visible, scores, float("-inf"))
+    m_new = tl.maximum(m, tl.max(scores, axis=1))
+    safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(scores - safe[:, None]).to(q.dtype)
+    keep = tl.exp2(m - safe)
+    v = tl.load(v_ptr + kv, mask=kv_mask, other=0.0)
+    sums = tl.dot(p, ones, sums * keep[:, None], input_precision="tf32x3")
+    acc = tl.dot(p, v, acc * keep[:, None], input_precision="tf32x3")
+    return m_new, sums, acc
 
 
 @triton.jit
@@ -64,21 +83,47 @@ def _piece(
         block = tl.load(table + n // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         kv = kv_ptr_offset + (block * BLOCK_SIZE + n % BLOCK_SIZE)[:, None] * slot_stride + d[None, :]
         kv_mask = inside[:, None] & d_mask[None, :]
-        k = tl.load(k_ptr + kv, mask=kv_mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
-        scores = tl.where(n[None, :] <= position[:, None], scores, float("-inf"))
-        m_new = tl.maximum(m, tl.max(scores, axis=1))
-        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(scores - safe[:, None]).to(q.dtype)
-        keep = tl.exp2(m - safe)
-        v = tl.load(v_ptr + kv, mask=kv_mask, other=0.0)
-        sums = tl.dot(p, ones, sums * keep[:, None], input_precision="tf32x3")
-        acc = tl.dot(p, v, acc * keep[:, None], input_precision="tf32x3")
-        m = m_new
+        visible = n[None, :] <= position[:, None]
+        m, sums, acc = _step(q, k_ptr, v_ptr, kv, kv_mask, visible, scale, ones, m, sums, acc)
     return m, tl.max(sums, axis=1), acc
 
 
 @triton.jit
+def _strip_piece(
+    q,
+    branch,
+    slots,
+    num_branches,
+    depth,
+    kv_ptr_offset,
+    k_ptr,
+    v_ptr,
+    slot_stride,
+    scale,
+    d,
+    d_mask,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Softmax sums of the query rows, each of one branch, over the branch's own tokens: WIDTH columns for each."""
+    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    sums = tl.zeros((BLOCK_M, 16), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    ones = tl.full((BLOCK_N, 16), 1.0, q.dtype)
+    for start in range(0, num_branches * WIDTH, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        tip = tl.load(slots + n // WIDTH, mask=n // WIDTH < num_branches, other=-1).to(tl.int64)
+        inside = (tip >= 0) & (n % WIDTH <= depth)
+        kv = kv_ptr_offset + (tip - depth + n % WIDTH)[:, None] * slot_stride + d[None, :]
+        kv_mask = inside[:, None] & d_mask[None, :]
+        visible = inside[None, :] & (n[None, :] // WIDTH == branch[:, None])
+        m, sums, acc = _step(q, k_ptr, v_ptr, kv, kv_mask, visible, scale, ones, m, sums, acc)
+    return m, tl.max(sums, axis=1), acc
+
+
+@triton.jit(do_not_specialize=["depth"])
 def _attention_kernel(
     q_ptr,
     k_ptr,
@@ -90,11 +135,14 @@ def _attention_kernel(
     query_start_ptr,
     context_len_ptr,
     tables_ptr,
+    positions_ptr,
+    slots_ptr,
     num_tiles,
     table_stride,
     slot_stride,
     scale,
     max_splits,
+    depth,
     H: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -104,8 +152,12 @@ def _attention_kernel(
     BLOCK_D: tl.constexpr,
     SPLIT_LEN: tl.constexpr,
     FOLD: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """Rows of a tile: BLOCK_M // GROUP query tokens times the GROUP heads that share one KV head."""
+    """Rows of a tile: BLOCK_M // GROUP query tokens times the GROUP heads that share one KV head.
+
+    WIDTH: the query tokens are tips of branches, whose own tokens get so many columns each; 0: they are not.
+    """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     sequence = tl.load(tiles_ptr + tile)
@@ -114,12 +166,17 @@ def _attention_kernel(
     first_token = tl.load(tiles_ptr + num_tiles + tile)
     row0 = tl.load(query_start_ptr + sequence)
     num_queries = tl.load(query_start_ptr + sequence + 1) - row0
-    context = tl.load(context_len_ptr + sequence)
 
     r = tl.arange(0, BLOCK_M)
     token = first_token + r // GROUP
     valid = (r < (BLOCK_M // GROUP) * GROUP) & (token < num_queries)
-    position = tl.where(valid, context - num_queries + token, -1)
+    if WIDTH:
+        valid = valid & (tl.load(slots_ptr + row0 + token, mask=valid, other=-1) >= 0)
+        position = tl.load(positions_ptr + row0 + token, mask=valid, other=-1) - depth - 1  # the last one shared
+        position = tl.where(valid, position, -1)
+    else:
+        context = tl.load(context_len_ptr + sequence)
+        position = tl.where(valid, context - num_queries + token, -1)
     d = tl.arange(0, BLOCK_D)
     d_mask = d < D
     head = kv_head * GROUP + r % GROUP
@@ -151,9 +208,20 @@ def _attention_kernel(
             tl.store(stats_ptr + at * 2, m_s, mask=valid)
             tl.store(stats_ptr + at * 2 + 1, l_s, mask=valid)
             tl.store(partial_ptr + at[:, None] * D + d[None, :], acc_s, mask=valid[:, None] & d_mask[None, :])
+        if WIDTH:
+            at = flat * max_splits + max_splits - 1
+            if tl.program_id(2) == tl.num_programs(2) - 1:  # the one with the fewest pieces
+                m_s, l_s, acc_s = _strip_piece(
+                    q, r // GROUP, slots_ptr + row0 + first_token,
+                    tl.minimum(num_queries - first_token, BLOCK_M // GROUP), depth, kv_head * D, k_ptr, v_ptr,
+                    slot_stride, scale, d, d_mask, WIDTH, BLOCK_M, BLOCK_N, BLOCK_D,
+                )  # fmt: skip
+                tl.store(stats_ptr + at * 2, m_s, mask=valid)
+                tl.store(stats_ptr + at * 2 + 1, l_s, mask=valid)
+                tl.store(partial_ptr + at[:, None] * D + d[None, :], acc_s, mask=valid[:, None] & d_mask[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["depth"])
 def _combine_kernel(
     partial_ptr,
     stats_ptr,
@@ -161,18 +229,21 @@ def _combine_kernel(
     positions_ptr,
     slots_ptr,
     max_splits,
+    depth,
     H: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLIT_LEN: tl.constexpr,
     UNROLL: tl.constexpr,
+    BRANCHES: tl.constexpr,
 ):
     """Folds the pieces of one row and head, first to last."""
     row = tl.program_id(0)
     if tl.load(slots_ptr + row) < 0:
         return
     flat = (row * H + tl.program_id(1)).to(tl.int64)
-    num_splits = tl.load(positions_ptr + row) // SPLIT_LEN + 1
+    position = tl.load(positions_ptr + row)
+    num_splits = (position - depth + SPLIT_LEN - 1) // SPLIT_LEN if BRANCHES else position // SPLIT_LEN + 1
     d = tl.arange(0, BLOCK_D)
     d_mask = d < D
     m = tl.full((1,), float("-inf"), tl.float32)
@@ -187,6 +258,12 @@ def _combine_kernel(
             l_s = tl.load(stats_ptr + at * 2 + 1 + one, mask=real, other=0.0)
             acc_s = tl.load(partial_ptr + at * D + one[:, None] + d[None, :], mask=real & d_mask[None, :], other=0.0)
             m, l, acc = _fold(m, l, acc, m_s, l_s, acc_s)
+    if BRANCHES:
+        at = flat * max_splits + max_splits - 1
+        m_s = tl.load(stats_ptr + at * 2 + one)
+        l_s = tl.load(stats_ptr + at * 2 + 1 + one)
+        acc_s = tl.load(partial_ptr + at * D + one[:, None] + d[None, :], mask=d_mask[None, :], other=0.0)
+        m, l, acc = _fold(m, l, acc, m_s, l_s, acc_s)
     out = (acc / l[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + flat * D + one[:, None] + d[None, :], out, mask=d_mask[None, :])
 
@@ -201,7 +278,7 @@ class Workspace:
     """Scratch for the pieces of rows that several programs share."""
 
     def __init__(self, max_rows: int, max_context: int, heads: HeadShape, device: torch.device) -> None:
-        self.max_splits = -(-max_context // SPLIT)
+        self.max_splits = -(-max_context // SPLIT) + 1  # the last one: a branch's own tokens
         rows = max_rows * heads.num_heads * self.max_splits
         self.partial = torch.empty(rows * heads.head_dim, dtype=torch.float32, device=device)
         self.stats = torch.empty(rows * 2, dtype=torch.float32, device=device)
@@ -221,6 +298,9 @@ def paged_attention(
     num_tiles = batch.tiles.shape[1]
     out = q.new_empty((q.shape[0], heads.num_heads * heads.head_dim))
     block_d = triton.next_power_of_2(heads.head_dim)
+    depth, width = 0, 0
+    if batch.branches is not None:
+        depth, width = batch.branches.depth, max(_MMA_COLUMNS, triton.next_power_of_2(batch.branches.strip))
     grid = (num_tiles, heads.num_kv_heads, 1 if fold else min(workspace.max_splits, _PARALLEL_SPLITS))
     _attention_kernel[grid](
         q,
@@ -233,11 +313,14 @@ def paged_attention(
         batch.query_start,
         batch.context_len,
         batch.block_tables,
+        batch.positions,
+        batch.slots,
         num_tiles,
         batch.block_tables.stride(0),
         k_cache.stride(1),
         heads.scale * 1.4426950408889634,  # exp2 instead of exp
         workspace.max_splits,
+        depth,
         H=heads.num_heads,
         GROUP=heads.group_size,
         D=heads.head_dim,
@@ -247,6 +330,7 @@ def paged_attention(
         BLOCK_D=block_d,
         SPLIT_LEN=SPLIT,
         FOLD=fold,
+        WIDTH=width,
         num_warps=4,
         num_stages=2,
     )
@@ -258,11 +342,13 @@ def paged_attention(
             batch.positions,
             batch.slots,
             workspace.max_splits,
+            depth,
             H=heads.num_heads,
             D=heads.head_dim,
             BLOCK_D=block_d,
             SPLIT_LEN=SPLIT,
             UNROLL=8,
+            BRANCHES=width > 0,
             num_warps=1,
         )
     return out

@@ -564,7 +564,9 @@ void ssd_rope_and_store(const void *qkv, long ldqkv, const void *positions, int 
  * Online softmax over chunks of CH absolute positions.  A task is a few consecutive rows of one sequence and one KV
  * head: all its (row, head) queries share each chunk's keys and values.  A row sees exactly its n visible positions of
  * a chunk, padded up to a full vector with score -inf and with its own first position's value, so its result has the
- * same bits in any company. */
+ * same bits in any company.
+ * With `slots`, rows are the tips of branches: each sees the positions that its sequence's branches share, then `depth`
+ * + 1 slots of its own, the last of them slots[row] (-1: padding, sees nothing), in chunks counted from the first. */
 struct attention_args {
     const void *q;
     long ldq;
@@ -574,6 +576,8 @@ struct attention_args {
     long max_blocks, block_size, heads, kv_heads, d, dp; /* dp: d rounded up to full vectors */
     float scale;
     int bf16;
+    const int32_t *positions, *slots; /* NULL: no branches */
+    long depth;
     long rows; /* rows per task at most */
 };
 
@@ -586,11 +590,13 @@ struct softmax { /* running state of the queries of a task */
     float *q, *acc, *scores, *max, *sum, *alpha;
 };
 
+/* n positions from `start` on, which without a table is a slot */
 static void load_chunk(const struct attention_args *a, struct chunk *c, const int32_t *table, long kv_head, long start,
                        long n) {
     long block = start / a->block_size, in_block = start % a->block_size;
     for (long i = 0; i < n; i++) {
-        long offset = ((table[block] * a->block_size + in_block) * a->kv_heads + kv_head) * a->d;
+        long slot = (table ? table[block] : block) * a->block_size + in_block;
+        long offset = (slot * a->kv_heads + kv_head) * a->d;
         c->k[i] = c->copy_k + i * a->dp;
         c->v[i] = c->copy_v + i * a->dp;
         load_row(c->copy_k + i * a->dp, a->k_cache, offset, a->d, a->bf16);
@@ -698,6 +704,7 @@ static void attend_chunk(const struct softmax *s, long q0, long q1, long dp, str
 #endif
     if (q1 - q0 == 2) attend_2(s, q0, dp, c, n);
     if (q1 - q0 == 1) attend_1(s, q0, dp, c, n);
+    for (long i = n; i < CH && i < n + 3; i++) c->k[i] = c->copy_k + i * dp, c->v[i] = c->copy_v + i * dp;
 }
 
 static size_t attention_floats(const struct attention_args *a) {
@@ -722,27 +729,50 @@ static void store_attention(const struct attention_args *a, const struct softmax
     long group = a->heads / a->kv_heads;
     for (long i = 0; i < rows * group; i++) {
         float *acc = s->acc + i * a->dp, sum = s->sum[i];
+        if (sum == 0.0f) sum = 1.0f; /* padding */
         for (long e = 0; e < a->d; e++) acc[e] = acc[e] / sum;
         store_row(a->out, ((row + i / group) * a->heads + kv_head * group + i % group) * a->d, acc, a->d, a->bf16);
     }
 }
 
+/* how many positions of its sequence a row sees */
+static long shared_positions(const struct attention_args *a, long seq, long row) {
+    if (!a->slots) return a->context_len[seq] - (a->query_start[seq + 1] - row) + 1;
+    return a->slots[row] < 0 ? 0 : a->positions[row] - a->depth;
+}
+
+/* how many slots of its branch a row sees */
+static long own_slots(const struct attention_args *a, long row) {
+    return a->slots && a->slots[row] >= 0 ? a->depth + 1 : 0;
+}
+
 /* rows [row, row + rows) of sequence seq, query heads of kv_head; `memory` holds attention_floats() */
 static void attention_task(const struct attention_args *a, long seq, long row, long rows, long kv_head, float *memory) {
     long group = a->heads / a->kv_heads, queries = rows * group, dp = a->dp;
-    long first = a->context_len[seq] - (a->query_start[seq + 1] - row) + 1; /* positions the first row sees */
+    long end = 0;
+    for (long r = 0; r < rows; r++) end = max_l(end, shared_positions(a, seq, row + r));
     struct softmax s = {memory, memory + queries * dp, memory + 2 * queries * dp, 0, 0, 0};
     s.max = s.scores + queries * CH, s.sum = s.max + queries, s.alpha = s.sum + queries;
     struct chunk c;
     c.copy_k = memory + attention_floats(a) - 2 * CH * dp, c.copy_v = c.copy_k + CH * dp;
     if (dp != a->d) memset(c.copy_k, 0, (size_t)(2 * CH * dp) * 4);
     start_softmax(a, &s, row, rows, kv_head);
-    for (long start = 0; start < first + rows - 1; start += CH) {
-        load_chunk(a, &c, a->block_tables + seq * a->max_blocks, kv_head, start, min_l(CH, first + rows - 1 - start));
-        long full = max_l(0, start + CH - first); /* rows from here on see the whole chunk */
-        if (full < rows) attend_chunk(&s, full * group, queries, dp, &c, CH);
-        for (long r = min_l(rows, full) - 1; r >= 0 && first + r > start; r--) /* longest first: padding moves down */
-            attend_chunk(&s, r * group, (r + 1) * group, dp, &c, first + r - start);
+    for (long start = 0; start < end; start += CH) {
+        load_chunk(a, &c, a->block_tables + seq * a->max_blocks, kv_head, start, min_l(CH, end - start));
+        for (long r = 0, next; r < rows; r = next) { /* neighbours that see equally much of the chunk go together */
+            long n = min_l(CH, shared_positions(a, seq, row + r) - start);
+            for (next = r + 1; next < rows; next++)
+                if (min_l(CH, shared_positions(a, seq, row + next) - start) != n) break;
+            if (n > 0) attend_chunk(&s, r * group, next * group, dp, &c, n);
+        }
+    }
+    for (long r = 0; r < rows; r++) {
+        long own = own_slots(a, row + r);
+        for (long start = 0; start < own; start += CH) {
+            long n = min_l(CH, own - start);
+            load_chunk(a, &c, NULL, kv_head, a->slots[row + r] - a->depth + start, n);
+            attend_chunk(&s, r * group, (r + 1) * group, dp, &c, n);
+        }
     }
     store_attention(a, &s, row, rows, kv_head);
 }
@@ -768,16 +798,18 @@ static void attention_item(const struct attention_args *a, long item) {
 void ssd_paged_attention(const void *q, long ldq, const void *k_cache, const void *v_cache, void *out,
                          const int32_t *query_start, const int32_t *context_len, const int32_t *block_tables,
                          long sequences, long max_blocks, long block_size, long heads, long kv_heads, long d,
-                         float scale, int bf16, int nthreads) {
+                         float scale, const int32_t *positions, const int32_t *slots, long depth, int bf16,
+                         int nthreads) {
     struct attention_args a = {q, ldq, k_cache, v_cache, out, query_start, context_len, block_tables, max_blocks,
-                               block_size, heads, kv_heads, d, ceil_div(d, VL) * VL, scale, bf16, 0};
+                               block_size, heads, kv_heads, d, ceil_div(d, VL) * VL, scale, bf16, positions, slots,
+                               depth, 0};
     long tasks = 0, longest = 0, work = 0;
     for (long s = 0; s < sequences; s++) longest = max_l(longest, query_start[s + 1] - query_start[s]);
     a.rows = max_l(1, min_l(longest, QUERIES * kv_heads / heads));
     for (long s = 0; s < sequences; s++) {
-        long count = query_start[s + 1] - query_start[s];
-        tasks += ceil_div(count, a.rows);
-        work += count * context_len[s];
+        tasks += ceil_div(query_start[s + 1] - query_start[s], a.rows);
+        for (long row = query_start[s]; row < query_start[s + 1]; row++)
+            work += shared_positions(&a, s, row) + own_slots(&a, row);
     }
     if (nthreads == 1 || work * heads * d < 32768) {
         for (long i = 0; i < tasks * kv_heads; i++) attention_item(&a, i);
@@ -785,4 +817,94 @@ void ssd_paged_attention(const void *q, long ldq, const void *k_cache, const voi
     }
 #pragma omp parallel for schedule(dynamic, 1) num_threads(nthreads)
     for (long i = tasks * kv_heads - 1; i >= 0; i--) attention_item(&a, i); /* longest rows first */
+}
+
+/* ---------------------------------------------------------------- gumbel
+ * out[row][token] = -log(-log(u)) with u = (bits + 1/2) / 2^32, where bits are the upper half of the finaliser of
+ * keys[row] + token * golden (see decoding/noise.py).  In double and rounded once; with plain + - * / in one order, so
+ * that an element's bits are the same on every machine too. */
+#define DL (VL / 2)         /* doubles of a vector */
+#define DV 4                /* vectors computed together: a logarithm is one long chain of operations */
+#define NOISE_CHUNK 2048    /* tokens of a task */
+#define NOISE_ALONE 32768   /* elements below which one thread computes them all (0.3 ms on Neoverse N1) */
+
+typedef double vd __attribute__((vector_size(VL * 4)));
+typedef uint64_t vq __attribute__((vector_size(VL * 4)));
+typedef float vh __attribute__((vector_size(VL * 2)));
+typedef float vh_mem __attribute__((vector_size(VL * 2), aligned(4), may_alias));
+
+struct generator {
+    uint64_t golden, mix1, mix2;
+};
+
+/* 1 + u of the tokens from one whose counter (key + token * golden) is `first` */
+INLINE vd noise_uniform(uint64_t first, const struct generator *g) {
+    const uint64_t one = 0x3ff0000000080000u; /* the bits of 1 + 2^-33 */
+    vq x;
+#ifdef NEON /* it multiplies no 64-bit lanes, and the integer unit has nothing else to do */
+    UNROLL for (int j = 0; j < DL; j++) {
+        uint64_t y = first + (uint64_t)j * g->golden;
+        y = (y ^ (y >> 30)) * g->mix1;
+        y = (y ^ (y >> 27)) * g->mix2;
+        x[j] = (y ^ (y >> 31)) >> 32 << 20;
+    }
+#else
+    UNROLL for (int j = 0; j < DL; j++) x[j] = (uint64_t)j * g->golden;
+    x = x + first;
+    x = (x ^ (x >> 30)) * g->mix1;
+    x = (x ^ (x >> 27)) * g->mix2;
+    x = (x ^ (x >> 31)) >> 32 << 20;
+#endif
+    return (vd)(x | one);
+}
+
+/* -log(x) of a normal x > 0, to a few 1e-16 of itself: n ln2 - 2 atanh((m - 1) / (m + 1)) with x = m / 2^n and m in
+ * [sqrt(1/2), sqrt(2)).  Next to x = 1 that is n = 0 and an exact m - 1: small results are as precise as others. */
+INLINE vd minus_log(vd x) {
+    const uint64_t lowest = 0x3fe6a09e667f3bcdu; /* the bits of sqrt(1/2) */
+    vq shifted = (vq)x + (0x3ff0000000000000u - lowest);
+    vd n = 0x1p52 + 1023.0 - (vd)((shifted >> 52) | 0x4330000000000000u); /* an integer in the low bits of 2^52 */
+    vd m = (vd)((shifted & 0xfffffffffffffu) + lowest);
+    vd s = (1.0 - m) / (1.0 + m), z = s * s, w = z * z;
+    vd low = 0x1.555555555397ap-1 + z * 0x1.999999a28e93bp-2; /* minimax, relative error 1.9e-16 */
+    vd middle = 0x1.2492417a99a86p-2 + z * 0x1.c72276983656cp-3;
+    vd high = 0x1.732c52108ab9ep-3 + z * 0x1.587592e5c586fp-3;
+    return n * 0x1.62e42fefa39efp-1 + s * (2.0 + z * (low + w * (middle + w * high)));
+}
+
+/* a group of tokens of which `next` has 1 + u; leaves that of the next group there, whose counters begin at `first`:
+ * its integers are computed beside these logarithms */
+INLINE void gumbel_group(float *out, vd *next, uint64_t first, const struct generator *g) {
+    vd x[DV];
+    UNROLL for (int i = 0; i < DV; i++) x[i] = next[i] - 1.0;
+    UNROLL for (int i = 0; i < DV; i++) next[i] = noise_uniform(first + (uint64_t)(i * DL) * g->golden, g);
+    UNROLL for (int i = 0; i < DV; i++) x[i] = minus_log(x[i]);
+    UNROLL for (int i = 0; i < DV; i++) *(vh_mem *)(out + i * DL) = __builtin_convertvector(minus_log(x[i]), vh);
+}
+
+/* n tokens from the one whose counter is `first` */
+static void gumbel_span(float *out, uint64_t first, long n, const struct generator *g) {
+    const long group = DV * DL;
+    vd next[DV];
+    UNROLL for (int i = 0; i < DV; i++) next[i] = noise_uniform(first + (uint64_t)(i * DL) * g->golden, g);
+    long t = 0;
+    for (; t + group <= n; t += group) gumbel_group(out + t, next, first += (uint64_t)group * g->golden, g);
+    if (t == n) return;
+    float tail[DV * DL];
+    gumbel_group(tail, next, first, g);
+    memcpy(out + t, tail, (size_t)(n - t) * 4);
+}
+
+void ssd_gumbel(const int64_t *keys, float *out, long rows, long vocab, int64_t golden, int64_t mix1, int64_t mix2,
+                int nthreads) {
+    const struct generator g = {(uint64_t)golden, (uint64_t)mix1, (uint64_t)mix2};
+    if (nthreads == 1 || rows * vocab < NOISE_ALONE) {
+        for (long r = 0; r < rows; r++) gumbel_span(out + r * vocab, (uint64_t)keys[r], vocab, &g);
+        return;
+    }
+#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(nthreads)
+    for (long r = 0; r < rows; r++)
+        for (long t = 0; t < vocab; t += NOISE_CHUNK)
+            gumbel_span(out + r * vocab + t, (uint64_t)keys[r] + (uint64_t)t * g.golden, min_l(NOISE_CHUNK, vocab - t),
+                        &g);
 }

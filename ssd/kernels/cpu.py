@@ -51,6 +51,7 @@ class PackedWeight:
 
 
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+_Q = ctypes.c_int64
 _SIGNATURES: dict[str, list[type]] = {
     "ssd_packed_bytes": [_L, _L, _I, _I],
     "ssd_pack": [_P, _L, _P, _L, _L, _I, _I, _I],
@@ -63,8 +64,9 @@ _SIGNATURES: dict[str, list[type]] = {
     ],
     "ssd_paged_attention": [
         *[_P, _L, _P, _P, _P, _P, _P, _P],
-        *[_L, _L, _L, _L, _L, _L, _F, _I, _I],
+        *[_L, _L, _L, _L, _L, _L, _F, _P, _P, _L, _I, _I],
     ],
+    "ssd_gumbel": [_P, _P, _L, _L, _Q, _Q, _Q, _I],
 }
 
 
@@ -83,6 +85,7 @@ class Kernels:
         self._rms_norm = library.ssd_rms_norm
         self._rope_and_store = library.ssd_rope_and_store
         self._paged_attention = library.ssd_paged_attention
+        self._gumbel = library.ssd_gumbel
 
     def pack_linear(self, weight: Tensor, gated: bool = False) -> PackedWeight:
         """Repack `weight` [N, K] into panels. `gated`: rows are [gate; up], for a gated `linear`."""
@@ -183,20 +186,34 @@ class Kernels:
         context_len: Tensor,
         block_tables: Tensor,
         scale: float,
+        tips: tuple[Tensor, Tensor, int] | None = None,
     ) -> Tensor:
         """Causal attention of `q` [T, H, D] over paged caches -> [T, H, D].
 
         `query_start` [S+1], `context_len` [S] and `block_tables` [S, max_blocks] are int32 and contiguous. The queries
         of a sequence are its last positions; `context_len` counts them. Heads of a row of `q` must be contiguous.
+
+        `tips`: the queries are tips of branches, with these positions and slots (int32 [T]; slot < 0: padding) and so
+        many tokens of their own before them. They see what lies before those, then their own; no use of `context_len`.
         """
         tokens, heads, d = q.shape
         out = torch.empty(tokens, heads, d, dtype=q.dtype)
         sequences, max_blocks = block_tables.shape
+        positions, slots, depth = (None, None, 0) if tips is None else (tips[0].data_ptr(), tips[1].data_ptr(), tips[2])
         self._paged_attention(
             *(q.data_ptr(), q.stride(0), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()),
             *(query_start.data_ptr(), context_len.data_ptr(), block_tables.data_ptr(), sequences, max_blocks),
-            *(k_cache.shape[1], heads, k_cache.shape[2], d, scale, q.dtype is torch.bfloat16, torch.get_num_threads()),
+            *(k_cache.shape[1], heads, k_cache.shape[2], d, scale, positions, slots, depth),
+            *(q.dtype is torch.bfloat16, torch.get_num_threads()),
         )
+        return out
+
+    def gumbel(self, keys: Tensor, vocab_size: int, golden: int, mix1: int, mix2: int) -> Tensor:
+        """Rows of Gumbel noise, one for each int64 key: fp32. The constants are the generator's, as signed int64."""
+        rows = keys.shape[0]
+        out = torch.empty(rows, vocab_size)
+        threads = torch.get_num_threads()
+        self._gumbel(keys.data_ptr(), out.data_ptr(), rows, vocab_size, golden, mix1, mix2, threads)
         return out
 
 

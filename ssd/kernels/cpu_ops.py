@@ -68,7 +68,8 @@ class CpuOps:
     def attention(
         self, q: torch.Tensor, batch: DeviceBatch, heads: HeadShape, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> torch.Tensor:
+        tips = None if batch.branches is None else (batch.positions, batch.slots, batch.branches.depth)
         out = self._kernels.paged_attention(
-            q, k_cache, v_cache, batch.query_start, batch.context_len, batch.block_tables, heads.scale
+            q, k_cache, v_cache, batch.query_start, batch.context_len, batch.block_tables, heads.scale, tips
         )
         return out.view(len(out), -1)

@@ -13,6 +13,14 @@ import torch
 
 
 @dataclass(frozen=True)
+class Branches:
+    """Query tokens that are the tips of alternative continuations, each with a strip of KV slots of its own."""
+
+    depth: int  # own tokens before the tip
+    strip: int  # slots of one branch's strip; a sequence's branches have consecutive strips
+
+
+@dataclass(frozen=True)
 class DeviceBatch:
     """A `Batch` as tensors on the device."""
 
@@ -25,6 +33,7 @@ class DeviceBatch:
     tiles: torch.Tensor  # int32 [2, tiles]: sequence (-1: padding) and first query token of each attention tile
     logit_rows: torch.Tensor | None  # int64 [rows]; None: all rows in order
     split_kv: bool  # decode-size queries: several programs share one row's KV
+    branches: Branches | None = None  # all rows are tips of branches (with split_kv; context_len is not used)
 
 
 @dataclass(frozen=True)
@@ -100,4 +109,8 @@ class Ops(Protocol):
     def attention(
         self, q: torch.Tensor, batch: DeviceBatch, heads: HeadShape, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> torch.Tensor:
-        """Causal attention of q [T, heads, dim] over paged KV; [T, heads * dim]."""
+        """Causal attention of q [T, heads, dim] over paged KV; [T, heads * dim].
+
+        With `branches` of depth s, row r sees its sequence's positions before positions[r] - s through the block table,
+        then its own slots slots[r] - s .. slots[r]. A row of padding (slot -1) may come out as anything.
+        """

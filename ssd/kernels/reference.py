@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 
@@ -67,6 +69,8 @@ class ReferenceOps:
     def attention(
         self, q: torch.Tensor, batch: DeviceBatch, heads: HeadShape, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> torch.Tensor:
+        if batch.branches is not None:
+            return _attend_branches(q, batch, batch.branches.depth, heads, k_cache, v_cache)
         starts, lengths = batch.query_start.tolist(), batch.context_len.tolist()
         out = torch.empty_like(q)
         for s, length in enumerate(lengths):
@@ -92,3 +96,21 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: HeadShape)
     k, v = (t.repeat_interleave(heads.group_size, dim=0) for t in (k, v))
     out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], visible, scale=heads.scale)
     return out[0].transpose(0, 1)
+
+
+def _attend_branches(
+    q: torch.Tensor, batch: DeviceBatch, depth: int, heads: HeadShape, k_cache: torch.Tensor, v_cache: torch.Tensor
+) -> torch.Tensor:
+    out = torch.zeros_like(q)
+    positions, slots = batch.positions.tolist(), batch.slots.tolist()
+    in_block = torch.arange(k_cache.shape[1], device=q.device)
+    for table, rows in zip(batch.block_tables, itertools.pairwise(batch.query_start.tolist()), strict=True):
+        shared = (table[:, None] * k_cache.shape[1] + in_block).flatten()
+        for row in range(*rows):
+            if slots[row] < 0:
+                continue
+            own = torch.arange(slots[row] - depth, slots[row] + 1, device=q.device)
+            seen = torch.cat((shared[: positions[row] - depth], own))
+            k, v = (cache.flatten(0, 1)[seen].transpose(0, 1) for cache in (k_cache, v_cache))
+            out[row] = _attend(q[row : row + 1], k, v, heads)[0]
+    return out.flatten(1)

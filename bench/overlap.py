@@ -1,0 +1,89 @@
+"""What one GPU hides: a verification, a plain draft and a prepared cache alone, and the cache beside the verification.
+
+python bench/overlap.py --target graft:tiny-qwen3@qwen3-32b --draft graft:tiny-qwen3-draft@qwen3-0.6b --k 4 6
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ssd import LLM
+from ssd.core import Request, SamplingParams, Sequence
+from ssd.drafting.ahead import AheadDrafter
+from ssd.drafting.program import Lane
+from ssd.execution.runner import ModelRunner
+
+CONTEXT = 512
+
+
+def milliseconds(run: Callable[[], object], repeats: int = 30) -> float:
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return 1e3 * sorted(times)[len(times) // 2]
+
+
+def main() -> None:
+    args = arguments()
+    table = Table("K", "verify", "draft", "prepare", "prepare beside verify", "one after the other")
+    table.title = f"{args.target} + {args.draft}, {args.width} branches, ms"
+    speculation = {
+        "mode": "ssd",
+        "draft": args.draft,
+        "k": max(args.k),
+        "budget": args.width,
+        "quantise": args.quantise,
+    }
+    llm = LLM(
+        args.target, device="cuda", max_model_len=1024, max_num_seqs=2, num_kv_blocks=130, speculation=speculation
+    )
+    drafter, target = llm.engine.round.drafter, llm.engine.round.target
+    if not isinstance(drafter, AheadDrafter) or not isinstance(target, ModelRunner) or target.graphs is None:
+        raise AssertionError("the engine was built for another mode")
+    program = drafter.model.program
+    for k in args.k:
+        verify = target.graphs.graph(target.graphs.bucket(k + 1))
+        forks = [(i % (k + 1), i // (k + 1)) for i in range(args.width)]
+        params = SamplingParams(temperature=args.temperature)
+        text = Sequence(0, Request("", (1,), params), 0, 7, frozenset(), 1024, blocks=list(range(65)))
+        lane = Lane(CONTEXT, list(range(5, 6 + k)), text, 7, forks)
+
+        def draft(lane: Lane = lane, k: int = k) -> None:
+            program.write([lane], k)
+
+        def prepare(lane: Lane = lane, k: int = k) -> None:
+            program.branch([lane], k)
+
+        def both(verify: torch.cuda.CUDAGraph = verify, prepare: Callable[[], None] = prepare) -> None:
+            verify.replay()
+            prepare()
+
+        figures = [milliseconds(run) for run in (verify.replay, draft, prepare, both)]
+        table.add_row(str(k), *(f"{f:.2f}" for f in figures), f"{figures[0] + figures[2]:.2f}")
+    Console(width=120).print(table)
+    Console().print(llm.note)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="graft:tiny-qwen3@qwen3-32b")
+    parser.add_argument("--draft", default="graft:tiny-qwen3-draft@qwen3-0.6b")
+    parser.add_argument("--k", nargs="+", type=int, default=[3, 4, 5, 6])
+    parser.add_argument("--width", type=int, default=12)
+    parser.add_argument("--quantise", default="none")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

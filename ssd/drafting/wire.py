@@ -1,0 +1,379 @@
+"""What crosses between an engine and a drafter in a process of its own: messages of 64-bit integers, over a socket.
+
+A message is a header (magic with version, kind, round, length of the payload) and a payload in a fixed layout; floats
+travel as their bits. Decoding believes nothing: whatever is not exactly right raises a WireError, and nothing is
+allocated by a number that was not checked. Knows nothing of processes or of how drafts are made.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd.core import Proposal, SamplingParams, Sequence
+from ssd.errors import RequestError, SSDError
+
+Words = npt.NDArray[np.int64]
+
+MAGIC = 0x5353_4457_0000_0001  # "SSDW", version 1
+HEADER_WORDS = 4
+MAX_WORDS = 1 << 26  # of a payload: half a gigabyte
+ORIGINS = ("draft", "hit", "jit", "ngram", "sibling")  # of a proposal; what crosses is the index
+
+_LOWEST, _HIGHEST = -(1 << 63), (1 << 63) - 1
+_BYTES = 8  # of a word
+_CHUNK = 1 << 20  # bytes that are read at once
+_FLOW = 0.005  # seconds for which an arriving message is read on after the time to wait is over
+
+
+class WireError(SSDError):
+    """A message that makes no sense."""
+
+
+class ChannelClosed(WireError):
+    """The other end has gone."""
+
+
+class Kind(IntEnum):
+    SETUP = 1  # to the worker, once: its configuration
+    READY = 2  # from the worker, once: it can take rounds now
+    ROUND = 3  # to the worker: sequences to draft for
+    PROPOSALS = 4  # from the worker: the answer to a round
+
+
+_KINDS = frozenset(Kind)
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    kind: Kind
+    round: int = 0
+    payload: Words = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class Birth:
+    """What is said of a sequence once: all that a draft of it may depend on, its tokens apart."""
+
+    seed: int
+    num_prompt: int
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+    params: SamplingParams
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> Birth:
+        stops = sequence.stop_token_ids
+        return cls(sequence.seed, sequence.num_prompt, sequence.max_tokens, stops, sequence.params)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One sequence of a round: what is new of it since the worker last heard."""
+
+    id: int
+    known: int  # tokens that the worker has already
+    new_tokens: list[int]
+    lookahead: int
+    birth: Birth | None = None  # of a new sequence
+
+
+# --- payloads ---------------------------------------------------------------------------------------------------------
+
+
+def encode_setup(config: Mapping[str, Any]) -> Words:
+    text = json.dumps(config).encode()
+    padded = text + bytes(-len(text) % _BYTES)
+    return np.concatenate((_words([len(text)]), np.frombuffer(padded, dtype=np.int64)))
+
+
+def decode_setup(payload: Words) -> dict[str, Any]:
+    reader = _Reader(payload)
+    length = reader.number(0, reader.left * _BYTES)
+    text = reader.array(-(-length // _BYTES)).tobytes()[:length]
+    reader.finish()
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise WireError(f"the setup is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise WireError("the setup is no JSON object")
+    return config
+
+
+def encode_round(forgotten: Seq[int], entries: Seq[Entry]) -> Words:
+    words = [len(forgotten), *forgotten, len(entries)]
+    for entry in entries:
+        words += [entry.id, entry.known, len(entry.new_tokens), *entry.new_tokens, entry.lookahead]
+        words.append(entry.birth is not None)
+        if entry.birth is not None:
+            words += _birth_words(entry.birth)
+    return _words(words)
+
+
+def decode_round(payload: Words) -> tuple[list[int], list[Entry]]:
+    """The sequences to forget, and those to draft for."""
+    reader = _Reader(payload)
+    forgotten = reader.numbers(reader.count())
+    entries = [_read_entry(reader) for _ in range(reader.count())]
+    reader.finish()
+    return forgotten, entries
+
+
+def encode_proposals(proposals: Seq[Proposal]) -> Words:
+    parts = [_words([len(proposals)])]
+    for proposal in proposals:
+        tokens, laws = proposal.token_ids, proposal.laws
+        if proposal.origin not in ORIGINS:
+            raise WireError(f"origin={proposal.origin!r}: must be one of {', '.join(ORIGINS)}")
+        if not tokens or laws is None:
+            parts.append(_words([ORIGINS.index(proposal.origin), len(tokens), 0, *tokens]))
+        else:
+            parts.append(_words([ORIGINS.index(proposal.origin), len(tokens), laws.shape[-1], *tokens]))
+            parts.append(laws[: len(tokens)].double().cpu().contiguous().numpy().view(np.int64).ravel())
+    return np.concatenate(parts)
+
+
+def decode_proposals(payload: Words, num_works: int, vocab_size: int) -> list[Proposal]:
+    """One proposal a work, of tokens that exist; laws span the vocabulary and are laws."""
+    reader = _Reader(payload)
+    reader.number(num_works, num_works)
+    proposals = [_read_proposal(reader, vocab_size) for _ in range(num_works)]
+    reader.finish()
+    return proposals
+
+
+def most_proposal_words(num_works: int, lookahead: int, vocab_size: int) -> int:
+    """The longest payload that a truthful worker can answer with."""
+    return 1 + num_works * (3 + lookahead * (1 + vocab_size))
+
+
+def _birth_words(birth: Birth) -> list[int]:
+    params, stops, bias = birth.params, birth.stop_token_ids, birth.params.logit_bias
+    seed = birth.seed - (1 << 64) if birth.seed > _HIGHEST else birth.seed  # the same bits
+    counts = [min(params.top_k, _HIGHEST), min(params.min_tokens, _HIGHEST)]
+    reals = [params.temperature, params.top_p, params.min_p]
+    reals += [params.repetition_penalty, params.presence_penalty, params.frequency_penalty]
+    words = [seed, birth.num_prompt, birth.max_tokens, *counts, *map(_bits, reals), params.speculate]
+    return [*words, len(stops), *stops, len(bias), *bias, *map(_bits, bias.values())]
+
+
+def _read_entry(reader: _Reader) -> Entry:
+    sequence_id, known = reader.number(0), reader.number(0)
+    tokens = reader.numbers(reader.count(), low=0)
+    lookahead, new = reader.number(0), reader.number(0, 1)
+    birth = _read_birth(reader) if new else None
+    if birth and (known or birth.num_prompt > len(tokens)):
+        raise WireError(f"sequence {sequence_id} is new, but not told from its first token on")
+    return Entry(sequence_id, known, tokens, lookahead, birth)
+
+
+def _read_birth(reader: _Reader) -> Birth:
+    seed, num_prompt, max_tokens = reader.number() % (1 << 64), reader.number(1), reader.number(1)
+    top_k, min_tokens = reader.number(0), reader.number(0)
+    temperature, top_p, min_p, repetition, presence, frequency = (reader.real() for _ in range(6))
+    speculate = bool(reader.number(0, 1))
+    stops = frozenset(reader.numbers(reader.count(), low=0))
+    biased = reader.numbers(reader.count(), low=0)
+    try:
+        params = SamplingParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition,
+            presence_penalty=presence,
+            frequency_penalty=frequency,
+            logit_bias={token: reader.real() for token in biased},
+            max_new_tokens=max(1, max_tokens - num_prompt, min_tokens),
+            min_tokens=min_tokens,
+            speculate=speculate,
+        )
+    except RequestError as error:
+        raise WireError(f"sampling parameters: {error}") from error
+    return Birth(seed, num_prompt, max_tokens, stops, params)
+
+
+def _read_proposal(reader: _Reader, vocab_size: int) -> Proposal:
+    origin = ORIGINS[reader.number(0, len(ORIGINS) - 1)]
+    count, columns = reader.count(), reader.number(0)
+    tokens = tuple(reader.numbers(count, low=0, high=vocab_size - 1))
+    if not columns:
+        return Proposal(tokens, origin=origin)
+    if columns != vocab_size or not count:
+        raise WireError(f"laws of {columns} columns for {count} tokens and a vocabulary of {vocab_size}")
+    laws = reader.array(count * columns).view(np.float64).reshape(count, columns)
+    if not (laws.min(axis=1) >= 0).all() or not (abs(laws.sum(axis=1) - 1) < 1e-3).all():
+        raise WireError("laws that are not probabilities")
+    import torch  # takes seconds, and only laws need it: a worker that looks drafts up starts without
+
+    return Proposal(tokens, torch.from_numpy(laws), origin)
+
+
+def _words(values: Iterable[int]) -> Words:
+    return np.array(list(values), dtype=np.int64)
+
+
+def _bits(value: float) -> int:
+    word: int = struct.unpack("=q", struct.pack("=d", value))[0]
+    return word
+
+
+class _Reader:
+    """Reads a payload from front to back, and never past its end."""
+
+    def __init__(self, payload: Words) -> None:
+        self._payload = payload
+        self._at = 0
+
+    @property
+    def left(self) -> int:
+        return len(self._payload) - self._at
+
+    def array(self, count: int) -> Words:
+        if count > self.left:
+            raise WireError(f"{count} words are announced, {self.left} are left")
+        self._at += count
+        return self._payload[self._at - count : self._at]
+
+    def numbers(self, count: int, low: int = _LOWEST, high: int = _HIGHEST) -> list[int]:
+        values: list[int] = self.array(count).tolist()
+        if values and not (low <= min(values) and max(values) <= high):
+            raise WireError(f"a number is not in {low}..{high}")
+        return values
+
+    def number(self, low: int = _LOWEST, high: int = _HIGHEST) -> int:
+        if not self.left:
+            raise WireError("a number is missing at the end")
+        value: int = self._payload.item(self._at)
+        self._at += 1
+        if not low <= value <= high:
+            raise WireError(f"{value} is not in {low}..{high}")
+        return value
+
+    def count(self) -> int:
+        """How many things follow, each of a word at least."""
+        return self.number(0, self.left - 1)
+
+    def real(self) -> float:
+        return float(self.array(1).view(np.float64)[0])
+
+    def finish(self) -> None:
+        if self.left:
+            raise WireError(f"{self.left} words too many")
+
+
+# --- the channel ------------------------------------------------------------------------------------------------------
+
+
+class Channel:
+    """Whole messages over one end of a socket pair. Keeps what is half sent or half received: nothing has to wait."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self.num_bytes = 0  # that have crossed, either way
+        self._socket = end
+        self._unsent: deque[memoryview] = deque()
+        self._partial = bytearray()  # of the message that is arriving
+
+    @property
+    def arriving(self) -> bool:
+        """Whether a message has come in part."""
+        return bool(self._partial)
+
+    def waiting(self) -> bool:
+        """Whether there is something to receive, were it the end."""
+        return self._poll(select.POLLIN, 0.0)
+
+    def post(self, message: Message) -> None:
+        """Sends what the socket takes at once; the rest goes out in `receive` or `flush`."""
+        header = _words([MAGIC, message.kind, message.round, len(message.payload)])
+        self._unsent.append(np.concatenate((header, message.payload)).data.cast("B"))
+        self._write()
+
+    def flush(self) -> None:
+        """Waits until everything has been sent."""
+        while self._unsent:
+            self._poll(select.POLLOUT, math.inf)
+            self._write()
+
+    def receive(self, limit: int = MAX_WORDS, timeout: float = math.inf) -> Message | None:
+        """The next message, its payload at most `limit` words; None when it is not whole within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            self._write()
+            moved = self._read(limit)
+            if not self._missing(limit):
+                return self._take()
+            left = deadline - time.monotonic()
+            if moved and left > -_FLOW:
+                continue
+            if left <= 0:
+                return None
+            self._poll(select.POLLIN | (select.POLLOUT if self._unsent else 0), left)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _poll(self, events: int, timeout: float) -> bool:
+        poller = select.poll()
+        poller.register(self._socket, events)
+        return bool(poller.poll(None if timeout == math.inf else timeout * 1000))
+
+    def _write(self) -> None:
+        try:
+            while self._unsent:
+                sent = self._socket.send(self._unsent[0])
+                self.num_bytes += sent
+                rest = self._unsent.popleft()[sent:]
+                if rest:
+                    self._unsent.appendleft(rest)
+        except BlockingIOError:
+            return
+        except ConnectionError as error:
+            raise ChannelClosed("the other end is closed") from error
+
+    def _read(self, limit: int) -> bool:
+        """Takes what has come, up to the end of a message; whether anything has."""
+        try:
+            data = self._socket.recv(min(self._missing(limit), _CHUNK))
+        except BlockingIOError:
+            return False
+        except ConnectionError as error:
+            raise ChannelClosed("the other end is closed") from error
+        if not data:
+            raise ChannelClosed("the other end is closed")
+        self.num_bytes += len(data)
+        self._partial += data
+        return True
+
+    def _missing(self, limit: int) -> int:
+        """Bytes that are missing to a whole message, or to its header."""
+        header = HEADER_WORDS * _BYTES
+        if len(self._partial) < header:
+            return header - len(self._partial)
+        words: tuple[int, int, int, int] = struct.unpack_from(f"={HEADER_WORDS}q", self._partial)
+        magic, kind, number, length = words
+        if magic != MAGIC or kind not in _KINDS or number < 0:
+            raise WireError("this is not the beginning of a message")
+        if not 0 <= length <= limit:
+            raise WireError(f"a payload of {length} words, where {limit} are possible")
+        return header + length * _BYTES - len(self._partial)
+
+    def _take(self) -> Message:
+        data, self._partial = self._partial, bytearray()
+        words = np.frombuffer(data, np.int64)
+        return Message(Kind(int(words[1])), int(words[2]), words[HEADER_WORDS:])

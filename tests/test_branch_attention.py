@@ -1,0 +1,212 @@
+"""Attention of branches: alternative continuations of a sequence share its KV and have strips of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ssd.core import Batch
+from ssd.execution.pack import to_device
+from ssd.kernels.cpu_ops import CpuOps
+from ssd.kernels.ops import Branches, DeviceBatch, HeadShape, Ops
+from ssd.kernels.reference import ReferenceOps
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+PADDING = (10**6, -1)  # position and slot: nothing may come of the position
+FORKS = [[40, 37, 40, 38, 40], [300, 300, 299], [1], [128, 129, 127, 128, 130, 16, 15, 64, 65], [257] * 12, [0, 5]]
+
+
+class Trees:
+    """Sequences in shuffled KV blocks, and branches that leave them after `forks` tokens. Unused slots hold NaN."""
+
+    def __init__(
+        self, heads: HeadShape, forks: list[list[int]], branches: Branches, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.heads, self.forks, self.branches, self.device = heads, forks, branches, device
+        width = max(map(max, forks)) // BLOCK_SIZE + 1
+        tables = torch.randperm(len(forks) * width).reshape(len(forks), width)
+        self.tables = tables.tolist()
+        strips = tables.numel() * BLOCK_SIZE + 3  # the first one: blocks mean nothing to strips
+        starts = [strips + branches.strip * i for i in range(sum(map(len, forks)))]
+        self.tips = [[starts.pop(0) + branches.depth for _ in own] for own in forks]
+        blocks = tables.numel() + -(-(3 + branches.strip * sum(map(len, forks))) // BLOCK_SIZE)
+        shape = (blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim)
+        self.k, self.v = (torch.full(shape, float("nan"), dtype=dtype, device=device) for _ in range(2))
+        self.q = [torch.randn(len(own), heads.num_heads, heads.head_dim).to(device, dtype) for own in forks]
+        used = sorted({slot for s, own in enumerate(forks) for j in range(len(own)) for slot in self.seen(s, j)})
+        for cache in (self.k, self.v):
+            cache.flatten(0, 1)[used] = torch.randn(len(used), *shape[2:]).to(device, dtype)
+
+    def seen(self, s: int, j: int) -> list[int]:
+        """All slots that branch j of sequence s sees, in order."""
+        shared = [self.tables[s][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(self.forks[s][j])]
+        return shared + [self.tips[s][j] - i for i in range(self.branches.depth, -1, -1)]
+
+    def batch(self, ops: Ops, picks: list[tuple[int, list[int]]], padding: int) -> tuple[torch.Tensor, DeviceBatch]:
+        """Queries and batch of some branches of some sequences, each followed by rows of padding."""
+        rows: list[tuple[int, int]] = []
+        starts, q = [0], []
+        for s, own in picks:
+            rows += [(self.forks[s][j] + self.branches.depth, self.tips[s][j]) for j in own] + [PADDING] * padding
+            starts.append(len(rows))
+            q += [self.q[s][own], torch.zeros(padding, *self.q[s].shape[1:]).to(self.q[s])]
+        positions, slots = map(list, zip(*rows, strict=True))
+        tables = [self.tables[s] for s, _ in picks]
+        plain = Batch([0] * len(rows), positions, slots, starts, [0] * len(picks), tables, list(range(len(rows))))
+        tile_tokens = ops.tile_tokens(self.heads, True)
+        batch = to_device(plain, self.device, tile_tokens=tile_tokens, split_kv=True)
+        return torch.cat(q), dataclasses.replace(batch, branches=self.branches)
+
+    def run(self, ops: Ops, picks: list[tuple[int, list[int]]], padding: int = 0) -> list[torch.Tensor]:
+        """Results of those branches, sequence by sequence, without the padding."""
+        q, batch = self.batch(ops, picks, padding)
+        parts = ops.attention(q, batch, self.heads, self.k, self.v).split([len(own) + padding for _, own in picks])
+        return [part[: len(own)] for part, (_, own) in zip(parts, picks, strict=True)]
+
+    def run_all(self, ops: Ops, padding: int = 0) -> list[torch.Tensor]:
+        return self.run(ops, [(s, list(range(len(own)))) for s, own in enumerate(self.forks)], padding)
+
+    def dense(self, s: int, j: int) -> torch.Tensor:
+        """One branch's result from its full lists of keys and values, head by head, in float64."""
+        seen = self.seen(s, j)
+        k, v = (cache.flatten(0, 1)[seen].double() for cache in (self.k, self.v))
+        out = []
+        for h in range(self.heads.num_heads):
+            scores = k[:, h // self.heads.group_size] @ self.q[s][j, h].double() * self.heads.scale
+            out.append(scores.softmax(0) @ v[:, h // self.heads.group_size])
+        return torch.cat(out)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def cpu() -> CpuOps:
+    ops = CpuOps.load()
+    if ops is None:
+        pytest.skip("no C compiler")
+    return ops
+
+
+def close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    for s, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        limit = 1e-5 if one.dtype is torch.float32 else 1e-2
+        assert (one.float() - other.float()).norm(dim=-1).le(limit * other.float().norm(dim=-1)).all(), f"sequence {s}"
+
+
+@pytest.mark.parametrize("branches", [Branches(0, 1), Branches(0, 6), Branches(3, 4), Branches(2, 7)], ids=str)
+def test_reference_is_dense_attention(branches: Branches) -> None:
+    trees = Trees(HeadShape(6, 2, 32), FORKS, branches, torch.float32, CPU)
+    dense = [torch.stack([trees.dense(s, j) for j in range(len(own))]) for s, own in enumerate(FORKS)]
+    close(trees.run_all(ReferenceOps()), dense)
+    close(trees.run_all(ReferenceOps(), padding=2), dense)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "heads", [HeadShape(2, 2, 32), HeadShape(9, 3, 64), HeadShape(8, 2, 128), HeadShape(5, 1, 64)], ids=str
+)
+def test_c_kernel(cpu: CpuOps, heads: HeadShape, dtype: torch.dtype) -> None:
+    """The last strip is longer than one softmax chunk."""
+    for branches in (Branches(0, 1), Branches(1, 8), Branches(7, 8), Branches(69, 70)):
+        trees = Trees(heads, FORKS, branches, dtype, CPU)
+        close(trees.run_all(cpu), trees.run_all(ReferenceOps()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", [HeadShape(4, 4, 64), HeadShape(9, 3, 32)], ids=str)
+def test_c_rows_keep_their_bits(cpu: CpuOps, heads: HeadShape, dtype: torch.dtype) -> None:
+    """Alone, in any company and order, beside padding, with any number of threads."""
+    trees = Trees(heads, FORKS, Branches(4, 6), dtype, CPU)
+    whole = trees.run_all(cpu)
+    rows = torch.cat(whole)
+    assert torch.equal(torch.cat(trees.run_all(cpu, padding=3)), rows)
+    alone = [trees.run(cpu, [(s, [j])])[0] for s, own in enumerate(FORKS) for j in range(len(own))]
+    assert torch.equal(torch.cat(alone), rows)
+    picks = [(4, [11, 3, 7]), (3, [8, 0, 6, 2]), (2, []), (0, [4, 1])]
+    for ours, (s, own) in zip(trees.run(cpu, picks), picks, strict=True):
+        assert torch.equal(ours, whole[s][own])
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(torch.cat(trees.run_all(cpu)), rows)
+
+
+def test_padding_alone(cpu: CpuOps) -> None:
+    """Nothing but padding, in one of the sequences or all."""
+    trees = Trees(HeadShape(4, 2, 32), [[20, 21], [33]], Branches(1, 3), torch.float32, CPU)
+    for ops in (ReferenceOps(), cpu):
+        expected = trees.run_all(ops)
+        assert torch.equal(trees.run(ops, [(0, []), (1, [0])], padding=2)[1], expected[1])
+        trees.run(ops, [(0, []), (1, [])], padding=4)
+
+
+class TestTriton:
+    """In Triton's interpreter on a CPU (float32: its bfloat16 dot is wrong), for real on a GPU."""
+
+    DTYPES = (torch.float32, torch.bfloat16) if CUDA else (torch.float32,)
+
+    @pytest.fixture
+    def ops(self) -> Ops:
+        triton_ops = pytest.importorskip("ssd.kernels.triton_ops", reason="triton is not installed")
+        return triton_ops.TritonOps()
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize(
+        ("heads", "branches"),
+        [
+            (HeadShape(6, 2, 16), Branches(0, 1)),
+            (HeadShape(8, 2, 32), Branches(3, 4)),
+            (HeadShape(5, 1, 64), Branches(5, 17)),
+            (HeadShape(2, 2, 24), Branches(2, 6)),
+            (HeadShape(4, 1, 16), Branches(69, 70)),
+        ],
+        ids=str,
+    )
+    def test_kernel(self, ops: Ops, heads: HeadShape, branches: Branches, dtype: torch.dtype) -> None:
+        trees = Trees(heads, [[128, 300, 127, 16, 257], [40, 38], [0]], branches, dtype, DEVICE)
+        ops.reserve(64, 512, heads, DEVICE)
+        expected = trees.run_all(ReferenceOps())
+        close(trees.run_all(ops, padding=2), expected)
+        close(trees.run(ops, [(1, [1]), (0, [3, 0])]), [expected[1][[1]], expected[0][[3, 0]]])
+
+    def test_padded_tiles(self, ops: Ops) -> None:
+        """As in a CUDA graph: tiles without a sequence, rows that no sequence has."""
+        trees = Trees(HeadShape(4, 2, 32), [[20, 200], [33]], Branches(1, 3), torch.float32, DEVICE)
+        ops.reserve(64, 512, trees.heads, DEVICE)
+        q, batch = trees.batch(ops, [(0, [0, 1]), (1, [0])], 0)
+        position, slot = PADDING
+        padded = dataclasses.replace(
+            batch,
+            positions=torch.nn.functional.pad(batch.positions, (0, 5), value=position),
+            slots=torch.nn.functional.pad(batch.slots, (0, 5), value=slot),
+            tiles=torch.nn.functional.pad(batch.tiles, (0, 5), value=-1),
+        )
+        ours = ops.attention(torch.cat((q, q, q))[:8].contiguous(), padded, trees.heads, trees.k, trees.v)[:3]
+        assert torch.equal(ours, ops.attention(q, batch, trees.heads, trees.k, trees.v))
+        close([ours], [torch.cat(trees.run_all(ReferenceOps()))])
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+    @pytest.mark.parametrize("heads", [HeadShape(32, 8, 128), HeadShape(9, 3, 64), HeadShape(8, 8, 64)], ids=str)
+    def test_rows_keep_their_bits(self, ops: Ops, heads: HeadShape) -> None:
+        """Whatever a branch's place among the others."""
+        ops.reserve(64, 512, heads, DEVICE)
+        for depth, strip in itertools.chain(((d, 8) for d in range(8)), [(20, 24), (69, 70)]):
+            trees = Trees(heads, FORKS, Branches(depth, strip), torch.bfloat16, DEVICE)
+            whole = trees.run_all(ops)
+            assert torch.equal(torch.cat(trees.run_all(ops, padding=3)[:2]), torch.cat(whole[:2]))
+            for s, own in enumerate(FORKS):
+                for j in range(len(own)):
+                    assert torch.equal(trees.run(ops, [(s, [j])])[0][0], whole[s][j]), f"sequence {s}, branch {j}"
