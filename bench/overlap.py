@@ -42,7 +42,6 @@ def main() -> None:
         "draft": args.draft,
         "k": max(args.k),
         "budget": args.width,
-        "quantise": args.quantise,
     }
     llm = LLM(
         args.target, device="cuda", max_model_len=1024, max_num_seqs=2, num_kv_blocks=130, speculation=speculation
@@ -80,7 +79,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--draft", default="graft:tiny-qwen3-draft@qwen3-0.6b")
     parser.add_argument("--k", nargs="+", type=int, default=[3, 4, 5, 6])
     parser.add_argument("--width", type=int, default=12)
-    parser.add_argument("--quantise", default="none")
     parser.add_argument("--temperature", type=float, default=0.0)
     return parser.parse_args()
 

@@ -145,7 +145,7 @@ def main() -> None:
         max_model_len=1024,
         max_num_seqs=max(args.batch),
         num_kv_blocks=65 * max(args.batch),
-        speculation=speculation | {"placement": args.placement},
+        speculation=speculation | {"placement": args.placement, "draft_weights": args.draft_weights},
     )
     prompts = [prompt for name in OWN_SETS for prompt in load_prompts(name).asked(args.prompts)]
     results = []
@@ -184,6 +184,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="tiny-llama")
     parser.add_argument("--draft", default="tiny-llama-draft")
+    parser.add_argument("--draft-weights", default="full", help="full or int8")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--sd", nargs="*", type=int, default=[1, 2, 3, 4, 5, 7], metavar="K")
     parser.add_argument("--ssd", nargs="*", type=int, default=[4], metavar="K")

@@ -21,6 +21,7 @@ from ssd.drafting.choice import Chooser
 from ssd.drafting.fan_out import Adaptive, FanOut, Geometric, Listed
 from ssd.drafting.model import DraftModel, ModelDrafter
 from ssd.drafting.ngram import NgramDrafter
+from ssd.drafting.pace import Paced
 from ssd.drafting.process import ProcessDrafter, Worker
 from ssd.drafting.program import Program
 from ssd.engine.blocks import BlockPool
@@ -103,6 +104,12 @@ def placed(speculation: SpeculationConfig, device: torch.device) -> SpeculationC
 
 
 def make_drafter(config: EngineConfig, runner: ModelRunner | None, vocab_size: int) -> Drafter:
+    """As configured, and paced if it is to find out by itself how much pays."""
+    drafter = _drafter(config, runner, vocab_size)
+    return Paced(drafter, config.speculation.lookahead) if config.speculation.k == "auto" else drafter
+
+
+def _drafter(config: EngineConfig, runner: ModelRunner | None, vocab_size: int) -> Drafter:
     speculation = config.speculation
     if speculation.mode == "ar":
         return Drafter()
@@ -159,7 +166,7 @@ def build_worker_drafter(setup: Mapping[str, Any]) -> Drafter:
     loaded = load_draft(config, draft, device, config.max_model_len or draft.config.max_position)
     num_blocks = kv_blocks(config, [loaded], loaded.max_len)
     runner = make_runner(config, loaded, num_blocks, loaded.max_len)
-    return make_drafter(config, runner, int(setup["vocab_size"]))
+    return _drafter(config, runner, int(setup["vocab_size"]))
 
 
 def make_fan_out(speculation: SpeculationConfig) -> FanOut:
@@ -235,9 +242,10 @@ def load_decoder(
 ) -> Loaded:
     """Weights, and attention scratch for sequences of `max_len` tokens and as many as `beyond` after those."""
     ops, dtype = make_ops(device), resolve_dtype(config, checkpoint.config, device)
-    decoder = Decoder(checkpoint.config, ops, device=device, dtype=dtype, max_positions=max_len + beyond)
+    positions = max_len + beyond
+    decoder = Decoder(checkpoint.config, ops, device=device, dtype=dtype, max_positions=positions)
     decoder.load(checkpoint.weights(device, dtype))
-    ops.reserve(max_rows, max_len + beyond, decoder.layers[0].heads, device)
+    ops.reserve(max_rows, positions, decoder.layers[0].heads, device)
     return Loaded(decoder, max_len, max_rows, scratch_slots)
 
 

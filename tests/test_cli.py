@@ -12,6 +12,12 @@ from collections.abc import Callable
 
 import pytest
 from conftest import TestModel
+from typer.testing import CliRunner
+
+from ssd.cli.main import app
+from ssd.cli.speculation import options
+from ssd.config import SpeculationConfig
+from ssd.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +36,10 @@ def test_help_teaches() -> None:
     assert "generate" in done.stdout
     assert "ssd generate MODEL" in done.stdout
     assert "ssd demo" in done.stdout
-    assert "--temperature" in ssd("generate", "--help").stdout
+    assert "ssd explain" in done.stdout
+    flags = ssd("generate", "--help").stdout
+    for flag in ("--temperature", "--mode", "--draft", "--k", "--fan-out", "--budget", "--backup", "--placement"):
+        assert flag in flags
 
 
 def test_generate_prints_the_text_and_nothing_else(path: str) -> None:
@@ -68,6 +77,51 @@ def test_mistakes_are_explained_and_exit_with_one(path: str, arguments: tuple[st
 def test_usage_errors_exit_with_two() -> None:
     assert ssd("generate").returncode == 2
     assert ssd("frobnicate").returncode == 2
+
+
+def test_speculation_changes_the_speed_and_nothing_else() -> None:
+    arguments = ("tiny-llama", "Once upon a time", "-m", "24", "-t", "0.8", "--seed", "4", "--device", "cpu")
+    flags = ("--draft", "tiny-llama-draft", "--mode", "ssd", "--k", "3", "--fan-out", "2", "--placement", "inline")
+    plain = CliRunner().invoke(app, ["generate", *arguments])
+    drafted = CliRunner().invoke(app, ["generate", *arguments, *flags, "--metrics"])
+    assert drafted.exit_code == 0, drafted.output
+    assert plain.stdout == drafted.stdout != ""
+    assert "drafts prepared" in drafted.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (("--mode", "turbo"), 2, "'ssd'"),
+        (("--mode", "ssd"), 1, "needs a draft"),
+        (("--draft", "ngram", "--budget", "8"), 1, 'use mode="ssd"'),
+    ],
+)
+def test_wrong_flags_are_explained(flags: tuple[str, ...], code: int, message: str) -> None:
+    done = CliRunner().invoke(app, ["generate", "tiny-llama", "hi", *flags])
+    assert done.exit_code == code
+    assert message in done.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ({}, None),
+        ({"draft": "ngram"}, {"mode": "sd", "draft": "ngram"}),
+        ({"draft": "7", "mode": "ssd", "k": "3"}, {"mode": "ssd", "draft": "7", "k": 3}),
+        ({"mode": "ssd", "draft": "d", "k": "auto", "fan_out": "2", "budget": 8, "backup": "fast"}, {"fan_out": 2}),
+        ({"mode": "ssd", "draft": "d", "fan_out": "geometric", "placement": "process"}, {"fan_out": "geometric"}),
+    ],
+)
+def test_flags_are_options_of_the_configuration(flags: dict[str, str], wanted: dict[str, object] | None) -> None:
+    found = options(None, **flags)
+    SpeculationConfig.of(found)  # takes them
+    assert found is None if wanted is None else found is not None and wanted.items() <= found.items()
+
+
+def test_flags_beside_the_json_are_refused() -> None:
+    with pytest.raises(ConfigError, match="leave out --fan-out, --k"):
+        options('{"mode": "ssd"}', fan_out="2", k="3")
 
 
 def test_ctrl_c_ends_cleanly(path: str) -> None:

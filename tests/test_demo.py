@@ -12,15 +12,24 @@ from typing import Any
 import pytest
 from conftest import TestModel
 from rich.console import Console
+from rich.text import Text
 from typer.testing import CliRunner, Result
 
-from ssd.cli.demo import QUESTIONS, Asked, Question, Writing, difference, exchange
+from ssd.assembly import num_cores
+from ssd.cli.demo import PLACES, QUESTIONS, Asked, Question, Writing, conclude, difference, exchange
 from ssd.cli.main import app
+from ssd.config import SpeculationConfig
 from ssd.core import RequestMetrics, RequestOutput, Sample, SamplingParams
 from ssd.llm import LLM
 from ssd.models.checkpoint import BUNDLE
 
 SHORT = ("--device", "cpu", "--max-new-tokens", "8")
+WAYS = ("with a draft (SD)", "draft runs ahead (SSD)")
+
+
+@pytest.fixture
+def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ssd.assembly.num_cores", lambda: 1)
 
 
 def demo(*arguments: str) -> Result:
@@ -43,9 +52,39 @@ def test_it_shows_texts_speeds_and_what_they_mean(model: str) -> None:
     assert done.exit_code == 0, done.output
     assert all(question.title in done.stdout for question in QUESTIONS)
     assert done.stdout.count("tokens/s") == len(QUESTIONS) + 1
-    for part in ("a demo, not an oracle", "yes, token for token", "nothing else", "What to try next"):
-        assert part in " ".join(done.stdout.split())
+    said = " ".join(done.stdout.split())
+    for part in ("a demo, not an oracle", "token for token", "nothing else", "Speed against AR", "What to try next"):
+        assert part in said
     assert not [c for c in done.stdout if ord(c) < 32 and c != "\n"]
+    rows = {way: row for row in done.stdout.splitlines() for way in WAYS if f" {way} " in row and "%" in row}
+    assert [row.count("%") for row in rows.values()] == [1, 2]  # accepted; and hits
+    assert all(row.rstrip().endswith("yes") for row in rows.values())
+    assert f"draft {PLACES['process' if num_cores() > 1 else 'inline']}" in said
+
+
+def test_with_one_core_it_says_that_running_ahead_cannot_pay(one_core: None) -> None:
+    done = demo()
+    assert done.exit_code == 0, done.output
+    assert "cannot be faster" in " ".join(done.stdout.split())
+
+
+def test_without_a_draft_model_nothing_runs_ahead() -> None:
+    done = demo("--model", "tiny-llama-draft")
+    assert done.exit_code == 0, done.output
+    assert "SSD needs a draft model" in done.stdout
+    assert "(SSD)" not in done.stdout
+
+
+@pytest.mark.parametrize(("seconds", "slower"), [((2.0, 1.0), False), ((2.0, 4.0), True)])
+def test_it_says_when_guessing_did_not_pay(seconds: tuple[float, float], slower: bool) -> None:
+    plain, drafted = (replace(written([1, 2], way="somehow"), seconds=each, first=Text("x")) for each in seconds)
+    drafted.outputs[0].metrics.rounds = 1
+    drafted = replace(drafted, speculation=SpeculationConfig(mode="sd", draft="ngram"))
+    console = Console(width=100)
+    with console.capture() as shown:
+        conclude("other", asked("first"), [plain, plain, drafted], console)
+    assert f"SD {seconds[0] / seconds[1]:.2f} times" in shown.get()
+    assert ("Below 1" in shown.get()) == slower
 
 
 def test_the_same_seed_writes_the_same_texts_and_another_one_others() -> None:
@@ -113,8 +152,8 @@ def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     assert demo().exit_code == 130
 
 
-@pytest.mark.parametrize("drafted", [False, True])
-def test_one_other_token_fails_the_demo(monkeypatch: pytest.MonkeyPatch, drafted: bool) -> None:
+@pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
+def test_one_other_token_fails_the_demo(monkeypatch: pytest.MonkeyPatch, one_core: None, mode: str) -> None:
     """Catches a demo that claims equality without looking, and a further run that asks for something else."""
     generate = LLM.generate
 
@@ -122,8 +161,8 @@ def test_one_other_token_fails_the_demo(monkeypatch: pytest.MonkeyPatch, drafted
         outputs = generate(llm, prompts, params)
         assert {p.seed for p in (params if isinstance(params, list) else [params])} == {4}
         for output in outputs:
-            if QUESTIONS[2].text in str(llm.engine.tokenizer.decode(output.prompt_token_ids)) and drafted == (
-                llm.config.speculation.mode == "sd"
+            if QUESTIONS[2].text in str(llm.engine.tokenizer.decode(output.prompt_token_ids)) and (
+                llm.config.speculation.mode == mode
             ):
                 sample = output.samples[0]
                 output.samples[0] = replace(sample, token_ids=[*sample.token_ids[:-1], sample.token_ids[-1] + 1])

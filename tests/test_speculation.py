@@ -6,7 +6,9 @@ sampling parameters mixed among the requests, prefix cache on, preemption forced
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -125,14 +127,13 @@ def alone(target: str) -> Iterator[Answers]:
         yield answers(llm, PROMPTS, PARAMS, 1)
 
 
-def whole_table() -> list[Any]:
+def whole_table(fast: set[tuple[int, int]]) -> list[Any]:
     """Every K and every batch; what is not essential is left to the long run."""
-    fast = {(k, 16) for k in KS} | {(4, batch) for batch in BATCHES}
     pairs = [(k, batch) for k in KS for batch in BATCHES]
     return [pytest.param(*pair, marks=[] if pair in fast else pytest.mark.slow) for pair in pairs]
 
 
-@pytest.mark.parametrize(("k", "batch"), whole_table())
+@pytest.mark.parametrize(("k", "batch"), whole_table({(k, 16) for k in KS} | {(4, batch) for batch in BATCHES}))
 @pytest.mark.parametrize("draft", ["target", "stranger", "ngram", "liar"])
 def test_same_answers(target: str, stranger: str, alone: Answers, draft: str, k: int, batch: int) -> None:
     name = {"target": target, "stranger": stranger}.get(draft, "ngram")
@@ -150,6 +151,81 @@ def test_same_answers(target: str, stranger: str, alone: Answers, draft: str, k:
             counts = llm.engine.metrics
             assert counts.spec_decode_num_accepted_tokens > 0.9 * counts.spec_decode_num_draft_tokens
         check_draft_pool(llm)
+
+
+@pytest.mark.parametrize(("k", "batch"), whole_table({(1, 16), (4, 1), (4, 16), (12, 5)}))
+@pytest.mark.parametrize("draft", ["target", "stranger"])
+def test_same_answers_prepared_ahead(
+    target: str, stranger: str, alone: Answers, draft: str, k: int, batch: int
+) -> None:
+    """SSD: every K and batch, requests of all kinds that join, leave and are preempted."""
+    options: dict[str, Any] = {"num_kv_blocks": 18, "block_size": 8, "max_model_len": 120} if batch == 16 else {}
+    speculation = {"mode": "ssd", "draft": {"target": target, "stranger": stranger}[draft], "k": k}
+    speculation |= {"placement": "inline", "backup": "jit", "budget": k + 6}
+    with LLM(target, device="cpu", max_num_seqs=batch, speculation=speculation, **options) as llm:
+        assert answers(llm, PROMPTS, PARAMS, batch) == alone
+        counts = llm.engine.metrics
+        assert counts.num_preemptions > 0 or not options
+        assert sum(counts.ssd_hits_after) > 0
+        if draft == "target":
+            assert counts.ssd_hit_rate > 0.8
+        check_draft_pool(llm)
+
+
+@pytest.mark.parametrize(
+    ("fan_out", "backup"),
+    [(1, "jit"), (3, "auto"), ("geometric", "fast"), ("listed", "jit"), ("adaptive", "fast"), ("adaptive", "auto")],
+)
+def test_same_answers_with_every_fan_out_and_backup(
+    target: str, stranger: str, alone: Answers, fan_out: Any, backup: str
+) -> None:
+    listed = {"fan_out_hit": [4, 3, 2, 1, 0], "fan_out_miss": (9, 0, 0, 0, 1)}
+    fan = listed if fan_out == "listed" else {"fan_out": fan_out}
+    speculation = {"mode": "ssd", "draft": stranger, "k": 4, "placement": "inline", "backup": backup, **fan}
+    with LLM(target, device="cpu", max_num_seqs=8, speculation=speculation) as llm:
+        assert answers(llm, PROMPTS, PARAMS, 8) == alone
+        assert {"jit": "jit", "fast": "sibling", "auto": "jit"}[backup] in llm.engine.metrics.ssd_rounds
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_same_answers_at_any_pace(target: str, stranger: str, alone: Answers, mode: str) -> None:
+    """k="auto": drafting more, less or not at all from round to round."""
+    speculation = {"mode": mode, "draft": stranger, "k": "auto"} | ({"placement": "inline"} if mode == "ssd" else {})
+    with LLM(target, device="cpu", max_num_seqs=5, speculation=speculation) as llm:
+        assert answers(llm, PROMPTS, PARAMS, 64) == alone
+        assert 0 < llm.engine.metrics.spec_decode_num_drafts < llm.engine.metrics.num_rounds * 5
+
+
+def test_ahead_with_small_chunks_and_a_small_pool(target: str, stranger: str, alone: Answers) -> None:
+    speculation = {"mode": "ssd", "draft": stranger, "k": 7, "placement": "inline", "budget": 6}
+    with LLM(target, device="cpu", max_num_seqs=8, max_num_batched_tokens=16, speculation=speculation) as llm:
+        drafter: Any = llm.engine.round.drafter
+        pool = drafter.model.pool
+        kept = [pool._unused.popitem()[0] for _ in range(len(pool._unused) - 12)]
+        assert answers(llm, PROMPTS, PARAMS, 64) == alone
+        assert len(pool._unused) + len(kept) == pool.num_blocks
+
+
+def test_ahead_up_to_the_last_position(target: str, stranger: str) -> None:
+    """K and all branches reach beyond the model's length, the pool's last block and the request's last token."""
+    params = [
+        SamplingParams(max_new_tokens=n, ignore_eos=True, temperature=1.0, seed=n) for n in (1, 2, 5, 31, 32, 500)
+    ]
+    prompts = [PROMPTS[i][:20] for i in range(len(params))]
+    options: dict[str, Any] = {
+        "device": "cpu",
+        "max_model_len": 64,
+        "block_size": 8,
+        "num_kv_blocks": 8,
+        "max_num_seqs": 3,
+    }
+    with LLM(target, **options) as llm:
+        expected = answers(llm, prompts, params, 6)
+    for k in (1, 4, 12):
+        speculation = {"mode": "ssd", "draft": stranger, "k": k, "placement": "inline", "budget": 40}
+        with LLM(target, **options, speculation=speculation) as llm:
+            assert answers(llm, prompts, params, 6) == expected
+            check_draft_pool(llm)
 
 
 def test_a_draft_pool_that_is_too_small(target: str, stranger: str, alone: Answers) -> None:
@@ -190,8 +266,12 @@ def test_a_draft_with_a_smaller_or_larger_vocabulary(
 
 
 def test_rejection_keeps_greedy_text_and_finishes(target: str, stranger: str, alone: Answers) -> None:
-    for draft in (stranger, "ngram", target):
-        speculation = {"mode": "sd", "draft": draft, "k": 3, "acceptance": "rejection"}
+    sd, inline = {"mode": "sd"}, {"mode": "ssd", "placement": "inline"}
+    process: dict[str, Any] = {"mode": "ssd", "placement": "process", "saguaro_c": 0.25}
+    hows: list[tuple[str, dict[str, Any]]] = [(stranger, sd), ("ngram", sd), (target, sd), (stranger, process)]
+    hows += [(stranger, inline | {"backup": "jit"}), (target, inline | {"backup": "fast"})]
+    for draft, how in hows:
+        speculation = {"draft": draft, "k": 3, "acceptance": "rejection", **how}
         with LLM(target, device="cpu", max_num_seqs=16, speculation=speculation) as llm:
             got = answers(llm, PROMPTS, PARAMS, 16)
         for params, mine, theirs in zip(PARAMS, got, alone, strict=True):
@@ -209,9 +289,10 @@ def bundled_prompts(count: int) -> list[Any]:
     return [prompt for group in zip(*sets, strict=True) for prompt in group][:count]
 
 
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
 @pytest.mark.parametrize(("family", "k", "batch"), [("llama", 4, 5), ("qwen3", 2, 8)])
-def test_the_bundled_pairs(family: str, k: int, batch: int) -> None:
-    compare_bundled(family, f"tiny-{family}-draft", k, batch, count=16, new_tokens=24)
+def test_the_bundled_pairs(family: str, k: int, batch: int, mode: str) -> None:
+    compare_bundled(family, f"tiny-{family}-draft", k, batch, count=16, new_tokens=24, mode=mode)
 
 
 @pytest.mark.slow
@@ -222,14 +303,100 @@ def test_the_bundled_pair_over_the_whole_table(draft: str, k: int, batch: int) -
     compare_bundled("llama", draft, k, batch, count=64, new_tokens=48)
 
 
-def compare_bundled(family: str, draft: str, k: int, batch: int, *, count: int, new_tokens: int) -> None:
+def compare_bundled(
+    family: str, draft: str, k: int, batch: int, *, count: int, new_tokens: int, mode: str = "sd"
+) -> None:
     prompts, params = bundled_prompts(count), mixed_params(count, new_tokens)
     with LLM(f"tiny-{family}", device="cpu", max_model_len=1024, max_num_seqs=batch) as llm:
         expected = answers(llm, prompts, params, batch)
-    speculation = {"mode": "sd", "draft": draft, "k": k}
+    speculation = {"mode": mode, "draft": draft, "k": k} | ({"placement": "inline"} if mode == "ssd" else {})
     with LLM(f"tiny-{family}", device="cpu", max_model_len=1024, max_num_seqs=batch, speculation=speculation) as llm:
         assert answers(llm, prompts, params, batch) == expected
         check_draft_pool(llm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("k", KS)
+def test_the_bundled_pair_ahead_over_the_whole_table(k: int, batch: int) -> None:
+    compare_bundled("llama", "tiny-llama-draft", k, batch, count=64, new_tokens=48, mode="ssd")
+
+
+# --- a drafter of its own process -------------------------------------------------------------------------------------
+
+
+def test_same_answers_from_a_process(target: str, stranger: str, alone: Answers) -> None:
+    speculation = {"mode": "ssd", "draft": stranger, "k": 4, "placement": "process"}
+    threads = torch.get_num_threads()
+    with LLM(target, device="cpu", max_num_seqs=16, speculation=speculation) as llm:
+        drafter: Any = llm.engine.round.drafter
+        worker = drafter.pid
+        assert answers(llm, PROMPTS, PARAMS, 16) == alone
+        assert llm.engine.metrics.spec_decode_num_accepted_tokens > 0
+        assert Path(f"/proc/{worker}").exists()
+    assert not Path(f"/proc/{worker}").exists()
+    assert torch.get_num_threads() == threads
+
+
+def test_a_worker_that_is_killed_again_and_again() -> None:
+    """32 requests while the drafter's process is killed 20 times: all answered, nothing else changed."""
+    prompts = bundled_prompts(32)
+    params = [SamplingParams(max_new_tokens=24, temperature=i % 2, seed=i, ignore_eos=True) for i in range(32)]
+    with LLM("tiny-llama", device="cpu", max_model_len=512, max_num_seqs=4) as llm:
+        expected = answers(llm, prompts, params, 32)
+    speculation = {"mode": "ssd", "draft": "tiny-llama-draft", "k": 4, "placement": "process"}
+    with LLM("tiny-llama", device="cpu", max_model_len=512, max_num_seqs=4, speculation=speculation) as llm:
+        drafter: Any = llm.engine.round.drafter
+        order = [llm.engine.add(llm.encode(p), q) for p, q in zip(prompts, params, strict=True)]
+        outputs, killed = {}, set()
+        while llm.engine.has_work:
+            if len(killed) < 20 and drafter.pid is not None and drafter.pid not in killed:
+                killed.add(drafter.pid)
+                os.kill(drafter.pid, signal.SIGKILL)
+            outputs |= {output.request_id: output for output in llm.engine.step()}
+            if drafter.pid is None:  # do not wait out the pauses of a lost worker: they are tested elsewhere
+                drafter._restart_at = 0.0
+        assert len(killed) == 20
+        llm.engine.check()
+        assert llm.engine.metrics.drafter_failures >= 19
+        assert [outputs[name].token_ids for name in order] == [answer[0] for answer in expected]
+        [again] = llm.generate([prompts[0]], params[0])
+        assert again.token_ids == expected[0][0]
+
+
+class Broken(Drafter):
+    """Works for a while, then raises, wherever it is asked to."""
+
+    lookahead = 4
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.calls = 0
+
+    def _call(self, name: str) -> None:
+        self.calls += name == self.where
+        if name == self.where and self.calls % 3 == 0:
+            raise RuntimeError("out of order")
+
+    def propose(self, works: Sequence[Work]) -> list[Proposal]:
+        self._call("propose")
+        return [Proposal((1, 2, 3))] * (len(works) + (self.where == "count"))
+
+    def anticipate(self, works: Sequence[Work]) -> None:
+        self._call("anticipate")
+
+    def forget(self, sequence: Text) -> None:
+        self._call("forget")
+
+
+@pytest.mark.parametrize("where", ["propose", "anticipate", "forget", "count"])
+def test_a_drafter_that_raises_costs_no_request(target: str, alone: Answers, where: str) -> None:
+    with LLM(target, device="cpu", max_num_seqs=5, speculation={"mode": "sd", "draft": "ngram"}) as llm:
+        llm.engine.round.drafter = Broken(where)
+        outputs = llm.generate(PROMPTS[:24], PARAMS[:24])
+        assert [output.token_ids for output in outputs] == [answer[0] for answer in alone[:24]]
+        llm.engine.check()
+        assert (llm.engine.metrics.drafter_failures > 0) == (where in ("propose", "anticipate"))
 
 
 # --- books and refusals -----------------------------------------------------------------------------------------------
@@ -269,12 +436,25 @@ def test_a_request_may_do_without(target: str) -> None:
         ({"mode": "sd", "draft": "", "k": 2}, "must be a model"),
         ({"mode": "sd", "draft": "ngram", "acceptance": "argmax"}, "coupled, rejection"),
         ({"mode": "sd", "draught": "ngram"}, "did you mean 'draft'"),
+        ({"mode": "ssd"}, "needs a draft"),
+        ({"mode": "ssd", "draft": "ngram"}, "nothing to prepare"),
+        ({"mode": "sd", "draft": "ngram", "backup": "fast"}, 'no option backup.*"ssd"'),
+        ({"mode": "ssd", "draft": "tiny-llama-draft", "k": "most"}, "or 'auto'"),
+        ({"mode": "ssd", "draft": "tiny-llama-draft", "fan_out": 0}, "adaptive"),
+        ({"mode": "ssd", "draft": "tiny-llama-draft", "fan_out": "wide"}, "adaptive"),
+        ({"mode": "ssd", "draft": "tiny-llama-draft", "fan_out_hit": [1, 1, 1, 1, 1]}, "belong together"),
+        ({"mode": "ssd", "draft": "tiny-llama-draft", "fan_out_hit": [1], "fan_out_miss": [1]}, "k \\+ 1 numbers"),
+        ({"mode": "ssd", "draft": "tiny-llama-draft", "budget": 0}, "from 1 to 256"),
+        ({"mode": "ssd", "draft": "tiny-llama-draft", "saguaro_c": 0.5}, "rejection"),
+        ({"mode": "ssd", "draft": "tiny-llama-draft", "saguaro_c": 2}, "from 0 to 1"),
+        ({"mode": "ssd", "draft": "tiny-llama-draft", "placement": "stream"}, "for GPUs"),
+        ({"mode": "ssd", "draft": "tiny-llama-draft", "placement": "moon"}, "inline, stream, process"),
         ("sd", "mapping"),
     ],
 )
 def test_contradictions_are_refused(speculation: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        LLM("tiny-llama", speculation=speculation)
+        LLM("tiny-llama", device="cpu", speculation=speculation)
 
 
 def test_a_draft_of_another_tokenizer_is_refused() -> None:

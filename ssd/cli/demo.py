@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -20,7 +21,9 @@ from rich.text import Text
 
 from ssd.cli import speculation
 from ssd.cli.console import explained, load, pace, print_note
-from ssd.core import RequestOutput, SamplingParams
+from ssd.cli.explain import tinted
+from ssd.config import NGRAM, SpeculationConfig
+from ssd.core import RequestMetrics, RequestOutput, SamplingParams
 from ssd.errors import RequestError, SSDError
 
 if TYPE_CHECKING:
@@ -29,8 +32,9 @@ if TYPE_CHECKING:
 HELP: Final = """\
 Let a model that comes with ssd write a few texts here and now: [bold]no network, no GPU needed[/].
 
-Shows each text as it is written, and its speed. Then answers all prompts again, as one batch and with a draft that \
-guesses ahead, and compares: the texts must be the same, token for token. Exits with 1 if they are not.
+Shows each text as it is written, and its speed. Then answers all prompts again: as one batch, with a draft that \
+guesses ahead (speculative decoding, SD), and with a draft that never waits (speculative speculative decoding, SSD). \
+Shows what was guessed and compares: the texts must be the same, token for token. Exits with 1 if they are not.
 
 [bold]Try[/]
 
@@ -46,19 +50,33 @@ minutes. They write recognisable English, small Python functions and short arith
 """
 EXACTNESS: Final = """\
 Each text is a function of the model, the prompt, the parameters and the seed, [bold]and of nothing else[/]. That is \
-why all {count} prompts could be answered three times, one at a time, as one batch and with a draft, and every text \
-came out the same, token for token ({tokens} tokens compared). The same command writes them again.
+why all {count} prompts could be answered {ways} ways and every text came out the same, token for token ({tokens} \
+tokens compared). The same command writes them again.
 """
-SPECULATION: Final = """\
-Plain decoding costs one pass through the model for every token. In the last row {draft} guessed {k} tokens ahead and \
-the model checked them in one pass: {accepted} of {guessed} guesses were right, {per_round:.2f} tokens came out of a \
-pass, and the texts are still the same. A wrong guess costs time, never text.
+SD: Final = """\
+[bold]SD.[/] Plain decoding (AR) costs one pass through the model for every token. Here {draft} guessed {k} tokens \
+ahead and the model checked them in one pass: {accepted} of {drafted} guesses were right, {per_round:.2f} tokens came \
+out of a pass. A wrong guess costs time, never text.
 """
+SSD: Final = """\
+[bold]SSD.[/] In SD the model waits while the draft guesses; here the draft {where} prepared the next guesses for \
+every likely outcome while the model was still checking the last ones. {hits} of {look_ups} times the outcome was \
+among them, and the next guesses were there at once. [cyan]ssd explain[/] shows it round by round.
+"""
+PLACES: Final = {
+    "process": "on a core of its own",
+    "stream": "beside it on the GPU",
+    "inline": "(which takes turns with the model, for want of a second core: so it cannot be faster)",
+}
+SLOWER: Final = """\
+Below 1, guessing took more time than it saved: it pays where a pass of the model takes much longer than one of its \
+draft, and where other programs leave the draft its core."""
 NEXT: Final = """\
 [bold]What to try next[/]
 
   [cyan]ssd demo --seed 11 --prompt "Can a fish ride a bicycle?"[/]
   [cyan]ssd demo --model tiny-qwen3[/]
+  [cyan]ssd explain tiny-llama "Once upon a time" --out paths.html[/]
   [cyan]ssd generate tiny-llama "Once upon a time, there was" -t 0.8 --seed 4[/]
 
   [dim]# a small model's text at the cost of a large one: `ssd graft --help` says why[/]
@@ -72,6 +90,7 @@ NEXT: Final = """\
       print(llm.generate("Once upon a time, there was", params)[0].text)[/]"""
 WIDEST: Final = 100  # columns: longer lines are hard to read
 WORD_SPACE: Final = re.compile(r"^ (?=\S)")  # which the first word of a continuation brings with it
+NUMBERS: Final = {3: "three", 4: "four"}
 FRAMES_PER_SECOND: Final = 12  # drawing takes time from writing
 
 
@@ -115,10 +134,23 @@ class Writing:
     way: str
     outputs: list[RequestOutput]
     seconds: float
+    first: Text | None = None  # of the texts, to be shown beside others; what was guessed is green
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)  # with the placement that was chosen
 
     @property
     def num_tokens(self) -> int:
         return sum(len(output.token_ids) for output in self.outputs)
+
+    @property
+    def speed(self) -> float:
+        return self.num_tokens / self.seconds
+
+    def total(self, count: Callable[[RequestMetrics], int]) -> int:
+        return sum(count(output.metrics) for output in self.outputs)
+
+    def share(self, part: Callable[[RequestMetrics], int], whole: Callable[[RequestMetrics], int]) -> str:
+        """A percentage; nothing of nothing."""
+        return f"{self.total(part) / self.total(whole):.0%}" if self.total(whole) else ""
 
 
 def demo(
@@ -136,33 +168,28 @@ def demo(
         questions = [*(Question("your question", text) for text in prompt or ()), *QUESTIONS]
         console = Console(highlight=False)
         console.width = min(console.width, WIDEST)
-        wanted = speculation.options(None, draft or bundled_draft(model), k or 2, None)
-        with load(model, device=device) as llm, load(model, device=device, speculation=wanted) as drafted:
-            show(llm, drafted, questions, params, console)
+        writings: list[Writing] = []
+        with load(model, device=device) as llm:
+            chats = knows_chats(llm)
+            _print_heading(llm, params, chats, console)
+            asked = [Asked(q, q.prompt(chats), replace(params, stop=q.stop)) for q in questions]
+            writings += [one_at_a_time(llm, asked, console), as_one_batch(llm, asked, console)]
+        guesser = draft or speculation.bundled_draft(model) or NGRAM
+        for mode in ("sd",) if guesser == NGRAM else ("sd", "ssd"):  # one after the other: each has all cores
+            wanted = speculation.options(mode=mode, draft=guesser, k=k or "2")
+            with load(model, device=device, speculation=wanted) as llm:
+                writings.append(with_a_draft(llm, asked, console))
+        conclude(model, asked, writings, console)
 
 
-def bundled_draft(model: str) -> str:
-    """The draft that belongs to a bundled model; look-up for any other."""
-    from ssd.models.checkpoint import bundled_models
-
-    return f"{model}-draft" if f"{model}-draft" in bundled_models() else "ngram"
-
-
-def show(llm: LLM, drafted: LLM, questions: list[Question], params: SamplingParams, console: Console) -> None:
-    """The whole demo. SSDError if a text depends on the way it was written."""
-    chats = knows_chats(llm)
-    _print_heading(llm, params, chats, console)
-    asked = [Asked(q, q.prompt(chats), replace(params, stop=q.stop)) for q in questions]
-    writings = [
-        one_at_a_time(llm, asked, console),
-        as_one_batch(llm, asked, console),
-        with_a_draft(drafted, asked, console),
-    ]
+def conclude(model: str, asked: list[Asked], writings: list[Writing], console: Console) -> None:
+    """What the writings have in common, and what not. SSDError if a text depends on the way it was written."""
     differences = [difference(asked, writings[0], writing) for writing in writings]
+    _print_side_by_side(asked[0].question, writings, console)
     _print_speeds(writings, differences, console)
     for found in filter(None, differences):
         raise SSDError(found)
-    _print_explanation(llm, writings[0], drafted, console)
+    _print_explanation(model, writings, console)
     console.print(NEXT, soft_wrap=True)
 
 
@@ -179,25 +206,33 @@ def knows_chats(llm: LLM) -> bool:
 
 
 def one_at_a_time(llm: LLM, asked: list[Asked], console: Console) -> Writing:
-    """Each answer by itself, shown as it comes."""
-    started = time.perf_counter()
-    outputs = [_stream(llm, each, console) for each in asked]
-    return Writing("one at a time", outputs, time.perf_counter() - started)
+    """Each answer by itself, shown as it comes. The time that takes is not counted."""
+    streamed = [_stream(llm, each, console) for each in asked]
+    outputs = [output for output, _ in streamed]
+    return Writing("one at a time (AR)", outputs, sum(seconds for _, seconds in streamed), Text(outputs[0].text))
 
 
 def as_one_batch(llm: LLM, asked: list[Asked], console: Console) -> Writing:
     with console.status("once more, as one batch"):
         started = time.perf_counter()
         outputs = llm.generate([each.prompt for each in asked], [each.params for each in asked])
-        return Writing("as one batch", outputs, time.perf_counter() - started)
+        return Writing("as one batch (AR)", outputs, time.perf_counter() - started)
 
 
 def with_a_draft(llm: LLM, asked: list[Asked], console: Console) -> Writing:
     """Each answer by itself again, with somebody who guesses ahead."""
-    with console.status("and once more, speculatively"):
+    from ssd.assembly import placed, resolve_device
+    from ssd.cli.trace import Recorder
+
+    wanted = placed(llm.config.speculation, resolve_device(llm.config.device))
+    recorder = Recorder(llm.engine, branches=False)
+    way = "with a draft (SD)" if wanted.mode == "sd" else "draft runs ahead (SSD)"
+    with console.status(f"and once more, {way}"):
         started = time.perf_counter()
         outputs = [llm.generate(each.prompt, each.params)[0] for each in asked]
-        return Writing("one at a time, drafted", outputs, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+    first = recorder.trace(outputs[0].request_id, len(outputs[0].token_ids))
+    return Writing(way, outputs, seconds, tinted(first, llm.engine.tokenizer, outputs[0]), wanted)
 
 
 def difference(asked: list[Asked], reference: Writing, other: Writing) -> str | None:
@@ -220,17 +255,24 @@ def _shared(one: list[int], two: list[int]) -> int:
 # --- what the reader sees ---------------------------------------------------------------------------------------------
 
 
-def _stream(llm: LLM, asked: Asked, console: Console) -> RequestOutput:
+def _stream(llm: LLM, asked: Asked, console: Console) -> tuple[RequestOutput, float]:
+    """The answer, and the seconds that the model took for it."""
     console.rule(asked.question.title, style="dim", align="left")
+    started, drawing, drawn = time.perf_counter(), 0.0, 0.0
     stream, text = llm.stream(asked.prompt, asked.params), ""
-    with Live(console=console, refresh_per_second=FRAMES_PER_SECOND, transient=True) as live:
+    with Live(console=console, auto_refresh=False, transient=True) as live:
         for piece in stream:
             text += piece
-            live.update(exchange(asked.question, text))
+            now = time.perf_counter()
+            if now - drawn > 1 / FRAMES_PER_SECOND:
+                live.update(exchange(asked.question, text), refresh=True)
+                drawn = time.perf_counter()
+                drawing += drawn - now
+        seconds = time.perf_counter() - started - drawing
     assert stream.output is not None  # the stream has ended
     console.print(exchange(asked.question, stream.output.text, _speed(stream.output)))
     console.print()
-    return stream.output
+    return stream.output, seconds
 
 
 def exchange(question: Question, answer: str, speed: str = "") -> Table:
@@ -239,7 +281,7 @@ def exchange(question: Question, answer: str, speed: str = "") -> Table:
     grid.add_column(style="dim")
     grid.add_column(ratio=1)
     grid.add_row("prompt", Text(question.text.rstrip("\n"), style="dim"))
-    grid.add_row("answer", Text(WORD_SPACE.sub("", answer.strip("\n"))))
+    grid.add_row("answer", tidy(Text(answer)))
     grid.add_row("", Text(speed, style="cyan"))
     return grid
 
@@ -260,32 +302,70 @@ def _print_heading(llm: LLM, params: SamplingParams, chats: bool, console: Conso
     console.print()
 
 
+def _print_side_by_side(question: Question, writings: list[Writing], console: Console) -> None:
+    """The first answer in each way of writing one at a time."""
+    shown = [(writing, writing.first) for writing in writings if writing.first is not None]
+    console.rule(f"{question.title}, {len(shown)} times", style="dim", align="left")
+    table = Table(*(writing.way for writing, _ in shown), box=SIMPLE, show_edge=False, expand=True)
+    for column in table.columns:
+        column.ratio = 1
+    table.add_row(*(tidy(text) for _, text in shown))
+    table.add_row(*(Text(_passes(writing.outputs[0].metrics), style="cyan") for writing, _ in shown))
+    console.print(table)
+    console.print("\n[green]Green[/]: guessed by the draft, and right.\n", style="dim")
+
+
+def tidy(text: Text) -> Text:
+    """Without the blank lines around it, and the space that the first word of a continuation brings with it."""
+    plain = text.plain
+    start, end = len(plain) - len(plain.lstrip("\n")), len(plain.rstrip("\n"))
+    return text[start + bool(WORD_SPACE.match(plain[start:])) : end] if start < end else Text()
+
+
+def _passes(metrics: RequestMetrics) -> str:
+    passes = f"{metrics.output_tokens} tokens in {metrics.rounds} passes"
+    return f"{passes}, {metrics.accepted} of {metrics.drafted} guesses right" if metrics.drafted else passes
+
+
 def _print_speeds(writings: list[Writing], differences: list[str | None], console: Console) -> None:
     table = Table("all answers", box=SIMPLE, show_edge=False)
-    for name in ("tokens", "seconds", "tokens/s"):
+    for name in ("tokens", "seconds", "tokens/s", "accepted", "hits"):
         table.add_column(name, justify="right")
-    table.add_column("the same texts?")
+    table.add_column("same?")
     for writing, differs in zip(writings, differences, strict=True):
-        figures = f"{writing.num_tokens}", f"{writing.seconds:.2f}", f"{writing.num_tokens / writing.seconds:.1f}"
-        same = "" if writing is writings[0] else "[bold red]no[/]" if differs else "[green]yes, token for token[/]"
-        table.add_row(writing.way, *figures, same)
-    console.print(table, "")
+        figures = f"{writing.num_tokens}", f"{writing.seconds:.2f}", f"{writing.speed:.1f}"
+        accepted = writing.share(lambda m: m.accepted, lambda m: m.drafted)
+        hits = writing.share(lambda m: m.hits, lambda m: m.look_ups)
+        same = "" if writing is writings[0] else "[bold red]no[/]" if differs else "[green]yes[/]"
+        table.add_row(writing.way, *figures, accepted, hits, same)
+    console.print(table)
+    console.print()
 
 
-def _print_explanation(llm: LLM, reference: Writing, drafted: LLM, console: Console) -> None:
+def _print_explanation(model: str, writings: list[Writing], console: Console) -> None:
     from ssd.models.checkpoint import bundled_models
 
     console.print("[bold]What you have just seen[/]\n")
-    if llm.config.model in bundled_models():
+    if model in bundled_models():
         console.print(A_DEMO)
-    console.print(EXACTNESS.format(count=len(reference.outputs), tokens=reference.num_tokens))
-    counts, settings = drafted.engine.metrics, drafted.config.speculation
-    console.print(
-        SPECULATION.format(
-            draft=settings.draft,
-            k=settings.k,
-            accepted=counts.spec_decode_num_accepted_tokens,
-            guessed=counts.spec_decode_num_draft_tokens,
-            per_round=counts.output_tokens / max(1, counts.num_rounds),
-        )
-    )
+    plain, drafted = writings[0], [writing for writing in writings if writing.speculation.mode != "ar"]
+    ways, count = NUMBERS[len(writings)], len(plain.outputs)
+    console.print(EXACTNESS.format(count=count, ways=ways, tokens=plain.num_tokens * (len(writings) - 1)))
+    for writing in drafted:
+        console.print(_explanation(writing))
+    if len(drafted) == 1:
+        console.print("SSD needs a draft model: name one with [cyan]--draft[/] to see it.\n")
+    gains = {writing.speculation.mode.upper(): writing.speed / plain.speed for writing in drafted}
+    said = ", ".join(f"{name} {gain:.2f} times" for name, gain in gains.items())
+    slower = SLOWER if min(gains.values()) < 1 else ""
+    console.print(f"[bold]Speed[/] against AR, here and now (a rough measure of short work): {said}. {slower}\n")
+
+
+def _explanation(writing: Writing) -> str:
+    wanted = writing.speculation
+    if wanted.mode == "ssd":
+        hits, look_ups = writing.total(lambda m: m.hits), writing.total(lambda m: m.look_ups)
+        return SSD.format(where=PLACES[wanted.placement], hits=hits, look_ups=look_ups)
+    accepted, drafted = writing.total(lambda m: m.accepted), writing.total(lambda m: m.drafted)
+    per_round = writing.num_tokens / writing.total(lambda m: m.rounds)
+    return SD.format(draft=wanted.draft, k=wanted.k, accepted=accepted, drafted=drafted, per_round=per_round)

@@ -32,9 +32,14 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this string. May be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own stop tokens.")] = False,
     n: Annotated[int, typer.Option("-n", help="How many samples to write.")] = 1,
+    mode: speculation.Mode = None,
     draft: speculation.Draft = None,
     k: speculation.K = None,
     acceptance: speculation.Acceptance = None,
+    fan_out: speculation.FanOut = None,
+    budget: speculation.Budget = None,
+    backup: speculation.Backup = None,
+    placement: speculation.Placement = None,
     speculation_json: speculation.Speculation = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
@@ -46,6 +51,14 @@ def generate(
     """Continue a prompt and print the text as it comes.
 
     The text alone goes to standard output, so it can be piped; everything else goes to standard error.
+
+    [bold]Try[/]
+
+      ssd generate tiny-llama "Once upon a time" -t 0.8 --seed 4
+
+      ssd generate tiny-llama "Once upon a time" --draft tiny-llama-draft --metrics
+
+      ssd generate tiny-llama "Once upon a time" --draft tiny-llama-draft --mode ssd --k 3 --budget 8 --metrics
     """
     with explained():
         params = SamplingParams(
@@ -64,7 +77,17 @@ def generate(
         if system is not None and not chat:
             raise typer.BadParameter("--system needs --chat")
         question: Prompt = _messages(text, system) if chat else text
-        wanted = speculation.options(speculation_json, draft, k, acceptance)
+        wanted = speculation.options(
+            speculation_json,
+            mode=mode,
+            draft=draft,
+            k=k,
+            acceptance=acceptance,
+            fan_out=fan_out,
+            budget=budget,
+            backup=backup,
+            placement=placement,
+        )
         with load(
             model, device=device, dtype=dtype, max_model_len=max_model_len, eager=eager, speculation=wanted
         ) as llm:

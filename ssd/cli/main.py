@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ssd.cli import demo, generate, graft
+from ssd.cli import demo, explain, generate, graft
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -29,6 +29,10 @@ app = typer.Typer(
       ssd generate MODEL "What is the capital of France?" --chat
 
       ssd generate MODEL "A haiku:" -t 0.8 --seed 7 -n 3
+
+      ssd generate MODEL "Once upon a time" --draft DRAFT --mode ssd
+
+      ssd explain
     """,
 )
 
@@ -40,6 +44,7 @@ def main(verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what
 
 app.command(help=demo.HELP)(demo.demo)
 app.command()(generate.generate)
+app.command(help=explain.HELP)(explain.explain)
 app.command(help=graft.HELP)(graft.graft)
 
 

@@ -4,38 +4,106 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final, Literal
 
 import typer
 
 from ssd.core import RequestMetrics
 from ssd.errors import ConfigError
 
+PANEL: Final = "Speculation: the same text, faster"
+
+Mode = Annotated[
+    Literal["ar", "sd", "ssd"] | None,
+    typer.Option(
+        help="sd: the draft proposes while the target waits. ssd: while the target verifies, the draft prepares for "
+        "every likely outcome. ar: neither.",
+        show_default="sd with a draft, else ar",
+        rich_help_panel=PANEL,
+    ),
+]
 Draft = Annotated[
     str | None,
-    typer.Option(help="Speculate: a small MODEL of the same tokenizer that drafts, or 'ngram'. Same text, faster."),
+    typer.Option(
+        help="Who proposes tokens: a small MODEL of the same tokenizer, or (sd) 'ngram'.", rich_help_panel=PANEL
+    ),
 ]
-K = Annotated[int | None, typer.Option("--k", help="Drafted tokens a round (with --draft).", show_default="4")]
+K = Annotated[
+    str | None,
+    typer.Option("--k", metavar="N|auto", help="Drafted tokens a round.", show_default="4", rich_help_panel=PANEL),
+]
 Acceptance = Annotated[
-    str | None, typer.Option(help="coupled (the text of plain decoding) or rejection.", show_default="coupled")
+    str | None,
+    typer.Option(
+        metavar="coupled|rejection",
+        help="Which drafted tokens stand. coupled: those of the text of plain decoding; rejection: another text of the "
+        "same distribution.",
+        show_default="coupled",
+        rich_help_panel=PANEL,
+    ),
+]
+FanOut = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|adaptive|geometric",
+        help="ssd: how the budget is spread. N: so many tokens after every place of the draft.",
+        show_default="adaptive",
+        rich_help_panel=PANEL,
+    ),
+]
+Budget = Annotated[
+    int | None,
+    typer.Option(help="ssd: outcomes that are prepared a round.", show_default="16", rich_help_panel=PANEL),
+]
+Backup = Annotated[
+    Literal["jit", "fast", "auto"] | None,
+    typer.Option(
+        help="ssd: who drafts when the outcome was not prepared. jit: the draft model, the target waits; fast: a "
+        "look-up in the text, at once.",
+        show_default="auto",
+        rich_help_panel=PANEL,
+    ),
+]
+Placement = Annotated[
+    Literal["auto", "inline", "stream", "process"] | None,
+    typer.Option(
+        help="ssd: where the draft runs. process: on a core or GPU of its own; stream: beside the target on its GPU; "
+        "inline: in turns with it, which gains nothing.",
+        show_default="auto",
+        rich_help_panel=PANEL,
+    ),
 ]
 Speculation = Annotated[
     str | None,
     typer.Option(
-        "--speculation", help="""All of it as JSON: '{"mode": "sd", "draft": "tiny-llama-draft", "k": 4}', or @FILE."""
+        "--speculation",
+        help="""All of it as JSON, or @FILE: '{"mode": "ssd", "draft": "tiny-llama-draft", "k": 4}'.""",
+        rich_help_panel=PANEL,
     ),
 ]
 
 
-def options(text: str | None, draft: str | None, k: int | None, acceptance: str | None) -> dict[str, Any] | None:
-    """What `LLM(speculation=…)` takes; None for plain decoding."""
-    given = {"draft": draft, "k": k, "acceptance": acceptance}
-    flags = {name: value for name, value in given.items() if value is not None}
+def options(text: str | None = None, /, **flags: str | int | None) -> dict[str, Any] | None:
+    """What `LLM(speculation=…)` takes, from the JSON or from the flags (its keys); None for plain decoding."""
+    given = {name: _number(name, value) for name, value in flags.items() if value is not None}
     if text is None:
-        return {"mode": "sd", **flags} if flags else None
-    if flags:
-        raise ConfigError(f"--speculation says it all: leave out --{', --'.join(flags)}, or put it into the JSON")
+        return {"mode": "sd", **given} if given else None
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError(f"--speculation says it all: leave out {names}, or put it into the JSON")
     return _parsed(_contents(text[1:]) if text.startswith("@") else text)
+
+
+def bundled_draft(model: str) -> str | None:
+    """The draft that belongs to a bundled model."""
+    from ssd.models.checkpoint import bundled_models
+
+    return f"{model}-draft" if f"{model}-draft" in bundled_models() else None
+
+
+def _number(name: str, value: str | int) -> str | int:
+    """Some options take a number or a word."""
+    return int(value) if name in ("k", "fan_out") and str(value).isdecimal() else value
 
 
 def _contents(file: str) -> str:
@@ -62,4 +130,5 @@ def drafting(metrics: RequestMetrics) -> str:
     share = metrics.accepted / metrics.drafted
     per_round = metrics.output_tokens / max(1, metrics.rounds)
     kept = f"{metrics.accepted} of {metrics.drafted} drafted tokens accepted ({share:.0%})"
-    return f"{kept}, {per_round:.2f} tokens a round"
+    hits = f", {metrics.hits} of {metrics.look_ups} drafts prepared in time" if metrics.look_ups else ""
+    return f"{kept}, {per_round:.2f} tokens a round{hits}"

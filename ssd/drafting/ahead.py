@@ -7,6 +7,8 @@ waits for (`jit`), or something that costs nothing (`fast`).
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -45,8 +47,37 @@ class _Record:
     """A sequence's drafter-side state."""
 
     prepared: Prepared | None = None
+    missed: Prepared | None = None  # what was prepared for other outcomes than the one that came
     confidence: list[float] = field(default_factory=list)  # of the draft under verification
-    hit: bool = False  # whether that draft had been prepared
+    origin: str = ""  # of that draft
+
+
+@dataclass
+class _Mean:
+    """Of late; starts with the first value."""
+
+    value: float | None = None
+
+    def add(self, value: float) -> None:
+        self.value = value if self.value is None else self.value + (value - self.value) / 16
+
+
+@dataclass
+class Worth:
+    """Is a draft that everybody waits for worth it? Tokens that it adds, against tokens that the wait costs."""
+
+    yields: dict[str, _Mean] = field(default_factory=lambda: defaultdict(_Mean))  # tokens of a round, by origin
+    round_seconds: _Mean = field(default_factory=_Mean)
+    write_seconds: _Mean = field(default_factory=_Mean)
+
+    def waiting_pays(self, missed: int, batch: int) -> bool:
+        """True as long as something about it is unknown."""
+        written, fast, hit = (self.yields[origin].value for origin in ("jit", "ngram", "hit"))
+        seconds, wait = self.round_seconds.value, self.write_seconds.value
+        if written is None or seconds is None or wait is None:
+            return True
+        added = missed * (written - (fast or 1.0))
+        return added * seconds > batch * (hit or written) * wait
 
 
 class AheadDrafter(Drafter):
@@ -67,10 +98,13 @@ class AheadDrafter(Drafter):
         self.backup = backup
         self.overlap = overlap
         self.budget = budget  # forks of one sequence
+        self.ahead = True  # off: drafts when asked, as in plain speculative decoding
         self.lookahead = lookahead
         self.outlook = Outlook()
+        self.worth = Worth()
         self._records: dict[int, _Record] = {}
         self._ngram = NgramDrafter(lookahead)
+        self._last_round: tuple[float, int] | None = None  # when it began, and with how many sequences
 
     @property
     def interrupted(self) -> Callable[[], bool]:
@@ -84,15 +118,20 @@ class AheadDrafter(Drafter):
     # --- the seam -----------------------------------------------------------------------------------------------------
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
+        self._time_round(len(works))
         found = [self._look_up(work) for work in works]
         missed = [work for work, proposal in zip(works, found, strict=True) if proposal is None]
-        backups = iter(self._back_up(missed, works))
+        backups = iter(self._back_up(missed, works) if missed else [])
         proposals = [next(backups) if proposal is None else proposal for proposal in found]
+        for work, proposal in zip(works, proposals, strict=True):
+            self._records[work.sequence.id].origin = proposal.origin
         self.model.program.join()
         return proposals
 
     def anticipate(self, works: Seq[Work]) -> None:
         """Prepares for every sequence that is about to decide a token; reads the others' prompts."""
+        if any(work.num_tokens > 1 for work in works):
+            self._last_round = None  # a round that reads prompts says nothing about the others
         lanes: list[tuple[Work, Mirror]] = []
         for work in works:
             mirror = self.model.follow(work, works) if work.sequence.params.speculate else None
@@ -100,10 +139,10 @@ class AheadDrafter(Drafter):
                 continue
             if work.decides:
                 lanes.append((work, mirror))
-            else:
-                self.model.read(mirror, work.sequence.num_computed + work.num_tokens)
-        lanes = lanes[: self.model.program.max_lanes]
-        if lanes:
+            if work.num_tokens > 1:
+                end = work.sequence.num_computed + work.num_tokens
+                self.model.read(mirror, min(end, len(mirror.text.tokens) - 1))
+        if self.ahead and any(work.lookahead for work, _ in lanes):
             self._prepare(lanes)
 
     def forget(self, sequence: Sequence) -> None:
@@ -122,9 +161,9 @@ class AheadDrafter(Drafter):
         """The prepared draft of what was decided; nothing for a sequence that takes none; None after a miss."""
         record = self._records.setdefault(work.sequence.id, _Record())
         prepared, record.prepared = record.prepared, None
-        record.hit, record.confidence = False, []
+        record.confidence, record.missed = [], prepared
         if prepared is not None:
-            self._learn(prepared, work.sequence)
+            self._learn(prepared, record.origin, work.sequence)
         if work.lookahead == 0 or work.sequence.num_output == 0:
             return Proposal()
         row = self._row(prepared, work.sequence) if prepared is not None else None
@@ -132,33 +171,60 @@ class AheadDrafter(Drafter):
             return None
         run = prepared.run
         tokens = cut(work, run.tokens()[row][1:])
-        record.hit, record.confidence = True, run.confidence()[row][1 : len(tokens) + 1]
+        record.confidence = run.confidence()[row][1 : len(tokens) + 1]
         laws = run.laws(row, 1, len(tokens) + 1) if self.model.program.chooser.drawn else None
         return Proposal(tokens, laws, "hit")
 
-    def _learn(self, prepared: Prepared, sequence: Sequence) -> None:
+    def _learn(self, prepared: Prepared, origin: str, sequence: Sequence) -> None:
         new = sequence.tokens[prepared.num_decided :]
         if 0 < len(new) <= len(prepared.draft) + 1:
-            self.outlook.learn(prepared.confidence, len(new) - 1, prepared.rank(len(new) - 1, new[-1]))
+            if origin in ("hit", "jit", "draft"):
+                self.outlook.learn(prepared.confidence, len(new) - 1, prepared.rank(len(new) - 1, new[-1]))
+            self.worth.yields["ngram" if origin == "sibling" else origin].add(len(new))
 
     def _row(self, prepared: Prepared, sequence: Sequence) -> int | None:
-        *accepted, token = sequence.tokens[prepared.num_decided :]
-        if tuple(accepted) != prepared.draft[: len(accepted)]:
+        new = sequence.tokens[prepared.num_decided :]
+        if not new or tuple(new[:-1]) != prepared.draft[: len(new) - 1]:
             return None
-        return prepared.branches().get((len(accepted), token))
+        return prepared.branches().get((len(new) - 1, new[-1]))
+
+    def _time_round(self, batch: int) -> None:
+        now = time.perf_counter()
+        if self._last_round is not None and self._last_round[1] == batch:
+            self.worth.round_seconds.add(now - self._last_round[0])
+        self._last_round = now, batch
 
     # --- missing ------------------------------------------------------------------------------------------------------
 
     def _back_up(self, missed: Seq[Work], works: Seq[Work]) -> list[Proposal]:
-        if self.backup == "fast":
+        """Only those that missed; the others' drafts are there."""
+        unprepared = all(self._records[work.sequence.id].missed is None for work in missed)
+        wait = (
+            self.backup == "jit"
+            or unprepared
+            or (self.backup == "auto" and self.worth.waiting_pays(len(missed), len(works)))
+        )
+        if not wait:
             return [self._fast(work) for work in missed]
         able = [(work, mirror) for work in missed if (mirror := self.model.follow(work, works))]
-        written = {id(work): p for (work, _), p in zip(able, write_now(self.model, able, "jit"), strict=True)}
-        return [written.get(id(work), Proposal(origin="jit")) for work in missed]
+        began = time.perf_counter()
+        written = write_now(self.model, able, "draft" if unprepared else "jit")
+        self.worth.write_seconds.add(time.perf_counter() - began)
+        found = {work.sequence.id: proposal for (work, _), (proposal, _) in zip(able, written, strict=True)}
+        for (work, _), (_, confidence) in zip(able, written, strict=True):
+            self._records[work.sequence.id].confidence = confidence
+        return [found.get(work.sequence.id, Proposal(origin="jit")) for work in missed]
 
     def _fast(self, work: Work) -> Proposal:
+        """What followed these tokens before; else what was prepared for another token in the place of the last."""
         (proposal,) = self._ngram.propose([work])
-        return Proposal(cut(work, proposal.token_ids), None, "ngram")
+        if proposal.token_ids:
+            return Proposal(cut(work, proposal.token_ids), None, "ngram")
+        prepared = self._records[work.sequence.id].missed
+        accepted = len(work.sequence.tokens) - 1 - prepared.num_decided if prepared is not None else -1
+        siblings = [] if prepared is None else [row for (k, _), row in prepared.branches().items() if k == accepted]
+        tokens = prepared.run.tokens()[siblings[0]][1:] if prepared is not None and siblings else []
+        return Proposal(cut(work, tokens), None, "sibling")
 
     # --- preparing ----------------------------------------------------------------------------------------------------
 
@@ -167,14 +233,15 @@ class AheadDrafter(Drafter):
         drafts = [work.proposal.token_ids for work, _ in lanes]
         records = [self._records.setdefault(work.sequence.id, _Record()) for work, _ in lanes]
         sure = [
-            (record.confidence + [1.0] * len(draft))[: len(draft)]
+            (record.confidence + [0.0] * len(draft))[: len(draft)]  # of a look-up nobody is sure
             for record, draft in zip(records, drafts, strict=True)
         ]
         forks = [
-            self.fan_out.plan(self.outlook, confidence, record.hit, budget)
+            self.fan_out.plan(self.outlook, confidence, record.origin == "hit", budget)
             for record, confidence in zip(records, sure, strict=True)
         ]
-        run = self.model.branch([mirror for _, mirror in lanes], drafts, forks, self.lookahead)
+        count = max(work.lookahead for work, _ in lanes)
+        run = self.model.branch([mirror for _, mirror in lanes], drafts, forks, count)
         for lane, record in enumerate(records):
             decided = len(lanes[lane][0].sequence.tokens)
             record.prepared = Prepared(decided, drafts[lane], sure[lane], forks[lane], run, lane)

@@ -146,7 +146,8 @@ class ModelDrafter(Drafter):
         """Nothing for a sequence without output: its first token is not to wait for a draft."""
         wanted = [work for work in works if work.lookahead and work.sequence.num_output]
         able = [(work, mirror) for work in wanted if (mirror := self.model.follow(work, works))]
-        proposals = {id(work): p for (work, _), p in zip(able, write_now(self.model, able), strict=True)}
+        written = write_now(self.model, able)
+        proposals = {id(work): proposal for (work, _), (proposal, _) in zip(able, written, strict=True)}
         return [proposals.get(id(work), Proposal()) for work in works]
 
     def anticipate(self, works: Seq[Work]) -> None:
@@ -159,16 +160,18 @@ class ModelDrafter(Drafter):
         self.model.forget(sequence)
 
 
-def write_now(model: DraftModel, able: Seq[tuple[Work, Mirror]], origin: str = "draft") -> list[Proposal]:
-    """Drafts that the target waits for."""
+def write_now(
+    model: DraftModel, able: Seq[tuple[Work, Mirror]], origin: str = "draft"
+) -> list[tuple[Proposal, list[float]]]:
+    """Drafts that the target waits for, and how sure the model was of each token."""
     if not able:
         return []
-    count = max(work.lookahead for work, _ in able)
-    run = model.write([mirror for _, mirror in able], count)
+    run = model.write([mirror for _, mirror in able], max(work.lookahead for work, _ in able))
     drawn = model.program.chooser.drawn
-    proposals = []
-    for row, ((work, _), tokens) in enumerate(zip(able, run.tokens(), strict=False)):
+    found = []
+    for row, ((work, _), tokens, confidence) in enumerate(zip(able, run.tokens(), run.confidence(), strict=False)):
         usable = cut(work, tokens)
-        proposals.append(Proposal(usable, run.laws(row, 0, len(usable)) if drawn else None, origin))
+        laws = run.laws(row, 0, len(usable)) if drawn else None
+        found.append((Proposal(usable, laws, origin), confidence[: len(usable)]))
     model.program.join()
-    return proposals
+    return found

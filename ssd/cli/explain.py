@@ -1,0 +1,209 @@
+"""`ssd explain`: one text, round by round: what was drafted, what was prepared, what the target decided.
+
+The recording is `trace`'s, the picture is `paths`'s; here is the command, and what it prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+from rich.cells import set_cell_size
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ssd.cli import paths, speculation
+from ssd.cli.console import explained, load, print_note
+from ssd.cli.paths import visible
+from ssd.core import RequestOutput, SamplingParams
+from ssd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ssd.cli.trace import Branch, Step, Trace
+    from ssd.llm import LLM, Prompt
+    from ssd.text.tokenizer import Tokenizer
+
+Spelling = Callable[[int], str]  # the text of a token
+
+HELP: Final = """\
+Write one text with speculative speculative decoding, and [bold]show every round of it[/].
+
+While the target verifies a draft, the draft model prepares the next one for every likely outcome: so many tokens \
+stand, then the target adds this one. If the outcome was prepared, the next draft is there at once (a hit); if not, it \
+has to be made (a miss). Target and draft take turns here, so that every branch can be shown: what you see is the \
+order of events, not the speed.
+
+[bold]Try[/]
+
+  ssd explain
+
+  ssd explain tiny-qwen3 "Once upon a time" --k 3 --budget 6 --out paths.html
+
+  ssd explain tiny-llama "def add(a, b):" --temperature 0.8 --seed 11 --fan-out 2
+"""
+LEGEND: Final = """\
+Each round: the [green]drafted tokens that stand[/], after ✗ [red strike]those that do not[/], after → [bold]the \
+target's own token[/]. The draft was prepared in the round before (a hit), or made after a miss: drafted, while the \
+target waited; or at once, borrowed from another branch or looked up in the text. Below it the branches: the tokens \
+prepared for in case 0, 1, … drafted tokens stand, likeliest first, [bold green]\\[in brackets][/] the one that came \
+true. · is a space, ↵ a new line."""
+SOURCES: Final = {"hit": "prepared", "jit": "drafted", "ngram": "looked up", "sibling": "borrowed", "draft": "no draft"}
+
+
+def explain(
+    model: Annotated[str, typer.Argument(help="Any MODEL, as `ssd --help` describes them.")] = "tiny-llama",
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")] = "It was a dark night, and the old captain",
+    tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 40,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0: greedy; higher: more varied.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Draw the forking paths into this .svg or .html file.", show_default=False)
+    ] = None,
+    draft: speculation.Draft = None,
+    k: speculation.K = None,
+    fan_out: speculation.FanOut = None,
+    budget: speculation.Budget = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    with explained():
+        if out is not None:
+            paths.check(out)
+        params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=tokens)
+        drafter = draft or speculation.bundled_draft(model)
+        if drafter is None:
+            raise ConfigError(f"{model} has no draft of its own: name a small model of its tokenizer with --draft")
+        flags = {"draft": drafter, "k": k, "fan_out": fan_out, "budget": budget}
+        wanted = speculation.options(mode="ssd", placement="inline", **flags)
+        with load(model, device=device, speculation=wanted) as llm:
+            console = Console(highlight=False)
+            _print_heading(llm, params, console)
+            output, trace = record(llm, prompt, params)
+            spell = spelling(llm.engine.tokenizer)
+            console.print(rounds(trace, spell, console.width))
+            console.print(Text.assemble("\n", (prompt, "dim"), tinted(trace, llm.engine.tokenizer, output), "\n"))
+            console.print(summary(trace))
+            if out is not None:
+                title = f"“{set_cell_size(visible(prompt, ' '), 60).strip()}…”: {model} writes, {drafter} drafts"
+                paths.write(out, trace, spell, title, " ".join([summary(trace), llm.note]))
+                console.print(Text(f"the forking paths are drawn in {out}", style="dim"), soft_wrap=True)
+
+
+def record(llm: LLM, prompt: Prompt, params: SamplingParams) -> tuple[RequestOutput, Trace]:
+    """A text, and how it came about."""
+    from ssd.cli.trace import Recorder
+
+    recorder = Recorder(llm.engine)
+    [output] = llm.generate(prompt, params)
+    return output, recorder.trace(output.request_id, len(output.token_ids))
+
+
+def spelling(tokenizer: Tokenizer | None) -> Spelling:
+    """Each token by itself, as it reads in the middle of a text; its number where there is no tokenizer."""
+    from ssd.text.tokenizer import IncrementalDecoder
+
+    def spell(token: int) -> str:
+        if tokenizer is None:
+            return f"{token} "
+        decoder = IncrementalDecoder(tokenizer, [token], skip_special_tokens=False)
+        return decoder.push(token) + decoder.flush()
+
+    return spell
+
+
+# --- what the reader sees ---------------------------------------------------------------------------------------------
+
+
+def rounds(trace: Trace, spell: Spelling, width: int) -> Table:
+    """Two lines a round: the draft with its verdict, and the branches with what became of them."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", justify="right")
+    grid.add_column(style="dim")
+    grid.add_column(no_wrap=True)
+    room = width - 22  # beside the columns before, and a verdict
+    for number, (step, following) in enumerate(zip_longest(trace.steps, trace.steps[1:]), start=1):
+        source = "prompt" if number == 1 else SOURCES[step.origin]
+        grid.add_row(f"{number}", source, verdict(step, spell))
+        if step.branches:
+            grid.add_row("", "branches", branches(step, following, spell, room))
+    return grid
+
+
+def verdict(step: Step, spell: Spelling) -> Text:
+    """What was drafted, and what the target made of it."""
+    parts = [(visible(spell(token)), "green") for token in step.written[: step.accepted]]
+    parts += [(visible(spell(token)), "dim") for token in step.draft[len(step.written) : step.accepted]]  # too late
+    if step.accepted < len(step.draft):
+        parts += [("✗", "red"), *((visible(spell(token)), "red strike") for token in step.draft[step.accepted :])]
+    for token in step.own:
+        parts += [("→", ""), (visible(spell(token)), "bold")]
+    return Text(" ").join(Text(text, style=style) for text, style in parts)
+
+
+def branches(step: Step, following: Step | None, spell: Spelling, width: int) -> Text:
+    """The likeliest outcomes that were prepared, the one that came true, and so: is the next draft a hit or a miss?"""
+    hit = following is not None and following.hit
+    shown = {branch for branch in step.branches if hit and step.came_true(branch)}
+    for branch in step.branches:
+        if _places(step, shown | {branch}, hit, spell).cell_len <= width:
+            shown.add(branch)
+    line = _places(step, shown, hit, spell)
+    if following is not None and following.looked_up:
+        line.append("  hit" if hit else "  miss", style="bold green" if hit else "bold yellow")
+    return line
+
+
+def _places(step: Step, shown: set[Branch], hit: bool, spell: Spelling) -> Text:
+    """By how many drafted tokens stand: the tokens that may come then."""
+    places: dict[int, Text] = {}
+    for branch in filter(shown.__contains__, sorted(step.branches, key=lambda branch: branch.accepted)):
+        place = places.setdefault(branch.accepted, Text.assemble((f"{branch.accepted}:", "cyan")))
+        name = visible(spell(branch.token))
+        place.append(*((f" [{name}]", "bold green") if hit and step.came_true(branch) else (f" {name}",)))
+    left_out = len(step.branches) - len(shown)
+    return Text("  ").join([*places.values(), *([Text(f"+{left_out}", "dim")] if left_out else [])])
+
+
+def tinted(trace: Trace, tokenizer: Tokenizer | None, output: RequestOutput) -> Text:
+    """The text; what was drafted of it is green."""
+    from ssd.text.tokenizer import IncrementalDecoder
+
+    text = Text()
+    if tokenizer is None:
+        return text
+    decoder = IncrementalDecoder(tokenizer, output.prompt_token_ids)
+    for step in trace.steps:
+        for place, token in enumerate(step.written):
+            text.append(decoder.push(token), style="green" if place < step.accepted else None)
+    text.append(decoder.flush())
+    return text[: len(output.text)]  # a stop string ends it
+
+
+def summary(trace: Trace) -> str:
+    count, steps = len(trace.token_ids), len(trace.steps)
+    acceptance = _share(trace.accepted, trace.drafted, "drafted tokens")
+    said = f"{count} tokens in {steps} rounds, {count / steps:.2f} a round; acceptance {acceptance}"
+    return f"{said}; hit rate {_share(trace.hits, trace.look_ups, 'drafts')}"
+
+
+def _share(part: int, whole: int, things: str) -> str:
+    return f"{part / max(1, whole):.0%} ({part} of {whole} {things})"
+
+
+def _print_heading(llm: LLM, params: SamplingParams, console: Console) -> None:
+    from ssd.assembly import resolve_device
+
+    wanted = llm.config.speculation
+    settings = f"{resolve_device(llm.config.device)}, temperature {params.temperature:g}, seed {params.seed}"
+    console.print(
+        Text.assemble(
+            (llm.config.model, "bold"),
+            f" writes; {wanted.draft} drafts {wanted.k} tokens a round and prepares for {wanted.budget} outcomes "
+            f"({settings})",
+        )
+    )
+    print_note(llm.note, console)
+    console.print(f"\n{LEGEND}\n")

@@ -1,0 +1,90 @@
+"""The controller: it finds what pays on a clock of the test's own, and never stops a round from being one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import pytest
+from fakes import make_sequence
+
+from ssd.core import Proposal, Work
+from ssd.decoding.drafter import Drafter
+from ssd.drafting.pace import PLAIN, Arm, Pace, Paced
+
+
+def yields(acceptance: float) -> object:
+    return lambda k: sum(acceptance**i for i in range(k + 1))
+
+
+def settle(arms: list[Arm], seconds: object, acceptance: float, rounds: int = 400) -> list[Arm]:
+    """The arms that it takes, round after round, in a world where an arm takes `seconds(arm)`."""
+    pace, taken = Pace(arms), []
+    for _ in range(rounds):
+        arm = pace.choose(yields(acceptance))  # type: ignore[arg-type]
+        pace.record(arm, seconds(arm))  # type: ignore[operator]
+        taken.append(arm)
+    return taken
+
+
+ARMS = [PLAIN, *(Arm(k, ahead) for k in (1, 2, 3, 4, 6, 8) for ahead in (True, False))]
+
+
+@pytest.mark.parametrize(
+    ("draft", "verify_more", "acceptance", "best"),
+    [
+        (0.1, 0.0, 0.8, {Arm(4, True), Arm(6, True), Arm(8, True)}),  # a draft that costs little, and is hidden
+        (0.5, 1.0, 0.6, {PLAIN, Arm(1, True), Arm(1, False)}),  # every drafted token costs the target a whole one
+        (2.0, 0.0, 0.3, {PLAIN}),  # a draft slower than the target
+    ],
+)
+def test_it_settles_on_what_pays(draft: float, verify_more: float, acceptance: float, best: set[Arm]) -> None:
+    """Units: one verification. Ahead, drafting is hidden behind it as far as it is shorter."""
+
+    def seconds(arm: Arm) -> float:
+        verify = 1 + verify_more * arm.k
+        if arm.k == 0:
+            return 1.0
+        return max(verify, draft * (arm.k + 1)) + 0.2 * draft * arm.k if arm.ahead else verify + draft * arm.k
+
+    taken = settle(ARMS, seconds, acceptance)
+    late = taken[100:]
+    speed = {arm: sum(acceptance**i for i in range(arm.k + 1)) / seconds(arm) for arm in ARMS}
+    assert sum(arm in best for arm in late) > 0.8 * len(late)
+    achieved = len(late) / sum(1 / speed[arm] for arm in late)
+    assert achieved > 0.9 * max(speed.values())
+
+
+def test_it_comes_back_when_the_world_changes() -> None:
+    pace, slow = Pace(ARMS), True
+    for i in range(3000):
+        slow = i < 600
+        arm = pace.choose(yields(0.8))  # type: ignore[arg-type]
+        pace.record(arm, 1.0 + arm.k * (3.0 if slow else 0.05))
+        if i == 599:
+            assert arm == PLAIN
+    assert pace.choose(yields(0.8)) != PLAIN  # type: ignore[arg-type]
+
+
+class Right(Drafter):
+    lookahead = 8
+
+    def propose(self, works: Seq[Work]) -> list[Proposal]:
+        return [Proposal((7,) * work.lookahead) for work in works]
+
+
+def test_it_learns_how_often_each_token_stands() -> None:
+    clock = iter(range(10**6))
+    drafter = Paced(Right(), 4, clock=lambda: float(next(clock)))
+    sequence = make_sequence([1, 2, 3])
+    for _ in range(200):
+        [proposal] = drafter.propose([Work(sequence, 1, drafter.lookahead)])
+        sequence.tokens += [*proposal.token_ids[:2], 5]  # two of them stand, whatever is drafted
+    assert drafter.tokens(2) == pytest.approx(3.0, abs=0.3)
+    assert drafter.tokens(4) == pytest.approx(3.0, abs=0.5)
+    assert drafter.lookahead <= 4
+    drafter.forget(sequence)
+
+
+def test_no_tokens_are_asked_for_in_a_plain_round() -> None:
+    drafter = Paced(Right(), 4)
+    assert drafter.propose([Work(make_sequence([1, 2]), 1, 0)]) == [Proposal()]
