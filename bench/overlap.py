@@ -15,6 +15,7 @@ from rich.table import Table
 
 from ssd import LLM
 from ssd.core import Request, SamplingParams, Sequence
+from ssd.decoding.drafter import Drafter
 from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.program import Lane
 from ssd.execution.runner import ModelRunner
@@ -33,41 +34,42 @@ def milliseconds(run: Callable[[], object], repeats: int = 30) -> float:
     return 1e3 * sorted(times)[len(times) // 2]
 
 
+def alone_and_beside(llm: LLM, drafter: Drafter, k: int) -> tuple[float, float, float]:
+    """Milliseconds of a verification, of a plain draft, and of a verification beside a preparation."""
+    verify, draft, _, beside = timings(llm, drafter, k, 0.0)
+    return verify, draft, beside
+
+
+def timings(llm: LLM, drafter: Drafter, k: int, temperature: float) -> list[float]:
+    """Milliseconds: verify, draft, prepare, prepare beside verify."""
+    target = llm.engine.round.target
+    if not isinstance(drafter, AheadDrafter) or not isinstance(target, ModelRunner) or target.graphs is None:
+        raise AssertionError("the engine was built for another mode")
+    program, width = drafter.model.program, drafter.budget
+    verify = target.graphs.graph(target.graphs.bucket(k + 1))
+    forks = [(i % (k + 1), i // (k + 1)) for i in range(width)]
+    request = Request("", (1,), SamplingParams(temperature=temperature))
+    text = Sequence(0, request, 0, 7, frozenset(), 1024, blocks=list(range(65)))
+    lane = Lane(CONTEXT, list(range(5, 6 + k)), text, 7, forks)
+
+    def both() -> None:
+        verify.replay()
+        program.branch([lane], k)
+
+    runs = (verify.replay, lambda: program.write([lane], k), lambda: program.branch([lane], k), both)
+    return [milliseconds(run) for run in runs]
+
+
 def main() -> None:
     args = arguments()
     table = Table("K", "verify", "draft", "prepare", "prepare beside verify", "one after the other")
     table.title = f"{args.target} + {args.draft}, {args.width} branches, ms"
-    speculation = {
-        "mode": "ssd",
-        "draft": args.draft,
-        "k": max(args.k),
-        "budget": args.width,
-    }
+    speculation = {"mode": "ssd", "draft": args.draft, "k": max(args.k), "budget": args.width}
     llm = LLM(
         args.target, device="cuda", max_model_len=1024, max_num_seqs=2, num_kv_blocks=130, speculation=speculation
     )
-    drafter, target = llm.engine.round.drafter, llm.engine.round.target
-    if not isinstance(drafter, AheadDrafter) or not isinstance(target, ModelRunner) or target.graphs is None:
-        raise AssertionError("the engine was built for another mode")
-    program = drafter.model.program
     for k in args.k:
-        verify = target.graphs.graph(target.graphs.bucket(k + 1))
-        forks = [(i % (k + 1), i // (k + 1)) for i in range(args.width)]
-        params = SamplingParams(temperature=args.temperature)
-        text = Sequence(0, Request("", (1,), params), 0, 7, frozenset(), 1024, blocks=list(range(65)))
-        lane = Lane(CONTEXT, list(range(5, 6 + k)), text, 7, forks)
-
-        def draft(lane: Lane = lane, k: int = k) -> None:
-            program.write([lane], k)
-
-        def prepare(lane: Lane = lane, k: int = k) -> None:
-            program.branch([lane], k)
-
-        def both(verify: torch.cuda.CUDAGraph = verify, prepare: Callable[[], None] = prepare) -> None:
-            verify.replay()
-            prepare()
-
-        figures = [milliseconds(run) for run in (verify.replay, draft, prepare, both)]
+        figures = timings(llm, llm.engine.round.drafter, k, args.temperature)
         table.add_row(str(k), *(f"{f:.2f}" for f in figures), f"{figures[0] + figures[2]:.2f}")
     Console(width=120).print(table)
     Console().print(llm.note)
