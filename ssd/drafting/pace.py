@@ -18,8 +18,8 @@ from ssd.core import Proposal, Sequence, Work
 from ssd.decoding.drafter import Drafter
 from ssd.drafting.ahead import AheadDrafter
 
-_ENOUGH = 2  # rounds that an arm is measured before it is believed
-_REVIEW = 96  # rounds until another arm is measured again
+_ENOUGH = 3  # rounds that an arm is measured before it is believed
+_REVIEW = 192  # rounds until another arm is measured again
 _MARGIN = 1.02  # what another arm must promise to be taken
 
 
@@ -78,7 +78,7 @@ class Pace:
     def _review(self, tokens: Callable[[int], float]) -> None:
         """Measures an arm afresh; a hopeless one less often."""
         speed = {arm: tokens(arm.k) / self._expected(arm) for arm in self._samples()}
-        hopeless = [arm for arm in speed if speed[arm] < 0.6 * max(speed.values())]
+        hopeless = [arm for arm in speed if speed[arm] < 0.8 * max(speed.values())]
         hopeful = [arm for arm in speed if arm not in hopeless]
         arms = hopeless if hopeless and self.reviewed % 4 == 3 else hopeful
         self.current = arms[self.reviewed // 4 % len(arms)]

@@ -1,0 +1,168 @@
+"""How often is the next draft already prepared? Hit rates over prompt sets, temperatures, rules, K and fan-outs.
+
+    python bench/hits.py                                      # table, and docs/pictures/hit-rates.svg
+    SSD_DATASET_DIR=… python bench/hits.py --prompts 32 --tokens 128
+
+After a miss the draft model writes the very draft that a hit would have found, so the rounds do not depend on what was
+prepared. One generation therefore tells about all policies: each round is noted (how sure the draft was of each token,
+how many stood, which rank the target's own token had), and the policies are asked afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from ssd import LLM, SamplingParams
+from ssd.drafting.ahead import AheadDrafter
+from ssd.drafting.fan_out import Adaptive, FanOut, Geometric, Listed, Outlook
+from ssd.prompts import OWN_SETS, load_prompts
+
+Round = tuple[list[float], int, int | None]  # confidence of each drafted token, accepted, rank of the target's own
+BUDGETS = (2, 4, 6, 8, 12, 16, 20, 24)
+
+
+@dataclass
+class Notebook(Outlook):
+    """Learns nothing that is used, and keeps every round."""
+
+    rounds: list[Round] = field(default_factory=list)
+
+    def learn(self, confidence: Sequence[float], accepted: int, rank: int | None) -> None:
+        self.rounds.append((list(confidence), accepted, rank))
+
+
+def play(args: argparse.Namespace, name: str, temperature: float, rule: str, c: float, k: int) -> list[Round]:
+    speculation = {"mode": "ssd", "draft": args.draft, "k": k, "acceptance": rule, "saguaro_c": c}
+    speculation |= {"placement": "inline", "backup": "jit", "budget": 1}
+    params = SamplingParams(temperature=temperature, seed=1, max_new_tokens=args.tokens, ignore_eos=True)
+    with LLM(args.target, device=args.device, max_model_len=2048, max_num_seqs=8, speculation=speculation) as llm:
+        drafter = llm.engine.round.drafter
+        if not isinstance(drafter, AheadDrafter):
+            raise AssertionError("the engine was built for another mode")
+        drafter.outlook = notebook = Notebook()
+        llm.generate(load_prompts(name).asked(args.prompts), params)
+    return notebook.rounds
+
+
+def hit_rate(policy: FanOut, rounds: Sequence[Round], budget: int) -> float:
+    """The policy learns as it goes, as it does in the engine."""
+    outlook, hits = Outlook(), 0
+    for confidence, accepted, rank in rounds:
+        hits += (accepted, rank) in policy.plan(outlook, confidence, True, budget)
+        outlook.learn(confidence, accepted, rank)
+    return hits / max(1, len(rounds))
+
+
+def uniform(budget: int, k: int) -> Listed:
+    """As even as the budget allows, earlier places first."""
+    each, more = divmod(budget, k + 1)
+    counts = tuple(each + (place < more) for place in range(k + 1))
+    return Listed(counts, counts)
+
+
+def yields(rounds: Sequence[Round]) -> float:
+    return statistics.mean(accepted + 1 for _, accepted, _ in rounds)
+
+
+def main() -> None:
+    args = arguments()
+    console = Console(width=140)
+    rules = [("coupled", 1.0), *(("rejection", c) for c in args.c)]
+    table = Table("set", "T", "rule", "tokens/round", "three each", "geometric 16", "adaptive 16", "adaptive 24")
+    table.title = f"{args.target} + {args.draft}, K = {args.k[0]}: hit rates"
+    curves: dict[float, list[list[Round]]] = {}
+    cases = [(n, t, r, c) for n in OWN_SETS for t in args.temperatures for r, c in rules if t or r == "coupled"]
+    for name, temperature, rule, c in track(cases, "playing"):
+        rounds = play(args, name, temperature, rule, c, args.k[0])
+        three = Listed((3,) * (args.k[0] + 1), (3,) * (args.k[0] + 1))
+        rates = [hit_rate(three, rounds, 99), hit_rate(Geometric(), rounds, 16)]
+        rates += [hit_rate(Adaptive(), rounds, budget) for budget in (16, 24)]
+        title = rule if c == 1.0 else f"{rule}, C = {c:g}"
+        table.add_row(name, f"{temperature:g}", title, f"{yields(rounds):.2f}", *(f"{rate:.3f}" for rate in rates))
+        if rule == "coupled":
+            curves.setdefault(temperature, []).append(rounds)
+    console.print(table)
+    console.print(sweep(args))
+    args.picture.write_text(picture(curves, args.k[0]), encoding="utf-8")
+    console.print(f"written: {args.picture}")
+
+
+def sweep(args: argparse.Namespace) -> Table:
+    """Over K, coupled, the mean of the sets."""
+    table = Table("K", "T", "tokens/round", *(f"{n} each" for n in (1, 2, 3, 4)), "adaptive 16")
+    table.title = "coupled, mean of the sets"
+    for k in track(args.k, "sweeping"):
+        for temperature in args.temperatures:
+            played = [play(args, name, temperature, "coupled", 1.0, k) for name in OWN_SETS]
+            each = [[hit_rate(Listed((n,) * (k + 1), (n,) * (k + 1)), r, 99) for r in played] for n in (1, 2, 3, 4)]
+            each.append([hit_rate(Adaptive(), r, 16) for r in played])
+            rates = [f"{statistics.mean(found):.3f}" for found in each]
+            table.add_row(str(k), f"{temperature:g}", f"{statistics.mean(map(yields, played)):.2f}", *rates)
+    return table
+
+
+# --- the picture ------------------------------------------------------------------------------------------------------
+
+STYLE = """<style>text{font:12px sans-serif;fill:#555}line{stroke:#ccc}polyline{fill:none;stroke-width:2}
+.adaptive{stroke:#2a7de1;fill:#2a7de1}.geometric{stroke:#e08a1e;fill:#e08a1e}.uniform{stroke:#8a8a8a;fill:#8a8a8a}
+polyline.adaptive,polyline.geometric,polyline.uniform{fill:none}text.adaptive,text.geometric,text.uniform{stroke:none}
+@media(prefers-color-scheme:dark){text{fill:#bbb}line{stroke:#444}}</style>"""
+
+
+def picture(curves: dict[float, list[list[Round]]], k: int) -> str:
+    """Hit rate over budget, one panel a temperature."""
+    panels = "".join(
+        f'<g transform="translate({260 * i})">{panel(temperature, played, k)}</g>'
+        for i, (temperature, played) in enumerate(curves.items())
+    )
+    box = f'viewBox="0 0 {260 * len(curves)} 250" role="img" aria-label="Hit rates over the number of branches"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {box}>{STYLE}{panels}</svg>\n'
+
+
+def panel(temperature: float, played: list[list[Round]], k: int) -> str:
+    policies: dict[str, Callable[[int], FanOut]] = {
+        "adaptive": lambda budget: Adaptive(),
+        "geometric": lambda budget: Geometric(),
+        "uniform": lambda budget: uniform(budget, k),
+    }
+    parts = [f'<text x="44" y="18">T = {temperature:g}, K = {k}: hits by branches prepared</text>']
+    for rate in (0.25, 0.5, 0.75, 1.0):
+        y = 220 - 180 * rate
+        parts.append(f'<line x1="40" y1="{y}" x2="240" y2="{y}"/><text x="8" y="{y + 4}">{rate:g}</text>')
+    parts += [f'<text x="{40 + 8 * budget - 4}" y="236">{budget}</text>' for budget in (4, 8, 16, 24)]
+    for row, (name, policy) in enumerate(policies.items()):
+        rates = [statistics.mean(hit_rate(policy(b), rounds, b) for rounds in played) for b in BUDGETS]
+        points = " ".join(f"{40 + 8 * b},{220 - 180 * rate:.1f}" for b, rate in zip(BUDGETS, rates, strict=True))
+        parts.append(f'<polyline class="{name}" points="{points}"/>')
+        parts.append(f'<text class="{name}" x="170" y="{180 + 15 * row}">{name}</text>')
+    return "".join(parts)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="tiny-llama")
+    parser.add_argument("--draft", default="tiny-llama-draft")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument(
+        "--k", nargs="+", type=int, default=[4, 2, 6], help="the first one is the tables' and picture's"
+    )
+    parser.add_argument(
+        "--c", nargs="+", type=float, default=[1.0, 0.5, 0.25], help="Saguaro's C, of the rejection rule"
+    )
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7, 1.0])
+    parser.add_argument("--prompts", type=int, default=8, help="of each set")
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--picture", type=Path, default=Path("docs/pictures/hit-rates.svg"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
