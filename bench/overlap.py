@@ -80,7 +80,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--target", default="graft:tiny-qwen3@qwen3-32b")
     parser.add_argument("--draft", default="graft:tiny-qwen3-draft@qwen3-0.6b")
     parser.add_argument("--k", nargs="+", type=int, default=[3, 4, 5, 6])
-    parser.add_argument("--width", type=int, default=12)
+    parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--temperature", type=float, default=0.0)
     return parser.parse_args()
 

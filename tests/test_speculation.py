@@ -1,4 +1,5 @@
-"""Speculation changes nothing but speed: AR and SD write the same tokens, texts, log-probabilities and finish reasons.
+"""Speculation changes nothing but speed: AR, SD and SSD write the same tokens, texts, log-probabilities
+and finish reasons.
 
 Every drafter (a trained draft, the target itself, a random model, look-up, one that lies), every K, any batch, any
 sampling parameters mixed among the requests, prefix cache on, preemption forced.

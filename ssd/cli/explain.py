@@ -51,7 +51,7 @@ target's own token[/]. The draft was prepared in the round before (a hit), or ma
 target waited; or at once, borrowed from another branch or looked up in the text. Below it the branches: the tokens \
 prepared for in case 0, 1, … drafted tokens stand, likeliest first, [bold green]\\[in brackets][/] the one that came \
 true. · is a space, ↵ a new line."""
-SOURCES: Final = {"hit": "prepared", "jit": "drafted", "ngram": "looked up", "sibling": "borrowed", "draft": "no draft"}
+SOURCES: Final = {"hit": "prepared", "jit": "drafted", "ngram": "looked up", "sibling": "borrowed", "draft": "drafted"}
 
 
 def explain(

@@ -114,5 +114,5 @@ def _branches(drafter: Drafter, sequence: Sequence) -> tuple[Branch, ...]:
     prepared = drafter.prepared(sequence) if isinstance(drafter, AheadDrafter) else None
     if prepared is None or prepared.num_decided != len(sequence.tokens):
         return ()
-    tokens = prepared.run.tokens()
+    tokens = prepared.run.tokens
     return tuple(Branch(after, token, tuple(tokens[row][1:])) for (after, token), row in prepared.branches().items())

@@ -34,11 +34,11 @@ class Prepared:
 
     def branches(self) -> dict[tuple[int, int], int]:
         """(accepted, token that the target adds) -> row of the run."""
-        tokens, first = self.run.tokens(), self.lane * self.run.form.width
+        tokens, first = self.run.tokens, self.lane * self.run.form.width
         return {(after, tokens[first + i][0]): first + i for i, (after, _) in enumerate(self.forks)}
 
     def rank(self, accepted: int, token: int) -> int | None:
-        ranked = self.run.likeliest()[self.lane][accepted]
+        ranked = self.run.likeliest[self.lane][accepted]
         return ranked.index(token) if token in ranked else None
 
 
@@ -104,7 +104,12 @@ class AheadDrafter(Drafter):
         self.worth = Worth()
         self._records: dict[int, _Record] = {}
         self._ngram = NgramDrafter(lookahead)
+        self._run: Run | None = None  # the last preparation, until it is counted
         self._last_round: tuple[float, int] | None = None  # when it began, and with how many sequences
+
+    @property
+    def busy_seconds(self) -> float:  # type: ignore[override]
+        return self.model.busy_seconds
 
     @property
     def interrupted(self) -> Callable[[], bool]:
@@ -120,6 +125,9 @@ class AheadDrafter(Drafter):
     def propose(self, works: Seq[Work]) -> list[Proposal]:
         self._time_round(len(works))
         found = [self._look_up(work) for work in works]
+        if self._run is not None:
+            self.model.busy_seconds += self._run.seconds
+            self._run = None
         missed = [work for work, proposal in zip(works, found, strict=True) if proposal is None]
         backups = iter(self._back_up(missed, works) if missed else [])
         proposals = [next(backups) if proposal is None else proposal for proposal in found]
@@ -170,8 +178,8 @@ class AheadDrafter(Drafter):
         if prepared is None or row is None:
             return None
         run = prepared.run
-        tokens = cut(work, run.tokens()[row][1:])
-        record.confidence = run.confidence()[row][1 : len(tokens) + 1]
+        tokens = cut(work, run.tokens[row][1:])
+        record.confidence = run.confidence[row][1 : len(tokens) + 1]
         laws = run.laws(row, 1, len(tokens) + 1) if self.model.program.chooser.drawn else None
         return Proposal(tokens, laws, "hit")
 
@@ -223,7 +231,7 @@ class AheadDrafter(Drafter):
         prepared = self._records[work.sequence.id].missed
         accepted = len(work.sequence.tokens) - 1 - prepared.num_decided if prepared is not None else -1
         siblings = [] if prepared is None else [row for (k, _), row in prepared.branches().items() if k == accepted]
-        tokens = prepared.run.tokens()[siblings[0]][1:] if prepared is not None and siblings else []
+        tokens = prepared.run.tokens[siblings[0]][1:] if prepared is not None and siblings else []
         return Proposal(cut(work, tokens), None, "sibling")
 
     # --- preparing ----------------------------------------------------------------------------------------------------
@@ -241,7 +249,7 @@ class AheadDrafter(Drafter):
             for record, confidence in zip(records, sure, strict=True)
         ]
         count = max(work.lookahead for work, _ in lanes)
-        run = self.model.branch([mirror for _, mirror in lanes], drafts, forks, count)
+        self._run = run = self.model.branch([mirror for _, mirror in lanes], drafts, forks, count)
         for lane, record in enumerate(records):
             decided = len(lanes[lane][0].sequence.tokens)
             record.prepared = Prepared(decided, drafts[lane], sure[lane], forks[lane], run, lane)

@@ -38,8 +38,8 @@ class _Share:
 
 
 def _guesses(first: float) -> list[_Share]:
-    """Ranks 0, 1, …: each takes a share of what the ones before it leave."""
-    return [_Share(first / (1 + rank) ** 1.5) for rank in range(RANKS)]
+    """Ranks 0, 1, …: each as likely as a half of the one before it, until seen otherwise."""
+    return [_Share(first / 2**rank) for rank in range(RANKS)]
 
 
 @dataclass

@@ -57,6 +57,7 @@ class DraftModel:
         self.runner = program.runner
         self.max_len = max_len  # positions that the draft knows
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.busy_seconds = 0.0  # that runs took whose results were used
         self.pool = BlockPool(self.runner.num_blocks, self.runner.block_size, prefix_caching=prefix_caching)
         self._mirrors: dict[int, Mirror] = {}  # by sequence id, the longest unused first
 
@@ -142,6 +143,10 @@ class ModelDrafter(Drafter):
         self.model = model
         self.lookahead = lookahead
 
+    @property
+    def busy_seconds(self) -> float:  # type: ignore[override]
+        return self.model.busy_seconds
+
     def propose(self, works: Seq[Work]) -> list[Proposal]:
         """Nothing for a sequence without output: its first token is not to wait for a draft."""
         wanted = [work for work in works if work.lookahead and work.sequence.num_output]
@@ -169,9 +174,10 @@ def write_now(
     run = model.write([mirror for _, mirror in able], max(work.lookahead for work, _ in able))
     drawn = model.program.chooser.drawn
     found = []
-    for row, ((work, _), tokens, confidence) in enumerate(zip(able, run.tokens(), run.confidence(), strict=False)):
+    for row, ((work, _), tokens, confidence) in enumerate(zip(able, run.tokens, run.confidence, strict=False)):
         usable = cut(work, tokens)
         laws = run.laws(row, 0, len(usable)) if drawn else None
         found.append((Proposal(usable, laws, origin), confidence[: len(usable)]))
     model.program.join()
+    model.busy_seconds += run.seconds
     return found

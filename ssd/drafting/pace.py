@@ -126,6 +126,10 @@ class Paced(Drafter):
     def failures(self) -> int:  # type: ignore[override]
         return self.inner.failures
 
+    @property
+    def busy_seconds(self) -> float:  # type: ignore[override]
+        return self.inner.busy_seconds
+
     def propose(self, works: Seq[Work]) -> list[Proposal]:
         for work in works:
             self._learn(work.sequence)

@@ -10,6 +10,8 @@ next one; every fork is continued in a strip of KV slots of its own.
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ from ssd.execution.pack import block_table_array
 from ssd.execution.runner import ModelRunner
 from ssd.kernels.ops import Branches, DeviceBatch
 
+Clock = float | torch.cuda.Event
 RANKS = 16  # of a place's tokens, how many can be forks
 _FIXED = 8  # columns of a lane's integers before its tokens
 
@@ -52,47 +55,49 @@ class Form(NamedTuple):
 
 
 class Run:
-    """A run under way. Its results stay valid until the next run begins."""
+    """A run under way. What it wrote can be read at any time later, its laws until the next run begins."""
 
-    def __init__(self, program: Program, form: Form, depth: int) -> None:
+    def __init__(self, program: Program, form: Form, depth: int, began: Clock) -> None:
         self.form = form
         self.depth = depth  # forwards after the reading
         self._program = program
-        self._done = torch.cuda.Event() if program.on_cuda else None  # type: ignore[no-untyped-call]
-        columns = depth + 1
-        self._chain = program.fetch(program.chain[: form.rows, :columns])
-        self._confidence = program.fetch(program.confidence[: form.rows, :columns])
-        self._likeliest = program.fetch(program.likeliest[: form.lanes * program.reads]) if form.width else None
-        if self._done is not None:
-            self._done.record()
+        self._chain = program.fetch(program.chain[: form.rows, : depth + 1])
+        self._confidence = program.fetch(program.confidence[: form.rows, : depth + 1])
+        self._likeliest = program.fetch(program.likeliest[: form.lanes * program.reads if form.width else 0])
+        self._began, self._ended = began, program.clock()
 
     def wait(self) -> None:
-        if self._done is not None:
-            self._done.synchronize()
+        if not isinstance(self._ended, float):
+            self._ended.synchronize()
 
-    @property
-    def ready(self) -> bool:
-        return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
-
+    @functools.cached_property
     def tokens(self) -> list[list[int]]:
         """Of every row: the token that it begins with (a fork, or the first written one), then the written ones."""
         self.wait()
         found: list[list[int]] = self._chain.tolist()
         return found
 
+    @functools.cached_property
     def confidence(self) -> list[list[float]]:
         """How sure the draft was of each; of a fork it says nothing."""
         self.wait()
         found: list[list[float]] = self._confidence.tolist()
         return found
 
+    @functools.cached_property
     def likeliest(self) -> list[list[list[int]]]:
         """Of every lane, for every token that was read: what may follow it, likeliest first (`branch` only)."""
-        if self._likeliest is None:
-            raise AssertionError("a run of write() ranks nothing")
         self.wait()
         ranked: list[list[list[int]]] = self._likeliest.view(self.form.lanes, -1, RANKS).tolist()
         return ranked
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        self.wait()
+        if isinstance(self._began, float) or isinstance(self._ended, float):
+            return float(self._ended) - float(self._began)  # type: ignore[arg-type]
+        return float(self._began.elapsed_time(self._ended)) / 1e3
 
     def laws(self, row: int, first: int, last: int) -> torch.Tensor:
         """What a row's tokens first..last-1 were drawn from: float64 [tokens, V]."""
@@ -183,13 +188,22 @@ class Program:
             needs = needs._replace(sampled=True)  # its kernel makes no noise for greedy rows
         form = Form(self._bucket(len(lanes)), width, needs)
         with self.on_stream():
+            began = self.clock()
             self._stage(lanes, form)
             self._piece(form, -1)
             done = 0
             while done < depth and not (self._graphs is None and self.interrupted()):
                 self._piece(form, done)
                 done += 1
-            return Run(self, form, done)
+            return Run(self, form, done, began)
+
+    def clock(self) -> Clock:
+        """Now; on a GPU, when the stream gets here."""
+        if not self.on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def fetch(self, values: torch.Tensor) -> torch.Tensor:
         """A copy on the host, there when the stream has come so far."""

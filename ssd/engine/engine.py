@@ -112,7 +112,10 @@ class Engine:
             self._commit(work, outcome, now)
         self.metrics.num_rounds += 1
         self.metrics.num_preemptions = self.scheduler.num_preemptions
-        self.metrics.drafter_failures = self.round.failures + self.round.drafter.failures
+        clocks, drafter = self.round.clocks, self.round.drafter
+        self.metrics.target_wait_seconds, self.metrics.verify_seconds = clocks.draft, clocks.verify
+        self.metrics.draft_busy_seconds = drafter.busy_seconds
+        self.metrics.drafter_failures = self.round.failures + drafter.failures
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request wherever it is; returns what it had written, or None when there is no such request."""

@@ -29,6 +29,9 @@ class EngineMetrics:
     ssd_hits_after: list[int] = field(default_factory=list)  # those that had been prepared
     ssd_rounds: Counter[str] = field(default_factory=Counter)  # by what the draft was: hit, jit, ngram, sibling
     ssd_tokens: Counter[str] = field(default_factory=Counter)  # that those rounds yielded
+    target_wait_seconds: float = 0.0  # for drafts
+    verify_seconds: float = 0.0  # from the forward pass to the decision
+    draft_busy_seconds: float = 0.0  # of a draft in this process; what is left of the rounds it was idle
     drafter_failures: int = 0  # times that it was given up for a while, or started again
 
     @property
