@@ -133,7 +133,7 @@ def panel(temperature: float, played: list[list[Round]], k: int) -> str:
         "geometric": lambda budget: Geometric(),
         "uniform": lambda budget: uniform(budget, k),
     }
-    parts = [f'<text x="44" y="18">T = {temperature:g}, K = {k}: hits by branches prepared</text>']
+    parts = [f'<text x="44" y="18">T = {temperature:g}, K = {k}</text>']
     for rate in (0.25, 0.5, 0.75, 1.0):
         y = 220 - 180 * rate
         parts.append(f'<line x1="40" y1="{y}" x2="240" y2="{y}"/><text x="8" y="{y + 4}">{rate:g}</text>')
