@@ -134,7 +134,7 @@ def whole_table(fast: set[tuple[int, int]]) -> list[Any]:
     return [pytest.param(*pair, marks=[] if pair in fast else pytest.mark.slow) for pair in pairs]
 
 
-@pytest.mark.parametrize(("k", "batch"), whole_table({(k, 16) for k in KS} | {(4, batch) for batch in BATCHES}))
+@pytest.mark.parametrize(("k", "batch"), whole_table({(1, 16), (4, 1), (4, 5), (4, 16), (12, 16)}))
 @pytest.mark.parametrize("draft", ["target", "stranger", "ngram", "liar"])
 def test_same_answers(target: str, stranger: str, alone: Answers, draft: str, k: int, batch: int) -> None:
     name = {"target": target, "stranger": stranger}.get(draft, "ngram")

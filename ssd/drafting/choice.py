@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -61,6 +61,8 @@ class Rows:
 
     def repeated(self, times: int, positions: torch.Tensor) -> Rows:
         """Several positions for each row."""
+        if times == 1:
+            return replace(self, positions=positions.flatten())
         columns = (self.seeds, self.temperature, self.min_p, self.top_p, self.top_k)
         seeds, temperature, min_p, top_p, top_k = (c.repeat_interleave(times) for c in columns)
         return Rows(seeds, positions.flatten(), temperature, min_p, top_p, top_k)

@@ -43,15 +43,28 @@ class Lane:
 
 
 class Form(NamedTuple):
-    """Of one run: how many lanes, how many rows each, and what the laws need."""
+    """Of one run: how many lanes, how many tokens and rows each, and what the laws need."""
 
     lanes: int
+    reads: int  # tokens of a lane that are read; lanes with fewer are padded
     width: int  # 0: `write`, one row a lane; else forks a lane
     needs: Needs
 
     @property
     def rows(self) -> int:
         return self.lanes * max(1, self.width)
+
+
+class Fixed(NamedTuple):
+    """Integers that are the same in every run of a form."""
+
+    place: torch.Tensor  # [reads]
+    last_of: torch.Tensor  # [lanes]: a row before the first of each lane's tokens
+    read_start: torch.Tensor  # [lanes + 1]
+    read_tiles: torch.Tensor
+    start: torch.Tensor  # [lanes + 1], of the rows
+    tiles: torch.Tensor
+    strips: torch.Tensor  # [rows]: where each row's own KV begins
 
 
 class Run:
@@ -63,7 +76,7 @@ class Run:
         self._program = program
         self._chain = program.fetch(program.chain[: form.rows, : depth + 1])
         self._confidence = program.fetch(program.confidence[: form.rows, : depth + 1])
-        self._likeliest = program.fetch(program.likeliest[: form.lanes * program.reads if form.width else 0])
+        self._likeliest = program.fetch(program.likeliest[: form.lanes * form.reads if form.width else 0])
         self._began, self._ended = began, program.clock()
 
     def wait(self) -> None:
@@ -123,7 +136,7 @@ class Program:
         self.runner = runner
         self.chooser = chooser
         self.lookahead = lookahead
-        self.reads = lookahead + 1  # tokens of a lane
+        self.reads = lookahead + 1  # the most tokens of a lane
         self.max_lanes = max_lanes
         self.max_width = max_width
         self.max_rows = max_rows
@@ -147,6 +160,7 @@ class Program:
         self.likeliest = torch.zeros((max_lanes * self.reads, RANKS), dtype=torch.int32, device=device)
         laws = (lookahead + 1, max_rows, vocab_size) if chooser.drawn else (0,)
         self._laws = torch.zeros(laws, dtype=torch.float64, device=device)  # of each column of the chain
+        self._fixed_of: dict[Form, Fixed] = {}
         self._factors = self._added = torch.empty(0)  # [lanes, V], when first needed
         self._strips = runner.scratch_slot  # every row's strip, then one slot for what nobody reads
         self._nowhere = self._strips + max_rows * lookahead
@@ -178,7 +192,7 @@ class Program:
         with self.on_stream():
             for count in sorted({self._bucket(n) for n in lanes}, reverse=True):
                 for width in {0, min(self.max_width, self.max_rows // count)}:
-                    form = Form(count, width, Needs(True))
+                    form = Form(count, self.reads, width, Needs(True))
                     for piece in range(-1, self.lookahead if width else self.lookahead - 1):
                         self._graph(form, piece)
 
@@ -186,7 +200,8 @@ class Program:
         needs = Needs.of([lane.text.params for lane in lanes])
         if self.on_cuda:
             needs = needs._replace(sampled=True)  # its kernel makes no noise for greedy rows
-        form = Form(self._bucket(len(lanes)), width, needs)
+        reads = self.reads if self.on_cuda else max(len(lane.tokens) for lane in lanes)
+        form = Form(self._bucket(len(lanes)), reads, width, needs)
         with self.on_stream():
             began = self.clock()
             self._stage(lanes, form)
@@ -310,16 +325,15 @@ class Program:
     def _read_and_choose(self, form: Form) -> None:
         meta = self._meta[: form.lanes]
         count = meta[:, 1].clamp(min=1)
-        lane = torch.arange(form.lanes, device=meta.device)
-        logits = self._read(form, lane * self.reads + count - 1)
+        logits = self._read(form, self._fixed(form).last_of + count)
         self._keep(form, 0, self.chooser.choose(logits, self._rows(form, meta[:, 0] + count), form.needs))
 
     def _read_and_fork(self, form: Form) -> None:
         meta = self._meta[: form.lanes]
-        place = torch.arange(self.reads, device=meta.device)
-        following = meta[:, _FIXED + 1 : _FIXED + self.reads + 1]  # a column further: what each token is followed by
+        place = self._fixed(form).place
+        following = meta[:, _FIXED + 1 : _FIXED + form.reads + 1]  # a column further: what each token is followed by
         excluded = torch.where(place + 1 < meta[:, 1:2], following, -1).flatten()
-        rows = self._rows(form, meta[:, 0]).repeated(self.reads, meta[:, :1] + place + 1)
+        rows = self._rows(form, meta[:, 0]).repeated(form.reads, meta[:, :1] + place + 1)
         ranked = self.chooser.likeliest(self._read(form, None), rows, form.needs, excluded, RANKS)
         self.likeliest[: len(ranked)].copy_(ranked)
         after, rank = self._forks(form)
@@ -341,8 +355,8 @@ class Program:
 
     def _read(self, form: Form, logit_rows: torch.Tensor | None) -> torch.Tensor:
         """A forward over every lane's tokens, whose KV is kept; tokens that a lane does not have go nowhere."""
-        meta, reads = self._meta[: form.lanes], self.reads
-        place = torch.arange(reads, device=meta.device, dtype=torch.int32)
+        meta, reads, fixed = self._meta[: form.lanes], form.reads, self._fixed(form)
+        place = fixed.place
         positions = meta[:, :1] + place
         size, tables = self.runner.block_size, self._tables[: form.lanes]
         real = tables.gather(1, (positions // size).long()) * size + positions % size
@@ -351,10 +365,10 @@ class Program:
             token_ids=meta[:, _FIXED : _FIXED + reads].flatten(),
             positions=positions.flatten(),
             slots=slots.flatten(),
-            query_start=torch.arange(form.lanes + 1, device=meta.device, dtype=torch.int32) * reads,
+            query_start=fixed.read_start,
             context_len=meta[:, 0] + reads,
             block_tables=tables,
-            tiles=self._tiles(form.lanes, reads),
+            tiles=fixed.read_tiles,
             logit_rows=logit_rows,
             split_kv=True,
         )
@@ -362,19 +376,18 @@ class Program:
 
     def _extend(self, form: Form, depth: int) -> None:
         """A forward over every row's newest token, at the position after the one before it."""
-        width = max(1, form.width)
+        width, fixed = max(1, form.width), self._fixed(form)
         meta = self._meta[: form.lanes]
         read = self._forks(form)[0] + 1 if form.width else meta[:, 1:2].clamp(min=1)  # tokens before the first own one
         positions = (meta[:, :1] + read + depth).flatten()
-        row = torch.arange(form.rows, device=meta.device, dtype=torch.int32)
         batch = DeviceBatch(
             token_ids=self.chain[: form.rows, depth].contiguous(),
             positions=positions,
-            slots=self._strips + row * self.lookahead + depth,
-            query_start=torch.arange(form.lanes + 1, device=meta.device, dtype=torch.int32) * width,
+            slots=fixed.strips + depth,
+            query_start=fixed.start,
             context_len=positions[::width].contiguous(),
             block_tables=self._tables[: form.lanes],
-            tiles=self._tiles(form.lanes, width),
+            tiles=fixed.tiles,
             logit_rows=None,
             split_kv=True,
             branches=Branches(depth, self.lookahead),
@@ -388,6 +401,25 @@ class Program:
         self.confidence[: form.rows, column].copy_(chosen.confidence)
         if chosen.laws is not None:
             self._laws[column, : form.rows].copy_(chosen.laws)
+
+    def _fixed(self, form: Form) -> Fixed:
+        """Made once: a graph is captured after its form has run."""
+        if form not in self._fixed_of:
+            width = max(1, form.width)
+            lanes, rows, place = (
+                torch.arange(n, dtype=torch.int32, device=self._meta.device)
+                for n in (form.lanes + 1, form.rows, form.reads)
+            )
+            self._fixed_of[form] = Fixed(
+                place=place,
+                last_of=lanes[:-1].long() * form.reads - 1,
+                read_start=lanes * form.reads,
+                read_tiles=self._tiles(form.lanes, form.reads),
+                start=lanes * width,
+                tiles=self._tiles(form.lanes, width),
+                strips=self._strips + rows * self.lookahead,
+            )
+        return self._fixed_of[form]
 
     def _tiles(self, lanes: int, queries: int) -> torch.Tensor:
         """Every lane's queries, cut into attention tiles."""
