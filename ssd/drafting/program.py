@@ -362,7 +362,7 @@ class Program:
         real = tables.gather(1, (positions // size).long()) * size + positions % size
         slots = torch.where(place < meta[:, 1:2], real, self._nowhere)
         batch = DeviceBatch(
-            token_ids=meta[:, _FIXED : _FIXED + reads].flatten(),
+            token_ids=meta[:, _FIXED : _FIXED + reads].flatten().contiguous(),  # one token each: a view otherwise
             positions=positions.flatten(),
             slots=slots.flatten(),
             query_start=fixed.read_start,
