@@ -59,7 +59,7 @@ Backup = Annotated[
     Literal["jit", "fast", "auto"] | None,
     typer.Option(
         help="ssd: who drafts when the outcome was not prepared. jit: the draft model, the target waits; fast: a "
-        "look-up in the text, at once.",
+        "look-up in the text or a neighbouring guess, at once; auto: whichever yields more.",
         show_default="auto",
         rich_help_panel=PANEL,
     ),

@@ -37,6 +37,19 @@ class Prepared:
         tokens, first = self.run.tokens, self.lane * self.run.form.width
         return {(after, tokens[first + i][0]): first + i for i, (after, _) in enumerate(self.forks)}
 
+    def row(self, sequence: Sequence) -> int | None:
+        """Of what was decided since; None: it was not prepared."""
+        new = sequence.tokens[self.num_decided :]
+        if not new or tuple(new[:-1]) != self.draft[: len(new) - 1]:
+            return None
+        return self.branches().get((len(new) - 1, new[-1]))
+
+    def sibling(self, sequence: Sequence) -> list[int]:
+        """What was prepared for another token in the place of the last decided one, the likeliest; else nothing."""
+        accepted = len(sequence.tokens) - 1 - self.num_decided
+        row = next((row for (after, _), row in self.branches().items() if after == accepted), None)
+        return [] if row is None else self.run.tokens[row][1:]
+
     def rank(self, accepted: int, token: int) -> int | None:
         ranked = self.run.likeliest[self.lane][accepted]
         return ranked.index(token) if token in ranked else None
@@ -81,7 +94,7 @@ class Worth:
 
 
 class AheadDrafter(Drafter):
-    """Keeps, for every sequence, the drafts of its next round; `overlap` off prepares them before the target starts."""
+    """Keeps, for every sequence, the drafts of its next round; `overlap` off waits until they are there."""
 
     def __init__(
         self,
@@ -148,8 +161,7 @@ class AheadDrafter(Drafter):
             if work.decides:
                 lanes.append((work, mirror))
             if work.num_tokens > 1:
-                end = work.sequence.num_computed + work.num_tokens
-                self.model.read(mirror, min(end, len(mirror.text.tokens) - 1))
+                self.model.read(work, mirror)
         if self.ahead and any(work.lookahead for work, _ in lanes):
             self._prepare(lanes)
 
@@ -174,7 +186,7 @@ class AheadDrafter(Drafter):
             self._learn(prepared, record.origin, work.sequence)
         if work.lookahead == 0 or work.sequence.num_output == 0:
             return Proposal()
-        row = self._row(prepared, work.sequence) if prepared is not None else None
+        row = prepared.row(work.sequence) if prepared is not None else None
         if prepared is None or row is None:
             return None
         run = prepared.run
@@ -189,12 +201,6 @@ class AheadDrafter(Drafter):
             if origin in ("hit", "jit", "draft"):
                 self.outlook.learn(prepared.confidence, len(new) - 1, prepared.rank(len(new) - 1, new[-1]))
             self.worth.yields["ngram" if origin == "sibling" else origin].add(len(new))
-
-    def _row(self, prepared: Prepared, sequence: Sequence) -> int | None:
-        new = sequence.tokens[prepared.num_decided :]
-        if not new or tuple(new[:-1]) != prepared.draft[: len(new) - 1]:
-            return None
-        return prepared.branches().get((len(new) - 1, new[-1]))
 
     def _time_round(self, batch: int) -> None:
         now = time.perf_counter()
@@ -229,10 +235,7 @@ class AheadDrafter(Drafter):
         if proposal.token_ids:
             return Proposal(cut(work, proposal.token_ids), None, "ngram")
         prepared = self._records[work.sequence.id].missed
-        accepted = len(work.sequence.tokens) - 1 - prepared.num_decided if prepared is not None else -1
-        siblings = [] if prepared is None else [row for (k, _), row in prepared.branches().items() if k == accepted]
-        tokens = prepared.run.tokens[siblings[0]][1:] if prepared is not None and siblings else []
-        return Proposal(cut(work, tokens), None, "sibling")
+        return Proposal(cut(work, prepared.sibling(work.sequence) if prepared is not None else []), None, "sibling")
 
     # --- preparing ----------------------------------------------------------------------------------------------------
 

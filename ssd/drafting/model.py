@@ -101,9 +101,9 @@ class DraftModel:
         return run
 
     @torch.inference_mode()
-    def read(self, mirror: Mirror, end: int) -> None:
-        """Computes the KV of decided tokens up to `end`; on a GPU without waiting for it."""
-        self._read(mirror.text, end)
+    def read(self, work: Work, mirror: Mirror) -> None:
+        """Computes the KV of as much of a prompt as the work covers; on a GPU without waiting for it."""
+        self._read(mirror.text, min(work.sequence.num_computed + work.num_tokens, len(mirror.text.tokens) - 1))
 
     def _read(self, text: Sequence, end: int) -> None:
         with self.program.on_stream():
@@ -159,7 +159,7 @@ class ModelDrafter(Drafter):
         """Reads prompts while the target does: on a GPU beside it, elsewhere before it."""
         for work in works:
             if work.num_tokens > 1 and work.sequence.params.speculate and (mirror := self.model.follow(work, works)):
-                self.model.read(mirror, min(work.sequence.num_computed + work.num_tokens, len(mirror.text.tokens) - 1))
+                self.model.read(work, mirror)
 
     def forget(self, sequence: Sequence) -> None:
         self.model.forget(sequence)
