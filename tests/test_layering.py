@@ -20,6 +20,7 @@ ROOMS = [  # from the ground floor up
     {"drafting"},
     {"assembly"},
     {"llm", "worker"},
+    {"bench"},
     {"cli", "__main__", "__init__"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}

@@ -1,0 +1,107 @@
+"""What every contender of a benchmark is asked and answers, whoever it is: this engine, another library, a server.
+
+Speeds are computed from the answers alone, by the same rule for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Protocol
+
+Message = dict[str, str]
+Prompt = str | list[int] | list[Message]  # text, token ids, or a chat
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How every prompt is to be answered."""
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+    batch: int = 1  # requests under way at the same time
+    ignore_eos: bool = True  # so that all write as many tokens
+    max_rounds: int | None = None  # of a contender that has rounds
+
+
+@dataclass
+class Answer:
+    """One request. Times are those of `time.perf_counter`."""
+
+    began: float  # when the request was handed over, and its prompt could be read
+    prompt_tokens: int
+    text: str
+    deliveries: list[tuple[float, float]] = field(default_factory=list)  # (when, how many tokens came)
+    token_ids: list[int] | None = None  # None: the contender does not say
+
+    @property
+    def output_tokens(self) -> int:
+        return round(sum(count for _, count in self.deliveries))
+
+    @property
+    def time_to_first_token(self) -> float:
+        return self.deliveries[0][0] - self.began
+
+
+class Contender(Protocol):
+    """One way of answering."""
+
+    name: str
+    note: str  # what a report has to say about it (a version, a limitation); may be empty
+
+    def answer(self, prompts: Seq[Prompt], asked: Asked) -> list[Answer]:
+        """In the order of the prompts, `asked.batch` at a time."""
+        ...
+
+    def close(self) -> None:
+        """Ends whatever it started, and nothing else."""
+        ...
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of some answers that were given at the same time."""
+
+    output_tokens: int
+    seconds: float  # from the first request to the last token
+    prefill_seconds: float  # while any prompt was being read
+    decode_seconds: float  # while tokens were written and no prompt was being read
+    decode_tokens: float  # that came in those
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens a second, prompts apart."""
+        return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    @classmethod
+    def of(cls, answers: Seq[Answer]) -> Speed:
+        answers = [answer for answer in answers if answer.deliveries]
+        if not answers:
+            return cls(0, 0.0, 0.0, 0.0, 0.0)
+        reading = _union([(a.began, a.deliveries[0][0]) for a in answers])
+        busy = _union([(a.began, a.deliveries[-1][0]) for a in answers])
+        decoded = [(when, count) for a in answers for when, count in a.deliveries if not _within(when, reading)]
+        prefill = sum(end - start for start, end in reading)
+        return cls(
+            sum(a.output_tokens for a in answers),
+            sum(end - start for start, end in busy),
+            prefill,
+            sum(end - start for start, end in busy) - prefill,
+            sum(count for _, count in decoded),
+        )
+
+
+def _union(spans: Seq[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same times as disjoint spans, in order."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
+
+
+def _within(when: float, spans: Seq[tuple[float, float]]) -> bool:
+    return any(start < when <= end for start, end in spans)
