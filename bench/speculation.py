@@ -37,7 +37,7 @@ from ssd.decoding.round import Clocks
 from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.model import DraftModel, ModelDrafter
 from ssd.drafting.ngram import NgramDrafter
-from ssd.drafting.pace import Paced
+from ssd.drafting.pace import Paced, make_arms
 from ssd.engine.metrics import EngineMetrics
 from ssd.prompts import OWN_SETS, load_prompts
 
@@ -141,8 +141,8 @@ def contenders(
         else:
             found.append(Contender(f"ssd k={k}", here, make_ahead(args, model, k), k))
     if args.auto and elsewhere is None:
-        most = model.program.lookahead
-        found.append(Contender("ssd k=auto", here, Paced(make_ahead(args, model, most), most)))
+        inner = make_ahead(args, model, model.program.lookahead)
+        found.append(Contender("ssd k=auto", here, Paced(inner, make_arms(None, (args.budget,)))))
     return found
 
 

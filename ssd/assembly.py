@@ -21,7 +21,7 @@ from ssd.drafting.choice import Chooser
 from ssd.drafting.fan_out import Adaptive, FanOut, Geometric, Listed
 from ssd.drafting.model import DraftModel, ModelDrafter
 from ssd.drafting.ngram import NgramDrafter
-from ssd.drafting.pace import Paced
+from ssd.drafting.pace import Paced, make_arms
 from ssd.drafting.process import ProcessDrafter, Worker
 from ssd.drafting.program import Program
 from ssd.engine.blocks import BlockPool
@@ -100,13 +100,20 @@ def placed(speculation: SpeculationConfig, device: torch.device) -> SpeculationC
         raise ConfigError('speculation placement="stream" is for GPUs: use "process", or "inline"')
     if placement == "process" and device.type == "cuda" and torch.cuda.device_count() < 2:
         raise ConfigError('speculation placement="process" needs a second GPU for the draft: use "stream"')
+    if placement == "process" and speculation.budget == "auto":
+        raise ConfigError(
+            'speculation budget="auto" is for a draft beside the target on its GPU (placement="stream"): give a number'
+        )
     return replace(speculation, placement=placement)
 
 
 def make_drafter(config: EngineConfig, runner: ModelRunner | None, vocab_size: int) -> Drafter:
     """As configured, and paced if it is to find out by itself how much pays."""
-    drafter = _drafter(config, runner, vocab_size)
-    return Paced(drafter, config.speculation.lookahead) if config.speculation.k == "auto" else drafter
+    drafter, speculation = _drafter(config, runner, vocab_size), config.speculation
+    if "auto" not in (speculation.k, speculation.budget):
+        return drafter
+    ahead = speculation.budgets if isinstance(drafter, AheadDrafter) else (0,)
+    return Paced(drafter, make_arms(None if speculation.k == "auto" else speculation.lookahead, ahead))
 
 
 def _drafter(config: EngineConfig, runner: ModelRunner | None, vocab_size: int) -> Drafter:
@@ -129,7 +136,7 @@ def _drafter(config: EngineConfig, runner: ModelRunner | None, vocab_size: int) 
         model,
         make_fan_out(speculation),
         lookahead=speculation.lookahead,
-        budget=speculation.budget,
+        budget=max(speculation.budgets),
         backup=speculation.backup,
         overlap=speculation.placement == "stream",
     )
@@ -186,7 +193,7 @@ def make_program(config: EngineConfig, runner: ModelRunner, vocab_size: int) -> 
         lookahead=speculation.lookahead,
         max_lanes=config.max_num_seqs,
         max_rows=rows,
-        max_width=speculation.budget if speculation.mode == "ssd" else 0,
+        widths=speculation.budgets if speculation.mode == "ssd" else (),
         max_len=config.max_model_len or runner.decoder.config.max_position,
         vocab_size=vocab_size,
         graphs=not config.eager,
@@ -199,7 +206,7 @@ def draft_rows(config: EngineConfig) -> int:
     """Rows that a draft extends side by side: one a sequence, or its forks, as far as they are worth their time."""
     if config.speculation.mode == "sd":
         return config.max_num_seqs
-    return max(config.max_num_seqs, min(_MAX_BRANCHES, config.max_num_seqs * config.speculation.budget))
+    return max(config.max_num_seqs, min(_MAX_BRANCHES, config.max_num_seqs * max(config.speculation.budgets)))
 
 
 @dataclass(frozen=True)

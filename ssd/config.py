@@ -23,6 +23,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 NGRAM = "ngram"
 K_MAX = 8  # of k="auto"
+BUDGETS = (8, 16, 32)  # that budget="auto" chooses from
 _AHEAD = {"fan_out", "fan_out_hit", "fan_out_miss", "budget", "backup", "placement"}  # options of mode="ssd"
 
 
@@ -50,7 +51,7 @@ class SpeculationConfig:
         None  # ssd: so many tokens after 0, 1, … accepted ones, for a draft that was prepared
     )
     fan_out_miss: Seq[int] | None = None  # ssd: the same for a draft that was not
-    budget: int = 16  # ssd: outcomes prepared for one sequence
+    budget: int | Literal["auto"] = 16  # ssd: outcomes prepared for one sequence; "auto": as many as pay
     backup: Literal["jit", "fast", "auto"] = "auto"  # ssd: who proposes when the outcome was not prepared
     placement: Literal["auto", "inline", "stream", "process"] = "auto"  # ssd: where the draft runs
 
@@ -70,8 +71,8 @@ class SpeculationConfig:
     def _check_numbers(self) -> None:
         if self.k != "auto" and (not is_int(self.k) or not 1 <= self.k <= 64):
             raise ConfigError(f"speculation k={self.k!r}: must be an integer from 1 to 64, or 'auto'")
-        if not is_int(self.budget) or not 1 <= self.budget <= 256:
-            raise ConfigError(f"speculation budget={self.budget!r}: must be an integer from 1 to 256")
+        if self.budget != "auto" and (not is_int(self.budget) or not 1 <= self.budget <= 256):
+            raise ConfigError(f"speculation budget={self.budget!r}: must be an integer from 1 to 256, or 'auto'")
         c = self.saguaro_c
         if not (is_int(c) or isinstance(c, float)) or not 0 <= c <= 1:
             raise ConfigError(f"speculation saguaro_c={c!r}: must be a number from 0 to 1")
@@ -117,6 +118,11 @@ class SpeculationConfig:
         if self.mode == "ar":
             return 0
         return K_MAX if self.k == "auto" else int(self.k)
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """How many outcomes may be prepared for a sequence: these are the choices."""
+        return BUDGETS if self.budget == "auto" else (int(self.budget),)
 
     @classmethod
     def of(cls, value: SpeculationConfig | Mapping[str, Any] | None) -> SpeculationConfig:

@@ -49,7 +49,7 @@ WAYS: list[dict[str, Any]] = [
     {"mode": "sd", "k": 7},
     {"mode": "ssd", "k": 4, "backup": "jit"},
     {"mode": "ssd", "k": 7, "backup": "fast", "budget": 24},
-    {"mode": "ssd", "k": "auto"},
+    {"mode": "ssd", "k": "auto", "budget": "auto"},
 ]
 
 

@@ -445,7 +445,7 @@ class Trial:
             lookahead=self.k,
             max_lanes=128,
             max_rows=128 * 8,
-            max_width=8,
+            widths=(8,),
             max_len=64,
             vocab_size=self.vocab,
             graphs=False,

@@ -191,7 +191,9 @@ def test_same_answers_with_every_fan_out_and_backup(
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 def test_same_answers_at_any_pace(target: str, stranger: str, alone: Answers, mode: str) -> None:
     """k="auto": drafting more, less or not at all from round to round."""
-    speculation = {"mode": mode, "draft": stranger, "k": "auto"} | ({"placement": "inline"} if mode == "ssd" else {})
+    speculation = {"mode": mode, "draft": stranger, "k": "auto"} | (
+        {"placement": "inline", "budget": "auto"} if mode == "ssd" else {}
+    )
     with LLM(target, device="cpu", max_num_seqs=5, speculation=speculation) as llm:
         assert answers(llm, PROMPTS, PARAMS, 64) == alone
         assert 0 < llm.engine.metrics.spec_decode_num_drafts < llm.engine.metrics.num_rounds * 5
@@ -310,7 +312,9 @@ def compare_bundled(
     prompts, params = bundled_prompts(count), mixed_params(count, new_tokens)
     with LLM(f"tiny-{family}", device="cpu", max_model_len=1024, max_num_seqs=batch) as llm:
         expected = answers(llm, prompts, params, batch)
-    speculation = {"mode": mode, "draft": draft, "k": k} | ({"placement": "inline"} if mode == "ssd" else {})
+    speculation = {"mode": mode, "draft": draft, "k": k} | (
+        {"placement": "inline", "budget": "auto"} if mode == "ssd" else {}
+    )
     with LLM(f"tiny-{family}", device="cpu", max_model_len=1024, max_num_seqs=batch, speculation=speculation) as llm:
         assert answers(llm, prompts, params, batch) == expected
         check_draft_pool(llm)

@@ -52,8 +52,10 @@ FanOut = Annotated[
     ),
 ]
 Budget = Annotated[
-    int | None,
-    typer.Option(help="ssd: outcomes that are prepared a round.", show_default="16", rich_help_panel=PANEL),
+    str | None,
+    typer.Option(
+        metavar="N|auto", help="ssd: outcomes that are prepared a round.", show_default="16", rich_help_panel=PANEL
+    ),
 ]
 Backup = Annotated[
     Literal["jit", "fast", "auto"] | None,
@@ -103,7 +105,7 @@ def bundled_draft(model: str) -> str | None:
 
 def _number(name: str, value: str | int) -> str | int:
     """Some options take a number or a word."""
-    return int(value) if name in ("k", "fan_out") and str(value).isdecimal() else value
+    return int(value) if name in ("k", "fan_out", "budget") and str(value).isdecimal() else value
 
 
 def _contents(file: str) -> str:

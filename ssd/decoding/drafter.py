@@ -20,6 +20,8 @@ class Drafter:
     lookahead = 0  # the most that it proposes for one sequence, in the next round
     failures = 0  # times that it was lost and started again
     busy_seconds = 0.0  # that it computed, as far as it knows
+    hand_over_seconds = 0.0  # that messages to and from it took, where it is another process
+    round_seconds = 0.0  # that the last round took: set by whoever runs the rounds
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
         """One proposal a work, for the tokens after its sequence's last decided one; at most `work.lookahead` count."""

@@ -62,8 +62,10 @@ class Round:
         logits = self.target.forward(Batch.build(works, self.target.block_size))  # on a GPU: does not wait
         self._shielded(lambda: self.drafter.anticipate(works), None, works)
         outcomes = self.acceptance.decide(works, logits)
+        ended = time.perf_counter()
         self.clocks.draft += proposed - began
-        self.clocks.verify += time.perf_counter() - proposed
+        self.clocks.verify += ended - proposed
+        self.drafter.round_seconds = ended - began
         return works, outcomes
 
     def _propose(self, works: Seq[Work]) -> list[Work]:

@@ -110,15 +110,14 @@ class AheadDrafter(Drafter):
         self.fan_out = fan_out
         self.backup = backup
         self.overlap = overlap
-        self.budget = budget  # forks of one sequence
-        self.ahead = True  # off: drafts when asked, as in plain speculative decoding
+        self.budget = budget  # forks of one sequence; 0: drafts when asked, as in plain speculative decoding
         self.lookahead = lookahead
         self.outlook = Outlook()
         self.worth = Worth()
         self._records: dict[int, _Record] = {}
         self._ngram = NgramDrafter(lookahead)
         self._run: Run | None = None  # the last preparation, until it is counted
-        self._last_round: tuple[float, int] | None = None  # when it began, and with how many sequences
+        self._reading = True  # whether the last round read prompts: it says nothing about the others then
 
     @property
     def busy_seconds(self) -> float:  # type: ignore[override]
@@ -136,7 +135,8 @@ class AheadDrafter(Drafter):
     # --- the seam -----------------------------------------------------------------------------------------------------
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
-        self._time_round(len(works))
+        if not self._reading:
+            self.worth.round_seconds.add(self.round_seconds)
         found = [self._look_up(work) for work in works]
         if self._run is not None:
             self.model.busy_seconds += self._run.seconds
@@ -151,8 +151,7 @@ class AheadDrafter(Drafter):
 
     def anticipate(self, works: Seq[Work]) -> None:
         """Prepares for every sequence that is about to decide a token; reads the others' prompts."""
-        if any(work.num_tokens > 1 for work in works):
-            self._last_round = None  # a round that reads prompts says nothing about the others
+        self._reading = any(work.num_tokens > 1 for work in works)
         lanes: list[tuple[Work, Mirror]] = []
         for work in works:
             mirror = self.model.follow(work, works) if work.sequence.params.speculate else None
@@ -162,7 +161,7 @@ class AheadDrafter(Drafter):
                 lanes.append((work, mirror))
             if work.num_tokens > 1:
                 self.model.read(work, mirror)
-        if self.ahead and any(work.lookahead for work, _ in lanes):
+        if self.budget and any(work.lookahead for work, _ in lanes):
             self._prepare(lanes)
 
     def forget(self, sequence: Sequence) -> None:
@@ -201,12 +200,6 @@ class AheadDrafter(Drafter):
             if origin in ("hit", "jit", "draft"):
                 self.outlook.learn(prepared.confidence, len(new) - 1, prepared.rank(len(new) - 1, new[-1]))
             self.worth.yields["ngram" if origin == "sibling" else origin].add(len(new))
-
-    def _time_round(self, batch: int) -> None:
-        now = time.perf_counter()
-        if self._last_round is not None and self._last_round[1] == batch:
-            self.worth.round_seconds.add(now - self._last_round[0])
-        self._last_round = now, batch
 
     # --- missing ------------------------------------------------------------------------------------------------------
 

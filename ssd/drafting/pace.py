@@ -1,19 +1,22 @@
 """How much to speculate: as much as pays, by the clock.
 
-For each size of the batch it learns how long a round takes with K drafted tokens, prepared ahead or not, and how often
-the first, second, … of them stands; then it takes what yields the most tokens a second, plain decoding included. It
+For each size of the batch it learns how long a round takes with K drafted tokens and so many outcomes prepared ahead,
+and how often the first, second, … of them stands; then it takes what yields the most tokens a second, plain decoding
+included. It
 decides how much is drafted, never what is accepted.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
+import statistics
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ssd.config import K_MAX
 from ssd.core import Proposal, Sequence, Work
 from ssd.decoding.drafter import Drafter
 from ssd.drafting.ahead import AheadDrafter
@@ -21,28 +24,36 @@ from ssd.drafting.ahead import AheadDrafter
 _ENOUGH = 3  # rounds that an arm is measured before it is believed
 _REVIEW = 192  # rounds until another arm is measured again
 _MARGIN = 1.02  # what another arm must promise to be taken
+_DEPTHS = (1, 2, 3, 4, 6, K_MAX)
 
 
 class Arm(NamedTuple):
     """A way to run a round."""
 
     k: int
-    ahead: bool
+    width: int  # outcomes that are prepared for a sequence; 0: none, its draft is written when asked for
 
 
-PLAIN = Arm(0, False)
+PLAIN = Arm(0, 0)
+
+
+def make_arms(k: int | None, widths: Seq[int]) -> list[Arm]:
+    """Depth k with each of the widths; without k every depth, with no preparation and with no draft as well."""
+    if k is not None:
+        return [Arm(k, width) for width in widths]
+    return [PLAIN, *(Arm(depth, width) for depth in _DEPTHS for width in {*widths, 0})]
 
 
 @dataclass
 class _Seconds:
-    """Of a round, of late."""
+    """Of a round, of late. A round that something else held up does not count."""
 
-    mean: float = 0.0
-    count: int = 0
+    last: deque[float] = field(default_factory=lambda: deque(maxlen=16))
 
-    def add(self, value: float) -> None:
-        self.count += 1
-        self.mean += (value - self.mean) / min(self.count, 12)
+    @property
+    def mean(self) -> float:
+        most = 2 * statistics.median(self.last)
+        return statistics.fmean(value for value in self.last if value <= most)
 
 
 @dataclass
@@ -56,7 +67,7 @@ class Pace:
     reviewed: int = 0
 
     def record(self, arm: Arm, seconds: float) -> None:
-        self.seconds.setdefault(arm, _Seconds()).add(seconds)
+        self.seconds.setdefault(arm, _Seconds()).last.append(seconds)
 
     def choose(self, tokens: Callable[[int], float]) -> Arm:
         """The next round's arm; `tokens(k)` is what a round with k drafted tokens yields."""
@@ -71,7 +82,7 @@ class Pace:
         return self.current
 
     def _samples(self) -> list[Arm]:
-        """Arms to begin with: plain decoding and one depth."""
+        """Arms to begin with: plain decoding, and one depth with every width."""
         depths = sorted({arm.k for arm in self.arms if arm.k})
         return [arm for arm in self.arms if arm == PLAIN or arm.k == depths[len(depths) // 2]]
 
@@ -92,35 +103,30 @@ class Pace:
         return best if speed[best] > _MARGIN * speed[self.current] else self.current
 
     def _count(self, arm: Arm) -> int:
-        return self.seconds.get(arm, _Seconds()).count
+        return len(self.seconds[arm].last) if arm in self.seconds else 0
 
     def _expected(self, arm: Arm) -> float:
         """Measured, or on the line through its measured neighbours, of which plain decoding is one."""
         if self._count(arm):
             return self.seconds[arm].mean
-        like = {a.k: s.mean for a, s in self.seconds.items() if s.count and (a.ahead == arm.ahead or a == PLAIN)}
+        like = {a.k: s.mean for a, s in self.seconds.items() if s.last and (a.width == arm.width or a == PLAIN)}
         known = sorted(like.items())
         (k0, s0), (k1, s1) = next((pair for pair in itertools.pairwise(known) if pair[1][0] > arm.k), known[-2:])
         return s0 + (s1 - s0) * (arm.k - k0) / (k1 - k0)
 
 
 class Paced(Drafter):
-    """Drafts with `inner`, as much as pays, at most `most` tokens for a sequence."""
+    """Drafts with `inner`, as much as pays."""
 
-    def __init__(self, inner: Drafter, most: int, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, inner: Drafter, arms: list[Arm]) -> None:
         self.inner = inner
-        self._clock = clock
-        aheads = (True, False) if isinstance(inner, AheadDrafter) else (False,)
-        depths = sorted({1, 2, 3, 4, 6, most} - set(range(most + 1, 7)))
-        self._arms = [PLAIN, *(Arm(k, ahead) for k in depths for ahead in aheads)]
+        self._arms = arms
         self._paces: dict[int, Pace] = {}  # by the power of two that a batch fits in
-        self._stands: list[tuple[float, float]] = [(3.0, 4.0)] * most  # of the i-th drafted token: stood, tried
+        self._stands = [(3.0, 4.0)] * max(arm.k for arm in arms)  # of the i-th drafted token: stood, tried
         self._drafted: dict[int, tuple[int, tuple[int, ...]]] = {}  # by sequence id: decided tokens, then the draft
-        self._arm = Arm(min(4, most), aheads[0])  # of the next round
-        self.lookahead = self._arm.k
-        self._began = 0.0  # the last round
-        self._like = 0  # rounds up to it that can be compared: same arm, same size of batch, no prompts
-        self._last: tuple[int, Arm] | None = None  # its batch and arm
+        self._take(arms[-1])
+        self._like = 0  # rounds up to the last that can be compared: same arm, same size of batch, no prompts
+        self._last: tuple[int, Arm] | None = None  # batch and arm of the last round
 
     @property
     def failures(self) -> int:  # type: ignore[override]
@@ -130,19 +136,21 @@ class Paced(Drafter):
     def busy_seconds(self) -> float:  # type: ignore[override]
         return self.inner.busy_seconds
 
+    @property
+    def hand_over_seconds(self) -> float:  # type: ignore[override]
+        return self.inner.hand_over_seconds
+
     def propose(self, works: Seq[Work]) -> list[Proposal]:
         for work in works:
             self._learn(work.sequence)
         pace = self._paces.setdefault((len(works) - 1).bit_length(), Pace(self._arms))
         self._time(pace, len(works))
+        self.inner.round_seconds = self.round_seconds
         proposals = self.inner.propose(works) if any(work.lookahead for work in works) else super().propose(works)
         for work, proposal in zip(works, proposals, strict=True):
             tokens = work.sequence.tokens
             self._drafted[work.sequence.id] = len(tokens), proposal.token_ids[: work.lookahead]
-        self._arm = pace.choose(self.tokens)
-        self.lookahead = self._arm.k
-        if isinstance(self.inner, AheadDrafter):
-            self.inner.ahead = self._arm.ahead
+        self._take(pace.choose(self.tokens))
         return proposals
 
     def anticipate(self, works: Seq[Work]) -> None:
@@ -175,10 +183,15 @@ class Paced(Drafter):
                 stood, tried = self._stands[i]
                 self._stands[i] = 0.98 * stood + (i < accepted), 0.98 * tried + 1
 
+    def _take(self, arm: Arm) -> None:
+        """For the next round."""
+        self._arm, self.lookahead = arm, arm.k
+        if isinstance(self.inner, AheadDrafter):
+            self.inner.budget = arm.width
+
     def _time(self, pace: Pace, batch: int) -> None:
         """Of the round that has just ended, if the one before it was like it: a change of arm takes a round."""
-        now = self._clock()
         if self._last is not None and self._last[0] == batch and self._like > 1:
-            pace.record(self._last[1], now - self._began)
+            pace.record(self._last[1], self.round_seconds)
         self._like = self._like + 1 if self._last == (batch, self._arm) else 0
-        self._began, self._last = now, (batch, self._arm)
+        self._last = batch, self._arm

@@ -84,8 +84,12 @@ def _serve_round(drafter: Drafter, channel: Channel, sequences: dict[int, Sequen
         if sequence_id in sequences:
             drafter.forget(sequences.pop(sequence_id))
     works = [_work(entry, sequences) for entry in entries]
+    drafter.round_seconds = message.times[0] / 1e9
+    began = time.perf_counter_ns()
     proposals = drafter.propose(works)
-    _send(channel, Message(Kind.PROPOSALS, message.round, encode_proposals(proposals)))
+    payload = encode_proposals(proposals)
+    times = int(drafter.busy_seconds * 1e9), time.perf_counter_ns() - began
+    _send(channel, Message(Kind.PROPOSALS, message.round, payload, times))
     drafter.anticipate([work.with_proposal(p) for work, p in zip(works, proposals, strict=True)])
 
 
@@ -219,7 +223,9 @@ class ProcessDrafter(Drafter):
         self.replies = 0  # in time
         self.late = 0  # rounds that went on without a reply
         self.wait_seconds = 0.0  # that rounds waited for replies
-        self.reply_seconds = 0.0  # that the replies in time took
+        self.hand_over_seconds = 0.0
+        self._busy_seconds = 0.0  # of workers before this one
+        self._worker_seconds = 0.0  # that this worker says it computed
         self._start = start
         self._clock = clock
         self._mean_reply = patience / _PATIENCE_PER_REPLY
@@ -240,6 +246,10 @@ class ProcessDrafter(Drafter):
     def patience(self) -> float:
         """Seconds that a round waits at most."""
         return min(MOST_PATIENCE, max(LEAST_PATIENCE, _PATIENCE_PER_REPLY * self._mean_reply))
+
+    @property
+    def busy_seconds(self) -> float:  # type: ignore[override]
+        return self._busy_seconds + self._worker_seconds
 
     @property
     def pid(self) -> int | None:
@@ -293,7 +303,8 @@ class ProcessDrafter(Drafter):
         """The worker's proposals; None when they are late. A late reply counts as one that took all the patience."""
         began = self._clock()
         self._round += 1
-        worker.channel.post(Message(Kind.ROUND, self._round, self._news(works)))
+        last = int(self.round_seconds * 1e9), 0
+        worker.channel.post(Message(Kind.ROUND, self._round, self._news(works), last))
         limit = most_proposal_words(len(works), self.lookahead, self.vocab_size)
         self._awaited = _Awaited(Kind.PROPOSALS, self._round, limit, worker.channel.num_bytes, began)
         message = self._receive(worker, self._awaited, self.patience)
@@ -304,7 +315,8 @@ class ProcessDrafter(Drafter):
             self.late += 1
             return None
         self.replies += 1
-        self.reply_seconds += waited
+        self._worker_seconds = message.times[0] / 1e9
+        self.hand_over_seconds += max(0.0, waited - message.times[1] / 1e9)
         return decode_proposals(message.payload, len(works), self.vocab_size)
 
     def _news(self, works: Seq[Work]) -> Words:
@@ -377,6 +389,7 @@ class ProcessDrafter(Drafter):
             self._worker.kill()
         self._lost, self._worker = self._worker, None
         self._awaited = self._ready_since = None
+        self._busy_seconds, self._worker_seconds = self.busy_seconds, 0.0
         self._restart_at = now + self._pause
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
         self._known.clear()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -128,7 +129,7 @@ class Program:
         lookahead: int,
         max_lanes: int,
         max_rows: int,
-        max_width: int,
+        widths: Seq[int],
         max_len: int,
         vocab_size: int,
         graphs: bool,
@@ -138,7 +139,8 @@ class Program:
         self.lookahead = lookahead
         self.reads = lookahead + 1  # the most tokens of a lane
         self.max_lanes = max_lanes
-        self.max_width = max_width
+        self.widths = sorted(widths)  # forks of a lane that there are forms for
+        self.max_width = max(widths, default=0)
         self.max_rows = max_rows
         self.vocab_size = vocab_size  # the target's
         self.interrupted: Callable[[], bool] = lambda: False  # asked between two depths, where there are no graphs
@@ -146,7 +148,7 @@ class Program:
         self.on_cuda = device.type == "cuda"
         self.stream = torch.cuda.Stream(priority=-1) if self.on_cuda else None  # type: ignore[no-untyped-call]
         self._decoder = runner.decoder
-        width = _FIXED + self.reads + 2 * max_width
+        width = _FIXED + self.reads + 2 * self.max_width
         self._meta = torch.zeros((max_lanes, width + width % 2), dtype=torch.int32, device=device)
         max_blocks = -(-(max_len + self.reads) // runner.block_size)
         self._tables = torch.zeros((max_lanes, max_blocks), dtype=torch.int32, device=device)
@@ -183,7 +185,9 @@ class Program:
     def branch(self, lanes: list[Lane], count: int) -> Run:
         """`count` tokens after each fork; row `lane * width + i` is fork i, and `width` the run's `form.width`."""
         widest = max(len(lane.forks) for lane in lanes)
-        return self._run(lanes, self.width_of(len(lanes)) if self.on_cuda else widest, count)
+        if self.on_cuda:
+            widest = min(self.width_of(len(lanes)), next(width for width in self.widths if width >= widest))
+        return self._run(lanes, widest, count)
 
     def capture(self, lanes: list[int]) -> None:
         """Records the graphs of plain laws now, so that no request waits for them."""
@@ -191,7 +195,7 @@ class Program:
             return
         with self.on_stream():
             for count in sorted({self._bucket(n) for n in lanes}, reverse=True):
-                for width in {0, min(self.max_width, self.max_rows // count)}:
+                for width in {0, *(min(width, self.max_rows // count) for width in self.widths)}:
                     form = Form(count, self.reads, width, Needs(True))
                     for piece in range(-1, self.lookahead if width else self.lookahead - 1):
                         self._graph(form, piece)

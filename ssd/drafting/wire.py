@@ -1,8 +1,8 @@
 """What crosses between an engine and a drafter in a process of its own: messages of 64-bit integers, over a socket.
 
-A message is a header (magic with version, kind, round, length of the payload) and a payload in a fixed layout; floats
-travel as their bits. Decoding believes nothing: whatever is not exactly right raises a WireError, and nothing is
-allocated by a number that was not checked. Knows nothing of processes or of how drafts are made.
+A message is a header (magic with version, kind, round, two times, length of the payload) and a payload in a fixed
+layout; floats travel as their bits. Decoding believes nothing: whatever is not exactly right raises a WireError, and
+nothing is allocated by a number that was not checked. Knows nothing of processes or of how drafts are made.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ssd.errors import RequestError, SSDError
 
 Words = npt.NDArray[np.int64]
 
-MAGIC = 0x5353_4457_0000_0001  # "SSDW", version 1
-HEADER_WORDS = 4
+MAGIC = 0x5353_4457_0000_0002  # "SSDW", version 2
+HEADER_WORDS = 6
 MAX_WORDS = 1 << 26  # of a payload: half a gigabyte
 ORIGINS = ("draft", "hit", "jit", "ngram", "sibling")  # of a proposal; what crosses is the index
 
@@ -62,6 +62,7 @@ class Message:
     kind: Kind
     round: int = 0
     payload: Words = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    times: tuple[int, int] = (0, 0)  # nanoseconds. ROUND: of the last round; PROPOSALS: computing in all, and for this
 
 
 @dataclass(frozen=True)
@@ -300,7 +301,7 @@ class Channel:
 
     def post(self, message: Message) -> None:
         """Sends what the socket takes at once; the rest goes out in `receive` or `flush`."""
-        header = _words([MAGIC, message.kind, message.round, len(message.payload)])
+        header = _words([MAGIC, message.kind, message.round, *message.times, len(message.payload)])
         self._unsent.append(np.concatenate((header, message.payload)).data.cast("B"))
         self._write()
 
@@ -365,15 +366,15 @@ class Channel:
         header = HEADER_WORDS * _BYTES
         if len(self._partial) < header:
             return header - len(self._partial)
-        words: tuple[int, int, int, int] = struct.unpack_from(f"={HEADER_WORDS}q", self._partial)
-        magic, kind, number, length = words
-        if magic != MAGIC or kind not in _KINDS or number < 0:
+        magic, kind, number, *times, length = struct.unpack_from(f"={HEADER_WORDS}q", self._partial)
+        if magic != MAGIC or kind not in _KINDS or min(number, *times) < 0:
             raise WireError("this is not the beginning of a message")
         if not 0 <= length <= limit:
             raise WireError(f"a payload of {length} words, where {limit} are possible")
-        return header + length * _BYTES - len(self._partial)
+        return int(header + length * _BYTES - len(self._partial))
 
     def _take(self) -> Message:
         data, self._partial = self._partial, bytearray()
         words = np.frombuffer(data, np.int64)
-        return Message(Kind(int(words[1])), int(words[2]), words[HEADER_WORDS:])
+        kind, number, *times = (int(word) for word in words[1:5])
+        return Message(Kind(kind), number, words[HEADER_WORDS:], (times[0], times[1]))

@@ -115,6 +115,7 @@ class Engine:
         clocks, drafter = self.round.clocks, self.round.drafter
         self.metrics.target_wait_seconds, self.metrics.verify_seconds = clocks.draft, clocks.verify
         self.metrics.draft_busy_seconds = drafter.busy_seconds
+        self.metrics.hand_over_seconds = drafter.hand_over_seconds
         self.metrics.drafter_failures = self.round.failures + drafter.failures
 
     def abort(self, request_id: str) -> RequestOutput | None:

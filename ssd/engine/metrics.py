@@ -31,7 +31,8 @@ class EngineMetrics:
     ssd_tokens: Counter[str] = field(default_factory=Counter)  # that those rounds yielded
     target_wait_seconds: float = 0.0  # for drafts
     verify_seconds: float = 0.0  # from the forward pass to the decision
-    draft_busy_seconds: float = 0.0  # of a draft in this process; what is left of the rounds it was idle
+    draft_busy_seconds: float = 0.0  # of the draft; what is left of the rounds it was idle
+    hand_over_seconds: float = 0.0  # of the wait, messages to and from a draft in another process
     drafter_failures: int = 0  # times that it was given up for a while, or started again
 
     @property
