@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from ssd.core import RequestOutput, Sample, SamplingParams
 from ssd.errors import ConfigError, ModelNotFound, RequestError, SSDError, UnsupportedModel
+from ssd.version import VERSION
 
 if TYPE_CHECKING:
     from ssd.llm import LLM
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [
     "LLM",
     "ConfigError",

@@ -108,28 +108,35 @@ def placed(speculation: SpeculationConfig, device: torch.device) -> SpeculationC
 
 
 def make_drafter(config: EngineConfig, runner: ModelRunner | None, vocab_size: int) -> Drafter:
-    """As configured, and paced if it is to find out by itself how much pays."""
-    drafter, speculation = _drafter(config, runner, vocab_size), config.speculation
+    if config.speculation.placement == "process":
+        return paced(start_worker(config, vocab_size), config.speculation)
+    model = make_draft_model(config, runner, vocab_size) if runner is not None else None
+    return paced(drafter_with(model, config.speculation), config.speculation)
+
+
+def paced(drafter: Drafter, speculation: SpeculationConfig) -> Drafter:
+    """The drafter, if need be under a controller that finds out how much pays."""
     if "auto" not in (speculation.k, speculation.budget):
         return drafter
     ahead = speculation.budgets if isinstance(drafter, AheadDrafter) else (0,)
     return Paced(drafter, make_arms(None if speculation.k == "auto" else speculation.lookahead, ahead))
 
 
-def _drafter(config: EngineConfig, runner: ModelRunner | None, vocab_size: int) -> Drafter:
-    speculation = config.speculation
-    if speculation.mode == "ar":
-        return Drafter()
-    if speculation.placement == "process":
-        return start_worker(config, vocab_size)
-    if runner is None:
-        return NgramDrafter(speculation.lookahead)
-    model = DraftModel(
+def make_draft_model(config: EngineConfig, runner: ModelRunner, vocab_size: int) -> DraftModel:
+    return DraftModel(
         make_program(config, runner, vocab_size),
         max_len=runner.decoder.config.max_position,
         max_num_batched_tokens=batched_tokens(config, runner.decoder.device),
         prefix_caching=config.prefix_caching,
     )
+
+
+def drafter_with(model: DraftModel | None, speculation: SpeculationConfig) -> Drafter:
+    """Drafts in this process, with a model or without one."""
+    if speculation.mode == "ar":
+        return Drafter()
+    if model is None:
+        return NgramDrafter(speculation.lookahead)
     if speculation.mode == "sd":
         return ModelDrafter(model, speculation.lookahead)
     return AheadDrafter(
@@ -173,7 +180,7 @@ def build_worker_drafter(setup: Mapping[str, Any]) -> Drafter:
     loaded = load_draft(config, draft, device, config.max_model_len or draft.config.max_position)
     num_blocks = kv_blocks(config, [loaded], loaded.max_len)
     runner = make_runner(config, loaded, num_blocks, loaded.max_len)
-    return _drafter(config, runner, int(setup["vocab_size"]))
+    return drafter_with(make_draft_model(config, runner, int(setup["vocab_size"])), config.speculation)
 
 
 def make_fan_out(speculation: SpeculationConfig) -> FanOut:

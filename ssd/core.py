@@ -161,6 +161,7 @@ class RequestMetrics:
     accepted_per_position: list[int] = field(default_factory=list)  # how often the first, second, … drafted token stood
     look_ups: int = 0  # rounds whose draft could have been prepared (mode="ssd")
     hits: int = 0  # those whose draft was
+    deliveries: list[tuple[float, int]] = field(default_factory=list)  # when tokens came, and how many
 
     @property
     def time_to_first_token(self) -> float | None:

@@ -9,7 +9,7 @@ import ssd
 
 ROOT = Path(ssd.__file__).parent
 ROOMS = [  # from the ground floor up
-    {"errors", "core", "config"},
+    {"errors", "core", "config", "version"},
     {"kernels", "prompts"},
     {"parallel", "text"},
     {"layers"},

@@ -22,7 +22,7 @@ from ssd.decoding.drafter import Drafter
 from ssd.drafting.ahead import AheadDrafter
 
 _ENOUGH = 3  # rounds that an arm is measured before it is believed
-_REVIEW = 192  # rounds until another arm is measured again
+_SOON, _REVIEW = 24, 96  # rounds until another arm is measured again: at first, and in the long run
 _MARGIN = 1.02  # what another arm must promise to be taken
 _DEPTHS = (1, 2, 3, 4, 6, K_MAX)
 
@@ -58,13 +58,20 @@ class _Seconds:
 
 @dataclass
 class Pace:
-    """The clocks of one batch size."""
+    """The clocks of one size of the batch."""
 
     arms: list[Arm]
     seconds: dict[Arm, _Seconds] = field(default_factory=dict)
     current: Arm = PLAIN
-    rounds: int = 0  # since the last review
-    reviewed: int = 0
+    interval: int = _SOON  # rounds between reviews
+    rounds: int = 0  # since the last one
+    reviews: int = 0
+    reviewed: dict[Arm, int] = field(default_factory=dict)  # in which review each arm was last measured
+
+    def like(self) -> Pace:
+        """For another size: starts with what is known of this one."""
+        seconds = {arm: _Seconds(deque([s.mean] * _ENOUGH, maxlen=16)) for arm, s in self.seconds.items() if s.last}
+        return Pace(self.arms, seconds, self.current)
 
     def record(self, arm: Arm, seconds: float) -> None:
         self.seconds.setdefault(arm, _Seconds()).last.append(seconds)
@@ -72,10 +79,11 @@ class Pace:
     def choose(self, tokens: Callable[[int], float]) -> Arm:
         """The next round's arm; `tokens(k)` is what a round with k drafted tokens yields."""
         self.rounds += 1
-        pending = [arm for arm in self._samples() if self._count(arm) < _ENOUGH]
+        wanted = [*self._samples(), *self.reviewed]
+        pending = [arm for arm in wanted if self._count(arm) < _ENOUGH]
         if pending:
             self.current = pending[0]
-        elif self.rounds >= _REVIEW:
+        elif self.rounds >= self.interval:
             self._review(tokens)
         else:
             self.current = self._best(tokens)
@@ -87,14 +95,16 @@ class Pace:
         return [arm for arm in self.arms if arm == PLAIN or arm.k == depths[len(depths) // 2]]
 
     def _review(self, tokens: Callable[[int], float]) -> None:
-        """Measures an arm afresh; a hopeless one less often."""
-        speed = {arm: tokens(arm.k) / self._expected(arm) for arm in self._samples()}
-        hopeless = [arm for arm in speed if speed[arm] < 0.8 * max(speed.values())]
-        hopeful = [arm for arm in speed if arm not in hopeless]
-        arms = hopeless if hopeless and self.reviewed % 4 == 3 else hopeful
-        self.current = arms[self.reviewed // 4 % len(arms)]
-        self.seconds[self.current] = _Seconds()
-        self.reviewed += 1
+        """Measures the arm afresh that has waited longest, if there is a hopeful one; every fourth time a hopeless."""
+        arms = [arm for arm in self.arms if arm != self.current and (arm in self._samples() or self._count(arm))]
+        speed = {arm: tokens(arm.k) / self._expected(arm) for arm in (*arms, self.current)}
+        self.reviews += 1
+        others = [arm for arm in arms if (speed[arm] < 0.8 * max(speed.values())) == (self.reviews % 4 == 0)]
+        if others:
+            self.current = min(others, key=lambda arm: self.reviewed.get(arm, 0))
+            self.reviewed[self.current] = self.reviews
+            self.seconds[self.current] = _Seconds()
+        self.interval = min(2 * self.interval, _REVIEW)
         self.rounds = 0
 
     def _best(self, tokens: Callable[[int], float]) -> Arm:
@@ -121,12 +131,12 @@ class Paced(Drafter):
     def __init__(self, inner: Drafter, arms: list[Arm]) -> None:
         self.inner = inner
         self._arms = arms
-        self._paces: dict[int, Pace] = {}  # by the power of two that a batch fits in
+        self._paces: dict[int, Pace] = {}  # by the power of two that holds a batch
         self._stands = [(3.0, 4.0)] * max(arm.k for arm in arms)  # of the i-th drafted token: stood, tried
         self._drafted: dict[int, tuple[int, tuple[int, ...]]] = {}  # by sequence id: decided tokens, then the draft
         self._take(arms[-1])
-        self._like = 0  # rounds up to the last that can be compared: same arm, same size of batch, no prompts
-        self._last: tuple[int, Arm] | None = None  # batch and arm of the last round
+        self._like = 0  # rounds up to the last that can be compared: same arm, same size, no prompts
+        self._last: tuple[int, Arm] | None = None  # size and arm of the last round
 
     @property
     def failures(self) -> int:  # type: ignore[override]
@@ -143,8 +153,9 @@ class Paced(Drafter):
     def propose(self, works: Seq[Work]) -> list[Proposal]:
         for work in works:
             self._learn(work.sequence)
-        pace = self._paces.setdefault((len(works) - 1).bit_length(), Pace(self._arms))
-        self._time(pace, len(works))
+        size = (len(works) - 1).bit_length()
+        pace = self._pace(size)
+        self._time(size)
         self.inner.round_seconds = self.round_seconds
         proposals = self.inner.propose(works) if any(work.lookahead for work in works) else super().propose(works)
         for work, proposal in zip(works, proposals, strict=True):
@@ -181,7 +192,7 @@ class Paced(Drafter):
         if draft and 0 <= accepted <= len(draft):
             for i in range(min(accepted + 1, len(draft))):
                 stood, tried = self._stands[i]
-                self._stands[i] = 0.98 * stood + (i < accepted), 0.98 * tried + 1
+                self._stands[i] = 0.99 * stood + (i < accepted), 0.99 * tried + 1
 
     def _take(self, arm: Arm) -> None:
         """For the next round."""
@@ -189,9 +200,15 @@ class Paced(Drafter):
         if isinstance(self.inner, AheadDrafter):
             self.inner.budget = arm.width
 
-    def _time(self, pace: Pace, batch: int) -> None:
+    def _pace(self, size: int) -> Pace:
+        if size not in self._paces:
+            near = min(self._paces, key=lambda other: abs(other - size), default=None)
+            self._paces[size] = Pace(self._arms) if near is None else self._paces[near].like()
+        return self._paces[size]
+
+    def _time(self, size: int) -> None:
         """Of the round that has just ended, if the one before it was like it: a change of arm takes a round."""
-        if self._last is not None and self._last[0] == batch and self._like > 1:
-            pace.record(self._last[1], self.round_seconds)
-        self._like = self._like + 1 if self._last == (batch, self._arm) else 0
-        self._last = batch, self._arm
+        before, self._last = self._last, (size, self._arm)
+        if before is not None and before[0] == size and self._like > 1:
+            self._paces[size].record(before[1], self.round_seconds)
+        self._like = self._like + 1 if before == self._last else 0

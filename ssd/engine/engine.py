@@ -178,6 +178,7 @@ class Engine:
         sequence.num_computed += min(outcome.num_accepted, num_new - 1)
         self.scheduler.pool.commit(sequence)
         sequence.metrics.output_tokens += num_new
+        sequence.metrics.deliveries.append((now, num_new))
         self.metrics.output_tokens += num_new
         if sequence.metrics.first_token is None:
             sequence.metrics.first_token = now
@@ -187,6 +188,7 @@ class Engine:
     def _count(self, sequence: Sequence, proposal: Proposal, accepted: int, num_new: int) -> None:
         drafted, metrics = len(proposal.token_ids), sequence.metrics
         metrics.rounds += 1
+        self.metrics.num_sequence_rounds += 1
         if drafted:
             metrics.drafted += drafted
             metrics.accepted += accepted

@@ -17,6 +17,7 @@ class EngineMetrics:
     num_aborted: int = 0
     num_refused: int = 0
     num_rounds: int = 0
+    num_sequence_rounds: int = 0  # verifications of single sequences
     num_preemptions: int = 0
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0

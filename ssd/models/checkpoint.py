@@ -231,35 +231,32 @@ def _from_hub(model: str) -> Path:
             f"model={model!r}: no such directory or .gguf file, and not a hub id of the form org/name; "
             f"pass an existing path, a hub id or a bundled model ({', '.join(bundled_models()) or 'none is here'})"
         )
-    places = list(dict.fromkeys(_cache_places(model)))
+    places = cache_places(model)
     for place in places:
-        snapshot = _snapshot(place)
+        snapshot = snapshot_in(place)
         if snapshot is not None:
             return snapshot
     return _download(model, places)
 
 
-def _cache_places(model: str) -> Iterator[Path]:
+def cache_places(model: str) -> list[Path]:
     """Where the hub's cache may keep this model, in order of preference."""
     from huggingface_hub import constants
 
-    entry = "models--" + model.replace("/", "--")
     own, home = os.environ.get("SSD_HF_CACHE"), os.environ.get("HF_HOME")
-    if own:  # either the hub folder itself, or an HF_HOME that holds one
-        yield Path(own).expanduser() / entry
-        yield Path(own).expanduser() / "hub" / entry
-    if home:
-        yield Path(home).expanduser() / "hub" / entry
-    yield Path(constants.HF_HUB_CACHE).expanduser() / entry
+    folders = [own, f"{own}/hub"] if own else []  # either the hub folder itself, or an HF_HOME that holds one
+    folders += [f"{home}/hub"] if home else []
+    entry = "models--" + model.replace("/", "--")
+    return list(dict.fromkeys(Path(folder).expanduser() / entry for folder in [*folders, constants.HF_HUB_CACHE]))
 
 
 def _inside_cache_entry(path: Path) -> Path:
     """`models--org--name` given as a path means its snapshot; any other directory means itself."""
-    return path if (path / "config.json").is_file() else _snapshot(path) or path
+    return path if (path / "config.json").is_file() else snapshot_in(path) or path
 
 
-def _snapshot(entry: Path) -> Path | None:
-    """The snapshot that refs/main names, else the newest one; only those that hold a config count."""
+def snapshot_in(entry: Path) -> Path | None:
+    """Of a cache entry, the snapshot that refs/main names, else the newest one; only those that hold a config count."""
     snapshots = [path for path in entry.glob("snapshots/*") if (path / "config.json").is_file()]
     ref = entry / "refs" / "main"
     main = ref.read_text(encoding="utf-8").strip() if ref.is_file() else ""
