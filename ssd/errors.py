@@ -33,3 +33,7 @@ class InvalidData(SSDError, ValueError):
 
 class EngineClosed(SSDError, RuntimeError):
     """The engine was used after `close()`."""
+
+
+class ServerError(SSDError, RuntimeError):
+    """A server that is measured could not be started or reached, or gave an answer that cannot be used."""

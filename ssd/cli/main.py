@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ssd.cli import demo, explain, generate, graft
+from ssd.cli import bench, chat, demo, explain, generate, graft
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,6 +24,8 @@ app = typer.Typer(
 
       ssd demo
 
+      ssd chat
+
       ssd generate MODEL "Once upon a time"
 
       ssd generate MODEL "What is the capital of France?" --chat
@@ -33,6 +35,8 @@ app = typer.Typer(
       ssd generate MODEL "Once upon a time" --draft DRAFT --mode ssd
 
       ssd explain
+
+      ssd bench MODEL --draft DRAFT --compare ar,sd,ssd
     """,
 )
 
@@ -43,8 +47,10 @@ def main(verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what
 
 
 app.command(help=demo.HELP)(demo.demo)
+app.command(help=chat.HELP)(chat.chat)
 app.command()(generate.generate)
 app.command(help=explain.HELP)(explain.explain)
+app.command(help=bench.HELP)(bench.bench)
 app.command(help=graft.HELP)(graft.graft)
 
 

@@ -87,13 +87,18 @@ Speculation = Annotated[
 
 def options(text: str | None = None, /, **flags: str | int | None) -> dict[str, Any] | None:
     """What `LLM(speculation=…)` takes, from the JSON or from the flags (its keys); None for plain decoding."""
-    given = {name: _number(name, value) for name, value in flags.items() if value is not None}
+    said = given(**flags)
     if text is None:
-        return {"mode": "sd", **given} if given else None
-    if given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        return {"mode": "sd", **said} if said else None
+    if said:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in said)
         raise ConfigError(f"--speculation says it all: leave out {names}, or put it into the JSON")
     return _parsed(_contents(text[1:]) if text.startswith("@") else text)
+
+
+def given(**flags: str | int | None) -> dict[str, Any]:
+    """Those that were said, numbers as numbers."""
+    return {name: _number(name, value) for name, value in flags.items() if value is not None}
 
 
 def bundled_draft(model: str) -> str | None:

@@ -51,8 +51,12 @@ def load_prompts(name: str, folder: Path | None = None) -> PromptSet:
 
 
 def _folder_of_environment() -> Path | None:
-    value = os.environ.get(FOLDER_VARIABLE)
-    return Path(value) if value else None
+    """The one that is named, or the one in which the fetched sets are put beside the cache of `datasets`."""
+    value, cache = os.environ.get(FOLDER_VARIABLE), os.environ.get("HF_DATASETS_CACHE")
+    if value:
+        return Path(value)
+    fetched = Path(cache, "processed_datasets") if cache else None
+    return fetched if fetched is not None and fetched.is_dir() else None
 
 
 def _file_of(directory: Path, name: str) -> Path | None:

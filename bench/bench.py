@@ -1,0 +1,224 @@
+"""Decoding speed, with the command lines of the public research code. `ssd bench` is the same with clean names.
+
+    python bench.py --size 8 --numseqs 8 --output_len 128                                      # autoregressive
+    python bench.py --size 8 --draft 1 --spec --k 6 --b 1 --numseqs 8                          # speculative (SD)
+    python bench.py --qwen --size 32 --spec --async --k 6 --f 3 --all                          # SSD
+    python bench.py --qwen --size 32 --graft --compare ar,sd:6,ssd:6 --numseqs 4 --plot r.html # without its weights
+    python bench.py --model llama-3-8b --method ssd --numseqs 128
+
+--numseqs counts for every data set. Drafted tokens are drawn at the target's temperature (--temp).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ssd.bench.doors import ONE_GPU, options_of_ssd, pair, use_cuda_arch
+from ssd.bench.models import Family
+from ssd.bench.run import BenchConfig
+from ssd.bench.workload import EXAMPLE, RANDOM
+from ssd.cli.bench import benchmark
+from ssd.errors import ConfigError, SSDError
+from ssd.prompts import OWN_SETS
+
+SETS = {"humaneval": "humaneval", "alpaca": "alpaca", "gsm": "gsm8k", "c4": "c4", "ultrafeedback": "ultrafeedback"}
+DEFAULT_SIZE = "8"
+NO_EAGLE = "--eagle: EAGLE-3 drafts are not supported yet; a draft model is: --spec, with --draft SIZE"
+
+
+def config_of(args: argparse.Namespace) -> BenchConfig:
+    """What the flags ask for, in the library's words."""
+    if args.eagle:
+        known = os.environ.get("SSD_EAGLE3_SPECFORGE")
+        raise ConfigError(NO_EAGLE + (f" (SSD_EAGLE3_SPECFORGE={known} is kept for then)" if known else ""))
+    if args.dtemp is not None and args.dtemp != args.temp:
+        raise ConfigError(
+            f"--dtemp {args.dtemp:g}: drafts are drawn at the target's temperature, with its noise, because then they "
+            "are right most often; leave it out"
+        )
+    methods = args.compare or method_of(args)
+    drafted = any(method.split(":")[0] in ("sd", "ssd") for method in methods.split(","))
+    family: Family = "qwen" if args.qwen else "llama"
+    size = args.size or (None if args.model else DEFAULT_SIZE)
+    model, draft = pair(family, size=size, model=args.model, draft=args.draft, graft=args.graft, drafted=drafted)
+    engine = {"device": args.device, "eager": args.eager, "block_size": args.block_sz}
+    return BenchConfig(
+        model,
+        draft,
+        methods=methods,
+        peers=tuple(filter(None, (args.peer or "").split(","))),
+        k=args.k,
+        speculation=speculation_of(args, methods),
+        sets=sets_of(args),
+        num_prompts=args.numseqs,
+        prompt_offset=args.prompt_offset,
+        input_len=args.input_len,
+        output_len=args.output_len,
+        chat=args.chat_template,
+        batch=args.b,
+        temperature=args.temp,
+        repeats=args.repeats,
+        max_rounds=args.max_steps,
+        engine=engine | ({"max_model_len": args.max_model_len} if args.max_model_len else {}),
+        notes=(f"--gpus {args.gpus}: {ONE_GPU}",) if args.gpus > 1 else (),
+    )
+
+
+def method_of(args: argparse.Namespace) -> str:
+    if args.method is not None:
+        return str(args.method)
+    if args.run_ahead and not args.spec:
+        raise ConfigError("--async is a way of speculating: add --spec")
+    return "ssd" if args.run_ahead else "sd" if args.spec else "ar"
+
+
+def speculation_of(args: argparse.Namespace, methods: str) -> dict[str, Any]:
+    """`--x` is for the rejection rule, which it chooses."""
+    hit, miss = args.flh or args.fl, args.flm or args.fl
+    rule = {"acceptance": "rejection", "saguaro_c": args.x} if args.x is not None else {}
+    options = options_of_ssd(args.k, f=args.f, hit=hit, miss=miss, backup=args.backup, **rule)
+    unused = set(options) - set(rule)
+    if unused and "ssd" not in methods:
+        raise ConfigError("--f, --fl, --flh, --flm and --backup are for SSD: add --spec --async, or leave them out")
+    if rule and methods == "ar":
+        raise ConfigError("--x is for drafted tokens: add --spec, or leave it out")
+    return options
+
+
+def sets_of(args: argparse.Namespace) -> tuple[str, ...]:
+    """GSM8K unless others are named."""
+    named = [name for flag, name in SETS.items() if getattr(args, flag)]
+    named += list(OWN_SETS) if args.all else []
+    named += [EXAMPLE] if args.example else []
+    named += [RANDOM] if args.random else []
+    return tuple(dict.fromkeys(named)) or ("gsm8k",)
+
+
+def sweep_of(args: argparse.Namespace) -> list[argparse.Namespace]:
+    """The flags, or several times the flags with some of them changed."""
+    if args.sweep is None:
+        return [args]
+    try:
+        text = Path(args.sweep[1:]).read_text(encoding="utf-8") if args.sweep.startswith("@") else args.sweep
+        changes = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f'--sweep {args.sweep}: {error}; write a JSON list such as \'[{{"k": 4}}, {{"k": 6}}]\''
+        ) from None
+    if not isinstance(changes, list) or not changes or any(not isinstance(change, dict) for change in changes):
+        raise ConfigError("--sweep: must be a JSON list of objects, each the flags that change: '[{\"k\": 4}]'")
+    names = {"async": "run_ahead", "max-steps": "max_steps"}
+    runs = []
+    for change in changes:
+        one = copy.copy(args)
+        for flag, value in change.items():
+            name = names.get(flag, flag)
+            if not hasattr(args, name) or name in ("sweep", "json", "plot"):
+                raise ConfigError(f"--sweep: {flag!r} is no flag that can change from run to run")
+            setattr(one, name, value)
+        runs.append(one)
+    return runs
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    models = parser.add_argument_group("models")
+    family = models.add_mutually_exclusive_group()
+    family.add_argument("--llama", action="store_true", help="Llama 3 (the default)")
+    family.add_argument("--qwen", action="store_true", help="Qwen 3")
+    sizes = ["0.6", "1.7", "4", "8", "14", "32", "1", "3", "70"]
+    models.add_argument("--size", choices=sizes, help=f"in billions of parameters (default: {DEFAULT_SIZE})")
+    models.add_argument("--model", help="any model instead: llama-3-8b, a directory, a hub id, a bundled name")
+    models.add_argument("--draft", metavar="SIZE|PATH", help="of the draft (default: 1 for Llama, 0.6 for Qwen)")
+    models.add_argument(
+        "--graft", action="store_true", help="that size's speed with the small models' text: no weights"
+    )
+    models.add_argument("--gpus", type=int, default=1, help="only one is used so far; a report says so")
+    models.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    models.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    models.add_argument("--block_sz", type=int, default=16, help="tokens of a KV block")
+    models.add_argument("--max_model_len", type=int, help="longest prompt and answer (default: what the prompts need)")
+
+    how = parser.add_argument_group("how to decode (default: autoregressive)")
+    how.add_argument("--spec", action="store_true", help="a draft proposes, the target waits for it (SD)")
+    how.add_argument("--async", dest="run_ahead", action="store_true", help="the draft runs ahead (SSD)")
+    how.add_argument("--eagle", action="store_true", help="EAGLE-3 drafts (not supported yet)")
+    how.add_argument("--method", choices=["ar", "sd", "ssd"], help="the same in one word")
+    how.add_argument("--compare", metavar="METHODS", help="several in turns, such as ar,sd:4,ssd:6,ngram:5")
+    how.add_argument("--k", type=int, default=6, help="drafted tokens a round (default: 6)")
+    how.add_argument("--f", type=int, help="SSD: prepared tokens after every place of the draft (default: adaptive)")
+    how.add_argument("--fl", type=int, nargs="+", help="SSD: the same, place by place (k + 1 numbers)")
+    how.add_argument("--flh", type=int, nargs="+", help="SSD: of drafts that had been prepared")
+    how.add_argument("--flm", type=int, nargs="+", help="SSD: of drafts that had not")
+    how.add_argument("--backup", choices=["jit", "fast", "auto"], help="SSD: who drafts after a miss (default: auto)")
+    how.add_argument("--temp", type=float, default=0.0, help="temperature")
+    how.add_argument("--dtemp", type=float, help="of the draft: must be the target's")
+    how.add_argument("--x", type=float, help="Saguaro's C, 0 to 1: decides by the rejection rule")
+
+    work = parser.add_argument_group("what to answer")
+    for flag in (*SETS, RANDOM):
+        work.add_argument(f"--{flag}", action="store_true")
+    work.add_argument("--all", action="store_true", help=f"{', '.join(OWN_SETS)}")
+    work.add_argument("--example", action="store_true", help="a few examples, whose answers are printed")
+    work.add_argument("--numseqs", type=int, default=128, help="prompts of each set")
+    work.add_argument("--prompt_offset", type=int, default=0, help="leave out so many at the beginning of a set")
+    work.add_argument("--input_len", type=int, help="cut prompts after so many tokens; of random ones, their length")
+    work.add_argument("--output_len", type=int, default=512, help="tokens of each answer")
+    work.add_argument("--chat_template", action="store_true", help="put questions through the chat template")
+    work.add_argument("--b", type=int, default=1, help="requests at the same time")
+    work.add_argument("--max-steps", dest="max_steps", type=int, help="end every set after so many rounds")
+    work.add_argument("--repeats", type=int, default=1, help="turns of every contender on every set")
+
+    out = parser.add_argument_group("what to do with it")
+    out.add_argument("--peer", metavar="NAMES", help="measure others too: hf, vllm, sglang, llamacpp, URLs")
+    out.add_argument("--json", type=Path, help="write all figures here")
+    out.add_argument("--plot", type=Path, action="append", default=[], help="draw: a .png, .svg or .html file")
+    out.add_argument("--verbose", action="store_true", help="log what the engine does, print the first set's answers")
+    out.add_argument("--wandb", action="store_true", help="log to Weights & Biases")
+    out.add_argument("--group", help="of the wandb run")
+    out.add_argument("--name", help="of the wandb run")
+    out.add_argument("--sweep", metavar="JSON", help="several runs: a list of the flags that change, or @FILE")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = arguments()
+    logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(levelname)s %(message)s")
+    use_cuda_arch()
+    reports = []
+    try:
+        runs = sweep_of(args)
+        if len(runs) > 1 and args.plot:
+            raise ConfigError("--plot draws one report: leave out --sweep, or compare the methods with --compare")
+        for run in [(one, config_of(one)) for one in runs]:
+            reports.append(one_run(*run, alone=len(runs) == 1))
+    except SSDError as error:
+        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    if args.json and len(reports) > 1:
+        args.json.write_text(json.dumps([report.as_dict() for report in reports], indent=1) + "\n", encoding="utf-8")
+    return int(any(report.same_text is False for report in reports))
+
+
+def one_run(args: argparse.Namespace, config: BenchConfig, *, alone: bool) -> Any:
+    json_file = args.json if alone else None
+    report = benchmark(config, json_file, args.plot, wandb=args.wandb, group=args.group, name=args.name)
+    if args.example or args.verbose:
+        for text in report.texts:
+            Console().print(text, "\n", markup=False, highlight=False)
+    return report
+
+
+if __name__ == "__main__":
+    sys.exit(main())

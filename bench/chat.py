@@ -1,0 +1,170 @@
+"""Talk to a model: this engine's, or one behind a server.
+
+    python -O chat.py --ssd                                       # the models that come with ssd, here and now
+    python -O chat.py --ssd --spec --async --k 7 --f 3 --metrics --llama --size 70
+    python -O chat.py --ssd --spec --qwen --size 32 --graft --colour  # that size's speed without its weights
+    python -O chat.py --vllm --ar --llama --size 8
+    python -O chat.py --url http://127.0.0.1:8000
+
+`ssd chat` is the same conversation with all of the engine's options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+from ssd.bench.doors import DEFAULT_K, ONE_GPU, options_of_ssd, pair
+from ssd.bench.models import Family
+from ssd.cli.chat import converse, interactive, talk
+from ssd.cli.conversation import Answer, Message, Write, note
+from ssd.core import FinishReason, RequestMetrics, SamplingParams
+from ssd.errors import SSDError
+
+if TYPE_CHECKING:
+    from ssd.bench.openai import ServerContender
+
+
+class ServerBackend:
+    """A server answers. It does not say how many tokens a piece of text holds."""
+
+    unit = "pieces"
+
+    def __init__(self, server: ServerContender, temperature: float, max_tokens: int) -> None:
+        self.name = f"{server.name} ({server.model})"
+        self._server = server
+        self._temperature = temperature
+        self._max_tokens = max_tokens
+
+    def fits(self, messages: list[Message], answers: int) -> bool:
+        return True  # else it says so itself
+
+    def answer(self, messages: list[Message], write: Write) -> Answer:
+        metrics, text = RequestMetrics(arrival=time.perf_counter()), ""
+        reason: FinishReason | None = None
+        try:
+            with closing(self._server.stream_chat(messages, self._temperature, self._max_tokens)) as pieces:
+                for piece in pieces:
+                    metrics.first_token = metrics.first_token or time.perf_counter()
+                    metrics.output_tokens += 1
+                    text += piece
+                    write(piece, False)
+        except KeyboardInterrupt:
+            reason = "abort"
+        metrics.finished = time.perf_counter()
+        return Answer(text, reason, metrics)
+
+
+def with_engine(args: argparse.Namespace) -> None:
+    if args.gpus > 1:
+        note(ONE_GPU)
+    model, draft = pair_of(args, drafted=args.spec)
+    params = SamplingParams(temperature=args.temp, max_new_tokens=args.max_tokens, seed=args.seed)
+    options = {"device": args.device, "eager": args.eager, "max_model_len": args.max_model_len}
+    wanted = drafting(args, draft)
+    talk(model, params, system=args.system, metrics=args.metrics, colour=args.colour, speculation=wanted, **options)
+
+
+def with_server(args: argparse.Namespace) -> None:
+    server = connect(args)
+    with closing(server):
+        backend = ServerBackend(server, args.temp, args.max_tokens)
+        if interactive():
+            note(f"{backend.name} answers (temperature {args.temp:g})")
+        converse(backend, args.system, args.metrics)
+
+
+def connect(args: argparse.Namespace) -> ServerContender:
+    """The server at the URL, or one that is started here and ends with the chat."""
+    if args.url:
+        from ssd.bench.openai import ServerContender
+
+        return ServerContender(args.url, model=args.model)
+    from ssd.bench.servers import launch
+
+    kind = "sglang" if args.sglang else "vllm"
+    model, draft = pair_of(args, drafted=not args.ar)
+    sizes = {"k": args.k, "max_model_len": args.max_model_len}
+    given = {name: value for name, value in sizes.items() if value is not None}
+    note(f"starting {kind}: this takes a while")
+    return launch(kind, model, draft=draft, gpus=args.gpus, **given)
+
+
+def drafting(args: argparse.Namespace, draft: str | None) -> dict[str, Any] | None:
+    """The engine's options of speculation."""
+    if not args.spec:
+        return None
+    k = args.k or DEFAULT_K
+    ahead = options_of_ssd(k, f=args.f, backup=args.backup)
+    return {"mode": "ssd" if args.run_ahead else "sd", "draft": draft, "k": k, **ahead}
+
+
+def pair_of(args: argparse.Namespace, *, drafted: bool) -> tuple[str, str | None]:
+    family: Family = "qwen" if args.qwen else "llama"
+    return pair(family, size=args.size, model=args.model, draft=args.draft, graft=args.graft, drafted=drafted)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    answering = parser.add_argument_group("who answers")
+    who = answering.add_mutually_exclusive_group()
+    who.add_argument("--ssd", action="store_true", help="this engine")
+    who.add_argument("--sglang", action="store_true", help="SGLang, started here (or found at --url)")
+    who.add_argument("--vllm", action="store_true", help="vLLM, started here (or found at --url)")
+    answering.add_argument("--url", help="any server that speaks OpenAI's protocol; --model names one of its models")
+
+    models = parser.add_argument_group("models (without any of these: the small ones that come with ssd)")
+    family = models.add_mutually_exclusive_group()
+    family.add_argument("--llama", action="store_true", help="Llama 3 (the default)")
+    family.add_argument("--qwen", action="store_true", help="Qwen 3")
+    models.add_argument("--size", help="in billions of parameters: 1, 3, 8, 70; or 0.6, 1.7, 4, 8, 14, 32")
+    models.add_argument("--draft", metavar="SIZE|PATH", help="of the draft model (default: the smallest size)")
+    models.add_argument("--model", help="any model, instead of a size")
+    models.add_argument("--graft", action="store_true", help="those sizes' speed, the small models' text: no weights")
+
+    drafts = parser.add_argument_group("speculation (this engine)")
+    drafts.add_argument("--spec", action="store_true", help="a draft model proposes tokens (SD)")
+    drafts.add_argument("--async", dest="run_ahead", action="store_true", help="and runs ahead of the target (SSD)")
+    drafts.add_argument("--k", type=int, help="drafted tokens a round (default: 4)")
+    drafts.add_argument("--f", type=int, help="prepared outcomes for every place of the draft (default: adaptive)")
+    drafts.add_argument("--backup", choices=["jit", "fast", "auto"], help="who drafts when none was prepared")
+    drafts.add_argument("--ar", action="store_true", help="of a server: no draft model")
+
+    parser.add_argument("--temp", type=float, default=0.0, help="0: greedy")
+    parser.add_argument("--max_tokens", "--output_len", type=int, default=512, help="longest answer")
+    parser.add_argument("--max_model_len", type=int, help="longest conversation that the model sees")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told before all else")
+    parser.add_argument("--gpus", "--tp", type=int, default=1)
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--metrics", action="store_true", help="times and speed after every answer")
+    parser.add_argument("--colour", action="store_true", help="in green what the draft had guessed")
+    args = parser.parse_args()
+
+    if not (args.ssd or args.sglang or args.vllm or args.url):
+        parser.error("who answers? Pass --ssd, --sglang, --vllm or --url URL")
+    if args.ssd and args.url:
+        parser.error("--ssd and --url are two answers to the same question: leave one out")
+    if args.ssd and not args.spec and (args.run_ahead or any(o is not None for o in (args.k, args.f, args.backup))):
+        parser.error("--async, --k, --f and --backup say how to speculate: add --spec, or leave them out")
+    if args.graft and not args.size:
+        parser.error("--graft needs a --size, whose speed it has")
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    try:
+        (with_engine if args.ssd else with_server)(args)
+    except SSDError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""What the command lines of the public research code mean here: families, sizes, drafts and fan-outs."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence as Seq
+from typing import Any, Final
+
+from ssd.bench import models
+from ssd.config import SpeculationConfig
+
+ONE_GPU: Final = "several GPUs are not supported yet: everything runs on one"
+DEFAULT_K: Final = int(SpeculationConfig.k)
+BUNDLED: Final[dict[models.Family, str]] = {"llama": "tiny-llama", "qwen": "tiny-qwen3"}
+
+
+def pair(
+    family: models.Family, *, size: str | None, model: str | None, draft: str | None, graft: bool, drafted: bool
+) -> tuple[str, str | None]:
+    """The model, and the draft that belongs to it if it is to have one; without a size or a model the bundled pair.
+
+    `model` may spell a family and a size (`llama-3-8b`), and `draft` be a size.
+    """
+    spelled = models.spelled(model) if model else None
+    if spelled is not None:
+        (family, size), model = spelled, None
+
+    def sized(number: str, is_draft: bool) -> str:
+        return models.graft(family, number, draft=is_draft) if graft else models.find(family, number)
+
+    model = model or os.environ.get(models.TARGET_VARIABLE)
+    found = model or (sized(size, False) if size else BUNDLED[family])
+    if not drafted:
+        return found, None
+    draft = draft or os.environ.get(models.DRAFT_VARIABLE) or (models.DEFAULT_DRAFT[family] if size else None)
+    if draft and re.fullmatch(r"\d+(\.\d+)?", draft):
+        return found, sized(draft, True)
+    return found, draft or (f"{found}-draft" if found in BUNDLED.values() else None)
+
+
+def options_of_ssd(
+    k: int, *, f: int | None = None, hit: Seq[int] | None = None, miss: Seq[int] | None = None, **others: Any
+) -> dict[str, Any]:
+    """`f` outcomes after every place of the draft, or lists of them; the budget holds them all. None says nothing."""
+    options = {name: value for name, value in others.items() if value is not None}
+    if f is not None:
+        options |= {"fan_out": f, "budget": f * (k + 1)}
+    if hit is not None or miss is not None:
+        lists = {"fan_out_hit": hit or miss, "fan_out_miss": miss or hit}
+        options |= lists | {"budget": max(1, *(sum(counts or ()) for counts in lists.values()))}
+    return options
+
+
+def use_cuda_arch() -> None:
+    """`SSD_CUDA_ARCH` is what extensions are compiled for, unless torch's own variable says otherwise."""
+    arch = os.environ.get("SSD_CUDA_ARCH")
+    if arch:
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", arch)

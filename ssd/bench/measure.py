@@ -1,0 +1,187 @@
+"""Runs the contenders in turns, and turns their answers into figures.
+
+They take turns on every set of prompts, so that a machine that is slow for a while is slow for all of them: ratios are
+those of one turn. The first answers of each are not counted.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ssd.bench.answers import Answer, Asked, Contender, Speed
+from ssd.bench.ours import OurContender
+from ssd.bench.workload import Workload
+from ssd.engine.metrics import EngineMetrics
+
+MEAN: Final = "mean"  # of the sets
+
+
+@dataclass
+class Turn:
+    """What a contender did with one set, once."""
+
+    answers: list[Answer]
+    speed: Speed
+    metrics: EngineMetrics | None = None  # of this engine
+    waited: float = 0.0  # seconds, for drafts
+    verified: float = 0.0  # seconds
+
+
+@dataclass
+class Measured:
+    """All turns of one contender, by set."""
+
+    contender: Contender
+    turns: dict[str, list[Turn]] = field(default_factory=dict)
+
+
+def measure(
+    contenders: Seq[Contender],
+    workloads: Seq[Workload],
+    asked: Asked,
+    repeats: int,
+    track: Callable[[Iterator[str], int], Iterator[str]] = lambda steps, _: steps,
+) -> list[Measured]:
+    """`track` shows the progress of some steps, of which it is given the number."""
+    found = [Measured(contender) for contender in contenders]
+    for _ in track(_steps(found, workloads, asked, repeats), len(found) * (1 + repeats * len(workloads))):
+        pass
+    return found
+
+
+def _steps(found: list[Measured], workloads: Seq[Workload], asked: Asked, repeats: int) -> Iterator[str]:
+    for measured in found:
+        measured.contender.answer(workloads[0].prompts[: 2 * asked.batch], asked)  # so that prompts join others
+        yield f"{measured.contender.name} warms up"
+    for _ in range(repeats):
+        for workload in workloads:
+            for measured in found:
+                measured.turns.setdefault(workload.name, []).append(_turn(measured.contender, workload, asked))
+                yield f"{measured.contender.name}, {workload.name}"
+
+
+def _turn(contender: Contender, workload: Workload, asked: Asked) -> Turn:
+    answers = contender.answer(workload.prompts, asked)
+    turn = Turn(answers, Speed.of(answers))
+    if isinstance(contender, OurContender):
+        turn.metrics, clocks = contender.metrics, contender.clocks
+        turn.waited, turn.verified = clocks.draft, clocks.verify
+    return turn
+
+
+def same_text(found: Seq[Measured]) -> bool | None:
+    """Whether all contenders of this engine wrote the same tokens in every turn; None: there is only one."""
+    ours = [measured for measured in found if isinstance(measured.contender, OurContender)]
+    if len(ours) < 2:
+        return None
+    return all(_tokens(measured, name) == _tokens(ours[0], name) for measured in ours for name in measured.turns)
+
+
+def _tokens(measured: Measured, name: str) -> list[list[list[int] | None]]:
+    return [[answer.token_ids for answer in turn.answers] for turn in measured.turns[name]]
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def figures(found: Seq[Measured]) -> list[dict[str, Any]]:
+    """One entry for every contender and set, and one for the mean of the sets; ratios are to the first contender."""
+    rows = []
+    for measured in found:
+        of_sets = [_of_set(measured, found[0], name) for name in measured.turns]
+        rows += of_sets
+        rows.append(_mean(measured, found[0], of_sets))
+    return rows
+
+
+def _of_set(measured: Measured, first: Measured, name: str) -> dict[str, Any]:
+    turns = measured.turns[name]
+    rates = [turn.speed.decode_rate for turn in turns]
+    ratios = [_ratio(rate, turn.speed.decode_rate) for rate, turn in zip(rates, first.turns[name], strict=True)]
+    return {
+        "contender": measured.contender.name,
+        "set": name,
+        **_rates(rates, ratios),
+        **_latencies([answer for turn in turns for answer in turn.answers], turns),
+        **_counts(turns),
+    }
+
+
+def _mean(measured: Measured, first: Measured, of_sets: list[dict[str, Any]]) -> dict[str, Any]:
+    """Rates are means over the sets; everything else is of all answers together."""
+    rates, others = ([statistics.fmean(rates) for rates in _by_repeat(m)] for m in (measured, first))
+    turns = [turn for name in measured.turns for turn in measured.turns[name]]
+    return {
+        "contender": measured.contender.name,
+        "set": MEAN,
+        **_rates(rates, [_ratio(a, b) for a, b in zip(rates, others, strict=True)]),
+        **_latencies([answer for turn in turns for answer in turn.answers], turns),
+        **_counts(turns),
+    }
+
+
+def _by_repeat(measured: Measured) -> list[list[float]]:
+    """Of every repeat, the rates of the sets."""
+    return [[turn.speed.decode_rate for turn in turns] for turns in zip(*measured.turns.values(), strict=True)]
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else 0.0
+
+
+def _rates(rates: list[float], ratios: list[float]) -> dict[str, Any]:
+    return {
+        "decode_tokens_per_second": statistics.median(rates),
+        "decode_tokens_per_second_range": [min(rates), max(rates)],
+        "ratio": statistics.median(ratios),
+        "ratio_range": [min(ratios), max(ratios)],
+    }
+
+
+def _latencies(answers: Seq[Answer], turns: Seq[Turn]) -> dict[str, Any]:
+    """`gap` is the time between two deliveries of one request: several tokens come at once when drafts stand."""
+    answers = [answer for answer in answers if answer.deliveries]
+    gaps = [b[0] - a[0] for answer in answers for a, b in zip(answer.deliveries, answer.deliveries[1:], strict=False)]
+    each = [(a.deliveries[-1][0] - a.deliveries[0][0]) / (a.output_tokens - 1) for a in answers if a.output_tokens > 1]
+    seconds, prefill = sum(t.speed.seconds for t in turns), sum(t.speed.prefill_seconds for t in turns)
+    return {
+        "requests": len(answers),
+        "output_tokens": sum(a.output_tokens for a in answers),
+        "prompt_tokens": sum(a.prompt_tokens for a in answers),
+        "tokens_per_second_with_prompts": _ratio(sum(t.speed.output_tokens for t in turns), seconds),
+        "prompt_tokens_per_second": _ratio(sum(a.prompt_tokens for a in answers), prefill),
+        "ttft_ms": _percentiles([a.time_to_first_token for a in answers]),
+        "gap_ms": _percentiles(gaps),
+        "ms_per_token": 1e3 * statistics.fmean(each) if each else None,
+    }
+
+
+def _percentiles(seconds: Seq[float]) -> dict[str, float] | None:
+    ordered = sorted(seconds)
+    if not ordered:
+        return None
+    at = {f"p{p}": ordered[min(len(ordered) - 1, p * len(ordered) // 100)] for p in (50, 90, 99)}
+    return {name: 1e3 * value for name, value in at.items()}
+
+
+def _counts(turns: Seq[Turn]) -> dict[str, Any]:
+    """Of this engine's contenders: how speculation went, and where a round's time goes."""
+    metrics = [turn.metrics for turn in turns if turn.metrics is not None]
+    if not metrics:
+        return {}
+    rounds, drafted = sum(m.num_rounds for m in metrics), sum(m.spec_decode_num_draft_tokens for m in metrics)
+    looked_up = sum(sum(m.ssd_look_ups_after) for m in metrics)
+    verifications = sum(turn.metrics.num_sequence_rounds for turn in turns if turn.metrics is not None)
+    return {
+        "rounds": rounds,
+        "tokens_per_round": _ratio(sum(m.output_tokens for m in metrics), verifications),
+        "acceptance": sum(m.spec_decode_num_accepted_tokens for m in metrics) / drafted if drafted else None,
+        "hit_rate": sum(sum(m.ssd_hits_after) for m in metrics) / looked_up if looked_up else None,
+        "ms_waiting_for_drafts": _ratio(1e3 * sum(turn.waited for turn in turns), rounds),
+        "ms_verifying": _ratio(1e3 * sum(turn.verified for turn in turns), rounds),
+        "drafter_failures": max(m.drafter_failures for m in metrics),
+    }

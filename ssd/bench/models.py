@@ -1,0 +1,83 @@
+"""Which checkpoint a family and a size stand for. Nothing is downloaded: a benchmark fetches no 140 GB unasked.
+
+`SSD_TARGET_MODEL` and `SSD_DRAFT_MODEL` name other checkpoints; `SSD_TINY_MODELS=1` lets every size stand for the small
+models that come with the package (that is for tests).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Final, Literal
+
+from ssd.errors import ConfigError, ModelNotFound
+from ssd.models.checkpoint import cache_places, snapshot_in
+
+Family = Literal["llama", "qwen"]
+TARGET_VARIABLE: Final = "SSD_TARGET_MODEL"
+DRAFT_VARIABLE: Final = "SSD_DRAFT_MODEL"
+TINY_VARIABLE: Final = "SSD_TINY_MODELS"
+DEFAULT_DRAFT: Final[dict[Family, str]] = {"llama": "1", "qwen": "0.6"}
+
+_HUB: Final[dict[Family, dict[str, tuple[str, ...]]]] = {
+    "llama": {
+        "1": ("meta-llama/Llama-3.2-1B-Instruct",),
+        "3": ("meta-llama/Llama-3.2-3B-Instruct",),
+        "8": ("meta-llama/Llama-3.1-8B-Instruct",),
+        "70": ("meta-llama/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.1-70B-Instruct"),
+    },
+    "qwen": {size: (f"Qwen/Qwen3-{size}B",) for size in ("0.6", "1.7", "4", "8", "14", "32")},
+}
+_SHAPES: Final[dict[Family, dict[str, str]]] = {
+    "llama": {"1": "llama-3.2-1b", "3": "llama-3.2-3b", "8": "llama-3.1-8b", "70": "llama-3.1-70b"},
+    "qwen": {size: f"qwen3-{size}b" for size in ("0.6", "1.7", "4", "8", "14", "32")},
+}
+_TINY: Final[dict[Family, str]] = {"llama": "tiny-llama", "qwen": "tiny-qwen3"}
+_SPELLED: Final = re.compile(r"(llama|qwen)-?\d(?:\.\d)?-(\d+(?:\.\d+)?)b(?:-instruct)?")
+
+
+def find(family: Family, size: str) -> str:
+    """The local snapshot of that model; ModelNotFound says where it was looked for and how to get it."""
+    if is_tiny():
+        return tiny(family, size)
+    names = _entry(_HUB, family, size)
+    places = [place for name in names for place in cache_places(name)]
+    snapshot = next((found for place in places if (found := snapshot_in(place)) is not None), None)
+    if snapshot is None:
+        looked = "\n  ".join(map(str, places))
+        raise ModelNotFound(
+            f"{family} {size}: no weights of {' or '.join(names)}. Looked in\n  {looked}\n"
+            f"To get them: python scripts/download_from_hf.py {family} --sizes {size} (SSD_HF_CACHE says where to; the "
+            f"Llama models want their licence accepted first), or set {TARGET_VARIABLE} and {DRAFT_VARIABLE} to "
+            "directories, or measure that size without its weights: --graft"
+        )
+    return str(snapshot)
+
+
+def graft(family: Family, size: str, *, draft: bool = False) -> str:
+    """The bundled model, or its draft, in that size: the size's speed, the bundled model's text."""
+    return f"graft:{_TINY[family]}{'-draft' if draft else ''}@{_entry(_SHAPES, family, size)}"
+
+
+def tiny(family: Family, size: str) -> str:
+    """What a size stands for where the sizes are only names: the default draft's size is the draft."""
+    _entry(_SHAPES, family, size)
+    return _TINY[family] + ("-draft" if size == DEFAULT_DRAFT[family] else "")
+
+
+def is_tiny() -> bool:
+    return os.environ.get(TINY_VARIABLE) == "1"
+
+
+def spelled(name: str) -> tuple[Family, str] | None:
+    """Family and size of a name such as `llama-3-8b` or `qwen3-32b`; None for anything else."""
+    match = _SPELLED.fullmatch(name.lower())
+    if match is None or match[2] not in _SHAPES[match[1]]:  # type: ignore[index]
+        return None
+    return match[1], match[2]  # type: ignore[return-value]
+
+
+def _entry(table: dict[Family, dict[str, str]] | dict[Family, dict[str, tuple[str, ...]]], family: Family, size: str):  # type: ignore[no-untyped-def]
+    if size not in table[family]:
+        raise ConfigError(f"size={size}: {family} comes in {', '.join(table[family])}")
+    return table[family][size]

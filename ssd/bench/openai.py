@@ -1,0 +1,256 @@
+"""A contender behind a URL: any server that speaks OpenAI's protocol.
+
+Tokens are counted by the `usage` that a server sends last, never by the chunks of its stream: a chunk may hold several
+tokens, or none. Knows nothing of who started the server or of what runs in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from typing import Any, Final
+
+import httpx
+
+from ssd.bench.answers import Answer, Asked, Message, Prompt
+from ssd.errors import ConfigError, ServerError
+
+CONNECT_SECONDS: Final = 5.0
+SILENCE_SECONDS: Final = 600.0  # a long prompt behind a long queue
+_EXTRAS: Final = ("ignore_eos", "seed")  # fields that not every server knows
+_LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+
+Arrival = tuple[float, bytes]  # when, and what came
+
+
+class ServerContender:
+    """Asks the server at `url`, with or without its `/v1`.
+
+    `model` is the first one that the server offers unless it is named, and `api_key` what OPENAI_API_KEY holds.
+    """
+
+    def __init__(self, url: str, model: str | None = None, name: str = "", api_key: str | None = None) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        place = _place(self.url)
+        self.name = name or place.netloc.decode()
+        self.note = ""
+        key = api_key or os.environ.get("OPENAI_API_KEY")
+        self._connection: dict[str, Any] = {
+            "base_url": f"{self.url}/v1/",
+            "headers": {"Authorization": f"Bearer {key}"} if key else {},
+            "timeout": httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS),
+            "limits": httpx.Limits(),  # none: `Asked.batch` says how many
+            "trust_env": place.host not in _LOOPBACK,  # no proxy leads back here
+        }
+        self._knows_extras = True
+        self.model = model or ""
+        self.model = self.model or self._first_model()
+
+    def answer(self, prompts: Seq[Prompt], asked: Asked) -> list[Answer]:
+        """In the order of the prompts, `asked.batch` at a time. The first failure ends all of them."""
+        return asyncio.run(self._answer_all(prompts, asked))
+
+    def stream_chat(self, messages: Seq[Message], temperature: float, max_tokens: int) -> Generator[str, None, None]:
+        """The pieces of one answer as they come. Closing the iterator early hangs up, so that the server stops."""
+        body = {"messages": list(messages), "temperature": temperature, "max_tokens": max_tokens, "stream": True}
+        with (
+            self._explained(),
+            httpx.Client(**self._connection) as client,
+            client.stream("POST", "chat/completions", json={"model": self.model, **body}) as response,
+        ):
+            if response.status_code != httpx.codes.OK:
+                raise self._refusal(response.status_code, response.read())
+            for _, event in self._events((time.perf_counter(), piece) for piece in response.iter_bytes()):
+                yield from filter(None, _pieces(event))
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+    def _first_model(self) -> str:
+        with self._explained(), httpx.Client(**self._connection) as client:
+            response = client.get("models", timeout=CONNECT_SECONDS)
+        if response.status_code != httpx.codes.OK:
+            raise self._refusal(response.status_code, response.content)
+        try:
+            return str(response.json()["data"][0]["id"])
+        except (ValueError, LookupError, TypeError):
+            raise ServerError(f"{self.url} does not say which models it has: name one") from None
+
+    # --- asking -------------------------------------------------------------------------------------------------------
+
+    async def _answer_all(self, prompts: Seq[Prompt], asked: Asked) -> list[Answer]:
+        places = asyncio.Semaphore(asked.batch)
+        async with httpx.AsyncClient(**self._connection) as client:
+
+            async def one(prompt: Prompt) -> Answer:
+                async with places:
+                    return await self._ask(client, prompt, asked)
+
+            return list(await asyncio.gather(*map(one, prompts)))
+
+    async def _ask(self, client: httpx.AsyncClient, prompt: Prompt, asked: Asked) -> Answer:
+        """Once more without what the server may not know, if it refuses the request as malformed."""
+        path, body = self._request(prompt, asked)
+        extras = [field for field in _EXTRAS if field in body]
+        try:
+            return await self._stream(client, path, body)
+        except _Refusal as refusal:
+            if not extras or refusal.status not in (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY):
+                raise
+        answer = await self._stream(client, path, {field: body[field] for field in body if field not in extras})
+        if self._knows_extras:
+            self._knows_extras = False
+            said = f"the server refuses {' and '.join(extras)}: sent without"
+            self.note = f"{self.note}; {said}" if self.note else said
+        return answer
+
+    def _request(self, prompt: Prompt, asked: Asked) -> tuple[str, dict[str, Any]]:
+        chat = any(isinstance(part, dict) for part in prompt)
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages" if chat else "prompt": prompt,
+            "max_tokens": asked.max_new_tokens,
+            "temperature": asked.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self._knows_extras:
+            body["seed"] = asked.seed
+            if asked.ignore_eos:
+                body["ignore_eos"] = True
+        return "chat/completions" if chat else "completions", body
+
+    async def _stream(self, client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Answer:
+        """While the clock runs, bytes are only kept; they are read afterwards."""
+        began = time.perf_counter()
+        arrivals: list[Arrival] = []
+        with self._explained():
+            async with client.stream("POST", path, json=body) as response:
+                if response.status_code != httpx.codes.OK:
+                    raise self._refusal(response.status_code, await response.aread())
+                async for piece in response.aiter_bytes():
+                    arrivals.append((time.perf_counter(), piece))
+        return self._read(began, arrivals)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def _read(self, began: float, arrivals: Iterable[Arrival]) -> Answer:
+        text, times = "", []
+        usage: dict[str, Any] = {}
+        for when, event in self._events(arrivals):
+            usage = event.get("usage") or usage
+            for piece in _pieces(event):
+                text += piece
+                times.append(when)
+        try:
+            written, read = int(usage["completion_tokens"]), int(usage["prompt_tokens"])
+        except (LookupError, TypeError, ValueError):
+            raise ServerError(
+                f"{self.url} sent no usage with its answer, so its tokens cannot be counted: use a server that "
+                "honours stream_options.include_usage"
+            ) from None
+        if written and not times:
+            raise ServerError(f"{self.url} claims {written} tokens, but sent none of them")
+        return Answer(began, read, text, _spread(times, written) if written else [])
+
+    def _events(self, arrivals: Iterable[Arrival]) -> Iterator[tuple[float, dict[str, Any]]]:
+        """The chunks of a stream up to its `[DONE]`, and when each was complete."""
+        for when, line in _lines(arrivals):
+            if not line or line.startswith((b":", b"event:", b"id:", b"retry:")):
+                continue
+            if line.removeprefix(b"data:").strip() == b"[DONE]":
+                return
+            try:
+                event = json.loads(line.removeprefix(b"data:"))
+            except ValueError:
+                event = None
+            if not line.startswith(b"data:") or not isinstance(event, dict):
+                raise ServerError(f"{self.url} does not stream as OpenAI does; it sent {_shown(line)}")
+            if event.get("error"):
+                raise ServerError(f"{self.url} failed in the middle of an answer: {_shown(line)}")
+            yield when, event
+        raise ServerError(f"{self.url} ended its stream without [DONE]: it was probably stopped; look at its log")
+
+    # --- errors -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Failures of the connection, in terms of the server."""
+        try:
+            yield
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise ServerError(f"no server answers at {self.url} ({error}): start it, or mend the URL") from error
+        except httpx.TimeoutException as error:
+            raise ServerError(f"{self.url} kept silent for too long ({error}): look at its log") from error
+        except httpx.TransportError as error:
+            raise ServerError(f"{self.url} hung up in the middle of an answer ({error}): look at its log") from error
+
+    def _refusal(self, status: int, content: bytes) -> _Refusal:
+        remedies: dict[int, str] = {
+            httpx.codes.UNAUTHORIZED: "pass its API key, or set OPENAI_API_KEY",
+            httpx.codes.FORBIDDEN: "pass another API key, or set OPENAI_API_KEY",
+            httpx.codes.NOT_FOUND: "ask its /v1/models for the models it has, and see that the URL is right",
+        }
+        asked = f" (model={self.model!r})" if self.model else ""
+        remedy = remedies.get(status, "look at its log")
+        return _Refusal(f"{self.url} refused with {status}{asked}: {_shown(content)}; {remedy}", status)
+
+
+class _Refusal(ServerError):
+    """An answer with another status than 200."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def _place(url: str) -> httpx.URL:
+    try:
+        place = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"url={url!r}: {error}; write one such as http://127.0.0.1:8000") from error
+    if place.scheme not in ("http", "https") or not place.host:
+        raise ConfigError(f"url={url!r}: must begin with http:// or https://, such as http://127.0.0.1:8000")
+    return place
+
+
+def _lines(arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
+    """Only a line feed ends a line: texts hold other characters that Python would split at too."""
+    rest = b""
+    for when, piece in arrivals:
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from ((when, line.strip(b"\r")) for line in lines)
+    yield from [(when, rest)] if rest else []
+
+
+def _pieces(event: dict[str, Any]) -> list[str]:
+    """The text of a chunk, which may be empty though there was a token; nothing if it only opens a chat."""
+    pieces = []
+    for choice in event.get("choices") or []:
+        delta = choice.get("delta")
+        if delta is None:
+            pieces.append(choice.get("text") or "")
+            continue
+        piece = delta.get("content") or delta.get("reasoning_content") or ""
+        if piece or not delta.get("role") or choice.get("finish_reason"):
+            pieces.append(piece)
+    return pieces
+
+
+def _spread(times: Seq[float], tokens: int) -> list[tuple[float, float]]:
+    """One token came first, and the others evenly with the chunks behind it: a stream does not say more."""
+    if len(times) == 1:
+        return [(times[0], tokens)]
+    share = (tokens - 1) / (len(times) - 1)
+    return [(times[0], 1.0), *((when, share) for when in times[1:])]
+
+
+def _shown(content: bytes) -> str:
+    """What a server said, or the beginning of it."""
+    text = content.decode(errors="replace").strip()
+    return repr(text[:300] + "…" if len(text) > 300 else text)

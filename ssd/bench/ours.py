@@ -1,0 +1,161 @@
+"""This engine's own contenders: plain, speculative and speculative speculative decoding over the same weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ssd.assembly import drafter_with, paced, placed, resolve_device
+from ssd.bench.answers import Answer, Asked, Prompt
+from ssd.config import NGRAM, SpeculationConfig
+from ssd.core import RequestOutput, SamplingParams
+from ssd.decoding.drafter import Drafter
+from ssd.decoding.round import Clocks
+from ssd.drafting.ahead import AheadDrafter
+from ssd.drafting.model import DraftModel, ModelDrafter
+from ssd.drafting.pace import Paced
+from ssd.engine.metrics import EngineMetrics
+from ssd.errors import ConfigError
+from ssd.llm import LLM
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way of decoding: `ar`, `sd`, `sd:4`, `ssd:auto`, `ngram:5`; a bare name drafts as many tokens as asked for."""
+
+    name: str
+    speculation: dict[str, Any]  # what is said of it; the rest is said of all methods
+
+    @classmethod
+    def parse(cls, text: str, draft: str | None, k: int | str, options: Mapping[str, Any]) -> Method:
+        """`options` are those of mode="ssd", or of the acceptance rule."""
+        mode, _, depth = text.partition(":")
+        if mode not in ("ar", "sd", "ssd", NGRAM) or (mode == "ar" and depth):
+            raise ConfigError(
+                f"method {text!r}: must be ar, sd, ssd or {NGRAM}, with a number of drafted tokens if need be: ssd:6"
+            )
+        if mode == "ar":
+            return cls("ar", {"mode": "ar"})
+        tokens: int | str = depth or k
+        tokens = int(tokens) if str(tokens).isdecimal() else tokens
+        if mode != NGRAM and draft is None:
+            raise ConfigError(f"method {text!r} needs a draft: name one with --draft")
+        rule = {name: value for name, value in options.items() if name in ("acceptance", "saguaro_c")}
+        spoken: dict[str, Any] = {"mode": "sd" if mode == NGRAM else mode, "draft": NGRAM if mode == NGRAM else draft}
+        spoken |= {"k": tokens} | (dict(options) if mode == "ssd" else {} if mode == NGRAM else rule)
+        return cls(f"{mode} k={tokens}", spoken)
+
+
+@dataclass
+class OurContender:
+    """One drafter of one engine; several may share the engine, and take turns."""
+
+    name: str
+    llm: LLM
+    drafter: Drafter
+    threads: int  # of the target, on a CPU
+    note: str = ""
+    clocks: Clocks = field(default_factory=Clocks)  # of the last answers
+    metrics: EngineMetrics = field(default_factory=EngineMetrics)  # of the last answers
+
+    def answer(self, prompts: Seq[Prompt], asked: Asked) -> list[Answer]:
+        engine = self.llm.engine
+        engine.round.drafter, engine.round.clocks, engine.metrics = self.drafter, Clocks(), EngineMetrics()
+        engine.scheduler.max_num_seqs = asked.batch
+        torch.set_num_threads(self.threads)
+        params = SamplingParams(
+            temperature=asked.temperature,
+            seed=asked.seed,
+            max_new_tokens=asked.max_new_tokens,
+            ignore_eos=asked.ignore_eos,
+        )
+        began = time.perf_counter()
+        order = [engine.add(self.llm.encode(prompt), params) for prompt in prompts]
+        outputs: dict[str, RequestOutput] = {}
+        while engine.has_work and (asked.max_rounds is None or engine.metrics.num_rounds < asked.max_rounds):
+            outputs |= {output.request_id: output for output in engine.step()}
+        for name in order:
+            if name not in outputs and (unfinished := engine.abort(name)) is not None:
+                outputs[name] = unfinished
+        self.clocks, self.metrics = engine.round.clocks, engine.metrics
+        return [_answer(outputs[name], began) for name in order]
+
+    def close(self) -> None:
+        self.drafter.close()
+        self.llm.close()
+
+
+def _answer(output: RequestOutput, began: float) -> Answer:
+    metrics = output.metrics
+    deliveries = [(when, float(count)) for when, count in metrics.deliveries]
+    began = began if metrics.first_scheduled is None else metrics.first_scheduled
+    return Answer(began, metrics.prompt_tokens, output.text, deliveries, list(output.token_ids))
+
+
+def our_contenders(model: str, methods: Seq[Method], *, batch: int, **options: Any) -> list[OurContender]:
+    """All methods over as few engines as possible: one, and one for every draft in a process of its own."""
+    threads = torch.get_num_threads()
+    apart = [method for method in methods if _in_process(method, str(options.get("device", "auto")))]
+    together = [method for method in methods if method not in apart]
+    found: dict[str, OurContender] = {}
+    if together:
+        wanted = [SpeculationConfig.of(method.speculation) for method in together]
+        llm = LLM(model, max_num_seqs=batch, speculation=_covering(wanted), **options)
+        for method, speculation in zip(together, wanted, strict=True):
+            found[method.name] = OurContender(method.name, llm, _drafter(llm, speculation), threads)
+    for method in apart:
+        llm = LLM(model, max_num_seqs=batch, speculation=method.speculation | {"placement": "process"}, **options)
+        found[method.name] = OurContender(method.name, llm, llm.engine.round.drafter, torch.get_num_threads())
+        torch.set_num_threads(threads)
+    return [found[method.name] for method in methods]
+
+
+def _in_process(method: Method, device: str) -> bool:
+    placement = method.speculation.get("placement", "auto")
+    if method.speculation["mode"] != "ssd" or placement not in ("auto", "process"):
+        return False
+    return placement == "process" or device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+
+
+def _covering(wanted: Seq[SpeculationConfig]) -> SpeculationConfig:
+    """What an engine is built for that runs all of these in turns."""
+    with_model = [s for s in wanted if s.mode != "ar" and s.draft != NGRAM]
+    if not with_model:
+        return SpeculationConfig()
+    ahead = [s for s in with_model if s.mode == "ssd"]
+    deepest = max(s.lookahead for s in wanted)
+    if not ahead:
+        return replace(with_model[0], k=deepest)
+    widest = max(ahead, key=lambda s: max(s.budgets))
+    return replace(widest, k=deepest, fan_out="adaptive", fan_out_hit=None, fan_out_miss=None)
+
+
+def _drafter(llm: LLM, speculation: SpeculationConfig) -> Drafter:
+    """Another drafter for an engine, over the draft model that it has."""
+    speculation = placed(speculation, resolve_device(llm.config.device))
+    built = llm.engine.round.drafter
+    inner = built.inner if isinstance(built, Paced) else built
+    model: DraftModel | None = inner.model if isinstance(inner, (AheadDrafter, ModelDrafter)) else None
+    if speculation.draft == NGRAM:
+        model = None
+    return paced(drafter_with(model, speculation), speculation)
+
+
+def methods_of(names: str, draft: str | None, k: int | str, options: Mapping[str, Any]) -> list[Method]:
+    """Of a list such as `ar,sd:4,ssd:auto`."""
+    found = list(_methods(names, draft, k, options))
+    twice = [method.name for i, method in enumerate(found) if method in found[:i]]
+    if not found or twice:
+        raise ConfigError(f"methods {names!r}: {'name at least one' if not found else f'{twice[0]} is there twice'}")
+    return found
+
+
+def _methods(names: str, draft: str | None, k: int | str, options: Mapping[str, Any]) -> Iterator[Method]:
+    for name in names.split(","):
+        if name.strip():
+            yield Method.parse(name.strip(), draft, k, options)

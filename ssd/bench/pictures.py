@@ -1,0 +1,105 @@
+"""A report as a picture (PNG or SVG) and as a page that needs nothing else (HTML)."""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from ssd.bench.measure import MEAN
+from ssd.bench.report import HEADINGS, Report, cells
+from ssd.errors import ConfigError
+
+KINDS: Final = (".png", ".svg", ".html")
+_COLOURS: Final = ("#9aa5b1", "#4c8bf5", "#0b9e6b", "#e07a1f", "#a259c4", "#c43d4b", "#7a6a4f", "#2bb3c0")
+
+
+def check_file(file: Path) -> None:
+    """Before anything is measured: a kind that can be drawn, in a folder that is there, with what drawing needs."""
+    if file.suffix not in KINDS:
+        raise ConfigError(f"plot {file}: the name must end in {', '.join(KINDS)}")
+    if not file.parent.is_dir():
+        raise ConfigError(f"plot {file}: there is no folder {file.parent}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"plot {file}: drawing needs matplotlib: pip install 'ssd[plots]'") from error
+
+
+def write_picture(report: Report, file: Path) -> None:
+    if file.suffix == ".html":
+        file.write_text(_page(report), encoding="utf-8")
+    else:
+        file.write_bytes(_drawn(report, file.suffix[1:]))
+
+
+def _drawn(report: Report, kind: str) -> bytes:
+    """Bars of every contender, set by set, with the spread of the repeats; over them the speed-up."""
+    import matplotlib
+
+    matplotlib.rcParams["svg.hashsalt"] = "ssd"
+    from matplotlib.figure import Figure
+
+    groups = [*report.sets, *([MEAN] if len(report.sets) > 1 else [])]
+    contenders = report.contenders
+    figure = Figure(figsize=(max(7.0, 0.42 * len(groups) * len(contenders) + 2), 4.2), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(contenders)
+    for i, contender in enumerate(contenders):
+        rows = [report.row(contender, name) for name in groups]
+        rates = [row["decode_tokens_per_second"] for row in rows]
+        places = [j + (i - (len(contenders) - 1) / 2) * width for j in range(len(groups))]
+        ranges = [row["decode_tokens_per_second_range"] for row in rows]
+        spread = [[r - low for r, (low, _) in zip(rates, ranges, strict=True)]]
+        spread += [[high - r for r, (_, high) in zip(rates, ranges, strict=True)]]
+        colour = _COLOURS[i % len(_COLOURS)]
+        bars = axes.bar(places, rates, width * 0.92, label=contender, color=colour, yerr=spread, ecolor="#333333")
+        if i:
+            axes.bar_label(bars, [f"{row['ratio']:.2f}x" for row in rows], fontsize=7, padding=2)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.set_ylabel("decoded tokens a second")
+    axes.set_title(report.title, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(y=0.12)
+    axes.legend(fontsize=8, frameon=False, ncols=min(4, len(contenders)), loc="upper left", bbox_to_anchor=(0, -0.08))
+    out = io.BytesIO()
+    figure.savefig(out, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+    return out.getvalue()
+
+
+def _page(report: Report) -> str:
+    drawing = _drawn(report, "svg").decode()
+    drawing = drawing[drawing.index("<svg") :]
+    first = report.contenders[0]
+    summary = _table(HEADINGS, [cells(report.row(contender, MEAN), first) for contender in report.contenders])
+    details = [[row["set"], *cells(row, first)] for row in report.rows if row["set"] != MEAN]
+    same = {True: "Every method wrote the same tokens.", False: "The methods wrote different tokens.", None: ""}
+    notes = "".join(f"<li>{html.escape(note)}</li>" for note in report.notes)
+    return f"""<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>{html.escape(report.title)}</title>
+<style>
+body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; color: #1d2733; }}
+svg {{ width: 100%; height: auto; }}
+table {{ border-collapse: collapse; margin: 1rem 0; }}
+th, td {{ padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #dde3ea; white-space: nowrap; }}
+th:first-child, td:first-child {{ text-align: left; }}
+pre {{ background: #f4f6f8; padding: 1rem; overflow: auto; }}
+</style>
+<h1>{html.escape(report.title)}</h1>
+<p><code>{html.escape(str(report.header["command"]))}</code></p>
+{drawing}
+<p>Decoding only: prompts, warm-up and loading apart. {same[report.same_text]}</p>
+{summary}
+<details><summary>Set by set</summary>{_table(("set", *HEADINGS), details)}</details>
+<ul>{notes}</ul>
+<details><summary>All figures</summary><pre>{html.escape(json.dumps(report.as_dict(), indent=1))}</pre></details>
+</html>
+"""
+
+
+def _table(headings: tuple[str, ...], rows: list[list[Any]]) -> str:
+    head = "".join(f"<th>{html.escape(heading)}</th>" for heading in headings)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -1,0 +1,154 @@
+"""One benchmark from beginning to end: what is to be measured, and the report of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ssd.assembly import num_cores
+from ssd.bench.answers import Asked, Contender
+from ssd.bench.measure import figures, measure, same_text
+from ssd.bench.ours import methods_of, our_contenders
+from ssd.bench.report import Report
+from ssd.bench.workload import Workload, load_workload
+from ssd.errors import ConfigError
+from ssd.models.checkpoint import open_checkpoint
+from ssd.prompts import OWN_SETS
+from ssd.version import VERSION
+
+PEERS = ("hf", "vllm", "sglang", "llamacpp")
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What is measured, and how."""
+
+    model: str
+    draft: str | None = None
+    methods: str = "ar,sd,ssd"  # each perhaps with a number of drafted tokens: ar,sd:4,ssd:auto,ngram:5
+    peers: tuple[str, ...] = ()  # others to measure: PEERS, or the URL of an OpenAI-compatible server
+    k: int | str = 4  # drafted tokens of methods that do not say
+    speculation: dict[str, Any] = field(default_factory=dict)  # options of ssd: fan_out, budget, backup, placement, …
+    sets: tuple[str, ...] = tuple(OWN_SETS)
+    num_prompts: int = 8  # of each set
+    prompt_offset: int = 0
+    input_len: int | None = None  # tokens at which prompts are cut
+    output_len: int = 128
+    chat: bool = True  # questions are put through the chat template
+    folder: Path | None = None  # of prompt sets
+    batch: int = 1
+    temperature: float = 0.0
+    seed: int = 0
+    repeats: int = 2
+    max_rounds: int | None = None
+    engine: dict[str, Any] = field(default_factory=dict)  # other options of the engine: device, dtype, eager, …
+    notes: tuple[str, ...] = ()  # what the report has to say besides
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "output_len", "batch", "repeats"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
+        for name in ("input_len", "max_rounds"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.prompt_offset < 0:
+            raise ConfigError(f"prompt_offset={self.prompt_offset}: must be at least 0")
+        if not self.sets:
+            raise ConfigError("sets: name at least one set of prompts")
+        for peer in self.peers:
+            if peer not in PEERS and not peer.startswith(("http://", "https://")):
+                raise ConfigError(f"peer {peer!r}: must be {', '.join(PEERS)}, or the URL of a server")
+
+
+def run(config: BenchConfig, track: Callable[[Iterator[str], int], Iterator[str]] = lambda steps, _: steps) -> Report:
+    """Loads everything, measures in turns, closes everything."""
+    checkpoint = open_checkpoint(config.model)
+    workloads = _workloads(config)
+    asked = Asked(config.output_len, config.temperature, config.seed, config.batch, max_rounds=config.max_rounds)
+    with contextlib.ExitStack() as stack:
+        contenders = _contenders(config, workloads, stack)
+        found = measure(contenders, workloads, asked, config.repeats, track)
+        exact = config.speculation.get("acceptance", "coupled") == "coupled" or config.temperature == 0
+        same = same_text(found) if exact and config.max_rounds is None else None
+        notes = [*config.notes, *([checkpoint.note] if checkpoint.note else [])]
+        notes += [f"{c.name}: {c.note}" for c in contenders if c.note]
+        notes += [f"{w.name}: {w.origin}" for w in workloads]
+        answers = found[0].turns[workloads[0].name][0].answers
+        return Report(_header(config), figures(found), notes, same, [answer.text for answer in answers])
+
+
+def _workloads(config: BenchConfig) -> list[Workload]:
+    tokenizer = open_checkpoint(config.model).tokenizer()
+    return [
+        load_workload(
+            name,
+            tokenizer,
+            count=config.num_prompts,
+            offset=config.prompt_offset,
+            input_len=config.input_len,
+            chat=config.chat,
+            folder=config.folder,
+            seed=config.seed,
+        )
+        for name in config.sets
+    ]
+
+
+def _contenders(config: BenchConfig, workloads: list[Workload], stack: contextlib.ExitStack) -> list[Contender]:
+    """Closed with the stack. Prefix caching is off: the same prompts come again and again."""
+    longest = max(workload.longest for workload in workloads)
+    fitting = -(-(longest + config.output_len) // 64) * 64
+    engine = {"prefix_caching": False, "max_model_len": fitting} | config.engine
+    methods = methods_of(config.methods, config.draft, config.k, config.speculation)
+    contenders: list[Contender] = []
+    for ours in our_contenders(config.model, methods, batch=config.batch, **engine):
+        stack.callback(ours.close)
+        contenders.append(ours)
+    for peer in config.peers:
+        for contender in _peer(config, peer, int(engine["max_model_len"])):
+            stack.callback(contender.close)
+            contenders.append(contender)
+    return contenders
+
+
+def _peer(config: BenchConfig, peer: str, max_model_len: int) -> Iterator[Contender]:
+    """Without a draft; in process also with it."""
+    if peer == "hf":
+        from ssd.bench.transformers_peer import HFContender
+
+        device, dtype = str(config.engine.get("device", "auto")), str(config.engine.get("dtype", "auto"))
+        yield HFContender(config.model, device=device, dtype=dtype)
+        if config.draft is not None and config.batch == 1:
+            k = config.k if isinstance(config.k, int) else 4
+            yield HFContender(config.model, draft=config.draft, k=k, device=device, dtype=dtype)
+    elif peer in PEERS:
+        from ssd.bench.servers import launch
+
+        yield launch(peer, config.model, batch=config.batch, max_model_len=max_model_len)
+    else:
+        from ssd.bench.openai import ServerContender
+
+        yield ServerContender(peer)
+
+
+def _header(config: BenchConfig) -> dict[str, Any]:
+    """Everything that the figures depend on."""
+    cuda = torch.cuda.is_available() and config.engine.get("device", "auto") != "cpu"
+    machine = torch.cuda.get_device_name(0) if cuda else f"{platform.machine()} CPU, {num_cores()} cores"
+    settings = dataclasses.asdict(config) | {"folder": str(config.folder) if config.folder else None}
+    return {
+        "ssd": VERSION,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": machine,
+        "command": " ".join(sys.argv),
+        "settings": settings,
+    }

@@ -1,0 +1,174 @@
+"""`transformers` as a contender, in this process: `generate`, and assisted generation when there is a draft.
+
+It reads the same token ids as ssd and decodes by what is asked alone, whatever sampling defaults a checkpoint carries.
+Knows nothing of servers. transformers is imported when a contender is made.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+
+from ssd.assembly import resolve_device, resolve_dtype
+from ssd.bench.answers import Answer, Asked, Prompt
+from ssd.config import EngineConfig, build
+from ssd.errors import ConfigError, RequestError, UnsupportedModel
+from ssd.models.checkpoint import GRAFT_PREFIX, Checkpoint, open_checkpoint
+
+
+class HFContender:
+    """`model` and `draft` are anything that ssd opens from files; `device` and `dtype` mean what they mean to ssd.
+
+    The draft writes `k` tokens a round, however sure it is of them.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        draft: str | None = None,
+        *,
+        k: int = 4,
+        device: str = "auto",
+        dtype: str = "auto",
+        name: str = "",
+    ) -> None:
+        import transformers
+
+        config = build(EngineConfig, {"model": model, "device": device, "dtype": dtype})
+        checkpoint = files_of(model)
+        self.name = name or (f"transformers sd:{k}" if draft else "transformers")
+        self.note = "; ".join(filter(None, [f"transformers {transformers.__version__}", checkpoint.note]))
+        self._device = resolve_device(config.device)
+        self._dtype = resolve_dtype(config, checkpoint.config, self._device)
+        self._tokenizer = checkpoint.tokenizer()
+        self._stop_token_ids = checkpoint.stop_token_ids
+        small = files_of(draft) if draft else None
+        if small is not None:
+            self._check_draft(checkpoint, small)
+        self._model: Any = self._loaded(checkpoint)
+        self._draft: Any = None
+        if small is not None:
+            self._draft = self._loaded(small)
+            settings = self._draft.generation_config
+            settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = k, "constant"
+            settings.assistant_confidence_threshold = 0.0
+
+    def answer(self, prompts: Seq[Prompt], asked: Asked) -> list[Answer]:
+        """In the order of the prompts. A batch is padded on the left, and the next one waits for its longest answer."""
+        if self._draft is not None and asked.batch > 1:
+            raise ConfigError(
+                f"batch={asked.batch}: assisted generation of transformers answers one request at a time; "
+                "use batch=1, or leave the draft out"
+            )
+        tokens = [self._encode(prompt) for prompt in prompts]
+        batches = [tokens[first : first + asked.batch] for first in range(0, len(tokens), asked.batch)]
+        return [answer for batch in batches for answer in self._generate(batch, asked)]
+
+    def close(self) -> None:
+        self._model = self._draft = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _loaded(self, checkpoint: Checkpoint) -> Any:
+        from transformers import AutoModelForCausalLM, GenerationConfig
+
+        path, options = checkpoint.path, {}
+        if path.is_file():
+            path, options = path.parent, {"gguf_file": path.name}
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=self._dtype, **options)
+        except (ImportError, OSError, ValueError, RuntimeError) as error:
+            raise UnsupportedModel(f"{checkpoint.path} cannot be loaded by transformers: {error}") from error
+        model.generation_config = GenerationConfig(pad_token_id=0)
+        return model.to(self._device).eval()
+
+    def _check_draft(self, checkpoint: Checkpoint, draft: Checkpoint) -> None:
+        sizes = checkpoint.config.vocab_size, draft.config.vocab_size
+        difference = self._tokenizer.difference(draft.tokenizer())
+        if sizes[0] != sizes[1]:
+            difference = f"{sizes[1]} tokens there, {sizes[0]} here"
+        if difference is not None:
+            raise ConfigError(
+                f"draft={draft.path}: for transformers it must have the model's tokens ({difference}); use another "
+                "draft, or none"
+            )
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        """As `LLM.encode`."""
+        if not prompt:
+            raise RequestError("the prompt is empty: pass text, token ids or chat messages")
+        if isinstance(prompt, str):
+            return self._tokenizer.encode(prompt)
+        if isinstance(prompt[0], int):
+            return list(prompt)
+        text = self._tokenizer.apply_chat_template(prompt)
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _generate(self, prompts: Seq[list[int]], asked: Asked) -> list[Answer]:
+        stops = () if asked.ignore_eos else self._stop_token_ids
+        options: dict[str, Any] = {"do_sample": False}
+        if asked.temperature > 0:
+            options = {"do_sample": True, "temperature": asked.temperature, "top_k": 0}
+            torch.manual_seed(asked.seed)
+        if asked.ignore_eos:
+            options["min_new_tokens"] = asked.max_new_tokens
+        clock = _Clock(len(prompts))
+        began = time.perf_counter()
+        longest = max(map(len, prompts))
+        rows = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
+        masks = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        self._model.generate(
+            torch.tensor(rows, device=self._device),
+            attention_mask=torch.tensor(masks, device=self._device),
+            max_new_tokens=asked.max_new_tokens,
+            eos_token_id=list(stops) or None,
+            assistant_model=self._draft,
+            streamer=clock,
+            **options,
+        )
+        return [self._answer(began, prompt, clock.row(i, stops)) for i, prompt in enumerate(prompts)]
+
+    def _answer(self, began: float, prompt: list[int], came: Seq[tuple[float, list[int]]]) -> Answer:
+        ids = [token for _, tokens in came for token in tokens]
+        text = self._tokenizer.decode(ids) if self._tokenizer.available else ""
+        return Answer(began, len(prompt), text, [(when, len(tokens)) for when, tokens in came], ids)
+
+
+class _Clock:
+    """A streamer that keeps what it is given, and when. Tokens are on the CPU by then: a GPU has finished them."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._steps: list[tuple[float, torch.Tensor]] = []  # the first of them is the prompts
+
+    def put(self, value: torch.Tensor) -> None:
+        self._steps.append((time.perf_counter(), value))
+
+    def end(self) -> None:
+        """All steps are kept already."""
+
+    def row(self, index: int, stops: Seq[int]) -> list[tuple[float, list[int]]]:
+        """When one request's tokens came, up to its stop token: behind it a batch is padded."""
+        came = []
+        for when, tokens in self._steps[1:]:
+            new = tokens.reshape(self._rows, -1)[index].tolist()
+            came.append((when, new))
+            if set(new) & set(stops):
+                break
+        return came
+
+
+def files_of(model: str) -> Checkpoint:
+    """Opens a model that other programs can load too."""
+    if model.startswith(GRAFT_PREFIX):
+        base, _, shape = model.removeprefix(GRAFT_PREFIX).rpartition("@")
+        raise ConfigError(
+            f"model={model!r}: only ssd makes grafts as it loads them; write it out with "
+            f"`ssd graft {base} --shape {shape}` and pass that directory"
+        )
+    return open_checkpoint(model)

@@ -1,0 +1,78 @@
+"""What is asked in a benchmark: sets of prompts, cut and counted with the model's own tokenizer."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ssd.bench.answers import Prompt
+from ssd.errors import DataNotFound
+from ssd.prompts import load_prompts
+from ssd.text.tokenizer import Tokenizer
+
+EXAMPLE: Final = "example"
+RANDOM: Final = "random"
+_EXAMPLES: Final = (
+    "Explain in two sentences why the sky is blue.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "A train leaves at 9:40 and arrives at 12:05. How long does the journey take?",
+    "Give three tips for a good night's sleep.",
+)
+_RANDOM_LENGTH: Final = 128
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One set of prompts, as it is put to every contender."""
+
+    name: str
+    prompts: list[Prompt]
+    origin: str  # where the prompts come from, in words
+    longest: int  # tokens of a prompt
+
+
+def load_workload(
+    name: str,
+    tokenizer: Tokenizer,
+    *,
+    count: int,
+    offset: int = 0,
+    input_len: int | None = None,
+    chat: bool = True,
+    folder: Path | None = None,
+    seed: int = 0,
+) -> Workload:
+    """`count` prompts of a set from the `offset`-th on; longer ones than `input_len` tokens are cut there."""
+    if name == RANDOM:
+        return _random(tokenizer, count, input_len or _RANDOM_LENGTH, seed)
+    if name == EXAMPLE:
+        texts, origin, is_chat = list(_EXAMPLES), "a few examples", chat
+    else:
+        found = load_prompts(name, folder)
+        texts, origin, is_chat = list(found.prompts), found.origin, chat and found.name != "humaneval"
+    texts = texts[offset : offset + count]
+    if not texts:
+        raise DataNotFound(f"prompt set {name!r} ({origin}) has no prompt after the first {offset}: lower the offset")
+    prompts: list[Prompt] = [[{"role": "user", "content": text}] if is_chat else text for text in texts]
+    tokens = [encode(tokenizer, prompt) for prompt in prompts]
+    if input_len is not None:
+        prompts = [ids[:input_len] if len(ids) > input_len else p for p, ids in zip(prompts, tokens, strict=True)]
+    longest = min(max(map(len, tokens)), input_len or max(map(len, tokens)))
+    return Workload(name, prompts, origin, longest)
+
+
+def encode(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    if all(isinstance(item, int) for item in prompt):
+        return list(prompt)  # type: ignore[arg-type]
+    return tokenizer.encode(tokenizer.apply_chat_template(prompt), add_special_tokens=False)  # type: ignore[arg-type]
+
+
+def _random(tokenizer: Tokenizer, count: int, length: int, seed: int) -> Workload:
+    dice = random.Random(seed)
+    vocabulary = [token for token in range(tokenizer.vocab_size) if not tokenizer.is_special(token)]
+    prompts: list[Prompt] = [dice.choices(vocabulary, k=length) for _ in range(count)]
+    return Workload(RANDOM, prompts, f"random tokens, {length} a prompt", length)

@@ -1,0 +1,152 @@
+"""`ssd bench`: ways of decoding, and other engines, measured in turns."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ssd.cli import speculation
+from ssd.cli.console import errors, explained
+from ssd.errors import ConfigError
+from ssd.prompts import OWN_SETS
+
+if TYPE_CHECKING:
+    from ssd.bench.report import Report
+    from ssd.bench.run import BenchConfig
+
+HELP: Final = """\
+Measure how fast a model decodes: [bold]AR, SD, SSD and other engines, in turns[/], so that ratios hold on a busy \
+machine.
+
+A method is [cyan]ar[/], [cyan]sd[/], [cyan]ssd[/] or [cyan]ngram[/], perhaps with its number of drafted tokens: \
+[cyan]ssd:6[/], [cyan]sd:auto[/]. All methods share the weights, and that they write the same tokens is checked (exit \
+code 1 if not). Only decoding is compared: prompts are timed apart, warm-up is not counted. Prompts come from \
+SSD_DATASET_DIR (or [cyan]--folder[/]) if it has the set, else from those that come with ssd; the report says which.
+
+[bold]Try[/]
+
+  ssd bench
+
+  ssd bench tiny-qwen3 --compare ar,sd:2,ssd:3,ngram:4 --sets gsm8k --plot report.html --json report.json
+
+  ssd bench MODEL --draft DRAFT --peer hf --prompts 4
+
+  ssd bench graft:tiny-qwen3@qwen3-32b --draft graft:tiny-qwen3-draft@qwen3-0.6b --compare ar,sd:6,ssd:6
+
+  ssd bench MODEL --compare ar --peer http://127.0.0.1:8000
+"""
+
+
+def bench(
+    model: Annotated[str, typer.Argument(help="Any MODEL, as `ssd --help` describes them.")] = "tiny-llama",
+    draft: speculation.Draft = None,
+    compare: Annotated[str, typer.Option(metavar="METHODS", help="What is measured; ratios are to the first.")] = "",
+    peer: Annotated[
+        str, typer.Option(help="Others: hf, vllm, sglang, llamacpp, or URLs of OpenAI-compatible servers; by commas.")
+    ] = "",
+    k: Annotated[str, typer.Option("--k", metavar="N|auto", help="Drafted tokens of methods that do not say.")] = "4",
+    acceptance: speculation.Acceptance = None,
+    fan_out: speculation.FanOut = None,
+    budget: speculation.Budget = None,
+    backup: speculation.Backup = None,
+    placement: speculation.Placement = None,
+    sets: Annotated[str, typer.Option(help="Prompt sets, by commas; random: tokens at random.")] = ",".join(OWN_SETS),
+    folder: Annotated[Path | None, typer.Option(help="Of prompt sets.", show_default="$SSD_DATASET_DIR")] = None,
+    prompts: Annotated[int, typer.Option(help="Of each set.")] = 8,
+    input_len: Annotated[int | None, typer.Option(help="Cut prompts after so many tokens.")] = None,
+    tokens: Annotated[int, typer.Option(help="Of each answer.")] = 128,
+    chat: Annotated[bool, typer.Option(help="Put questions through the chat template.")] = True,
+    batch: Annotated[int, typer.Option(help="Requests at the same time.")] = 1,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0: greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of all answers.")] = 0,
+    repeats: Annotated[int, typer.Option(help="Turns of every contender on every set.")] = 2,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    eager: Annotated[bool, typer.Option("--eager", help="No CUDA graphs.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures here; -: to stdout.")] = None,
+    plot: Annotated[
+        list[Path] | None, typer.Option(help="Draw the report: a .png, .svg or .html file. May be repeated.")
+    ] = None,
+    wandb: Annotated[bool, typer.Option("--wandb", help="Log to Weights & Biases, too.")] = False,
+    group: Annotated[str | None, typer.Option(help="Of the wandb run.")] = None,
+    name: Annotated[str | None, typer.Option(help="Of the wandb run.")] = None,
+) -> None:
+    with explained():
+        from ssd.bench.run import BenchConfig
+
+        drafter = draft or speculation.bundled_draft(model)
+        flags = {"acceptance": acceptance, "fan_out": fan_out, "budget": budget, "backup": backup}
+        config = BenchConfig(
+            model,
+            drafter,
+            methods=compare or ("ar,sd,ssd" if drafter else "ar,ngram"),
+            peers=_listed(peer),
+            k=int(k) if k.isdecimal() else k,
+            speculation=speculation.given(**flags, placement=placement),
+            sets=_listed(sets),
+            num_prompts=prompts,
+            input_len=input_len,
+            output_len=tokens,
+            chat=chat,
+            folder=folder,
+            batch=batch,
+            temperature=temperature,
+            seed=seed,
+            repeats=repeats,
+            engine={"device": device, "dtype": dtype, "eager": eager},
+        )
+        report = benchmark(config, json_file, plot or [], wandb=wandb, group=group, name=name)
+        if report.same_text is False:
+            raise typer.Exit(1)
+
+
+def benchmark(
+    config: BenchConfig,
+    json_file: Path | None = None,
+    plots: list[Path] | None = None,
+    *,
+    wandb: bool = False,
+    group: str | None = None,
+    name: str | None = None,
+) -> Report:
+    """Measures, and puts the report wherever it is wanted; that it can be put there is checked first."""
+    from ssd.bench import pictures, weights_and_biases
+    from ssd.bench.run import run
+
+    for file in plots or []:
+        pictures.check_file(file)
+    to_stdout = json_file == Path("-")
+    if json_file is not None and not to_stdout and not json_file.parent.is_dir():
+        raise ConfigError(f"json {json_file}: there is no folder {json_file.parent}")
+    if wandb:
+        weights_and_biases.check_installed()
+    report = run(config, _progress)
+    report.show(errors if to_stdout else Console(width=None if sys.stdout.isatty() else 160))
+    if to_stdout:
+        typer.echo(report.as_json(), nl=False)
+    elif json_file is not None:
+        json_file.write_text(report.as_json(), encoding="utf-8")
+    for file in plots or []:
+        pictures.write_picture(report, file)
+    if wandb:
+        weights_and_biases.log(report, group, name)
+    return report
+
+
+def _progress(steps: Iterator[str], count: int) -> Iterator[str]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors, transient=True) as progress:
+        task = progress.add_task("loading", total=count)
+        for step in steps:
+            progress.update(task, advance=1, description=step)
+            yield step
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, (part.strip() for part in text.split(","))))

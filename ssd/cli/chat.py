@@ -1,0 +1,222 @@
+"""`ssd chat`: a conversation with a model in the terminal.
+
+The conversation itself is `conversation`'s; here is the command, and the engine as the one who answers.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from io import TextIOWrapper
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from rich.text import Text
+
+from ssd.cli import speculation
+from ssd.cli.console import explained, load
+from ssd.cli.conversation import Answer, Backend, Conversation, Message, Write, note
+from ssd.cli.demo import A_DEMO, knows_chats
+from ssd.core import SamplingParams, Sequence
+from ssd.errors import RequestError
+
+if TYPE_CHECKING:
+    from ssd.llm import LLM
+    from ssd.text.tokenizer import Tokenizer
+
+HELP: Final = """\
+Talk to a model: [bold]answers come as they are written, and the model remembers the conversation[/].
+
+Type a message and press Enter. Ctrl-C stops an answer, Ctrl-D ends the chat, and [cyan]/help[/] lists what else there \
+is: [cyan]/reset[/], [cyan]/system TEXT[/], [cyan]/save FILE[/], messages of several lines. What was said before is \
+not computed again: it lies in the prefix cache. When the context is full, the oldest turns are left out.
+
+A model that comes with ssd is helped by its draft, as far as that pays; any other by the one that [cyan]--draft[/] \
+names.
+
+Over a pipe every line is a message; the answers go to standard output, everything else to standard error.
+
+[bold]Try[/]
+
+  ssd chat
+
+  ssd chat --mode ssd --colour --metrics
+
+  ssd chat MODEL --system "Answer in one sentence." -t 0.7 --seed 4
+
+  echo "Who wrote Hamlet?" | ssd chat
+"""
+PLAIN: Final = """\
+{{ bos_token }}{% for message in messages %}{{ message.role | capitalize }}: {{ message.content | trim }}
+{% endfor %}Assistant:"""
+PLAIN_STOP: Final = "\nUser:"
+
+
+def chat(
+    model: Annotated[str, typer.Argument(help="Any MODEL, as `ssd --help` describes them.")] = "tiny-llama",
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told before all else.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Longest answer, in tokens.")] = 512,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0: greedy; higher: more varied.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="The same seed writes the same answers.")] = None,
+    mode: speculation.Mode = None,
+    draft: speculation.Draft = None,
+    k: speculation.K = None,
+    acceptance: speculation.Acceptance = None,
+    fan_out: speculation.FanOut = None,
+    budget: speculation.Budget = None,
+    backup: speculation.Backup = None,
+    placement: speculation.Placement = None,
+    speculation_json: speculation.Speculation = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    max_model_len: Annotated[int | None, typer.Option(help="Longest conversation that the model sees.")] = None,
+    eager: Annotated[bool, typer.Option("--eager", help="No CUDA graphs: starts sooner, decodes slower.")] = False,
+    metrics: Annotated[bool, typer.Option("--metrics", help="Report times and speed after every answer.")] = False,
+    colour: Annotated[bool, typer.Option("--colour", help="Show in green what the draft had guessed.")] = False,
+) -> None:
+    with explained():
+        if speculation_json is None and draft is None and mode != "ar":
+            draft = speculation.bundled_draft(model)
+            k = k or (draft and "auto")
+        wanted = speculation.options(
+            speculation_json,
+            mode=mode,
+            draft=draft,
+            k=k,
+            acceptance=acceptance,
+            fan_out=fan_out,
+            budget=budget,
+            backup=backup,
+            placement=placement,
+        )
+        params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=max_tokens)
+        options = {"device": device, "dtype": dtype, "max_model_len": max_model_len, "eager": eager}
+        talk(model, params, system=system, metrics=metrics, colour=colour, speculation=wanted, **options)
+
+
+def talk(
+    model: str, params: SamplingParams, *, system: str | None, metrics: bool, colour: bool, **options: Any
+) -> None:
+    """A conversation with a model that is loaded for it. Further keywords are options of the engine."""
+    with load(model, max_num_seqs=1, **options) as llm:
+        backend = EngineBackend(llm, params, colour)
+        if interactive():
+            _print_greeting(llm, params, colour)
+        if llm.note:
+            note(llm.note)
+        if backend.plain:
+            note(f"{model} has no chat template: the turns are marked in plain text, which it may not understand.")
+        converse(backend, system, metrics)
+
+
+def converse(backend: Backend, system: str | None, metrics: bool) -> None:
+    """The conversation itself; with line editing where somebody types."""
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # bytes that are no text are no reason to end
+    if interactive():
+        with suppress(ImportError):
+            import readline  # noqa: F401  (which `input` then uses)
+        note("/help lists the commands, Ctrl-D ends the chat.\n")
+    Conversation(backend, system=system, metrics=metrics, interactive=interactive()).run()
+
+
+def interactive() -> bool:
+    """Whether somebody sits there, and not a pipe or a file."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _print_greeting(llm: LLM, params: SamplingParams, colour: bool) -> None:
+    from ssd.assembly import resolve_device
+    from ssd.models.checkpoint import bundled_models
+
+    wanted = llm.config.speculation
+    drafter = "" if wanted.mode == "ar" else f"; {wanted.draft} drafts ({wanted.mode.upper()}, K = {wanted.k})"
+    settings = f"{resolve_device(llm.config.device)}, temperature {params.temperature:g}"
+    note(Text.assemble((llm.config.model, "bold not dim"), f" answers ({settings}){drafter}"))
+    if llm.config.model in bundled_models():
+        note(A_DEMO.rstrip())
+    if colour:
+        note(Text.assemble(("Green", "green"), ": guessed by the draft, and right."))
+
+
+# --- the engine answers -----------------------------------------------------------------------------------------------
+
+
+class EngineBackend:
+    """Drives the engine round by round: so an answer can be stopped between any two, and is whole up to there."""
+
+    unit = "tokens"
+
+    def __init__(self, llm: LLM, params: SamplingParams, colour: bool = False) -> None:
+        if llm.engine.tokenizer is None:
+            raise RequestError(
+                f"{llm.config.model} has no tokenizer, so it cannot chat: put a tokenizer.json into its directory"
+            )
+        self.name = llm.config.model
+        self.plain = not knows_chats(llm)
+        self._llm = llm
+        self._tokenizer = llm.engine.tokenizer
+        self._params = replace(params, stop=PLAIN_STOP) if self.plain else params
+        self._colour = colour
+
+    def fits(self, messages: list[Message], answers: int) -> bool:
+        longest = self._llm.engine.max_model_len
+        return len(self._encode(messages)) + min(answers * self._params.max_new_tokens, longest // 2) <= longest
+
+    def answer(self, messages: list[Message], write: Write) -> Answer:
+        engine = self._llm.engine
+        with interrupts_held_back() as pressed:
+            request_id = engine.add(self._encode(messages), self._params)
+            origins = Origins(engine.scheduler.waiting[-1], self._tokenizer) if self._colour else None
+            output, written = None, 0
+            try:
+                while output is None:
+                    finished = engine.step()
+                    output = finished[0] if finished else engine.abort(request_id) if pressed else None
+                    text = engine.new_text(request_id) if output is None else output.text[written:]
+                    written += len(text)
+                    for piece, drafted in origins.split(text) if origins is not None else [(text, False)]:
+                        write(piece, drafted)
+            finally:
+                engine.abort(request_id)  # if it could not be written
+        return Answer(output.text, output.finish_reason, output.metrics)
+
+    def _encode(self, messages: list[Message]) -> list[int]:
+        return self._llm.encode(messages, {"chat_template": PLAIN} if self.plain else None)
+
+
+class Origins:
+    """Who wrote what in a running answer: the drafted tokens of a round that stood come before the target's own."""
+
+    def __init__(self, sequence: Sequence, tokenizer: Tokenizer) -> None:
+        from ssd.text.tokenizer import IncrementalDecoder
+
+        self._sequence = sequence
+        self._decoder = IncrementalDecoder(tokenizer, sequence.tokens)
+        self._num_tokens, self._num_accepted = len(sequence.tokens), 0
+        self._drafted: deque[bool] = deque()  # of characters that are still to come: was it?
+
+    def split(self, text: str) -> Iterator[tuple[str, bool]]:
+        """The text that came of the last round, in pieces that were drafted or were not."""
+        tokens, accepted = self._sequence.tokens[self._num_tokens :], self._sequence.metrics.accepted
+        for place, token in enumerate(tokens):
+            self._drafted += [place < accepted - self._num_accepted] * len(self._decoder.push(token))
+        self._num_tokens, self._num_accepted = len(self._sequence.tokens), accepted
+        for drafted, characters in groupby(text, lambda _: bool(self._drafted) and self._drafted.popleft()):
+            yield "".join(characters), drafted
+
+
+@contextmanager
+def interrupts_held_back() -> Iterator[list[int]]:
+    """Ctrl-C is noted in the list and not raised: a round is never torn apart."""
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,276 @@
+"""A conversation in a terminal, or over a pipe: messages, commands, history, and what the answers cost.
+
+Knows nothing of who answers: an engine, a server or a test stands behind `Backend`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Final, Protocol
+
+import typer
+from rich.text import Text
+
+from ssd.cli.console import errors
+from ssd.cli.speculation import drafting
+from ssd.core import FinishReason, RequestMetrics
+from ssd.errors import SSDError
+
+Message = dict[str, str]
+Write = Callable[[str, bool], None]  # a piece of an answer, and whether it was drafted
+
+PROMPT: Final = "> "
+CONTINUED: Final = "… "
+QUOTES: Final = '"""'
+COMMANDS: Final = f"""\
+/reset        forget the conversation
+/system TEXT  another system prompt (without TEXT: none), and a new conversation
+/save FILE    write the conversation into a new JSON file
+/help         this list
+/exit         end the chat, as Ctrl-D does
+
+Ctrl-C stops an answer. A line that ends with a backslash goes on in the next one, and the lines between two lines of \
+{QUOTES} are one message. After a space, a line that begins with a slash is a message too."""
+ENDINGS: Final[dict[FinishReason | None, str]] = {"length": "(cut off: the length limit)", "abort": "(stopped)"}
+LEAVE: Final = "Ctrl-C once more ends the chat, and so do /exit and Ctrl-D"
+SPARE_ANSWERS: Final = 4  # room that is made when old turns have to go: all at once, so that the next turns are cheap
+COUNTS: Final = (
+    "prompt_tokens",
+    "cached_tokens",
+    "output_tokens",
+    "rounds",
+    "drafted",
+    "accepted",
+    "look_ups",
+    "hits",
+)
+
+
+class Command(str):
+    """A line that begins with a slash."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of one message."""
+
+    text: str
+    finish_reason: FinishReason | None  # None: whoever answered does not say
+    metrics: RequestMetrics
+
+
+class Backend(Protocol):
+    """Whoever answers."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def unit(self) -> str:
+        """What its metrics count: tokens, or something else where they are not known."""
+        ...
+
+    def fits(self, messages: list[Message], answers: int) -> bool:
+        """Whether there is room for these messages and so many answers."""
+        ...
+
+    def answer(self, messages: list[Message], write: Write) -> Answer:
+        """Writes the answer as it comes. Ctrl-C ends it ("abort"): what was written until then is the answer."""
+        ...
+
+
+class Conversation:
+    """Reads messages and commands by `read`, which is given a prompt, and has the messages answered.
+
+    Someone `interactive` sees prompts, and a Ctrl-C stops an answer instead of the chat.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        system: str | None = None,
+        metrics: bool = False,
+        interactive: bool = True,
+        read: Callable[[str], str] = input,
+    ) -> None:
+        self.backend = backend
+        self.system = system
+        self.turns: list[tuple[Message, Message]] = []
+        self.num_unsent = 0  # oldest turns, which outgrew the context
+        self._costs: list[RequestMetrics] = []
+        self._metrics = metrics
+        self._interactive = interactive
+        self._read = read
+
+    def run(self) -> None:
+        """Until /exit, the end of the input, or two Ctrl-C in a row."""
+        while (entry := self._entry()) is not None:
+            try:
+                self._respond(entry)
+            except KeyboardInterrupt:  # before an answer has begun, or after its end
+                if not self._interactive:
+                    raise
+                note(ENDINGS["abort"])
+        if self._metrics and self._costs:
+            note(f"the whole chat: {report(self._costs, self.backend.unit)}")
+
+    def _respond(self, entry: str) -> None:
+        if isinstance(entry, Command):
+            self.command(entry)
+        elif entry.strip():
+            self.ask(entry)
+
+    # --- what is typed ------------------------------------------------------------------------------------------------
+
+    def _entry(self) -> str | None:
+        """The next message or command; None if there is to be none."""
+        for last in (False, True):
+            try:
+                line = self._line(PROMPT)
+                if line.rstrip() == "/exit":
+                    return None
+                return Command(line) if line.startswith("/") else self._message(line)
+            except EOFError:
+                if self._interactive:
+                    typer.echo()
+                return None
+            except KeyboardInterrupt:
+                if not self._interactive:
+                    raise
+                typer.echo()
+                if not last:
+                    note(LEAVE)
+        return None
+
+    def _message(self, line: str) -> str:
+        """The whole message that begins with this line."""
+        if line.strip() == QUOTES:
+            return "\n".join(takewhile(lambda each: each.strip() != QUOTES, self._lines()))
+        lines = [line]
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1][:-1]
+            lines += islice(self._lines(), 1)
+        return "\n".join(lines)
+
+    def _lines(self) -> Iterator[str]:
+        with suppress(EOFError):
+            while True:
+                yield self._line(CONTINUED)
+
+    def _line(self, prompt: str) -> str:
+        return self._read(prompt if self._interactive else "")
+
+    # --- commands -----------------------------------------------------------------------------------------------------
+
+    def command(self, line: str) -> None:
+        name, _, text = line.partition(" ")
+        text = text.strip()
+        match name:
+            case "/help":
+                note(COMMANDS)
+            case "/reset":
+                self._forget()
+                note("the conversation is forgotten")
+            case "/system":
+                self.system = text or None
+                self._forget()
+                note(f"a new conversation, {f'with the system prompt: {text}' if text else 'without one'}")
+            case "/save":
+                note(self._save(text))
+            case _:
+                note(f"{name} is no command: /help lists them. After a space, this line would be a message")
+
+    def _forget(self) -> None:
+        self.turns.clear()
+        self.num_unsent = 0
+
+    def _save(self, file: str) -> str:
+        """What became of it, in words."""
+        if not file:
+            return "/save needs the name of a file that does not exist yet: /save FILE"
+        spoken = {"model": self.backend.name, "messages": [*self._head(), *(m for turn in self.turns for m in turn)]}
+        try:
+            with Path(file).expanduser().open("x", encoding="utf-8") as out:
+                json.dump(spoken, out, ensure_ascii=False, indent=2)
+        except FileExistsError:
+            return f"{file} exists and stays as it is: choose another name"
+        except OSError as error:
+            return f"{file} cannot be written ({error.strerror}): choose another name"
+        return f"saved in {file}"
+
+    # --- answers ------------------------------------------------------------------------------------------------------
+
+    def ask(self, text: str) -> None:
+        """A mistake costs this message; the conversation goes on."""
+        question, last = {"role": "user", "content": text}, "\n"
+
+        def write(piece: str, drafted: bool) -> None:
+            nonlocal last
+            typer.echo(typer.style(piece, fg="green") if drafted else piece, nl=False)
+            last = piece[-1:] or last
+
+        try:
+            num_unsent = self._too_old(question)
+            answer = self.backend.answer(self._messages(num_unsent, question), write)
+        except SSDError as error:
+            typer.echo("", nl=last != "\n")
+            note(Text.assemble(("error: ", "bold red"), str(error)))
+            return
+        typer.echo("", nl=last != "\n" or not answer.text)
+        if num_unsent > self.num_unsent:
+            self.num_unsent = num_unsent
+            note(f"(the context is full: the model does not see the {num_unsent} oldest turns any more)")
+        if answer.text:
+            self.turns.append((question, {"role": "assistant", "content": answer.text}))
+        self._conclude(answer)
+
+    def _conclude(self, answer: Answer) -> None:
+        """What there is to say after an answer."""
+        if answer.finish_reason == "abort" and not self._interactive:
+            raise KeyboardInterrupt
+        if answer.finish_reason in ENDINGS:
+            note(ENDINGS[answer.finish_reason])
+        self._costs.append(answer.metrics)
+        if self._metrics:
+            note(report([answer.metrics], self.backend.unit))
+        if self._interactive:
+            typer.echo()
+
+    def _too_old(self, question: Message) -> int:
+        """How many of the oldest turns are left out, so that the others fit."""
+        unsent, answers = self.num_unsent, 1
+        while unsent < len(self.turns) and not self.backend.fits(self._messages(unsent, question), answers):
+            unsent, answers = unsent + 1, SPARE_ANSWERS
+        return unsent
+
+    def _messages(self, start: int, question: Message) -> list[Message]:
+        return [*self._head(), *(message for turn in self.turns[start:] for message in turn), question]
+
+    def _head(self) -> list[Message]:
+        return [] if self.system is None else [{"role": "system", "content": self.system}]
+
+
+def note(text: str | Text) -> None:
+    """Said beside the answers: dim, on standard error, and wrapped only where it is a terminal."""
+    errors.print(Text("", style="dim").append(text), soft_wrap=not errors.is_terminal)
+
+
+def report(metrics: Seq[RequestMetrics], unit: str) -> str:
+    """What some answers cost, all together, in words."""
+    total = RequestMetrics(**{name: sum(getattr(m, name) for m in metrics) for name in COUNTS})
+    waits = [m.time_to_first_token for m in metrics if m.time_to_first_token is not None]
+    timed = [m for m in metrics if m.decode_tokens_per_second is not None]
+    seconds = sum((m.output_tokens - 1) / (m.decode_tokens_per_second or 1.0) for m in timed)
+    speed = f"{sum(m.output_tokens - 1 for m in timed) / seconds:.1f}" if timed else "-"
+    first = f"{sum(waits) / len(waits):.3f}" if waits else "-"
+    parts = [f"{total.output_tokens} {unit}, {speed} {unit}/s, first after {first} s"]
+    if total.prompt_tokens:
+        parts.append(f"{total.cached_tokens} of {total.prompt_tokens} prompt tokens cached")
+    return "; ".join([*parts, *filter(None, [drafting(total)])])
