@@ -13,7 +13,7 @@ from ssd.drafting.pace import PLAIN, Arm, Pace, Paced, make_arms
 
 
 def yields(acceptance: float) -> object:
-    return lambda k: sum(acceptance**i for i in range(k + 1))
+    return lambda arm: sum(acceptance**i for i in range(arm.k + 1))
 
 
 def settle(arms: list[Arm], seconds: object, acceptance: float, rounds: int = 400) -> list[Arm]:
@@ -79,8 +79,8 @@ def test_it_learns_how_often_each_token_stands() -> None:
     for _ in range(200):
         [proposal] = drafter.propose([Work(sequence, 1, drafter.lookahead)])
         sequence.tokens += [*proposal.token_ids[:2], 5]  # two of them stand, whatever is drafted
-    assert drafter.tokens(2) == pytest.approx(3.0, abs=0.3)
-    assert drafter.tokens(4) == pytest.approx(3.0, abs=0.5)
+    assert drafter.tokens(Arm(2, 0)) == pytest.approx(3.0, abs=0.3)
+    assert drafter.tokens(Arm(4, 0)) == pytest.approx(3.0, abs=0.5)
     assert drafter.lookahead == 4
     drafter.forget(sequence)
 
@@ -88,3 +88,22 @@ def test_it_learns_how_often_each_token_stands() -> None:
 def test_no_tokens_are_asked_for_in_a_plain_round() -> None:
     drafter = Paced(Right(), make_arms(None, (0,)))
     assert drafter.propose([Work(make_sequence([1, 2]), 1, 0)]) == [Proposal()]
+
+
+def test_prepared_drafts_that_are_not_there_count() -> None:
+    """Catches arms that are judged by their rounds' times alone: quick rounds without drafts yield little."""
+
+    class Missing(Right):
+        def propose(self, works: Seq[Work]) -> list[Proposal]:
+            return [Proposal(() if drafter._arm.width else (7,) * work.lookahead) for work in works]
+
+    drafter = Paced(Missing(), make_arms(None, (16,)))
+    sequence, taken = make_sequence([1, 2, 3]), []
+    sequence.tokens.append(4)
+    for _ in range(300):
+        arm = drafter._arm
+        [proposal] = drafter.propose([Work(sequence, 1, drafter.lookahead)])
+        sequence.tokens += [*proposal.token_ids, 5]
+        drafter.round_seconds = 1.0 if arm.width else 1.1 + 0.05 * arm.k
+        taken.append(arm)
+    assert sum(arm.width == 0 for arm in taken[100:]) > 180

@@ -76,8 +76,8 @@ class Pace:
     def record(self, arm: Arm, seconds: float) -> None:
         self.seconds.setdefault(arm, _Seconds()).last.append(seconds)
 
-    def choose(self, tokens: Callable[[int], float]) -> Arm:
-        """The next round's arm; `tokens(k)` is what a round with k drafted tokens yields."""
+    def choose(self, tokens: Callable[[Arm], float]) -> Arm:
+        """The next round's arm; `tokens(arm)` is what a round of an arm yields."""
         self.rounds += 1
         wanted = [*self._samples(), *self.reviewed]
         pending = [arm for arm in wanted if self._count(arm) < _ENOUGH]
@@ -94,10 +94,10 @@ class Pace:
         depths = sorted({arm.k for arm in self.arms if arm.k})
         return [arm for arm in self.arms if arm == PLAIN or arm.k == depths[len(depths) // 2]]
 
-    def _review(self, tokens: Callable[[int], float]) -> None:
+    def _review(self, tokens: Callable[[Arm], float]) -> None:
         """Measures the arm afresh that has waited longest, if there is a hopeful one; every fourth time a hopeless."""
         arms = [arm for arm in self.arms if arm != self.current and (arm in self._samples() or self._count(arm))]
-        speed = {arm: tokens(arm.k) / self._expected(arm) for arm in (*arms, self.current)}
+        speed = {arm: tokens(arm) / self._expected(arm) for arm in (*arms, self.current)}
         self.reviews += 1
         others = [arm for arm in arms if (speed[arm] < 0.8 * max(speed.values())) == (self.reviews % 4 == 0)]
         if others:
@@ -107,8 +107,8 @@ class Pace:
         self.interval = min(2 * self.interval, _REVIEW)
         self.rounds = 0
 
-    def _best(self, tokens: Callable[[int], float]) -> Arm:
-        speed = {arm: tokens(arm.k) / self._expected(arm) for arm in self.arms}
+    def _best(self, tokens: Callable[[Arm], float]) -> Arm:
+        speed = {arm: tokens(arm) / self._expected(arm) for arm in self.arms}
         best = max(self.arms, key=lambda arm: speed[arm])
         return best if speed[best] > _MARGIN * speed[self.current] else self.current
 
@@ -132,8 +132,9 @@ class Paced(Drafter):
         self.inner = inner
         self._arms = arms
         self._paces: dict[int, Pace] = {}  # by the power of two that holds a batch
-        self._stands = [(3.0, 4.0)] * max(arm.k for arm in arms)  # of the i-th drafted token: stood, tried
-        self._drafted: dict[int, tuple[int, tuple[int, ...]]] = {}  # by sequence id: decided tokens, then the draft
+        prior = [(3.0, 4.0)] * max(arm.k for arm in arms)  # of the i-th drafted token: stood, tried
+        self._stands = {ahead: list(prior) for ahead in (True, False)}  # whether drafts are prepared: misses count
+        self._drafted: dict[int, tuple[int, int, bool]] = {}  # by sequence id: decided and drafted tokens; prepared
         self._take(arms[-1])
         self._like = 0  # rounds up to the last that can be compared: same arm, same size, no prompts
         self._last: tuple[int, Arm] | None = None  # size and arm of the last round
@@ -159,8 +160,9 @@ class Paced(Drafter):
         self.inner.round_seconds = self.round_seconds
         proposals = self.inner.propose(works) if any(work.lookahead for work in works) else super().propose(works)
         for work, proposal in zip(works, proposals, strict=True):
-            tokens = work.sequence.tokens
-            self._drafted[work.sequence.id] = len(tokens), proposal.token_ids[: work.lookahead]
+            drafted = len(proposal.token_ids[: work.lookahead])
+            if work.lookahead and work.sequence.num_output:
+                self._drafted[work.sequence.id] = len(work.sequence.tokens), drafted, self._arm.width > 0
         self._take(pace.choose(self.tokens))
         return proposals
 
@@ -178,21 +180,21 @@ class Paced(Drafter):
     def close(self) -> None:
         self.inner.close()
 
-    def tokens(self, k: int) -> float:
-        """What a round with k drafted tokens yields, of late."""
+    def tokens(self, arm: Arm) -> float:
+        """What a round of that arm yields, of late."""
         expected, reached = 1.0, 1.0
-        for stood, tried in self._stands[:k]:
+        for stood, tried in self._stands[arm.width > 0][: arm.k]:
             reached *= stood / tried
             expected += reached
         return expected
 
     def _learn(self, sequence: Sequence) -> None:
-        decided, draft = self._drafted.pop(sequence.id, (0, ()))
-        accepted = len(sequence.tokens) - decided - 1
-        if draft and 0 <= accepted <= len(draft):
-            for i in range(min(accepted + 1, len(draft))):
-                stood, tried = self._stands[i]
-                self._stands[i] = 0.99 * stood + (i < accepted), 0.99 * tried + 1
+        decided, drafted, ahead = self._drafted.pop(sequence.id, (0, 0, False))
+        accepted, stands = len(sequence.tokens) - decided - 1, self._stands[ahead]
+        if decided and 0 <= accepted <= drafted:
+            for i in range(min(accepted + 1, max(1, drafted))):
+                stood, tried = stands[i]
+                stands[i] = 0.99 * stood + (i < accepted), 0.99 * tried + 1
 
     def _take(self, arm: Arm) -> None:
         """For the next round."""
