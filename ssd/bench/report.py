@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -47,7 +48,8 @@ class Report:
         return next(row for row in self.rows if (row["contender"], row["set"]) == (contender, name))
 
     def show(self, console: Console) -> None:
-        console.print(self._summary())
+        console.print(self._means(SPEEDS, self.title, "decoding only: prompts, warm-up and loading apart"))
+        console.print(self._means(LATENCIES, "latency, ms: median, 90th and 99th percentile", ""))
         if len(self.sets) > 1:
             console.print(self._by_set())
         if self.same_text is not None:
@@ -59,16 +61,16 @@ class Report:
         for note in self.notes:
             console.print(f"[dim]{escape(note)}[/]", highlight=False, soft_wrap=True)
 
-    def _summary(self) -> Table:
-        table = Table(title=self.title, caption="decoding only: prompts, warm-up and loading apart")
-        for heading in HEADINGS:
-            table.add_column(heading, justify="left" if not heading else "right")
+    def _means(self, headings: tuple[str, ...], title: str, caption: str) -> Table:
+        table = Table(title=title, caption=caption or None, box=SIMPLE)
+        for heading in headings:
+            table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
         for contender in self.contenders:
-            table.add_row(*cells(self.row(contender, MEAN), self.contenders[0]))
+            table.add_row(*cells(self.row(contender, MEAN), headings, self.contenders[0]))
         return table
 
     def _by_set(self) -> Table:
-        table = Table("", title="tokens/s, set by set")
+        table = Table("", title="tokens/s, set by set", box=SIMPLE)
         for name in self.sets:
             table.add_column(name, justify="right")
         for contender in self.contenders:
@@ -77,30 +79,31 @@ class Report:
         return table
 
 
-HEADINGS = (
-    "",
-    "tokens/s",
-    "speed-up",
-    "first token ms",
-    "gap ms p50/p90/p99",
-    "ms/token",
-    "accepted",
-    "tokens/round",
-    "hits",
-)
+SPEEDS = ("", "tokens/s", "speed-up", "accepted", "tokens/round", "hits")
+LATENCIES = ("", "first token", "between deliveries", "a token")
 
 
-def cells(row: Row, first: str) -> list[str]:
-    """One row of the table, as HEADINGS names them."""
+def cells(row: Row, headings: tuple[str, ...], first: str) -> list[str]:
+    """A row of a table. Several tokens are delivered at a time where drafts stand."""
     low, high = row["ratio_range"]
     spread = f" ({low:.2f} to {high:.2f})" if high - low >= 0.005 else ""
-    gaps, ttft = row["gap_ms"], row["ttft_ms"]
-    return [
-        row["contender"],
-        f"{row['decode_tokens_per_second']:.1f}",
-        "1" if row["contender"] == first else f"{row['ratio']:.2f}{spread}",
-        f"{ttft['p50']:.1f}" if ttft else "",
-        "/".join(f"{gaps[p]:.1f}" for p in ("p50", "p90", "p99")) if gaps else "",
-        f"{row['ms_per_token']:.2f}" if row["ms_per_token"] else "",
-        *(f"{row[name]:.2f}" if row.get(name) else "" for name in ("acceptance", "tokens_per_round", "hit_rate")),
-    ]
+    texts = {
+        "": row["contender"],
+        "tokens/s": f"{row['decode_tokens_per_second']:.1f}",
+        "speed-up": "1" if row["contender"] == first else f"{row['ratio']:.2f}{spread}",
+        "accepted": _share(row.get("acceptance")),
+        "tokens/round": _share(row.get("tokens_per_round")),
+        "hits": _share(row.get("hit_rate")),
+        "first token": _percentiles(row["ttft_ms"]),
+        "between deliveries": _percentiles(row["gap_ms"]),
+        "a token": f"{row['ms_per_token']:.2f}" if row["ms_per_token"] else "",
+    }
+    return [texts[heading] for heading in headings]
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _percentiles(values: dict[str, float] | None) -> str:
+    return " ".join(f"{value:.1f}" for value in values.values()) if values else ""

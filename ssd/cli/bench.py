@@ -127,7 +127,8 @@ def benchmark(
     if wandb:
         weights_and_biases.check_installed()
     report = run(config, _progress)
-    report.show(errors if to_stdout else Console(width=None if sys.stdout.isatty() else 160))
+    out = sys.stderr if to_stdout else sys.stdout
+    report.show(Console(file=out, width=None if out.isatty() else 160))
     if to_stdout:
         typer.echo(report.as_json(), nl=False)
     elif json_file is not None:

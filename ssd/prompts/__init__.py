@@ -102,5 +102,6 @@ def _nowhere(name: str, folder: Path | None) -> str:
         f"prompt set {name!r} was found in none of these places:\n  "
         + "\n  ".join([*places, f"the sets that come with ssd ({', '.join(OWN_SETS)})"])
         + f'\nWrite one {{"text": prompt}} on each line of {name}/{name}.jsonl and pass the folder above it, '
-        f"or set {FOLDER_VARIABLE} to it; or choose one of the sets that come with ssd."
+        f"or set {FOLDER_VARIABLE} to it (scripts/get_data_from_hf.py fetches the well-known sets), or choose one of "
+        "the sets that come with ssd."
     )

@@ -1,0 +1,223 @@
+"""The benchmark's arithmetic, its contenders and its reports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_server import PIECES, TOKENS_A_PIECE, serving
+from typer.testing import CliRunner
+
+from ssd.bench.answers import Answer, Asked, Speed
+from ssd.bench.measure import MEAN, figures, measure, same_text
+from ssd.bench.models import spelled
+from ssd.bench.ours import Method, OurContender, methods_of, our_contenders
+from ssd.bench.run import BenchConfig, run
+from ssd.bench.workload import Workload, encode, load_workload
+from ssd.cli.main import app
+from ssd.errors import ConfigError
+from ssd.models.checkpoint import open_checkpoint
+
+TINY = ("tiny-llama", "tiny-llama-draft")
+
+
+def answer(began: float, *deliveries: tuple[float, float]) -> Answer:
+    return Answer(began, 5, "", list(deliveries))
+
+
+def test_one_request_after_the_other() -> None:
+    """The first token is the prompt's: neither it nor its time counts as decoding."""
+    speed = Speed.of([answer(0, (2, 1), (3, 2), (5, 4)), answer(5, (6, 1), (7, 1))])
+    assert (speed.prefill_seconds, speed.decode_seconds, speed.seconds) == (3, 4, 7)
+    assert (speed.decode_tokens, speed.output_tokens) == (7, 9)
+    assert speed.decode_rate == 7 / 4
+
+
+def test_a_prompt_read_beside_others_stops_their_clock() -> None:
+    """Catches decoding that is timed while somebody's prompt is read, and tokens of that time that count."""
+    speed = Speed.of([answer(0, (1, 1), (2, 1), (3, 1), (4, 1)), answer(2, (3, 1), (4, 1))])
+    assert (speed.prefill_seconds, speed.decode_seconds) == (2, 2)
+    assert speed.decode_tokens == 3  # at 2, and two at 4
+
+
+def test_pauses_between_requests_do_not_count() -> None:
+    speed = Speed.of([answer(0, (1, 1), (2, 1)), answer(100, (101, 1), (102, 1)), answer(200)])
+    assert (speed.seconds, speed.decode_seconds, speed.decode_tokens) == (4, 2, 2)
+    assert Speed.of([]).decode_rate == 0.0
+
+
+class Clockwork:
+    """A contender that delivers every `step` seconds, and twice as fast in its second turn."""
+
+    note = ""
+
+    def __init__(self, name: str, step: float) -> None:
+        self.name, self._step, self.turns = name, step, 0
+
+    def answer(self, prompts: Any, asked: Asked) -> list[Answer]:
+        self.turns += 1
+        step = self._step / (2 if self.turns == 3 else 1)
+        times = [(10 + i * step, 1.0) for i in range(asked.max_new_tokens)]
+        return [Answer(9.0, 3, "", times) for _ in prompts]
+
+    def close(self) -> None: ...
+
+
+def test_figures_are_medians_and_ratios_of_one_turn() -> None:
+    workloads = [Workload("a", ["x"], "", 1)]
+    found = measure([Clockwork("slow", 1.0), Clockwork("fast", 0.5)], workloads, Asked(11), repeats=2)
+    assert all(measured.contender.turns == 3 for measured in found)  # type: ignore[attr-defined]  # one is to warm up
+    slow, _, fast, mean = figures(found)
+    assert slow["decode_tokens_per_second_range"] == pytest.approx([1.0, 2.0])
+    assert fast["decode_tokens_per_second"] == pytest.approx(3.0)
+    assert fast["ratio_range"] == pytest.approx([2.0, 2.0])
+    assert (mean["set"], mean["ratio"]) == (MEAN, pytest.approx(2.0))
+    assert fast["ttft_ms"]["p50"] == pytest.approx(1000.0)
+    assert fast["gap_ms"]["p99"] == pytest.approx(500.0)
+    assert slow["ms_per_token"] == pytest.approx(750.0)
+    assert same_text(found) is None
+
+
+def test_methods_are_spelled() -> None:
+    options = {"budget": 8, "acceptance": "rejection"}
+    found = methods_of("ar, sd:2,ssd:auto,ngram", "d", 5, options)
+    assert [method.name for method in found] == ["ar", "sd k=2", "ssd k=auto", "ngram k=5"]
+    assert [method.speculation for method in found] == [
+        {"mode": "ar"},
+        {"mode": "sd", "draft": "d", "k": 2, "acceptance": "rejection"},
+        {"mode": "ssd", "draft": "d", "k": "auto", "budget": 8, "acceptance": "rejection"},
+        {"mode": "sd", "draft": "ngram", "k": 5},
+    ]
+    for wrong in ("", "fast", "ar:3", "ar,ar"):
+        with pytest.raises(ConfigError):
+            methods_of(wrong, "d", 4, {})
+    with pytest.raises(ConfigError, match="needs a draft"):
+        Method.parse("sd", None, 4, {})
+
+
+def test_sizes_are_spelled() -> None:
+    assert spelled("llama-3-8b") == ("llama", "8")
+    assert spelled("Llama-3.2-1B-Instruct") == ("llama", "1")
+    assert spelled("qwen3-0.6b") == ("qwen", "0.6")
+    assert spelled("llama-3-9b") is None
+    assert spelled("tiny-llama") is None
+
+
+def test_all_methods_share_an_engine_and_write_the_same() -> None:
+    """Catches a draft that is swapped in and loses text, counts or its own number of tokens."""
+    options = {"placement": "inline", "budget": 6, "fan_out": 2}
+    methods = methods_of("ar,sd:2,ssd:3,ssd:auto,sd:auto,ngram:3", "tiny-llama-draft", 4, options)
+    ours = our_contenders("tiny-llama", methods, batch=2, device="cpu", prefix_caching=False, max_model_len=128)
+    assert len({id(contender.llm) for contender in ours}) == 1
+    tokenizer = open_checkpoint("tiny-llama").tokenizer()
+    workload = load_workload("gsm8k", tokenizer, count=3)
+    found = measure(ours, [workload], Asked(20, batch=2), repeats=1)
+    assert same_text(found)
+    rows = {row["contender"]: row for row in figures(found) if row["set"] == MEAN}
+    assert rows["ar"]["acceptance"] is None
+    assert rows["ar"]["tokens_per_round"] == 1.0
+    assert 0 < rows["sd k=2"]["acceptance"] <= 1
+    assert rows["sd k=2"]["tokens_per_round"] <= 3
+    assert rows["sd k=2"]["hit_rate"] is None
+    assert 0 < rows["ssd k=3"]["hit_rate"] <= 1
+    assert all(row["output_tokens"] == 60 and row["drafter_failures"] == 0 for row in rows.values())
+    found[1].turns["gsm8k"][0].answers[0].token_ids = [1]
+    assert same_text(found) is False
+    for contender in ours:
+        contender.close()
+
+
+def test_prompts_are_cut_and_chosen() -> None:
+    tokenizer = open_checkpoint("tiny-llama").tokenizer()
+    whole = load_workload("alpaca", tokenizer, count=2, chat=False)
+    later = load_workload("alpaca", tokenizer, count=1, offset=1, chat=False)
+    assert later.prompts == whole.prompts[1:]
+    cut = load_workload("alpaca", tokenizer, count=2, input_len=4, chat=False)
+    assert [len(encode(tokenizer, prompt)) for prompt in cut.prompts] == [4, 4]
+    assert cut.longest == 4
+    random = load_workload("random", tokenizer, count=2, input_len=7, seed=1)
+    assert random == load_workload("random", tokenizer, count=2, input_len=7, seed=1)
+    assert [len(prompt) for prompt in random.prompts] == [7, 7]
+    chat = load_workload("example", tokenizer, count=9)
+    assert all(isinstance(prompt[0], dict) for prompt in chat.prompts)
+    function = load_workload("humaneval", tokenizer, count=1)
+    assert isinstance(function.prompts[0], str)
+
+
+def test_a_report_with_peers(tmp_path: Path) -> None:
+    """transformers and a server beside the engine, in one table, as JSON, as a picture and as a page."""
+    files = {kind: tmp_path / f"report.{kind}" for kind in ("json", "png", "svg", "html")}
+    flags = ["bench", *TINY[:1], "--compare", "ar,sd:2", "--sets", "gsm8k,alpaca", "--prompts", "1", "--tokens", "8"]
+    flags += ["--repeats", "1", "--device", "cpu", "--json", str(files["json"])]
+    flags += [part for kind in ("png", "svg", "html") for part in ("--plot", str(files[kind]))]
+    with serving() as server:
+        result = CliRunner().invoke(app, [*flags, "--peer", f"hf,{server.url}"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(files["json"].read_text())
+    rows = {row["contender"]: row for row in report["results"] if row["set"] == MEAN}
+    name = server.url.removeprefix("http://")
+    assert list(rows) == ["ar", "sd k=2", "transformers", "transformers sd:4", name]
+    assert rows[name]["output_tokens"] == 2 * len(PIECES) * TOKENS_A_PIECE
+    assert rows["transformers"]["output_tokens"] == 16
+    assert report["same_text"] is True
+    assert any(note.startswith("transformers: transformers ") for note in report["notes"])
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+    page = files["html"].read_text()
+    for part in ("<svg", "sd k=2", name, "written for ssd", "tokens/s"):
+        assert part in page
+    assert "http" not in page.split("<svg")[0].replace("http://www.w3.org", "").replace(server.url, "")
+    assert "every method wrote the same tokens" in result.output
+
+
+def test_a_draft_in_a_process_is_a_contender_too() -> None:
+    methods = methods_of("ar,ssd:2", "tiny-llama-draft", 2, {"budget": 4})
+    ours = our_contenders("tiny-llama", methods, batch=1, device="cpu", max_model_len=128)
+    try:
+        assert len({id(contender.llm) for contender in ours}) == 2
+        workload = load_workload("gsm8k", open_checkpoint("tiny-llama").tokenizer(), count=1)
+        assert same_text(measure(ours, [workload], Asked(12), repeats=1))
+        assert isinstance(ours[1], OurContender)
+        assert ours[1].metrics.hand_over_seconds > 0
+        assert ours[1].metrics.draft_busy_seconds > 0
+    finally:
+        for contender in ours:
+            contender.close()
+
+
+def test_different_texts_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exit code says so: catches a check that cannot fail."""
+    import ssd.bench.run as module
+
+    monkeypatch.setattr(module, "same_text", lambda found: False)
+    flags = ["bench", "--compare", "ar,ngram:2", "--sets", "example", "--prompts", "1", "--tokens", "4"]
+    result = CliRunner().invoke(app, [*flags, "--repeats", "1", "--device", "cpu"])
+    assert result.exit_code == 1
+    assert "this is a bug" in result.output
+
+
+def test_json_alone_goes_to_stdout() -> None:
+    flags = ["bench", "--compare", "ar", "--sets", "random", "--prompts", "1", "--tokens", "4", "--input-len", "8"]
+    command = [sys.executable, "-m", "ssd", *flags, "--repeats", "1", "--json", "-"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    report = json.loads(result.stdout)
+    assert report["results"][0]["prompt_tokens"] == 8
+    assert "tokens/s" in result.stderr
+
+
+def test_the_rejection_rule_writes_other_tokens_and_is_not_compared() -> None:
+    config = BenchConfig(
+        *TINY,
+        methods="ar,sd:2",
+        speculation={"acceptance": "rejection", "saguaro_c": 0.5},
+        sets=("example",),
+        num_prompts=1,
+        output_len=8,
+        temperature=1.0,
+        repeats=1,
+        engine={"device": "cpu"},
+    )
+    assert run(config).same_text is None
