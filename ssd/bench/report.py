@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from rich.box import SIMPLE
@@ -33,7 +34,7 @@ class Report:
     @property
     def title(self) -> str:
         settings = self.header["settings"]
-        models = " + ".join(name for name in (settings["model"], settings["draft"]) if name)
+        models = " + ".join(_short(name) for name in (settings["model"], settings["draft"]) if name)
         return f"{models}, batch {settings['batch']}, temperature {settings['temperature']:g}, {self.header['device']}"
 
     @property
@@ -99,6 +100,14 @@ def cells(row: Row, headings: tuple[str, ...], first: str) -> list[str]:
         "a token": f"{row['ms_per_token']:.2f}" if row["ms_per_token"] else "",
     }
     return [texts[heading] for heading in headings]
+
+
+def _short(model: str) -> str:
+    """A model's name without the folders that it lies in."""
+    path = PurePath(model)
+    if path.parent.name == "snapshots":
+        return path.parents[1].name.removeprefix("models--").replace("--", "/")
+    return path.name if path.is_absolute() else model
 
 
 def _share(value: float | None) -> str:

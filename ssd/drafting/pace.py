@@ -9,7 +9,6 @@ decides how much is drafted, never what is accepted.
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -22,8 +21,11 @@ from ssd.decoding.drafter import Drafter
 from ssd.drafting.ahead import AheadDrafter
 
 _ENOUGH = 3  # rounds that an arm is measured before it is believed
-_SOON, _REVIEW = 24, 96  # rounds until another arm is measured again: at first, and in the long run
+_REVIEW = 96  # rounds until another arm is measured again
+_SOON = 24  # the same, at first, for a size of the batch that is new
+_STRIDE = 4  # rounds between two choices
 _MARGIN = 1.02  # what another arm must promise to be taken
+_HOPELESS = 0.85  # of the best: it is measured again less often
 _DEPTHS = (1, 2, 3, 4, 6, K_MAX)
 
 
@@ -49,11 +51,13 @@ class _Seconds:
     """Of a round, of late. A round that something else held up does not count."""
 
     last: deque[float] = field(default_factory=lambda: deque(maxlen=16))
+    mean: float = 0.0
 
-    @property
-    def mean(self) -> float:
-        most = 2 * statistics.median(self.last)
-        return statistics.fmean(value for value in self.last if value <= most)
+    def add(self, value: float) -> None:
+        self.last.append(value)
+        most = 2 * sorted(self.last)[len(self.last) // 2]
+        usual = [each for each in self.last if each <= most]
+        self.mean = sum(usual) / len(usual)
 
 
 @dataclass
@@ -61,20 +65,27 @@ class Pace:
     """The clocks of one size of the batch."""
 
     arms: list[Arm]
-    seconds: dict[Arm, _Seconds] = field(default_factory=dict)
+    seconds: dict[Arm, _Seconds] = field(default_factory=dict)  # in units of the level
     current: Arm = PLAIN
-    interval: int = _SOON  # rounds between reviews
+    level: float = 1.0  # how slow everything is
+    interval: int = _REVIEW  # rounds between reviews
     rounds: int = 0  # since the last one
     reviews: int = 0
     reviewed: dict[Arm, int] = field(default_factory=dict)  # in which review each arm was last measured
 
     def like(self) -> Pace:
-        """For another size: starts with what is known of this one."""
-        seconds = {arm: _Seconds(deque([s.mean] * _ENOUGH, maxlen=16)) for arm, s in self.seconds.items() if s.last}
-        return Pace(self.arms, seconds, self.current)
+        """For another size: starts with what is known of this one, and is soon reviewed."""
+        known = {
+            arm: _Seconds(deque([s.mean] * _ENOUGH, maxlen=16), s.mean) for arm, s in self.seconds.items() if s.last
+        }
+        return Pace(self.arms, known, self.current, self.level, interval=_SOON)
 
     def record(self, arm: Arm, seconds: float) -> None:
-        self.seconds.setdefault(arm, _Seconds()).last.append(seconds)
+        """What makes this arm slower of late (longer texts, a busy machine) makes the others slower, too."""
+        if self._count(arm) >= _ENOUGH:
+            slower = seconds / self.level / self.seconds[arm].mean
+            self.level *= 1 + (min(max(slower, 0.8), 1.25) - 1) / 16
+        self.seconds.setdefault(arm, _Seconds()).add(seconds / self.level)
 
     def choose(self, tokens: Callable[[Arm], float]) -> Arm:
         """The next round's arm; `tokens(arm)` is what a round of an arm yields."""
@@ -85,7 +96,7 @@ class Pace:
             self.current = pending[0]
         elif self.rounds >= self.interval:
             self._review(tokens)
-        else:
+        elif self.rounds % _STRIDE == 0:
             self.current = self._best(tokens)
         return self.current
 
@@ -99,7 +110,7 @@ class Pace:
         arms = [arm for arm in self.arms if arm != self.current and (arm in self._samples() or self._count(arm))]
         speed = {arm: tokens(arm) / self._expected(arm) for arm in (*arms, self.current)}
         self.reviews += 1
-        others = [arm for arm in arms if (speed[arm] < 0.8 * max(speed.values())) == (self.reviews % 4 == 0)]
+        others = [arm for arm in arms if (speed[arm] < _HOPELESS * max(speed.values())) == (self.reviews % 4 == 0)]
         if others:
             self.current = min(others, key=lambda arm: self.reviewed.get(arm, 0))
             self.reviewed[self.current] = self.reviews
