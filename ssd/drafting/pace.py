@@ -2,8 +2,7 @@
 
 For each size of the batch it learns how long a round takes with K drafted tokens and so many outcomes prepared ahead,
 and how often the first, second, … of them stands; then it takes what yields the most tokens a second, plain decoding
-included. It
-decides how much is drafted, never what is accepted.
+included. It decides how much is drafted, never what is accepted.
 """
 
 from __future__ import annotations
@@ -75,10 +74,9 @@ class Pace:
 
     def like(self) -> Pace:
         """For another size: starts with what is known of this one, and is soon reviewed."""
-        known = {
-            arm: _Seconds(deque([s.mean] * _ENOUGH, maxlen=16), s.mean) for arm, s in self.seconds.items() if s.last
-        }
-        return Pace(self.arms, known, self.current, self.level, interval=_SOON)
+        known = {arm: s.mean for arm, s in self.seconds.items() if s.last}
+        seconds = {arm: _Seconds(deque([mean] * _ENOUGH, maxlen=16), mean) for arm, mean in known.items()}
+        return Pace(self.arms, seconds, self.current, self.level, interval=_SOON)
 
     def record(self, arm: Arm, seconds: float) -> None:
         """What makes this arm slower of late (longer texts, a busy machine) makes the others slower, too."""
@@ -91,7 +89,7 @@ class Pace:
         """The next round's arm; `tokens(arm)` is what a round of an arm yields."""
         self.rounds += 1
         wanted = [*self._samples(), *self.reviewed]
-        pending = [arm for arm in wanted if self._count(arm) < _ENOUGH]
+        pending = [arm for arm in wanted if not self._measured(arm, tokens)]
         if pending:
             self.current = pending[0]
         elif self.rounds >= self.interval:
@@ -122,6 +120,13 @@ class Pace:
         speed = {arm: tokens(arm) / self._expected(arm) for arm in self.arms}
         best = max(self.arms, key=lambda arm: speed[arm])
         return best if speed[best] > _MARGIN * speed[self.current] else self.current
+
+    def _measured(self, arm: Arm, tokens: Callable[[Arm], float]) -> bool:
+        """Often enough; once, if that was bad enough."""
+        if self._count(arm) >= _ENOUGH:
+            return True
+        known = {other: tokens(other) / s.mean for other, s in self.seconds.items() if s.last}
+        return arm in known and known[arm] < max(known.values()) / 2
 
     def _count(self, arm: Arm) -> int:
         return len(self.seconds[arm].last) if arm in self.seconds else 0
