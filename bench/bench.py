@@ -179,7 +179,7 @@ def arguments() -> argparse.Namespace:
     work.add_argument("--repeats", type=int, default=1, help="turns of every contender on every set")
 
     out = parser.add_argument_group("what to do with it")
-    out.add_argument("--peer", metavar="NAMES", help="measure others too: hf, vllm, sglang, llamacpp, URLs")
+    out.add_argument("--peer", metavar="NAMES", help="others too: hf, vllm, sglang, llamacpp (vllm:4: drafting), URLs")
     out.add_argument("--json", type=Path, help="write all figures here")
     out.add_argument("--plot", type=Path, action="append", default=[], help="draw: a .png, .svg or .html file")
     out.add_argument("--verbose", action="store_true", help="log what the engine does, print the first set's answers")

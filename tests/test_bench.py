@@ -155,12 +155,12 @@ def test_a_report_with_peers(tmp_path: Path) -> None:
     flags += ["--repeats", "1", "--device", "cpu", "--json", str(files["json"])]
     flags += [part for kind in ("png", "svg", "html") for part in ("--plot", str(files[kind]))]
     with serving() as server:
-        result = CliRunner().invoke(app, [*flags, "--peer", f"hf,{server.url}"])
+        result = CliRunner().invoke(app, [*flags, "--peer", f"hf,hf:3,{server.url}"])
     assert result.exit_code == 0, result.output
     report = json.loads(files["json"].read_text())
     rows = {row["contender"]: row for row in report["results"] if row["set"] == MEAN}
     name = server.url.removeprefix("http://")
-    assert list(rows) == ["ar", "sd k=2", "transformers", "transformers sd:4", name]
+    assert list(rows) == ["ar", "sd k=2", "transformers", "transformers sd:3", name]
     assert rows[name]["output_tokens"] == 2 * len(PIECES) * TOKENS_A_PIECE
     assert rows["transformers"]["output_tokens"] == 16
     assert report["same_text"] is True

@@ -522,7 +522,7 @@ def test_bench_flags_name_models_and_a_draft(
     talks: list[tuple[str, Any]] = []
     monkeypatch.setattr(bench, "talk", lambda model, params, **given: talks.append((model, given["speculation"])))
     bench.with_engine(parsed(bench, monkeypatch, f"--ssd {flags}"))
-    assert talks == [(model, options)]
+    assert talks == [(model, options and {"k": 4, **options})]
 
 
 def test_several_gpus_are_one(

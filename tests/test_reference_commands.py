@@ -190,6 +190,7 @@ def test_flags_arrive(flags: str, expected: dict[str, Any], monkeypatch: pytest.
         ("--numseqs 0", "num_prompts=0"),
         ("--prompt_offset -1", "prompt_offset=-1"),
         ("--peer nobody", "'nobody'"),
+        ("--peer hf:4", "there is no draft"),
         ("--sweep nonsense", "JSON list"),
         ("--sweep '[1]'", "list of objects"),
         ("--sweep '[{\"kk\": 1}]'", "'kk'"),

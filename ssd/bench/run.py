@@ -34,7 +34,7 @@ class BenchConfig:
     model: str
     draft: str | None = None
     methods: str = "ar,sd,ssd"  # each perhaps with a number of drafted tokens: ar,sd:4,ssd:auto,ngram:5
-    peers: tuple[str, ...] = ()  # others to measure: PEERS, or the URL of an OpenAI-compatible server
+    peers: tuple[str, ...] = ()  # others to measure: PEERS (`vllm:4`: with the draft), or URLs of servers
     k: int | str = 4  # drafted tokens of methods that do not say
     speculation: dict[str, Any] = field(default_factory=dict)  # options of ssd: fan_out, budget, backup, placement, …
     sets: tuple[str, ...] = tuple(OWN_SETS)
@@ -64,8 +64,13 @@ class BenchConfig:
         if not self.sets:
             raise ConfigError("sets: name at least one set of prompts")
         for peer in self.peers:
-            if peer not in PEERS and not peer.startswith(("http://", "https://")):
-                raise ConfigError(f"peer {peer!r}: must be {', '.join(PEERS)}, or the URL of a server")
+            name, _, k = peer.partition(":")
+            if not peer.startswith(("http://", "https://")) and (name not in PEERS or (k and not k.isdecimal())):
+                raise ConfigError(
+                    f"peer {peer!r}: must be {', '.join(PEERS)}, such as hf or hf:4, or the URL of a server"
+                )
+            if name in PEERS and k and self.draft is None:
+                raise ConfigError(f"peer {peer!r} is to draft, and there is no draft: name one with --draft")
 
 
 def run(config: BenchConfig, track: Callable[[Iterator[str], int], Iterator[str]] = lambda steps, _: steps) -> Report:
@@ -113,30 +118,27 @@ def _contenders(config: BenchConfig, workloads: list[Workload], stack: contextli
         stack.callback(ours.close)
         contenders.append(ours)
     for peer in config.peers:
-        for contender in _peer(config, peer, int(engine["max_model_len"])):
-            stack.callback(contender.close)
-            contenders.append(contender)
+        contenders.append(_peer(config, peer, int(engine["max_model_len"])))
+        stack.callback(contenders[-1].close)
     return contenders
 
 
-def _peer(config: BenchConfig, peer: str, max_model_len: int) -> Iterator[Contender]:
-    """Without a draft; in process also with it."""
-    if peer == "hf":
+def _peer(config: BenchConfig, peer: str, max_model_len: int) -> Contender:
+    """With the draft if it says how many tokens are to be drafted."""
+    if peer.startswith(("http://", "https://")):
+        from ssd.bench.openai import ServerContender
+
+        return ServerContender(peer)
+    name, _, k = peer.partition(":")
+    drafting: dict[str, Any] = {"draft": config.draft, "k": int(k)} if k else {}
+    if name == "hf":
         from ssd.bench.transformers_peer import HFContender
 
         device, dtype = str(config.engine.get("device", "auto")), str(config.engine.get("dtype", "auto"))
-        yield HFContender(config.model, device=device, dtype=dtype)
-        if config.draft is not None and config.batch == 1:
-            k = config.k if isinstance(config.k, int) else 4
-            yield HFContender(config.model, draft=config.draft, k=k, device=device, dtype=dtype)
-    elif peer in PEERS:
-        from ssd.bench.servers import launch
+        return HFContender(config.model, device=device, dtype=dtype, **drafting)
+    from ssd.bench.servers import launch
 
-        yield launch(peer, config.model, batch=config.batch, max_model_len=max_model_len)
-    else:
-        from ssd.bench.openai import ServerContender
-
-        yield ServerContender(peer)
+    return launch(name, config.model, batch=config.batch, max_model_len=max_model_len, **drafting)
 
 
 def _header(config: BenchConfig) -> dict[str, Any]:

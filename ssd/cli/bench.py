@@ -35,7 +35,7 @@ SSD_DATASET_DIR (or [cyan]--folder[/]) if it has the set, else from those that c
 
   ssd bench tiny-qwen3 --compare ar,sd:2,ssd:3,ngram:4 --sets gsm8k --plot report.html --json report.json
 
-  ssd bench MODEL --draft DRAFT --peer hf --prompts 4
+  ssd bench MODEL --draft DRAFT --peer hf,hf:4 --prompts 4
 
   ssd bench graft:tiny-qwen3@qwen3-32b --draft graft:tiny-qwen3-draft@qwen3-0.6b --compare ar,sd:6,ssd:6
 
@@ -48,7 +48,10 @@ def bench(
     draft: speculation.Draft = None,
     compare: Annotated[str, typer.Option(metavar="METHODS", help="What is measured; ratios are to the first.")] = "",
     peer: Annotated[
-        str, typer.Option(help="Others: hf, vllm, sglang, llamacpp, or URLs of OpenAI-compatible servers; by commas.")
+        str,
+        typer.Option(
+            help="Others, by commas: hf, vllm, sglang, llamacpp (vllm:4: drafting), URLs of OpenAI-like servers."
+        ),
     ] = "",
     k: Annotated[str, typer.Option("--k", metavar="N|auto", help="Drafted tokens of methods that do not say.")] = "4",
     acceptance: speculation.Acceptance = None,
@@ -68,6 +71,7 @@ def bench(
     repeats: Annotated[int, typer.Option(help="Turns of every contender on every set.")] = 2,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    gpu_memory: Annotated[float, typer.Option(help="Share of the GPU's memory for ssd: leave some to peers.")] = 0.9,
     eager: Annotated[bool, typer.Option("--eager", help="No CUDA graphs.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures here; -: to stdout.")] = None,
     plot: Annotated[
@@ -99,7 +103,7 @@ def bench(
             temperature=temperature,
             seed=seed,
             repeats=repeats,
-            engine={"device": device, "dtype": dtype, "eager": eager},
+            engine={"device": device, "dtype": dtype, "eager": eager, "gpu_memory_utilization": gpu_memory},
         )
         report = benchmark(config, json_file, plot or [], wandb=wandb, group=group, name=name)
         if report.same_text is False:
