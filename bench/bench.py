@@ -16,6 +16,7 @@ import copy
 import json
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,9 @@ def config_of(args: argparse.Namespace) -> BenchConfig:
             "are right most often; leave it out"
         )
     methods = args.compare or method_of(args)
+    peers = tuple(filter(None, (args.peer or "").split(",")))
     drafted = any(method.split(":")[0] in ("sd", "ssd") for method in methods.split(","))
+    drafted = drafted or any(re.fullmatch(r"\w+:\d+", peer) for peer in peers)
     family: Family = "qwen" if args.qwen else "llama"
     size = args.size or (None if args.model else DEFAULT_SIZE)
     model, draft = pair(family, size=size, model=args.model, draft=args.draft, graft=args.graft, drafted=drafted)
@@ -55,7 +58,7 @@ def config_of(args: argparse.Namespace) -> BenchConfig:
         model,
         draft,
         methods=methods,
-        peers=tuple(filter(None, (args.peer or "").split(","))),
+        peers=peers,
         k=args.k,
         speculation=speculation_of(args, methods),
         sets=sets_of(args),
