@@ -147,12 +147,13 @@ def test_a_prompt_is_cut_like_the_beginning_of_the_whole_text(target: str) -> No
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("model", "count"), [(model, 100 if model in TARGETS else 20) for model in MODELS])
+@pytest.mark.parametrize(("model", "count"), [(model, 50 if model in TARGETS else 20) for model in MODELS])
 def test_transformers_chooses_the_same_tokens(model: str, count: int, greedy: Callable[[str], list[Answer]]) -> None:
     """Catches any difference between what was trained and what is decoded. The smallest lead of a token over the next
     one is 2e-4 in these texts, a hundred times what rounding does.
     """
-    answers = greedy(model) if model in TARGETS else generate(model, PROMPTS[:: 100 // count])
+    step = 100 // count
+    answers = greedy(model)[::step] if model in TARGETS else generate(model, PROMPTS[::step])
     assert len(answers) == count
     for answer, chosen in zip(answers, choices(model, answers), strict=True):
         assert len(answer.tokens) == GREEDY.max_new_tokens
@@ -240,7 +241,9 @@ def grafted(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:
     return name
 
 
-@pytest.mark.parametrize(("target", "shape"), [("tiny-llama", "wide-64"), ("tiny-qwen3", "wide-128")])
+@pytest.mark.parametrize(
+    ("target", "shape"), [("tiny-llama", "wide-64"), pytest.param("tiny-qwen3", "wide-128", marks=pytest.mark.slow)]
+)
 def test_grafts_write_the_same_text(
     target: str, shape: str, grafted: Callable[[str, str], str], greedy: Callable[[str], list[Answer]]
 ) -> None:

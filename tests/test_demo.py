@@ -45,7 +45,7 @@ def asked(*titles: str) -> list[Asked]:
     return [Asked(Question(title, "?"), "?", SamplingParams()) for title in titles]
 
 
-@pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen3"])
+@pytest.mark.parametrize("model", ["tiny-llama", pytest.param("tiny-qwen3", marks=pytest.mark.slow)])
 def test_it_shows_texts_speeds_and_what_they_mean(model: str) -> None:
     """Catches a section that is lost, and control characters in a pipe."""
     done = demo("--model", model)
@@ -152,7 +152,7 @@ def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     assert demo().exit_code == 130
 
 
-@pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
+@pytest.mark.parametrize("mode", [pytest.param("ar", marks=pytest.mark.slow), "sd", "ssd"])
 def test_one_other_token_fails_the_demo(monkeypatch: pytest.MonkeyPatch, one_core: None, mode: str) -> None:
     """Catches a demo that claims equality without looking, and a further run that asks for something else."""
     generate = LLM.generate

@@ -154,7 +154,7 @@ def test_same_answers(target: str, stranger: str, alone: Answers, draft: str, k:
         check_draft_pool(llm)
 
 
-@pytest.mark.parametrize(("k", "batch"), whole_table({(1, 16), (4, 16), (12, 5)}))
+@pytest.mark.parametrize(("k", "batch"), whole_table({(1, 16), (4, 16)}))
 @pytest.mark.parametrize("draft", ["target", "stranger"])
 def test_same_answers_prepared_ahead(
     target: str, stranger: str, alone: Answers, draft: str, k: int, batch: int
@@ -175,7 +175,14 @@ def test_same_answers_prepared_ahead(
 
 @pytest.mark.parametrize(
     ("fan_out", "backup"),
-    [(1, "jit"), (3, "auto"), ("geometric", "fast"), ("listed", "jit"), ("adaptive", "fast"), ("adaptive", "auto")],
+    [
+        (1, "jit"),
+        ("geometric", "fast"),
+        ("listed", "jit"),
+        ("adaptive", "auto"),
+        pytest.param(3, "auto", marks=pytest.mark.slow),
+        pytest.param("adaptive", "fast", marks=pytest.mark.slow),
+    ],
 )
 def test_same_answers_with_every_fan_out_and_backup(
     target: str, stranger: str, alone: Answers, fan_out: Any, backup: str
@@ -293,7 +300,9 @@ def bundled_prompts(count: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
-@pytest.mark.parametrize(("family", "k", "batch"), [("llama", 4, 5), ("qwen3", 2, 8)])
+@pytest.mark.parametrize(
+    ("family", "k", "batch"), [pytest.param("llama", 4, 5, marks=pytest.mark.slow), ("qwen3", 2, 8)]
+)
 def test_the_bundled_pairs(family: str, k: int, batch: int, mode: str) -> None:
     compare_bundled(family, f"tiny-{family}-draft", k, batch, count=12, new_tokens=24, mode=mode)
 
