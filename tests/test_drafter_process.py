@@ -39,9 +39,11 @@ from ssd.drafting.wire import (
     Message,
     WireError,
     Words,
+    decode_prepared,
     decode_proposals,
     decode_round,
     decode_setup,
+    encode_prepared,
     encode_proposals,
     encode_round,
     encode_setup,
@@ -85,6 +87,11 @@ entries = st.lists(
     max_size=4,
 )
 rounds = st.tuples(st.lists(st.integers(0, 1 << 40), max_size=4), entries)
+
+
+drafts = st.lists(st.integers(0, VOCAB - 1), max_size=LOOKAHEAD).map(tuple)
+outcomes = st.dictionaries(st.tuples(st.integers(0, LOOKAHEAD), st.integers(0, VOCAB - 1)), drafts, max_size=5)
+prepared = st.dictionaries(st.integers(0, 1 << 40), outcomes, max_size=3)
 
 
 @st.composite
@@ -146,13 +153,23 @@ def test_proposals_cross_unchanged(sent: list[Proposal]) -> None:
         assert a.laws is None or torch.equal(a.laws, b.laws)
 
 
+@given(prepared)
+def test_what_is_prepared_crosses_unchanged(sent: dict[int, dict[tuple[int, int], tuple[int, ...]]]) -> None:
+    payload = encode_prepared(sent)
+    assert decode_prepared(carried(payload, Kind.PREPARED), VOCAB) == sent
+    for wrong in (payload[:-1], np.append(payload, 0)):
+        with pytest.raises(WireError):
+            decode_prepared(wrong, VOCAB)
+
+
 @given(st.dictionaries(st.text(), st.none() | st.integers() | st.text() | st.lists(st.floats(0, 1))))
 def test_a_setup_crosses_unchanged(setup: dict[str, Any]) -> None:
     assert decode_setup(carried(encode_setup(setup), Kind.SETUP)) == setup
 
 
 def decode_anything(payload: Words, num_works: int) -> None:
-    for decode in (decode_setup, decode_round, lambda p: decode_proposals(p, num_works, VOCAB)):
+    decoders = (decode_setup, decode_round, lambda p: decode_prepared(p, VOCAB))
+    for decode in (*decoders, lambda p: decode_proposals(p, num_works, VOCAB)):
         with suppress(WireError):
             decode(payload)
 
@@ -317,7 +334,7 @@ class Honest(Drafter):
 
     def __init__(self, setup):
         self.texts, self.sleeps, self.manner = setup["texts"], setup.get("sleeps", []), setup.get("anticipate")
-        self.interrupted = None
+        self.interrupted, self.ahead = None, setup.get("ahead")
 
     def propose(self, works):
         if self.sleeps:
@@ -331,6 +348,10 @@ class Honest(Drafter):
         while self.manner == "until interrupted" and not self.interrupted():
             time.sleep(0.001)
         time.sleep(self.manner if isinstance(self.manner, float) else 0)
+
+    def outcomes(self, sequence):
+        rest = self.after(sequence.tokens)[: 5 if self.ahead else 0]
+        return {(i, token): self.after([*sequence.tokens, *rest[: i + 1]])[:4] for i, token in enumerate(rest)}
 
     def forget(self, sequence):
         pass
@@ -381,6 +402,12 @@ LIES = {
     "half a reply, then the end": "end.sendall(struct.pack('=7q', MAGIC, 4, number, 0, 0, 4, 1)); sys.exit()",
     "the end": "sys.exit()",
     "no reply": "time.sleep(60)",
+    "prepared twice": f"{GOOD}; send(5, number, 0); send(5, number, 0)",
+    "prepared for a round to come": f"{GOOD}; send(5, number + 1, 0)",
+    "prepared long ago": f"{GOOD}; send(5, number - 2, 0)",
+    "prepared an id too high": f"{GOOD}; send(5, number, 1, 0, 0, 1, 0, {VOCAB}, 0)",
+    "prepared a draft that is not there": f"{GOOD}; send(5, number, 1, 0, 2, 1, 0, 7, 3, 1, 2)",
+    "prepared far too much": f"{GOOD}; send(5, number, 1, 0, 1, 3000, {'0, 7, 1, 1, ' * 3000})",
 }
 
 
@@ -411,8 +438,11 @@ class Nursery:
         self.drafters.append(ProcessDrafter(start, LOOKAHEAD, VOCAB, clock=self.clock, **options))
         return self.drafters[-1]
 
-    def honest(self, *texts: list[int], sleeps: Seq[float] = (), anticipate: Any = None, **options: Any) -> Any:
-        drafter = self.drafter(HONEST, {"texts": texts, "sleeps": list(sleeps), "anticipate": anticipate}, **options)
+    def honest(
+        self, *texts: list[int], sleeps: Seq[float] = (), anticipate: Any = None, ahead: bool = False, **options: Any
+    ) -> Any:
+        setup = {"texts": texts, "sleeps": list(sleeps), "anticipate": anticipate, "ahead": ahead}
+        drafter = self.drafter(HONEST, setup, **options)
         assert drafter.wait_ready(30)
         return drafter
 
@@ -457,6 +487,24 @@ def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never happened"
         time.sleep(0.01)
+
+
+def test_what_was_prepared_is_at_hand(nursery: Nursery) -> None:
+    """Catches a round that waits for what it has, and one that takes what was prepared for another text."""
+    drafter = nursery.honest(TEXT, ahead=True, patience=8.0)
+    sequence = make_sequence(TEXT[:2])
+    asked = 0
+    for number, accepted in enumerate([0, 2, 1, LOOKAHEAD]):
+        [proposal] = propose_soon(drafter, [work_for(sequence)])
+        assert proposal.token_ids == tuple(TEXT[len(sequence.tokens) :][:LOOKAHEAD])
+        asked += proposal.origin != "hit"
+        assert drafter.replies == asked == 1
+        assert drafter.at_hand == number
+        sequence.tokens += proposal.token_ids[: accepted + 1]
+        until(lambda: bool(drafter._settled(drafter._worker) and drafter._prepared))
+    sequence.tokens[-1] += 1  # nothing is prepared for that: the worker is asked, and knows no such text
+    assert propose_soon(drafter, [work_for(sequence)])[0].origin == "sibling"
+    assert (drafter.replies, drafter.failures, drafter.late) == (2, 0, 0)
 
 
 def test_drafts_come_from_the_process(nursery: Nursery) -> None:

@@ -107,3 +107,9 @@ def test_prepared_drafts_that_are_not_there_count() -> None:
         drafter.round_seconds = 1.0 if arm.width else 1.1 + 0.05 * arm.k
         taken.append(arm)
     assert sum(arm.width == 0 for arm in taken[100:]) > 180
+
+
+def test_a_round_that_only_reads_prompts_is_none_of_its_business() -> None:
+    drafter = Paced(Right(), make_arms(None, (0,)))
+    assert drafter.propose([]) == []
+    assert not drafter._paces

@@ -90,11 +90,10 @@ def _tokens(measured: Measured, name: str) -> list[list[list[int] | None]]:
 
 def figures(found: Seq[Measured]) -> list[dict[str, Any]]:
     """One entry for every contender and set, and one for the mean of the sets; ratios are to the first contender."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for measured in found:
-        of_sets = [_of_set(measured, found[0], name) for name in measured.turns]
-        rows += of_sets
-        rows.append(_mean(measured, found[0], of_sets))
+        rows += [_of_set(measured, found[0], name) for name in measured.turns]
+        rows.append(_mean(measured, found[0]))
     return rows
 
 
@@ -111,7 +110,7 @@ def _of_set(measured: Measured, first: Measured, name: str) -> dict[str, Any]:
     }
 
 
-def _mean(measured: Measured, first: Measured, of_sets: list[dict[str, Any]]) -> dict[str, Any]:
+def _mean(measured: Measured, first: Measured) -> dict[str, Any]:
     """Rates are means over the sets; everything else is of all answers together."""
     rates, others = ([statistics.fmean(rates) for rates in _by_repeat(m)] for m in (measured, first))
     turns = [turn for name in measured.turns for turn in measured.turns[name]]
@@ -175,10 +174,9 @@ def _counts(turns: Seq[Turn]) -> dict[str, Any]:
         return {}
     rounds, drafted = sum(m.num_rounds for m in metrics), sum(m.spec_decode_num_draft_tokens for m in metrics)
     looked_up = sum(sum(m.ssd_look_ups_after) for m in metrics)
-    verifications = sum(turn.metrics.num_sequence_rounds for turn in turns if turn.metrics is not None)
     return {
         "rounds": rounds,
-        "tokens_per_round": _ratio(sum(m.output_tokens for m in metrics), verifications),
+        "tokens_per_round": _ratio(sum(m.output_tokens for m in metrics), sum(m.num_sequence_rounds for m in metrics)),
         "acceptance": sum(m.spec_decode_num_accepted_tokens for m in metrics) / drafted if drafted else None,
         "hit_rate": sum(sum(m.ssd_hits_after) for m in metrics) / looked_up if looked_up else None,
         "ms_waiting_for_drafts": _ratio(1e3 * sum(turn.waited for turn in turns), rounds),

@@ -6,9 +6,12 @@ speed but never text.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from ssd.core import Proposal, Sequence, Work
+
+Outcomes = Mapping[tuple[int, int], tuple[int, ...]]  # (accepted tokens, the one that the target adds) -> a draft
 
 
 class Drafter:
@@ -29,6 +32,10 @@ class Drafter:
 
     def anticipate(self, works: Seq[Work]) -> None:
         """The target verifies these now: prepare for what it may decide. Must not wait for it."""
+
+    def outcomes(self, sequence: Sequence) -> Outcomes:
+        """What is prepared for the next round of a sequence, once it is."""
+        return {}
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has finished."""

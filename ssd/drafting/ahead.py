@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from ssd.core import Proposal, Sequence, Work
-from ssd.decoding.drafter import Drafter
+from ssd.decoding.drafter import Drafter, Outcomes
 from ssd.drafting.fan_out import FanOut, Forks, Outlook
 from ssd.drafting.model import DraftModel, Mirror, cut, write_now
 from ssd.drafting.ngram import NgramDrafter
@@ -168,6 +168,13 @@ class AheadDrafter(Drafter):
         self._records.pop(sequence.id, None)
         self._ngram.forget(sequence)
         self.model.forget(sequence)
+
+    def outcomes(self, sequence: Sequence) -> Outcomes:
+        """Nothing where drafts are worth nothing without their laws."""
+        prepared = self.prepared(sequence)
+        if prepared is None or self.model.program.chooser.drawn:
+            return {}
+        return {outcome: tuple(prepared.run.tokens[row][1:]) for outcome, row in prepared.branches().items()}
 
     def prepared(self, sequence: Sequence) -> Prepared | None:
         """What is prepared for the next round of a sequence."""

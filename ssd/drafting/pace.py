@@ -168,6 +168,8 @@ class Paced(Drafter):
         return self.inner.hand_over_seconds
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
+        if not works:  # a round that only reads prompts
+            return []
         for work in works:
             self._learn(work.sequence)
         size = (len(works) - 1).bit_length()

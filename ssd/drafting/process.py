@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from ssd.core import Proposal, Request, Sequence, Work
-from ssd.decoding.drafter import Drafter
+from ssd.decoding.drafter import Drafter, Outcomes
+from ssd.drafting.model import cut
 from ssd.drafting.wire import (
     Birth,
     Channel,
@@ -29,12 +30,15 @@ from ssd.drafting.wire import (
     Message,
     WireError,
     Words,
+    decode_prepared,
     decode_proposals,
     decode_round,
     decode_setup,
+    encode_prepared,
     encode_proposals,
     encode_round,
     encode_setup,
+    most_prepared_words,
     most_proposal_words,
 )
 
@@ -91,6 +95,11 @@ def _serve_round(drafter: Drafter, channel: Channel, sequences: dict[int, Sequen
     times = int(drafter.busy_seconds * 1e9), time.perf_counter_ns() - began
     _send(channel, Message(Kind.PROPOSALS, message.round, payload, times))
     drafter.anticipate([work.with_proposal(p) for work, p in zip(works, proposals, strict=True)])
+    if channel.waiting():  # it is too late for that
+        return
+    prepared = {work.sequence.id: outcomes for work in works if (outcomes := drafter.outcomes(work.sequence))}
+    if prepared:
+        _send(channel, Message(Kind.PREPARED, message.round, encode_prepared(prepared)))
 
 
 def _work(entry: Entry, sequences: dict[int, Sequence]) -> Work:
@@ -189,13 +198,15 @@ class _Awaited:
 
     kind: Kind
     round: int
-    limit: int  # words of its payload
     moved: int  # bytes that had crossed when there was last a sign of life
     since: float  # when that was
 
 
 class ProcessDrafter(Drafter):
     """Drafts in a worker that `start` launches, and launches again whenever it is lost.
+
+    The worker sends all that it has prepared ahead of the next round. If every outcome of that round is among it, the
+    drafts are at hand, and the worker is told without being waited for.
 
     A round waits for its proposals for a few times the usual reply at most (at first `patience` seconds), and while a
     reply is overdue not at all. A worker that is silent for `hang_limit` seconds (`start_limit` before it is ready) is
@@ -221,6 +232,7 @@ class ProcessDrafter(Drafter):
         self.failures = 0
         self.restarts = 0
         self.replies = 0  # in time
+        self.at_hand = 0  # rounds that needed none
         self.late = 0  # rounds that went on without a reply
         self.wait_seconds = 0.0  # that rounds waited for replies
         self.hand_over_seconds = 0.0
@@ -236,7 +248,11 @@ class ProcessDrafter(Drafter):
         self._restart_at = 0.0
         self._pause = SHORTEST_PAUSE
         self._round = 0
+        self._last_prepared = 0  # the round for which that was last received
+        self._limit = 0  # words of a message that it may send
         self._known: dict[int, int] = {}  # by sequence id: tokens that the worker has
+        self._drafts: dict[int, tuple[int, ...]] = {}  # by sequence id: what was proposed in the last round
+        self._prepared: dict[int, Outcomes] = {}  # by sequence id: for the outcomes of that
         self._forgotten: list[int] = []  # what it knows and should no longer
         self._closed = False
         self._ended = ended  # called after the worker's end
@@ -278,7 +294,9 @@ class ProcessDrafter(Drafter):
             return nothing
         try:
             if self._settled(self._worker):
-                return self._ask(self._worker, works) or nothing
+                proposals = self._look_up(self._worker, works) or self._ask(self._worker, works) or nothing
+                self._drafts = {w.sequence.id: p.token_ids for w, p in zip(works, proposals, strict=True)}
+                return proposals
             self.late += self._ready_since is not None
         except (WireError, OSError) as error:
             self._lose(str(error))
@@ -287,6 +305,7 @@ class ProcessDrafter(Drafter):
     def forget(self, sequence: Sequence) -> None:
         if self._known.pop(sequence.id, None) is not None:
             self._forgotten.append(sequence.id)
+        self._prepared.pop(sequence.id, None)
 
     def close(self) -> None:
         """Ends the worker."""
@@ -299,15 +318,38 @@ class ProcessDrafter(Drafter):
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
+    def _look_up(self, worker: Worker, works: Seq[Work]) -> list[Proposal] | None:
+        """What was prepared for all of these, of which the worker is told; None: it has to be asked."""
+        found = [self._prepared_for(work) for work in works]
+        proposals = [Proposal(cut(work, draft), None, "hit") for work, draft in zip(works, found, strict=True) if draft]
+        if len(proposals) < len(works):
+            return None
+        self._tell(worker, works)
+        self.at_hand += 1
+        return proposals
+
+    def _prepared_for(self, work: Work) -> tuple[int, ...] | None:
+        sequence = work.sequence
+        new, draft = sequence.tokens[self._known.get(sequence.id, 0) :], self._drafts.get(sequence.id)
+        if draft is None or not new or work.lookahead == 0 or tuple(new[:-1]) != draft[: len(new) - 1]:
+            return None
+        return self._prepared.get(sequence.id, {}).get((len(new) - 1, new[-1]))
+
+    def _tell(self, worker: Worker, works: Seq[Work]) -> _Awaited:
+        """What is new; a reply is due for that."""
+        self._round += 1
+        self._prepared = {}
+        last = int(self.round_seconds * 1e9), 0
+        worker.channel.post(Message(Kind.ROUND, self._round, self._news(works), last))
+        proposals = most_proposal_words(len(works), self.lookahead, self.vocab_size)
+        self._limit = max(proposals, most_prepared_words(len(works), self.lookahead))
+        self._awaited = _Awaited(Kind.PROPOSALS, self._round, worker.channel.num_bytes, self._clock())
+        return self._awaited
+
     def _ask(self, worker: Worker, works: Seq[Work]) -> list[Proposal] | None:
         """The worker's proposals; None when they are late. A late reply counts as one that took all the patience."""
         began = self._clock()
-        self._round += 1
-        last = int(self.round_seconds * 1e9), 0
-        worker.channel.post(Message(Kind.ROUND, self._round, self._news(works), last))
-        limit = most_proposal_words(len(works), self.lookahead, self.vocab_size)
-        self._awaited = _Awaited(Kind.PROPOSALS, self._round, limit, worker.channel.num_bytes, began)
-        message = self._receive(worker, self._awaited, self.patience)
+        message = self._receive(worker, self._tell(worker, works), self.patience)
         waited = self._clock() - began
         self.wait_seconds += waited
         self._mean_reply += (min(waited, MOST_PATIENCE) - self._mean_reply) / 8
@@ -315,7 +357,6 @@ class ProcessDrafter(Drafter):
             self.late += 1
             return None
         self.replies += 1
-        self._worker_seconds = message.times[0] / 1e9
         self.hand_over_seconds += max(0.0, waited - message.times[1] / 1e9)
         return decode_proposals(message.payload, len(works), self.vocab_size)
 
@@ -332,18 +373,21 @@ class ProcessDrafter(Drafter):
         return encode_round(forgotten, entries)
 
     def _settled(self, worker: Worker, timeout: float = 0.0) -> bool:
-        """Whether the worker owes nothing. A reply that came too late is taken in, and dropped."""
+        """Whether the worker owes nothing. A reply that is not needed any more is taken in, and dropped."""
         if self._awaited is not None:
             drain = _DRAIN if worker.channel.arriving else 0.0
-            return self._receive(worker, self._awaited, max(timeout, drain)) is not None
-        if worker.channel.waiting():
-            worker.channel.receive(0, 0.0)  # which raises if it is the end
-            raise WireError("it spoke without being asked")
+            if self._receive(worker, self._awaited, max(timeout, drain)) is None:
+                return False
+        while worker.channel.waiting() and (message := worker.channel.receive(self._limit, 0.0)) is not None:
+            self._keep(message)
         return True
 
     def _receive(self, worker: Worker, awaited: _Awaited, timeout: float) -> Message | None:
-        """What the worker owes, if it comes in time."""
-        message = worker.channel.receive(awaited.limit, timeout)
+        """What the worker owes, if it comes in time. What it had prepared for an earlier round may come first."""
+        message = worker.channel.receive(self._limit, timeout)
+        if message is not None and message.kind is Kind.PREPARED:
+            self._keep(message)
+            message = worker.channel.receive(self._limit, timeout)
         if message is None:
             self._check_silence(worker, awaited)
             return None
@@ -351,8 +395,20 @@ class ProcessDrafter(Drafter):
             raise WireError(f"it sent {message.kind.name} {message.round}, not {awaited.kind.name} {awaited.round}")
         if message.kind is Kind.READY:
             self._ready_since = self._clock()
+        self._worker_seconds = message.times[0] / 1e9
         self._awaited = None
         return message
+
+    def _keep(self, message: Message) -> None:
+        """What was prepared, if it is for the round under way. It is said once."""
+        if message.kind is not Kind.PREPARED or not self._round - 1 <= message.round <= self._round:
+            raise WireError(f"it sent {message.kind.name} {message.round} without being asked")
+        if message.round <= self._last_prepared:
+            raise WireError(f"it sent PREPARED {message.round} twice")
+        self._last_prepared = message.round
+        prepared = decode_prepared(message.payload, self.vocab_size)
+        if message.round == self._round:
+            self._prepared = prepared
 
     def _check_silence(self, worker: Worker, awaited: _Awaited) -> None:
         now = self._clock()
@@ -369,7 +425,8 @@ class ProcessDrafter(Drafter):
         except (WireError, OSError) as error:
             self._lose(str(error))
         else:
-            self._awaited = _Awaited(Kind.READY, 0, 0, self._worker.channel.num_bytes, self._clock())
+            self._limit = 0
+            self._awaited = _Awaited(Kind.READY, 0, self._worker.channel.num_bytes, self._clock())
 
     def _relaunch_when_due(self) -> None:
         """Not before the lost one has gone, and given back what it held."""
@@ -393,4 +450,6 @@ class ProcessDrafter(Drafter):
         self._restart_at = now + self._pause
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
         self._known.clear()
+        self._drafts.clear()
+        self._prepared.clear()
         self._forgotten.clear()

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.core import Proposal, SamplingParams, Sequence
+from ssd.decoding.drafter import Outcomes
 from ssd.errors import RequestError, SSDError
 
 Words = npt.NDArray[np.int64]
@@ -31,6 +32,7 @@ Words = npt.NDArray[np.int64]
 MAGIC = 0x5353_4457_0000_0002  # "SSDW", version 2
 HEADER_WORDS = 6
 MAX_WORDS = 1 << 26  # of a payload: half a gigabyte
+MAX_OUTCOMES = 256  # that are prepared for a sequence
 ORIGINS = ("draft", "hit", "jit", "ngram", "sibling")  # of a proposal; what crosses is the index
 
 _LOWEST, _HIGHEST = -(1 << 63), (1 << 63) - 1
@@ -52,6 +54,7 @@ class Kind(IntEnum):
     READY = 2  # from the worker, once: it can take rounds now
     ROUND = 3  # to the worker: sequences to draft for
     PROPOSALS = 4  # from the worker: the answer to a round
+    PREPARED = 5  # from the worker, unasked: what it has prepared for the outcomes of that round
 
 
 _KINDS = frozenset(Kind)
@@ -160,6 +163,38 @@ def decode_proposals(payload: Words, num_works: int, vocab_size: int) -> list[Pr
 def most_proposal_words(num_works: int, lookahead: int, vocab_size: int) -> int:
     """The longest payload that a truthful worker can answer with."""
     return 1 + num_works * (3 + lookahead * (1 + vocab_size))
+
+
+def encode_prepared(prepared: Mapping[int, Outcomes]) -> Words:
+    """Of each sequence a table, its drafts padded to one length: it is read while the target waits."""
+    words = [len(prepared)]
+    for sequence_id, outcomes in prepared.items():
+        depth = max(map(len, outcomes.values()), default=0)
+        words += [sequence_id, depth, len(outcomes)]
+        for (accepted, token), draft in outcomes.items():
+            words += [accepted, token, len(draft), *draft, *([0] * (depth - len(draft)))]
+    return _words(words)
+
+
+def decode_prepared(payload: Words, vocab_size: int) -> dict[int, Outcomes]:
+    """By sequence id; of tokens that exist."""
+    reader = _Reader(payload)
+    found: dict[int, Outcomes] = {}
+    for _ in range(reader.number(0, reader.left)):
+        sequence_id, depth, count = reader.number(0), reader.number(0, reader.left), reader.number(0, reader.left)
+        width = 3 + depth
+        table = reader.numbers(count * width, 0, vocab_size - 1)
+        if max(table[2::width], default=0) > depth:
+            raise WireError("a draft is longer than its table is wide")
+        starts = range(0, len(table), width)
+        found[sequence_id] = {(table[i], table[i + 1]): tuple(table[i + 3 : i + 3 + table[i + 2]]) for i in starts}
+    reader.finish()
+    return found
+
+
+def most_prepared_words(num_works: int, lookahead: int) -> int:
+    """The longest payload that a truthful worker can prepare."""
+    return 1 + num_works * (3 + MAX_OUTCOMES * (3 + lookahead))
 
 
 def _birth_words(birth: Birth) -> list[int]:
