@@ -280,6 +280,12 @@ class Work:
         """Logit rows wanted: one after the last decided token, one after every drafted token."""
         return 1 + len(self.proposal.token_ids) if self.decides else 0
 
+    def usable(self, draft: Seq[int]) -> tuple[int, ...]:
+        """As much of a draft as this can use: within the lookahead, and not beyond a stop."""
+        tokens = tuple(draft[: self.lookahead])
+        stops = self.sequence.stop_token_ids
+        return tokens[: next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))]
+
     def with_proposal(self, proposal: Proposal) -> Work:
         return replace(self, proposal=proposal)
 

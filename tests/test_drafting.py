@@ -20,7 +20,7 @@ from ssd.decoding.law import Row
 from ssd.drafting.ahead import AheadDrafter, Worth
 from ssd.drafting.choice import Chooser, Needs, Rows, adjustments
 from ssd.drafting.fan_out import Adaptive, Geometric, Listed, Outlook
-from ssd.drafting.model import DraftModel, Mirror, cut
+from ssd.drafting.model import DraftModel, Mirror
 from ssd.drafting.program import RANKS
 from ssd.kernels.choice import best_tokens
 
@@ -251,6 +251,6 @@ def test_waiting_pays_only_while_it_does() -> None:
 
 def test_a_draft_ends_with_its_stop_and_its_room() -> None:
     sequence = make_sequence([1, 2, 3], stop_token_ids=frozenset({9}))
-    assert cut(Work(sequence, 1, 3), [5, 6, 7, 8]) == (5, 6, 7)
-    assert cut(Work(sequence, 1, 4), [5, 9, 7, 8]) == (5, 9)
-    assert cut(Work(sequence, 1, 4), []) == ()
+    assert Work(sequence, 1, 3).usable([5, 6, 7, 8]) == (5, 6, 7)
+    assert Work(sequence, 1, 4).usable([5, 9, 7, 8]) == (5, 9)
+    assert Work(sequence, 1, 4).usable([]) == ()

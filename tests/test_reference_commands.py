@@ -15,7 +15,7 @@ import pytest
 
 BENCH = Path(__file__).parents[1] / "bench"
 COMMANDS = [line for line in (BENCH / "commands.txt").read_text().splitlines() if line.startswith("python")]
-SHORT = ["--numseqs", "2", "--output_len", "12"]  # the last one counts
+SHORT = ["--numseqs", "1", "--output_len", "10"]  # the last one counts
 FIELDS = {
     "decode_tokens_per_second",
     "ratio",
@@ -94,7 +94,7 @@ def test_bench(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     for row in report["results"]:
         assert row["contender"].startswith(method)
         assert set(row) >= FIELDS
-        assert row["output_tokens"] == row["requests"] * 12
+        assert row["output_tokens"] == row["requests"] * 10
         assert row["decode_tokens_per_second"] > 0
         assert row["drafter_failures"] == 0
         assert (row["acceptance"] is not None) == (method != "ar")
@@ -241,7 +241,7 @@ def test_a_sweep_is_several_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     first, second = json.loads(file.read_text())
     assert (first["settings"]["methods"], first["settings"]["k"]) == ("sd", 2)
     assert second["results"][0]["rounds"] == 4
-    assert second["results"][0]["output_tokens"] < 24
+    assert second["results"][0]["output_tokens"] < 10
 
 
 def test_the_architecture_to_compile_for(monkeypatch: pytest.MonkeyPatch) -> None:

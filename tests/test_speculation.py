@@ -134,7 +134,7 @@ def whole_table(fast: set[tuple[int, int]]) -> list[Any]:
     return [pytest.param(*pair, marks=[] if pair in fast else pytest.mark.slow) for pair in pairs]
 
 
-@pytest.mark.parametrize(("k", "batch"), whole_table({(1, 16), (4, 1), (4, 5), (4, 16), (12, 16)}))
+@pytest.mark.parametrize(("k", "batch"), whole_table({(1, 16), (4, 5), (12, 16)}))
 @pytest.mark.parametrize("draft", ["target", "stranger", "ngram", "liar"])
 def test_same_answers(target: str, stranger: str, alone: Answers, draft: str, k: int, batch: int) -> None:
     name = {"target": target, "stranger": stranger}.get(draft, "ngram")
@@ -250,7 +250,7 @@ def test_a_draft_pool_that_is_too_small(target: str, stranger: str, alone: Answe
         assert llm.engine.metrics.spec_decode_num_drafts > 0
 
 
-@pytest.mark.parametrize("chunk", [16, 33])
+@pytest.mark.parametrize("chunk", [16, pytest.param(33, marks=pytest.mark.slow)])
 def test_small_chunks(target: str, stranger: str, alone: Answers, chunk: int) -> None:
     """Drafts share a batch with prefill chunks, and get fewer slots when the budget is short."""
     speculation = {"mode": "sd", "draft": stranger, "k": 7}
@@ -278,8 +278,8 @@ def test_a_draft_with_a_smaller_or_larger_vocabulary(
 def test_rejection_keeps_greedy_text_and_finishes(target: str, stranger: str, alone: Answers) -> None:
     sd, inline = {"mode": "sd"}, {"mode": "ssd", "placement": "inline"}
     process: dict[str, Any] = {"mode": "ssd", "placement": "process", "saguaro_c": 0.25}
-    hows: list[tuple[str, dict[str, Any]]] = [(stranger, sd), ("ngram", sd), (target, sd), (stranger, process)]
-    hows += [(stranger, inline | {"backup": "jit"}), (target, inline | {"backup": "fast"})]
+    hows: list[tuple[str, dict[str, Any]]] = [(stranger, sd), ("ngram", sd), (stranger, process)]
+    hows += [(target, inline | {"backup": "fast"})]
     for draft, how in hows:
         speculation = {"draft": draft, "k": 3, "acceptance": "rejection", **how}
         with LLM(target, device="cpu", max_num_seqs=16, speculation=speculation) as llm:

@@ -38,7 +38,7 @@ def rank(index: int, size: int, port: int, path: str, results: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", ["llama-biased", "qwen3", "llama-tied"])
+@pytest.mark.parametrize("kind", ["llama-biased", "qwen3", pytest.param("llama-tied", marks=pytest.mark.slow)])
 def test_two_ranks_equal_one(
     make_model: Callable[[str], TestModel], kind: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from ssd.core import Proposal, Sequence, Work
 from ssd.decoding.drafter import Drafter, Outcomes
 from ssd.drafting.fan_out import FanOut, Forks, Outlook
-from ssd.drafting.model import DraftModel, Mirror, cut, write_now
+from ssd.drafting.model import DraftModel, Mirror, write_now
 from ssd.drafting.ngram import NgramDrafter
 from ssd.drafting.program import Run
 
@@ -196,7 +196,7 @@ class AheadDrafter(Drafter):
         if prepared is None or row is None:
             return None
         run = prepared.run
-        tokens = cut(work, run.tokens[row][1:])
+        tokens = work.usable(run.tokens[row][1:])
         record.confidence = run.confidence[row][1 : len(tokens) + 1]
         laws = run.laws(row, 1, len(tokens) + 1) if self.model.program.chooser.drawn else None
         return Proposal(tokens, laws, "hit")
@@ -233,9 +233,9 @@ class AheadDrafter(Drafter):
         """What followed these tokens before; else what was prepared for another token in the place of the last."""
         (proposal,) = self._ngram.propose([work])
         if proposal.token_ids:
-            return Proposal(cut(work, proposal.token_ids), None, "ngram")
+            return Proposal(work.usable(proposal.token_ids), None, "ngram")
         prepared = self._records[work.sequence.id].missed
-        return Proposal(cut(work, prepared.sibling(work.sequence) if prepared is not None else []), None, "sibling")
+        return Proposal(work.usable(prepared.sibling(work.sequence) if prepared is not None else []), None, "sibling")
 
     # --- preparing ----------------------------------------------------------------------------------------------------
 

@@ -128,14 +128,6 @@ class DraftModel:
         mirror.ahead = []
 
 
-def cut(work: Work, tokens: Seq[int]) -> tuple[int, ...]:
-    """As much of a draft as a work can use: within its lookahead, and not beyond a stop."""
-    usable = tuple(tokens[: work.lookahead])
-    stops = work.sequence.stop_token_ids
-    end = next((i + 1 for i, token in enumerate(usable) if token in stops), len(usable))
-    return usable[:end]
-
-
 class ModelDrafter(Drafter):
     """Plain speculative decoding: the target waits while the draft writes, then the draft waits."""
 
@@ -175,7 +167,7 @@ def write_now(
     drawn = model.program.chooser.drawn
     found = []
     for row, ((work, _), tokens, confidence) in enumerate(zip(able, run.tokens, run.confidence, strict=False)):
-        usable = cut(work, tokens)
+        usable = work.usable(tokens)
         laws = run.laws(row, 0, len(usable)) if drawn else None
         found.append((Proposal(usable, laws, origin), confidence[: len(usable)]))
     model.program.join()

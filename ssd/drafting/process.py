@@ -20,7 +20,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from ssd.core import Proposal, Request, Sequence, Work
 from ssd.decoding.drafter import Drafter, Outcomes
-from ssd.drafting.model import cut
 from ssd.drafting.wire import (
     Birth,
     Channel,
@@ -321,7 +320,9 @@ class ProcessDrafter(Drafter):
     def _look_up(self, worker: Worker, works: Seq[Work]) -> list[Proposal] | None:
         """What was prepared for all of these, of which the worker is told; None: it has to be asked."""
         found = [self._prepared_for(work) for work in works]
-        proposals = [Proposal(cut(work, draft), None, "hit") for work, draft in zip(works, found, strict=True) if draft]
+        proposals = [
+            Proposal(work.usable(draft), None, "hit") for work, draft in zip(works, found, strict=True) if draft
+        ]
         if len(proposals) < len(works):
             return None
         self._tell(worker, works)
