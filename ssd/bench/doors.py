@@ -9,10 +9,10 @@ from typing import Any, Final
 
 from ssd.bench import models
 from ssd.config import SpeculationConfig
+from ssd.models.checkpoint import bundled_draft
 
 ONE_GPU: Final = "several GPUs are not supported yet: everything runs on one"
 DEFAULT_K: Final = int(SpeculationConfig.k)
-BUNDLED: Final[dict[models.Family, str]] = {"llama": "tiny-llama", "qwen": "tiny-qwen3"}
 
 
 def pair(
@@ -30,13 +30,13 @@ def pair(
         return models.graft(family, number, draft=is_draft) if graft else models.find(family, number)
 
     model = model or os.environ.get(models.TARGET_VARIABLE)
-    found = model or (sized(size, False) if size else BUNDLED[family])
+    found = model or (sized(size, False) if size else models.BUNDLED[family])
     if not drafted:
         return found, None
     draft = draft or os.environ.get(models.DRAFT_VARIABLE) or (models.DEFAULT_DRAFT[family] if size else None)
     if draft and re.fullmatch(r"\d+(\.\d+)?", draft):
         return found, sized(draft, True)
-    return found, draft or (f"{found}-draft" if found in BUNDLED.values() else None)
+    return found, draft or bundled_draft(found)
 
 
 def options_of_ssd(

@@ -90,60 +90,47 @@ def _tokens(measured: Measured, name: str) -> list[list[list[int] | None]]:
 
 def figures(found: Seq[Measured]) -> list[dict[str, Any]]:
     """One entry for every contender and set, and one for the mean of the sets; ratios are to the first contender."""
-    rows: list[dict[str, Any]] = []
+    rows = []
     for measured in found:
-        rows += [_of_set(measured, found[0], name) for name in measured.turns]
-        rows.append(_mean(measured, found[0]))
+        for name, turns in measured.turns.items():
+            rows.append(_row(measured, name, turns, _by_set(measured)[name], _by_set(found[0])[name]))
+        turns = [turn for turns in measured.turns.values() for turn in turns]
+        rows.append(_row(measured, MEAN, turns, _means(measured), _means(found[0])))
     return rows
 
 
-def _of_set(measured: Measured, first: Measured, name: str) -> dict[str, Any]:
-    turns = measured.turns[name]
-    rates = [turn.speed.decode_rate for turn in turns]
-    ratios = [_ratio(rate, turn.speed.decode_rate) for rate, turn in zip(rates, first.turns[name], strict=True)]
+def _row(measured: Measured, name: str, turns: Seq[Turn], rates: list[float], others: list[float]) -> dict[str, Any]:
+    """`rates` and those of the first contender are one a repeat; everything else is of all turns together."""
+    ratios = [_ratio(rate, other) for rate, other in zip(rates, others, strict=True)]
     return {
         "contender": measured.contender.name,
         "set": name,
-        **_rates(rates, ratios),
-        **_latencies([answer for turn in turns for answer in turn.answers], turns),
+        "decode_tokens_per_second": statistics.median(rates),
+        "decode_tokens_per_second_range": [min(rates), max(rates)],
+        "ratio": statistics.median(ratios),
+        "ratio_range": [min(ratios), max(ratios)],
+        **_latencies(turns),
         **_counts(turns),
     }
 
 
-def _mean(measured: Measured, first: Measured) -> dict[str, Any]:
-    """Rates are means over the sets; everything else is of all answers together."""
-    rates, others = ([statistics.fmean(rates) for rates in _by_repeat(m)] for m in (measured, first))
-    turns = [turn for name in measured.turns for turn in measured.turns[name]]
-    return {
-        "contender": measured.contender.name,
-        "set": MEAN,
-        **_rates(rates, [_ratio(a, b) for a, b in zip(rates, others, strict=True)]),
-        **_latencies([answer for turn in turns for answer in turn.answers], turns),
-        **_counts(turns),
-    }
+def _by_set(measured: Measured) -> dict[str, list[float]]:
+    """Of every set, the rates of the repeats."""
+    return {name: [turn.speed.decode_rate for turn in turns] for name, turns in measured.turns.items()}
 
 
-def _by_repeat(measured: Measured) -> list[list[float]]:
-    """Of every repeat, the rates of the sets."""
-    return [[turn.speed.decode_rate for turn in turns] for turns in zip(*measured.turns.values(), strict=True)]
+def _means(measured: Measured) -> list[float]:
+    """Of every repeat, the mean rate of the sets."""
+    return [statistics.fmean(rates) for rates in zip(*_by_set(measured).values(), strict=True)]
 
 
 def _ratio(a: float, b: float) -> float:
     return a / b if b else 0.0
 
 
-def _rates(rates: list[float], ratios: list[float]) -> dict[str, Any]:
-    return {
-        "decode_tokens_per_second": statistics.median(rates),
-        "decode_tokens_per_second_range": [min(rates), max(rates)],
-        "ratio": statistics.median(ratios),
-        "ratio_range": [min(ratios), max(ratios)],
-    }
-
-
-def _latencies(answers: Seq[Answer], turns: Seq[Turn]) -> dict[str, Any]:
+def _latencies(turns: Seq[Turn]) -> dict[str, Any]:
     """`gap` is the time between two deliveries of one request: several tokens come at once when drafts stand."""
-    answers = [answer for answer in answers if answer.deliveries]
+    answers = [answer for turn in turns for answer in turn.answers if answer.deliveries]
     gaps = [b[0] - a[0] for answer in answers for a, b in zip(answer.deliveries, answer.deliveries[1:], strict=False)]
     each = [(a.deliveries[-1][0] - a.deliveries[0][0]) / (a.output_tokens - 1) for a in answers if a.output_tokens > 1]
     seconds, prefill = sum(t.speed.seconds for t in turns), sum(t.speed.prefill_seconds for t in turns)

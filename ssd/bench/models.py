@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 from ssd.errors import ConfigError, ModelNotFound
 from ssd.models.checkpoint import cache_places, snapshot_in
 
+T = TypeVar("T")
 Family = Literal["llama", "qwen"]
 TARGET_VARIABLE: Final = "SSD_TARGET_MODEL"
 DRAFT_VARIABLE: Final = "SSD_DRAFT_MODEL"
@@ -32,14 +33,14 @@ _SHAPES: Final[dict[Family, dict[str, str]]] = {
     "llama": {"1": "llama-3.2-1b", "3": "llama-3.2-3b", "8": "llama-3.1-8b", "70": "llama-3.1-70b"},
     "qwen": {size: f"qwen3-{size}b" for size in ("0.6", "1.7", "4", "8", "14", "32")},
 }
-_TINY: Final[dict[Family, str]] = {"llama": "tiny-llama", "qwen": "tiny-qwen3"}
+BUNDLED: Final[dict[Family, str]] = {"llama": "tiny-llama", "qwen": "tiny-qwen3"}
 _SPELLED: Final = re.compile(r"(llama|qwen)-?\d(?:\.\d)?-(\d+(?:\.\d+)?)b(?:-instruct)?")
 
 
 def find(family: Family, size: str) -> str:
     """The local snapshot of that model; ModelNotFound says where it was looked for and how to get it."""
-    if is_tiny():
-        return tiny(family, size)
+    if os.environ.get(TINY_VARIABLE) == "1":
+        return _tiny(family, size)
     names = _entry(_HUB, family, size)
     places = [place for name in names for place in cache_places(name)]
     snapshot = next((found for place in places if (found := snapshot_in(place)) is not None), None)
@@ -56,17 +57,13 @@ def find(family: Family, size: str) -> str:
 
 def graft(family: Family, size: str, *, draft: bool = False) -> str:
     """The bundled model, or its draft, in that size: the size's speed, the bundled model's text."""
-    return f"graft:{_TINY[family]}{'-draft' if draft else ''}@{_entry(_SHAPES, family, size)}"
+    return f"graft:{BUNDLED[family]}{'-draft' if draft else ''}@{_entry(_SHAPES, family, size)}"
 
 
-def tiny(family: Family, size: str) -> str:
+def _tiny(family: Family, size: str) -> str:
     """What a size stands for where the sizes are only names: the default draft's size is the draft."""
     _entry(_SHAPES, family, size)
-    return _TINY[family] + ("-draft" if size == DEFAULT_DRAFT[family] else "")
-
-
-def is_tiny() -> bool:
-    return os.environ.get(TINY_VARIABLE) == "1"
+    return BUNDLED[family] + ("-draft" if size == DEFAULT_DRAFT[family] else "")
 
 
 def spelled(name: str) -> tuple[Family, str] | None:
@@ -77,7 +74,7 @@ def spelled(name: str) -> tuple[Family, str] | None:
     return match[1], match[2]  # type: ignore[return-value]
 
 
-def _entry(table: dict[Family, dict[str, str]] | dict[Family, dict[str, tuple[str, ...]]], family: Family, size: str):  # type: ignore[no-untyped-def]
+def _entry(table: dict[Family, dict[str, T]], family: Family, size: str) -> T:
     if size not in table[family]:
         raise ConfigError(f"size={size}: {family} comes in {', '.join(table[family])}")
     return table[family][size]

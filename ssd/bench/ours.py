@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -148,14 +148,8 @@ def _drafter(llm: LLM, speculation: SpeculationConfig) -> Drafter:
 
 def methods_of(names: str, draft: str | None, k: int | str, options: Mapping[str, Any]) -> list[Method]:
     """Of a list such as `ar,sd:4,ssd:auto`."""
-    found = list(_methods(names, draft, k, options))
+    found = [Method.parse(name.strip(), draft, k, options) for name in names.split(",") if name.strip()]
     twice = [method.name for i, method in enumerate(found) if method in found[:i]]
     if not found or twice:
         raise ConfigError(f"methods {names!r}: {'name at least one' if not found else f'{twice[0]} is there twice'}")
     return found
-
-
-def _methods(names: str, draft: str | None, k: int | str, options: Mapping[str, Any]) -> Iterator[Method]:
-    for name in names.split(","):
-        if name.strip():
-            yield Method.parse(name.strip(), draft, k, options)

@@ -22,6 +22,7 @@ from ssd.bench.workload import Workload, load_workload
 from ssd.errors import ConfigError
 from ssd.models.checkpoint import open_checkpoint
 from ssd.prompts import OWN_SETS
+from ssd.text.tokenizer import Tokenizer
 from ssd.version import VERSION
 
 PEERS = ("hf", "vllm", "sglang", "llamacpp")
@@ -53,19 +54,17 @@ class BenchConfig:
     notes: tuple[str, ...] = ()  # what the report has to say besides
 
     def __post_init__(self) -> None:
-        for name in ("num_prompts", "output_len", "batch", "repeats"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
-        for name in ("input_len", "max_rounds"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
+        for name in ("num_prompts", "output_len", "batch", "repeats", "input_len", "max_rounds"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value}: must be at least 1")
         if self.prompt_offset < 0:
             raise ConfigError(f"prompt_offset={self.prompt_offset}: must be at least 0")
         if not self.sets:
             raise ConfigError("sets: name at least one set of prompts")
         for peer in self.peers:
             name, _, k = peer.partition(":")
-            if not peer.startswith(("http://", "https://")) and (name not in PEERS or (k and not k.isdecimal())):
+            if not _is_url(peer) and (name not in PEERS or (k and not k.isdecimal())):
                 raise ConfigError(
                     f"peer {peer!r}: must be {', '.join(PEERS)}, such as hf or hf:4, or the URL of a server"
                 )
@@ -76,7 +75,7 @@ class BenchConfig:
 def run(config: BenchConfig, track: Callable[[Iterator[str], int], Iterator[str]] = lambda steps, _: steps) -> Report:
     """Loads everything, measures in turns, closes everything."""
     checkpoint = open_checkpoint(config.model)
-    workloads = _workloads(config)
+    workloads = _workloads(config, checkpoint.tokenizer())
     asked = Asked(config.output_len, config.temperature, config.seed, config.batch, max_rounds=config.max_rounds)
     with contextlib.ExitStack() as stack:
         contenders = _contenders(config, workloads, stack)
@@ -90,8 +89,7 @@ def run(config: BenchConfig, track: Callable[[Iterator[str], int], Iterator[str]
         return Report(_header(config), figures(found), notes, same, [answer.text for answer in answers])
 
 
-def _workloads(config: BenchConfig) -> list[Workload]:
-    tokenizer = open_checkpoint(config.model).tokenizer()
+def _workloads(config: BenchConfig, tokenizer: Tokenizer) -> list[Workload]:
     return [
         load_workload(
             name,
@@ -125,7 +123,7 @@ def _contenders(config: BenchConfig, workloads: list[Workload], stack: contextli
 
 def _peer(config: BenchConfig, peer: str, max_model_len: int) -> Contender:
     """With the draft if it says how many tokens are to be drafted."""
-    if peer.startswith(("http://", "https://")):
+    if _is_url(peer):
         from ssd.bench.openai import ServerContender
 
         return ServerContender(peer)
@@ -139,6 +137,10 @@ def _peer(config: BenchConfig, peer: str, max_model_len: int) -> Contender:
     from ssd.bench.servers import launch
 
     return launch(name, config.model, batch=config.batch, max_model_len=max_model_len, **drafting)
+
+
+def _is_url(peer: str) -> bool:
+    return peer.startswith(("http://", "https://"))
 
 
 def _header(config: BenchConfig) -> dict[str, Any]:

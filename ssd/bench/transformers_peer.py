@@ -15,6 +15,7 @@ import torch
 
 from ssd.assembly import resolve_device, resolve_dtype
 from ssd.bench.answers import Answer, Asked, Prompt
+from ssd.bench.workload import encode
 from ssd.config import EngineConfig, build
 from ssd.errors import ConfigError, RequestError, UnsupportedModel
 from ssd.models.checkpoint import GRAFT_PREFIX, Checkpoint, open_checkpoint
@@ -102,12 +103,7 @@ class HFContender:
         """As `LLM.encode`."""
         if not prompt:
             raise RequestError("the prompt is empty: pass text, token ids or chat messages")
-        if isinstance(prompt, str):
-            return self._tokenizer.encode(prompt)
-        if isinstance(prompt[0], int):
-            return list(prompt)
-        text = self._tokenizer.apply_chat_template(prompt)
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return encode(self._tokenizer, prompt)
 
     def _generate(self, prompts: Seq[list[int]], asked: Asked) -> list[Answer]:
         stops = () if asked.ignore_eos else self._stop_token_ids

@@ -9,7 +9,7 @@ from typing import Final
 
 from ssd.bench.answers import Prompt
 from ssd.errors import DataNotFound
-from ssd.prompts import load_prompts
+from ssd.prompts import PromptSet, load_prompts
 from ssd.text.tokenizer import Tokenizer
 
 EXAMPLE: Final = "example"
@@ -47,20 +47,17 @@ def load_workload(
     """`count` prompts of a set from the `offset`-th on; longer ones than `input_len` tokens are cut there."""
     if name == RANDOM:
         return _random(tokenizer, count, input_len or _RANDOM_LENGTH, seed)
-    if name == EXAMPLE:
-        texts, origin, is_chat = list(_EXAMPLES), "a few examples", chat
-    else:
-        found = load_prompts(name, folder)
-        texts, origin, is_chat = list(found.prompts), found.origin, chat and found.name != "humaneval"
-    texts = texts[offset : offset + count]
-    if not texts:
-        raise DataNotFound(f"prompt set {name!r} ({origin}) has no prompt after the first {offset}: lower the offset")
-    prompts: list[Prompt] = [[{"role": "user", "content": text}] if is_chat else text for text in texts]
+    found = PromptSet(EXAMPLE, _EXAMPLES, "a few examples") if name == EXAMPLE else load_prompts(name, folder)
+    prompts: list[Prompt] = [*(found.asked() if chat else found.prompts)][offset : offset + count]
+    if not prompts:
+        raise DataNotFound(
+            f"prompt set {name!r} ({found.origin}) has no prompt after the first {offset}: lower the offset"
+        )
     tokens = [encode(tokenizer, prompt) for prompt in prompts]
     if input_len is not None:
         prompts = [ids[:input_len] if len(ids) > input_len else p for p, ids in zip(prompts, tokens, strict=True)]
     longest = min(max(map(len, tokens)), input_len or max(map(len, tokens)))
-    return Workload(name, prompts, origin, longest)
+    return Workload(name, prompts, found.origin, longest)
 
 
 def encode(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:

@@ -102,10 +102,10 @@ def given(**flags: str | int | None) -> dict[str, Any]:
 
 
 def bundled_draft(model: str) -> str | None:
-    """The draft that belongs to a bundled model."""
-    from ssd.models.checkpoint import bundled_models
+    """The draft that belongs to a bundled model. (The module that knows it brings torch along.)"""
+    from ssd.models import checkpoint
 
-    return f"{model}-draft" if f"{model}-draft" in bundled_models() else None
+    return checkpoint.bundled_draft(model)
 
 
 def _number(name: str, value: str | int) -> str | int:

@@ -7,6 +7,7 @@ included. It decides how much is drafted, never what is accepted.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable
@@ -88,7 +89,7 @@ class Pace:
     def choose(self, tokens: Callable[[Arm], float]) -> Arm:
         """The next round's arm; `tokens(arm)` is what a round of an arm yields."""
         self.rounds += 1
-        wanted = [*self._samples(), *self.reviewed]
+        wanted = [*self._samples, *self.reviewed]
         pending = [arm for arm in wanted if not self._measured(arm, tokens)]
         if pending:
             self.current = pending[0]
@@ -98,6 +99,7 @@ class Pace:
             self.current = self._best(tokens)
         return self.current
 
+    @functools.cached_property
     def _samples(self) -> list[Arm]:
         """Arms to begin with: plain decoding, and one depth with every width."""
         depths = sorted({arm.k for arm in self.arms if arm.k})
@@ -105,7 +107,7 @@ class Pace:
 
     def _review(self, tokens: Callable[[Arm], float]) -> None:
         """Measures the arm afresh that has waited longest, if there is a hopeful one; every fourth time a hopeless."""
-        arms = [arm for arm in self.arms if arm != self.current and (arm in self._samples() or self._count(arm))]
+        arms = [arm for arm in self.arms if arm != self.current and (arm in self._samples or self._count(arm))]
         speed = {arm: tokens(arm) / self._expected(arm) for arm in (*arms, self.current)}
         self.reviews += 1
         others = [arm for arm in arms if (speed[arm] < _HOPELESS * max(speed.values())) == (self.reviews % 4 == 0)]

@@ -80,6 +80,11 @@ def bundled_models() -> list[str]:
     return sorted(file.parent.name for file in BUNDLE.glob("*/config.json"))
 
 
+def bundled_draft(model: str) -> str | None:
+    """The draft that belongs to a bundled model."""
+    return f"{model}-draft" if f"{model}-draft" in bundled_models() else None
+
+
 def graft_note(base: str, shape: str) -> str:
     return f"graft of {base} in the shape of {shape}: that shape's speed, {base}'s text"
 
