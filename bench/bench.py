@@ -23,8 +23,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ssd.bench.doors import ONE_GPU, options_of_ssd, pair, use_cuda_arch
-from ssd.bench.models import Family
+from ssd.bench.doors import ONE_GPU, add_model_flags, options_of_ssd, pair_of, use_cuda_arch
 from ssd.bench.run import BenchConfig
 from ssd.bench.workload import EXAMPLE, RANDOM
 from ssd.cli.bench import benchmark
@@ -50,9 +49,7 @@ def config_of(args: argparse.Namespace) -> BenchConfig:
     peers = tuple(filter(None, (args.peer or "").split(",")))
     drafted = any(method.split(":")[0] in ("sd", "ssd") for method in methods.split(","))
     drafted = drafted or any(re.fullmatch(r"\w+:\d+", peer) for peer in peers)
-    family: Family = "qwen" if args.qwen else "llama"
-    size = args.size or (None if args.model else DEFAULT_SIZE)
-    model, draft = pair(family, size=size, model=args.model, draft=args.draft, graft=args.graft, drafted=drafted)
+    model, draft = pair_of(args, size=args.size or (None if args.model else DEFAULT_SIZE), drafted=drafted)
     engine = {"device": args.device, "eager": args.eager, "block_size": args.block_sz}
     return BenchConfig(
         model,
@@ -134,17 +131,8 @@ def sweep_of(args: argparse.Namespace) -> list[argparse.Namespace]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    models = parser.add_argument_group("models")
-    family = models.add_mutually_exclusive_group()
-    family.add_argument("--llama", action="store_true", help="Llama 3 (the default)")
-    family.add_argument("--qwen", action="store_true", help="Qwen 3")
-    sizes = ["0.6", "1.7", "4", "8", "14", "32", "1", "3", "70"]
-    models.add_argument("--size", choices=sizes, help=f"in billions of parameters (default: {DEFAULT_SIZE})")
-    models.add_argument("--model", help="any model instead: llama-3-8b, a directory, a hub id, a bundled name")
-    models.add_argument("--draft", metavar="SIZE|PATH", help="of the draft (default: 1 for Llama, 0.6 for Qwen)")
-    models.add_argument(
-        "--graft", action="store_true", help="that size's speed with the small models' text: no weights"
-    )
+    models = parser.add_argument_group(f"models (default: size {DEFAULT_SIZE})")
+    add_model_flags(models, sizes=["0.6", "1.7", "4", "8", "14", "32", "1", "3", "70"])
     models.add_argument("--gpus", type=int, default=1, help="only one is used so far; a report says so")
     models.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     models.add_argument("--eager", action="store_true", help="no CUDA graphs")

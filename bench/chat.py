@@ -17,8 +17,7 @@ import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from ssd.bench.doors import DEFAULT_K, ONE_GPU, options_of_ssd, pair
-from ssd.bench.models import Family
+from ssd.bench.doors import DEFAULT_K, ONE_GPU, add_model_flags, options_of_ssd, pair_of
 from ssd.cli.chat import converse, interactive, talk
 from ssd.cli.conversation import Answer, Message, Write, note
 from ssd.core import FinishReason, RequestMetrics, SamplingParams
@@ -61,7 +60,7 @@ class ServerBackend:
 def with_engine(args: argparse.Namespace) -> None:
     if args.gpus > 1:
         note(ONE_GPU)
-    model, draft = pair_of(args, drafted=args.spec)
+    model, draft = pair_of(args, size=args.size, drafted=args.spec)
     params = SamplingParams(temperature=args.temp, max_new_tokens=args.max_tokens, seed=args.seed)
     options = {"device": args.device, "eager": args.eager, "max_model_len": args.max_model_len}
     wanted = drafting(args, draft)
@@ -86,7 +85,7 @@ def connect(args: argparse.Namespace) -> ServerContender:
     from ssd.bench.servers import launch
 
     kind = "sglang" if args.sglang else "vllm"
-    model, draft = pair_of(args, drafted=not args.ar)
+    model, draft = pair_of(args, size=args.size, drafted=not args.ar)
     sizes = {"k": args.k, "max_model_len": args.max_model_len}
     given = {name: value for name, value in sizes.items() if value is not None}
     note(f"starting {kind}: this takes a while")
@@ -102,11 +101,6 @@ def drafting(args: argparse.Namespace, draft: str | None) -> dict[str, Any] | No
     return {"mode": "ssd" if args.run_ahead else "sd", "draft": draft, "k": k, **ahead}
 
 
-def pair_of(args: argparse.Namespace, *, drafted: bool) -> tuple[str, str | None]:
-    family: Family = "qwen" if args.qwen else "llama"
-    return pair(family, size=args.size, model=args.model, draft=args.draft, graft=args.graft, drafted=drafted)
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     answering = parser.add_argument_group("who answers")
@@ -117,13 +111,7 @@ def arguments() -> argparse.Namespace:
     answering.add_argument("--url", help="any server that speaks OpenAI's protocol; --model names one of its models")
 
     models = parser.add_argument_group("models (without any of these: the small ones that come with ssd)")
-    family = models.add_mutually_exclusive_group()
-    family.add_argument("--llama", action="store_true", help="Llama 3 (the default)")
-    family.add_argument("--qwen", action="store_true", help="Qwen 3")
-    models.add_argument("--size", help="in billions of parameters: 1, 3, 8, 70; or 0.6, 1.7, 4, 8, 14, 32")
-    models.add_argument("--draft", metavar="SIZE|PATH", help="of the draft model (default: the smallest size)")
-    models.add_argument("--model", help="any model, instead of a size")
-    models.add_argument("--graft", action="store_true", help="those sizes' speed, the small models' text: no weights")
+    add_model_flags(models)
 
     drafts = parser.add_argument_group("speculation (this engine)")
     drafts.add_argument("--spec", action="store_true", help="a draft model proposes tokens (SD)")

@@ -458,3 +458,13 @@ def test_ctrl_c_while_downloading(downloads: Downloads, capsys: pytest.CaptureFi
     assert download("qwen") == 130
     assert downloads.asked == ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B"]
     assert "continues" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen"])
+def test_what_a_benchmark_misses_can_be_downloaded(family: str) -> None:
+    """Catches a size whose weights the benchmark looks for under a name that nothing fetches."""
+    from ssd.bench import models
+
+    fetched = importlib.import_module("download_from_hf").GROUPS[family]
+    wanted = {(name, size) for size, names in models._HUB[family].items() for name in names}  # type: ignore[index]
+    assert wanted == {(repository.name, repository.size) for repository in fetched}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 from collections.abc import Sequence as Seq
@@ -11,8 +12,25 @@ from ssd.bench import models
 from ssd.config import SpeculationConfig
 from ssd.models.checkpoint import bundled_draft
 
+Parser = argparse.ArgumentParser | argparse._ArgumentGroup
 ONE_GPU: Final = "several GPUs are not supported yet: everything runs on one"
 DEFAULT_K: Final = int(SpeculationConfig.k)
+
+
+def add_model_flags(parser: Parser, sizes: Seq[str] | None = None) -> None:
+    """Those of `pair_of`."""
+    family = parser.add_mutually_exclusive_group()
+    family.add_argument("--llama", action="store_true", help="Llama 3 (the default)")
+    family.add_argument("--qwen", action="store_true", help="Qwen 3")
+    parser.add_argument("--size", choices=sizes, help="in billions of parameters: 1, 3, 8, 70; 0.6, 1.7, 4, 8, 14, 32")
+    parser.add_argument("--draft", metavar="SIZE|PATH", help="of the draft model (default: the smallest size)")
+    parser.add_argument("--model", help="any model instead: llama-3-8b, a directory, a hub id, a bundled name")
+    parser.add_argument("--graft", action="store_true", help="that size's speed, the small models' text: no weights")
+
+
+def pair_of(args: argparse.Namespace, *, size: str | None, drafted: bool) -> tuple[str, str | None]:
+    family: models.Family = "qwen" if args.qwen else "llama"
+    return pair(family, size=size, model=args.model, draft=args.draft, graft=args.graft, drafted=drafted)
 
 
 def pair(

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ssd.cli import speculation
-from ssd.cli.console import errors, explained
+from ssd.cli.console import Device, DType, Eager, Temperature, errors, explained
 from ssd.errors import ConfigError
 from ssd.prompts import OWN_SETS
 
@@ -66,13 +66,13 @@ def bench(
     tokens: Annotated[int, typer.Option(help="Of each answer.")] = 128,
     chat: Annotated[bool, typer.Option(help="Put questions through the chat template.")] = True,
     batch: Annotated[int, typer.Option(help="Requests at the same time.")] = 1,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0: greedy.")] = 0.0,
+    temperature: Temperature = 0.0,
     seed: Annotated[int, typer.Option(help="Of all answers.")] = 0,
     repeats: Annotated[int, typer.Option(help="Turns of every contender on every set.")] = 2,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Device = "auto",
+    dtype: DType = "auto",
     gpu_memory: Annotated[float, typer.Option(help="Share of the GPU's memory for ssd: leave some to peers.")] = 0.9,
-    eager: Annotated[bool, typer.Option("--eager", help="No CUDA graphs.")] = False,
+    eager: Eager = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures here; -: to stdout.")] = None,
     plot: Annotated[
         list[Path] | None, typer.Option(help="Draw the report: a .png, .svg or .html file. May be repeated.")

@@ -19,7 +19,7 @@ import typer
 from rich.text import Text
 
 from ssd.cli import speculation
-from ssd.cli.console import explained, load
+from ssd.cli.console import Device, DType, Eager, Temperature, explained, load
 from ssd.cli.conversation import Answer, Backend, Conversation, Message, Write, note
 from ssd.cli.demo import A_DEMO, knows_chats
 from ssd.core import SamplingParams, Sequence
@@ -61,7 +61,7 @@ def chat(
     model: Annotated[str, typer.Argument(help="Any MODEL, as `ssd --help` describes them.")] = "tiny-llama",
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told before all else.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Longest answer, in tokens.")] = 512,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0: greedy; higher: more varied.")] = 0.0,
+    temperature: Temperature = 0.0,
     seed: Annotated[int | None, typer.Option(help="The same seed writes the same answers.")] = None,
     mode: speculation.Mode = None,
     draft: speculation.Draft = None,
@@ -72,10 +72,10 @@ def chat(
     backup: speculation.Backup = None,
     placement: speculation.Placement = None,
     speculation_json: speculation.Speculation = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Device = "auto",
+    dtype: DType = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Longest conversation that the model sees.")] = None,
-    eager: Annotated[bool, typer.Option("--eager", help="No CUDA graphs: starts sooner, decodes slower.")] = False,
+    eager: Eager = False,
     metrics: Annotated[bool, typer.Option("--metrics", help="Report times and speed after every answer.")] = False,
     colour: Annotated[bool, typer.Option("--colour", help="Show in green what the draft had guessed.")] = False,
 ) -> None:

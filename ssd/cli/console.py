@@ -1,10 +1,10 @@
-"""What the commands share: how mistakes are explained, a model is loaded and a speed is said."""
+"""What the commands share: options, how mistakes are explained, a model is loaded and a speed is said."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from ssd.llm import LLM
 
 errors = Console(stderr=True)
+
+Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0: greedy; higher: more varied.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+DType = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Eager = Annotated[bool, typer.Option("--eager", help="No CUDA graphs: starts sooner, decodes slower.")]
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ssd.cli import speculation
-from ssd.cli.console import explained, load, pace, print_note
+from ssd.cli.console import Device, explained, load, pace, print_note
 from ssd.cli.explain import tinted
 from ssd.config import NGRAM, SpeculationConfig
 from ssd.core import RequestMetrics, RequestOutput, SamplingParams
@@ -161,7 +161,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="The same seed writes the same texts, another seed other ones.")] = 4,
     draft: speculation.Draft = None,
     k: speculation.K = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
 ) -> None:
     with explained():
         params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=max_new_tokens)

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ssd.cli import paths, speculation
-from ssd.cli.console import explained, load, print_note
+from ssd.cli.console import Device, Temperature, explained, load, print_note
 from ssd.cli.paths import visible
 from ssd.core import RequestOutput, SamplingParams
 from ssd.errors import ConfigError
@@ -58,7 +58,7 @@ def explain(
     model: Annotated[str, typer.Argument(help="Any MODEL, as `ssd --help` describes them.")] = "tiny-llama",
     prompt: Annotated[str, typer.Argument(help="The text to continue.")] = "It was a dark night, and the old captain",
     tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 40,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0: greedy; higher: more varied.")] = 0.0,
+    temperature: Temperature = 0.0,
     seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
     out: Annotated[
         Path | None, typer.Option(help="Draw the forking paths into this .svg or .html file.", show_default=False)
@@ -67,7 +67,7 @@ def explain(
     k: speculation.K = None,
     fan_out: speculation.FanOut = None,
     budget: speculation.Budget = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
 ) -> None:
     with explained():
         if out is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ssd.cli import speculation
-from ssd.cli.console import errors, explained, load, pace, print_note
+from ssd.cli.console import Device, DType, Eager, Temperature, errors, explained, load, pace, print_note
 from ssd.core import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Ask through the model's chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message (with --chat).")] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-m", help="Stop after this many tokens.")] = 256,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0: greedy; higher: more varied.")] = 0.0,
+    temperature: Temperature = 0.0,
     top_k: Annotated[int, typer.Option(help="Sample among the k likeliest tokens; 0: all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens that hold this much mass.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest one.")] = 0.0,
@@ -41,10 +41,10 @@ def generate(
     backup: speculation.Backup = None,
     placement: speculation.Placement = None,
     speculation_json: speculation.Speculation = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Device = "auto",
+    dtype: DType = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and output together.")] = None,
-    eager: Annotated[bool, typer.Option("--eager", help="No CUDA graphs: starts sooner, decodes slower.")] = False,
+    eager: Eager = False,
     metrics: Annotated[bool, typer.Option("--metrics", help="Report times and speed (on stderr).")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
