@@ -123,7 +123,7 @@ def _strip_piece(
     return m, tl.max(sums, axis=1), acc
 
 
-@triton.jit(do_not_specialize=["depth"])
+@triton.jit(do_not_specialize=["depth", "num_tiles", "table_stride"])
 def _attention_kernel(
     q_ptr,
     k_ptr,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # not to be compiled again when prompts of other lengths come
 def _linear_kernel(
     x_ptr,
     w_ptr,
@@ -78,6 +78,9 @@ def _linear_kernel(
     tl.store(y_ptr + m[None, :].to(tl.int64) * y_stride + n[:, None], y, mask=mask)
 
 
+_PROCESSORS = 132  # of an H100 or H200
+
+
 @dataclass(frozen=True)
 class Tile:
     """How the work is cut. Speed only: every tile gives the same bits."""
@@ -91,17 +94,23 @@ class Tile:
 
 def choose_tile(num_rows: int, columns: int, depth: int) -> Tile:
     """Measured on an H200: deep tiles while the weights' bandwidth is the limit, square ones for prefill."""
-    few_columns = columns < 6144  # 64 at a time they would not keep every multiprocessor busy
     if num_rows <= 16:
-        if not few_columns:
+        if columns >= 6144:  # 64 at a time, fewer would not keep every multiprocessor busy
             return Tile(16, 64, 128, 4 if columns > 8192 else 5, 4)
         return Tile(16, 16, 512, 3, 2) if depth >= 8192 else Tile(16, 16, 256, 4, 2)
-    if num_rows <= 64:
-        rows = 32 if num_rows <= 32 else 64
-        return Tile(rows, 32 if few_columns and rows == 32 else 64, 128, 3 if rows == 64 else 5, 4)
-    if num_rows <= 128:
-        return Tile(64, 64, 128, 3, 4) if columns <= 8192 else Tile(128, 128, 64, 4, 8)
-    return Tile(128, 128, 64, 4, 8) if columns <= 8192 and num_rows <= 512 else Tile(256, 128, 64, 3, 8)
+    if num_rows > 128:
+        return Tile(128, 128, 64, 4, 8) if columns <= 8192 and num_rows <= 512 else Tile(256, 128, 64, 3, 8)
+    tiles = {rows: triton.cdiv(num_rows, rows) * triton.cdiv(columns, 64) for rows in (64, 32, 16)}
+    fitting = [rows for rows in tiles if num_rows <= 4 * rows < 8 * num_rows and tiles[rows] <= 2 * _PROCESSORS]
+    if not fitting:
+        wide = Tile(64, 128, 64, 6, 8) if num_rows <= 64 else Tile(128, 128, 64, 5, 8)
+        return Tile(32, 64, 128, 4, 4) if num_rows <= 32 else wide
+    # Few columns: tiles that share their weights through the L2, so many that every multiprocessor has as much to do.
+    rows = max(fitting, key=lambda rows: tiles[rows] / triton.cdiv(tiles[rows], _PROCESSORS))
+    alone = tiles[rows] <= _PROCESSORS
+    if rows == 64:
+        return Tile(64, 64, 128, 4, 4) if alone else Tile(64, 128, 64, 6, 8)
+    return Tile(rows, 64, 128, 5 if rows == 16 or alone else 4, 4)
 
 
 def linear(
