@@ -277,7 +277,13 @@ def test_a_message_that_calls_tools_needs_no_content() -> None:
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int], prompt_ids: list[int] | None = None) -> str:
-    return "".join(decode_stream(tokenizer, ids, prompt_ids or []))
+    """Token by token; however many come together, the text is the same."""
+    text = "".join(decode_stream(tokenizer, ids, prompt_ids or []))
+    for size in (2, 5, len(ids) + 1):
+        decoder = IncrementalDecoder(tokenizer, prompt_ids or [])
+        pieces = [decoder.push(*ids[i : i + size]) for i in range(0, len(ids), size)]
+        assert "".join(pieces) + decoder.flush() == text
+    return text
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -333,7 +339,7 @@ def test_the_work_per_token_does_not_grow(real: tuple[Tokenizer, Path], monkeypa
 
     monkeypatch.setattr(tokenizer, "decode", counted)
     ids = real[0].encode("word 🙂 " * 500)
-    streamed(tokenizer, ids)
+    assert "".join(decode_stream(tokenizer, ids))
     assert max(decoded) <= 24
     assert sum(decoded) < 12 * len(ids)
 

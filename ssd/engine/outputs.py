@@ -7,12 +7,16 @@ from ssd.text.tokenizer import IncrementalDecoder, Tokenizer
 
 
 class Writer:
-    """Writes one sequence's text. Tokens may land several at a time; nothing is written after a stop."""
+    """Writes one sequence's text. Tokens may land several at a time; nothing is written after a stop.
+
+    Where no stop string is looked for, text is written when somebody asks for it: rounds are not to wait for that.
+    """
 
     def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None) -> None:
         self.sequence = sequence
         self.text = ""
         self._decoder = IncrementalDecoder(tokenizer, sequence.tokens) if tokenizer else None
+        self._unwritten: list[int] = []  # tokens
         self._cut = False  # a stop string has ended the text
         self._delivered = 0  # characters already handed out by `new_text`
         self._stops: tuple[str, ...] = tuple(sequence.params.stop)
@@ -30,13 +34,15 @@ class Writer:
 
     def new_text(self) -> str:
         """Text not handed out yet, less what might still turn out to be the beginning of a stop string."""
+        self._catch_up()
         end = len(self.text) if self.sequence.finish_reason else len(self.text) - self._held_back()
         piece = self.text[self._delivered : end]
         self._delivered = max(self._delivered, end)
         return piece
 
     def finish(self) -> None:
-        """Writes what the decoder still holds back (an incomplete character, say)."""
+        """Writes what is left, and what the decoder still holds back (an incomplete character, say)."""
+        self._catch_up()
         if self._decoder is not None and not self._cut:
             self._write(self._decoder.flush())
 
@@ -51,11 +57,17 @@ class Writer:
         sequence, params = self.sequence, self.sequence.params
         if token in sequence.stop_token_ids and sequence.num_output > params.min_tokens:
             return "stop"
-        if self._decoder is not None:
-            self._write(self._decoder.push(token))
+        self._unwritten.append(token)
+        if self._stops:
+            self._catch_up()
         if self._cut:
             return "stop"
         return "length" if sequence.room <= 0 else None
+
+    def _catch_up(self) -> None:
+        if self._decoder is not None and self._unwritten:
+            self._write(self._decoder.push(*self._unwritten))
+        self._unwritten = []
 
     def _write(self, piece: str) -> None:
         """Appends to the text, and cuts it at the first stop string that the new characters complete."""

@@ -363,12 +363,19 @@ class IncrementalDecoder:
         self._context_text = self._decode(self._context)
         self._pending: list[int] = []
 
-    def push(self, token_id: int) -> str:
-        """Add one token; answer with the text that it completes, often a word, sometimes nothing."""
-        visible = self._visible([token_id])
-        if not visible:
-            return ""
-        self._pending += visible
+    def push(self, *token_ids: int) -> str:
+        """Add tokens; answer with the text that they complete, often a word, sometimes nothing."""
+        visible = self._visible(token_ids)
+        if len(visible) > 1:
+            together = self._pending + visible
+            text = self._new_text(together)
+            if not text.endswith(_REPLACEMENT):
+                self._pending = together
+                return self._commit(len(together), text)
+        return "".join(self._push(token_id) for token_id in visible)
+
+    def _push(self, token_id: int) -> str:
+        self._pending.append(token_id)
         text = self._new_text(self._pending)
         if not text.endswith(_REPLACEMENT):
             return self._commit(len(self._pending), text)
@@ -408,6 +415,6 @@ class IncrementalDecoder:
     def _commit(self, count: int, text: str) -> str:
         """The first pending tokens are out; they become the context (beside the old one, if they show nothing)."""
         done, self._pending = self._pending[:count], self._pending[count:]
-        self._context = done if text else (self._context + done)[-self._LIMIT :]
+        self._context = (done if text else self._context + done)[-self._LIMIT :]
         self._context_text = self._decode(self._context)
         return text
