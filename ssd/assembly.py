@@ -28,7 +28,7 @@ from ssd.engine.blocks import BlockPool
 from ssd.engine.engine import Engine
 from ssd.engine.scheduler import Scheduler
 from ssd.errors import ConfigError
-from ssd.execution.graphs import row_buckets
+from ssd.execution.graphs import PREFILL_BUCKETS, row_buckets
 from ssd.execution.runner import ModelRunner
 from ssd.kernels.ops import Ops
 from ssd.models.checkpoint import Checkpoint, open_checkpoint
@@ -194,6 +194,7 @@ def make_fan_out(speculation: SpeculationConfig) -> FanOut:
 
 def make_program(config: EngineConfig, runner: ModelRunner, vocab_size: int) -> Program:
     speculation, rows = config.speculation, draft_rows(config)
+    max_len = config.max_model_len or runner.decoder.config.max_position
     program = Program(
         runner,
         Chooser(drawn=speculation.acceptance == "rejection", saguaro_c=speculation.saguaro_c),
@@ -201,11 +202,13 @@ def make_program(config: EngineConfig, runner: ModelRunner, vocab_size: int) -> 
         max_lanes=config.max_num_seqs,
         max_rows=rows,
         widths=speculation.budgets if speculation.mode == "ssd" else (),
-        max_len=config.max_model_len or runner.decoder.config.max_position,
+        max_len=max_len,
         vocab_size=vocab_size,
         graphs=not config.eager,
     )
     program.capture(row_buckets(config.max_num_seqs))
+    if program.on_cuda and not config.eager:
+        runner.capture_graphs(max_len, prefill_only=True)
     return program
 
 
@@ -363,7 +366,8 @@ def _activation_bytes(config: EngineConfig, loaded: Loaded) -> int:
     """What a model's largest batch needs beside weights and KV, generously."""
     decoder, model, tokens = loaded.decoder, loaded.decoder.config, batched_tokens(config, loaded.decoder.device)
     width = 8 * model.hidden_size + 3 * model.intermediate_size + 4 * model.num_heads * model.head_dim
-    graphs = sum(row_buckets(loaded.max_rows)) * model.vocab_size * 4  # every graph keeps its logits
+    rows = sum(row_buckets(loaded.max_rows)) + sum(min(rows, loaded.max_rows) for rows in PREFILL_BUCKETS)
+    graphs = rows * model.vocab_size * 4  # every graph keeps its logits
     sampling = loaded.max_rows * model.vocab_size * 48  # sorted, summed and perturbed copies
     scratch = loaded.scratch_slots * decoder.kv_bytes_per_token
     return tokens * width * decoder.dtype.itemsize + graphs + sampling + scratch + (1 << 30)
