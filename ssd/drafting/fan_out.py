@@ -17,6 +17,7 @@ from ssd.drafting.program import RANKS
 Forks = list[tuple[int, int]]
 _EDGES = (0.05, 0.15, 0.3, 0.6, 1.0, 1.6, 2.5, 4.0, 7.0)  # of confidence
 _MEMORY = 0.998  # weight that older observations keep, per new one
+_WEIGHT = 4.0  # of a guess, in observations
 
 
 @dataclass
@@ -24,7 +25,6 @@ class _Share:
     """A frequency, of late, that starts from a guess."""
 
     guess: float
-    weight: float = 4.0
     seen: float = 0.0
     hits: float = 0.0
 
@@ -34,12 +34,30 @@ class _Share:
 
     @property
     def value(self) -> float:
-        return (self.hits + self.guess * self.weight) / (self.seen + self.weight)
+        return (self.hits + self.guess * _WEIGHT) / (self.seen + _WEIGHT)
 
 
-def _guesses(first: float) -> list[_Share]:
-    """Ranks 0, 1, …: each as likely as a half of the one before it, until seen otherwise."""
-    return [_Share(first / 2**rank) for rank in range(RANKS)]
+class _Ranks:
+    """How often each rank comes, of late; a half as often as the one before it, until seen otherwise."""
+
+    def __init__(self, first: float) -> None:
+        self._seen, self._hits = 0.0, [0.0] * RANKS
+        self._guessed = [_WEIGHT * first / 2**rank for rank in range(RANKS)]
+        self._values: list[float] | None = None
+
+    def add(self, rank: int | None) -> None:
+        self._seen = self._seen * _MEMORY + 1
+        self._hits = [hits * _MEMORY for hits in self._hits]
+        if rank is not None:
+            self._hits[rank] += 1
+        self._values = None
+
+    @property
+    def values(self) -> list[float]:
+        if self._values is None:
+            seen = self._seen + _WEIGHT
+            self._values = [(hits + guessed) / seen for hits, guessed in zip(self._hits, self._guessed, strict=True)]
+        return self._values
 
 
 @dataclass
@@ -50,17 +68,15 @@ class Outlook:
     by_confidence: list[_Share] = field(
         default_factory=lambda: [_Share(0.45 + 0.06 * i) for i in range(len(_EDGES) + 1)]
     )
-    recovery: list[_Share] = field(default_factory=lambda: _guesses(0.55))  # of a rejection: the target added rank r
-    bonus: list[_Share] = field(default_factory=lambda: _guesses(0.75))  # of a whole draft that stood
+    recovery: _Ranks = field(default_factory=lambda: _Ranks(0.55))  # of a rejection: the target added rank r
+    bonus: _Ranks = field(default_factory=lambda: _Ranks(0.75))  # of a whole draft that stood
 
     def learn(self, confidence: Seq[float], accepted: int, rank: int | None) -> None:
         """Of a draft with these confidences `accepted` tokens stood; then came rank `rank` (None: beyond all ranks)."""
         for i, value in enumerate(confidence[: accepted + 1]):
             self.acceptance.add(i < accepted)
             self.by_confidence[bisect.bisect(_EDGES, value)].add(i < accepted)
-        shares = self.bonus if accepted == len(confidence) else self.recovery
-        for i, share in enumerate(shares):
-            share.add(i == rank)
+        (self.bonus if accepted == len(confidence) else self.recovery).add(rank)
 
     def stands(self, confidence: float) -> float:
         """How likely a drafted token stands, given that those before it do."""
@@ -69,8 +85,8 @@ class Outlook:
     @property
     def tail_exponent(self) -> float:
         """r, where a fan-out of F misses with a probability proportional to F^-r: from one fork and from eight."""
-        one = max(1e-3, 1 - self.recovery[0].value)
-        eight = max(1e-3, 1 - sum(share.value for share in self.recovery[:8]))
+        recovery = self.recovery.values
+        one, eight = max(1e-3, 1 - recovery[0]), max(1e-3, 1 - sum(recovery[:8]))
         return min(3.0, max(0.1, math.log(one / eight) / math.log(8)))
 
 
@@ -108,14 +124,14 @@ class Adaptive:
     """The likeliest outcomes of this very draft: tokens by how sure the draft was of them, ranks by their record."""
 
     def plan(self, outlook: Outlook, confidence: Seq[float], hit: bool, budget: int) -> Forks:
-        reached = 1.0
+        reached, last = 1.0, len(confidence)
         ranked: list[tuple[float, int, int]] = []
-        for after in range(len(confidence) + 1):
-            whole = after == len(confidence)
-            stands = 0.0 if whole else outlook.stands(confidence[after])
-            shares = outlook.bonus if whole else outlook.recovery
-            ranked += [(-reached * (1 - stands) * share.value, rank, after) for rank, share in enumerate(shares)]
+        for after, sure in enumerate(confidence):
+            stands = outlook.stands(sure)
+            weight = -reached * (1 - stands)
+            ranked += [(weight * value, rank, after) for rank, value in enumerate(outlook.recovery.values)]
             reached *= stands
+        ranked += [(-reached * value, rank, last) for rank, value in enumerate(outlook.bonus.values)]
         return [(after, rank) for _, rank, after in sorted(ranked)[:budget]]
 
 

@@ -29,6 +29,7 @@ from ssd.kernels.ops import Branches, DeviceBatch
 
 Clock = float | torch.cuda.Event
 RANKS = 16  # of a place's tokens, how many can be forks
+_FEW_READS = 5  # tokens of a lane after a draft of four, at most
 _FIXED = 8  # columns of a lane's integers before its tokens
 
 
@@ -196,16 +197,16 @@ class Program:
         with self.on_stream():
             for count in sorted({self._bucket(n) for n in lanes}, reverse=True):
                 for width in {0, *(min(width, self.max_rows // count) for width in self.widths)}:
-                    form = Form(count, self.reads, width, Needs(True))
-                    for piece in range(-1, self.lookahead if width else self.lookahead - 1):
-                        self._graph(form, piece)
+                    for reads in {self._reads(1), self.reads}:
+                        self._graph(Form(count, reads, width, Needs(True)), -1)
+                    for piece in range(self.lookahead if width else self.lookahead - 1):
+                        self._graph(Form(count, self.reads, width, Needs(True)), piece)
 
     def _run(self, lanes: list[Lane], width: int, depth: int) -> Run:
         needs = Needs.of([lane.text.params for lane in lanes])
         if self.on_cuda:
             needs = needs._replace(sampled=True)  # its kernel makes no noise for greedy rows
-        reads = self.reads if self.on_cuda else max(len(lane.tokens) for lane in lanes)
-        form = Form(self._bucket(len(lanes)), reads, width, needs)
+        form = Form(self._bucket(len(lanes)), self._reads(max(len(lane.tokens) for lane in lanes)), width, needs)
         with self.on_stream():
             began = self.clock()
             self._stage(lanes, form)
@@ -244,6 +245,12 @@ class Program:
             return lanes
         return min(self.max_lanes, 1 << (lanes - 1).bit_length())
 
+    def _reads(self, count: int) -> int:
+        """Tokens of a lane that there are graphs for: few, or all."""
+        if not self.on_cuda:
+            return count
+        return min(_FEW_READS, self.reads) if count <= _FEW_READS else self.reads
+
     def on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
@@ -251,7 +258,7 @@ class Program:
         if self._graphs is None:
             self._compute(form, piece)
         else:
-            self._graph(form, piece).replay()
+            self._graph(form if piece < 0 else form._replace(reads=self.reads), piece).replay()
 
     def _graph(self, form: Form, piece: int) -> torch.cuda.CUDAGraph:
         graphs = self._graphs
@@ -275,10 +282,7 @@ class Program:
             self._staged.synchronize()
         used = form.lanes * self._meta.shape[1]
         meta = self._staging[:used].view(form.lanes, -1)
-        values = meta.numpy()
-        values[:] = 0
-        for row, lane in zip(values, lanes, strict=False):
-            self._write_lane(row, lane)
+        self._write(meta.numpy(), lanes)
         self._meta[: form.lanes].copy_(meta, non_blocking=True)
         if form.needs.adjusted:
             self._stage_adjustments(lanes)
@@ -304,15 +308,19 @@ class Program:
             self._factors[i, index] = torch.tensor(factors, device=index.device)
             self._added[i, index] = torch.tensor(added, device=index.device)
 
-    def _write_lane(self, row: np.ndarray, lane: Lane) -> None:
-        params = lane.text.params
-        row[0], row[1], row[2] = lane.first, len(lane.tokens), params.top_k
-        row[3:6].view(np.float32)[:] = params.temperature, params.min_p, params.top_p
-        row[6:8].view(np.int64)[0] = lane.seed
-        row[_FIXED : _FIXED + len(lane.tokens)] = lane.tokens
-        forks = row[_FIXED + self.reads :]
-        for i, (after, rank) in enumerate(lane.forks):
-            forks[i], forks[self.max_width + i] = after, rank
+    def _write(self, values: np.ndarray, lanes: list[Lane]) -> None:
+        values[:] = 0
+        used, forks = values[: len(lanes)], _FIXED + self.reads
+        params = [lane.text.params for lane in lanes]
+        used[:, :3] = [(lane.first, len(lane.tokens), lane.text.params.top_k) for lane in lanes]
+        used[:, 3:6].view(np.float32)[:] = [(p.temperature, p.min_p, p.top_p) for p in params]
+        used[:, 6:8].view(np.int64)[:, 0] = [lane.seed for lane in lanes]
+        for row, lane in zip(used, lanes, strict=True):
+            row[_FIXED : _FIXED + len(lane.tokens)] = lane.tokens
+            if lane.forks:
+                after, rank = zip(*lane.forks, strict=True)
+                row[forks : forks + len(after)] = after
+                row[forks + self.max_width : forks + self.max_width + len(rank)] = rank
 
     # --- the pieces ---------------------------------------------------------------------------------------------------
 
