@@ -237,6 +237,18 @@ def test_adaptive_looks_where_the_draft_was_unsure() -> None:
     assert forks[0] == (2, 0)
 
 
+def test_a_drafter_that_prepares_nothing_reads_no_token_twice(model: DraftModel) -> None:
+    """Catches a whole draft that stood, its bonus and one token more: too many for one reading."""
+    drafter = AheadDrafter(model, Adaptive(), lookahead=K, budget=0)
+    sequence = make_sequence(TEXTS[0], [8], id=500)
+    work = Work(sequence, 1, K)
+    [proposal] = drafter.propose([work])
+    assert len(proposal.token_ids) == K
+    drafter.anticipate([work.with_proposal(proposal)])
+    assert model._mirrors[500].text.num_computed == len(sequence.tokens)
+    drafter.forget(sequence)
+
+
 def test_waiting_pays_only_while_it_does() -> None:
     worth = Worth()
     assert worth.waiting_pays(1, 1)  # nothing is known yet

@@ -154,14 +154,17 @@ class AheadDrafter(Drafter):
         self._reading = any(work.num_tokens > 1 for work in works)
         lanes: list[tuple[Work, Mirror]] = []
         for work in works:
-            mirror = self.model.follow(work, works) if work.sequence.params.speculate else None
+            prepares = work.decides and self.budget > 0
+            if not work.sequence.params.speculate or not (prepares or work.num_tokens > 1):
+                continue
+            mirror = self.model.follow(work, works)
             if mirror is None:
                 continue
-            if work.decides:
+            if prepares:
                 lanes.append((work, mirror))
             if work.num_tokens > 1:
                 self.model.read(work, mirror)
-        if self.budget and any(work.lookahead for work, _ in lanes):
+        if any(work.lookahead for work, _ in lanes):
             self._prepare(lanes)
 
     def forget(self, sequence: Sequence) -> None:
