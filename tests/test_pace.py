@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Sequence as Seq
 
 import pytest
@@ -79,8 +81,9 @@ def test_it_learns_how_often_each_token_stands() -> None:
     for _ in range(200):
         [proposal] = drafter.propose([Work(sequence, 1, drafter.lookahead)])
         sequence.tokens += [*proposal.token_ids[:2], 5]  # two of them stand, whatever is drafted
-    assert drafter.tokens(Arm(2, 0)) == pytest.approx(3.0, abs=0.3)
-    assert drafter.tokens(Arm(4, 0)) == pytest.approx(3.0, abs=0.5)
+    pace = drafter._paces[0]
+    assert drafter.tokens(Arm(2, 0), pace) == pytest.approx(3.0, abs=0.3)
+    assert drafter.tokens(Arm(4, 0), pace) == pytest.approx(3.0, abs=0.5)
     assert drafter.lookahead == 4
     drafter.forget(sequence)
 
@@ -107,6 +110,29 @@ def test_prepared_drafts_that_are_not_there_count() -> None:
         drafter.round_seconds = 1.0 if arm.width else 1.1 + 0.05 * arm.k
         taken.append(arm)
     assert sum(arm.width == 0 for arm in taken[100:]) > 180
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_change_of_text_is_not_taken_for_a_difference_of_arms(seed: int) -> None:
+    """Catches yields learned for each arm by itself: those of an arm not used of late are those of another text."""
+    dice = random.Random(seed)
+
+    class Often(Right):
+        def propose(self, works: Seq[Work]) -> list[Proposal]:
+            there = [not drafter._arm.width or dice.random() < 0.85 for _ in works]
+            return [Proposal((7,) * (work.lookahead * here)) for work, here in zip(works, there, strict=True)]
+
+    drafter, taken = Paced(Often(), make_arms(None, (16,))), []
+    sequences = [make_sequence([1, 2, 3], [4], id=i) for i in range(8)]
+    for i in range(1200):
+        arm, stands = drafter._arm, 0.9 if i // 60 % 2 else 0.6
+        works = [Work(sequence, 1, drafter.lookahead) for sequence in sequences]
+        for sequence, proposal in zip(sequences, drafter.propose(works), strict=True):
+            standing = list(itertools.takewhile(lambda _: dice.random() < stands, proposal.token_ids))  # noqa: B023
+            sequence.tokens += [*standing, 5]
+        drafter.round_seconds = (0.96 if arm.width else 1.0) * (1.0 + 0.15 * arm.k) * dice.gauss(1.0, 0.02)
+        taken.append(arm)
+    assert sum(arm.width == 0 for arm in taken[100:]) > 0.95 * 1100
 
 
 def test_a_round_that_only_reads_prompts_is_none_of_its_business() -> None:

@@ -12,7 +12,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ssd.config import K_MAX
@@ -21,11 +21,12 @@ from ssd.decoding.drafter import Drafter
 from ssd.drafting.ahead import AheadDrafter
 
 _ENOUGH = 3  # rounds that an arm is measured before it is believed
-_REVIEW = 96  # rounds until another arm is measured again
-_SOON = 24  # the same, at first, for a size of the batch that is new
+_REVIEW = 128  # rounds until another arm is measured again
+_SOON = 24  # the same, at first
 _STRIDE = 4  # rounds between two choices
 _MARGIN = 1.02  # what another arm must promise to be taken
-_HOPELESS = 0.85  # of the best: it is measured again less often
+_HOPE = 1.08  # by how much an arm becomes more promising with every review of another one
+_GUESSED = ("ngram", "sibling")  # where drafts come from after a miss that no model is asked about
 _DEPTHS = (1, 2, 3, 4, 6, K_MAX)
 
 
@@ -43,7 +44,7 @@ def make_arms(k: int | None, widths: Seq[int]) -> list[Arm]:
     """Depth k with each of the widths; without k every depth, with no preparation and with no draft as well."""
     if k is not None:
         return [Arm(k, width) for width in widths]
-    return [PLAIN, *(Arm(depth, width) for depth in _DEPTHS for width in {*widths, 0})]
+    return [PLAIN, *(Arm(depth, width) for depth in _DEPTHS for width in sorted({0, *widths}))]
 
 
 @dataclass
@@ -61,6 +62,23 @@ class _Seconds:
 
 
 @dataclass
+class _Share:
+    """How often something happens, of how often it might, of late."""
+
+    happened: float
+    expected: float
+    keep: float  # what is left of the past at every trial
+
+    @property
+    def value(self) -> float:
+        return self.happened / self.expected
+
+    def add(self, happened: float, expected: float = 1.0) -> None:
+        self.happened = self.keep * self.happened + happened
+        self.expected = self.keep * self.expected + expected
+
+
+@dataclass
 class Pace:
     """The clocks of one size of the batch."""
 
@@ -68,7 +86,8 @@ class Pace:
     seconds: dict[Arm, _Seconds] = field(default_factory=dict)  # in units of the level
     current: Arm = PLAIN
     level: float = 1.0  # how slow everything is
-    interval: int = _REVIEW  # rounds between reviews
+    ready: _Share = field(default_factory=lambda: _Share(9.0, 10.0, keep=0.998))  # see `Paced.tokens`
+    interval: int = _SOON  # rounds between reviews
     rounds: int = 0  # since the last one
     reviews: int = 0
     reviewed: dict[Arm, int] = field(default_factory=dict)  # in which review each arm was last measured
@@ -77,7 +96,7 @@ class Pace:
         """For another size: starts with what is known of this one, and is soon reviewed."""
         known = {arm: s.mean for arm, s in self.seconds.items() if s.last}
         seconds = {arm: _Seconds(deque([mean] * _ENOUGH, maxlen=16), mean) for arm, mean in known.items()}
-        return Pace(self.arms, seconds, self.current, self.level, interval=_SOON)
+        return Pace(self.arms, seconds, self.current, self.level, replace(self.ready))
 
     def record(self, arm: Arm, seconds: float) -> None:
         """What makes this arm slower of late (longer texts, a busy machine) makes the others slower, too."""
@@ -93,6 +112,7 @@ class Pace:
         pending = [arm for arm in wanted if not self._measured(arm, tokens)]
         if pending:
             self.current = pending[0]
+            self.rounds = -1
         elif self.rounds >= self.interval:
             self._review(tokens)
         elif self.rounds % _STRIDE == 0:
@@ -106,15 +126,14 @@ class Pace:
         return [arm for arm in self.arms if arm == PLAIN or arm.k == depths[len(depths) // 2]]
 
     def _review(self, tokens: Callable[[Arm], float]) -> None:
-        """Measures the arm afresh that has waited longest, if there is a hopeful one; every fourth time a hopeless."""
-        arms = [arm for arm in self.arms if arm != self.current and (arm in self._samples or self._count(arm))]
-        speed = {arm: tokens(arm) / self._expected(arm) for arm in (*arms, self.current)}
+        """Measures one arm afresh: the most hopeful, where hope grows with the time since it was last taken."""
         self.reviews += 1
-        others = [arm for arm in arms if (speed[arm] < _HOPELESS * max(speed.values())) == (self.reviews % 4 == 0)]
-        if others:
-            self.current = min(others, key=lambda arm: self.reviewed.get(arm, 0))
-            self.reviewed[self.current] = self.reviews
-            self.seconds[self.current] = _Seconds()
+        self.reviewed[self.current] = self.reviews
+        hope = {arm: tokens(arm) / self._expected(arm) * _HOPE ** -self.reviewed.get(arm, 0) for arm in self.arms}
+        others = [arm for arm in self.arms if arm != self.current] or self.arms
+        self.current = max(others, key=lambda arm: hope[arm])
+        self.reviewed[self.current] = self.reviews
+        self.seconds[self.current] = _Seconds()
         self.interval = min(2 * self.interval, _REVIEW)
         self.rounds = 0
 
@@ -143,6 +162,15 @@ class Pace:
         return s0 + (s1 - s0) * (arm.k - k0) / (k1 - k0)
 
 
+class _Drafted(NamedTuple):
+    """A draft under verification."""
+
+    decided: int  # tokens before it
+    length: int
+    origin: str
+    ready: _Share | None  # of its size of the batch, if drafts were to be prepared
+
+
 class Paced(Drafter):
     """Drafts with `inner`, as much as pays."""
 
@@ -150,9 +178,8 @@ class Paced(Drafter):
         self.inner = inner
         self._arms = arms
         self._paces: dict[int, Pace] = {}  # by the power of two that holds a batch
-        prior = [(3.0, 4.0)] * max(arm.k for arm in arms)  # of the i-th drafted token: stood, tried
-        self._stands = {ahead: list(prior) for ahead in (True, False)}  # whether drafts are prepared: misses count
-        self._drafted: dict[int, tuple[int, int, bool]] = {}  # by sequence id: decided and drafted tokens; prepared
+        self._stands = [_Share(3.0, 4.0, keep=0.99) for _ in range(max(arm.k for arm in arms))]  # the i-th token
+        self._drafted: dict[int, _Drafted] = {}  # by sequence id
         self._take(arms[-1])
         self._like = 0  # rounds up to the last that can be compared: same arm, same size, no prompts
         self._last: tuple[int, Arm] | None = None  # size and arm of the last round
@@ -180,10 +207,11 @@ class Paced(Drafter):
         self.inner.round_seconds = self.round_seconds
         proposals = self.inner.propose(works) if any(work.lookahead for work in works) else super().propose(works)
         for work, proposal in zip(works, proposals, strict=True):
-            drafted = len(proposal.token_ids[: work.lookahead])
             if work.lookahead and work.sequence.num_output:
-                self._drafted[work.sequence.id] = len(work.sequence.tokens), drafted, self._arm.width > 0
-        self._take(pace.choose(self.tokens))
+                drafted = len(proposal.token_ids[: work.lookahead])
+                ahead = pace.ready if self._arm.width else None
+                self._drafted[work.sequence.id] = _Drafted(len(work.sequence.tokens), drafted, proposal.origin, ahead)
+        self._take(pace.choose(lambda arm: self.tokens(arm, pace)))
         return proposals
 
     def anticipate(self, works: Seq[Work]) -> None:
@@ -200,21 +228,29 @@ class Paced(Drafter):
     def close(self) -> None:
         self.inner.close()
 
-    def tokens(self, arm: Arm) -> float:
-        """What a round of that arm yields, of late."""
-        expected, reached = 1.0, 1.0
-        for stood, tried in self._stands[arm.width > 0][: arm.k]:
-            reached *= stood / tried
+    def tokens(self, arm: Arm, pace: Pace) -> float:
+        """What a round of that arm yields, of late.
+
+        Texts differ more than arms do: so what stands is learned from all that the model drafts. Only, a prepared draft
+        may not be there: `ready` is the share of first tokens that stand, of those that would if drafts were asked for.
+        """
+        expected, reached = 1.0, pace.ready.value if arm.width else 1.0
+        for stands in self._stands[: arm.k]:
+            reached *= stands.value
             expected += reached
         return expected
 
     def _learn(self, sequence: Sequence) -> None:
-        decided, drafted, ahead = self._drafted.pop(sequence.id, (0, 0, False))
-        accepted, stands = len(sequence.tokens) - decided - 1, self._stands[ahead]
-        if decided and 0 <= accepted <= drafted:
-            for i in range(min(accepted + 1, max(1, drafted))):
-                stood, tried = stands[i]
-                stands[i] = 0.99 * stood + (i < accepted), 0.99 * tried + 1
+        draft = self._drafted.pop(sequence.id, None)
+        accepted = len(sequence.tokens) - draft.decided - 1 if draft is not None else -1
+        if draft is None or not 0 <= accepted <= draft.length:
+            return
+        if draft.ready is not None:
+            draft.ready.add(accepted > 0, self._stands[0].value)
+            if draft.origin in _GUESSED:
+                return
+        for i in range(min(accepted + 1, draft.length)):
+            self._stands[i].add(i < accepted)
 
     def _take(self, arm: Arm) -> None:
         """For the next round."""
