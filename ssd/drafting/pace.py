@@ -24,6 +24,7 @@ _ENOUGH = 3  # rounds that an arm is measured before it is believed
 _REVIEW = 128  # rounds until another arm is measured again
 _SOON = 24  # the same, at first
 _STRIDE = 4  # rounds between two choices
+_DEEP = 0.015  # what each drafted token has to be better for
 _MARGIN = 1.02  # what another arm must promise to be taken
 _HOPE = 1.08  # by how much an arm becomes more promising with every review of another one
 _GUESSED = ("ngram", "sibling")  # where drafts come from after a miss that no model is asked about
@@ -129,7 +130,7 @@ class Pace:
         """Measures one arm afresh: the most hopeful, where hope grows with the time since it was last taken."""
         self.reviews += 1
         self.reviewed[self.current] = self.reviews
-        hope = {arm: tokens(arm) / self._expected(arm) * _HOPE ** -self.reviewed.get(arm, 0) for arm in self.arms}
+        hope = {arm: self._speed(arm, tokens) * _HOPE ** -self.reviewed.get(arm, 0) for arm in self.arms}
         others = [arm for arm in self.arms if arm != self.current] or self.arms
         self.current = max(others, key=lambda arm: hope[arm])
         self.reviewed[self.current] = self.reviews
@@ -138,9 +139,13 @@ class Pace:
         self.rounds = 0
 
     def _best(self, tokens: Callable[[Arm], float]) -> Arm:
-        speed = {arm: tokens(arm) / self._expected(arm) for arm in self.arms}
+        speed = {arm: self._speed(arm, tokens) for arm in self.arms}
         best = max(self.arms, key=lambda arm: speed[arm])
         return best if speed[best] > _MARGIN * speed[self.current] else self.current
+
+    def _speed(self, arm: Arm, tokens: Callable[[Arm], float]) -> float:
+        """Deep drafts are worth a little less than they yield: easy texts gain most, and the others come last."""
+        return tokens(arm) / self._expected(arm) * (1 - _DEEP * arm.k)
 
     def _measured(self, arm: Arm, tokens: Callable[[Arm], float]) -> bool:
         """Often enough; once, if that was bad enough."""
