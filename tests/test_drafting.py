@@ -241,11 +241,37 @@ def test_a_drafter_that_prepares_nothing_reads_no_token_twice(model: DraftModel)
     """Catches a whole draft that stood, its bonus and one token more: too many for one reading."""
     drafter = AheadDrafter(model, Adaptive(), lookahead=K, budget=0)
     sequence = make_sequence(TEXTS[0], [8], id=500)
+    sequence.num_computed = len(sequence.tokens) - 1
     work = Work(sequence, 1, K)
     [proposal] = drafter.propose([work])
     assert len(proposal.token_ids) == K
     drafter.anticipate([work.with_proposal(proposal)])
     assert model._mirrors[500].text.num_computed == len(sequence.tokens)
+    drafter.forget(sequence)
+
+
+def test_a_preparation_that_is_waited_for_is_narrower_next_time(
+    model: DraftModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = AheadDrafter(model, Adaptive(), lookahead=K, budget=12)
+    sequence = make_sequence(TEXTS[0], [8], id=501)
+
+    def width(late: bool) -> int:
+        monkeypatch.setattr(model.program, "interrupted", lambda: late)
+        sequence.num_computed = len(sequence.tokens) - 1
+        work = Work(sequence, 1, K)
+        drafter.anticipate([work.with_proposal(drafter.propose([work])[0])])
+        prepared = drafter.prepared(sequence)
+        sequence.tokens.append(9)
+        return len(prepared.forks) if prepared is not None else 0
+
+    widths = [width(late=True) for _ in range(8)]
+    assert widths[0] == 12
+    assert widths == sorted(widths, reverse=True)
+    assert widths[-1] == 2
+    widths = [width(late=False) for _ in range(48)]
+    assert widths == sorted(widths)
+    assert widths[-1] == 12
     drafter.forget(sequence)
 
 

@@ -20,6 +20,9 @@ from ssd.drafting.model import DraftModel, Mirror, write_now
 from ssd.drafting.ngram import NgramDrafter
 from ssd.drafting.program import Run
 
+_FEWER, _MORE = 0.75, 0.25  # times so many forks after a preparation that somebody waited for, else plus so many
+_NARROWEST = 2.0
+
 
 @dataclass
 class Prepared:
@@ -111,6 +114,7 @@ class AheadDrafter(Drafter):
         self.backup = backup
         self.overlap = overlap
         self.budget = budget  # forks of one sequence; 0: drafts when asked, as in plain speculative decoding
+        self._in_time = float(model.program.max_width)  # forks of one sequence that are ready when they are wanted
         self.lookahead = lookahead
         self.outlook = Outlook()
         self.worth = Worth()
@@ -243,7 +247,7 @@ class AheadDrafter(Drafter):
     # --- preparing ----------------------------------------------------------------------------------------------------
 
     def _prepare(self, lanes: Seq[tuple[Work, Mirror]]) -> None:
-        budget = min(self.budget, self.model.program.width_of(len(lanes)))
+        budget = min(self.budget, self.model.program.width_of(len(lanes)), int(self._in_time))
         drafts = [work.proposal.token_ids for work, _ in lanes]
         records = [self._records.setdefault(work.sequence.id, _Record()) for work, _ in lanes]
         sure = [
@@ -256,6 +260,9 @@ class AheadDrafter(Drafter):
         ]
         count = max(work.lookahead for work, _ in lanes)
         self._run = run = self.model.branch([mirror for _, mirror in lanes], drafts, forks, count)
+        late = self.interrupted()
+        widest = self.model.program.max_width
+        self._in_time = max(_NARROWEST, _FEWER * budget) if late else min(widest, self._in_time + _MORE)
         for lane, record in enumerate(records):
             decided = len(lanes[lane][0].sequence.tokens)
             record.prepared = Prepared(decided, drafts[lane], sure[lane], forks[lane], run, lane)
