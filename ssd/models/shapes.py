@@ -18,7 +18,7 @@ def _qwen3(hidden: int, mlp: int, layers: int, heads: int, tied: bool) -> Decode
 
 
 SHAPES = {
-    "cpu-8m": DecoderConfig("llama", 8192, 256, 896, 6, 8, 4, 32, 4096, 1e-5, RopeConfig(10000.0), True),
+    "cpu-7m": DecoderConfig("llama", 8192, 256, 896, 6, 8, 4, 32, 4096, 1e-5, RopeConfig(10000.0), True),
     "cpu-75m": DecoderConfig("llama", 8192, 768, 1792, 12, 12, 4, 64, 4096, 1e-5, RopeConfig(10000.0), True),
     "smollm2-135m": DecoderConfig("llama", 49152, 576, 1536, 30, 9, 3, 64, 8192, 1e-5, RopeConfig(100000.0), True),
     "llama-3.2-1b": _llama(2048, 8192, 16, 32, 64, _LLAMA32, True),
