@@ -442,6 +442,7 @@ void ssd_linear(const void *x, long ldx, const void *w, const void *bias, const 
     long group = (a.tiles == 1 ? GROUP : 2) / span; /* one row tile: wide tasks; more: keep the panels in L1 */
     while (group > 1 && ceil_div(panels, group) < 2 * nthreads) group /= 2;
     long block = max_l(2, (384 << 10) / (a.kq * 16 * MR_MAX)); /* row tiles that stay in L2 with a stream of panels */
+    block = ceil_div(a.tiles, ceil_div(a.tiles, block));       /* equal ones: threads share them */
     if (nthreads == 1 || (double)m * (double)n * (double)k * span < 65536.0) nthreads = 1;
     if (nthreads == 1) {
         for (long b = 0; b < a.tiles; b += block)
