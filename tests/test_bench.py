@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fake_server import PIECES, TOKENS_A_PIECE, serving
 from typer.testing import CliRunner
 
@@ -21,6 +22,8 @@ from ssd.bench.workload import Workload, encode, load_workload
 from ssd.cli.main import app
 from ssd.errors import ConfigError
 from ssd.models.checkpoint import open_checkpoint
+from ssd.models.random_weights import RandomCheckpoint
+from ssd.models.shapes import SHAPES
 
 TINY = ("tiny-llama", "tiny-llama-draft")
 
@@ -221,3 +224,18 @@ def test_the_rejection_rule_writes_other_tokens_and_is_not_compared() -> None:
         engine={"device": "cpu"},
     )
     assert run(config).same_text is None
+
+
+def test_every_product_of_a_model_is_timed() -> None:
+    lab = Path(__file__).parent.parent / "bench" / "linear.py"
+    command = [sys.executable, str(lab), "--shape", "cpu-7m", "--rows", "1", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = [line.split() for line in done.stdout.splitlines()[1:]]
+    shape = SHAPES["cpu-7m"]
+    products = {row[0]: int(row[1]) * int(row[2]) for row in rows}
+    assert [row[3] for row in rows] == ["1", "3"] * 5
+    assert all(float(row[6]) > 0 for row in rows)
+    layer = products["qkv"] + products["output"] + products["gate/up"] + products["down"]
+    weights = RandomCheckpoint(shape).weights(torch.device("cpu"), torch.float32)
+    matrices = {name: tensor.numel() for name, tensor in weights if tensor.dim() == 2}
+    assert sum(matrices.values()) == layer * shape.num_layers + products["head"]  # the embedding is the head
