@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from decode import device_seconds
 
 from ssd.assembly import make_ops
 from ssd.kernels.ops import Ops
@@ -83,22 +84,13 @@ def seconds(work: Callable[[], None], device: torch.device, repeats: int = 7) ->
     with torch.cuda.graph(graph):
         work()
     graph.replay()
-    return statistics.median(_clocked_on_gpu(graph) for _ in range(repeats))
+    return statistics.median(device_seconds(graph.replay) for _ in range(repeats))
 
 
 def _clocked(work: Callable[[], None]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
-
-
-def _clocked_on_gpu(graph: torch.cuda.CUDAGraph) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
-    graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
 
 
 def _arguments() -> argparse.Namespace:

@@ -20,6 +20,7 @@ from ssd.drafting.model import DraftModel, Mirror, write_now
 from ssd.drafting.ngram import NgramDrafter
 from ssd.drafting.program import Run
 
+WRITTEN = frozenset({"draft", "hit", "jit"})  # origins of drafts that the model wrote
 _FEWER, _MORE = 0.75, 0.25  # times so many forks after a preparation that somebody waited for, else plus so many
 _NARROWEST = 2.0
 
@@ -211,7 +212,7 @@ class AheadDrafter(Drafter):
     def _learn(self, prepared: Prepared, origin: str, sequence: Sequence) -> None:
         new = sequence.tokens[prepared.num_decided :]
         if 0 < len(new) <= len(prepared.draft) + 1:
-            if origin in ("hit", "jit", "draft"):
+            if origin in WRITTEN:
                 self.outlook.learn(prepared.confidence, len(new) - 1, prepared.rank(len(new) - 1, new[-1]))
             self.worth.yields["ngram" if origin == "sibling" else origin].add(len(new))
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from ssd.config import K_MAX
 from ssd.core import Proposal, Sequence, Work
 from ssd.decoding.drafter import Drafter
-from ssd.drafting.ahead import AheadDrafter
+from ssd.drafting.ahead import WRITTEN, AheadDrafter
 
 _ENOUGH = 3  # rounds that an arm is measured before it is believed
 _REVIEW = 128  # rounds until another arm is measured again
@@ -27,7 +27,6 @@ _STRIDE = 4  # rounds between two choices
 _DEEP = 0.015  # what each drafted token has to be better for
 _MARGIN = 1.02  # what another arm must promise to be taken
 _HOPE = 1.08  # by how much an arm becomes more promising with every review of another one
-_GUESSED = ("ngram", "sibling")  # where drafts come from after a miss that no model is asked about
 _DEPTHS = (1, 2, 3, 4, 6, K_MAX)
 
 
@@ -63,7 +62,7 @@ class _Seconds:
 
 
 @dataclass
-class _Share:
+class _Rate:
     """How often something happens, of how often it might, of late."""
 
     happened: float
@@ -87,7 +86,7 @@ class Pace:
     seconds: dict[Arm, _Seconds] = field(default_factory=dict)  # in units of the level
     current: Arm = PLAIN
     level: float = 1.0  # how slow everything is
-    ready: _Share = field(default_factory=lambda: _Share(9.0, 10.0, keep=0.998))  # see `Paced.tokens`
+    ready: _Rate = field(default_factory=lambda: _Rate(9.0, 10.0, keep=0.998))  # see `Paced.tokens`
     interval: int = _SOON  # rounds between reviews
     rounds: int = 0  # since the last one
     reviews: int = 0
@@ -173,7 +172,7 @@ class _Drafted(NamedTuple):
     decided: int  # tokens before it
     length: int
     origin: str
-    ready: _Share | None  # of its size of the batch, if drafts were to be prepared
+    ready: _Rate | None  # of its size of the batch, if drafts were to be prepared
 
 
 class Paced(Drafter):
@@ -183,7 +182,7 @@ class Paced(Drafter):
         self.inner = inner
         self._arms = arms
         self._paces: dict[int, Pace] = {}  # by the power of two that holds a batch
-        self._stands = [_Share(3.0, 4.0, keep=0.99) for _ in range(max(arm.k for arm in arms))]  # the i-th token
+        self._stands = [_Rate(3.0, 4.0, keep=0.99) for _ in range(max(arm.k for arm in arms))]  # the i-th token
         self._drafted: dict[int, _Drafted] = {}  # by sequence id
         self._take(arms[-1])
         self._like = 0  # rounds up to the last that can be compared: same arm, same size, no prompts
@@ -252,7 +251,7 @@ class Paced(Drafter):
             return
         if draft.ready is not None:
             draft.ready.add(accepted > 0, self._stands[0].value)
-            if draft.origin in _GUESSED:
+            if draft.origin not in WRITTEN:
                 return
         for i in range(min(accepted + 1, draft.length)):
             self._stands[i].add(i < accepted)

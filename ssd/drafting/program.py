@@ -258,12 +258,14 @@ class Program:
         if self._graphs is None:
             self._compute(form, piece)
         else:
-            self._graph(form if piece < 0 else form._replace(reads=self.reads), piece).replay()
+            self._graph(form, piece).replay()
 
     def _graph(self, form: Form, piece: int) -> torch.cuda.CUDAGraph:
         graphs = self._graphs
         if graphs is None:
             raise AssertionError("graphs are off")
+        if piece >= 0:  # how much was read is the same to it
+            form = form._replace(reads=self.reads)
         if (form, piece) not in graphs:
             self._compute(form, piece)  # compiles kernels, which a capture must not; doing a piece twice does no harm
             pool = next(iter(graphs.values())).pool() if graphs else None
