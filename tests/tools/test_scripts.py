@@ -22,7 +22,7 @@ from ssd.models import checkpoint
 from ssd.models.checkpoint import BUNDLE, open_checkpoint
 from ssd.prompts import load_prompts
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 LLAMA_1B = "meta-llama/Llama-3.2-1B-Instruct"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-BENCH = Path(__file__).parents[1] / "bench"
+BENCH = Path(__file__).parents[2] / "bench"
 COMMANDS = [line for line in (BENCH / "commands.txt").read_text().splitlines() if line.startswith("python")]
 SHORT = ["--numseqs", "1", "--output_len", "10"]  # the last one counts
 FIELDS = {

@@ -227,7 +227,7 @@ def test_the_rejection_rule_writes_other_tokens_and_is_not_compared() -> None:
 
 
 def test_every_product_of_a_model_is_timed() -> None:
-    lab = Path(__file__).parent.parent / "bench" / "linear.py"
+    lab = Path(__file__).parents[2] / "bench" / "linear.py"
     command = [sys.executable, str(lab), "--shape", "cpu-7m", "--rows", "1", "3"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     rows = [line.split() for line in done.stdout.splitlines()[1:]]

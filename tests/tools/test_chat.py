@@ -35,7 +35,7 @@ from ssd.llm import LLM
 
 pexpect = pytest.importorskip("pexpect", reason="a terminal to type in needs pexpect")
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SSD = [str(Path(sys.executable).with_name("ssd")), "chat", "--device", "cpu", "--dtype", "float32"]
 BENCH = [sys.executable, "-O", str(ROOT / "bench" / "chat.py")]
 HELLO = [{"role": "user", "content": "Who wrote Hamlet?"}]

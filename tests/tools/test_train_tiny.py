@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from ssd import LLM, SamplingParams
 from ssd.text.tokenizer import Tokenizer, load_tokenizer
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FAMILIES = ("llama", "qwen3")
 CHATS = ("flan_cot", "gsm8k_train", "mbpp_train", "self_instruct_seed", "llms_from_scratch_instr")
 WORDS = ["river", "stone", "apple", "green", "über", "under", "日本", "seven", "return"]

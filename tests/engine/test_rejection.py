@@ -29,7 +29,7 @@ from fakes import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_law import naive_law
+from naive_law import naive_law
 
 from ssd.core import Proposal, RequestOutput, SamplingParams, Sequence, Work
 from ssd.decoding import acceptance, noise

@@ -16,7 +16,7 @@ import pytest
 from ssd.errors import DataNotFound, InvalidData, SSDError
 from ssd.prompts import OWN_SETS, PromptSet, load_prompts
 
-SOLUTIONS = Path(__file__).parent / "data" / "humaneval_solutions.py"
+SOLUTIONS = Path(__file__).parents[1] / "data" / "humaneval_solutions.py"
 REAL = os.environ.get("SSD_DATASET_DIR")  # a folder with the real sets, if the developer has one
 
 
