@@ -1,109 +1,29 @@
-"""The noise behind sampling: Gumbel noise as a pure function of (seed, position, token).
+"""The names of `ssd.sampling.noise`, where the noise is."""
 
-Counter-based, so it has no state: nothing about a request's randomness depends on its company in the batch, on
-chunking, on preemption or on how tokens were proposed, and no global generator is touched. Target and draft use the
-same noise, which is what makes sampling *coupled*. The rejection rule needs several independent draws at a position:
-each has its own `Stream`.
-"""
+from ssd.sampling.noise import (
+    Stream,
+    constants,
+    gumbel,
+    gumbel_of,
+    gumbel_reference,
+    mix64,
+    position_key,
+    position_keys,
+    seed_key,
+    signed,
+    uniform,
+)
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from enum import IntEnum
-
-import torch
-
-from ssd.kernels import cpu
-
-_MASK = 0xFFFF_FFFF_FFFF_FFFF
-_GOLDEN = 0x9E37_79B9_7F4A_7C15
-_MIX1 = 0xBF58_476D_1CE4_E5B9
-_MIX2 = 0x94D0_49BB_1331_11EB
-
-
-def constants() -> tuple[int, int, int]:
-    """Those of the generator, as a kernel takes them."""
-    return signed(_GOLDEN), signed(_MIX1), signed(_MIX2)
-
-
-class Stream(IntEnum):
-    """What a position's noise is for. Draws for different purposes are independent."""
-
-    CHOICE = 0  # the target's own token; with coupled sampling the draft's as well
-    DRAFT = 1  # what the draft draws under the rejection rule
-    ACCEPT = 2  # whether that stands
-    RECOVERY = 3  # what the target draws instead
-
-
-def mix64(x: int) -> int:
-    """A bijective 64-bit finaliser (SplitMix64's): every input bit moves every output bit."""
-    x &= _MASK
-    x = ((x ^ (x >> 30)) * _MIX1) & _MASK
-    x = ((x ^ (x >> 27)) * _MIX2) & _MASK
-    return x ^ (x >> 31)
-
-
-def seed_key(seed: int) -> int:
-    """What the noise of a sequence's positions is derived from."""
-    return mix64(seed + _GOLDEN)
-
-
-def position_key(seed: int, position: int, stream: Stream = Stream.CHOICE) -> int:
-    """One stream of one position of one sequence."""
-    key = mix64(seed_key(seed) + position * _GOLDEN)
-    return mix64(key ^ mix64(stream)) if stream else key
-
-
-def position_keys(seed_keys: torch.Tensor, positions: torch.Tensor, stream: Stream = Stream.CHOICE) -> torch.Tensor:
-    """The same for many at once, on their device: int64 [R]."""
-    keys = _mix(seed_keys + positions.long() * signed(_GOLDEN))
-    return _mix(keys ^ signed(mix64(stream))) if stream else keys
-
-
-def uniform(seed: int, position: int) -> float:
-    """The number in (0, 1) that decides whether a drafted token stands."""
-    bits = mix64(position_key(seed, position, Stream.ACCEPT) + _GOLDEN) >> 12
-    return (bits + 0.5) * 2.0**-52  # 53 significant bits: nothing is rounded, least of all to one
-
-
-def gumbel(keys: Sequence[int], vocab_size: int, device: torch.device) -> torch.Tensor:
-    """Standard Gumbel noise, one row a key: float32 [len(keys), vocab_size]."""
-    return gumbel_of(torch.tensor([signed(k) for k in keys], dtype=torch.int64, device=device), vocab_size)
-
-
-def gumbel_of(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The same for keys that are on the device already."""
-    if keys.is_cuda:
-        from ssd.kernels import noise
-
-        return noise.gumbel(keys, vocab_size, *constants())
-    kernels = cpu.load() if keys.is_cpu else None
-    if kernels is not None:
-        return kernels.gumbel(keys.contiguous(), vocab_size, *constants())
-    return gumbel_reference(keys, vocab_size)
-
-
-def gumbel_reference(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The same in plain torch, where there is no kernel: equal to within the rounding of a logarithm."""
-    x = _mix(torch.arange(vocab_size, dtype=torch.int64, device=keys.device) * signed(_GOLDEN) + keys[:, None])
-    bits = _shift_right(x, 32)
-    # float64: 32 random bits keep their full resolution where it matters, next to one.
-    uniform = (bits.to(torch.float64) + 0.5) * 2.0**-32
-    return uniform.log_().neg_().log_().neg_().to(torch.float32)
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """`mix64` of every element."""
-    x = (x ^ _shift_right(x, 30)) * signed(_MIX1)
-    x = (x ^ _shift_right(x, 27)) * signed(_MIX2)
-    return x ^ _shift_right(x, 31)
-
-
-def signed(x: int) -> int:
-    """The two's-complement int64 with the same bits (torch has no full uint64 arithmetic)."""
-    return x - (1 << 64) if x >> 63 else x
-
-
-def _shift_right(x: torch.Tensor, n: int) -> torch.Tensor:
-    """Logical right shift of int64."""
-    return (x >> n) & ((1 << (64 - n)) - 1)
+__all__ = [
+    "Stream",
+    "constants",
+    "gumbel",
+    "gumbel_of",
+    "gumbel_reference",
+    "mix64",
+    "position_key",
+    "position_keys",
+    "seed_key",
+    "signed",
+    "uniform",
+]

@@ -822,7 +822,7 @@ void ssd_paged_attention(const void *q, long ldq, const void *k_cache, const voi
 
 /* ---------------------------------------------------------------- gumbel
  * out[row][token] = -log(-log(u)) with u = (bits + 1/2) / 2^32, where bits are the upper half of the finaliser of
- * keys[row] + token * golden (see decoding/noise.py).  In double and rounded once; with plain + - * / in one order, so
+ * keys[row] + token * golden (see sampling/noise.py).  In double and rounded once; with plain + - * / in one order, so
  * that an element's bits are the same on every machine too. */
 #define DL (VL / 2)         /* doubles of a vector */
 #define DV 4                /* vectors computed together: a logarithm is one long chain of operations */

@@ -1,4 +1,4 @@
-"""The sampling noise of `ssd.decoding.noise` as one Triton kernel (a dozen small torch kernels otherwise)."""
+"""The sampling noise of `ssd.sampling.noise` as one Triton kernel (a dozen small torch kernels otherwise)."""
 
 from __future__ import annotations
 

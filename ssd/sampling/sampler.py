@@ -1,0 +1,338 @@
+"""From logits to tokens, for the target model and the draft alike.
+
+A row is one position of one sequence; what it needs to know of the sequence is in the columns of the sequence's slot.
+The chosen token is the argmax of a score (logit / temperature + Gumbel noise of the seed and the position), so that
+target and draft choose alike where their logits do. Nothing here adds up floating-point numbers (maxima, integer sums
+and elementwise arithmetic only): a row's result depends neither on the other rows nor on the order of a device's sums.
+
+On a CUDA device everything but `SamplingColumns.set` may be captured in a graph. Elsewhere plain torch does the work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ssd.core import SamplingParams
+from ssd.sampling import noise
+from ssd.sampling.noise import Stream
+
+COLDEST = 1e-6  # temperatures between 0 and this one would overflow float32, and are as good as greedy
+_INT32_MAX = 2**31 - 1
+_HAS_BIAS, _HAS_COUNTS = 1, 2  # bits of `SamplingColumns.flags`
+_IN_PROMPT, _IS_STOP, _ONE_OUTPUT = 1, 2, 4  # of `SamplingColumns.counts`
+
+
+class Needs(NamedTuple):
+    """What any row of a batch needs; what none needs is not computed."""
+
+    truncated: bool = False  # top_k, top_p or min_p of a sampled row
+    adjusted: bool = False  # penalties, bias or min_tokens
+
+    @classmethod
+    def of(cls, params: Iterable[SamplingParams]) -> Needs:
+        truncated = adjusted = False
+        for p in params:
+            truncated |= not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
+            adjusted |= bool(p.penalised or p.logit_bias or p.min_tokens)
+        return cls(truncated, adjusted)
+
+
+class Rows(NamedTuple):
+    """The positions to decide."""
+
+    slots: torch.Tensor  # int32 [R]; -1: padding, whose result means nothing
+    positions: torch.Tensor  # int32 [R]: the index in its sequence of the token to decide
+    num_drafted: torch.Tensor | None = None  # int32 [R]: drafts[slot, :num_drafted] are output already; None: 0
+    drafts: torch.Tensor | None = None  # int32 [S, K]
+
+
+class SamplingColumns:
+    """The sampling parameters of every slot, as device tensors whose addresses never change.
+
+    The dense tables are allocated (both at once) when the first sequence needs one: graphs that are to read them must
+    be captured after that.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self._packed = torch.zeros((num_slots, 12), dtype=torch.int32, device=device)  # a slot is set by one copy
+        floats = self._packed.view(torch.float32)
+        self.seed_key = self._packed.view(torch.int64)[:, 0]  # `noise.seed_key`, signed
+        self.temperature = floats[:, 2]  # 0 (greedy) or at least COLDEST
+        self.log_min_p = floats[:, 3]  # -inf: none
+        self.top_p = floats[:, 4]
+        self.top_k = self._packed[:, 5]  # 0: all
+        self.repetition = floats[:, 6]
+        self.presence = floats[:, 7]
+        self.frequency = floats[:, 8]
+        self.min_length = self._packed[:, 9]  # no stop token at positions below this
+        self.flags = self._packed[:, 10]  # which tables have a row for this slot; other rows are stale
+        self.bias: torch.Tensor | None = None  # float32 [S, V]
+        self.counts: torch.Tensor | None = None  # int32 [S, V]: occurrences in the output * 4 + stop * 2 + in prompt
+
+    def allocate_tables(self) -> None:
+        if self.counts is None:
+            shape = (len(self._packed), self.vocab_size)
+            self.bias = torch.zeros(shape, dtype=torch.float32, device=self._packed.device)
+            self.counts = torch.zeros(shape, dtype=torch.int32, device=self._packed.device)
+
+    def set(
+        self,
+        slot: int,
+        params: SamplingParams,
+        seed: int,
+        prompt: Seq[int],
+        output: Seq[int],
+        stop_token_ids: Iterable[int],
+    ) -> None:
+        """Gives the slot to a sequence, of which `output` is decided already. Does not wait for the device."""
+        flags = 0
+        if params.logit_bias:
+            flags |= _HAS_BIAS
+            bias = np.zeros(self.vocab_size, dtype=np.float32)
+            ids = self._in_vocabulary(params.logit_bias)
+            bias[ids] = [params.logit_bias[int(t)] for t in ids]
+            self.allocate_tables()
+            assert self.bias is not None
+            _send(bias, self.bias[slot])
+        if params.penalised or params.min_tokens:
+            flags |= _HAS_COUNTS
+            counts = np.bincount(self._in_vocabulary(output), minlength=self.vocab_size).astype(np.int32) * _ONE_OUTPUT
+            counts[self._in_vocabulary(prompt)] |= _IN_PROMPT
+            counts[self._in_vocabulary(stop_token_ids)] |= _IS_STOP
+            self.allocate_tables()
+            assert self.counts is not None
+            _send(counts, self.counts[slot])
+        row = np.zeros(self._packed.shape[1], dtype=np.int32)
+        row[:2].view(np.int64)[0] = noise.signed(noise.seed_key(seed))
+        row[2:5].view(np.float32)[:] = (
+            0.0 if params.greedy else max(params.temperature, COLDEST),
+            math.log(params.min_p) if params.min_p else -math.inf,
+            params.top_p,
+        )
+        row[5] = min(params.top_k, self.vocab_size)
+        row[6:9].view(np.float32)[:] = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        row[9] = min(len(prompt) + params.min_tokens, _INT32_MAX)
+        row[10] = flags
+        _send(row, self._packed[slot])
+
+    def count(self, slots: torch.Tensor, tokens: torch.Tensor, valid: torch.Tensor) -> None:
+        """Adds decided tokens to the output of their slots: [N] each, those that are not `valid` are ignored."""
+        if self.counts is None:
+            return
+        slots = slots.long().clamp(min=0)
+        valid = valid & (tokens >= 0) & (tokens < self.vocab_size) & (self.flags[slots] & _HAS_COUNTS > 0)
+        index = torch.where(valid, slots * self.vocab_size + tokens, 0)
+        self.counts.view(-1).index_add_(0, index, valid.int() * _ONE_OUTPUT)
+
+    def _in_vocabulary(self, ids: Iterable[int]) -> np.ndarray:
+        array = np.fromiter(ids, dtype=np.int64)
+        return array[array < self.vocab_size]
+
+
+class Sampler:
+    """Chooses tokens by the parameters in `columns`. Logits are float32 [R, V], contiguous in V."""
+
+    def __init__(self, columns: SamplingColumns) -> None:
+        self.columns = columns
+
+    def adjust(self, logits: torch.Tensor, rows: Rows) -> None:
+        """Applies bias, repetition, presence and frequency penalties and min_tokens to the logits, in place."""
+        columns = self.columns
+        if columns.counts is None or columns.bias is None:
+            return  # no sequence has needed any of it so far
+        if logits.is_cuda:
+            from ssd.kernels import sampling
+
+            sampling.adjust(logits, columns, rows)
+            return
+        drafted = [0] * len(logits) if rows.num_drafted is None else rows.num_drafted.tolist()
+        for i, slot in enumerate(rows.slots.tolist()):
+            flags = int(columns.flags[slot]) if slot >= 0 else 0
+            if flags & _HAS_BIAS:
+                logits[i] += columns.bias[slot]
+            if flags & _HAS_COUNTS:
+                drafts = rows.drafts[slot, : drafted[i]].long() if rows.drafts is not None else None
+                self._penalise(logits[i], slot, int(rows.positions[i]), columns.counts[slot], drafts)
+
+    def choose(self, logits: torch.Tensor, rows: Rows, needs: Needs) -> torch.Tensor:
+        """The token of every row: int32 [R]. `needs.adjusted` changes the logits."""
+        return self.best(logits, rows, needs, 1)[0][:, 0]
+
+    def best(
+        self, logits: torch.Tensor, rows: Rows, needs: Needs, count: int, excluded: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `count` tokens of the highest scores, the lower token where scores are equal: int32, float32 [R, count].
+
+        Tokens that truncation leaves out, and the one of each row in `excluded` (int32 [R]; -1: none), score -inf;
+        a score of -inf comes with token 0. `needs.adjusted` changes the logits.
+        """
+        if needs.adjusted:
+            self.adjust(logits, rows)
+        if logits.is_cuda:
+            from ssd.kernels import sampling
+
+            return sampling.best(logits, self.columns, rows, needs.truncated, count, excluded, noise.constants())
+        return _largest(self._scores(logits, rows, needs), count, excluded)
+
+    def distribution(self, logits: torch.Tensor, rows: Rows, needs: Needs) -> torch.Tensor:
+        """What each row is sampled from: float64 [R, V]. Greedy rows are very cold. `needs.adjusted` as above."""
+        if needs.adjusted:
+            self.adjust(logits, rows)
+        if logits.is_cuda and needs.truncated:
+            from ssd.kernels import sampling
+
+            return sampling.tempered(logits, self.columns, rows).double().softmax(-1)
+        temperature = self._temperature(rows).clamp(min=COLDEST)[:, None]
+        z = (logits - logits.amax(-1, keepdim=True)) / temperature
+        if needs.truncated:
+            self._truncate(z, logits, rows)
+        return z.double().softmax(-1)
+
+    def draw(self, distribution: torch.Tensor, rows: Rows, stream: Stream) -> torch.Tensor:
+        """A sample of each distribution [R, V] (which need not add up to one) with that stream's noise: int64 [R]."""
+        return _argmax(distribution.log() + noise.gumbel_of(self._keys(rows, stream), distribution.shape[-1]))
+
+    def _keys(self, rows: Rows, stream: Stream) -> torch.Tensor:
+        return noise.position_keys(self.columns.seed_key[rows.slots.clamp(min=0)], rows.positions, stream)
+
+    def _temperature(self, rows: Rows) -> torch.Tensor:
+        """float32 [R]; padding is greedy."""
+        return torch.where(rows.slots < 0, 0.0, self.columns.temperature[rows.slots.clamp(min=0)])
+
+    # --- on a CPU ----------------------------------------------------------------------------------------------------
+
+    def _penalise(
+        self, x: torch.Tensor, slot: int, position: int, counts: torch.Tensor, drafts: torch.Tensor | None
+    ) -> None:
+        """Penalties and forbidden stop tokens of one row [V], in place."""
+        columns = self.columns
+        times = counts >> 2
+        if drafts is not None:
+            times.index_add_(0, drafts, torch.ones_like(drafts, dtype=torch.int32))
+        seen = (times > 0) | (counts & _IN_PROMPT > 0)
+        repetition = columns.repetition[slot]
+        x.copy_(torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x))
+        x -= columns.presence[slot] * (times > 0) + columns.frequency[slot] * times
+        if position < columns.min_length[slot]:
+            x[counts & _IS_STOP > 0] = -torch.inf
+
+    def _scores(self, logits: torch.Tensor, rows: Rows, needs: Needs) -> torch.Tensor:
+        """The logits themselves if every row is greedy, otherwise a new tensor."""
+        temperature = self._temperature(rows)
+        sampled = (temperature > 0).numpy().nonzero()[0]
+        if not len(sampled):
+            return logits
+        keys = self._keys(rows, Stream.CHOICE)
+        if len(sampled) == len(logits):
+            scores = logits / temperature[:, None]
+            scores += noise.gumbel_of(keys, logits.shape[-1])
+        else:
+            scores, index = logits.clone(), torch.from_numpy(sampled)
+            noisy = logits[index] / temperature[index, None]
+            scores[index] = noisy.add_(noise.gumbel_of(keys[index], logits.shape[-1]))
+        if needs.truncated:
+            self._truncate(scores, logits, rows)
+        return scores
+
+    def _truncate(self, scores: torch.Tensor, logits: torch.Tensor, rows: Rows) -> None:
+        """-inf in `scores` for the tokens that a sampled row's min_p, top_k and top_p leave out."""
+        c, slots = self.columns, rows.slots.clamp(min=0)
+        columns = (self._temperature(rows), c.log_min_p[slots], c.top_k[slots], c.top_p[slots])
+        for i, (temperature, log_min_p, top_k, top_p) in enumerate(zip(*(x.tolist() for x in columns), strict=True)):
+            if temperature > 0 and (log_min_p > -math.inf or top_k > 0 or top_p < 1):
+                scores[i].numpy()[~_kept(logits[i], temperature, log_min_p, top_k, top_p)] = -np.inf
+
+
+def reweighted(distributions: torch.Tensor, c: float, fan_out: int) -> torch.Tensor:
+    """Saguaro's draft distributions: in each row of [R, V] the `fan_out` likeliest tokens weigh `c` times as much.
+
+    So a rejected draft leaves more of the target's mass on them. A row without other tokens stays as it is at c = 0.
+    """
+    if c == 1.0:
+        return distributions
+    top = distributions.topk(min(fan_out, distributions.shape[-1]), dim=-1).indices
+    weighted = distributions.scatter(-1, top, distributions.gather(-1, top) * c)
+    mass = weighted.sum(-1, keepdim=True)
+    return torch.where(mass > 0, weighted / mass, distributions)
+
+
+def top_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities under the model itself, of the tokens [R] and of the `count` likeliest (ids and values)."""
+    log_p = torch.log_softmax(logits.double(), dim=-1)
+    values, ids = log_p.topk(min(count, log_p.shape[-1]), dim=-1)
+    return log_p.gather(-1, tokens.long()[:, None])[:, 0], ids, values
+
+
+def _kept(x: torch.Tensor, temperature: float, log_min_p: float, top_k: int, top_p: float) -> np.ndarray:
+    """Which tokens of logits [V] min_p, then top_k, then top_p leave.
+
+    Tokens are ordered by how far below the largest they are, in steps of 2**-20, and then by their id. Masses are
+    integers, 2**32 for the largest.
+    """
+    largest = x.amax()
+    z = torch.where(x == largest, 0.0, (x - largest) / temperature)  # 0 also where all are -inf
+    key = (z * -(2.0**20)).clamp(max=2.0**25).int().clamp(min=0, max=2**25 - 1).numpy()
+    kept = (z >= log_min_p).numpy()
+    if top_k > 0:
+        kept &= _first(key, kept.astype(np.float64), top_k)
+    if top_p < 1:
+        mass = (z.exp() * 2.0**32).floor().double().numpy()
+        mass[~kept] = 0.0
+        kept &= _first(key, mass, top_p * float(mass.sum()))
+    return kept
+
+
+def _first(key: np.ndarray, weight: np.ndarray, limit: float) -> np.ndarray:
+    """The tokens, in the order of (key, id), before which there is less weight than `limit`: bool [V].
+
+    Weights are whole numbers whose sum is below 2**53, so that sums are exact. Only the one bin of keys in which the
+    limit is reached needs to be sorted.
+    """
+    bins = key >> 15
+    sums = np.bincount(bins, weight, minlength=2**10)
+    before = sums.cumsum() - sums
+    last = int(np.searchsorted(before, limit)) - 1  # the last bin that begins below the limit
+    kept: np.ndarray = bins < last
+    inside = (bins == last).nonzero()[0]
+    inside = inside[key[inside].argsort(kind="stable")]
+    mass = weight[inside]
+    kept[inside[before[last] + mass.cumsum() - mass < limit]] = True
+    return kept
+
+
+def _largest(scores: torch.Tensor, count: int, excluded: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """numpy finds one maximum after the other several times faster than torch finds them all."""
+    if count > 1 or excluded is not None:
+        scores = scores.clone()
+    if excluded is not None:
+        named = (excluded >= 0).nonzero()[:, 0]
+        scores[named, excluded[named].long()] = -torch.inf
+    tokens = torch.zeros((len(scores), count), dtype=torch.int32)
+    values = torch.full((len(scores), count), -torch.inf)
+    for i in range(min(count, scores.shape[-1])):
+        token = _argmax(scores)[:, None]
+        value = scores.gather(-1, token)
+        tokens[:, i : i + 1] = torch.where(value == -torch.inf, 0, token)
+        values[:, i : i + 1] = value
+        if i + 1 < count:
+            scores.scatter_(-1, token, -torch.inf)
+    return tokens, values
+
+
+def _argmax(x: torch.Tensor) -> torch.Tensor:
+    """The first of the largest, in every row: int64 [R] (numpy's is six times faster than torch's on a CPU)."""
+    return x.argmax(dim=-1) if x.is_cuda else torch.from_numpy(x.numpy().argmax(axis=-1))
+
+
+def _send(values: np.ndarray, to: torch.Tensor) -> None:
+    host = torch.from_numpy(values)
+    to.copy_(host.pin_memory() if to.is_cuda else host, non_blocking=True)
