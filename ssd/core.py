@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from ssd.errors import RequestError
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True)
@@ -354,7 +354,7 @@ class RequestOutput:
     request_id: str
     prompt_token_ids: list[int]
     samples: list[Sample]
-    error: str | None = None  # why the request was refused; its one sample is then empty
+    error: str | None = None  # why the request was refused (its one sample is then empty), or how its round failed
 
     @property
     def text(self) -> str:
@@ -375,6 +375,23 @@ class RequestOutput:
     @property
     def metrics(self) -> RequestMetrics:
         return self.samples[0].metrics
+
+
+@dataclass
+class Delta:
+    """What is new of one sample of a request.
+
+    A streamed request has one for every round that added tokens, any other one for each sample, when that has ended.
+    """
+
+    request_id: str
+    index: int  # of the sample
+    token_ids: list[int]
+    text: str  # may lag behind the tokens: incomplete characters, the beginning of a stop string
+    logprobs: list[TokenLogprobs]  # one a token, if the request asked for them
+    num_accepted: int = 0  # of the tokens, how many had been drafted; those of one round come first
+    finish_reason: FinishReason | None = None  # None: more is to come
+    output: RequestOutput | None = None  # the whole answer: on the last delta of the last sample
 
 
 def sequence_seed(seed: int | None, index: int) -> int:

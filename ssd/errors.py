@@ -15,6 +15,10 @@ class RequestError(SSDError, ValueError):
     """One request cannot be served; every other request goes on."""
 
 
+class RequestFailed(SSDError, RuntimeError):
+    """The round that computed a request failed (out of memory, say); every other request goes on."""
+
+
 class ModelNotFound(SSDError):
     """No checkpoint was found under the given name."""
 
@@ -33,6 +37,10 @@ class InvalidData(SSDError, ValueError):
 
 class EngineClosed(SSDError, RuntimeError):
     """The engine was used after `close()`."""
+
+
+class EngineFailed(SSDError, RuntimeError):
+    """Rounds failed one after the other: the engine ended all requests and takes no more."""
 
 
 class ServerError(SSDError, RuntimeError):

@@ -260,10 +260,11 @@ class Harness:
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
 
     def step(self) -> None:
-        for output in self.engine.step():
-            if output.request_id in self.outputs:
-                raise AssertionError(f"{output.request_id} was answered twice")
-            self.outputs[output.request_id] = output
+        for delta in self.engine.step():
+            if delta.request_id in self.outputs:
+                raise AssertionError(f"{delta.request_id} was answered twice")
+            if delta.output is not None:
+                self.outputs[delta.request_id] = delta.output
 
     def drain(self, limit: int = 2000) -> dict[str, RequestOutput]:
         """Runs until nothing is left; a livelock shows as an AssertionError."""

@@ -6,10 +6,12 @@ Knows nothing of models, CUDA or HTTP: the target and the drafter are handed in.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from dataclasses import dataclass
 
 from ssd.core import (
+    Delta,
     FinishReason,
     Outcome,
     Proposal,
@@ -26,8 +28,12 @@ from ssd.decoding.round import Round
 from ssd.engine.metrics import LOOKED_UP, EngineMetrics, count_positions
 from ssd.engine.outputs import Writer
 from ssd.engine.scheduler import Scheduler
-from ssd.errors import RequestError
+from ssd.engine.validation import Limits, check_request
+from ssd.errors import EngineFailed, RequestError
 from ssd.text.tokenizer import Tokenizer
+
+log = logging.getLogger("ssd")
+_MOST_FAILURES = 3  # rounds in a row
 
 
 @dataclass
@@ -36,13 +42,15 @@ class _Running:
 
     request: Request
     writers: list[Writer]
+    error: str | None = None
 
     @property
     def finished(self) -> bool:
         return all(writer.sequence.status is Status.FINISHED for writer in self.writers)
 
     def output(self) -> RequestOutput:
-        return RequestOutput(self.request.id, list(self.request.prompt_token_ids), [w.sample() for w in self.writers])
+        samples = [writer.sample() for writer in self.writers]
+        return RequestOutput(self.request.id, list(self.request.prompt_token_ids), samples, self.error)
 
 
 class Engine:
@@ -60,29 +68,52 @@ class Engine:
         self.round = round_
         self.scheduler = scheduler
         self.max_model_len = max_model_len
-        self.vocab_size = round_.target.vocab_size
+        self.limits = Limits(round_.target.vocab_size, max_model_len, has_tokenizer=tokenizer is not None)
         self.stop_token_ids = stop_token_ids
         self.tokenizer = tokenizer
         self.metrics = EngineMetrics()
         self._requests: dict[str, _Running] = {}
         self._writers: dict[int, Writer] = {}  # by sequence id
-        self._outputs: list[RequestOutput] = []  # finished and not yet handed out: a failing round loses none
+        self._deltas: list[Delta] = []  # not yet handed out
         self._ids = itertools.count()
+        self._num_failures = 0  # of rounds, in a row
+        self._failure: Exception | None = None  # of the last of too many
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        """Whether `step` has anything to do, or to hand out."""
+        return self.scheduler.has_work or bool(self._deltas)
 
-    def add(self, prompt_token_ids: list[int], params: SamplingParams, request_id: str | None = None) -> str:
-        """Queues a request and returns its id; raises RequestError when it can never be served."""
+    def add(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        stream: bool = False,
+        arrival: float | None = None,
+    ) -> str:
+        """Queues a request and returns its id; raises RequestError when it can never be served.
+
+        With `stream` every round's tokens and text come as a delta, otherwise one delta a sample when it has ended.
+        `arrival` is when the request came in, if that was not now.
+        """
+        if self._failure is not None:
+            raise EngineFailed(
+                f"the engine has failed: load the model again ({_named(self._failure)})"
+            ) from self._failure
         request_id = request_id if request_id is not None else self._new_id()
         try:
-            self._check(prompt_token_ids, params, request_id)
+            if request_id in self._requests:
+                raise RequestError(f"request_id={request_id!r} is already running: choose another one")
+            check_request(prompt_token_ids, params, self.limits)
         except RequestError:
             self.metrics.num_refused += 1
             raise
         request = Request(request_id, tuple(prompt_token_ids), params)
-        running = _Running(request, [Writer(self._sequence(request, i), self.tokenizer) for i in range(params.n)])
+        arrival = time.perf_counter() if arrival is None else arrival
+        sequences = [self._sequence(request, i, arrival) for i in range(params.n)]
+        running = _Running(request, [Writer(sequence, self.tokenizer, stream=stream) for sequence in sequences])
         self._requests[request_id] = running
         for writer in running.writers:
             self._writers[writer.sequence.id] = writer
@@ -91,14 +122,19 @@ class Engine:
         self.metrics.prompt_tokens += len(prompt_token_ids) * params.n
         return request_id
 
-    def step(self) -> list[RequestOutput]:
-        """One round. Returns the outputs of the requests that finished since the last one."""
+    def step(self) -> list[Delta]:
+        """One round. Returns what is new since the last one. A failing round costs the requests in it, no others."""
         self.scheduler.lookahead = self.round.drafter.lookahead
         works = self.scheduler.schedule()
         if works:
-            self._round(works)
-        outputs, self._outputs = self._outputs, []
-        return outputs
+            try:
+                self._round(works)
+            except Exception as error:
+                self._fail({work.sequence.request.id for work in works}, error)
+            else:
+                self._num_failures = 0
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
     def _round(self, works: list[Work]) -> None:
         now = time.perf_counter()
@@ -118,29 +154,15 @@ class Engine:
         self.metrics.hand_over_seconds = drafter.hand_over_seconds
         self.metrics.drafter_failures = self.round.failures + drafter.failures
 
-    def abort(self, request_id: str) -> RequestOutput | None:
-        """Ends a request wherever it is; returns what it had written, or None when there is no such request."""
-        running = self._requests.get(request_id)
-        if running is None:
-            return None
-        self.metrics.num_aborted += 1
-        for writer in running.writers:
-            if writer.sequence.status is not Status.FINISHED:
-                self._finish(writer, "abort", time.perf_counter())
-        return self._outputs.pop()
+    def abort(self, request_id: str) -> None:
+        """Ends a request wherever it is, if it is still there: the next `step` hands out what it had written."""
+        if request_id in self._requests:
+            self.metrics.num_aborted += 1
+            self._end(request_id, "abort")
 
     def close(self) -> None:
         """Ends whatever the drafter has started."""
         self.round.drafter.close()
-
-    def knows(self, request_id: str) -> bool:
-        """Whether a request is waiting or running here."""
-        return request_id in self._requests
-
-    def new_text(self, request_id: str) -> str:
-        """Text of a request's first sample that was not handed out before (for streaming)."""
-        running = self._requests.get(request_id)
-        return running.writers[0].new_text() if running is not None else ""
 
     def check(self) -> None:
         """Raises AssertionError when KV blocks are leaked or shared wrongly. Cheap enough to run when idle."""
@@ -149,7 +171,7 @@ class Engine:
     def _new_id(self) -> str:
         return next(name for i in self._ids if (name := f"request-{i}") not in self._requests)
 
-    def _sequence(self, request: Request, index: int) -> Sequence:
+    def _sequence(self, request: Request, index: int, arrival: float) -> Sequence:
         params, num_prompt = request.params, len(request.prompt_token_ids)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_token_ids)
         return Sequence(
@@ -160,7 +182,7 @@ class Engine:
             stop_token_ids=stops,
             max_tokens=min(num_prompt + params.max_new_tokens, self.max_model_len),
             tokens=list(request.prompt_token_ids),
-            metrics=RequestMetrics(arrival=time.perf_counter(), prompt_tokens=num_prompt),
+            metrics=RequestMetrics(arrival=arrival, prompt_tokens=num_prompt),
         )
 
     def _commit(self, work: Work, outcome: Outcome | None, now: float) -> None:
@@ -184,6 +206,8 @@ class Engine:
             sequence.metrics.first_token = now
         if reason is not None:
             self._finish(writer, reason, now)
+        elif writer.stream:
+            self._deltas.append(writer.delta())
 
     def _count(self, sequence: Sequence, proposal: Proposal, accepted: int, num_new: int) -> None:
         drafted, metrics = len(proposal.token_ids), sequence.metrics
@@ -208,28 +232,36 @@ class Engine:
         self.scheduler.finish(sequence)
         self.round.forget(sequence)
         del self._writers[sequence.id]
-        running = self._requests[sequence.request.id]
+        delta, running = writer.delta(), self._requests[sequence.request.id]
         if running.finished:
             del self._requests[sequence.request.id]
             self.metrics.num_finished += 1
-            self._outputs.append(running.output())
+            delta.output = running.output()
+        self._deltas.append(delta)
 
-    def _check(self, prompt: list[int], params: SamplingParams, request_id: str) -> None:
-        if request_id in self._requests:
-            raise RequestError(f"request_id={request_id!r} is already running: choose another one")
-        if not prompt:
-            raise RequestError("the prompt is empty: pass at least one token (a BOS token, say)")
-        if any(not isinstance(t, int) or not 0 <= t < self.vocab_size for t in prompt):
-            raise RequestError(
-                f"the prompt holds token ids outside 0..{self.vocab_size - 1}: use the model's tokenizer"
-            )
-        if len(prompt) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens, but max_model_len={self.max_model_len} must also hold "
-                "at least one new token: shorten the prompt or raise max_model_len"
-            )
-        for name in ("logit_bias", "stop_token_ids"):
-            if any(t >= self.vocab_size for t in getattr(params, name)):
-                raise RequestError(f"{name} holds token ids beyond the vocabulary of {self.vocab_size} tokens")
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and this checkpoint has none: use stop_token_ids")
+    def _end(self, request_id: str, reason: FinishReason) -> None:
+        """Ends the samples of a request that have not ended yet."""
+        now = time.perf_counter()
+        for writer in self._requests[request_id].writers:
+            if writer.sequence.status is not Status.FINISHED:
+                self._finish(writer, reason, now)
+
+    def _fail(self, request_ids: set[str], error: Exception) -> None:
+        """The round with these requests failed. After too many in a row nothing is tried any more."""
+        log.error("a round failed, and with it all requests in it: %s", _named(error))
+        log.debug("how it failed", exc_info=error)
+        self._num_failures += 1
+        if self._num_failures == _MOST_FAILURES:
+            log.error("%d rounds in a row have failed: the engine ends everything and takes no more", _MOST_FAILURES)
+            self._failure = error.with_traceback(None)  # which would keep the round's tensors
+            request_ids = set(self._requests)
+        for request_id in request_ids & self._requests.keys():
+            self._requests[request_id].error = f"the round that computed this request failed: {_named(error)}"
+            self.metrics.num_failed += 1
+            self._end(request_id, "error")
+
+
+def _named(error: Exception) -> str:
+    """An error in one line."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -13,8 +13,9 @@ class EngineMetrics:
     """Totals since the engine started. Work done again after a preemption is not counted again."""
 
     num_requests: int = 0
-    num_finished: int = 0  # aborted ones included
+    num_finished: int = 0  # aborted and failed ones included
     num_aborted: int = 0
+    num_failed: int = 0  # a round that computed them failed
     num_refused: int = 0
     num_rounds: int = 0
     num_sequence_rounds: int = 0  # verifications of single sequences

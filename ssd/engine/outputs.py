@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from ssd.core import FinishReason, Outcome, RequestMetrics, RequestOutput, Sample, Sequence
+from ssd.core import Delta, FinishReason, Outcome, RequestMetrics, RequestOutput, Sample, Sequence
 from ssd.text.tokenizer import IncrementalDecoder, Tokenizer
 
 
 class Writer:
     """Writes one sequence's text. Tokens may land several at a time; nothing is written after a stop.
 
-    Where no stop string is looked for, text is written when somebody asks for it: rounds are not to wait for that.
+    Where no stop string is looked for, text is decoded when a delta or the sample is asked for.
     """
 
-    def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None, *, stream: bool = False) -> None:
         self.sequence = sequence
+        self.stream = stream  # a delta is wanted after every round, and not only at the end
         self.text = ""
         self._decoder = IncrementalDecoder(tokenizer, sequence.tokens) if tokenizer else None
         self._unwritten: list[int] = []  # tokens
         self._cut = False  # a stop string has ended the text
         self._delivered = 0  # characters already handed out by `new_text`
+        self._num_sent = 0  # tokens already handed out by `delta`
+        self._num_accepted = 0  # drafted tokens among those not handed out
         self._stops: tuple[str, ...] = tuple(sequence.params.stop)
 
     def append(self, outcome: Outcome) -> FinishReason | None:
         """Appends an outcome's tokens to the sequence up to the first stop; returns why it ended, if it did."""
         for i, token in enumerate(outcome.token_ids):
             self.sequence.tokens.append(token)
+            self._num_accepted += i < outcome.num_accepted
             if outcome.logprobs:
                 self.sequence.logprobs.append(outcome.logprobs[i])
             reason = self._step(token)
@@ -45,6 +49,14 @@ class Writer:
         self._catch_up()
         if self._decoder is not None and not self._cut:
             self._write(self._decoder.flush())
+
+    def delta(self) -> Delta:
+        """What was not handed out yet."""
+        s, start = self.sequence, self._num_sent
+        tokens, logprobs = s.tokens[s.num_prompt + start :], s.logprobs[start:]
+        delta = Delta(s.request.id, s.index, tokens, self.new_text(), logprobs, self._num_accepted, s.finish_reason)
+        self._num_sent, self._num_accepted = start + len(tokens), 0
+        return delta
 
     def sample(self) -> Sample:
         s = self.sequence

@@ -28,7 +28,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ssd.core import Batch, Proposal, RequestOutput, SamplingParams, Work
 from ssd.decoding.drafter import Drafter
-from ssd.errors import RequestError
+from ssd.errors import EngineFailed, RequestError
 
 MAX_LEN = 24
 EOS = frozenset({7})
@@ -145,11 +145,11 @@ class EngineMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(self.live()))
         self.asked[request_id].aborted = True
-        output = self.engine.abort(request_id)
-        assert output is not None
-        assert output.request_id == request_id
+        self.engine.abort(request_id)
+        assert self.engine.has_work, "the answer is still to be handed out"
+        self.harness.step()
+        output = self.harness.outputs[request_id]
         assert any(sample.finish_reason == "abort" for sample in output.samples)
-        self.harness.outputs[request_id] = output
 
     @precondition(lambda self: self.engine.scheduler.running)
     @rule(data=st.data())
@@ -350,24 +350,86 @@ def test_the_target_may_run_in_inference_mode() -> None:
 
 
 def test_a_failing_target_leaves_the_books_in_order() -> None:
-    """Catches a round that half commits: after an exception of the target, the same requests still come out right."""
+    """Catches a failing round that costs a request which was not in it, or that leaves blocks behind."""
     harness = make_harness(max_num_batched_tokens=5, stop_token_ids=EOS)
-    wanted = crowd(harness, [SamplingParams(temperature=0.8, seed=i) for i in range(6)])
-    forward, calls = harness.target.forward, itertools.count()
+    wanted = crowd(harness, [SamplingParams(temperature=0.8, seed=i, n=1 + i % 2, max_new_tokens=9) for i in range(40)])
+    forward, calls, lost = harness.target.forward, itertools.count(1), set()
 
     def flaky(batch: Batch) -> torch.Tensor:
         logits = forward(batch)
-        if next(calls) % 3 == 0:
-            raise MemoryError
+        if next(calls) % 19 == 0:
+            lost.update(s.request.id for s in harness.target.running() if s.blocks in batch.block_tables)
+            raise MemoryError("out of memory\nin detail")
         return logits
 
     harness.target.forward = flaky  # type: ignore[method-assign]
-    for _ in range(2000):
-        try:
-            harness.step()
-        except MemoryError:
-            harness.engine.check()
-    check_crowd(harness, wanted)
+    outputs = harness.drain()
+    assert lost
+    assert lost < wanted.keys()
+    for name, output in outputs.items():
+        reasons = [sample.finish_reason for sample in output.samples]
+        if name in lost:
+            assert output.error == "the round that computed this request failed: MemoryError: out of memory"
+            assert "error" in reasons
+        else:
+            assert (output.error, output.token_ids, reasons[0]) == (
+                None,
+                wanted[name].token_ids,
+                wanted[name].finish_reason,
+            )
+    assert harness.engine.metrics.num_failed == len(lost)
+    assert harness.engine.metrics.num_finished == len(wanted)
+    assert harness.engine.scheduler.pool.num_free == harness.engine.scheduler.pool.num_blocks
+
+
+def test_an_engine_whose_rounds_keep_failing_says_so() -> None:
+    """Catches requests that wait for ever for a device that is lost, and a single good round that does not count."""
+    harness = make_harness(max_num_seqs=1)
+    forward, broken = harness.target.forward, True
+
+    def flaky(batch: Batch) -> torch.Tensor:
+        if broken:
+            raise RuntimeError("device lost")
+        return forward(batch)
+
+    harness.target.forward = flaky  # type: ignore[method-assign]
+    names = [harness.engine.add([1, 2], SamplingParams(max_new_tokens=1)) for _ in range(9)]
+    for _ in range(2):
+        harness.step()
+    broken = False
+    harness.step()
+    broken = True
+    for _ in range(2):
+        harness.step()
+    assert [harness.outputs[name].finish_reason for name in names[:5]] == ["error", "error", "length", "error", "error"]
+    harness.engine.add([1, 2], SamplingParams())
+    harness.step()
+    assert not harness.engine.has_work
+    assert all(harness.outputs[name].finish_reason == "error" for name in names[5:])
+    with pytest.raises(EngineFailed, match="device lost"):
+        harness.engine.add([1, 2], SamplingParams())
+    harness.engine.check()
+
+
+def test_deltas_make_up_the_answer() -> None:
+    """Catches tokens, log-probabilities or samples that are missing, doubled or out of order in the deltas."""
+    params = SamplingParams(n=3, max_new_tokens=11, temperature=0.8, seed=1, logprobs=1)
+    for stream in (True, False):
+        harness = make_harness(drafter=ScriptedDrafter(3, "mixed"))
+        engine = harness.engine
+        engine.add([1, 2], params, stream=stream)
+        deltas = []
+        while engine.has_work:
+            deltas += engine.step()
+        [output] = [delta.output for delta in deltas if delta.output is not None]
+        assert deltas[-1].output is output
+        for sample in output.samples:
+            own = [delta for delta in deltas if delta.index == sample.index]
+            assert (len(own) > 3) == stream
+            assert [t for delta in own for t in delta.token_ids] == sample.token_ids
+            assert [t for delta in own for t in delta.logprobs] == sample.logprobs
+            assert [delta.finish_reason for delta in own] == [None] * (len(own) - 1) + ["length"]
+        assert sum(delta.num_accepted for delta in deltas) == engine.metrics.spec_decode_num_accepted_tokens
 
 
 def test_the_prefix_cache_saves_work() -> None:
@@ -416,7 +478,7 @@ def test_refused_requests_harm_nobody(prompt: list[int], params: SamplingParams,
     harness.step()
     with pytest.raises(RequestError, match=message):
         harness.engine.add(prompt, params, "bad")
-    assert harness.engine.abort("bad") is None
+    harness.engine.abort("bad")
     check_crowd(harness, wanted)
     assert harness.engine.metrics.num_requests == 3
     assert harness.engine.metrics.num_refused == 1
@@ -436,10 +498,13 @@ def test_abort_returns_what_was_written() -> None:
     request_id = harness.engine.add([1, 2], SamplingParams(n=3, max_new_tokens=4, temperature=0.8, seed=1))
     for _ in range(5):
         harness.step()
-    output = harness.engine.abort(request_id)
-    assert output is not None
-    assert [sample.finish_reason for sample in output.samples] == ["length", "length", "abort"]
-    assert harness.engine.abort(request_id) is None
+    harness.engine.abort(request_id)
+    harness.engine.abort(request_id)
+    assert harness.engine.has_work
+    [delta] = harness.engine.step()
+    assert (delta.index, delta.finish_reason) == (2, "abort")
+    assert delta.output is not None
+    assert [sample.finish_reason for sample in delta.output.samples] == ["length", "length", "abort"]
     assert not harness.engine.has_work
     assert harness.engine.step() == []
     harness.engine.check()

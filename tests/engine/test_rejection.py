@@ -489,7 +489,7 @@ def emitted(trial: Trial, num_seeds: int) -> tuple[torch.Tensor, Engine]:
         engine.add(list(trial.prompt), replace(trial.params, seed=seed), str(seed))
     outputs: list[RequestOutput] = []
     while engine.has_work:
-        outputs += engine.step()
+        outputs += [delta.output for delta in engine.step() if delta.output is not None]
     engine.check()
     return torch.tensor([output.token_ids for output in outputs]), engine
 

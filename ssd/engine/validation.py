@@ -1,0 +1,39 @@
+"""Whether a request can be served at all: a pure function, so that any thread may ask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from ssd.core import SamplingParams
+from ssd.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a loaded model can serve."""
+
+    vocab_size: int
+    max_model_len: int  # tokens, prompt and output together
+    has_tokenizer: bool
+
+
+def check_request(prompt_token_ids: Seq[int], params: SamplingParams, limits: Limits) -> None:
+    """Raises RequestError when a request can never be served."""
+    if not prompt_token_ids:
+        raise RequestError("the prompt is empty: pass at least one token (a BOS token, say)")
+    if (
+        set(map(type, prompt_token_ids)) != {int}
+        or not 0 <= min(prompt_token_ids) <= max(prompt_token_ids) < limits.vocab_size
+    ):
+        raise RequestError(f"the prompt holds token ids outside 0..{limits.vocab_size - 1}: use the model's tokenizer")
+    if len(prompt_token_ids) >= limits.max_model_len:
+        raise RequestError(
+            f"the prompt has {len(prompt_token_ids)} tokens, but max_model_len={limits.max_model_len} must also hold "
+            "at least one new token: shorten the prompt or raise max_model_len"
+        )
+    for name in ("logit_bias", "stop_token_ids"):
+        if any(t >= limits.vocab_size for t in getattr(params, name)):
+            raise RequestError(f"{name} holds token ids beyond the vocabulary of {limits.vocab_size} tokens")
+    if params.stop and not limits.has_tokenizer:
+        raise RequestError("stop strings need a tokenizer, and this checkpoint has none: use stop_token_ids")
