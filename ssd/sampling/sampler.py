@@ -150,7 +150,7 @@ class Sampler:
         if logits.is_cuda:
             from ssd.kernels import sampling
 
-            sampling.adjust(logits, columns, rows)
+            sampling.adjust(logits, columns, *rows)
             return
         drafted = [0] * len(logits) if rows.num_drafted is None else rows.num_drafted.tolist()
         for i, slot in enumerate(rows.slots.tolist()):
@@ -178,7 +178,16 @@ class Sampler:
         if logits.is_cuda:
             from ssd.kernels import sampling
 
-            return sampling.best(logits, self.columns, rows, needs.truncated, count, excluded, noise.constants())
+            return sampling.best(
+                logits,
+                self.columns,
+                rows.slots,
+                rows.positions,
+                truncated=needs.truncated,
+                count=count,
+                excluded=excluded,
+                constants=noise.constants(),
+            )
         return _largest(self._scores(logits, rows, needs), count, excluded)
 
     def distribution(self, logits: torch.Tensor, rows: Rows, needs: Needs) -> torch.Tensor:
@@ -188,7 +197,7 @@ class Sampler:
         if logits.is_cuda and needs.truncated:
             from ssd.kernels import sampling
 
-            return sampling.tempered(logits, self.columns, rows).double().softmax(-1)
+            return sampling.tempered(logits, self.columns, rows.slots, COLDEST).double().softmax(-1)
         temperature = self._temperature(rows).clamp(min=COLDEST)[:, None]
         z = (logits - logits.amax(-1, keepdim=True)) / temperature
         if needs.truncated:

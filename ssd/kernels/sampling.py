@@ -1,0 +1,448 @@
+"""The sampler on a GPU (see `ssd.sampling.sampler` for what it computes), in Triton kernels that need no host.
+
+Truncation needs no sort. A token's key is (how far it is below the largest, id) as one integer of 45 bits: the order
+in which top_k and top_p keep tokens. The last key that is kept is found nine bits at a time: the tokens that share the
+bits found so far add their weight (one for top_k, an integer probability mass for top_p) to one of 512 bins by their
+next nine bits, and the bin in which the limit is reached gives those. The sums are of integers, hence exact in any
+order; a level's bin is found again by every program of the next kernel, so that no kernel waits for another program.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import triton
+import triton.language as tl
+
+_TOKEN_BITS = tl.constexpr(20)
+_BINS = tl.constexpr(512)
+_BIN_BITS = tl.constexpr(9)
+_LEVELS = tl.constexpr(5)  # 45 bits
+_TOP_K, _TOP_P = tl.constexpr(0), tl.constexpr(1)  # the two descents
+_STATE = tl.constexpr(2 * 5 * 512)  # scratch of a row: histograms [descent, level, bin], states, total mass
+_TOTAL = tl.constexpr(2 * 5 * 512 + 2 * 5 * 2)  # a state: the bits found so far, and the weight of smaller keys
+_SCRATCH = tl.constexpr(2 * 5 * 512 + 32)
+
+
+class Columns(Protocol):
+    """The parameters of every slot, see `ssd.sampling.sampler.SamplingColumns`."""
+
+    seed_key: torch.Tensor
+    temperature: torch.Tensor
+    log_min_p: torch.Tensor
+    top_p: torch.Tensor
+    top_k: torch.Tensor
+    repetition: torch.Tensor
+    presence: torch.Tensor
+    frequency: torch.Tensor
+    min_length: torch.Tensor
+    flags: torch.Tensor
+    bias: torch.Tensor | None
+    counts: torch.Tensor | None
+
+
+# --- bias and penalties -----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _adjust_kernel(
+    logits_ptr,
+    slots_ptr,
+    positions_ptr,
+    num_drafted_ptr,
+    drafts_ptr,
+    repetition_ptr,
+    presence_ptr,
+    frequency_ptr,
+    min_length_ptr,
+    flags_ptr,
+    bias_ptr,
+    counts_ptr,
+    row_stride,
+    column_stride,
+    drafts_stride,
+    vocab_size,
+    DRAFTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    if slot < 0:
+        return
+    column = slot * column_stride
+    flags = tl.load(flags_ptr + column)
+    if flags == 0:
+        return
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab_size
+    x = tl.load(logits_ptr + row * row_stride + token, mask=inside, other=0.0)
+    if (flags & 1) != 0:
+        x += tl.load(bias_ptr + slot * vocab_size + token, mask=inside, other=0.0)
+    if (flags & 2) != 0:
+        counts = tl.load(counts_ptr + slot * vocab_size + token, mask=inside, other=0)
+        times = counts >> 2
+        if DRAFTED:
+            for i in range(tl.load(num_drafted_ptr + row)):
+                times += (token == tl.load(drafts_ptr + slot * drafts_stride + i)).to(tl.int32)
+        repetition = tl.load(repetition_ptr + column)
+        penalised = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
+        x = tl.where((times > 0) | ((counts & 1) != 0), penalised, x)
+        presence = tl.load(presence_ptr + column) * (times > 0).to(tl.float32)
+        x -= presence + tl.load(frequency_ptr + column) * times.to(tl.float32)
+        early = tl.load(positions_ptr + row) < tl.load(min_length_ptr + column)
+        x = tl.where(((counts & 2) != 0) & early, float("-inf"), x)
+    tl.store(logits_ptr + row * row_stride + token, x, mask=inside)
+
+
+def adjust(
+    logits: torch.Tensor,
+    columns: Columns,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    num_drafted: torch.Tensor | None,
+    drafts: torch.Tensor | None,
+) -> None:
+    """Bias, penalties and min_tokens on logits [R, V], in place. The tables of `columns` must be allocated."""
+    rows, vocab_size = logits.shape
+    if not rows:
+        return
+    block, _, warps = _tiling(rows, vocab_size)
+    _adjust_kernel[(rows, triton.cdiv(vocab_size, block))](
+        *(logits, slots, positions, num_drafted, drafts, columns.repetition, columns.presence, columns.frequency),
+        *(columns.min_length, columns.flags, columns.bias, columns.counts),
+        *(logits.stride(0), columns.flags.stride(0), 0 if drafts is None else drafts.stride(0), vocab_size),
+        DRAFTED=num_drafted is not None,
+        BLOCK=block,
+        num_warps=warps,
+    )
+
+
+# --- truncation -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _maxima_kernel(logits_ptr, maxima_ptr, row_stride, vocab_size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf"))
+    tl.store(maxima_ptr + row * tl.num_programs(1) + tl.program_id(1), tl.max(x, axis=0))
+
+
+@triton.jit
+def _tempered(x, maxima_ptr, temperature, num_chunks, CHUNKS: tl.constexpr):
+    """(x - largest) / temperature, of which the largest is 0 also where all are -inf."""
+    i = tl.arange(0, CHUNKS)
+    largest = tl.max(tl.load(maxima_ptr + i, mask=i < num_chunks, other=float("-inf")), axis=0)
+    return tl.where(x == largest, 0.0, tl.div_rn(x - largest, temperature))
+
+
+@triton.jit
+def _key(z, token):
+    steps = tl.minimum(tl.minimum(z * -1048576.0, 33554432.0).to(tl.int32), 33554431)  # of 2**-20, below 2**25
+    return (steps.to(tl.int64) << _TOKEN_BITS) | token
+
+
+@triton.jit
+def _descend(scratch_ptr, limit, DESCENT: tl.constexpr, LEVEL: tl.constexpr):
+    """The state after LEVEL levels: the first bits of the last key that is kept, and the weight of smaller ones."""
+    found = tl.load(scratch_ptr + _STATE + (DESCENT * _LEVELS + LEVEL - 1) * 2)
+    before = tl.load(scratch_ptr + _STATE + (DESCENT * _LEVELS + LEVEL - 1) * 2 + 1)
+    weights = tl.load(scratch_ptr + (DESCENT * _LEVELS + LEVEL - 1) * _BINS + tl.arange(0, _BINS))
+    smaller = before + tl.cumsum(weights, axis=0) - weights
+    begun = smaller.to(tl.float64) < limit
+    found = found * _BINS + tl.sum(begun.to(tl.int32), axis=0) - 1
+    return found, tl.max(tl.where(begun, smaller, 0), axis=0)
+
+
+@triton.jit
+def _mass_limit(scratch_ptr, top_p):
+    return top_p.to(tl.float64) * tl.load(scratch_ptr + _TOTAL).to(tl.float64)
+
+
+@triton.jit
+def _last_key(scratch_ptr, top_k, top_p):
+    """The last key that both top_k and top_p keep."""
+    last = tl.full((), 1 << 62, tl.int64)
+    if top_k > 0:
+        last, _ = _descend(scratch_ptr, top_k.to(tl.float64), _TOP_K, _LEVELS)
+    if top_p < 1:
+        key, _ = _descend(scratch_ptr, _mass_limit(scratch_ptr, top_p), _TOP_P, _LEVELS)
+        last = tl.minimum(last, key)
+    return last
+
+
+@triton.jit
+def _histogram_kernel(
+    logits_ptr,
+    maxima_ptr,
+    scratch_ptr,
+    slots_ptr,
+    temperature_ptr,
+    log_min_p_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    row_stride,
+    column_stride,
+    vocab_size,
+    num_chunks,
+    DESCENT: tl.constexpr,
+    LEVEL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    if slot < 0:
+        return
+    column = slot * column_stride
+    temperature = tl.load(temperature_ptr + column)
+    top_k = tl.load(top_k_ptr + column)
+    top_p = tl.load(top_p_ptr + column)
+    needed = top_k > 0 if DESCENT == _TOP_K else top_p < 1
+    if (temperature == 0) | (needed == 0):
+        return
+    scratch_ptr += row * _SCRATCH
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf"))
+    z = _tempered(x, maxima_ptr + row * num_chunks, temperature, num_chunks, CHUNKS)
+    key = _key(z, token)
+    kept = (token < vocab_size) & (z >= tl.load(log_min_p_ptr + column))
+    if DESCENT == _TOP_K:
+        limit = top_k.to(tl.float64)
+        weight = kept.to(tl.int64)
+    else:
+        if top_k > 0:
+            last, _ = _descend(scratch_ptr, top_k.to(tl.float64), _TOP_K, _LEVELS)
+            kept = kept & (key <= last)
+        mass = tl.where(kept, tl.exp(z) * 4294967296.0, 0.0)
+        weight = mass.to(tl.int64)
+        limit = _mass_limit(scratch_ptr, top_p)
+        if LEVEL == 0:
+            tl.atomic_add(scratch_ptr + _TOTAL, tl.sum(weight, axis=0), sem="relaxed")
+        # The total is at least 2**32, so all tokens lighter than this together weigh less than what top_p drops.
+        kept = kept & (mass >= (1 - top_p) * 2147483648.0 / vocab_size)
+    shift: tl.constexpr = (_LEVELS - 1 - LEVEL) * _BIN_BITS
+    if LEVEL > 0:
+        found, before = _descend(scratch_ptr, limit, DESCENT, LEVEL)
+        if tl.program_id(1) == 0:
+            tl.store(scratch_ptr + _STATE + (DESCENT * _LEVELS + LEVEL) * 2, found)
+            tl.store(scratch_ptr + _STATE + (DESCENT * _LEVELS + LEVEL) * 2 + 1, before)
+        kept = kept & ((key >> (shift + _BIN_BITS)) == found)
+    bins = scratch_ptr + (DESCENT * _LEVELS + LEVEL) * _BINS
+    tl.atomic_add(bins + ((key >> shift) & (_BINS - 1)), weight, mask=kept & (weight > 0), sem="relaxed")
+
+
+@triton.jit
+def _tempered_kernel(
+    logits_ptr,
+    maxima_ptr,
+    scratch_ptr,
+    slots_ptr,
+    temperature_ptr,
+    log_min_p_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    out_ptr,
+    row_stride,
+    column_stride,
+    vocab_size,
+    num_chunks,
+    COLDEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    column = tl.maximum(slot, 0) * column_stride
+    temperature = tl.load(temperature_ptr + column)
+    x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf"))
+    maxima_ptr += row * num_chunks
+    z = _tempered(x, maxima_ptr, tl.maximum(temperature, COLDEST), num_chunks, CHUNKS)
+    if (temperature > 0) & (slot >= 0):
+        last = _last_key(scratch_ptr + row * _SCRATCH, tl.load(top_k_ptr + column), tl.load(top_p_ptr + column))
+        z = tl.where((z >= tl.load(log_min_p_ptr + column)) & (_key(z, token) <= last), z, float("-inf"))
+    tl.store(out_ptr + row * vocab_size + token, z, mask=token < vocab_size)
+
+
+def tempered(logits: torch.Tensor, columns: Columns, slots: torch.Tensor, coldest: float) -> torch.Tensor:
+    """Logits [R, V] less the largest, divided by the temperature (at least `coldest`), -inf for truncated tokens."""
+    rows, vocab_size = logits.shape
+    out = torch.empty((rows, vocab_size), dtype=torch.float32, device=logits.device)
+    if not rows:
+        return out
+    maxima, scratch = _truncate(logits, columns, slots)
+    block, chunks, warps = _tiling(rows, vocab_size)
+    _tempered_kernel[(rows, chunks)](
+        *(logits, maxima, scratch, slots, columns.temperature, columns.log_min_p, columns.top_k, columns.top_p, out),
+        *(logits.stride(0), columns.flags.stride(0), vocab_size, chunks),
+        COLDEST=coldest,
+        BLOCK=block,
+        CHUNKS=triton.next_power_of_2(chunks),
+        num_warps=warps,
+    )
+    return out
+
+
+def _truncate(logits: torch.Tensor, columns: Columns, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The maxima of each row's chunks and the scratch from which `_last_key` reads what top_k and top_p keep."""
+    rows, vocab_size = logits.shape
+    assert vocab_size <= 1 << _TOKEN_BITS.value
+    block, chunks, warps = _tiling(rows, vocab_size)
+    maxima = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)
+    scratch = torch.zeros((rows, _SCRATCH.value), dtype=torch.int64, device=logits.device)
+    _maxima_kernel[(rows, chunks)](logits, maxima, logits.stride(0), vocab_size, BLOCK=block, num_warps=warps)
+    for descent in (_TOP_K.value, _TOP_P.value):
+        for level in range(_LEVELS.value):
+            _histogram_kernel[(rows, chunks)](
+                *(logits, maxima, scratch, slots),
+                *(columns.temperature, columns.log_min_p, columns.top_k, columns.top_p),
+                *(logits.stride(0), columns.flags.stride(0), vocab_size, chunks),
+                DESCENT=descent,
+                LEVEL=level,
+                BLOCK=block,
+                CHUNKS=triton.next_power_of_2(chunks),
+                num_warps=warps,
+            )
+    return maxima, scratch
+
+
+# --- the best tokens --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _mix(x, MIX1, MIX2):
+    x = (x ^ (x >> 30)) * MIX1.to(tl.uint64)
+    x = (x ^ (x >> 27)) * MIX2.to(tl.uint64)
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _gumbel(seed_key, position, token, GOLDEN, MIX1, MIX2):
+    """`ssd.sampling.noise`: the noise of some tokens at one position."""
+    key = _mix(seed_key.to(tl.uint64) + position.to(tl.int64).to(tl.uint64) * GOLDEN.to(tl.uint64), MIX1, MIX2)
+    bits = _mix(key + token.to(tl.uint64) * GOLDEN.to(tl.uint64), MIX1, MIX2) >> 32
+    uniform = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
+    return (-tl.log(-tl.log(uniform))).to(tl.float32)
+
+
+@triton.jit
+def _store_best(x, token, ids_ptr, scores_ptr, COUNT: tl.constexpr):
+    """The COUNT largest scores with their tokens, the lower token first where scores are equal."""
+    for i in tl.static_range(COUNT):
+        best = tl.max(x, axis=0)
+        chosen = tl.min(tl.where(x == best, token, 2147483647), axis=0)
+        tl.store(ids_ptr + i, tl.where(best > float("-inf"), chosen, 0))
+        tl.store(scores_ptr + i, best)
+        x = tl.where(token == chosen, float("-inf"), x)
+
+
+@triton.jit
+def _score_kernel(
+    logits_ptr,
+    maxima_ptr,
+    scratch_ptr,
+    slots_ptr,
+    positions_ptr,
+    excluded_ptr,
+    seed_key_ptr,
+    temperature_ptr,
+    log_min_p_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    ids_ptr,
+    scores_ptr,
+    row_stride,
+    column_stride,
+    vocab_size,
+    num_chunks,
+    GOLDEN,
+    MIX1,
+    MIX2,
+    TRUNCATED: tl.constexpr,
+    EXCLUDED: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    if slot < 0:
+        return
+    column = slot * column_stride
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf"))
+    temperature = tl.load(temperature_ptr + column)
+    if temperature > 0:
+        seed_key = tl.load(seed_key_ptr + slot * (column_stride // 2))  # of twice the width
+        noise = _gumbel(seed_key, tl.load(positions_ptr + row), token, GOLDEN, MIX1, MIX2)
+        score = tl.div_rn(x, temperature) + noise
+        if TRUNCATED:
+            z = _tempered(x, maxima_ptr + row * num_chunks, temperature, num_chunks, CHUNKS)
+            last = _last_key(scratch_ptr + row * _SCRATCH, tl.load(top_k_ptr + column), tl.load(top_p_ptr + column))
+            kept = (z >= tl.load(log_min_p_ptr + column)) & (_key(z, token) <= last)
+            score = tl.where(kept, score, float("-inf"))
+        x = score
+    if EXCLUDED:
+        x = tl.where(token == tl.load(excluded_ptr + row), float("-inf"), x)
+    out = (row * num_chunks + tl.program_id(1)) * COUNT
+    _store_best(x, token, ids_ptr + out, scores_ptr + out, COUNT)
+
+
+@triton.jit
+def _merge_kernel(
+    slots_ptr, chunk_ids_ptr, chunk_scores_ptr, ids_ptr, scores_ptr, num, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = (i < num) & (tl.load(slots_ptr + row) >= 0)
+    token = tl.load(chunk_ids_ptr + row * num + i, mask=inside, other=2147483647)
+    x = tl.load(chunk_scores_ptr + row * num + i, mask=inside, other=float("-inf"))
+    _store_best(x, token, ids_ptr + row * COUNT, scores_ptr + row * COUNT, COUNT)
+
+
+def best(
+    logits: torch.Tensor,
+    columns: Columns,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    truncated: bool,
+    count: int,
+    excluded: torch.Tensor | None,
+    constants: tuple[int, int, int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens (int32) and scores (float32), both [R, count], of logits [R, V], as `Sampler.best` describes them.
+
+    The constants are those of the noise generator, as signed int64.
+    """
+    rows, vocab_size = logits.shape
+    block, chunks, warps = _tiling(rows, vocab_size)
+    shapes = ((rows, chunks * count), (rows, count))
+    chunk_ids, ids = (torch.empty(shape, dtype=torch.int32, device=logits.device) for shape in shapes)
+    chunk_scores, scores = (torch.empty(shape, dtype=torch.float32, device=logits.device) for shape in shapes)
+    if not rows:
+        return ids, scores
+    maxima, scratch = _truncate(logits, columns, slots) if truncated else (None, None)
+    _score_kernel[(rows, chunks)](
+        *(logits, maxima, scratch, slots, positions, excluded),
+        *(columns.seed_key, columns.temperature, columns.log_min_p, columns.top_k, columns.top_p),
+        *(chunk_ids, chunk_scores, logits.stride(0), columns.flags.stride(0), vocab_size, chunks),
+        *constants,
+        TRUNCATED=truncated,
+        EXCLUDED=excluded is not None,
+        COUNT=count,
+        BLOCK=block,
+        CHUNKS=triton.next_power_of_2(chunks),
+        num_warps=warps,
+    )
+    merged = triton.next_power_of_2(chunks * count)
+    _merge_kernel[(rows,)](slots, chunk_ids, chunk_scores, ids, scores, chunks * count, COUNT=count, BLOCK=merged)
+    return ids, scores
+
+
+def _tiling(rows: int, vocab_size: int) -> tuple[int, int, int]:
+    """Tokens of one program, programs of a row, and warps: many small programs where there are few rows."""
+    block, warps = (1024, 4) if rows <= 16 else (4096, 8)
+    return block, triton.cdiv(vocab_size, block), warps

@@ -1,0 +1,146 @@
+"""The Triton sampler against the one in plain torch: in Triton's interpreter on a CPU, for real on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from ssd.core import SamplingParams
+from ssd.sampling import noise
+from ssd.sampling.sampler import COLDEST, Needs, Rows, Sampler, SamplingColumns
+
+triton_sampling = pytest.importorskip("ssd.kernels.sampling", exc_type=ImportError)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CPU = torch.device("cpu")
+VOCAB = 1500  # not a multiple of what one program reads
+MIXES = [
+    {"temperature": t, "top_k": k, "top_p": p, "min_p": m}
+    for t, k, p, m in itertools.product((0.5, 1.5), (0, 7), (1.0, 0.8), (0.0, 0.02))
+] + [
+    {},
+    {"temperature": 1.0, "top_k": 1},
+    {"temperature": 1.0, "top_p": 1e-6},
+    {"temperature": 1e-9, "top_k": 10**6, "top_p": 0.999},
+    {"temperature": 1.0, "min_p": 1.0},
+    {"temperature": 1.0, "top_k": 700, "top_p": 0.99},
+    {"temperature": 1.0, "repetition_penalty": 1.3, "min_tokens": 5},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.7, "logit_bias": {5: 3.0, 10**6: 1.0}},
+    {"temperature": 0.7, "top_p": 0.9, "logit_bias": {7: -100.0, 8: 4.0}, "repetition_penalty": 0.9},
+]
+
+
+def some_logits(kind: str, rows: int, vocab_size: int) -> torch.Tensor:
+    logits = torch.randn((rows, vocab_size), generator=torch.Generator().manual_seed(3)) * 3
+    if kind == "ties":
+        return logits.round()
+    if kind == "holes":
+        return logits.masked_fill(
+            torch.rand(logits.shape, generator=torch.Generator().manual_seed(4)) < 0.5, -torch.inf
+        )
+    return torch.full_like(logits, -torch.inf) if kind == "nothing" else logits
+
+
+class Case:
+    """One row for each mix of parameters, and some of padding; the same parameters on both devices."""
+
+    def __init__(self, mixes: list[dict[str, object]], vocab_size: int) -> None:
+        rng = random.Random(1)
+        self.needs = Needs.of(SamplingParams(**mix) for mix in mixes)  # type: ignore[arg-type]
+        self.columns = {d: SamplingColumns(len(mixes), vocab_size, d) for d in {CPU, DEVICE}}
+        drafted = [rng.randint(0, 3) for _ in mixes]
+        slots = list(range(len(mixes)))
+        for columns, slot in itertools.product(self.columns.values(), slots):
+            params = SamplingParams(**mixes[slot])  # type: ignore[arg-type]
+            columns.set(slot, params, 100 + slot, [1, 2, 9], [4, 4, slot % vocab_size], [0, 4, vocab_size])
+        drafts = torch.randint(0, min(vocab_size, 9), (len(mixes), 3), generator=torch.Generator().manual_seed(2))
+        columns_of_rows = ([-1, *slots, -1], [0, *(6 + n for n in drafted), 0], [0, *drafted, 0])
+        self.rows = Rows(*(torch.tensor(c, dtype=torch.int32) for c in columns_of_rows), drafts.int())
+
+    def torch_sampler(self) -> Sampler:
+        return Sampler(self.columns[CPU])
+
+    def on_device(self) -> Rows:
+        return Rows(*(x.to(DEVICE) for x in self.rows if x is not None))
+
+    def triton_best(
+        self, logits: torch.Tensor, rows: Rows, needs: Needs, count: int, excluded: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        columns, logits = self.columns[DEVICE], logits.to(DEVICE, copy=True)
+        if needs.adjusted:
+            triton_sampling.adjust(logits, columns, *rows)
+        tokens, scores = triton_sampling.best(
+            logits,
+            columns,
+            rows.slots,
+            rows.positions,
+            truncated=needs.truncated,
+            count=count,
+            excluded=excluded,
+            constants=noise.constants(),
+        )
+        return tokens.cpu(), scores.cpu()
+
+
+def real(x: torch.Tensor) -> torch.Tensor:
+    return x[1:-1]  # without padding
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "holes", "nothing"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_best_tokens(kind: str, count: int) -> None:
+    case = Case(MIXES, VOCAB)
+    logits = some_logits(kind, len(MIXES) + 2, VOCAB)
+    excluded = torch.arange(len(logits), dtype=torch.int32) % 5 - 1 if count > 1 else None
+    expected = case.torch_sampler().best(logits.clone(), case.rows, case.needs, count, excluded)
+    there = None if excluded is None else excluded.to(DEVICE)
+    tokens, scores = case.triton_best(logits, case.on_device(), case.needs, count, there)
+    assert real(tokens).tolist() == real(expected[0]).tolist()
+    torch.testing.assert_close(real(scores), real(expected[1]), rtol=1e-5, atol=1e-5)
+    assert tokens[0].tolist() == [0] * count  # of padding
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 5])
+def test_small_vocabularies(vocab_size: int) -> None:
+    mixes = [{k: v for k, v in mix.items() if k != "logit_bias"} for mix in MIXES]
+    case = Case(mixes, vocab_size)
+    logits = some_logits("random", len(mixes) + 2, vocab_size)
+    rows = case.rows._replace(num_drafted=None, drafts=None)
+    expected, scores = case.torch_sampler().best(logits.clone(), rows, case.needs, 3)
+    tokens, values = case.triton_best(logits, Rows(*case.on_device()[:2]), case.needs, 3)
+    assert real(tokens).tolist() == real(expected).tolist()
+    torch.testing.assert_close(real(values), real(scores), rtol=1e-5, atol=1e-5)
+
+
+def test_adjusted_logits() -> None:
+    case = Case(MIXES, VOCAB)
+    expected = some_logits("holes", len(MIXES) + 2, VOCAB)
+    found = expected.to(DEVICE, copy=True)
+    case.torch_sampler().adjust(expected, case.rows)
+    triton_sampling.adjust(found, case.columns[DEVICE], *case.on_device())
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["random", "ties"])
+def test_what_truncation_keeps(kind: str) -> None:
+    case = Case(MIXES, VOCAB)
+    logits = some_logits(kind, len(MIXES) + 2, VOCAB)
+    expected = case.torch_sampler().distribution(logits, case.rows, Needs(truncated=True))
+    z = triton_sampling.tempered(logits.to(DEVICE), case.columns[DEVICE], case.on_device().slots, COLDEST).cpu()
+    torch.testing.assert_close(real(z.double().softmax(-1)), real(expected), rtol=1e-4, atol=1e-9)
+
+
+def test_company_and_variants_do_not_matter() -> None:
+    """Alone (which is tiled otherwise) or in company, in every variant that covers its needs: the same bits."""
+    case = Case(MIXES, VOCAB)
+    logits, rows = some_logits("ties", len(MIXES) + 2, VOCAB), case.on_device()
+    expected = case.triton_best(logits, rows, Needs(True, True), 2)
+    for i, mix in enumerate(MIXES[::4]):
+        row = slice(1 + 4 * i, 2 + 4 * i)
+        own = Needs.of([SamplingParams(**mix)])  # type: ignore[arg-type]
+        alone = Rows(*(c[row] for c in rows[:3] if c is not None), rows.drafts)
+        for needs in {own, Needs(True, own.adjusted)}:
+            found = case.triton_best(logits[row], alone, needs, 2)
+            assert all(torch.equal(a, b[row]) for a, b in zip(found, expected, strict=True))

@@ -1,0 +1,252 @@
+"""The sampler against a naive one in plain Python, one token at a time, and every row against itself in company."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import pytest
+import torch
+from fakes import chi_squared_p
+
+from ssd.core import SamplingParams
+from ssd.sampling import noise
+from ssd.sampling.noise import Stream
+from ssd.sampling.sampler import Needs, Rows, Sampler, SamplingColumns, reweighted, top_logprobs
+
+CPU = torch.device("cpu")
+STOPS = (3, 7, 1000)
+F = np.float32
+
+
+# --- the naive implementation -----------------------------------------------------------------------------------------
+
+
+def naive_adjusted(logits: Seq[F], p: SamplingParams, prompt: Seq[int], output: Seq[int]) -> list[F]:
+    out = []
+    for token, x in enumerate(logits):
+        x = F(x + F(p.logit_bias.get(token, 0.0)))
+        times = output.count(token)
+        if times or token in prompt:
+            x = F(x / F(p.repetition_penalty)) if x > 0 else F(x * F(p.repetition_penalty))
+        x = F(x - F(F(p.presence_penalty) * F(times > 0) + F(p.frequency_penalty) * F(times)))
+        out.append(F(-math.inf) if token in STOPS and len(output) < p.min_tokens else x)
+    return out
+
+
+def naive_kept(x: Seq[F], p: SamplingParams) -> list[int]:
+    tokens = list(range(len(x)))
+    if p.greedy:
+        return tokens
+    z = [F(0) if v == max(x) else F(F(v - max(x)) / F(max(p.temperature, 1e-6))) for v in x]
+    keys = [2**25 - 1 if v * 2**20 <= 1 - 2**25 else int(-v * F(2**20)) for v in z]
+    kept = sorted((t for t in tokens if not p.min_p or z[t] >= F(math.log(p.min_p))), key=lambda t: (keys[t], t))
+    kept = kept[: p.top_k or len(kept)]
+    if p.top_p < 1:
+        mass = {t: int(float(F(math.exp(z[t]))) * 2**32) for t in kept}
+        total, before, nucleus = sum(mass.values()), 0, []
+        for t in kept:
+            if before < float(F(p.top_p)) * total:
+                nucleus.append(t)
+            before += mass[t]
+        kept = nucleus
+    return kept
+
+
+def naive_best(x: Seq[F], p: SamplingParams, seed: int, position: int, count: int, excluded: int) -> list[int]:
+    gumbel = noise.gumbel([noise.position_key(seed, position)], len(x), CPU)[0].numpy()
+    scores = {}
+    for t in naive_kept(x, p):
+        if t != excluded and x[t] > -math.inf:
+            scores[t] = x[t] if p.greedy else F(F(x[t] / F(max(p.temperature, 1e-6))) + gumbel[t])
+    order = sorted(scores, key=lambda t: (-scores[t], t))
+    return (order + [0] * count)[:count]
+
+
+# --- many sequences of many kinds -------------------------------------------------------------------------------------
+
+
+def some_params(rng: random.Random) -> SamplingParams:
+    def maybe(value: float, otherwise: float) -> float:
+        return value if rng.random() < 0.4 else otherwise
+
+    return SamplingParams(
+        temperature=rng.choice([0.0, 1e-9, 0.3, 1.0, 2.5]),
+        top_k=int(maybe(rng.choice([1, 2, 5, 30, 10**10]), 0)),
+        top_p=maybe(rng.choice([1e-6, 0.3, 0.9, 0.999]), 1.0),
+        min_p=maybe(rng.choice([1e-5, 0.05, 1.0]), 0.0),
+        repetition_penalty=maybe(rng.choice([0.8, 1.3]), 1.0),
+        presence_penalty=maybe(rng.choice([-0.5, 0.7]), 0.0),
+        frequency_penalty=maybe(rng.choice([-0.25, 0.6]), 0.0),
+        logit_bias={rng.randrange(50): rng.uniform(-5, 5), 10**6: 9.0} if rng.random() < 0.3 else {},
+        min_tokens=int(maybe(4, 0)),
+        seed=rng.randrange(2**63),
+    )
+
+
+class Case:
+    """Sequences with drafted tokens, in the slots 1, 2, ... (0 stays empty), and one row of logits for each."""
+
+    def __init__(self, seed: int, num_rows: int = 12, vocab_size: int = 200) -> None:
+        rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        self.vocab_size, self.columns = vocab_size, SamplingColumns(num_rows + 1, vocab_size, CPU)
+        self.logits = torch.randn((num_rows, vocab_size), generator=generator) * rng.choice([0.5, 3.0, 12.0])
+        if seed % 3 == 1:
+            self.logits = (self.logits * 2).round() / 2  # ties, as of bfloat16
+        if seed % 3 == 2:
+            self.logits[torch.rand(self.logits.shape, generator=generator) < 0.2] = -torch.inf
+
+        def some_tokens(most: int) -> list[int]:
+            return [rng.randrange(min(vocab_size, 50)) for _ in range(rng.randint(0, most))]
+
+        self.params = [some_params(rng) for _ in range(num_rows)]
+        self.prompts = [[1, *some_tokens(9)] for _ in range(num_rows)]
+        self.outputs = [some_tokens(5) for _ in range(num_rows)]
+        self.drafted = [some_tokens(3) for _ in range(num_rows)]
+        self.excluded = [rng.randrange(-1, min(vocab_size, 50)) for _ in range(num_rows)]
+        drafts = torch.zeros((num_rows + 1, 4), dtype=torch.int32)
+        for i, p in enumerate(self.params):
+            self.columns.set(i + 1, some_params(rng), 5, [1, 2], [3, 4], STOPS)  # of an earlier sequence
+            self.columns.set(i + 1, p, p.seed or 0, self.prompts[i], self.outputs[i], STOPS)
+            drafts[i + 1, : len(self.drafted[i])] = torch.tensor(self.drafted[i])
+        parts = zip(self.prompts, self.outputs, self.drafted, strict=True)
+        self.rows = Rows(
+            slots=torch.arange(1, num_rows + 1, dtype=torch.int32),
+            positions=torch.tensor([sum(map(len, part)) for part in parts], dtype=torch.int32),
+            num_drafted=torch.tensor([len(d) for d in self.drafted], dtype=torch.int32),
+            drafts=drafts,
+        )
+        self.needs = Needs.of(self.params)
+
+    def naive(self, i: int, count: int = 1, *, excluding: bool = False) -> list[int]:
+        p = self.params[i]
+        x = naive_adjusted(list(self.logits[i].numpy()), p, self.prompts[i], self.outputs[i] + self.drafted[i])
+        excluded = self.excluded[i] if excluding else -1
+        return naive_best(x, p, p.seed or 0, int(self.rows.positions[i]), count, excluded)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_naive_sampler_chooses_the_same(seed: int) -> None:
+    case = Case(seed)
+    sampler, count = Sampler(case.columns), 1 + seed % 3
+    tokens, _ = sampler.best(case.logits.clone(), case.rows, case.needs, count)
+    assert tokens.tolist() == [case.naive(i, count) for i in range(len(tokens))]
+    excluded = torch.tensor(case.excluded, dtype=torch.int32)
+    tokens, scores = sampler.best(case.logits.clone(), case.rows, case.needs, count, excluded)
+    assert tokens.tolist() == [case.naive(i, count, excluding=True) for i in range(len(tokens))]
+    assert tokens.dtype is torch.int32
+    assert bool((scores[:, :-1] >= scores[:, 1:]).all())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_kept_is_what_the_naive_sampler_keeps(seed: int) -> None:
+    case = Case(seed, num_rows=20, vocab_size=60)
+    distribution = Sampler(case.columns).distribution(case.logits.clone(), case.rows, Needs(truncated=True))
+    for i, p in enumerate(case.params):
+        x = case.logits[i].double()
+        expected = torch.zeros(60, dtype=torch.float64)
+        kept = naive_kept(list(case.logits[i].numpy()), p)
+        if p.greedy:  # all the mass is on the largest
+            assert float(distribution[i][x == x.max()].sum()) == pytest.approx(1.0)
+            continue
+        expected[kept] = ((x[kept] - x.max()) / max(p.temperature, 1e-6)).exp()
+        torch.testing.assert_close(distribution[i], expected / expected.sum(), atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_company_and_variants_do_not_matter(seed: int) -> None:
+    """A row alone, in company, with padding and in every variant that covers its needs: the same tokens and bits."""
+    case = Case(seed, num_rows=6)
+    sampler = Sampler(case.columns)
+    expected = sampler.best(case.logits.clone(), case.rows, Needs(True, True), 2)
+    padding = torch.tensor([-1, -1], dtype=torch.int32)
+    for i, p in enumerate(case.params):
+        own = Needs.of([p])
+        for needs in {own, Needs(True, own.adjusted), Needs(own.truncated, True)}:
+            rows = Rows(*(c[i : i + 1] for c in case.rows[:3]), case.rows.drafts)
+            found = sampler.best(case.logits[i : i + 1].clone(), rows, needs, 2)
+            assert all(torch.equal(a, b[i : i + 1]) for a, b in zip(found, expected, strict=True))
+            padded = Rows(*(torch.cat((padding, c[i : i + 1])) for c in case.rows[:3]), case.rows.drafts)
+            logits = case.logits[[0, 0, i]]
+            found = sampler.best(logits, padded, needs, 2)
+            assert all(torch.equal(a[2], b[i]) for a, b in zip(found, expected, strict=True))
+            assert bool((found[0] < case.vocab_size).all())
+
+
+def test_rows_without_adjustments_keep_their_bits() -> None:
+    columns = SamplingColumns(2, 50, CPU)
+    columns.set(0, SamplingParams(repetition_penalty=2.0), 0, [1], [2], ())
+    columns.set(1, SamplingParams(), 0, [1], [2], ())
+    logits = torch.randn(2, 50)
+    adjusted = logits.clone()
+    Sampler(columns).adjust(adjusted, Rows(torch.tensor([0, 1]), torch.tensor([2, 2])))
+    assert torch.equal(adjusted[1], logits[1])
+    assert not torch.equal(adjusted[0], logits[0])
+
+
+def test_a_score_of_minus_infinity_comes_with_token_0() -> None:
+    columns = SamplingColumns(1, 3, CPU)
+    columns.set(0, SamplingParams(temperature=1.0, top_k=1), 0, [1], (), ())
+    rows = Rows(torch.tensor([0]), torch.tensor([1]))
+    tokens, scores = Sampler(columns).best(torch.tensor([[1.0, 5.0, 2.0]]), rows, Needs(truncated=True), 5)
+    assert tokens.tolist() == [[1, 0, 0, 0, 0]]
+    assert scores[0, 1:].tolist() == [-math.inf] * 4
+    nothing = torch.full((1, 3), -torch.inf)
+    assert Sampler(columns).choose(nothing, rows, Needs(truncated=True)).tolist() == [0]
+
+
+def test_tables_are_allocated_when_they_are_needed() -> None:
+    columns = SamplingColumns(2, 10, CPU)
+    columns.set(0, SamplingParams(temperature=1.0, top_p=0.5), 0, [1], (), STOPS)
+    columns.count(torch.tensor([0]), torch.tensor([1]), torch.tensor([True]))
+    assert columns.counts is None
+    columns.set(1, SamplingParams(min_tokens=1), 0, [1], (), STOPS)
+    assert columns.counts is not None
+    assert columns.bias is not None
+
+
+def test_counting_decided_tokens_is_setting_them_as_output() -> None:
+    params = SamplingParams(frequency_penalty=1.0, repetition_penalty=1.5)
+    columns, expected = SamplingColumns(3, 10, CPU), SamplingColumns(3, 10, CPU)
+    for slot in (0, 2):
+        columns.set(slot, params, 0, [1, 2], [2], STOPS)
+        expected.set(slot, params, 0, [1, 2], [2, 9, 9] if slot == 2 else [2], STOPS)
+    slots, tokens = torch.tensor([2, 2, 2, -1, 2, 1]), torch.tensor([9, 9, 4, 5, 11, 3])
+    columns.count(slots.int(), tokens.int(), torch.tensor([True, True, False, False, True, True]))
+    assert columns.counts is not None
+    assert expected.counts is not None
+    assert torch.equal(columns.counts, expected.counts)
+
+
+def test_draws_follow_the_distribution() -> None:
+    n, weights = 4000, torch.tensor([0.1, 0.5, 0.0, 0.4], dtype=torch.float64)
+    columns = SamplingColumns(1, 4, CPU)
+    columns.set(0, SamplingParams(temperature=1.0), 7, [1], (), ())
+    rows = Rows(torch.zeros(n, dtype=torch.int32), torch.arange(n, dtype=torch.int32))
+    drawn = Sampler(columns).draw(weights.expand(n, 4), rows, Stream.DRAFT)
+    assert drawn.dtype is torch.int64
+    observed = drawn.bincount(minlength=4).tolist()
+    assert observed[2] == 0
+    assert chi_squared_p([observed[t] for t in (0, 1, 3)], [0.1, 0.5, 0.4]) > 1e-4
+    other = Sampler(columns).draw(weights.expand(n, 4), rows, Stream.RECOVERY)
+    assert not torch.equal(drawn, other)
+
+
+def test_reweighted_distributions_add_up_to_one() -> None:
+    weights = torch.tensor([[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]], dtype=torch.float64)
+    assert reweighted(weights, 1.0, 1) is weights
+    expected = torch.tensor([[0.25 / 0.75, 0.4, 0.2 / 0.75], [1.0, 0.0, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(reweighted(weights, 0.5, 1), expected)
+    torch.testing.assert_close(reweighted(weights, 0.0, 1)[1], weights[1])
+
+
+def test_logprobs_are_of_the_model_itself() -> None:
+    logits = torch.randn(3, 20)
+    logprob, ids, values = top_logprobs(logits, torch.tensor([4, 0, 19]), 5)
+    expected = logits.double().log_softmax(-1)
+    torch.testing.assert_close(logprob, expected[torch.arange(3), torch.tensor([4, 0, 19])])
+    torch.testing.assert_close(values, expected.sort(descending=True).values[:, :5])
+    assert torch.equal(ids, expected.argsort(descending=True)[:, :5])
+    assert top_logprobs(logits, torch.tensor([4, 0, 19]), 0)[1].shape == (3, 0)
