@@ -28,7 +28,8 @@ from ssd.config import EngineConfig
 from ssd.core import Batch, SamplingParams
 from ssd.engine.engine import Engine
 from ssd.execution.runner import ModelRunner
-from ssd.models.checkpoint import Checkpoint, open_checkpoint
+from ssd.models.checkpoint import Checkpoint
+from ssd.models.open import open_checkpoint
 from ssd.models.config import DecoderConfig
 from ssd.models.random_weights import RandomCheckpoint
 from ssd.models.shapes import SHAPES

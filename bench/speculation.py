@@ -26,7 +26,7 @@ from ssd.bench.answers import Asked
 from ssd.bench.measure import MEAN, Measured, figures, measure, same_text
 from ssd.bench.ours import OurContender, methods_of, our_contenders
 from ssd.bench.workload import Workload, load_workload
-from ssd.models.checkpoint import open_checkpoint
+from ssd.models.open import open_checkpoint
 from ssd.prompts import OWN_SETS
 
 LESS = ", one core less"

@@ -29,7 +29,7 @@ from ssd.core import Batch, Request, RequestOutput, Sequence
 from ssd.decoding.law import Row, perturbed
 from ssd.execution.runner import ModelRunner
 from ssd.llm import Prompt
-from ssd.models.checkpoint import open_checkpoint
+from ssd.models.open import open_checkpoint
 from ssd.prompts import OWN_SETS, load_prompts
 
 LONGEST = 1536  # tokens of prompt and output

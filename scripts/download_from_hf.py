@@ -88,14 +88,15 @@ def download_all(repositories: Iterable[Repository], cache: Path) -> int:
 
 def download(repository: Repository, cache: Path) -> bool:
     """Fetch what the engine wants of a repository; without network the hub's library may be content with a part."""
-    from ssd.models.checkpoint import _UNWANTED, _WANTED, _weight_files  # brings torch along: a plan needs none
+    from ssd.models.checkpoint import weight_files  # brings torch along: a plan needs none
+    from ssd.models.hub import UNWANTED, WANTED
 
     print(f"{repository.name} ...", flush=True)
     try:
         snapshot = snapshot_download(
-            repository.name, cache_dir=cache, allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED)
+            repository.name, cache_dir=cache, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED)
         )
-        _weight_files(Path(snapshot))
+        weight_files(Path(snapshot))
     except Exception as error:  # offline, gated, full disk, ...: one repository must not stop the others
         reason = str(error).strip().partition("\n")[0]
         print(f"{repository.name}: {type(error).__name__}: {reason}\n  {remedy(error, repository)}", file=sys.stderr)

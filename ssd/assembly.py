@@ -31,9 +31,10 @@ from ssd.errors import ConfigError
 from ssd.execution.graphs import PREFILL_BUCKETS, row_buckets
 from ssd.execution.runner import ModelRunner
 from ssd.kernels.ops import Ops
-from ssd.models.checkpoint import Checkpoint, open_checkpoint
+from ssd.models.checkpoint import Checkpoint
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import Decoder
+from ssd.models.open import open_checkpoint
 from ssd.text.tokenizer import Tokenizer
 
 log = logging.getLogger("ssd")

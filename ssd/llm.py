@@ -19,7 +19,7 @@ from ssd.core import RequestOutput, SamplingParams, is_int
 from ssd.engine.engine import Engine
 from ssd.engine.outputs import refused
 from ssd.errors import EngineClosed, RequestError, SSDError
-from ssd.models.checkpoint import open_checkpoint
+from ssd.models.open import open_checkpoint
 
 log = logging.getLogger("ssd")
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ssd.bench import models
 from ssd.config import SpeculationConfig
-from ssd.models.checkpoint import bundled_draft
+from ssd.models.open import bundled_draft
 
 Parser = argparse.ArgumentParser | argparse._ArgumentGroup
 ONE_GPU: Final = "several GPUs are not supported yet: everything runs on one"

@@ -11,7 +11,7 @@ import re
 from typing import Final, Literal, TypeVar
 
 from ssd.errors import ConfigError, ModelNotFound
-from ssd.models.checkpoint import cache_places, snapshot_in
+from ssd.models.hub import cache_places, snapshot_in
 
 T = TypeVar("T")
 Family = Literal["llama", "qwen"]

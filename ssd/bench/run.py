@@ -20,7 +20,7 @@ from ssd.bench.ours import methods_of, our_contenders
 from ssd.bench.report import Report
 from ssd.bench.workload import Workload, load_workload
 from ssd.errors import ConfigError
-from ssd.models.checkpoint import open_checkpoint
+from ssd.models.open import open_checkpoint
 from ssd.prompts import OWN_SETS
 from ssd.text.tokenizer import Tokenizer
 from ssd.version import VERSION

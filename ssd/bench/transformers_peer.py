@@ -18,7 +18,8 @@ from ssd.bench.answers import Answer, Asked, Prompt
 from ssd.bench.workload import encode
 from ssd.config import EngineConfig, build
 from ssd.errors import ConfigError, RequestError, UnsupportedModel
-from ssd.models.checkpoint import GRAFT_PREFIX, Checkpoint, open_checkpoint
+from ssd.models.checkpoint import Checkpoint
+from ssd.models.open import GRAFT_PREFIX, open_checkpoint
 
 
 class HFContender:

@@ -132,7 +132,7 @@ def interactive() -> bool:
 
 def _print_greeting(llm: LLM, params: SamplingParams, colour: bool) -> None:
     from ssd.assembly import resolve_device
-    from ssd.models.checkpoint import bundled_models
+    from ssd.models.open import bundled_models
 
     wanted = llm.config.speculation
     drafter = "" if wanted.mode == "ar" else f"; {wanted.draft} drafts ({wanted.mode.upper()}, K = {wanted.k})"

@@ -343,7 +343,7 @@ def _print_speeds(writings: list[Writing], differences: list[str | None], consol
 
 
 def _print_explanation(model: str, writings: list[Writing], console: Console) -> None:
-    from ssd.models.checkpoint import bundled_models
+    from ssd.models.open import bundled_models
 
     console.print("[bold]What you have just seen[/]\n")
     if model in bundled_models():

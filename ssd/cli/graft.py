@@ -42,9 +42,9 @@ def graft(
 
         from ssd.assembly import resolve_device
         from ssd.models.export import stored_bytes, write_graft
-        from ssd.models.graft import GraftCheckpoint
+        from ssd.models.open import open_graft
 
-        grafted = GraftCheckpoint.open(base, shape)
+        grafted = open_graft(base, shape)
         folder = out or Path(f"{grafted.base_name}@{shape}")
         kind: torch.dtype = getattr(torch, dtype)
         with _byte_progress() as progress:

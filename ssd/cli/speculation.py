@@ -103,9 +103,9 @@ def given(**flags: str | int | None) -> dict[str, Any]:
 
 def bundled_draft(model: str) -> str | None:
     """The draft that belongs to a bundled model. (The module that knows it brings torch along.)"""
-    from ssd.models import checkpoint
+    from ssd.models.open import bundled_draft as draft_of
 
-    return checkpoint.bundled_draft(model)
+    return draft_of(model)
 
 
 def _number(name: str, value: str | int) -> str | int:

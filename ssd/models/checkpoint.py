@@ -1,37 +1,24 @@
-"""Finding and opening a checkpoint: a bundled model, a Hugging Face directory, a GGUF file, a hub id or a graft.
+"""What a checkpoint gives to the engine, and the ordinary kind: a directory in Hugging Face's layout.
 
-`open_checkpoint` is the one door. It answers with what the engine needs: the decoder's description, the stop tokens,
-the weights one by one under their Hugging Face names, and the tokenizer. Weights are read from safetensors only: no
-pickle is ever opened. Knows nothing of the decoder's modules or the engine.
+A checkpoint gives the decoder's description, the stop tokens, the weights one by one under their Hugging Face names,
+and the tokenizer. Weights are read from safetensors only: no pickle is ever opened. `ssd.models.open` opens all kinds.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import os
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ssd.errors import ConfigError, ModelNotFound, SSDError, UnsupportedModel
+from ssd.errors import ModelNotFound, SSDError, UnsupportedModel
 from ssd.models.config import DecoderConfig
 from ssd.models.families import decoder_config
 from ssd.text.tokenizer import Tokenizer, load_tokenizer
-
-log = logging.getLogger("ssd")
-
-BUNDLE: Final = Path(__file__).parents[1] / "bundle"  # the small models that come with the package
-GRAFT_PREFIX: Final = "graft:"
-
-_HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
-_WANTED: Final = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt")
-_UNWANTED: Final = ("original/*", "consolidated*", "*/*.safetensors")
 
 
 class Checkpoint(Protocol):
@@ -58,33 +45,6 @@ class Checkpoint(Protocol):
     def tokenizer(self) -> Tokenizer: ...
 
 
-def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
-    """Open a bundled model, a directory, a `.gguf` file, a hub id `org/name` (local cache first, then download), or
-    `graft:BASE@SHAPE`: any of them in the shape of a published model.
-
-    A bundled name wins over a directory of that name, which is `./name`.
-    """
-    name = os.fspath(model)
-    if name.startswith(GRAFT_PREFIX):
-        return _open_graft(name)
-    path = BUNDLE / name if name in bundled_models() else Path(model).expanduser()
-    if path.is_file():
-        return _open_file(path)
-    if path.is_dir():
-        return HFCheckpoint.open(_inside_cache_entry(path))
-    return HFCheckpoint.open(_from_hub(name))
-
-
-def bundled_models() -> list[str]:
-    """Names of the small models that come with the package."""
-    return sorted(file.parent.name for file in BUNDLE.glob("*/config.json"))
-
-
-def bundled_draft(model: str) -> str | None:
-    """The draft that belongs to a bundled model."""
-    return f"{model}-draft" if f"{model}-draft" in bundled_models() else None
-
-
 def graft_note(base: str, shape: str) -> str:
     return f"graft of {base} in the shape of {shape}: that shape's speed, {base}'s text"
 
@@ -102,7 +62,7 @@ class HFCheckpoint:
     def open(cls, path: Path) -> HFCheckpoint:
         """Read the configuration; weights and tokenizer are read when asked for."""
         raw = read_json(_config_file(path))
-        files = _weight_files(path)
+        files = weight_files(path)
         try:
             config = decoder_config(raw)
         except UnsupportedModel as error:
@@ -114,7 +74,7 @@ class HFCheckpoint:
         return cls(path=path, config=config, stop_token_ids=_stop_token_ids(path, raw), note=note)
 
     def weights(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        for file in _weight_files(self.path):
+        for file in weight_files(self.path):
             for name, tensor in _read_safetensors(file):
                 yield name, tensor.to(device, dtype)
 
@@ -133,25 +93,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _open_graft(name: str) -> Checkpoint:
-    from ssd.models.graft import GraftCheckpoint
-
-    base, _, shape = name.removeprefix(GRAFT_PREFIX).rpartition("@")
-    if not base:
-        raise ConfigError(f"model={name!r}: write graft:BASE@SHAPE, such as graft:tiny-llama@llama-3.1-8b")
-    return GraftCheckpoint.open(base, shape)
-
-
 # --- files of one directory -------------------------------------------------------------------------------------------
-
-
-def _open_file(path: Path) -> Checkpoint:
-    """A single file can only be a GGUF."""
-    from ssd.models.gguf import GGUFCheckpoint
-
-    if path.suffix.lower() != ".gguf":
-        raise UnsupportedModel(f"model={path}: a single file must be a .gguf; for safetensors pass the directory")
-    return GGUFCheckpoint.open(path)
 
 
 def _config_file(path: Path) -> Path:
@@ -163,7 +105,7 @@ def _config_file(path: Path) -> Path:
     raise ModelNotFound(f"model={path}: the directory has no config.json; {remedy}")
 
 
-def _weight_files(path: Path) -> list[Path]:
+def weight_files(path: Path) -> list[Path]:
     """The safetensors that make up the model: those of the index, else `model.safetensors`, else all of them."""
     index = path / "model.safetensors.index.json"
     if index.is_file():
@@ -224,71 +166,3 @@ def _stop_token_ids(path: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
             return tuple(dict.fromkeys(int(token) for token in (eos if isinstance(eos, list) else [eos])))
     eos = load_tokenizer(path).eos_token_id
     return () if eos is None else (eos,)
-
-
-# --- the hub's cache --------------------------------------------------------------------------------------------------
-
-
-def _from_hub(model: str) -> Path:
-    """The snapshot of a hub id: from a local cache if one has it, else downloaded."""
-    if not _HUB_ID.fullmatch(model):
-        raise ModelNotFound(
-            f"model={model!r}: no such directory or .gguf file, and not a hub id of the form org/name; "
-            f"pass an existing path, a hub id or a bundled model ({', '.join(bundled_models()) or 'none is here'})"
-        )
-    places = cache_places(model)
-    for place in places:
-        snapshot = snapshot_in(place)
-        if snapshot is not None:
-            return snapshot
-    return _download(model, places)
-
-
-def cache_places(model: str) -> list[Path]:
-    """Where the hub's cache may keep this model, in order of preference."""
-    from huggingface_hub import constants
-
-    own, home = os.environ.get("SSD_HF_CACHE"), os.environ.get("HF_HOME")
-    folders = [own, f"{own}/hub"] if own else []  # either the hub folder itself, or an HF_HOME that holds one
-    folders += [f"{home}/hub"] if home else []
-    entry = "models--" + model.replace("/", "--")
-    return list(dict.fromkeys(Path(folder).expanduser() / entry for folder in [*folders, constants.HF_HUB_CACHE]))
-
-
-def _inside_cache_entry(path: Path) -> Path:
-    """`models--org--name` given as a path means its snapshot; any other directory means itself."""
-    return path if (path / "config.json").is_file() else snapshot_in(path) or path
-
-
-def snapshot_in(entry: Path) -> Path | None:
-    """Of a cache entry, the snapshot that refs/main names, else the newest one; only those that hold a config count."""
-    snapshots = [path for path in entry.glob("snapshots/*") if (path / "config.json").is_file()]
-    ref = entry / "refs" / "main"
-    main = ref.read_text(encoding="utf-8").strip() if ref.is_file() else ""
-    return max(snapshots, key=lambda path: (path.name == main, path.stat().st_mtime), default=None)
-
-
-def _download(model: str, places: Iterable[Path]) -> Path:
-    """Fetch what is needed to run the model, or say where it was looked for and what to do."""
-    from huggingface_hub import snapshot_download
-
-    log.info("%s is in no local cache: downloading it from the Hugging Face hub", model)
-    cache = os.environ.get("SSD_HF_CACHE")
-    try:
-        return Path(
-            snapshot_download(
-                model,
-                cache_dir=Path(cache).expanduser() if cache else None,
-                allow_patterns=list(_WANTED),
-                ignore_patterns=list(_UNWANTED),
-            )
-        )
-    except Exception as error:  # offline, unknown or gated repository, full disk: the remedy is the same
-        looked = "\n  ".join(str(place) for place in places)
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelNotFound(
-            f"model={model!r} was found in none of these places:\n  {looked}\n"
-            f"and could not be downloaded ({type(error).__name__}: {reason}).\n"
-            f"Run `hf download {model}` on a machine with network access (gated models need `hf auth login`), "
-            "set SSD_HF_CACHE to the folder that holds models--org--name, or pass the model's directory."
-        ) from error

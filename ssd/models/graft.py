@@ -27,7 +27,7 @@ from typing import Final
 import torch
 
 from ssd.errors import ConfigError, UnsupportedModel
-from ssd.models.checkpoint import Checkpoint, graft_note, open_checkpoint
+from ssd.models.checkpoint import Checkpoint, graft_note
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import parameter_shapes
 from ssd.models.random_weights import fill_random
@@ -60,11 +60,6 @@ class GraftCheckpoint:
     base_name: str
     shape: DecoderConfig
     shape_name: str
-
-    @classmethod
-    def open(cls, base: str, shape_name: str) -> GraftCheckpoint:
-        """`base` is anything that `open_checkpoint` opens."""
-        return cls.of(open_checkpoint(base), shape_name, Path(base).name)
 
     @classmethod
     def of(cls, base: Checkpoint, shape_name: str, base_name: str = "") -> GraftCheckpoint:

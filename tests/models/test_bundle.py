@@ -19,8 +19,8 @@ import transformers
 
 from ssd import LLM, SamplingParams
 from ssd.llm import Prompt
-from ssd.models.checkpoint import BUNDLE, bundled_models, open_checkpoint
 from ssd.models.config import DecoderConfig, RopeConfig
+from ssd.models.open import BUNDLE, bundled_models, open_checkpoint
 from ssd.models.shapes import SHAPES
 from ssd.prompts import FOLDER_VARIABLE, OWN_SETS, load_prompts
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from ssd.errors import ModelNotFound, SSDError, UnsupportedModel
-from ssd.models.checkpoint import open_checkpoint
 from ssd.models.config import RopeConfig
 from ssd.models.families import decoder_config
+from ssd.models.open import open_checkpoint
 
 transformers = pytest.importorskip("transformers")
 

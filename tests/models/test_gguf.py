@@ -17,11 +17,11 @@ import torch
 from conftest import REAL_TOKENIZERS
 
 from ssd.errors import RequestError, SSDError, UnsupportedModel
-from ssd.models.checkpoint import open_checkpoint
 from ssd.models.config import RopeConfig
 from ssd.models.gguf import GGUFCheckpoint, llama3_rope
 from ssd.models.gguf_file import read_header
 from ssd.models.gguf_tokenizer import load_tokenizer
+from ssd.models.open import open_checkpoint
 
 gguf = pytest.importorskip("gguf")
 

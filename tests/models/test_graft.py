@@ -24,11 +24,11 @@ from typer.testing import CliRunner
 from ssd import LLM, ConfigError, ModelNotFound, SamplingParams, SSDError
 from ssd.cli.main import app
 from ssd.core import Batch
-from ssd.models import checkpoint as checkpoint_module
 from ssd.models import export
-from ssd.models.checkpoint import open_checkpoint
+from ssd.models import open as open_module
 from ssd.models.config import DecoderConfig, RopeConfig
 from ssd.models.graft import GraftCheckpoint, copy_scales
+from ssd.models.open import open_checkpoint, open_graft
 from ssd.models.rotary import rope_tables
 from ssd.models.shapes import SHAPES
 
@@ -257,13 +257,13 @@ def test_bases_that_do_not_fit_are_refused(
     changes: dict[str, Any], message: str, make_base: Callable[..., Path]
 ) -> None:
     with pytest.raises(ConfigError, match=f"{message}.*use another base"):
-        GraftCheckpoint.open(str(make_base("llama", **changes)), "llama-everything")
+        open_graft(str(make_base("llama", **changes)), "llama-everything")
 
 
 def test_an_untied_base_needs_an_untied_shape(make_base: Callable[..., Path]) -> None:
     path = make_base("llama", tie_word_embeddings=False)
     with pytest.raises(ConfigError, match=r"tie_embeddings is true.*use a shape that fits: .*llama-same-but-untied"):
-        GraftCheckpoint.open(str(path), "llama-everything")
+        open_graft(str(path), "llama-everything")
     base, graft = both(path, "llama-split-groups-4x-heads", "float32")
     with base, graft:
         assert difference(logits(graft, PROMPT), logits(base, PROMPT)) < 1e-5
@@ -278,7 +278,7 @@ def test_what_is_no_graft_is_explained(make_base: Callable[..., Path]) -> None:
     with pytest.raises(ModelNotFound, match="no_such"):
         open_checkpoint("graft:no_such@llama-3.1-8b")
     with pytest.raises(ConfigError, match=r"float16.*bfloat16"):
-        next(GraftCheckpoint.open(str(path), "llama-everything").weights(CPU, torch.float16))
+        next(open_graft(str(path), "llama-everything").weights(CPU, torch.float16))
 
 
 def test_a_base_that_lacks_tensors_is_refused(make_base: Callable[..., Path], tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_a_base_that_lacks_tensors_is_refused(make_base: Callable[..., Path], tm
     config = tmp_path / "m" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "num_hidden_layers": 4}))
     with pytest.raises(SSDError, match=r"lacks or misshapes 9 tensors, among them \['model\.layers\.3"):
-        next(GraftCheckpoint.open(str(tmp_path / "m"), "llama-everything").weights(CPU, torch.float32))
+        next(open_graft(str(tmp_path / "m"), "llama-everything").weights(CPU, torch.float32))
 
 
 # --- on disk ----------------------------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ def test_a_base_that_lacks_tensors_is_refused(make_base: Callable[..., Path], tm
 
 @pytest.fixture
 def graft(make_base: Callable[..., Path]) -> GraftCheckpoint:
-    return GraftCheckpoint.open(str(make_base("llama")), "llama-everything")
+    return open_graft(str(make_base("llama")), "llama-everything")
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_written_grafts_are_the_same_to_everybody(
     """Catches a config.json that transformers or we read differently, lost tensors, lost stop tokens."""
     monkeypatch.setattr(export, "SHARD_BYTES", shard_bytes)
     base = make_base(family)
-    graft = GraftCheckpoint.open(str(base), f"{family}-{target}")
+    graft = open_graft(str(base), f"{family}-{target}")
     out = tmp_path / "new" / "graft"
     export.write_graft(graft, out, torch.float32, CPU)
     assert [path.name for path in out.parent.iterdir()] == ["graft"]
@@ -414,7 +414,7 @@ def test_help_lists_the_shapes() -> None:
 @pytest.fixture
 def bundle(make_base: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.copytree(make_base("llama"), tmp_path / "bundle" / "tiny-llama")
-    monkeypatch.setattr(checkpoint_module, "BUNDLE", tmp_path / "bundle")
+    monkeypatch.setattr(open_module, "BUNDLE", tmp_path / "bundle")
     monkeypatch.chdir(tmp_path)
     return tmp_path / "bundle"
 

@@ -13,8 +13,8 @@ from conftest import TestModel
 from ssd.errors import ConfigError
 from ssd.execution.runner import ModelRunner
 from ssd.kernels.reference import ReferenceOps
-from ssd.models.checkpoint import open_checkpoint
 from ssd.models.decoder import Decoder
+from ssd.models.open import open_checkpoint
 from ssd.parallel.tensor import TensorParallel
 
 TOKENS = torch.randint(0, 320, (40,), generator=torch.Generator().manual_seed(1)).tolist()

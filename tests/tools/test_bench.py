@@ -21,7 +21,7 @@ from ssd.bench.run import BenchConfig, run
 from ssd.bench.workload import Workload, encode, load_workload
 from ssd.cli.main import app
 from ssd.errors import ConfigError
-from ssd.models.checkpoint import open_checkpoint
+from ssd.models.open import open_checkpoint
 from ssd.models.random_weights import RandomCheckpoint
 from ssd.models.shapes import SHAPES
 

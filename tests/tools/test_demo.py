@@ -21,7 +21,7 @@ from ssd.cli.main import app
 from ssd.config import SpeculationConfig
 from ssd.core import RequestMetrics, RequestOutput, Sample, SamplingParams
 from ssd.llm import LLM
-from ssd.models.checkpoint import BUNDLE
+from ssd.models.open import BUNDLE
 
 SHORT = ("--device", "cpu", "--max-new-tokens", "8")
 WAYS = ("with a draft (SD)", "draft runs ahead (SSD)")

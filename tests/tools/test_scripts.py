@@ -18,8 +18,8 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
 
-from ssd.models import checkpoint
-from ssd.models.checkpoint import BUNDLE, open_checkpoint
+from ssd.models.hub import UNWANTED, WANTED
+from ssd.models.open import BUNDLE, open_checkpoint
 from ssd.prompts import load_prompts
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -339,7 +339,7 @@ def gated(name: str) -> GatedRepoError:
 def test_the_engine_finds_what_was_downloaded(downloads: Downloads, tmp_path: Path) -> None:
     assert download("llama", "--sizes", "1") == 0
     assert open_checkpoint(LLAMA_1B).path == tmp_path / "cache/models--meta-llama--Llama-3.2-1B-Instruct/snapshots/0123"
-    patterns = {"allow_patterns": list(checkpoint._WANTED), "ignore_patterns": list(checkpoint._UNWANTED)}
+    patterns = {"allow_patterns": list(WANTED), "ignore_patterns": list(UNWANTED)}
     assert downloads.options == [{"cache_dir": tmp_path / "cache", **patterns}]
 
 

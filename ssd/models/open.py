@@ -1,0 +1,68 @@
+"""Opening a checkpoint of any kind: a bundled model, a Hugging Face directory, a GGUF file, a hub id or a graft."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from ssd.errors import ConfigError, ModelNotFound, UnsupportedModel
+from ssd.models.checkpoint import Checkpoint, HFCheckpoint
+from ssd.models.gguf import GGUFCheckpoint
+from ssd.models.graft import GraftCheckpoint
+from ssd.models.hub import is_hub_id, snapshot_in, snapshot_of
+
+BUNDLE: Final = Path(__file__).parents[1] / "bundle"  # the small models that come with the package
+GRAFT_PREFIX: Final = "graft:"
+
+
+def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
+    """Open a bundled model, a directory, a `.gguf` file, a hub id `org/name` (local cache first, then download), or
+    `graft:BASE@SHAPE`: any of them in the shape of a published model.
+
+    A bundled name wins over a directory of that name, which is `./name`.
+    """
+    name = os.fspath(model)
+    if name.startswith(GRAFT_PREFIX):
+        base, _, shape = name.removeprefix(GRAFT_PREFIX).rpartition("@")
+        if not base:
+            raise ConfigError(f"model={name!r}: write graft:BASE@SHAPE, such as graft:tiny-llama@llama-3.1-8b")
+        return open_graft(base, shape)
+    path = BUNDLE / name if name in bundled_models() else Path(model).expanduser()
+    if path.is_file():
+        return _open_file(path)
+    if path.is_dir():
+        return HFCheckpoint.open(_inside_cache_entry(path))
+    if is_hub_id(name):
+        return HFCheckpoint.open(snapshot_of(name))
+    raise ModelNotFound(
+        f"model={name!r}: no such directory or .gguf file, and not a hub id of the form org/name; "
+        f"pass an existing path, a hub id or a bundled model ({', '.join(bundled_models()) or 'none is here'})"
+    )
+
+
+def open_graft(base: str, shape: str) -> GraftCheckpoint:
+    """`base`, which is anything that `open_checkpoint` opens, in one of the published shapes."""
+    return GraftCheckpoint.of(open_checkpoint(base), shape, Path(base).name)
+
+
+def bundled_models() -> list[str]:
+    """Names of the small models that come with the package."""
+    return sorted(file.parent.name for file in BUNDLE.glob("*/config.json"))
+
+
+def bundled_draft(model: str) -> str | None:
+    """The draft that belongs to a bundled model."""
+    return f"{model}-draft" if f"{model}-draft" in bundled_models() else None
+
+
+def _open_file(path: Path) -> GGUFCheckpoint:
+    """A single file can only be a GGUF."""
+    if path.suffix.lower() != ".gguf":
+        raise UnsupportedModel(f"model={path}: a single file must be a .gguf; for safetensors pass the directory")
+    return GGUFCheckpoint.open(path)
+
+
+def _inside_cache_entry(path: Path) -> Path:
+    """`models--org--name` given as a path means its snapshot; any other directory means itself."""
+    return path if (path / "config.json").is_file() else snapshot_in(path) or path
