@@ -26,11 +26,11 @@ import torch
 from ssd.assembly import build_engine
 from ssd.config import EngineConfig
 from ssd.core import Batch, SamplingParams
-from ssd.engine.engine import Engine
+from ssd.engine.driver import Driver
 from ssd.execution.runner import ModelRunner
 from ssd.models.checkpoint import Checkpoint
-from ssd.models.open import open_checkpoint
 from ssd.models.config import DecoderConfig
+from ssd.models.open import open_checkpoint
 from ssd.models.random_weights import RandomCheckpoint
 from ssd.models.shapes import SHAPES
 
@@ -67,16 +67,16 @@ def bench_cpu(shape: str, args: argparse.Namespace) -> list[Row]:
         for batch in (1, 8):
             prompts = random_prompts(batch, args.prompt_len, SHAPES[shape].vocab_size)
             contenders = {
-                "ssd": lambda p=prompts: engine_decode(llm.engine, p, args.new_tokens),
+                "ssd": lambda p=prompts: engine_decode(llm.driver, p, args.new_tokens),
                 "transformers": lambda p=prompts: hf_decode(model, p, args.new_tokens),
-                "ssd, bfloat16 weights": lambda p=prompts: engine_decode(half.engine, p, args.new_tokens),
+                "ssd, bfloat16 weights": lambda p=prompts: engine_decode(half.driver, p, args.new_tokens),
             }
             speeds = alternate(contenders, args.repeats)
             rows += compared(f"batch {batch}", speeds)
         jobs = ragged_jobs(24, SHAPES[shape].vocab_size)
         eight = LLM(folder, device="cpu", dtype="float32", max_num_seqs=8)
         speeds = alternate(
-            {"ssd": lambda: engine_serve(eight.engine, jobs), "transformers": lambda: hf_serve(model, jobs, 8)}, 1
+            {"ssd": lambda: engine_serve(eight.driver, jobs), "transformers": lambda: hf_serve(model, jobs, 8)}, 1
         )
         rows += compared("24 ragged requests, 8 at a time, prefill included", speeds)
     return rows
@@ -92,7 +92,7 @@ def bench_cpu_model(args: argparse.Namespace) -> list[Row]:
         with LLM(args.model, device="cpu", dtype=dtype) as llm:
             for batch in (1, 8):
                 prompts = random_prompts(batch, args.prompt_len, known_tokens(checkpoint))
-                run = functools.partial(engine_decode, llm.engine, prompts, args.new_tokens)
+                run = functools.partial(engine_decode, llm.driver, prompts, args.new_tokens)
                 rows.append(
                     (f"batch {batch}, {dtype}", f"{spread(alternate({'ssd': run}, args.repeats)['ssd'])} tokens/s")
                 )
@@ -124,14 +124,14 @@ def bench_gpu(shape: str, args: argparse.Namespace) -> list[Row]:
     checkpoint = open_checkpoint(args.model) if args.model else RandomCheckpoint(SHAPES[shape])
     longest = min(4096, checkpoint.config.max_position)
     config = EngineConfig(args.model or shape, device=args.device, max_model_len=longest, max_num_seqs=16)
-    engine = build_engine(config, checkpoint)
+    driver = Driver(build_engine(config, checkpoint))
     torch.cuda.synchronize()
     rows = [
         ("device", torch.cuda.get_device_name(device)),
         ("model", described(args.model, checkpoint) if args.model else f"{shape}, bfloat16, random weights"),
         ("start-up (weights, kernels, graphs)", f"{time.perf_counter() - start:.1f} s"),
     ]
-    runner = engine.round.target
+    runner = driver.engine.round.target
     assert isinstance(runner, ModelRunner)
     weight_bytes = streamed_bytes(runner)
     floor = weight_bytes / bandwidth
@@ -148,12 +148,13 @@ def bench_gpu(shape: str, args: argparse.Namespace) -> list[Row]:
         rows.append((label, value))
     for batch in (1, 8, 16):
         prompts = random_prompts(batch, args.prompt_len, known_tokens(checkpoint))
-        speeds = alternate({"ssd": lambda p=prompts: engine_decode(engine, p, args.new_tokens)}, args.repeats)["ssd"]
+        speeds = alternate({"ssd": lambda p=prompts: engine_decode(driver, p, args.new_tokens)}, args.repeats)["ssd"]
         step = batch / statistics.median(speeds)
         rows.append((f"engine, batch {batch}", f"{spread(speeds)} tokens/s, {floor / step:.3f} of the floor"))
         if batch == 1:
             ours = statistics.median(speeds)
-    engine = runner = None  # type: ignore[assignment]
+    driver.close()
+    runner = None  # type: ignore[assignment]
     torch.cuda.empty_cache()
     if not args.no_transformers and not args.model:
         model = hf_model(SHAPES[shape], torch.bfloat16, device)
@@ -164,20 +165,15 @@ def bench_gpu(shape: str, args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def engine_decode(engine: Engine, prompts: list[list[int]], new_tokens: int) -> float:
-    """Decode speed: tokens after every sequence's first, over the time from the last first token on."""
+def engine_decode(driver: Driver, prompts: list[list[int]], new_tokens: int) -> float:
+    """Decode speed: tokens that came after the last sequence's first one, over the time from then on."""
     params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
-    ids = [engine.add(prompt, params) for prompt in prompts]
-    done: dict[str, object] = {}
-    while engine.scheduler.waiting or any(s.num_output == 0 for s in engine.scheduler.running):
-        done |= {out.request_id: out for out in engine.step()}
-    emitted = sum(s.num_output for s in engine.scheduler.running)
-    start = time.perf_counter()
-    while len(done) < len(ids):
-        done |= {out.request_id: out for out in engine.step()}
-    seconds = time.perf_counter() - start
-    engine.scheduler.pool.clear_prefix_cache()
-    return (len(ids) * new_tokens - emitted) / seconds
+    submissions = driver.submit_many([(prompt, params) for prompt in prompts])
+    deliveries = [submission.result().metrics.deliveries for submission in submissions]
+    driver.call(lambda engine: engine.scheduler.pool.clear_prefix_cache())
+    start = max(first for (first, _), *_ in deliveries)
+    tokens = sum(count for each in deliveries for when, count in each if when > start)
+    return tokens / (max(each[-1][0] for each in deliveries) - start)
 
 
 def hf_decode(model: torch.nn.Module, prompts: list[list[int]], new_tokens: int) -> float:
@@ -204,15 +200,15 @@ def ragged_jobs(count: int, vocab_size: int) -> list[tuple[list[int], int]]:
     return [([source.randrange(vocab_size) for _ in range(length)], new) for length, new in sizes]
 
 
-def engine_serve(engine: Engine, jobs: list[tuple[list[int], int]]) -> float:
+def engine_serve(driver: Driver, jobs: list[tuple[list[int], int]]) -> float:
     """Useful tokens per second over a whole workload."""
     start = time.perf_counter()
-    for prompt, new_tokens in jobs:
-        engine.add(prompt, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True))
-    while engine.has_work:
-        engine.step()
-    engine.scheduler.pool.clear_prefix_cache()
-    return sum(new for _, new in jobs) / (time.perf_counter() - start)
+    requests = [(prompt, SamplingParams(max_new_tokens=new, ignore_eos=True)) for prompt, new in jobs]
+    for submission in driver.submit_many(requests):
+        submission.result()
+    seconds = time.perf_counter() - start
+    driver.call(lambda engine: engine.scheduler.pool.clear_prefix_cache())
+    return sum(new for _, new in jobs) / seconds
 
 
 def hf_serve(model: torch.nn.Module, jobs: list[tuple[list[int], int]], batch: int) -> float:

@@ -23,6 +23,7 @@ from rich.table import Table
 from ssd import LLM, SamplingParams
 from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.fan_out import Adaptive, FanOut, Geometric, Listed, Outlook
+from ssd.engine.engine import Engine
 from ssd.prompts import OWN_SETS, load_prompts
 
 Round = tuple[list[float], int, int | None]  # confidence of each drafted token, accepted, rank of the target's own
@@ -44,12 +45,17 @@ def play(args: argparse.Namespace, name: str, temperature: float, rule: str, c: 
     speculation |= {"placement": "inline", "backup": "jit", "budget": 1}
     params = SamplingParams(temperature=temperature, seed=1, max_new_tokens=args.tokens, ignore_eos=True)
     with LLM(args.target, device=args.device, max_model_len=2048, max_num_seqs=8, speculation=speculation) as llm:
-        drafter = llm.engine.round.drafter
-        if not isinstance(drafter, AheadDrafter):
-            raise AssertionError("the engine was built for another mode")
-        drafter.outlook = notebook = Notebook()
+        notebook = llm.driver.call(take_notes)
         llm.generate(load_prompts(name).asked(args.prompts), params)
     return notebook.rounds
+
+
+def take_notes(engine: Engine) -> Notebook:
+    drafter = engine.round.drafter
+    if not isinstance(drafter, AheadDrafter):
+        raise AssertionError("the engine was built for another mode")
+    drafter.outlook = notebook = Notebook()
+    return notebook
 
 
 def hit_rate(policy: FanOut, rounds: Sequence[Round], budget: int) -> float:

@@ -18,6 +18,7 @@ from ssd.core import Request, SamplingParams, Sequence
 from ssd.decoding.drafter import Drafter
 from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.program import Lane
+from ssd.engine.engine import Engine
 from ssd.execution.runner import ModelRunner
 
 CONTEXT = 512
@@ -36,13 +37,13 @@ def milliseconds(run: Callable[[], object], repeats: int = 30) -> float:
 
 def alone_and_beside(llm: LLM, drafter: Drafter, k: int) -> tuple[float, float, float]:
     """Milliseconds of a verification, of a plain draft, and of a verification beside a preparation."""
-    verify, draft, _, beside = timings(llm, drafter, k, 0.0)
+    verify, draft, _, beside = llm.driver.call(lambda engine: timings(engine, drafter, k, 0.0))
     return verify, draft, beside
 
 
-def timings(llm: LLM, drafter: Drafter, k: int, temperature: float) -> list[float]:
+def timings(engine: Engine, drafter: Drafter, k: int, temperature: float) -> list[float]:
     """Milliseconds: verify, draft, prepare, prepare beside verify."""
-    target = llm.engine.round.target
+    target = engine.round.target
     if not isinstance(drafter, AheadDrafter) or not isinstance(target, ModelRunner) or target.graphs is None:
         raise AssertionError("the engine was built for another mode")
     program, width = drafter.model.program, drafter.budget
@@ -69,7 +70,7 @@ def main() -> None:
         args.target, device="cuda", max_model_len=1024, max_num_seqs=2, num_kv_blocks=130, speculation=speculation
     )
     for k in args.k:
-        figures = timings(llm, llm.engine.round.drafter, k, args.temperature)
+        figures = llm.driver.call(lambda engine, k=k: timings(engine, engine.round.drafter, k, args.temperature))
         table.add_row(str(k), *(f"{f:.2f}" for f in figures), f"{figures[0] + figures[2]:.2f}")
     Console(width=120).print(table)
     Console().print(llm.note)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from types import TracebackType
@@ -16,9 +15,10 @@ import torch
 from ssd.assembly import build_engine
 from ssd.config import EngineConfig, build
 from ssd.core import RequestOutput, SamplingParams, is_int
+from ssd.engine.driver import Driver, Submission
 from ssd.engine.engine import Engine
 from ssd.engine.outputs import refused
-from ssd.errors import EngineClosed, RequestError, SSDError
+from ssd.errors import EngineClosed, RequestError, RequestFailed
 from ssd.models.open import open_checkpoint
 
 log = logging.getLogger("ssd")
@@ -37,18 +37,23 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.config = build(EngineConfig, {"model": model, **options})
-        checkpoint = open_checkpoint(self.config.model)
+        checkpoint, threads = open_checkpoint(self.config.model), torch.get_num_threads()
         self.note = checkpoint.note
-        self._engine: Engine | None = build_engine(self.config, checkpoint)
-        self._finished: dict[str, RequestOutput] = {}  # not yet collected by whoever asked for them
-        self._abandoned: deque[str] = deque()  # requests whose streams were garbage-collected
+        self._driver: Driver | None = Driver(build_engine(self.config, checkpoint))
+        self._hand_over_threads(threads)
         self._refusals = itertools.count()
 
     @property
-    def engine(self) -> Engine:
-        if self._engine is None:
+    def driver(self) -> Driver:
+        """The thread that the engine runs on: for deltas, asyncio and calls between two rounds."""
+        if self._driver is None:
             raise EngineClosed("this LLM was closed: create a new one")
-        return self._engine
+        return self._driver
+
+    @property
+    def engine(self) -> Engine:
+        """To look at: metrics, tokenizer. What changes it goes through `driver.call`."""
+        return self.driver.engine
 
     def generate(
         self,
@@ -59,21 +64,35 @@ class LLM:
         """Answers one prompt or a list of them; outputs come in the order of the prompts.
 
         Several prompts may each have their own parameters. One that cannot be served does not harm the others: its
-        output has `error` set and the finish reason "abort". A single prompt raises RequestError instead.
+        output has `error` set and the finish reason "abort", or "error" where its round failed. A single prompt raises
+        RequestError or RequestFailed instead. May be called by several threads at once.
         `chat_options` are variables for the chat template (`enable_thinking`, `tools`, `date_string`, …).
         """
         single = _is_single(prompts)
         batch: list[Prompt] = [cast(Prompt, prompts)] if single else list(cast("Seq[Prompt]", prompts))
-        ids: list[str] = []
+        outputs: dict[int, RequestOutput] = {}
+        asked: dict[int, tuple[list[int], SamplingParams]] = {}
+        for i, (prompt, p) in enumerate(zip(batch, _per_prompt(params, len(batch)), strict=True)):
+            tokens: list[int] = []
+            try:
+                tokens = self.encode(prompt, chat_options)
+                self.driver.check(tokens, p)
+            except RequestError as error:
+                if single:
+                    raise
+                log.warning("a request was refused: %s", error)
+                outputs[i] = refused(f"refused-{next(self._refusals)}", tokens, str(error))
+            else:
+                asked[i] = tokens, p
+        submissions = self.driver.submit_many(list(asked.values()))
         try:
-            for prompt, p in zip(batch, _per_prompt(params, len(batch)), strict=True):
-                ids.append(self._add(prompt, p, chat_options, strict=single))
-            while missing := [i for i in ids if i not in self._finished]:
-                self._step(missing[0])
-            return [self._finished[i] for i in ids]
+            outputs |= {i: submission.result() for i, submission in zip(asked, submissions, strict=True)}
         finally:
-            for request_id in ids:
-                self._drop(request_id)
+            for submission in submissions:
+                submission.abort()  # what is left of them after Ctrl-C
+        if single:
+            check_served(outputs[0])
+        return [outputs[i] for i in range(len(batch))]
 
     def stream(
         self,
@@ -84,32 +103,23 @@ class LLM:
         """Text as it comes. Dropping the stream early ends the request."""
         params = params or SamplingParams()
         if params.n != 1:
-            raise RequestError(f"n={params.n}: a stream carries one sample; use generate() for several")
-        return TextStream(self, self.engine.add(self.encode(prompt, chat_options), params))
+            raise RequestError(f"n={params.n}: a text is one sample; use stream_deltas() or generate() for several")
+        return TextStream(self.stream_deltas(prompt, params, chat_options))
 
-    def _step(self, waiting_for: str) -> None:
-        """One round for everybody: finished outputs are kept for whoever waits for them."""
-        while self._abandoned:
-            self._drop(self._abandoned.popleft())
-        engine = self.engine
-        gone = not engine.knows(waiting_for)
-        self._finished |= {output.request_id: output for output in engine.step()}
-        if gone and waiting_for not in self._finished:
-            raise SSDError(f"{waiting_for} was aborted, or a direct call of the engine's step() took its output")
-
-    def _drop(self, request_id: str) -> None:
-        """Forgets a request: ends it if it still runs."""
-        if self._engine is not None:
-            self._engine.abort(request_id)
-        self._finished.pop(request_id, None)
+    def stream_deltas(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        chat_options: Mapping[str, Any] | None = None,
+    ) -> Submission:
+        """What is new after every round, of each of the `n` samples: tokens, text, log-probabilities, finish reason."""
+        return self.driver.submit(self.encode(prompt, chat_options), params or SamplingParams(), stream=True)
 
     def close(self) -> None:
         """Frees the model, the KV and everything else. Safe to call twice."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-            self._finished.clear()
-            self._abandoned.clear()
+        if self._driver is not None:
+            self._driver.close()
+            self._driver = None
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -122,21 +132,6 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _add(
-        self, prompt: Prompt, params: SamplingParams, chat_options: Mapping[str, Any] | None, *, strict: bool
-    ) -> str:
-        tokens: list[int] = []
-        try:
-            tokens = self.encode(prompt, chat_options)
-            return self.engine.add(tokens, params)
-        except RequestError as error:
-            if strict:
-                raise
-            log.warning("a request was refused: %s", error)
-            request_id = f"refused-{next(self._refusals)}"
-            self._finished[request_id] = refused(request_id, tokens, str(error))
-            return request_id
-
     def encode(self, prompt: Prompt, chat_options: Mapping[str, Any] | None = None) -> list[int]:
         kind = _kind(prompt)
         if kind == "ids":
@@ -148,40 +143,44 @@ class LLM:
         text = self.engine.tokenizer.apply_chat_template(cast("Seq[Message]", prompt), **(chat_options or {}))
         return self.engine.tokenizer.encode(text, add_special_tokens=False)
 
+    def _hand_over_threads(self, before: int) -> None:
+        """The number of threads is a thread's own: the engine's gets what the assembly set, this one its own back."""
+        threads = torch.get_num_threads()
+        self.driver.call(lambda _: torch.set_num_threads(threads))
+        torch.set_num_threads(before)
+
 
 class TextStream(Iterator[str]):
     """The pieces of one answer; `output` is the whole of it once the pieces have ended."""
 
-    def __init__(self, llm: LLM, request_id: str) -> None:
-        self.output: RequestOutput | None = None
-        self._llm: LLM | None = llm
-        self._request_id = request_id
-        self._sent = 0
+    def __init__(self, submission: Submission) -> None:
+        self._submission = submission
+        self._closed = False
+
+    @property
+    def output(self) -> RequestOutput | None:
+        return self._submission.output
 
     def __next__(self) -> str:
-        while self._llm is not None:
-            piece, self.output = self._llm.engine.new_text(self._request_id), self._llm._finished.get(self._request_id)
-            if self.output is None and not piece:
-                self._llm._step(self._request_id)
-                continue
-            if self.output is not None:
-                piece = self.output.text[self._sent :]
-                self.close()
-            self._sent += len(piece)
-            if piece:
-                return piece
+        if self._closed:
+            raise StopIteration
+        for delta in self._submission:
+            if delta.text:
+                return delta.text
+        self._closed = True
+        check_served(self._submission.result())
         raise StopIteration
 
     def close(self) -> None:
         """Ends the request if it is still running; the stream has no more pieces."""
-        if self._llm is not None:
-            self._llm._drop(self._request_id)
-            self._llm = None
+        self._closed = True
+        self._submission.abort()
 
-    def __del__(self) -> None:
-        # May run anywhere, in the middle of a round too: leave a note instead of touching the engine.
-        if self._llm is not None:
-            self._llm._abandoned.append(self._request_id)
+
+def check_served(output: RequestOutput) -> None:
+    """Raises RequestFailed when the engine could not write the whole answer."""
+    if output.error is not None:
+        raise RequestFailed(output.error)
 
 
 def _kind(prompt: object) -> Literal["text", "ids", "chat"]:

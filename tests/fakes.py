@@ -7,6 +7,7 @@ or wrongly shared block raises instead of passing unseen. Its logits are a funct
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from ssd.decoding.drafter import Drafter
 from ssd.decoding.law import Row, choose
 from ssd.decoding.round import Round
 from ssd.engine.blocks import BlockPool
+from ssd.engine.driver import Driver
 from ssd.engine.engine import Engine
 from ssd.engine.scheduler import Scheduler
 from ssd.kernels.ops import DeviceBatch
@@ -312,6 +314,18 @@ def make_harness(
         tokenizer=tokenizer,
     )
     return Harness(engine, target)
+
+
+def wait_until_idle(driver: Driver, seconds: float = 30.0) -> None:
+    """Until the requests that were dropped or aborted are gone; then the engine's books must be in order."""
+    end = time.monotonic() + seconds
+    while driver.call(lambda engine: engine.has_work):
+        assert time.monotonic() < end, "the engine is still at work"
+    driver.call(lambda engine: engine.check())
+    assert not driver.engine.scheduler.running
+    assert not driver.engine.scheduler.waiting
+    pool = driver.engine.scheduler.pool
+    assert pool.num_free == pool.num_blocks
 
 
 def make_sequence(

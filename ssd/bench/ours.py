@@ -19,9 +19,10 @@ from ssd.decoding.round import Clocks
 from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.model import DraftModel, ModelDrafter
 from ssd.drafting.pace import Paced
+from ssd.engine.engine import Engine
 from ssd.engine.metrics import EngineMetrics
 from ssd.errors import ConfigError
-from ssd.llm import LLM
+from ssd.llm import LLM, check_served
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,8 @@ class OurContender:
     metrics: EngineMetrics = field(default_factory=EngineMetrics)  # of the last answers
 
     def answer(self, prompts: Seq[Prompt], asked: Asked) -> list[Answer]:
-        engine = self.llm.engine
-        engine.round.drafter, engine.round.clocks, engine.metrics = self.drafter, Clocks(), EngineMetrics()
-        engine.scheduler.max_num_seqs = asked.batch
-        torch.set_num_threads(self.threads)
+        driver = self.llm.driver
+        driver.call(lambda engine: self._take_over(engine, asked.batch))
         params = SamplingParams(
             temperature=asked.temperature,
             seed=asked.seed,
@@ -75,19 +74,33 @@ class OurContender:
             ignore_eos=asked.ignore_eos,
         )
         began = time.perf_counter()
-        order = [engine.add(self.llm.encode(prompt), params) for prompt in prompts]
-        outputs: dict[str, RequestOutput] = {}
-        while engine.has_work and (asked.max_rounds is None or engine.metrics.num_rounds < asked.max_rounds):
-            outputs |= {output.request_id: output for output in engine.step()}
-        for name in order:
-            if name not in outputs and (unfinished := engine.abort(name)) is not None:
-                outputs[name] = unfinished
-        self.clocks, self.metrics = engine.round.clocks, engine.metrics
-        return [_answer(outputs[name], began) for name in order]
+        submissions = driver.submit_many([(self.llm.encode(prompt), params) for prompt in prompts])
+        if asked.max_rounds is not None:
+            names, most = [submission.request_id for submission in submissions], asked.max_rounds
+            while driver.call(lambda engine: _goes_on(engine, names, most)):
+                pass
+        outputs = [submission.result() for submission in submissions]
+        for output in outputs:
+            check_served(output)
+        self.clocks, self.metrics = driver.call(lambda engine: (engine.round.clocks, engine.metrics))
+        return [_answer(output, began) for output in outputs]
+
+    def _take_over(self, engine: Engine, batch: int) -> None:
+        engine.round.drafter, engine.round.clocks, engine.metrics = self.drafter, Clocks(), EngineMetrics()
+        engine.scheduler.max_num_seqs = batch
+        torch.set_num_threads(self.threads)  # of the engine's thread
 
     def close(self) -> None:
-        self.drafter.close()
         self.llm.close()
+
+
+def _goes_on(engine: Engine, request_ids: Seq[str], max_rounds: int) -> bool:
+    """Asked between any two rounds; ends the requests after so many of them."""
+    if engine.metrics.num_rounds >= max_rounds:
+        for request_id in request_ids:
+            engine.abort(request_id)
+        return False
+    return engine.has_work
 
 
 def _answer(output: RequestOutput, began: float) -> Answer:
@@ -110,8 +123,8 @@ def our_contenders(model: str, methods: Seq[Method], *, batch: int, **options: A
             found[method.name] = OurContender(method.name, llm, _drafter(llm, speculation), threads)
     for method in apart:
         llm = LLM(model, max_num_seqs=batch, speculation=method.speculation | {"placement": "process"}, **options)
-        found[method.name] = OurContender(method.name, llm, llm.engine.round.drafter, torch.get_num_threads())
-        torch.set_num_threads(threads)
+        fewer = llm.driver.call(lambda _: torch.get_num_threads())
+        found[method.name] = OurContender(method.name, llm, llm.engine.round.drafter, fewer)
     return [found[method.name] for method in methods]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from io import TextIOWrapper
@@ -22,7 +22,7 @@ from ssd.cli import speculation
 from ssd.cli.console import Device, DType, Eager, Temperature, explained, load
 from ssd.cli.conversation import Answer, Backend, Conversation, Message, Write, note
 from ssd.cli.demo import A_DEMO, knows_chats
-from ssd.core import SamplingParams, Sequence
+from ssd.core import Delta, SamplingParams
 from ssd.errors import RequestError
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _print_greeting(llm: LLM, params: SamplingParams, colour: bool) -> None:
 
 
 class EngineBackend:
-    """Drives the engine round by round: so an answer can be stopped between any two, and is whole up to there."""
+    """An engine of this process answers. Ctrl-C ends an answer after the round that is under way."""
 
     unit = "tokens"
 
@@ -169,21 +169,20 @@ class EngineBackend:
         return len(self._encode(messages)) + min(answers * self._params.max_new_tokens, longest // 2) <= longest
 
     def answer(self, messages: list[Message], write: Write) -> Answer:
-        engine = self._llm.engine
-        with interrupts_held_back() as pressed:
-            request_id = engine.add(self._encode(messages), self._params)
-            origins = Origins(engine.scheduler.waiting[-1], self._tokenizer) if self._colour else None
-            output, written = None, 0
+        from ssd.llm import check_served
+
+        tokens = self._encode(messages)
+        origins = Origins(tokens, self._tokenizer) if self._colour else None
+        answer = self._llm.driver.submit(tokens, self._params, stream=True)
+        with on_interrupt(answer.abort):
             try:
-                while output is None:
-                    finished = engine.step()
-                    output = finished[0] if finished else engine.abort(request_id) if pressed else None
-                    text = engine.new_text(request_id) if output is None else output.text[written:]
-                    written += len(text)
-                    for piece, drafted in origins.split(text) if origins is not None else [(text, False)]:
+                for delta in answer:
+                    for piece, drafted in origins.split(delta) if origins is not None else [(delta.text, False)]:
                         write(piece, drafted)
             finally:
-                engine.abort(request_id)  # if it could not be written
+                answer.abort()  # if it could not be written
+        output = answer.result()
+        check_served(output)
         return Answer(output.text, output.finish_reason, output.metrics)
 
     def _encode(self, messages: list[Message]) -> list[int]:
@@ -193,30 +192,25 @@ class EngineBackend:
 class Origins:
     """Who wrote what in a running answer: the drafted tokens of a round that stood come before the target's own."""
 
-    def __init__(self, sequence: Sequence, tokenizer: Tokenizer) -> None:
+    def __init__(self, prompt_token_ids: list[int], tokenizer: Tokenizer) -> None:
         from ssd.text.tokenizer import IncrementalDecoder
 
-        self._sequence = sequence
-        self._decoder = IncrementalDecoder(tokenizer, sequence.tokens)
-        self._num_tokens, self._num_accepted = len(sequence.tokens), 0
+        self._decoder = IncrementalDecoder(tokenizer, prompt_token_ids)
         self._drafted: deque[bool] = deque()  # of characters that are still to come: was it?
 
-    def split(self, text: str) -> Iterator[tuple[str, bool]]:
-        """The text that came of the last round, in pieces that were drafted or were not."""
-        tokens, accepted = self._sequence.tokens[self._num_tokens :], self._sequence.metrics.accepted
-        for place, token in enumerate(tokens):
-            self._drafted += [place < accepted - self._num_accepted] * len(self._decoder.push(token))
-        self._num_tokens, self._num_accepted = len(self._sequence.tokens), accepted
-        for drafted, characters in groupby(text, lambda _: bool(self._drafted) and self._drafted.popleft()):
+    def split(self, delta: Delta) -> Iterator[tuple[str, bool]]:
+        """A round's text, in pieces that were drafted or were not."""
+        for place, token in enumerate(delta.token_ids):
+            self._drafted += [place < delta.num_accepted] * len(self._decoder.push(token))
+        for drafted, characters in groupby(delta.text, lambda _: bool(self._drafted) and self._drafted.popleft()):
             yield "".join(characters), drafted
 
 
 @contextmanager
-def interrupts_held_back() -> Iterator[list[int]]:
-    """Ctrl-C is noted in the list and not raised: a round is never torn apart."""
-    pressed: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+def on_interrupt(end: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C calls `end` and is not raised, so that what was written until then is still shown."""
+    before = signal.signal(signal.SIGINT, lambda *_: end())
     try:
-        yield pressed
+        yield
     finally:
         signal.signal(signal.SIGINT, before)

@@ -225,7 +225,7 @@ def with_a_draft(llm: LLM, asked: list[Asked], console: Console) -> Writing:
     from ssd.cli.trace import Recorder
 
     wanted = placed(llm.config.speculation, resolve_device(llm.config.device))
-    recorder = Recorder(llm.engine, branches=False)
+    recorder = llm.driver.call(lambda engine: Recorder(engine, branches=False))
     way = "with a draft (SD)" if wanted.mode == "sd" else "draft runs ahead (SSD)"
     with console.status(f"and once more, {way}"):
         started = time.perf_counter()

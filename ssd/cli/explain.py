@@ -96,7 +96,7 @@ def record(llm: LLM, prompt: Prompt, params: SamplingParams) -> tuple[RequestOut
     """A text, and how it came about."""
     from ssd.cli.trace import Recorder
 
-    recorder = Recorder(llm.engine)
+    recorder = llm.driver.call(Recorder)
     [output] = llm.generate(prompt, params)
     return output, recorder.trace(output.request_id, len(output.token_ids))
 

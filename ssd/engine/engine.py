@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from ssd.core import (
@@ -86,7 +87,7 @@ class Engine:
 
     def add(
         self,
-        prompt_token_ids: list[int],
+        prompt_token_ids: Seq[int],
         params: SamplingParams,
         request_id: str | None = None,
         *,

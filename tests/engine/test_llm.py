@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import TestModel
+from fakes import wait_until_idle
 
-from ssd import LLM, ConfigError, ModelNotFound, RequestError, SamplingParams, SSDError, UnsupportedModel
+from ssd import LLM, ConfigError, ModelNotFound, RequestError, SamplingParams, UnsupportedModel
 from ssd.core import Batch
-from ssd.errors import EngineClosed
+from ssd.errors import EngineClosed, RequestFailed
 from ssd.llm import TextStream
 
 SHORT = SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -58,15 +59,29 @@ def test_streamed_pieces_make_up_the_text(llm: LLM) -> None:
     assert "".join(pieces) == stream.output.text == llm.generate("hello", SHORT)[0].text
 
 
+def test_several_samples_are_streamed(llm: LLM) -> None:
+    """Catches samples that are mixed up, or text that is not that of the whole answer."""
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_new_tokens=8, ignore_eos=True)
+    with pytest.raises(RequestError, match="n=3"):
+        llm.stream("hello", params)
+    stream = llm.stream_deltas("hello", params)
+    texts = ["", "", ""]
+    for delta in stream:
+        texts[delta.index] += delta.text
+    [whole] = llm.generate("hello", params)
+    assert texts == [sample.text for sample in whole.samples]
+    assert len(set(texts)) == 3
+    assert stream.output is not None
+    assert [sample.token_ids for sample in stream.output.samples] == [sample.token_ids for sample in whole.samples]
+
+
 def test_dropping_a_stream_ends_the_request(llm: LLM) -> None:
     """Catches blocks that stay with an abandoned request."""
     stream = llm.stream("hello", SamplingParams(max_new_tokens=50, ignore_eos=True))
     next(stream)
-    assert llm.engine.has_work
     del stream
     assert llm.generate("next", SHORT)[0].finish_reason == "length"
-    assert not llm.engine.has_work
-    llm.engine.check()
+    wait_until_idle(llm.driver)
 
 
 class Holder:
@@ -91,43 +106,27 @@ def test_a_stream_collected_in_the_middle_of_a_round_harms_nobody(llm: LLM) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm.engine.round.target, "forward", collecting)
         assert len(llm.generate("other", SHORT)[0].token_ids) == 8
-    assert not llm.engine.has_work
-    llm.engine.check()
+    wait_until_idle(llm.driver)
 
 
-def test_a_lost_output_is_an_error_and_not_a_hang(llm: LLM) -> None:
-    """Whoever aborts behind a stream's back, or takes its output, must not leave its reader waiting for ever."""
-    long = SamplingParams(max_new_tokens=30, ignore_eos=True)
-    stream = llm.stream("hello", long)
-    next(stream)
-    llm.engine.abort(stream._request_id)
-    with pytest.raises(SSDError, match="was aborted"):
-        list(stream)
-    stream = llm.stream("hello", long)
-    while llm.engine.has_work:
-        llm.engine.step()
-    with pytest.raises(SSDError, match="took its output"):
-        list(stream)
+def test_a_request_whose_round_fails_says_so(llm: LLM) -> None:
+    """Catches a text that ends early without a word; the next request must be served."""
 
+    def failing(batch: Batch) -> torch.Tensor:
+        raise MemoryError("out of memory")
 
-def test_an_interrupted_round_loses_no_output(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C between two commits of one round: what had finished is still handed out."""
-    engine = llm.engine
-    first, second = (engine.add([i, 2], SamplingParams(max_new_tokens=1, ignore_eos=True)) for i in (3, 4))
-    commit, calls = engine._commit, []
-
-    def interrupted(*arguments: Any) -> None:
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        commit(*arguments)
-
-    monkeypatch.setattr(engine, "_commit", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    monkeypatch.undo()
-    outputs = [*engine.step(), *engine.step()]
-    assert {out.request_id for out in outputs} == {first, second}
+    for ask in (lambda: llm.generate("hello", SHORT), lambda: list(llm.stream("hello", SHORT))):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(llm.engine.round.target, "forward", failing)
+            with pytest.raises(RequestFailed, match="out of memory"):
+                ask()
+        assert llm.generate("hello", SHORT)[0].finish_reason == "length"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine.round.target, "forward", failing)
+        outputs = llm.generate(["one", "two"], SHORT)
+    assert [output.finish_reason for output in outputs] == ["error", "error"]
+    assert all("out of memory" in (output.error or "") for output in outputs)
+    assert llm.generate("hello", SHORT)[0].error is None
 
 
 ODD_PROMPTS: list[Any] = [

@@ -6,19 +6,17 @@ The tokenizer is made on the spot: ids 0..255 are the bytes, then an end token, 
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import pytest
-from fakes import VOCAB, Harness, ScriptedDrafter, make_harness, make_sequence, naive
+from fakes import VOCAB, Harness, ScriptedDrafter, make_harness, make_sequence, naive, wait_until_idle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from ssd.core import FinishReason, Outcome, SamplingParams, TokenLogprobs, sequence_seed
-from ssd.engine.engine import Engine
+from ssd.engine.driver import Driver
 from ssd.engine.outputs import Writer, refused
 from ssd.llm import LLM
 from ssd.text.tokenizer import Tokenizer
@@ -352,29 +350,15 @@ def test_a_refused_request_says_why() -> None:
     assert (output.error, output.finish_reason, output.text, output.token_ids) == ("too long", "abort", "", [])
 
 
-# --- LLM's loops over an engine ---------------------------------------------------------------------------------------
+# --- LLM over an engine ----------------------------------------------------------------------------------------------
 
 
-def llm_over(harness: Harness, limit: int = 500) -> LLM:
-    """The public front, with a fake model behind it and an end to its patience."""
+def llm_over(harness: Harness) -> LLM:
+    """The public front, with a fake model behind it."""
     llm = object.__new__(LLM)
-    llm._engine = patient(harness.engine, limit)
-    llm._finished = {}
-    llm._abandoned = deque()
+    llm._driver = Driver(harness.engine)
     llm._refusals = itertools.count()
     return llm
-
-
-def patient(engine: Engine, limit: int) -> Engine:
-    step: Callable[[], list] = engine.step
-    calls = itertools.count()
-
-    def counted() -> list:
-        assert next(calls) < limit, "the loop does not end"
-        return step()
-
-    engine.step = counted  # type: ignore[method-assign]
-    return engine
 
 
 def text_harness() -> Harness:
@@ -391,7 +375,8 @@ def test_generate_keeps_the_order_of_the_prompts() -> None:
     assert [len(o.token_ids) for o in outputs] == [*lengths, 0]
     assert outputs[3].error is not None
     assert outputs[3].finish_reason == "abort"
-    assert not llm.engine.has_work
+    assert llm.driver.call(lambda engine: engine.metrics.num_refused) == 1
+    wait_until_idle(llm.driver)
 
 
 def test_a_stream_is_the_text() -> None:
@@ -438,6 +423,6 @@ def test_leaving_a_stream_ends_its_request() -> None:
     stream = llm.stream([1], SamplingParams(max_new_tokens=50))
     next(stream)
     stream.close()
-    assert not llm.engine.has_work
+    wait_until_idle(llm.driver)
     llm.stream([1], SamplingParams(max_new_tokens=50)).close()
-    assert not llm.engine.has_work
+    wait_until_idle(llm.driver)

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 from conftest import TestModel
+from fakes import wait_until_idle
 from typer.testing import CliRunner, Result
 
 from ssd.cli.chat import EngineBackend
@@ -197,7 +198,7 @@ def test_colours_are_those_of_explain(llm: LLM, stop: tuple[str, ...]) -> None:
     params = SamplingParams(max_new_tokens=40, stop=stop)
     pieces: list[tuple[str, bool]] = []
     answer = EngineBackend(llm, params, colour=True).answer(STORY, lambda *piece: pieces.append(piece))
-    recorder = Recorder(llm.engine, branches=False)
+    recorder = llm.driver.call(lambda engine: Recorder(engine, branches=False))
     [output] = llm.generate(STORY, params)
     expected = tinted(recorder.trace(output.request_id, len(output.token_ids)), llm.engine.tokenizer, output)
     assert "".join(text for text, _ in pieces) == answer.text == expected.plain == output.text
@@ -207,8 +208,8 @@ def test_colours_are_those_of_explain(llm: LLM, stop: tuple[str, ...]) -> None:
 
 
 def test_ctrl_c_ends_the_request_and_keeps_what_was_written(llm: LLM) -> None:
-    """Catches a round that is torn apart: blocks that are never freed, an engine that cannot go on."""
-    backend, free = EngineBackend(llm, ENDLESS), llm.engine.scheduler.pool.num_free
+    """Catches an answer that is lost, blocks that are never freed, an engine that cannot go on."""
+    backend = EngineBackend(llm, ENDLESS)
     pieces: list[str] = []
 
     def write(piece: str, drafted: bool) -> None:
@@ -221,9 +222,7 @@ def test_ctrl_c_ends_the_request_and_keeps_what_was_written(llm: LLM) -> None:
     assert answer.text == "".join(pieces)
     assert 5 <= answer.metrics.output_tokens < 100
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert not llm.engine.has_work
-    assert llm.engine.scheduler.pool.num_free == free
-    llm.engine.check()
+    wait_until_idle(llm.driver)
     told = {"role": "assistant", "content": answer.text}
     after = EngineBackend(llm, SamplingParams(max_new_tokens=4)).answer([*STORY, told, *HELLO], lambda *_: None)
     assert after.metrics.cached_tokens > 0
@@ -235,8 +234,7 @@ def test_an_answer_that_cannot_be_written_is_ended(llm: LLM) -> None:
 
     with pytest.raises(BrokenPipeError):
         EngineBackend(llm, ENDLESS).answer(HELLO, write)
-    assert not llm.engine.has_work
-    llm.engine.check()
+    wait_until_idle(llm.driver)
 
 
 def chat(text: str, *arguments: str) -> Result:
