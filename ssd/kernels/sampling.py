@@ -1,10 +1,10 @@
 """The sampler on a GPU (see `ssd.sampling.sampler` for what it computes), in Triton kernels that need no host.
 
-Truncation needs no sort. A token's key is (how far it is below the largest, id) as one integer of 45 bits: the order
-in which top_k and top_p keep tokens. The last key that is kept is found nine bits at a time: the tokens that share the
-bits found so far add their weight (one for top_k, an integer probability mass for top_p) to one of 512 bins by their
-next nine bits, and the bin in which the limit is reached gives those. The sums are of integers, hence exact in any
-order; a level's bin is found again by every program of the next kernel, so that no kernel waits for another program.
+Truncation needs no sort. A token's key is (how far it is below the largest, id) as one integer of 44 bits: the order
+in which top_k and top_p keep tokens. The last key that is kept is found eleven bits at a time: tokens whose key begins
+with the bits found so far add their weight (one for top_k, an integer probability mass for top_p) to one of 2048 bins
+by their next eleven bits, and the bin in which the limit is reached gives those. All sums are of integers, hence exact
+in any order. The last program of a row to finish a level finds its bin.
 """
 
 from __future__ import annotations
@@ -15,14 +15,19 @@ import torch
 import triton
 import triton.language as tl
 
-_TOKEN_BITS = tl.constexpr(20)
-_BINS = tl.constexpr(512)
-_BIN_BITS = tl.constexpr(9)
-_LEVELS = tl.constexpr(5)  # 45 bits
+_BLOCK, _WARPS = 2048, 8  # tokens of one program
+_TOKEN_BITS = tl.constexpr(19)
+_BIN_BITS = tl.constexpr(11)
+_BINS = tl.constexpr(2048)
+_LEVELS = 4  # of 11 bits: 25 of the distance, 19 of the id
+_FIRST_SHIFT = tl.constexpr(33)
 _TOP_K, _TOP_P = tl.constexpr(0), tl.constexpr(1)  # the two descents
-_STATE = tl.constexpr(2 * 5 * 512)  # scratch of a row: histograms [descent, level, bin], states, total mass
-_TOTAL = tl.constexpr(2 * 5 * 512 + 2 * 5 * 2)  # a state: the bits found so far, and the weight of smaller keys
-_SCRATCH = tl.constexpr(2 * 5 * 512 + 32)
+# Scratch of a row, in int64: the bins, then
+_ARRIVED = tl.constexpr(2048)  # programs that have finished this level
+_TOTAL = tl.constexpr(2049)  # the mass of what top_k and min_p keep
+_FOUND = tl.constexpr(2050)  # of both descents: the bits found so far, in the end the last key that is kept
+_BEFORE = tl.constexpr(2052)  # of both: the weight of keys that begin with smaller bits
+_SCRATCH = tl.constexpr(2056)
 
 
 class Columns(Protocol):
@@ -107,14 +112,13 @@ def adjust(
     rows, vocab_size = logits.shape
     if not rows:
         return
-    block, _, warps = _tiling(rows, vocab_size)
-    _adjust_kernel[(rows, triton.cdiv(vocab_size, block))](
+    _adjust_kernel[(rows, triton.cdiv(vocab_size, _BLOCK))](
         *(logits, slots, positions, num_drafted, drafts, columns.repetition, columns.presence, columns.frequency),
         *(columns.min_length, columns.flags, columns.bias, columns.counts),
         *(logits.stride(0), columns.flags.stride(0), 0 if drafts is None else drafts.stride(0), vocab_size),
         DRAFTED=num_drafted is not None,
-        BLOCK=block,
-        num_warps=warps,
+        BLOCK=_BLOCK,
+        num_warps=_WARPS,
     )
 
 
@@ -122,18 +126,39 @@ def adjust(
 
 
 @triton.jit
-def _maxima_kernel(logits_ptr, maxima_ptr, row_stride, vocab_size, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf"))
-    tl.store(maxima_ptr + row * tl.num_programs(1) + tl.program_id(1), tl.max(x, axis=0))
+def _is_last(arrived_ptr):
+    """Whether this program is the last of its row to come here: what the others wrote before can then be read."""
+    tl.debug_barrier()  # all threads have written
+    return tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == tl.num_programs(1) - 1
 
 
 @triton.jit
-def _tempered(x, maxima_ptr, temperature, num_chunks, CHUNKS: tl.constexpr):
+def _maxima_kernel(
+    logits_ptr,
+    maxima_ptr,
+    largest_ptr,
+    scratch_ptr,
+    row_stride,
+    vocab_size,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf"))
+    maxima_ptr += row * tl.num_programs(1)
+    tl.store(maxima_ptr + tl.program_id(1), tl.max(x, axis=0))
+    scratch_ptr += row * _SCRATCH
+    if _is_last(scratch_ptr + _ARRIVED):
+        i = tl.arange(0, CHUNKS)
+        maxima = tl.load(maxima_ptr + i, mask=i < tl.num_programs(1), other=float("-inf"))
+        tl.store(largest_ptr + row, tl.max(maxima, axis=0))
+        tl.store(scratch_ptr + _ARRIVED, 0)
+
+
+@triton.jit
+def _tempered(x, largest, temperature):
     """(x - largest) / temperature, of which the largest is 0 also where all are -inf."""
-    i = tl.arange(0, CHUNKS)
-    largest = tl.max(tl.load(maxima_ptr + i, mask=i < num_chunks, other=float("-inf")), axis=0)
     return tl.where(x == largest, 0.0, tl.div_rn(x - largest, temperature))
 
 
@@ -144,38 +169,22 @@ def _key(z, token):
 
 
 @triton.jit
-def _descend(scratch_ptr, limit, DESCENT: tl.constexpr, LEVEL: tl.constexpr):
-    """The state after LEVEL levels: the first bits of the last key that is kept, and the weight of smaller ones."""
-    found = tl.load(scratch_ptr + _STATE + (DESCENT * _LEVELS + LEVEL - 1) * 2)
-    before = tl.load(scratch_ptr + _STATE + (DESCENT * _LEVELS + LEVEL - 1) * 2 + 1)
-    weights = tl.load(scratch_ptr + (DESCENT * _LEVELS + LEVEL - 1) * _BINS + tl.arange(0, _BINS))
-    smaller = before + tl.cumsum(weights, axis=0) - weights
-    begun = smaller.to(tl.float64) < limit
-    found = found * _BINS + tl.sum(begun.to(tl.int32), axis=0) - 1
-    return found, tl.max(tl.where(begun, smaller, 0), axis=0)
+def _last_of(scratch_ptr, DESCENT: tl.constexpr, needed):
+    """The last key that a descent keeps, once it is done; where it is not needed, one above all keys."""
+    return tl.where(needed, tl.load(scratch_ptr + _FOUND + DESCENT), 1 << 62)
 
 
 @triton.jit
-def _mass_limit(scratch_ptr, top_p):
-    return top_p.to(tl.float64) * tl.load(scratch_ptr + _TOTAL).to(tl.float64)
+def _is_kept(z, token, scratch_ptr, log_min_p, top_k, top_p):
+    last_k = _last_of(scratch_ptr, _TOP_K, top_k > 0)
+    last_p = _last_of(scratch_ptr, _TOP_P, top_p < 1)
+    return (z >= log_min_p) & (_key(z, token) <= tl.minimum(last_k, last_p))
 
 
-@triton.jit
-def _last_key(scratch_ptr, top_k, top_p):
-    """The last key that both top_k and top_p keep."""
-    last = tl.full((), 1 << 62, tl.int64)
-    if top_k > 0:
-        last, _ = _descend(scratch_ptr, top_k.to(tl.float64), _TOP_K, _LEVELS)
-    if top_p < 1:
-        key, _ = _descend(scratch_ptr, _mass_limit(scratch_ptr, top_p), _TOP_P, _LEVELS)
-        last = tl.minimum(last, key)
-    return last
-
-
-@triton.jit
-def _histogram_kernel(
+@triton.jit(do_not_specialize=["shift"])
+def _level_kernel(
     logits_ptr,
-    maxima_ptr,
+    largest_ptr,
     scratch_ptr,
     slots_ptr,
     temperature_ptr,
@@ -185,12 +194,11 @@ def _histogram_kernel(
     row_stride,
     column_stride,
     vocab_size,
-    num_chunks,
+    shift,
     DESCENT: tl.constexpr,
-    LEVEL: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
 ):
+    """One level of a descent, in the rows that need it: that of the key's bits from `shift` on."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     if slot < 0:
@@ -205,38 +213,40 @@ def _histogram_kernel(
     scratch_ptr += row * _SCRATCH
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf"))
-    z = _tempered(x, maxima_ptr + row * num_chunks, temperature, num_chunks, CHUNKS)
+    z = _tempered(x, tl.load(largest_ptr + row), temperature)
     key = _key(z, token)
     kept = (token < vocab_size) & (z >= tl.load(log_min_p_ptr + column))
     if DESCENT == _TOP_K:
-        limit = top_k.to(tl.float64)
         weight = kept.to(tl.int64)
     else:
-        if top_k > 0:
-            last, _ = _descend(scratch_ptr, top_k.to(tl.float64), _TOP_K, _LEVELS)
-            kept = kept & (key <= last)
+        kept = kept & (key <= _last_of(scratch_ptr, _TOP_K, top_k > 0))
         mass = tl.where(kept, tl.exp(z) * 4294967296.0, 0.0)
         weight = mass.to(tl.int64)
-        limit = _mass_limit(scratch_ptr, top_p)
-        if LEVEL == 0:
+        if shift == _FIRST_SHIFT:
             tl.atomic_add(scratch_ptr + _TOTAL, tl.sum(weight, axis=0), sem="relaxed")
         # The total is at least 2**32, so all tokens lighter than this together weigh less than what top_p drops.
         kept = kept & (mass >= (1 - top_p) * 2147483648.0 / vocab_size)
-    shift: tl.constexpr = (_LEVELS - 1 - LEVEL) * _BIN_BITS
-    if LEVEL > 0:
-        found, before = _descend(scratch_ptr, limit, DESCENT, LEVEL)
-        if tl.program_id(1) == 0:
-            tl.store(scratch_ptr + _STATE + (DESCENT * _LEVELS + LEVEL) * 2, found)
-            tl.store(scratch_ptr + _STATE + (DESCENT * _LEVELS + LEVEL) * 2 + 1, before)
-        kept = kept & ((key >> (shift + _BIN_BITS)) == found)
-    bins = scratch_ptr + (DESCENT * _LEVELS + LEVEL) * _BINS
-    tl.atomic_add(bins + ((key >> shift) & (_BINS - 1)), weight, mask=kept & (weight > 0), sem="relaxed")
+    found = tl.load(scratch_ptr + _FOUND + DESCENT)
+    kept = kept & ((key >> (shift + _BIN_BITS)) == found) & (weight > 0)
+    tl.atomic_add(scratch_ptr + ((key >> shift) & (_BINS - 1)), weight, mask=kept, sem="relaxed")
+    if _is_last(scratch_ptr + _ARRIVED):
+        limit = top_k.to(tl.float64)
+        if DESCENT == _TOP_P:
+            limit = top_p.to(tl.float64) * tl.load(scratch_ptr + _TOTAL).to(tl.float64)
+        bins = tl.arange(0, _BINS)
+        weights = tl.load(scratch_ptr + bins)
+        before = tl.load(scratch_ptr + _BEFORE + DESCENT) + tl.cumsum(weights, axis=0) - weights
+        begun = before.to(tl.float64) < limit  # from the first bin on, so that the last of these has the limit in it
+        tl.store(scratch_ptr + _FOUND + DESCENT, found * _BINS + tl.sum(begun.to(tl.int32), axis=0) - 1)
+        tl.store(scratch_ptr + _BEFORE + DESCENT, tl.max(tl.where(begun, before, 0), axis=0))
+        tl.store(scratch_ptr + bins, tl.zeros((_BINS,), tl.int64))
+        tl.store(scratch_ptr + _ARRIVED, 0)
 
 
 @triton.jit
 def _tempered_kernel(
     logits_ptr,
-    maxima_ptr,
+    largest_ptr,
     scratch_ptr,
     slots_ptr,
     temperature_ptr,
@@ -247,10 +257,8 @@ def _tempered_kernel(
     row_stride,
     column_stride,
     vocab_size,
-    num_chunks,
     COLDEST: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -258,11 +266,11 @@ def _tempered_kernel(
     column = tl.maximum(slot, 0) * column_stride
     temperature = tl.load(temperature_ptr + column)
     x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf"))
-    maxima_ptr += row * num_chunks
-    z = _tempered(x, maxima_ptr, tl.maximum(temperature, COLDEST), num_chunks, CHUNKS)
+    z = _tempered(x, tl.load(largest_ptr + row), tl.maximum(temperature, COLDEST))
     if (temperature > 0) & (slot >= 0):
-        last = _last_key(scratch_ptr + row * _SCRATCH, tl.load(top_k_ptr + column), tl.load(top_p_ptr + column))
-        z = tl.where((z >= tl.load(log_min_p_ptr + column)) & (_key(z, token) <= last), z, float("-inf"))
+        top_k, top_p = tl.load(top_k_ptr + column), tl.load(top_p_ptr + column)
+        kept = _is_kept(z, token, scratch_ptr + row * _SCRATCH, tl.load(log_min_p_ptr + column), top_k, top_p)
+        z = tl.where(kept, z, float("-inf"))
     tl.store(out_ptr + row * vocab_size + token, z, mask=token < vocab_size)
 
 
@@ -272,40 +280,42 @@ def tempered(logits: torch.Tensor, columns: Columns, slots: torch.Tensor, coldes
     out = torch.empty((rows, vocab_size), dtype=torch.float32, device=logits.device)
     if not rows:
         return out
-    maxima, scratch = _truncate(logits, columns, slots)
-    block, chunks, warps = _tiling(rows, vocab_size)
-    _tempered_kernel[(rows, chunks)](
-        *(logits, maxima, scratch, slots, columns.temperature, columns.log_min_p, columns.top_k, columns.top_p, out),
-        *(logits.stride(0), columns.flags.stride(0), vocab_size, chunks),
+    _tempered_kernel[(rows, triton.cdiv(vocab_size, _BLOCK))](
+        *(logits, *_truncate(logits, columns, slots), slots),
+        *(columns.temperature, columns.log_min_p, columns.top_k, columns.top_p, out),
+        *(logits.stride(0), columns.flags.stride(0), vocab_size),
         COLDEST=coldest,
-        BLOCK=block,
-        CHUNKS=triton.next_power_of_2(chunks),
-        num_warps=warps,
+        BLOCK=_BLOCK,
+        num_warps=_WARPS,
     )
     return out
 
 
 def _truncate(logits: torch.Tensor, columns: Columns, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The maxima of each row's chunks and the scratch from which `_last_key` reads what top_k and top_p keep."""
+    """The largest logit of each row, and the scratch in which `_is_kept` finds what top_k and top_p keep."""
     rows, vocab_size = logits.shape
     assert vocab_size <= 1 << _TOKEN_BITS.value
-    block, chunks, warps = _tiling(rows, vocab_size)
-    maxima = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)
+    grid = (rows, triton.cdiv(vocab_size, _BLOCK))
+    maxima = torch.empty(grid, dtype=torch.float32, device=logits.device)
+    largest = torch.empty(rows, dtype=torch.float32, device=logits.device)
     scratch = torch.zeros((rows, _SCRATCH.value), dtype=torch.int64, device=logits.device)
-    _maxima_kernel[(rows, chunks)](logits, maxima, logits.stride(0), vocab_size, BLOCK=block, num_warps=warps)
+    _maxima_kernel[grid](
+        *(logits, maxima, largest, scratch, logits.stride(0), vocab_size),
+        BLOCK=_BLOCK,
+        CHUNKS=triton.next_power_of_2(grid[1]),
+        num_warps=_WARPS,
+    )
     for descent in (_TOP_K.value, _TOP_P.value):
-        for level in range(_LEVELS.value):
-            _histogram_kernel[(rows, chunks)](
-                *(logits, maxima, scratch, slots),
+        for level in reversed(range(_LEVELS)):
+            _level_kernel[grid](
+                *(logits, largest, scratch, slots),
                 *(columns.temperature, columns.log_min_p, columns.top_k, columns.top_p),
-                *(logits.stride(0), columns.flags.stride(0), vocab_size, chunks),
+                *(logits.stride(0), columns.flags.stride(0), vocab_size, level * _BIN_BITS.value),
                 DESCENT=descent,
-                LEVEL=level,
-                BLOCK=block,
-                CHUNKS=triton.next_power_of_2(chunks),
-                num_warps=warps,
+                BLOCK=_BLOCK,
+                num_warps=_WARPS,
             )
-    return maxima, scratch
+    return largest, scratch
 
 
 # --- the best tokens --------------------------------------------------------------------------------------------------
@@ -341,7 +351,7 @@ def _store_best(x, token, ids_ptr, scores_ptr, COUNT: tl.constexpr):
 @triton.jit
 def _score_kernel(
     logits_ptr,
-    maxima_ptr,
+    largest_ptr,
     scratch_ptr,
     slots_ptr,
     positions_ptr,
@@ -356,7 +366,6 @@ def _score_kernel(
     row_stride,
     column_stride,
     vocab_size,
-    num_chunks,
     GOLDEN,
     MIX1,
     MIX2,
@@ -364,7 +373,6 @@ def _score_kernel(
     EXCLUDED: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
@@ -375,18 +383,21 @@ def _score_kernel(
     x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf"))
     temperature = tl.load(temperature_ptr + column)
     if temperature > 0:
-        seed_key = tl.load(seed_key_ptr + slot * (column_stride // 2))  # of twice the width
-        noise = _gumbel(seed_key, tl.load(positions_ptr + row), token, GOLDEN, MIX1, MIX2)
-        score = tl.div_rn(x, temperature) + noise
+        kept = token < vocab_size
         if TRUNCATED:
-            z = _tempered(x, maxima_ptr + row * num_chunks, temperature, num_chunks, CHUNKS)
-            last = _last_key(scratch_ptr + row * _SCRATCH, tl.load(top_k_ptr + column), tl.load(top_p_ptr + column))
-            kept = (z >= tl.load(log_min_p_ptr + column)) & (_key(z, token) <= last)
-            score = tl.where(kept, score, float("-inf"))
-        x = score
+            z = _tempered(x, tl.load(largest_ptr + row), temperature)
+            top_k, top_p = tl.load(top_k_ptr + column), tl.load(top_p_ptr + column)
+            scratch_ptr += row * _SCRATCH
+            kept = kept & _is_kept(z, token, scratch_ptr, tl.load(log_min_p_ptr + column), top_k, top_p)
+        if tl.max(kept.to(tl.int32), axis=0) > 0:  # noise costs more than anything else here
+            seed_key = tl.load(seed_key_ptr + slot * (column_stride // 2))  # its elements are twice as wide
+            noise = _gumbel(seed_key, tl.load(positions_ptr + row), token, GOLDEN, MIX1, MIX2)
+            x = tl.where(kept, tl.div_rn(x, temperature) + noise, float("-inf"))
+        else:
+            x = tl.full((BLOCK,), float("-inf"), tl.float32)
     if EXCLUDED:
         x = tl.where(token == tl.load(excluded_ptr + row), float("-inf"), x)
-    out = (row * num_chunks + tl.program_id(1)) * COUNT
+    out = (row * tl.num_programs(1) + tl.program_id(1)) * COUNT
     _store_best(x, token, ids_ptr + out, scores_ptr + out, COUNT)
 
 
@@ -418,31 +429,24 @@ def best(
     The constants are those of the noise generator, as signed int64.
     """
     rows, vocab_size = logits.shape
-    block, chunks, warps = _tiling(rows, vocab_size)
+    chunks = triton.cdiv(vocab_size, _BLOCK)
     shapes = ((rows, chunks * count), (rows, count))
     chunk_ids, ids = (torch.empty(shape, dtype=torch.int32, device=logits.device) for shape in shapes)
     chunk_scores, scores = (torch.empty(shape, dtype=torch.float32, device=logits.device) for shape in shapes)
     if not rows:
         return ids, scores
-    maxima, scratch = _truncate(logits, columns, slots) if truncated else (None, None)
+    largest, scratch = _truncate(logits, columns, slots) if truncated else (None, None)
     _score_kernel[(rows, chunks)](
-        *(logits, maxima, scratch, slots, positions, excluded),
+        *(logits, largest, scratch, slots, positions, excluded),
         *(columns.seed_key, columns.temperature, columns.log_min_p, columns.top_k, columns.top_p),
-        *(chunk_ids, chunk_scores, logits.stride(0), columns.flags.stride(0), vocab_size, chunks),
+        *(chunk_ids, chunk_scores, logits.stride(0), columns.flags.stride(0), vocab_size),
         *constants,
         TRUNCATED=truncated,
         EXCLUDED=excluded is not None,
         COUNT=count,
-        BLOCK=block,
-        CHUNKS=triton.next_power_of_2(chunks),
-        num_warps=warps,
+        BLOCK=_BLOCK,
+        num_warps=_WARPS,
     )
     merged = triton.next_power_of_2(chunks * count)
     _merge_kernel[(rows,)](slots, chunk_ids, chunk_scores, ids, scores, chunks * count, COUNT=count, BLOCK=merged)
     return ids, scores
-
-
-def _tiling(rows: int, vocab_size: int) -> tuple[int, int, int]:
-    """Tokens of one program, programs of a row, and warps: many small programs where there are few rows."""
-    block, warps = (1024, 4) if rows <= 16 else (4096, 8)
-    return block, triton.cdiv(vocab_size, block), warps

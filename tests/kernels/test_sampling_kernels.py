@@ -15,7 +15,7 @@ from ssd.sampling.sampler import COLDEST, Needs, Rows, Sampler, SamplingColumns
 triton_sampling = pytest.importorskip("ssd.kernels.sampling", exc_type=ImportError)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
-VOCAB = 1500  # not a multiple of what one program reads
+VOCAB = 2500  # not a multiple of what one program reads
 MIXES = [
     {"temperature": t, "top_k": k, "top_p": p, "min_p": m}
     for t, k, p, m in itertools.product((0.5, 1.5), (0, 7), (1.0, 0.8), (0.0, 0.02))
@@ -133,7 +133,7 @@ def test_what_truncation_keeps(kind: str) -> None:
 
 
 def test_company_and_variants_do_not_matter() -> None:
-    """Alone (which is tiled otherwise) or in company, in every variant that covers its needs: the same bits."""
+    """Alone or in company, in every variant that covers its needs: the same bits."""
     case = Case(MIXES, VOCAB)
     logits, rows = some_logits("ties", len(MIXES) + 2, VOCAB), case.on_device()
     expected = case.triton_best(logits, rows, Needs(True, True), 2)
