@@ -15,12 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK, _WARPS = 2048, 8  # tokens of one program
+_BLOCK = 1024  # tokens that a program reads at once
 _TOKEN_BITS = tl.constexpr(19)
 _BIN_BITS = tl.constexpr(11)
 _BINS = tl.constexpr(2048)
 _LEVELS = 4  # of 11 bits: 25 of the distance, 19 of the id
-_FIRST_SHIFT = tl.constexpr(33)
 _TOP_K, _TOP_P = tl.constexpr(0), tl.constexpr(1)  # the two descents
 # Scratch of a row, in int64: the bins, then
 _ARRIVED = tl.constexpr(2048)  # programs that have finished this level
@@ -118,7 +117,7 @@ def adjust(
         *(logits.stride(0), columns.flags.stride(0), 0 if drafts is None else drafts.stride(0), vocab_size),
         DRAFTED=num_drafted is not None,
         BLOCK=_BLOCK,
-        num_warps=_WARPS,
+        num_warps=_warps(rows),
     )
 
 
@@ -181,7 +180,7 @@ def _is_kept(z, token, scratch_ptr, log_min_p, top_k, top_p):
     return (z >= log_min_p) & (_key(z, token) <= tl.minimum(last_k, last_p))
 
 
-@triton.jit(do_not_specialize=["shift"])
+@triton.jit(do_not_specialize=["shift", "span"])
 def _level_kernel(
     logits_ptr,
     largest_ptr,
@@ -195,10 +194,12 @@ def _level_kernel(
     column_stride,
     vocab_size,
     shift,
+    span,
     DESCENT: tl.constexpr,
+    FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One level of a descent, in the rows that need it: that of the key's bits from `shift` on."""
+    """One level of a descent, in the rows that need it: that of the key's bits from `shift` on; `span` tokens."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     if slot < 0:
@@ -211,24 +212,34 @@ def _level_kernel(
     if (temperature == 0) | (needed == 0):
         return
     scratch_ptr += row * _SCRATCH
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf"))
-    z = _tempered(x, tl.load(largest_ptr + row), temperature)
-    key = _key(z, token)
-    kept = (token < vocab_size) & (z >= tl.load(log_min_p_ptr + column))
-    if DESCENT == _TOP_K:
-        weight = kept.to(tl.int64)
-    else:
-        kept = kept & (key <= _last_of(scratch_ptr, _TOP_K, top_k > 0))
-        mass = tl.where(kept, tl.exp(z) * 4294967296.0, 0.0)
-        weight = mass.to(tl.int64)
-        if shift == _FIRST_SHIFT:
-            tl.atomic_add(scratch_ptr + _TOTAL, tl.sum(weight, axis=0), sem="relaxed")
-        # The total is at least 2**32, so all tokens lighter than this together weigh less than what top_p drops.
-        kept = kept & (mass >= (1 - top_p) * 2147483648.0 / vocab_size)
+    largest = tl.load(largest_ptr + row)
+    log_min_p = tl.load(log_min_p_ptr + column)
     found = tl.load(scratch_ptr + _FOUND + DESCENT)
-    kept = kept & ((key >> (shift + _BIN_BITS)) == found) & (weight > 0)
-    tl.atomic_add(scratch_ptr + ((key >> shift) & (_BINS - 1)), weight, mask=kept, sem="relaxed")
+    if DESCENT == _TOP_P:
+        last_k = _last_of(scratch_ptr, _TOP_K, top_k > 0)
+        # The total is 2**32 at least, give or take a step, so all tokens lighter than this together weigh less than what top_p drops.
+        lightest = (1 - top_p) * 2147483648.0 / vocab_size
+    total = tl.zeros((BLOCK,), tl.int64)
+    first_token = tl.program_id(1) * span
+    for start in range(first_token, tl.minimum(first_token + span, vocab_size), BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf"))
+        z = _tempered(x, largest, temperature)
+        key = _key(z, token)
+        kept = (token < vocab_size) & (z >= log_min_p)
+        if DESCENT == _TOP_K:
+            weight = tl.full((BLOCK,), 1, tl.int64)
+        else:
+            kept = kept & (key <= last_k)
+            mass = tl.where(kept, tl.exp(z) * 4294967296.0, 0.0)
+            weight = mass.to(tl.int64)
+            if FIRST:
+                total += weight
+            kept = kept & (mass >= lightest)
+        kept = kept & ((key >> (shift + _BIN_BITS)) == found)
+        tl.atomic_add(scratch_ptr + ((key >> shift) & (_BINS - 1)), weight, mask=kept, sem="relaxed")
+    if FIRST and DESCENT == _TOP_P:
+        tl.atomic_add(scratch_ptr + _TOTAL, tl.sum(total, axis=0), sem="relaxed")
     if _is_last(scratch_ptr + _ARRIVED):
         limit = top_k.to(tl.float64)
         if DESCENT == _TOP_P:
@@ -286,7 +297,7 @@ def tempered(logits: torch.Tensor, columns: Columns, slots: torch.Tensor, coldes
         *(logits.stride(0), columns.flags.stride(0), vocab_size),
         COLDEST=coldest,
         BLOCK=_BLOCK,
-        num_warps=_WARPS,
+        num_warps=_warps(rows),
     )
     return out
 
@@ -303,17 +314,19 @@ def _truncate(logits: torch.Tensor, columns: Columns, slots: torch.Tensor) -> tu
         *(logits, maxima, largest, scratch, logits.stride(0), vocab_size),
         BLOCK=_BLOCK,
         CHUNKS=triton.next_power_of_2(grid[1]),
-        num_warps=_WARPS,
+        num_warps=_warps(rows),
     )
+    span = _BLOCK if rows <= 16 else 8 * _BLOCK  # tokens of a program: it has much to do beside reading them
     for descent in (_TOP_K.value, _TOP_P.value):
         for level in reversed(range(_LEVELS)):
-            _level_kernel[grid](
+            _level_kernel[(rows, triton.cdiv(vocab_size, span))](
                 *(logits, largest, scratch, slots),
                 *(columns.temperature, columns.log_min_p, columns.top_k, columns.top_p),
-                *(logits.stride(0), columns.flags.stride(0), vocab_size, level * _BIN_BITS.value),
+                *(logits.stride(0), columns.flags.stride(0), vocab_size, level * _BIN_BITS.value, span),
                 DESCENT=descent,
+                FIRST=level == _LEVELS - 1,
                 BLOCK=_BLOCK,
-                num_warps=_WARPS,
+                num_warps=_warps(rows),
             )
     return largest, scratch
 
@@ -445,8 +458,13 @@ def best(
         EXCLUDED=excluded is not None,
         COUNT=count,
         BLOCK=_BLOCK,
-        num_warps=_WARPS,
+        num_warps=_warps(rows),
     )
     merged = triton.next_power_of_2(chunks * count)
     _merge_kernel[(rows,)](slots, chunk_ids, chunk_scores, ids, scores, chunks * count, COUNT=count, BLOCK=merged)
     return ids, scores
+
+
+def _warps(rows: int) -> int:
+    """More of them make a program faster, fewer make room for more programs."""
+    return 8 if rows <= 16 else 4
