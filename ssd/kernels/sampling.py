@@ -217,7 +217,8 @@ def _level_kernel(
     found = tl.load(scratch_ptr + _FOUND + DESCENT)
     if DESCENT == _TOP_P:
         last_k = _last_of(scratch_ptr, _TOP_K, top_k > 0)
-        # The total is 2**32 at least, give or take a step, so all tokens lighter than this together weigh less than what top_p drops.
+        # The total is 2**32 or more (less one step), so all tokens lighter than this together weigh less than what
+        # top_p drops: they need no bin.
         lightest = (1 - top_p) * 2147483648.0 / vocab_size
     total = tl.zeros((BLOCK,), tl.int64)
     first_token = tl.program_id(1) * span
