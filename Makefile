@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN     = $(VENV)/bin
 READY   = $(VENV)/.ready
 
-.PHONY: demo test test-slow check format bench clean
+.PHONY: demo test test-all check format bench clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -17,10 +17,10 @@ demo: $(READY)  # the shell reads PROMPT, not make: a dollar sign in it stays on
 	@$(BIN)/ssd demo $${PROMPT:+--prompt="$$PROMPT"}
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
-test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow
+test-all: $(READY)
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: with models this small, threads only wait for each other
 os.environ.setdefault("TRITON_INTERPRET", "0" if __import__("torch").cuda.is_available() else "1")
 
 import hypothesis
@@ -53,6 +54,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}),
 }
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Processes of `pytest -n auto`: one for each core, but a GPU is not shared."""
+    return 1 if torch.cuda.is_available() else min(os.cpu_count() or 1, 8)
 
 
 @dataclass(frozen=True)

@@ -167,8 +167,8 @@ class TestTriton:
         ("heads", "branches"),
         [
             (HeadShape(6, 2, 16), Branches(0, 1)),
-            (HeadShape(8, 2, 32), Branches(3, 4)),
-            (HeadShape(5, 1, 64), Branches(5, 17)),
+            pytest.param(HeadShape(8, 2, 32), Branches(3, 4), marks=pytest.mark.slow),
+            pytest.param(HeadShape(5, 1, 64), Branches(5, 17), marks=pytest.mark.slow),
             (HeadShape(2, 2, 24), Branches(2, 6)),
             (HeadShape(4, 1, 16), Branches(69, 70)),
         ],

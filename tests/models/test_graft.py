@@ -160,13 +160,13 @@ def test_logits_and_texts_are_the_bases(
 
 @pytest.mark.parametrize(("family", "target"), CASES)
 def test_bfloat16_logits_are_the_bases(family: str, target: str, make_base: Callable[..., Path]) -> None:
-    """Catches a factor that is no power of two: it would round all weights anew (a difference of 0.02 in these models).
+    """Catches a factor that is no power of two: it would round all weights anew (a difference of 0.02 or more here).
 
     The square root of two, for heads of twice the size, is the one that must be.
     """
     base, graft = both(make_base(family), f"{family}-{target}", "bfloat16")
     with base, graft:
-        limit = 0.1 if target == "2x-heads" else 0.005
+        limit = 0.1 if target == "2x-heads" else 0.01
         assert difference(logits(graft, PROMPT), logits(base, PROMPT)) < limit
 
 

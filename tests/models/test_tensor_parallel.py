@@ -38,7 +38,9 @@ def rank(index: int, size: int, port: int, path: str, results: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", ["llama-biased", "qwen3", pytest.param("llama-tied", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["llama-biased", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3", "llama-tied"))]
+)
 def test_two_ranks_equal_one(
     make_model: Callable[[str], TestModel], kind: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

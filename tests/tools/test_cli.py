@@ -68,9 +68,16 @@ def test_json_holds_everything(path: str) -> None:
     ],
 )
 def test_mistakes_are_explained_and_exit_with_one(path: str, arguments: tuple[str, ...], message: str) -> None:
-    done = ssd("generate", *(path if a == "PATH" else a for a in arguments))
-    assert done.returncode == 1
+    done = CliRunner().invoke(app, ["generate", *(path if a == "PATH" else a for a in arguments)])
+    assert done.exit_code == 1
+    assert isinstance(done.exception, SystemExit)
     assert message in " ".join(done.stderr.split())
+
+
+def test_a_mistake_shows_no_traceback() -> None:
+    done = ssd("generate", "no/such-model", "hi")
+    assert done.returncode == 1
+    assert "no/such-model" in done.stderr
     assert "Traceback" not in done.stderr
 
 

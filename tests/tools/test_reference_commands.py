@@ -79,7 +79,19 @@ def program_and_flags(command: str) -> tuple[str, list[str]]:
     return words[0], words[1:]
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if "bench.py" in c and "--eagle" not in c])
+def one_of_many(command: str) -> bool:
+    """SSD starts a process: two of these commands (`--method ssd`, and Qwen's) are enough for the short run."""
+    return "--async" in command and "--qwen" not in command
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(c, marks=pytest.mark.slow if one_of_many(c) else [])
+        for c in COMMANDS
+        if "bench.py" in c and "--eagle" not in c
+    ],
+)
 def test_bench(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     _, flags = program_and_flags(command)
     wandb = FakeWandb()
