@@ -18,11 +18,13 @@ import pytest
 import torch
 import transformers
 from conftest import TestModel, ragged_prompts
+from fakes import wait_until_idle
 
 from ssd import LLM, RequestOutput, SamplingParams
 from ssd.core import Proposal, Work
 from ssd.core import Sequence as Text
 from ssd.decoding.drafter import Drafter
+from ssd.engine.engine import Engine
 from ssd.errors import ConfigError, RequestError
 from ssd.prompts import OWN_SETS, load_prompts
 
@@ -63,7 +65,7 @@ def answers(llm: LLM, prompts: Sequence[Any], params: Sequence[SamplingParams], 
     outputs: list[RequestOutput] = []
     for start in range(0, len(prompts), batch):
         outputs += llm.generate(prompts[start : start + batch], params[start : start + batch])
-    llm.engine.check()
+    wait_until_idle(llm.driver)
     assert llm.engine.metrics.drafter_failures == 0
     return [(o.token_ids, o.text, o.finish_reason, o.samples[0].logprobs) for o in outputs]
 
@@ -361,19 +363,26 @@ def test_a_worker_that_is_killed_again_and_again() -> None:
     speculation = {"mode": "ssd", "draft": "tiny-llama-draft", "k": 4, "placement": "process"}
     with LLM("tiny-llama", device="cpu", max_model_len=512, max_num_seqs=4, speculation=speculation) as llm:
         drafter: Any = llm.engine.round.drafter
-        order = [llm.engine.add(llm.encode(p), q) for p, q in zip(prompts, params, strict=True)]
-        outputs, killed = {}, set()
-        while llm.engine.has_work:
-            if len(killed) < 20 and drafter.pid is not None and drafter.pid not in killed:
+        killed = set()
+
+        def kill(engine: Engine) -> bool:
+            """Between any two rounds; and does not wait out the pauses of a lost worker, which are tested elsewhere."""
+            if drafter.pid is None:
+                drafter._restart_at = 0.0
+            elif len(killed) < 20 and drafter.pid not in killed:
                 killed.add(drafter.pid)
                 os.kill(drafter.pid, signal.SIGKILL)
-            outputs |= {output.request_id: output for output in llm.engine.step()}
-            if drafter.pid is None:  # do not wait out the pauses of a lost worker: they are tested elsewhere
-                drafter._restart_at = 0.0
+            return engine.has_work
+
+        requests = [(llm.encode(p), q) for p, q in zip(prompts, params, strict=True)]
+        submissions = llm.driver.submit_many(requests)
+        while llm.driver.call(kill):
+            pass
+        outputs = [submission.result() for submission in submissions]
         assert len(killed) == 20
-        llm.engine.check()
+        wait_until_idle(llm.driver)
         assert llm.engine.metrics.drafter_failures >= 19
-        assert [outputs[name].token_ids for name in order] == [answer[0] for answer in expected]
+        assert [output.token_ids for output in outputs] == [answer[0] for answer in expected]
         [again] = llm.generate([prompts[0]], params[0])
         assert again.token_ids == expected[0][0]
 
@@ -409,7 +418,7 @@ def test_a_drafter_that_raises_costs_no_request(target: str, alone: Answers, whe
         llm.engine.round.drafter = Broken(where)
         outputs = llm.generate(PROMPTS[:24], PARAMS[:24])
         assert [output.token_ids for output in outputs] == [answer[0] for answer in alone[:24]]
-        llm.engine.check()
+        wait_until_idle(llm.driver)
         assert (llm.engine.metrics.drafter_failures > 0) == (where in ("propose", "anticipate"))
 
 

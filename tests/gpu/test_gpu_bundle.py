@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import wait_until_idle
 
 from ssd import LLM, SamplingParams
 from ssd.prompts import OWN_SETS, load_prompts
@@ -23,7 +24,7 @@ def prompts(count: int) -> list[Any]:
 def write(model: str, count: int, params: SamplingParams | list[SamplingParams], **options: Any) -> list[list[int]]:
     with LLM(model, device="cuda", max_model_len=2048, max_num_seqs=16, **options) as llm:
         outputs = llm.generate(prompts(count), params)
-        llm.engine.check()
+        wait_until_idle(llm.driver)
         assert llm.engine.metrics.drafter_failures == 0
     return [output.token_ids for output in outputs]
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TestModel, ragged_prompts
+from fakes import wait_until_idle
 
 from ssd import LLM, SamplingParams
 
@@ -30,7 +31,7 @@ def answers(model: str, batch: int, **options: Any) -> list[list[int]]:
         out = []
         for start in range(0, len(PROMPTS), batch):
             out += llm.generate(PROMPTS[start : start + batch], PARAMS[start : start + batch])
-        llm.engine.check()
+        wait_until_idle(llm.driver)
     return [o.token_ids for o in out]
 
 

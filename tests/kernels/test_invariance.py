@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from conftest import TestModel, ragged_prompts
+from fakes import wait_until_idle
 
 from ssd import LLM, SamplingParams
 
@@ -22,7 +23,7 @@ def answers(llm: LLM, batch: int = 32, params: SamplingParams | None = None) -> 
     for start in range(0, len(PROMPTS), batch):
         part = slice(start, start + batch)
         out += llm.generate(PROMPTS[part], params or mixed[part])
-    llm.engine.check()
+    wait_until_idle(llm.driver)
     return [o.token_ids for o in out]
 
 
