@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ssd.core import RequestOutput, Sample, SamplingParams
-from ssd.errors import ConfigError, ModelNotFound, RequestError, SSDError, UnsupportedModel
+from ssd.core import Delta, RequestOutput, Sample, SamplingParams
+from ssd.errors import (
+    ConfigError,
+    EngineClosed,
+    EngineFailed,
+    ModelNotFound,
+    RequestError,
+    RequestFailed,
+    SSDError,
+    UnsupportedModel,
+)
 from ssd.version import VERSION
 
 if TYPE_CHECKING:
@@ -15,8 +24,12 @@ __version__ = VERSION
 __all__ = [
     "LLM",
     "ConfigError",
+    "Delta",
+    "EngineClosed",
+    "EngineFailed",
     "ModelNotFound",
     "RequestError",
+    "RequestFailed",
     "RequestOutput",
     "SSDError",
     "Sample",
