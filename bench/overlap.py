@@ -12,12 +12,12 @@ from collections.abc import Callable
 import torch
 from rich.console import Console
 from rich.table import Table
+from ssd.drafting.program import Lane
 
 from ssd import LLM
 from ssd.core import Request, SamplingParams, Sequence
 from ssd.decoding.drafter import Drafter
 from ssd.drafting.ahead import AheadDrafter
-from ssd.drafting.program import Lane
 from ssd.engine.engine import Engine
 from ssd.execution.runner import ModelRunner
 

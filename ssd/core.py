@@ -1,22 +1,22 @@
-"""The glossary: the plain data types that every room of the engine speaks.
+"""The plain data types that every package of the engine uses.
 
-Request, Sequence, Batch, Proposal and Outcome, and what a user hands in and gets back.
-Knows nothing of devices, models or files.
+Request, Sequence, Work, Proposal and Outcome, and what a user hands in and gets back. Knows nothing of devices, models
+or files.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 import os
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import Any, Literal
 
 from ssd.errors import RequestError
+from ssd.kv.blocks import BlockTable
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -184,9 +184,24 @@ class Request:
     params: SamplingParams
 
 
+class Origin(IntEnum):
+    """Where a draft came from."""
+
+    NONE = 0  # there is no draft
+    DRAFT = 1  # the draft model wrote it while the target waited
+    HIT = 2  # it had been prepared for exactly this outcome
+    JIT = 3  # it had not, and the draft model wrote it while the target waited
+    SIBLING = 4  # it had been prepared for another last token in the place of the one that came
+    NGRAM = 5  # what followed the same tokens earlier in the text
+
+
+LOOKED_UP = frozenset({Origin.HIT, Origin.JIT, Origin.SIBLING})  # drafts that could have been prepared
+MODEL_WRITTEN = frozenset({Origin.DRAFT, Origin.HIT, Origin.JIT})  # drafts that the draft model wrote for this outcome
+
+
 @dataclass(eq=False)
 class Sequence:
-    """One continuation being written: its tokens, and how many of them have KV."""
+    """One continuation being written: its committed tokens, and its KV in the target."""
 
     id: int
     request: Request
@@ -195,9 +210,9 @@ class Sequence:
     stop_token_ids: frozenset[int]
     max_tokens: int  # prompt and output together never exceed this
     tokens: list[int] = field(default_factory=list)
-    num_computed: int = 0  # leading tokens whose KV is in the cache
-    blocks: list[int] = field(default_factory=list)  # filled by the block pool
-    prefix_entries: list[int] = field(default_factory=list)  # filled by the block pool: cache entry per full block
+    kv: BlockTable = field(default_factory=BlockTable)
+    slot: int = -1  # row of the device's state, while it runs
+    in_flight: Work | None = None  # its share of the last round that was launched and not yet collected
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     last_accepted: int = 0  # drafted tokens that stood in the last round
@@ -222,26 +237,51 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Decided tokens that still need a forward pass: a prompt's remainder, or the one last recovery token."""
-        return len(self.tokens) - self.num_computed
+        """Committed tokens that still need a forward pass: a prompt's remainder, or the last token alone."""
+        return len(self.tokens) - self.kv.num_computed
 
     @property
     def room(self) -> int:
-        """How many more tokens may be emitted."""
+        """How many more tokens may be committed."""
         return self.max_tokens - len(self.tokens)
+
+    # What holds once the round in flight is committed. A round that decides leaves one token pending, whatever it is.
+
+    @property
+    def next_pending(self) -> int:
+        """Tokens that the next round has to compute."""
+        work = self.in_flight
+        if work is None:
+            return self.num_pending
+        return 1 if work.decides else len(self.tokens) - work.end
+
+    @property
+    def least_len(self) -> int:
+        """The fewest tokens that there can be then."""
+        return len(self.tokens) + (self.in_flight is not None and self.in_flight.decides)
+
+    @property
+    def most_len(self) -> int:
+        """The most tokens that there can be then."""
+        return len(self.tokens) + (self.in_flight.num_logits if self.in_flight is not None else 0)
 
 
 @dataclass(frozen=True)
 class Proposal:
     """What a drafter offers for one sequence: tokens that may follow its last decided token.
 
-    `laws` are the distributions that the tokens were drawn from, a tensor [tokens, vocabulary]: the rejection rule
-    needs them. None: they were not drawn (a look-up), or the rule is another one.
+    `distributions` are those that the tokens were drawn from, a tensor [tokens, vocabulary]: the rejection rule needs
+    them. None: they were not drawn (a look-up), or the rule is another one.
     """
 
     token_ids: tuple[int, ...] = ()
-    laws: Any = field(default=None, compare=False, repr=False)
-    origin: str = field(default="draft", compare=False)  # how it came about
+    distributions: Any = field(default=None, compare=False, repr=False)
+    origin: Origin = field(default=Origin.NONE, compare=False)
+    num_on_device: int = 0  # tokens that only the device knows: the state's drafts; `token_ids` is empty then
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_on_device or len(self.token_ids)
 
 
 @dataclass(frozen=True)
@@ -250,6 +290,8 @@ class Outcome:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, when the request asked for them
+    draft: tuple[int, ...] = ()  # what was verified
+    origin: Origin = Origin.NONE  # of the draft
 
     @property
     def num_accepted(self) -> int:
@@ -258,81 +300,44 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Work:
-    """One sequence's share of a batch: which tokens are computed, and whether the last of them decides a new one."""
+    """One sequence's share of a round, as scheduled. A snapshot: later rounds do not change it."""
 
     sequence: Sequence
-    num_tokens: int  # decided tokens computed in this round, from sequence.num_computed on
+    num_tokens: int  # decided tokens that are computed
+    start: int | None = None  # position of the first; None: the last decided token, which only the device knows yet
+    decides: bool = True  # False for a prefill chunk that ends before the sequence's last token
     lookahead: int = 0  # KV slots reserved after them: how many draft tokens may be verified with them
+    slot: int = -1  # the sequence's row of the device's state
     proposal: Proposal = Proposal()
 
     @property
-    def decides(self) -> bool:
-        """False for a prefill chunk that ends before the sequence's last token."""
-        return self.num_tokens == self.sequence.num_pending
+    def decodes(self) -> bool:
+        """Whether it computes nothing but the last decided token (and a draft)."""
+        return self.decides and self.num_tokens == 1
 
     @property
-    def query_tokens(self) -> list[int]:
-        start = self.sequence.num_computed
-        return self.sequence.tokens[start : start + self.num_tokens] + list(self.proposal.token_ids)
+    def end(self) -> int:
+        """Position after the decided tokens of a prefill chunk."""
+        if self.start is None:
+            raise AssertionError("only the device knows where this work starts")
+        return self.start + self.num_tokens
 
     @property
-    def num_rows(self) -> int:
+    def num_queries(self) -> int:
+        return self.num_tokens + self.proposal.num_tokens
+
+    @property
+    def num_logits(self) -> int:
         """Logit rows wanted: one after the last decided token, one after every drafted token."""
-        return 1 + len(self.proposal.token_ids) if self.decides else 0
+        return 1 + self.proposal.num_tokens if self.decides else 0
 
-    def usable(self, draft: Seq[int]) -> tuple[int, ...]:
-        """As much of a draft as this can use: within the lookahead, and not beyond a stop."""
-        tokens = tuple(draft[: self.lookahead])
-        stops = self.sequence.stop_token_ids
-        return tokens[: next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))]
+    @property
+    def cost(self) -> int:
+        """Tokens of the batch that are reserved for it."""
+        return self.num_tokens + self.lookahead
 
     def with_proposal(self, proposal: Proposal) -> Work:
         return replace(self, proposal=proposal)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The one batch shape: some query tokens at consecutive positions per sequence, over paged KV, causal.
-
-    A prefill chunk, a decode step and a verification differ only in how many query tokens a sequence has.
-    """
-
-    token_ids: list[int]
-    positions: list[int]
-    slots: list[int]  # where each token's KV is written: block * block_size + offset
-    query_start: list[int]  # per sequence, and one past the last
-    context_len: list[int]  # per sequence: tokens in KV after this batch
-    block_tables: list[list[int]]
-    logit_rows: list[int]  # indices into token_ids
-
-    @classmethod
-    def build(cls, works: Seq[Work], block_size: int) -> Batch:
-        token_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        query_start = [0]
-        context_len: list[int] = []
-        logit_rows: list[int] = []
-        for work in works:
-            tokens, start, blocks = work.query_tokens, work.sequence.num_computed, work.sequence.blocks
-            span = range(start, start + len(tokens))
-            token_ids += tokens
-            positions += span
-            slots += [blocks[p // block_size] * block_size + p % block_size for p in span]
-            query_start.append(len(token_ids))
-            context_len.append(span.stop)
-            logit_rows += range(len(token_ids) - work.num_rows, len(token_ids))
-        tables = [work.sequence.blocks for work in works]
-        return cls(token_ids, positions, slots, query_start, context_len, tables, logit_rows)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def max_query_len(self) -> int:
-        starts = self.query_start
-        return max(b - a for a, b in itertools.pairwise(starts))
 
 
 @dataclass

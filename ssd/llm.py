@@ -39,7 +39,8 @@ class LLM:
         self.config = build(EngineConfig, {"model": model, **options})
         checkpoint, threads = open_checkpoint(self.config.model), torch.get_num_threads()
         self.note = checkpoint.note
-        self._driver: Driver | None = Driver(build_engine(self.config, checkpoint))
+        engine, self.config = build_engine(self.config, checkpoint)
+        self._driver: Driver | None = Driver(engine)
         self._hand_over_threads(threads)
         self._refusals = itertools.count()
 

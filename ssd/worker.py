@@ -1,4 +1,4 @@
-"""`python -m ssd.worker FD`: a drafter in a process of its own, talking over the socket FD that it was born with."""
+"""`python -m ssd.worker FD`: a drafter in a process of its own, talking over the socket FD that it was given."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from ssd.decoding.drafter import Drafter
-from ssd.drafting.process import run
+from ssd.drafting.worker import WorkerDrafter, run
 
 
-def build(config: dict[str, Any]) -> Drafter:
-    from ssd.assembly import build_worker_drafter  # brings torch, which only a worker with a setup needs
+def build(config: dict[str, Any]) -> WorkerDrafter:
+    from ssd.assembly.drafters import build_worker_drafter  # brings torch, which only a worker with a setup needs
 
     return build_worker_drafter(config)
 

@@ -68,8 +68,8 @@ def _turn(contender: Contender, workload: Workload, asked: Asked) -> Turn:
     answers = contender.answer(workload.prompts, asked)
     turn = Turn(answers, Speed.of(answers))
     if isinstance(contender, OurContender):
-        turn.metrics, clocks = contender.metrics, contender.clocks
-        turn.waited, turn.verified = clocks.draft, clocks.verify
+        turn.metrics = contender.metrics
+        turn.waited, turn.verified = turn.metrics.target_wait_seconds, turn.metrics.verify_seconds
     return turn
 
 

@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 
-from ssd.assembly import drafter_with, paced, placed, resolve_device
+from ssd.assembly.device import resolve_device
+from ssd.assembly.drafters import controlled, drafter_with, placed
 from ssd.bench.answers import Answer, Asked, Prompt
 from ssd.config import NGRAM, SpeculationConfig
 from ssd.core import RequestOutput, SamplingParams
 from ssd.decoding.drafter import Drafter
-from ssd.decoding.round import Clocks
+from ssd.decoding.round import RoundStats
 from ssd.drafting.ahead import AheadDrafter
+from ssd.drafting.controller import DepthController
 from ssd.drafting.model import DraftModel, ModelDrafter
-from ssd.drafting.pace import Paced
 from ssd.engine.engine import Engine
 from ssd.engine.metrics import EngineMetrics
 from ssd.errors import ConfigError
@@ -61,7 +62,6 @@ class OurContender:
     drafter: Drafter
     threads: int  # of the target, on a CPU
     note: str = ""
-    clocks: Clocks = field(default_factory=Clocks)  # of the last answers
     metrics: EngineMetrics = field(default_factory=EngineMetrics)  # of the last answers
 
     def answer(self, prompts: Seq[Prompt], asked: Asked) -> list[Answer]:
@@ -82,11 +82,12 @@ class OurContender:
         outputs = [submission.result() for submission in submissions]
         for output in outputs:
             check_served(output)
-        self.clocks, self.metrics = driver.call(lambda engine: (engine.round.clocks, engine.metrics))
+        self.metrics = driver.call(lambda engine: engine.metrics)
         return [_answer(output, began) for output in outputs]
 
     def _take_over(self, engine: Engine, batch: int) -> None:
-        engine.round.drafter, engine.round.clocks, engine.metrics = self.drafter, Clocks(), EngineMetrics()
+        engine.flush()
+        engine.round.drafter, engine.round.stats, engine.metrics = self.drafter, RoundStats(), EngineMetrics()
         engine.scheduler.max_num_seqs = batch
         torch.set_num_threads(self.threads)  # of the engine's thread
 
@@ -139,7 +140,8 @@ def _covering(wanted: Seq[SpeculationConfig]) -> SpeculationConfig:
     """What an engine is built for that runs all of these in turns."""
     with_model = [s for s in wanted if s.mode != "ar" and s.draft != NGRAM]
     if not with_model:
-        return SpeculationConfig()
+        deepest = max(s.lookahead for s in wanted)
+        return SpeculationConfig(mode="sd", draft=NGRAM, k=deepest) if deepest else SpeculationConfig()
     ahead = [s for s in with_model if s.mode == "ssd"]
     deepest = max(s.lookahead for s in wanted)
     if not ahead:
@@ -152,11 +154,11 @@ def _drafter(llm: LLM, speculation: SpeculationConfig) -> Drafter:
     """Another drafter for an engine, over the draft model that it has."""
     speculation = placed(speculation, resolve_device(llm.config.device))
     built = llm.engine.round.drafter
-    inner = built.inner if isinstance(built, Paced) else built
+    inner = built.inner if isinstance(built, DepthController) else built
     model: DraftModel | None = inner.model if isinstance(inner, (AheadDrafter, ModelDrafter)) else None
     if speculation.draft == NGRAM:
         model = None
-    return paced(drafter_with(model, speculation), speculation)
+    return controlled(drafter_with(model, speculation), speculation)
 
 
 def methods_of(names: str, draft: str | None, k: int | str, options: Mapping[str, Any]) -> list[Method]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ssd.assembly import num_cores
+from ssd.assembly.device import num_cores
 from ssd.bench.answers import Asked, Contender
 from ssd.bench.measure import figures, measure, same_text
 from ssd.bench.ours import methods_of, our_contenders

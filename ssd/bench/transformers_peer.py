@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ssd.assembly import resolve_device, resolve_dtype
+from ssd.assembly.device import resolve_device, resolve_dtype
 from ssd.bench.answers import Answer, Asked, Prompt
 from ssd.bench.workload import encode
 from ssd.config import EngineConfig, build

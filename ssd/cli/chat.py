@@ -131,7 +131,7 @@ def interactive() -> bool:
 
 
 def _print_greeting(llm: LLM, params: SamplingParams, colour: bool) -> None:
-    from ssd.assembly import resolve_device
+    from ssd.assembly.device import resolve_device
     from ssd.models.open import bundled_models
 
     wanted = llm.config.speculation

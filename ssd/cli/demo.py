@@ -221,7 +221,8 @@ def as_one_batch(llm: LLM, asked: list[Asked], console: Console) -> Writing:
 
 def with_a_draft(llm: LLM, asked: list[Asked], console: Console) -> Writing:
     """Each answer by itself again, with somebody who guesses ahead."""
-    from ssd.assembly import placed, resolve_device
+    from ssd.assembly.device import resolve_device
+    from ssd.assembly.drafters import placed
     from ssd.cli.trace import Recorder
 
     wanted = placed(llm.config.speculation, resolve_device(llm.config.device))
@@ -292,7 +293,7 @@ def _speed(output: RequestOutput) -> str:
 
 
 def _print_heading(llm: LLM, params: SamplingParams, chats: bool, console: Console) -> None:
-    from ssd.assembly import resolve_device
+    from ssd.assembly.device import resolve_device
 
     settings = f"{resolve_device(llm.config.device)}, temperature {params.temperature:g}, seed {params.seed}"
     console.print(Text.assemble((llm.config.model, "bold"), f" writes a few texts ({settings})"))

@@ -19,7 +19,7 @@ from rich.text import Text
 from ssd.cli import paths, speculation
 from ssd.cli.console import Device, Temperature, explained, load, print_note
 from ssd.cli.paths import visible
-from ssd.core import RequestOutput, SamplingParams
+from ssd.core import Origin, RequestOutput, SamplingParams
 from ssd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,7 +51,14 @@ target's own token[/]. The draft was prepared in the round before (a hit), or ma
 target waited; or at once, borrowed from another branch or looked up in the text. Below it the branches: the tokens \
 prepared for in case 0, 1, … drafted tokens stand, likeliest first, [bold green]\\[in brackets][/] the one that came \
 true. · is a space, ↵ a new line."""
-SOURCES: Final = {"hit": "prepared", "jit": "drafted", "ngram": "looked up", "sibling": "borrowed", "draft": "drafted"}
+SOURCES: Final = {
+    Origin.HIT: "prepared",
+    Origin.JIT: "drafted",
+    Origin.NGRAM: "looked up",
+    Origin.SIBLING: "borrowed",
+    Origin.DRAFT: "drafted",
+    Origin.NONE: "",
+}
 
 
 def explain(
@@ -194,7 +201,7 @@ def _share(part: int, whole: int, things: str) -> str:
 
 
 def _print_heading(llm: LLM, params: SamplingParams, console: Console) -> None:
-    from ssd.assembly import resolve_device
+    from ssd.assembly.device import resolve_device
 
     wanted = llm.config.speculation
     settings = f"{resolve_device(llm.config.device)}, temperature {params.temperature:g}, seed {params.seed}"

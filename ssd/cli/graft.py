@@ -40,7 +40,7 @@ def graft(
     with explained():
         import torch
 
-        from ssd.assembly import resolve_device
+        from ssd.assembly.device import resolve_device
         from ssd.models.export import stored_bytes, write_graft
         from ssd.models.open import open_graft
 

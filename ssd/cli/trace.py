@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-from ssd.core import Outcome, Sequence, Work
-from ssd.decoding.drafter import Drafter
-from ssd.decoding.round import Round
-from ssd.drafting.ahead import AheadDrafter
+from ssd.core import LOOKED_UP, Origin, Outcome, Proposal, Sequence, Work
+from ssd.decoding.drafter import Drafter, Prepared, never
 from ssd.engine.engine import Engine
-from ssd.engine.metrics import LOOKED_UP
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class Step:
     """One round: what was drafted, what was prepared while the target verified it, and what the target decided."""
 
     draft: tuple[int, ...]
-    origin: str  # of the draft, as `Proposal` has it
+    origin: Origin  # of the draft
     branches: tuple[Branch, ...]  # the likeliest first
     accepted: int  # drafted tokens that stand
     written: tuple[int, ...]  # those, then the target's own one; fewer where the text ends before
@@ -35,7 +33,7 @@ class Step:
     @property
     def hit(self) -> bool:
         """Whether the draft had been prepared in the round before."""
-        return self.origin == "hit"
+        return self.origin is Origin.HIT
 
     @property
     def looked_up(self) -> bool:
@@ -78,41 +76,68 @@ class Trace:
         return sum(step.hit for step in self.steps)
 
 
-class Recorder(Round):
-    """An engine's round that keeps notes, whoever drafts. Reading branches takes time: off where it is measured."""
+class Recorder(Drafter):
+    """An engine's drafter that keeps notes.
+
+    Reading branches takes time, and lets target and draft take turns: off where speed is measured.
+    """
 
     def __init__(self, engine: Engine, *, branches: bool = True) -> None:
         """Takes the place of the engine's own."""
-        super().__init__(engine.round.target, engine.round.drafter, engine.round.acceptance)
-        engine.round = self
+        super().__init__()
+        self.inner = engine.round.drafter
+        self.stats = self.inner.stats
+        self.needs_tokens = self.inner.needs_tokens or branches
+        engine.flush()
+        engine.round.drafter = self
         self._with_branches = branches
+        self._prepared: dict[int, dict[int, Prepared]] = {}  # by id of a round's list of works, by sequence id
         self._steps: dict[str, list[Step]] = {}  # by request
 
-    def run(self, works: Seq[Work]) -> tuple[list[Work], list[Outcome | None]]:
-        verified, outcomes = super().run(works)
-        for work, outcome in zip(verified, outcomes, strict=True):
+    @property
+    def lookahead(self) -> int:  # type: ignore[override]
+        return self.inner.lookahead
+
+    def propose(self, works: Seq[Work]) -> list[Proposal]:
+        return self.inner.propose(works)
+
+    def settle(self, works: Seq[Work]) -> None:
+        self.inner.settle(works)
+
+    def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
+        self.inner.prepare(works, interrupted)
+        if self._with_branches:
+            self._prepared[id(works)] = {w.sequence.id: self.inner.prepared(w.sequence) for w in works if w.decides}
+
+    def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
+        self.inner.observe(works, outcomes, seconds)
+        prepared = self._prepared.pop(id(works), {})
+        for work, outcome in zip(works, outcomes, strict=True):
             if outcome is not None:
+                found = prepared.get(work.sequence.id, {})
                 step = Step(
-                    draft=work.proposal.token_ids,
-                    origin=work.proposal.origin,
-                    branches=_branches(self.drafter, work.sequence) if self._with_branches else (),
+                    draft=outcome.draft,
+                    origin=outcome.origin,
+                    branches=tuple(Branch(after, token, draft) for (after, token), draft in found.items()),
                     accepted=outcome.num_accepted,
                     written=outcome.token_ids,
                 )
                 self._steps.setdefault(work.sequence.request.id, []).append(step)
-        return verified, outcomes
+
+    def prepared(self, sequence: Sequence) -> Prepared:
+        return self.inner.prepared(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        self.inner.forget(sequence)
+
+    def close(self) -> None:
+        self.inner.close()
 
     def trace(self, request_id: str, num_tokens: int) -> Trace:
-        """Of a text that has ended with so many tokens: what its last round decided beyond them is left out."""
-        *steps, last = self._steps.pop(request_id)
-        left = num_tokens - sum(len(step.written) for step in steps)
-        return Trace((*steps, replace(last, written=last.written[:left])))
-
-
-def _branches(drafter: Drafter, sequence: Sequence) -> tuple[Branch, ...]:
-    """What is prepared for the next round; nothing if the drafter does not prepare, or does so elsewhere."""
-    prepared = drafter.prepared(sequence) if isinstance(drafter, AheadDrafter) else None
-    if prepared is None or prepared.num_decided != len(sequence.tokens):
-        return ()
-    tokens = prepared.run.tokens
-    return tuple(Branch(after, token, tuple(tokens[row][1:])) for (after, token), row in prepared.branches().items())
+        """Of a text that has ended with so many tokens: what its rounds decided beyond them is left out."""
+        steps, left = [], num_tokens
+        for step in self._steps.pop(request_id):
+            if left > 0:
+                steps.append(replace(step, written=step.written[:left]))
+                left -= len(step.written)
+        return Trace(tuple(steps))

@@ -1,4 +1,4 @@
-"""The seam of the engine: who proposes tokens. AR, SD and SSD differ in the drafter only.
+"""The interface of drafters: who proposes tokens. AR, SD and SSD differ in the drafter only.
 
 A drafter can be local, remote, wrong or dead: whatever it proposes, the target's own rule decides, so it can cost
 speed but never text.
@@ -6,39 +6,68 @@ speed but never text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
-from ssd.core import Proposal, Sequence, Work
+from ssd.core import Outcome, Proposal, Sequence, Work
 
-Outcomes = Mapping[tuple[int, int], tuple[int, ...]]  # (accepted tokens, the one that the target adds) -> a draft
+# What is prepared for the next round of a sequence: (accepted tokens, token that the target adds) -> the draft.
+Prepared = Mapping[tuple[int, int], tuple[int, ...]]
+
+
+@dataclass
+class DrafterStats:
+    """Totals of a drafter's life."""
+
+    busy_seconds: float = 0.0  # that it computed
+    hand_over_seconds: float = 0.0  # that messages to and from it took, where it is another process
+    failures: int = 0  # times that it was lost and started again
+
+
+def never() -> bool:
+    return False
 
 
 class Drafter:
-    """Proposes tokens for each sequence that is about to decide one. This one never does: plain decoding.
+    """Proposes tokens for each sequence that is about to decide one. This one never does: autoregressive decoding.
 
-    What the target decided is not announced: a sequence's tokens tell, when the next proposal is asked for.
+    A round is propose → settle → (the target verifies) → prepare, and later observe. Where the device runs ahead of the
+    host, round n + 1 is proposed before round n is observed: proposals are then made from the device's state.
     """
 
-    lookahead = 0  # the most that it proposes for one sequence, in the next round
-    failures = 0  # times that it was lost and started again
-    busy_seconds = 0.0  # that it computed, as far as it knows
-    hand_over_seconds = 0.0  # that messages to and from it took, where it is another process
-    round_seconds = 0.0  # that the last round took: set by whoever runs the rounds
+    lookahead = 0  # the most tokens that it proposes for one sequence in the next round
+    needs_tokens = False  # True: it proposes from the committed tokens, so every round before must be committed
+
+    def __init__(self) -> None:
+        self.stats = DrafterStats()
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
-        """One proposal a work, for the tokens after its sequence's last decided one; at most `work.lookahead` count."""
+        """One proposal for each of these works, which all decide a token; at most `work.lookahead` tokens count."""
         return [Proposal()] * len(works)
 
-    def anticipate(self, works: Seq[Work]) -> None:
-        """The target verifies these now: prepare for what it may decide. Must not wait for it."""
+    def settle(self, works: Seq[Work]) -> None:
+        """The verification of these works (of all kinds) is about to be launched: the last moment before it.
 
-    def outcomes(self, sequence: Sequence) -> Outcomes:
-        """What is prepared for the next round of a sequence, once it is."""
+        Drafts on the device may still change, and this is the place to wait for something that decides about them. What
+        is prepared from the state of the sequences must be read now, because the verification changes it.
+        """
+
+    def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
+        """The target verifies these works now: prepare for what it may decide. Must not wait for it.
+
+        `interrupted` says, now and then, whether preparing should end early.
+        """
+
+    def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
+        """What a round decided, after it was committed, and how long it took; None for a prefill chunk."""
+
+    def prepared(self, sequence: Sequence) -> Prepared:
+        """What is prepared for the next round of a sequence; on a GPU this waits for it."""
         return {}
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has finished."""
+        """The sequence has finished, or is to be started afresh; no round in flight uses it."""
 
     def close(self) -> None:
-        """The engine is done with."""
+        """The engine is done with it."""

@@ -1,72 +1,111 @@
-"""One round of decoding: propose, verify, decide.
+"""One round of decoding: propose → verify → prepare when it is launched, and what it decided when it is collected.
 
-Autoregressive decoding is the round whose drafter proposes nothing. The round decides tokens; committing them to the
-sequences (stops, lengths, KV books) is the engine's.
+Autoregressive decoding (AR) is the round whose drafter proposes nothing; in speculative decoding (SD) the drafter
+writes its proposal first; in speculative speculative decoding (SSD) it has prepared it during the round before. A round
+decides tokens; committing them to the sequences (stops, lengths, KV bookkeeping) is the engine's.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
-import torch
-
-from ssd.core import Batch, Outcome, Proposal, Sequence, Work
-from ssd.decoding.acceptance import Acceptance, Coupled
+from ssd.core import Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Drafter
+from ssd.execution.clock import Clock, now
+from ssd.execution.state import SequenceState
+from ssd.execution.target import Verification
 
 log = logging.getLogger("ssd")
 T = TypeVar("T")
-_LONGEST_REST = 1024
+_LONGEST_REST = 1024  # rounds
 
 
-class Target(Protocol):
-    """The model whose law is sacred: a batch in, one float32 row of logits for each of its `logit_rows` out."""
+class Verifier(Protocol):
+    """The target: verifies works and their drafts over the state of their sequences."""
 
-    block_size: int
+    state: SequenceState
     vocab_size: int
+    synchronous: bool  # True: it decides on the host, so a round cannot be launched before the last one is collected
 
-    def forward(self, batch: Batch) -> torch.Tensor: ...
+    def admit(self, sequence: Sequence) -> None: ...
+
+    def launch(self, works: Seq[Work], settle: Callable[[], None]) -> Verification: ...
 
 
 @dataclass
-class Clocks:
-    """Where the time of all rounds went, in seconds."""
+class RoundStats:
+    """Where the time of all rounds went, in seconds of the device."""
 
-    draft: float = 0.0  # the target waited for proposals
-    verify: float = 0.0  # from the forward pass to the decision
+    target_wait_seconds: float = 0.0  # the target waited for proposals
+    verify_seconds: float = 0.0  # from the forward pass to the decision
+    drafter_failures: int = 0  # calls of the drafter that raised
+
+
+@dataclass
+class InFlight:
+    """A round that was launched and is not collected yet."""
+
+    works: list[Work]  # with their proposals
+    began: Clock
+    verification: Verification
 
 
 class Round:
     """propose → verify → decide, for a batch of sequences. A drafter that fails is left alone for a while."""
 
-    def __init__(self, target: Target, drafter: Drafter, acceptance: Acceptance | None = None) -> None:
+    def __init__(self, target: Verifier, drafter: Drafter) -> None:
         self.target = target
         self.drafter = drafter
-        self.acceptance = acceptance or Coupled()
-        self.clocks = Clocks()
-        self.failures = 0  # of the drafter's calls
-        self._rest = 0  # rounds to go without it
+        self.stats = RoundStats()
+        self.run_ahead = target.state.device.type == "cuda"  # a CPU's work is done when its call returns
+        self._rest = 0  # rounds to go without the drafter
+        self._last_end: Clock | None = None  # of the round that was launched last, until the device is idle
 
-    @torch.inference_mode()
-    def run(self, works: Seq[Work]) -> tuple[list[Work], list[Outcome | None]]:
-        """The works as verified (with their proposals), and what was decided; None for a prefill chunk."""
-        began = time.perf_counter()
+    @property
+    def synchronous(self) -> bool:
+        """Whether a round must be collected before the next one is launched."""
+        return not self.run_ahead or self.target.synchronous or self.drafter.needs_tokens
+
+    def admit(self, sequence: Sequence) -> None:
+        """The sequence has got a slot of the state."""
+        self.target.admit(sequence)
+
+    def launch(self, works: Seq[Work]) -> InFlight:
+        """Puts a round on the device without waiting for it (on a CPU it is done then)."""
+        began = self._last_end or now(self.target.state.device)
         works = self._propose(works)
-        proposed = time.perf_counter()
-        logits = self.target.forward(Batch.build(works, self.target.block_size))  # on a GPU: does not wait
-        self._shielded(lambda: self.drafter.anticipate(works), None, works)
-        outcomes = self.acceptance.decide(works, logits)
-        ended = time.perf_counter()
-        self.clocks.draft += proposed - began
-        self.clocks.verify += ended - proposed
-        self.drafter.round_seconds = ended - began
-        return works, outcomes
+        settle = functools.partial(self._shielded, lambda: self.drafter.settle(works), None, works)
+        verification = self.target.launch(works, settle)
+        self._shielded(lambda: self.drafter.prepare(works), None, works)
+        self._last_end = verification.ended
+        return InFlight(works, began, verification)
+
+    def collect(self, round_: InFlight) -> tuple[list[Outcome | None], float]:
+        """What was decided, and how many seconds the round took. Waits for the device."""
+        outcomes = round_.verification.collect()
+        verification = round_.verification
+        if self._last_end is verification.ended:  # nothing was launched after it: the device is idle now
+            self._last_end = None
+        self.stats.target_wait_seconds += max(0.0, verification.began.since(round_.began))
+        self.stats.verify_seconds += verification.ended.since(verification.began)
+        return outcomes, verification.ended.since(round_.began)
+
+    def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
+        """Tells the drafter what a round decided, after it was committed."""
+        self._shielded(lambda: self.drafter.observe(works, outcomes, seconds), None, works)
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has finished, or the drafter is to start afresh with it."""
+        try:
+            self.drafter.forget(sequence)
+        except Exception as error:
+            log.debug("the drafter could not forget a sequence", exc_info=error)
 
     def _propose(self, works: Seq[Work]) -> list[Work]:
         self._rest = max(0, self._rest - 1)
@@ -79,11 +118,13 @@ class Round:
         return [drafted.get(id(work), work) for work in works]
 
     def _usable(self, work: Work, proposal: Proposal) -> Work:
-        """Cuts a proposal where it outgrows its slots or makes no sense: a bad drafter costs speed, nothing else."""
+        """Cuts a proposal where it outgrows its KV slots or makes no sense: a bad drafter costs speed, nothing else."""
+        if proposal.num_on_device:
+            return work.with_proposal(replace(proposal, num_on_device=min(proposal.num_on_device, work.lookahead)))
         tokens = proposal.token_ids[: work.lookahead]
         usable = tuple(itertools.takewhile(lambda t: 0 <= t < self.target.vocab_size, tokens))
-        laws = proposal.laws
-        if laws is not None and (laws.dim() != 2 or len(laws) < len(usable) or laws.shape[1] != self.target.vocab_size):
+        q = proposal.distributions
+        if q is not None and (q.dim() != 2 or len(q) < len(usable) or q.shape[1] != self.target.vocab_size):
             return work
         return work.with_proposal(replace(proposal, token_ids=usable))
 
@@ -94,17 +135,10 @@ class Round:
         try:
             return call()
         except Exception as error:
-            self.failures += 1
-            self._rest = min(2**self.failures, _LONGEST_REST)
+            self.stats.drafter_failures += 1
+            self._rest = min(2**self.stats.drafter_failures, _LONGEST_REST)
             log.warning("the drafter failed, decoding goes on without it for %d rounds: %r", self._rest, error)
             log.debug("how it failed", exc_info=error)
             for work in works:
                 self.forget(work.sequence)
             return otherwise
-
-    def forget(self, sequence: Sequence) -> None:
-        """The sequence has finished, or the drafter is to start afresh with it."""
-        try:
-            self.drafter.forget(sequence)
-        except Exception as error:
-            log.debug("the drafter could not forget a sequence", exc_info=error)

@@ -1,95 +1,44 @@
-"""Speculative speculative decoding: the draft runs ahead of the verification.
+"""Speculative speculative decoding (SSD): the draft runs ahead of the verification.
 
-While the target verifies, the draft prepares the next draft for every likely outcome. If the outcome was prepared (a
-hit), the next round's draft is there at once; if not (a miss), a backup answers: the draft model, which the target then
-waits for (`jit`), or something that costs nothing (`fast`).
+While the target verifies, the draft model prepares the next draft for every likely outcome. If the outcome was prepared
+(a hit), the next round's draft is there at once; if not (a miss), a backup answers: the draft model, which the target
+then waits for (`jit`), or what was prepared for another token in the place of the last one (`fast`), which costs
+nothing.
 """
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from ssd.core import Proposal, Sequence, Work
-from ssd.decoding.drafter import Drafter, Outcomes
-from ssd.drafting.fan_out import FanOut, Forks, Outlook
-from ssd.drafting.model import DraftModel, Mirror, write_now
-from ssd.drafting.ngram import NgramDrafter
-from ssd.drafting.program import Run
+from ssd.core import MODEL_WRITTEN, Origin, Outcome, Proposal, Sequence, Work
+from ssd.decoding.drafter import Drafter, Prepared, never
+from ssd.drafting.estimate import Mean
+from ssd.drafting.fan_out import FanOut, OutcomeStatistics
+from ssd.drafting.model import DraftModel, DraftSequence, wants_draft, write_drafts
+from ssd.drafting.runner import DraftRun, StagedBranches
 
-WRITTEN = frozenset({"draft", "hit", "jit"})  # origins of drafts that the model wrote
-_FEWER, _MORE = 0.75, 0.25  # times so many forks after a preparation that somebody waited for, else plus so many
+_NARROWER, _WIDER = 0.75, 0.25  # after a preparation that was interrupted times so many branches, else plus so many
 _NARROWEST = 2.0
 
 
 @dataclass
-class Prepared:
-    """What was prepared for one sequence while its last draft was being verified."""
-
-    num_decided: int  # tokens, when it was
-    draft: tuple[int, ...]
-    confidence: list[float]  # of the draft's tokens
-    forks: Forks
-    run: Run
-    lane: int
-
-    def branches(self) -> dict[tuple[int, int], int]:
-        """(accepted, token that the target adds) -> row of the run."""
-        tokens, first = self.run.tokens, self.lane * self.run.form.width
-        return {(after, tokens[first + i][0]): first + i for i, (after, _) in enumerate(self.forks)}
-
-    def row(self, sequence: Sequence) -> int | None:
-        """Of what was decided since; None: it was not prepared."""
-        new = sequence.tokens[self.num_decided :]
-        if not new or tuple(new[:-1]) != self.draft[: len(new) - 1]:
-            return None
-        return self.branches().get((len(new) - 1, new[-1]))
-
-    def sibling(self, sequence: Sequence) -> list[int]:
-        """What was prepared for another token in the place of the last decided one, the likeliest; else nothing."""
-        accepted = len(sequence.tokens) - 1 - self.num_decided
-        row = next((row for (after, _), row in self.branches().items() if after == accepted), None)
-        return [] if row is None else self.run.tokens[row][1:]
-
-    def rank(self, accepted: int, token: int) -> int | None:
-        ranked = self.run.likeliest[self.lane][accepted]
-        return ranked.index(token) if token in ranked else None
-
-
-@dataclass
-class _Record:
-    """A sequence's drafter-side state."""
-
-    prepared: Prepared | None = None
-    missed: Prepared | None = None  # what was prepared for other outcomes than the one that came
-    confidence: list[float] = field(default_factory=list)  # of the draft under verification
-    origin: str = ""  # of that draft
-
-
-@dataclass
-class _Mean:
-    """Of late; starts with the first value."""
-
-    value: float | None = None
-
-    def add(self, value: float) -> None:
-        self.value = value if self.value is None else self.value + (value - self.value) / 16
-
-
-@dataclass
-class Worth:
+class BackupPolicy:
     """Is a draft that everybody waits for worth it? Tokens that it adds, against tokens that the wait costs."""
 
-    yields: dict[str, _Mean] = field(default_factory=lambda: defaultdict(_Mean))  # tokens of a round, by origin
-    round_seconds: _Mean = field(default_factory=_Mean)
-    write_seconds: _Mean = field(default_factory=_Mean)
+    backup: str  # "jit", "fast" or "auto"
+    yields: dict[Origin, Mean] = field(default_factory=lambda: defaultdict(Mean))  # tokens of a round, by origin
+    round_seconds: Mean = field(default_factory=Mean)
+    write_seconds: Mean = field(default_factory=Mean)
 
-    def waiting_pays(self, missed: int, batch: int) -> bool:
-        """True as long as something about it is unknown."""
-        written, fast, hit = (self.yields[origin].value for origin in ("jit", "ngram", "hit"))
+    def waits(self, missed: int, batch: int) -> bool:
+        """Whether to wait when `missed` of `batch` sequences have no draft; yes as long as something is unknown."""
+        if self.backup != "auto":
+            return self.backup == "jit"
+        written, fast, hit = (self.yields[origin].value for origin in (Origin.JIT, Origin.SIBLING, Origin.HIT))
         seconds, wait = self.round_seconds.value, self.write_seconds.value
         if written is None or seconds is None or wait is None:
             return True
@@ -97,8 +46,19 @@ class Worth:
         return added * seconds > batch * (hit or written) * wait
 
 
+class _Round(NamedTuple):
+    """A round under way: what was prepared during it, and drafts that the target waited for."""
+
+    run: DraftRun | None
+    written: DraftRun | None
+
+
 class AheadDrafter(Drafter):
-    """Keeps, for every sequence, the drafts of its next round; `overlap` off waits until they are there."""
+    """Prepares, for every sequence, the drafts of its next round.
+
+    `budget` is the most branches of one sequence; with 0 drafts are written when asked for, as in SD. `overlap`: on a
+    GPU the draft model runs beside the target; otherwise after it.
+    """
 
     def __init__(
         self,
@@ -110,162 +70,166 @@ class AheadDrafter(Drafter):
         backup: str = "jit",
         overlap: bool = True,
     ) -> None:
+        super().__init__()
         self.model = model
         self.fan_out = fan_out
-        self.backup = backup
-        self.overlap = overlap
-        self.budget = budget  # forks of one sequence; 0: drafts when asked, as in plain speculative decoding
-        self._in_time = float(model.program.max_width)  # forks of one sequence that are ready when they are wanted
         self.lookahead = lookahead
-        self.outlook = Outlook()
-        self.worth = Worth()
-        self._records: dict[int, _Record] = {}
-        self._ngram = NgramDrafter(lookahead)
-        self._run: Run | None = None  # the last preparation, until it is counted
-        self._reading = True  # whether the last round read prompts: it says nothing about the others then
-
-    @property
-    def busy_seconds(self) -> float:  # type: ignore[override]
-        return self.model.busy_seconds
-
-    @property
-    def interrupted(self) -> Callable[[], bool]:
-        """Says, between two depths, whether preparing has to end now: shallower drafts are better than late ones."""
-        return self.model.program.interrupted
-
-    @interrupted.setter
-    def interrupted(self, ask: Callable[[], bool]) -> None:
-        self.model.program.interrupted = ask
-
-    # --- the seam -----------------------------------------------------------------------------------------------------
+        self.budget = budget
+        self.overlap = overlap
+        self.policy = BackupPolicy(backup)
+        self.statistics = OutcomeStatistics()
+        self._in_time = float(model.runner.max_width)  # branches of one sequence that are ready when they are wanted
+        self._run: DraftRun | None = None  # the last preparation
+        self._places: dict[int, int] = {}  # by sequence id: its place in that
+        self._looked_up: list[tuple[Work, DraftSequence]] = []  # works whose drafts it may have prepared
+        self._staged: StagedBranches | None = None
+        self._written: DraftRun | None = None  # what the target waits for in this round
+        self._rounds: dict[int, _Round] = {}  # by id of their lists of works
+        self._ended: deque[tuple[_Round, Seq[Work], Seq[Outcome | None]]] = deque()  # to be learned from
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
-        if not self._reading:
-            self.worth.round_seconds.add(self.round_seconds)
-        found = [self._look_up(work) for work in works]
-        if self._run is not None:
-            self.model.busy_seconds += self._run.seconds
-            self._run = None
-        missed = [work for work, proposal in zip(works, found, strict=True) if proposal is None]
-        backups = iter(self._back_up(missed, works) if missed else [])
-        proposals = [next(backups) if proposal is None else proposal for proposal in found]
-        for work, proposal in zip(works, proposals, strict=True):
-            self._records[work.sequence.id].origin = proposal.origin
-        self.model.program.join()
-        return proposals
+        """Prepared drafts where there are any; the others are written now."""
+        run, places = self._run, self._places
+        self._run, self._places, self._written, self._looked_up = None, {}, None, []
+        able = [(w, own) for w in works if wants_draft(w) and (own := self.model.follow(w, works))]
+        prepared = places if run is not None and run.depth else {}
+        unprepared = [(work, own) for work, own in able if work.sequence.id not in prepared]
+        proposals: dict[int, Proposal] = {}
+        if run is not None and len(unprepared) < len(able):
+            self._looked_up = [(work, own) for work, own in able if work.sequence.id in prepared]
+            proposals, missed = self._look_up(run, places)
+            unprepared += missed
+        if unprepared:
+            written, self._written = write_drafts(self.model, unprepared)
+            proposals |= {id(work): p for (work, _), p in zip(unprepared, written, strict=True)}
+        return [proposals.get(id(work), Proposal()) for work in works]
 
-    def anticipate(self, works: Seq[Work]) -> None:
-        """Prepares for every sequence that is about to decide a token; reads the others' prompts."""
-        self._reading = any(work.num_tokens > 1 for work in works)
-        lanes: list[tuple[Work, Mirror]] = []
+    def _look_up(
+        self, run: DraftRun, places: dict[int, int]
+    ) -> tuple[dict[int, Proposal], list[tuple[Work, DraftSequence]]]:
+        """Prepared drafts by id of their works, and the works that the draft model has to write for."""
+        if not self.model.runner.rejection:
+            self.model.runner.look_up(run)
+            on_device = {
+                id(work): Proposal(num_on_device=min(work.lookahead, run.depth), origin=Origin.HIT)
+                for work, _ in self._looked_up
+            }
+            return on_device, []
+        found: dict[int, Proposal] = {}
+        missed = []
+        for work, own in self._looked_up:
+            sequence, place = work.sequence, places[work.sequence.id]
+            outcome, first = (sequence.last_accepted, sequence.tokens[-1]), place * run.width
+            outcomes = [(after, run.tokens[first + b][0]) for b, after in enumerate(run.after[place])]
+            if outcome in outcomes:
+                row = first + outcomes.index(outcome)
+                tokens = tuple(run.tokens[row][1 : work.lookahead + 1])
+                q = self.model.runner.distributions(row, 1, len(tokens) + 1)
+                found[id(work)] = Proposal(tokens, q, Origin.HIT)
+            else:
+                missed.append((work, own))
+        return found, missed
+
+    def settle(self, works: Seq[Work]) -> None:
+        """Waits for the outcome where a miss may be worth a draft; then reads what branches are prepared from."""
+        branching: list[Work] = []
         for work in works:
             prepares = work.decides and self.budget > 0
             if not work.sequence.params.speculate or not (prepares or work.num_tokens > 1):
                 continue
-            mirror = self.model.follow(work, works)
-            if mirror is None:
+            own = self.model.follow(work, works)
+            if own is None:
                 continue
-            if prepares:
-                lanes.append((work, mirror))
             if work.num_tokens > 1:
-                self.model.read(work, mirror)
-        if any(work.lookahead for work, _ in lanes):
-            self._prepare(lanes)
+                self.model.read_prompt(work, own)
+            if prepares and self.model.can_branch(work, own):
+                branching.append(work)
+        self._back_up()
+        for work in works:
+            if work.proposal.origin in MODEL_WRITTEN:
+                self.model.mark_read(work)
+        self._staged = self._stage(branching) if any(work.lookahead for work in branching) else None
+
+    def _back_up(self) -> None:
+        """After a miss, a draft that the target waits for, if that pays."""
+        looked_up = self._looked_up
+        if self.model.runner.rejection or not looked_up or not self.policy.waits(len(looked_up), len(looked_up)):
+            return
+        origins = self.model.runner.origins([work.slot for work, _ in looked_up])
+        missed = [pair for pair, origin in zip(looked_up, origins, strict=True) if origin is not Origin.HIT]
+        if missed and self.policy.waits(len(missed), len(looked_up)):
+            _, self._written = write_drafts(self.model, missed, Origin.JIT)
+
+    def _stage(self, works: Seq[Work]) -> StagedBranches:
+        runner = self.model.runner
+        staged = runner.stage_branches(
+            [work.slot for work in works],
+            [work.proposal.num_tokens for work in works],
+            [work.sequence.params for work in works],
+            budget=max(1, min(self.budget, runner.width_of(len(works)), int(self._in_time))),
+            fan_out=self.fan_out,
+            statistics=self.statistics,
+        )
+        self._places = {work.sequence.id: place for place, work in enumerate(works)}
+        for work in works:
+            self.model.mark_read(work)
+        return staged
+
+    def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            count = max(work.lookahead for work in works)
+            runner = self.model.runner
+            self._run = runner.branch(staged, count, overlap=self.overlap, interrupted=interrupted)
+            late, width = interrupted(), staged.shape.width
+            self._in_time = (
+                max(_NARROWEST, _NARROWER * width) if late else min(runner.max_width, self._in_time + _WIDER)
+            )
+        self._rounds[id(works)] = _Round(self._run, self._written)
+
+    def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
+        round_ = self._rounds.pop(id(works), _Round(None, None))
+        branched = set(round_.run.slots) if round_.run is not None else set()
+        for work, outcome in zip(works, outcomes, strict=True):
+            self.model.observe(work, outcome, branched=work.slot in branched)
+            if outcome is not None and outcome.origin is not Origin.NONE:
+                self.policy.yields[outcome.origin].add(len(outcome.token_ids))
+        if not any(work.num_tokens > 1 for work in works):  # a round that reads prompts says nothing about others
+            self.policy.round_seconds.add(seconds)
+        self._ended.append((round_, works, outcomes))
+        while self._ended and all(run is None or run.ended.reached for run in self._ended[0][0]):
+            self._learn(*self._ended.popleft())
+
+    def prepared(self, sequence: Sequence) -> Prepared:
+        """Nothing where drafts are worth nothing without their distributions."""
+        run, place = self._run, self._places.get(sequence.id)
+        if run is None or place is None or self.model.runner.rejection:
+            return {}
+        rows = run.tokens[place * run.width : (place + 1) * run.width]
+        found: dict[tuple[int, int], tuple[int, ...]] = {}
+        for after, (root, *draft) in zip(run.after[place], rows, strict=True):
+            found.setdefault((after, root), tuple(draft))
+        return found
 
     def forget(self, sequence: Sequence) -> None:
-        self._records.pop(sequence.id, None)
-        self._ngram.forget(sequence)
+        self._places.pop(sequence.id, None)
         self.model.forget(sequence)
 
-    def outcomes(self, sequence: Sequence) -> Outcomes:
-        """Nothing where drafts are worth nothing without their laws."""
-        prepared = self.prepared(sequence)
-        if prepared is None or self.model.program.chooser.drawn:
-            return {}
-        return {outcome: tuple(prepared.run.tokens[row][1:]) for outcome, row in prepared.branches().items()}
-
-    def prepared(self, sequence: Sequence) -> Prepared | None:
-        """What is prepared for the next round of a sequence."""
-        record = self._records.get(sequence.id)
-        return record.prepared if record is not None else None
-
-    # --- looking up ---------------------------------------------------------------------------------------------------
-
-    def _look_up(self, work: Work) -> Proposal | None:
-        """The prepared draft of what was decided; nothing for a sequence that takes none; None after a miss."""
-        record = self._records.setdefault(work.sequence.id, _Record())
-        prepared, record.prepared = record.prepared, None
-        record.confidence, record.missed = [], prepared
-        if prepared is not None:
-            self._learn(prepared, record.origin, work.sequence)
-        if work.lookahead == 0 or work.sequence.num_output == 0:
-            return Proposal()
-        row = prepared.row(work.sequence) if prepared is not None else None
-        if prepared is None or row is None:
-            return None
-        run = prepared.run
-        tokens = work.usable(run.tokens[row][1:])
-        record.confidence = run.confidence[row][1 : len(tokens) + 1]
-        laws = run.laws(row, 1, len(tokens) + 1) if self.model.program.chooser.drawn else None
-        return Proposal(tokens, laws, "hit")
-
-    def _learn(self, prepared: Prepared, origin: str, sequence: Sequence) -> None:
-        new = sequence.tokens[prepared.num_decided :]
-        if 0 < len(new) <= len(prepared.draft) + 1:
-            if origin in WRITTEN:
-                self.outlook.learn(prepared.confidence, len(new) - 1, prepared.rank(len(new) - 1, new[-1]))
-            self.worth.yields["ngram" if origin == "sibling" else origin].add(len(new))
-
-    # --- missing ------------------------------------------------------------------------------------------------------
-
-    def _back_up(self, missed: Seq[Work], works: Seq[Work]) -> list[Proposal]:
-        """Only those that missed; the others' drafts are there."""
-        unprepared = all(self._records[work.sequence.id].missed is None for work in missed)
-        wait = (
-            self.backup == "jit"
-            or unprepared
-            or (self.backup == "auto" and self.worth.waiting_pays(len(missed), len(works)))
-        )
-        if not wait:
-            return [self._fast(work) for work in missed]
-        able = [(work, mirror) for work in missed if (mirror := self.model.follow(work, works))]
-        began = time.perf_counter()
-        written = write_now(self.model, able, "draft" if unprepared else "jit")
-        self.worth.write_seconds.add(time.perf_counter() - began)
-        found = {work.sequence.id: proposal for (work, _), (proposal, _) in zip(able, written, strict=True)}
-        for (work, _), (_, confidence) in zip(able, written, strict=True):
-            self._records[work.sequence.id].confidence = confidence
-        return [found.get(work.sequence.id, Proposal(origin="jit")) for work in missed]
-
-    def _fast(self, work: Work) -> Proposal:
-        """What followed these tokens before; else what was prepared for another token in the place of the last."""
-        (proposal,) = self._ngram.propose([work])
-        if proposal.token_ids:
-            return Proposal(work.usable(proposal.token_ids), None, "ngram")
-        prepared = self._records[work.sequence.id].missed
-        return Proposal(work.usable(prepared.sibling(work.sequence) if prepared is not None else []), None, "sibling")
-
-    # --- preparing ----------------------------------------------------------------------------------------------------
-
-    def _prepare(self, lanes: Seq[tuple[Work, Mirror]]) -> None:
-        budget = min(self.budget, self.model.program.width_of(len(lanes)), int(self._in_time))
-        drafts = [work.proposal.token_ids for work, _ in lanes]
-        records = [self._records.setdefault(work.sequence.id, _Record()) for work, _ in lanes]
-        sure = [
-            (record.confidence + [0.0] * len(draft))[: len(draft)]  # of a look-up nobody is sure
-            for record, draft in zip(records, drafts, strict=True)
-        ]
-        forks = [
-            self.fan_out.plan(self.outlook, confidence, record.origin == "hit", budget)
-            for record, confidence in zip(records, sure, strict=True)
-        ]
-        count = max(work.lookahead for work, _ in lanes)
-        self._run = run = self.model.branch([mirror for _, mirror in lanes], drafts, forks, count)
-        late = self.interrupted()
-        widest = self.model.program.max_width
-        self._in_time = max(_NARROWEST, _FEWER * budget) if late else min(widest, self._in_time + _MORE)
-        for lane, record in enumerate(records):
-            decided = len(lanes[lane][0].sequence.tokens)
-            record.prepared = Prepared(decided, drafts[lane], sure[lane], forks[lane], run, lane)
-        if not self.overlap:
-            run.wait()
+    def _learn(self, round_: _Round, works: Seq[Work], outcomes: Seq[Outcome | None]) -> None:
+        """From a round whose runs have ended: what stood, which rank came, how long the draft model took."""
+        run, written = round_
+        if written is not None:
+            self.stats.busy_seconds += written.seconds
+            self.policy.write_seconds.add(written.seconds)
+        if run is None:
+            return
+        self.stats.busy_seconds += run.seconds
+        place = {slot: i for i, slot in enumerate(run.slots)}
+        for work, outcome in zip(works, outcomes, strict=True):
+            i = place.get(work.slot)
+            if i is None or outcome is None or (outcome.draft and outcome.origin not in MODEL_WRITTEN):
+                continue
+            accepted, ranked = outcome.num_accepted, run.likeliest[i][outcome.num_accepted]
+            own = outcome.token_ids[-1]
+            rank = ranked.index(own) if own in ranked else None
+            self.statistics.learn(run.confidence[i][: len(outcome.draft)], accepted, rank)

@@ -1,7 +1,8 @@
 """Which outcomes of a verification to prepare for: how many tokens stand, and which token the target adds.
 
-An outcome is written `(after, rank)`: the first `after` drafted tokens stand, and the target adds the draft's
-rank-likeliest token there (the drafted one itself left out, for had the target chosen it, it would stand).
+An outcome is written (after, rank): the first `after` drafted tokens stand, and the target adds the draft model's
+rank-likeliest token there (the drafted one itself left out, for had the target chosen it, it would stand). A policy
+plans on the device, where the draft's confidence is; the host only brings it the constants that it has learned.
 """
 
 from __future__ import annotations
@@ -12,61 +13,46 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ssd.drafting.program import RANKS
+import numpy as np
+import torch
 
-Forks = list[tuple[int, int]]
+from ssd.drafting.estimate import Frequency
+
+RANKS = 16  # tokens that can be prepared for at one place
 _EDGES = (0.05, 0.15, 0.3, 0.6, 1.0, 1.6, 2.5, 4.0, 7.0)  # of confidence
-_MEMORY = 0.998  # weight that older observations keep, per new one
-_WEIGHT = 4.0  # of a guess, in observations
+_KEEP = 0.998  # weight that older observations keep, per new one
+_WEIGHT = 4.0  # of an initial guess, in observations
 
 
-@dataclass
-class _Share:
-    """A frequency, of late, that starts from a guess."""
-
-    guess: float
-    seen: float = 0.0
-    hits: float = 0.0
-
-    def add(self, hit: bool) -> None:
-        self.seen = self.seen * _MEMORY + 1
-        self.hits = self.hits * _MEMORY + hit
-
-    @property
-    def value(self) -> float:
-        return (self.hits + self.guess * _WEIGHT) / (self.seen + _WEIGHT)
+def _frequency(guess: float) -> Frequency:
+    return Frequency(_WEIGHT * guess, _WEIGHT, keep=_KEEP, prior=_WEIGHT * guess, prior_weight=_WEIGHT)
 
 
 class _Ranks:
-    """How often each rank comes, of late; a half as often as the one before it, until seen otherwise."""
+    """How often each rank comes; half as often as the one before it, until observed otherwise."""
 
     def __init__(self, first: float) -> None:
-        self._seen, self._hits = 0.0, [0.0] * RANKS
-        self._guessed = [_WEIGHT * first / 2**rank for rank in range(RANKS)]
-        self._values: list[float] | None = None
+        self._seen, self._hits = 0.0, np.zeros(RANKS)
+        self._guessed = _WEIGHT * first / 2.0 ** np.arange(RANKS)
 
     def add(self, rank: int | None) -> None:
-        self._seen = self._seen * _MEMORY + 1
-        self._hits = [hits * _MEMORY for hits in self._hits]
+        self._seen = self._seen * _KEEP + 1
+        self._hits *= _KEEP
         if rank is not None:
             self._hits[rank] += 1
-        self._values = None
 
     @property
-    def values(self) -> list[float]:
-        if self._values is None:
-            seen = self._seen + _WEIGHT
-            self._values = [(hits + guessed) / seen for hits, guessed in zip(self._hits, self._guessed, strict=True)]
-        return self._values
+    def values(self) -> np.ndarray:
+        return (self._hits + self._guessed) / (self._seen + _WEIGHT)
 
 
 @dataclass
-class Outlook:
+class OutcomeStatistics:
     """What verifications have decided so far, and so what the next one may decide."""
 
-    acceptance: _Share = field(default_factory=lambda: _Share(0.75))  # of a drafted token whose predecessors stand
-    by_confidence: list[_Share] = field(
-        default_factory=lambda: [_Share(0.45 + 0.06 * i) for i in range(len(_EDGES) + 1)]
+    acceptance: Frequency = field(default_factory=lambda: _frequency(0.75))  # of a token whose predecessors stand
+    by_confidence: list[Frequency] = field(
+        default_factory=lambda: [_frequency(0.45 + 0.06 * i) for i in range(len(_EDGES) + 1)]
     )
     recovery: _Ranks = field(default_factory=lambda: _Ranks(0.55))  # of a rejection: the target added rank r
     bonus: _Ranks = field(default_factory=lambda: _Ranks(0.75))  # of a whole draft that stood
@@ -78,61 +64,114 @@ class Outlook:
             self.by_confidence[bisect.bisect(_EDGES, value)].add(i < accepted)
         (self.bonus if accepted == len(confidence) else self.recovery).add(rank)
 
-    def stands(self, confidence: float) -> float:
-        """How likely a drafted token stands, given that those before it do."""
-        return self.by_confidence[bisect.bisect(_EDGES, confidence)].value
-
     @property
     def tail_exponent(self) -> float:
-        """r, where a fan-out of F misses with a probability proportional to F^-r: from one fork and from eight."""
+        """r, where a fan-out of F misses with a probability proportional to F^-r: from one branch and from eight."""
         recovery = self.recovery.values
-        one, eight = max(1e-3, 1 - recovery[0]), max(1e-3, 1 - sum(recovery[:8]))
+        one, eight = max(1e-3, 1 - recovery[0]), max(1e-3, 1 - float(recovery[:8].sum()))
         return min(3.0, max(0.1, math.log(one / eight) / math.log(8)))
 
 
 class FanOut(Protocol):
     """A policy."""
 
-    def plan(self, outlook: Outlook, confidence: Seq[float], hit: bool, budget: int) -> Forks:
-        """At most `budget` outcomes of a draft whose tokens have these confidences; `hit`: it had been prepared."""
+    def width(self, budget: int) -> int:
+        """Branches of one sequence that it uses, of a budget."""
 
+    def constants(self, statistics: OutcomeStatistics, lookahead: int, width: int) -> np.ndarray:
+        """What `plan` needs to know from the host: float32."""
 
-@dataclass(frozen=True)
-class Listed:
-    """So many forks after 0, 1, … tokens: one list for prepared drafts, one for those made after a miss."""
+    def plan(
+        self, constants: torch.Tensor, confidence: torch.Tensor, hit: torch.Tensor, drafted: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`width` outcomes (after, rank: int [L, width]) for each of L drafts, the likeliest first.
 
-    hit: tuple[int, ...]
-    miss: tuple[int, ...]
-
-    def plan(self, outlook: Outlook, confidence: Seq[float], hit: bool, budget: int) -> Forks:
-        return _within(list(self.hit if hit else self.miss)[: len(confidence) + 1], budget)
-
-
-@dataclass(frozen=True)
-class Geometric:
-    """The best split if every token stands with one probability and misses fall off as a power of the fan-out."""
-
-    def plan(self, outlook: Outlook, confidence: Seq[float], hit: bool, budget: int) -> Forks:
-        a, power = min(0.98, max(0.02, outlook.acceptance.value)), 1 / (1 + outlook.tail_exponent)
-        weights = [a ** (k * power) for k in range(len(confidence) + 1)]
-        weights[-1] *= (1 - a) ** -power
-        return _within(_shared(weights, budget), budget)
+        `confidence` [L, K] is that of the drafts' tokens, `drafted` [L] says how many they are, and `hit` [L] whether
+        they had been prepared. Outcomes may be there twice where there are too few.
+        """
 
 
 @dataclass(frozen=True)
 class Adaptive:
-    """The likeliest outcomes of this very draft: tokens by how sure the draft was of them, ranks by their record."""
+    """The likeliest outcomes of this very draft: tokens by the draft's confidence, ranks by their frequency."""
 
-    def plan(self, outlook: Outlook, confidence: Seq[float], hit: bool, budget: int) -> Forks:
-        reached, last = 1.0, len(confidence)
-        ranked: list[tuple[float, int, int]] = []
-        for after, sure in enumerate(confidence):
-            stands = outlook.stands(sure)
-            weight = -reached * (1 - stands)
-            ranked += [(weight * value, rank, after) for rank, value in enumerate(outlook.recovery.values)]
-            reached *= stands
-        ranked += [(-reached * value, rank, last) for rank, value in enumerate(outlook.bonus.values)]
-        return [(after, rank) for _, rank, after in sorted(ranked)[:budget]]
+    def width(self, budget: int) -> int:
+        return budget
+
+    def constants(self, statistics: OutcomeStatistics, lookahead: int, width: int) -> np.ndarray:
+        stands = [frequency.value for frequency in statistics.by_confidence]
+        return np.concatenate([_EDGES, stands, statistics.recovery.values, statistics.bonus.values]).astype(np.float32)
+
+    def plan(
+        self, constants: torch.Tensor, confidence: torch.Tensor, hit: torch.Tensor, drafted: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        edges = len(_EDGES)
+        sizes = [edges, edges + 1, RANKS, RANKS]
+        edge, stands, recovery, bonus = torch.split(constants[: sum(sizes)], sizes)
+        place = torch.arange(confidence.shape[1] + 1, device=confidence.device)
+        drafted = drafted[:, None]
+        stand = stands[torch.bucketize(confidence, edge, right=True)]
+        reached = torch.nn.functional.pad(stand.cumprod(-1), (1, 0), value=1.0)  # [L, K + 1]
+        falls = torch.nn.functional.pad(1.0 - stand, (0, 1))
+        rejected = (reached * falls)[:, :, None] * recovery
+        weight = torch.where((place == drafted)[:, :, None], reached[:, :, None] * bonus, rejected)
+        weight = weight.masked_fill((place > drafted)[:, :, None], -1.0).flatten(1)
+        chosen = weight.topk(width, dim=-1).indices
+        real = weight.gather(-1, chosen) >= 0
+        chosen = torch.where(real, chosen, chosen[:, :1])
+        return chosen // RANKS, chosen % RANKS
+
+
+class _Table:
+    """A policy that knows its outcomes beforehand, by how many tokens were drafted and whether that was a hit."""
+
+    def outcomes(self, statistics: OutcomeStatistics, drafted: int, hit: bool, width: int) -> list[tuple[int, int]]:
+        raise NotImplementedError
+
+    def width(self, budget: int) -> int:
+        return budget
+
+    def constants(self, statistics: OutcomeStatistics, lookahead: int, width: int) -> np.ndarray:
+        table = np.zeros((2, lookahead + 1, width, 2), dtype=np.float32)
+        for hit in (False, True):
+            for drafted in range(lookahead + 1):
+                found = self.outcomes(statistics, drafted, hit, width)
+                table[int(hit), drafted] = (found * width)[:width]
+        return table.ravel()
+
+    def plan(
+        self, constants: torch.Tensor, confidence: torch.Tensor, hit: torch.Tensor, drafted: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        lookahead = confidence.shape[1]
+        table = constants[: 4 * (lookahead + 1) * width].view(-1, width, 2).int()
+        found = table[hit.long() * (lookahead + 1) + drafted.long()]
+        return found[..., 0], found[..., 1]
+
+
+@dataclass(frozen=True)
+class Listed(_Table):
+    """So many branches after 0, 1, … tokens: one list for prepared drafts, one for those made after a miss."""
+
+    hit: tuple[int, ...]
+    miss: tuple[int, ...]
+
+    def width(self, budget: int) -> int:
+        return min(budget, max(sum(self.hit), sum(self.miss)))
+
+    def outcomes(self, statistics: OutcomeStatistics, drafted: int, hit: bool, width: int) -> list[tuple[int, int]]:
+        counts = list(self.hit if hit else self.miss)[: drafted + 1]
+        return _within(counts if any(counts) else [*counts[:-1], 1], width)
+
+
+@dataclass(frozen=True)
+class Geometric(_Table):
+    """The best split if every token stands with one probability and misses fall off as a power of the fan-out."""
+
+    def outcomes(self, statistics: OutcomeStatistics, drafted: int, hit: bool, width: int) -> list[tuple[int, int]]:
+        a, power = min(0.98, max(0.02, statistics.acceptance.value)), 1 / (1 + statistics.tail_exponent)
+        weights = [a ** (k * power) for k in range(drafted + 1)]
+        weights[-1] *= (1 - a) ** -power
+        return _within(_shared(weights, width), width)
 
 
 def _shared(weights: Seq[float], budget: int) -> list[int]:
@@ -144,7 +183,7 @@ def _shared(weights: Seq[float], budget: int) -> list[int]:
     return counts
 
 
-def _within(counts: Seq[int], budget: int) -> Forks:
-    """The forks that the counts describe, the likeliest ranks of all places first."""
-    forks = [(after, rank) for after, count in enumerate(counts) for rank in range(min(count, RANKS))]
-    return sorted(forks, key=lambda fork: fork[1])[:budget]
+def _within(counts: Seq[int], budget: int) -> list[tuple[int, int]]:
+    """The outcomes that the counts describe, the likeliest ranks of all places first."""
+    found = [(after, rank) for after, count in enumerate(counts) for rank in range(min(count, RANKS))]
+    return sorted(found, key=lambda outcome: outcome[1])[:budget]

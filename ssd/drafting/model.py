@@ -1,175 +1,200 @@
-"""A draft model and what it knows of each sequence: KV, blocks and a prefix cache of its own.
+"""A draft model and what it keeps of each sequence: KV, blocks and a prefix cache of its own. `ModelDrafter` is SD.
 
-A mirror follows one sequence: how much of its decided text has draft KV. Nothing that is wrong about a draft can reach
-the text.
+What it keeps can be dropped at any time and is then rebuilt from the sequence's tokens. Nothing that is wrong about a
+draft can reach the text.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import torch
-
-from ssd.core import Batch, Proposal, Sequence, Work
-from ssd.decoding.drafter import Drafter
-from ssd.decoding.noise import seed_key, signed
-from ssd.drafting.program import Lane, Program, Run
-from ssd.engine.blocks import BlockPool
+from ssd.core import MODEL_WRITTEN, Origin, Outcome, Proposal, Sequence, Work
+from ssd.decoding.drafter import Drafter, never
+from ssd.drafting.runner import DraftRun, DraftRunner
+from ssd.execution.batch import Batch
+from ssd.kv.blocks import BlockPool, BlockTable
 
 
-@dataclass
-class Mirror:
-    """A sequence as the draft sees it: `text` holds the decided tokens, and counts those with draft KV."""
+@dataclass(eq=False)
+class DraftSequence:
+    """A sequence as the draft model sees it. `kv.num_computed` counts committed tokens with draft KV."""
 
-    text: Sequence
-    seed: int
-    known: bool = True  # whether the draft has all of its tokens in its vocabulary
-    ahead: list[int] = field(default_factory=list)  # drafted tokens whose KV follows that of the decided ones
-
-    @classmethod
-    def of(cls, sequence: Sequence) -> Mirror:
-        text = replace(sequence, tokens=[], num_computed=0, blocks=[], prefix_entries=[])
-        return cls(text, signed(seed_key(sequence.seed)))
-
-    def update(self, decided: Seq[int], vocab_size: int) -> None:
-        """Takes what was decided since: drafted tokens that stand keep their KV."""
-        new = decided[len(self.text.tokens) :]
-        pairs = zip(self.ahead, new, strict=False)
-        standing = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.ahead), len(new)))
-        self.text.num_computed = min(self.text.num_computed + standing, len(decided) - 1)
-        self.text.tokens += new
-        self.known = self.known and all(token < vocab_size for token in new)
-        self.ahead = []
-
-    def lane(self, first: int, draft: Seq[int] = (), forks: Seq[tuple[int, int]] = ()) -> Lane:
-        text = self.text
-        return Lane(first, [*text.tokens[first:], *draft], text, self.seed, list(forks))
+    slot: int
+    kv: BlockTable = field(default_factory=BlockTable)
+    num_checked: int = 0  # tokens of which it is known that the draft has them in its vocabulary
+    last_read: Work | None = None  # the last round before which it had read all decided tokens
 
 
 class DraftModel:
-    """Runs a program for works, whose mirrors it keeps."""
+    """Runs a draft model for works, and keeps account of its KV."""
 
     def __init__(
-        self, program: Program, *, max_len: int, max_num_batched_tokens: int, prefix_caching: bool = True
+        self, runner: DraftRunner, *, max_len: int, max_num_batched_tokens: int, prefix_caching: bool = True
     ) -> None:
-        self.program = program
-        self.runner = program.runner
+        self.runner = runner
         self.max_len = max_len  # positions that the draft knows
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.busy_seconds = 0.0  # that runs took whose results were used
-        self.pool = BlockPool(self.runner.num_blocks, self.runner.block_size, prefix_caching=prefix_caching)
-        self._mirrors: dict[int, Mirror] = {}  # by sequence id, the longest unused first
+        model = runner.runner
+        self.pool = BlockPool(model.num_blocks, model.block_size, prefix_caching=prefix_caching)
+        self._sequences: dict[int, DraftSequence] = {}  # by sequence id, the longest unused first
 
-    def follow(self, work: Work, works: Seq[Work]) -> Mirror | None:
-        """An up-to-date mirror with KV slots for its text and a draft; None where the draft cannot follow."""
-        mirror = self._mirrors.pop(work.sequence.id, None) or Mirror.of(work.sequence)
-        self._mirrors[work.sequence.id] = mirror
-        mirror.update(work.sequence.tokens, self.runner.vocab_size)
-        if not mirror.text.blocks:
-            self.pool.attach_prefix(mirror.text)
-        self.pool.commit(mirror.text)
-        length = len(work.sequence.tokens) + work.lookahead
-        return mirror if mirror.known and length <= self.max_len and self._grow(mirror, length, works) else None
+    def follow(self, work: Work, works: Seq[Work]) -> DraftSequence | None:
+        """The draft's side of a work's sequence, with KV blocks for its tokens and a draft; None: it cannot follow.
 
-    def forget(self, sequence: Sequence) -> None:
-        mirror = self._mirrors.pop(sequence.id, None)
-        if mirror is not None:
-            self._drop(mirror)
+        Afterwards a run has to read as many tokens as `num_unread` says at most.
+        """
+        sequence, model = work.sequence, self.runner.runner
+        own = self._sequences.pop(sequence.id, None)
+        if own is None:
+            own = DraftSequence(work.slot)
+            self.pool.attach_prefix(own.kv, sequence.tokens)
+            model.tables.reset(work.slot)
+            self.runner.computed[work.slot].fill_(own.kv.num_computed)
+        self._sequences[sequence.id] = own
+        length = sequence.most_len + work.lookahead
+        if not self._knows(own, sequence) or length > self.max_len or not self._grow(own, length, works):
+            return None
+        model.tables.update([(work.slot, own.kv.blocks)])
+        return own
 
-    @torch.inference_mode()
-    def write(self, mirrors: Seq[Mirror], count: int) -> Run:
-        """`count` tokens ahead of each text."""
-        for mirror in mirrors:
-            self._read(mirror.text, len(mirror.text.tokens) - self.program.reads)
-        run = self.program.write([mirror.lane(mirror.text.num_computed) for mirror in mirrors], count)
-        for mirror in mirrors:
-            mirror.text.num_computed = len(mirror.text.tokens)
-        return run
+    def num_unread(self, work: Work, own: DraftSequence) -> int:
+        """The most tokens that a run has to read of a sequence: few, because the others are read now, if need be."""
+        sequence = work.sequence
+        if sequence.in_flight is not None and sequence.in_flight is own.last_read:
+            return sequence.in_flight.num_logits
+        self._read(own, len(sequence.tokens) - (self.runner.reads if sequence.in_flight is None else 1))
+        return sequence.most_len - own.kv.num_computed
 
-    @torch.inference_mode()
-    def branch(self, mirrors: Seq[Mirror], drafts: Seq[Seq[int]], forks: Seq[Seq[tuple[int, int]]], count: int) -> Run:
-        """`count` tokens ahead of each fork of each draft."""
-        for mirror in mirrors:
-            self._read(mirror.text, len(mirror.text.tokens) - 1)
-        together = zip(mirrors, drafts, forks, strict=True)
-        lanes = [mirror.lane(len(mirror.text.tokens) - 1, draft, places) for mirror, draft, places in together]
-        run = self.program.branch(lanes, count)
-        for mirror, draft in zip(mirrors, drafts, strict=True):
-            mirror.text.num_computed = len(mirror.text.tokens)
-            mirror.ahead = list(draft)
-        return run
-
-    @torch.inference_mode()
-    def read(self, work: Work, mirror: Mirror) -> None:
-        """Computes the KV of as much of a prompt as the work covers; on a GPU without waiting for it."""
-        self._read(mirror.text, min(work.sequence.num_computed + work.num_tokens, len(mirror.text.tokens) - 1))
-
-    def _read(self, text: Sequence, end: int) -> None:
-        with self.program.on_stream():
-            while text.num_computed < end:
-                count = min(end - text.num_computed, self.max_num_batched_tokens)
-                self.runner.forward(Batch.build([Work(text, count)], self.runner.block_size))
-                text.num_computed += count
-
-    def _grow(self, mirror: Mirror, num_tokens: int, works: Seq[Work]) -> bool:
-        """Gets KV blocks, if need be from sequences that are not at work now, the longest unused first."""
-        while not self.pool.grow(mirror.text, num_tokens):
-            busy = {work.sequence.id for work in works}
-            idle = next((m for i, m in self._mirrors.items() if i not in busy and m.text.blocks), None)
-            if idle is None:
-                return False
-            self._drop(idle)
+    def can_branch(self, work: Work, own: DraftSequence) -> bool:
+        """Whether the draft has KV of all decided tokens but the last, as branches need it; reads what it can."""
+        sequence = work.sequence
+        if work.proposal.origin in (Origin.DRAFT, Origin.JIT):
+            return True
+        if sequence.in_flight is not None and not (work.num_tokens > 1 and work.start is not None):
+            return sequence.in_flight is own.last_read
+        self._read(own, len(sequence.tokens) - 1)
         return True
 
-    def _drop(self, mirror: Mirror) -> None:
-        """Takes its KV away; it can be computed again."""
-        self.pool.release(mirror.text)
-        mirror.ahead = []
+    def mark_read(self, work: Work) -> None:
+        """In the round of this work, all tokens that were decided before it are read."""
+        own = self._sequences.get(work.sequence.id)
+        if own is not None:
+            own.last_read = work
+
+    def read_prompt(self, work: Work, own: DraftSequence) -> None:
+        """Computes the KV of the tokens that a prefill chunk covers, but not of the sequence's last one."""
+        self._read(own, min(work.end, len(work.sequence.tokens) - 1))
+
+    def observe(self, work: Work, outcome: Outcome | None, branched: bool) -> None:
+        """A round is committed: what it read has draft KV, up to the tokens that stood."""
+        own, sequence = self._sequences.get(work.sequence.id), work.sequence
+        if own is None or outcome is None:
+            return
+        if branched:
+            own.kv.num_computed = max(own.kv.num_computed, len(sequence.tokens) - 1)
+        elif outcome.origin in (Origin.DRAFT, Origin.JIT):
+            own.kv.num_computed = max(own.kv.num_computed, len(sequence.tokens) - len(outcome.token_ids))
+        self.pool.commit(own.kv, sequence.tokens)
+
+    def forget(self, sequence: Sequence) -> None:
+        own = self._sequences.pop(sequence.id, None)
+        if own is not None:
+            self.pool.release(own.kv)
+
+    def check(self) -> None:
+        """Raises AssertionError when KV blocks are leaked or shared wrongly."""
+        self.pool.check([own.kv for own in self._sequences.values()])
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._sequences)
+
+    def _read(self, own: DraftSequence, end: int) -> None:
+        """Computes KV of committed tokens up to position `end`; on a GPU beside what is launched next."""
+        if own.kv.num_computed >= end:
+            return
+        with self.runner.beside():
+            while own.kv.num_computed < end:
+                count = min(end - own.kv.num_computed, self.max_num_batched_tokens)
+                self.runner.runner.forward(Batch([own.slot], [own.kv.num_computed], [count], [0]))
+                own.kv.num_computed += count
+        self.runner.computed[own.slot].fill_(end)
+
+    def _knows(self, own: DraftSequence, sequence: Sequence) -> bool:
+        """Whether the draft has all committed tokens in its vocabulary."""
+        new = sequence.tokens[own.num_checked :]
+        if all(token < self.runner.runner.vocab_size for token in new):
+            own.num_checked += len(new)
+            return True
+        return False
+
+    def _grow(self, own: DraftSequence, num_tokens: int, works: Seq[Work]) -> bool:
+        """Makes room, if need be at the cost of sequences that are not in this round; the longest unused goes first."""
+        busy = {work.sequence.id for work in works}
+        while not self.pool.grow(own.kv, num_tokens):
+            idle = next((i for i, other in self._sequences.items() if i not in busy and other.kv.blocks), None)
+            if idle is None:
+                return False
+            self.pool.release(self._sequences.pop(idle).kv)
+        return True
+
+
+def wants_draft(work: Work) -> bool:
+    """A sequence without output gets no draft: its first token is not to wait for one."""
+    return work.lookahead > 0 and work.sequence.least_len > work.sequence.num_prompt
+
+
+def write_drafts(
+    model: DraftModel, able: Seq[tuple[Work, DraftSequence]], origin: Origin = Origin.DRAFT
+) -> tuple[list[Proposal], DraftRun]:
+    """Drafts that the target waits for."""
+    runner, count = model.runner, max(work.lookahead for work, _ in able)
+    reads = max(model.num_unread(work, own) for work, own in able)
+    works = [work for work, _ in able]
+    run = runner.write([work.slot for work in works], [work.sequence.params for work in works], count, reads, origin)
+    if not runner.rejection:
+        return [Proposal(num_on_device=work.lookahead, origin=origin) for work in works], run
+    proposals = []
+    for row, work in enumerate(works):
+        tokens = tuple(run.tokens[row][: work.lookahead])
+        proposals.append(Proposal(tokens, runner.distributions(row, 0, len(tokens)), origin))
+    return proposals, run
 
 
 class ModelDrafter(Drafter):
-    """Plain speculative decoding: the target waits while the draft writes, then the draft waits."""
+    """Speculative decoding: the draft model writes, then the target verifies."""
 
     def __init__(self, model: DraftModel, lookahead: int) -> None:
+        super().__init__()
         self.model = model
         self.lookahead = lookahead
-
-    @property
-    def busy_seconds(self) -> float:  # type: ignore[override]
-        return self.model.busy_seconds
+        self._runs: list[DraftRun] = []  # whose time is not counted yet
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
-        """Nothing for a sequence without output: its first token is not to wait for a draft."""
-        wanted = [work for work in works if work.lookahead and work.sequence.num_output]
-        able = [(work, mirror) for work in wanted if (mirror := self.model.follow(work, works))]
-        written = write_now(self.model, able)
-        proposals = {id(work): proposal for (work, _), (proposal, _) in zip(able, written, strict=True)}
+        able = [(w, own) for w in works if wants_draft(w) and (own := self.model.follow(w, works))]
+        if not able:
+            return super().propose(works)
+        written, run = write_drafts(self.model, able)
+        self._runs.append(run)
+        proposals = {id(work): proposal for (work, _), proposal in zip(able, written, strict=True)}
         return [proposals.get(id(work), Proposal()) for work in works]
 
-    def anticipate(self, works: Seq[Work]) -> None:
-        """Reads prompts while the target does: on a GPU beside it, elsewhere before it."""
+    def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
+        """Reads prompts while the target does: on a GPU beside it, elsewhere after it."""
         for work in works:
-            if work.num_tokens > 1 and work.sequence.params.speculate and (mirror := self.model.follow(work, works)):
-                self.model.read(work, mirror)
+            if work.proposal.origin in MODEL_WRITTEN:
+                self.model.mark_read(work)
+            if work.num_tokens > 1 and work.sequence.params.speculate and (own := self.model.follow(work, works)):
+                self.model.read_prompt(work, own)
+
+    def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
+        for work, outcome in zip(works, outcomes, strict=True):
+            self.model.observe(work, outcome, branched=False)
+        ended = [run for run in self._runs if run.ended.reached]
+        self.stats.busy_seconds += sum(run.seconds for run in ended)
+        self._runs = self._runs[len(ended) :]
 
     def forget(self, sequence: Sequence) -> None:
         self.model.forget(sequence)
-
-
-def write_now(
-    model: DraftModel, able: Seq[tuple[Work, Mirror]], origin: str = "draft"
-) -> list[tuple[Proposal, list[float]]]:
-    """Drafts that the target waits for, and how sure the model was of each token."""
-    if not able:
-        return []
-    run = model.write([mirror for _, mirror in able], max(work.lookahead for work, _ in able))
-    drawn = model.program.chooser.drawn
-    found = []
-    for row, ((work, _), tokens, confidence) in enumerate(zip(able, run.tokens, run.confidence, strict=False)):
-        usable = work.usable(tokens)
-        laws = run.laws(row, 0, len(usable)) if drawn else None
-        found.append((Proposal(usable, laws, origin), confidence[: len(usable)]))
-    model.program.join()
-    model.busy_seconds += run.seconds
-    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from ssd.core import Proposal, Sequence, Work
+from ssd.core import Origin, Proposal, Sequence, Work
 from ssd.decoding.drafter import Drafter
 
 LONGEST, SHORTEST = 4, 2  # tokens that must match
@@ -36,7 +36,10 @@ class _Index:
 class NgramDrafter(Drafter):
     """Prompt look-up: costs nothing, and pays where text repeats itself or its prompt."""
 
+    needs_tokens = True
+
     def __init__(self, lookahead: int) -> None:
+        super().__init__()
         self.lookahead = lookahead
         self._indices: dict[int, _Index] = {}
 
@@ -50,7 +53,9 @@ class NgramDrafter(Drafter):
         index = self._indices.setdefault(work.sequence.id, _Index())
         index.extend(tokens)
         start = index.look_up(tokens)
-        return Proposal() if start is None else Proposal(_continued(tokens, start, work.lookahead))
+        if start is None:
+            return Proposal()
+        return Proposal(_continued(tokens, start, work.lookahead), origin=Origin.NGRAM)
 
     def forget(self, sequence: Sequence) -> None:
         self._indices.pop(sequence.id, None)

@@ -23,17 +23,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ssd.core import Proposal, SamplingParams, Sequence
-from ssd.decoding.drafter import Outcomes
+from ssd.core import Origin, Proposal, SamplingParams, Sequence
+from ssd.decoding.drafter import Prepared
 from ssd.errors import RequestError, SSDError
 
 Words = npt.NDArray[np.int64]
 
-MAGIC = 0x5353_4457_0000_0002  # "SSDW", version 2
+MAGIC = 0x5353_4457_0000_0003  # "SSDW", version 3
 HEADER_WORDS = 6
 MAX_WORDS = 1 << 26  # of a payload: half a gigabyte
 MAX_OUTCOMES = 256  # that are prepared for a sequence
-ORIGINS = ("draft", "hit", "jit", "ngram", "sibling")  # of a proposal; what crosses is the index
 
 _LOWEST, _HIGHEST = -(1 << 63), (1 << 63) - 1
 _BYTES = 8  # of a word
@@ -69,8 +68,8 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Birth:
-    """What is said of a sequence once: all that a draft of it may depend on, its tokens apart."""
+class SequenceSetup:
+    """What a worker is told of a sequence once: all that a draft of it may depend on, its tokens apart."""
 
     seed: int
     num_prompt: int
@@ -79,7 +78,7 @@ class Birth:
     params: SamplingParams
 
     @classmethod
-    def of(cls, sequence: Sequence) -> Birth:
+    def of(cls, sequence: Sequence) -> SequenceSetup:
         stops = sequence.stop_token_ids
         return cls(sequence.seed, sequence.num_prompt, sequence.max_tokens, stops, sequence.params)
 
@@ -92,7 +91,8 @@ class Entry:
     known: int  # tokens that the worker has already
     new_tokens: list[int]
     lookahead: int
-    birth: Birth | None = None  # of a new sequence
+    accepted: int = -1  # drafted tokens among the new ones; -1: they are not the outcome of the last proposal
+    setup: SequenceSetup | None = None  # of a new sequence
 
 
 # --- payloads ---------------------------------------------------------------------------------------------------------
@@ -121,10 +121,10 @@ def decode_setup(payload: Words) -> dict[str, Any]:
 def encode_round(forgotten: Seq[int], entries: Seq[Entry]) -> Words:
     words = [len(forgotten), *forgotten, len(entries)]
     for entry in entries:
-        words += [entry.id, entry.known, len(entry.new_tokens), *entry.new_tokens, entry.lookahead]
-        words.append(entry.birth is not None)
-        if entry.birth is not None:
-            words += _birth_words(entry.birth)
+        words += [entry.id, entry.known, len(entry.new_tokens), *entry.new_tokens, entry.lookahead, entry.accepted]
+        words.append(entry.setup is not None)
+        if entry.setup is not None:
+            words += _setup_words(entry.setup)
     return _words(words)
 
 
@@ -140,19 +140,17 @@ def decode_round(payload: Words) -> tuple[list[int], list[Entry]]:
 def encode_proposals(proposals: Seq[Proposal]) -> Words:
     parts = [_words([len(proposals)])]
     for proposal in proposals:
-        tokens, laws = proposal.token_ids, proposal.laws
-        if proposal.origin not in ORIGINS:
-            raise WireError(f"origin={proposal.origin!r}: must be one of {', '.join(ORIGINS)}")
-        if not tokens or laws is None:
-            parts.append(_words([ORIGINS.index(proposal.origin), len(tokens), 0, *tokens]))
+        tokens, distributions = proposal.token_ids, proposal.distributions
+        if not tokens or distributions is None:
+            parts.append(_words([int(proposal.origin), len(tokens), 0, *tokens]))
         else:
-            parts.append(_words([ORIGINS.index(proposal.origin), len(tokens), laws.shape[-1], *tokens]))
-            parts.append(laws[: len(tokens)].double().cpu().contiguous().numpy().view(np.int64).ravel())
+            parts.append(_words([int(proposal.origin), len(tokens), distributions.shape[-1], *tokens]))
+            parts.append(distributions[: len(tokens)].double().cpu().contiguous().numpy().view(np.int64).ravel())
     return np.concatenate(parts)
 
 
 def decode_proposals(payload: Words, num_works: int, vocab_size: int) -> list[Proposal]:
-    """One proposal a work, of tokens that exist; laws span the vocabulary and are laws."""
+    """One proposal a work, of tokens that exist; distributions span the vocabulary and are distributions."""
     reader = _Reader(payload)
     reader.number(num_works, num_works)
     proposals = [_read_proposal(reader, vocab_size) for _ in range(num_works)]
@@ -165,7 +163,7 @@ def most_proposal_words(num_works: int, lookahead: int, vocab_size: int) -> int:
     return 1 + num_works * (3 + lookahead * (1 + vocab_size))
 
 
-def encode_prepared(prepared: Mapping[int, Outcomes]) -> Words:
+def encode_prepared(prepared: Mapping[int, Prepared]) -> Words:
     """Of each sequence a table, its drafts padded to one length: it is read while the target waits."""
     words = [len(prepared)]
     for sequence_id, outcomes in prepared.items():
@@ -176,10 +174,10 @@ def encode_prepared(prepared: Mapping[int, Outcomes]) -> Words:
     return _words(words)
 
 
-def decode_prepared(payload: Words, vocab_size: int) -> dict[int, Outcomes]:
+def decode_prepared(payload: Words, vocab_size: int) -> dict[int, Prepared]:
     """By sequence id; of tokens that exist."""
     reader = _Reader(payload)
-    found: dict[int, Outcomes] = {}
+    found: dict[int, Prepared] = {}
     for _ in range(reader.number(0, reader.left)):
         sequence_id, depth, count = reader.number(0), reader.number(0, reader.left), reader.number(0, reader.left)
         width = 3 + depth
@@ -197,27 +195,27 @@ def most_prepared_words(num_works: int, lookahead: int) -> int:
     return 1 + num_works * (3 + MAX_OUTCOMES * (3 + lookahead))
 
 
-def _birth_words(birth: Birth) -> list[int]:
-    params, stops, bias = birth.params, birth.stop_token_ids, birth.params.logit_bias
-    seed = birth.seed - (1 << 64) if birth.seed > _HIGHEST else birth.seed  # the same bits
+def _setup_words(setup: SequenceSetup) -> list[int]:
+    params, stops, bias = setup.params, setup.stop_token_ids, setup.params.logit_bias
+    seed = setup.seed - (1 << 64) if setup.seed > _HIGHEST else setup.seed  # the same bits
     counts = [min(params.top_k, _HIGHEST), min(params.min_tokens, _HIGHEST)]
     reals = [params.temperature, params.top_p, params.min_p]
     reals += [params.repetition_penalty, params.presence_penalty, params.frequency_penalty]
-    words = [seed, birth.num_prompt, birth.max_tokens, *counts, *map(_bits, reals), params.speculate]
+    words = [seed, setup.num_prompt, setup.max_tokens, *counts, *map(_bits, reals), params.speculate]
     return [*words, len(stops), *stops, len(bias), *bias, *map(_bits, bias.values())]
 
 
 def _read_entry(reader: _Reader) -> Entry:
     sequence_id, known = reader.number(0), reader.number(0)
     tokens = reader.numbers(reader.count(), low=0)
-    lookahead, new = reader.number(0), reader.number(0, 1)
-    birth = _read_birth(reader) if new else None
-    if birth and (known or birth.num_prompt > len(tokens)):
+    lookahead, accepted, new = reader.number(0), reader.number(-1, len(tokens)), reader.number(0, 1)
+    setup = _read_setup(reader) if new else None
+    if setup and (known or setup.num_prompt > len(tokens)):
         raise WireError(f"sequence {sequence_id} is new, but not told from its first token on")
-    return Entry(sequence_id, known, tokens, lookahead, birth)
+    return Entry(sequence_id, known, tokens, lookahead, accepted, setup)
 
 
-def _read_birth(reader: _Reader) -> Birth:
+def _read_setup(reader: _Reader) -> SequenceSetup:
     seed, num_prompt, max_tokens = reader.number() % (1 << 64), reader.number(1), reader.number(1)
     top_k, min_tokens = reader.number(0), reader.number(0)
     temperature, top_p, min_p, repetition, presence, frequency = (reader.real() for _ in range(6))
@@ -240,23 +238,23 @@ def _read_birth(reader: _Reader) -> Birth:
         )
     except RequestError as error:
         raise WireError(f"sampling parameters: {error}") from error
-    return Birth(seed, num_prompt, max_tokens, stops, params)
+    return SequenceSetup(seed, num_prompt, max_tokens, stops, params)
 
 
 def _read_proposal(reader: _Reader, vocab_size: int) -> Proposal:
-    origin = ORIGINS[reader.number(0, len(ORIGINS) - 1)]
+    origin = Origin(reader.number(0, len(Origin) - 1))
     count, columns = reader.count(), reader.number(0)
     tokens = tuple(reader.numbers(count, low=0, high=vocab_size - 1))
     if not columns:
         return Proposal(tokens, origin=origin)
     if columns != vocab_size or not count:
-        raise WireError(f"laws of {columns} columns for {count} tokens and a vocabulary of {vocab_size}")
-    laws = reader.array(count * columns).view(np.float64).reshape(count, columns)
-    if not (laws.min(axis=1) >= 0).all() or not (abs(laws.sum(axis=1) - 1) < 1e-3).all():
-        raise WireError("laws that are not probabilities")
-    import torch  # takes seconds, and only laws need it: a worker that looks drafts up starts without
+        raise WireError(f"distributions of {columns} columns for {count} tokens and a vocabulary of {vocab_size}")
+    distributions = reader.array(count * columns).view(np.float64).reshape(count, columns)
+    if not (distributions.min(axis=1) >= 0).all() or not (abs(distributions.sum(axis=1) - 1) < 1e-3).all():
+        raise WireError("distributions that are not probabilities")
+    import torch  # takes seconds, and only distributions need it: a worker that looks drafts up starts without
 
-    return Proposal(tokens, torch.from_numpy(laws), origin)
+    return Proposal(tokens, torch.from_numpy(distributions), origin)
 
 
 def _words(values: Iterable[int]) -> Words:

@@ -12,10 +12,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from ssd.core import (
+    LOOKED_UP,
     Delta,
     FinishReason,
+    Origin,
     Outcome,
-    Proposal,
     Request,
     RequestMetrics,
     RequestOutput,
@@ -25,8 +26,8 @@ from ssd.core import (
     Work,
     sequence_seed,
 )
-from ssd.decoding.round import Round
-from ssd.engine.metrics import LOOKED_UP, EngineMetrics, count_positions
+from ssd.decoding.round import InFlight, Round
+from ssd.engine.metrics import EngineMetrics, count_positions
 from ssd.engine.outputs import Writer
 from ssd.engine.scheduler import Scheduler
 from ssd.engine.validation import Limits, check_request
@@ -77,13 +78,14 @@ class Engine:
         self._writers: dict[int, Writer] = {}  # by sequence id
         self._deltas: list[Delta] = []  # not yet handed out
         self._ids = itertools.count()
+        self._in_flight: InFlight | None = None  # the round that was launched last, if it is not committed
         self._num_failures = 0  # of rounds, in a row
         self._failure: Exception | None = None  # of the last of too many
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do, or to hand out."""
-        return self.scheduler.has_work or bool(self._deltas)
+        return self.scheduler.has_work or self._in_flight is not None or bool(self._deltas)
 
     def add(
         self,
@@ -124,42 +126,102 @@ class Engine:
         return request_id
 
     def step(self) -> list[Delta]:
-        """One round. Returns what is new since the last one. A failing round costs the requests in it, no others."""
-        self.scheduler.lookahead = self.round.drafter.lookahead
-        works = self.scheduler.schedule()
+        """Launches the next round and commits the one before it, which ran meanwhile. Returns what is new since then.
+
+        Where rounds are synchronous (a CPU, a drafter or a rule that needs the host) the new round is committed, too. A
+        failing round costs the requests in it, no others.
+        """
+        if self._in_flight is not None and self.round.synchronous:
+            self._collect()
+        works = self._schedule()
+        before, self._in_flight = self._in_flight, None
         if works:
-            try:
-                self._round(works)
-            except Exception as error:
-                self._fail({work.sequence.request.id for work in works}, error)
-            else:
-                self._num_failures = 0
+            self._launch(works)
+        if before is not None:
+            self._commit_round(before)
+        if self._in_flight is not None and self.round.synchronous:
+            self._collect()
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    def _round(self, works: list[Work]) -> None:
+    def flush(self) -> None:
+        """Commits the round in flight, if there is one."""
+        self._collect()
+
+    def _collect(self) -> None:
+        round_, self._in_flight = self._in_flight, None
+        if round_ is not None:
+            self._commit_round(round_)
+
+    def _schedule(self) -> list[Work]:
+        self.scheduler.lookahead = self.round.drafter.lookahead
+        works = self.scheduler.schedule()
+        if works is None:  # memory is short: what is in flight must be known before anybody is preempted
+            self._collect()
+            works = self.scheduler.schedule() or []
+        for sequence in self.scheduler.preempted:
+            self.round.forget(sequence)
+        self.scheduler.preempted.clear()
         now = time.perf_counter()
-        for work in works:
-            if work.sequence.metrics.first_scheduled is None:
-                work.sequence.metrics.first_scheduled = now
-                self.metrics.cached_prompt_tokens += work.sequence.metrics.cached_tokens
-        works, outcomes = self.round.run(works)
+        for sequence in self.scheduler.admitted:
+            self.round.admit(sequence)
+            if sequence.metrics.first_scheduled is None:
+                sequence.metrics.first_scheduled = now
+                self.metrics.cached_prompt_tokens += sequence.metrics.cached_tokens
+        return works
+
+    def _launch(self, works: list[Work]) -> None:
+        try:
+            self._in_flight = self.round.launch(works)
+        except Exception as error:
+            self._fail(works, error)
+        else:
+            for work in self._in_flight.works:
+                work.sequence.in_flight = work
+
+    def _commit_round(self, round_: InFlight) -> None:
+        """Waits for a round, takes what it decided into the sequences, and tells the drafter."""
+        works = round_.works
+        try:
+            outcomes, seconds = self.round.collect(round_)
+        except Exception as error:
+            self._land(works)
+            self._fail(works, error)
+            return
+        self._num_failures = 0
+        self._land(works)
         now = time.perf_counter()
         for work, outcome in zip(works, outcomes, strict=True):
-            self._commit(work, outcome, now)
-        self.metrics.num_rounds += 1
-        self.metrics.num_preemptions = self.scheduler.num_preemptions
-        clocks, drafter = self.round.clocks, self.round.drafter
-        self.metrics.target_wait_seconds, self.metrics.verify_seconds = clocks.draft, clocks.verify
-        self.metrics.draft_busy_seconds = drafter.busy_seconds
-        self.metrics.hand_over_seconds = drafter.hand_over_seconds
-        self.metrics.drafter_failures = self.round.failures + drafter.failures
+            if work.sequence.status is Status.RUNNING:  # what was computed beyond a sequence's end is dropped
+                self._commit(work, outcome, now)
+        self.round.observe(works, outcomes, seconds)
+        self._release()
+        self._count_round()
+
+    def _land(self, works: Seq[Work]) -> None:
+        for work in works:
+            if work.sequence.in_flight is work:
+                work.sequence.in_flight = None
+
+    def _release(self) -> None:
+        """Finished sequences that no round in flight uses give back their blocks, and the drafter forgets them."""
+        for sequence in self.scheduler.released():
+            self.round.forget(sequence)
+
+    def _count_round(self) -> None:
+        metrics, round_, drafter = self.metrics, self.round.stats, self.round.drafter.stats
+        metrics.num_rounds += 1
+        metrics.num_preemptions = self.scheduler.num_preemptions
+        metrics.target_wait_seconds, metrics.verify_seconds = round_.target_wait_seconds, round_.verify_seconds
+        metrics.draft_busy_seconds, metrics.hand_over_seconds = drafter.busy_seconds, drafter.hand_over_seconds
+        metrics.drafter_failures = round_.drafter_failures + drafter.failures
 
     def abort(self, request_id: str) -> None:
         """Ends a request wherever it is, if it is still there: the next `step` hands out what it had written."""
         if request_id in self._requests:
             self.metrics.num_aborted += 1
             self._end(request_id, "abort")
+            self._release()
 
     def close(self) -> None:
         """Ends whatever the drafter has started."""
@@ -167,7 +229,10 @@ class Engine:
 
     def check(self) -> None:
         """Raises AssertionError when KV blocks are leaked or shared wrongly. Cheap enough to run when idle."""
-        self.scheduler.pool.check(self.scheduler.running)
+        users = (*self.scheduler.running, *self.scheduler.leaving)
+        self.scheduler.pool.check([sequence.kv for sequence in users])
+        if self._in_flight is None and self.scheduler.leaving:
+            raise AssertionError("finished sequences hold KV blocks though no round is in flight")
 
     def _new_id(self) -> str:
         return next(name for i in self._ids if (name := f"request-{i}") not in self._requests)
@@ -188,18 +253,18 @@ class Engine:
 
     def _commit(self, work: Work, outcome: Outcome | None, now: float) -> None:
         """Takes a round's result into the sequence: KV first, then tokens, then the prefix cache, then a finish."""
-        sequence = work.sequence
+        sequence, kv = work.sequence, work.sequence.kv
         num_before = len(sequence.tokens)
-        sequence.num_computed += work.num_tokens
+        kv.num_computed += work.num_tokens
         if outcome is None:
-            self.scheduler.pool.commit(sequence)
+            self.scheduler.pool.commit(kv, sequence.tokens)
             return
         writer = self._writers[sequence.id]
         reason = writer.append(outcome)
         num_new = len(sequence.tokens) - num_before
-        self._count(sequence, work.proposal, outcome.num_accepted, num_new)
-        sequence.num_computed += min(outcome.num_accepted, num_new - 1)
-        self.scheduler.pool.commit(sequence)
+        self._count(sequence, outcome, num_new)
+        kv.num_computed += min(outcome.num_accepted, num_new - 1)
+        self.scheduler.pool.commit(kv, sequence.tokens)
         sequence.metrics.output_tokens += num_new
         sequence.metrics.deliveries.append((now, num_new))
         self.metrics.output_tokens += num_new
@@ -210,8 +275,8 @@ class Engine:
         elif writer.stream:
             self._deltas.append(writer.delta())
 
-    def _count(self, sequence: Sequence, proposal: Proposal, accepted: int, num_new: int) -> None:
-        drafted, metrics = len(proposal.token_ids), sequence.metrics
+    def _count(self, sequence: Sequence, outcome: Outcome, num_new: int) -> None:
+        drafted, accepted, metrics = len(outcome.draft), min(outcome.num_accepted, num_new), sequence.metrics
         metrics.rounds += 1
         self.metrics.num_sequence_rounds += 1
         if drafted:
@@ -219,10 +284,10 @@ class Engine:
             metrics.accepted += accepted
             count_positions(metrics.accepted_per_position, drafted, accepted)
             self.metrics.count_draft(drafted, accepted)
-        if proposal.origin in LOOKED_UP:
+        if outcome.origin in LOOKED_UP:
             metrics.look_ups += 1
-            metrics.hits += proposal.origin == "hit"
-            self.metrics.count_look_up(proposal.origin, sequence.last_accepted, num_new)
+            metrics.hits += outcome.origin is Origin.HIT
+            self.metrics.count_look_up(outcome.origin, sequence.last_accepted, num_new)
         sequence.last_accepted = accepted
 
     def _finish(self, writer: Writer, reason: FinishReason, now: float) -> None:
@@ -231,7 +296,6 @@ class Engine:
         sequence.metrics.finished = now
         writer.finish()
         self.scheduler.finish(sequence)
-        self.round.forget(sequence)
         del self._writers[sequence.id]
         delta, running = writer.delta(), self._requests[sequence.request.id]
         if running.finished:
@@ -247,8 +311,9 @@ class Engine:
             if writer.sequence.status is not Status.FINISHED:
                 self._finish(writer, reason, now)
 
-    def _fail(self, request_ids: set[str], error: Exception) -> None:
-        """The round with these requests failed. After too many in a row nothing is tried any more."""
+    def _fail(self, works: Seq[Work], error: Exception) -> None:
+        """The round of these works failed. After too many in a row nothing is tried any more."""
+        request_ids = {work.sequence.request.id for work in works}
         log.error("a round failed, and with it all requests in it: %s", _named(error))
         log.debug("how it failed", exc_info=error)
         self._num_failures += 1
@@ -260,6 +325,7 @@ class Engine:
             self._requests[request_id].error = f"the round that computed this request failed: {_named(error)}"
             self.metrics.num_failed += 1
             self._end(request_id, "error")
+        self._release()
 
 
 def _named(error: Exception) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-LOOKED_UP = frozenset({"hit", "jit", "ngram", "sibling"})  # origins of a draft that could have been prepared
+from ssd.core import Origin
 
 
 @dataclass
@@ -29,7 +29,7 @@ class EngineMetrics:
     spec_decode_num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     ssd_look_ups_after: list[int] = field(default_factory=list)  # drafts wanted after 0, 1, … accepted tokens
     ssd_hits_after: list[int] = field(default_factory=list)  # those that had been prepared
-    ssd_rounds: Counter[str] = field(default_factory=Counter)  # by what the draft was: hit, jit, ngram, sibling
+    ssd_rounds: Counter[str] = field(default_factory=Counter)  # by the draft's origin: hit, jit, sibling
     ssd_tokens: Counter[str] = field(default_factory=Counter)  # that those rounds yielded
     target_wait_seconds: float = 0.0  # for drafts
     verify_seconds: float = 0.0  # from the forward pass to the decision
@@ -47,13 +47,13 @@ class EngineMetrics:
         self.spec_decode_num_accepted_tokens += accepted
         count_positions(self.spec_decode_num_accepted_tokens_per_pos, drafted, accepted)
 
-    def count_look_up(self, origin: str, after: int, num_new: int) -> None:
+    def count_look_up(self, origin: Origin, after: int, num_new: int) -> None:
         """A draft was wanted after a round with `after` accepted tokens; it came from `origin` and gave `num_new`."""
-        for counts, one in ((self.ssd_look_ups_after, 1), (self.ssd_hits_after, int(origin == "hit"))):
+        for counts, one in ((self.ssd_look_ups_after, 1), (self.ssd_hits_after, int(origin is Origin.HIT))):
             counts += [0] * (after + 1 - len(counts))
             counts[after] += one
-        self.ssd_rounds[origin] += 1
-        self.ssd_tokens[origin] += num_new
+        self.ssd_rounds[origin.name.lower()] += 1
+        self.ssd_tokens[origin.name.lower()] += num_new
 
 
 def count_positions(counts: list[int], drafted: int, accepted: int) -> None:

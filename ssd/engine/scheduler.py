@@ -1,7 +1,8 @@
 """Who runs in the next round, over which KV blocks.
 
 Continuous batching: sequences join and leave between any two rounds, and prefill chunks share a batch with decoding.
-Plain bookkeeping: knows nothing of tensors, models or text.
+A round may be scheduled while the one before it is in flight: then a sequence's length is known up to what that may
+decide, and blocks are reserved for the most. Plain bookkeeping: knows nothing of tensors, models or text.
 """
 
 from __future__ import annotations
@@ -10,24 +11,30 @@ from collections import deque
 from collections.abc import Iterable
 
 from ssd.core import Sequence, Status, Work
-from ssd.engine.blocks import BlockPool
+from ssd.kv.blocks import BlockPool
 
 
 class Scheduler:
     """Admits, schedules and preempts sequences, oldest first.
 
-    `lookahead` is how many draft tokens a round may add to a decoding sequence: scratch slots that are reserved
-    beside the committed tokens and never counted as tokens.
+    `lookahead` is how many draft tokens a round may add to a decoding sequence: KV slots that are reserved beside the
+    committed tokens and never counted as tokens.
     """
 
-    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int, lookahead: int = 0) -> None:
+    def __init__(
+        self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int, num_slots: int | None = None
+    ) -> None:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.lookahead = lookahead
+        self.lookahead = 0
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.leaving: list[Sequence] = []  # finished, but a round in flight still writes to their blocks
+        self.preempted: list[Sequence] = []  # since the last `schedule` that was acted upon
+        self.admitted: list[Sequence] = []  # got their slots in the last `schedule`
         self.num_preemptions = 0
+        self._slots = list(range(num_slots or max_num_seqs))  # free ones
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -36,81 +43,121 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def schedule(self) -> list[Work]:
-        """The next batch: every decoding sequence, then prefill chunks of running and newly admitted ones."""
+    def schedule(self) -> list[Work] | None:
+        """The next batch: every decoding sequence, then prefill chunks of running and newly admitted ones.
+
+        None: somebody has to be preempted, and the round in flight must be collected before that.
+        """
+        self.admitted = []
         works = self._reserve(self._plan_running())
-        budget = self.max_num_batched_tokens - sum(_cost(work) for work in works)
+        if works is None:
+            return None
+        budget = self.max_num_batched_tokens - sum(work.cost for work in works)
         return works + self._admit(budget)
 
     def finish(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it is, and its blocks back."""
+        """Takes a sequence out, wherever it is. Its blocks return to the pool when no round in flight writes them."""
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
+            self.leaving.append(sequence)
         elif sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
         sequence.status = Status.FINISHED
-        self.pool.release(sequence)
+
+    def released(self) -> list[Sequence]:
+        """Takes blocks and slots of sequences back that have finished and are in no round any more."""
+        done = [sequence for sequence in self.leaving if sequence.in_flight is None]
+        for sequence in done:
+            self.leaving.remove(sequence)
+            self._release(sequence)
+        return done
 
     def preempt(self, sequence: Sequence) -> None:
         """Sends a running sequence back to the head of the queue. It keeps its tokens; their KV is computed again."""
+        if sequence.in_flight is not None:
+            raise AssertionError("a round in flight must be collected before one of its sequences is preempted")
         self.running.remove(sequence)
-        self.pool.release(sequence)
+        self._release(sequence)
         sequence.status = Status.WAITING
         sequence.metrics.preemptions += 1
         self.num_preemptions += 1
+        self.preempted.append(sequence)
         self.waiting.appendleft(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.kv)
+        self._slots.append(sequence.slot)
+        sequence.slot = -1
 
     def _work(self, sequence: Sequence, budget: int) -> Work:
         """As much of a sequence as the budget allows: its pending tokens first, then draft tokens after the last."""
-        num_tokens = min(sequence.num_pending, budget)
-        if num_tokens < sequence.num_pending:
-            return Work(sequence, num_tokens)
-        return Work(sequence, num_tokens, lookahead=min(self._lookahead(sequence), budget - num_tokens))
+        pending, in_flight = sequence.next_pending, sequence.in_flight
+        num_tokens = min(pending, budget)
+        start = None
+        if in_flight is None:
+            start = sequence.kv.num_computed
+        elif not in_flight.decides:
+            start = in_flight.end
+        if num_tokens < pending:
+            return Work(sequence, num_tokens, start, decides=False, slot=sequence.slot)
+        lookahead = min(self._lookahead(sequence), budget - num_tokens)
+        return Work(sequence, num_tokens, start, lookahead=lookahead, slot=sequence.slot)
 
     def _lookahead(self, sequence: Sequence) -> int:
-        return max(0, min(self.lookahead, sequence.room - 1)) if sequence.params.speculate else 0
+        """A sequence that gets its next token anyway needs no draft for it."""
+        if not sequence.params.speculate:
+            return 0
+        return max(0, min(self.lookahead, sequence.max_tokens - sequence.least_len - 1))
 
     def _plan_running(self) -> list[Work]:
-        """A token for every decoding sequence, then drafts for them, then prefill chunks, as far as the budget goes."""
+        """A token for every decoding sequence, then drafts for them, then prefill chunks, as far as the budget goes.
+
+        A sequence that the round in flight is sure to finish is left out.
+        """
         budget = self.max_num_batched_tokens
         works: list[Work] = []
-        decoding = [s for s in self.running if s.num_pending == 1]
+        unfinished = [s for s in self.running if s.least_len < s.max_tokens]
+        decoding = [s for s in unfinished if s.next_pending == 1]
         for i, sequence in enumerate(decoding):
             works.append(self._work(sequence, budget - (len(decoding) - i - 1)))
-            budget -= _cost(works[-1])
-        for sequence in self.running:
-            if sequence.num_pending > 1 and budget > 0:
+            budget -= works[-1].cost
+        for sequence in unfinished:
+            if sequence.next_pending > 1 and budget > 0:
                 works.append(self._work(sequence, budget))
-                budget -= _cost(works[-1])
+                budget -= works[-1].cost
         return works
 
-    def _reserve(self, works: Iterable[Work]) -> list[Work]:
+    def _reserve(self, works: Iterable[Work]) -> list[Work] | None:
         """Gets blocks for the plan, oldest sequence first; whoever is youngest makes way when they run out."""
         planned = {id(work.sequence): work for work in works}
         for sequence in list(self.running):
             work = planned.get(id(sequence))
             while work is not None and sequence.status is Status.RUNNING:
-                if self.pool.grow(sequence, sequence.num_computed + _cost(work)):
+                if self.pool.grow(sequence.kv, _reach(work)):
                     break
+                if self.leaving or any(s.in_flight is not None for s in self.running):
+                    return None
                 self.preempt(self.running[-1])
         return [work for work in planned.values() if work.sequence.status is Status.RUNNING]
 
     def _admit(self, budget: int) -> list[Work]:
         works: list[Work] = []
-        while self.waiting and len(self.running) < self.max_num_seqs and budget > 0:
+        while self.waiting and len(self.running) < self.max_num_seqs and self._slots and budget > 0:
             sequence = self.waiting[0]
             if self._sibling_is_prefilling(sequence):
                 break
-            cached = self.pool.attach_prefix(sequence)
+            cached = self.pool.attach_prefix(sequence.kv, sequence.tokens)
             if not self._fits(sequence):
-                self.pool.release(sequence)
+                self.pool.release(sequence.kv)
                 break
+            sequence.slot = self._slots.pop()
             work = self._work(sequence, budget)
-            budget -= _cost(work)
-            if not self.pool.grow(sequence, sequence.num_computed + _cost(work)):
+            budget -= work.cost
+            if not self.pool.grow(sequence.kv, _reach(work)):
                 raise AssertionError("admission was granted without enough free blocks")
             self.waiting.popleft()
             self.running.append(sequence)
+            self.admitted.append(sequence)
             sequence.status = Status.RUNNING
             if sequence.metrics.preemptions == 0:
                 sequence.metrics.cached_tokens = cached
@@ -126,8 +173,11 @@ class Scheduler:
     def _fits(self, sequence: Sequence) -> bool:
         """Admit only what can be prefilled to its end without pushing anybody out."""
         needed = self.pool.blocks_for(len(sequence.tokens) + self._lookahead(sequence))
-        return needed - len(sequence.blocks) <= self.pool.num_free
+        return needed - len(sequence.kv.blocks) <= self.pool.num_free
 
 
-def _cost(work: Work) -> int:
-    return work.num_tokens + work.lookahead
+def _reach(work: Work) -> int:
+    """Tokens that need KV slots after a work, at most. Nothing is kept beyond a sequence's last possible token."""
+    sequence = work.sequence
+    end = sequence.most_len if work.start is None else work.end
+    return min(end + work.lookahead, sequence.max_tokens)

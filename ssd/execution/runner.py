@@ -1,57 +1,113 @@
-"""ModelRunner: a `Batch` in, logits out. Owns the KV tensors; knows nothing of requests or text."""
+"""ModelRunner: a `Batch` in, logits out. Owns a model's KV and block tables; knows nothing of requests or text."""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 
-from ssd.core import Batch
-from ssd.execution.graphs import PREFILL_BUCKETS, BatchGraphs, row_buckets
-from ssd.execution.pack import to_device
+from ssd.execution.batch import Batch, BatchInputs
+from ssd.execution.graphs import PREFILL_BUCKETS, BatchGraph, BatchGraphs, row_buckets
+from ssd.execution.state import DeviceBlockTables, SequenceState
 from ssd.models.decoder import Decoder
 
 FEW_QUERIES = 16  # query tokens per sequence up to which a batch counts as decoding or verification
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A batch whose integers are on the device."""
+
+    inputs: BatchInputs
+    split_kv: bool
+    graph: BatchGraph | None = None
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A forward that was launched: its inputs, its logits, and the graph that it was a replay of."""
+
+    inputs: BatchInputs
+    logits: torch.Tensor  # float32, one row for each logit row of the inputs
+    graph: BatchGraph | None = None
 
 
 class ModelRunner:
     """Runs one decoder over its paged KV."""
 
     def __init__(
-        self, decoder: Decoder, *, num_blocks: int, block_size: int, max_decode_rows: int, scratch_slots: int = 0
+        self,
+        decoder: Decoder,
+        state: SequenceState,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_decode_rows: int,
+        scratch_slots: int = 0,
     ) -> None:
         self.decoder = decoder
+        self.state = state
         self.block_size = block_size
         self.vocab_size = decoder.config.vocab_size
         self.num_blocks = num_blocks
         self.max_decode_rows = max_decode_rows
-        self.scratch_slot = num_blocks * block_size  # the first of the slots that belong to no block of the pool
+        self.scratch_slot = num_blocks * block_size  # the first of the KV slots that belong to no block of the pool
         self.kv = decoder.make_kv_cache(num_blocks - (-scratch_slots // block_size), block_size)
+        self.tables = DeviceBlockTables(state.num_slots, -(-state.max_positions // block_size), decoder.device)
         self.graphs: BatchGraphs | None = None  # of decode-size batches
         self.prefill_graphs: BatchGraphs | None = None
 
     def warm_up(self, max_tokens: int) -> None:
         """Compiles the kernels of every prefill size now, so that nobody's first request waits for it."""
         for rows in sorted({min(n, max_tokens) for n in (20, 40, 100, 300, max_tokens)}):
-            span = list(range(rows))  # one sequence in the first blocks, which nobody uses yet
-            table = list(range(-(-rows // self.block_size)))
-            self.forward(Batch([0] * rows, span, span, [0, rows], [rows], [table], [rows - 1]))
+            self.forward(Batch([self.state.padding], [0], [rows], [1]))  # the slot of padding has no KV blocks
 
-    def capture_graphs(self, max_context: int, *, prefill_only: bool = False) -> None:
+    def capture_graphs(self, *, prefill_only: bool = False) -> None:
         """Records decode-size batches and short prompts as CUDA graphs; or prompts only, one at a time."""
-        make = functools.partial(BatchGraphs, self.decoder, self.kv, max_blocks=-(-max_context // self.block_size))
+        make = functools.partial(BatchGraphs, self._compute, device=self.decoder.device)
         if not prefill_only:
-            self.graphs = make(row_buckets(self.max_decode_rows), most=self.max_decode_rows, split_kv=True)
+            buckets, most = row_buckets(self.max_decode_rows), self.max_decode_rows
+            self.graphs = make(buckets, most=most, tile_tokens=self._tile_tokens(True), split_kv=True)
         most = 1 if prefill_only else self.max_decode_rows
-        self.prefill_graphs = make(PREFILL_BUCKETS, most=most, split_kv=False, share=self.graphs)
+        tiles = self._tile_tokens(False)
+        self.prefill_graphs = make(PREFILL_BUCKETS, most=most, tile_tokens=tiles, split_kv=False, share=self.graphs)
 
-    @torch.inference_mode()
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """Float32 logits, one row for each of the batch's `logit_rows`."""
-        decode_size = batch.max_query_len <= FEW_QUERIES and batch.num_tokens <= self.max_decode_rows
+    def forward(self, batch: Batch) -> Forward:
+        """Launches a forward; on a GPU without waiting for it."""
+        return self.run(self.stage(batch))
+
+    def stage(self, batch: Batch) -> Staged:
+        """Uploads all that the host knows of a batch."""
+        decode_size = batch.max_queries <= FEW_QUERIES and batch.num_rows <= self.max_decode_rows
         graphs = self.graphs if decode_size and self.graphs is not None else self.prefill_graphs
         if graphs is not None and graphs.takes(batch):
-            return graphs.replay(batch)
-        decoder = self.decoder
-        tile_tokens = decoder.ops.tile_tokens(decoder.layers[0].heads, decode_size)
-        return decoder(to_device(batch, decoder.device, tile_tokens=tile_tokens, split_kv=decode_size), self.kv)
+            found = graphs.of(batch.num_rows)
+            found.inputs.write(batch)
+            return Staged(found.inputs, decode_size, found)
+        inputs = BatchInputs(
+            batch.num_rows,
+            batch.num_logit_rows,
+            works=len(batch.slots),
+            tile_tokens=self._tile_tokens(decode_size),
+            gather=batch.num_logit_rows < batch.num_rows,
+            device=self.decoder.device,
+        )
+        inputs.write(batch)
+        return Staged(inputs, decode_size)
+
+    def run(self, staged: Staged) -> Forward:
+        """Launches the forward of a batch."""
+        if staged.graph is None:
+            return Forward(staged.inputs, self._compute(staged.inputs, staged.split_kv))
+        staged.graph.graph.replay()
+        return Forward(staged.inputs, staged.graph.logits, staged.graph)
+
+    def _compute(self, inputs: BatchInputs, split_kv: bool) -> torch.Tensor:
+        tables = self.tables.tensor
+        inputs.prepare(self.state, tables, self.block_size)
+        with torch.inference_mode():
+            return self.decoder(inputs.device_batch(tables, self.block_size, split_kv=split_kv), self.kv)
+
+    def _tile_tokens(self, split_kv: bool) -> int:
+        return self.decoder.ops.tile_tokens(self.decoder.layers[0].heads, split_kv)

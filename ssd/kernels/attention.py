@@ -135,6 +135,7 @@ def _attention_kernel(
     query_start_ptr,
     context_len_ptr,
     tables_ptr,
+    table_rows_ptr,
     positions_ptr,
     slots_ptr,
     num_tiles,
@@ -182,7 +183,7 @@ def _attention_kernel(
     head = kv_head * GROUP + r % GROUP
     flat = ((row0 + token) * H + head).to(tl.int64)  # row of [T, H]
     q = tl.load(q_ptr + flat[:, None] * D + d[None, :], mask=valid[:, None] & d_mask[None, :], other=0.0)
-    table = tables_ptr + sequence.to(tl.int64) * table_stride
+    table = tables_ptr + tl.load(table_rows_ptr + sequence).to(tl.int64) * table_stride
     end = tl.max(position) + 1
     num_splits = (end + SPLIT_LEN - 1) // SPLIT_LEN
 
@@ -293,6 +294,8 @@ def paged_attention(
     workspace: Workspace,
 ) -> torch.Tensor:
     """See `Ops.attention`."""
+    if batch.table_rows is None:
+        raise AssertionError("these kernels look a sequence's block table up by its row")
     rows = tile_rows(heads.group_size, batch.split_kv)
     fold = not batch.split_kv
     num_tiles = batch.tiles.shape[1]
@@ -313,8 +316,9 @@ def paged_attention(
         batch.query_start,
         batch.context_len,
         batch.block_tables,
+        batch.table_rows,
         batch.positions,
-        batch.slots,
+        batch.slot_mapping,
         num_tiles,
         batch.block_tables.stride(0),
         k_cache.stride(1),
@@ -340,7 +344,7 @@ def paged_attention(
             workspace.stats,
             out,
             batch.positions,
-            batch.slots,
+            batch.slot_mapping,
             workspace.max_splits,
             depth,
             H=heads.num_heads,

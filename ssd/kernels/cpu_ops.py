@@ -59,7 +59,7 @@ class CpuOps:
         v_cache: torch.Tensor,
     ) -> torch.Tensor:
         return self._kernels.rope_and_store(
-            *(qkv, batch.positions, rope.cos, rope.sin, batch.slots, k_cache, v_cache, heads.num_heads),
+            *(qkv, batch.positions, rope.cos, rope.sin, batch.slot_mapping, k_cache, v_cache, heads.num_heads),
             q_norm=rope.q_norm,
             k_norm=rope.k_norm,
             eps=rope.eps,
@@ -68,7 +68,7 @@ class CpuOps:
     def attention(
         self, q: torch.Tensor, batch: DeviceBatch, heads: HeadShape, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> torch.Tensor:
-        tips = None if batch.branches is None else (batch.positions, batch.slots, batch.branches.depth)
+        tips = None if batch.branches is None else (batch.positions, batch.slot_mapping, batch.branches.depth)
         out = self._kernels.paged_attention(
             q, k_cache, v_cache, batch.query_start, batch.context_len, batch.block_tables, heads.scale, tips
         )

@@ -104,7 +104,7 @@ def rope_and_store(
     _rope_kernel[(qkv.shape[0], heads.num_heads + heads.num_kv_heads)](
         qkv,
         batch.positions,
-        batch.slots,
+        batch.slot_mapping,
         rope.cos,
         rope.sin,
         rope.q_norm,

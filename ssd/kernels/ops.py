@@ -26,13 +26,14 @@ class DeviceBatch:
 
     token_ids: torch.Tensor  # int32 [T]
     positions: torch.Tensor  # int32 [T]
-    slots: torch.Tensor  # int32 [T]; -1: write no KV (padding)
+    slot_mapping: torch.Tensor  # int32 [T], where each token's KV is written; -1: nowhere (padding)
     query_start: torch.Tensor  # int32 [S + 1]
     context_len: torch.Tensor  # int32 [S]
-    block_tables: torch.Tensor  # int32 [S, blocks]
+    block_tables: torch.Tensor  # int32 [rows, blocks]
     tiles: torch.Tensor  # int32 [2, tiles]: sequence (-1: padding) and first query token of each attention tile
     logit_rows: torch.Tensor | None  # int64 [rows]; None: all rows in order
     split_kv: bool  # decode-size queries: several programs share one row's KV
+    table_rows: torch.Tensor | None = None  # int32 [S]: each sequence's row of the block tables; None: in order (CPU)
     branches: Branches | None = None  # all rows are tips of branches (with split_kv; context_len is not used)
 
 
@@ -112,5 +113,5 @@ class Ops(Protocol):
         """Causal attention of q [T, heads, dim] over paged KV; [T, heads * dim].
 
         With `branches` of depth s, row r sees its sequence's positions before positions[r] - s through the block table,
-        then its own slots slots[r] - s .. slots[r]. A row of padding (slot -1) may come out as anything.
+        then its own slots slot_mapping[r] - s .. slot_mapping[r]. A row of padding (slot -1) may come out as anything.
         """

@@ -62,8 +62,8 @@ class ReferenceOps:
         if rope.q_norm is not None and rope.k_norm is not None:
             q, k = self.rms_norm(q, rope.q_norm, rope.eps), self.rms_norm(k, rope.k_norm, rope.eps)
         cos, sin = rope.cos[batch.positions][:, None], rope.sin[batch.positions][:, None]
-        k_cache.view(-1, kv, heads.head_dim)[batch.slots] = _rotate(k, cos, sin)
-        v_cache.view(-1, kv, heads.head_dim)[batch.slots] = v
+        k_cache.view(-1, kv, heads.head_dim)[batch.slot_mapping] = _rotate(k, cos, sin)
+        v_cache.view(-1, kv, heads.head_dim)[batch.slot_mapping] = v
         return _rotate(q, cos, sin)
 
     def attention(
@@ -102,7 +102,7 @@ def _attend_branches(
     q: torch.Tensor, batch: DeviceBatch, depth: int, heads: HeadShape, k_cache: torch.Tensor, v_cache: torch.Tensor
 ) -> torch.Tensor:
     out = torch.zeros_like(q)
-    positions, slots = batch.positions.tolist(), batch.slots.tolist()
+    positions, slots = batch.positions.tolist(), batch.slot_mapping.tolist()
     in_block = torch.arange(k_cache.shape[1], device=q.device)
     for table, rows in zip(batch.block_tables, itertools.pairwise(batch.query_start.tolist()), strict=True):
         shared = (table[:, None] * k_cache.shape[1] + in_block).flatten()

@@ -1,8 +1,8 @@
 """How much to speculate: as much as pays, by the clock.
 
-For each size of the batch it learns how long a round takes with K drafted tokens and so many outcomes prepared ahead,
-and how often the first, second, … of them stands; then it takes what yields the most tokens a second, plain decoding
-included. It decides how much is drafted, never what is accepted.
+For each size of the batch the controller learns how long a round takes with K drafted tokens and so many outcomes
+prepared ahead, and how often the first, second, … of them stands; then it takes what yields the most tokens a second,
+plain decoding included. It decides how much is drafted, never what is accepted.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ssd.config import K_MAX
-from ssd.core import Proposal, Sequence, Work
-from ssd.decoding.drafter import Drafter
-from ssd.drafting.ahead import WRITTEN, AheadDrafter
+from ssd.core import MODEL_WRITTEN, Outcome, Proposal, Sequence, Work
+from ssd.decoding.drafter import Drafter, Prepared, never
+from ssd.drafting.ahead import AheadDrafter
+from ssd.drafting.estimate import Frequency
 
 _ENOUGH = 3  # rounds that an arm is measured before it is believed
 _REVIEW = 128  # rounds until another arm is measured again
@@ -48,8 +49,8 @@ def make_arms(k: int | None, widths: Seq[int]) -> list[Arm]:
 
 
 @dataclass
-class _Seconds:
-    """Of a round, of late. A round that something else held up does not count."""
+class _RoundSeconds:
+    """Mean of the last rounds of an arm, in seconds; a round that took twice the median does not count."""
 
     last: deque[float] = field(default_factory=lambda: deque(maxlen=16))
     mean: float = 0.0
@@ -62,48 +63,31 @@ class _Seconds:
 
 
 @dataclass
-class _Rate:
-    """How often something happens, of how often it might, of late."""
-
-    happened: float
-    expected: float
-    keep: float  # what is left of the past at every trial
-
-    @property
-    def value(self) -> float:
-        return self.happened / self.expected
-
-    def add(self, happened: float, expected: float = 1.0) -> None:
-        self.happened = self.keep * self.happened + happened
-        self.expected = self.keep * self.expected + expected
-
-
-@dataclass
-class Pace:
-    """The clocks of one size of the batch."""
+class ArmTimes:
+    """How long rounds take with each arm, for one size of the batch; and the choice that follows."""
 
     arms: list[Arm]
-    seconds: dict[Arm, _Seconds] = field(default_factory=dict)  # in units of the level
+    seconds: dict[Arm, _RoundSeconds] = field(default_factory=dict)  # in units of the level
     current: Arm = PLAIN
-    level: float = 1.0  # how slow everything is
-    ready: _Rate = field(default_factory=lambda: _Rate(9.0, 10.0, keep=0.998))  # see `Paced.tokens`
+    level: float = 1.0  # how slow all arms are at present, against their means
+    ready: Frequency = field(default_factory=lambda: Frequency(9.0, 10.0, keep=0.998))  # see `DepthController.tokens`
     interval: int = _SOON  # rounds between reviews
     rounds: int = 0  # since the last one
     reviews: int = 0
     reviewed: dict[Arm, int] = field(default_factory=dict)  # in which review each arm was last measured
 
-    def like(self) -> Pace:
-        """For another size: starts with what is known of this one, and is soon reviewed."""
+    def like(self) -> ArmTimes:
+        """For another size of the batch: starts with what is known of this one, and is soon reviewed."""
         known = {arm: s.mean for arm, s in self.seconds.items() if s.last}
-        seconds = {arm: _Seconds(deque([mean] * _ENOUGH, maxlen=16), mean) for arm, mean in known.items()}
-        return Pace(self.arms, seconds, self.current, self.level, replace(self.ready))
+        seconds = {arm: _RoundSeconds(deque([mean] * _ENOUGH, maxlen=16), mean) for arm, mean in known.items()}
+        return ArmTimes(self.arms, seconds, self.current, self.level, replace(self.ready))
 
     def record(self, arm: Arm, seconds: float) -> None:
         """What makes this arm slower of late (longer texts, a busy machine) makes the others slower, too."""
         if self._count(arm) >= _ENOUGH:
             slower = seconds / self.level / self.seconds[arm].mean
             self.level *= 1 + (min(max(slower, 0.8), 1.25) - 1) / 16
-        self.seconds.setdefault(arm, _Seconds()).add(seconds / self.level)
+        self.seconds.setdefault(arm, _RoundSeconds()).add(seconds / self.level)
 
     def choose(self, tokens: Callable[[Arm], float]) -> Arm:
         """The next round's arm; `tokens(arm)` is what a round of an arm yields."""
@@ -133,7 +117,7 @@ class Pace:
         others = [arm for arm in self.arms if arm != self.current] or self.arms
         self.current = max(others, key=lambda arm: hope[arm])
         self.reviewed[self.current] = self.reviews
-        self.seconds[self.current] = _Seconds()
+        self.seconds[self.current] = _RoundSeconds()
         self.interval = min(2 * self.interval, _REVIEW)
         self.rounds = 0
 
@@ -166,111 +150,107 @@ class Pace:
         return s0 + (s1 - s0) * (arm.k - k0) / (k1 - k0)
 
 
-class _Drafted(NamedTuple):
-    """A draft under verification."""
+class _Round(NamedTuple):
+    """A round under way."""
 
-    decided: int  # tokens before it
-    length: int
-    origin: str
-    ready: _Rate | None  # of its size of the batch, if drafts were to be prepared
+    size: int  # of its batch: the exponent of the power of two that holds it
+    arm: Arm
+    comparable: bool  # same arm and size as the rounds before it, and no prompts: its time counts
 
 
-class Paced(Drafter):
+class DepthController(Drafter):
     """Drafts with `inner`, as much as pays."""
 
     def __init__(self, inner: Drafter, arms: list[Arm]) -> None:
+        super().__init__()
         self.inner = inner
+        self.stats = inner.stats
+        self.needs_tokens = inner.needs_tokens
         self._arms = arms
-        self._paces: dict[int, Pace] = {}  # by the power of two that holds a batch
-        self._stands = [_Rate(3.0, 4.0, keep=0.99) for _ in range(max(arm.k for arm in arms))]  # the i-th token
-        self._drafted: dict[int, _Drafted] = {}  # by sequence id
+        self._times: dict[int, ArmTimes] = {}  # by size of the batch
+        depth = max(arm.k for arm in arms)
+        self._stands = [Frequency(3.0, 4.0, keep=0.99) for _ in range(depth)]  # the i-th drafted token
+        self._rounds: dict[int, _Round] = {}  # by id of their lists of works
+        self._last: tuple[int, Arm] | None = None  # size and arm of the last round; None: it read prompts
+        self._alike = 0  # rounds in a row of that size and arm
+        self._active = False  # whether `inner` takes part in this round
         self._take(arms[-1])
-        self._like = 0  # rounds up to the last that can be compared: same arm, same size, no prompts
-        self._last: tuple[int, Arm] | None = None  # size and arm of the last round
-
-    @property
-    def failures(self) -> int:  # type: ignore[override]
-        return self.inner.failures
-
-    @property
-    def busy_seconds(self) -> float:  # type: ignore[override]
-        return self.inner.busy_seconds
-
-    @property
-    def hand_over_seconds(self) -> float:  # type: ignore[override]
-        return self.inner.hand_over_seconds
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
-        if not works:  # a round that only reads prompts
-            return []
-        for work in works:
-            self._learn(work.sequence)
-        size = (len(works) - 1).bit_length()
-        pace = self._pace(size)
-        self._time(size)
-        self.inner.round_seconds = self.round_seconds
-        proposals = self.inner.propose(works) if any(work.lookahead for work in works) else super().propose(works)
-        for work, proposal in zip(works, proposals, strict=True):
-            if work.lookahead and work.sequence.num_output:
-                drafted = len(proposal.token_ids[: work.lookahead])
-                ahead = pace.ready if self._arm.width else None
-                self._drafted[work.sequence.id] = _Drafted(len(work.sequence.tokens), drafted, proposal.origin, ahead)
-        self._take(pace.choose(lambda arm: self.tokens(arm, pace)))
-        return proposals
+        if not any(work.lookahead for work in works):
+            return super().propose(works)
+        return self.inner.propose(works)
 
-    def anticipate(self, works: Seq[Work]) -> None:
-        reading = any(work.num_tokens > 1 for work in works)
-        if reading:
-            self._last = None
-        if self.lookahead or reading:
-            self.inner.anticipate(works)
+    def settle(self, works: Seq[Work]) -> None:
+        self._active = self.lookahead > 0 or _reads_prompts(works)
+        if self._active:
+            self.inner.settle(works)
+
+    def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
+        if self._active:
+            self.inner.prepare(works, interrupted)
+        size = (max(1, sum(work.decides for work in works)) - 1).bit_length()
+        key = None if _reads_prompts(works) else (size, self._arm)
+        self._alike = self._alike + 1 if key is not None and key == self._last else 0
+        self._last = key
+        self._rounds[id(works)] = _Round(size, self._arm, self._alike > 1)  # a change of arm takes a round
+
+    def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
+        self.inner.observe(works, outcomes, seconds)
+        round_ = self._rounds.pop(id(works), None)
+        if round_ is None:
+            return
+        times = self._times_of(round_.size)
+        for outcome in outcomes:
+            if outcome is not None and outcome.draft:
+                self._learn(outcome, times.ready if round_.arm.width else None)
+        if round_.comparable:
+            times.record(round_.arm, seconds)
+        if any(outcome is not None for outcome in outcomes):
+            self._take(times.choose(lambda arm: self.tokens(arm, times)))
+
+    def prepared(self, sequence: Sequence) -> Prepared:
+        return self.inner.prepared(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        self._drafted.pop(sequence.id, None)
         self.inner.forget(sequence)
 
     def close(self) -> None:
         self.inner.close()
 
-    def tokens(self, arm: Arm, pace: Pace) -> float:
-        """What a round of that arm yields, of late.
+    def tokens(self, arm: Arm, times: ArmTimes) -> float:
+        """What a round of that arm yields.
 
         Texts differ more than arms do: so what stands is learned from all that the model drafts. Only, a prepared draft
         may not be there: `ready` is the share of first tokens that stand, of those that would if drafts were asked for.
         """
-        expected, reached = 1.0, pace.ready.value if arm.width else 1.0
+        expected, reached = 1.0, times.ready.value if arm.width else 1.0
         for stands in self._stands[: arm.k]:
             reached *= stands.value
             expected += reached
         return expected
 
-    def _learn(self, sequence: Sequence) -> None:
-        draft = self._drafted.pop(sequence.id, None)
-        accepted = len(sequence.tokens) - draft.decided - 1 if draft is not None else -1
-        if draft is None or not 0 <= accepted <= draft.length:
-            return
-        if draft.ready is not None:
-            draft.ready.add(accepted > 0, self._stands[0].value)
-            if draft.origin not in WRITTEN:
+    def _learn(self, outcome: Outcome, ready: Frequency | None) -> None:
+        accepted = outcome.num_accepted
+        if ready is not None:
+            ready.add(accepted > 0, self._stands[0].value)
+            if outcome.origin not in MODEL_WRITTEN:
                 return
-        for i in range(min(accepted + 1, draft.length)):
+        for i in range(min(accepted + 1, len(outcome.draft), len(self._stands))):
             self._stands[i].add(i < accepted)
 
     def _take(self, arm: Arm) -> None:
-        """For the next round."""
+        """For the rounds that are scheduled next."""
         self._arm, self.lookahead = arm, arm.k
         if isinstance(self.inner, AheadDrafter):
             self.inner.budget = arm.width
 
-    def _pace(self, size: int) -> Pace:
-        if size not in self._paces:
-            near = min(self._paces, key=lambda other: abs(other - size), default=None)
-            self._paces[size] = Pace(self._arms) if near is None else self._paces[near].like()
-        return self._paces[size]
+    def _times_of(self, size: int) -> ArmTimes:
+        if size not in self._times:
+            near = min(self._times, key=lambda other: abs(other - size), default=None)
+            self._times[size] = ArmTimes(self._arms) if near is None else self._times[near].like()
+        return self._times[size]
 
-    def _time(self, size: int) -> None:
-        """Of the round that has just ended, if the one before it was like it: a change of arm takes a round."""
-        before, self._last = self._last, (size, self._arm)
-        if before is not None and before[0] == size and self._like > 1:
-            self._paces[size].record(before[1], self.round_seconds)
-        self._like = self._like + 1 if before == self._last else 0
+
+def _reads_prompts(works: Seq[Work]) -> bool:
+    return any(work.num_tokens > 1 for work in works)

@@ -1,0 +1,83 @@
+"""Puts an engine together from its config: checkpoints, device, memory, models, scheduler, drafter, round."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ssd.assembly.device import batched_tokens, resolve_device
+from ssd.assembly.drafters import load_draft, make_drafter, open_draft, placed
+from ssd.assembly.memory import fitting_length, kv_blocks
+from ssd.assembly.models import load_decoder, make_runner, make_state, num_slots
+from ssd.config import EngineConfig
+from ssd.decoding.rejection import RejectionTarget
+from ssd.decoding.round import Round
+from ssd.engine.engine import Engine
+from ssd.engine.scheduler import Scheduler
+from ssd.errors import ConfigError
+from ssd.execution.runner import ModelRunner
+from ssd.execution.target import Target
+from ssd.kv.blocks import BlockPool
+from ssd.models.checkpoint import Checkpoint
+from ssd.models.open import open_checkpoint
+
+
+def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> tuple[Engine, EngineConfig]:
+    """Loads the model (from `config.model` unless it is handed in) and everything around it; ready for requests.
+
+    The config that is returned says what was chosen where the given one left it open.
+    """
+    checkpoint = checkpoint or open_checkpoint(config.model)
+    tokenizer = checkpoint.tokenizer()
+    device = resolve_device(config.device)
+    config = replace(config, device=device.type, speculation=placed(config.speculation, device))
+    draft = open_draft(config.speculation, tokenizer)
+    try:
+        here = draft if config.speculation.placement != "process" else None
+        runner, draft_runner, max_model_len = build_runners(config, checkpoint, here, device)
+        target = (RejectionTarget if config.speculation.acceptance == "rejection" else Target)(runner, runner.state)
+        target.warm_up()
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "the GPU's memory does not hold the models and their buffers: lower max_num_seqs, max_model_len or "
+            f"gpu_memory_utilization, or free memory on the device ({error})"
+        ) from error
+    pool = BlockPool(runner.num_blocks, config.block_size, prefix_caching=config.prefix_caching)
+    scheduler = Scheduler(
+        pool,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=batched_tokens(config, device),
+        num_slots=num_slots(config),
+    )
+    dtype = str(runner.decoder.dtype).removeprefix("torch.")
+    config = replace(config, dtype=dtype, max_model_len=max_model_len, num_kv_blocks=runner.num_blocks)  # type: ignore[arg-type]
+    config = replace(config, max_num_batched_tokens=scheduler.max_num_batched_tokens)
+    engine = Engine(
+        Round(target, make_drafter(config, draft_runner, runner.vocab_size)),
+        scheduler,
+        max_model_len=max_model_len,
+        stop_token_ids=frozenset(checkpoint.stop_token_ids),
+        tokenizer=tokenizer if tokenizer.available else None,
+    )
+    return engine, config
+
+
+def build_runners(
+    config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None, device: torch.device
+) -> tuple[ModelRunner, ModelRunner | None, int]:
+    """Target and draft on their device, each with its KV (as many blocks for both), and the longest sequence."""
+    model = checkpoint.config
+    limit = config.max_model_len or model.max_position
+    if limit > model.max_position:
+        raise ConfigError(f"max_model_len={limit} is beyond the model's {model.max_position} positions: lower it")
+    state = make_state(config, limit, model.vocab_size, device)
+    rows = config.max_num_seqs * (1 + config.speculation.lookahead)
+    models = [load_decoder(config, checkpoint, state, limit, rows)]
+    models += [load_draft(config, draft, state, limit)] if draft is not None else []
+    num_blocks = kv_blocks(config, models, limit)
+    limit = fitting_length(config, limit, num_blocks * config.block_size)
+    runners = [make_runner(config, loaded, state, num_blocks, limit) for loaded in models]
+    if device.type == "cuda" and not config.eager:
+        runners[0].capture_graphs()
+    return runners[0], runners[1] if draft is not None else None, limit

@@ -1,0 +1,53 @@
+"""Which device, number type and kernels an engine uses."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from ssd.config import EngineConfig
+from ssd.errors import ConfigError
+from ssd.kernels.ops import Ops
+from ssd.models.config import DecoderConfig
+
+
+def resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r}, but torch sees no CUDA device: use device='cpu', or install a CUDA build")
+    return torch.device(name)
+
+
+def resolve_dtype(config: EngineConfig, model: DecoderConfig, device: torch.device) -> torch.dtype:
+    """`auto`: float32 on the CPU; on a GPU the checkpoint's own 16-bit type, bfloat16 where it has none."""
+    name = config.dtype
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else "float16" if model.dtype == "float16" else "bfloat16"
+    if name == "float16" and device.type == "cpu":
+        raise ConfigError("dtype='float16' is for GPUs: on the CPU use float32 (exact) or bfloat16 (half the memory)")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def make_ops(device: torch.device) -> Ops:
+    """The kernels of a device: Triton on CUDA; C on the CPU, or plain torch where there is no C compiler."""
+    if device.type == "cuda":
+        from ssd.kernels.triton_ops import TritonOps
+
+        return TritonOps()
+    from ssd.kernels.cpu_ops import CpuOps
+    from ssd.kernels.reference import ReferenceOps
+
+    return CpuOps.load() or ReferenceOps()
+
+
+def batched_tokens(config: EngineConfig, device: torch.device) -> int:
+    default = 2048 if device.type == "cuda" else 512
+    return config.max_num_batched_tokens or max(default, config.max_num_seqs)

@@ -1,0 +1,193 @@
+"""Who drafts: from the speculation options to a drafter, in this process or in one of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from ssd.assembly.device import batched_tokens, num_cores, resolve_device
+from ssd.assembly.memory import Loaded, kv_blocks
+from ssd.assembly.models import load_decoder, make_runner, make_state
+from ssd.config import NGRAM, EngineConfig, SpeculationConfig, build
+from ssd.core import is_int
+from ssd.decoding.drafter import Drafter
+from ssd.drafting.ahead import AheadDrafter
+from ssd.drafting.controller import DepthController, make_arms
+from ssd.drafting.fan_out import Adaptive, FanOut, Geometric, Listed
+from ssd.drafting.model import DraftModel, ModelDrafter
+from ssd.drafting.ngram import NgramDrafter
+from ssd.drafting.process import ProcessDrafter
+from ssd.drafting.runner import DraftRunner
+from ssd.drafting.supervisor import Worker
+from ssd.drafting.worker import WorkerDrafter
+from ssd.errors import ConfigError
+from ssd.execution.graphs import row_buckets
+from ssd.execution.runner import ModelRunner
+from ssd.execution.state import SequenceState
+from ssd.models.checkpoint import Checkpoint
+from ssd.models.open import open_checkpoint
+from ssd.text.tokenizer import Tokenizer
+
+log = logging.getLogger("ssd")
+_MAX_BRANCHES = 256  # of all sequences together
+_WORKER_START_SECONDS = 120.0
+
+
+def open_draft(speculation: SpeculationConfig, tokenizer: Tokenizer) -> Checkpoint | None:
+    """The draft model's checkpoint, if there is to be one. Its token ids must mean what the target's mean."""
+    if speculation.draft is None or speculation.draft == NGRAM:
+        return None
+    checkpoint = open_checkpoint(speculation.draft)
+    difference = tokenizer.difference(checkpoint.tokenizer())
+    if difference is not None:
+        raise ConfigError(
+            f"speculation draft={speculation.draft!r} has another tokenizer than the target ({difference}): use a "
+            f"draft of the same family, or draft={NGRAM!r}, which needs no model"
+        )
+    return checkpoint
+
+
+def placed(speculation: SpeculationConfig, device: torch.device) -> SpeculationConfig:
+    """With a placement that the machine has: `auto` is a stream of the GPU, or a process on a CPU's second core."""
+    if speculation.mode != "ssd":
+        return speculation
+    placement = speculation.placement
+    if placement == "auto":
+        placement = "stream" if device.type == "cuda" else "process" if num_cores() > 1 else "inline"
+    if placement == "stream" and device.type != "cuda":
+        raise ConfigError('speculation placement="stream" is for GPUs: use "process", or "inline"')
+    if placement == "process" and device.type == "cuda" and torch.cuda.device_count() < 2:
+        raise ConfigError('speculation placement="process" needs a second GPU for the draft: use "stream"')
+    if placement == "process" and speculation.budget == "auto":
+        raise ConfigError(
+            'speculation budget="auto" is for a draft beside the target on its GPU (placement="stream"): give a number'
+        )
+    return replace(speculation, placement=placement)
+
+
+def make_drafter(config: EngineConfig, runner: ModelRunner | None, vocab_size: int) -> Drafter:
+    """`runner` is that of the draft model, if it is in this process."""
+    speculation = config.speculation
+    if speculation.placement == "process":
+        return controlled(start_worker(config, vocab_size), speculation)
+    model = make_draft_model(config, runner) if runner is not None else None
+    return controlled(drafter_with(model, speculation), speculation)
+
+
+def controlled(drafter: Drafter, speculation: SpeculationConfig) -> Drafter:
+    """The drafter, if need be under a controller that finds out how much pays."""
+    if "auto" not in (speculation.k, speculation.budget):
+        return drafter
+    widths = speculation.budgets if isinstance(drafter, AheadDrafter) else (0,)
+    return DepthController(drafter, make_arms(None if speculation.k == "auto" else speculation.lookahead, widths))
+
+
+def drafter_with(model: DraftModel | None, speculation: SpeculationConfig) -> Drafter:
+    """Drafts in this process, with a model or without one."""
+    if speculation.mode == "ar":
+        return Drafter()
+    if model is None:
+        return NgramDrafter(speculation.lookahead)
+    if speculation.mode == "sd":
+        return ModelDrafter(model, speculation.lookahead)
+    return AheadDrafter(
+        model,
+        make_fan_out(speculation),
+        lookahead=speculation.lookahead,
+        budget=max(speculation.budgets),
+        backup=speculation.backup,
+        overlap=speculation.placement == "stream",
+    )
+
+
+def make_fan_out(speculation: SpeculationConfig) -> FanOut:
+    if speculation.fan_out_hit is not None and speculation.fan_out_miss is not None:
+        return Listed(tuple(speculation.fan_out_hit), tuple(speculation.fan_out_miss))
+    if is_int(speculation.fan_out):
+        each = (int(speculation.fan_out),) * (speculation.lookahead + 1)
+        return Listed(each, each)
+    return Geometric() if speculation.fan_out == "geometric" else Adaptive()
+
+
+def make_draft_model(config: EngineConfig, runner: ModelRunner) -> DraftModel:
+    speculation = config.speculation
+    draft_runner = DraftRunner(
+        runner,
+        lookahead=speculation.lookahead,
+        max_sequences=config.max_num_seqs,
+        max_rows=draft_rows(config),
+        widths=speculation.budgets if speculation.mode == "ssd" else (),
+        rejection=speculation.acceptance == "rejection",
+        saguaro_c=speculation.saguaro_c,
+        graphs=not config.eager,
+    )
+    if draft_runner.on_cuda and not config.eager:
+        draft_runner.capture(row_buckets(config.max_num_seqs), make_fan_out(speculation))
+        runner.capture_graphs(prefill_only=True)
+    return DraftModel(
+        draft_runner,
+        max_len=runner.decoder.config.max_position,
+        max_num_batched_tokens=batched_tokens(config, runner.decoder.device),
+        prefix_caching=config.prefix_caching,
+    )
+
+
+def draft_rows(config: EngineConfig) -> int:
+    """Rows that a draft extends side by side: one a sequence, or its branches, as far as they are worth their time."""
+    if config.speculation.mode == "sd":
+        return config.max_num_seqs
+    return max(config.max_num_seqs, min(_MAX_BRANCHES, config.max_num_seqs * max(config.speculation.budgets)))
+
+
+def load_draft(config: EngineConfig, draft: Checkpoint, state: SequenceState, limit: int) -> Loaded:
+    """A draft reads a whole draft of every sequence at once, and writes as far again ahead of it."""
+    reads, rows = 1 + config.speculation.lookahead, draft_rows(config)
+    return load_decoder(
+        config,
+        draft,
+        state,
+        min(limit, draft.config.max_position),
+        max(rows, config.max_num_seqs * reads),
+        beyond=2 * reads,
+        scratch_slots=DraftRunner.scratch_slots(rows, config.speculation.lookahead),
+    )
+
+
+def start_worker(config: EngineConfig, vocab_size: int) -> Drafter:
+    """The drafter in a process of its own, on a core or a GPU of its own."""
+    setup, environment = {"config": asdict(config), "vocab_size": vocab_size}, dict(os.environ)
+    threads = torch.get_num_threads()
+    if resolve_device(config.device).type == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[1]
+    else:
+        torch.set_num_threads(max(1, min(threads, num_cores() - 1)))
+    drafter = ProcessDrafter(
+        lambda: Worker(setup, environment=environment),
+        config.speculation.lookahead,
+        vocab_size,
+        ended=lambda: torch.set_num_threads(threads),
+    )
+    if not drafter.wait_ready(_WORKER_START_SECONDS):
+        log.warning("the drafter's process is not ready yet: decoding begins without it")
+    return drafter
+
+
+def build_worker_drafter(setup: Mapping[str, Any]) -> WorkerDrafter:
+    """What a worker runs: the same drafter, over a state of its own."""
+    config = build(EngineConfig, dict(setup["config"]))
+    config = replace(config, speculation=replace(config.speculation, placement="inline"))
+    device = resolve_device(config.device)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    draft = open_checkpoint(str(config.speculation.draft))
+    limit = config.max_model_len or draft.config.max_position
+    state = make_state(config, limit, int(setup["vocab_size"]), device)
+    loaded = load_draft(config, draft, state, limit)
+    runner = make_runner(config, loaded, state, kv_blocks(config, [loaded], loaded.max_len), loaded.max_len)
+    return WorkerDrafter(drafter_with(make_draft_model(config, runner), config.speculation), state)

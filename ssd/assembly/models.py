@@ -1,0 +1,62 @@
+"""Models with their weights, KV and graphs on their device."""
+
+from __future__ import annotations
+
+import torch
+
+from ssd.assembly.device import batched_tokens, make_ops, resolve_dtype
+from ssd.assembly.memory import Loaded
+from ssd.config import EngineConfig
+from ssd.execution.runner import ModelRunner
+from ssd.execution.state import SequenceState
+from ssd.models.checkpoint import Checkpoint
+from ssd.models.decoder import Decoder
+
+
+def num_slots(config: EngineConfig) -> int:
+    """More than sequences run at a time: one that has finished keeps its slot while a round in flight uses it."""
+    return config.max_num_seqs + max(4, config.max_num_seqs // 4)
+
+
+def make_state(config: EngineConfig, max_len: int, vocab_size: int, device: torch.device) -> SequenceState:
+    return SequenceState(
+        num_slots(config),
+        max_len=max_len,
+        lookahead=config.speculation.lookahead,
+        vocab_size=vocab_size,
+        device=device,
+    )
+
+
+def load_decoder(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    state: SequenceState,
+    max_len: int,
+    max_rows: int,
+    *,
+    beyond: int = 0,
+    scratch_slots: int = 0,
+) -> Loaded:
+    """Weights, and attention scratch for the state's positions and as many as `beyond` after those."""
+    device = state.device
+    ops, dtype = make_ops(device), resolve_dtype(config, checkpoint.config, device)
+    positions = state.max_positions + beyond
+    decoder = Decoder(checkpoint.config, ops, device=device, dtype=dtype, max_positions=positions)
+    decoder.load(checkpoint.weights(device, dtype))
+    ops.reserve(max_rows, positions, decoder.layers[0].heads, device)
+    return Loaded(decoder, max_len, max_rows, scratch_slots)
+
+
+def make_runner(config: EngineConfig, loaded: Loaded, state: SequenceState, num_blocks: int, limit: int) -> ModelRunner:
+    runner = ModelRunner(
+        loaded.decoder,
+        state,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_decode_rows=loaded.max_rows,
+        scratch_slots=loaded.scratch_slots,
+    )
+    if loaded.decoder.device.type == "cuda":
+        runner.warm_up(min(batched_tokens(config, loaded.decoder.device), limit, loaded.max_len))
+    return runner

@@ -1,0 +1,154 @@
+"""The rejection rule of speculative sampling, decided on the host.
+
+A drafted token stands with probability min(1, p/q); at the first that falls, the target draws from what p has more than
+q. The text follows the target's distribution, but differs from what it writes alone with the same seed. Greedy rows,
+and rows without a draft, are decided by the target's own choice, as under the coupled rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ssd.core import Outcome, Work
+from ssd.execution.batch import Batch
+from ssd.execution.clock import Clock, now
+from ssd.execution.state import to_device
+from ssd.execution.target import RawLogits, Target, Verification, first_logit_rows, upload_drafts
+from ssd.sampling.noise import Stream, uniform
+from ssd.sampling.sampler import Needs, Rows
+
+
+@dataclass
+class _Decided:
+    outcomes: list[Outcome | None]
+    began: Clock
+    ended: Clock
+
+    def collect(self) -> list[Outcome | None]:
+        return self.outcomes
+
+
+class RejectionTarget(Target):
+    """A target that decides by the rejection rule. A proposal without distributions was not drawn at all: its q is one
+    on each of its tokens."""
+
+    synchronous = True
+
+    @torch.inference_mode()
+    def launch(self, works: Seq[Work], settle: Callable[[], None] = lambda: None) -> Verification:
+        settle()
+        began = now(self.state.device)
+        upload_drafts(self.state, works)
+        self.runner.tables.update([(work.slot, work.sequence.kv.blocks) for work in works])
+        forward = self.runner.run(self.runner.stage(Batch.of(works)))
+        starts = first_logit_rows(works, gather=forward.inputs.gather)
+        raw = RawLogits.of(works, forward)
+        decisions = self._tokens(works, starts, forward.logits, forward.inputs.decided(self.state))
+        details = None
+        if raw is not None:
+            padded = [(decisions[i] + [0] * len(rows))[: len(rows)] for i, rows in raw.rows.items()]
+            details = raw.fetch(to_device(np.concatenate(padded), self.state.device))
+        outcomes: list[Outcome | None] = []
+        for i, (work, tokens) in enumerate(zip(works, decisions, strict=True)):
+            if not work.decides:
+                outcomes.append(None)
+                continue
+            self.state.append(work.slot, len(work.sequence.tokens), tokens, len(tokens) - 1)
+            logprobs = details.of(i, tokens) if details is not None else ()
+            outcomes.append(Outcome(tuple(tokens), logprobs, work.proposal.token_ids, work.proposal.origin))
+        return _Decided(outcomes, began, now(self.state.device))
+
+    def _tokens(self, works: Seq[Work], starts: Seq[int], logits: torch.Tensor, rows: Rows) -> list[list[int]]:
+        """The tokens that each work ends with."""
+        needs = Needs.of([work.sequence.params for work in works if work.decides])
+        if needs.adjusted:
+            self.sampler.adjust(logits, rows)
+        needs = Needs(truncated=needs.truncated)
+        trials = [
+            _Trial(work, start)
+            for work, start in zip(works, starts, strict=True)
+            if work.num_logits > 1 and not work.sequence.params.greedy
+        ]
+        drawn = self._draw(trials, logits, rows, needs) if trials else {}
+        chosen = self.sampler.choose(logits, rows, needs).tolist() if len(logits) else []
+        return [
+            drawn[id(work)] if id(work) in drawn else _while_equal(work, chosen[start : start + work.num_logits])
+            for work, start in zip(works, starts, strict=True)
+        ]
+
+    def _draw(self, trials: Seq[_Trial], logits: torch.Tensor, rows: Rows, needs: Needs) -> dict[int, list[int]]:
+        wanted = [trial.first_row + j for trial in trials for j in range(trial.work.num_logits)]
+        p = self.sampler.distribution(*_select(logits, rows, wanted), needs)
+        starts = np.cumsum([0, *(trial.work.num_logits for trial in trials)]).tolist()
+        ratios = _drafted_probabilities(trials, p, starts)
+        accepted = [_accepted(trial, pairs) for trial, pairs in zip(trials, ratios, strict=True)]
+        final = [_final(trial, p[start:], n) for trial, start, n in zip(trials, starts, accepted, strict=False)]
+        last = [trial.first_row + n for trial, n in zip(trials, accepted, strict=True)]
+        own = self.sampler.draw(torch.stack(final), _select(logits, rows, last)[1], Stream.RECOVERY).tolist()
+        return {id(t.work): [*t.drafted[:n], token] for t, n, token in zip(trials, accepted, own, strict=True)}
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A sampled work with a draft, and where its logits are."""
+
+    work: Work
+    first_row: int
+
+    @property
+    def drafted(self) -> tuple[int, ...]:
+        return self.work.proposal.token_ids
+
+
+def _select(logits: torch.Tensor, rows: Rows, wanted: Seq[int]) -> tuple[torch.Tensor, Rows]:
+    index = to_device(np.array(wanted), logits.device)
+    drafted = None if rows.num_drafted is None else rows.num_drafted[index]
+    return logits[index], Rows(rows.slots[index], rows.positions[index], drafted, rows.drafts)
+
+
+def _drafted_probabilities(trials: Seq[_Trial], p: torch.Tensor, starts: Seq[int]) -> list[list[tuple[float, float]]]:
+    """For every drafted token what the target gives it, and what the draft gave it."""
+    positions = [start + j for trial, start in zip(trials, starts, strict=False) for j in range(len(trial.drafted))]
+    tokens = [token for trial in trials for token in trial.drafted]
+    ps = iter(p[positions, tokens].tolist())
+    pairs = []
+    for trial in trials:
+        q, k = trial.work.proposal.distributions, len(trial.drafted)
+        qs = [1.0] * k if q is None else q[range(k), list(trial.drafted)].tolist()
+        pairs.append([(next(ps), each) for each in qs])
+    return pairs
+
+
+def _accepted(trial: _Trial, pairs: Seq[tuple[float, float]]) -> int:
+    sequence = trial.work.sequence
+    for j, (p, q) in enumerate(pairs):
+        if not uniform(sequence.seed, len(sequence.tokens) + j) * q < p:
+            return j
+    return len(pairs)
+
+
+def _final(trial: _Trial, p: torch.Tensor, accepted: int) -> torch.Tensor:
+    """Where the target's own token is drawn from: p after a whole draft, else what p has more than q."""
+    own = p[accepted]
+    if accepted == len(trial.drafted):
+        return own
+    q = trial.work.proposal.distributions
+    if q is None:
+        rest = own.clone()
+        rest[trial.drafted[accepted]] = 0.0
+    else:
+        rest = (own - q[accepted].to(own)).clamp_(min=0.0)
+    return rest if float(rest.sum()) > 0.0 else own  # p equals q: only rounding can have rejected
+
+
+def _while_equal(work: Work, chosen: list[int]) -> list[int]:
+    """Drafted tokens as long as the target chooses them too, then its own."""
+    drafted, accepted = work.proposal.token_ids, 0
+    while accepted < len(drafted) and drafted[accepted] == chosen[accepted]:
+        accepted += 1
+    return chosen[: accepted + 1]

@@ -1,0 +1,530 @@
+"""What a draft model computes in one go: reads the newest tokens of some sequences, then writes ahead of them.
+
+Every depth is one forward over all rows; tokens, positions and KV slots of the next depth are computed on the device,
+so no host stands between two of them. On CUDA every piece (the reading, each depth) is a graph.
+
+`write` continues each sequence once (SD). `branch` prepares for what a verification may decide (SSD): it reads the
+draft that is being verified, plans which outcomes to prepare for, and continues each of them as a branch. A branch's KV
+beyond the tokens that it shares with its sequence is in branch slots of its own, outside of the blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ssd.core import Origin, SamplingParams
+from ssd.decoding.drafter import never
+from ssd.drafting.fan_out import RANKS, FanOut, OutcomeStatistics
+from ssd.execution.batch import round_kernels
+from ssd.execution.clock import Clock, StreamClock, now
+from ssd.execution.graphs import capture
+from ssd.execution.runner import ModelRunner
+from ssd.execution.state import to_device, to_host
+from ssd.kernels.ops import Branches, DeviceBatch
+from ssd.sampling.noise import Stream
+from ssd.sampling.sampler import Needs, Rows, Sampler, reweighted
+
+_FEW_READS = 5  # tokens of a sequence after a draft of four, at most
+_SURE = 1e4  # confidence where only one token is possible
+
+
+class RunShape(NamedTuple):
+    """What the graphs of a run are specific to."""
+
+    sequences: int
+    reads: int  # tokens of a sequence that are read; sequences with fewer are padded
+    width: int  # branches of a sequence; 0: `write`, one row each
+    needs: Needs
+    fan_out: FanOut | None = None  # who plans the branches
+
+    @property
+    def rows(self) -> int:
+        return self.sequences * max(1, self.width)
+
+
+class _Constants(NamedTuple):
+    """Integers that are the same in every run of a shape."""
+
+    place: torch.Tensor  # [reads]
+    before: torch.Tensor  # [sequences]: the row before the first of each sequence's tokens
+    sequence: torch.Tensor  # [rows]: of each row
+    read_start: torch.Tensor  # [sequences + 1]
+    read_tiles: torch.Tensor
+    start: torch.Tensor  # [sequences + 1], of the rows
+    tiles: torch.Tensor
+    branch_slots: torch.Tensor  # [rows]: the first KV slot of each
+
+
+@dataclass(frozen=True)
+class StagedBranches:
+    """What `branch` runs on."""
+
+    slots: list[int]
+    shape: RunShape
+    at: Clock
+
+
+@dataclass
+class DraftRun:
+    """A run of a draft model, as it was launched; on a GPU its results are copied when the stream gets there."""
+
+    slots: list[int]
+    width: int
+    depth: int  # tokens that were written after the first of each row
+    began: Clock
+    ended: Clock
+    _chain: torch.Tensor  # the first token of every row (an outcome's own, or the first written one), then the others
+    _after: torch.Tensor
+    _likeliest: torch.Tensor
+    _confidence: torch.Tensor
+
+    @functools.cached_property
+    def tokens(self) -> list[list[int]]:
+        """Of every row; row `i * width + b` is branch b of sequence i."""
+        self.ended.wait()
+        found: list[list[int]] = self._chain.tolist()
+        return found
+
+    @functools.cached_property
+    def after(self) -> list[list[int]]:
+        """Of every sequence, for each of its branches: how many drafted tokens stand before it (`branch` only)."""
+        self.ended.wait()
+        found: list[list[int]] = self._after.tolist()
+        return found
+
+    @functools.cached_property
+    def likeliest(self) -> list[list[list[int]]]:
+        """Of every sequence, for every token that was read: what may follow it, likeliest first (`branch` only)."""
+        self.ended.wait()
+        found: list[list[list[int]]] = self._likeliest.view(len(self.after), -1, RANKS).tolist()
+        return found
+
+    @functools.cached_property
+    def confidence(self) -> list[list[float]]:
+        """Of every sequence: the confidence of the draft that is being verified (`branch` only)."""
+        self.ended.wait()
+        found: list[list[float]] = self._confidence.tolist()
+        return found
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, once it has ended."""
+        return self.ended.since(self.began)
+
+
+class DraftRunner:
+    """Fixed buffers, and the pieces that run over them. `lookahead` is the most tokens that are written ahead.
+
+    `rejection`: tokens are drawn from the draft's own distributions, which are kept, instead of being chosen with the
+    target's noise; a `saguaro_c` below one then draws its likeliest tokens less often.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        lookahead: int,
+        max_sequences: int,
+        max_rows: int,
+        widths: Seq[int] = (),
+        rejection: bool = False,
+        saguaro_c: float = 1.0,
+        graphs: bool = False,
+    ) -> None:
+        self.runner = runner
+        self.state = runner.state
+        self.lookahead = lookahead
+        self.reads = lookahead + 1  # the most tokens of a sequence that a run reads
+        self.max_sequences = max_sequences
+        self.max_rows = max_rows
+        self.widths = sorted({min(width, RANKS * (lookahead + 1)) for width in widths})  # that there are shapes for
+        self.max_width = max(self.widths, default=0)
+        self.rejection = rejection
+        self.saguaro_c = saguaro_c
+        self.sampler = Sampler(self.state.sampling)
+        self.vocab_size = self.state.vocab_size  # the target's
+        device = self.device = self.state.device
+        self.on_cuda = device.type == "cuda"
+        self.stream = torch.cuda.Stream(priority=-1) if self.on_cuda else None  # type: ignore[no-untyped-call]
+        self.computed = self._zeros(self.state.num_slots + 1)  # by slot: tokens with KV in the blocks, drafts included
+        self._slots, self._drafted, self._first, self._count = (self._zeros(max_sequences) for _ in range(4))
+        self._tokens = self._zeros(max_sequences, self.reads + 1)
+        self._after, self._rank = (self._zeros(max_sequences, max(1, self.max_width)) for _ in range(2))
+        self._plan_constants = torch.zeros(4 * (lookahead + 1) * max(1, self.max_width) + 64, device=device)
+        self._verified_confidence = torch.zeros((max_sequences, self.state.drafts.shape[1]), device=device)
+        self._hit = self._zeros(max_sequences)
+        self._chain = self._zeros(max_rows, lookahead + 1)
+        self._confidence = torch.zeros((max_rows, lookahead + 1), device=device)
+        self._likeliest = self._zeros(max_sequences * self.reads, RANKS)
+        kept = (lookahead + 1, max_rows, self.vocab_size) if rejection else (0,)
+        self._distributions = torch.zeros(kept, dtype=torch.float64, device=device)  # of each column of the chain
+        self._constants_of: dict[RunShape, _Constants] = {}
+        self._branch_slots = runner.scratch_slot  # those of every row, then one for what nobody reads
+        self._nowhere = self._branch_slots + max_rows * lookahead
+        self._graphs: dict[tuple[RunShape, int], torch.cuda.CUDAGraph] | None = {} if graphs and self.on_cuda else None
+        self._graph_pool: Any = None
+
+    @staticmethod
+    def scratch_slots(max_rows: int, lookahead: int) -> int:
+        """KV slots outside of the blocks."""
+        return max_rows * lookahead + 1
+
+    # --- running ------------------------------------------------------------------------------------------------------
+
+    def width_of(self, sequences: int) -> int:
+        """How many branches each of some sequences may have."""
+        return min(self.max_width, self.max_rows // self._bucket(sequences))
+
+    @torch.inference_mode()
+    def write(
+        self, slots: Seq[int], params: Seq[SamplingParams], count: int, reads: int, origin: Origin = Origin.DRAFT
+    ) -> DraftRun:
+        """`count` tokens after the last of each sequence, which become its draft; `reads`: most tokens to be read."""
+        shape = self._shape(len(slots), reads, 0, params)
+        began = now(self.device)
+        self._stage(slots, [0] * len(slots), shape)
+        self._piece(shape, -1)
+        for depth in range(count - 1):
+            self._piece(shape, depth)
+        index = self._slots[: shape.sequences]
+        self.state.drafts[index, :count] = self._chain[: shape.sequences, :count]
+        self.state.confidence[index, :count] = self._confidence[: shape.sequences, :count]
+        self.state.origin[index] = int(origin)
+        return self._launched(slots, shape, count - 1, began)
+
+    @torch.inference_mode()
+    def stage_branches(
+        self,
+        slots: Seq[int],
+        drafted: Seq[int],
+        params: Seq[SamplingParams],
+        *,
+        budget: int,
+        fan_out: FanOut,
+        statistics: OutcomeStatistics,
+    ) -> StagedBranches:
+        """Reads what `branch` needs of the state, before the verification of `drafted` tokens of each sequence."""
+        width = min(fan_out.width(budget), self.width_of(len(slots)))
+        if self.on_cuda:
+            width = min(self.width_of(len(slots)), next(each for each in self.widths if each >= width))
+        shape = self._shape(len(slots), max(drafted) + 1, width, params)._replace(fan_out=fan_out)
+        self._stage(slots, drafted, shape)
+        constants = fan_out.constants(statistics, self.state.drafts.shape[1], width)
+        self._plan_constants[: len(constants)].copy_(to_device(constants, self.device))
+        return StagedBranches(list(slots), shape, now(self.device))
+
+    @torch.inference_mode()
+    def branch(
+        self,
+        staged: StagedBranches,
+        count: int,
+        *,
+        overlap: bool = False,
+        interrupted: Callable[[], bool] = never,
+    ) -> DraftRun:
+        """`count` tokens after each likely outcome of the verification.
+
+        `overlap`: on a stream of its own, beside what was launched since. `interrupted` is asked between two depths,
+        where there are no graphs.
+        """
+        shape = staged.shape
+        with self.beside(staged.at) if overlap else nullcontext():
+            began = now(self.device)
+            self._piece(shape, -1)
+            done = 0
+            while done < count and not (self._graphs is None and interrupted()):
+                self._piece(shape, done)
+                done += 1
+            return self._launched(staged.slots, shape, done, began)
+
+    @torch.inference_mode()
+    def look_up(self, run: DraftRun) -> None:
+        """Gives every sequence of the last `branch` the draft that was prepared for what has been decided since.
+
+        After a miss that is one for another last token, if there is any; the state's `origin` tells.
+        """
+        self.join()
+        sequences = self._bucket(len(run.slots))
+        round_kernels(self.device).look_up(
+            slots=self._slots[:sequences],
+            after=self._after[:sequences, : run.width],
+            chain=self._chain,
+            chain_confidence=self._confidence,
+            depth=run.depth,
+            length=self.state.length,
+            token_ids=self.state.token_ids,
+            num_accepted=self.state.num_accepted,
+            drafts=self.state.drafts,
+            confidence=self.state.confidence,
+            origin=self.state.origin,
+            hit=Origin.HIT,
+            miss=Origin.SIBLING,
+        )
+
+    def distributions(self, row: int, first: int, last: int) -> torch.Tensor:
+        """What a row's tokens first..last-1 of the last run were drawn from: float64 [tokens, V]."""
+        return self._distributions[first:last, row].clone()
+
+    def capture(self, sequences: Seq[int], fan_out: FanOut | None) -> None:
+        """Records the graphs of common parameters now, so that no request waits for them."""
+        if self._graphs is None:
+            return
+        for count in sorted({self._bucket(n) for n in sequences}, reverse=True):
+            self._stage([self.state.padding] * count, [0] * count, RunShape(count, self.reads, 0, Needs()))
+            for width in {0, *(min(width, self.max_rows // count) for width in self.widths)}:
+                planned = fan_out if width else None
+                for reads in {self._reads(1), self.reads}:
+                    self._piece(RunShape(count, reads, width, Needs(), planned), -1)
+                for piece in range(self.lookahead if width else self.lookahead - 1):
+                    self._piece(RunShape(count, self.reads, width, Needs()), piece)
+
+    def beside(self, since: Clock | None = None) -> AbstractContextManager[object]:
+        """A stream of its own, which goes on from here (or from that earlier point) beside the current one."""
+        if self.stream is None:
+            return nullcontext()
+        if isinstance(since, StreamClock):
+            self.stream.wait_event(since.event)
+        else:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self.stream)
+
+    def origins(self, slots: Seq[int]) -> list[Origin]:
+        """Of the drafts in the state. Waits for the device."""
+        return [Origin(value) for value in self.state.origin[to_device(np.array(slots), self.device)].tolist()]
+
+    def join(self) -> None:
+        """Lets the current stream wait for what runs beside it."""
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+
+    def _launched(self, slots: Seq[int], shape: RunShape, depth: int, began: Clock) -> DraftRun:
+        wanted = shape.sequences if shape.width else 0
+        rows = shape.rows if shape.width or self.rejection else 0  # a plain draft is nobody's business but the state's
+        copies = (
+            self._chain[:rows, : depth + 1],
+            self._after[:wanted, : shape.width],
+            self._likeliest[: wanted * shape.reads],
+            self._verified_confidence[:wanted],
+        )
+        chain, after, likeliest, confidence = map(to_host, copies)
+        return DraftRun(list(slots), shape.width, depth, began, now(self.device), chain, after, likeliest, confidence)
+
+    def _shape(self, sequences: int, reads: int, width: int, params: Seq[SamplingParams]) -> RunShape:
+        return RunShape(self._bucket(sequences), self._reads(reads), width, Needs.of(params))
+
+    def _bucket(self, sequences: int) -> int:
+        if not self.on_cuda:
+            return sequences
+        return min(self.max_sequences, 1 << (sequences - 1).bit_length())
+
+    def _reads(self, count: int) -> int:
+        """Tokens of a sequence that there are graphs for: few, or all."""
+        if not self.on_cuda:
+            return count
+        return min(_FEW_READS, self.reads) if count <= _FEW_READS else self.reads
+
+    def _piece(self, shape: RunShape, piece: int) -> None:
+        """Piece -1 reads and finds each row's first token; piece s extends every row by one token."""
+        if self._graphs is None:
+            self._compute(shape, piece)
+            return
+        if piece >= 0:  # how much was read, and who planned, is the same to it
+            shape = shape._replace(reads=self.reads, fan_out=None)
+        key = shape, piece
+        if key in self._graphs:
+            self._graphs[key].replay()
+            return
+        self._compute(shape, piece)  # this time; the graph is for later
+        stream = torch.cuda.current_stream()
+        own = stream if stream != torch.cuda.default_stream() else None
+        self._graphs[key], _ = capture(lambda: self._compute(shape, piece), self._graph_pool, stream=own)
+        self._graph_pool = self._graphs[key].pool()
+
+    def _stage(self, slots: Seq[int], drafted: Seq[int], shape: RunShape) -> None:
+        """Snapshots what the run reads of the state. What runs beside must have ended: its inputs are overwritten."""
+        self.join()
+        padding = shape.sequences - len(slots)
+        lists = [[*slots, *[self.state.padding] * padding], [*drafted, *[0] * padding]]
+        integers = to_device(np.array(lists, dtype=np.int32), self.device)
+        n = shape.sequences
+        self._slots[:n].copy_(integers[0])
+        self._drafted[:n].copy_(integers[1])
+        round_kernels(self.device).stage(
+            slots=self._slots[:n],
+            num_drafted=self._drafted[:n],
+            length=self.state.length,
+            token_ids=self.state.token_ids,
+            drafts=self.state.drafts,
+            computed=self.computed,
+            first=self._first[:n],
+            count=self._count[:n],
+            tokens=self._tokens[:n],
+            vocab_size=self.runner.vocab_size,
+            fork=shape.width > 0,
+        )
+        if shape.width:
+            index = self._slots[:n]
+            self._verified_confidence[:n] = self.state.confidence[index]
+            self._hit[:n] = self.state.origin[index] == Origin.HIT
+
+    # --- the pieces ---------------------------------------------------------------------------------------------------
+
+    def _compute(self, shape: RunShape, piece: int) -> None:
+        with torch.inference_mode():
+            if piece >= 0:
+                self._extend(shape, piece)
+            elif shape.width == 0:
+                self._read_and_choose(shape)
+            else:
+                self._read_and_plan(shape)
+
+    def _read_and_choose(self, shape: RunShape) -> None:
+        n = shape.sequences
+        count = self._count[:n].clamp(max=shape.reads)
+        logits = self._read(shape, self._constants(shape).before + count)
+        self._choose(shape, 0, logits, Rows(self._slots[:n], self._first[:n] + count))
+
+    def _read_and_plan(self, shape: RunShape) -> None:
+        n, place = shape.sequences, self._constants(shape).place
+        first, count = self._first[:n, None], self._count[:n, None]
+        following = self._tokens[:n, 1 : shape.reads + 1]  # what each token that is read is followed by
+        excluded = torch.where(place + 1 < count, following, -1).flatten()
+        rows = Rows(self._slots[:n].repeat_interleave(shape.reads), (first + place + 1).flatten())
+        ranked = self._rank_tokens(self._read(shape, None), rows, shape.needs, excluded)
+        self._likeliest[: len(ranked)].copy_(ranked)
+        drafted = self._drafted[:n]
+        if shape.fan_out is None:
+            raise AssertionError("branches need somebody who plans them")
+        after, rank = shape.fan_out.plan(
+            self._plan_constants, self._verified_confidence[:n], self._hit[:n], drafted, shape.width
+        )
+        self._after[:n, : shape.width].copy_(after)
+        self._rank[:n, : shape.width].copy_(rank)
+        roots = ranked.view(n, -1).gather(1, (after * RANKS + rank).long())
+        self._chain[: shape.rows, 0].copy_(roots.flatten())
+
+    def _read(self, shape: RunShape, logit_rows: torch.Tensor | None) -> torch.Tensor:
+        """A forward over every sequence's tokens, whose KV is kept; padding goes nowhere."""
+        n, reads, constants = shape.sequences, shape.reads, self._constants(shape)
+        place, slots = constants.place, self._slots[:n]
+        positions = self._first[:n, None] + place
+        size, tables = self.runner.block_size, self.runner.tables.tensor
+        index = positions // size
+        blocks = tables[slots[:, None], 1 + index]
+        real = (place < self._count[:n, None]) & (index < tables[slots, :1])
+        mapping = torch.where(real, blocks * size + positions % size, self._nowhere)
+        batch = DeviceBatch(
+            token_ids=self._tokens[:n, :reads].flatten().contiguous(),
+            positions=positions.flatten(),
+            slot_mapping=mapping.flatten(),
+            query_start=constants.read_start,
+            context_len=self._first[:n] + reads,
+            logit_rows=logit_rows,
+            tiles=constants.read_tiles,
+            split_kv=True,
+            **self._tables(slots),
+        )
+        return self._logits(batch)
+
+    def _extend(self, shape: RunShape, depth: int) -> None:
+        """A forward over every row's newest token, at the position after the one before it."""
+        n, width, constants = shape.sequences, max(1, shape.width), self._constants(shape)
+        read = self._after[:n, : shape.width] + 1 if shape.width else self._count[:n, None].clamp(max=self.reads)
+        positions = (self._first[:n, None] + read + depth).flatten()
+        batch = DeviceBatch(
+            token_ids=self._chain[: shape.rows, depth].contiguous(),
+            positions=positions,
+            slot_mapping=constants.branch_slots + depth,
+            query_start=constants.start,
+            context_len=positions[::width].contiguous(),
+            logit_rows=None,
+            tiles=constants.tiles,
+            split_kv=True,
+            branches=Branches(depth, self.lookahead),
+            **self._tables(self._slots[:n]),
+        )
+        logits = self._logits(batch)
+        self._choose(shape, depth + 1, logits, Rows(self._slots[:n][constants.sequence], positions + 1))
+
+    def _choose(self, shape: RunShape, column: int, logits: torch.Tensor, rows: Rows) -> None:
+        """One token a row, and how sure the model is of it: at least 0, the more the surer."""
+        if not self.rejection:
+            best, scores = self.sampler.best(logits, rows, shape.needs, 2)
+            tokens, confidence = best[:, 0], (scores[:, 0] - scores[:, 1]).nan_to_num(0.0, posinf=_SURE)
+        else:
+            q = self.sampler.distribution(logits, rows, shape.needs)
+            q = reweighted(q, self.saguaro_c, _SAGUARO_FAN_OUT)
+            drawn = self.sampler.draw(q, rows, Stream.DRAFT)
+            confidence = -torch.log1p(-q.gather(-1, drawn[:, None])[:, 0].clamp(max=1 - 1e-6)).float()
+            tokens = drawn.int()
+            self._distributions[column, : shape.rows].copy_(q)
+        self._chain[: shape.rows, column].copy_(tokens)
+        self._confidence[: shape.rows, column].copy_(confidence)
+
+    def _rank_tokens(self, logits: torch.Tensor, rows: Rows, needs: Needs, excluded: torch.Tensor) -> torch.Tensor:
+        """What the target may choose in each row, likeliest first, without the excluded token: int32 [R, RANKS]."""
+        if not self.rejection:
+            return self.sampler.best(logits, rows, needs, RANKS, excluded)[0]
+        q = self.sampler.distribution(logits, rows, needs)
+        index = excluded.long()[:, None]
+        q = torch.where(index >= 0, q.scatter(-1, index.clamp(min=0), 0.0), q)
+        tokens = q.topk(min(RANKS, q.shape[-1]), dim=-1).indices.int()
+        return torch.nn.functional.pad(tokens, (0, RANKS - tokens.shape[-1]))
+
+    def _logits(self, batch: DeviceBatch) -> torch.Tensor:
+        """Over the target's vocabulary."""
+        logits = self.runner.decoder(batch, self.runner.kv)
+        missing = self.vocab_size - logits.shape[-1]
+        if missing > 0:
+            logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        return logits[:, : self.vocab_size]
+
+    def _tables(self, slots: torch.Tensor) -> dict[str, Any]:
+        tables = self.runner.tables.tensor
+        if self.on_cuda:
+            return {"block_tables": tables[:, 1:], "table_rows": slots}
+        used = 1 + int(tables[slots, 0].max())
+        return {"block_tables": tables[slots.long(), 1:used]}
+
+    def _constants(self, shape: RunShape) -> _Constants:
+        """Made once: a graph is captured after its shape has run."""
+        if shape not in self._constants_of:
+            width = max(1, shape.width)
+            sequences, rows, place = (
+                torch.arange(n, dtype=torch.int32, device=self.device)
+                for n in (shape.sequences + 1, shape.rows, shape.reads)
+            )
+            self._constants_of[shape] = _Constants(
+                place=place,
+                before=sequences[:-1].long() * shape.reads - 1,
+                sequence=(rows // width).long(),
+                read_start=sequences * shape.reads,
+                read_tiles=self._tiles(shape.sequences, shape.reads),
+                start=sequences * width,
+                tiles=self._tiles(shape.sequences, width),
+                branch_slots=self._branch_slots + rows * self.lookahead,
+            )
+        return self._constants_of[shape]
+
+    def _tiles(self, sequences: int, queries: int) -> torch.Tensor:
+        """Every sequence's queries, cut into attention tiles."""
+        decoder = self.runner.decoder
+        tile = decoder.ops.tile_tokens(decoder.layers[0].heads, True)
+        each = -(-queries // tile)
+        sequence = torch.arange(sequences, dtype=torch.int32, device=self.device).repeat_interleave(each)
+        first = (torch.arange(each, dtype=torch.int32, device=self.device) * min(tile, queries)).repeat(sequences)
+        return torch.stack((sequence, first))
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+
+_SAGUARO_FAN_OUT = 3  # likeliest tokens that Saguaro's distributions draw less often

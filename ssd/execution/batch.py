@@ -1,0 +1,197 @@
+"""The one batch shape: some query tokens at consecutive positions per sequence, over paged KV, causal.
+
+A prefill chunk, a decode step and a verification differ only in how many query tokens a sequence has. The host says
+which sequences and how many tokens; tokens, positions and KV slots are read from the device's state.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ssd.core import Work
+from ssd.execution.state import SequenceState, to_device
+from ssd.kernels import rounds_cpu
+from ssd.kernels.ops import DeviceBatch
+from ssd.sampling.sampler import Rows
+
+_Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a forward computes, as the host knows it: one entry a sequence in every list."""
+
+    slots: list[int]
+    starts: list[int]  # position of the first query token; -1: that of the last decided token
+    num_queries: list[int]
+    num_logits: list[int]  # the last so many query tokens get logits
+
+    @classmethod
+    def of(cls, works: Seq[Work]) -> Batch:
+        return cls(
+            [work.slot for work in works],
+            [-1 if work.decodes or work.start is None else work.start for work in works],
+            [work.num_queries for work in works],
+            [work.num_logits for work in works],
+        )
+
+    @functools.cached_property
+    def num_rows(self) -> int:
+        return sum(self.num_queries)
+
+    @functools.cached_property
+    def num_logit_rows(self) -> int:
+        return sum(self.num_logits)
+
+    @property
+    def max_queries(self) -> int:
+        return max(self.num_queries)
+
+
+class BatchInputs:
+    """The tensors of a batch of up to `rows` query tokens and `logits` logit rows, in fixed places on the device.
+
+    `gather`: logits of chosen rows only; without it every row has logits, in order.
+    """
+
+    def __init__(
+        self, rows: int, logits: int, *, works: int, tile_tokens: int, gather: bool, device: torch.device
+    ) -> None:
+        self.rows, self.logits, self.works = rows, logits, works
+        self.tile_tokens, self.gather = tile_tokens, gather
+        sizes = {"row_work": rows, "slots": works, "starts": works, "query_start": works + 1, "tiles": 2 * rows}
+        sizes |= {"first_row": works, "num_logits": works, "logit_rows": logits}
+        self._places: dict[str, slice] = {}
+        total = 0
+        for name, size in sizes.items():
+            self._places[name] = slice(total, total + size)
+            total += size
+        self._host = np.empty(total, dtype=np.int32)
+        self._meta = torch.empty(total, dtype=torch.int32, device=device)
+        self.clear()
+        self._out = torch.zeros(3 * rows + works + 3 * logits, dtype=torch.int32, device=device)
+        self.token_ids, self.positions, self.slot_mapping, self.context_len, *decided = torch.split(
+            self._out, [rows, rows, rows, works, logits, logits, logits]
+        )
+        self._decided = decided  # of every logit row: slot, position, drafted tokens before it
+        self._gather = torch.zeros(logits, dtype=torch.int64, device=device)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._meta[self._places[name]]
+
+    def clear(self) -> None:
+        """Padding everywhere: nothing is computed, written or decided."""
+        self._host.fill(-1)
+        self._host[self._places["query_start"]] = 0
+        self._meta.copy_(to_device(self._host, self._meta.device))
+
+    def write(self, batch: Batch) -> None:
+        """Uploads a batch, in one copy."""
+        host, place, count = self._host, self._places, len(batch.slots)
+        host.fill(-1)
+        queries = np.array(batch.num_queries, dtype=np.int32)
+        ends = np.cumsum(queries, dtype=np.int32)
+        work = np.arange(count, dtype=np.int32)
+        starts = host[place["query_start"]]
+        starts[0] = 0
+        starts[1 : count + 1], starts[count + 1 :] = ends, ends[-1]
+        host[place["row_work"]][: ends[-1]] = np.repeat(work, queries)
+        host[place["slots"]][:count], host[place["starts"]][:count] = batch.slots, batch.starts
+        self._write_tiles(host[place["tiles"]], queries)
+        self._write_logit_rows(host, np.array(batch.num_logits, dtype=np.int32), ends)
+        self._meta.copy_(to_device(host.copy(), self._meta.device), non_blocking=True)
+
+    def _write_tiles(self, tiles: _Ints, queries: _Ints) -> None:
+        """Cuts every sequence's queries into attention tiles: for each its sequence, and its first query there."""
+        each = -(-queries // self.tile_tokens)
+        total = int(each.sum())
+        tiles[:total] = np.repeat(np.arange(len(queries), dtype=np.int32), each)
+        before = np.repeat(np.cumsum(each) - each, each)
+        tiles[self.rows : self.rows + total] = (np.arange(total) - before) * self.tile_tokens
+
+    def _write_logit_rows(self, host: _Ints, logits: _Ints, ends: _Ints) -> None:
+        place, count = self._places, len(logits)
+        host[place["num_logits"]][:count] = logits
+        before = np.cumsum(logits) - logits
+        first = ends - logits
+        if self.gather:
+            rows = np.repeat(first - before, logits) + np.arange(int(logits.sum()))
+            host[place["logit_rows"]][: len(rows)] = rows
+            first = before
+        else:
+            host[place["logit_rows"]] = np.arange(self.logits)
+        host[place["first_row"]][:count] = np.where(logits > 0, first, -1)
+
+    def prepare(self, state: SequenceState, tables: torch.Tensor, block_size: int) -> None:
+        """Reads tokens, positions and KV slots from the state."""
+        round_kernels(state.device).prepare_rows(
+            row_work=self["row_work"],
+            slots=self["slots"],
+            starts=self["starts"],
+            query_start=self["query_start"],
+            logit_rows=self["logit_rows"],
+            length=state.length,
+            token_ids=state.token_ids,
+            drafts=state.drafts,
+            tables=tables,
+            out=(
+                *(self.token_ids, self.positions, self.slot_mapping, self.context_len),
+                *(self._gather, *self._decided),
+            ),
+            block_size=block_size,
+        )
+
+    def device_batch(self, tables: torch.Tensor, block_size: int, *, split_kv: bool) -> DeviceBatch:
+        """The batch as the decoder takes it; on a CPU after `prepare`."""
+        slots = self["slots"]
+        on_cpu = tables.device.type == "cpu"  # kernels there want just the blocks of these sequences
+        used = 1 - (-int(self.context_len.max()) // block_size) if on_cpu else None
+        return DeviceBatch(
+            token_ids=self.token_ids,
+            positions=self.positions,
+            slot_mapping=self.slot_mapping,
+            query_start=self["query_start"],
+            context_len=self.context_len,
+            block_tables=tables[slots.long(), 1:used] if on_cpu else tables[:, 1:],
+            table_rows=None if on_cpu else slots,
+            tiles=self["tiles"].view(2, -1),
+            logit_rows=self._gather if self.gather else None,
+            split_kv=split_kv,
+        )
+
+    def decided(self, state: SequenceState) -> Rows:
+        """What the logit rows decide."""
+        slots, positions, drafted = self._decided
+        return Rows(slots, positions, drafted, state.drafts)
+
+    def accept(self, chosen: torch.Tensor, state: SequenceState, out: torch.Tensor) -> None:
+        """Decides how much of every draft stands, and takes it into the state; `out` tells the host."""
+        round_kernels(state.device).accept(
+            chosen,
+            slots=self["slots"],
+            first_row=self["first_row"],
+            num_logits=self["num_logits"],
+            length=state.length,
+            token_ids=state.token_ids,
+            drafts=state.drafts,
+            num_accepted=state.num_accepted,
+            origin=state.origin,
+            out=out,
+            vocab_size=state.vocab_size,
+        )
+
+
+def round_kernels(device: torch.device) -> Any:
+    """The functions of `ssd.kernels.rounds` for a device."""
+    if device.type == "cpu":
+        return rounds_cpu
+    from ssd.kernels import rounds
+
+    return rounds

@@ -1,0 +1,124 @@
+"""What the device knows of every running sequence: its tokens, its draft, its sampling parameters.
+
+A round reads its inputs from here and leaves here what it decided, so the next round can be launched before the host
+has seen the result. A sequence has one slot (a row of these tensors) while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from ssd.core import Sequence
+from ssd.sampling.sampler import SamplingColumns
+
+
+class SequenceState:
+    """Rows of tensors, one a slot, and one more that padding uses."""
+
+    def __init__(self, num_slots: int, *, max_len: int, lookahead: int, vocab_size: int, device: torch.device) -> None:
+        self.device = device
+        self.num_slots = num_slots
+        self.padding = num_slots  # the slot that belongs to nobody
+        self.lookahead = lookahead
+        self.vocab_size = vocab_size
+        width = max(1, lookahead)
+        # Rounds that were launched before their sequence's end was known may write some tokens too many.
+        columns = max_len + self.slack(lookahead)
+        self.token_ids = self._zeros(num_slots + 1, columns)
+        self.length = self._zeros(num_slots + 1) + 1  # decided tokens
+        self.drafts = self._zeros(num_slots + 1, width)  # what the next verification verifies
+        self.confidence = torch.zeros((num_slots + 1, width), device=device)  # of the draft model, at least 0
+        self.origin = self._zeros(num_slots + 1)  # of that draft: an `Origin`
+        self.num_accepted = self._zeros(num_slots + 1)  # drafted tokens that stood in the last round
+        self.sampling = SamplingColumns(num_slots + 1, vocab_size, device)
+
+    @staticmethod
+    def slack(lookahead: int) -> int:
+        """Tokens beyond the longest sequence that rounds in flight may compute."""
+        return 2 * (lookahead + 1)
+
+    @property
+    def max_positions(self) -> int:
+        """Positions that a batch may have."""
+        return self.token_ids.shape[1] + self.lookahead + 1
+
+    def admit(self, slot: int, sequence: Sequence) -> None:
+        """Gives a slot to a sequence with the tokens that it has."""
+        tokens, prompt = sequence.tokens, sequence.num_prompt
+        self._write(slot, 0, tokens)
+        self.num_accepted[slot].fill_(0)
+        self.origin[slot].fill_(0)
+        self.sampling.set(
+            slot, sequence.params, sequence.seed, tokens[:prompt], tokens[prompt:], sequence.stop_token_ids
+        )
+
+    def append(self, slot: int, start: int, tokens: Seq[int], num_accepted: int) -> None:
+        """Takes tokens that the host decided, at position `start`."""
+        self._write(slot, start, tokens)
+        self.num_accepted[slot].fill_(num_accepted)
+        if self.sampling.counts is not None:
+            new = to_device(np.array(tokens, dtype=np.int32), self.device)
+            self.sampling.count(torch.full_like(new, slot), new, torch.ones_like(new, dtype=torch.bool))
+
+    def set_drafts(self, slots: Seq[int], drafts: Seq[Seq[int]]) -> None:
+        """Takes drafts that the host has."""
+        rows = np.zeros((len(slots), self.drafts.shape[1]), dtype=np.int32)
+        for row, draft in zip(rows, drafts, strict=True):
+            row[: len(draft)] = draft
+        self.drafts[to_device(np.array(slots), self.device)] = to_device(rows, self.device)
+
+    def _write(self, slot: int, start: int, tokens: Seq[int]) -> None:
+        row = to_device(np.array([len(tokens) + start, *tokens], dtype=np.int32), self.device)
+        self.token_ids[slot, start : start + len(tokens)].copy_(row[1:])
+        self.length[slot].copy_(row[0])
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+
+class DeviceBlockTables:
+    """The block tables of one model on its device; only what is new is uploaded.
+
+    Column 0 is the number of blocks that a slot has: nothing is written beyond them.
+    """
+
+    def __init__(self, num_slots: int, max_blocks: int, device: torch.device) -> None:
+        self.tensor = torch.zeros((num_slots + 1, 1 + max_blocks), dtype=torch.int32, device=device)
+        self._known = [0] * (num_slots + 1)  # blocks that the device has
+
+    def reset(self, slot: int) -> None:
+        """The slot has another sequence now."""
+        self._known[slot] = 0
+
+    def update(self, tables: Seq[tuple[int, list[int]]]) -> None:
+        """Uploads the blocks that sequences have got since."""
+        columns, places, values = self.tensor.shape[1], list[int](), list[int]()
+        for slot, blocks in tables:
+            known = self._known[slot]
+            if len(blocks) == known:
+                continue
+            first = slot * columns
+            places += [first, *range(first + 1 + known, first + 1 + len(blocks))]
+            values += [len(blocks), *blocks[known:]]
+            self._known[slot] = len(blocks)
+        if places:
+            both = to_device(np.array([places, values]), self.tensor.device)
+            self.tensor.view(-1).index_copy_(0, both[0], both[1].int())
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy on the device; on a GPU it is made when the stream gets there, and the host does not wait."""
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host; from a GPU it is complete when the stream has come so far."""
+    if not tensor.is_cuda:
+        return tensor.clone()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,0 +1,202 @@
+"""The target model in the loop: verifies drafts, chooses tokens and decides, all on the device.
+
+`launch` waits for nothing; `Verification.collect` returns what was decided, one outcome a work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ssd.core import Origin, Outcome, Sequence, TokenLogprobs, Work
+from ssd.execution.batch import Batch
+from ssd.execution.clock import Clock, now
+from ssd.execution.graphs import BatchGraph, capture
+from ssd.execution.runner import Forward, ModelRunner
+from ssd.execution.state import SequenceState, to_device, to_host
+from ssd.sampling.sampler import Needs, Sampler, top_logprobs
+
+
+class Verification(Protocol):
+    """A verification under way."""
+
+    began: Clock
+    ended: Clock
+
+    def collect(self) -> list[Outcome | None]:
+        """What was decided, when it is; None for a work that decides nothing (a prefill chunk)."""
+
+
+class Target:
+    """Runs verifications of the coupled rule: a drafted token stands while it is what the target itself chooses.
+
+    The target's choice is a function of the tokens before it, the request's parameters and its seed, so the text is the
+    one that it writes alone.
+    """
+
+    synchronous = False
+
+    def __init__(self, runner: ModelRunner, state: SequenceState) -> None:
+        self.runner = runner
+        self.state = state
+        self.sampler = Sampler(state.sampling)
+        self.vocab_size = runner.vocab_size
+        self._width = 3 + 2 * state.drafts.shape[1]
+        self._pool: Any = None  # memory that the graphs of decisions share
+        self._decisions: dict[tuple[int, Needs], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+
+    def warm_up(self) -> None:
+        """Records the decisions that most requests need, so that none of them waits for it."""
+        for graphs in (self.runner.graphs, self.runner.prefill_graphs):
+            for rows in graphs.buckets if graphs is not None else ():
+                found = graphs.of(rows)  # type: ignore[union-attr]
+                found.inputs.clear()
+                for needs in (Needs(), Needs(truncated=True)):
+                    self._decide(Forward(found.inputs, found.logits, found), needs)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Takes a sequence that has got a slot, with the tokens that it has."""
+        self.state.admit(sequence.slot, sequence)
+        self.runner.tables.reset(sequence.slot)
+
+    @torch.inference_mode()
+    def launch(self, works: Seq[Work], settle: Callable[[], None] = lambda: None) -> Verification:
+        """Verifies the works' drafts: those that the host has, and those in the state.
+
+        `settle` is called when all but the drafts in the state is there: it may still write them.
+        """
+        upload_drafts(self.state, works)
+        self.runner.tables.update([(work.slot, work.sequence.kv.blocks) for work in works])
+        ready = self.runner.stage(Batch.of(works))
+        settle()
+        began = now(self.state.device)
+        forward = self.runner.run(ready)
+        raw = RawLogits.of(works, forward)
+        out = self._decide(forward, Needs.of([work.sequence.params for work in works if work.decides]))
+        logprobs = None
+        if raw is not None:
+            logprobs = raw.fetch(torch.cat([out[i, 2 : 2 + len(rows)] for i, rows in raw.rows.items()]))
+        return _Launched(works, to_host(out), logprobs, began, now(self.state.device))
+
+    def _decide(self, forward: Forward, needs: Needs) -> torch.Tensor:
+        """Chooses and accepts: one row of integers a work, see `kernels.rounds.accept`."""
+        if forward.graph is None:
+            return self._compute(forward, needs)
+        key = id(forward.graph), needs
+        if key not in self._decisions:
+            out = self._compute(forward, needs)  # runs now; its graph is for later
+            self._decisions[key] = capture(lambda: self._compute(forward, needs), self._pool)
+            self._pool = self._decisions[key][0].pool()
+            return out
+        graph, out = self._decisions[key]
+        graph.replay()
+        return out
+
+    def replay_decision(self, graph: BatchGraph, needs: Needs) -> None:
+        """Decides once more what a graph's last forward decided: for timing it, when no sequence is running."""
+        self._decide(Forward(graph.inputs, graph.logits, graph), needs)
+
+    def _compute(self, forward: Forward, needs: Needs) -> torch.Tensor:
+        inputs, state = forward.inputs, self.state
+        out = torch.zeros((inputs.works, self._width), dtype=torch.int32, device=state.device)
+        if not len(forward.logits):
+            return out
+        chosen = self.sampler.choose(forward.logits, inputs.decided(state), needs)
+        inputs.accept(chosen, state, out)
+        if needs.adjusted:
+            width = state.drafts.shape[1] + 1
+            slots, new = inputs["slots"].repeat_interleave(width), out[:, 2 : 2 + width]
+            valid = torch.arange(width, device=state.device) < out[:, :1]
+            state.sampling.count(slots, new.flatten(), valid.flatten())
+        return out
+
+
+@dataclass(frozen=True)
+class RawLogits:
+    """Logits of requests that want log-probabilities, as the model gave them."""
+
+    rows: dict[int, range]  # by work: its rows of `logits`
+    logits: torch.Tensor
+    counts: dict[int, int]  # by work: how many of the likeliest tokens
+
+    @classmethod
+    def of(cls, works: Seq[Work], forward: Forward) -> RawLogits | None:
+        wanted = [i for i, work in enumerate(works) if work.decides and work.sequence.params.logprobs is not None]
+        if not wanted:
+            return None
+        starts = first_logit_rows(works, gather=forward.inputs.gather)
+        rows: dict[int, range] = {}
+        found: list[int] = []
+        total = 0
+        for i in wanted:
+            found += range(starts[i], starts[i] + works[i].num_logits)
+            rows[i] = range(total, total + works[i].num_logits)
+            total += works[i].num_logits
+        counts = {i: works[i].sequence.params.logprobs or 0 for i in wanted}
+        return cls(rows, forward.logits[to_device(np.array(found), forward.logits.device)], counts)
+
+    def fetch(self, tokens: torch.Tensor) -> FetchedLogprobs:
+        """Log-probabilities of one token for each of the rows, on their way to the host."""
+        return FetchedLogprobs(self, tuple(map(to_host, top_logprobs(self.logits, tokens, max(self.counts.values())))))
+
+
+@dataclass(frozen=True)
+class FetchedLogprobs:
+    raw: RawLogits
+    values: tuple[torch.Tensor, ...]  # of the token, ids of the likeliest, their values
+
+    def of(self, work: int, tokens: Seq[int]) -> tuple[TokenLogprobs, ...]:
+        if work not in self.raw.rows:
+            return ()
+        rows, count = self.raw.rows[work][: len(tokens)], self.raw.counts[work]
+        own, ids, values = (part[rows.start : rows.stop].tolist() for part in self.values)
+        return tuple(
+            TokenLogprobs(token, value, dict(zip(best[:count], theirs[:count], strict=True)))
+            for token, value, best, theirs in zip(tokens, own, ids, values, strict=True)
+        )
+
+
+@dataclass
+class _Launched:
+    works: Seq[Work]
+    out: torch.Tensor
+    logprobs: FetchedLogprobs | None
+    began: Clock
+    ended: Clock
+
+    def collect(self) -> list[Outcome | None]:
+        self.ended.wait()
+        rows = self.out.tolist()
+        return [self._outcome(i, work, row) for i, (work, row) in enumerate(zip(self.works, rows, strict=False))]
+
+    def _outcome(self, i: int, work: Work, row: list[int]) -> Outcome | None:
+        if not work.decides:
+            return None
+        count, drafted = row[0], work.proposal.num_tokens
+        tokens = tuple(row[2 : 2 + count])
+        drafts = 3 + (len(row) - 3) // 2
+        origin = Origin(row[1]) if work.proposal.num_on_device else work.proposal.origin
+        details = self.logprobs.of(i, tokens) if self.logprobs is not None else ()
+        return Outcome(tokens, details, tuple(row[drafts : drafts + drafted]), origin)
+
+
+def upload_drafts(state: SequenceState, works: Seq[Work]) -> None:
+    """Puts the drafts that the host has into the state."""
+    own = [work for work in works if work.proposal.token_ids]
+    if own:
+        state.set_drafts([work.slot for work in own], [work.proposal.token_ids for work in own])
+
+
+def first_logit_rows(works: Seq[Work], *, gather: bool) -> list[int]:
+    """Of every work, its first row of a forward's logits."""
+    starts, total = [], 0
+    for work in works:
+        rows = work.num_logits if gather else work.num_queries
+        starts.append(total + rows - work.num_logits)
+        total += rows
+    return starts

@@ -1,0 +1,325 @@
+"""The integer work of a round on the device: rows of a batch, acceptance, a draft's inputs, prepared drafts.
+
+Everything here reads and writes the per-sequence state (`ssd.execution.state`), so that a round can be launched before
+the host knows what the round before it decided. Pointers named `*_ptr` are int32 unless said otherwise.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_ROWS = 128  # rows of one program
+_FAR = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def _locate(row, work, slots_ptr, starts_ptr, query_start_ptr, length_ptr):
+    """Slot, length and position of query rows; a work without a start continues after the sequence's last token."""
+    real = work >= 0
+    slot = tl.load(slots_ptr + work, mask=real, other=0)
+    start = tl.load(starts_ptr + work, mask=real, other=0)
+    length = tl.load(length_ptr + slot, mask=real, other=1)
+    first = tl.load(query_start_ptr + work, mask=real, other=0)
+    base = tl.where(start >= 0, start, length - 1)
+    return slot, length, base, tl.where(real, base + row - first, 0)
+
+
+@triton.jit
+def _token_at(slot, position, length, token_ids_ptr, drafts_ptr, token_stride, draft_stride, mask):
+    """A decided token, or past those a drafted one."""
+    decided = position < length
+    at = slot.to(tl.int64) * token_stride + position
+    token = tl.load(token_ids_ptr + at, mask=mask & decided, other=0)
+    behind = slot.to(tl.int64) * draft_stride + position - length
+    inside = mask & (position >= length) & (position - length < draft_stride)
+    return tl.where(decided, token, tl.load(drafts_ptr + behind, mask=inside, other=0))
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_logits", "token_stride", "draft_stride", "table_stride"])
+def _rows_kernel(
+    row_work_ptr,
+    slots_ptr,
+    starts_ptr,
+    query_start_ptr,
+    logit_rows_ptr,
+    length_ptr,
+    token_ids_ptr,
+    drafts_ptr,
+    tables_ptr,
+    out_token_ptr,
+    out_position_ptr,
+    out_mapping_ptr,
+    out_context_ptr,
+    out_gather_ptr,
+    out_slot_ptr,
+    out_decided_ptr,
+    out_drafted_ptr,
+    num_rows,
+    num_logits,
+    token_stride,
+    draft_stride,
+    table_stride,
+    KV_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < num_rows
+    work = tl.load(row_work_ptr + row, mask=inside, other=-1)
+    real = work >= 0
+    slot, length, base, position = _locate(row, work, slots_ptr, starts_ptr, query_start_ptr, length_ptr)
+    token = _token_at(slot, position, length, token_ids_ptr, drafts_ptr, token_stride, draft_stride, real)
+    table = tables_ptr + slot.to(tl.int64) * table_stride
+    num_blocks = tl.load(table, mask=real, other=0)
+    index = position // KV_BLOCK
+    block = tl.load(table + 1 + index, mask=real & (index < num_blocks), other=-1)
+    tl.store(out_token_ptr + row, token, mask=inside)
+    tl.store(out_position_ptr + row, position, mask=inside)
+    tl.store(out_mapping_ptr + row, tl.where(block >= 0, block * KV_BLOCK + position % KV_BLOCK, -1), mask=inside)
+    end = tl.load(query_start_ptr + work + 1, mask=real, other=0)
+    begin = tl.load(query_start_ptr + work, mask=real, other=0)
+    tl.store(out_context_ptr + work, base + end - begin, mask=real & (row == begin))
+
+    source = tl.load(logit_rows_ptr + row, mask=row < num_logits, other=-1)
+    chosen = tl.maximum(source, 0)
+    work = tl.load(row_work_ptr + chosen, mask=(row < num_logits) & (source >= 0), other=-1)
+    slot, length, base, position = _locate(chosen, work, slots_ptr, starts_ptr, query_start_ptr, length_ptr)
+    tl.store(out_gather_ptr + row, chosen.to(tl.int64), mask=row < num_logits)
+    tl.store(out_slot_ptr + row, tl.where(work >= 0, slot, -1), mask=row < num_logits)
+    tl.store(out_decided_ptr + row, position + 1, mask=row < num_logits)
+    tl.store(out_drafted_ptr + row, tl.maximum(position + 1 - length, 0), mask=row < num_logits)
+
+
+def prepare_rows(
+    *,
+    row_work: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    query_start: torch.Tensor,
+    logit_rows: torch.Tensor,
+    length: torch.Tensor,
+    token_ids: torch.Tensor,
+    drafts: torch.Tensor,
+    tables: torch.Tensor,
+    out: tuple[torch.Tensor, ...],
+    block_size: int,
+) -> None:
+    """Tokens, positions and KV slots of a batch's rows, context lengths of its works, and what its logit rows decide.
+
+    `out`: tokens, positions, slot_mapping [rows], context_len [works], then for every logit row its row (int64), its
+    sequence's slot (-1: padding), the position that it decides, and how many drafted tokens come before that.
+    """
+    num_rows, num_logits = len(row_work), len(logit_rows)
+    _rows_kernel[(triton.cdiv(max(num_rows, num_logits), _ROWS),)](
+        *(row_work, slots, starts, query_start, logit_rows, length, token_ids, drafts, tables),
+        *out,
+        *(num_rows, num_logits, token_ids.stride(0), drafts.stride(0), tables.stride(0)),
+        KV_BLOCK=block_size,
+        BLOCK=_ROWS,
+    )
+
+
+@triton.jit(do_not_specialize=["token_stride", "max_len", "draft_stride", "out_stride", "vocab_size"])
+def _accept_kernel(
+    chosen_ptr,
+    slots_ptr,
+    first_row_ptr,
+    num_logits_ptr,
+    length_ptr,
+    token_ids_ptr,
+    drafts_ptr,
+    accepted_ptr,
+    origin_ptr,
+    out_ptr,
+    token_stride,
+    max_len,
+    draft_stride,
+    out_stride,
+    vocab_size,
+    BLOCK: tl.constexpr,
+):
+    work = tl.program_id(0)
+    first = tl.load(first_row_ptr + work)
+    if first < 0:
+        return
+    slot = tl.load(slots_ptr + work).to(tl.int64)
+    length = tl.load(length_ptr + slot)
+    count = tl.load(num_logits_ptr + work)
+    j = tl.arange(0, BLOCK)
+    chosen = tl.load(chosen_ptr + first + j, mask=j < count, other=0)
+    chosen = tl.minimum(tl.maximum(chosen, 0), vocab_size - 1)  # beyond a text's end logits may be anything
+    draft = tl.load(drafts_ptr + slot * draft_stride + j, mask=j < count - 1, other=-1)
+    stands = (chosen == draft) & (j < count - 1)
+    accepted = tl.min(tl.where(stands, BLOCK, j), axis=0)
+    decided = (j <= accepted) & (length + j < max_len)
+    tl.store(token_ids_ptr + slot * token_stride + length + j, chosen, mask=decided)
+    tl.store(length_ptr + slot, tl.minimum(length + accepted + 1, max_len))
+    tl.store(accepted_ptr + slot, accepted)
+    out = out_ptr + work * out_stride
+    tl.store(out, accepted + 1)
+    tl.store(out + 1, tl.load(origin_ptr + slot))
+    tl.store(out + 2 + j, chosen, mask=j < count)
+    tl.store(out + 3 + draft_stride + j, draft, mask=j < count - 1)
+
+
+def accept(
+    chosen: torch.Tensor,
+    *,
+    slots: torch.Tensor,
+    first_row: torch.Tensor,
+    num_logits: torch.Tensor,
+    length: torch.Tensor,
+    token_ids: torch.Tensor,
+    drafts: torch.Tensor,
+    num_accepted: torch.Tensor,
+    origin: torch.Tensor,
+    out: torch.Tensor,
+    vocab_size: int,
+) -> None:
+    """Keeps drafted tokens while they are what the target chose, then the target's own token.
+
+    Row w of `out`: number of new tokens, origin of the draft, the new tokens (as many columns as a draft
+    has, and one), the draft.
+    """
+    _accept_kernel[(len(slots),)](
+        *(chosen, slots, first_row, num_logits, length, token_ids, drafts, num_accepted, origin, out),
+        *(token_ids.stride(0), token_ids.shape[1], drafts.stride(0), out.stride(0), vocab_size),
+        BLOCK=triton.next_power_of_2(drafts.shape[1] + 1),
+    )
+
+
+@triton.jit(do_not_specialize=["token_stride", "draft_stride", "reads", "vocab_size"])
+def _stage_kernel(
+    slots_ptr,
+    num_drafted_ptr,
+    length_ptr,
+    token_ids_ptr,
+    drafts_ptr,
+    computed_ptr,
+    first_ptr,
+    count_ptr,
+    tokens_ptr,
+    token_stride,
+    draft_stride,
+    reads,
+    vocab_size,
+    FORK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    lane = tl.program_id(0)
+    slot = tl.load(slots_ptr + lane)
+    length = tl.load(length_ptr + slot)
+    drafted = tl.load(num_drafted_ptr + lane)
+    first = length - 1
+    if not FORK:
+        first = tl.maximum(tl.minimum(tl.load(computed_ptr + slot), first), length - reads)
+    count = length - first + drafted
+    j = tl.arange(0, BLOCK)
+    token = _token_at(slot, first + j, length, token_ids_ptr, drafts_ptr, token_stride, draft_stride, j < count)
+    tl.store(first_ptr + lane, first)
+    tl.store(count_ptr + lane, count)
+    tl.store(tokens_ptr + lane * (reads + 1) + j, tl.minimum(token, vocab_size - 1), mask=j <= reads)
+    tl.store(computed_ptr + slot, first + count)
+
+
+def stage(
+    *,
+    slots: torch.Tensor,
+    num_drafted: torch.Tensor,
+    length: torch.Tensor,
+    token_ids: torch.Tensor,
+    drafts: torch.Tensor,
+    computed: torch.Tensor,
+    first: torch.Tensor,
+    count: torch.Tensor,
+    tokens: torch.Tensor,
+    vocab_size: int,
+    fork: bool,
+) -> None:
+    """What a draft model reads of each sequence: first position, number of tokens, the tokens.
+
+    Without `fork` everything decided that it has no KV of; with it the last decided token and the draft after it.
+    `computed` counts the tokens that it has KV of afterwards.
+    """
+    _stage_kernel[(len(slots),)](
+        *(slots, num_drafted, length, token_ids, drafts, computed, first, count, tokens),
+        *(token_ids.stride(0), drafts.stride(0), tokens.shape[1] - 1, vocab_size),
+        FORK=fork,
+        BLOCK=triton.next_power_of_2(tokens.shape[1]),
+    )
+
+
+@triton.jit(
+    do_not_specialize=["width", "depth", "after_stride", "token_stride", "draft_stride", "chain_stride", "hit", "miss"]
+)
+def _look_up_kernel(
+    slots_ptr,
+    after_ptr,
+    chain_ptr,
+    chain_confidence_ptr,
+    length_ptr,
+    token_ids_ptr,
+    accepted_ptr,
+    drafts_ptr,
+    confidence_ptr,
+    origin_ptr,
+    width,
+    depth,
+    after_stride,
+    token_stride,
+    draft_stride,
+    chain_stride,
+    hit,
+    miss,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    lane = tl.program_id(0)
+    slot = tl.load(slots_ptr + lane).to(tl.int64)
+    last = tl.load(token_ids_ptr + slot * token_stride + tl.load(length_ptr + slot) - 1)
+    accepted = tl.load(accepted_ptr + slot)
+    i = tl.arange(0, WIDTH)
+    row = lane * width + i
+    here = (tl.load(after_ptr + lane * after_stride + i, mask=i < width, other=-1) == accepted) & (i < width)
+    same = here & (tl.load(chain_ptr + row.to(tl.int64) * chain_stride, mask=i < width, other=-1) == last)
+    match = tl.min(tl.where(same, i, _FAR), axis=0)
+    sibling = tl.min(tl.where(here, i, _FAR), axis=0)
+    chosen = tl.where(match < _FAR, match, sibling)
+    found = chosen < _FAR
+    j = tl.arange(0, BLOCK)
+    at = (lane * width + tl.where(found, chosen, 0)).to(tl.int64) * chain_stride + 1 + j
+    inside = found & (j < depth)
+    tl.store(drafts_ptr + slot * draft_stride + j, tl.load(chain_ptr + at, mask=inside, other=0), mask=inside)
+    sure = tl.load(chain_confidence_ptr + at, mask=inside, other=0.0)
+    tl.store(confidence_ptr + slot * draft_stride + j, tl.where(match < _FAR, sure, 0.0), mask=j < draft_stride)
+    tl.store(origin_ptr + slot, tl.where(match < _FAR, hit, miss))
+
+
+def look_up(
+    *,
+    slots: torch.Tensor,
+    after: torch.Tensor,
+    chain: torch.Tensor,
+    chain_confidence: torch.Tensor,
+    depth: int,
+    length: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_accepted: torch.Tensor,
+    drafts: torch.Tensor,
+    confidence: torch.Tensor,
+    origin: torch.Tensor,
+    hit: int,
+    miss: int,
+) -> None:
+    """The draft that was prepared for what was decided, else for another last token in its place.
+
+    `hit` and `miss` are the origins of the two.
+    """
+    width = after.shape[1]
+    _look_up_kernel[(len(slots),)](
+        *(slots, after, chain, chain_confidence, length, token_ids, num_accepted, drafts, confidence, origin),
+        *(width, depth, after.stride(0), token_ids.stride(0), drafts.stride(0), chain.stride(0), hit, miss),
+        WIDTH=triton.next_power_of_2(width),
+        BLOCK=triton.next_power_of_2(drafts.shape[1]),
+    )

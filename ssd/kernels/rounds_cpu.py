@@ -1,0 +1,139 @@
+"""The integer work of a round on a CPU: the functions of `ssd.kernels.rounds`, in numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+_Ints = np.ndarray
+
+
+def _token_at(slot: _Ints, position: _Ints, length: _Ints, token_ids: torch.Tensor, drafts: torch.Tensor) -> _Ints:
+    behind = np.clip(position - length, 0, drafts.shape[1] - 1)
+    decided = token_ids.numpy()[slot, np.minimum(position, token_ids.shape[1] - 1)]
+    found: _Ints = np.where(position < length, decided, drafts.numpy()[slot, behind])
+    return found
+
+
+def prepare_rows(
+    *,
+    row_work: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    query_start: torch.Tensor,
+    logit_rows: torch.Tensor,
+    length: torch.Tensor,
+    token_ids: torch.Tensor,
+    drafts: torch.Tensor,
+    tables: torch.Tensor,
+    out: tuple[torch.Tensor, ...],
+    block_size: int,
+) -> None:
+    tokens, positions, mapping, context, gather, decided_slot, decided, drafted = (t.numpy() for t in out)
+    work, begin, slot_of = row_work.numpy(), query_start.numpy(), slots.numpy()
+    length_of = length.numpy()[slot_of]
+    base = np.where(starts.numpy() >= 0, starts.numpy(), length_of - 1)
+    context[:] = base + np.diff(begin)
+    slot = slot_of[work]
+    positions[:] = base[work] + np.arange(len(work), dtype=np.int32) - begin[work]
+    tokens[:] = _token_at(slot, positions, length_of[work], token_ids, drafts)
+    table, index = tables.numpy(), positions // block_size
+    block = table[slot, np.minimum(1 + index, table.shape[1] - 1)]
+    mapping[:] = np.where(index < table[slot, 0], block * block_size + positions % block_size, -1)
+    source = logit_rows.numpy()
+    gather[:] = source
+    decided_slot[:] = slot[source]
+    decided[:] = positions[source] + 1
+    drafted[:] = np.maximum(decided - length_of[work[source]], 0)
+
+
+def accept(
+    chosen: torch.Tensor,
+    *,
+    slots: torch.Tensor,
+    first_row: torch.Tensor,
+    num_logits: torch.Tensor,
+    length: torch.Tensor,
+    token_ids: torch.Tensor,
+    drafts: torch.Tensor,
+    num_accepted: torch.Tensor,
+    origin: torch.Tensor,
+    out: torch.Tensor,
+    vocab_size: int,
+) -> None:
+    width, lengths, texts, results = drafts.shape[1], length.numpy(), token_ids.numpy(), out.numpy()
+    for work, (slot, first, count) in enumerate(
+        zip(slots.tolist(), first_row.tolist(), num_logits.tolist(), strict=True)
+    ):
+        if first < 0:
+            continue
+        new = chosen.numpy()[first : first + count]
+        draft = drafts.numpy()[slot, : count - 1]
+        differs = np.flatnonzero(new[:-1] != draft)
+        accepted = int(differs[0]) if len(differs) else count - 1
+        begin = lengths[slot]
+        end = min(begin + accepted + 1, texts.shape[1])
+        texts[slot, begin:end] = new[: end - begin]
+        lengths[slot] = end
+        num_accepted[slot] = accepted
+        results[work, 0], results[work, 1] = accepted + 1, origin[slot]
+        results[work, 2 : 2 + count] = new
+        results[work, 3 + width : 2 + width + count] = draft
+
+
+def stage(
+    *,
+    slots: torch.Tensor,
+    num_drafted: torch.Tensor,
+    length: torch.Tensor,
+    token_ids: torch.Tensor,
+    drafts: torch.Tensor,
+    computed: torch.Tensor,
+    first: torch.Tensor,
+    count: torch.Tensor,
+    tokens: torch.Tensor,
+    vocab_size: int,
+    fork: bool,
+) -> None:
+    slot, reads = slots.numpy(), tokens.shape[1] - 1
+    lengths = length.numpy()[slot]
+    begin = lengths - 1
+    if not fork:
+        begin = np.maximum(np.minimum(computed.numpy()[slot], begin), lengths - reads)
+    many = lengths - begin + num_drafted.numpy()
+    position = begin[:, None] + np.arange(reads + 1, dtype=np.int32)
+    found = _token_at(slot[:, None], position, lengths[:, None], token_ids, drafts)
+    first.numpy()[:], count.numpy()[:] = begin, many
+    tokens.numpy()[:] = np.minimum(found, vocab_size - 1)
+    computed.numpy()[slot] = begin + many
+
+
+def look_up(
+    *,
+    slots: torch.Tensor,
+    after: torch.Tensor,
+    chain: torch.Tensor,
+    chain_confidence: torch.Tensor,
+    depth: int,
+    length: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_accepted: torch.Tensor,
+    drafts: torch.Tensor,
+    confidence: torch.Tensor,
+    origin: torch.Tensor,
+    hit: int,
+    miss: int,
+) -> None:
+    slot, width = slots.numpy(), after.shape[1]
+    last = token_ids.numpy()[slot, length.numpy()[slot] - 1]
+    here = after.numpy() == num_accepted.numpy()[slot][:, None]
+    same = here & (chain.numpy()[: len(slot) * width, 0].reshape(-1, width) == last[:, None])
+    for lane, (at, hits, siblings) in enumerate(zip(slot.tolist(), same, here, strict=True)):
+        found = np.flatnonzero(hits if hits.any() else siblings)
+        confidence[at] = 0.0
+        origin[at] = hit if hits.any() else miss
+        if len(found):
+            row = lane * width + int(found[0])
+            drafts[at, :depth] = chain[row, 1 : depth + 1]
+            if hits.any():
+                confidence[at, :depth] = chain_confidence[row, 1 : depth + 1]
