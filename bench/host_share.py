@@ -37,6 +37,7 @@ def main() -> None:
     options: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": max(args.batches), "prefix_caching": False}
     with LLM(args.model, device="cuda", **options) as llm:
         for batch in args.batches:
+            round_seconds(llm, batch, args.context - args.tokens, SamplingParams(max_new_tokens=16), 8)  # warm-up
             for name, chosen in SAMPLING.items():
                 params = SamplingParams(max_new_tokens=args.tokens, ignore_eos=True, seed=1, **chosen)
                 seconds = round_seconds(llm, batch, args.context - args.tokens, params, args.rounds)

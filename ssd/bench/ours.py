@@ -66,7 +66,7 @@ class OurContender:
 
     def answer(self, prompts: Seq[Prompt], asked: Asked) -> list[Answer]:
         driver = self.llm.driver
-        driver.call(lambda engine: self._take_over(engine, asked.batch))
+        driver.call(lambda engine: self.take_over(engine, asked.batch))
         params = SamplingParams(
             temperature=asked.temperature,
             seed=asked.seed,
@@ -85,7 +85,8 @@ class OurContender:
         self.metrics = driver.call(lambda engine: engine.metrics)
         return [_answer(output, began) for output in outputs]
 
-    def _take_over(self, engine: Engine, batch: int) -> None:
+    def take_over(self, engine: Engine, batch: int) -> None:
+        """Lets this contender's drafter run, and all counts begin afresh."""
         engine.flush()
         engine.round.drafter, engine.round.stats, engine.metrics = self.drafter, RoundStats(), EngineMetrics()
         engine.scheduler.max_num_seqs = batch

@@ -7,6 +7,7 @@ import dataclasses
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 
 from ssd.assembly.device import num_cores
+from ssd.bench import tracing
 from ssd.bench.answers import Asked, Contender
 from ssd.bench.measure import figures, measure, same_text
-from ssd.bench.ours import methods_of, our_contenders
+from ssd.bench.ours import OurContender, methods_of, our_contenders
 from ssd.bench.report import Report
 from ssd.bench.workload import Workload, load_workload
 from ssd.errors import ConfigError
@@ -72,14 +74,23 @@ class BenchConfig:
                 raise ConfigError(f"peer {peer!r} is to draft, and there is no draft: name one with --draft")
 
 
-def run(config: BenchConfig, track: Callable[[Iterator[str], int], Iterator[str]] = lambda steps, _: steps) -> Report:
-    """Loads everything, measures in turns, closes everything."""
+def run(
+    config: BenchConfig,
+    track: Callable[[Iterator[str], int], Iterator[str]] = lambda steps, _: steps,
+    traces: Seq[Path] = (),
+) -> Report:
+    """Loads everything, measures in turns, writes time lines of our own methods if asked to, closes everything."""
     checkpoint = open_checkpoint(config.model)
     workloads = _workloads(config, checkpoint.tokenizer())
     asked = Asked(config.output_len, config.temperature, config.seed, config.batch, max_rounds=config.max_rounds)
     with contextlib.ExitStack() as stack:
         contenders = _contenders(config, workloads, stack)
         found = measure(contenders, workloads, asked, config.repeats, track)
+        if traces:
+            ours = [contender for contender in contenders if isinstance(contender, OurContender)]
+            recorded = [tracing.record(contender, workloads[0].prompts, asked) for contender in ours]
+            for file in traces:
+                tracing.write(recorded, file)
         exact = config.speculation.get("acceptance", "coupled") == "coupled" or config.temperature == 0
         same = same_text(found) if exact and config.max_rounds is None else None
         notes = [*config.notes, *([checkpoint.note] if checkpoint.note else [])]

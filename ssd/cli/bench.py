@@ -77,6 +77,10 @@ def bench(
     plot: Annotated[
         list[Path] | None, typer.Option(help="Draw the report: a .png, .svg or .html file. May be repeated.")
     ] = None,
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(help="Two rounds of every method on a time line: a .json file for Perfetto, or .svg, .png."),
+    ] = None,
     wandb: Annotated[bool, typer.Option("--wandb", help="Log to Weights & Biases, too.")] = False,
     group: Annotated[str | None, typer.Option(help="Of the wandb run.")] = None,
     name: Annotated[str | None, typer.Option(help="Of the wandb run.")] = None,
@@ -105,7 +109,7 @@ def bench(
             repeats=repeats,
             engine={"device": device, "dtype": dtype, "eager": eager, "gpu_memory_utilization": gpu_memory},
         )
-        report = benchmark(config, json_file, plot or [], wandb=wandb, group=group, name=name)
+        report = benchmark(config, json_file, plot or [], trace or [], wandb=wandb, group=group, name=name)
         if report.same_text is False:
             raise typer.Exit(1)
 
@@ -114,23 +118,26 @@ def benchmark(
     config: BenchConfig,
     json_file: Path | None = None,
     plots: list[Path] | None = None,
+    traces: list[Path] | None = None,
     *,
     wandb: bool = False,
     group: str | None = None,
     name: str | None = None,
 ) -> Report:
     """Measures, and puts the report wherever it is wanted; that it can be put there is checked first."""
-    from ssd.bench import pictures, weights_and_biases
+    from ssd.bench import pictures, tracing, weights_and_biases
     from ssd.bench.run import run
 
     for file in plots or []:
         pictures.check_file(file)
+    for file in traces or []:
+        tracing.check_file(file)
     to_stdout = json_file == Path("-")
     if json_file is not None and not to_stdout and not json_file.parent.is_dir():
         raise ConfigError(f"json {json_file}: there is no folder {json_file.parent}")
     if wandb:
         weights_and_biases.check_installed()
-    report = run(config, _progress)
+    report = run(config, _progress, traces or [])
     out = sys.stderr if to_stdout else sys.stdout
     report.show(Console(file=out, width=None if out.isatty() else 160))
     if to_stdout:

@@ -1,0 +1,229 @@
+"""Two rounds of every method on a time line: what the host does, what the device computes, and when it is idle.
+
+torch's profiler records the engine's thread and the device. The result is Chrome's trace format, which Perfetto
+(ui.perfetto.dev) shows, or a picture.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ssd.bench.answers import Asked, Prompt
+from ssd.bench.ours import OurContender
+from ssd.core import SamplingParams
+from ssd.engine.engine import Engine
+from ssd.errors import ConfigError, SSDError
+
+KINDS: Final = (".json", ".svg", ".png")
+_ROUNDS: Final = 2  # that are shown
+_BEFORE, _RECORDED = 12, 10  # rounds before the recording, and of it
+_DEVICE: Final = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+_DRAFTING: Final = frozenset({"propose", "settle", "prepare"})
+_COLOURS: Final = {"verify": "#4c8bf5", "draft": "#0b9e6b", "collect": "#d5dae0"}
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took time; microseconds since the first round began."""
+
+    track: str  # "host", "target" or "draft"
+    name: str
+    start: float
+    seconds: float  # in microseconds
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
+
+
+@dataclass(frozen=True)
+class MethodTrace:
+    """Some rounds of one method."""
+
+    method: str
+    spans: list[Span]
+    idle_before_verify: float  # microseconds in which no kernel ran before a verification's first one, median
+    device_busy: float  # share of the time in which some kernel ran; 0 without a GPU
+
+
+def check_file(file: Path) -> None:
+    if file.suffix not in KINDS:
+        raise ConfigError(f"trace {file}: the name must end in {', '.join(KINDS)}")
+    if not file.parent.is_dir():
+        raise ConfigError(f"trace {file}: there is no folder {file.parent}")
+
+
+def record(contender: OurContender, prompts: Seq[Prompt], asked: Asked) -> MethodTrace:
+    """Some rounds in the middle of an answer to as many prompts as run at the same time."""
+    driver = contender.llm.driver
+    driver.call(lambda engine: contender.take_over(engine, asked.batch))
+    params = SamplingParams(temperature=asked.temperature, seed=asked.seed, max_new_tokens=4096, ignore_eos=True)
+    room = contender.llm.engine.max_model_len
+    asking = [contender.llm.encode(prompt)[: room // 2] for prompt in prompts[: asked.batch]]
+    submissions = driver.submit_many([(tokens, params) for tokens in asking])
+    profiler = torch.profiler.profile(with_stack=False)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        _wait_for_rounds(contender, _BEFORE)
+        with annotated(contender):
+            driver.call(lambda _: profiler.start())
+            _wait_for_rounds(contender, _BEFORE + _RECORDED)
+            driver.call(lambda _: profiler.stop())
+        for submission in submissions:
+            submission.abort()
+        profiler.export_chrome_trace(str(file))
+        events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    return read_events(contender.name, events)
+
+
+def _wait_for_rounds(contender: OurContender, count: int) -> None:
+    while contender.llm.driver.call(lambda engine: engine.has_work and engine.metrics.num_rounds < count):
+        pass
+
+
+@contextmanager
+def annotated(contender: OurContender) -> Iterator[None]:
+    """Gives the parts of a round names that the profiler shows."""
+
+    def wrap(owner: object, name: str, label: str) -> Callable[[], None]:
+        method = getattr(owner, name)
+
+        @functools.wraps(method)
+        def named(*args: Any, **options: Any) -> Any:
+            with torch.profiler.record_function(label):
+                return method(*args, **options)
+
+        setattr(owner, name, named)
+        return lambda: delattr(owner, name)  # the method of the class shows again
+
+    def begin(engine: Engine) -> list[Callable[[], None]]:
+        round_ = engine.round
+        parts: list[tuple[object, str, str]]
+        parts = [(round_.drafter, name, name) for name in ("propose", "settle", "prepare", "observe")]
+        parts += [(round_.target, "launch", "verify"), (engine.scheduler, "schedule", "schedule")]
+        return [wrap(*part) for part in [*parts, (round_, "collect", "collect")]]
+
+    undo = contender.llm.driver.call(begin)
+    try:
+        yield
+    finally:
+        contender.llm.driver.call(lambda _: [each() for each in undo])
+
+
+def read_events(method: str, events: Iterable[dict[str, Any]]) -> MethodTrace:
+    """What the profiler saw, as spans of a few rounds."""
+    complete = [event for event in events if event.get("ph") == "X"]
+    host = [e for e in complete if e.get("cat") == "user_annotation" and not e["name"].startswith("ProfilerStep")]
+    host.sort(key=lambda event: (event["ts"], -event["dur"]))
+    labels = {e["args"]["correlation"]: _label(host, e["ts"]) for e in complete if e.get("cat") == "cuda_runtime"}
+    labels |= {e["args"]["correlation"]: _label(host, e["ts"]) for e in complete if e.get("cat") == "cuda_driver"}
+    device = sorted((e for e in complete if e.get("cat") in _DEVICE), key=lambda event: event["ts"])
+    spans = [Span("host", event["name"], event["ts"], event["dur"]) for event in host]
+    for event in device:
+        label = labels.get(event["args"].get("correlation"), "verify")
+        spans.append(Span("draft" if label in _DRAFTING else "target", event["name"], event["ts"], event["dur"]))
+    kernels = [span for span in spans if span.track != "host"]
+    begins = _verifications(kernels or [s for s in spans if s.name == "verify"], on_device=bool(kernels))
+    if len(begins) < _ROUNDS + 2:
+        raise SSDError(f"{method}: the profiler saw {len(begins)} rounds, too few to show {_ROUNDS}")
+    middle = len(begins) // 2 - 1
+    window = begins[middle], begins[middle + _ROUNDS]
+    shown = [s for s in spans if s.end > window[0] and s.start < window[1]]
+    moved = [Span(s.track, s.name, s.start - window[0], s.seconds) for s in shown]
+    gaps = [max(0.0, begin - max((k.end for k in kernels if k.start < begin), default=begin)) for begin in begins[1:-1]]
+    busy = _covered([(s.start, s.end) for s in kernels], window) / (window[1] - window[0])
+    return MethodTrace(method, moved, statistics.median(gaps) if kernels else 0.0, busy)
+
+
+def _label(host: Seq[dict[str, Any]], moment: float) -> str:
+    """The innermost annotation around a moment."""
+    around = [event for event in host if event["ts"] <= moment <= event["ts"] + event["dur"]]
+    return str(min(around, key=lambda event: event["dur"])["name"]) if around else ""
+
+
+def _verifications(spans: Seq[Span], *, on_device: bool) -> list[float]:
+    """When each verification's first kernel (or, on a CPU, its call) began."""
+    if not on_device:
+        return [span.start for span in spans]
+    targets = [span for span in spans if span.track == "target"]
+    first = next((s.name for s in targets if "rows_kernel" in s.name), None)  # every forward begins with it
+    return [span.start for span in targets if span.name == first]
+
+
+def _covered(spans: Iterable[tuple[float, float]], window: tuple[float, float]) -> float:
+    """How much of a window is covered by spans, in order of their beginnings."""
+    total, at = 0.0, window[0]
+    for start, end in spans:
+        start, end = max(start, at), min(end, window[1])
+        if end > start:
+            total += end - start
+            at = end
+    return total
+
+
+def write(traces: Seq[MethodTrace], file: Path) -> None:
+    if file.suffix == ".json":
+        file.write_text(json.dumps({"traceEvents": list(_chrome_events(traces))}), encoding="utf-8")
+    else:
+        file.write_bytes(_drawn(traces, file.suffix[1:]))
+
+
+def _chrome_events(traces: Seq[MethodTrace]) -> Iterator[dict[str, Any]]:
+    tracks = ("host", "target", "draft")
+    for process, trace in enumerate(traces, start=1):
+        yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": trace.method}}
+        for thread, track in enumerate(tracks, start=1):
+            yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": track}}
+        for span in trace.spans:
+            place = {"pid": process, "tid": 1 + tracks.index(span.track)}
+            yield {"ph": "X", "name": span.name, "ts": span.start, "dur": span.seconds, **place}
+
+
+def _drawn(traces: Seq[MethodTrace], kind: str) -> bytes:
+    """A strip for each method: host, target and draft, one above the other."""
+    import io
+
+    import matplotlib
+
+    matplotlib.rcParams["svg.hashsalt"] = "ssd"
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 1.5 * len(traces) + 0.6), layout="constrained")
+    for axes, trace in zip(figure.subplots(len(traces), squeeze=False)[:, 0], traces, strict=True):
+        for row, track in enumerate(("draft", "target", "host")):
+            for name, spans in _by_colour([s for s in trace.spans if s.track == track]).items():
+                bars = [(span.start / 1e3, span.seconds / 1e3) for span in spans]
+                axes.broken_barh(bars, (row - 0.36, 0.72), color=name, linewidth=0)
+        axes.set_yticks(range(3), ["draft", "target", "host"], fontsize=8)
+        axes.set_xlim(0, max(span.end for span in trace.spans) / 1e3)
+        axes.tick_params(axis="x", labelsize=8)
+        idle = f"{trace.idle_before_verify:.0f} µs idle before a verification" if trace.device_busy else "on a CPU"
+        axes.set_title(f"{trace.method}: {idle}", fontsize=9, loc="left")
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    axes.set_xlabel("ms", fontsize=8)
+    out = io.BytesIO()
+    figure.savefig(out, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+    return out.getvalue()
+
+
+def _by_colour(spans: Seq[Span]) -> dict[str, list[Span]]:
+    found: dict[str, list[Span]] = {}
+    for span in spans:
+        if span.track == "host":
+            colour = _COLOURS["collect"] if span.name == "collect" else "#e07a1f"
+        else:
+            colour = _COLOURS["draft" if span.track == "draft" else "verify"]
+        found.setdefault(colour, []).append(span)
+    return found
