@@ -1,4 +1,4 @@
-"""The noise: pinned bits, no state, no company, and the Gumbel law.
+"""The noise: pinned bits, no state, no company, and the Gumbel distribution.
 
 Everything here is deterministic. A false-alarm probability is that of the test over the choice of seeds, had another
 equally good generator been pinned.
@@ -6,6 +6,7 @@ equally good generator been pinned.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -18,7 +19,19 @@ from fakes import chi_squared_p
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.decoding.noise import gumbel, gumbel_of, gumbel_reference, mix64, position_key, signed
+from ssd.sampling import noise
+from ssd.sampling.noise import (
+    Stream,
+    gumbel,
+    gumbel_of,
+    gumbel_reference,
+    mix64,
+    position_key,
+    position_keys,
+    seed_key,
+    signed,
+    uniform,
+)
 
 CPU = torch.device("cpu")
 GOLDEN = 0x9E37_79B9_7F4A_7C15
@@ -82,19 +95,19 @@ def test_mix64_is_splitmix64s_finaliser() -> None:
 def test_known_answers(draw: Draw) -> None:
     """Catches any change of the noise, which would change every seeded output of every user."""
     assert [position_key(0, 0), position_key(42, 7), position_key(2**64 - 1, 123456)] == PINNED_KEYS
-    noise = draw([position_key(0, 0), position_key(42, 7)], 4, CPU)
-    assert noise.dtype == torch.float32
-    assert noise.shape == (2, 4)
-    torch.testing.assert_close(noise, torch.tensor(PINNED_NOISE), rtol=1e-6, atol=0)
+    found = draw([position_key(0, 0), position_key(42, 7)], 4, CPU)
+    assert found.dtype == torch.float32
+    assert found.shape == (2, 4)
+    torch.testing.assert_close(found, torch.tensor(PINNED_NOISE), rtol=1e-6, atol=0)
 
 
 @BOTH
 @given(some_keys=st.lists(u64, min_size=1, max_size=4), vocab=st.integers(1, 40))
 def test_the_tensor_code_is_the_python_code(draw: Draw, some_keys: list[int], vocab: int) -> None:
     """Catches arithmetic shifts, lost carries and signs in the int64 emulation of uint64."""
-    noise = draw(some_keys, vocab, CPU)
+    found = draw(some_keys, vocab, CPU)
     expected = torch.tensor([[in_python(k, t) for t in range(vocab)] for k in some_keys], dtype=torch.float64)
-    torch.testing.assert_close(noise.double(), expected, rtol=2e-7, atol=1e-9)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-7, atol=1e-9)
 
 
 @given(u64)
@@ -115,10 +128,10 @@ def test_every_kind_of_bits_is_as_precise(draw: Draw) -> None:
     assert (bits[0], bits[-1]) == (0, 2**32 - 1)
     chosen = [unmix64(b << 32 | (b * GOLDEN & 0xFFFF_FFFF)) for b in bits]
     expected = torch.tensor([-math.log(-math.log((b + 0.5) * 2.0**-32)) for b in bits], dtype=torch.float64)
-    noise = draw(chosen, 1, CPU)[:, 0].double()
-    torch.testing.assert_close(noise, expected, rtol=2.0**-24 * 1.00001, atol=1e-15)
-    assert noise[0] == np.float32(SMALLEST)
-    assert noise[-1] == np.float32(LARGEST)
+    found = draw(chosen, 1, CPU)[:, 0].double()
+    torch.testing.assert_close(found, expected, rtol=2.0**-24 * 1.00001, atol=1e-15)
+    assert found[0] == np.float32(SMALLEST)
+    assert found[-1] == np.float32(LARGEST)
 
 
 def test_the_kernel_is_the_torch_code() -> None:
@@ -145,6 +158,18 @@ def test_keys_may_be_strided_or_none() -> None:
     some = torch.tensor([signed(k) for k in keys(37, range(8))])
     assert torch.equal(gumbel_of(some[::3], 50), gumbel_of(some, 50)[::3])
     assert gumbel_of(some[:0], 50).shape == (0, 50)
+
+
+@given(
+    st.lists(st.tuples(st.integers(-(2**63), 2**64 - 1), st.integers(0, 2**31 - 1)), min_size=1, max_size=8),
+    st.sampled_from(Stream),
+)
+def test_keys_of_tensors_are_those_of_integers(places: list[tuple[int, int]], stream: Stream) -> None:
+    """Catches a device that derives other noise from a seed and a position than the host does."""
+    seeds = torch.tensor([signed(seed_key(seed)) for seed, _ in places])
+    positions = torch.tensor([position for _, position in places], dtype=torch.int32)
+    expected = [signed(position_key(seed, position, stream)) for seed, position in places]
+    assert position_keys(seeds, positions, stream).tolist() == expected
 
 
 # --- no state, no company ---------------------------------------------------------------------------------------------
@@ -191,11 +216,11 @@ def test_seeds_positions_and_tokens_all_matter() -> None:
     many = [position_key(seed, p) for seed in seeds for p in range(50)]
     assert len(set(many)) == len(many)
     assert position_key(1, 0) != position_key(0, 1)
-    noise = gumbel(keys(3, range(100)), 100, CPU)
-    assert len(set(noise.flatten().tolist())) > 9_990, "float32 may make a few values equal, not many"
+    found = gumbel(keys(3, range(100)), 100, CPU)
+    assert len(set(found.flatten().tolist())) > 9_990, "float32 may make a few values equal, not many"
 
 
-# --- the law ----------------------------------------------------------------------------------------------------------
+# --- the distribution -------------------------------------------------------------------------------------------------
 
 
 def axis(name: str, n: int) -> torch.Tensor:
@@ -211,7 +236,7 @@ AXES = pytest.mark.parametrize("name", ["tokens", "positions", "seeds"])
 
 @AXES
 def test_moments(name: str) -> None:
-    """Catches a wrong law: mean is Euler's constant, variance pi^2/6. False alarm: 5.5 sigma twice, below 1e-7."""
+    """Mean is Euler's constant, variance pi^2/6. False alarm: 5.5 sigma twice, below 1e-7."""
     x = axis(name, 200_000).double()
     variance = math.pi**2 / 6
     assert abs(x.mean() - 0.5772156649015329) < 5.5 * math.sqrt(variance / len(x))
@@ -246,10 +271,10 @@ def test_the_far_tail_has_the_right_weight() -> None:
 
     Of 4e6 values about 4e6 * exp(-12) = 24.6 exceed 12. False alarm of leaving 4..60 (Poisson): below 1e-6.
     """
-    noise = torch.cat([gumbel([k], 500_000, CPU)[0] for k in keys(23, range(8))])
-    assert 4 <= int((noise > 12).sum()) <= 60
-    assert noise.min() >= SMALLEST - 1e-6
-    assert noise.max() <= LARGEST + 1e-5
+    found = torch.cat([gumbel([k], 500_000, CPU)[0] for k in keys(23, range(8))])
+    assert 4 <= int((found > 12).sum()) <= 60
+    assert found.min() >= SMALLEST - 1e-6
+    assert found.max() <= LARGEST + 1e-5
 
 
 @pytest.mark.parametrize("p", [[0.5, 0.3, 0.15, 0.04, 0.01], [0.2] * 5, [0.999, 0.0005, 0.0003, 0.0002]])
@@ -258,3 +283,57 @@ def test_gumbel_max_samples_the_distribution(p: list[float]) -> None:
     scores = torch.tensor(p).log() + gumbel(keys(7, range(200_000)), len(p), CPU)
     counts = torch.bincount(scores.argmax(-1), minlength=len(p))
     assert chi_squared_p(counts.tolist(), p) > 1e-7
+
+
+# --- the streams ------------------------------------------------------------------------------------------------------
+
+
+def numbers(stream: Stream, n: int, token: int = 0) -> torch.Tensor:
+    """Uniform numbers of one stream at positions 0..999 of several seeds; of one token where it has many."""
+    places = [(seed, position) for seed in range(n // 1000) for position in range(1000)]
+    if stream is Stream.ACCEPT:
+        return torch.tensor([uniform(*place) for place in places], dtype=torch.float64)
+    some = [position_key(*place, stream) for place in places]
+    return torch.exp(-torch.exp(-gumbel(some, token + 1, CPU)[:, token].double()))
+
+
+def independent(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Chi-squared over 8 x 8 cells. False alarm: 1e-8."""
+    cells = (a * 8).long().clamp(max=7) * 8 + (b * 8).long().clamp(max=7)
+    return chi_squared_p(torch.bincount(cells, minlength=64).tolist(), [1 / 64] * 64) > 1e-8
+
+
+def test_acceptance_numbers_are_uniform() -> None:
+    """Catches a biased acceptance, and one number that moves the next (at the next position, or the next seed).
+
+    False alarm: 2 exp(-2 · 2.9²), below 1e-7, for Kolmogorov-Smirnov, and 1e-8 for each of the pairs.
+    """
+    u = numbers(Stream.ACCEPT, 100_000)
+    ordered, rank = u.sort().values, torch.arange(len(u) + 1, dtype=torch.float64) / len(u)
+    distance = torch.maximum((ordered - rank[:-1]).abs().max(), (rank[1:] - ordered).abs().max())
+    assert 0.0 < u.min() <= u.max() < 1.0
+    assert distance * math.sqrt(len(u)) < 2.9
+    for a, b in ((u[0::2], u[1::2]), (u.view(-1, 1000)[0::2].flatten(), u.view(-1, 1000)[1::2].flatten())):
+        assert independent(a, b)
+
+
+def test_the_largest_and_smallest_acceptance_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches rounding to 0 or 1: a token with p = q would fall, or one with p = 0 be kept by a careless rule."""
+    for bits, bound in ((0, 0.0), (2**64 - 1, 1.0)):
+        monkeypatch.setattr(noise, "mix64", lambda x, bits=bits: bits)
+        assert 0.0 < uniform(1, 2) < 1.0
+        assert uniform(1, 2) == pytest.approx(bound, abs=1e-15)
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(Stream, 2)))
+def test_streams_are_independent(one: Stream, other: Stream) -> None:
+    """Catches streams that share bits, which would bias the rejection rule.
+
+    At equal positions, of the same token, of its neighbour, and one position later. False alarm: 6 pairs of streams,
+    3 tests at 1e-8 and 3 correlations of more than 6 sigma (2e-9): 3e-7 in all.
+    """
+    a, b, c = numbers(one, 40_000), numbers(other, 40_000), numbers(other, 40_000, token=1)
+    for left, right in ((a, b), (a, c), (a[:-1], b[1:])):
+        assert independent(left, right)
+        correlation = torch.corrcoef(torch.stack([left, right]))[0, 1]
+        assert abs(float(correlation)) * math.sqrt(len(left)) < 6.0
