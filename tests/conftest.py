@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: with models this small, threads only wait for each other
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # and where a test asks for more, they wait without taking a core
 os.environ.setdefault("TRITON_INTERPRET", "0" if __import__("torch").cuda.is_available() else "1")
 
 import hypothesis

@@ -158,7 +158,13 @@ def test_logits_and_texts_are_the_bases(
     assert ours.texts == base.texts
 
 
-@pytest.mark.parametrize(("family", "target"), CASES)
+@pytest.mark.parametrize(
+    ("family", "target"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if case[1] in ("larger-groups", "same-but-untied") else [])
+        for case in CASES
+    ],
+)
 def test_bfloat16_logits_are_the_bases(family: str, target: str, make_base: Callable[..., Path]) -> None:
     """Catches a factor that is no power of two: it would round all weights anew (a difference of 0.02 or more here).
 

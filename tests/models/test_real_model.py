@@ -40,7 +40,7 @@ def test_answers_are_coherent(llm: LLM) -> None:
 
 def test_greedy_tokens_equal_transformers(llm: LLM, smollm2_reference: Any) -> None:
     """The same file, loaded by transformers in float32, writes the same tokens."""
-    outs = llm.generate([chat(q) for q in QUESTIONS], SamplingParams(max_new_tokens=24, ignore_eos=True))
+    outs = llm.generate([chat(q) for q in QUESTIONS[:2]], SamplingParams(max_new_tokens=24, ignore_eos=True))
     for out in outs:
         prompt = torch.tensor([out.prompt_token_ids])
         theirs = smollm2_reference.generate(
