@@ -1,4 +1,4 @@
-"""The law that SamplingParams describe, written from their documentation in float64, one token at a time."""
+"""The distribution that SamplingParams describe, written from their documentation in float64, one token at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def normalised(weights: Seq[float]) -> list[float]:
     return [w / math.fsum(weights) for w in weights]
 
 
-def naive_law(
+def naive_distribution(
     logits: Seq[float], p: SamplingParams, prompt: Seq[int], output: Seq[int], margin: list[float] | None = None
 ) -> list[float]:
     """The probability of every token. `margin` collects how close a truncation came to going the other way."""
