@@ -1,14 +1,15 @@
-"""A target without a model, scripted drafters, and helpers: an engine that is exact, tiny and deeply suspicious.
+"""A model without weights, scripted drafters, and helpers: an engine that is exact, tiny and deeply suspicious.
 
-`FakeTarget` keeps a "KV" of its own and reads it back through the block tables as attention would, so a stale, missing
-or wrongly shared block raises instead of passing unseen. Its logits are a function of the visible tokens only.
+`FakeDecoder` stands in for a decoder, under the real runner, state and target. It keeps a "KV" of its own and reads it
+back through the block tables as attention would, so a stale, missing or wrongly shared block raises instead of passing
+unseen. Its logits are a function of the visible tokens only.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -18,29 +19,33 @@ import numpy as np
 import torch
 
 from ssd.core import (
-    Batch,
     FinishReason,
     Proposal,
     Request,
     RequestOutput,
     SamplingParams,
     Sequence,
+    Status,
     Work,
     sequence_seed,
 )
-from ssd.decoding.acceptance import Acceptance
 from ssd.decoding.drafter import Drafter
-from ssd.decoding.law import Row, choose
 from ssd.decoding.round import Round
-from ssd.engine.blocks import BlockPool
 from ssd.engine.driver import Driver
 from ssd.engine.engine import Engine
 from ssd.engine.scheduler import Scheduler
+from ssd.execution.runner import ModelRunner
+from ssd.execution.state import SequenceState
+from ssd.execution.target import Target
 from ssd.kernels.ops import DeviceBatch
+from ssd.kv.blocks import BlockPool
+from ssd.sampling.sampler import Needs, Rows, Sampler, SamplingColumns
 from ssd.text.tokenizer import Tokenizer
 
 VOCAB = 32
 ROOT = b"nothing seen yet"
+BEYOND = b"beyond the last token"
+CPU = torch.device("cpu")
 
 
 # --- the function that the fake model computes ------------------------------------------------------------------------
@@ -51,7 +56,7 @@ def advance(state: bytes, token: int) -> bytes:
     return hashlib.blake2b(state + token.to_bytes(4, "little"), digest_size=16).digest()
 
 
-def state_of(tokens: Seq[int]) -> bytes:
+def state_of(tokens: Iterable[int]) -> bytes:
     state = ROOT
     for token in tokens:
         state = advance(state, token)
@@ -62,6 +67,16 @@ def logits_after(state: bytes) -> torch.Tensor:
     """Pseudo-random float32 logits in [-4, 4)."""
     raw = hashlib.blake2b(state, digest_size=2 * VOCAB, person=b"logits").digest()
     return torch.from_numpy(np.frombuffer(raw, dtype=np.uint16).astype(np.float32) / 8192 - 4)
+
+
+def choose(logits: torch.Tensor, sequence: Sequence, tokens: Seq[int] | None = None) -> int:
+    """What the sequence's parameters choose after these tokens (its own unless others are given): one row, alone."""
+    tokens = sequence.tokens if tokens is None else tokens
+    prompt, output = tokens[: sequence.num_prompt], tokens[sequence.num_prompt :]
+    columns = SamplingColumns(1, len(logits), CPU)
+    columns.set(0, sequence.params, sequence.seed, prompt, output, sequence.stop_token_ids)
+    rows = Rows(torch.zeros(1, dtype=torch.int32), torch.tensor([len(tokens)], dtype=torch.int32))
+    return int(Sampler(columns).choose(logits[None].clone(), rows, Needs.of([sequence.params])))
 
 
 @dataclass(frozen=True)
@@ -84,7 +99,7 @@ def naive(
     state = state_of(prompt)
     while True:
         allowed = sequence.num_output >= params.min_tokens
-        [token] = choose(logits_after(state)[None].clone(), [Row(sequence)])
+        token = choose(logits_after(state), sequence)
         sequence.tokens.append(token)
         state = advance(state, token)
         if allowed and token in stops:
@@ -93,11 +108,27 @@ def naive(
             return Expected(sequence.output_token_ids, "length")
 
 
-# --- the target -------------------------------------------------------------------------------------------------------
+# --- decoders ---------------------------------------------------------------------------------------------------------
+
+
+class BareDecoder:
+    """What a runner wants of a decoder, beside being called."""
+
+    device = CPU
+    dtype = torch.float32
+    ops = SimpleNamespace(tile_tokens=lambda heads, split_kv: 64)
+    layers = (SimpleNamespace(heads=None),)
+    kv_bytes_per_token = 1
+
+    def __init__(self, vocab_size: int, max_position: int = 1 << 20) -> None:
+        self.config = SimpleNamespace(vocab_size=vocab_size, max_position=max_position)
+
+    def make_kv_cache(self, num_blocks: int, block_size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return []
 
 
 class KVError(Exception):
-    """The engine showed the target KV that is stale, missing, shared wrongly or somebody else's."""
+    """The engine showed the model KV that is stale, missing, shared wrongly or somebody else's."""
 
 
 @dataclass
@@ -109,100 +140,168 @@ class Cell:
     state: bytes | None = None
 
 
-class FakeTarget:
-    """Implements `ssd.decoding.round.Target`. `running` tells it which sequences exist, for checking only."""
+@dataclass(frozen=True)
+class SeenBatch:
+    """A batch as the decoder got it, in plain numbers, and whose it was."""
+
+    token_ids: list[int]
+    positions: list[int]
+    slot_mapping: list[int]
+    query_start: list[int]
+    context_len: list[int]
+    block_tables: list[list[int]]
+    logit_rows: list[int]
+    sequences: list[Sequence]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+class FakeDecoder(BareDecoder):
+    """A decoder that trusts nobody.
+
+    `users` tells it which sequences hold blocks, and `running` which of them are in rounds, for checking only. `before`
+    is called with every batch.
+    """
 
     def __init__(self, block_size: int) -> None:
+        super().__init__(VOCAB)
         self.block_size = block_size
-        self.vocab_size = VOCAB
-        self.kv: dict[int, Cell] = {}
-        self.batches: list[Batch] = []
+        self.cells: dict[int, Cell] = {}
+        self.batches: list[SeenBatch] = []
         self.running: Callable[[], list[Sequence]] = list
+        self.users: Callable[[], list[Sequence]] = list
+        self.before: Callable[[SeenBatch], None] = lambda batch: None
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        self.batches.append(batch)
-        self._write(batch)
+    def __call__(self, batch: DeviceBatch, kv: object) -> torch.Tensor:
+        seen = self._seen(batch)
+        self.before(seen)
+        self.batches.append(seen)
+        self._write(seen)
         states: dict[int, bytes] = {}
-        for i, table in enumerate(batch.block_tables):
-            states |= self._read(batch, i, self._owner(table))
-        rows = [logits_after(states[row]) for row in batch.logit_rows]
+        for i, owner in enumerate(seen.sequences):
+            states |= self._read(seen, i, owner)
+        rows = [logits_after(states[row]) for row in seen.logit_rows]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
 
+    def _seen(self, batch: DeviceBatch) -> SeenBatch:
+        tensors = (batch.token_ids, batch.positions, batch.slot_mapping, batch.query_start, batch.context_len)
+        tokens, positions, slots, starts, context = (tensor.tolist() for tensor in tensors)
+        if starts[-1] != len(tokens):
+            raise KVError(f"{len(tokens)} query tokens, but the sequences end at {starts[-1]}")
+        tables = batch.block_tables.tolist()
+        rows = list(range(len(tokens))) if batch.logit_rows is None else batch.logit_rows.tolist()
+        return SeenBatch(tokens, positions, slots, starts, context, tables, rows, [self._owner(t) for t in tables])
+
     def _owner(self, table: list[int]) -> Sequence:
-        """The last block of a sequence is always its own, so its table identifies it."""
-        owners = [s for s in self.running() if s.blocks == table]
+        """A running sequence has a block of its own among those of a batch, so they identify it."""
+        owners = [s for s in self.running() if all(a == b for a, b in zip(s.kv.blocks, table, strict=False))]
         if len(owners) != 1:
             raise KVError(f"block table {table} belongs to {len(owners)} running sequences")
         return owners[0]
 
-    def _write(self, batch: Batch) -> None:
+    def _write(self, batch: SeenBatch) -> None:
         """All of a layer's KV is written before any of it is read, so two writers of one slot would be a race."""
-        if len(set(batch.slots)) != len(batch.slots):
+        written = [slot for slot in batch.slot_mapping if slot >= 0]
+        if len(set(written)) != len(written):
             raise KVError("two tokens of a batch are written to the same slot")
-        for slot, position, token in zip(batch.slots, batch.positions, batch.token_ids, strict=True):
-            block = slot // self.block_size
-            users = sum(block in s.blocks for s in self.running())
-            if users != 1:
-                raise KVError(f"block {block} is written to while {users} sequences use it")
-            self.kv[slot] = Cell(position, token)
+        for slot, position, token in zip(batch.slot_mapping, batch.positions, batch.token_ids, strict=True):
+            if slot >= 0:
+                block = slot // self.block_size
+                users = sum(block in s.kv.blocks for s in self.users())
+                if users != 1:
+                    raise KVError(f"block {block} is written to while {users} sequences use it")
+                self.cells[slot] = Cell(position, token)
 
-    def _read(self, batch: Batch, i: int, owner: Sequence) -> dict[int, bytes]:
+    def _read(self, batch: SeenBatch, i: int, owner: Sequence) -> dict[int, bytes]:
         """Attends to every visible position of one sequence; returns the state after each of its query tokens."""
-        first, last = batch.query_start[i], batch.query_start[i + 1]
-        query, start = batch.token_ids[first:last], owner.num_computed
-        if batch.positions[first:last] != list(range(start, start + len(query))) or not query:
-            raise KVError(f"sequence {owner.id}: positions {batch.positions[first:last]} do not follow {start}")
-        decided = owner.tokens[start : start + len(query)]
-        if query[: len(decided)] != decided or batch.context_len[i] != start + len(query):
-            raise KVError(f"sequence {owner.id}: query {query} does not continue its tokens {decided}")
+        rows = range(batch.query_start[i], batch.query_start[i + 1])
+        start = self._check_query(batch, i, owner, rows)
         states: dict[int, bytes] = {}
         state = ROOT
-        for position, token in enumerate(owner.tokens[:start] + query):
-            state = advance(state, token)
-            self._attend(batch.block_tables[i], position, token, state, fresh=position >= start)
+        for position in range(start + len(rows)):
+            if position >= owner.max_tokens:  # a round that was launched before the sequence's end was known
+                state = BEYOND
+            else:
+                query = rows[position - start] if position >= start else None
+                state = self._attend(batch, i, owner, position, state, query)
             if position >= start:
-                states[first + position - start] = state
+                states[rows[position - start]] = state
         return states
 
-    def _attend(self, table: list[int], position: int, token: int, state: bytes, *, fresh: bool) -> None:
-        cell = self.kv.get(table[position // self.block_size] * self.block_size + position % self.block_size)
+    def _check_query(self, batch: SeenBatch, i: int, owner: Sequence, rows: range) -> int:
+        """Whether the query is what the next round of the sequence has to compute; returns its first position."""
+        positions = [batch.positions[row] for row in rows]
+        computed, work = owner.kv.num_computed, owner.in_flight
+        first = last = computed
+        if work is not None:
+            first = computed + work.num_tokens
+            last = first + (work.num_logits - 1 if work.decides else 0)
+        if not positions or not first <= positions[0] <= last:
+            raise KVError(f"sequence {owner.id}: positions {positions} do not begin at {first} to {last}")
+        start = positions[0]
+        if positions != list(range(start, start + len(rows))) or batch.context_len[i] != start + len(rows):
+            raise KVError(f"sequence {owner.id}: positions {positions} in a context of {batch.context_len[i]}")
+        return start
+
+    def _attend(
+        self, batch: SeenBatch, i: int, owner: Sequence, position: int, state: bytes, query: int | None
+    ) -> bytes:
+        """Reads one position; `query` is its row if it is being computed. Returns the state after it."""
+        block, place = divmod(position, self.block_size)
+        if block >= len(owner.kv.blocks):
+            raise KVError(f"sequence {owner.id}: position {position} has no block")
+        slot = owner.kv.blocks[block] * self.block_size + place
+        if batch.block_tables[i][block] != owner.kv.blocks[block]:
+            raise KVError(f"sequence {owner.id}: block {block} of its table is not its own")
+        if query is not None and batch.slot_mapping[query] != slot:
+            raise KVError(f"sequence {owner.id}: position {position} was written to {batch.slot_mapping[query]}")
+        cell = self.cells.get(slot)
         if cell is None:
-            raise KVError(f"position {position}: its KV was never written")
-        if fresh:
+            raise KVError(f"sequence {owner.id}: position {position} was never written")
+        token = owner.tokens[position] if position < len(owner.tokens) else cell.token
+        state = advance(state, token)
+        if query is not None:
             cell.state = state
         if (cell.position, cell.token, cell.state) != (position, token, state):
             raise KVError(f"position {position} should hold token {token}, but its slot holds {cell}")
+        return state
 
 
-class TableModel:
-    """Logits that depend on the last token and its position only: a target, and a runner for a drafter's model.
+class TableModel(BareDecoder):
+    """A decoder whose logits depend on the last token and its position only: for a target, or a drafter's model.
 
     They are multiples of 1/8, so that float32 loses nothing at a temperature of 1, 2 or 1/2.
     """
 
-    block_size = 64
-    num_blocks = 4096
-    kv = ()
-    scratch_slot = 0
-    device = torch.device("cpu")
-    ops = SimpleNamespace(tile_tokens=lambda heads, split_kv: 64)
-    layers = (SimpleNamespace(heads=None),)
-
     def __init__(self, vocab_size: int, seed: int, spread: int = 16, positions: int = 64) -> None:
-        self.vocab_size = vocab_size
-        self.decoder = self
+        super().__init__(vocab_size)
         shape, generator = (positions, vocab_size, vocab_size), torch.Generator().manual_seed(seed)
         self.table = torch.randint(-spread, spread + 1, shape, generator=generator) / 8  # [position, token, next]
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        return self.table[
-            [batch.positions[i] for i in batch.logit_rows], [batch.token_ids[i] for i in batch.logit_rows]
-        ]
-
     def __call__(self, batch: DeviceBatch, kv: object) -> torch.Tensor:
-        """As a decoder; positions behind the last one are those of lanes' padding."""
+        """Positions behind the last one are those of lanes' padding."""
         rows = self.table[batch.positions.long().clamp(max=len(self.table) - 1), batch.token_ids.long()]
         return rows if batch.logit_rows is None else rows[batch.logit_rows]
+
+
+def make_runner(
+    decoder: BareDecoder,
+    state: SequenceState,
+    *,
+    num_blocks: int = 4096,
+    block_size: int = 64,
+    scratch_slots: int = 0,
+) -> ModelRunner:
+    return ModelRunner(
+        decoder,  # type: ignore[arg-type]
+        state,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_decode_rows=64,
+        scratch_slots=scratch_slots,
+    )
 
 
 # --- drafters ---------------------------------------------------------------------------------------------------------
@@ -216,38 +315,61 @@ class ScriptedDrafter(Drafter):
     `rude` drafters fill the whole lookahead even where the sequence has no room left for it.
     """
 
+    needs_tokens = True
+
     def __init__(self, lookahead: int, manner: Manner = "right", *, rude: bool = False) -> None:
+        super().__init__()
         self.lookahead = lookahead
         self.manner = manner
         self.rude = rude
-        self.forgotten: list[int] = []
+        self.known: set[int] = set()  # sequences that it has drafted for, and not been told to forget
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
-        return [Proposal(tuple(self._tokens(work.sequence))) for work in works]
+        return [Proposal(tuple(self.draft(work, work.sequence.tokens))) for work in works]
 
     def forget(self, sequence: Sequence) -> None:
-        self.forgotten.append(sequence.id)
+        self.known.discard(sequence.id)
 
-    def _tokens(self, sequence: Sequence) -> Iterator[int]:
-        if sequence.id in self.forgotten:
-            raise AssertionError(f"sequence {sequence.id} has finished, yet a proposal is asked for")
-        count, right = self._script(sequence)
+    def draft(self, work: Work, tokens: Seq[int]) -> list[int]:
+        """What follows these tokens of a sequence."""
+        sequence = work.sequence
+        if sequence.status is not Status.RUNNING:
+            raise AssertionError(f"sequence {sequence.id} is not running, yet a proposal is asked for")
+        self.known.add(sequence.id)
+        count, right = self._script(sequence, tokens)
         drafted: list[int] = []
-        state = state_of(sequence.tokens)
+        state = state_of(tokens)
         for j in range(count):
-            [token] = choose(logits_after(state)[None].clone(), [Row(sequence, tuple(drafted))])
+            token = choose(logits_after(state), sequence, [*tokens, *drafted])
             token = token if j < right else (token + 1) % VOCAB
             drafted.append(token)
             state = advance(state, token)
-        return iter(drafted)
+        return drafted
 
-    def _script(self, sequence: Sequence) -> tuple[int, int]:
+    def _script(self, sequence: Sequence, tokens: Seq[int]) -> tuple[int, int]:
         """How many tokens to propose, and how many of them to get right."""
-        limit = self.lookahead if self.rude else max(0, min(self.lookahead, sequence.room - 1))
+        room = sequence.max_tokens - len(tokens)
+        limit = self.lookahead if self.rude else max(0, min(self.lookahead, room - 1))
         if self.manner != "mixed":
             return limit, limit if self.manner == "right" else 0
-        dice = state_of(sequence.tokens)
+        dice = state_of(tokens)
         return dice[0] % (limit + 1), dice[1] % (limit + 1)
+
+
+class StateDrafter(ScriptedDrafter):
+    """The same from the device's state into the device's state, so that rounds need not be committed before."""
+
+    needs_tokens = False
+    state: SequenceState  # set by `make_harness`
+
+    def propose(self, works: Seq[Work]) -> list[Proposal]:
+        return [self._propose(work) for work in works]
+
+    def _propose(self, work: Work) -> Proposal:
+        length = int(self.state.length[work.slot])
+        drafted = self.draft(work, self.state.token_ids[work.slot, :length].tolist())[: work.lookahead]
+        self.state.drafts[work.slot, : len(drafted)] = torch.tensor(drafted, dtype=torch.int32)
+        return Proposal(num_on_device=len(drafted))
 
 
 # --- building and driving ---------------------------------------------------------------------------------------------
@@ -255,10 +377,10 @@ class ScriptedDrafter(Drafter):
 
 @dataclass
 class Harness:
-    """An engine over a fake target, and everything it has answered so far."""
+    """An engine over a fake decoder, and everything it has answered so far."""
 
     engine: Engine
-    target: FakeTarget
+    decoder: FakeDecoder
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
 
     def step(self) -> None:
@@ -275,7 +397,7 @@ class Harness:
                 return self.outputs
             self.step()
             self.engine.check()
-            if self.engine.round.failures:
+            if self.engine.round.stats.drafter_failures:
                 raise AssertionError("the drafter raised")
         raise AssertionError(f"there is still work after {limit} rounds")
 
@@ -287,33 +409,37 @@ class Harness:
 def make_harness(
     *,
     drafter: Drafter | None = None,
-    acceptance: Acceptance | None = None,
+    target: type[Target] = Target,
     block_size: int = 4,
     num_blocks: int = 64,
     max_num_seqs: int = 4,
+    spare_slots: int = 2,
     max_num_batched_tokens: int = 64,
     max_model_len: int = 64,
     prefix_caching: bool = True,
     stop_token_ids: frozenset[int] = frozenset(),
     tokenizer: Tokenizer | None = None,
+    run_ahead: bool = False,
 ) -> Harness:
     drafter = drafter or Drafter()
-    target = FakeTarget(block_size)
+    decoder = FakeDecoder(block_size)
+    num_slots = max_num_seqs + spare_slots
+    state = SequenceState(num_slots, max_len=max_model_len, lookahead=drafter.lookahead, vocab_size=VOCAB, device=CPU)
+    if isinstance(drafter, StateDrafter):
+        drafter.state = state
+    runner = make_runner(decoder, state, num_blocks=num_blocks, block_size=block_size)
     scheduler = Scheduler(
         BlockPool(num_blocks, block_size, prefix_caching=prefix_caching),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        lookahead=drafter.lookahead,
+        num_slots=num_slots,
     )
-    target.running = lambda: scheduler.running
-    engine = Engine(
-        Round(target, drafter, acceptance),
-        scheduler,
-        max_model_len=max_model_len,
-        stop_token_ids=stop_token_ids,
-        tokenizer=tokenizer,
-    )
-    return Harness(engine, target)
+    decoder.running = lambda: scheduler.running
+    decoder.users = lambda: [*scheduler.running, *scheduler.leaving]
+    round_ = Round(target(runner, state), drafter)
+    round_.run_ahead = run_ahead
+    engine = Engine(round_, scheduler, max_model_len=max_model_len, stop_token_ids=stop_token_ids, tokenizer=tokenizer)
+    return Harness(engine, decoder)
 
 
 def wait_until_idle(driver: Driver, seconds: float = 30.0) -> None:
@@ -322,9 +448,9 @@ def wait_until_idle(driver: Driver, seconds: float = 30.0) -> None:
     while driver.call(lambda engine: engine.has_work):
         assert time.monotonic() < end, "the engine is still at work"
     driver.call(lambda engine: engine.check())
-    assert not driver.engine.scheduler.running
-    assert not driver.engine.scheduler.waiting
-    pool = driver.engine.scheduler.pool
+    scheduler = driver.engine.scheduler
+    assert not [*scheduler.running, *scheduler.waiting, *scheduler.leaving]
+    pool = scheduler.pool
     assert pool.num_free == pool.num_blocks
 
 
@@ -360,9 +486,9 @@ def cached_prefixes(pool: BlockPool) -> dict[int, tuple[int, ...]]:
 
 def check_cache(harness: Harness) -> None:
     """Raises when the prefix cache names KV that its blocks do not hold."""
-    kv, size = harness.target.kv, harness.target.block_size
+    cells, size = harness.decoder.cells, harness.decoder.block_size
     for block, prefix in cached_prefixes(harness.engine.scheduler.pool).items():
-        last = kv[block * size + size - 1]
+        last = cells[block * size + size - 1]
         if (last.position, last.state) != (len(prefix) - 1, state_of(prefix)):
             raise AssertionError(f"block {block} is cached as the end of {prefix}, but ends with {last}")
 
