@@ -62,8 +62,10 @@ class ReferenceOps:
         if rope.q_norm is not None and rope.k_norm is not None:
             q, k = self.rms_norm(q, rope.q_norm, rope.eps), self.rms_norm(k, rope.k_norm, rope.eps)
         cos, sin = rope.cos[batch.positions][:, None], rope.sin[batch.positions][:, None]
-        k_cache.view(-1, kv, heads.head_dim)[batch.slot_mapping] = _rotate(k, cos, sin)
-        v_cache.view(-1, kv, heads.head_dim)[batch.slot_mapping] = v
+        kept = batch.slot_mapping >= 0
+        slots = batch.slot_mapping[kept]
+        k_cache.view(-1, kv, heads.head_dim)[slots] = _rotate(k, cos, sin)[kept]
+        v_cache.view(-1, kv, heads.head_dim)[slots] = v[kept]
         return _rotate(q, cos, sin)
 
     def attention(

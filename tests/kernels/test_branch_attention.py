@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from device_batches import make_device_batch
 
-from ssd.core import Batch
-from ssd.execution.pack import to_device
 from ssd.kernels.cpu_ops import CpuOps
 from ssd.kernels.ops import Branches, DeviceBatch, HeadShape, Ops
 from ssd.kernels.reference import ReferenceOps
@@ -59,10 +58,14 @@ class Trees:
             q += [self.q[s][own], torch.zeros(padding, *self.q[s].shape[1:]).to(self.q[s])]
         positions, slots = map(list, zip(*rows, strict=True))
         tables = [self.tables[s] for s, _ in picks]
-        plain = Batch([0] * len(rows), positions, slots, starts, [0] * len(picks), tables, list(range(len(rows))))
-        tile_tokens = ops.tile_tokens(self.heads, True)
-        batch = to_device(plain, self.device, tile_tokens=tile_tokens, split_kv=True)
-        return torch.cat(q), dataclasses.replace(batch, branches=self.branches)
+        batch = make_device_batch(
+            *(positions, slots, starts, [0] * len(picks), tables),
+            tile_tokens=ops.tile_tokens(self.heads, True),
+            split_kv=True,
+            device=self.device,
+            branches=self.branches,
+        )
+        return torch.cat(q), batch
 
     def run(self, ops: Ops, picks: list[tuple[int, list[int]]], padding: int = 0) -> list[torch.Tensor]:
         """Results of those branches, sequence by sequence, without the padding."""
@@ -190,7 +193,7 @@ class TestTriton:
         padded = dataclasses.replace(
             batch,
             positions=torch.nn.functional.pad(batch.positions, (0, 5), value=position),
-            slots=torch.nn.functional.pad(batch.slots, (0, 5), value=slot),
+            slot_mapping=torch.nn.functional.pad(batch.slot_mapping, (0, 5), value=slot),
             tiles=torch.nn.functional.pad(batch.tiles, (0, 5), value=-1),
         )
         ours = ops.attention(torch.cat((q, q, q))[:8].contiguous(), padded, trees.heads, trees.k, trees.v)[:3]

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ssd.decoding import noise
 from ssd.kernels import cpu
 from ssd.kernels.cpu import Kernels
+from ssd.sampling import noise
 
 DTYPES = [torch.float32, torch.bfloat16]
 BLOCK = 16

@@ -5,11 +5,12 @@ On a GPU also what the interpreter cannot show: that bits do not depend on tiles
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
+from device_batches import make_device_batch
 
-from ssd.core import Batch
-from ssd.execution.pack import to_device
 from ssd.kernels.ops import DeviceBatch, HeadShape, Rope
 from ssd.kernels.reference import ReferenceOps
 
@@ -90,8 +91,10 @@ class Paged:
         for _, first, last in spans:
             starts.append(starts[-1] + last - first)
         lengths, tables = [last for _, _, last in spans], [self.tables[s] for s, _, _ in spans]
-        plain = Batch([0] * starts[-1], positions, slots, starts, lengths, tables, [])
-        return to_device(plain, DEVICE, tile_tokens=ops.tile_tokens(self.heads, split_kv), split_kv=split_kv)
+        tile_tokens = ops.tile_tokens(self.heads, split_kv)
+        return make_device_batch(
+            *(positions, slots, starts, lengths, tables), tile_tokens=tile_tokens, split_kv=split_kv, device=DEVICE
+        )
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # rows of padding, never stored
@@ -121,10 +124,37 @@ def test_rope_and_attention(ops: triton_ops.TritonOps, heads: HeadShape, split_k
             close(ours, theirs, dtype)
 
 
+def test_padding_is_stored_nowhere(ops: triton_ops.TritonOps) -> None:
+    paged = Paged(HeadShape(4, 2, 16), [40], torch.float32)
+    batch = paged.batch(ops, [(0, 36, 40)], split_kv=True)
+    batch.slot_mapping[1:] = -1
+    rope = Rope(randn(64, 8), randn(64, 8))
+    for kernels in (ops, ReferenceOps()):
+        k, v = paged.k.clone(), paged.v.clone()
+        kernels.rope_and_store(randn(4, 8 * 16), batch, rope, paged.heads, k, v)
+        for cache, before in ((k, paged.k), (v, paged.v)):
+            changed = (cache != before).flatten(0, 1).any(-1).any(-1)
+            assert changed.nonzero().flatten().tolist() == [int(batch.slot_mapping[0])]
+
+
+def test_block_tables_are_looked_up_by_row(ops: triton_ops.TritonOps) -> None:
+    """As in the engine: a table for every slot of the state, whose first column is something else."""
+    paged = Paged(HeadShape(4, 2, 16), [5, 300, 40], torch.float32)
+    ops.reserve(64, 512, paged.heads, DEVICE)
+    batch = paged.batch(ops, [(0, 4, 5), (1, 297, 300), (2, 38, 40)], split_kv=True)
+    q = randn(len(batch.positions), 4, 16)
+    tables = torch.full((8, 1 + batch.block_tables.shape[1]), 10**6, dtype=torch.int32, device=DEVICE)
+    rows = torch.tensor([6, 0, 3], dtype=torch.int32, device=DEVICE)
+    tables[rows, 1:] = batch.block_tables
+    scattered = dataclasses.replace(batch, block_tables=tables[:, 1:], table_rows=rows)
+    expected = ops.attention(q, batch, paged.heads, paged.k, paged.v)
+    assert torch.equal(ops.attention(q, scattered, paged.heads, paged.k, paged.v), expected)
+
+
 def test_noise_is_the_same_function() -> None:
     """The kernel and the torch code must not be two different generators."""
-    from ssd.decoding import noise
     from ssd.kernels.noise import gumbel
+    from ssd.sampling import noise
 
     keys = [noise.position_key(seed, position) for seed in (0, 7, 2**64 - 1) for position in (0, 5, 100000)]
     constants = [noise.signed(c) for c in (noise._GOLDEN, noise._MIX1, noise._MIX2)]

@@ -1,0 +1,48 @@
+"""A `DeviceBatch` from plain lists, for tests of kernels."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as Seq
+
+import torch
+
+from ssd.kernels.ops import Branches, DeviceBatch
+
+
+def make_device_batch(
+    positions: Seq[int],
+    slot_mapping: Seq[int],
+    query_start: Seq[int],
+    context_len: Seq[int],
+    tables: Seq[Seq[int]],
+    *,
+    tile_tokens: int,
+    split_kv: bool,
+    device: torch.device,
+    branches: Branches | None = None,
+) -> DeviceBatch:
+    """Block tables in the order of the sequences: for kernels that look their rows up, and for those that do not."""
+
+    def tensor(values: object) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    tiles = [
+        (sequence, first)
+        for sequence, (start, stop) in enumerate(itertools.pairwise(query_start))
+        for first in range(0, stop - start, tile_tokens)
+    ]
+    width = max(map(len, tables))
+    return DeviceBatch(
+        token_ids=tensor([0] * len(positions)),
+        positions=tensor(positions),
+        slot_mapping=tensor(slot_mapping),
+        query_start=tensor(query_start),
+        context_len=tensor(context_len),
+        block_tables=tensor([[*table, *[0] * (width - len(table))] for table in tables]),
+        tiles=tensor(tiles).t().contiguous(),
+        logit_rows=None,
+        split_kv=split_kv,
+        table_rows=tensor(range(len(tables))),
+        branches=branches,
+    )

@@ -1,0 +1,249 @@
+"""The Triton kernels of a round against the ones in numpy: in Triton's interpreter on a CPU, for real on a GPU."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from ssd.core import Origin
+from ssd.execution import batch as batches
+from ssd.execution.batch import Batch, BatchInputs
+from ssd.execution.state import SequenceState
+from ssd.kernels import rounds_cpu
+
+rounds = pytest.importorskip("ssd.kernels.rounds", exc_type=ImportError)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CPU = torch.device("cpu")
+VOCAB, BLOCK_SIZE, MAX_LEN = 50, 4, 40
+SEEDS = range(12)
+Tensors = dict[str, torch.Tensor]
+
+
+class World:
+    """The state of some sequences, of random lengths, drafts and block tables; the same on every device."""
+
+    def __init__(self, seed: int, slots: int = 7) -> None:
+        self.rng = random.Random(seed)
+        torch.manual_seed(seed)
+        self.lookahead = self.rng.choice([0, 1, 2, 3, 5, 7])
+        made = SequenceState(slots, max_len=MAX_LEN, lookahead=self.lookahead, vocab_size=VOCAB, device=CPU)
+        self.columns, self.width = made.token_ids.shape[1], made.drafts.shape[1]
+        self.tensors: Tensors = {
+            "length": self.lengths(slots + 1),
+            "token_ids": torch.randint(0, VOCAB, (slots + 1, self.columns)).int(),
+            "drafts": torch.randint(0, VOCAB, (slots + 1, self.width)).int(),
+            "num_accepted": torch.randint(0, self.width + 1, (slots + 1,)).int(),
+            "origin": torch.randint(0, len(Origin), (slots + 1,)).int(),
+            "confidence": torch.rand(slots + 1, self.width),
+        }
+        blocks = -(-made.max_positions // BLOCK_SIZE)
+        self.tables = torch.randint(0, 1000, (slots + 1, 1 + blocks)).int()
+        self.tables[:, 0] = torch.randint(0, blocks + 1, (slots + 1,))
+
+    def lengths(self, count: int) -> torch.Tensor:
+        """Of any text, of the shortest ones, and of those that are (nearly) full; that of padding is one."""
+        kinds = (range(1, self.columns + 1), range(1, 3), range(self.columns - 2, self.columns + 1))
+        return torch.tensor([*(self.rng.choice(self.rng.choice(kinds)) for _ in range(count - 1)), 1]).int()
+
+    def state(self, device: torch.device) -> SequenceState:
+        made = SequenceState(
+            len(self.tables) - 1, max_len=MAX_LEN, lookahead=self.lookahead, vocab_size=VOCAB, device=device
+        )
+        for name, values in self.tensors.items():
+            getattr(made, name).copy_(values)
+        return made
+
+    def same(self, one: SequenceState, other: SequenceState) -> None:
+        for name in self.tensors:
+            assert torch.equal(getattr(one, name).cpu(), getattr(other, name)), name
+
+    def batch(self) -> Batch:
+        """Prefill chunks, last chunks with and without a draft, decoding with and without a draft."""
+        slots = self.rng.sample(range(len(self.tables) - 1), self.rng.randint(1, 5))
+        starts, queries, logits = [], [], []
+        for slot in slots:
+            length, kind = int(self.tensors["length"][slot]), self.rng.choice(["chunk", "last", "decode"])
+            drafted = self.rng.randint(0, self.lookahead)
+            if kind == "decode":
+                starts.append(-1)
+                queries.append(1 + drafted)
+                logits.append(1 + drafted)
+                continue
+            starts.append(self.rng.randrange(length))
+            left = length - starts[-1]
+            queries.append(self.rng.randint(1, left) if kind == "chunk" else left + drafted)
+            logits.append(0 if kind == "chunk" else 1 + drafted)
+        return Batch(slots, starts, queries, logits)
+
+
+def inputs_of(batch: Batch, *, gather: bool, device: torch.device, padding: int = 0) -> BatchInputs:
+    logits = batch.num_logit_rows if gather else batch.num_rows
+    inputs = BatchInputs(
+        batch.num_rows + padding,
+        logits + padding,
+        works=len(batch.slots) + padding,
+        tile_tokens=3,
+        gather=gather,
+        device=device,
+    )
+    inputs.write(batch)
+    return inputs
+
+
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rows(monkeypatch: pytest.MonkeyPatch, seed: int, gather: bool) -> None:
+    """Tokens, positions, KV slots and what is decided; rows, logit rows and works of padding name nothing."""
+    world = World(seed)
+    batch = world.batch()
+    padding = seed % 4 * 50  # also more rows than one program has
+    ours, theirs = (inputs_of(batch, gather=gather, device=d, padding=p) for d, p in ((DEVICE, padding), (CPU, 0)))
+    theirs.prepare(world.state(CPU), world.tables, BLOCK_SIZE)
+    monkeypatch.setattr(batches, "round_kernels", lambda device: rounds)
+    ours.prepare(world.state(DEVICE), world.tables.to(DEVICE), BLOCK_SIZE)
+    for name in ("token_ids", "positions", "slot_mapping", "context_len"):
+        expected = getattr(theirs, name)
+        assert torch.equal(getattr(ours, name).cpu()[: len(expected)], expected), name
+    assert (ours.slot_mapping[batch.num_rows :] == -1).all()
+    assert (ours.token_ids[batch.num_rows :] == 0).all()
+    assert (ours.positions[batch.num_rows :] == 0).all()
+    rows, expected_rows = ours.decided(world.state(DEVICE)), theirs.decided(world.state(CPU))
+    for one, other in zip(rows[:3], expected_rows[:3], strict=True):
+        assert torch.equal(one.cpu()[: len(other)], other)
+    assert (rows.slots[len(expected_rows.slots) :] == -1).all()
+    if gather:
+        assert torch.equal(ours._gather.cpu()[: batch.num_logit_rows], theirs._gather)
+        assert (ours._gather[batch.num_logit_rows :] == 0).all()
+
+
+def test_nothing_is_written_beyond_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Column 0 of a table limits it, whatever stands behind; a position past the table is not looked up."""
+    world = World(0)
+    state, tables = world.state(DEVICE), world.tables.to(DEVICE)
+    monkeypatch.setattr(batches, "round_kernels", lambda device: rounds)
+    for blocks in (0, 1, 3, tables.shape[1] - 1):
+        tables[2, 0] = blocks
+        inputs = inputs_of(Batch([2], [0], [world.columns], [0]), gather=True, device=DEVICE)
+        inputs.prepare(state, tables, BLOCK_SIZE)
+        written = min(blocks * BLOCK_SIZE, world.columns)
+        assert (inputs.slot_mapping[:written] >= 0).all()
+        assert (inputs.slot_mapping[written:] == -1).all()
+
+
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_acceptance(monkeypatch: pytest.MonkeyPatch, seed: int, gather: bool) -> None:
+    """Any part of a draft stands; texts that are full, works that decide nothing, and padding."""
+    world = World(seed)
+    batch = world.batch()
+    padding = seed % 3 * 5
+    chosen = torch.randint(0, VOCAB, ((batch.num_logit_rows if gather else batch.num_rows) + padding,)).int()
+    first = (theirs := inputs_of(batch, gather=gather, device=CPU))["first_row"].tolist()
+    for slot, row, count in zip(batch.slots, first, batch.num_logits, strict=True):
+        stands = world.rng.randint(0, max(0, count - 1))
+        chosen[row : row + stands] = world.tensors["drafts"][slot, :stands]
+    ours = inputs_of(batch, gather=gather, device=DEVICE, padding=padding)
+    states, width = (world.state(DEVICE), world.state(CPU)), 3 + 2 * world.width
+    outs = [torch.zeros((len(batch.slots) + p, width), dtype=torch.int32) for p in (padding, 0)]
+    theirs.accept(chosen[: len(chosen) - padding], states[1], outs[1])
+    monkeypatch.setattr(batches, "round_kernels", lambda device: rounds)
+    outs[0] = outs[0].to(DEVICE)
+    ours.accept(chosen.to(DEVICE), states[0], outs[0])
+    assert torch.equal(outs[0].cpu()[: len(batch.slots)], outs[1])
+    assert (outs[0][len(batch.slots) :] == 0).all()
+    world.same(*states)
+
+
+def test_choices_of_garbage_stay_in_the_vocabulary() -> None:
+    """Beyond a text's end logits may be NaN, and a choice anything: it must not be an index of the next round."""
+    world = World(1)
+    state = world.state(DEVICE)
+    state.length.fill_(5)
+    out = torch.zeros((2, 3 + 2 * world.width), dtype=torch.int32, device=DEVICE)
+    integers = torch.tensor([[0, 1], [0, 1], [1, 1]], dtype=torch.int32, device=DEVICE)
+    rounds.accept(
+        torch.tensor([VOCAB + 7, -3], dtype=torch.int32, device=DEVICE),
+        slots=integers[0],
+        first_row=integers[1],
+        num_logits=integers[2],
+        **tensors_of(state, "length", "token_ids", "drafts", "num_accepted", "origin"),
+        out=out,
+        vocab_size=VOCAB,
+    )
+    assert out[:, 2].tolist() == [VOCAB - 1, 0]
+    assert state.token_ids[:2, 5].tolist() == [VOCAB - 1, 0]
+
+
+def tensors_of(state: SequenceState, *names: str) -> Tensors:
+    return {name: getattr(state, name) for name in names}
+
+
+@pytest.mark.parametrize("fork", [False, True])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_staging(seed: int, fork: bool) -> None:
+    """What a draft model reads: the decided tokens that are new to it, or the last one and the draft after it."""
+    world = World(seed)
+    slots = world.rng.sample(range(len(world.tables) - 1), world.rng.randint(1, 5))
+    slots += [len(world.tables) - 1] * (seed % 3)  # padding
+    reads = world.lookahead + 1
+    drafted = [world.rng.randint(0, world.lookahead) if fork else 0 for _ in slots]
+    computed = torch.tensor([max(0, int(n) - world.rng.randint(0, reads + 2)) for n in world.tensors["length"]])
+    results = []
+    for kernels, device in ((rounds, DEVICE), (rounds_cpu, CPU)):
+        state = world.state(device)
+        own: Tensors = {
+            "slots": torch.tensor(slots, dtype=torch.int32, device=device),
+            "num_drafted": torch.tensor(drafted, dtype=torch.int32, device=device),
+            "computed": computed.int().to(device),
+            "first": torch.zeros(len(slots), dtype=torch.int32, device=device),
+            "count": torch.zeros(len(slots), dtype=torch.int32, device=device),
+            "tokens": torch.zeros((len(slots), reads + 1), dtype=torch.int32, device=device),
+        }
+        read = tensors_of(state, "length", "token_ids", "drafts")
+        kernels.stage(**own, **read, vocab_size=VOCAB - 5, fork=fork)
+        results.append({name: values.cpu() for name, values in own.items()})
+    ours, theirs = results
+    for name in ("first", "count", "computed"):
+        assert torch.equal(ours[name], theirs[name]), name
+    for row, expected, count in zip(ours["tokens"], theirs["tokens"], theirs["count"].tolist(), strict=True):
+        assert torch.equal(row[:count], expected[:count])
+        assert (row >= 0).all()
+        assert (row < VOCAB - 5).all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_looking_up(seed: int) -> None:
+    """Hits, drafts for another last token, and nothing; several branches alike: the first one counts."""
+    world = World(seed)
+    if world.lookahead == 0:
+        pytest.skip("nothing is prepared")
+    slots = world.rng.sample(range(len(world.tables) - 1), world.rng.randint(1, 5))
+    slots += [len(world.tables) - 1] * (seed % 3)
+    width, depth = world.rng.choice([1, 3, 5, 12]), world.rng.randint(1, world.lookahead)
+    chain = torch.randint(0, VOCAB, (len(slots) * width + 4, world.lookahead + 1)).int()
+    confidence = torch.rand(chain.shape)
+    after = torch.randint(0, world.lookahead + 1, (len(slots), width + 2)).int()
+    lasts = world.tensors["token_ids"].gather(1, world.tensors["length"].long()[:, None] - 1)
+    for i, slot in enumerate(slots):
+        for branch in world.rng.sample(range(width), world.rng.randint(0, min(2, width))):
+            after[i, branch] = world.tensors["num_accepted"][slot]
+            chain[i * width + branch, 0] = lasts[slot]
+    states = []
+    origins: dict[str, Any] = {"hit": Origin.HIT, "miss": Origin.SIBLING}
+    for kernels, device in ((rounds, DEVICE), (rounds_cpu, CPU)):
+        states.append(world.state(device))
+        kernels.look_up(
+            slots=torch.tensor(slots, dtype=torch.int32, device=device),
+            after=after.to(device)[:, :width],
+            chain=chain.to(device),
+            chain_confidence=confidence.to(device),
+            depth=depth,
+            **tensors_of(states[-1], *world.tensors),
+            **origins,
+        )
+    world.same(*states)
+    found = states[1].origin[slots].tolist()
+    assert set(found) <= {Origin.HIT, Origin.SIBLING}
