@@ -18,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from conftest import TestModel
-from fakes import VOCAB, Harness, ScriptedDrafter, make_harness, naive, wait_until_idle
+from fakes import VOCAB, Harness, ScriptedDrafter, SeenBatch, StateDrafter, make_harness, naive, wait_until_idle
 
 from ssd import LLM, SamplingParams
-from ssd.core import Batch, Delta
+from ssd.core import Delta
 from ssd.engine.driver import AsyncSubmission, Driver, Submission
 from ssd.engine.engine import Engine
 from ssd.errors import EngineClosed, EngineFailed, RequestError
@@ -31,9 +31,10 @@ SHORT = SamplingParams(max_new_tokens=5)
 MAX_LEN = 64
 
 
-@pytest.fixture
-def harness() -> Harness:
-    return make_harness(drafter=ScriptedDrafter(3, "mixed"), num_blocks=48, max_model_len=MAX_LEN)
+@pytest.fixture(params=[False, True], ids=["synchronous", "run-ahead"])
+def harness(request: pytest.FixtureRequest) -> Harness:
+    drafter = StateDrafter(3, "mixed") if request.param else ScriptedDrafter(3, "mixed")
+    return make_harness(drafter=drafter, num_blocks=48, max_model_len=MAX_LEN, run_ahead=request.param)
 
 
 @pytest.fixture
@@ -44,26 +45,15 @@ def driver(harness: Harness) -> Iterator[Driver]:
     assert not driver._thread.is_alive()
 
 
-def patched(harness: Harness, before: Callable[[Batch], None]) -> None:
-    """Has something happen before every forward pass."""
-    forward = harness.target.forward
-
-    def forward_with(batch: Batch) -> torch.Tensor:
-        before(batch)
-        return forward(batch)
-
-    harness.target.forward = forward_with  # type: ignore[method-assign]
-
-
 def held(harness: Harness) -> tuple[threading.Event, threading.Event]:
     """Rounds that wait: the first event says that one has begun, the second lets it and all others go on."""
     begun, free = threading.Event(), threading.Event()
 
-    def wait(batch: Batch) -> None:
+    def wait(batch: SeenBatch) -> None:
         begun.set()
         assert free.wait(30)
 
-    patched(harness, wait)
+    harness.decoder.before = wait
     return begun, free
 
 
@@ -123,10 +113,10 @@ def test_an_llm_for_eight_threads(make_model: Callable[[str], TestModel]) -> Non
 def test_what_is_submitted_together_begins_together(harness: Harness, driver: Driver) -> None:
     """Catches a thread that is off with the first request while the others are still being posted."""
     for _ in range(20):
-        first = len(harness.target.batches)
+        first = len(harness.decoder.batches)
         for submission in driver.submit_many([([i, 2], SHORT) for i in range(4)]):
             submission.result()
-        assert len(harness.target.batches[first].block_tables) == 4
+        assert len(harness.decoder.batches[first].sequences) == 4
 
 
 def test_a_submission_does_not_depend_on_the_callers_list(harness: Harness, driver: Driver) -> None:
@@ -177,7 +167,7 @@ def test_a_thousand_streams_that_are_dropped_or_aborted(harness: Harness, driver
     assert not engine._requests
     assert not engine._writers
     assert isinstance(harness.engine.round.drafter, ScriptedDrafter)
-    assert len(harness.engine.round.drafter.forgotten) == 1001
+    assert not harness.engine.round.drafter.known
 
 
 def test_nothing_keeps_a_dropped_submission_alive(harness: Harness, driver: Driver) -> None:
@@ -208,14 +198,14 @@ def test_an_abort_ends_within_a_round(harness: Harness, driver: Driver) -> None:
     output = submission.result()
     assert output.finish_reason == "abort"
     assert output.token_ids == expected([1, 2], LONG)[: len(output.token_ids)]
-    assert len(harness.target.batches) == 1
+    assert len(harness.decoder.batches) == 1
     submission.abort()
     assert list(submission) == []
 
 
 def test_ctrl_c_while_waiting_ends_the_request(harness: Harness, driver: Driver) -> None:
     """Catches a wait that cannot be interrupted, and a request that goes on although its caller left."""
-    patched(harness, lambda batch: time.sleep(0.01))
+    harness.decoder.before = lambda batch: time.sleep(0.01)
     submission = driver.submit([1, 2], LONG)
     main = threading.main_thread().ident
     assert main is not None
@@ -233,12 +223,12 @@ def test_failing_rounds_cost_the_requests_in_them_only(harness: Harness, driver:
     """Catches a failure that reaches a request that waits, that leaks blocks, or that makes a later answer wrong."""
     dice, lost = random.Random(1), set()
 
-    def fail(batch: Batch) -> None:
+    def fail(batch: SeenBatch) -> None:
         if dice.random() < 0.05:
-            lost.update(s.request.id for s in harness.engine.scheduler.running if s.blocks in batch.block_tables)
+            lost.update(sequence.request.id for sequence in batch.sequences)
             raise torch.OutOfMemoryError("no memory left")
 
-    patched(harness, fail)
+    harness.decoder.before = fail
 
     def user(number: int) -> int:
         failed = 0
@@ -263,10 +253,10 @@ def test_failing_rounds_cost_the_requests_in_them_only(harness: Harness, driver:
 def test_an_engine_that_keeps_failing_refuses(harness: Harness, driver: Driver) -> None:
     """Catches callers that wait for ever for a device that is gone."""
 
-    def fail(batch: Batch) -> None:
+    def fail(batch: SeenBatch) -> None:
         raise RuntimeError("device lost")
 
-    patched(harness, fail)
+    harness.decoder.before = fail
     submissions = driver.submit_many([([1, 2], LONG)] * 20)
     assert {submission.result().finish_reason for submission in submissions} == {"error"}
     for _ in range(2):
@@ -294,16 +284,22 @@ def test_a_bug_outside_of_the_rounds_is_told_to_everybody(
 
 
 def test_calls_run_on_the_engines_thread_between_rounds(harness: Harness, driver: Driver) -> None:
-    inside: list[bool] = []
-    patched(harness, lambda batch: inside.append(True))
-    before = driver.submit([1, 2], LONG, stream=True)
+    inside = False
 
-    def look(engine: Engine) -> tuple[int, str]:
-        assert not inside or len(inside) == engine.metrics.num_rounds, "half a round is visible"
-        return driver.call(lambda same: len(same.scheduler.running)), threading.current_thread().name
+    def pause(batch: SeenBatch) -> None:
+        nonlocal inside
+        inside = True
+        time.sleep(0.001)
+        inside = False
 
-    for _ in before:
-        assert driver.call(look)[1] == "ssd-engine"
+    def look(engine: Engine) -> str:
+        assert not inside, "half a round is visible"
+        assert driver.call(lambda same: same) is engine
+        return threading.current_thread().name
+
+    harness.decoder.before = pause
+    for _ in driver.submit([1, 2], LONG, stream=True):
+        assert driver.call(look) == "ssd-engine"
     with pytest.raises(ZeroDivisionError):
         driver.call(lambda engine: 1 // 0)
     assert driver.submit([1], SHORT).result().finish_reason == "length"

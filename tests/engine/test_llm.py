@@ -17,7 +17,6 @@ from conftest import TestModel
 from fakes import wait_until_idle
 
 from ssd import LLM, ConfigError, ModelNotFound, RequestError, SamplingParams, UnsupportedModel
-from ssd.core import Batch
 from ssd.errors import EngineClosed, RequestFailed
 from ssd.llm import TextStream
 
@@ -96,15 +95,15 @@ def test_a_stream_collected_in_the_middle_of_a_round_harms_nobody(llm: LLM) -> N
     """Catches a garbage collector that releases a sequence's blocks while they are being computed."""
     holder = Holder(llm.stream("hello", SamplingParams(max_new_tokens=50, ignore_eos=True)))
     next(holder.stream)
-    forward = llm.engine.round.target.forward
+    launch = llm.engine.round.target.launch
 
-    def collecting(batch: Batch) -> torch.Tensor:
+    def collecting(*arguments: Any) -> Any:
         gc.collect()
-        return forward(batch)
+        return launch(*arguments)
 
     del holder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm.engine.round.target, "forward", collecting)
+        patch.setattr(llm.engine.round.target, "launch", collecting)
         assert len(llm.generate("other", SHORT)[0].token_ids) == 8
     wait_until_idle(llm.driver)
 
@@ -112,17 +111,17 @@ def test_a_stream_collected_in_the_middle_of_a_round_harms_nobody(llm: LLM) -> N
 def test_a_request_whose_round_fails_says_so(llm: LLM) -> None:
     """Catches a text that ends early without a word; the next request must be served."""
 
-    def failing(batch: Batch) -> torch.Tensor:
+    def failing(*arguments: Any) -> None:
         raise MemoryError("out of memory")
 
     for ask in (lambda: llm.generate("hello", SHORT), lambda: list(llm.stream("hello", SHORT))):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(llm.engine.round.target, "forward", failing)
+            patch.setattr(llm.engine.round.target, "launch", failing)
             with pytest.raises(RequestFailed, match="out of memory"):
                 ask()
         assert llm.generate("hello", SHORT)[0].finish_reason == "length"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm.engine.round.target, "forward", failing)
+        patch.setattr(llm.engine.round.target, "launch", failing)
         outputs = llm.generate(["one", "two"], SHORT)
     assert [output.finish_reason for output in outputs] == ["error", "error"]
     assert all("out of memory" in (output.error or "") for output in outputs)

@@ -5,39 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 import pytest
-from fakes import cached_prefixes, make_sequence
+from fakes import cached_prefixes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd.core import Sequence
-from ssd.engine.blocks import BlockPool
+from ssd.kv.blocks import BlockPool, BlockTable
 
 SIZE = 4
 
 
-def computed(pool: BlockPool, tokens: Seq[int], num_computed: int | None = None) -> Sequence:
-    """A sequence that took what the cache has, computed `num_computed` tokens (default: all), and entered them."""
-    sequence = make_sequence(tokens)
-    pool.attach_prefix(sequence)
-    assert pool.grow(sequence, len(tokens))
-    sequence.num_computed = len(tokens) if num_computed is None else num_computed
-    pool.commit(sequence)
-    return sequence
+def computed(pool: BlockPool, tokens: Seq[int], num_computed: int | None = None) -> BlockTable:
+    """A table that took what the cache has, computed `num_computed` tokens (default: all), and entered them."""
+    table = BlockTable()
+    pool.attach_prefix(table, tokens)
+    assert pool.grow(table, len(tokens))
+    table.num_computed = len(tokens) if num_computed is None else num_computed
+    pool.commit(table, tokens)
+    return table
 
 
 def cached_tokens(pool: BlockPool, tokens: Seq[int]) -> int:
     """How many leading tokens the cache would give to a sequence; asks without leaving a trace in the books."""
-    sequence = make_sequence(tokens)
-    count = pool.attach_prefix(sequence)
-    pool.release(sequence)
+    table = BlockTable()
+    count = pool.attach_prefix(table, tokens)
+    pool.release(table)
     return count
 
 
-def take(pool: BlockPool, num_blocks: int) -> Sequence:
+def take(pool: BlockPool, num_blocks: int) -> BlockTable:
     """A stranger that takes blocks and never computes anything."""
-    sequence = make_sequence([0])
-    assert pool.grow(sequence, num_blocks * pool.block_size)
-    return sequence
+    table = BlockTable()
+    assert pool.grow(table, num_blocks * pool.block_size)
+    return table
 
 
 # --- what the prefix cache finds --------------------------------------------------------------------------------------
@@ -47,10 +46,10 @@ def test_a_prefix_is_shared_by_block() -> None:
     """Catches a cache that copies, misses, or reorders blocks."""
     pool = BlockPool(8, SIZE)
     first = computed(pool, range(10))
-    second = make_sequence([*range(8), 99, 98])
-    assert pool.attach_prefix(second) == 8 == second.num_computed
+    second = BlockTable()
+    assert pool.attach_prefix(second, [*range(8), 99, 98]) == 8 == second.num_computed
     assert second.blocks == first.blocks[:2]
-    assert second.prefix_entries == first.prefix_entries[:2]
+    assert second.entries == first.entries[:2]
     pool.check([first, second])
 
 
@@ -78,8 +77,8 @@ def test_the_key_is_exact_content() -> None:
 def test_only_full_blocks_of_computed_tokens_are_entered(num_computed: int) -> None:
     """Catches entering a block whose last slots have no KV yet (a prefill chunk that ends inside it)."""
     pool = BlockPool(8, SIZE)
-    sequence = computed(pool, range(12), num_computed)
-    assert len(sequence.prefix_entries) == num_computed // SIZE
+    table = computed(pool, range(12), num_computed)
+    assert len(table.entries) == num_computed // SIZE
     assert cached_tokens(pool, range(13)) == num_computed // SIZE * SIZE
 
 
@@ -94,26 +93,26 @@ def test_one_token_is_always_left_to_compute(length: int) -> None:
 def test_commit_goes_on_where_it_stopped() -> None:
     """Catches entries that are made twice or skipped when a sequence grows over several rounds."""
     pool = BlockPool(8, SIZE)
-    sequence = computed(pool, range(12), 0)
+    table = computed(pool, range(12), 0)
     for n in range(13):
-        sequence.num_computed = n
-        pool.commit(sequence)
-    assert len(set(sequence.prefix_entries)) == 3
-    assert cached_prefixes(pool) == {b: tuple(range(4 * i + 4)) for i, b in enumerate(sequence.blocks)}
+        table.num_computed = n
+        pool.commit(table, range(12))
+    assert len(set(table.entries)) == 3
+    assert cached_prefixes(pool) == {b: tuple(range(4 * i + 4)) for i, b in enumerate(table.blocks)}
 
 
 def test_duplicates_are_not_entered_twice() -> None:
     """Catches two blocks under one key, of which the index would forget one; the copy is just a plain block."""
     pool = BlockPool(6, SIZE)
-    twins = [make_sequence([*range(8), 9]) for _ in range(2)]
+    twins, tokens = [BlockTable(), BlockTable()], [*range(8), 9]
     for twin in twins:  # both are admitted before either has computed anything
-        pool.attach_prefix(twin)
+        pool.attach_prefix(twin, tokens)
         assert pool.grow(twin, 9)
     for twin in twins:
         twin.num_computed = 9
-        pool.commit(twin)
+        pool.commit(twin, tokens)
         pool.check(twins)
-    assert twins[0].prefix_entries == twins[1].prefix_entries
+    assert twins[0].entries == twins[1].entries
     assert set(cached_prefixes(pool)) == set(twins[0].blocks[:2])
     copies = twins[1].blocks.copy()
     for twin in twins:
@@ -127,11 +126,11 @@ def test_duplicates_are_not_entered_twice() -> None:
 def test_prefix_caching_off() -> None:
     """Catches an option that is accepted and ignored."""
     pool = BlockPool(8, SIZE, prefix_caching=False)
-    sequence = computed(pool, range(9))
-    assert sequence.prefix_entries == []
+    table = computed(pool, range(9))
+    assert table.entries == []
     assert cached_prefixes(pool) == {}
     assert cached_tokens(pool, range(9)) == 0
-    pool.release(sequence)
+    pool.release(table)
     assert pool.num_free == 8
 
 
@@ -145,10 +144,9 @@ def test_clear_prefix_cache_keeps_blocks_in_use() -> None:
     pool.check([user])
     assert user.blocks == blocks
     assert cached_tokens(pool, range(9)) == cached_tokens(pool, range(50, 59)) == 0
-    user.tokens += [9, 10, 11]
     assert pool.grow(user, 12)
     user.num_computed = 12
-    pool.commit(user)
+    pool.commit(user, range(12))
     assert cached_tokens(pool, range(13)) == 0, "a block behind a forgotten one must not be found from the root"
     pool.release(user)
     pool.check([])
@@ -170,8 +168,8 @@ def test_blocks_without_an_entry_go_first() -> None:
 def test_a_prefix_loses_its_tail_before_its_head() -> None:
     """Catches evicting the head, which makes the whole tail unreachable at once."""
     pool = BlockPool(3, SIZE)
-    sequence = computed(pool, range(12))
-    pool.release(sequence)
+    table = computed(pool, range(12))
+    pool.release(table)
     for left in (8, 4, 0):
         stranger = take(pool, 1)
         assert cached_tokens(pool, range(13)) == left
@@ -198,11 +196,11 @@ def test_an_evicted_head_is_never_confused_with_its_successor() -> None:
     tail_owner = computed(pool, range(8))
     head = tail_owner.blocks[0]
     pool.release(tail_owner)
-    fresh = make_sequence([90, 91, 92, 93])
+    fresh = BlockTable()
     pool._unused.move_to_end(head, last=False)  # force the unnatural order: the head goes first
     assert pool.grow(fresh, 4)
     fresh.num_computed = 4
-    pool.commit(fresh)
+    pool.commit(fresh, [90, 91, 92, 93])
     pool.release(fresh)
     assert cached_tokens(pool, [90, 91, 92, 93, 4, 5, 6, 7, 0]) == 4
     assert cached_tokens(pool, [*range(8), 0]) == 0
@@ -238,13 +236,13 @@ def test_a_shared_block_is_free_when_its_last_user_leaves() -> None:
     assert pool.num_free == 6
 
 
-def test_release_resets_the_sequence() -> None:
+def test_release_resets_the_table() -> None:
     """Catches a preempted sequence that believes its KV is still there; releasing twice must be harmless."""
     pool = BlockPool(4, SIZE)
-    sequence = computed(pool, range(9))
+    table = computed(pool, range(9))
     for _ in range(2):
-        pool.release(sequence)
-        assert (sequence.blocks, sequence.prefix_entries, sequence.num_computed) == ([], [], 0)
+        pool.release(table)
+        assert (table.blocks, table.entries, table.num_computed) == ([], [], 0)
         pool.check([])
 
 
@@ -252,15 +250,15 @@ def test_release_resets_the_sequence() -> None:
 def test_check_finds_damage(damage: str) -> None:
     """Catches a check that passes whatever happens."""
     pool = BlockPool(4, SIZE)
-    sequence = computed(pool, range(9))
+    table = computed(pool, range(9))
     if damage == "leak":
-        sequence.blocks.pop()
+        table.blocks.pop()
     elif damage == "double":
-        pool._unused[sequence.blocks[0]] = None
+        pool._unused[table.blocks[0]] = None
     else:
-        pool._key_of.pop(sequence.blocks[0])
+        pool._key_of.pop(table.blocks[0])
     with pytest.raises(AssertionError):
-        pool.check([sequence])
+        pool.check([table])
 
 
 @settings(max_examples=150, deadline=None)
@@ -271,29 +269,29 @@ def test_random_use_keeps_the_books_and_the_content(
     """Catches leaks, double use and wrong content over random attach, grow, commit and release (a model of the KV)."""
     pool = BlockPool(num_blocks, size, prefix_caching=caching)
     held: dict[int, tuple[int, ...]] = {}  # block -> the prefix whose KV it holds
-    alive: list[Sequence] = []
+    alive: list[BlockTable] = []
     for _ in range(data.draw(st.integers(1, 25))):
         if alive and data.draw(st.booleans()):
             pool.release(alive.pop(data.draw(st.integers(0, len(alive) - 1))))
         else:
             tokens = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=3 * size + 1))
-            sequence = make_sequence(tokens)
-            found = pool.attach_prefix(sequence)
-            for i, block in enumerate(sequence.blocks):
+            table = BlockTable()
+            found = pool.attach_prefix(table, tokens)
+            for i, block in enumerate(table.blocks):
                 assert held[block] == tuple(tokens[: (i + 1) * size]), "the cache handed out another prefix's KV"
             assert found < len(tokens)
             assert caching or found == 0
-            if not pool.grow(sequence, len(tokens)):
-                pool.release(sequence)
+            if not pool.grow(table, len(tokens)):
+                pool.release(table)
                 continue
-            alive.append(sequence)
-            sequence.num_computed = data.draw(st.integers(found, len(tokens)))
-            for i in range(found // size, len(sequence.blocks)):
+            alive.append(table)
+            table.num_computed = data.draw(st.integers(found, len(tokens)))
+            for i in range(found // size, len(table.blocks)):
                 end = (i + 1) * size
-                held[sequence.blocks[i]] = tuple(tokens[:end]) if end <= sequence.num_computed else ()
-            pool.commit(sequence)
+                held[table.blocks[i]] = tuple(tokens[:end]) if end <= table.num_computed else ()
+            pool.commit(table, tokens)
         pool.check(alive)
-    for sequence in alive:
-        pool.release(sequence)
+    for table in alive:
+        pool.release(table)
     pool.check([])
     assert pool.num_free == num_blocks

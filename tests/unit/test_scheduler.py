@@ -7,9 +7,9 @@ from fakes import make_sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd.core import Batch, Sequence, Status, Work
-from ssd.engine.blocks import BlockPool
+from ssd.core import Proposal, Sequence, Status, Work
 from ssd.engine.scheduler import Scheduler
+from ssd.kv.blocks import BlockPool
 
 SIZE = 4
 
@@ -18,7 +18,9 @@ def make_scheduler(
     num_blocks: int = 64, *, seqs: int = 8, tokens: int = 64, lookahead: int = 0, caching: bool = False
 ) -> Scheduler:
     pool = BlockPool(num_blocks, SIZE, prefix_caching=caching)
-    return Scheduler(pool, max_num_seqs=seqs, max_num_batched_tokens=tokens, lookahead=lookahead)
+    scheduler = Scheduler(pool, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+    scheduler.lookahead = lookahead
+    return scheduler
 
 
 def arrive(scheduler: Scheduler, *lengths: int, max_tokens: int = 32) -> list[Sequence]:
@@ -33,40 +35,76 @@ def arrive(scheduler: Scheduler, *lengths: int, max_tokens: int = 32) -> list[Se
     return sequences
 
 
-def commit(scheduler: Scheduler, works: list[Work]) -> None:
-    """What the engine does after a round without drafts: KV, one new token where one was decided, finish when full."""
+def schedule(scheduler: Scheduler) -> list[Work]:
+    """The next round, while none is in flight."""
+    works = scheduler.schedule()
+    assert works is not None
+    return works
+
+
+def commit(scheduler: Scheduler, works: list[Work], num_accepted: int = 0) -> None:
+    """What the engine does after a round: KV, new tokens where some were decided, finish when full."""
     for work in works:
-        sequence, decides = work.sequence, work.decides
-        sequence.num_computed += work.num_tokens
-        if decides:
-            sequence.tokens.append(len(sequence.tokens))
-        scheduler.pool.commit(sequence)
+        sequence = work.sequence
+        if sequence.in_flight is work:
+            sequence.in_flight = None
+        if sequence.status is not Status.RUNNING:
+            continue
+        sequence.kv.num_computed += work.num_tokens
+        if work.decides:
+            accepted = min(num_accepted, work.proposal.num_tokens, sequence.room - 1)
+            sequence.kv.num_computed += accepted
+            sequence.tokens += range(len(sequence.tokens), len(sequence.tokens) + accepted + 1)
+        scheduler.pool.commit(sequence.kv, sequence.tokens)
         if sequence.room <= 0:
             scheduler.finish(sequence)
+    scheduler.released()
+
+
+def leave(scheduler: Scheduler, sequence: Sequence) -> None:
+    """A sequence finishes while no round is in flight."""
+    scheduler.finish(sequence)
+    scheduler.released()
 
 
 def play(scheduler: Scheduler) -> list[Work]:
     """One round; checks what must hold in every round."""
-    works = scheduler.schedule()
+    works = schedule(scheduler)
     check_plan(scheduler, works)
     commit(scheduler, works)
-    scheduler.pool.check(scheduler.running)
+    check_blocks(scheduler)
     return works
+
+
+def check_blocks(scheduler: Scheduler) -> None:
+    scheduler.pool.check([sequence.kv for sequence in (*scheduler.running, *scheduler.leaving)])
 
 
 def check_plan(scheduler: Scheduler, works: list[Work]) -> None:
     assert len({work.sequence.id for work in works}) == len(works), "a sequence is in the batch twice"
+    assert len({work.slot for work in works}) == len(works), "two sequences have the same slot"
     assert len(scheduler.running) <= scheduler.max_num_seqs
-    assert sum(work.num_tokens + work.lookahead for work in works) <= scheduler.max_num_batched_tokens
+    assert sum(work.cost for work in works) <= scheduler.max_num_batched_tokens
+    slots = [s.slot for s in (*scheduler.running, *scheduler.leaving)]
+    assert len(set(slots)) == len(slots)
+    assert min(slots, default=0) >= 0
     for work in works:
-        sequence = work.sequence
+        sequence, before = work.sequence, work.sequence.in_flight
         assert sequence.status is Status.RUNNING
         assert sequence in scheduler.running
-        assert 0 < work.num_tokens <= sequence.num_pending
+        assert work.slot == sequence.slot
+        assert 0 < work.num_tokens <= sequence.next_pending
         assert 0 <= work.lookahead <= (min(scheduler.lookahead, sequence.room - 1) if work.decides else 0)
-        slots = sequence.num_computed + work.num_tokens + work.lookahead
-        assert len(sequence.blocks) * SIZE >= slots, "too few slots"
-    Batch.build(works, SIZE)
+        if before is None:
+            assert work.start == sequence.kv.num_computed
+        elif before.decides:
+            assert (work.start, work.num_tokens) == (None, 1)
+            assert len(sequence.tokens) + 1 < sequence.max_tokens, "the round in flight is sure to finish it"
+        else:
+            assert work.start == before.end
+        end = sequence.most_len if work.start is None else work.end
+        slots_needed = min(end + work.lookahead, sequence.max_tokens)
+        assert len(sequence.kv.blocks) * SIZE >= slots_needed, "too few slots"
 
 
 def shares(works: list[Work]) -> dict[int, int]:
@@ -81,7 +119,7 @@ def test_max_num_seqs_is_honoured() -> None:
     scheduler = make_scheduler(seqs=2)
     a, *_ = arrive(scheduler, 3, 3, 3)
     assert shares(play(scheduler)) == {0: 3, 1: 3}
-    scheduler.finish(a)
+    leave(scheduler, a)
     assert shares(play(scheduler)) == {1: 1, 2: 3}
 
 
@@ -98,7 +136,7 @@ def test_arrival_order_is_admission_order() -> None:
     scheduler = make_scheduler(num_blocks=6, seqs=4)
     a, *_ = arrive(scheduler, 12, 16, 2)
     assert shares(play(scheduler)) == {0: 12}, "16 tokens do not fit beside 12, and 2 must wait behind them"
-    scheduler.finish(a)
+    leave(scheduler, a)
     assert list(shares(play(scheduler))) == [1, 2]
 
 
@@ -109,17 +147,17 @@ def test_admission_counts_cached_blocks_once() -> None:
     base = list(range(12))
     scheduler.add(make_sequence([*base, 50], id=0))
     [work] = play(scheduler)
-    scheduler.finish(work.sequence)
+    leave(scheduler, work.sequence)
     second = make_sequence([*base, *range(60, 69)], id=1)  # needs 6 blocks, 3 of them cached: one too many
     scheduler.add(second)
-    assert scheduler.schedule() == []
-    assert second.blocks == []
-    assert second.num_computed == 0
+    assert schedule(scheduler) == []
+    assert second.kv.blocks == []
+    assert second.kv.num_computed == 0
     pool.check([])
-    scheduler.finish(second)
+    leave(scheduler, second)
     third = make_sequence([*base, *range(60, 68)], id=2)
     scheduler.add(third)
-    assert shares(scheduler.schedule()) == {2: 8}
+    assert shares(schedule(scheduler)) == {2: 8}
     assert third.metrics.cached_tokens == 12
 
 
@@ -144,15 +182,8 @@ def test_an_old_prefill_does_not_starve_a_younger_decoder() -> None:
     scheduler = make_scheduler(tokens=4)
     old, young = arrive(scheduler, 2, 2, max_tokens=40)
     play(scheduler)
-    scheduler.preempt(young)
-    scheduler.preempt(old)
+    scheduler.pool.release(old.kv)
     old.tokens += range(20)
-    play(scheduler)
-    scheduler.running.append(young)
-    scheduler.waiting.remove(young)
-    young.status, young.num_computed = Status.RUNNING, young.num_computed
-    assert scheduler.pool.grow(young, len(young.tokens))
-    young.num_computed = len(young.tokens) - 1
     assert shares(play(scheduler)) == {young.id: 1, old.id: 3}
 
 
@@ -202,7 +233,7 @@ def test_preempted_sequences_come_back_in_order() -> None:
     assert [s.id for s in scheduler.running] == [0, 1]
     assert [s.id for s in scheduler.waiting] == [2, 3, 4]
     for s in sequences[:2]:
-        scheduler.finish(s)
+        leave(scheduler, s)
     play(scheduler)
     assert [s.id for s in scheduler.running][:2] == [2, 3]
 
@@ -215,10 +246,10 @@ def test_preemption_loses_no_token() -> None:
         play(scheduler)
     tokens = a.tokens.copy()
     scheduler.preempt(a)
-    assert (a.tokens, a.num_computed, a.blocks, a.status) == (tokens, 0, [], Status.WAITING)
-    [work] = scheduler.schedule()
+    assert (a.tokens, a.kv.num_computed, a.kv.blocks, a.status) == (tokens, 0, [], Status.WAITING)
+    [work] = schedule(scheduler)
     assert work.decides
-    assert work.query_tokens == tokens
+    assert (work.start, work.end) == (0, len(tokens))
 
 
 def test_preempted_kv_is_found_again() -> None:
@@ -227,9 +258,9 @@ def test_preempted_kv_is_found_again() -> None:
     [a] = arrive(scheduler, 9, max_tokens=40)
     play(scheduler)
     scheduler.preempt(a)
-    [work] = scheduler.schedule()
+    [work] = schedule(scheduler)
     assert work.num_tokens == 2
-    assert a.num_computed == 8
+    assert a.kv.num_computed == 8
     assert a.metrics.cached_tokens == 0
 
 
@@ -242,11 +273,11 @@ def test_finish_works_anywhere(state: str) -> None:
         play(scheduler)
     if state == "preempted":
         scheduler.preempt(a)
-    scheduler.finish(a)
+    leave(scheduler, a)
     assert not scheduler.has_work
     assert a.status is Status.FINISHED
     assert scheduler.pool.num_free == 64
-    assert scheduler.schedule() == []
+    assert schedule(scheduler) == []
 
 
 # --- lookahead --------------------------------------------------------------------------------------------------------
@@ -258,12 +289,12 @@ def test_lookahead_is_reserved_but_not_counted(lookahead: int) -> None:
     scheduler = make_scheduler(lookahead=lookahead, caching=True)
     [a] = arrive(scheduler, 8, max_tokens=32)
     while a.status is not Status.FINISHED:
-        [work] = scheduler.schedule()
+        [work] = schedule(scheduler)
         room = min(lookahead, a.room - 1)
-        assert len(a.blocks) == scheduler.pool.blocks_for(a.num_computed + work.num_tokens + room)
-        assert (work.num_tokens, a.num_pending) == (len(a.tokens) - a.num_computed,) * 2
+        assert len(a.kv.blocks) == scheduler.pool.blocks_for(a.kv.num_computed + work.num_tokens + room)
+        assert (work.num_tokens, a.num_pending) == (len(a.tokens) - a.kv.num_computed,) * 2
         commit(scheduler, [work])
-        assert len(a.prefix_entries) == a.num_computed // SIZE
+        assert len(a.kv.entries) == a.kv.num_computed // SIZE
     assert len(a.tokens) == 32
 
 
@@ -285,9 +316,104 @@ def test_a_prefill_chunk_reserves_no_lookahead() -> None:
     """Catches scratch slots for rows that decide nothing."""
     scheduler = make_scheduler(tokens=8, lookahead=7)
     [a] = arrive(scheduler, 20, max_tokens=40)
-    [work] = scheduler.schedule()
+    [work] = schedule(scheduler)
     assert not work.decides
-    assert len(a.blocks) == 2
+    assert len(a.kv.blocks) == 2
+
+
+# --- rounds in flight -------------------------------------------------------------------------------------------------
+
+
+def launch(works: list[Work], drafted: int = 0) -> list[Work]:
+    """Puts a round in flight; each of its sequences that decides has a draft of so many tokens, if they fit."""
+    works = [
+        work.with_proposal(Proposal(num_on_device=min(drafted, work.lookahead))) if work.decides else work
+        for work in works
+    ]
+    for work in works:
+        work.sequence.in_flight = work
+    return works
+
+
+def test_the_next_round_is_scheduled_before_its_length_is_known() -> None:
+    """Catches a round that waits for the one before it, computes the wrong token, or reserves too few slots."""
+    scheduler = make_scheduler(lookahead=3)
+    [a] = arrive(scheduler, 7, max_tokens=40)
+    first = launch(schedule(scheduler), drafted=3)
+    second = schedule(scheduler)
+    check_plan(scheduler, second)
+    [work] = second
+    assert (work.start, work.num_tokens, work.decides, work.lookahead) == (None, 1, True, 3)
+    assert len(a.kv.blocks) == 4, "7 tokens, up to 4 more from the round in flight, and 3 drafted ones"
+    second = launch(second, drafted=3)
+    commit(scheduler, first, num_accepted=1)
+    assert (len(a.tokens), a.kv.num_computed, a.in_flight) == (9, 8, second[0])
+    commit(scheduler, second, num_accepted=3)
+    assert (len(a.tokens), a.kv.num_computed, a.in_flight) == (13, 12, None)
+
+
+def test_chunks_of_a_prompt_follow_each_other_in_flight() -> None:
+    """Catches a chunk that is computed twice, or skipped, because the one before it is not committed."""
+    scheduler = make_scheduler(tokens=8)
+    arrive(scheduler, 20, max_tokens=40)
+    seen, before = [], launch(schedule(scheduler))
+    for _ in range(3):
+        works = launch(schedule(scheduler))
+        seen.append([(work.start, work.num_tokens, work.decides) for work in works])
+        commit(scheduler, before)
+        before = works
+    assert seen == [[(8, 8, False)], [(16, 4, True)], [(None, 1, True)]]
+
+
+def test_a_sequence_that_is_sure_to_finish_is_left_out() -> None:
+    """Catches a round that is computed for nothing: the one in flight brings the last token."""
+    scheduler = make_scheduler(lookahead=3)
+    arrive(scheduler, 7, 3, max_tokens=8)
+    first = launch(schedule(scheduler))
+    assert shares(first) == {0: 7, 1: 3}
+    assert shares(schedule(scheduler)) == {1: 1}
+
+
+def test_a_finished_sequence_keeps_slot_and_blocks_while_it_is_in_flight() -> None:
+    """Catches blocks, or a slot, that are given to somebody else while a round still writes there."""
+    scheduler = make_scheduler(seqs=1)
+    a, b = arrive(scheduler, 7, 5)
+    works = launch(schedule(scheduler))
+    blocks, slot = a.kv.blocks.copy(), a.slot
+    scheduler.finish(a)
+    assert scheduler.released() == []
+    assert (a.kv.blocks, a.slot, scheduler.leaving) == (blocks, slot, [a])
+    assert schedule(scheduler) == [], "there is no slot yet"
+    commit(scheduler, works)
+    assert (a.kv.blocks, a.slot, scheduler.leaving) == ([], -1, [])
+    [work] = schedule(scheduler)
+    assert (work.sequence, work.slot) == (b, slot)
+
+
+def test_nobody_is_preempted_in_flight() -> None:
+    """Catches blocks that are taken from under a round; once it is committed, the youngest makes way."""
+    scheduler = make_scheduler(num_blocks=4)
+    a, b = arrive(scheduler, 8, 8, max_tokens=40)
+    works = launch(schedule(scheduler))
+    assert scheduler.schedule() is None
+    with pytest.raises(AssertionError):
+        scheduler.preempt(b)
+    assert (a.status, b.status, scheduler.num_preemptions) == (Status.RUNNING, Status.RUNNING, 0)
+    commit(scheduler, works)
+    assert shares(schedule(scheduler)) == {0: 1}
+    assert scheduler.preempted == [b]
+
+
+def test_blocks_that_are_about_to_be_free_are_waited_for() -> None:
+    """Catches a preemption while a sequence is leaving, whose blocks would have done."""
+    scheduler = make_scheduler(num_blocks=4)
+    _, b = arrive(scheduler, 8, 8, max_tokens=40)
+    works = launch(schedule(scheduler))
+    scheduler.finish(b)
+    assert scheduler.schedule() is None
+    commit(scheduler, works)
+    assert shares(schedule(scheduler)) == {0: 1}
+    assert scheduler.num_preemptions == 0
 
 
 # --- progress ---------------------------------------------------------------------------------------------------------
@@ -312,8 +438,44 @@ def test_everybody_finishes(
         if not scheduler.has_work:
             break
         oldest = (scheduler.running or scheduler.waiting)[0]
-        before = oldest.num_computed, oldest.num_output
+        before = oldest.kv.num_computed, oldest.num_output
         play(scheduler)
-        assert (oldest.num_computed, oldest.num_output) > before or oldest.status is Status.FINISHED
+        assert (oldest.kv.num_computed, oldest.num_output) > before or oldest.status is Status.FINISHED
     assert all(s.status is Status.FINISHED and len(s.tokens) == 24 for s in sequences)
+    assert scheduler.pool.num_free == 6 + extra
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    data=st.data(),
+    lengths=st.lists(st.integers(1, 23), min_size=1, max_size=6),
+    extra=st.integers(0, 4),
+    seqs=st.integers(1, 4),
+    budget=st.integers(0, 12),
+    lookahead=st.sampled_from([0, 1, 3, 7]),
+    caching=st.booleans(),
+)
+def test_everybody_finishes_in_flight(
+    data: st.DataObject, lengths: list[int], extra: int, seqs: int, budget: int, lookahead: int, caching: bool
+) -> None:
+    """The same while a round is always in flight, with drafts that stand or fall, and sequences that end early."""
+    scheduler = make_scheduler(6 + extra, seqs=seqs, tokens=seqs + budget, lookahead=lookahead, caching=caching)
+    sequences = arrive(scheduler, *lengths, max_tokens=24)
+    before: list[Work] = []
+    for _ in range(24 * 24 * len(lengths)):
+        if not (scheduler.has_work or before):
+            break
+        works = scheduler.schedule()
+        if works is None:
+            commit(scheduler, before, data.draw(st.integers(0, lookahead)))
+            works, before = schedule(scheduler), []
+        check_plan(scheduler, works)
+        works = launch(works, data.draw(st.integers(0, lookahead)))
+        commit(scheduler, before, data.draw(st.integers(0, lookahead)))
+        check_blocks(scheduler)
+        before = works
+        if scheduler.running and data.draw(st.integers(0, 15)) == 0:
+            scheduler.finish(data.draw(st.sampled_from(scheduler.running)))
+    assert all(s.status is Status.FINISHED for s in sequences)
+    assert scheduler.leaving == []
     assert scheduler.pool.num_free == 6 + extra

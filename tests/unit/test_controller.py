@@ -1,0 +1,314 @@
+"""The controller of drafting depth: it finds what pays in worlds whose round times the test sets."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from types import SimpleNamespace
+
+import pytest
+from fakes import make_sequence
+
+from ssd.core import Origin, Outcome, Proposal, Sequence, Work
+from ssd.decoding.drafter import Drafter, never
+from ssd.drafting.ahead import AheadDrafter
+from ssd.drafting.controller import PLAIN, Arm, ArmTimes, DepthController, make_arms
+from ssd.drafting.fan_out import Adaptive
+
+ARMS = make_arms(None, (16,))
+
+
+def tokens_of(arm: Arm, acceptance: float) -> float:
+    """What a round yields if every drafted token stands with this probability."""
+    return sum(acceptance**i for i in range(arm.k + 1))
+
+
+# --- choosing an arm --------------------------------------------------------------------------------------------------
+
+
+def arms_taken(times: ArmTimes, seconds: Callable[[Arm], float], acceptance: float, rounds: int) -> list[Arm]:
+    """The arms of so many rounds, where a round of an arm takes `seconds(arm)`."""
+    taken = []
+    for _ in range(rounds):
+        arm = times.choose(lambda arm: tokens_of(arm, acceptance))
+        times.record(arm, seconds(arm))
+        taken.append(arm)
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("draft", "verify_more", "acceptance", "best"),
+    [
+        (0.1, 0.0, 0.8, {Arm(4, 16), Arm(6, 16), Arm(8, 16)}),  # a draft that costs little, and is hidden
+        (0.5, 1.0, 0.6, {PLAIN, Arm(1, 16), Arm(1, 0)}),  # every drafted token costs the target a whole one
+        (2.0, 0.0, 0.3, {PLAIN}),  # a draft slower than the target
+    ],
+)
+def test_it_settles_on_what_pays(draft: float, verify_more: float, acceptance: float, best: set[Arm]) -> None:
+    """Units: one verification. Ahead, drafting is hidden behind it as far as it is shorter."""
+
+    def seconds(arm: Arm) -> float:
+        verify = 1 + verify_more * arm.k
+        if arm.k == 0:
+            return 1.0
+        return max(verify, draft * (arm.k + 1)) + 0.2 * draft * arm.k if arm.width else verify + draft * arm.k
+
+    late = arms_taken(ArmTimes(ARMS), seconds, acceptance, 400)[100:]
+    speed = {arm: tokens_of(arm, acceptance) / seconds(arm) for arm in ARMS}
+    assert sum(arm in best for arm in late) > 0.8 * len(late)
+    achieved = len(late) / sum(1 / speed[arm] for arm in late)
+    assert achieved > 0.9 * max(speed.values())
+
+
+def test_it_comes_back_when_the_world_changes() -> None:
+    times = ArmTimes(ARMS)
+    assert arms_taken(times, lambda arm: 1.0 + 3.0 * arm.k, 0.8, 600)[-1] == PLAIN
+    assert arms_taken(times, lambda arm: 1.0 + 0.05 * arm.k, 0.8, 2400)[-1] != PLAIN
+
+
+def test_a_slower_machine_is_no_worse_arm() -> None:
+    """Catches means of other times that are compared: rounds of all arms become slower, and nothing else changes."""
+    times = ArmTimes(ARMS)
+    before = arms_taken(times, lambda arm: 1.0 + 0.05 * arm.k, 0.8, 400)[-1]
+    slower = itertools.count()
+    late = arms_taken(times, lambda arm: (1.0 + 0.05 * arm.k) * (1 + next(slower) / 200), 0.8, 800)[100:]
+    near = {arm for arm in ARMS if arm.k >= before.k - 2 > 0}
+    assert sum(arm in near for arm in late) > 0.9 * len(late)
+
+
+def test_a_single_slow_round_does_not_count() -> None:
+    times, dice = ArmTimes(ARMS), random.Random(1)
+
+    def seconds(arm: Arm) -> float:
+        return (1.0 + 0.05 * arm.k) * (40.0 if dice.random() < 0.03 else 1.0)
+
+    late = arms_taken(times, seconds, 0.8, 800)[200:]
+    speed = {arm: tokens_of(arm, 0.8) / (1.0 + 0.05 * arm.k) for arm in ARMS}
+    assert len(late) / sum(1 / speed[arm] for arm in late) > 0.9 * max(speed.values())
+
+
+def test_another_size_of_the_batch_starts_with_what_is_known() -> None:
+    times = ArmTimes(ARMS)
+    best = arms_taken(times, lambda arm: 1.0 + 0.05 * arm.k, 0.8, 400)[-1]
+    other = times.like()
+    assert arms_taken(other, lambda arm: 1.0 + 0.05 * arm.k, 0.8, 1) == [best]
+    assert arms_taken(other, lambda arm: 1.0 + 2.0 * arm.k, 0.8, 1200)[-1] == PLAIN
+    assert arms_taken(times, lambda arm: 1.0 + 0.05 * arm.k, 0.8, 1) == [best]  # of which it is a copy
+
+
+def test_a_fixed_depth_has_the_widths_to_choose_from() -> None:
+    assert make_arms(4, (8, 16)) == [Arm(4, 8), Arm(4, 16)]
+    assert make_arms(4, (0,)) == [Arm(4, 0)]
+    assert {arm.width for arm in make_arms(None, (0,))} == {0}
+    assert PLAIN in make_arms(None, (8,))
+
+
+# --- the controller in rounds -----------------------------------------------------------------------------------------
+
+
+class Fake(AheadDrafter):
+    """Drafts nothing that is real; `stands` says how many tokens of a draft stand."""
+
+    def __init__(self) -> None:
+        runner = SimpleNamespace(max_width=16, rejection=False)
+        super().__init__(SimpleNamespace(runner=runner), Adaptive(), lookahead=8, budget=16)  # type: ignore[arg-type]
+        self.calls: list[str] = []
+        self.told: list[Outcome | None] = []
+
+    def propose(self, works: Seq[Work]) -> list[Proposal]:
+        self.calls.append("propose")
+        origin = Origin.HIT if self.budget else Origin.DRAFT
+        return [Proposal((7,) * work.lookahead, origin=origin) for work in works]
+
+    def stands(self, work: Work) -> int:
+        return work.proposal.num_tokens
+
+    def settle(self, works: Seq[Work]) -> None:
+        self.calls.append("settle")
+
+    def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
+        self.calls.append("prepare")
+
+    def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
+        self.calls.append("observe")
+        self.told += outcomes
+
+    def forget(self, sequence: Sequence) -> None:
+        self.calls.append("forget")
+
+
+def arm_of(controller: DepthController) -> Arm:
+    inner = controller.inner
+    assert isinstance(inner, AheadDrafter)
+    return Arm(controller.lookahead, inner.budget)
+
+
+def launch(controller: Drafter, works: Seq[Work]) -> list[Work]:
+    deciding = [work for work in works if work.decides]
+    proposals = iter(controller.propose(deciding))
+    launched = [work.with_proposal(next(proposals)) if work.decides else work for work in works]
+    controller.settle(launched)
+    controller.prepare(launched)
+    return launched
+
+
+def decided(inner: Fake, work: Work) -> Outcome | None:
+    if not work.decides:
+        return None
+    draft, accepted = work.proposal.token_ids, inner.stands(work)
+    return Outcome((*draft[:accepted], 5), (), draft, work.proposal.origin)
+
+
+def rounds(
+    inner: Fake,
+    controller: DepthController,
+    seconds: Callable[[Arm], float],
+    count: int,
+    *,
+    batch: int = 1,
+    in_flight: int = 0,
+) -> Iterator[Arm]:
+    """The arms of some rounds of a batch. `in_flight`: so many rounds are launched before one is observed."""
+    sequences = [make_sequence([1, 2, 3], [4], id=i) for i in range(batch)]
+    flying: list[tuple[Arm, list[Work]]] = []
+    for _ in range(count):
+        arm = arm_of(controller)
+        works = [Work(s, 1, 3, lookahead=arm.k, slot=i) for i, s in enumerate(sequences)]
+        flying.append((arm, launch(controller, works)))
+        yield arm
+        if len(flying) > in_flight:
+            arm, works = flying.pop(0)
+            controller.observe(works, [decided(inner, work) for work in works], seconds(arm))
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_it_learns_how_often_each_token_stands(in_flight: int) -> None:
+    """Of what it is told: two tokens stand, whatever is drafted."""
+
+    class Two(Fake):
+        def stands(self, work: Work) -> int:
+            return min(2, work.proposal.num_tokens)
+
+    inner = Two()
+    controller = DepthController(inner, make_arms(4, (0,)))
+    assert set(rounds(inner, controller, lambda arm: 1.0, 200, in_flight=in_flight)) == {Arm(4, 0)}
+    times = ArmTimes(make_arms(4, (0,)))
+    assert controller.tokens(Arm(1, 0), times) == pytest.approx(2.0, abs=0.1)
+    assert controller.tokens(Arm(2, 0), times) == pytest.approx(3.0, abs=0.2)
+    assert controller.tokens(Arm(4, 0), times) == pytest.approx(3.0, abs=0.3)
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_it_finds_the_best_arm(in_flight: int) -> None:
+    """Also where a round is launched before the one before it is known; the rounds around a change of arm do not count.
+
+    They are those of two arms at once, and here they take very long.
+    """
+    inner = Fake()
+    controller = DepthController(inner, ARMS)
+    last = [PLAIN] * 2
+
+    def seconds(arm: Arm) -> float:
+        changed = last[-1] != arm or last[-2] != arm
+        last.append(arm)
+        return 50.0 if changed else 1.0 + 0.05 * arm.k + 0.5 * (arm.width > 0)
+
+    taken = list(rounds(inner, controller, seconds, 800, in_flight=in_flight))
+    assert sum(arm == Arm(8, 0) for arm in taken[200:]) > 0.8 * 600
+
+
+def test_every_size_of_the_batch_has_a_choice_of_its_own() -> None:
+    inner = Fake()
+    controller = DepthController(inner, ARMS)
+    for _ in range(4):
+        alone = list(rounds(inner, controller, lambda arm: 1.0, 300))
+        many = list(rounds(inner, controller, lambda arm: 1.0 + 2.0 * arm.k, 300, batch=16))
+    assert sum(arm.k == 8 for arm in alone) > 200
+    assert sum(arm == PLAIN for arm in many) > 200
+
+
+def test_rounds_that_read_prompts_do_not_count() -> None:
+    """They take as long as their prompts; and nothing is chosen after a round that decides nothing."""
+    inner = Fake()
+    controller = DepthController(inner, ARMS)
+    prompt = make_sequence(range(100), id=9)
+    for arm in rounds(inner, controller, lambda arm: 1.0 + 0.05 * arm.k, 400):
+        chunk = launch(controller, [Work(prompt, 50, 0, decides=False, slot=9)])
+        assert arm_of(controller) == arm
+        controller.observe(chunk, [None], 100.0 if arm.k else 0.001)
+    assert arm_of(controller) == PLAIN  # no round is like the two before it: nothing was measured, and nothing known
+    assert sum(arm.k == 8 for arm in rounds(inner, controller, lambda arm: 1.0 + 0.05 * arm.k, 400)) > 200
+
+
+def test_a_plain_round_asks_for_nothing_but_reads_prompts() -> None:
+    inner = Fake()
+    controller = DepthController(inner, [PLAIN])
+    text, prompt = make_sequence([1, 2], [3], id=1), make_sequence([1, 2, 3], id=2)
+    works = launch(controller, [Work(text, 1, 2)])
+    assert [work.proposal for work in works] == [Proposal()]
+    assert not {"settle", "prepare"} & set(inner.calls)
+    launch(controller, [Work(text, 1, 2), Work(prompt, 3, 0)])
+    assert {"settle", "prepare"} <= set(inner.calls)
+
+
+def test_what_it_is_told_goes_on_to_its_drafter() -> None:
+    inner = Fake()
+    controller = DepthController(inner, make_arms(4, (16,)))
+    works = launch(controller, [Work(make_sequence([1, 2], [3]), 1, 2, lookahead=4)])
+    outcome = decided(inner, works[0])
+    controller.observe(works, [outcome], 1.0)
+    controller.forget(works[0].sequence)
+    assert inner.told == [outcome]
+    assert inner.calls == ["propose", "settle", "prepare", "observe", "forget"]
+    assert controller.stats is inner.stats
+    controller.observe([], [], 1.0)  # of a round that it knows nothing of: the drafter was left alone
+
+
+def test_prepared_drafts_that_are_not_there_count() -> None:
+    """Catches arms that are judged by their rounds' times alone: quick rounds without drafts yield little."""
+
+    class Missing(Fake):
+        """What is prepared is never right: there is only what was prepared for something else."""
+
+        def propose(self, works: Seq[Work]) -> list[Proposal]:
+            found = super().propose(works)
+            return [Proposal(p.token_ids, None, Origin.SIBLING) for p in found] if self.budget else found
+
+        def stands(self, work: Work) -> int:
+            return 0 if work.proposal.origin is Origin.SIBLING else work.proposal.num_tokens
+
+    inner = Missing()
+    controller = DepthController(inner, ARMS)
+    taken = list(rounds(inner, controller, lambda arm: 1.0 if arm.width else 1.1 + 0.05 * arm.k, 300))
+    assert sum(arm.width == 0 for arm in taken[100:]) > 180
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_change_of_text_is_not_taken_for_a_difference_of_arms(seed: int) -> None:
+    """Catches yields learned for each arm by itself: those of an arm not used of late are those of another text."""
+    dice, stands = random.Random(seed), 0.6
+
+    class Often(Fake):
+        """Of what is prepared, some is for another outcome, and does not stand."""
+
+        def propose(self, works: Seq[Work]) -> list[Proposal]:
+            found = super().propose(works)
+            missed = [self.budget and dice.random() >= 0.85 for _ in works]
+            return [Proposal(p.token_ids, None, Origin.SIBLING) if m else p for p, m in zip(found, missed, strict=True)]
+
+        def stands(self, work: Work) -> int:
+            if work.proposal.origin is Origin.SIBLING:
+                return 0
+            return len(list(itertools.takewhile(lambda _: dice.random() < stands, work.proposal.token_ids)))
+
+    def seconds(arm: Arm) -> float:
+        return (0.96 if arm.width else 1.0) * (1.0 + 0.15 * arm.k) * dice.gauss(1.0, 0.02)
+
+    inner, taken = Often(), list[Arm]()
+    controller = DepthController(inner, ARMS)
+    for i, arm in enumerate(rounds(inner, controller, seconds, 1200, batch=8)):
+        stands = 0.9 if i // 60 % 2 else 0.6
+        taken.append(arm)
+    assert sum(arm.width == 0 for arm in taken[100:]) > 0.95 * 1100
