@@ -33,29 +33,32 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     args = _arguments()
-    table = Table("batch", "sampling", "model ms", "decided ms", "round ms", "round / model", "round / decided")
+    columns = ("model ms", "decided ms", "round ms", "median ms", "slowest ms", "round / model", "round / decided")
+    table = Table("batch", "sampling", *columns)
     options: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": max(args.batches), "prefix_caching": False}
     with LLM(args.model, device="cuda", **options) as llm:
         for batch in args.batches:
             round_seconds(llm, batch, args.context - args.tokens, SamplingParams(max_new_tokens=16), 8)  # warm-up
             for name, chosen in SAMPLING.items():
                 params = SamplingParams(max_new_tokens=args.tokens, ignore_eos=True, seed=1, **chosen)
-                seconds = round_seconds(llm, batch, args.context - args.tokens, params, args.rounds)
+                times = round_seconds(llm, batch, args.context - args.tokens, params, args.rounds)
                 measure = functools.partial(graph_seconds, batch=batch, needs=Needs.of([params]))
                 model, decided = llm.driver.call(measure)
-                figures = [f"{1e3 * value:.3f}" for value in (model, decided, seconds)]
+                seconds = statistics.fmean(times)
+                shown = (model, decided, seconds, statistics.median(times), max(times))
+                figures = [f"{1e3 * value:.3f}" for value in shown]
                 table.add_row(str(batch), name, *figures, f"{seconds / model:.3f}", f"{seconds / decided:.3f}")
     Console(width=120).print(table)
 
 
-def round_seconds(llm: LLM, batch: int, prompt: int, params: SamplingParams, rounds: int) -> float:
-    """Of a batch in which everybody decodes: the mean of so many rounds after the last prompt."""
+def round_seconds(llm: LLM, batch: int, prompt: int, params: SamplingParams, rounds: int) -> list[float]:
+    """Of a batch in which everybody decodes: so many rounds after the last prompt."""
     generator = torch.Generator().manual_seed(batch)
     prompts = torch.randint(10, 2000, (batch, prompt), generator=generator).tolist()
     outputs = llm.generate(prompts, params)
     last = max(outputs, key=lambda output: output.metrics.first_token or 0.0)  # the others decode by then, too
     times = [when for when, _ in last.metrics.deliveries][4 : 5 + rounds]
-    return statistics.fmean(b - a for a, b in itertools.pairwise(times))
+    return [b - a for a, b in itertools.pairwise(times)]
 
 
 def graph_seconds(engine: Engine, *, batch: int, needs: Needs) -> tuple[float, float]:

@@ -11,9 +11,9 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ssd.errors import RequestError
 from ssd.kv.blocks import BlockTable
@@ -252,18 +252,20 @@ class Sequence:
         """Tokens that the next round has to compute."""
         work = self.in_flight
         if work is None:
-            return self.num_pending
+            return len(self.tokens) - self.kv.num_computed
         return 1 if work.decides else len(self.tokens) - work.end
 
     @property
     def least_len(self) -> int:
         """The fewest tokens that there can be then."""
-        return len(self.tokens) + (self.in_flight is not None and self.in_flight.decides)
+        work = self.in_flight
+        return len(self.tokens) + (work is not None and work.decides)
 
     @property
     def most_len(self) -> int:
         """The most tokens that there can be then."""
-        return len(self.tokens) + (self.in_flight.num_logits if self.in_flight is not None else 0)
+        work = self.in_flight
+        return len(self.tokens) + (work.num_logits if work is not None else 0)
 
 
 @dataclass(frozen=True)
@@ -284,8 +286,7 @@ class Proposal:
         return self.num_on_device or len(self.token_ids)
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a verification decided for one sequence: the accepted draft tokens, then one token of the target's own."""
 
     token_ids: tuple[int, ...]
@@ -298,8 +299,7 @@ class Outcome:
         return len(self.token_ids) - 1
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """One sequence's share of a round, as scheduled. A snapshot: later rounds do not change it."""
 
     sequence: Sequence
@@ -337,7 +337,7 @@ class Work:
         return self.num_tokens + self.lookahead
 
     def with_proposal(self, proposal: Proposal) -> Work:
-        return replace(self, proposal=proposal)
+        return self._replace(proposal=proposal)
 
 
 @dataclass

@@ -119,8 +119,11 @@ class Round:
 
     def _usable(self, work: Work, proposal: Proposal) -> Work:
         """Cuts a proposal where it outgrows its KV slots or makes no sense: a bad drafter costs speed, nothing else."""
+        if not proposal.num_tokens:
+            return work
         if proposal.num_on_device:
-            return work.with_proposal(replace(proposal, num_on_device=min(proposal.num_on_device, work.lookahead)))
+            fits = proposal.num_on_device <= work.lookahead
+            return work.with_proposal(proposal if fits else replace(proposal, num_on_device=work.lookahead))
         tokens = proposal.token_ids[: work.lookahead]
         usable = tuple(itertools.takewhile(lambda t: 0 <= t < self.target.vocab_size, tokens))
         q = proposal.distributions

@@ -144,11 +144,12 @@ class AheadDrafter(Drafter):
                 self.model.read_prompt(work, own)
             if prepares and self.model.can_branch(work, own):
                 branching.append(work)
-        self._back_up()
-        for work in works:
-            if work.proposal.origin in MODEL_WRITTEN:
-                self.model.mark_read(work)
         self._staged = self._stage(branching) if any(work.lookahead for work in branching) else None
+        self._back_up()
+        if self._staged is not None:
+            self.model.runner.snapshot(self._staged)
+        for work in [*(work for work in works if work.proposal.origin in MODEL_WRITTEN), *branching]:
+            self.model.mark_read(work)
 
     def _back_up(self) -> None:
         """After a miss, a draft that the target waits for, if that pays."""
@@ -171,8 +172,6 @@ class AheadDrafter(Drafter):
             statistics=self.statistics,
         )
         self._places = {work.sequence.id: place for place, work in enumerate(works)}
-        for work in works:
-            self.model.mark_read(work)
         return staged
 
     def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:

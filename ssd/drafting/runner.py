@@ -11,7 +11,7 @@ beyond the tokens that it shares with its sequence is in branch slots of its own
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from ssd.execution.batch import round_kernels
 from ssd.execution.clock import Clock, StreamClock, now
 from ssd.execution.graphs import capture
 from ssd.execution.runner import ModelRunner
-from ssd.execution.state import to_device, to_host
+from ssd.execution.state import to_host, upload
 from ssd.kernels.ops import Branches, DeviceBatch
 from ssd.sampling.noise import Stream
 from ssd.sampling.sampler import Needs, Rows, Sampler, reweighted
@@ -56,6 +56,7 @@ class _Constants(NamedTuple):
     place: torch.Tensor  # [reads]
     before: torch.Tensor  # [sequences]: the row before the first of each sequence's tokens
     sequence: torch.Tensor  # [rows]: of each row
+    read_sequence: torch.Tensor  # [sequences * reads]: of each token that is read
     read_start: torch.Tensor  # [sequences + 1]
     read_tiles: torch.Tensor
     start: torch.Tensor  # [sequences + 1], of the rows
@@ -63,13 +64,30 @@ class _Constants(NamedTuple):
     branch_slots: torch.Tensor  # [rows]: the first KV slot of each
 
 
-@dataclass(frozen=True)
+class _Inputs:
+    """What the device is told of a run's sequences, and what it reads of them: in fixed places."""
+
+    def __init__(self, max_sequences: int, reads: int, device: torch.device) -> None:
+        self.meta, self.first, self.count, self.tokens = (
+            torch.zeros(shape, dtype=torch.int32, device=device)
+            for shape in (2 * max_sequences, max_sequences, max_sequences, (max_sequences, reads + 1))
+        )  # first: position of the first token that is read; count: how many tokens are
+
+    def slots(self, n: int) -> torch.Tensor:
+        return self.meta[:n]
+
+    def drafted(self, n: int) -> torch.Tensor:
+        """How many tokens of each sequence's draft are being verified."""
+        return self.meta[n : 2 * n]
+
+
+@dataclass
 class StagedBranches:
     """What `branch` runs on."""
 
     slots: list[int]
     shape: RunShape
-    at: Clock
+    at: Clock | None = None  # when it was read from the state
 
 
 @dataclass
@@ -155,8 +173,7 @@ class DraftRunner:
         self.on_cuda = device.type == "cuda"
         self.stream = torch.cuda.Stream(priority=-1) if self.on_cuda else None  # type: ignore[no-untyped-call]
         self.computed = self._zeros(self.state.num_slots + 1)  # by slot: tokens with KV in the blocks, drafts included
-        self._slots, self._drafted, self._first, self._count = (self._zeros(max_sequences) for _ in range(4))
-        self._tokens = self._zeros(max_sequences, self.reads + 1)
+        self._inputs = {branches: _Inputs(max_sequences, self.reads, device) for branches in (False, True)}
         self._after, self._rank = (self._zeros(max_sequences, max(1, self.max_width)) for _ in range(2))
         self._plan_constants = torch.zeros(4 * (lookahead + 1) * max(1, self.max_width) + 64, device=device)
         self._verified_confidence = torch.zeros((max_sequences, self.state.drafts.shape[1]), device=device)
@@ -169,8 +186,10 @@ class DraftRunner:
         self._constants_of: dict[RunShape, _Constants] = {}
         self._branch_slots = runner.scratch_slot  # those of every row, then one for what nobody reads
         self._nowhere = self._branch_slots + max_rows * lookahead
-        self._graphs: dict[tuple[RunShape, int], torch.cuda.CUDAGraph] | None = {} if graphs and self.on_cuda else None
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] | None = {} if graphs and self.on_cuda else None
         self._graph_pool: Any = None
+        self._origins = torch.zeros(0)  # of the drafts that were looked up last, on their way to the host
+        self._origins_fetched = now(device)
 
     @staticmethod
     def scratch_slots(max_rows: int, lookahead: int) -> int:
@@ -190,14 +209,12 @@ class DraftRunner:
         """`count` tokens after the last of each sequence, which become its draft; `reads`: most tokens to be read."""
         shape = self._shape(len(slots), reads, 0, params)
         began = now(self.device)
-        self._stage(slots, [0] * len(slots), shape)
+        self._upload(slots, [0] * len(slots), shape)
+        self._stage(shape)
         self._piece(shape, -1)
         for depth in range(count - 1):
             self._piece(shape, depth)
-        index = self._slots[: shape.sequences]
-        self.state.drafts[index, :count] = self._chain[: shape.sequences, :count]
-        self.state.confidence[index, :count] = self._confidence[: shape.sequences, :count]
-        self.state.origin[index] = int(origin)
+        self._launch(("store", shape.sequences, count, origin), lambda: self._store(shape.sequences, count, origin))
         return self._launched(slots, shape, count - 1, began)
 
     @torch.inference_mode()
@@ -211,15 +228,21 @@ class DraftRunner:
         fan_out: FanOut,
         statistics: OutcomeStatistics,
     ) -> StagedBranches:
-        """Reads what `branch` needs of the state, before the verification of `drafted` tokens of each sequence."""
+        """Uploads what `branch` needs to know: `drafted` tokens of each sequence are about to be verified."""
         width = min(fan_out.width(budget), self.width_of(len(slots)))
         if self.on_cuda:
             width = min(self.width_of(len(slots)), next(each for each in self.widths if each >= width))
         shape = self._shape(len(slots), max(drafted) + 1, width, params)._replace(fan_out=fan_out)
-        self._stage(slots, drafted, shape)
+        self._upload(slots, drafted, shape)
         constants = fan_out.constants(statistics, self.state.drafts.shape[1], width)
-        self._plan_constants[: len(constants)].copy_(to_device(constants, self.device))
-        return StagedBranches(list(slots), shape, now(self.device))
+        upload(constants, self._plan_constants[: len(constants)])
+        return StagedBranches(list(slots), shape)
+
+    @torch.inference_mode()
+    def snapshot(self, staged: StagedBranches) -> None:
+        """Reads what `branch` needs of the state, right before the verification."""
+        self._stage(staged.shape)
+        staged.at = now(self.device)
 
     @torch.inference_mode()
     def branch(
@@ -252,13 +275,18 @@ class DraftRunner:
         After a miss that is one for another last token, if there is any; the state's `origin` tells.
         """
         self.join()
-        sequences = self._bucket(len(run.slots))
+        n, width, depth = self._bucket(len(run.slots)), run.width, run.depth
+        self._launch(("look up", n, width, depth), lambda: self._look_up(n, width, depth))
+        self._origins = to_host(self.state.origin)
+        self._origins_fetched = now(self.device)
+
+    def _look_up(self, n: int, width: int, depth: int) -> None:
         round_kernels(self.device).look_up(
-            slots=self._slots[:sequences],
-            after=self._after[:sequences, : run.width],
+            slots=self._inputs[True].slots(n),
+            after=self._after[:n, :width],
             chain=self._chain,
             chain_confidence=self._confidence,
-            depth=run.depth,
+            depth=depth,
             length=self.state.length,
             token_ids=self.state.token_ids,
             num_accepted=self.state.num_accepted,
@@ -267,6 +295,19 @@ class DraftRunner:
             origin=self.state.origin,
             hit=Origin.HIT,
             miss=Origin.SIBLING,
+        )
+
+    def _store(self, n: int, count: int, origin: Origin) -> None:
+        """What was written becomes the sequences' drafts."""
+        round_kernels(self.device).store(
+            slots=self._inputs[False].slots(n),
+            chain=self._chain,
+            chain_confidence=self._confidence,
+            count=count,
+            drafts=self.state.drafts,
+            confidence=self.state.confidence,
+            origin=self.state.origin,
+            value=origin,
         )
 
     def distributions(self, row: int, first: int, last: int) -> torch.Tensor:
@@ -278,7 +319,9 @@ class DraftRunner:
         if self._graphs is None:
             return
         for count in sorted({self._bucket(n) for n in sequences}, reverse=True):
-            self._stage([self.state.padding] * count, [0] * count, RunShape(count, self.reads, 0, Needs()))
+            for width in (0, self.max_width):
+                self._upload([self.state.padding] * count, [0] * count, RunShape(count, self.reads, width, Needs()))
+                self._stage(RunShape(count, self.reads, width, Needs()))
             for width in {0, *(min(width, self.max_rows // count) for width in self.widths)}:
                 planned = fan_out if width else None
                 for reads in {self._reads(1), self.reads}:
@@ -297,8 +340,10 @@ class DraftRunner:
         return torch.cuda.stream(self.stream)
 
     def origins(self, slots: Seq[int]) -> list[Origin]:
-        """Of the drafts in the state. Waits for the device."""
-        return [Origin(value) for value in self.state.origin[to_device(np.array(slots), self.device)].tolist()]
+        """Of the drafts that were looked up last. Waits for the device."""
+        self._origins_fetched.wait()
+        values = self._origins.tolist()
+        return [Origin(values[slot]) for slot in slots]
 
     def join(self) -> None:
         """Lets the current stream wait for what runs beside it."""
@@ -333,47 +378,55 @@ class DraftRunner:
 
     def _piece(self, shape: RunShape, piece: int) -> None:
         """Piece -1 reads and finds each row's first token; piece s extends every row by one token."""
-        if self._graphs is None:
-            self._compute(shape, piece)
-            return
         if piece >= 0:  # how much was read, and who planned, is the same to it
-            shape = shape._replace(reads=self.reads, fan_out=None)
-        key = shape, piece
-        if key in self._graphs:
-            self._graphs[key].replay()
-            return
-        self._compute(shape, piece)  # this time; the graph is for later
-        stream = torch.cuda.current_stream()
-        own = stream if stream != torch.cuda.default_stream() else None
-        self._graphs[key], _ = capture(lambda: self._compute(shape, piece), self._graph_pool, stream=own)
-        self._graph_pool = self._graphs[key].pool()
+            shape = shape._replace(reads=self.reads if self.on_cuda else shape.reads, fan_out=None)
+        self._launch((shape, piece), lambda: self._compute(shape, piece))
 
-    def _stage(self, slots: Seq[int], drafted: Seq[int], shape: RunShape) -> None:
-        """Snapshots what the run reads of the state. What runs beside must have ended: its inputs are overwritten."""
+    def _launch(self, key: Hashable, compute: Callable[[], None]) -> None:
+        """Runs something that is always the same for its key: as a graph, once it has run."""
+        if self._graphs is None:
+            compute()
+        elif key in self._graphs:
+            self._graphs[key].replay()
+        else:
+            compute()  # this time; the graph is for later
+            stream = torch.cuda.current_stream()
+            own = stream if stream != torch.cuda.default_stream() else None
+            self._graphs[key], _ = capture(compute, self._graph_pool, stream=own)
+            self._graph_pool = self._graphs[key].pool()
+
+    def _upload(self, slots: Seq[int], drafted: Seq[int], shape: RunShape) -> None:
+        """Which sequences the next run is for. What runs beside must have ended: its inputs are overwritten."""
         self.join()
         padding = shape.sequences - len(slots)
-        lists = [[*slots, *[self.state.padding] * padding], [*drafted, *[0] * padding]]
-        integers = to_device(np.array(lists, dtype=np.int32), self.device)
-        n = shape.sequences
-        self._slots[:n].copy_(integers[0])
-        self._drafted[:n].copy_(integers[1])
+        both = [*slots, *[self.state.padding] * padding, *drafted, *[0] * padding]
+        upload(np.array(both, dtype=np.int32), self._inputs[shape.width > 0].meta[: len(both)])
+
+    def _stage(self, shape: RunShape) -> None:
+        """Reads what the run needs of the state."""
+        n, branches = shape.sequences, shape.width > 0
+        self._launch(("stage", n, branches), lambda: self._compute_stage(n, branches))
+
+    def _compute_stage(self, n: int, branches: bool) -> None:
+        inputs = self._inputs[branches]
         round_kernels(self.device).stage(
-            slots=self._slots[:n],
-            num_drafted=self._drafted[:n],
+            slots=inputs.slots(n),
+            num_drafted=inputs.drafted(n),
             length=self.state.length,
             token_ids=self.state.token_ids,
             drafts=self.state.drafts,
+            confidence=self.state.confidence,
+            origin=self.state.origin,
             computed=self.computed,
-            first=self._first[:n],
-            count=self._count[:n],
-            tokens=self._tokens[:n],
+            first=inputs.first[:n],
+            count=inputs.count[:n],
+            tokens=inputs.tokens[:n],
+            verified_confidence=self._verified_confidence[:n],
+            hit=self._hit[:n],
+            hit_origin=Origin.HIT,
             vocab_size=self.runner.vocab_size,
-            fork=shape.width > 0,
+            fork=branches,
         )
-        if shape.width:
-            index = self._slots[:n]
-            self._verified_confidence[:n] = self.state.confidence[index]
-            self._hit[:n] = self.state.origin[index] == Origin.HIT
 
     # --- the pieces ---------------------------------------------------------------------------------------------------
 
@@ -387,24 +440,23 @@ class DraftRunner:
                 self._read_and_plan(shape)
 
     def _read_and_choose(self, shape: RunShape) -> None:
-        n = shape.sequences
-        count = self._count[:n].clamp(max=shape.reads)
+        n, inputs = shape.sequences, self._inputs[False]
+        count = inputs.count[:n].clamp(max=shape.reads)
         logits = self._read(shape, self._constants(shape).before + count)
-        self._choose(shape, 0, logits, Rows(self._slots[:n], self._first[:n] + count))
+        self._choose(shape, 0, logits, Rows(inputs.slots(n), inputs.first[:n] + count))
 
     def _read_and_plan(self, shape: RunShape) -> None:
-        n, place = shape.sequences, self._constants(shape).place
-        first, count = self._first[:n, None], self._count[:n, None]
-        following = self._tokens[:n, 1 : shape.reads + 1]  # what each token that is read is followed by
+        n, place, inputs = shape.sequences, self._constants(shape).place, self._inputs[True]
+        first, count = inputs.first[:n, None], inputs.count[:n, None]
+        following = inputs.tokens[:n, 1 : shape.reads + 1]  # what each token that is read is followed by
         excluded = torch.where(place + 1 < count, following, -1).flatten()
-        rows = Rows(self._slots[:n].repeat_interleave(shape.reads), (first + place + 1).flatten())
+        rows = Rows(inputs.slots(n)[self._constants(shape).read_sequence], (first + place + 1).flatten())
         ranked = self._rank_tokens(self._read(shape, None), rows, shape.needs, excluded)
         self._likeliest[: len(ranked)].copy_(ranked)
-        drafted = self._drafted[:n]
         if shape.fan_out is None:
             raise AssertionError("branches need somebody who plans them")
         after, rank = shape.fan_out.plan(
-            self._plan_constants, self._verified_confidence[:n], self._hit[:n], drafted, shape.width
+            self._plan_constants, self._verified_confidence[:n], self._hit[:n], inputs.drafted(n), shape.width
         )
         self._after[:n, : shape.width].copy_(after)
         self._rank[:n, : shape.width].copy_(rank)
@@ -414,19 +466,20 @@ class DraftRunner:
     def _read(self, shape: RunShape, logit_rows: torch.Tensor | None) -> torch.Tensor:
         """A forward over every sequence's tokens, whose KV is kept; padding goes nowhere."""
         n, reads, constants = shape.sequences, shape.reads, self._constants(shape)
-        place, slots = constants.place, self._slots[:n]
-        positions = self._first[:n, None] + place
+        inputs = self._inputs[shape.width > 0]
+        place, slots = constants.place, inputs.slots(n)
+        positions = inputs.first[:n, None] + place
         size, tables = self.runner.block_size, self.runner.tables.tensor
         index = positions // size
         blocks = tables[slots[:, None], 1 + index]
-        real = (place < self._count[:n, None]) & (index < tables[slots, :1])
+        real = (place < inputs.count[:n, None]) & (index < tables[slots, :1])
         mapping = torch.where(real, blocks * size + positions % size, self._nowhere)
         batch = DeviceBatch(
-            token_ids=self._tokens[:n, :reads].flatten().contiguous(),
+            token_ids=inputs.tokens[:n, :reads].flatten().contiguous(),
             positions=positions.flatten(),
             slot_mapping=mapping.flatten(),
             query_start=constants.read_start,
-            context_len=self._first[:n] + reads,
+            context_len=inputs.first[:n] + reads,
             logit_rows=logit_rows,
             tiles=constants.read_tiles,
             split_kv=True,
@@ -437,8 +490,9 @@ class DraftRunner:
     def _extend(self, shape: RunShape, depth: int) -> None:
         """A forward over every row's newest token, at the position after the one before it."""
         n, width, constants = shape.sequences, max(1, shape.width), self._constants(shape)
-        read = self._after[:n, : shape.width] + 1 if shape.width else self._count[:n, None].clamp(max=self.reads)
-        positions = (self._first[:n, None] + read + depth).flatten()
+        inputs = self._inputs[shape.width > 0]
+        read = self._after[:n, : shape.width] + 1 if shape.width else inputs.count[:n, None].clamp(max=self.reads)
+        positions = (inputs.first[:n, None] + read + depth).flatten()
         batch = DeviceBatch(
             token_ids=self._chain[: shape.rows, depth].contiguous(),
             positions=positions,
@@ -449,10 +503,10 @@ class DraftRunner:
             tiles=constants.tiles,
             split_kv=True,
             branches=Branches(depth, self.lookahead),
-            **self._tables(self._slots[:n]),
+            **self._tables(inputs.slots(n)),
         )
         logits = self._logits(batch)
-        self._choose(shape, depth + 1, logits, Rows(self._slots[:n][constants.sequence], positions + 1))
+        self._choose(shape, depth + 1, logits, Rows(inputs.slots(n)[constants.sequence], positions + 1))
 
     def _choose(self, shape: RunShape, column: int, logits: torch.Tensor, rows: Rows) -> None:
         """One token a row, and how sure the model is of it: at least 0, the more the surer."""
@@ -506,6 +560,7 @@ class DraftRunner:
                 place=place,
                 before=sequences[:-1].long() * shape.reads - 1,
                 sequence=(rows // width).long(),
+                read_sequence=sequences[:-1].long().repeat_interleave(shape.reads),
                 read_start=sequences * shape.reads,
                 read_tiles=self._tiles(shape.sequences, shape.reads),
                 start=sequences * width,

@@ -117,6 +117,12 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def upload(array: np.ndarray, to: torch.Tensor) -> None:
+    """Copies an array to a place on the device, as `to_device` does."""
+    tensor = torch.from_numpy(array)
+    to.copy_(tensor.pin_memory() if to.is_cuda else tensor, non_blocking=True)
+
+
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the host; from a GPU it is complete when the stream has come so far."""
     if not tensor.is_cuda:

@@ -189,17 +189,22 @@ def accept(
     )
 
 
-@triton.jit(do_not_specialize=["token_stride", "draft_stride", "reads", "vocab_size"])
+@triton.jit(do_not_specialize=["token_stride", "draft_stride", "reads", "vocab_size", "hit_origin"])
 def _stage_kernel(
     slots_ptr,
     num_drafted_ptr,
     length_ptr,
     token_ids_ptr,
     drafts_ptr,
+    confidence_ptr,
+    origin_ptr,
     computed_ptr,
     first_ptr,
     count_ptr,
     tokens_ptr,
+    verified_ptr,
+    hit_ptr,
+    hit_origin,
     token_stride,
     draft_stride,
     reads,
@@ -221,6 +226,10 @@ def _stage_kernel(
     tl.store(count_ptr + lane, count)
     tl.store(tokens_ptr + lane * (reads + 1) + j, tl.minimum(token, vocab_size - 1), mask=j <= reads)
     tl.store(computed_ptr + slot, first + count)
+    if FORK:
+        sure = tl.load(confidence_ptr + slot.to(tl.int64) * draft_stride + j, mask=j < draft_stride, other=0.0)
+        tl.store(verified_ptr + lane * draft_stride + j, sure, mask=j < draft_stride)
+        tl.store(hit_ptr + lane, (tl.load(origin_ptr + slot) == hit_origin).to(tl.int32))
 
 
 def stage(
@@ -230,23 +239,30 @@ def stage(
     length: torch.Tensor,
     token_ids: torch.Tensor,
     drafts: torch.Tensor,
+    confidence: torch.Tensor,
+    origin: torch.Tensor,
     computed: torch.Tensor,
     first: torch.Tensor,
     count: torch.Tensor,
     tokens: torch.Tensor,
+    verified_confidence: torch.Tensor,
+    hit: torch.Tensor,
+    hit_origin: int,
     vocab_size: int,
     fork: bool,
 ) -> None:
     """What a draft model reads of each sequence: first position, number of tokens, the tokens.
 
     Without `fork` everything decided that it has no KV of; with it the last decided token and the draft after it.
-    `computed` counts the tokens that it has KV of afterwards.
+    `computed` counts the tokens that it has KV of afterwards. With `fork` also the confidence of that draft, and
+    whether it was a hit.
     """
     _stage_kernel[(len(slots),)](
-        *(slots, num_drafted, length, token_ids, drafts, computed, first, count, tokens),
+        *(slots, num_drafted, length, token_ids, drafts, confidence, origin, computed, first, count, tokens),
+        *(verified_confidence, hit, hit_origin),
         *(token_ids.stride(0), drafts.stride(0), tokens.shape[1] - 1, vocab_size),
         FORK=fork,
-        BLOCK=triton.next_power_of_2(tokens.shape[1]),
+        BLOCK=triton.next_power_of_2(max(tokens.shape[1], drafts.shape[1])),
     )
 
 
@@ -321,5 +337,48 @@ def look_up(
         *(slots, after, chain, chain_confidence, length, token_ids, num_accepted, drafts, confidence, origin),
         *(width, depth, after.stride(0), token_ids.stride(0), drafts.stride(0), chain.stride(0), hit, miss),
         WIDTH=triton.next_power_of_2(width),
+        BLOCK=triton.next_power_of_2(drafts.shape[1]),
+    )
+
+
+@triton.jit(do_not_specialize=["count", "draft_stride", "chain_stride", "value"])
+def _store_kernel(
+    slots_ptr,
+    chain_ptr,
+    chain_confidence_ptr,
+    drafts_ptr,
+    confidence_ptr,
+    origin_ptr,
+    count,
+    draft_stride,
+    chain_stride,
+    value,
+    BLOCK: tl.constexpr,
+):
+    lane = tl.program_id(0)
+    slot = tl.load(slots_ptr + lane).to(tl.int64)
+    j = tl.arange(0, BLOCK)
+    inside = j < count
+    at = lane.to(tl.int64) * chain_stride + j
+    tl.store(drafts_ptr + slot * draft_stride + j, tl.load(chain_ptr + at, mask=inside, other=0), mask=inside)
+    sure = tl.load(chain_confidence_ptr + at, mask=inside, other=0.0)
+    tl.store(confidence_ptr + slot * draft_stride + j, sure, mask=inside)
+    tl.store(origin_ptr + slot, value)
+
+
+def store(
+    *,
+    slots: torch.Tensor,
+    chain: torch.Tensor,
+    chain_confidence: torch.Tensor,
+    count: int,
+    drafts: torch.Tensor,
+    confidence: torch.Tensor,
+    origin: torch.Tensor,
+    value: int,
+) -> None:
+    """The first `count` tokens of each sequence's row become its draft, of origin `value`."""
+    _store_kernel[(len(slots),)](
+        *(slots, chain, chain_confidence, drafts, confidence, origin, count, drafts.stride(0), chain.stride(0), value),
         BLOCK=triton.next_power_of_2(drafts.shape[1]),
     )

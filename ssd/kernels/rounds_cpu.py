@@ -88,10 +88,15 @@ def stage(
     length: torch.Tensor,
     token_ids: torch.Tensor,
     drafts: torch.Tensor,
+    confidence: torch.Tensor,
+    origin: torch.Tensor,
     computed: torch.Tensor,
     first: torch.Tensor,
     count: torch.Tensor,
     tokens: torch.Tensor,
+    verified_confidence: torch.Tensor,
+    hit: torch.Tensor,
+    hit_origin: int,
     vocab_size: int,
     fork: bool,
 ) -> None:
@@ -106,6 +111,9 @@ def stage(
     first.numpy()[:], count.numpy()[:] = begin, many
     tokens.numpy()[:] = np.minimum(found, vocab_size - 1)
     computed.numpy()[slot] = begin + many
+    if fork:
+        verified_confidence.numpy()[:] = confidence.numpy()[slot]
+        hit.numpy()[:] = origin.numpy()[slot] == hit_origin
 
 
 def look_up(
@@ -137,3 +145,20 @@ def look_up(
             drafts[at, :depth] = chain[row, 1 : depth + 1]
             if hits.any():
                 confidence[at, :depth] = chain_confidence[row, 1 : depth + 1]
+
+
+def store(
+    *,
+    slots: torch.Tensor,
+    chain: torch.Tensor,
+    chain_confidence: torch.Tensor,
+    count: int,
+    drafts: torch.Tensor,
+    confidence: torch.Tensor,
+    origin: torch.Tensor,
+    value: int,
+) -> None:
+    slot = slots.numpy()
+    drafts.numpy()[slot, :count] = chain.numpy()[: len(slot), :count]
+    confidence.numpy()[slot, :count] = chain_confidence.numpy()[: len(slot), :count]
+    origin.numpy()[slot] = value
