@@ -25,9 +25,11 @@ import torch
 
 from ssd.assembly import build_engine
 from ssd.config import EngineConfig
-from ssd.core import Batch, SamplingParams
+from ssd.core import SamplingParams
 from ssd.engine.driver import Driver
+from ssd.execution.batch import Batch
 from ssd.execution.runner import ModelRunner
+from ssd.execution.target import Target
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.config import DecoderConfig
 from ssd.models.open import open_checkpoint
@@ -124,15 +126,16 @@ def bench_gpu(shape: str, args: argparse.Namespace) -> list[Row]:
     checkpoint = open_checkpoint(args.model) if args.model else RandomCheckpoint(SHAPES[shape])
     longest = min(4096, checkpoint.config.max_position)
     config = EngineConfig(args.model or shape, device=args.device, max_model_len=longest, max_num_seqs=16)
-    driver = Driver(build_engine(config, checkpoint))
+    engine, _ = build_engine(config, checkpoint)
+    driver = Driver(engine)
     torch.cuda.synchronize()
     rows = [
         ("device", torch.cuda.get_device_name(device)),
         ("model", described(args.model, checkpoint) if args.model else f"{shape}, bfloat16, random weights"),
         ("start-up (weights, kernels, graphs)", f"{time.perf_counter() - start:.1f} s"),
     ]
-    runner = driver.engine.round.target
-    assert isinstance(runner, ModelRunner)
+    assert isinstance(engine.round.target, Target)
+    runner = engine.round.target.runner
     weight_bytes = streamed_bytes(runner)
     floor = weight_bytes / bandwidth
     rows.append(("copy bandwidth", f"{bandwidth / 1e12:.2f} TB/s"))
@@ -141,7 +144,8 @@ def bench_gpu(shape: str, args: argparse.Namespace) -> list[Row]:
     for sequences, queries, context in ((1, 1, 512), (1, 8, 512), (8, 1, 512), (16, 1, 512), (1, 1, 4000)):
         if context > longest:
             continue
-        seconds = graph_seconds(runner, synthetic_batch(sequences, queries, context, runner.block_size))
+        measured = functools.partial(graph_seconds, runner, sequences, queries, context)
+        seconds = driver.call(lambda _, measured=measured: measured())
         one = one or seconds
         label = f"model, {sequences} x {queries} tokens at context {context}"
         value = f"{seconds * 1e3:.3f} ms, {floor / seconds:.3f} of the floor, {seconds / one:.3f} x one token"
@@ -154,7 +158,7 @@ def bench_gpu(shape: str, args: argparse.Namespace) -> list[Row]:
         if batch == 1:
             ours = statistics.median(speeds)
     driver.close()
-    runner = None  # type: ignore[assignment]
+    engine = runner = measured = None  # type: ignore[assignment]
     torch.cuda.empty_cache()
     if not args.no_transformers and not args.model:
         model = hf_model(SHAPES[shape], torch.bfloat16, device)
@@ -270,23 +274,16 @@ def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
     return [[source.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
 
 
-def synthetic_batch(sequences: int, queries: int, context: int, block_size: int) -> Batch:
-    """`sequences` sequences with `queries` query tokens each, at the end of `context` tokens."""
-    blocks = -(-context // block_size)
-    tables = [list(range(s * blocks, (s + 1) * blocks)) for s in range(sequences)]
-    span = range(context - queries, context)
-    slots = [table[p // block_size] * block_size + p % block_size for table in tables for p in span]
-    starts = [i * queries for i in range(sequences + 1)]
-    rows = list(range(sequences * queries))
-    return Batch([7] * len(rows), list(span) * sequences, slots, starts, [context] * sequences, tables, rows)
-
-
-def graph_seconds(runner: ModelRunner, batch: Batch, repeats: int = 15) -> float:
-    """Median time of the model alone (one graph replay), by device events."""
-    runner.forward(batch)
-    assert runner.graphs is not None
-    graph = runner.graphs.graph(runner.graphs.bucket(batch.num_tokens))
-    return statistics.median(device_seconds(graph.replay) for _ in range(repeats))
+def graph_seconds(runner: ModelRunner, sequences: int, queries: int, context: int, repeats: int = 15) -> float:
+    """Median time of the model alone (one graph replay): `queries` tokens of each at the end of `context` tokens."""
+    slots, blocks = range(sequences), -(-context // runner.block_size)
+    for slot in slots:
+        runner.tables.reset(slot)
+        runner.tables.update([(slot, list(range(slot * blocks, (slot + 1) * blocks)))])
+    batch = Batch([*slots], [context - queries] * sequences, [queries] * sequences, [queries] * sequences)
+    graph = runner.forward(batch).graph
+    assert graph is not None
+    return statistics.median(device_seconds(graph.graph.replay) for _ in range(repeats))
 
 
 def device_seconds(work: Callable[[], object]) -> float:

@@ -16,13 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from ssd import LLM, SamplingParams
 from ssd.drafting.ahead import AheadDrafter
-from ssd.drafting.fan_out import Adaptive, FanOut, Geometric, Listed, Outlook
+from ssd.drafting.fan_out import RANKS, Adaptive, FanOut, Geometric, Listed, OutcomeStatistics
 from ssd.engine.engine import Engine
 from ssd.prompts import OWN_SETS, load_prompts
 
@@ -31,7 +32,7 @@ BUDGETS = (2, 4, 6, 8, 12, 16, 20, 24)
 
 
 @dataclass
-class Notebook(Outlook):
+class Notebook(OutcomeStatistics):
     """Learns nothing that is used, and keeps every round."""
 
     rounds: list[Round] = field(default_factory=list)
@@ -54,17 +55,30 @@ def take_notes(engine: Engine) -> Notebook:
     drafter = engine.round.drafter
     if not isinstance(drafter, AheadDrafter):
         raise AssertionError("the engine was built for another mode")
-    drafter.outlook = notebook = Notebook()
+    drafter.statistics = notebook = Notebook()
     return notebook
 
 
 def hit_rate(policy: FanOut, rounds: Sequence[Round], budget: int) -> float:
     """The policy learns as it goes, as it does in the engine."""
-    outlook, hits = Outlook(), 0
+    learned, hits = OutcomeStatistics(), 0
     for confidence, accepted, rank in rounds:
-        hits += (accepted, rank) in policy.plan(outlook, confidence, True, budget)
-        outlook.learn(confidence, accepted, rank)
+        hits += (accepted, rank) in planned(policy, learned, confidence, budget)
+        learned.learn(confidence, accepted, rank)
     return hits / max(1, len(rounds))
+
+
+def planned(
+    policy: FanOut, learned: OutcomeStatistics, confidence: Sequence[float], budget: int
+) -> set[tuple[int, int]]:
+    """The outcomes that a policy prepares for, of a draft that had been prepared itself."""
+    drafted = len(confidence)
+    width = min(policy.width(budget), RANKS * (drafted + 1))
+    constants = torch.from_numpy(policy.constants(learned, drafted, width))
+    after, rank = policy.plan(
+        constants, torch.tensor([confidence]), torch.tensor([True]), torch.tensor([drafted]), width
+    )
+    return set(zip(after[0].tolist(), rank[0].tolist(), strict=True))
 
 
 def uniform(budget: int, k: int) -> Listed:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from decode import device_seconds
 
-from ssd.assembly import make_ops
+from ssd.assembly.device import make_ops
 from ssd.kernels.ops import Ops
 from ssd.models.config import DecoderConfig
 from ssd.models.shapes import SHAPES

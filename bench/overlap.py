@@ -1,4 +1,4 @@
-"""What one GPU hides: a verification, a plain draft and a prepared cache alone, and the cache beside the verification.
+"""What one device hides: a verification, a plain draft and a preparation alone, and the preparation beside the first.
 
 python bench/overlap.py --target graft:tiny-qwen3@qwen3-32b --draft graft:tiny-qwen3-draft@qwen3-0.6b --k 4 6
 """
@@ -6,31 +6,35 @@ python bench/overlap.py --target graft:tiny-qwen3@qwen3-32b --draft graft:tiny-q
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Callable
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from ssd.drafting.program import Lane
 
 from ssd import LLM
 from ssd.core import Request, SamplingParams, Sequence
 from ssd.decoding.drafter import Drafter
 from ssd.drafting.ahead import AheadDrafter
 from ssd.engine.engine import Engine
-from ssd.execution.runner import ModelRunner
+from ssd.execution.batch import Batch
+from ssd.execution.target import Target
 
-CONTEXT = 512
+CONTEXT = 512  # tokens
+LONGEST = 1024
+SLOT = 0  # of the one sequence
 
 
 def milliseconds(run: Callable[[], object], repeats: int = 30) -> float:
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     times = []
     for _ in range(repeats):
-        torch.cuda.synchronize()
+        wait()
         began = time.perf_counter()
         run()
-        torch.cuda.synchronize()
+        wait()
         times.append(time.perf_counter() - began)
     return 1e3 * sorted(times)[len(times) // 2]
 
@@ -42,22 +46,27 @@ def alone_and_beside(llm: LLM, drafter: Drafter, k: int) -> tuple[float, float, 
 
 
 def timings(engine: Engine, drafter: Drafter, k: int, temperature: float) -> list[float]:
-    """Milliseconds: verify, draft, prepare, prepare beside verify."""
+    """Milliseconds: verify, draft, prepare, prepare beside verify. For an engine that is idle."""
     target = engine.round.target
-    if not isinstance(drafter, AheadDrafter) or not isinstance(target, ModelRunner) or target.graphs is None:
+    if not isinstance(drafter, AheadDrafter) or not isinstance(target, Target):
         raise AssertionError("the engine was built for another mode")
-    program, width = drafter.model.program, drafter.budget
-    verify = target.graphs.graph(target.graphs.bucket(k + 1))
-    forks = [(i % (k + 1), i // (k + 1)) for i in range(width)]
-    request = Request("", (1,), SamplingParams(temperature=temperature))
-    text = Sequence(0, request, 0, 7, frozenset(), 1024, blocks=list(range(65)))
-    lane = Lane(CONTEXT, list(range(5, 6 + k)), text, 7, forks)
+    runner, params = drafter.model.runner, SamplingParams(temperature=temperature)
+    prompt = (1,) * CONTEXT
+    target.state.admit(SLOT, Sequence(0, Request("", prompt, params), 0, 7, frozenset(), LONGEST, tokens=list(prompt)))
+    for model in (target.runner, runner.runner):
+        model.tables.reset(SLOT)
+        model.tables.update([(SLOT, list(range(-(-(CONTEXT + 2 * k + 2) // model.block_size))))])
+    staged = target.runner.stage(Batch([SLOT], [-1], [k + 1], [k + 1]))
+    verify = functools.partial(target.runner.run, staged)
 
-    def both() -> None:
-        verify.replay()
-        program.branch([lane], k)
+    def prepare(beside: Callable[[], object] = lambda: None) -> None:
+        branches = runner.stage_branches(
+            [SLOT], [k], [params], budget=drafter.budget, fan_out=drafter.fan_out, statistics=drafter.statistics
+        )
+        beside()
+        runner.branch(branches, k, overlap=drafter.overlap)
 
-    runs = (verify.replay, lambda: program.write([lane], k), lambda: program.branch([lane], k), both)
+    runs = (verify, lambda: runner.write([SLOT], [params], k, k + 1), prepare, lambda: prepare(verify))
     return [milliseconds(run) for run in runs]
 
 
@@ -66,20 +75,22 @@ def main() -> None:
     table = Table("K", "verify", "draft", "prepare", "prepare beside verify", "one after the other")
     table.title = f"{args.target} + {args.draft}, {args.width} branches, ms"
     speculation = {"mode": "ssd", "draft": args.draft, "k": max(args.k), "budget": args.width}
-    llm = LLM(
-        args.target, device="cuda", max_model_len=1024, max_num_seqs=2, num_kv_blocks=130, speculation=speculation
-    )
-    for k in args.k:
-        figures = llm.driver.call(lambda engine, k=k: timings(engine, engine.round.drafter, k, args.temperature))
-        table.add_row(str(k), *(f"{f:.2f}" for f in figures), f"{figures[0] + figures[2]:.2f}")
-    Console(width=120).print(table)
-    Console().print(llm.note)
+    if args.device == "cpu":
+        speculation["placement"] = "inline"
+    options = {"max_model_len": LONGEST, "max_num_seqs": 2, "num_kv_blocks": 130}
+    with LLM(args.target, device=args.device, **options, speculation=speculation) as llm:
+        for k in args.k:
+            figures = llm.driver.call(lambda engine, k=k: timings(engine, engine.round.drafter, k, args.temperature))
+            table.add_row(str(k), *(f"{f:.2f}" for f in figures), f"{figures[0] + figures[2]:.2f}")
+        Console(width=120).print(table)
+        Console().print(llm.note)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="graft:tiny-qwen3@qwen3-32b")
     parser.add_argument("--draft", default="graft:tiny-qwen3-draft@qwen3-0.6b")
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu, where nothing is hidden")
     parser.add_argument("--k", nargs="+", type=int, default=[3, 4, 5, 6])
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--temperature", type=float, default=0.0)
