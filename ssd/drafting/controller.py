@@ -173,22 +173,16 @@ class DepthController(Drafter):
         self._rounds: dict[int, _Round] = {}  # by id of their lists of works
         self._last: tuple[int, Arm] | None = None  # size and arm of the last round; None: it read prompts
         self._alike = 0  # rounds in a row of that size and arm
-        self._active = False  # whether `inner` takes part in this round
         self._take(arms[-1])
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
-        if not any(work.lookahead for work in works):
-            return super().propose(works)
         return self.inner.propose(works)
 
     def settle(self, works: Seq[Work]) -> None:
-        self._active = self.lookahead > 0 or _reads_prompts(works)
-        if self._active:
-            self.inner.settle(works)
+        self.inner.settle(works)
 
     def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
-        if self._active:
-            self.inner.prepare(works, interrupted)
+        self.inner.prepare(works, interrupted)
         size = (max(1, sum(work.decides for work in works)) - 1).bit_length()
         key = None if _reads_prompts(works) else (size, self._arm)
         self._alike = self._alike + 1 if key is not None and key == self._last else 0
