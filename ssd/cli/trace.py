@@ -65,7 +65,8 @@ class Trace:
 
     @property
     def accepted(self) -> int:
-        return sum(step.accepted for step in self.steps)
+        """Drafted tokens that stand and were written."""
+        return sum(min(step.accepted, len(step.written)) for step in self.steps)
 
     @property
     def look_ups(self) -> int:

@@ -16,7 +16,7 @@ from ssd.cli import paths
 from ssd.cli.explain import branches, record, rounds, spelling, summary, tinted, verdict
 from ssd.cli.main import app
 from ssd.cli.trace import Branch, Recorder, Step, Trace
-from ssd.core import SamplingParams
+from ssd.core import Origin, SamplingParams
 from ssd.llm import LLM
 
 PROMPT = "It was a dark night, and the old captain"
@@ -48,7 +48,7 @@ def ids(text: str) -> tuple[int, ...]:
     return tuple(map(ord, text))
 
 
-def step(draft: str, accepted: int, own: str, *prepared: tuple[int, str], origin: str = "hit") -> Step:
+def step(draft: str, accepted: int, own: str, *prepared: tuple[int, str], origin: Origin = Origin.HIT) -> Step:
     made = tuple(Branch(after, ord(text[0]), ids(text[1:])) for after, text in prepared)
     return Step(ids(draft), origin, made, accepted, ids(draft[:accepted] + own))
 
@@ -130,7 +130,7 @@ def test_the_verdict_tells_what_stands() -> None:
 def test_branches_are_listed_by_place_and_the_one_that_came_true_is_marked() -> None:
     now = step("abc", 1, "x", (3, "y12"), (1, "x34"), (1, "w56"), (0, "[78"))
     assert branches(now, step("34", 2, "z"), spell, 40).plain == "0: [  1: [x] w  3: y  hit"
-    assert branches(now, step("56", 2, "z", origin="jit"), spell, 40).plain == "0: [  1: x w  3: y  miss"
+    assert branches(now, step("56", 2, "z", origin=Origin.JIT), spell, 40).plain == "0: [  1: x w  3: y  miss"
     assert branches(now, None, spell, 40).plain == "0: [  1: x w  3: y"
     narrow = branches(now, step("34", 2, "z"), spell, 16).plain
     assert narrow == "1: [x]  3: y  +2  hit"  # the likeliest ones, and the one that came true
@@ -147,7 +147,7 @@ def test_unprintable_characters_are_shown() -> None:
 
 
 def test_the_summary_has_every_figure() -> None:
-    trace = Trace((step("", 0, "a", origin="draft"), step("bcd", 2, "x"), step("ef", 0, "y", origin="jit")))
+    trace = Trace((step("", 0, "a", origin=Origin.DRAFT), step("bcd", 2, "x"), step("ef", 0, "y", origin=Origin.JIT)))
     assert summary(trace) == (
         "5 tokens in 3 rounds, 1.67 a round; acceptance 40% (2 of 5 drafted tokens); hit rate 50% (1 of 2 drafts)"
     )
@@ -164,7 +164,7 @@ def long_trace(num_rounds: int) -> Trace:
     rounds = []
     for i in range(num_rounds):
         prepared = tuple(Branch(after, i + after, (i, i + 1, i + 2)) for after in range(5) for _ in range(3))
-        origin = ("hit", "jit", "sibling")[i % 3] if i else "draft"
+        origin = (Origin.HIT, Origin.JIT, Origin.SIBLING)[i % 3] if i else Origin.DRAFT
         draft, accepted = (i + 1, i + 2, i + 3, i + 4), i % 5
         rounds.append(Step(draft, origin, prepared, accepted, (*draft[:accepted], i)))
     return Trace(tuple(rounds))

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.testing import CliRunner, Result
 
-from ssd.assembly import num_cores
+from ssd.assembly.device import num_cores
 from ssd.cli.demo import PLACES, QUESTIONS, Asked, Question, Writing, conclude, difference, exchange
 from ssd.cli.main import app
 from ssd.config import SpeculationConfig
@@ -29,7 +29,7 @@ WAYS = ("with a draft (SD)", "draft runs ahead (SSD)")
 
 @pytest.fixture
 def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ssd.assembly.num_cores", lambda: 1)
+    monkeypatch.setattr("ssd.assembly.drafters.num_cores", lambda: 1)
 
 
 def demo(*arguments: str) -> Result:
