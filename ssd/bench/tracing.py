@@ -72,7 +72,7 @@ def record(contender: OurContender, prompts: Seq[Prompt], asked: Asked) -> Metho
     room = contender.llm.engine.max_model_len
     asking = [contender.llm.encode(prompt)[: room // 2] for prompt in prompts[: asked.batch]]
     submissions = driver.submit_many([(tokens, params) for tokens in asking])
-    profiler = torch.profiler.profile(with_stack=False)
+    profiler = driver.call(lambda _: torch.profiler.profile(acc_events=True))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         _wait_for_rounds(contender, _BEFORE)

@@ -7,7 +7,6 @@ and rows without a draft, are decided by the target's own choice, as under the c
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from ssd.core import Outcome, Work
 from ssd.execution.batch import Batch
 from ssd.execution.clock import Clock, now
 from ssd.execution.state import to_device
-from ssd.execution.target import RawLogits, Target, Verification, first_logit_rows, upload_drafts
+from ssd.execution.target import Hook, RawLogits, Target, Verification, first_logit_rows, upload_drafts
 from ssd.sampling.noise import Stream, uniform
 from ssd.sampling.sampler import Needs, Rows
 
@@ -40,12 +39,13 @@ class RejectionTarget(Target):
     synchronous = True
 
     @torch.inference_mode()
-    def launch(self, works: Seq[Work], settle: Callable[[], None] = lambda: None) -> Verification:
+    def launch(self, works: Seq[Work], settle: Hook = lambda: None, prepare: Hook = lambda: None) -> Verification:
         settle()
         began = now(self.state.device)
         upload_drafts(self.state, works)
         self.runner.tables.update([(work.slot, work.sequence.kv.blocks) for work in works])
         forward = self.runner.run(self.runner.stage(Batch.of(works)))
+        prepare()
         starts = first_logit_rows(works, gather=forward.inputs.gather)
         raw = RawLogits.of(works, forward)
         decisions = self._tokens(works, starts, forward.logits, forward.inputs.decided(self.state))

@@ -19,7 +19,7 @@ from ssd.core import Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Drafter
 from ssd.execution.clock import Clock, now
 from ssd.execution.state import SequenceState
-from ssd.execution.target import Verification
+from ssd.execution.target import Hook, Verification
 
 log = logging.getLogger("ssd")
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class Verifier(Protocol):
 
     def admit(self, sequence: Sequence) -> None: ...
 
-    def launch(self, works: Seq[Work], settle: Callable[[], None]) -> Verification: ...
+    def launch(self, works: Seq[Work], settle: Hook, prepare: Hook) -> Verification: ...
 
 
 @dataclass
@@ -81,8 +81,8 @@ class Round:
         began = self._last_end or now(self.target.state.device)
         works = self._propose(works)
         settle = functools.partial(self._shielded, lambda: self.drafter.settle(works), None, works)
-        verification = self.target.launch(works, settle)
-        self._shielded(lambda: self.drafter.prepare(works), None, works)
+        prepare = functools.partial(self._shielded, lambda: self.drafter.prepare(works), None, works)
+        verification = self.target.launch(works, settle, prepare)
         self._last_end = verification.ended
         return InFlight(works, began, verification)
 

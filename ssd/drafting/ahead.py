@@ -90,7 +90,7 @@ class AheadDrafter(Drafter):
     def propose(self, works: Seq[Work]) -> list[Proposal]:
         """Prepared drafts where there are any; the others are written now."""
         run, places = self._run, self._places
-        self._run, self._places, self._written, self._looked_up = None, {}, None, []
+        self._written, self._looked_up = None, []
         able = [(w, own) for w in works if wants_draft(w) and (own := self.model.follow(w, works))]
         prepared = places if run is not None and run.depth else {}
         unprepared = [(work, own) for work, own in able if work.sequence.id not in prepared]
@@ -132,6 +132,7 @@ class AheadDrafter(Drafter):
 
     def settle(self, works: Seq[Work]) -> None:
         """Waits for the outcome where a miss may be worth a draft; then reads what branches are prepared from."""
+        self._run, self._places = None, {}
         branching: list[Work] = []
         for work in works:
             prepares = work.decides and self.budget > 0
@@ -145,21 +146,28 @@ class AheadDrafter(Drafter):
             if prepares and self.model.can_branch(work, own):
                 branching.append(work)
         self._staged = self._stage(branching) if any(work.lookahead for work in branching) else None
-        self._back_up()
+        for work in works:
+            if work.proposal.origin is Origin.DRAFT:
+                self.model.mark_read(work, branched=False)
+        if self._back_up() and self._staged is not None:
+            self.model.runner.snapshot(self._staged)  # the drafts have changed since
         if self._staged is not None:
-            self.model.runner.snapshot(self._staged)
-        for work in [*(work for work in works if work.proposal.origin in MODEL_WRITTEN), *branching]:
-            self.model.mark_read(work)
+            for work in branching:
+                self.model.mark_read(work, branched=True)
 
-    def _back_up(self) -> None:
-        """After a miss, a draft that the target waits for, if that pays."""
+    def _back_up(self) -> bool:
+        """After a miss, a draft that the target waits for, if that pays; whether there is one."""
         looked_up = self._looked_up
         if self.model.runner.rejection or not looked_up or not self.policy.waits(len(looked_up), len(looked_up)):
-            return
+            return False
         origins = self.model.runner.origins([work.slot for work, _ in looked_up])
         missed = [pair for pair, origin in zip(looked_up, origins, strict=True) if origin is not Origin.HIT]
-        if missed and self.policy.waits(len(missed), len(looked_up)):
-            _, self._written = write_drafts(self.model, missed, Origin.JIT)
+        if not missed or not self.policy.waits(len(missed), len(looked_up)):
+            return False
+        _, self._written = write_drafts(self.model, missed, Origin.JIT)
+        for work, _ in missed:
+            self.model.mark_read(work, branched=False)
+        return True
 
     def _stage(self, works: Seq[Work]) -> StagedBranches:
         runner = self.model.runner
@@ -171,6 +179,7 @@ class AheadDrafter(Drafter):
             fan_out=self.fan_out,
             statistics=self.statistics,
         )
+        runner.snapshot(staged)
         self._places = {work.sequence.id: place for place, work in enumerate(works)}
         return staged
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from ssd.core import MODEL_WRITTEN, Origin, Outcome, Proposal, Sequence, Work
+from ssd.core import Origin, Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Drafter, never
 from ssd.drafting.runner import DraftRun, DraftRunner
 from ssd.execution.batch import Batch
@@ -25,6 +25,7 @@ class DraftSequence:
     kv: BlockTable = field(default_factory=BlockTable)
     num_checked: int = 0  # tokens of which it is known that the draft has them in its vocabulary
     last_read: Work | None = None  # the last round before which it had read all decided tokens
+    last_branched: Work | None = None  # the last round before which it had read the draft as well
 
 
 class DraftModel:
@@ -61,27 +62,29 @@ class DraftModel:
 
     def num_unread(self, work: Work, own: DraftSequence) -> int:
         """The most tokens that a run has to read of a sequence: few, because the others are read now, if need be."""
-        sequence = work.sequence
-        if sequence.in_flight is not None and sequence.in_flight is own.last_read:
-            return sequence.in_flight.num_logits
-        self._read(own, len(sequence.tokens) - (self.runner.reads if sequence.in_flight is None else 1))
+        sequence, deciding = work.sequence, _deciding(work)
+        if deciding is not None and deciding is own.last_read:
+            return deciding.num_logits
+        self._read(own, len(sequence.tokens) - (self.runner.reads if deciding is None else 0))
         return sequence.most_len - own.kv.num_computed
 
     def can_branch(self, work: Work, own: DraftSequence) -> bool:
         """Whether the draft has KV of all decided tokens but the last, as branches need it; reads what it can."""
-        sequence = work.sequence
         if work.proposal.origin in (Origin.DRAFT, Origin.JIT):
             return True
-        if sequence.in_flight is not None and not (work.num_tokens > 1 and work.start is not None):
-            return sequence.in_flight is own.last_read
-        self._read(own, len(sequence.tokens) - 1)
+        deciding = _deciding(work)
+        if deciding is not None:
+            return deciding is own.last_branched
+        self._read(own, len(work.sequence.tokens) - 1)
         return True
 
-    def mark_read(self, work: Work) -> None:
-        """In the round of this work, all tokens that were decided before it are read."""
+    def mark_read(self, work: Work, *, branched: bool) -> None:
+        """In the round of this work, all tokens that were decided before it are read; `branched`: and its draft."""
         own = self._sequences.get(work.sequence.id)
         if own is not None:
             own.last_read = work
+            if branched:
+                own.last_branched = work
 
     def read_prompt(self, work: Work, own: DraftSequence) -> None:
         """Computes the KV of the tokens that a prefill chunk covers, but not of the sequence's last one."""
@@ -112,15 +115,17 @@ class DraftModel:
         return len(self._sequences)
 
     def _read(self, own: DraftSequence, end: int) -> None:
-        """Computes KV of committed tokens up to position `end`; on a GPU beside what is launched next."""
-        if own.kv.num_computed >= end:
-            return
-        with self.runner.beside():
-            while own.kv.num_computed < end:
-                count = min(end - own.kv.num_computed, self.max_num_batched_tokens)
-                self.runner.runner.forward(Batch([own.slot], [own.kv.num_computed], [count], [0]))
-                own.kv.num_computed += count
-        self.runner.computed[own.slot].fill_(end)
+        """Computes KV of committed tokens up to position `end`; on a GPU beside what is launched next.
+
+        The device then knows what has KV. (What it knew before may be a rejected draft's.)
+        """
+        if own.kv.num_computed < end:
+            with self.runner.beside():
+                while own.kv.num_computed < end:
+                    count = min(end - own.kv.num_computed, self.max_num_batched_tokens)
+                    self.runner.runner.forward(Batch([own.slot], [own.kv.num_computed], [count], [0]))
+                    own.kv.num_computed += count
+        self.runner.computed[own.slot].fill_(own.kv.num_computed)
 
     def _knows(self, own: DraftSequence, sequence: Sequence) -> bool:
         """Whether the draft has all committed tokens in its vocabulary."""
@@ -139,6 +144,12 @@ class DraftModel:
                 return False
             self.pool.release(self._sequences.pop(idle).kv)
         return True
+
+
+def _deciding(work: Work) -> Work | None:
+    """The round in flight that decides tokens of the same sequence."""
+    in_flight = work.sequence.in_flight
+    return in_flight if in_flight is not None and in_flight.decides else None
 
 
 def wants_draft(work: Work) -> bool:
@@ -184,8 +195,8 @@ class ModelDrafter(Drafter):
     def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
         """Reads prompts while the target does: on a GPU beside it, elsewhere after it."""
         for work in works:
-            if work.proposal.origin in MODEL_WRITTEN:
-                self.model.mark_read(work)
+            if work.proposal.origin is Origin.DRAFT:
+                self.model.mark_read(work, branched=False)
             if work.num_tokens > 1 and work.sequence.params.speculate and (own := self.model.follow(work, works)):
                 self.model.read_prompt(work, own)
 

@@ -61,7 +61,6 @@ class ProcessDrafter(Drafter):
         self.at_hand = 0  # rounds that needed none
         self.late = 0  # rounds that went on without a reply
         self.wait_seconds = 0.0  # that rounds waited for replies
-        self._busy_before = 0.0  # seconds that lost workers computed
         self._clock = clock
         self._reply = Mean(patience / _PATIENCE_PER_REPLY, weight=1 / 8)  # seconds
         self._round = 0
@@ -111,7 +110,7 @@ class ProcessDrafter(Drafter):
                 again = sequence_id in self._decided
                 self._decided[sequence_id] = None if again else (outcome.num_accepted, outcome.token_ids[-1])
         self.stats.failures = self.supervisor.failures
-        self.stats.busy_seconds = self._busy_before + self.supervisor.busy_seconds
+        self.stats.busy_seconds = self.supervisor.busy_seconds
 
     def forget(self, sequence: Sequence) -> None:
         if self._known.pop(sequence.id, None) is not None:
@@ -186,7 +185,6 @@ class ProcessDrafter(Drafter):
 
     def _forget_all(self) -> None:
         """The worker is lost, and the next one knows nothing."""
-        self._busy_before += self.supervisor.busy_seconds
         self._known.clear()
         self._decided.clear()
         self._prepared.clear()

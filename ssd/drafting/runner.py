@@ -474,16 +474,17 @@ class DraftRunner:
         blocks = tables[slots[:, None], 1 + index]
         real = (place < inputs.count[:n, None]) & (index < tables[slots, :1])
         mapping = torch.where(real, blocks * size + positions % size, self._nowhere)
+        context = inputs.first[:n] + reads
         batch = DeviceBatch(
             token_ids=inputs.tokens[:n, :reads].flatten().contiguous(),
             positions=positions.flatten(),
             slot_mapping=mapping.flatten(),
             query_start=constants.read_start,
-            context_len=inputs.first[:n] + reads,
+            context_len=context,
             logit_rows=logit_rows,
             tiles=constants.read_tiles,
             split_kv=True,
-            **self._tables(slots),
+            **self._tables(slots, context),
         )
         return self._logits(batch)
 
@@ -503,7 +504,7 @@ class DraftRunner:
             tiles=constants.tiles,
             split_kv=True,
             branches=Branches(depth, self.lookahead),
-            **self._tables(inputs.slots(n)),
+            **self._tables(inputs.slots(n), positions),
         )
         logits = self._logits(batch)
         self._choose(shape, depth + 1, logits, Rows(inputs.slots(n)[constants.sequence], positions + 1))
@@ -541,11 +542,12 @@ class DraftRunner:
             logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
         return logits[:, : self.vocab_size]
 
-    def _tables(self, slots: torch.Tensor) -> dict[str, Any]:
+    def _tables(self, slots: torch.Tensor, context: torch.Tensor) -> dict[str, Any]:
+        """Block tables for so many tokens; on a CPU just the columns of these, padded sequences included."""
         tables = self.runner.tables.tensor
         if self.on_cuda:
             return {"block_tables": tables[:, 1:], "table_rows": slots}
-        used = 1 + int(tables[slots, 0].max())
+        used = 1 - (-int(context.max()) // self.runner.block_size)
         return {"block_tables": tables[slots.long(), 1:used]}
 
     def _constants(self, shape: RunShape) -> _Constants:

@@ -118,7 +118,8 @@ class Supervisor:
         self.failures = 0
         self.restarts = 0
         self.limit = 0  # words of a message that the worker may send
-        self.busy_seconds = 0.0  # that this worker says it computed
+        self.busy_seconds = 0.0  # that all workers together say they computed
+        self._busy_before = 0.0  # of those that are lost
         self._start, self._clock = start, clock
         self._on_prepared, self._on_loss, self._on_close = on_prepared, on_loss, on_close
         self._worker: Worker | None = None
@@ -189,7 +190,7 @@ class Supervisor:
             raise WireError(f"it sent {message.kind.name} {message.round}, not {awaited.kind.name} {awaited.round}")
         if message.kind is Kind.READY:
             self._ready_since = self._clock()
-        self.busy_seconds = message.times[0] / 1e9
+        self.busy_seconds = self._busy_before + message.times[0] / 1e9
         self._awaited = None
         return message
 
@@ -245,5 +246,5 @@ class Supervisor:
         self._awaited = self._ready_since = None
         self._restart_at = now + self._pause
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self._busy_before = self.busy_seconds
         self._on_loss()
-        self.busy_seconds = 0.0

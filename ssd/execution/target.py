@@ -21,6 +21,12 @@ from ssd.execution.runner import Forward, ModelRunner
 from ssd.execution.state import SequenceState, to_device, to_host
 from ssd.sampling.sampler import Needs, Sampler, top_logprobs
 
+Hook = Callable[[], None]
+
+
+def _nothing() -> None:
+    return
+
 
 class Verification(Protocol):
     """A verification under way."""
@@ -65,10 +71,11 @@ class Target:
         self.runner.tables.reset(sequence.slot)
 
     @torch.inference_mode()
-    def launch(self, works: Seq[Work], settle: Callable[[], None] = lambda: None) -> Verification:
+    def launch(self, works: Seq[Work], settle: Hook = _nothing, prepare: Hook = _nothing) -> Verification:
         """Verifies the works' drafts: those that the host has, and those in the state.
 
-        `settle` is called when all but the drafts in the state is there: it may still write them.
+        `settle` is called when all but the drafts in the state is there: it may still write them. `prepare` is called
+        when the forward pass is under way.
         """
         upload_drafts(self.state, works)
         self.runner.tables.update([(work.slot, work.sequence.kv.blocks) for work in works])
@@ -76,6 +83,7 @@ class Target:
         settle()
         began = now(self.state.device)
         forward = self.runner.run(ready)
+        prepare()
         raw = RawLogits.of(works, forward)
         out = self._decide(forward, Needs.of([work.sequence.params for work in works if work.decides]))
         logprobs = None
