@@ -23,7 +23,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ssd.bench.doors import ONE_GPU, add_model_flags, options_of_ssd, pair_of, use_cuda_arch
+from ssd.bench.arguments import ONE_GPU, add_model_flags, options_of_ssd, pair_of, use_cuda_arch
 from ssd.bench.run import BenchConfig
 from ssd.bench.workload import EXAMPLE, RANDOM
 from ssd.cli.bench import benchmark

@@ -17,7 +17,7 @@ import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from ssd.bench.doors import DEFAULT_K, ONE_GPU, add_model_flags, options_of_ssd, pair_of
+from ssd.bench.arguments import DEFAULT_K, ONE_GPU, add_model_flags, options_of_ssd, pair_of
 from ssd.cli.chat import converse, interactive, talk
 from ssd.cli.conversation import Answer, Message, Write, note
 from ssd.core import FinishReason, RequestMetrics, SamplingParams

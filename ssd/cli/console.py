@@ -44,7 +44,7 @@ def load(model: str, **options: Any) -> LLM:
         return LLM(model, **options)
 
 
-def pace(metrics: RequestMetrics) -> str:
+def speed_summary(metrics: RequestMetrics) -> str:
     first, speed = metrics.time_to_first_token, metrics.decode_tokens_per_second
     return (
         f"first after {'-' if first is None else f'{first:.3f} s'}, "

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ssd.cli import speculation
-from ssd.cli.console import Device, explained, load, pace, print_note
+from ssd.cli.console import Device, explained, load, print_note, speed_summary
 from ssd.cli.explain import tinted
 from ssd.config import NGRAM, SpeculationConfig
 from ssd.core import RequestMetrics, RequestOutput, SamplingParams
@@ -289,7 +289,7 @@ def exchange(question: Question, answer: str, speed: str = "") -> Table:
 
 def _speed(output: RequestOutput) -> str:
     limit = " (the limit)" if output.finish_reason == "length" else ""
-    return f"{len(output.token_ids)} tokens{limit}, {pace(output.metrics)}"
+    return f"{len(output.token_ids)} tokens{limit}, {speed_summary(output.metrics)}"
 
 
 def _print_heading(llm: LLM, params: SamplingParams, chats: bool, console: Console) -> None:

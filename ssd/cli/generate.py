@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ssd.cli import speculation
-from ssd.cli.console import Device, DType, Eager, Temperature, errors, explained, load, pace, print_note
+from ssd.cli.console import Device, DType, Eager, Temperature, errors, explained, load, print_note, speed_summary
 from ssd.core import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _print_output(output: RequestOutput, as_json: bool, metrics: bool, note: str
 def _print_metrics(output: RequestOutput, note: str) -> None:
     m = output.metrics
     errors.print(
-        f"[dim]{m.prompt_tokens} prompt tokens ({m.cached_tokens} cached), {m.output_tokens} new, {pace(m)}; "
+        f"[dim]{m.prompt_tokens} prompt tokens ({m.cached_tokens} cached), {m.output_tokens} new, {speed_summary(m)}; "
         f"finished by {output.finish_reason}[/]"
     )
     print_note(speculation.drafting(m))

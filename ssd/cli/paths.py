@@ -137,7 +137,7 @@ class _Pill:
 
 
 @dataclass(frozen=True)
-class _Lane:
+class _BranchLine:
     """A branch: where it leaves, and the line that it is written on."""
 
     x: float
@@ -161,12 +161,12 @@ class _Block:
     kind: str  # hit, miss or nothing
     leaves: float  # where the rejected draft does
     pills: list[_Pill]
-    lanes: list[_Lane]
+    branches: list[_BranchLine]
     left_out: int  # branches
 
     @property
-    def items(self) -> list[_Pill | _Lane]:
-        return [*self.pills, *self.lanes]
+    def items(self) -> list[_Pill | _BranchLine]:
+        return [*self.pills, *self.branches]
 
     @property
     def width(self) -> float:
@@ -195,16 +195,18 @@ def _block(number: int, step: Step, following: Step | None, spell: Callable[[int
     leaves, _ = places[max(places)]
     lay(leaves + GAP / 2, 0.0, step.own, "own", -1)
     lay(leaves + INDENT, UP, step.draft[step.accepted :], "fails", step.accepted + 1)
-    lanes = _lanes(step, following is not None and following.hit, places, spell)
+    branches = _branch_lines(step, following is not None and following.hit, places, spell)
     kind = "hit" if step.hit else "miss" if step.looked_up else ""
-    return _Block(number, kind, leaves, pills, lanes, len(step.branches) - len(lanes))
+    return _Block(number, kind, leaves, pills, branches, len(step.branches) - len(branches))
 
 
-def _lanes(step: Step, hit: bool, places: dict[int, tuple[float, float]], spell: Callable[[int], str]) -> list[_Lane]:
-    """The likeliest branches, and the one that came true. Those that leave last lie nearest, so that none cross."""
+def _branch_lines(
+    step: Step, hit: bool, places: dict[int, tuple[float, float]], spell: Callable[[int], str]
+) -> list[_BranchLine]:
+    """The likeliest branches and the one that was used. The last to fork is drawn next to the trunk: no lines cross."""
     ranked = sorted(step.branches, key=lambda branch: not (hit and step.came_true(branch)))
     chosen = sorted((b for b in ranked[:MOST] if b.accepted in places), key=lambda b: -b.accepted)
-    lanes: list[_Lane] = []
+    branches: list[_BranchLine] = []
     for sign in (1, -1):
         own = [b for b in chosen if (places[b.accepted][1] < 0) == (sign < 0)]
         for line, branch in enumerate(own, start=1):
@@ -215,8 +217,8 @@ def _lanes(step: Step, hit: bool, places: dict[int, tuple[float, float]], spell:
             if cell_len(rest) > kept:
                 rest = set_cell_size(rest, max(0, kept - 1)) + "…"
             used = hit and step.came_true(branch)
-            lanes.append(_Lane(x, start, start + sign * (line * LINE + 5), fork, rest, told, used))
-    return lanes
+            branches.append(_BranchLine(x, start, start + sign * (line * LINE + 5), fork, rest, told, used))
+    return branches
 
 
 def _rows(blocks: list[_Block], width: float) -> Iterator[list[_Block]]:
@@ -281,24 +283,24 @@ class _Drawing:
         rejected = [pill.end for pill in block.pills if pill.kind == "fails"]
         if rejected:
             self._add("path", d=_fork(x + block.leaves, y, y + UP, x + rejected[-1]))
-        for lane in block.lanes:
-            self._add_lane(lane, x, y, following)
+        for branch in block.branches:
+            self._add_branch(branch, x, y, following)
         for pill in block.pills:
             box = {"x": x + pill.x, "y": y + pill.y - 9, "width": pill.end - pill.x, "height": 18, "rx": 4}
             self._add("rect", pill.kind, **box)
             self._text(x + pill.x + 4, y + pill.y + 4, pill.text, pill.kind)
 
-    def _add_lane(self, lane: _Lane, x: float, y: float, following: float | None) -> None:
-        kind, line = "used" if lane.used else "", y + lane.y
-        self._add("path", kind, d=_fork(x + lane.x, y + lane.start, line, x + lane.x + INDENT - 3))
-        text = self._text(x + lane.x + INDENT, line + 4, lane.fork, kind)
-        ElementTree.SubElement(text, "tspan", {} if lane.used else {"class": "faint"}).text = lane.rest
-        ElementTree.SubElement(text, "title").text = lane.told
-        if lane.used and following is not None:
+    def _add_branch(self, branch: _BranchLine, x: float, y: float, following: float | None) -> None:
+        kind, line = "used" if branch.used else "", y + branch.y
+        self._add("path", kind, d=_fork(x + branch.x, y + branch.start, line, x + branch.x + INDENT - 3))
+        text = self._text(x + branch.x + INDENT, line + 4, branch.fork, kind)
+        ElementTree.SubElement(text, "tspan", {} if branch.used else {"class": "faint"}).text = branch.rest
+        ElementTree.SubElement(text, "title").text = branch.told
+        if branch.used and following is not None:
             bend = f"H{following + 8 - BEND:.1f}q{BEND} 0 {BEND} {-BEND}V{y + 5:.1f}"
-            self._add("path", kind, d=f"M{x + lane.end + 4:.1f} {line:.1f}{bend}")
-        elif lane.used:
-            self._add("path", kind, d=f"M{x + lane.end + 4:.1f} {line:.1f}H{self.width - MARGIN:.1f}")
+            self._add("path", kind, d=f"M{x + branch.end + 4:.1f} {line:.1f}{bend}")
+        elif branch.used:
+            self._add("path", kind, d=f"M{x + branch.end + 4:.1f} {line:.1f}H{self.width - MARGIN:.1f}")
 
     def _text(self, x: float, y: float, text: str, kind: str) -> ElementTree.Element:
         element = self._add("text", kind, x=x, y=y)

@@ -4,8 +4,8 @@ Row-invariant: KV is cut at fixed places (every `SPLIT` positions), each piece i
 pieces are folded together from the first to the last. With few queries the pieces are computed by different programs
 and folded by a second kernel; with many, one program does both. The arithmetic is the same, so the bits are too.
 Row sums are taken by the tensor cores (a product with ones), whose order of summation does not depend on the tile.
-The own tokens of a branch are one more piece, folded last. All branches of a tile share its columns, each with as many
-to itself as make full steps of the tensor cores: so a branch's place in the tile does not change its bits either.
+The own tokens of a branch are one more piece, folded last. Each branch of a tile has columns of its own, a multiple of
+the tensor cores' step, so its index in the tile does not change its bits either.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _piece(
 
 
 @triton.jit
-def _strip_piece(
+def _branch_piece(
     q,
     branch,
     slots,
@@ -114,9 +114,9 @@ def _strip_piece(
     ones = tl.full((BLOCK_N, 16), 1.0, q.dtype)
     for start in range(0, num_branches * WIDTH, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        tip = tl.load(slots + n // WIDTH, mask=n // WIDTH < num_branches, other=-1).to(tl.int64)
-        inside = (tip >= 0) & (n % WIDTH <= depth)
-        kv = kv_ptr_offset + (tip - depth + n % WIDTH)[:, None] * slot_stride + d[None, :]
+        last = tl.load(slots + n // WIDTH, mask=n // WIDTH < num_branches, other=-1).to(tl.int64)
+        inside = (last >= 0) & (n % WIDTH <= depth)
+        kv = kv_ptr_offset + (last - depth + n % WIDTH)[:, None] * slot_stride + d[None, :]
         kv_mask = inside[:, None] & d_mask[None, :]
         visible = inside[None, :] & (n[None, :] // WIDTH == branch[:, None])
         m, sums, acc = _step(q, k_ptr, v_ptr, kv, kv_mask, visible, scale, ones, m, sums, acc)
@@ -157,7 +157,7 @@ def _attention_kernel(
 ):
     """Rows of a tile: BLOCK_M // GROUP query tokens times the GROUP heads that share one KV head.
 
-    WIDTH: the query tokens are tips of branches, whose own tokens get so many columns each; 0: they are not.
+    WIDTH: columns for the own tokens of each branch; 0: the query tokens are no branches.
     """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -212,7 +212,7 @@ def _attention_kernel(
         if WIDTH:
             at = flat * max_splits + max_splits - 1
             if tl.program_id(2) == tl.num_programs(2) - 1:  # the one with the fewest pieces
-                m_s, l_s, acc_s = _strip_piece(
+                m_s, l_s, acc_s = _branch_piece(
                     q, r // GROUP, slots_ptr + row0 + first_token,
                     tl.minimum(num_queries - first_token, BLOCK_M // GROUP), depth, kv_head * D, k_ptr, v_ptr,
                     slot_stride, scale, d, d_mask, WIDTH, BLOCK_M, BLOCK_N, BLOCK_D,
@@ -303,7 +303,7 @@ def paged_attention(
     block_d = triton.next_power_of_2(heads.head_dim)
     depth, width = 0, 0
     if batch.branches is not None:
-        depth, width = batch.branches.depth, max(_MMA_COLUMNS, triton.next_power_of_2(batch.branches.strip))
+        depth, width = batch.branches.depth, max(_MMA_COLUMNS, triton.next_power_of_2(batch.branches.slots_per_branch))
     grid = (num_tiles, heads.num_kv_heads, 1 if fold else min(workspace.max_splits, _PARALLEL_SPLITS))
     _attention_kernel[grid](
         q,

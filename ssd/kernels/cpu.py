@@ -186,20 +186,23 @@ class Kernels:
         context_len: Tensor,
         block_tables: Tensor,
         scale: float,
-        tips: tuple[Tensor, Tensor, int] | None = None,
+        branches: tuple[Tensor, Tensor, int] | None = None,
     ) -> Tensor:
         """Causal attention of `q` [T, H, D] over paged caches -> [T, H, D].
 
         `query_start` [S+1], `context_len` [S] and `block_tables` [S, max_blocks] are int32 and contiguous. The queries
         of a sequence are its last positions; `context_len` counts them. Heads of a row of `q` must be contiguous.
 
-        `tips`: the queries are tips of branches, with these positions and slots (int32 [T]; slot < 0: padding) and so
-        many tokens of their own before them. They see what lies before those, then their own; no use of `context_len`.
+        `branches`: positions and slots (int32 [T]; slot < 0: padding) of queries that are the newest tokens of
+        branches, and how many tokens each branch has before it. A query sees its sequence up to the branch, then the
+        branch; `context_len` is not used.
         """
         tokens, heads, d = q.shape
         out = torch.empty(tokens, heads, d, dtype=q.dtype)
         sequences, max_blocks = block_tables.shape
-        positions, slots, depth = (None, None, 0) if tips is None else (tips[0].data_ptr(), tips[1].data_ptr(), tips[2])
+        positions, slots, depth = None, None, 0
+        if branches is not None:
+            positions, slots, depth = branches[0].data_ptr(), branches[1].data_ptr(), branches[2]
         self._paged_attention(
             *(q.data_ptr(), q.stride(0), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()),
             *(query_start.data_ptr(), context_len.data_ptr(), block_tables.data_ptr(), sequences, max_blocks),

@@ -68,8 +68,8 @@ class CpuOps:
     def attention(
         self, q: torch.Tensor, batch: DeviceBatch, heads: HeadShape, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> torch.Tensor:
-        tips = None if batch.branches is None else (batch.positions, batch.slot_mapping, batch.branches.depth)
+        branches = None if batch.branches is None else (batch.positions, batch.slot_mapping, batch.branches.depth)
         out = self._kernels.paged_attention(
-            q, k_cache, v_cache, batch.query_start, batch.context_len, batch.block_tables, heads.scale, tips
+            q, k_cache, v_cache, batch.query_start, batch.context_len, batch.block_tables, heads.scale, branches
         )
         return out.view(len(out), -1)

@@ -1,4 +1,4 @@
-"""What a decoder needs from a device: the small interface behind which the kernels stand.
+"""The interface between the decoder and the kernels of a device.
 
 Three implementations: plain torch (`reference`), C on the CPU (`cpu`), Triton on CUDA (`triton_ops`). The latter two
 are *row-invariant*: a row's bits never depend on how many rows are computed together, nor on which.
@@ -14,10 +14,10 @@ import torch
 
 @dataclass(frozen=True)
 class Branches:
-    """Query tokens that are the tips of alternative continuations, each with a strip of KV slots of its own."""
+    """Every query token is the newest token of a branch: an alternative continuation with KV slots of its own."""
 
-    depth: int  # own tokens before the tip
-    strip: int  # slots of one branch's strip; a sequence's branches have consecutive strips
+    depth: int  # tokens of the branch before the query token
+    slots_per_branch: int  # consecutive KV slots reserved for each branch
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class DeviceBatch:
     logit_rows: torch.Tensor | None  # int64 [rows]; None: all rows in order
     split_kv: bool  # decode-size queries: several programs share one row's KV
     table_rows: torch.Tensor | None = None  # int32 [S]: each sequence's row of the block tables; None: in order (CPU)
-    branches: Branches | None = None  # all rows are tips of branches (with split_kv; context_len is not used)
+    branches: Branches | None = None  # every row is a branch (with split_kv; context_len is not used)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Rope:
 
 
 class Ops(Protocol):
-    """Weights are handed over once with `prepare`, in whatever layout the device likes; x is always [rows, width]."""
+    """Weights are passed to `prepare` once, which lays them out as the device needs; x is always [rows, width]."""
 
     def reserve(self, max_rows: int, max_context: int, heads: HeadShape, device: torch.device) -> None:
         """Allocates scratch for decode-size batches of up to `max_rows` query tokens."""
@@ -113,5 +113,5 @@ class Ops(Protocol):
         """Causal attention of q [T, heads, dim] over paged KV; [T, heads * dim].
 
         With `branches` of depth s, row r sees its sequence's positions before positions[r] - s through the block table,
-        then its own slots slot_mapping[r] - s .. slot_mapping[r]. A row of padding (slot -1) may come out as anything.
+        then its own slots slot_mapping[r] - s .. slot_mapping[r]. The result of a padding row (slot -1) is undefined.
         """

@@ -212,24 +212,24 @@ def _stage_kernel(
     FORK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    lane = tl.program_id(0)
-    slot = tl.load(slots_ptr + lane)
+    sequence = tl.program_id(0)
+    slot = tl.load(slots_ptr + sequence)
     length = tl.load(length_ptr + slot)
-    drafted = tl.load(num_drafted_ptr + lane)
+    drafted = tl.load(num_drafted_ptr + sequence)
     first = length - 1
     if not FORK:
         first = tl.maximum(tl.minimum(tl.load(computed_ptr + slot), first), length - reads)
     count = length - first + drafted
     j = tl.arange(0, BLOCK)
     token = _token_at(slot, first + j, length, token_ids_ptr, drafts_ptr, token_stride, draft_stride, j < count)
-    tl.store(first_ptr + lane, first)
-    tl.store(count_ptr + lane, count)
-    tl.store(tokens_ptr + lane * (reads + 1) + j, tl.minimum(token, vocab_size - 1), mask=j <= reads)
+    tl.store(first_ptr + sequence, first)
+    tl.store(count_ptr + sequence, count)
+    tl.store(tokens_ptr + sequence * (reads + 1) + j, tl.minimum(token, vocab_size - 1), mask=j <= reads)
     tl.store(computed_ptr + slot, first + count)
     if FORK:
         sure = tl.load(confidence_ptr + slot.to(tl.int64) * draft_stride + j, mask=j < draft_stride, other=0.0)
-        tl.store(verified_ptr + lane * draft_stride + j, sure, mask=j < draft_stride)
-        tl.store(hit_ptr + lane, (tl.load(origin_ptr + slot) == hit_origin).to(tl.int32))
+        tl.store(verified_ptr + sequence * draft_stride + j, sure, mask=j < draft_stride)
+        tl.store(hit_ptr + sequence, (tl.load(origin_ptr + slot) == hit_origin).to(tl.int32))
 
 
 def stage(
@@ -291,20 +291,20 @@ def _look_up_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    lane = tl.program_id(0)
-    slot = tl.load(slots_ptr + lane).to(tl.int64)
+    sequence = tl.program_id(0)
+    slot = tl.load(slots_ptr + sequence).to(tl.int64)
     last = tl.load(token_ids_ptr + slot * token_stride + tl.load(length_ptr + slot) - 1)
     accepted = tl.load(accepted_ptr + slot)
     i = tl.arange(0, WIDTH)
-    row = lane * width + i
-    here = (tl.load(after_ptr + lane * after_stride + i, mask=i < width, other=-1) == accepted) & (i < width)
+    row = sequence * width + i
+    here = (tl.load(after_ptr + sequence * after_stride + i, mask=i < width, other=-1) == accepted) & (i < width)
     same = here & (tl.load(chain_ptr + row.to(tl.int64) * chain_stride, mask=i < width, other=-1) == last)
     match = tl.min(tl.where(same, i, _FAR), axis=0)
     sibling = tl.min(tl.where(here, i, _FAR), axis=0)
     chosen = tl.where(match < _FAR, match, sibling)
     found = chosen < _FAR
     j = tl.arange(0, BLOCK)
-    at = (lane * width + tl.where(found, chosen, 0)).to(tl.int64) * chain_stride + 1 + j
+    at = (sequence * width + tl.where(found, chosen, 0)).to(tl.int64) * chain_stride + 1 + j
     inside = found & (j < depth)
     tl.store(drafts_ptr + slot * draft_stride + j, tl.load(chain_ptr + at, mask=inside, other=0), mask=inside)
     sure = tl.load(chain_confidence_ptr + at, mask=inside, other=0.0)
@@ -355,11 +355,11 @@ def _store_kernel(
     value,
     BLOCK: tl.constexpr,
 ):
-    lane = tl.program_id(0)
-    slot = tl.load(slots_ptr + lane).to(tl.int64)
+    sequence = tl.program_id(0)
+    slot = tl.load(slots_ptr + sequence).to(tl.int64)
     j = tl.arange(0, BLOCK)
     inside = j < count
-    at = lane.to(tl.int64) * chain_stride + j
+    at = sequence.to(tl.int64) * chain_stride + j
     tl.store(drafts_ptr + slot * draft_stride + j, tl.load(chain_ptr + at, mask=inside, other=0), mask=inside)
     sure = tl.load(chain_confidence_ptr + at, mask=inside, other=0.0)
     tl.store(confidence_ptr + slot * draft_stride + j, sure, mask=inside)

@@ -136,12 +136,12 @@ def look_up(
     last = token_ids.numpy()[slot, length.numpy()[slot] - 1]
     here = after.numpy() == num_accepted.numpy()[slot][:, None]
     same = here & (chain.numpy()[: len(slot) * width, 0].reshape(-1, width) == last[:, None])
-    for lane, (at, hits, siblings) in enumerate(zip(slot.tolist(), same, here, strict=True)):
+    for sequence, (at, hits, siblings) in enumerate(zip(slot.tolist(), same, here, strict=True)):
         found = np.flatnonzero(hits if hits.any() else siblings)
         confidence[at] = 0.0
         origin[at] = hit if hits.any() else miss
         if len(found):
-            row = lane * width + int(found[0])
+            row = sequence * width + int(found[0])
             drafts[at, :depth] = chain[row, 1 : depth + 1]
             if hits.any():
                 confidence[at, :depth] = chain_confidence[row, 1 : depth + 1]

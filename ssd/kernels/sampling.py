@@ -269,7 +269,7 @@ def _tempered_kernel(
     row_stride,
     column_stride,
     vocab_size,
-    COLDEST: tl.constexpr,
+    MIN_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -278,7 +278,7 @@ def _tempered_kernel(
     column = tl.maximum(slot, 0) * column_stride
     temperature = tl.load(temperature_ptr + column)
     x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf"))
-    z = _tempered(x, tl.load(largest_ptr + row), tl.maximum(temperature, COLDEST))
+    z = _tempered(x, tl.load(largest_ptr + row), tl.maximum(temperature, MIN_TEMPERATURE))
     if (temperature > 0) & (slot >= 0):
         top_k, top_p = tl.load(top_k_ptr + column), tl.load(top_p_ptr + column)
         kept = _is_kept(z, token, scratch_ptr + row * _SCRATCH, tl.load(log_min_p_ptr + column), top_k, top_p)
@@ -286,8 +286,8 @@ def _tempered_kernel(
     tl.store(out_ptr + row * vocab_size + token, z, mask=token < vocab_size)
 
 
-def tempered(logits: torch.Tensor, columns: Columns, slots: torch.Tensor, coldest: float) -> torch.Tensor:
-    """Logits [R, V] less the largest, divided by the temperature (at least `coldest`), -inf for truncated tokens."""
+def tempered(logits: torch.Tensor, columns: Columns, slots: torch.Tensor, min_temperature: float) -> torch.Tensor:
+    """(logits - largest) / max(temperature, min_temperature), [R, V]; -inf for truncated tokens."""
     rows, vocab_size = logits.shape
     out = torch.empty((rows, vocab_size), dtype=torch.float32, device=logits.device)
     if not rows:
@@ -296,7 +296,7 @@ def tempered(logits: torch.Tensor, columns: Columns, slots: torch.Tensor, coldes
         *(logits, *_truncate(logits, columns, slots), slots),
         *(columns.temperature, columns.log_min_p, columns.top_k, columns.top_p, out),
         *(logits.stride(0), columns.flags.stride(0), vocab_size),
-        COLDEST=coldest,
+        MIN_TEMPERATURE=min_temperature,
         BLOCK=_BLOCK,
         num_warps=_warps(rows),
     )

@@ -22,7 +22,7 @@ from ssd.core import SamplingParams
 from ssd.sampling import noise
 from ssd.sampling.noise import Stream
 
-COLDEST = 1e-6  # temperatures between 0 and this one would overflow float32, and are as good as greedy
+MIN_TEMPERATURE = 1e-6  # temperatures between 0 and this one would overflow float32, and are as good as greedy
 _INT32_MAX = 2**31 - 1
 _HAS_BIAS, _HAS_COUNTS = 1, 2  # bits of `SamplingColumns.flags`
 _IN_PROMPT, _IS_STOP, _ONE_OUTPUT = 1, 2, 4  # of `SamplingColumns.counts`
@@ -64,7 +64,7 @@ class SamplingColumns:
         self._packed = torch.zeros((num_slots, 12), dtype=torch.int32, device=device)  # a slot is set by one copy
         floats = self._packed.view(torch.float32)
         self.seed_key = self._packed.view(torch.int64)[:, 0]  # `noise.seed_key`, signed
-        self.temperature = floats[:, 2]  # 0 (greedy) or at least COLDEST
+        self.temperature = floats[:, 2]  # 0 (greedy) or at least MIN_TEMPERATURE
         self.log_min_p = floats[:, 3]  # -inf: none
         self.top_p = floats[:, 4]
         self.top_k = self._packed[:, 5]  # 0: all
@@ -112,7 +112,7 @@ class SamplingColumns:
         row = np.zeros(self._packed.shape[1], dtype=np.int32)
         row[:2].view(np.int64)[0] = noise.signed(noise.seed_key(seed))
         row[2:5].view(np.float32)[:] = (
-            0.0 if params.greedy else max(params.temperature, COLDEST),
+            0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE),
             math.log(params.min_p) if params.min_p else -math.inf,
             params.top_p,
         )
@@ -197,8 +197,8 @@ class Sampler:
         if logits.is_cuda and needs.truncated:
             from ssd.kernels import sampling
 
-            return sampling.tempered(logits, self.columns, rows.slots, COLDEST).double().softmax(-1)
-        temperature = self._temperature(rows).clamp(min=COLDEST)[:, None]
+            return sampling.tempered(logits, self.columns, rows.slots, MIN_TEMPERATURE).double().softmax(-1)
+        temperature = self._temperature(rows).clamp(min=MIN_TEMPERATURE)[:, None]
         z = (logits - logits.amax(-1, keepdim=True)) / temperature
         if needs.truncated:
             self._truncate(z, logits, rows)

@@ -1,4 +1,4 @@
-"""Attention of branches: alternative continuations of a sequence share its KV and have strips of their own."""
+"""Attention of branches: alternative continuations of a sequence share its KV and have KV slots of their own."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Trees:
         width = max(map(max, forks)) // BLOCK_SIZE + 1
         tables = torch.randperm(len(forks) * width).reshape(len(forks), width)
         self.tables = tables.tolist()
-        strips = tables.numel() * BLOCK_SIZE + 3  # the first one: blocks mean nothing to strips
-        starts = [strips + branches.strip * i for i in range(sum(map(len, forks)))]
-        self.tips = [[starts.pop(0) + branches.depth for _ in own] for own in forks]
-        blocks = tables.numel() + -(-(3 + branches.strip * sum(map(len, forks))) // BLOCK_SIZE)
+        first = tables.numel() * BLOCK_SIZE + 3  # the first slot, not aligned to a block
+        starts = [first + branches.slots_per_branch * i for i in range(sum(map(len, forks)))]
+        self.last_slots = [[starts.pop(0) + branches.depth for _ in own] for own in forks]
+        blocks = tables.numel() + -(-(3 + branches.slots_per_branch * sum(map(len, forks))) // BLOCK_SIZE)
         shape = (blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim)
         self.k, self.v = (torch.full(shape, float("nan"), dtype=dtype, device=device) for _ in range(2))
         self.q = [torch.randn(len(own), heads.num_heads, heads.head_dim).to(device, dtype) for own in forks]
@@ -46,14 +46,14 @@ class Trees:
     def seen(self, s: int, j: int) -> list[int]:
         """All slots that branch j of sequence s sees, in order."""
         shared = [self.tables[s][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(self.forks[s][j])]
-        return shared + [self.tips[s][j] - i for i in range(self.branches.depth, -1, -1)]
+        return shared + [self.last_slots[s][j] - i for i in range(self.branches.depth, -1, -1)]
 
     def batch(self, ops: Ops, picks: list[tuple[int, list[int]]], padding: int) -> tuple[torch.Tensor, DeviceBatch]:
         """Queries and batch of some branches of some sequences, each followed by rows of padding."""
         rows: list[tuple[int, int]] = []
         starts, q = [0], []
         for s, own in picks:
-            rows += [(self.forks[s][j] + self.branches.depth, self.tips[s][j]) for j in own] + [PADDING] * padding
+            rows += [(self.forks[s][j] + self.branches.depth, self.last_slots[s][j]) for j in own] + [PADDING] * padding
             starts.append(len(rows))
             q += [self.q[s][own], torch.zeros(padding, *self.q[s].shape[1:]).to(self.q[s])]
         positions, slots = map(list, zip(*rows, strict=True))
@@ -122,7 +122,7 @@ def test_reference_is_dense_attention(branches: Branches) -> None:
     "heads", [HeadShape(2, 2, 32), HeadShape(9, 3, 64), HeadShape(8, 2, 128), HeadShape(5, 1, 64)], ids=str
 )
 def test_c_kernel(cpu: CpuOps, heads: HeadShape, dtype: torch.dtype) -> None:
-    """The last strip is longer than one softmax chunk."""
+    """The last branch is longer than one softmax chunk."""
     for branches in (Branches(0, 1), Branches(1, 8), Branches(7, 8), Branches(69, 70)):
         trees = Trees(heads, FORKS, branches, dtype, CPU)
         close(trees.run_all(cpu), trees.run_all(ReferenceOps()))
@@ -206,8 +206,8 @@ class TestTriton:
     def test_rows_keep_their_bits(self, ops: Ops, heads: HeadShape) -> None:
         """Whatever a branch's place among the others."""
         ops.reserve(64, 512, heads, DEVICE)
-        for depth, strip in itertools.chain(((d, 8) for d in range(8)), [(20, 24), (69, 70)]):
-            trees = Trees(heads, FORKS, Branches(depth, strip), torch.bfloat16, DEVICE)
+        for depth, slots in itertools.chain(((d, 8) for d in range(8)), [(20, 24), (69, 70)]):
+            trees = Trees(heads, FORKS, Branches(depth, slots), torch.bfloat16, DEVICE)
             whole = trees.run_all(ops)
             assert torch.equal(torch.cat(trees.run_all(ops, padding=3)[:2]), torch.cat(whole[:2]))
             for s, own in enumerate(FORKS):

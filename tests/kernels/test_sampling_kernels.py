@@ -10,7 +10,7 @@ import torch
 
 from ssd.core import SamplingParams
 from ssd.sampling import noise
-from ssd.sampling.sampler import COLDEST, Needs, Rows, Sampler, SamplingColumns
+from ssd.sampling.sampler import MIN_TEMPERATURE, Needs, Rows, Sampler, SamplingColumns
 
 triton_sampling = pytest.importorskip("ssd.kernels.sampling", exc_type=ImportError)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -128,7 +128,7 @@ def test_what_truncation_keeps(kind: str) -> None:
     case = Case(MIXES, VOCAB)
     logits = some_logits(kind, len(MIXES) + 2, VOCAB)
     expected = case.torch_sampler().distribution(logits, case.rows, Needs(truncated=True))
-    z = triton_sampling.tempered(logits.to(DEVICE), case.columns[DEVICE], case.on_device().slots, COLDEST).cpu()
+    z = triton_sampling.tempered(logits.to(DEVICE), case.columns[DEVICE], case.on_device().slots, MIN_TEMPERATURE).cpu()
     torch.testing.assert_close(real(z.double().softmax(-1)), real(expected), rtol=1e-4, atol=1e-9)
 
 

@@ -259,7 +259,7 @@ def test_a_sweep_is_several_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_architecture_to_compile_for(monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
-    from ssd.bench.doors import use_cuda_arch
+    from ssd.bench.arguments import use_cuda_arch
 
     monkeypatch.setenv("SSD_CUDA_ARCH", "9.0")
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)

@@ -1,4 +1,4 @@
-"""What the command lines of the public research code mean here: families, sizes, drafts and fan-outs."""
+"""The command-line arguments of the public research code: families, sizes, drafts and fan-outs in terms of ssd."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULT_K: Final = int(SpeculationConfig.k)
 
 
 def add_model_flags(parser: Parser, sizes: Seq[str] | None = None) -> None:
-    """Those of `pair_of`."""
+    """Adds the arguments that `pair_of` reads."""
     family = parser.add_mutually_exclusive_group()
     family.add_argument("--llama", action="store_true", help="Llama 3 (the default)")
     family.add_argument("--qwen", action="store_true", help="Qwen 3")
@@ -60,7 +60,7 @@ def pair(
 def options_of_ssd(
     k: int, *, f: int | None = None, hit: Seq[int] | None = None, miss: Seq[int] | None = None, **others: Any
 ) -> dict[str, Any]:
-    """`f` outcomes after every place of the draft, or lists of them; the budget holds them all. None says nothing."""
+    """`f` branches at each of the K + 1 draft positions, or lists of K + 1 numbers; the budget is their sum."""
     options = {name: value for name, value in others.items() if value is not None}
     if f is not None:
         options |= {"fan_out": f, "budget": f * (k + 1)}
@@ -71,7 +71,7 @@ def options_of_ssd(
 
 
 def use_cuda_arch() -> None:
-    """`SSD_CUDA_ARCH` is what extensions are compiled for, unless torch's own variable says otherwise."""
+    """Sets TORCH_CUDA_ARCH_LIST to SSD_CUDA_ARCH, unless it is set already."""
     arch = os.environ.get("SSD_CUDA_ARCH")
     if arch:
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", arch)
