@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from ssd.core import Work
-from ssd.execution.state import SequenceState, to_device
+from ssd.execution.state import SequenceState, upload
 from ssd.kernels import rounds_cpu
 from ssd.kernels.ops import DeviceBatch
 from ssd.sampling.sampler import Rows
@@ -68,13 +68,13 @@ class BatchInputs:
         self.tile_tokens, self.gather = tile_tokens, gather
         sizes = {"row_work": rows, "slots": works, "starts": works, "query_start": works + 1, "tiles": 2 * rows}
         sizes |= {"first_row": works, "num_logits": works, "logit_rows": logits}
-        self._places: dict[str, slice] = {}
-        total = 0
-        for name, size in sizes.items():
-            self._places[name] = slice(total, total + size)
-            total += size
+        total = sum(sizes.values())
         self._host = np.empty(total, dtype=np.int32)
         self._meta = torch.empty(total, dtype=torch.int32, device=device)
+        cuts = np.cumsum(list(sizes.values()))[:-1]
+        self._places = dict(zip(sizes, np.split(self._host, cuts), strict=True))
+        self._tensors = dict(zip(sizes, torch.split(self._meta, list(sizes.values())), strict=True))
+        self._written: Batch | None = None  # what is there; None: nothing
         self.clear()
         self._out = torch.zeros(3 * rows + works + 3 * logits, dtype=torch.int32, device=device)
         self.token_ids, self.positions, self.slot_mapping, self.context_len, *decided = torch.split(
@@ -84,29 +84,33 @@ class BatchInputs:
         self._gather = torch.zeros(logits, dtype=torch.int64, device=device)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._meta[self._places[name]]
+        return self._tensors[name]
 
     def clear(self) -> None:
         """Padding everywhere: nothing is computed, written or decided."""
         self._host.fill(-1)
-        self._host[self._places["query_start"]] = 0
-        self._meta.copy_(to_device(self._host, self._meta.device))
+        self._places["query_start"][:] = 0
+        self._written = None
+        upload(self._host.copy(), self._meta)
 
     def write(self, batch: Batch) -> None:
-        """Uploads a batch, in one copy."""
-        host, place, count = self._host, self._places, len(batch.slots)
-        host.fill(-1)
+        """Uploads a batch, in one copy; nothing if it is there already, as it is while the same sequences decode."""
+        if batch == self._written:
+            return
+        place, count = self._places, len(batch.slots)
+        self._host.fill(-1)
         queries = np.array(batch.num_queries, dtype=np.int32)
         ends = np.cumsum(queries, dtype=np.int32)
         work = np.arange(count, dtype=np.int32)
-        starts = host[place["query_start"]]
+        starts = place["query_start"]
         starts[0] = 0
         starts[1 : count + 1], starts[count + 1 :] = ends, ends[-1]
-        host[place["row_work"]][: ends[-1]] = np.repeat(work, queries)
-        host[place["slots"]][:count], host[place["starts"]][:count] = batch.slots, batch.starts
-        self._write_tiles(host[place["tiles"]], queries)
-        self._write_logit_rows(host, np.array(batch.num_logits, dtype=np.int32), ends)
-        self._meta.copy_(to_device(host.copy(), self._meta.device), non_blocking=True)
+        place["row_work"][: ends[-1]] = np.repeat(work, queries)
+        place["slots"][:count], place["starts"][:count] = batch.slots, batch.starts
+        self._write_tiles(place["tiles"], queries)
+        self._write_logit_rows(np.array(batch.num_logits, dtype=np.int32), ends)
+        upload(self._host.copy(), self._meta)
+        self._written = batch
 
     def _write_tiles(self, tiles: _Ints, queries: _Ints) -> None:
         """Cuts every sequence's queries into attention tiles: for each its sequence, and its first query there."""
@@ -116,18 +120,18 @@ class BatchInputs:
         before = np.repeat(np.cumsum(each) - each, each)
         tiles[self.rows : self.rows + total] = (np.arange(total) - before) * self.tile_tokens
 
-    def _write_logit_rows(self, host: _Ints, logits: _Ints, ends: _Ints) -> None:
+    def _write_logit_rows(self, logits: _Ints, ends: _Ints) -> None:
         place, count = self._places, len(logits)
-        host[place["num_logits"]][:count] = logits
+        place["num_logits"][:count] = logits
         before = np.cumsum(logits) - logits
         first = ends - logits
         if self.gather:
             rows = np.repeat(first - before, logits) + np.arange(int(logits.sum()))
-            host[place["logit_rows"]][: len(rows)] = rows
+            place["logit_rows"][: len(rows)] = rows
             first = before
         else:
-            host[place["logit_rows"]] = np.arange(self.logits)
-        host[place["first_row"]][:count] = np.where(logits > 0, first, -1)
+            place["logit_rows"][:] = np.arange(self.logits)
+        place["first_row"][:count] = np.where(logits > 0, first, -1)
 
     def prepare(self, state: SequenceState, tables: torch.Tensor, block_size: int) -> None:
         """Reads tokens, positions and KV slots from the state."""
@@ -150,16 +154,18 @@ class BatchInputs:
 
     def device_batch(self, tables: torch.Tensor, block_size: int, *, split_kv: bool) -> DeviceBatch:
         """The batch as the decoder takes it; on a CPU after `prepare`."""
-        slots = self["slots"]
-        on_cpu = tables.device.type == "cpu"  # kernels there want just the blocks of these sequences
-        used = 1 - (-int(self.context_len.max()) // block_size) if on_cpu else None
+        slots, block_tables = self["slots"], tables[:, 1:]
+        on_cpu = tables.device.type == "cpu"
+        if on_cpu:  # kernels there want just the blocks of these sequences
+            used = 1 - (-int(self.context_len.numpy().max()) // block_size)
+            block_tables = torch.from_numpy(tables.numpy()[slots.numpy(), 1:used])
         return DeviceBatch(
             token_ids=self.token_ids,
             positions=self.positions,
             slot_mapping=self.slot_mapping,
             query_start=self["query_start"],
             context_len=self.context_len,
-            block_tables=tables[slots.long(), 1:used] if on_cpu else tables[:, 1:],
+            block_tables=block_tables,
             table_rows=None if on_cpu else slots,
             tiles=self["tiles"].view(2, -1),
             logit_rows=self._gather if self.gather else None,

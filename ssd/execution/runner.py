@@ -57,6 +57,7 @@ class ModelRunner:
         self.tables = DeviceBlockTables(state.num_slots, -(-state.max_positions // block_size), decoder.device)
         self.graphs: BatchGraphs | None = None  # of decode-size batches
         self.prefill_graphs: BatchGraphs | None = None
+        self._last_inputs: BatchInputs | None = None
 
     def warm_up(self, max_tokens: int) -> None:
         """Compiles the kernels of every prefill size now, so that nobody's first request waits for it."""
@@ -85,16 +86,21 @@ class ModelRunner:
             found = graphs.of(batch.num_rows)
             found.inputs.write(batch)
             return Staged(found.inputs, decode_size, found)
-        inputs = BatchInputs(
-            batch.num_rows,
-            batch.num_logit_rows,
-            works=len(batch.slots),
-            tile_tokens=self._tile_tokens(decode_size),
-            gather=batch.num_logit_rows < batch.num_rows,
-            device=self.decoder.device,
-        )
+        inputs = self._eager_inputs(batch, decode_size)
         inputs.write(batch)
         return Staged(inputs, decode_size)
+
+    def _eager_inputs(self, batch: Batch, decode_size: bool) -> BatchInputs:
+        """Tensors of the size of the batch. On a CPU those of the last batch are used again if they fit."""
+        last, gather = self._last_inputs, batch.num_logit_rows < batch.num_rows
+        sizes = batch.num_rows, batch.num_logit_rows, len(batch.slots), gather
+        if last is not None and sizes == (last.rows, last.logits, last.works, last.gather):
+            return last
+        tiles, device = self._tile_tokens(decode_size), self.decoder.device
+        made = BatchInputs(sizes[0], sizes[1], works=sizes[2], tile_tokens=tiles, gather=gather, device=device)
+        if device.type == "cpu":
+            self._last_inputs = made
+        return made
 
     def run(self, staged: Staged) -> Forward:
         """Launches the forward of a batch."""

@@ -30,21 +30,24 @@ def prepare_rows(
     block_size: int,
 ) -> None:
     tokens, positions, mapping, context, gather, decided_slot, decided, drafted = (t.numpy() for t in out)
-    work, begin, slot_of = row_work.numpy(), query_start.numpy(), slots.numpy()
-    length_of = length.numpy()[slot_of]
-    base = np.where(starts.numpy() >= 0, starts.numpy(), length_of - 1)
-    context[:] = base + np.diff(begin)
-    slot = slot_of[work]
-    positions[:] = base[work] + np.arange(len(work), dtype=np.int32) - begin[work]
-    tokens[:] = _token_at(slot, positions, length_of[work], token_ids, drafts)
-    table, index = tables.numpy(), positions // block_size
-    block = table[slot, np.minimum(1 + index, table.shape[1] - 1)]
-    mapping[:] = np.where(index < table[slot, 0], block * block_size + positions % block_size, -1)
-    source = logit_rows.numpy()
-    gather[:] = source
-    decided_slot[:] = slot[source]
-    decided[:] = positions[source] + 1
-    drafted[:] = np.maximum(decided - length_of[work[source]], 0)
+    lengths, texts, guesses, table = length.numpy(), token_ids.numpy(), drafts.numpy(), tables.numpy()
+    begins, works = query_start.tolist(), row_work.tolist()
+    for work, (slot, start) in enumerate(zip(slots.tolist(), starts.tolist(), strict=True)):
+        begin, end, known = begins[work], begins[work + 1], int(lengths[slot])
+        first = start if start >= 0 else known - 1
+        last = context[work] = first + end - begin
+        positions[begin:end] = span = np.arange(first, last)
+        middle = begin + max(0, min(known, last) - first)  # decided tokens before it, drafted ones after
+        tokens[begin:middle] = texts[slot, first : first + middle - begin]
+        tokens[middle:end] = guesses[slot, np.minimum(span[middle - begin :] - known, guesses.shape[1] - 1)]
+        index = span // block_size
+        inside = index < table[slot, 0]
+        blocks = table[slot, np.minimum(1 + index, table.shape[1] - 1)]
+        mapping[begin:end] = np.where(inside, blocks * block_size + span % block_size, -1)
+    for row, source in enumerate(logit_rows.tolist()):
+        slot = int(slots[works[source]])
+        gather[row], decided_slot[row], decided[row] = source, slot, positions[source] + 1
+        drafted[row] = max(0, int(positions[source]) + 1 - int(lengths[slot]))
 
 
 def accept(
@@ -62,21 +65,18 @@ def accept(
     vocab_size: int,
 ) -> None:
     width, lengths, texts, results = drafts.shape[1], length.numpy(), token_ids.numpy(), out.numpy()
-    for work, (slot, first, count) in enumerate(
-        zip(slots.tolist(), first_row.tolist(), num_logits.tolist(), strict=True)
-    ):
+    tokens, origins, stood = chosen.tolist(), origin.numpy(), num_accepted.numpy()
+    works = zip(slots.tolist(), first_row.tolist(), num_logits.tolist(), strict=True)
+    for work, (slot, first, count) in enumerate(works):
         if first < 0:
             continue
-        new = chosen.numpy()[first : first + count]
-        draft = drafts.numpy()[slot, : count - 1]
-        differs = np.flatnonzero(new[:-1] != draft)
-        accepted = int(differs[0]) if len(differs) else count - 1
-        begin = lengths[slot]
+        new, draft = tokens[first : first + count], drafts.numpy()[slot, : count - 1].tolist()
+        accepted = next((j for j, token in enumerate(draft) if token != new[j]), count - 1)
+        begin = int(lengths[slot])
         end = min(begin + accepted + 1, texts.shape[1])
         texts[slot, begin:end] = new[: end - begin]
-        lengths[slot] = end
-        num_accepted[slot] = accepted
-        results[work, 0], results[work, 1] = accepted + 1, origin[slot]
+        lengths[slot], stood[slot] = end, accepted
+        results[work, 0], results[work, 1] = accepted + 1, origins[slot]
         results[work, 2 : 2 + count] = new
         results[work, 3 + width : 2 + width + count] = draft
 

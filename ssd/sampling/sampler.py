@@ -163,7 +163,11 @@ class Sampler:
 
     def choose(self, logits: torch.Tensor, rows: Rows, needs: Needs) -> torch.Tensor:
         """The token of every row: int32 [R]. `needs.adjusted` changes the logits."""
-        return self.best(logits, rows, needs, 1)[0][:, 0]
+        if logits.is_cuda:
+            return self.best(logits, rows, needs, 1)[0][:, 0]
+        if needs.adjusted:
+            self.adjust(logits, rows)
+        return _argmax(self._scores(logits, rows, needs)).int()
 
     def best(
         self, logits: torch.Tensor, rows: Rows, needs: Needs, count: int, excluded: torch.Tensor | None = None
@@ -234,10 +238,11 @@ class Sampler:
 
     def _scores(self, logits: torch.Tensor, rows: Rows, needs: Needs) -> torch.Tensor:
         """The logits themselves if every row is greedy, otherwise a new tensor."""
-        temperature = self._temperature(rows)
-        sampled = (temperature > 0).numpy().nonzero()[0]
+        slots = rows.slots.numpy()
+        sampled = ((self.columns.temperature.numpy()[slots] > 0) & (slots >= 0)).nonzero()[0]
         if not len(sampled):
             return logits
+        temperature = self._temperature(rows)
         keys = self._keys(rows, Stream.CHOICE)
         if len(sampled) == len(logits):
             scores = logits / temperature[:, None]
