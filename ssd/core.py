@@ -23,7 +23,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are chosen. Validated on creation; the defaults decode greedily.
+    """Sampling parameters of one request. Validated on creation; the defaults decode greedily.
 
     `logprobs=k` returns, for every emitted token, its log-probability under the model and those of the k most
     likely tokens (of the model's own distribution: before temperature, truncation and penalties).
@@ -88,7 +88,7 @@ _RANGES: tuple[tuple[str, type, float, float], ...] = (
 
 
 def is_int(value: object) -> bool:
-    """An integer that is not a truth value."""
+    """Whether a value is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -123,7 +123,7 @@ def _biases(bias: object) -> dict[int, float]:
         raise RequestError(f"logit_bias={bias!r}: must map token ids to numbers")
     _token_ids("logit_bias", bias)
     for value in bias.values():
-        if value != -math.inf:  # which forbids the token
+        if value != -math.inf:  # -inf forbids the token
             _check_number("logit_bias value", value, float, -1000, 1000)
     return dict(bias)
 
@@ -145,7 +145,7 @@ class TokenLogprobs:
 
 @dataclass
 class RequestMetrics:
-    """What one sequence cost. Times in seconds on the monotonic clock."""
+    """Times and counts of one sequence. Times are in seconds, as `time.perf_counter` gives them."""
 
     arrival: float = 0.0
     first_scheduled: float | None = None
@@ -156,12 +156,12 @@ class RequestMetrics:
     output_tokens: int = 0
     rounds: int = 0
     preemptions: int = 0
-    drafted: int = 0  # tokens that were proposed and verified
-    accepted: int = 0  # of those
-    accepted_per_position: list[int] = field(default_factory=list)  # how often the first, second, … drafted token stood
-    look_ups: int = 0  # rounds whose draft could have been prepared (mode="ssd")
-    hits: int = 0  # those whose draft was
-    deliveries: list[tuple[float, int]] = field(default_factory=list)  # when tokens came, and how many
+    drafted: int = 0  # draft tokens verified
+    accepted: int = 0  # draft tokens accepted
+    accepted_per_position: list[int] = field(default_factory=list)  # accepted draft tokens, by position in the draft
+    look_ups: int = 0  # rounds whose draft was looked up in the prepared branches (mode="ssd")
+    hits: int = 0  # look-ups that found the outcome among them
+    deliveries: list[tuple[float, int]] = field(default_factory=list)  # (time, number of tokens) of every round
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -177,7 +177,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asked for, once: a prompt and how to continue it, `params.n` times."""
+    """One prompt with its sampling parameters; it becomes `params.n` sequences."""
 
     id: str
     prompt_token_ids: tuple[int, ...]
@@ -187,21 +187,21 @@ class Request:
 class Origin(IntEnum):
     """Where a draft came from."""
 
-    NONE = 0  # there is no draft
-    DRAFT = 1  # the draft model wrote it while the target waited
-    HIT = 2  # it had been prepared for exactly this outcome
-    JIT = 3  # it had not, and the draft model wrote it while the target waited
-    SIBLING = 4  # it had been prepared for another last token in the place of the one that came
-    NGRAM = 5  # what followed the same tokens earlier in the text
+    NONE = 0  # no draft
+    DRAFT = 1  # SD: written by the draft model while the target waited
+    HIT = 2  # SSD: prepared for exactly this outcome
+    JIT = 3  # SSD, after a miss: written by the draft model while the target waited
+    SIBLING = 4  # SSD, after a miss: prepared for the same number of accepted tokens and another last token
+    NGRAM = 5  # n-gram look-up: what followed the same tokens earlier in the text
 
 
-LOOKED_UP = frozenset({Origin.HIT, Origin.JIT, Origin.SIBLING})  # drafts that could have been prepared
-MODEL_WRITTEN = frozenset({Origin.DRAFT, Origin.HIT, Origin.JIT})  # drafts that the draft model wrote for this outcome
+LOOKED_UP = frozenset({Origin.HIT, Origin.JIT, Origin.SIBLING})  # origins after a look-up in prepared branches
+MODEL_WRITTEN = frozenset({Origin.DRAFT, Origin.HIT, Origin.JIT})  # written by the draft model for this outcome
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One continuation being written: its committed tokens, and its KV in the target."""
+    """One sample of a request: its committed tokens and its KV blocks in the target."""
 
     id: int
     request: Request
@@ -211,11 +211,11 @@ class Sequence:
     max_tokens: int  # prompt and output together never exceed this
     tokens: list[int] = field(default_factory=list)
     kv: BlockTable = field(default_factory=BlockTable)
-    slot: int = -1  # row of the device's state, while it runs
+    slot: int = -1  # row of the device's SequenceState while it runs, else -1
     in_flight: Work | None = None  # its share of the last round that was launched and not yet collected
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
-    last_accepted: int = 0  # drafted tokens that stood in the last round
+    last_accepted: int = 0  # draft tokens accepted in the last round
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
@@ -241,11 +241,11 @@ class Sequence:
         return len(self.tokens) - self.kv.num_computed
 
     @property
-    def room(self) -> int:
+    def num_remaining(self) -> int:
         """How many more tokens may be committed."""
         return self.max_tokens - len(self.tokens)
 
-    # What holds once the round in flight is committed. A round that decides leaves one token pending, whatever it is.
+    # The following hold after the round in flight is committed. A round that decides leaves exactly one pending token.
 
     @property
     def next_pending(self) -> int:
@@ -257,29 +257,29 @@ class Sequence:
 
     @property
     def least_len(self) -> int:
-        """The fewest tokens that there can be then."""
+        """Lower bound of the number of tokens: the round in flight decides at least one, if any."""
         work = self.in_flight
         return len(self.tokens) + (work is not None and work.decides)
 
     @property
     def most_len(self) -> int:
-        """The most tokens that there can be then."""
+        """Upper bound of the number of tokens: the round in flight accepts its whole draft."""
         work = self.in_flight
         return len(self.tokens) + (work.num_logits if work is not None else 0)
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a drafter offers for one sequence: tokens that may follow its last decided token.
+    """A drafter's draft for one sequence: tokens that may follow its last decided token.
 
-    `distributions` are those that the tokens were drawn from, a tensor [tokens, vocabulary]: the rejection rule needs
-    them. None: they were not drawn (a look-up), or the rule is another one.
+    `distributions` [tokens, vocabulary] are those that the tokens were sampled from; the rejection rule needs them.
+    None: the tokens were not sampled (n-gram look-up), or the rule is the coupled one.
     """
 
     token_ids: tuple[int, ...] = ()
     distributions: Any = field(default=None, compare=False, repr=False)
     origin: Origin = field(default=Origin.NONE, compare=False)
-    num_on_device: int = 0  # tokens that only the device knows: the state's drafts; `token_ids` is empty then
+    num_on_device: int = 0  # length of a draft in the SequenceState; `token_ids` is empty then
 
     @property
     def num_tokens(self) -> int:
@@ -287,11 +287,11 @@ class Proposal:
 
 
 class Outcome(NamedTuple):
-    """What a verification decided for one sequence: the accepted draft tokens, then one token of the target's own."""
+    """What a verification decided for one sequence: the accepted draft tokens, then one token chosen by the target."""
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, when the request asked for them
-    draft: tuple[int, ...] = ()  # what was verified
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if requested
+    draft: tuple[int, ...] = ()  # the draft that was verified
     origin: Origin = Origin.NONE  # of the draft
 
     @property
@@ -303,16 +303,16 @@ class Work(NamedTuple):
     """One sequence's share of a round, as scheduled. A snapshot: later rounds do not change it."""
 
     sequence: Sequence
-    num_tokens: int  # decided tokens that are computed
-    start: int | None = None  # position of the first; None: the last decided token, which only the device knows yet
+    num_tokens: int  # decided tokens whose KV is computed
+    start: int | None = None  # position of the first; None: that of the last decided token, which the device knows
     decides: bool = True  # False for a prefill chunk that ends before the sequence's last token
-    lookahead: int = 0  # KV slots reserved after them: how many draft tokens may be verified with them
-    slot: int = -1  # the sequence's row of the device's state
+    lookahead: int = 0  # KV slots reserved for draft tokens
+    slot: int = -1  # the sequence's row of the SequenceState
     proposal: Proposal = Proposal()
 
     @property
     def decodes(self) -> bool:
-        """Whether it computes nothing but the last decided token (and a draft)."""
+        """Whether it computes just the last decided token (and a draft): no prefill."""
         return self.decides and self.num_tokens == 1
 
     @property
@@ -328,12 +328,12 @@ class Work(NamedTuple):
 
     @property
     def num_logits(self) -> int:
-        """Logit rows wanted: one after the last decided token, one after every drafted token."""
+        """Logit rows: one after the last decided token, one after every draft token."""
         return 1 + self.proposal.num_tokens if self.decides else 0
 
     @property
     def cost(self) -> int:
-        """Tokens of the batch that are reserved for it."""
+        """Its share of `max_num_batched_tokens`."""
         return self.num_tokens + self.lookahead
 
     def with_proposal(self, proposal: Proposal) -> Work:
@@ -342,7 +342,7 @@ class Work(NamedTuple):
 
 @dataclass
 class Sample:
-    """One finished (or running) continuation as the user sees it."""
+    """One of a request's `n` continuations, as returned to the user."""
 
     index: int
     text: str
@@ -359,7 +359,7 @@ class RequestOutput:
     request_id: str
     prompt_token_ids: list[int]
     samples: list[Sample]
-    error: str | None = None  # why the request was refused (its one sample is then empty), or how its round failed
+    error: str | None = None  # why the request was refused (its only sample is empty then) or its round failed
 
     @property
     def text(self) -> str:
@@ -384,23 +384,23 @@ class RequestOutput:
 
 @dataclass
 class Delta:
-    """What is new of one sample of a request.
+    """The new tokens and text of one sample.
 
-    A streamed request has one for every round that added tokens, any other one for each sample, when that has ended.
+    A streamed request gets one delta for every round that adds tokens; any other request one per sample, at its end.
     """
 
     request_id: str
     index: int  # of the sample
     token_ids: list[int]
     text: str  # may lag behind the tokens: incomplete characters, the beginning of a stop string
-    logprobs: list[TokenLogprobs]  # one a token, if the request asked for them
-    num_accepted: int = 0  # of the tokens, how many had been drafted; those of one round come first
-    finish_reason: FinishReason | None = None  # None: more is to come
-    output: RequestOutput | None = None  # the whole answer: on the last delta of the last sample
+    logprobs: list[TokenLogprobs]  # one per token, if requested
+    num_accepted: int = 0  # accepted draft tokens; in each round they come before the target's own token
+    finish_reason: FinishReason | None = None  # None: the sample goes on
+    output: RequestOutput | None = None  # the complete output, on the last delta of the request
 
 
 def sequence_seed(seed: int | None, index: int) -> int:
-    """The 64-bit seed of one sample: the user's own for the first, derived from it for the others, random if None."""
+    """The 64-bit seed of one sample: the request's for the first, derived from it for the others; random if None."""
     if seed is None:
         return int.from_bytes(os.urandom(8), "little")
     if index == 0:

@@ -1,6 +1,6 @@
-"""The engine: requests in, rounds of decoding, outputs out. One loop, driven by `step`.
+"""The engine: takes requests, runs rounds of decoding and returns deltas. Every call of `step` is one iteration.
 
-Knows nothing of models, CUDA or HTTP: the target and the drafter are handed in.
+AR, SD and SSD are the same loop and differ in the drafter only. Knows nothing of models, CUDA or HTTP.
 """
 
 from __future__ import annotations
@@ -9,17 +9,13 @@ import itertools
 import logging
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 from ssd.core import (
-    LOOKED_UP,
     Delta,
     FinishReason,
-    Origin,
     Outcome,
     Request,
     RequestMetrics,
-    RequestOutput,
     SamplingParams,
     Sequence,
     Status,
@@ -27,8 +23,8 @@ from ssd.core import (
     sequence_seed,
 )
 from ssd.decoding.round import InFlight, Round
-from ssd.engine.metrics import EngineMetrics, count_positions
-from ssd.engine.outputs import Writer
+from ssd.engine.metrics import EngineMetrics
+from ssd.engine.outputs import OutputProcessor, RunningRequest
 from ssd.engine.scheduler import Scheduler
 from ssd.engine.validation import Limits, check_request
 from ssd.errors import EngineFailed, RequestError
@@ -36,23 +32,6 @@ from ssd.text.tokenizer import Tokenizer
 
 log = logging.getLogger("ssd")
 _MOST_FAILURES = 3  # rounds in a row
-
-
-@dataclass
-class _Running:
-    """A request's sequences and their writers, until all of them have finished."""
-
-    request: Request
-    writers: list[Writer]
-    error: str | None = None
-
-    @property
-    def finished(self) -> bool:
-        return all(writer.sequence.status is Status.FINISHED for writer in self.writers)
-
-    def output(self) -> RequestOutput:
-        samples = [writer.sample() for writer in self.writers]
-        return RequestOutput(self.request.id, list(self.request.prompt_token_ids), samples, self.error)
 
 
 class Engine:
@@ -74,17 +53,17 @@ class Engine:
         self.stop_token_ids = stop_token_ids
         self.tokenizer = tokenizer
         self.metrics = EngineMetrics()
-        self._requests: dict[str, _Running] = {}
-        self._writers: dict[int, Writer] = {}  # by sequence id
-        self._deltas: list[Delta] = []  # not yet handed out
+        self._requests: dict[str, RunningRequest] = {}
+        self._processors: dict[int, OutputProcessor] = {}  # by sequence id
+        self._deltas: list[Delta] = []  # to be returned by the next `step`
         self._ids = itertools.count()
-        self._in_flight: InFlight | None = None  # the round that was launched last, if it is not committed
-        self._num_failures = 0  # of rounds, in a row
-        self._failure: Exception | None = None  # of the last of too many
+        self._in_flight: InFlight | None = None  # launched, not committed yet
+        self._num_failures = 0  # rounds that failed in a row
+        self._failure: Exception | None = None  # the last error, once _MOST_FAILURES rounds failed in a row
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do, or to hand out."""
+        """Whether `step` has anything to run or to return."""
         return self.scheduler.has_work or self._in_flight is not None or bool(self._deltas)
 
     def add(
@@ -98,8 +77,8 @@ class Engine:
     ) -> str:
         """Queues a request and returns its id; raises RequestError when it can never be served.
 
-        With `stream` every round's tokens and text come as a delta, otherwise one delta a sample when it has ended.
-        `arrival` is when the request came in, if that was not now.
+        With `stream` there is a delta for every round, otherwise one per sample at its end. `arrival`: when the request
+        arrived (seconds, as `time.perf_counter`), if not now.
         """
         if self._failure is not None:
             raise EngineFailed(
@@ -116,20 +95,20 @@ class Engine:
         request = Request(request_id, tuple(prompt_token_ids), params)
         arrival = time.perf_counter() if arrival is None else arrival
         sequences = [self._sequence(request, i, arrival) for i in range(params.n)]
-        running = _Running(request, [Writer(sequence, self.tokenizer, stream=stream) for sequence in sequences])
+        running = RunningRequest(request, [OutputProcessor(s, self.tokenizer, stream=stream) for s in sequences])
         self._requests[request_id] = running
-        for writer in running.writers:
-            self._writers[writer.sequence.id] = writer
-            self.scheduler.add(writer.sequence)
+        for processor in running.processors:
+            self._processors[processor.sequence.id] = processor
+            self.scheduler.add(processor.sequence)
         self.metrics.num_requests += 1
         self.metrics.prompt_tokens += len(prompt_token_ids) * params.n
         return request_id
 
     def step(self) -> list[Delta]:
-        """Launches the next round and commits the one before it, which ran meanwhile. Returns what is new since then.
+        """Launches the next round, then commits the one before it, which ran on the device meanwhile.
 
-        Where rounds are synchronous (a CPU, a drafter or a rule that needs the host) the new round is committed, too. A
-        failing round costs the requests in it, no others.
+        Where rounds are synchronous (a CPU, a drafter or an acceptance rule that needs the host), the new round is
+        committed as well. A round that raises fails its own requests only.
         """
         if self._in_flight is not None and self.round.synchronous:
             self._collect()
@@ -156,7 +135,7 @@ class Engine:
     def _schedule(self) -> list[Work]:
         self.scheduler.lookahead = self.round.drafter.lookahead
         works = self.scheduler.schedule()
-        if works is None:  # memory is short: what is in flight must be known before anybody is preempted
+        if works is None:  # KV blocks are short: collect the round in flight before preempting
             self._collect()
             works = self.scheduler.schedule() or []
         for sequence in self.scheduler.preempted:
@@ -180,51 +159,43 @@ class Engine:
                 work.sequence.in_flight = work
 
     def _commit_round(self, round_: InFlight) -> None:
-        """Waits for a round, takes what it decided into the sequences, and tells the drafter."""
+        """Waits for a round, appends its tokens to the sequences, and passes the outcomes to the drafter."""
         works = round_.works
         try:
             outcomes, seconds = self.round.collect(round_)
         except Exception as error:
-            self._land(works)
+            self._clear_in_flight(works)
             self._fail(works, error)
             return
         self._num_failures = 0
-        self._land(works)
+        self._clear_in_flight(works)
         now = time.perf_counter()
         for work, outcome in zip(works, outcomes, strict=True):
-            if work.sequence.status is Status.RUNNING:  # what was computed beyond a sequence's end is dropped
+            if work.sequence.status is Status.RUNNING:  # tokens computed after a stop are dropped
                 self._commit(work, outcome, now)
         self.round.observe(works, outcomes, seconds)
         self._release()
-        self._count_round()
+        self.metrics.count_round(self.round.stats, self.round.drafter.stats, self.scheduler.num_preemptions)
 
-    def _land(self, works: Seq[Work]) -> None:
+    def _clear_in_flight(self, works: Seq[Work]) -> None:
         for work in works:
             if work.sequence.in_flight is work:
                 work.sequence.in_flight = None
 
     def _release(self) -> None:
-        """Finished sequences that no round in flight uses give back their blocks, and the drafter forgets them."""
+        """Frees the blocks and slots of finished sequences that no round in flight uses; the drafter forgets them."""
         for sequence in self.scheduler.released():
             self.round.forget(sequence)
 
-    def _count_round(self) -> None:
-        metrics, round_, drafter = self.metrics, self.round.stats, self.round.drafter.stats
-        metrics.num_rounds += 1
-        metrics.num_preemptions = self.scheduler.num_preemptions
-        metrics.target_wait_seconds, metrics.verify_seconds = round_.target_wait_seconds, round_.verify_seconds
-        metrics.draft_busy_seconds, metrics.hand_over_seconds = drafter.busy_seconds, drafter.hand_over_seconds
-        metrics.drafter_failures = round_.drafter_failures + drafter.failures
-
     def abort(self, request_id: str) -> None:
-        """Ends a request wherever it is, if it is still there: the next `step` hands out what it had written."""
+        """Ends a request, if it is still there; the next `step` returns its output so far."""
         if request_id in self._requests:
             self.metrics.num_aborted += 1
             self._end(request_id, "abort")
             self._release()
 
     def close(self) -> None:
-        """Ends whatever the drafter has started."""
+        """Closes the drafter (and ends its process, if it has one)."""
         self.round.drafter.close()
 
     def check(self) -> None:
@@ -252,17 +223,18 @@ class Engine:
         )
 
     def _commit(self, work: Work, outcome: Outcome | None, now: float) -> None:
-        """Takes a round's result into the sequence: KV first, then tokens, then the prefix cache, then a finish."""
+        """Commits an outcome to its sequence: KV count, tokens, prefix cache, then finish or delta."""
         sequence, kv = work.sequence, work.sequence.kv
         num_before = len(sequence.tokens)
         kv.num_computed += work.num_tokens
         if outcome is None:
             self.scheduler.pool.commit(kv, sequence.tokens)
             return
-        writer = self._writers[sequence.id]
-        reason = writer.append(outcome)
+        processor = self._processors[sequence.id]
+        reason = processor.append(outcome)
         num_new = len(sequence.tokens) - num_before
-        self._count(sequence, outcome, num_new)
+        self.metrics.count_outcome(sequence, outcome, num_new)
+        sequence.last_accepted = min(outcome.num_accepted, num_new)
         kv.num_computed += min(outcome.num_accepted, num_new - 1)
         self.scheduler.pool.commit(kv, sequence.tokens)
         sequence.metrics.output_tokens += num_new
@@ -271,33 +243,18 @@ class Engine:
         if sequence.metrics.first_token is None:
             sequence.metrics.first_token = now
         if reason is not None:
-            self._finish(writer, reason, now)
-        elif writer.stream:
-            self._deltas.append(writer.delta())
+            self._finish(processor, reason, now)
+        elif processor.stream:
+            self._deltas.append(processor.delta())
 
-    def _count(self, sequence: Sequence, outcome: Outcome, num_new: int) -> None:
-        drafted, accepted, metrics = len(outcome.draft), min(outcome.num_accepted, num_new), sequence.metrics
-        metrics.rounds += 1
-        self.metrics.num_sequence_rounds += 1
-        if drafted:
-            metrics.drafted += drafted
-            metrics.accepted += accepted
-            count_positions(metrics.accepted_per_position, drafted, accepted)
-            self.metrics.count_draft(drafted, accepted)
-        if outcome.origin in LOOKED_UP:
-            metrics.look_ups += 1
-            metrics.hits += outcome.origin is Origin.HIT
-            self.metrics.count_look_up(outcome.origin, sequence.last_accepted, num_new)
-        sequence.last_accepted = accepted
-
-    def _finish(self, writer: Writer, reason: FinishReason, now: float) -> None:
-        sequence = writer.sequence
+    def _finish(self, processor: OutputProcessor, reason: FinishReason, now: float) -> None:
+        sequence = processor.sequence
         sequence.finish_reason = reason
         sequence.metrics.finished = now
-        writer.finish()
+        processor.finish()
         self.scheduler.finish(sequence)
-        del self._writers[sequence.id]
-        delta, running = writer.delta(), self._requests[sequence.request.id]
+        del self._processors[sequence.id]
+        delta, running = processor.delta(), self._requests[sequence.request.id]
         if running.finished:
             del self._requests[sequence.request.id]
             self.metrics.num_finished += 1
@@ -305,21 +262,21 @@ class Engine:
         self._deltas.append(delta)
 
     def _end(self, request_id: str, reason: FinishReason) -> None:
-        """Ends the samples of a request that have not ended yet."""
+        """Finishes the samples of a request that are not finished yet."""
         now = time.perf_counter()
-        for writer in self._requests[request_id].writers:
-            if writer.sequence.status is not Status.FINISHED:
-                self._finish(writer, reason, now)
+        for processor in self._requests[request_id].processors:
+            if processor.sequence.status is not Status.FINISHED:
+                self._finish(processor, reason, now)
 
     def _fail(self, works: Seq[Work], error: Exception) -> None:
-        """The round of these works failed. After too many in a row nothing is tried any more."""
+        """Fails the requests of a round that raised; after _MOST_FAILURES in a row, all requests and the engine."""
         request_ids = {work.sequence.request.id for work in works}
         log.error("a round failed, and with it all requests in it: %s", _named(error))
         log.debug("how it failed", exc_info=error)
         self._num_failures += 1
         if self._num_failures == _MOST_FAILURES:
             log.error("%d rounds in a row have failed: the engine ends everything and takes no more", _MOST_FAILURES)
-            self._failure = error.with_traceback(None)  # which would keep the round's tensors
+            self._failure = error.with_traceback(None)  # a traceback keeps the round's tensors alive
             request_ids = set(self._requests)
         for request_id in request_ids & self._requests.keys():
             self._requests[request_id].error = f"the round that computed this request failed: {_named(error)}"

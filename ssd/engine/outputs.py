@@ -1,27 +1,30 @@
-"""From tokens to what the user sees: text as it completes, stop strings, finish reasons."""
+"""From tokens to outputs: incremental detokenization, stop strings, finish reasons, deltas."""
 
 from __future__ import annotations
 
-from ssd.core import Delta, FinishReason, Outcome, RequestMetrics, RequestOutput, Sample, Sequence
+from dataclasses import dataclass
+
+from ssd.core import Delta, FinishReason, Outcome, Request, RequestMetrics, RequestOutput, Sample, Sequence, Status
 from ssd.text.tokenizer import IncrementalDecoder, Tokenizer
 
 
-class Writer:
-    """Writes one sequence's text. Tokens may land several at a time; nothing is written after a stop.
+class OutputProcessor:
+    """Appends decided tokens to one sequence, finds its stop, and detokenizes it.
 
-    Where no stop string is looked for, text is decoded when a delta or the sample is asked for.
+    A round appends several tokens at once; those after a stop are dropped. Without stop strings, text is only decoded
+    when a delta or the sample is built.
     """
 
     def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None, *, stream: bool = False) -> None:
         self.sequence = sequence
-        self.stream = stream  # a delta is wanted after every round, and not only at the end
+        self.stream = stream  # a delta after every round, not only at the end
         self.text = ""
         self._decoder = IncrementalDecoder(tokenizer, sequence.tokens) if tokenizer else None
-        self._unwritten: list[int] = []  # tokens
+        self._undecoded: list[int] = []  # tokens that are not in the text yet
         self._cut = False  # a stop string has ended the text
-        self._delivered = 0  # characters already handed out by `new_text`
-        self._num_sent = 0  # tokens already handed out by `delta`
-        self._num_accepted = 0  # drafted tokens among those not handed out
+        self._num_characters_sent = 0  # by `new_text`
+        self._num_sent = 0  # tokens sent by `delta`
+        self._num_accepted = 0  # accepted draft tokens among those not sent yet
         self._stops: tuple[str, ...] = tuple(sequence.params.stop)
 
     def append(self, outcome: Outcome) -> FinishReason | None:
@@ -37,21 +40,21 @@ class Writer:
         return None
 
     def new_text(self) -> str:
-        """Text not handed out yet, less what might still turn out to be the beginning of a stop string."""
-        self._catch_up()
+        """Text that was not sent yet, except for an end that may be the beginning of a stop string."""
+        self._decode_pending()
         end = len(self.text) if self.sequence.finish_reason else len(self.text) - self._held_back()
-        piece = self.text[self._delivered : end]
-        self._delivered = max(self._delivered, end)
+        piece = self.text[self._num_characters_sent : end]
+        self._num_characters_sent = max(self._num_characters_sent, end)
         return piece
 
     def finish(self) -> None:
-        """Writes what is left, and what the decoder still holds back (an incomplete character, say)."""
-        self._catch_up()
+        """Completes the text, with what the decoder still holds back (such as an incomplete character)."""
+        self._decode_pending()
         if self._decoder is not None and not self._cut:
-            self._write(self._decoder.flush())
+            self._append_text(self._decoder.flush())
 
     def delta(self) -> Delta:
-        """What was not handed out yet."""
+        """Everything that was not sent yet."""
         s, start = self.sequence, self._num_sent
         tokens, logprobs = s.tokens[s.num_prompt + start :], s.logprobs[start:]
         delta = Delta(s.request.id, s.index, tokens, self.new_text(), logprobs, self._num_accepted, s.finish_reason)
@@ -69,19 +72,19 @@ class Writer:
         sequence, params = self.sequence, self.sequence.params
         if token in sequence.stop_token_ids and sequence.num_output > params.min_tokens:
             return "stop"
-        self._unwritten.append(token)
+        self._undecoded.append(token)
         if self._stops:
-            self._catch_up()
+            self._decode_pending()
         if self._cut:
             return "stop"
-        return "length" if sequence.room <= 0 else None
+        return "length" if sequence.num_remaining <= 0 else None
 
-    def _catch_up(self) -> None:
-        if self._decoder is not None and self._unwritten:
-            self._write(self._decoder.push(*self._unwritten))
-        self._unwritten = []
+    def _decode_pending(self) -> None:
+        if self._decoder is not None and self._undecoded:
+            self._append_text(self._decoder.push(*self._undecoded))
+        self._undecoded = []
 
-    def _write(self, piece: str) -> None:
+    def _append_text(self, piece: str) -> None:
         """Appends to the text, and cuts it at the first stop string that the new characters complete."""
         before = len(self.text)
         self.text += piece
@@ -104,7 +107,24 @@ class Writer:
         return longest
 
 
+@dataclass
+class RunningRequest:
+    """A request and the outputs of its sequences, until all of them have finished."""
+
+    request: Request
+    processors: list[OutputProcessor]  # one per sample
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(processor.sequence.status is Status.FINISHED for processor in self.processors)
+
+    def output(self) -> RequestOutput:
+        samples = [processor.sample() for processor in self.processors]
+        return RequestOutput(self.request.id, list(self.request.prompt_token_ids), samples, self.error)
+
+
 def refused(request_id: str, prompt_token_ids: list[int], error: str) -> RequestOutput:
-    """The output of a request that could not be served."""
+    """The output of a request that was refused."""
     sample = Sample(0, "", [], "abort", None, RequestMetrics())
     return RequestOutput(request_id, prompt_token_ids, [sample], error)

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 
 from ssd.core import FinishReason, Outcome, SamplingParams, TokenLogprobs, sequence_seed
 from ssd.engine.driver import Driver
-from ssd.engine.outputs import Writer, refused
+from ssd.engine.outputs import OutputProcessor, refused
 from ssd.llm import LLM
 from ssd.text.tokenizer import Tokenizer
 
@@ -64,7 +64,7 @@ class Script:
             stop_token_ids=frozenset(stop_token_ids),
             max_tokens=len(prompt) + params.max_new_tokens,
         )
-        self.writer = Writer(self.sequence, TOKENIZER)
+        self.writer = OutputProcessor(self.sequence, TOKENIZER)
         self.reason: FinishReason | None = None
         self.pieces: list[str] = []
 
@@ -280,7 +280,7 @@ def test_nothing_is_flushed_after_a_stop_string() -> None:
 def test_without_a_tokenizer_there_are_tokens_only() -> None:
     """Catches a checkpoint without a tokenizer that cannot be served at all."""
     sequence = make_sequence([1], stop_token_ids=frozenset({9}))
-    writer = Writer(sequence, None)
+    writer = OutputProcessor(sequence, None)
     assert writer.append(Outcome((5, 6))) is None
     assert writer.append(Outcome((9, 7))) == "stop"
     writer.finish()

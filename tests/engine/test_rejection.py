@@ -676,7 +676,7 @@ class Wild(ScriptedDrafter):
 
     def _script(self, sequence: Sequence) -> tuple[int, int]:
         count, right = next(self.plan)
-        return min(count, max(0, sequence.room - 1)), right
+        return min(count, max(0, sequence.num_remaining - 1)), right
 
 
 plans = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=6)

@@ -52,11 +52,11 @@ def commit(scheduler: Scheduler, works: list[Work], num_accepted: int = 0) -> No
             continue
         sequence.kv.num_computed += work.num_tokens
         if work.decides:
-            accepted = min(num_accepted, work.proposal.num_tokens, sequence.room - 1)
+            accepted = min(num_accepted, work.proposal.num_tokens, sequence.num_remaining - 1)
             sequence.kv.num_computed += accepted
             sequence.tokens += range(len(sequence.tokens), len(sequence.tokens) + accepted + 1)
         scheduler.pool.commit(sequence.kv, sequence.tokens)
-        if sequence.room <= 0:
+        if sequence.num_remaining <= 0:
             scheduler.finish(sequence)
     scheduler.released()
 
@@ -94,7 +94,7 @@ def check_plan(scheduler: Scheduler, works: list[Work]) -> None:
         assert sequence in scheduler.running
         assert work.slot == sequence.slot
         assert 0 < work.num_tokens <= sequence.next_pending
-        assert 0 <= work.lookahead <= (min(scheduler.lookahead, sequence.room - 1) if work.decides else 0)
+        assert 0 <= work.lookahead <= (min(scheduler.lookahead, sequence.num_remaining - 1) if work.decides else 0)
         if before is None:
             assert work.start == sequence.kv.num_computed
         elif before.decides:
@@ -290,7 +290,7 @@ def test_lookahead_is_reserved_but_not_counted(lookahead: int) -> None:
     [a] = arrive(scheduler, 8, max_tokens=32)
     while a.status is not Status.FINISHED:
         [work] = schedule(scheduler)
-        room = min(lookahead, a.room - 1)
+        room = min(lookahead, a.num_remaining - 1)
         assert len(a.kv.blocks) == scheduler.pool.blocks_for(a.kv.num_computed + work.num_tokens + room)
         assert (work.num_tokens, a.num_pending) == (len(a.tokens) - a.kv.num_computed,) * 2
         commit(scheduler, [work])
