@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ssd.core import MODEL_WRITTEN, Origin, Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Drafter, Prepared, never
-from ssd.drafting.estimate import Mean
+from ssd.drafting.estimate import Average
 from ssd.drafting.fan_out import FanOut, OutcomeStatistics
 from ssd.drafting.model import DraftModel, DraftSequence, wants_draft, write_drafts
 from ssd.drafting.runner import DraftRun, StagedBranches
@@ -25,25 +25,29 @@ _NARROWER, _WIDER = 0.75, 0.25  # after a preparation that was interrupted times
 _NARROWEST = 2.0
 
 
+def _average() -> Average:
+    return Average(15 / 16)
+
+
 @dataclass
 class BackupPolicy:
     """Is a draft that everybody waits for worth it? Tokens that it adds, against tokens that the wait costs."""
 
     backup: str  # "jit", "fast" or "auto"
-    yields: dict[Origin, Mean] = field(default_factory=lambda: defaultdict(Mean))  # tokens of a round, by origin
-    round_seconds: Mean = field(default_factory=Mean)
-    write_seconds: Mean = field(default_factory=Mean)
+    yields: dict[Origin, Average] = field(default_factory=lambda: defaultdict(_average))  # tokens a round, by origin
+    round_seconds: Average = field(default_factory=_average)
+    write_seconds: Average = field(default_factory=_average)
 
     def waits(self, missed: int, batch: int) -> bool:
         """Whether to wait when `missed` of `batch` sequences have no draft; yes as long as something is unknown."""
         if self.backup != "auto":
             return self.backup == "jit"
-        written, fast, hit = (self.yields[origin].value for origin in (Origin.JIT, Origin.SIBLING, Origin.HIT))
-        seconds, wait = self.round_seconds.value, self.write_seconds.value
-        if written is None or seconds is None or wait is None:
+        written, fast, hit = (self.yields[origin] for origin in (Origin.JIT, Origin.SIBLING, Origin.HIT))
+        if not (written.known and self.round_seconds.known and self.write_seconds.known):
             return True
-        added = missed * (written - (fast or 1.0))
-        return added * seconds > batch * (hit or written) * wait
+        added = missed * (written.value - (fast.value if fast.known else 1.0))
+        lost = batch * (hit.value if hit.known else written.value)
+        return bool(added * self.round_seconds.value > lost * self.write_seconds.value)
 
 
 class _Round(NamedTuple):

@@ -19,7 +19,7 @@ from ssd.config import K_MAX
 from ssd.core import MODEL_WRITTEN, Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Drafter, Prepared, never
 from ssd.drafting.ahead import AheadDrafter
-from ssd.drafting.estimate import Frequency
+from ssd.drafting.estimate import Average
 
 _ENOUGH = 3  # rounds that an arm is measured before it is believed
 _REVIEW = 128  # rounds until another arm is measured again
@@ -70,7 +70,7 @@ class ArmTimes:
     seconds: dict[Arm, _RoundSeconds] = field(default_factory=dict)  # in units of the level
     current: Arm = PLAIN
     level: float = 1.0  # how slow all arms are at present, against their means
-    ready: Frequency = field(default_factory=lambda: Frequency(9.0, 10.0, keep=0.998))  # see `DepthController.tokens`
+    ready: Average = field(default_factory=lambda: Average(0.998, 9.0, 10.0))  # see `DepthController.tokens`
     interval: int = _SOON  # rounds between reviews
     rounds: int = 0  # since the last one
     reviews: int = 0
@@ -169,7 +169,7 @@ class DepthController(Drafter):
         self._arms = arms
         self._times: dict[int, ArmTimes] = {}  # by size of the batch
         depth = max(arm.k for arm in arms)
-        self._stands = [Frequency(3.0, 4.0, keep=0.99) for _ in range(depth)]  # the i-th drafted token
+        self._stands = [Average(0.99, 3.0, 4.0) for _ in range(depth)]  # the i-th drafted token
         self._rounds: dict[int, _Round] = {}  # by id of their lists of works
         self._last: tuple[int, Arm] | None = None  # size and arm of the last round; None: it read prompts
         self._alike = 0  # rounds in a row of that size and arm
@@ -224,7 +224,7 @@ class DepthController(Drafter):
             expected += reached
         return expected
 
-    def _learn(self, outcome: Outcome, ready: Frequency | None) -> None:
+    def _learn(self, outcome: Outcome, ready: Average | None) -> None:
         accepted = outcome.num_accepted
         if ready is not None:
             ready.add(accepted > 0, self._stands[0].value)

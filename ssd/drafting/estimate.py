@@ -1,38 +1,35 @@
-"""Running estimates that forget: the newest observations count most."""
+"""A running average in which old observations lose weight."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass
-class Frequency:
-    """How often something happens, of how often it might. `keep`: weight that the past keeps at every observation.
+class Average:
+    """Weighted mean of observations: numbers, or numpy vectors of one length.
 
-    It starts with `happened` of `expected`; with a prior that much of the initial guess never fades.
+    Every new observation multiplies the weight of all earlier ones by `keep`. `total` and `weight` may start with a
+    guess, which fades like an observation; a prior is a guess that keeps its weight.
     """
 
-    happened: float
-    expected: float
     keep: float
-    prior: float = 0.0
+    total: Any = 0.0
+    weight: float = 0.0
+    prior_total: Any = 0.0
     prior_weight: float = 0.0
 
     @property
-    def value(self) -> float:
-        return self.happened / self.expected
+    def known(self) -> bool:
+        """Whether there is an observation, or a guess."""
+        return self.weight + self.prior_weight > 0.0
 
-    def add(self, happened: float, expected: float = 1.0) -> None:
-        self.happened = self.keep * (self.happened - self.prior) + self.prior + happened
-        self.expected = self.keep * (self.expected - self.prior_weight) + self.prior_weight + expected
+    @property
+    def value(self) -> Any:
+        return (self.total + self.prior_total) / (self.weight + self.prior_weight)
 
-
-@dataclass
-class Mean:
-    """An exponential moving average that starts with its first value."""
-
-    value: float | None = None
-    weight: float = 1 / 16  # of a new value
-
-    def add(self, value: float) -> None:
-        self.value = value if self.value is None else self.value + (value - self.value) * self.weight
+    def add(self, value: Any, weight: float = 1.0) -> None:
+        """Adds an observation; `value` is multiplied by its weight already."""
+        self.total = self.keep * self.total + value
+        self.weight = self.keep * self.weight + weight

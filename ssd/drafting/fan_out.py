@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ssd.drafting.estimate import Frequency
+from ssd.drafting.estimate import Average
 
 RANKS = 16  # tokens that can be prepared for at one place
 _EDGES = (0.05, 0.15, 0.3, 0.6, 1.0, 1.6, 2.5, 4.0, 7.0)  # of confidence
@@ -24,50 +24,46 @@ _KEEP = 0.998  # weight that older observations keep, per new one
 _WEIGHT = 4.0  # of an initial guess, in observations
 
 
-def _frequency(guess: float) -> Frequency:
-    return Frequency(_WEIGHT * guess, _WEIGHT, keep=_KEEP, prior=_WEIGHT * guess, prior_weight=_WEIGHT)
+def _frequency(guess: float) -> Average:
+    """How often something happens, of how often it might."""
+    return Average(_KEEP, prior_total=_WEIGHT * guess, prior_weight=_WEIGHT)
 
 
-class _Ranks:
-    """How often each rank comes; half as often as the one before it, until observed otherwise."""
+def _rank_frequencies(first: float) -> Average:
+    """How often each rank is the one: half as often as the rank before it, until observed otherwise."""
+    return Average(_KEEP, np.zeros(RANKS), prior_total=_WEIGHT * first / 2.0 ** np.arange(RANKS), prior_weight=_WEIGHT)
 
-    def __init__(self, first: float) -> None:
-        self._seen, self._hits = 0.0, np.zeros(RANKS)
-        self._guessed = _WEIGHT * first / 2.0 ** np.arange(RANKS)
 
-    def add(self, rank: int | None) -> None:
-        self._seen = self._seen * _KEEP + 1
-        self._hits *= _KEEP
-        if rank is not None:
-            self._hits[rank] += 1
-
-    @property
-    def values(self) -> np.ndarray:
-        return (self._hits + self._guessed) / (self._seen + _WEIGHT)
+_NO_RANK = np.zeros(RANKS)
+_ONE_RANK = np.eye(RANKS)
 
 
 @dataclass
 class OutcomeStatistics:
     """What verifications have decided so far, and so what the next one may decide."""
 
-    acceptance: Frequency = field(default_factory=lambda: _frequency(0.75))  # of a token whose predecessors stand
-    by_confidence: list[Frequency] = field(
+    acceptance: Average = field(default_factory=lambda: _frequency(0.75))  # of a token whose predecessors stand
+    by_confidence: list[Average] = field(
         default_factory=lambda: [_frequency(0.45 + 0.06 * i) for i in range(len(_EDGES) + 1)]
     )
-    recovery: _Ranks = field(default_factory=lambda: _Ranks(0.55))  # of a rejection: the target added rank r
-    bonus: _Ranks = field(default_factory=lambda: _Ranks(0.75))  # of a whole draft that stood
+    recovery: Average = field(
+        default_factory=lambda: _rank_frequencies(0.55)
+    )  # of a rejection: the target added rank r
+    bonus: Average = field(default_factory=lambda: _rank_frequencies(0.75))  # of a whole draft that stood
 
     def learn(self, confidence: Seq[float], accepted: int, rank: int | None) -> None:
         """Of a draft with these confidences `accepted` tokens stood; then came rank `rank` (None: beyond all ranks)."""
         for i, value in enumerate(confidence[: accepted + 1]):
             self.acceptance.add(i < accepted)
             self.by_confidence[bisect.bisect(_EDGES, value)].add(i < accepted)
-        (self.bonus if accepted == len(confidence) else self.recovery).add(rank)
+        (self.bonus if accepted == len(confidence) else self.recovery).add(
+            _NO_RANK if rank is None else _ONE_RANK[rank]
+        )
 
     @property
     def tail_exponent(self) -> float:
         """r, where a fan-out of F misses with a probability proportional to F^-r: from one branch and from eight."""
-        recovery = self.recovery.values
+        recovery = self.recovery.value
         one, eight = max(1e-3, 1 - recovery[0]), max(1e-3, 1 - float(recovery[:8].sum()))
         return min(3.0, max(0.1, math.log(one / eight) / math.log(8)))
 
@@ -100,7 +96,7 @@ class Adaptive:
 
     def constants(self, statistics: OutcomeStatistics, lookahead: int, width: int) -> np.ndarray:
         stands = [frequency.value for frequency in statistics.by_confidence]
-        return np.concatenate([_EDGES, stands, statistics.recovery.values, statistics.bonus.values]).astype(np.float32)
+        return np.concatenate([_EDGES, stands, statistics.recovery.value, statistics.bonus.value]).astype(np.float32)
 
     def plan(
         self, constants: torch.Tensor, confidence: torch.Tensor, hit: torch.Tensor, drafted: torch.Tensor, width: int

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 
 from ssd.core import Origin, Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Drafter, Prepared
-from ssd.drafting.estimate import Mean
+from ssd.drafting.estimate import Average
 from ssd.drafting.supervisor import Supervisor, Worker
 from ssd.drafting.wire import (
     Entry,
@@ -62,7 +62,7 @@ class ProcessDrafter(Drafter):
         self.late = 0  # rounds that went on without a reply
         self.wait_seconds = 0.0  # that rounds waited for replies
         self._clock = clock
-        self._reply = Mean(patience / _PATIENCE_PER_REPLY, weight=1 / 8)  # seconds
+        self._reply = Average(7 / 8, patience / _PATIENCE_PER_REPLY, 1.0)  # seconds
         self._round = 0
         self._round_seconds = 0.0  # of the last round
         self._last_prepared = 0  # the round for which that was last received
@@ -83,7 +83,7 @@ class ProcessDrafter(Drafter):
     @property
     def patience(self) -> float:
         """Seconds that a round waits at most."""
-        return min(MOST_PATIENCE, max(LEAST_PATIENCE, _PATIENCE_PER_REPLY * (self._reply.value or 0.0)))
+        return min(MOST_PATIENCE, max(LEAST_PATIENCE, _PATIENCE_PER_REPLY * self._reply.value))
 
     def wait_ready(self, timeout: float) -> bool:
         """Waits until the worker can take rounds; False when it cannot by then, or is lost."""
