@@ -46,19 +46,16 @@ class OutcomeStatistics:
     by_confidence: list[Average] = field(
         default_factory=lambda: [_frequency(0.45 + 0.06 * i) for i in range(len(_EDGES) + 1)]
     )
-    recovery: Average = field(
-        default_factory=lambda: _rank_frequencies(0.55)
-    )  # of a rejection: the target added rank r
-    bonus: Average = field(default_factory=lambda: _rank_frequencies(0.75))  # of a whole draft that stood
+    recovery: Average = field(default_factory=lambda: _rank_frequencies(0.55))  # ranks after a rejection
+    bonus: Average = field(default_factory=lambda: _rank_frequencies(0.75))  # ranks after a whole draft
 
     def learn(self, confidence: Seq[float], accepted: int, rank: int | None) -> None:
         """Of a draft with these confidences `accepted` tokens stood; then came rank `rank` (None: beyond all ranks)."""
         for i, value in enumerate(confidence[: accepted + 1]):
             self.acceptance.add(i < accepted)
             self.by_confidence[bisect.bisect(_EDGES, value)].add(i < accepted)
-        (self.bonus if accepted == len(confidence) else self.recovery).add(
-            _NO_RANK if rank is None else _ONE_RANK[rank]
-        )
+        ranks = self.bonus if accepted == len(confidence) else self.recovery
+        ranks.add(_NO_RANK if rank is None else _ONE_RANK[rank])
 
     @property
     def tail_exponent(self) -> float:

@@ -83,7 +83,7 @@ class ProcessDrafter(Drafter):
     @property
     def patience(self) -> float:
         """Seconds that a round waits at most."""
-        return min(MOST_PATIENCE, max(LEAST_PATIENCE, _PATIENCE_PER_REPLY * self._reply.value))
+        return float(min(MOST_PATIENCE, max(LEAST_PATIENCE, _PATIENCE_PER_REPLY * self._reply.value)))
 
     def wait_ready(self, timeout: float) -> bool:
         """Waits until the worker can take rounds; False when it cannot by then, or is lost."""

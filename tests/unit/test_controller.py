@@ -242,14 +242,12 @@ def test_rounds_that_read_prompts_do_not_count() -> None:
     assert sum(arm.k == 8 for arm in rounds(inner, controller, lambda arm: 1.0 + 0.05 * arm.k, 400)) > 200
 
 
-def test_a_plain_round_asks_for_nothing_but_reads_prompts() -> None:
+def test_a_plain_round_is_told_to_the_drafter_too() -> None:
+    """What it had prepared before is out of date then, and it reads the prompts of plain rounds."""
     inner = Fake()
     controller = DepthController(inner, [PLAIN])
-    text, prompt = make_sequence([1, 2], [3], id=1), make_sequence([1, 2, 3], id=2)
-    works = launch(controller, [Work(text, 1, 2)])
+    works = launch(controller, [Work(make_sequence([1, 2], [3], id=1), 1, 2)])
     assert [work.proposal for work in works] == [Proposal()]
-    assert not {"settle", "prepare"} & set(inner.calls)
-    launch(controller, [Work(text, 1, 2), Work(prompt, 3, 0)])
     assert {"settle", "prepare"} <= set(inner.calls)
 
 
