@@ -1,7 +1,6 @@
-"""The interface of drafters: who proposes tokens. AR, SD and SSD differ in the drafter only.
+"""The interface of drafters, which propose tokens. AR, SD and SSD differ in the drafter only.
 
-A drafter can be local, remote, wrong or dead: whatever it proposes, the target's own rule decides, so it can cost
-speed but never text.
+The target verifies every proposal, so a drafter that is slow, wrong or has failed costs speed and changes no token.
 """
 
 from __future__ import annotations
@@ -12,17 +11,17 @@ from dataclasses import dataclass
 
 from ssd.core import Outcome, Proposal, Sequence, Work
 
-# What is prepared for the next round of a sequence: (accepted tokens, token that the target adds) -> the draft.
+# Drafts prepared for the outcomes of a verification: (number of accepted tokens, the target's own token) -> draft.
 Prepared = Mapping[tuple[int, int], tuple[int, ...]]
 
 
 @dataclass
 class DrafterStats:
-    """Totals of a drafter's life."""
+    """Totals since the drafter was created."""
 
-    busy_seconds: float = 0.0  # that it computed
-    hand_over_seconds: float = 0.0  # that messages to and from it took, where it is another process
-    failures: int = 0  # times that it was lost and started again
+    busy_seconds: float = 0.0  # the draft model computed
+    hand_over_seconds: float = 0.0  # transfer of messages, for a drafter in another process
+    failures: int = 0  # restarts of that process
 
 
 def never() -> bool:
@@ -30,44 +29,45 @@ def never() -> bool:
 
 
 class Drafter:
-    """Proposes tokens for each sequence that is about to decide one. This one never does: autoregressive decoding.
+    """Proposes draft tokens. This base class proposes none, which is autoregressive decoding.
 
-    A round is propose → settle → (the target verifies) → prepare, and later observe. Where the device runs ahead of the
-    host, round n + 1 is proposed before round n is observed: proposals are then made from the device's state.
+    Calls of a round, in order: propose, settle, (launch of the verification) prepare, and observe once the round is
+    committed. On a GPU round n + 1 is proposed before round n is observed: the proposal is made on the device, from the
+    SequenceState.
     """
 
-    lookahead = 0  # the most tokens that it proposes for one sequence in the next round
-    needs_tokens = False  # True: it proposes from the committed tokens, so every round before must be committed
+    lookahead = 0  # maximum draft length of the next round; KV slots are reserved for it
+    needs_tokens = False  # True: it proposes from `Sequence.tokens`, so every earlier round must be committed first
 
     def __init__(self) -> None:
         self.stats = DrafterStats()
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
-        """One proposal for each of these works, which all decide a token; at most `work.lookahead` tokens count."""
+        """One proposal per work, all of which decide a token; tokens beyond `work.lookahead` are cut off."""
         return [Proposal()] * len(works)
 
     def settle(self, works: Seq[Work]) -> None:
-        """The verification of these works (of all kinds) is about to be launched: the last moment before it.
+        """Called right before the verification of these works (prefill chunks included) is launched.
 
-        Drafts on the device may still change, and this is the place to wait for something that decides about them. What
-        is prepared from the state of the sequences must be read now, because the verification changes it.
+        Drafts in the SequenceState may still be changed here, after waiting for the device if need be. What `prepare`
+        needs of the state must be copied here, because the verification changes it.
         """
 
     def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
-        """The target verifies these works now: prepare for what it may decide. Must not wait for it.
+        """Called while the target verifies these works: prepare drafts for likely outcomes. Must not wait for it.
 
-        `interrupted` says, now and then, whether preparing should end early.
+        `interrupted()` is polled; True: return early with what is prepared so far.
         """
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
-        """What a round decided, after it was committed, and how long it took; None for a prefill chunk."""
+        """What a committed round decided (None for a prefill chunk), and how long it took."""
 
     def prepared(self, sequence: Sequence) -> Prepared:
-        """What is prepared for the next round of a sequence; on a GPU this waits for it."""
+        """The drafts that were prepared for a sequence; on a GPU this waits for them."""
         return {}
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has finished, or is to be started afresh; no round in flight uses it."""
+        """Drops all state of a sequence, which no round in flight uses: it has finished or was preempted."""
 
     def close(self) -> None:
-        """The engine is done with it."""
+        """Releases what the drafter holds (such as its process)."""

@@ -1,8 +1,8 @@
-"""The rejection rule of speculative sampling, decided on the host.
+"""The rejection rule of speculative sampling (Leviathan et al., Chen et al.), decided on the host.
 
-A drafted token stands with probability min(1, p/q); at the first that falls, the target draws from what p has more than
-q. The text follows the target's distribution, but differs from what it writes alone with the same seed. Greedy rows,
-and rows without a draft, are decided by the target's own choice, as under the coupled rule.
+A draft token is accepted with probability min(1, p/q); in place of the first rejected one, a token is drawn from
+norm(max(p - q, 0)). The output follows the target's distribution, but is another sample than plain decoding draws with
+the same seed. Greedy rows, and rows without a draft, are decided as under the coupled rule.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ class _Decided:
 
 
 class RejectionTarget(Target):
-    """A target that decides by the rejection rule. A proposal without distributions was not drawn at all: its q is one
-    on each of its tokens."""
+    """A target that decides by the rejection rule. A proposal without distributions has q = 1 on each of its tokens."""
 
     synchronous = True
 
@@ -64,7 +63,7 @@ class RejectionTarget(Target):
         return _Decided(outcomes, began, now(self.state.device))
 
     def _tokens(self, works: Seq[Work], starts: Seq[int], logits: torch.Tensor, rows: Rows) -> list[list[int]]:
-        """The tokens that each work ends with."""
+        """The new tokens of each work."""
         needs = Needs.of([work.sequence.params for work in works if work.decides])
         if needs.adjusted:
             self.sampler.adjust(logits, rows)
@@ -95,10 +94,10 @@ class RejectionTarget(Target):
 
 @dataclass(frozen=True)
 class _Trial:
-    """A sampled work with a draft, and where its logits are."""
+    """A sampled (not greedy) work with a draft."""
 
     work: Work
-    first_row: int
+    first_row: int  # of its logits
 
     @property
     def drafted(self) -> tuple[int, ...]:
@@ -112,7 +111,7 @@ def _select(logits: torch.Tensor, rows: Rows, wanted: Seq[int]) -> tuple[torch.T
 
 
 def _drafted_probabilities(trials: Seq[_Trial], p: torch.Tensor, starts: Seq[int]) -> list[list[tuple[float, float]]]:
-    """For every drafted token what the target gives it, and what the draft gave it."""
+    """(p, q) of every draft token."""
     positions = [start + j for trial, start in zip(trials, starts, strict=False) for j in range(len(trial.drafted))]
     tokens = [token for trial in trials for token in trial.drafted]
     ps = iter(p[positions, tokens].tolist())
@@ -133,7 +132,7 @@ def _accepted(trial: _Trial, pairs: Seq[tuple[float, float]]) -> int:
 
 
 def _final(trial: _Trial, p: torch.Tensor, accepted: int) -> torch.Tensor:
-    """Where the target's own token is drawn from: p after a whole draft, else what p has more than q."""
+    """What the target's own token is drawn from: p if the whole draft was accepted, else max(p - q, 0)."""
     own = p[accepted]
     if accepted == len(trial.drafted):
         return own
@@ -143,11 +142,11 @@ def _final(trial: _Trial, p: torch.Tensor, accepted: int) -> torch.Tensor:
         rest[trial.drafted[accepted]] = 0.0
     else:
         rest = (own - q[accepted].to(own)).clamp_(min=0.0)
-    return rest if float(rest.sum()) > 0.0 else own  # p equals q: only rounding can have rejected
+    return rest if float(rest.sum()) > 0.0 else own  # p equals q: rejected by rounding only
 
 
 def _while_equal(work: Work, chosen: list[int]) -> list[int]:
-    """Drafted tokens as long as the target chooses them too, then its own."""
+    """The coupled rule: draft tokens as long as they equal the target's choice, then the target's own."""
     drafted, accepted = work.proposal.token_ids, 0
     while accepted < len(drafted) and drafted[accepted] == chosen[accepted]:
         accepted += 1

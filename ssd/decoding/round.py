@@ -1,8 +1,8 @@
-"""One round of decoding: propose → verify → prepare when it is launched, and what it decided when it is collected.
+"""One round of decoding: `launch` is propose → settle → verify → prepare, `collect` returns what was decided.
 
 Autoregressive decoding (AR) is the round whose drafter proposes nothing; in speculative decoding (SD) the drafter
-writes its proposal first; in speculative speculative decoding (SSD) it has prepared it during the round before. A round
-decides tokens; committing them to the sequences (stops, lengths, KV bookkeeping) is the engine's.
+writes its proposal in `propose`; in speculative speculative decoding (SSD) it prepared it during the round before.
+Committing tokens to sequences (stops, lengths, KV bookkeeping) is up to the engine.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ssd.execution.target import Hook, Verification
 
 log = logging.getLogger("ssd")
 T = TypeVar("T")
-_LONGEST_REST = 1024  # rounds
+_MAX_COOLDOWN = 1024  # rounds
 
 
 class Verifier(Protocol):
-    """The target: verifies works and their drafts over the state of their sequences."""
+    """The target: verifies works and their drafts, which it reads from the SequenceState."""
 
     state: SequenceState
     vocab_size: int
-    synchronous: bool  # True: it decides on the host, so a round cannot be launched before the last one is collected
+    synchronous: bool  # True: it decides on the host, so a round must be collected before the next is launched
 
     def admit(self, sequence: Sequence) -> None: ...
 
@@ -40,9 +40,9 @@ class Verifier(Protocol):
 
 @dataclass
 class RoundStats:
-    """Where the time of all rounds went, in seconds of the device."""
+    """Device time of all rounds, in seconds."""
 
-    target_wait_seconds: float = 0.0  # the target waited for proposals
+    target_wait_seconds: float = 0.0  # from the start of a round to its verification: drafting
     verify_seconds: float = 0.0  # from the forward pass to the decision
     drafter_failures: int = 0  # calls of the drafter that raised
 
@@ -57,15 +57,15 @@ class InFlight:
 
 
 class Round:
-    """propose → verify → decide, for a batch of sequences. A drafter that fails is left alone for a while."""
+    """Runs rounds with one target and one drafter. A drafter that raises is not called for some rounds."""
 
     def __init__(self, target: Verifier, drafter: Drafter) -> None:
         self.target = target
         self.drafter = drafter
         self.stats = RoundStats()
-        self.run_ahead = target.state.device.type == "cuda"  # a CPU's work is done when its call returns
-        self._rest = 0  # rounds to go without the drafter
-        self._last_end: Clock | None = None  # of the round that was launched last, until the device is idle
+        self.run_ahead = target.state.device.type == "cuda"  # on a CPU a call returns when its work is done
+        self._cooldown = 0  # rounds until the drafter is called again
+        self._last_end: Clock | None = None  # end of the last round launched; None: the device is idle
 
     @property
     def synchronous(self) -> bool:
@@ -73,52 +73,52 @@ class Round:
         return not self.run_ahead or self.target.synchronous or self.drafter.needs_tokens
 
     def admit(self, sequence: Sequence) -> None:
-        """The sequence has got a slot of the state."""
+        """Writes a sequence, which has just got a slot, to the SequenceState."""
         self.target.admit(sequence)
 
     def launch(self, works: Seq[Work]) -> InFlight:
-        """Puts a round on the device without waiting for it (on a CPU it is done then)."""
+        """Launches a round without waiting for the device (on a CPU it is complete on return)."""
         began = self._last_end or now(self.target.state.device)
         works = self._propose(works)
-        settle = functools.partial(self._shielded, lambda: self.drafter.settle(works), None, works)
-        prepare = functools.partial(self._shielded, lambda: self.drafter.prepare(works), None, works)
+        settle = functools.partial(self._guarded, lambda: self.drafter.settle(works), None, works)
+        prepare = functools.partial(self._guarded, lambda: self.drafter.prepare(works), None, works)
         verification = self.target.launch(works, settle, prepare)
         self._last_end = verification.ended
         return InFlight(works, began, verification)
 
     def collect(self, round_: InFlight) -> tuple[list[Outcome | None], float]:
-        """What was decided, and how many seconds the round took. Waits for the device."""
+        """Waits for the device; returns the outcomes and how many seconds the round took."""
         outcomes = round_.verification.collect()
         verification = round_.verification
-        if self._last_end is verification.ended:  # nothing was launched after it: the device is idle now
+        if self._last_end is verification.ended:  # nothing was launched after it
             self._last_end = None
         self.stats.target_wait_seconds += max(0.0, verification.began.since(round_.began))
         self.stats.verify_seconds += verification.ended.since(verification.began)
         return outcomes, verification.ended.since(round_.began)
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
-        """Tells the drafter what a round decided, after it was committed."""
-        self._shielded(lambda: self.drafter.observe(works, outcomes, seconds), None, works)
+        """Passes the outcomes of a committed round to the drafter."""
+        self._guarded(lambda: self.drafter.observe(works, outcomes, seconds), None, works)
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has finished, or the drafter is to start afresh with it."""
+        """Makes the drafter drop its state of a sequence."""
         try:
             self.drafter.forget(sequence)
         except Exception as error:
             log.debug("the drafter could not forget a sequence", exc_info=error)
 
     def _propose(self, works: Seq[Work]) -> list[Work]:
-        self._rest = max(0, self._rest - 1)
+        self._cooldown = max(0, self._cooldown - 1)
         deciding = [work for work in works if work.decides]
         nothing: list[Proposal] = []
-        proposals = self._shielded(lambda: self.drafter.propose(deciding), nothing, works)
+        proposals = self._guarded(lambda: self.drafter.propose(deciding), nothing, works)
         if len(proposals) != len(deciding):
             proposals = [Proposal()] * len(deciding)
         drafted = {id(work): self._usable(work, p) for work, p in zip(deciding, proposals, strict=True)}
         return [drafted.get(id(work), work) for work in works]
 
     def _usable(self, work: Work, proposal: Proposal) -> Work:
-        """Cuts a proposal where it outgrows its KV slots or makes no sense: a bad drafter costs speed, nothing else."""
+        """Cuts a proposal to its KV slots and at the first invalid token; drops one whose distributions have a wrong shape."""
         if not proposal.num_tokens:
             return work
         if proposal.num_on_device:
@@ -131,16 +131,16 @@ class Round:
             return work
         return work.with_proposal(replace(proposal, token_ids=usable))
 
-    def _shielded(self, call: Callable[[], T], otherwise: T, works: Seq[Work]) -> T:
-        """The call's result; `otherwise` if it fails, and for some rounds after that, more the more often it does."""
-        if self._rest:
+    def _guarded(self, call: Callable[[], T], otherwise: T, works: Seq[Work]) -> T:
+        """Calls the drafter; `otherwise` if it raises, and during the cooldown after that (twice as long each time)."""
+        if self._cooldown:
             return otherwise
         try:
             return call()
         except Exception as error:
             self.stats.drafter_failures += 1
-            self._rest = min(2**self.stats.drafter_failures, _LONGEST_REST)
-            log.warning("the drafter failed, decoding goes on without it for %d rounds: %r", self._rest, error)
+            self._cooldown = min(2**self.stats.drafter_failures, _MAX_COOLDOWN)
+            log.warning("the drafter failed, decoding goes on without it for %d rounds: %r", self._cooldown, error)
             log.debug("how it failed", exc_info=error)
             for work in works:
                 self.forget(work.sequence)
