@@ -17,10 +17,10 @@ demo: $(READY)  # the shell reads PROMPT, not make: a dollar sign in it stays on
 	@$(BIN)/ssd demo $${PROMPT:+--prompt="$$PROMPT"}
 
 test: $(READY)
-	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 check: $(READY)
 	$(BIN)/ruff check .
