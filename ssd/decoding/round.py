@@ -118,7 +118,7 @@ class Round:
         return [drafted.get(id(work), work) for work in works]
 
     def _usable(self, work: Work, proposal: Proposal) -> Work:
-        """Cuts a proposal to its KV slots and at the first invalid token; one with malformed distributions is dropped."""
+        """Cuts a proposal to its KV slots and at the first invalid token; malformed distributions drop it."""
         if not proposal.num_tokens:
             return work
         if proposal.num_on_device:

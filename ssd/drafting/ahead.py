@@ -1,9 +1,9 @@
-"""Speculative speculative decoding (SSD): the draft runs ahead of the verification.
+"""Speculative speculative decoding (SSD): the draft model runs ahead of the verification.
 
-While the target verifies, the draft model prepares the next draft for every likely outcome. If the outcome was prepared
-(a hit), the next round's draft is there at once; if not (a miss), a backup answers: the draft model, which the target
-then waits for (`jit`), or what was prepared for another token in the place of the last one (`fast`), which costs
-nothing.
+While the target verifies, the draft model prepares the next draft for each of its likely outcomes. If the outcome is
+among them (a hit), the next round's draft is ready. If not (a miss), the backup is used: `jit`, a draft that is written
+now while the target waits, or `fast`, the sibling: the draft prepared for the same number of accepted tokens and
+another last token.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from ssd.drafting.fan_out import FanOut, OutcomeStatistics
 from ssd.drafting.model import DraftModel, DraftSequence, wants_draft, write_drafts
 from ssd.drafting.runner import DraftRun, StagedBranches
 
-_NARROWER, _WIDER = 0.75, 0.25  # after a preparation that was interrupted times so many branches, else plus so many
-_NARROWEST = 2.0
+_DECREASE, _INCREASE = 0.75, 0.25  # AIMD limit of branches: multiplied after an interrupted preparation, else added to
+_MIN_BRANCHES = 2.0
 
 
 def _average() -> Average:
+    """Moving average over about 16 observations."""
     return Average(15 / 16)
 
 
 @dataclass
 class BackupPolicy:
-    """Is a draft that everybody waits for worth it? Tokens that it adds, against tokens that the wait costs."""
+    """Which backup to use after misses. "auto": jit if the tokens it adds exceed those lost by the batch's waiting."""
 
     backup: str  # "jit", "fast" or "auto"
-    yields: dict[Origin, Average] = field(default_factory=lambda: defaultdict(_average))  # tokens a round, by origin
+    yields: dict[Origin, Average] = field(default_factory=lambda: defaultdict(_average))  # tokens per round, by origin
     round_seconds: Average = field(default_factory=_average)
     write_seconds: Average = field(default_factory=_average)
 
     def waits(self, missed: int, batch: int) -> bool:
-        """Whether to wait when `missed` of `batch` sequences have no draft; yes as long as something is unknown."""
+        """Whether to use jit when `missed` of `batch` sequences missed. True until there are measurements."""
         if self.backup != "auto":
             return self.backup == "jit"
         written, fast, hit = (self.yields[origin] for origin in (Origin.JIT, Origin.SIBLING, Origin.HIT))
@@ -51,17 +52,17 @@ class BackupPolicy:
 
 
 class _Round(NamedTuple):
-    """A round under way: what was prepared during it, and drafts that the target waited for."""
+    """The draft model's runs of one round."""
 
-    run: DraftRun | None
-    written: DraftRun | None
+    run: DraftRun | None  # the preparation
+    written: DraftRun | None  # drafts that the target waited for
 
 
 class AheadDrafter(Drafter):
-    """Prepares, for every sequence, the drafts of its next round.
+    """The drafter of SSD.
 
-    `budget` is the most branches of one sequence; with 0 drafts are written when asked for, as in SD. `overlap`: on a
-    GPU the draft model runs beside the target; otherwise after it.
+    `budget`: maximum number of branches per sequence; 0: drafts are written in `propose`, as in SD. `overlap`: on a GPU
+    the draft model runs on a stream of its own, concurrently with the target.
     """
 
     def __init__(
@@ -82,20 +83,20 @@ class AheadDrafter(Drafter):
         self.overlap = overlap
         self.policy = BackupPolicy(backup)
         self.statistics = OutcomeStatistics()
-        self._in_time = float(model.runner.max_width)  # branches of one sequence that are ready when they are wanted
+        self._in_time = float(model.runner.max_width)  # branches per sequence that are prepared in time
         self._run: DraftRun | None = None  # the last preparation
-        self._places: dict[int, int] = {}  # by sequence id: its place in that
-        self._looked_up: list[tuple[Work, DraftSequence]] = []  # works whose drafts it may have prepared
+        self._places: dict[int, int] = {}  # by sequence id: its index in that run
+        self._looked_up: list[tuple[Work, DraftSequence]] = []  # works whose drafts were looked up in that run
         self._staged: StagedBranches | None = None
-        self._written: DraftRun | None = None  # what the target waits for in this round
-        self._rounds: dict[int, _Round] = {}  # by id of their lists of works
-        self._ended: deque[tuple[_Round, Seq[Work], Seq[Outcome | None]]] = deque()  # to be learned from
+        self._written: DraftRun | None = None  # drafts that the target waits for in this round
+        self._rounds: dict[int, _Round] = {}  # launched and not observed, by id() of their lists of works
+        self._ended: deque[tuple[_Round, Seq[Work], Seq[Outcome | None]]] = deque()  # observed, not learned from yet
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
-        """Prepared drafts where there are any; the others are written now."""
+        """Looks up prepared drafts; for sequences without a preparation the draft model writes now."""
         run, places = self._run, self._places
         self._written, self._looked_up = None, []
-        able = [(w, own) for w in works if wants_draft(w) and (own := self.model.follow(w, works))]
+        able = [(w, own) for w in works if wants_draft(w) and (own := self.model.state_of(w, works))]
         prepared = places if run is not None and run.depth else {}
         unprepared = [(work, own) for work, own in able if work.sequence.id not in prepared]
         proposals: dict[int, Proposal] = {}
@@ -111,7 +112,11 @@ class AheadDrafter(Drafter):
     def _look_up(
         self, run: DraftRun, places: dict[int, int]
     ) -> tuple[dict[int, Proposal], list[tuple[Work, DraftSequence]]]:
-        """Prepared drafts by id of their works, and the works that the draft model has to write for."""
+        """Prepared drafts by id() of their works, and the works whose draft must be written now.
+
+        On the device, misses get their sibling's draft. With the rejection rule the host looks up, and misses are
+        written.
+        """
         if not self.model.runner.rejection:
             self.model.runner.look_up(run)
             on_device = {
@@ -135,14 +140,14 @@ class AheadDrafter(Drafter):
         return found, missed
 
     def settle(self, works: Seq[Work]) -> None:
-        """Waits for the outcome where a miss may be worth a draft; then reads what branches are prepared from."""
+        """Uses the backup after misses, then copies what branches are prepared from out of the SequenceState."""
         self._run, self._places = None, {}
         branching: list[Work] = []
         for work in works:
             prepares = work.decides and self.budget > 0
             if not work.sequence.params.speculate or not (prepares or work.num_tokens > 1):
                 continue
-            own = self.model.follow(work, works)
+            own = self.model.state_of(work, works)
             if own is None:
                 continue
             if work.num_tokens > 1:
@@ -154,13 +159,13 @@ class AheadDrafter(Drafter):
             if work.proposal.origin is Origin.DRAFT:
                 self.model.mark_read(work, branched=False)
         if self._back_up() and self._staged is not None:
-            self.model.runner.snapshot(self._staged)  # the drafts have changed since
+            self.model.runner.snapshot(self._staged)  # the backup has changed the drafts
         if self._staged is not None:
             for work in branching:
                 self.model.mark_read(work, branched=True)
 
     def _back_up(self) -> bool:
-        """After a miss, a draft that the target waits for, if that pays; whether there is one."""
+        """Writes drafts after misses if the policy says so (this waits for the look-up); returns whether it did."""
         looked_up = self._looked_up
         if self.model.runner.rejection or not looked_up or not self.policy.waits(len(looked_up), len(looked_up)):
             return False
@@ -195,7 +200,7 @@ class AheadDrafter(Drafter):
             self._run = runner.branch(staged, count, overlap=self.overlap, interrupted=interrupted)
             late, width = interrupted(), staged.shape.width
             self._in_time = (
-                max(_NARROWEST, _NARROWER * width) if late else min(runner.max_width, self._in_time + _WIDER)
+                max(_MIN_BRANCHES, _DECREASE * width) if late else min(runner.max_width, self._in_time + _INCREASE)
             )
         self._rounds[id(works)] = _Round(self._run, self._written)
 
@@ -206,14 +211,14 @@ class AheadDrafter(Drafter):
             self.model.observe(work, outcome, branched=work.slot in branched)
             if outcome is not None and outcome.origin is not Origin.NONE:
                 self.policy.yields[outcome.origin].add(len(outcome.token_ids))
-        if not any(work.num_tokens > 1 for work in works):  # a round that reads prompts says nothing about others
+        if not any(work.num_tokens > 1 for work in works):  # rounds with prefill take longer
             self.policy.round_seconds.add(seconds)
         self._ended.append((round_, works, outcomes))
         while self._ended and all(run is None or run.ended.reached for run in self._ended[0][0]):
             self._learn(*self._ended.popleft())
 
     def prepared(self, sequence: Sequence) -> Prepared:
-        """Nothing where drafts are worth nothing without their distributions."""
+        """Empty under the rejection rule: drafts are of no use without their distributions."""
         run, place = self._run, self._places.get(sequence.id)
         if run is None or place is None or self.model.runner.rejection:
             return {}
@@ -228,7 +233,7 @@ class AheadDrafter(Drafter):
         self.model.forget(sequence)
 
     def _learn(self, round_: _Round, works: Seq[Work], outcomes: Seq[Outcome | None]) -> None:
-        """From a round whose runs have ended: what stood, which rank came, how long the draft model took."""
+        """Updates the statistics from a round whose runs have ended: acceptance, ranks, times of the draft model."""
         run, written = round_
         if written is not None:
             self.stats.busy_seconds += written.seconds

@@ -1,8 +1,8 @@
-"""How much to speculate: as much as pays, by the clock.
+"""The depth controller (`k="auto"`, `budget="auto"`): chooses K and the number of branches by measured speed.
 
-For each size of the batch the controller learns how long a round takes with K drafted tokens and so many outcomes
-prepared ahead, and how often the first, second, … of them stands; then it takes what yields the most tokens a second,
-plain decoding included. It decides how much is drafted, never what is accepted.
+A multi-armed bandit. For each batch size it measures the seconds per round of each arm (K, branches), plain decoding
+included, and estimates the tokens per round from the acceptance rate of each draft position; then it takes the arm with
+the most tokens per second. It decides how much is drafted, never what is accepted.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from ssd.decoding.drafter import Drafter, Prepared, never
 from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.estimate import Average
 
-_ENOUGH = 3  # rounds that an arm is measured before it is believed
-_REVIEW = 128  # rounds until another arm is measured again
-_SOON = 24  # the same, at first
+_MIN_SAMPLES = 3  # rounds measured before an arm's time is used
+_MAX_INTERVAL = 128  # rounds between two reviews (each measures one other arm)
+_FIRST_INTERVAL = 24  # rounds before the first review; doubles with every review
 _STRIDE = 4  # rounds between two choices
-_DEEP = 0.015  # what each drafted token has to be better for
-_MARGIN = 1.02  # what another arm must promise to be taken
-_HOPE = 1.08  # by how much an arm becomes more promising with every review of another one
+_DEPTH_PENALTY = 0.015  # relative speed that each draft token must gain
+_MARGIN = 1.02  # expected speed-up that a change of arm needs
+_OPTIMISM = 1.08  # factor on an arm's expected speed for every review since it was last measured
 _DEPTHS = (1, 2, 3, 4, 6, K_MAX)
 
 
 class Arm(NamedTuple):
-    """A way to run a round."""
+    """One choice of the controller."""
 
-    k: int
-    width: int  # outcomes that are prepared for a sequence; 0: none, its draft is written when asked for
+    k: int  # draft tokens per round
+    width: int  # branches per sequence; 0: none prepared, the draft is written in `propose`
 
 
 PLAIN = Arm(0, 0)
 
 
 def make_arms(k: int | None, widths: Seq[int]) -> list[Arm]:
-    """Depth k with each of the widths; without k every depth, with no preparation and with no draft as well."""
+    """Depth k with each width; without k: plain decoding, and every depth with each width and with none."""
     if k is not None:
         return [Arm(k, width) for width in widths]
     return [PLAIN, *(Arm(depth, width) for depth in _DEPTHS for width in sorted({0, *widths}))]
@@ -50,7 +50,7 @@ def make_arms(k: int | None, widths: Seq[int]) -> list[Arm]:
 
 @dataclass
 class _RoundSeconds:
-    """Mean of the last rounds of an arm, in seconds; a round that took twice the median does not count."""
+    """Mean time of the last 16 rounds of an arm, in seconds, without those above twice the median."""
 
     last: deque[float] = field(default_factory=lambda: deque(maxlen=16))
     mean: float = 0.0
@@ -64,33 +64,33 @@ class _RoundSeconds:
 
 @dataclass
 class ArmTimes:
-    """How long rounds take with each arm, for one size of the batch; and the choice that follows."""
+    """Seconds per round of every arm for one batch size, and the arm chosen by them."""
 
     arms: list[Arm]
-    seconds: dict[Arm, _RoundSeconds] = field(default_factory=dict)  # in units of the level
+    seconds: dict[Arm, _RoundSeconds] = field(default_factory=dict)  # divided by `level`
     current: Arm = PLAIN
-    level: float = 1.0  # how slow all arms are at present, against their means
+    level: float = 1.0  # current slow-down of all arms (longer contexts, a busy machine), relative to the means
     ready: Average = field(default_factory=lambda: Average(0.998, 9.0, 10.0))  # see `DepthController.tokens`
-    interval: int = _SOON  # rounds between reviews
-    rounds: int = 0  # since the last one
+    interval: int = _FIRST_INTERVAL  # rounds between reviews
+    rounds: int = 0  # since the last review
     reviews: int = 0
-    reviewed: dict[Arm, int] = field(default_factory=dict)  # in which review each arm was last measured
+    reviewed: dict[Arm, int] = field(default_factory=dict)  # number of the review in which each arm was last measured
 
     def like(self) -> ArmTimes:
-        """For another size of the batch: starts with what is known of this one, and is soon reviewed."""
+        """A copy to start another batch size with."""
         known = {arm: s.mean for arm, s in self.seconds.items() if s.last}
-        seconds = {arm: _RoundSeconds(deque([mean] * _ENOUGH, maxlen=16), mean) for arm, mean in known.items()}
+        seconds = {arm: _RoundSeconds(deque([mean] * _MIN_SAMPLES, maxlen=16), mean) for arm, mean in known.items()}
         return ArmTimes(self.arms, seconds, self.current, self.level, replace(self.ready))
 
     def record(self, arm: Arm, seconds: float) -> None:
-        """What makes this arm slower of late (longer texts, a busy machine) makes the others slower, too."""
-        if self._count(arm) >= _ENOUGH:
+        """Adds a round's time. A drift of this arm is assumed to apply to all arms: it changes `level`."""
+        if self._count(arm) >= _MIN_SAMPLES:
             slower = seconds / self.level / self.seconds[arm].mean
             self.level *= 1 + (min(max(slower, 0.8), 1.25) - 1) / 16
         self.seconds.setdefault(arm, _RoundSeconds()).add(seconds / self.level)
 
     def choose(self, tokens: Callable[[Arm], float]) -> Arm:
-        """The next round's arm; `tokens(arm)` is what a round of an arm yields."""
+        """The next round's arm; `tokens(arm)` estimates the tokens per round of an arm."""
         self.rounds += 1
         wanted = [*self._samples, *self.reviewed]
         pending = [arm for arm in wanted if not self._measured(arm, tokens)]
@@ -105,20 +105,20 @@ class ArmTimes:
 
     @functools.cached_property
     def _samples(self) -> list[Arm]:
-        """Arms to begin with: plain decoding, and one depth with every width."""
+        """Arms measured first: plain decoding, and the middle depth with every width."""
         depths = sorted({arm.k for arm in self.arms if arm.k})
         return [arm for arm in self.arms if arm == PLAIN or arm.k == depths[len(depths) // 2]]
 
     def _review(self, tokens: Callable[[Arm], float]) -> None:
-        """Measures one arm afresh: the most hopeful, where hope grows with the time since it was last taken."""
+        """Switches to another arm to measure it again: the one with the best optimistic speed."""
         self.reviews += 1
         self.reviewed[self.current] = self.reviews
-        hope = {arm: self._speed(arm, tokens) * _HOPE ** -self.reviewed.get(arm, 0) for arm in self.arms}
+        optimistic = {arm: self._speed(arm, tokens) * _OPTIMISM ** -self.reviewed.get(arm, 0) for arm in self.arms}
         others = [arm for arm in self.arms if arm != self.current] or self.arms
-        self.current = max(others, key=lambda arm: hope[arm])
+        self.current = max(others, key=lambda arm: optimistic[arm])
         self.reviewed[self.current] = self.reviews
         self.seconds[self.current] = _RoundSeconds()
-        self.interval = min(2 * self.interval, _REVIEW)
+        self.interval = min(2 * self.interval, _MAX_INTERVAL)
         self.rounds = 0
 
     def _best(self, tokens: Callable[[Arm], float]) -> Arm:
@@ -127,12 +127,12 @@ class ArmTimes:
         return best if speed[best] > _MARGIN * speed[self.current] else self.current
 
     def _speed(self, arm: Arm, tokens: Callable[[Arm], float]) -> float:
-        """Deep drafts are worth a little less than they yield: easy texts gain most, and the others come last."""
-        return tokens(arm) / self._expected(arm) * (1 - _DEEP * arm.k)
+        """Expected tokens per second, less a penalty on depth: deep drafts mostly speed up the easiest sequences."""
+        return tokens(arm) / self._expected(arm) * (1 - _DEPTH_PENALTY * arm.k)
 
     def _measured(self, arm: Arm, tokens: Callable[[Arm], float]) -> bool:
-        """Often enough; once, if that was bad enough."""
-        if self._count(arm) >= _ENOUGH:
+        """Whether an arm has enough samples; one is enough if it was less than half as fast as the best."""
+        if self._count(arm) >= _MIN_SAMPLES:
             return True
         known = {other: tokens(other) / s.mean for other, s in self.seconds.items() if s.last}
         return arm in known and known[arm] < max(known.values()) / 2
@@ -141,7 +141,7 @@ class ArmTimes:
         return len(self.seconds[arm].last) if arm in self.seconds else 0
 
     def _expected(self, arm: Arm) -> float:
-        """Measured, or on the line through its measured neighbours, of which plain decoding is one."""
+        """Seconds per round: measured, or interpolated over K between arms of the same width and plain decoding."""
         if self._count(arm):
             return self.seconds[arm].mean
         like = {a.k: s.mean for a, s in self.seconds.items() if s.last and (a.width == arm.width or a == PLAIN)}
@@ -151,15 +151,15 @@ class ArmTimes:
 
 
 class _Round(NamedTuple):
-    """A round under way."""
+    """A round that was launched and not observed."""
 
-    size: int  # of its batch: the exponent of the power of two that holds it
+    size: int  # ceil(log2(batch size))
     arm: Arm
-    comparable: bool  # same arm and size as the rounds before it, and no prompts: its time counts
+    comparable: bool  # same arm and size as the two rounds before it, and no prefill: its time is used
 
 
 class DepthController(Drafter):
-    """Drafts with `inner`, as much as pays."""
+    """Wraps a drafter and sets its draft length (and number of branches) for every round."""
 
     def __init__(self, inner: Drafter, arms: list[Arm]) -> None:
         super().__init__()
@@ -167,12 +167,12 @@ class DepthController(Drafter):
         self.stats = inner.stats
         self.needs_tokens = inner.needs_tokens
         self._arms = arms
-        self._times: dict[int, ArmTimes] = {}  # by size of the batch
+        self._times: dict[int, ArmTimes] = {}  # by batch size, see `_Round.size`
         depth = max(arm.k for arm in arms)
-        self._stands = [Average(0.99, 3.0, 4.0) for _ in range(depth)]  # the i-th drafted token
-        self._rounds: dict[int, _Round] = {}  # by id of their lists of works
-        self._last: tuple[int, Arm] | None = None  # size and arm of the last round; None: it read prompts
-        self._alike = 0  # rounds in a row of that size and arm
+        self._acceptance = [Average(0.99, 3.0, 4.0) for _ in range(depth)]  # rate of each position in the draft
+        self._rounds: dict[int, _Round] = {}  # by id() of their lists of works
+        self._last: tuple[int, Arm] | None = None  # size and arm of the last round; None: it had prefill chunks
+        self._num_alike = 0  # rounds in a row of that size and arm
         self._take(arms[-1])
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
@@ -184,10 +184,10 @@ class DepthController(Drafter):
     def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
         self.inner.prepare(works, interrupted)
         size = (max(1, sum(work.decides for work in works)) - 1).bit_length()
-        key = None if _reads_prompts(works) else (size, self._arm)
-        self._alike = self._alike + 1 if key is not None and key == self._last else 0
+        key = None if _has_prefill(works) else (size, self._arm)
+        self._num_alike = self._num_alike + 1 if key is not None and key == self._last else 0
         self._last = key
-        self._rounds[id(works)] = _Round(size, self._arm, self._alike > 1)  # a change of arm takes a round
+        self._rounds[id(works)] = _Round(size, self._arm, self._num_alike > 1)  # a new arm needs a round to take effect
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
         self.inner.observe(works, outcomes, seconds)
@@ -213,28 +213,28 @@ class DepthController(Drafter):
         self.inner.close()
 
     def tokens(self, arm: Arm, times: ArmTimes) -> float:
-        """What a round of that arm yields.
+        """Estimated tokens per round of an arm.
 
-        Texts differ more than arms do: so what stands is learned from all that the model drafts. Only, a prepared draft
-        may not be there: `ready` is the share of first tokens that stand, of those that would if drafts were asked for.
+        Acceptance rates are shared by all arms, since they depend on the text more than on the arm. A prepared draft
+        may miss: `ready` is the acceptance of its first token relative to that of a draft written in `propose`.
         """
         expected, reached = 1.0, times.ready.value if arm.width else 1.0
-        for stands in self._stands[: arm.k]:
-            reached *= stands.value
+        for rate in self._acceptance[: arm.k]:
+            reached *= rate.value
             expected += reached
         return expected
 
     def _learn(self, outcome: Outcome, ready: Average | None) -> None:
         accepted = outcome.num_accepted
         if ready is not None:
-            ready.add(accepted > 0, self._stands[0].value)
+            ready.add(accepted > 0, self._acceptance[0].value)
             if outcome.origin not in MODEL_WRITTEN:
                 return
-        for i in range(min(accepted + 1, len(outcome.draft), len(self._stands))):
-            self._stands[i].add(i < accepted)
+        for i in range(min(accepted + 1, len(outcome.draft), len(self._acceptance))):
+            self._acceptance[i].add(i < accepted)
 
     def _take(self, arm: Arm) -> None:
-        """For the rounds that are scheduled next."""
+        """Sets the arm of the rounds scheduled next."""
         self._arm, self.lookahead = arm, arm.k
         if isinstance(self.inner, AheadDrafter):
             self.inner.budget = arm.width
@@ -246,5 +246,5 @@ class DepthController(Drafter):
         return self._times[size]
 
 
-def _reads_prompts(works: Seq[Work]) -> bool:
+def _has_prefill(works: Seq[Work]) -> bool:
     return any(work.num_tokens > 1 for work in works)

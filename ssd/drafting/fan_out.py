@@ -1,8 +1,8 @@
-"""Which outcomes of a verification to prepare for: how many tokens stand, and which token the target adds.
+"""Fan-out policies: which outcomes of a verification to prepare drafts for.
 
-An outcome is written (after, rank): the first `after` drafted tokens stand, and the target adds the draft model's
-rank-likeliest token there (the drafted one itself left out, for had the target chosen it, it would stand). A policy
-plans on the device, where the draft's confidence is; the host only brings it the constants that it has learned.
+An outcome is written (after, rank): the first `after` draft tokens are accepted, then the target adds the token which
+the draft model ranks `rank`-th there (not counting the draft token: had the target chosen it, it would be accepted).
+A policy plans on the device, from the draft's confidence; the host uploads the constants it has learned.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 
 from ssd.drafting.estimate import Average
 
-RANKS = 16  # tokens that can be prepared for at one place
-_EDGES = (0.05, 0.15, 0.3, 0.6, 1.0, 1.6, 2.5, 4.0, 7.0)  # of confidence
+RANKS = 16  # tokens per position that can be prepared for
+_EDGES = (0.05, 0.15, 0.3, 0.6, 1.0, 1.6, 2.5, 4.0, 7.0)  # bins of confidence
 _KEEP = 0.998  # weight that older observations keep, per new one
-_WEIGHT = 4.0  # of an initial guess, in observations
+_WEIGHT = 4.0  # of the prior, in observations
 
 
 def _frequency(guess: float) -> Average:
-    """How often something happens, of how often it might."""
+    """Relative frequency of an event, with a prior."""
     return Average(_KEEP, prior_total=_WEIGHT * guess, prior_weight=_WEIGHT)
 
 
 def _rank_frequencies(first: float) -> Average:
-    """How often each rank is the one: half as often as the rank before it, until observed otherwise."""
+    """Relative frequency of each rank; prior: half that of the rank before it."""
     return Average(_KEEP, np.zeros(RANKS), prior_total=_WEIGHT * first / 2.0 ** np.arange(RANKS), prior_weight=_WEIGHT)
 
 
@@ -40,9 +40,9 @@ _ONE_RANK = np.eye(RANKS)
 
 @dataclass
 class OutcomeStatistics:
-    """What verifications have decided so far, and so what the next one may decide."""
+    """Statistics of the outcomes of past verifications, which predict the next one."""
 
-    acceptance: Average = field(default_factory=lambda: _frequency(0.75))  # of a token whose predecessors stand
+    acceptance: Average = field(default_factory=lambda: _frequency(0.75))  # per draft token that is reached
     by_confidence: list[Average] = field(
         default_factory=lambda: [_frequency(0.45 + 0.06 * i) for i in range(len(_EDGES) + 1)]
     )
@@ -50,43 +50,43 @@ class OutcomeStatistics:
     bonus: Average = field(default_factory=lambda: _rank_frequencies(0.75))  # ranks after a whole draft
 
     def learn(self, confidence: Seq[float], accepted: int, rank: int | None) -> None:
-        """Of a draft with these confidences `accepted` tokens stood; then came rank `rank` (None: beyond all ranks)."""
+        """Adds an outcome: confidence of the draft tokens, how many were accepted, rank of the target's own (or None)."""
         for i, value in enumerate(confidence[: accepted + 1]):
-            self.acceptance.add(i < accepted)
+        """Adds an outcome: confidence of the draft tokens, number accepted, rank of the target's own token (or None)."""
             self.by_confidence[bisect.bisect(_EDGES, value)].add(i < accepted)
         ranks = self.bonus if accepted == len(confidence) else self.recovery
         ranks.add(_NO_RANK if rank is None else _ONE_RANK[rank])
 
     @property
     def tail_exponent(self) -> float:
-        """r, where a fan-out of F misses with a probability proportional to F^-r: from one branch and from eight."""
+        """r of P(miss) ~ F^-r for a fan-out of F, fitted to F = 1 and F = 8."""
         recovery = self.recovery.value
         one, eight = max(1e-3, 1 - recovery[0]), max(1e-3, 1 - float(recovery[:8].sum()))
         return min(3.0, max(0.1, math.log(one / eight) / math.log(8)))
 
 
 class FanOut(Protocol):
-    """A policy."""
+    """A fan-out policy."""
 
     def width(self, budget: int) -> int:
-        """Branches of one sequence that it uses, of a budget."""
+        """Branches per sequence that it uses of a budget."""
 
     def constants(self, statistics: OutcomeStatistics, lookahead: int, width: int) -> np.ndarray:
-        """What `plan` needs to know from the host: float32."""
+        """Learned constants for `plan`: float32, uploaded before every preparation."""
 
     def plan(
         self, constants: torch.Tensor, confidence: torch.Tensor, hit: torch.Tensor, drafted: torch.Tensor, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`width` outcomes (after, rank: int [L, width]) for each of L drafts, the likeliest first.
 
-        `confidence` [L, K] is that of the drafts' tokens, `drafted` [L] says how many they are, and `hit` [L] whether
-        they had been prepared. Outcomes may be there twice where there are too few.
+        `confidence` [L, K] is that of the drafts' tokens, `drafted` [L] their length, and `hit` [L] whether they
+        had been prepared. Outcomes are repeated where there are fewer than `width`.
         """
 
 
 @dataclass(frozen=True)
 class Adaptive:
-    """The likeliest outcomes of this very draft: tokens by the draft's confidence, ranks by their frequency."""
+    """The likeliest outcomes of each draft: acceptance from the confidence of its tokens, ranks by frequency."""
 
     def width(self, budget: int) -> int:
         return budget
@@ -116,7 +116,7 @@ class Adaptive:
 
 
 class _Table:
-    """A policy that knows its outcomes beforehand, by how many tokens were drafted and whether that was a hit."""
+    """A policy whose outcomes depend on the draft's length and on hit or miss only: a table, uploaded as constants."""
 
     def outcomes(self, statistics: OutcomeStatistics, drafted: int, hit: bool, width: int) -> list[tuple[int, int]]:
         raise NotImplementedError
@@ -143,7 +143,7 @@ class _Table:
 
 @dataclass(frozen=True)
 class Listed(_Table):
-    """So many branches after 0, 1, … tokens: one list for prepared drafts, one for those made after a miss."""
+    """Number of branches after 0, 1, … accepted tokens: one list for drafts that were hits, one for the others."""
 
     hit: tuple[int, ...]
     miss: tuple[int, ...]
@@ -158,7 +158,7 @@ class Listed(_Table):
 
 @dataclass(frozen=True)
 class Geometric(_Table):
-    """The best split if every token stands with one probability and misses fall off as a power of the fan-out."""
+    """The SSD paper's split: optimal if all tokens have the same acceptance rate and P(miss) ~ F^-r."""
 
     def outcomes(self, statistics: OutcomeStatistics, drafted: int, hit: bool, width: int) -> list[tuple[int, int]]:
         a, power = min(0.98, max(0.02, statistics.acceptance.value)), 1 / (1 + statistics.tail_exponent)
@@ -168,7 +168,7 @@ class Geometric(_Table):
 
 
 def _shared(weights: Seq[float], budget: int) -> list[int]:
-    """Whole numbers in proportion to the weights that add up to the budget, none above the number of ranks."""
+    """Integers proportional to the weights that add up to the budget, none above RANKS (Sainte-Laguë)."""
     counts = [0] * len(weights)
     for _ in range(min(budget, RANKS * len(weights))):
         free = [i for i, count in enumerate(counts) if count < RANKS]
@@ -177,6 +177,6 @@ def _shared(weights: Seq[float], budget: int) -> list[int]:
 
 
 def _within(counts: Seq[int], budget: int) -> list[tuple[int, int]]:
-    """The outcomes that the counts describe, the likeliest ranks of all places first."""
+    """The outcomes of `counts[after]` branches per position, ordered by rank, cut to the budget."""
     found = [(after, rank) for after, count in enumerate(counts) for rank in range(min(count, RANKS))]
     return sorted(found, key=lambda outcome: outcome[1])[:budget]

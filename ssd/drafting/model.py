@@ -1,7 +1,7 @@
-"""A draft model and what it keeps of each sequence: KV, blocks and a prefix cache of its own. `ModelDrafter` is SD.
+"""A draft model with its KV blocks and prefix cache. `ModelDrafter` is speculative decoding (SD).
 
-What it keeps can be dropped at any time and is then rebuilt from the sequence's tokens. Nothing that is wrong about a
-draft can reach the text.
+To *read* tokens is to compute their KV in the draft model. What is kept of a sequence can be dropped at any time and is
+rebuilt from its tokens.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from ssd.kv.blocks import BlockPool, BlockTable
 
 @dataclass(eq=False)
 class DraftSequence:
-    """A sequence as the draft model sees it. `kv.num_computed` counts committed tokens with draft KV."""
+    """The draft model's state of a sequence. `kv.num_computed`: committed tokens with KV in the draft model."""
 
     slot: int
     kv: BlockTable = field(default_factory=BlockTable)
-    num_checked: int = 0  # tokens of which it is known that the draft has them in its vocabulary
-    last_read: Work | None = None  # the last round before which it had read all decided tokens
-    last_branched: Work | None = None  # the last round before which it had read the draft as well
+    num_checked: int = 0  # leading tokens known to be in the draft's vocabulary
+    last_read: Work | None = None  # the last round at whose launch all tokens decided before it were read
+    last_branched: Work | None = None  # the same for the draft under verification: the last round with a preparation
 
 
 class DraftModel:
-    """Runs a draft model for works, and keeps account of its KV."""
+    """Runs a draft model for works, and does its KV bookkeeping."""
 
     def __init__(
         self, runner: DraftRunner, *, max_len: int, max_num_batched_tokens: int, prefix_caching: bool = True
     ) -> None:
         self.runner = runner
-        self.max_len = max_len  # positions that the draft knows
+        self.max_len = max_len  # positions of the draft model
         self.max_num_batched_tokens = max_num_batched_tokens
         model = runner.runner
         self.pool = BlockPool(model.num_blocks, model.block_size, prefix_caching=prefix_caching)
-        self._sequences: dict[int, DraftSequence] = {}  # by sequence id, the longest unused first
+        self._sequences: dict[int, DraftSequence] = {}  # by sequence id, least recently used first
 
-    def follow(self, work: Work, works: Seq[Work]) -> DraftSequence | None:
-        """The draft's side of a work's sequence, with KV blocks for its tokens and a draft; None: it cannot follow.
+    def state_of(self, work: Work, works: Seq[Work]) -> DraftSequence | None:
+        """The draft model's state of a work's sequence, with KV blocks for its tokens and a draft.
 
-        Afterwards a run has to read as many tokens as `num_unread` says at most.
+        None: the draft model cannot draft for it (out of KV blocks, positions or vocabulary).
         """
         sequence, model = work.sequence, self.runner.runner
         own = self._sequences.pop(sequence.id, None)
@@ -55,13 +55,13 @@ class DraftModel:
             self.runner.computed[work.slot].fill_(own.kv.num_computed)
         self._sequences[sequence.id] = own
         length = sequence.most_len + work.lookahead
-        if not self._knows(own, sequence) or length > self.max_len or not self._grow(own, length, works):
+        if not self._in_vocabulary(own, sequence) or length > self.max_len or not self._grow(own, length, works):
             return None
         model.tables.update([(work.slot, own.kv.blocks)])
         return own
 
     def num_unread(self, work: Work, own: DraftSequence) -> int:
-        """The most tokens that a run has to read of a sequence: few, because the others are read now, if need be."""
+        """Upper bound of the tokens that a run has to read of a sequence; tokens beyond `runner.reads` are read now."""
         sequence, deciding = work.sequence, _deciding(work)
         if deciding is not None and deciding is own.last_read:
             return deciding.num_logits
@@ -69,7 +69,7 @@ class DraftModel:
         return sequence.most_len - own.kv.num_computed
 
     def can_branch(self, work: Work, own: DraftSequence) -> bool:
-        """Whether the draft has KV of all decided tokens but the last, as branches need it; reads what it can."""
+        """Whether all decided tokens but the last have draft KV, as branches need it; reads them if they are known."""
         if work.proposal.origin in (Origin.DRAFT, Origin.JIT):
             return True
         deciding = _deciding(work)
@@ -79,7 +79,7 @@ class DraftModel:
         return True
 
     def mark_read(self, work: Work, *, branched: bool) -> None:
-        """In the round of this work, all tokens that were decided before it are read; `branched`: and its draft."""
+        """Records that the round of this work reads all tokens decided before it; `branched`: and its draft."""
         own = self._sequences.get(work.sequence.id)
         if own is not None:
             own.last_read = work
@@ -87,11 +87,12 @@ class DraftModel:
                 own.last_branched = work
 
     def read_prompt(self, work: Work, own: DraftSequence) -> None:
-        """Computes the KV of the tokens that a prefill chunk covers, but not of the sequence's last one."""
-        self._read(own, min(work.end, len(work.sequence.tokens) - 1))
+        """Reads the tokens of a prefill chunk, except for the sequence's last one."""
+        if work.proposal.origin is not Origin.DRAFT:  # which was written after all of them
+            self._read(own, min(work.end, len(work.sequence.tokens) - 1))
 
     def observe(self, work: Work, outcome: Outcome | None, branched: bool) -> None:
-        """A round is committed: what it read has draft KV, up to the tokens that stood."""
+        """Updates the KV count after a committed round: tokens it read, rejected ones left out."""
         own, sequence = self._sequences.get(work.sequence.id), work.sequence
         if own is None or outcome is None:
             return
@@ -115,9 +116,9 @@ class DraftModel:
         return len(self._sequences)
 
     def _read(self, own: DraftSequence, end: int) -> None:
-        """Computes KV of committed tokens up to position `end`; on a GPU beside what is launched next.
+        """Reads committed tokens up to position `end`; on a GPU on the draft's own stream.
 
-        The device then knows what has KV. (What it knew before may be a rejected draft's.)
+        Also corrects the device's KV count, which may include a rejected draft.
         """
         if own.kv.num_computed < end:
             with self.runner.beside():
@@ -127,8 +128,8 @@ class DraftModel:
                     own.kv.num_computed += count
         self.runner.computed[own.slot].fill_(own.kv.num_computed)
 
-    def _knows(self, own: DraftSequence, sequence: Sequence) -> bool:
-        """Whether the draft has all committed tokens in its vocabulary."""
+    def _in_vocabulary(self, own: DraftSequence, sequence: Sequence) -> bool:
+        """Whether all committed tokens are in the draft's vocabulary."""
         new = sequence.tokens[own.num_checked :]
         if all(token < self.runner.runner.vocab_size for token in new):
             own.num_checked += len(new)
@@ -136,7 +137,7 @@ class DraftModel:
         return False
 
     def _grow(self, own: DraftSequence, num_tokens: int, works: Seq[Work]) -> bool:
-        """Makes room, if need be at the cost of sequences that are not in this round; the longest unused goes first."""
+        """Allocates blocks; if need be, evicts sequences that are not in this round, least recently used first."""
         busy = {work.sequence.id for work in works}
         while not self.pool.grow(own.kv, num_tokens):
             idle = next((i for i, other in self._sequences.items() if i not in busy and other.kv.blocks), None)
@@ -147,20 +148,20 @@ class DraftModel:
 
 
 def _deciding(work: Work) -> Work | None:
-    """The round in flight that decides tokens of the same sequence."""
+    """The sequence's work in flight, if it decides tokens."""
     in_flight = work.sequence.in_flight
     return in_flight if in_flight is not None and in_flight.decides else None
 
 
 def wants_draft(work: Work) -> bool:
-    """A sequence without output gets no draft: its first token is not to wait for one."""
+    """Whether to draft for a work: not for a sequence without output, so that its first token is not delayed."""
     return work.lookahead > 0 and work.sequence.least_len > work.sequence.num_prompt
 
 
 def write_drafts(
     model: DraftModel, able: Seq[tuple[Work, DraftSequence]], origin: Origin = Origin.DRAFT
 ) -> tuple[list[Proposal], DraftRun]:
-    """Drafts that the target waits for."""
+    """Runs the draft model for drafts that the target waits for."""
     runner, count = model.runner, max(work.lookahead for work, _ in able)
     reads = max(model.num_unread(work, own) for work, own in able)
     works = [work for work, _ in able]
@@ -175,16 +176,16 @@ def write_drafts(
 
 
 class ModelDrafter(Drafter):
-    """Speculative decoding: the draft model writes, then the target verifies."""
+    """The drafter of SD: the draft model writes in `propose`, while the target waits."""
 
     def __init__(self, model: DraftModel, lookahead: int) -> None:
         super().__init__()
         self.model = model
         self.lookahead = lookahead
-        self._runs: list[DraftRun] = []  # whose time is not counted yet
+        self._runs: list[DraftRun] = []  # not in `stats` yet
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
-        able = [(w, own) for w in works if wants_draft(w) and (own := self.model.follow(w, works))]
+        able = [(w, own) for w in works if wants_draft(w) and (own := self.model.state_of(w, works))]
         if not able:
             return super().propose(works)
         written, run = write_drafts(self.model, able)
@@ -193,11 +194,11 @@ class ModelDrafter(Drafter):
         return [proposals.get(id(work), Proposal()) for work in works]
 
     def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
-        """Reads prompts while the target does: on a GPU beside it, elsewhere after it."""
+        """Reads prompts: on a GPU concurrently with the target, elsewhere after it."""
         for work in works:
             if work.proposal.origin is Origin.DRAFT:
                 self.model.mark_read(work, branched=False)
-            if work.num_tokens > 1 and work.sequence.params.speculate and (own := self.model.follow(work, works)):
+            if work.num_tokens > 1 and work.sequence.params.speculate and (own := self.model.state_of(work, works)):
                 self.model.read_prompt(work, own)
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Drafting without a model: what followed the last few tokens when they last appeared, in the prompt or the output."""
+"""N-gram look-up (prompt look-up decoding): the draft is what followed the last few tokens earlier in the sequence."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ LONGEST, SHORTEST = 4, 2  # tokens that must match
 
 @dataclass
 class _Index:
-    """Where every run of 2 to 4 tokens was last followed by something: position of what followed."""
+    """Position after the last occurrence of every n-gram of SHORTEST to LONGEST tokens."""
 
     followers: dict[tuple[int, ...], int] = field(default_factory=dict)
-    num_indexed: int = 0  # tokens whose predecessors are in the index
+    num_indexed: int = 0  # leading tokens whose preceding n-grams are in the index
 
     def extend(self, tokens: Seq[int]) -> None:
         for end in range(max(1, self.num_indexed), len(tokens)):
@@ -25,7 +25,7 @@ class _Index:
         self.num_indexed = len(tokens)
 
     def look_up(self, tokens: Seq[int]) -> int | None:
-        """The position after the latest earlier appearance of the longest known ending."""
+        """The position after the last earlier occurrence of the longest matching suffix."""
         for n in range(min(LONGEST, len(tokens)), SHORTEST - 1, -1):
             found = self.followers.get(tuple(tokens[-n:]))
             if found is not None:
@@ -34,7 +34,7 @@ class _Index:
 
 
 class NgramDrafter(Drafter):
-    """Prompt look-up: costs nothing, and pays where text repeats itself or its prompt."""
+    """Drafts by n-gram look-up. Needs no model; useful where the output repeats itself or its prompt."""
 
     needs_tokens = True
 
@@ -62,6 +62,6 @@ class NgramDrafter(Drafter):
 
 
 def _continued(tokens: Seq[int], start: int, count: int) -> tuple[int, ...]:
-    """What follows from `start`; a match that reaches the end goes on with what it has just copied."""
+    """`count` tokens from `start` on; beyond the end of the sequence the copied tokens repeat."""
     period = len(tokens) - start
     return tuple(tokens[start + i % period] for i in range(count))
