@@ -61,6 +61,7 @@ class BatchInputs:
     `gather`: logits of chosen rows only; without it every row has logits, in order.
     """
 
+    @torch.inference_mode(False)  # so that they can be written to inside and outside of inference mode
     def __init__(
         self, rows: int, logits: int, *, works: int, tile_tokens: int, gather: bool, device: torch.device
     ) -> None:
