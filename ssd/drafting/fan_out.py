@@ -50,9 +50,9 @@ class OutcomeStatistics:
     bonus: Average = field(default_factory=lambda: _rank_frequencies(0.75))  # ranks after a whole draft
 
     def learn(self, confidence: Seq[float], accepted: int, rank: int | None) -> None:
-        """Adds an outcome: confidence of the draft tokens, how many were accepted, rank of the target's own (or None)."""
+        """Adds an outcome: confidence of the draft tokens, number accepted, rank of the target's token (or None)."""
         for i, value in enumerate(confidence[: accepted + 1]):
-        """Adds an outcome: confidence of the draft tokens, number accepted, rank of the target's own token (or None)."""
+            self.acceptance.add(i < accepted)
             self.by_confidence[bisect.bisect(_EDGES, value)].add(i < accepted)
         ranks = self.bonus if accepted == len(confidence) else self.recovery
         ranks.add(_NO_RANK if rank is None else _ONE_RANK[rank])
