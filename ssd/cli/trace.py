@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 from ssd.core import LOOKED_UP, Origin, Outcome, Proposal, Sequence, Work
-from ssd.decoding.drafter import Drafter, Prepared, never
+from ssd.decoding.drafter import Drafter, PerRound, Prepared, never
 from ssd.engine.engine import Engine
 
 
@@ -92,7 +92,7 @@ class Recorder(Drafter):
         engine.flush()
         engine.round.drafter = self
         self._with_branches = branches
-        self._prepared: dict[int, dict[int, Prepared]] = {}  # by id of a round's list of works, by sequence id
+        self._prepared: PerRound[dict[int, Prepared]] = PerRound()  # by sequence id
         self._steps: dict[str, list[Step]] = {}  # by request
 
     @property
@@ -108,11 +108,12 @@ class Recorder(Drafter):
     def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
         self.inner.prepare(works, interrupted)
         if self._with_branches:
-            self._prepared[id(works)] = {w.sequence.id: self.inner.prepared(w.sequence) for w in works if w.decides}
+            found = {w.sequence.id: self.inner.prepared(w.sequence) for w in works if w.decides}
+            self._prepared.put(works, found)
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
         self.inner.observe(works, outcomes, seconds)
-        prepared = self._prepared.pop(id(works), {})
+        prepared = self._prepared.pop(works) or {}
         for work, outcome in zip(works, outcomes, strict=True):
             if outcome is not None:
                 found = prepared.get(work.sequence.id, {})

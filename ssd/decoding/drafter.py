@@ -5,11 +5,15 @@ The target verifies every proposal, so a drafter that is slow, wrong or has fail
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from ssd.core import Outcome, Proposal, Sequence, Work
+
+T = TypeVar("T")
 
 # Drafts prepared for the outcomes of a verification: (number of accepted tokens, the target's own token) -> draft.
 Prepared = Mapping[tuple[int, int], tuple[int, ...]]
@@ -26,6 +30,26 @@ class DrafterStats:
 
 def never() -> bool:
     return False
+
+
+class PerRound(Generic[T]):
+    """What a drafter keeps of rounds between `prepare` and `observe`, by their lists of works."""
+
+    _MOST = 2  # rounds that can be under way; those beyond have failed and are never observed
+
+    def __init__(self) -> None:
+        self._rounds: deque[tuple[Seq[Work], T]] = deque(maxlen=self._MOST)
+
+    def put(self, works: Seq[Work], value: T) -> None:
+        self._rounds.append((works, value))
+
+    def pop(self, works: Seq[Work]) -> T | None:
+        """None: `put` was not called for this round."""
+        found = next((entry for entry in self._rounds if entry[0] is works), None)
+        if found is None:
+            return None
+        self._rounds = deque((e for e in self._rounds if e is not found), maxlen=self._MOST)
+        return found[1]
 
 
 class Drafter:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ssd.core import MODEL_WRITTEN, Origin, Outcome, Proposal, Sequence, Work
-from ssd.decoding.drafter import Drafter, Prepared, never
+from ssd.decoding.drafter import Drafter, PerRound, Prepared, never
 from ssd.drafting.estimate import Average
 from ssd.drafting.fan_out import FanOut, OutcomeStatistics
 from ssd.drafting.model import DraftModel, DraftSequence, wants_draft, write_drafts
@@ -89,7 +89,7 @@ class AheadDrafter(Drafter):
         self._looked_up: list[tuple[Work, DraftSequence]] = []  # works whose drafts were looked up in that run
         self._staged: StagedBranches | None = None
         self._written: DraftRun | None = None  # drafts that the target waits for in this round
-        self._rounds: dict[int, _Round] = {}  # launched and not observed, by id() of their lists of works
+        self._rounds: PerRound[_Round] = PerRound()
         self._ended: deque[tuple[_Round, Seq[Work], Seq[Outcome | None]]] = deque()  # observed, not learned from yet
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
@@ -139,12 +139,13 @@ class AheadDrafter(Drafter):
                 missed.append((work, own))
         return found, missed
 
-    def settle(self, works: Seq[Work]) -> None:
+    def settle(self, works: Seq[Work], budget: int | None = None) -> None:
         """Uses the backup after misses, then copies what branches are prepared from out of the SequenceState."""
+        budget = self.budget if budget is None else budget
         self._run, self._places = None, {}
         branching: list[Work] = []
         for work in works:
-            prepares = work.decides and self.budget > 0
+            prepares = work.decides and budget > 0
             if not work.sequence.params.speculate or not (prepares or work.num_tokens > 1):
                 continue
             own = self.model.state_of(work, works)
@@ -154,7 +155,7 @@ class AheadDrafter(Drafter):
                 self.model.read_prompt(work, own)
             if prepares and self.model.can_branch(work, own):
                 branching.append(work)
-        self._staged = self._stage(branching) if any(work.lookahead for work in branching) else None
+        self._staged = self._stage(branching, budget) if any(work.lookahead for work in branching) else None
         for work in works:
             if work.proposal.origin is Origin.DRAFT:
                 self.model.mark_read(work, branched=False)
@@ -178,13 +179,13 @@ class AheadDrafter(Drafter):
             self.model.mark_read(work, branched=False)
         return True
 
-    def _stage(self, works: Seq[Work]) -> StagedBranches:
+    def _stage(self, works: Seq[Work], budget: int) -> StagedBranches:
         runner = self.model.runner
         staged = runner.stage_branches(
             [work.slot for work in works],
             [work.proposal.num_tokens for work in works],
             [work.sequence.params for work in works],
-            budget=max(1, min(self.budget, runner.width_of(len(works)), int(self._in_time))),
+            budget=max(1, min(budget, runner.width_of(len(works)), int(self._in_time))),
             fan_out=self.fan_out,
             statistics=self.statistics,
         )
@@ -202,10 +203,10 @@ class AheadDrafter(Drafter):
             self._in_time = (
                 max(_MIN_BRANCHES, _DECREASE * width) if late else min(runner.max_width, self._in_time + _INCREASE)
             )
-        self._rounds[id(works)] = _Round(self._run, self._written)
+        self._rounds.put(works, _Round(self._run, self._written))
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
-        round_ = self._rounds.pop(id(works), _Round(None, None))
+        round_ = self._rounds.pop(works) or _Round(None, None)
         branched = set(round_.run.slots) if round_.run is not None else set()
         for work, outcome in zip(works, outcomes, strict=True):
             self.model.observe(work, outcome, branched=work.slot in branched)

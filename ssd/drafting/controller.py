@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ssd.config import K_MAX
 from ssd.core import MODEL_WRITTEN, Outcome, Proposal, Sequence, Work
-from ssd.decoding.drafter import Drafter, Prepared, never
+from ssd.decoding.drafter import Drafter, PerRound, Prepared, never
 from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.estimate import Average
 
@@ -170,7 +170,7 @@ class DepthController(Drafter):
         self._times: dict[int, ArmTimes] = {}  # by batch size, see `_Round.size`
         depth = max(arm.k for arm in arms)
         self._acceptance = [Average(0.99, 3.0, 4.0) for _ in range(depth)]  # rate of each position in the draft
-        self._rounds: dict[int, _Round] = {}  # by id() of their lists of works
+        self._rounds: PerRound[_Round] = PerRound()
         self._last: tuple[int, Arm] | None = None  # size and arm of the last round; None: it had prefill chunks
         self._num_alike = 0  # rounds in a row of that size and arm
         self._take(arms[-1])
@@ -179,19 +179,22 @@ class DepthController(Drafter):
         return self.inner.propose(works)
 
     def settle(self, works: Seq[Work]) -> None:
-        self.inner.settle(works)
+        if isinstance(self.inner, AheadDrafter):
+            self.inner.settle(works, budget=self.arm.width)
+        else:
+            self.inner.settle(works)
 
     def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
         self.inner.prepare(works, interrupted)
         size = (max(1, sum(work.decides for work in works)) - 1).bit_length()
-        key = None if _has_prefill(works) else (size, self._arm)
+        key = None if _has_prefill(works) else (size, self.arm)
         self._num_alike = self._num_alike + 1 if key is not None and key == self._last else 0
         self._last = key
-        self._rounds[id(works)] = _Round(size, self._arm, self._num_alike > 1)  # a new arm needs a round to take effect
+        self._rounds.put(works, _Round(size, self.arm, self._num_alike > 1))  # a new arm needs a round to take effect
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
         self.inner.observe(works, outcomes, seconds)
-        round_ = self._rounds.pop(id(works), None)
+        round_ = self._rounds.pop(works)
         if round_ is None:
             return
         times = self._times_of(round_.size)
@@ -235,9 +238,7 @@ class DepthController(Drafter):
 
     def _take(self, arm: Arm) -> None:
         """Sets the arm of the rounds scheduled next."""
-        self._arm, self.lookahead = arm, arm.k
-        if isinstance(self.inner, AheadDrafter):
-            self.inner.budget = arm.width
+        self.arm, self.lookahead = arm, arm.k
 
     def _times_of(self, size: int) -> ArmTimes:
         if size not in self._times:
