@@ -1,8 +1,8 @@
-"""A drafter in a process of its own: it works while the target verifies.
+"""A drafter in a process of its own, the worker, which prepares drafts while the target verifies.
 
-The worker sends all that it has prepared ahead of the next round. If every outcome of that round is among it, the
-drafts are at hand, and the worker is told without being waited for. What its tokens are worth the target decides,
-as with every drafter; a process that is slow, hangs, dies or lies costs speed, never a request.
+The worker sends all drafts it has prepared before the next round. If they cover the outcomes of all sequences, the
+next round uses them without waiting for a reply. A worker that is slow, hangs, crashes or sends invalid messages costs
+speed, never a request.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _PATIENCE_PER_REPLY = 8  # times the mean reply
 
 
 class ProcessDrafter(Drafter):
-    """Drafts in a worker that `start` launches, and launches again whenever it is lost.
+    """Drafts in a worker that `start` launches, and that is launched again whenever it is lost.
 
-    A round waits for its proposals for a few times the usual reply at most (at first `patience` seconds), and while a
-    reply is overdue not at all.
+    A round waits for proposals at most 8 times as long as for the average reply (at first `patience` seconds), and not
+    at all while an earlier reply is overdue.
     """
 
     needs_tokens = True
@@ -57,19 +57,19 @@ class ProcessDrafter(Drafter):
         super().__init__()
         self.lookahead = lookahead
         self.vocab_size = vocab_size
-        self.replies = 0  # in time
-        self.at_hand = 0  # rounds that needed none
+        self.replies = 0  # rounds whose reply came in time
+        self.at_hand = 0  # rounds that needed no reply
         self.late = 0  # rounds that went on without a reply
-        self.wait_seconds = 0.0  # that rounds waited for replies
+        self.wait_seconds = 0.0  # total wait for replies
         self._clock = clock
         self._reply = Average(7 / 8, patience / _PATIENCE_PER_REPLY, 1.0)  # seconds
         self._round = 0
         self._round_seconds = 0.0  # of the last round
-        self._last_prepared = 0  # the round for which that was last received
-        self._known: dict[int, int] = {}  # by sequence id: tokens that the worker has
-        self._decided: dict[int, tuple[int, int] | None] = {}  # outcome of its last proposal; None: a later round's too
+        self._last_prepared = 0  # the round of the last PREPARED message
+        self._known: dict[int, int] = {}  # by sequence id: number of tokens that the worker has
+        self._decided: dict[int, tuple[int, int] | None] = {}  # outcome of its last proposal; None: several rounds
         self._prepared: dict[int, Prepared] = {}  # by sequence id
-        self._forgotten: list[int] = []  # what it knows and should no longer
+        self._forgotten: list[int] = []  # sequences that the worker has to drop
         self.supervisor = Supervisor(
             start,
             on_prepared=self._keep,
@@ -82,17 +82,17 @@ class ProcessDrafter(Drafter):
 
     @property
     def patience(self) -> float:
-        """Seconds that a round waits at most."""
+        """Maximum wait of a round, in seconds."""
         return float(min(MOST_PATIENCE, max(LEAST_PATIENCE, _PATIENCE_PER_REPLY * self._reply.value)))
 
     def wait_ready(self, timeout: float) -> bool:
-        """Waits until the worker can take rounds; False when it cannot by then, or is lost."""
+        """Waits until the worker can take rounds; False on timeout or if it is lost."""
         with self.supervisor.losing_on_error():
             return self.supervisor.settled(timeout)
         return False
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
-        """Nothing while the worker is not there or not done, and nothing when it does not answer soon."""
+        """Empty proposals while the worker is starting or still owes a reply, and if it does not reply in time."""
         nothing = [Proposal()] * len(works)
         if not any(work.lookahead for work in works):
             return nothing
@@ -122,7 +122,7 @@ class ProcessDrafter(Drafter):
         self.supervisor.close()
 
     def _look_up(self, works: Seq[Work]) -> list[Proposal] | None:
-        """What was prepared for all of these, of which the worker is told; None: it has to be asked."""
+        """The prepared drafts, if every work has one; the worker is informed. None: it has to be asked."""
         proposals = []
         for work in works:
             decided = self._decided.get(work.sequence.id)
@@ -130,14 +130,14 @@ class ProcessDrafter(Drafter):
             if draft is None or work.lookahead == 0:
                 return None
             proposals.append(Proposal(draft[: work.lookahead], None, Origin.HIT))
-        self._tell(works)
+        self._send_round(works)
         self.at_hand += 1
         return proposals
 
     def _ask(self, works: Seq[Work]) -> list[Proposal] | None:
-        """The worker's proposals; None when they are late. A late reply counts as one that took all the patience."""
+        """The worker's proposals; None if they are late, which counts as a reply after `patience` seconds."""
         began = self._clock()
-        self._tell(works)
+        self._send_round(works)
         message = self.supervisor.receive(self.patience)
         waited = self._clock() - began
         self.wait_seconds += waited
@@ -149,17 +149,17 @@ class ProcessDrafter(Drafter):
         self.stats.hand_over_seconds += max(0.0, waited - message.times[1] / 1e9)
         return decode_proposals(message.payload, len(works), self.vocab_size)
 
-    def _tell(self, works: Seq[Work]) -> None:
-        """What is new; a reply is due for that."""
+    def _send_round(self, works: Seq[Work]) -> None:
+        """Sends a round; a reply to it is due."""
         self._round += 1
         self._prepared = {}
         proposals = most_proposal_words(len(works), self.lookahead, self.vocab_size)
         self.supervisor.limit = max(proposals, most_prepared_words(len(works), self.lookahead))
         times = int(self._round_seconds * 1e9), 0
-        self.supervisor.post(Message(Kind.ROUND, self._round, self._news(works), times))
+        self.supervisor.post(Message(Kind.ROUND, self._round, self._round_payload(works), times))
 
-    def _news(self, works: Seq[Work]) -> Words:
-        """All that the worker does not know yet, which it then does."""
+    def _round_payload(self, works: Seq[Work]) -> Words:
+        """The round's payload: what the worker does not know yet of the sequences."""
         entries = []
         for work in works:
             sequence = work.sequence
@@ -173,7 +173,7 @@ class ProcessDrafter(Drafter):
         return encode_round(forgotten, entries)
 
     def _keep(self, message: Message) -> None:
-        """What was prepared, if it is for the round under way. It is said once."""
+        """Takes a PREPARED message: at most one per round, kept if it is for the current one."""
         if not self._round - 1 <= message.round <= self._round:
             raise WireError(f"it sent {message.kind.name} {message.round} without being asked")
         if message.round <= self._last_prepared:
@@ -184,7 +184,7 @@ class ProcessDrafter(Drafter):
             self._prepared = prepared
 
     def _forget_all(self) -> None:
-        """The worker is lost, and the next one knows nothing."""
+        """Called when the worker is lost: its successor has no sequences."""
         self._known.clear()
         self._decided.clear()
         self._prepared.clear()

@@ -1,11 +1,11 @@
-"""What a draft model computes in one go: reads the newest tokens of some sequences, then writes ahead of them.
+"""Runs of a draft model: one forward over the newest tokens of some sequences (reading), then one forward per depth.
 
-Every depth is one forward over all rows; tokens, positions and KV slots of the next depth are computed on the device,
-so no host stands between two of them. On CUDA every piece (the reading, each depth) is a graph.
+Tokens, positions and KV slots of the next depth are computed on the device, without a synchronisation. On CUDA every
+piece (the reading, each depth) is a graph.
 
-`write` continues each sequence once (SD). `branch` prepares for what a verification may decide (SSD): it reads the
-draft that is being verified, plans which outcomes to prepare for, and continues each of them as a branch. A branch's KV
-beyond the tokens that it shares with its sequence is in branch slots of its own, outside of the blocks.
+`write` continues each sequence once (SD). `branch` prepares for the outcomes of a verification (SSD): it reads the
+draft under verification, plans which outcomes to prepare for, and continues each of them as a branch. The KV of a
+branch's own tokens is in branch slots, which belong to no block of the pool.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from ssd.kernels.ops import Branches, DeviceBatch
 from ssd.sampling.noise import Stream
 from ssd.sampling.sampler import Needs, Rows, Sampler, reweighted
 
-_FEW_READS = 5  # tokens of a sequence after a draft of four, at most
-_SURE = 1e4  # confidence where only one token is possible
+_FEW_READS = 5  # tokens: enough after a draft of 4
+_MAX_CONFIDENCE = 1e4  # where only one token is possible
 
 
 class RunShape(NamedTuple):
-    """What the graphs of a run are specific to."""
+    """The shape of a run; every shape has its own graphs."""
 
     sequences: int
-    reads: int  # tokens of a sequence that are read; sequences with fewer are padded
-    width: int  # branches of a sequence; 0: `write`, one row each
+    reads: int  # tokens read per sequence, padded
+    width: int  # branches per sequence; 0: `write`, one row per sequence
     needs: Needs
-    fan_out: FanOut | None = None  # who plans the branches
+    fan_out: FanOut | None = None  # the policy that plans the branches
 
     @property
     def rows(self) -> int:
@@ -51,10 +51,10 @@ class RunShape(NamedTuple):
 
 
 class _Constants(NamedTuple):
-    """Integers that are the same in every run of a shape."""
+    """Index tensors of a shape."""
 
     place: torch.Tensor  # [reads]
-    before: torch.Tensor  # [sequences]: the row before the first of each sequence's tokens
+    before: torch.Tensor  # [sequences]: the row before each sequence's first token
     sequence: torch.Tensor  # [rows]: of each row
     read_sequence: torch.Tensor  # [sequences * reads]: of each token that is read
     read_start: torch.Tensor  # [sequences + 1]
@@ -65,7 +65,7 @@ class _Constants(NamedTuple):
 
 
 class _Inputs:
-    """What the device is told of a run's sequences, and what it reads of them: in fixed places."""
+    """Inputs of a run, at fixed addresses: what the host uploads, and what is read from the SequenceState."""
 
     def __init__(self, max_sequences: int, reads: int, device: torch.device) -> None:
         self.meta, self.first, self.count, self.tokens = (
@@ -77,72 +77,72 @@ class _Inputs:
         return self.meta[:n]
 
     def drafted(self, n: int) -> torch.Tensor:
-        """How many tokens of each sequence's draft are being verified."""
+        """Length of each sequence's draft under verification."""
         return self.meta[n : 2 * n]
 
 
 @dataclass
 class StagedBranches:
-    """What `branch` runs on."""
+    """Inputs of `branch`."""
 
     slots: list[int]
     shape: RunShape
-    at: Clock | None = None  # when it was read from the state
+    at: Clock | None = None  # when they were copied from the SequenceState
 
 
 @dataclass
 class DraftRun:
-    """A run of a draft model, as it was launched; on a GPU its results are copied when the stream gets there."""
+    """A run that was launched. On a GPU its results are copied asynchronously; properties wait for them."""
 
     slots: list[int]
     width: int
-    depth: int  # tokens that were written after the first of each row
+    depth: int  # tokens written after the first of each row
     began: Clock
     ended: Clock
-    _chain: torch.Tensor  # the first token of every row (an outcome's own, or the first written one), then the others
+    _chain: torch.Tensor  # tokens of every row; column 0: the outcome's own token (`branch`)
     _after: torch.Tensor
     _likeliest: torch.Tensor
     _confidence: torch.Tensor
 
     @functools.cached_property
     def tokens(self) -> list[list[int]]:
-        """Of every row; row `i * width + b` is branch b of sequence i."""
+        """Tokens of every row; row `i * width + b` is branch b of sequence i."""
         self.ended.wait()
         found: list[list[int]] = self._chain.tolist()
         return found
 
     @functools.cached_property
     def after(self) -> list[list[int]]:
-        """Of every sequence, for each of its branches: how many drafted tokens stand before it (`branch` only)."""
+        """Per sequence and branch: accepted draft tokens before it (`branch` only)."""
         self.ended.wait()
         found: list[list[int]] = self._after.tolist()
         return found
 
     @functools.cached_property
     def likeliest(self) -> list[list[list[int]]]:
-        """Of every sequence, for every token that was read: what may follow it, likeliest first (`branch` only)."""
+        """Per sequence and token read: the RANKS likeliest next tokens, best first (`branch` only)."""
         self.ended.wait()
         found: list[list[list[int]]] = self._likeliest.view(len(self.after), -1, RANKS).tolist()
         return found
 
     @functools.cached_property
     def confidence(self) -> list[list[float]]:
-        """Of every sequence: the confidence of the draft that is being verified (`branch` only)."""
+        """Per sequence: confidence of the draft under verification (`branch` only)."""
         self.ended.wait()
         found: list[list[float]] = self._confidence.tolist()
         return found
 
     @property
     def seconds(self) -> float:
-        """How long it took, once it has ended."""
+        """Device time, once the run has ended."""
         return self.ended.since(self.began)
 
 
 class DraftRunner:
-    """Fixed buffers, and the pieces that run over them. `lookahead` is the most tokens that are written ahead.
+    """Runs a draft model over fixed buffers. `lookahead`: maximum draft length.
 
-    `rejection`: tokens are drawn from the draft's own distributions, which are kept, instead of being chosen with the
-    target's noise; a `saguaro_c` below one then draws its likeliest tokens less often.
+    `rejection`: tokens are sampled from the draft's own distributions, which are kept, instead of being chosen with the
+    target's noise; `saguaro_c` below 1 then lowers the probability of its likeliest tokens.
     """
 
     def __init__(
@@ -160,10 +160,10 @@ class DraftRunner:
         self.runner = runner
         self.state = runner.state
         self.lookahead = lookahead
-        self.reads = lookahead + 1  # the most tokens of a sequence that a run reads
+        self.reads = lookahead + 1  # maximum number of tokens that a run reads of a sequence
         self.max_sequences = max_sequences
         self.max_rows = max_rows
-        self.widths = sorted({min(width, RANKS * (lookahead + 1)) for width in widths})  # that there are shapes for
+        self.widths = sorted({min(width, RANKS * (lookahead + 1)) for width in widths})  # that have graphs
         self.max_width = max(self.widths, default=0)
         self.rejection = rejection
         self.saguaro_c = saguaro_c
@@ -184,29 +184,29 @@ class DraftRunner:
         kept = (lookahead + 1, max_rows, self.vocab_size) if rejection else (0,)
         self._distributions = torch.zeros(kept, dtype=torch.float64, device=device)  # of each column of the chain
         self._constants_of: dict[RunShape, _Constants] = {}
-        self._branch_slots = runner.scratch_slot  # those of every row, then one for what nobody reads
-        self._nowhere = self._branch_slots + max_rows * lookahead
+        self._branch_slots = runner.scratch_slot  # the first; after those of all rows comes one for padding
+        self._padding_slot = self._branch_slots + max_rows * lookahead
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] | None = {} if graphs and self.on_cuda else None
         self._graph_pool: Any = None
-        self._origins = torch.zeros(0)  # of the drafts that were looked up last, on their way to the host
+        self._origins = torch.zeros(0)  # of the drafts looked up last, being copied to the host
         self._origins_fetched = now(device)
 
     @staticmethod
     def scratch_slots(max_rows: int, lookahead: int) -> int:
-        """KV slots outside of the blocks."""
+        """KV slots needed besides the blocks."""
         return max_rows * lookahead + 1
 
     # --- running ------------------------------------------------------------------------------------------------------
 
     def width_of(self, sequences: int) -> int:
-        """How many branches each of some sequences may have."""
+        """Maximum number of branches per sequence in a batch of this size."""
         return min(self.max_width, self.max_rows // self._bucket(sequences))
 
     @torch.inference_mode()
     def write(
         self, slots: Seq[int], params: Seq[SamplingParams], count: int, reads: int, origin: Origin = Origin.DRAFT
     ) -> DraftRun:
-        """`count` tokens after the last of each sequence, which become its draft; `reads`: most tokens to be read."""
+        """Writes `count` tokens after the last of each sequence as its draft; `reads`: most tokens to be read."""
         shape = self._shape(len(slots), reads, 0, params)
         began = now(self.device)
         self._upload(slots, [0] * len(slots), shape)
@@ -228,7 +228,7 @@ class DraftRunner:
         fan_out: FanOut,
         statistics: OutcomeStatistics,
     ) -> StagedBranches:
-        """Uploads what `branch` needs to know: `drafted` tokens of each sequence are about to be verified."""
+        """Uploads the inputs of `branch`; `drafted`: draft length of each sequence in the verification."""
         width = min(fan_out.width(budget), self.width_of(len(slots)))
         if self.on_cuda:
             width = min(self.width_of(len(slots)), next(each for each in self.widths if each >= width))
@@ -240,7 +240,7 @@ class DraftRunner:
 
     @torch.inference_mode()
     def snapshot(self, staged: StagedBranches) -> None:
-        """Reads what `branch` needs of the state, right before the verification."""
+        """Copies the inputs of `branch` out of the SequenceState, right before the verification."""
         self._stage(staged.shape)
         staged.at = now(self.device)
 
@@ -253,10 +253,10 @@ class DraftRunner:
         overlap: bool = False,
         interrupted: Callable[[], bool] = never,
     ) -> DraftRun:
-        """`count` tokens after each likely outcome of the verification.
+        """Writes `count` tokens after each likely outcome of the verification.
 
-        `overlap`: on a stream of its own, beside what was launched since. `interrupted` is asked between two depths,
-        where there are no graphs.
+        `overlap`: on the draft's own stream, concurrently with what was launched after `snapshot`. `interrupted` is
+        polled between two depths, where there are no graphs.
         """
         shape = staged.shape
         with self.beside(staged.at) if overlap else nullcontext():
@@ -270,9 +270,9 @@ class DraftRunner:
 
     @torch.inference_mode()
     def look_up(self, run: DraftRun) -> None:
-        """Gives every sequence of the last `branch` the draft that was prepared for what has been decided since.
+        """Looks up the last verification's outcomes in the branches of a run; the result becomes the sequences' drafts.
 
-        After a miss that is one for another last token, if there is any; the state's `origin` tells.
+        After a miss it is the sibling's draft, if there is one; `SequenceState.origin` tells which.
         """
         self.join()
         n, width, depth = self._bucket(len(run.slots)), run.width, run.depth
@@ -298,7 +298,7 @@ class DraftRunner:
         )
 
     def _store(self, n: int, count: int, origin: Origin) -> None:
-        """What was written becomes the sequences' drafts."""
+        """Copies what was written to the sequences' drafts."""
         round_kernels(self.device).store(
             slots=self._inputs[False].slots(n),
             chain=self._chain,
@@ -311,11 +311,11 @@ class DraftRunner:
         )
 
     def distributions(self, row: int, first: int, last: int) -> torch.Tensor:
-        """What a row's tokens first..last-1 of the last run were drawn from: float64 [tokens, V]."""
+        """Distributions that a row's tokens first..last-1 of the last run were sampled from: float64 [tokens, V]."""
         return self._distributions[first:last, row].clone()
 
     def capture(self, sequences: Seq[int], fan_out: FanOut | None) -> None:
-        """Records the graphs of common parameters now, so that no request waits for them."""
+        """Captures the graphs of the usual shapes, so that no request waits for them."""
         if self._graphs is None:
             return
         for count in sorted({self._bucket(n) for n in sequences}, reverse=True):
@@ -330,7 +330,7 @@ class DraftRunner:
                     self._piece(RunShape(count, self.reads, width, Needs()), piece)
 
     def beside(self, since: Clock | None = None) -> AbstractContextManager[object]:
-        """A stream of its own, which goes on from here (or from that earlier point) beside the current one."""
+        """The draft's own stream, which waits for the current one (or for that earlier point of it)."""
         if self.stream is None:
             return nullcontext()
         if isinstance(since, StreamClock):
@@ -340,19 +340,19 @@ class DraftRunner:
         return torch.cuda.stream(self.stream)
 
     def origins(self, slots: Seq[int]) -> list[Origin]:
-        """Of the drafts that were looked up last. Waits for the device."""
+        """Origins of the drafts looked up last. Waits for the device."""
         self._origins_fetched.wait()
         values = self._origins.tolist()
         return [Origin(values[slot]) for slot in slots]
 
     def join(self) -> None:
-        """Lets the current stream wait for what runs beside it."""
+        """Makes the current stream wait for the draft's own."""
         if self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
 
     def _launched(self, slots: Seq[int], shape: RunShape, depth: int, began: Clock) -> DraftRun:
         wanted = shape.sequences if shape.width else 0
-        rows = shape.rows if shape.width or self.rejection else 0  # a plain draft is nobody's business but the state's
+        rows = shape.rows if shape.width or self.rejection else 0  # a plain draft stays on the device
         copies = (
             self._chain[:rows, : depth + 1],
             self._after[:wanted, : shape.width],
@@ -371,39 +371,39 @@ class DraftRunner:
         return min(self.max_sequences, 1 << (sequences - 1).bit_length())
 
     def _reads(self, count: int) -> int:
-        """Tokens of a sequence that there are graphs for: few, or all."""
+        """Rounds up to a number of tokens that has graphs."""
         if not self.on_cuda:
             return count
         return min(_FEW_READS, self.reads) if count <= _FEW_READS else self.reads
 
     def _piece(self, shape: RunShape, piece: int) -> None:
-        """Piece -1 reads and finds each row's first token; piece s extends every row by one token."""
-        if piece >= 0:  # how much was read, and who planned, is the same to it
+        """Piece -1 reads and chooses each row's first token; piece s extends every row by one token."""
+        if piece >= 0:  # does not depend on the number of tokens read, nor on the policy
             shape = shape._replace(reads=self.reads if self.on_cuda else shape.reads, fan_out=None)
         self._launch((shape, piece), lambda: self._compute(shape, piece))
 
     def _launch(self, key: Hashable, compute: Callable[[], None]) -> None:
-        """Runs something that is always the same for its key: as a graph, once it has run."""
+        """Runs `compute`, which launches the same kernels for the same key: from the second time on as a graph."""
         if self._graphs is None:
             compute()
         elif key in self._graphs:
             self._graphs[key].replay()
         else:
-            compute()  # this time; the graph is for later
+            compute()  # eagerly the first time; the graph is for later
             stream = torch.cuda.current_stream()
             own = stream if stream != torch.cuda.default_stream() else None
             self._graphs[key], _ = capture(compute, self._graph_pool, stream=own)
             self._graph_pool = self._graphs[key].pool()
 
     def _upload(self, slots: Seq[int], drafted: Seq[int], shape: RunShape) -> None:
-        """Which sequences the next run is for. What runs beside must have ended: its inputs are overwritten."""
+        """Uploads slots and draft lengths of the next run, after the draft's own stream is done with the last ones."""
         self.join()
         padding = shape.sequences - len(slots)
         both = [*slots, *[self.state.padding] * padding, *drafted, *[0] * padding]
         upload(np.array(both, dtype=np.int32), self._inputs[shape.width > 0].meta[: len(both)])
 
     def _stage(self, shape: RunShape) -> None:
-        """Reads what the run needs of the state."""
+        """Copies the run's inputs out of the SequenceState."""
         n, branches = shape.sequences, shape.width > 0
         self._launch(("stage", n, branches), lambda: self._compute_stage(n, branches))
 
@@ -448,13 +448,13 @@ class DraftRunner:
     def _read_and_plan(self, shape: RunShape) -> None:
         n, place, inputs = shape.sequences, self._constants(shape).place, self._inputs[True]
         first, count = inputs.first[:n, None], inputs.count[:n, None]
-        following = inputs.tokens[:n, 1 : shape.reads + 1]  # what each token that is read is followed by
+        following = inputs.tokens[:n, 1 : shape.reads + 1]  # the token after each token that is read
         excluded = torch.where(place + 1 < count, following, -1).flatten()
         rows = Rows(inputs.slots(n)[self._constants(shape).read_sequence], (first + place + 1).flatten())
         ranked = self._rank_tokens(self._read(shape, None), rows, shape.needs, excluded)
         self._likeliest[: len(ranked)].copy_(ranked)
         if shape.fan_out is None:
-            raise AssertionError("branches need somebody who plans them")
+            raise AssertionError("a run with branches needs a fan-out policy")
         after, rank = shape.fan_out.plan(
             self._plan_constants, self._verified_confidence[:n], self._hit[:n], inputs.drafted(n), shape.width
         )
@@ -464,7 +464,7 @@ class DraftRunner:
         self._chain[: shape.rows, 0].copy_(roots.flatten())
 
     def _read(self, shape: RunShape, logit_rows: torch.Tensor | None) -> torch.Tensor:
-        """A forward over every sequence's tokens, whose KV is kept; padding goes nowhere."""
+        """A forward over every sequence's new tokens, which writes their KV to the blocks."""
         n, reads, constants = shape.sequences, shape.reads, self._constants(shape)
         inputs = self._inputs[shape.width > 0]
         place, slots = constants.place, inputs.slots(n)
@@ -473,7 +473,7 @@ class DraftRunner:
         index = positions // size
         blocks = tables[slots[:, None], 1 + index]
         real = (place < inputs.count[:n, None]) & (index < tables[slots, :1])
-        mapping = torch.where(real, blocks * size + positions % size, self._nowhere)
+        mapping = torch.where(real, blocks * size + positions % size, self._padding_slot)
         context = inputs.first[:n] + reads
         batch = DeviceBatch(
             token_ids=inputs.tokens[:n, :reads].flatten().contiguous(),
@@ -489,7 +489,7 @@ class DraftRunner:
         return self._logits(batch)
 
     def _extend(self, shape: RunShape, depth: int) -> None:
-        """A forward over every row's newest token, at the position after the one before it."""
+        """A forward over the newest token of every row."""
         n, width, constants = shape.sequences, max(1, shape.width), self._constants(shape)
         inputs = self._inputs[shape.width > 0]
         read = self._after[:n, : shape.width] + 1 if shape.width else inputs.count[:n, None].clamp(max=self.reads)
@@ -510,10 +510,10 @@ class DraftRunner:
         self._choose(shape, depth + 1, logits, Rows(inputs.slots(n)[constants.sequence], positions + 1))
 
     def _choose(self, shape: RunShape, column: int, logits: torch.Tensor, rows: Rows) -> None:
-        """One token a row, and how sure the model is of it: at least 0, the more the surer."""
+        """One token per row, and its confidence (at least 0): the margin of its score, or -log(1 - q)."""
         if not self.rejection:
             best, scores = self.sampler.best(logits, rows, shape.needs, 2)
-            tokens, confidence = best[:, 0], (scores[:, 0] - scores[:, 1]).nan_to_num(0.0, posinf=_SURE)
+            tokens, confidence = best[:, 0], (scores[:, 0] - scores[:, 1]).nan_to_num(0.0, posinf=_MAX_CONFIDENCE)
         else:
             q = self.sampler.distribution(logits, rows, shape.needs)
             q = reweighted(q, self.saguaro_c, _SAGUARO_FAN_OUT)
@@ -525,7 +525,7 @@ class DraftRunner:
         self._confidence[: shape.rows, column].copy_(confidence)
 
     def _rank_tokens(self, logits: torch.Tensor, rows: Rows, needs: Needs, excluded: torch.Tensor) -> torch.Tensor:
-        """What the target may choose in each row, likeliest first, without the excluded token: int32 [R, RANKS]."""
+        """The RANKS likeliest tokens of each row, best first, without the excluded one: int32 [R, RANKS]."""
         if not self.rejection:
             return self.sampler.best(logits, rows, needs, RANKS, excluded)[0]
         q = self.sampler.distribution(logits, rows, needs)
@@ -535,7 +535,7 @@ class DraftRunner:
         return torch.nn.functional.pad(tokens, (0, RANKS - tokens.shape[-1]))
 
     def _logits(self, batch: DeviceBatch) -> torch.Tensor:
-        """Over the target's vocabulary."""
+        """Logits of a forward, padded or cut to the target's vocabulary."""
         logits = self.runner.decoder(batch, self.runner.kv)
         missing = self.vocab_size - logits.shape[-1]
         if missing > 0:
@@ -543,7 +543,7 @@ class DraftRunner:
         return logits[:, : self.vocab_size]
 
     def _tables(self, slots: torch.Tensor, context: torch.Tensor) -> dict[str, Any]:
-        """Block tables for so many tokens; on a CPU just the columns of these, padded sequences included."""
+        """Block tables of the sequences; on a CPU only the columns that `context` positions need."""
         tables = self.runner.tables.tensor
         if self.on_cuda:
             return {"block_tables": tables[:, 1:], "table_rows": slots}
@@ -551,7 +551,7 @@ class DraftRunner:
         return {"block_tables": tables[slots.long(), 1:used]}
 
     def _constants(self, shape: RunShape) -> _Constants:
-        """Made once: a graph is captured after its shape has run."""
+        """Cached, so that graphs find them at the same address."""
         if shape not in self._constants_of:
             width = max(1, shape.width)
             sequences, rows, place = (
@@ -572,7 +572,7 @@ class DraftRunner:
         return self._constants_of[shape]
 
     def _tiles(self, sequences: int, queries: int) -> torch.Tensor:
-        """Every sequence's queries, cut into attention tiles."""
+        """Attention tiles of sequences with `queries` rows each."""
         decoder = self.runner.decoder
         tile = decoder.ops.tile_tokens(decoder.layers[0].heads, True)
         each = -(-queries // tile)
@@ -584,4 +584,4 @@ class DraftRunner:
         return torch.zeros(shape, dtype=torch.int32, device=self.device)
 
 
-_SAGUARO_FAN_OUT = 3  # likeliest tokens that Saguaro's distributions draw less often
+_SAGUARO_FAN_OUT = 3  # number of tokens whose probability saguaro_c lowers

@@ -1,7 +1,7 @@
-"""The process that a drafter runs in, as the engine sees it: started, watched, given up and started again.
+"""Starts, watches and restarts the worker, the process that a drafter runs in.
 
-Whatever happens to the process (it is slow, hangs, dies or lies), nothing here raises: the caller is told that there is
-no answer, and a lost process is replaced after a pause.
+A worker that is slow, hangs, crashes or sends invalid messages raises nothing here: the caller gets no answer, and a
+lost worker is replaced after a pause.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ssd.drafting.wire import Channel, Kind, Message, WireError, encode_setup
 log = logging.getLogger("ssd")
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds before a lost worker is replaced
-HEALTHY = 60.0  # seconds after which an earlier loss no longer counts
-GRACE = 1.0  # seconds that a worker has to end by itself
-_DRAIN = 0.005  # seconds a round gives to the rest of a late reply that has begun to arrive
+HEALTHY = 60.0  # seconds of service after which the pause is short again
+GRACE = 1.0  # seconds that a worker has to exit by itself
+_DRAIN = 0.005  # seconds that a round waits for the rest of a late reply
 
 
 class Worker:
-    """A process that drafts, and the channel to it. It ends with this object, however that goes.
+    """A drafting process and the channel to it. The process ends with this object.
 
-    `argv` is given the number of its socket as a last argument, and `setup` as its first message.
+    `argv` gets the file descriptor of the socket as its last argument; `setup` is sent as the first message.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class Worker:
         return self._process.pid
 
     @property
-    def gone(self) -> bool:
+    def exited(self) -> bool:
         """Whether the process has ended (and reaps it if so)."""
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """At once, and without waiting for it."""
+        """Kills the process without waiting for it."""
         self.channel.close()
         self._process.kill()
 
     def close(self) -> None:
-        """Lets it end by itself if it does so soon."""
+        """Closes the channel, and kills the process if it does not exit within GRACE seconds."""
         self._end()
 
 
@@ -86,20 +86,20 @@ def _end(process: subprocess.Popen[bytes], channel: Channel) -> None:
 
 @dataclass
 class _Awaited:
-    """The message that a worker owes."""
+    """The message that is due from the worker."""
 
     kind: Kind
     round: int
-    moved: int  # bytes that had crossed when there was last a sign of life
-    since: float  # when that was
+    moved: int  # bytes transferred so far, at the last check
+    since: float  # time of the last transfer
 
 
 class Supervisor:
-    """Keeps a worker that `start` launches, and launches it again whenever it is lost.
+    """Keeps one worker running; `start` launches it, at first and after every loss.
 
-    A worker that owes a message and is silent for `hang_limit` seconds (`start_limit` before it is ready) is lost, and
-    so is one that says anything wrong. `on_prepared` takes messages that come unasked, `on_loss` is called after a
-    loss, `on_close` after the end.
+    A worker is lost (killed) if a due message is not transferred for `hang_limit` seconds (`start_limit` before it is
+    ready), or if it sends anything invalid. Callbacks: `on_prepared` takes unsolicited messages, `on_loss` follows a
+    loss, `on_close` the end.
     """
 
     def __init__(
@@ -117,15 +117,15 @@ class Supervisor:
         self.start_limit = start_limit
         self.failures = 0
         self.restarts = 0
-        self.limit = 0  # words of a message that the worker may send
-        self.busy_seconds = 0.0  # that all workers together say they computed
-        self._busy_before = 0.0  # of those that are lost
+        self.limit = 0  # maximum payload of a message from the worker, in words
+        self.busy_seconds = 0.0  # computing time that the workers reported, in all
+        self._busy_before = 0.0  # of earlier workers
         self._start, self._clock = start, clock
         self._on_prepared, self._on_loss, self._on_close = on_prepared, on_loss, on_close
         self._worker: Worker | None = None
         self._awaited: _Awaited | None = None
         self._ready_since: float | None = None
-        self._lost: Worker | None = None  # killed, perhaps not yet gone
+        self._lost: Worker | None = None  # killed, may not have exited yet
         self._restart_at = 0.0
         self._pause = SHORTEST_PAUSE
         self._closed = False
@@ -133,26 +133,26 @@ class Supervisor:
 
     @property
     def pid(self) -> int | None:
-        """The worker's process, while there is one."""
+        """Process id of the worker, if there is one."""
         return self._worker.pid if self._worker is not None else None
 
     @property
     def ready(self) -> bool:
-        """Whether there is a worker that has been ready for rounds."""
+        """Whether the worker has reported that it can take rounds."""
         return self._ready_since is not None
 
     @contextmanager
     def losing_on_error(self) -> Iterator[None]:
-        """Gives the worker up when something is wrong with what it says, or with the way to it."""
+        """Kills the worker on an invalid message or a failing channel."""
         try:
             yield
         except (WireError, OSError) as error:
             self._lose(str(error))
 
     def settled(self, timeout: float = 0.0) -> bool:
-        """Whether there is a worker that owes nothing; what it still owed is waited for, and dropped.
+        """Whether there is a worker and no message is due from it; a late one is received and dropped.
 
-        A lost worker is replaced here when it is time for that. Raises WireError or OSError.
+        A lost worker is replaced here, once its pause is over. Raises WireError or OSError.
         """
         if self._closed:
             return False
@@ -165,23 +165,23 @@ class Supervisor:
             if self.receive(max(timeout, drain)) is None:
                 return False
         while channel.waiting() and (message := channel.receive(self.limit, 0.0)) is not None:
-            self._take_unasked(message)
+            self._take_unsolicited(message)
         return True
 
     def post(self, message: Message) -> None:
-        """Sends a round, for which proposals are then due."""
+        """Sends a round; PROPOSALS are due for it."""
         channel = self._channel()
         channel.post(message)
         self._awaited = _Awaited(Kind.PROPOSALS, message.round, channel.num_bytes, self._clock())
 
     def receive(self, timeout: float) -> Message | None:
-        """What the worker owes, if it comes in time. What it had prepared for an earlier round may come first."""
+        """The message that is due, if it comes in time. A PREPARED message for an earlier round may come first."""
         channel, awaited = self._channel(), self._awaited
         if awaited is None:
-            raise AssertionError("the worker owes nothing")
+            raise AssertionError("no message is due from the worker")
         message = channel.receive(self.limit, timeout)
         if message is not None and message.kind is Kind.PREPARED:
-            self._take_unasked(message)
+            self._take_unsolicited(message)
             message = channel.receive(self.limit, timeout)
         if message is None:
             self._check_silence(channel, awaited)
@@ -195,7 +195,7 @@ class Supervisor:
         return message
 
     def close(self) -> None:
-        """Ends the worker."""
+        """Stops the worker for good."""
         self._closed = True
         for worker in (self._worker, self._lost):
             if worker is not None:
@@ -208,7 +208,7 @@ class Supervisor:
             raise AssertionError("there is no worker")
         return self._worker.channel
 
-    def _take_unasked(self, message: Message) -> None:
+    def _take_unsolicited(self, message: Message) -> None:
         if message.kind is not Kind.PREPARED:
             raise WireError(f"it sent {message.kind.name} {message.round} without being asked")
         self._on_prepared(message)
@@ -227,14 +227,14 @@ class Supervisor:
             self._awaited = _Awaited(Kind.READY, 0, self._worker.channel.num_bytes, self._clock())
 
     def _relaunch_when_due(self) -> None:
-        """Not before the lost one has gone, and given back what it held."""
-        if self._clock() >= self._restart_at and (self._lost is None or self._lost.gone):
+        """Waits for the exit of the lost worker, which frees its memory and device."""
+        if self._clock() >= self._restart_at and (self._lost is None or self._lost.exited):
             self._lost = None
             self.restarts += 1
             self._launch()
 
     def _lose(self, reason: str) -> None:
-        """Gives a worker up. The next one knows nothing."""
+        """Kills the worker and schedules a new one."""
         now = self._clock()
         if self._ready_since is not None and now - self._ready_since >= HEALTHY:
             self._pause = SHORTEST_PAUSE

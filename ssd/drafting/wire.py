@@ -1,8 +1,8 @@
-"""What crosses between an engine and a drafter in a process of its own: messages of 64-bit integers, over a socket.
+"""The protocol between the engine and a worker: messages of 64-bit integers over a socket.
 
 A message is a header (magic with version, kind, round, two times, length of the payload) and a payload in a fixed
-layout; floats travel as their bits. Decoding believes nothing: whatever is not exactly right raises a WireError, and
-nothing is allocated by a number that was not checked. Knows nothing of processes or of how drafts are made.
+layout; floats are sent as their bits. Decoding validates everything: an invalid message raises WireError, and no buffer
+is allocated by a length that was not checked. Knows nothing of processes or of how drafts are made.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ Words = npt.NDArray[np.int64]
 MAGIC = 0x5353_4457_0000_0003  # "SSDW", version 3
 HEADER_WORDS = 6
 MAX_WORDS = 1 << 26  # of a payload: half a gigabyte
-MAX_OUTCOMES = 256  # that are prepared for a sequence
+MAX_OUTCOMES = 256  # prepared for a sequence
 
 _LOWEST, _HIGHEST = -(1 << 63), (1 << 63) - 1
 _BYTES = 8  # of a word
-_CHUNK = 1 << 20  # bytes that are read at once
-_FLOW = 0.005  # seconds for which an arriving message is read on after the time to wait is over
+_CHUNK = 1 << 20  # bytes of one read
+_GRACE = 0.005  # seconds after the timeout in which a message that is arriving is still read
 
 
 class WireError(SSDError):
-    """A message that makes no sense."""
+    """An invalid message."""
 
 
 class ChannelClosed(WireError):
-    """The other end has gone."""
+    """The other end was closed."""
 
 
 class Kind(IntEnum):
     SETUP = 1  # to the worker, once: its configuration
-    READY = 2  # from the worker, once: it can take rounds now
+    READY = 2  # from the worker, once: it can take rounds
     ROUND = 3  # to the worker: sequences to draft for
     PROPOSALS = 4  # from the worker: the answer to a round
-    PREPARED = 5  # from the worker, unasked: what it has prepared for the outcomes of that round
+    PREPARED = 5  # from the worker, unsolicited: the drafts it has prepared for the outcomes of a round
 
 
 _KINDS = frozenset(Kind)
@@ -64,12 +64,15 @@ class Message:
     kind: Kind
     round: int = 0
     payload: Words = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    times: tuple[int, int] = (0, 0)  # nanoseconds. ROUND: of the last round; PROPOSALS: computing in all, and for this
+    times: tuple[int, int] = (
+        0,
+        0,
+    )  # ns. ROUND: time of the last round; PROPOSALS: computing in all, and for this one
 
 
 @dataclass(frozen=True)
 class SequenceSetup:
-    """What a worker is told of a sequence once: all that a draft of it may depend on, its tokens apart."""
+    """What a draft of a sequence depends on besides its tokens; sent once per sequence."""
 
     seed: int
     num_prompt: int
@@ -85,13 +88,13 @@ class SequenceSetup:
 
 @dataclass(frozen=True)
 class Entry:
-    """One sequence of a round: what is new of it since the worker last heard."""
+    """One sequence of a round, with its tokens since the last message."""
 
     id: int
-    known: int  # tokens that the worker has already
+    known: int  # number of tokens that the worker has
     new_tokens: list[int]
     lookahead: int
-    accepted: int = -1  # drafted tokens among the new ones; -1: they are not the outcome of the last proposal
+    accepted: int = -1  # accepted draft tokens among the new ones; -1: they are not the outcome of the last proposal
     setup: SequenceSetup | None = None  # of a new sequence
 
 
@@ -112,9 +115,9 @@ def decode_setup(payload: Words) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except ValueError as error:
-        raise WireError(f"the setup is no JSON: {error}") from error
+        raise WireError(f"the setup is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise WireError("the setup is no JSON object")
+        raise WireError("the setup is not a JSON object")
     return config
 
 
@@ -129,7 +132,7 @@ def encode_round(forgotten: Seq[int], entries: Seq[Entry]) -> Words:
 
 
 def decode_round(payload: Words) -> tuple[list[int], list[Entry]]:
-    """The sequences to forget, and those to draft for."""
+    """The ids of sequences to drop, and the sequences to draft for."""
     reader = _Reader(payload)
     forgotten = reader.numbers(reader.count())
     entries = [_read_entry(reader) for _ in range(reader.count())]
@@ -150,7 +153,7 @@ def encode_proposals(proposals: Seq[Proposal]) -> Words:
 
 
 def decode_proposals(payload: Words, num_works: int, vocab_size: int) -> list[Proposal]:
-    """One proposal a work, of tokens that exist; distributions span the vocabulary and are distributions."""
+    """One proposal per work; token ids and distributions are validated."""
     reader = _Reader(payload)
     reader.number(num_works, num_works)
     proposals = [_read_proposal(reader, vocab_size) for _ in range(num_works)]
@@ -159,12 +162,12 @@ def decode_proposals(payload: Words, num_works: int, vocab_size: int) -> list[Pr
 
 
 def most_proposal_words(num_works: int, lookahead: int, vocab_size: int) -> int:
-    """The longest payload that a truthful worker can answer with."""
+    """Maximum length of a valid PROPOSALS payload."""
     return 1 + num_works * (3 + lookahead * (1 + vocab_size))
 
 
 def encode_prepared(prepared: Mapping[int, Prepared]) -> Words:
-    """Of each sequence a table, its drafts padded to one length: it is read while the target waits."""
+    """One table per sequence, drafts padded to one length: fast to decode, since the target waits for it."""
     words = [len(prepared)]
     for sequence_id, outcomes in prepared.items():
         depth = max(map(len, outcomes.values()), default=0)
@@ -175,7 +178,7 @@ def encode_prepared(prepared: Mapping[int, Prepared]) -> Words:
 
 
 def decode_prepared(payload: Words, vocab_size: int) -> dict[int, Prepared]:
-    """By sequence id; of tokens that exist."""
+    """By sequence id; token ids are validated."""
     reader = _Reader(payload)
     found: dict[int, Prepared] = {}
     for _ in range(reader.number(0, reader.left)):
@@ -191,7 +194,7 @@ def decode_prepared(payload: Words, vocab_size: int) -> dict[int, Prepared]:
 
 
 def most_prepared_words(num_works: int, lookahead: int) -> int:
-    """The longest payload that a truthful worker can prepare."""
+    """Maximum length of a valid PREPARED payload."""
     return 1 + num_works * (3 + MAX_OUTCOMES * (3 + lookahead))
 
 
@@ -252,7 +255,7 @@ def _read_proposal(reader: _Reader, vocab_size: int) -> Proposal:
     distributions = reader.array(count * columns).view(np.float64).reshape(count, columns)
     if not (distributions.min(axis=1) >= 0).all() or not (abs(distributions.sum(axis=1) - 1) < 1e-3).all():
         raise WireError("distributions that are not probabilities")
-    import torch  # takes seconds, and only distributions need it: a worker that looks drafts up starts without
+    import torch  # slow to import, and needed for distributions only
 
     return Proposal(tokens, torch.from_numpy(distributions), origin)
 
@@ -267,7 +270,7 @@ def _bits(value: float) -> int:
 
 
 class _Reader:
-    """Reads a payload from front to back, and never past its end."""
+    """Reads a payload from front to back, with bounds checks."""
 
     def __init__(self, payload: Words) -> None:
         self._payload = payload
@@ -299,7 +302,7 @@ class _Reader:
         return value
 
     def count(self) -> int:
-        """How many things follow, each of a word at least."""
+        """The number of items that follow, of at least one word each."""
         return self.number(0, self.left - 1)
 
     def real(self) -> float:
@@ -314,26 +317,26 @@ class _Reader:
 
 
 class Channel:
-    """Whole messages over one end of a socket pair. Keeps what is half sent or half received: nothing has to wait."""
+    """Complete messages over one end of a socket pair; non-blocking, partial messages are buffered."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
-        self.num_bytes = 0  # that have crossed, either way
+        self.num_bytes = 0  # transferred, in both directions
         self._socket = end
         self._unsent: deque[memoryview] = deque()
         self._partial = bytearray()  # of the message that is arriving
 
     @property
     def arriving(self) -> bool:
-        """Whether a message has come in part."""
+        """Whether part of a message has arrived."""
         return bool(self._partial)
 
     def waiting(self) -> bool:
-        """Whether there is something to receive, were it the end."""
+        """Whether there is something to receive (or the other end was closed)."""
         return self._poll(select.POLLIN, 0.0)
 
     def post(self, message: Message) -> None:
-        """Sends what the socket takes at once; the rest goes out in `receive` or `flush`."""
+        """Sends without blocking; the rest is sent by `receive` or `flush`."""
         header = _words([MAGIC, message.kind, message.round, *message.times, len(message.payload)])
         self._unsent.append(np.concatenate((header, message.payload)).data.cast("B"))
         self._write()
@@ -345,7 +348,7 @@ class Channel:
             self._write()
 
     def receive(self, limit: int = MAX_WORDS, timeout: float = math.inf) -> Message | None:
-        """The next message, its payload at most `limit` words; None when it is not whole within `timeout` seconds."""
+        """The next message, of at most `limit` words of payload; None if it is not complete after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while True:
             self._write()
@@ -353,7 +356,7 @@ class Channel:
             if not self._missing(limit):
                 return self._take()
             left = deadline - time.monotonic()
-            if moved and left > -_FLOW:
+            if moved and left > -_GRACE:
                 continue
             if left <= 0:
                 return None
@@ -381,7 +384,7 @@ class Channel:
             raise ChannelClosed("the other end is closed") from error
 
     def _read(self, limit: int) -> bool:
-        """Takes what has come, up to the end of a message; whether anything has."""
+        """Reads what has arrived of the current message; returns whether there was anything."""
         try:
             data = self._socket.recv(min(self._missing(limit), _CHUNK))
         except BlockingIOError:
@@ -395,7 +398,7 @@ class Channel:
         return True
 
     def _missing(self, limit: int) -> int:
-        """Bytes that are missing to a whole message, or to its header."""
+        """Bytes that are missing of the message, or of its header."""
         header = HEADER_WORDS * _BYTES
         if len(self._partial) < header:
             return header - len(self._partial)

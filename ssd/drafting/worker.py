@@ -1,6 +1,6 @@
-"""A worker: the process that a drafter runs in. Answers rounds over a socket, and prepares drafts between them.
+"""The worker: the process that a drafter runs in. Replies to rounds over a socket, and prepares drafts between them.
 
-It keeps a copy of every sequence, and a state of its own for them, brought up to date by what it is told of each round.
+It keeps a copy of every sequence and a SequenceState of its own, which every ROUND message updates.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class WorkerDrafter:
-    """A drafter, and the state that it reads sequences from; without a state it proposes from their tokens."""
+    """The worker's drafter, sequences and SequenceState (None for a drafter that needs tokens only)."""
 
     drafter: Drafter
     state: SequenceState | None = None
     sequences: dict[int, Sequence] = field(default_factory=dict)
-    last: list[Work] = field(default_factory=list)  # works of the last round, with what was proposed
+    last: list[Work] = field(default_factory=list)  # works of the last round, with their proposals
     free_slots: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class WorkerDrafter:
                 self.free_slots.append(sequence.slot)
 
     def update(self, entries: Seq[Entry], seconds: float) -> list[Work]:
-        """Takes what is new of the sequences, tells the drafter what the last round decided, and returns the works."""
+        """Updates the sequences, passes the last round's outcomes to the drafter, and returns the new works."""
         works = [self._work(entry) for entry in entries]
         decided = {entry.id: entry for entry in entries if entry.accepted >= 0 and entry.setup is None}
         outcomes: list[Outcome | None] = []
@@ -71,7 +71,7 @@ class WorkerDrafter:
         return works
 
     def propose(self, works: Seq[Work]) -> list[Work]:
-        """The works with proposals whose tokens are on the host."""
+        """The works with their proposals, whose tokens are copied to the host."""
         drafter = self.drafter
         found = [work.with_proposal(p) for work, p in zip(works, drafter.propose(works), strict=True)]
         drafter.settle(found)
@@ -87,7 +87,7 @@ class WorkerDrafter:
         return found
 
     def _work(self, entry: Entry) -> Work:
-        """Brings a sequence up to date. As in the engine, all but the last token has been read once there is output."""
+        """Updates a sequence and returns its work. As in the engine, one token is pending once there is output."""
         if entry.setup is not None:
             sequence = self.sequences[entry.id] = _sequence(entry.id, entry.setup, entry.new_tokens)
             if self.state is not None:
@@ -123,7 +123,7 @@ def _sequence(sequence_id: int, setup: SequenceSetup, tokens: Seq[int]) -> Seque
 
 
 def run(fd: int, build: Callable[[dict[str, Any]], WorkerDrafter]) -> None:
-    """A worker's life: reads its setup from the socket `fd`, builds its drafter and serves until the other end goes."""
+    """Main function: receives the setup over the socket `fd`, builds the drafter and serves until the socket closes."""
     channel = Channel(socket.socket(fileno=fd))
     with suppress(ChannelClosed):
         drafter = build(decode_setup(_receive(channel, Kind.SETUP).payload))
@@ -132,7 +132,7 @@ def run(fd: int, build: Callable[[dict[str, Any]], WorkerDrafter]) -> None:
 
 
 def serve(drafter: WorkerDrafter, channel: Channel) -> None:
-    """Answers rounds until the other end goes; between them the drafter prepares."""
+    """Replies to rounds until the socket closes; between them the drafter prepares."""
     with suppress(ChannelClosed):
         while True:
             _serve_round(drafter, channel)
@@ -149,7 +149,7 @@ def _serve_round(worker: WorkerDrafter, channel: Channel) -> None:
     times = int(worker.drafter.stats.busy_seconds * 1e9), time.perf_counter_ns() - began
     _send(channel, Message(Kind.PROPOSALS, message.round, payload, times))
     worker.drafter.prepare(works, channel.waiting)
-    if channel.waiting():  # it is too late for that
+    if channel.waiting():  # the next round is here: too late
         return
     prepared = {work.sequence.id: found for work in works if (found := worker.drafter.prepared(work.sequence))}
     if prepared:
