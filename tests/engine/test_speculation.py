@@ -342,7 +342,7 @@ def compare_bundled(
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("k", KS)
 def test_the_bundled_pair_ahead_over_the_whole_table(k: int, batch: int) -> None:
-    compare_bundled("llama", "tiny-llama-draft", k, batch, count=32, new_tokens=48, mode="ssd")
+    compare_bundled("llama", "tiny-llama-draft", k, batch, count=16, new_tokens=48, mode="ssd")
 
 
 # --- a drafter of its own process -------------------------------------------------------------------------------------
