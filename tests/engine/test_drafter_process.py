@@ -1,13 +1,13 @@
-"""A drafter in a process of its own: what crosses the wire, and that whatever happens to the process costs no text."""
+"""A drafter in a process of its own: whatever happens to the process costs no text."""
 
 from __future__ import annotations
 
 import gc
 import itertools
-import math
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -16,94 +16,73 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from fakes import VOCAB, Expected, make_harness, make_sequence, naive
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from ssd.core import Proposal, SamplingParams, Sequence, Work
-from ssd.decoding.drafter import Drafter
-from ssd.drafting.process import LONGEST_PAUSE, ProcessDrafter, Worker, serve
+from ssd.core import Origin, Outcome, Proposal, SamplingParams, Sequence, Work
+from ssd.decoding.drafter import Drafter, never
+from ssd.drafting.process import ProcessDrafter
+from ssd.drafting.supervisor import LONGEST_PAUSE, Supervisor, Worker
 from ssd.drafting.wire import (
     MAGIC,
-    ORIGINS,
-    Birth,
     Channel,
     ChannelClosed,
     Entry,
     Kind,
     Message,
+    SequenceSetup,
     WireError,
-    Words,
     decode_prepared,
     decode_proposals,
     decode_round,
-    decode_setup,
     encode_prepared,
     encode_proposals,
     encode_round,
-    encode_setup,
 )
+from ssd.drafting.worker import WorkerDrafter, serve
+from ssd.execution.state import SequenceState
 
 LOOKAHEAD = 4
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6]
 
-# --- the wire ---------------------------------------------------------------------------------------------------------
-
-int64 = st.integers(-(1 << 63), (1 << 63) - 1)
-tokens = st.lists(st.integers(0, 1 << 40), max_size=9)
-sampling_params = st.builds(
-    SamplingParams,
-    temperature=st.floats(0, 100),
-    top_k=st.integers(0, 1 << 80),
-    top_p=st.floats(0, 1, exclude_min=True),
-    min_p=st.floats(0, 1),
-    repetition_penalty=st.floats(0, 100, exclude_min=True),
-    presence_penalty=st.floats(-100, 100),
-    frequency_penalty=st.floats(-100, 100),
-    logit_bias=st.dictionaries(st.integers(0, 1 << 40), st.floats(-1000, 1000) | st.just(-math.inf), max_size=3),
-    min_tokens=st.integers(0, 5),
-    speculate=st.booleans(),
-)
-sequences = st.builds(
-    lambda id, prompt, output, params, seed, stops, max_tokens: make_sequence(
-        prompt, output, params=params, id=id, seed=seed, stop_token_ids=stops, max_tokens=max_tokens
-    ),
-    st.integers(0, (1 << 63) - 1),
-    st.lists(st.integers(0, 1 << 40), min_size=1, max_size=9),
-    tokens,
-    sampling_params,
-    st.integers(0, (1 << 64) - 1),
-    st.frozensets(st.integers(0, 1 << 40), max_size=3),
-    st.integers(1, 1 << 40),
-)
-entries = st.lists(
-    st.builds(lambda s, k: Entry(s.id, 0, s.tokens, k, Birth.of(s)), sequences, st.integers(0, 9))
-    | st.builds(Entry, st.integers(0, 9), st.integers(0, 99), tokens, st.integers(0, 9)),
-    max_size=4,
-)
-rounds = st.tuples(st.lists(st.integers(0, 1 << 40), max_size=4), entries)
+# --- the worker's loop ------------------------------------------------------------------------------------------------
 
 
-drafts = st.lists(st.integers(0, VOCAB - 1), max_size=LOOKAHEAD).map(tuple)
-outcomes = st.dictionaries(st.tuples(st.integers(0, LOOKAHEAD), st.integers(0, VOCAB - 1)), drafts, max_size=5)
-prepared = st.dictionaries(st.integers(0, 1 << 40), outcomes, max_size=3)
+class Recorder(Drafter):
+    """A drafter that proposes two tokens with their distributions, and writes down what it is told."""
 
+    lookahead = LOOKAHEAD
 
-@st.composite
-def proposals(draw: st.DrawFn) -> list[Proposal]:
-    made = []
-    for _ in range(draw(st.integers(0, 4))):
-        drafted = tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=LOOKAHEAD)))
-        seed = draw(st.integers(0, 99))
-        laws = torch.rand(len(drafted), VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        laws = laws / laws.sum(-1, keepdim=True) if drafted and draw(st.booleans()) else None
-        made.append(Proposal(drafted, laws, draw(st.sampled_from(ORIGINS))))
-    return made
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[str, Any]] = []
+
+    def propose(self, works: Seq[Work]) -> list[Proposal]:
+        facts = [(w.sequence.id, w.start, w.num_tokens, w.lookahead) for w in works]
+        self.told += [("propose", facts), ("tokens", [list(w.sequence.tokens) for w in works])]
+        return [Proposal((1, 2), torch.full((2, VOCAB), 1 / VOCAB), Origin.HIT) for _ in works]
+
+    def settle(self, works: Seq[Work]) -> None:
+        self.told.append(("settle", [w.sequence.id for w in works]))
+
+    def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
+        assert not interrupted()
+        self.told.append(("prepare", [w.proposal.token_ids for w in works]))
+
+    def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
+        found = [o and (o.token_ids, o.draft, o.origin) for o in outcomes]
+        self.told.append(("observe", (list(zip((w.sequence.id for w in works), found, strict=True)), seconds)))
+
+    def prepared(self, sequence: Sequence) -> dict[tuple[int, int], tuple[int, ...]]:
+        return {(0, 3): (4, 5), (1, 6): (7,)} if sequence.id == 1 else {}
+
+    def forget(self, sequence: Sequence) -> None:
+        self.told.append(("forget", sequence.id))
 
 
 def channels() -> tuple[Channel, Channel]:
@@ -111,200 +90,36 @@ def channels() -> tuple[Channel, Channel]:
     return Channel(left), Channel(right)
 
 
-def carried(payload: Words, kind: Kind = Kind.ROUND, number: int = 7) -> Words:
-    """The payload, as it comes out at the other end."""
-    here, there = channels()
-    here.post(Message(kind, number, payload))
-    message = there.receive(timeout=0.0)
+def received(channel: Channel) -> Message:
+    message = channel.receive(timeout=10)
     assert message is not None
-    assert (message.kind, message.round) == (kind, number)
-    here.close()
-    there.close()
-    return message.payload
-
-
-def relevant(params: SamplingParams) -> dict[str, Any]:
-    reals = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    exact = {name: getattr(params, name) for name in (*reals, "min_tokens", "speculate", "logit_bias")}
-    return {**exact, "top_k": min(params.top_k, (1 << 63) - 1)}
-
-
-@given(rounds)
-def test_a_round_crosses_unchanged(round_: tuple[list[int], list[Entry]]) -> None:
-    """Catches a field that is lost, swapped or rounded on the way: also seeds of 64 bits and biases of -inf."""
-    forgotten, sent = decode_round(carried(encode_round(*round_)))
-    assert forgotten == round_[0]
-    for got, wanted in zip(sent, round_[1], strict=True):
-        assert got.id == wanted.id
-        assert (got.known, got.new_tokens, got.lookahead) == (wanted.known, wanted.new_tokens, wanted.lookahead)
-        assert (got.birth is None) == (wanted.birth is None)
-        if got.birth is not None and wanted.birth is not None:
-            assert relevant(got.birth.params) == relevant(wanted.birth.params)
-            for name in ("seed", "num_prompt", "max_tokens", "stop_token_ids"):
-                assert getattr(got.birth, name) == getattr(wanted.birth, name)
-
-
-@given(proposals())
-def test_proposals_cross_unchanged(sent: list[Proposal]) -> None:
-    """Catches laws that lose a bit, and proposals that come back for another work."""
-    got = decode_proposals(carried(encode_proposals(sent), Kind.PROPOSALS), len(sent), VOCAB)
-    for a, b in zip(got, sent, strict=True):
-        assert (a.token_ids, a.origin, a.laws is None) == (b.token_ids, b.origin, b.laws is None)
-        assert a.laws is None or torch.equal(a.laws, b.laws)
-
-
-@given(prepared)
-def test_what_is_prepared_crosses_unchanged(sent: dict[int, dict[tuple[int, int], tuple[int, ...]]]) -> None:
-    payload = encode_prepared(sent)
-    assert decode_prepared(carried(payload, Kind.PREPARED), VOCAB) == sent
-    for wrong in (payload[:-1], np.append(payload, 0)):
-        with pytest.raises(WireError):
-            decode_prepared(wrong, VOCAB)
-
-
-@given(st.dictionaries(st.text(), st.none() | st.integers() | st.text() | st.lists(st.floats(0, 1))))
-def test_a_setup_crosses_unchanged(setup: dict[str, Any]) -> None:
-    assert decode_setup(carried(encode_setup(setup), Kind.SETUP)) == setup
-
-
-def decode_anything(payload: Words, num_works: int) -> None:
-    decoders = (decode_setup, decode_round, lambda p: decode_prepared(p, VOCAB))
-    for decode in (*decoders, lambda p: decode_proposals(p, num_works, VOCAB)):
-        with suppress(WireError):
-            decode(payload)
-
-
-@given(rounds, proposals(), st.data())
-def test_truncated_payloads_are_refused(
-    round_: tuple[list[int], list[Entry]], sent: list[Proposal], data: st.DataObject
-) -> None:
-    """Catches reading past the end, and what is left over."""
-    for payload, decode in (
-        (encode_round(*round_), decode_round),
-        (encode_proposals(sent), lambda p: decode_proposals(p, len(sent), VOCAB)),
-    ):
-        cut = data.draw(st.integers(0, len(payload) - 1))
-        with pytest.raises(WireError):
-            decode(payload[:cut])
-        with pytest.raises(WireError):
-            decode(np.append(payload, 0))
-
-
-@settings(max_examples=200)
-@given(rounds, proposals(), st.data())
-def test_corrupted_payloads_do_no_harm(
-    round_: tuple[list[int], list[Entry]], sent: list[Proposal], data: st.DataObject
-) -> None:
-    """Catches any error but a WireError, and memory that a corrupted number asks for."""
-    for payload in (encode_round(*round_), encode_proposals(sent)):
-        corrupted = payload.copy()
-        for _ in range(data.draw(st.integers(1, 3))):
-            corrupted[data.draw(st.integers(0, len(payload) - 1))] = data.draw(int64 | st.integers(-2, 20))
-        decode_anything(corrupted, len(sent))
-
-
-@given(st.lists(int64, max_size=30))
-def test_noise_is_no_payload(words: list[int]) -> None:
-    decode_anything(np.array(words, dtype=np.int64), 1)
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        [0, 3, 1, 0, 0, 0],
-        [MAGIC + 1, 3, 1, 0, 0, 0],
-        [MAGIC, 9, 1, 0, 0, 0],
-        [MAGIC, 3, -1, 0, 0, 0],
-        [MAGIC, 3, 1, -1, 0, 0],
-        [MAGIC, 3, 1, 0, -1, 0],
-        [MAGIC, 3, 1, 0, 0, -1],
-        [MAGIC, 3, 1, 0, 0, 101],
-        [MAGIC, 3, 1, 0, 0, 1 << 62],
-    ],
-)
-def test_senseless_headers_are_refused(header: list[int]) -> None:
-    """Catches a length that is believed: with `limit` no more than that is ever taken in."""
-    left, right = socket.socketpair()
-    with left, right:
-        left.sendall(np.array(header, dtype=np.int64).tobytes())
-        with pytest.raises(WireError):
-            Channel(right).receive(limit=100, timeout=0.0)
-
-
-def test_a_long_message_never_blocks_its_sender() -> None:
-    """Catches a send that waits for the reader, and a message that comes in pieces and is put together wrongly."""
-    here, there = channels()
-    payload = np.arange(1 << 20, dtype=np.int64)
-    assert there.receive(timeout=0.0) is None
-    here.post(Message(Kind.ROUND, 1, payload))
-    here.post(Message(Kind.ROUND, 2))
-    message = there.receive(timeout=0.0)
-    assert message is None
-    assert there.arriving
-    while message is None:
-        assert here.receive(timeout=0.0) is None  # sends on what is left
-        message = there.receive(timeout=0.0)
-    assert np.array_equal(message.payload, payload)
-    last = there.receive(timeout=0.0)
-    assert last is not None
-    assert last.round == 2
-    assert not there.waiting()
-    here.close()
-    assert there.waiting()
-    with pytest.raises(ChannelClosed):
-        there.receive()
-    with pytest.raises(ChannelClosed):
-        there.post(Message(Kind.READY))
-    there.close()
-
-
-# --- the worker's loop ------------------------------------------------------------------------------------------------
-
-
-class Recorder(Drafter):
-    """A drafter that proposes two tokens with their laws, and writes down what it is told."""
-
-    lookahead = LOOKAHEAD
-
-    def __init__(self) -> None:
-        self.interrupted: Callable[[], bool] = lambda: True
-        self.told: list[tuple[str, Any]] = []
-
-    def propose(self, works: Seq[Work]) -> list[Proposal]:
-        facts = [(w.sequence.id, w.sequence.num_computed, w.num_tokens, w.lookahead) for w in works]
-        self.told += [("propose", facts), ("tokens", [list(w.sequence.tokens) for w in works])]
-        return [Proposal((1, 2), torch.full((2, VOCAB), 1 / VOCAB), "hit") for _ in works]
-
-    def anticipate(self, works: Seq[Work]) -> None:
-        assert not self.interrupted()
-        self.told.append(("anticipate", [w.proposal.token_ids for w in works]))
-
-    def forget(self, sequence: Sequence) -> None:
-        self.told.append(("forget", sequence.id))
+    return message
 
 
 def test_the_worker_tells_its_drafter_what_it_heard() -> None:
     """Catches works that a drafter in the engine would not have been given, and rounds that are answered wrongly."""
     here, there = channels()
     recorder = Recorder()
-    thread = threading.Thread(target=serve, args=(recorder, there))
+    thread = threading.Thread(target=serve, args=(WorkerDrafter(recorder), there), daemon=True)
     thread.start()
     params = SamplingParams(temperature=0.5)
     first, second = make_sequence([5, 6, 7], id=1, params=params, seed=1 << 63), make_sequence([8], [9], id=2)
-    births = [Birth.of(first), Birth.of(second)]
+    setups = [SequenceSetup.of(first), SequenceSetup.of(second)]
     script = [
-        ([], [Entry(1, 0, [5, 6, 7], 4, births[0]), Entry(2, 0, [8, 9], 3, births[1])]),
-        ([2], [Entry(1, 3, [10, 11], 2)]),
+        ([], [Entry(1, 0, [5, 6, 7], 4, setup=setups[0]), Entry(2, 0, [8, 9], 3, setup=setups[1])]),
+        ([2], [Entry(1, 3, [1, 11], 2, accepted=1)]),
+        ([], [Entry(1, 5, [1, 2, 3, 4], 2)]),
     ]
     for number, round_ in enumerate(script):
-        here.post(Message(Kind.ROUND, number, encode_round(*round_)))
-        reply = here.receive(timeout=10)
-        assert reply is not None
-        assert reply.round == number
+        here.post(Message(Kind.ROUND, number, encode_round(*round_), times=(number * 10**9, 0)))
+        reply = received(here)
+        assert (reply.kind, reply.round) == (Kind.PROPOSALS, number)
         for proposal in decode_proposals(reply.payload, len(round_[1]), VOCAB):
-            assert (proposal.token_ids, proposal.origin) == ((1, 2), "hit")
-            assert proposal.laws.tolist() == [[float(np.float32(1 / VOCAB))] * VOCAB] * 2
-        until(lambda: recorder.told[-1][0] == "anticipate")
+            assert (proposal.token_ids, proposal.origin) == ((1, 2), Origin.HIT)
+            assert proposal.distributions.tolist() == [[float(np.float32(1 / VOCAB))] * VOCAB] * 2
+        prepared = received(here)
+        assert (prepared.kind, prepared.round) == (Kind.PREPARED, number)
+        assert decode_prepared(prepared.payload, VOCAB) == {1: {(0, 3): (4, 5), (1, 6): (7,)}}
     here.close()
     thread.join(10)
     assert not thread.is_alive()
@@ -312,12 +127,189 @@ def test_the_worker_tells_its_drafter_what_it_heard() -> None:
     assert recorder.told == [
         ("propose", [(1, 0, 3, 4), (2, 1, 1, 3)]),
         ("tokens", [[5, 6, 7], [8, 9]]),
-        ("anticipate", [(1, 2), (1, 2)]),
+        ("settle", [1, 2]),
+        ("prepare", [(1, 2), (1, 2)]),
         ("forget", 2),
+        ("observe", ([(1, ((1, 11), (1, 2), Origin.HIT)), (2, None)], 1.0)),
         ("propose", [(1, 4, 1, 2)]),
-        ("tokens", [[5, 6, 7, 10, 11]]),
-        ("anticipate", [(1, 2)]),
+        ("tokens", [[5, 6, 7, 1, 11]]),
+        ("settle", [1]),
+        ("prepare", [(1, 2)]),
+        ("observe", ([(1, None)], 2.0)),  # it is not known what of the draft stood
+        ("propose", [(1, 8, 1, 2)]),
+        ("tokens", [[5, 6, 7, 1, 11, 1, 2, 3, 4]]),
+        ("settle", [1]),
+        ("prepare", [(1, 2)]),
     ]
+
+
+class OnDevice(Drafter):
+    """Leaves what it proposes in the state: the last token and those after it, as many as there is room for."""
+
+    def __init__(self, state: SequenceState) -> None:
+        super().__init__()
+        self.state = state
+
+    def propose(self, works: Seq[Work]) -> list[Proposal]:
+        for work in works:
+            last = self.state.token_ids[work.slot, int(self.state.length[work.slot]) - 1]
+            self.state.drafts[work.slot] = last + torch.arange(LOOKAHEAD)
+            self.state.origin[work.slot] = Origin.DRAFT
+        return [Proposal(num_on_device=work.lookahead, origin=Origin.HIT) for work in works]
+
+    def settle(self, works: Seq[Work]) -> None:
+        """The last moment at which drafts in the state may change."""
+        self.state.origin[[work.slot for work in works]] = int(Origin.JIT)
+
+
+def test_the_worker_keeps_a_state_of_its_own() -> None:
+    """Catches slots that two sequences have, tokens at the wrong place, and drafts that are fetched too early."""
+    state = SequenceState(2, max_len=32, lookahead=LOOKAHEAD, vocab_size=VOCAB, device=torch.device("cpu"))
+    worker = WorkerDrafter(OnDevice(state), state)
+    setups = {i: SequenceSetup.of(make_sequence([5, 6, 7 + i], id=i)) for i in range(3)}
+
+    def new(i: int) -> Entry:
+        return Entry(i, 0, [5, 6, 7 + i], 2 + i, setup=setups[i])
+
+    def told(*entries: Entry) -> dict[int, tuple[int, ...]]:
+        works = worker.propose(worker.update(entries, 0.0))
+        assert {work.proposal.origin for work in works} == {Origin.JIT}
+        assert len({work.slot for work in works}) == len(works)
+        return {work.sequence.id: work.proposal.token_ids for work in works}
+
+    assert told(new(0), new(1)) == {0: (7, 8), 1: (8, 9, 10)}
+    assert told(Entry(1, 3, [8, 9, 20], 4, accepted=2)) == {1: (20, 21, 22, 23)}
+    slot = worker.sequences[1].slot
+    assert state.token_ids[slot, : int(state.length[slot])].tolist() == [5, 6, 8, 8, 9, 20]
+    assert int(state.num_accepted[slot]) == 2
+    with pytest.raises(WireError, match="more sequences than slots"):
+        told(new(2))
+    with pytest.raises(WireError, match="should be known"):
+        told(Entry(0, 4, [1], 2))
+    with pytest.raises(WireError, match="should be known"):
+        told(Entry(9, 1, [1], 2))
+    worker.forget(1)
+    worker.forget(1)
+    assert told(new(2), Entry(0, 3, [1], 2, accepted=0)) == {2: (9, 10, 11, 12), 0: (1, 2)}
+    assert worker.sequences[2].slot == slot
+    assert int(state.length[slot]) == 3
+
+
+# --- what the worker is told ------------------------------------------------------------------------------------------
+
+
+class Listener:
+    """In the place of a worker: a thread that notes what it is told, and answers with nothing.
+
+    It prepares (0, 7) of every sequence, and says so only with the answer to the next round: too late.
+    """
+
+    pid, exited = 0, True
+
+    def __init__(self) -> None:
+        self.channel, self._theirs = channels()
+        self.rounds: list[tuple[list[int], list[Entry], float]] = []
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        with suppress(ChannelClosed):
+            self._theirs.post(Message(Kind.READY))
+            prepared: Message | None = None
+            while message := self._theirs.receive():
+                forgotten, entries = decode_round(message.payload)
+                self.rounds.append((forgotten, entries, message.times[0] / 1e9))
+                if prepared is not None:
+                    self._theirs.post(prepared)
+                payload = encode_proposals([Proposal()] * len(entries))
+                self._theirs.post(Message(Kind.PROPOSALS, message.round, payload))
+                ready = encode_prepared({entry.id: {(0, 7): (8, 9)} for entry in entries})
+                prepared = Message(Kind.PREPARED, message.round, ready)
+        self._theirs.close()
+
+    def die(self) -> None:
+        self._theirs._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(10)
+
+    def kill(self) -> None:
+        self.channel.close()
+        self._thread.join(10)
+
+    close = kill
+
+
+def test_what_the_worker_is_told() -> None:
+    """Catches an outcome that is told of another round, tokens that are told twice, and a loss that leaves traces."""
+    listeners: list[Listener] = []
+
+    def start() -> Any:
+        listeners.append(Listener())
+        return listeners[-1]
+
+    now = 0.0
+    drafter = ProcessDrafter(start, LOOKAHEAD, VOCAB, clock=lambda: now, patience=8.0)
+    assert drafter.wait_ready(10)
+    first, second = make_sequence([5, 6], id=1), make_sequence([8, 9], id=2)
+
+    def told(*sequences: Sequence, forgotten: Seq[int] = ()) -> list[tuple[Any, ...]]:
+        heard = len(listeners[-1].rounds)
+        assert drafter.propose([work_for(sequence) for sequence in sequences]) == [Proposal()] * len(sequences)
+        assert len(listeners[-1].rounds) == heard + 1
+        gone, entries, seconds = listeners[-1].rounds[-1]
+        assert gone == list(forgotten)
+        assert seconds == pytest.approx(drafter._round_seconds)
+        return [(e.known, e.new_tokens, e.accepted, e.setup is not None) for e in entries]
+
+    commit(drafter, work_for(first), [1])  # before the worker knows of it
+    assert told(first) == [(0, [5, 6, 1], -1, True)]
+    commit(drafter, work_for(first), [2, 3], 1)
+    assert told(first, second) == [(3, [2, 3], 1, False), (0, [8, 9], -1, True)]
+    commit(drafter, work_for(first), [7])  # what was prepared for that comes too late
+    drafter.observe([work_for(second)], [None], 0.25)  # a prefill chunk
+    assert told(first, second) == [(5, [7], 0, False), (2, [], -1, False)]
+    commit(drafter, work_for(first), [4])
+    commit(drafter, work_for(first), [4])
+    drafter.forget(second)
+    drafter.forget(second)
+    assert told(first, forgotten=[2]) == [(6, [4, 4], -1, False)]
+    commit(drafter, work_for(first), [1, 2, 3], 2)
+    drafter.forget(first)
+    listeners[-1].die()
+    assert drafter.propose([work_for(second)]) == [Proposal()]
+    now += 1.0
+    assert drafter.propose([work_for(second)]) == [Proposal()]
+    assert drafter.wait_ready(10)
+    assert len(listeners) == 2
+    assert told(first, second) == [(0, first.tokens, -1, True), (0, [8, 9], -1, True)]
+    assert (drafter.at_hand, drafter.supervisor.failures) == (0, 1)
+    drafter.close()
+
+
+def test_a_message_that_arrives_in_pieces_is_a_sign_of_life() -> None:
+    """Catches a worker that is given up while it sends, and one that is not though it has stopped sending."""
+    ours, theirs = socket.socketpair()
+    worker: Any = SimpleNamespace(channel=Channel(ours), pid=0, exited=True, close=ours.close, kill=ours.close)
+    now = 0.0
+    ignored: dict[str, Any] = {"on_prepared": lambda message: None, "on_loss": list, "on_close": list}
+    supervisor = Supervisor(lambda: worker, **ignored, clock=lambda: now, hang_limit=1.0, start_limit=2.0)
+    ready = struct.pack("=6q", MAGIC, Kind.READY, 0, 0, 0, 0)
+    for i in range(0, len(ready), 8):
+        theirs.sendall(ready[i : i + 8])
+        now += 1.9
+        assert supervisor.settled() == (i + 8 == len(ready))
+    assert supervisor.ready
+    supervisor.limit = 9
+    supervisor.post(Message(Kind.ROUND, 1))
+    reply = struct.pack("=9q", MAGIC, Kind.PROPOSALS, 1, 0, 0, 3, 1, 2, 3)
+    for i in range(0, len(reply) - 8, 8):
+        theirs.sendall(reply[i : i + 8])
+        now += 0.9
+        assert supervisor.receive(0.0) is None
+    now += 1.1
+    with pytest.raises(WireError, match="silent"):
+        supervisor.receive(0.0)
+    supervisor.close()
+    theirs.close()
 
 
 # --- the process ------------------------------------------------------------------------------------------------------
@@ -325,45 +317,44 @@ def test_the_worker_tells_its_drafter_what_it_heard() -> None:
 # Knows texts and proposes how they go on. `sleeps`: seconds before the first, second, … proposals.
 HONEST = """
 import sys, time
-from ssd.core import Proposal
+from ssd.core import Origin, Proposal
 from ssd.decoding.drafter import Drafter
-from ssd.drafting.process import run
+from ssd.drafting.worker import WorkerDrafter, run
 
 class Honest(Drafter):
     lookahead = 4
 
     def __init__(self, setup):
-        self.texts, self.sleeps, self.manner = setup["texts"], setup.get("sleeps", []), setup.get("anticipate")
-        self.interrupted, self.ahead = None, setup.get("ahead")
+        super().__init__()
+        self.texts, self.sleeps, self.manner = setup["texts"], setup.get("sleeps", []), setup.get("prepare")
+        self.ahead = setup.get("ahead")
 
     def propose(self, works):
+        self.stats.busy_seconds += 0.125
         if self.sleeps:
             time.sleep(self.sleeps.pop(0))
-        return [Proposal(self.after(w.sequence.tokens)[: w.lookahead], origin="sibling") for w in works]
+        return [Proposal(self.after(w.sequence.tokens)[: w.lookahead], origin=Origin.SIBLING) for w in works]
 
     def after(self, tokens):
         return next((tuple(t[len(tokens) :]) for t in self.texts if t[: len(tokens)] == tokens), ())
 
-    def anticipate(self, works):
-        while self.manner == "until interrupted" and not self.interrupted():
+    def prepare(self, works, interrupted):
+        while self.manner == "until interrupted" and not interrupted():
             time.sleep(0.001)
         time.sleep(self.manner if isinstance(self.manner, float) else 0)
 
-    def outcomes(self, sequence):
+    def prepared(self, sequence):
         rest = self.after(sequence.tokens)[: 5 if self.ahead else 0]
         return {(i, token): self.after([*sequence.tokens, *rest[: i + 1]])[:4] for i, token in enumerate(rest)}
 
-    def forget(self, sequence):
-        pass
-
-run(int(sys.argv[1]), Honest)
+run(int(sys.argv[1]), lambda setup: WorkerDrafter(Honest(setup)))
 """
 
 # Speaks the wire by itself, and not always the truth.
 LIAR = """
 import os, socket, struct, sys, time
 end = socket.socket(fileno=int(sys.argv[1]))
-MAGIC = 0x5353445700000002
+MAGIC = 0x5353445700000003
 
 def send(kind, number, *words):
     end.sendall(struct.pack(f"={6 + len(words)}q", MAGIC, kind, number, 7, 5, len(words), *words))
@@ -393,9 +384,9 @@ LIES = {
     "an unknown origin": "send(4, number, 1, 99, 0, 0)",
     "words too many": "send(4, number, 1, 0, 0, 0, 0)",
     "tokens too many": f"send(4, number, 1, 0, 3000, 0, {'1, ' * 3000})",
-    "laws too narrow": "send(4, number, 1, 0, 1, 1, 7, 0)",
-    "laws of nothing": f"send(4, number, 1, 0, 1, {VOCAB}, 7, {'0, ' * VOCAB})",
-    "laws that are no numbers": f"send(4, number, 1, 0, 1, {VOCAB}, 7, {'0x7ff8000000000000, ' * VOCAB})",
+    "distributions too narrow": "send(4, number, 1, 0, 1, 1, 7, 0)",
+    "distributions of nothing": f"send(4, number, 1, 0, 1, {VOCAB}, 7, {'0, ' * VOCAB})",
+    "distributions that are no numbers": f"send(4, number, 1, 0, 1, {VOCAB}, 7, {'0x7ff8000000000000, ' * VOCAB})",
     "an absurd length": "end.sendall(struct.pack('=6q', MAGIC, 4, number, 0, 0, 1 << 60))",
     "a length below zero": "end.sendall(struct.pack('=6q', MAGIC, 4, number, 0, 0, -1))",
     "half a reply, then nothing": "end.sendall(struct.pack('=7q', MAGIC, 4, number, 0, 0, 4, 1)); time.sleep(60)",
@@ -439,9 +430,9 @@ class Nursery:
         return self.drafters[-1]
 
     def honest(
-        self, *texts: list[int], sleeps: Seq[float] = (), anticipate: Any = None, ahead: bool = False, **options: Any
+        self, *texts: list[int], sleeps: Seq[float] = (), prepare: Any = None, ahead: bool = False, **options: Any
     ) -> Any:
-        setup = {"texts": texts, "sleeps": list(sleeps), "anticipate": anticipate, "ahead": ahead}
+        setup = {"texts": texts, "sleeps": list(sleeps), "prepare": prepare, "ahead": ahead}
         drafter = self.drafter(HONEST, setup, **options)
         assert drafter.wait_ready(30)
         return drafter
@@ -470,7 +461,14 @@ def nursery() -> Iterator[Nursery]:
 
 
 def work_for(sequence: Sequence, lookahead: int = LOOKAHEAD) -> Work:
-    return Work(sequence, sequence.num_pending, lookahead)
+    return Work(sequence, sequence.num_pending, sequence.kv.num_computed, lookahead=lookahead)
+
+
+def commit(drafter: ProcessDrafter, work: Work, new: Seq[int], num_accepted: int = 0) -> None:
+    """What a round decided: the first `num_accepted` of the new tokens had been drafted."""
+    assert len(new) == num_accepted + 1
+    work.sequence.tokens += new
+    drafter.observe([work], [Outcome(tuple(new), (), work.proposal.token_ids, work.proposal.origin)], 0.01)
 
 
 def propose_soon(drafter: ProcessDrafter, works: Seq[Work], limit: float = 1.5) -> list[Proposal]:
@@ -495,16 +493,40 @@ def test_what_was_prepared_is_at_hand(nursery: Nursery) -> None:
     sequence = make_sequence(TEXT[:2])
     asked = 0
     for number, accepted in enumerate([0, 2, 1, LOOKAHEAD]):
-        [proposal] = propose_soon(drafter, [work_for(sequence)])
-        assert proposal.token_ids == tuple(TEXT[len(sequence.tokens) :][:LOOKAHEAD])
-        asked += proposal.origin != "hit"
+        work = work_for(sequence)
+        [proposal] = propose_soon(drafter, [work])
+        rest = TEXT[len(sequence.tokens) :]
+        assert proposal.token_ids == tuple(rest[:LOOKAHEAD])
+        asked += proposal.origin is not Origin.HIT
         assert drafter.replies == asked == 1
         assert drafter.at_hand == number
-        sequence.tokens += proposal.token_ids[: accepted + 1]
-        until(lambda: bool(drafter._settled(drafter._worker) and drafter._prepared))
-    sequence.tokens[-1] += 1  # nothing is prepared for that: the worker is asked, and knows no such text
-    assert propose_soon(drafter, [work_for(sequence)])[0].origin == "sibling"
-    assert (drafter.replies, drafter.failures, drafter.late) == (2, 0, 0)
+        until(lambda: bool(drafter.supervisor.settled() and drafter._prepared))
+        commit(drafter, work.with_proposal(proposal), rest[: accepted + 1], accepted)
+    [proposal] = propose_soon(drafter, [work_for(sequence)])
+    assert (proposal.origin, drafter.at_hand) == (Origin.HIT, 4)
+    until(lambda: bool(drafter.supervisor.settled() and drafter._prepared))
+    commit(drafter, work_for(sequence).with_proposal(proposal), [VOCAB - 1])  # nothing is prepared for that
+    assert propose_soon(drafter, [work_for(sequence)]) == [Proposal()]  # the worker knows no such text
+    assert (drafter.replies, drafter.supervisor.failures, drafter.late) == (2, 0, 0)
+
+
+def test_what_was_prepared_is_for_the_outcome_of_its_own_round(nursery: Nursery) -> None:
+    """Catches a draft that is taken after two rounds (the second one had none), or after another number of tokens."""
+    text = [3, 1, 7, 7, 8, 9, 2, 6, 5, 3, 5, 8]
+    drafter = nursery.honest(text, ahead=True, patience=8.0)
+    sequence = make_sequence(text[:2])
+    propose_soon(drafter, [work_for(sequence)])
+    until(lambda: bool(drafter.supervisor.settled() and drafter._prepared))
+    commit(drafter, work_for(sequence), [7])  # prepared for, but then the same once more
+    commit(drafter, work_for(sequence), [7])
+    [proposal] = propose_soon(drafter, [work_for(sequence)])
+    assert (proposal.origin, proposal.token_ids) == (Origin.SIBLING, (8, 9, 2, 6))
+    assert (drafter.replies, drafter.at_hand) == (2, 0)
+    until(lambda: bool(drafter.supervisor.settled() and drafter._prepared))
+    drafter.observe([work_for(sequence)], [None], 0.01)  # a prefill chunk says nothing
+    commit(drafter, work_for(sequence).with_proposal(proposal), [8, 9], 1)
+    [proposal] = propose_soon(drafter, [work_for(sequence)])
+    assert (proposal.origin, proposal.token_ids) == (Origin.HIT, (2, 6, 5, 3))
 
 
 def test_drafts_come_from_the_process(nursery: Nursery) -> None:
@@ -516,14 +538,15 @@ def test_drafts_come_from_the_process(nursery: Nursery) -> None:
     for number, ids in enumerate(rounds):
         wanted = [tuple(texts[i][len(sequences[i].tokens) :][:LOOKAHEAD]) for i in ids]
         got = propose_soon(drafter, [work_for(sequences[i]) for i in ids])
-        assert [(p.token_ids, p.origin) for p in got] == [(w, "sibling") for w in wanted]
+        assert [(p.token_ids, p.origin) for p in got] == [(w, Origin.SIBLING) for w in wanted]
         for i in ids:
-            sequences[i].tokens += texts[i][len(sequences[i].tokens) :][: number + 1]
+            commit(drafter, work_for(sequences[i]), texts[i][len(sequences[i].tokens) :][: number + 1], number)
         if number == 3:
             drafter.forget(sequences[1])
     assert drafter.replies == len(rounds)
-    assert (drafter.failures, drafter.restarts, drafter.late) == (0, 0, 0)
-    assert 0 < drafter.hand_over_seconds <= drafter.wait_seconds
+    assert (drafter.supervisor.failures, drafter.supervisor.restarts, drafter.late) == (0, 0, 0)
+    assert 0 < drafter.stats.hand_over_seconds <= drafter.wait_seconds
+    assert drafter.stats.busy_seconds == 0.125 * len(rounds)
 
 
 def test_rounds_that_want_nothing_do_not_wait(nursery: Nursery) -> None:
@@ -539,7 +562,7 @@ def test_nothing_waits_for_a_worker_that_starts(nursery: Nursery) -> None:
     assert propose_soon(drafter, works) == [Proposal()]
     assert not drafter.wait_ready(0.0)
     assert drafter.wait_ready(30)
-    assert (drafter.failures, drafter.late, drafter.wait_seconds) == (0, 0, 0.0)
+    assert (drafter.supervisor.failures, drafter.late, drafter.wait_seconds) == (0, 0, 0.0)
     until(lambda: propose_soon(drafter, works) == [Proposal(tuple(TEXT[3:7]))])
 
 
@@ -549,7 +572,7 @@ def test_a_late_reply_is_dropped(nursery: Nursery) -> None:
     sequence = make_sequence(TEXT[:3])
     began = time.monotonic()
     assert propose_soon(drafter, [work_for(sequence)]) == [Proposal()]
-    sequence.tokens.append(TEXT[3])
+    commit(drafter, work_for(sequence), TEXT[3:4])
     waited = drafter.wait_seconds
     for _ in range(5):
         assert propose_soon(drafter, [work_for(sequence)]) == [Proposal()]
@@ -557,7 +580,7 @@ def test_a_late_reply_is_dropped(nursery: Nursery) -> None:
     assert drafter.wait_seconds == waited
     assert drafter.late == 6
     until(lambda: propose_soon(drafter, [work_for(sequence)]) == [Proposal(tuple(TEXT[4:8]))])
-    assert drafter.failures == 0
+    assert drafter.supervisor.failures == 0
 
 
 def test_patience_follows_the_replies(nursery: Nursery) -> None:
@@ -569,12 +592,12 @@ def test_patience_follows_the_replies(nursery: Nursery) -> None:
     slow = drafter.patience
     assert slow > 0.1
     until(lambda: bool(propose_soon(drafter, works)) and drafter.patience < slow / 2)
-    assert drafter.failures == 0
+    assert drafter.supervisor.failures == 0
 
 
-def test_an_anticipation_is_interrupted_by_the_next_round(nursery: Nursery) -> None:
+def test_preparing_is_interrupted_by_the_next_round(nursery: Nursery) -> None:
     """Catches a worker that cannot be asked while it prepares."""
-    drafter = nursery.honest(TEXT, anticipate="until interrupted", patience=8.0)
+    drafter = nursery.honest(TEXT, prepare="until interrupted", patience=8.0)
     for _ in range(3):
         assert propose_soon(drafter, [work_for(make_sequence(TEXT[:3]))]) == [Proposal(tuple(TEXT[3:7]))]
 
@@ -586,10 +609,10 @@ def test_a_hung_worker_is_replaced(nursery: Nursery, size: int) -> None:
     drafter = nursery.honest(prompt + TEXT, patience=0.1, hang_limit=0.5)
     works = [work_for(make_sequence(prompt))]
     os.kill(nursery.pids[0], signal.SIGSTOP)
-    until(lambda: propose_soon(drafter, works) == [Proposal()] and drafter.failures == 1)
-    drafter.hang_limit = 5.0
+    until(lambda: propose_soon(drafter, works) == [Proposal()] and drafter.supervisor.failures == 1)
+    drafter.supervisor.hang_limit = 5.0
     until(lambda: propose_soon(drafter, works) == [Proposal(tuple(TEXT[:4]))])
-    assert (drafter.failures, drafter.restarts) == (1, 1)
+    assert (drafter.supervisor.failures, drafter.supervisor.restarts) == (1, 1)
 
 
 @pytest.mark.parametrize("lie", LIES)
@@ -602,27 +625,27 @@ def test_lies_cost_no_text(nursery: Nursery, lie: str, caplog: pytest.LogCapture
     output = make_harness(drafter=drafter).run(TEXT[:5], params)
     assert output.token_ids == naive(TEXT[:5], params, max_model_len=64).token_ids
     works = [work_for(make_sequence(TEXT[:5]))]
-    until(lambda: bool(propose_soon(drafter, works)) and drafter.failures >= 2)
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * drafter.failures
+    until(lambda: bool(propose_soon(drafter, works)) and drafter.supervisor.failures >= 2)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * drafter.supervisor.failures
 
 
 @pytest.mark.parametrize("start", ["sys.exit()", "end.sendall(bytes(99))", "send(3, 0)", "send(2, 0, 5)", "1 / 0"])
 def test_a_worker_that_fails_at_its_start_is_replaced(nursery: Nursery, start: str) -> None:
     drafter = nursery.drafter(LIAR.replace("READY", start).replace("ROUND", GOOD))
     assert not drafter.wait_ready(30)
-    assert drafter.failures == 1
+    assert drafter.supervisor.failures == 1
     works = [work_for(make_sequence(TEXT[:5]))]
-    until(lambda: propose_soon(drafter, works) == [Proposal()] and drafter.failures >= 2)
+    until(lambda: propose_soon(drafter, works) == [Proposal()] and drafter.supervisor.failures >= 2)
 
 
 def test_a_worker_that_never_gets_ready_is_replaced(nursery: Nursery) -> None:
     drafter = nursery.drafter("import time; time.sleep(60)", start_limit=30.0)
     works = [work_for(make_sequence(TEXT[:5]))]
     assert propose_soon(drafter, works) == [Proposal()]
-    assert drafter.failures == 0
+    assert drafter.supervisor.failures == 0
     nursery.clock.leaps += 31
     assert propose_soon(drafter, works) == [Proposal()]
-    assert drafter.failures == 1
+    assert drafter.supervisor.failures == 1
 
 
 def test_pauses_double_up_to_a_limit() -> None:
@@ -642,7 +665,7 @@ def test_pauses_double_up_to_a_limit() -> None:
     pauses = [b - a for a, b in itertools.pairwise(attempts)]
     wanted = [min(0.1 * 2**i, LONGEST_PAUSE) for i in range(9)]
     assert pauses == pytest.approx(wanted, abs=0.03)
-    assert (drafter.failures, drafter.restarts) == (10, 9)
+    assert (drafter.supervisor.failures, drafter.supervisor.restarts) == (10, 9)
     drafter.close()
 
 
@@ -661,23 +684,24 @@ def test_two_drafters_do_not_meet(nursery: Nursery) -> None:
 ORPHANING = """
 import os, signal, sys, time
 from ssd.core import Request, SamplingParams, Sequence, Work
-from ssd.drafting.process import ProcessDrafter, Worker
+from ssd.drafting.process import ProcessDrafter
+from ssd.drafting.supervisor import Worker
 
 code, end = sys.argv[1:]
-setup = {"texts": [[1, 2, 3, 4]], "anticipate": 0.5}
+setup = {"texts": [[1, 2, 3, 4]], "prepare": 0.5}
 drafter = ProcessDrafter(lambda: Worker(setup, [sys.executable, "-c", code]), 4, 32)
 assert drafter.wait_ready(30)
 sequence = Sequence(0, Request("0", (1, 2), SamplingParams()), 0, 0, frozenset(), 99, tokens=[1, 2])
-while not drafter.propose([Work(sequence, 2, 4)])[0].token_ids:
+while not drafter.propose([Work(sequence, 2, 0, lookahead=4)])[0].token_ids:
     time.sleep(0.01)
-print(drafter.pid, flush=True)
+print(drafter.supervisor.pid, flush=True)
 eval(end)
 """
 
 
 @pytest.mark.parametrize("end", ["sys.exit()", "os._exit(1)", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_a_worker_does_not_outlive_its_engine(end: str) -> None:
-    """Catches orphans, however the engine ended and while the worker was anticipating."""
+    """Catches orphans, however the engine ended and while the worker was preparing."""
     command = [sys.executable, "-c", ORPHANING, HONEST, end]
     done = subprocess.run(command, capture_output=True, timeout=60, check=False)
     pid = int(done.stdout)
@@ -711,20 +735,23 @@ def test_texts_stand_while_the_worker_is_killed_again_and_again(nursery: Nursery
         if not harness.engine.has_work:
             for prompt, p, answer in zip(prompts, params, answers, strict=True):
                 asked[harness.engine.add(prompt, p)] = answer
-        before = harness.engine.metrics.spec_decode_num_accepted_tokens
+        before, busy = harness.engine.metrics.spec_decode_num_accepted_tokens, drafter.stats.busy_seconds
         harness.step()
+        assert drafter.stats.busy_seconds >= busy  # what lost workers computed still counts
         accepted_since += harness.engine.metrics.spec_decode_num_accepted_tokens - before
         if accepted_since and kills < 20:
-            assert drafter.pid is not None
+            pid = drafter.supervisor.pid
+            assert pid is not None
             nursery.clock.leaps += 61
-            os.kill(drafter.pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
             kills, accepted_since = kills + 1, 0
     harness.engine.check()
     got = {i: Expected(o.token_ids, o.finish_reason or "abort") for i, o in harness.outputs.items()}
     assert got == asked
-    assert drafter.failures >= 19
-    assert drafter.restarts >= 19
-    assert len(set(nursery.pids)) == 1 + drafter.restarts
+    assert drafter.supervisor.failures >= 19
+    assert harness.engine.metrics.drafter_failures == drafter.supervisor.failures
+    assert drafter.supervisor.restarts >= 19
+    assert len(set(nursery.pids)) == 1 + drafter.supervisor.restarts
 
 
 def test_the_module_is_quiet_at_the_end() -> None:

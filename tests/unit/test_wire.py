@@ -1,0 +1,264 @@
+"""What crosses between an engine and a drafter in a process of its own: unchanged, or not at all."""
+
+from __future__ import annotations
+
+import math
+import socket
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes import VOCAB, make_sequence
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssd.core import Origin, Proposal, SamplingParams
+from ssd.drafting.wire import (
+    MAGIC,
+    Channel,
+    ChannelClosed,
+    Entry,
+    Kind,
+    Message,
+    SequenceSetup,
+    WireError,
+    Words,
+    decode_prepared,
+    decode_proposals,
+    decode_round,
+    decode_setup,
+    encode_prepared,
+    encode_proposals,
+    encode_round,
+    encode_setup,
+)
+
+LOOKAHEAD = 4
+
+int64 = st.integers(-(1 << 63), (1 << 63) - 1)
+tokens = st.lists(st.integers(0, 1 << 40), max_size=9)
+sampling_params = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 100),
+    top_k=st.integers(0, 1 << 80),
+    top_p=st.floats(0, 1, exclude_min=True),
+    min_p=st.floats(0, 1),
+    repetition_penalty=st.floats(0, 100, exclude_min=True),
+    presence_penalty=st.floats(-100, 100),
+    frequency_penalty=st.floats(-100, 100),
+    logit_bias=st.dictionaries(st.integers(0, 1 << 40), st.floats(-1000, 1000) | st.just(-math.inf), max_size=3),
+    min_tokens=st.integers(0, 5),
+    speculate=st.booleans(),
+)
+sequences = st.builds(
+    lambda id, prompt, output, params, seed, stops, max_tokens: make_sequence(
+        prompt, output, params=params, id=id, seed=seed, stop_token_ids=stops, max_tokens=max_tokens
+    ),
+    st.integers(0, (1 << 63) - 1),
+    st.lists(st.integers(0, 1 << 40), min_size=1, max_size=9),
+    tokens,
+    sampling_params,
+    st.integers(0, (1 << 64) - 1),
+    st.frozensets(st.integers(0, 1 << 40), max_size=3),
+    st.integers(1, 1 << 40),
+)
+entries = st.lists(
+    st.builds(lambda s, k: Entry(s.id, 0, s.tokens, k, setup=SequenceSetup.of(s)), sequences, st.integers(0, 9))
+    | st.builds(
+        lambda id, known, new, k, accepted: Entry(id, known, new, k, min(accepted, len(new))),
+        *(st.integers(0, 9), st.integers(0, 99), tokens, st.integers(0, 9), st.integers(-1, 9)),
+    ),
+    max_size=4,
+)
+rounds = st.tuples(st.lists(st.integers(0, 1 << 40), max_size=4), entries)
+
+
+drafts = st.lists(st.integers(0, VOCAB - 1), max_size=LOOKAHEAD).map(tuple)
+outcomes = st.dictionaries(st.tuples(st.integers(0, LOOKAHEAD), st.integers(0, VOCAB - 1)), drafts, max_size=5)
+prepared = st.dictionaries(st.integers(0, 1 << 40), outcomes, max_size=3)
+
+
+@st.composite
+def proposals(draw: st.DrawFn) -> list[Proposal]:
+    made = []
+    for _ in range(draw(st.integers(0, 4))):
+        drafted = tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=LOOKAHEAD)))
+        seed = draw(st.integers(0, 99))
+        q = torch.rand(len(drafted), VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        q = q / q.sum(-1, keepdim=True) if drafted and draw(st.booleans()) else None
+        made.append(Proposal(drafted, q, draw(st.sampled_from(Origin))))
+    return made
+
+
+def channels() -> tuple[Channel, Channel]:
+    left, right = socket.socketpair()
+    return Channel(left), Channel(right)
+
+
+def carried(payload: Words, kind: Kind = Kind.ROUND, number: int = 7) -> Words:
+    """The payload, as it comes out at the other end."""
+    here, there = channels()
+    here.post(Message(kind, number, payload))
+    message = there.receive(timeout=0.0)
+    assert message is not None
+    assert (message.kind, message.round) == (kind, number)
+    here.close()
+    there.close()
+    return message.payload
+
+
+def relevant(params: SamplingParams) -> dict[str, Any]:
+    reals = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    exact = {name: getattr(params, name) for name in (*reals, "min_tokens", "speculate", "logit_bias")}
+    return {**exact, "top_k": min(params.top_k, (1 << 63) - 1)}
+
+
+@given(rounds)
+def test_a_round_crosses_unchanged(round_: tuple[list[int], list[Entry]]) -> None:
+    """Catches a field that is lost, swapped or rounded on the way: also seeds of 64 bits and biases of -inf."""
+    forgotten, sent = decode_round(carried(encode_round(*round_)))
+    assert forgotten == round_[0]
+    for got, wanted in zip(sent, round_[1], strict=True):
+        assert got.id == wanted.id
+        assert (got.known, got.new_tokens, got.lookahead) == (wanted.known, wanted.new_tokens, wanted.lookahead)
+        assert got.accepted == wanted.accepted
+        assert (got.setup is None) == (wanted.setup is None)
+        if got.setup is not None and wanted.setup is not None:
+            assert relevant(got.setup.params) == relevant(wanted.setup.params)
+            for name in ("seed", "num_prompt", "max_tokens", "stop_token_ids"):
+                assert getattr(got.setup, name) == getattr(wanted.setup, name)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        Entry(0, 3, [1, 2], 4, accepted=3),
+        Entry(0, 3, [1, 2], 4, accepted=-2),
+        Entry(0, 3, [1, 2], -1),
+        Entry(0, -1, [1, 2], 4),
+        Entry(0, 3, [1, -2], 4),
+        Entry(0, 1, [1, 2], 4, setup=SequenceSetup.of(make_sequence([1, 2]))),
+        Entry(0, 0, [1], 4, setup=SequenceSetup.of(make_sequence([1, 2]))),
+    ],
+    ids=str,
+)
+def test_senseless_entries_are_refused(entry: Entry) -> None:
+    """Catches more accepted tokens than new ones, and a new sequence that is not told from its beginning."""
+    with pytest.raises(WireError):
+        decode_round(encode_round([], [entry]))
+
+
+@given(proposals())
+def test_proposals_cross_unchanged(sent: list[Proposal]) -> None:
+    """Catches distributions that lose a bit, and proposals that come back for another work."""
+    got = decode_proposals(carried(encode_proposals(sent), Kind.PROPOSALS), len(sent), VOCAB)
+    for a, b in zip(got, sent, strict=True):
+        assert (a.token_ids, a.origin, a.distributions is None) == (b.token_ids, b.origin, b.distributions is None)
+        assert a.distributions is None or torch.equal(a.distributions, b.distributions)
+
+
+@given(prepared)
+def test_what_is_prepared_crosses_unchanged(sent: dict[int, dict[tuple[int, int], tuple[int, ...]]]) -> None:
+    payload = encode_prepared(sent)
+    assert decode_prepared(carried(payload, Kind.PREPARED), VOCAB) == sent
+    for wrong in (payload[:-1], np.append(payload, 0)):
+        with pytest.raises(WireError):
+            decode_prepared(wrong, VOCAB)
+
+
+@given(st.dictionaries(st.text(), st.none() | st.integers() | st.text() | st.lists(st.floats(0, 1))))
+def test_a_setup_crosses_unchanged(setup: dict[str, Any]) -> None:
+    assert decode_setup(carried(encode_setup(setup), Kind.SETUP)) == setup
+
+
+def decode_anything(payload: Words, num_works: int) -> None:
+    decoders = (decode_setup, decode_round, lambda p: decode_prepared(p, VOCAB))
+    for decode in (*decoders, lambda p: decode_proposals(p, num_works, VOCAB)):
+        with suppress(WireError):
+            decode(payload)
+
+
+@given(rounds, proposals(), st.data())
+def test_truncated_payloads_are_refused(
+    round_: tuple[list[int], list[Entry]], sent: list[Proposal], data: st.DataObject
+) -> None:
+    """Catches reading past the end, and what is left over."""
+    for payload, decode in (
+        (encode_round(*round_), decode_round),
+        (encode_proposals(sent), lambda p: decode_proposals(p, len(sent), VOCAB)),
+    ):
+        cut = data.draw(st.integers(0, len(payload) - 1))
+        with pytest.raises(WireError):
+            decode(payload[:cut])
+        with pytest.raises(WireError):
+            decode(np.append(payload, 0))
+
+
+@settings(max_examples=200)
+@given(rounds, proposals(), st.data())
+def test_corrupted_payloads_do_no_harm(
+    round_: tuple[list[int], list[Entry]], sent: list[Proposal], data: st.DataObject
+) -> None:
+    """Catches any error but a WireError, and memory that a corrupted number asks for."""
+    for payload in (encode_round(*round_), encode_proposals(sent)):
+        corrupted = payload.copy()
+        for _ in range(data.draw(st.integers(1, 3))):
+            corrupted[data.draw(st.integers(0, len(payload) - 1))] = data.draw(int64 | st.integers(-2, 20))
+        decode_anything(corrupted, len(sent))
+
+
+@given(st.lists(int64, max_size=30))
+def test_noise_is_no_payload(words: list[int]) -> None:
+    decode_anything(np.array(words, dtype=np.int64), 1)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        [0, 3, 1, 0, 0, 0],
+        [MAGIC + 1, 3, 1, 0, 0, 0],
+        [MAGIC, 9, 1, 0, 0, 0],
+        [MAGIC, 3, -1, 0, 0, 0],
+        [MAGIC, 3, 1, -1, 0, 0],
+        [MAGIC, 3, 1, 0, -1, 0],
+        [MAGIC, 3, 1, 0, 0, -1],
+        [MAGIC, 3, 1, 0, 0, 101],
+        [MAGIC, 3, 1, 0, 0, 1 << 62],
+    ],
+)
+def test_senseless_headers_are_refused(header: list[int]) -> None:
+    """Catches a length that is believed: with `limit` no more than that is ever taken in."""
+    left, right = socket.socketpair()
+    with left, right:
+        left.sendall(np.array(header, dtype=np.int64).tobytes())
+        with pytest.raises(WireError):
+            Channel(right).receive(limit=100, timeout=0.0)
+
+
+def test_a_long_message_never_blocks_its_sender() -> None:
+    """Catches a send that waits for the reader, and a message that comes in pieces and is put together wrongly."""
+    here, there = channels()
+    payload = np.arange(1 << 20, dtype=np.int64)
+    assert there.receive(timeout=0.0) is None
+    here.post(Message(Kind.ROUND, 1, payload))
+    here.post(Message(Kind.ROUND, 2))
+    message = there.receive(timeout=0.0)
+    assert message is None
+    assert there.arriving
+    while message is None:
+        assert here.receive(timeout=0.0) is None  # sends on what is left
+        message = there.receive(timeout=0.0)
+    assert np.array_equal(message.payload, payload)
+    last = there.receive(timeout=0.0)
+    assert last is not None
+    assert last.round == 2
+    assert not there.waiting()
+    here.close()
+    assert there.waiting()
+    with pytest.raises(ChannelClosed):
+        there.receive()
+    with pytest.raises(ChannelClosed):
+        there.post(Message(Kind.READY))
+    there.close()
