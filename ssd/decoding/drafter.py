@@ -33,9 +33,9 @@ def never() -> bool:
 
 
 class PerRound(Generic[T]):
-    """What a drafter keeps of rounds between `prepare` and `observe`, by their lists of works."""
+    """A drafter's data of the rounds between `prepare` and `observe`, by their lists of works."""
 
-    _MOST = 2  # rounds that can be under way; those beyond have failed and are never observed
+    _MOST = 2  # rounds in flight; older ones have failed and are never observed
 
     def __init__(self) -> None:
         self._rounds: deque[tuple[Seq[Work], T]] = deque(maxlen=self._MOST)

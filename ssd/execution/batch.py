@@ -1,7 +1,7 @@
-"""The one batch shape: some query tokens at consecutive positions per sequence, over paged KV, causal.
+"""The one batch layout: per sequence some query tokens at consecutive positions, over paged KV, causal.
 
-A prefill chunk, a decode step and a verification differ only in how many query tokens a sequence has. The host says
-which sequences and how many tokens; tokens, positions and KV slots are read from the device's state.
+A prefill chunk, a decode step and a verification differ in the number of query tokens only. The host uploads slots and
+lengths; tokens, positions and KV slots are read from the SequenceState on the device.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Batch:
-    """What a forward computes, as the host knows it: one entry a sequence in every list."""
+    """A forward pass as the host describes it: one entry per sequence in every list."""
 
     slots: list[int]
     starts: list[int]  # position of the first query token; -1: that of the last decided token
     num_queries: list[int]
-    num_logits: list[int]  # the last so many query tokens get logits
+    num_logits: list[int]  # logit rows: those of the last query tokens
 
     @classmethod
     def of(cls, works: Seq[Work]) -> Batch:
@@ -56,9 +56,9 @@ class Batch:
 
 
 class BatchInputs:
-    """The tensors of a batch of up to `rows` query tokens and `logits` logit rows, in fixed places on the device.
+    """The device tensors of a batch of up to `rows` query tokens and `logits` logit rows, at fixed addresses.
 
-    `gather`: logits of chosen rows only; without it every row has logits, in order.
+    `gather`: logits of selected rows only; otherwise every row has logits, in order.
     """
 
     @torch.inference_mode(False)  # so that they can be written to inside and outside of inference mode
@@ -81,14 +81,14 @@ class BatchInputs:
         self.token_ids, self.positions, self.slot_mapping, self.context_len, *decided = torch.split(
             self._out, [rows, rows, rows, works, logits, logits, logits]
         )
-        self._decided = decided  # of every logit row: slot, position, drafted tokens before it
+        self._decided = decided  # per logit row: slot, position, draft tokens before it
         self._gather = torch.zeros(logits, dtype=torch.int64, device=device)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]
 
     def clear(self) -> None:
-        """Padding everywhere: nothing is computed, written or decided."""
+        """Fills the batch with padding: nothing is computed, written or decided."""
         self._host.fill(-1)
         self._places["query_start"][:] = 0
         self._written = None
@@ -114,7 +114,7 @@ class BatchInputs:
         self._written = batch
 
     def _write_tiles(self, tiles: _Ints, queries: _Ints) -> None:
-        """Cuts every sequence's queries into attention tiles: for each its sequence, and its first query there."""
+        """Cuts the queries of each sequence into attention tiles: sequence and first query of each tile."""
         each = -(-queries // self.tile_tokens)
         total = int(each.sum())
         tiles[:total] = np.repeat(np.arange(len(queries), dtype=np.int32), each)
@@ -135,7 +135,7 @@ class BatchInputs:
         place["first_row"][:count] = np.where(logits > 0, first, -1)
 
     def prepare(self, state: SequenceState, tables: torch.Tensor, block_size: int) -> None:
-        """Reads tokens, positions and KV slots from the state."""
+        """Computes tokens, positions and KV slots from the SequenceState."""
         round_kernels(state.device).prepare_rows(
             row_work=self["row_work"],
             slots=self["slots"],
@@ -157,7 +157,7 @@ class BatchInputs:
         """The batch as the decoder takes it; on a CPU after `prepare`."""
         slots, block_tables = self["slots"], tables[:, 1:]
         on_cpu = tables.device.type == "cpu"
-        if on_cpu:  # kernels there want just the blocks of these sequences
+        if on_cpu:  # CPU kernels take the tables of these sequences only
             used = 1 - (-int(self.context_len.numpy().max()) // block_size)
             block_tables = torch.from_numpy(tables.numpy()[slots.numpy(), 1:used])
         return DeviceBatch(
@@ -174,12 +174,12 @@ class BatchInputs:
         )
 
     def decided(self, state: SequenceState) -> Rows:
-        """What the logit rows decide."""
+        """The positions that the logit rows decide."""
         slots, positions, drafted = self._decided
         return Rows(slots, positions, drafted, state.drafts)
 
     def accept(self, chosen: torch.Tensor, state: SequenceState, out: torch.Tensor) -> None:
-        """Decides how much of every draft stands, and takes it into the state; `out` tells the host."""
+        """Accepts the longest correct prefix of every draft and appends it to the state; `out` is for the host."""
         round_kernels(state.device).accept(
             chosen,
             slots=self["slots"],

@@ -1,4 +1,4 @@
-"""When something on a device began or ended, asked without waiting for it."""
+"""Timestamps in a device's work, taken without waiting for it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 
 
 class Clock(Protocol):
-    """A point in the order of a device's work."""
+    """A point in a device's stream of work."""
 
     def wait(self) -> None:
-        """Until the device has come so far."""
+        """Waits until the device has reached this point."""
 
     @property
     def reached(self) -> bool:
-        """Whether it has."""
+        """Whether the device has reached this point."""
 
     def since(self, earlier: Clock) -> float:
         """Seconds between two points of one device that have been reached."""
 
 
 class HostClock:
-    """A CPU's work is done when its call returns."""
+    """The host's clock: on a CPU, work is done when its call returns."""
 
     reached = True
 
@@ -38,7 +38,7 @@ class HostClock:
 
 
 class StreamClock:
-    """A point in the current CUDA stream."""
+    """A CUDA event in the current stream."""
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -56,5 +56,5 @@ class StreamClock:
 
 
 def now(device: torch.device) -> Clock:
-    """The present point; on a GPU that of the current stream."""
+    """The current point; on a GPU that of the current stream."""
     return StreamClock() if device.type == "cuda" else HostClock()

@@ -1,7 +1,7 @@
-"""CUDA graphs of batches: one launch instead of hundreds.
+"""CUDA graphs of forward passes: one launch instead of hundreds.
 
-One graph per bucket of rows (query tokens). A batch of any shape that fits a bucket is written into the graph's fixed
-buffers and padded there; kernels skip padding, and row-invariance sees to it that it changes no bits.
+One graph per bucket of rows (query tokens). A batch that fits a bucket is written into the graph's fixed buffers and
+padded; kernels skip padding, and row-invariant kernels give the same bits with and without it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def row_buckets(max_rows: int) -> list[int]:
     return [s for s in steps if s < max_rows] + [max_rows]
 
 
-# Prompts of up to so many tokens, with all that is decoded beside them; the device is busy with more for longer than
-# the host needs to launch it.
+# Rows of batches with prefill chunks. Larger batches run eagerly: the device is busy for longer than the host takes to
+# launch them.
 PREFILL_BUCKETS = (64, 128, 192, 256, 384, 512)
 
 
 @dataclass(frozen=True)
 class BatchGraph:
-    """A forward over fixed buffers: what it reads, and where its logits are."""
+    """A captured forward pass with its inputs and its logits."""
 
     inputs: BatchInputs
     graph: torch.cuda.CUDAGraph
@@ -37,9 +37,9 @@ class BatchGraph:
 
 
 class BatchGraphs:
-    """Graphs for every bucket, for batches with at most `most` sequences.
+    """Graphs for every bucket, for batches of at most `most` sequences.
 
-    Decode-size batches (`split_kv`) get the logits of all their rows, the others of at most `most`.
+    Decode-size batches (`split_kv`) have logits of all rows, the others of at most `most`.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class BatchGraphs:
         device: torch.device,
         share: BatchGraphs | None = None,
     ) -> None:
-        """`forward(inputs, split_kv)` computes logits; `share`: graphs that never run at the same time, to use the
-        memory of."""
+        """`forward(inputs, split_kv)` computes logits; `share`: graphs that never run concurrently with these, whose
+        memory pool is used."""
         self.buckets = sorted(buckets)
         self.most = most
         self.split_kv = split_kv
         self._graphs: dict[int, BatchGraph] = {}
         self._pool: Any = share._pool if share is not None else None
-        for rows in reversed(self.buckets):  # the largest first: the others then reuse its scratch memory
+        for rows in reversed(self.buckets):  # the largest first: the others reuse its memory
             inputs = BatchInputs(
                 rows,
                 rows if split_kv else most,
@@ -82,14 +82,14 @@ class BatchGraphs:
         return batch.num_rows <= self.buckets[-1] and max(len(batch.slots), batch.num_logit_rows) <= self.most
 
     def of(self, num_rows: int) -> BatchGraph:
-        """The graph of the smallest bucket that holds so many rows."""
+        """The graph of the smallest bucket for this number of rows."""
         return self._graphs[next(rows for rows in self.buckets if rows >= num_rows)]
 
 
 def capture(
     compute: Callable[[], Any], pool: Any, *, stream: torch.cuda.Stream | None = None
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Records what `compute` launches. It must have run before: a capture must not compile kernels."""
+    """Captures what `compute` launches. It must have run before: kernels cannot be compiled during a capture."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream):

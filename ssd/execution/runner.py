@@ -1,4 +1,4 @@
-"""ModelRunner: a `Batch` in, logits out. Owns a model's KV and block tables; knows nothing of requests or text."""
+"""ModelRunner: runs a `Batch` through a model and returns logits. Owns the model's KV cache and block tables."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ssd.execution.graphs import PREFILL_BUCKETS, BatchGraph, BatchGraphs, row_b
 from ssd.execution.state import DeviceBlockTables, SequenceState
 from ssd.models.decoder import Decoder
 
-FEW_QUERIES = 16  # query tokens per sequence up to which a batch counts as decoding or verification
+FEW_QUERIES = 16  # per sequence: up to so many query tokens, a batch is of decode size (decoding or verification)
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A batch whose integers are on the device."""
+    """A batch that was uploaded to the device."""
 
     inputs: BatchInputs
     split_kv: bool
@@ -26,11 +26,11 @@ class Staged:
 
 @dataclass(frozen=True)
 class Forward:
-    """A forward that was launched: its inputs, its logits, and the graph that it was a replay of."""
+    """A forward pass that was launched."""
 
     inputs: BatchInputs
     logits: torch.Tensor  # float32, one row for each logit row of the inputs
-    graph: BatchGraph | None = None
+    graph: BatchGraph | None = None  # that was replayed, if any
 
 
 class ModelRunner:
@@ -52,7 +52,7 @@ class ModelRunner:
         self.vocab_size = decoder.config.vocab_size
         self.num_blocks = num_blocks
         self.max_decode_rows = max_decode_rows
-        self.scratch_slot = num_blocks * block_size  # the first of the KV slots that belong to no block of the pool
+        self.scratch_slot = num_blocks * block_size  # first of the KV slots outside of the pool's blocks
         self.kv = decoder.make_kv_cache(num_blocks - (-scratch_slots // block_size), block_size)
         self.tables = DeviceBlockTables(state.num_slots, -(-state.max_positions // block_size), decoder.device)
         self.graphs: BatchGraphs | None = None  # of decode-size batches
@@ -60,12 +60,12 @@ class ModelRunner:
         self._last_inputs: BatchInputs | None = None
 
     def warm_up(self, max_tokens: int) -> None:
-        """Compiles the kernels of every prefill size now, so that nobody's first request waits for it."""
+        """Compiles the kernels of all prefill sizes, so that no request waits for it."""
         for rows in sorted({min(n, max_tokens) for n in (20, 40, 100, 300, max_tokens)}):
-            self.forward(Batch([self.state.padding], [0], [rows], [1]))  # the slot of padding has no KV blocks
+            self.forward(Batch([self.state.padding], [0], [rows], [1]))  # the padding slot has no KV blocks
 
     def capture_graphs(self, *, prefill_only: bool = False) -> None:
-        """Records decode-size batches and short prompts as CUDA graphs; or prompts only, one at a time."""
+        """Captures graphs of decode-size batches and short prefills; `prefill_only`: of single prefills only."""
         make = functools.partial(BatchGraphs, self._compute, device=self.decoder.device)
         if not prefill_only:
             buckets, most = row_buckets(self.max_decode_rows), self.max_decode_rows
@@ -75,11 +75,11 @@ class ModelRunner:
         self.prefill_graphs = make(PREFILL_BUCKETS, most=most, tile_tokens=tiles, split_kv=False, share=self.graphs)
 
     def forward(self, batch: Batch) -> Forward:
-        """Launches a forward; on a GPU without waiting for it."""
+        """Launches a forward pass; on a GPU without waiting for it."""
         return self.run(self.stage(batch))
 
     def stage(self, batch: Batch) -> Staged:
-        """Uploads all that the host knows of a batch."""
+        """Uploads a batch, into the buffers of a graph where there is one for it."""
         decode_size = batch.max_queries <= FEW_QUERIES and batch.num_rows <= self.max_decode_rows
         graphs = self.graphs if decode_size and self.graphs is not None else self.prefill_graphs
         if graphs is not None and graphs.takes(batch):
@@ -103,7 +103,7 @@ class ModelRunner:
         return made
 
     def run(self, staged: Staged) -> Forward:
-        """Launches the forward of a batch."""
+        """Launches the forward pass of an uploaded batch."""
         if staged.graph is None:
             return Forward(staged.inputs, self._compute(staged.inputs, staged.split_kv))
         staged.graph.graph.replay()

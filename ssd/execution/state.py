@@ -1,7 +1,7 @@
-"""What the device knows of every running sequence: its tokens, its draft, its sampling parameters.
+"""The device-resident state of all running sequences: tokens, drafts, sampling parameters.
 
-A round reads its inputs from here and leaves here what it decided, so the next round can be launched before the host
-has seen the result. A sequence has one slot (a row of these tensors) while it runs.
+A round reads its inputs from here and writes its decisions here, so the next round can be launched before the host has
+seen them. A running sequence has one slot, a row of these tensors.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from ssd.sampling.sampler import SamplingColumns
 
 
 class SequenceState:
-    """Rows of tensors, one a slot, and one more that padding uses."""
+    """Tensors with one row per slot, and one more for padding."""
 
     def __init__(self, num_slots: int, *, max_len: int, lookahead: int, vocab_size: int, device: torch.device) -> None:
         self.device = device
         self.num_slots = num_slots
-        self.padding = num_slots  # the slot that belongs to nobody
+        self.padding = num_slots  # the slot that padding uses
         self.lookahead = lookahead
         self.vocab_size = vocab_size
         width = max(1, lookahead)
-        # Rounds that were launched before their sequence's end was known may write some tokens too many.
+        # A round launched before the end of its sequence was known writes tokens beyond it.
         columns = max_len + self.slack(lookahead)
         self.token_ids = self._zeros(num_slots + 1, columns)
         self.length = self._zeros(num_slots + 1) + 1  # decided tokens
-        self.drafts = self._zeros(num_slots + 1, width)  # what the next verification verifies
-        self.confidence = torch.zeros((num_slots + 1, width), device=device)  # of the draft model, at least 0
-        self.origin = self._zeros(num_slots + 1)  # of that draft: an `Origin`
-        self.num_accepted = self._zeros(num_slots + 1)  # drafted tokens that stood in the last round
+        self.drafts = self._zeros(num_slots + 1, width)  # to be verified in the next round
+        self.confidence = torch.zeros((num_slots + 1, width), device=device)  # of each draft token, at least 0
+        self.origin = self._zeros(num_slots + 1)  # `Origin` of the draft
+        self.num_accepted = self._zeros(num_slots + 1)  # draft tokens accepted in the last round
         self.sampling = SamplingColumns(num_slots + 1, vocab_size, device)
 
     @staticmethod
     def slack(lookahead: int) -> int:
-        """Tokens beyond the longest sequence that rounds in flight may compute."""
+        """Tokens that rounds in flight may compute beyond the end of a sequence."""
         return 2 * (lookahead + 1)
 
     @property
     def max_positions(self) -> int:
-        """Positions that a batch may have."""
+        """Number of positions that a batch can have."""
         return self.token_ids.shape[1] + self.lookahead + 1
 
     def admit(self, slot: int, sequence: Sequence) -> None:
-        """Gives a slot to a sequence with the tokens that it has."""
+        """Writes a sequence's tokens and parameters to its slot."""
         tokens, prompt = sequence.tokens, sequence.num_prompt
         self._write(slot, 0, tokens)
         self.num_accepted[slot].fill_(0)
@@ -56,7 +56,7 @@ class SequenceState:
         )
 
     def append(self, slot: int, start: int, tokens: Seq[int], num_accepted: int) -> None:
-        """Takes tokens that the host decided, at position `start`."""
+        """Appends tokens decided on the host, from position `start` on."""
         self._write(slot, start, tokens)
         self.num_accepted[slot].fill_(num_accepted)
         if self.sampling.counts is not None:
@@ -64,7 +64,7 @@ class SequenceState:
             self.sampling.count(torch.full_like(new, slot), new, torch.ones_like(new, dtype=torch.bool))
 
     def set_drafts(self, slots: Seq[int], drafts: Seq[Seq[int]]) -> None:
-        """Takes drafts that the host has."""
+        """Uploads drafts made on the host."""
         rows = np.zeros((len(slots), self.drafts.shape[1]), dtype=np.int32)
         for row, draft in zip(rows, drafts, strict=True):
             row[: len(draft)] = draft
@@ -80,21 +80,21 @@ class SequenceState:
 
 
 class DeviceBlockTables:
-    """The block tables of one model on its device; only what is new is uploaded.
+    """The block tables of one model on its device; only new blocks are uploaded.
 
-    Column 0 is the number of blocks that a slot has: nothing is written beyond them.
+    Column 0 is the number of blocks of a slot: KV beyond them is not written.
     """
 
     def __init__(self, num_slots: int, max_blocks: int, device: torch.device) -> None:
         self.tensor = torch.zeros((num_slots + 1, 1 + max_blocks), dtype=torch.int32, device=device)
-        self._known = [0] * (num_slots + 1)  # blocks that the device has
+        self._known = [0] * (num_slots + 1)  # number of blocks uploaded, by slot
 
     def reset(self, slot: int) -> None:
-        """The slot has another sequence now."""
+        """Called when a slot gets another sequence."""
         self._known[slot] = 0
 
     def update(self, tables: Seq[tuple[int, list[int]]]) -> None:
-        """Uploads the blocks that sequences have got since."""
+        """Uploads the blocks that sequences were given since the last call."""
         columns, places, values = self.tensor.shape[1], list[int](), list[int]()
         for slot, blocks in tables:
             known = self._known[slot]
@@ -110,7 +110,7 @@ class DeviceBlockTables:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy on the device; on a GPU it is made when the stream gets there, and the host does not wait."""
+    """Copies to the device, on a GPU asynchronously (from pinned memory)."""
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
         return tensor
@@ -118,13 +118,13 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def upload(array: np.ndarray, to: torch.Tensor) -> None:
-    """Copies an array to a place on the device, as `to_device` does."""
+    """Copies into an existing tensor, as `to_device` does."""
     tensor = torch.from_numpy(array)
     to.copy_(tensor.pin_memory() if to.is_cuda else tensor, non_blocking=True)
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host; from a GPU it is complete when the stream has come so far."""
+    """Copies to the host; from a GPU asynchronously, complete when the stream has reached this point."""
     if not tensor.is_cuda:
         return tensor.clone()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,6 +1,6 @@
-"""The target model in the loop: verifies drafts, chooses tokens and decides, all on the device.
+"""The target model: verifies drafts, samples and accepts, all on the device.
 
-`launch` waits for nothing; `Verification.collect` returns what was decided, one outcome a work.
+`launch` does not wait for the device; `Verification.collect` does, and returns one outcome per work.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ def _nothing() -> None:
 
 
 class Verification(Protocol):
-    """A verification under way."""
+    """A verification that was launched."""
 
     began: Clock
     ended: Clock
 
     def collect(self) -> list[Outcome | None]:
-        """What was decided, when it is; None for a work that decides nothing (a prefill chunk)."""
+        """Waits for the outcomes; None for a work that decides nothing (a prefill chunk)."""
 
 
 class Target:
-    """Runs verifications of the coupled rule: a drafted token stands while it is what the target itself chooses.
+    """Verifies by the coupled rule: draft tokens are accepted as long as they equal the token the target samples.
 
-    The target's choice is a function of the tokens before it, the request's parameters and its seed, so the text is the
-    one that it writes alone.
+    That token is a function of the tokens before it, the request's parameters and its seed, so the output is the same
+    as without drafts.
     """
 
     synchronous = False
@@ -53,11 +53,11 @@ class Target:
         self.sampler = Sampler(state.sampling)
         self.vocab_size = runner.vocab_size
         self._width = 3 + 2 * state.drafts.shape[1]
-        self._pool: Any = None  # memory that the graphs of decisions share
+        self._pool: Any = None  # memory shared by the graphs of decisions
         self._decisions: dict[tuple[int, Needs], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     def warm_up(self) -> None:
-        """Records the decisions that most requests need, so that none of them waits for it."""
+        """Captures the graphs of the usual decisions, so that no request waits for them."""
         for graphs in (self.runner.graphs, self.runner.prefill_graphs):
             for rows in graphs.buckets if graphs is not None else ():
                 found = graphs.of(rows)  # type: ignore[union-attr]
@@ -66,16 +66,16 @@ class Target:
                     self._decide(Forward(found.inputs, found.logits, found), needs)
 
     def admit(self, sequence: Sequence) -> None:
-        """Takes a sequence that has got a slot, with the tokens that it has."""
+        """Writes a sequence, which has just got a slot, to the SequenceState."""
         self.state.admit(sequence.slot, sequence)
         self.runner.tables.reset(sequence.slot)
 
     @torch.inference_mode()
     def launch(self, works: Seq[Work], settle: Hook = _nothing, prepare: Hook = _nothing) -> Verification:
-        """Verifies the works' drafts: those that the host has, and those in the state.
+        """Launches the verification of drafts in proposals (uploaded here) and of drafts in the SequenceState.
 
-        `settle` is called when all but the drafts in the state is there: it may still write them. `prepare` is called
-        when the forward pass is under way.
+        `settle` is called right before the forward pass, after all uploads: it may still change drafts in the state.
+        `prepare` is called right after the forward pass was launched.
         """
         upload_drafts(self.state, works)
         self.runner.tables.update([(work.slot, work.sequence.kv.blocks) for work in works])
@@ -92,12 +92,12 @@ class Target:
         return _Launched(works, to_host(out), logprobs, began, now(self.state.device))
 
     def _decide(self, forward: Forward, needs: Needs) -> torch.Tensor:
-        """Chooses and accepts: one row of integers a work, see `kernels.rounds.accept`."""
+        """Samples and accepts, as a graph after the first time: one row per work, see `kernels.rounds.accept`."""
         if forward.graph is None:
             return self._compute(forward, needs)
         key = id(forward.graph), needs
         if key not in self._decisions:
-            out = self._compute(forward, needs)  # runs now; its graph is for later
+            out = self._compute(forward, needs)  # eagerly the first time
             self._decisions[key] = capture(lambda: self._compute(forward, needs), self._pool)
             self._pool = self._decisions[key][0].pool()
             return out
@@ -106,7 +106,7 @@ class Target:
         return out
 
     def replay_decision(self, graph: BatchGraph, needs: Needs) -> None:
-        """Decides once more what a graph's last forward decided: for timing it, when no sequence is running."""
+        """Repeats the decision of a graph's last forward pass: for timing it, when no sequence is running."""
         self._decide(Forward(graph.inputs, graph.logits, graph), needs)
 
     def _compute(self, forward: Forward, needs: Needs) -> torch.Tensor:
@@ -126,11 +126,11 @@ class Target:
 
 @dataclass(frozen=True)
 class RawLogits:
-    """Logits of requests that want log-probabilities, as the model gave them."""
+    """A copy of the logits of requests with `logprobs`, before penalties and temperature."""
 
-    rows: dict[int, range]  # by work: its rows of `logits`
+    rows: dict[int, range]  # by index of the work: its rows of `logits`
     logits: torch.Tensor
-    counts: dict[int, int]  # by work: how many of the likeliest tokens
+    counts: dict[int, int]  # by index of the work: `logprobs`
 
     @classmethod
     def of(cls, works: Seq[Work], forward: Forward) -> RawLogits | None:
@@ -149,14 +149,14 @@ class RawLogits:
         return cls(rows, forward.logits[to_device(np.array(found), forward.logits.device)], counts)
 
     def fetch(self, tokens: torch.Tensor) -> FetchedLogprobs:
-        """Log-probabilities of one token for each of the rows, on their way to the host."""
+        """Log-probabilities of one token per row and of the likeliest ones, being copied to the host."""
         return FetchedLogprobs(self, tuple(map(to_host, top_logprobs(self.logits, tokens, max(self.counts.values())))))
 
 
 @dataclass(frozen=True)
 class FetchedLogprobs:
     raw: RawLogits
-    values: tuple[torch.Tensor, ...]  # of the token, ids of the likeliest, their values
+    values: tuple[torch.Tensor, ...]  # logprobs of the tokens, ids of the likeliest, their logprobs
 
     def of(self, work: int, tokens: Seq[int]) -> tuple[TokenLogprobs, ...]:
         if work not in self.raw.rows:
@@ -194,14 +194,14 @@ class _Launched:
 
 
 def upload_drafts(state: SequenceState, works: Seq[Work]) -> None:
-    """Puts the drafts that the host has into the state."""
+    """Uploads drafts that were made on the host."""
     own = [work for work in works if work.proposal.token_ids]
     if own:
         state.set_drafts([work.slot for work in own], [work.proposal.token_ids for work in own])
 
 
 def first_logit_rows(works: Seq[Work], *, gather: bool) -> list[int]:
-    """Of every work, its first row of a forward's logits."""
+    """The first logit row of every work."""
     starts, total = [], 0
     for work in works:
         rows = work.num_logits if gather else work.num_queries

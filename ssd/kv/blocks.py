@@ -1,11 +1,11 @@
-"""The KV block pool and its prefix cache: which block holds what, and who uses it.
+"""The KV block pool and its prefix cache: reference counts and contents of blocks.
 
-Plain bookkeeping over block numbers: knows nothing of tensors, devices, requests or scheduling. Target and draft model
-each have a pool of their own.
+Bookkeeping over block numbers: knows nothing of tensors, devices, requests or scheduling. Target and draft model each
+have a pool of their own.
 
-A block whose tokens are all committed may be entered in the prefix cache under its exact content: the entry of the
-block before it, and its own tokens. (Exact, not hashed: two different prefixes can never be confused.) A block that
-nobody uses keeps its entry until the block is needed for something else; the longest unused one goes first.
+A full block of committed tokens is entered in the prefix cache under (entry of the block before it, its tokens): exact,
+not hashed, so two prefixes are never confused. A block with no users keeps its entry until it is reused, least recently
+used first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Key = tuple[int, tuple[int, ...]]  # entry number of the preceding block, token
 
 @dataclass
 class BlockTable:
-    """The KV of one sequence in one model: its blocks, and how many leading tokens have KV in them."""
+    """The KV blocks of one sequence in one model."""
 
     blocks: list[int] = field(default_factory=list)
     entries: list[int] = field(default_factory=list)  # prefix cache entry of every full, committed block
@@ -36,7 +36,7 @@ class BlockPool:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self._users = [0] * num_blocks
-        self._unused: OrderedDict[int, None] = OrderedDict((b, None) for b in range(num_blocks))  # next to go first
+        self._unused: OrderedDict[int, None] = OrderedDict((b, None) for b in range(num_blocks))  # LRU order
         self._entries: dict[_Key, tuple[int, int]] = {}  # key -> (block, entry number)
         self._key_of: dict[int, _Key] = {}  # block -> its key, while it is in the cache
         self._next_entry = _ROOT + 1
@@ -67,7 +67,7 @@ class BlockPool:
         return table.num_computed
 
     def grow(self, table: BlockTable, num_tokens: int) -> bool:
-        """Makes room for `num_tokens` tokens in all; False (and nothing changed) when too few blocks are unused."""
+        """Allocates blocks for `num_tokens` tokens in all; False (and no change) if too few are free."""
         missing = self.blocks_for(num_tokens) - len(table.blocks)
         if missing > self.num_free:
             return False
@@ -92,7 +92,7 @@ class BlockPool:
             table.entries.append(self._entries[key][1])
 
     def release(self, table: BlockTable) -> None:
-        """Takes all blocks back. Their cache entries stay until the blocks are reused, a prefix's tail first."""
+        """Frees all blocks of a table. Cache entries stay until the blocks are reused, the tail of a prefix first."""
         for block in reversed(table.blocks):
             self._users[block] -= 1
             if self._users[block] == 0:
@@ -104,7 +104,7 @@ class BlockPool:
         table.num_computed = 0
 
     def clear_prefix_cache(self) -> None:
-        """Forgets every entry; blocks in use stay with their users."""
+        """Drops every entry; blocks in use are not affected."""
         for block in list(self._key_of):
             self._forget(block)
 

@@ -1,9 +1,8 @@
-"""The noise behind sampling: Gumbel noise as a pure function of (seed, position, token).
+"""Sampling noise: Gumbel noise as a pure function of (seed, position, token).
 
-Counter-based, so it has no state: nothing about a request's randomness depends on its company in the batch, on
-chunking, on preemption or on how tokens were proposed, and no global generator is touched. Target and draft use the
-same noise, which is what makes sampling *coupled*. The rejection rule needs several independent draws at a position:
-each has its own `Stream`.
+A counter-based generator without state: a request's noise does not depend on the other requests of a batch, chunked
+prefill, preemption or drafts, and no global generator is used. Target and draft use the same noise (*coupled*
+sampling). The rejection rule needs several independent draws at a position: each has its own `Stream`.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ _MIX2 = 0x94D0_49BB_1331_11EB
 
 
 def constants() -> tuple[int, int, int]:
-    """Those of the generator, as a kernel takes them."""
+    """The generator's constants as signed int64, for kernels."""
     return signed(_GOLDEN), signed(_MIX1), signed(_MIX2)
 
 
 class Stream(IntEnum):
-    """What a position's noise is for. Draws for different purposes are independent."""
+    """Purpose of a draw. Draws of different streams are independent."""
 
-    CHOICE = 0  # the target's own token; with coupled sampling the draft's as well
-    DRAFT = 1  # what the draft draws under the rejection rule
-    ACCEPT = 2  # whether that stands
-    RECOVERY = 3  # what the target draws instead
+    CHOICE = 0  # the target's token; with coupled sampling also the draft's
+    DRAFT = 1  # rejection rule: the draft's token
+    ACCEPT = 2  # rejection rule: whether it is accepted
+    RECOVERY = 3  # rejection rule: the target's token after a rejection
 
 
 def mix64(x: int) -> int:
@@ -44,35 +43,35 @@ def mix64(x: int) -> int:
 
 
 def seed_key(seed: int) -> int:
-    """What the noise of a sequence's positions is derived from."""
+    """The key of a sequence, from which those of its positions are derived."""
     return mix64(seed + _GOLDEN)
 
 
 def position_key(seed: int, position: int, stream: Stream = Stream.CHOICE) -> int:
-    """One stream of one position of one sequence."""
+    """The key of one stream at one position of a sequence."""
     key = mix64(seed_key(seed) + position * _GOLDEN)
     return mix64(key ^ mix64(stream)) if stream else key
 
 
 def position_keys(seed_keys: torch.Tensor, positions: torch.Tensor, stream: Stream = Stream.CHOICE) -> torch.Tensor:
-    """The same for many at once, on their device: int64 [R]."""
+    """`position_key` of many rows, on their device: int64 [R]."""
     keys = _mix(seed_keys + positions.long() * signed(_GOLDEN))
     return _mix(keys ^ signed(mix64(stream))) if stream else keys
 
 
 def uniform(seed: int, position: int) -> float:
-    """The number in (0, 1) that decides whether a drafted token stands."""
+    """The uniform number in (0, 1) of the ACCEPT stream."""
     bits = mix64(position_key(seed, position, Stream.ACCEPT) + _GOLDEN) >> 12
-    return (bits + 0.5) * 2.0**-52  # 53 significant bits: nothing is rounded, least of all to one
+    return (bits + 0.5) * 2.0**-52  # 53 significant bits: exact, never rounded to 1
 
 
 def gumbel(keys: Sequence[int], vocab_size: int, device: torch.device) -> torch.Tensor:
-    """Standard Gumbel noise, one row a key: float32 [len(keys), vocab_size]."""
+    """Standard Gumbel noise, one row per key: float32 [len(keys), vocab_size]."""
     return gumbel_of(torch.tensor([signed(k) for k in keys], dtype=torch.int64, device=device), vocab_size)
 
 
 def gumbel_of(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The same for keys that are on the device already."""
+    """`gumbel` of keys on the device."""
     if keys.is_cuda:
         from ssd.kernels import noise
 
@@ -84,10 +83,10 @@ def gumbel_of(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def gumbel_reference(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The same in plain torch, where there is no kernel: equal to within the rounding of a logarithm."""
+    """`gumbel_of` in plain torch, where there is no kernel: equal up to the rounding of a logarithm."""
     x = _mix(torch.arange(vocab_size, dtype=torch.int64, device=keys.device) * signed(_GOLDEN) + keys[:, None])
     bits = _shift_right(x, 32)
-    # float64: 32 random bits keep their full resolution where it matters, next to one.
+    # float64: 32 random bits keep their resolution near one.
     uniform = (bits.to(torch.float64) + 0.5) * 2.0**-32
     return uniform.log_().neg_().log_().neg_().to(torch.float32)
 

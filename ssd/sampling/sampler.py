@@ -1,11 +1,11 @@
-"""From logits to tokens, for the target model and the draft alike.
+"""The sampler: from logits to tokens, for target and draft model.
 
-A row is one position of one sequence; what it needs to know of the sequence is in the columns of the sequence's slot.
-The chosen token is the argmax of a score (logit / temperature + Gumbel noise of the seed and the position), so that
-target and draft choose alike where their logits do. Nothing here adds up floating-point numbers (maxima, integer sums
-and elementwise arithmetic only): a row's result depends neither on the other rows nor on the order of a device's sums.
+A row is one position of one sequence; the sequence's parameters are in the columns of its slot. The token is the argmax
+of logit / temperature + Gumbel noise of (seed, position), so target and draft choose the same token where their logits
+agree. No floating-point sums (only maxima, integer sums and elementwise arithmetic): a row's result depends neither on
+the other rows nor on the order of a device's additions.
 
-On a CUDA device everything but `SamplingColumns.set` may be captured in a graph. Elsewhere plain torch does the work.
+On CUDA everything but `SamplingColumns.set` can be captured in a graph. Elsewhere it is plain torch and numpy.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ssd.core import SamplingParams
 from ssd.sampling import noise
 from ssd.sampling.noise import Stream
 
-MIN_TEMPERATURE = 1e-6  # temperatures between 0 and this one would overflow float32, and are as good as greedy
+MIN_TEMPERATURE = 1e-6  # lower ones (above 0) would overflow float32
 _INT32_MAX = 2**31 - 1
 _HAS_BIAS, _HAS_COUNTS = 1, 2  # bits of `SamplingColumns.flags`
 _IN_PROMPT, _IS_STOP, _ONE_OUTPUT = 1, 2, 4  # of `SamplingColumns.counts`
 
 
 class Needs(NamedTuple):
-    """What any row of a batch needs; what none needs is not computed."""
+    """Steps that some row of a batch needs; the others are skipped."""
 
     truncated: bool = False  # top_k, top_p or min_p of a sampled row
     adjusted: bool = False  # penalties, bias or min_tokens
@@ -46,22 +46,22 @@ class Needs(NamedTuple):
 class Rows(NamedTuple):
     """The positions to decide."""
 
-    slots: torch.Tensor  # int32 [R]; -1: padding, whose result means nothing
+    slots: torch.Tensor  # int32 [R]; -1: padding, the result is undefined
     positions: torch.Tensor  # int32 [R]: the index in its sequence of the token to decide
     num_drafted: torch.Tensor | None = None  # int32 [R]: drafts[slot, :num_drafted] are output already; None: 0
     drafts: torch.Tensor | None = None  # int32 [S, K]
 
 
 class SamplingColumns:
-    """The sampling parameters of every slot, as device tensors whose addresses never change.
+    """The sampling parameters of every slot, as device tensors at fixed addresses.
 
-    The dense tables are allocated (both at once) when the first sequence needs one: graphs that are to read them must
-    be captured after that.
+    The dense tables `bias` and `counts` are allocated when the first sequence needs one of them: graphs that read them
+    must be captured after that.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
-        self._packed = torch.zeros((num_slots, 12), dtype=torch.int32, device=device)  # a slot is set by one copy
+        self._packed = torch.zeros((num_slots, 12), dtype=torch.int32, device=device)  # one upload sets a slot
         floats = self._packed.view(torch.float32)
         self.seed_key = self._packed.view(torch.int64)[:, 0]  # `noise.seed_key`, signed
         self.temperature = floats[:, 2]  # 0 (greedy) or at least MIN_TEMPERATURE
@@ -72,7 +72,7 @@ class SamplingColumns:
         self.presence = floats[:, 7]
         self.frequency = floats[:, 8]
         self.min_length = self._packed[:, 9]  # no stop token at positions below this
-        self.flags = self._packed[:, 10]  # which tables have a row for this slot; other rows are stale
+        self.flags = self._packed[:, 10]  # which tables are valid for this slot
         self.bias: torch.Tensor | None = None  # float32 [S, V]
         self.counts: torch.Tensor | None = None  # int32 [S, V]: occurrences in the output * 4 + stop * 2 + in prompt
 
@@ -91,7 +91,7 @@ class SamplingColumns:
         output: Seq[int],
         stop_token_ids: Iterable[int],
     ) -> None:
-        """Gives the slot to a sequence, of which `output` is decided already. Does not wait for the device."""
+        """Writes a sequence's parameters to its slot; `output`: its tokens after the prompt. Does not wait."""
         flags = 0
         if params.logit_bias:
             flags |= _HAS_BIAS
@@ -123,7 +123,7 @@ class SamplingColumns:
         _send(row, self._packed[slot])
 
     def count(self, slots: torch.Tensor, tokens: torch.Tensor, valid: torch.Tensor) -> None:
-        """Adds decided tokens to the output of their slots: [N] each, those that are not `valid` are ignored."""
+        """Counts decided tokens of slots for the penalties: [N] each, those that are not `valid` are ignored."""
         if self.counts is None:
             return
         slots = slots.long().clamp(min=0)
@@ -146,7 +146,7 @@ class Sampler:
         """Applies bias, repetition, presence and frequency penalties and min_tokens to the logits, in place."""
         columns = self.columns
         if columns.counts is None or columns.bias is None:
-            return  # no sequence has needed any of it so far
+            return  # no sequence has needed it so far
         if logits.is_cuda:
             from ssd.kernels import sampling
 
@@ -195,7 +195,7 @@ class Sampler:
         return _largest(self._scores(logits, rows, needs), count, excluded)
 
     def distribution(self, logits: torch.Tensor, rows: Rows, needs: Needs) -> torch.Tensor:
-        """What each row is sampled from: float64 [R, V]. Greedy rows are very cold. `needs.adjusted` as above."""
+        """The distribution of each row: float64 [R, V] (greedy: MIN_TEMPERATURE). `needs.adjusted` changes logits."""
         if needs.adjusted:
             self.adjust(logits, rows)
         if logits.is_cuda and needs.truncated:
@@ -209,7 +209,7 @@ class Sampler:
         return z.double().softmax(-1)
 
     def draw(self, distribution: torch.Tensor, rows: Rows, stream: Stream) -> torch.Tensor:
-        """A sample of each distribution [R, V] (which need not add up to one) with that stream's noise: int64 [R]."""
+        """A sample of each distribution [R, V] (not necessarily normalised) with a stream's noise: int64 [R]."""
         return _argmax(distribution.log() + noise.gumbel_of(self._keys(rows, stream), distribution.shape[-1]))
 
     def _keys(self, rows: Rows, stream: Stream) -> torch.Tensor:
@@ -256,7 +256,7 @@ class Sampler:
         return scores
 
     def _truncate(self, scores: torch.Tensor, logits: torch.Tensor, rows: Rows) -> None:
-        """-inf in `scores` for the tokens that a sampled row's min_p, top_k and top_p leave out."""
+        """Sets `scores` to -inf for the tokens that min_p, top_k and top_p drop, in sampled rows."""
         c, slots = self.columns, rows.slots.clamp(min=0)
         columns = (self._temperature(rows), c.log_min_p[slots], c.top_k[slots], c.top_p[slots])
         for i, (temperature, log_min_p, top_k, top_p) in enumerate(zip(*(x.tolist() for x in columns), strict=True)):
@@ -265,9 +265,9 @@ class Sampler:
 
 
 def reweighted(distributions: torch.Tensor, c: float, fan_out: int) -> torch.Tensor:
-    """Saguaro's draft distributions: in each row of [R, V] the `fan_out` likeliest tokens weigh `c` times as much.
+    """Saguaro's draft distributions: in each row of [R, V] the `fan_out` likeliest tokens are scaled by `c`.
 
-    So a rejected draft leaves more of the target's mass on them. A row without other tokens stays as it is at c = 0.
+    After a rejection, more of max(p - q, 0) is then on these tokens. At c = 0 a row without other tokens is unchanged.
     """
     if c == 1.0:
         return distributions
@@ -280,16 +280,16 @@ def reweighted(distributions: torch.Tensor, c: float, fan_out: int) -> torch.Ten
 def top_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probabilities under the model itself, of the tokens [R] and of the `count` likeliest (ids and values)."""
+    """Log-probabilities under the raw logits, of the tokens [R] and of the `count` likeliest (ids and values)."""
     log_p = torch.log_softmax(logits.double(), dim=-1)
     values, ids = log_p.topk(min(count, log_p.shape[-1]), dim=-1)
     return log_p.gather(-1, tokens.long()[:, None])[:, 0], ids, values
 
 
 def _kept(x: torch.Tensor, temperature: float, log_min_p: float, top_k: int, top_p: float) -> np.ndarray:
-    """Which tokens of logits [V] min_p, then top_k, then top_p leave.
+    """Tokens of logits [V] that min_p, then top_k, then top_p keep.
 
-    Tokens are ordered by how far below the largest they are, in steps of 2**-20, and then by their id. Masses are
+    Tokens are ordered by their distance from the largest (in steps of 2**-20), then by id. Probability masses are
     integers, 2**32 for the largest.
     """
     largest = x.amax()
@@ -306,10 +306,10 @@ def _kept(x: torch.Tensor, temperature: float, log_min_p: float, top_k: int, top
 
 
 def _first(key: np.ndarray, weight: np.ndarray, limit: float) -> np.ndarray:
-    """The tokens, in the order of (key, id), before which there is less weight than `limit`: bool [V].
+    """Tokens, in the order of (key, id), with a total weight below `limit` before them: bool [V].
 
-    Weights are whole numbers whose sum is below 2**53, so that sums are exact. Only the one bin of keys in which the
-    limit is reached needs to be sorted.
+    Weights are integers with a sum below 2**53, so sums are exact. Only the bin of keys that reaches the limit is
+    sorted.
     """
     bins = key >> 15
     sums = np.bincount(bins, weight, minlength=2**10)
@@ -324,7 +324,7 @@ def _first(key: np.ndarray, weight: np.ndarray, limit: float) -> np.ndarray:
 
 
 def _largest(scores: torch.Tensor, count: int, excluded: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """numpy finds one maximum after the other several times faster than torch finds them all."""
+    """The `count` largest scores of each row (repeated numpy argmax: several times faster than torch.topk)."""
     if count > 1 or excluded is not None:
         scores = scores.clone()
     if excluded is not None:
@@ -343,7 +343,7 @@ def _largest(scores: torch.Tensor, count: int, excluded: torch.Tensor | None) ->
 
 
 def _argmax(x: torch.Tensor) -> torch.Tensor:
-    """The first of the largest, in every row: int64 [R] (numpy's is six times faster than torch's on a CPU)."""
+    """First index of the maximum of each row: int64 [R] (numpy's is six times as fast as torch's on a CPU)."""
     return x.argmax(dim=-1) if x.is_cuda else torch.from_numpy(x.numpy().argmax(axis=-1))
 
 
