@@ -1,6 +1,6 @@
-"""One frozen, validated description of an engine, built by the same code from keywords, the command line or a file.
+"""Options of an engine: frozen and validated, built by the same code from keywords, the command line or JSON.
 
-Knows nothing of how anything runs.
+Knows nothing of how they are used.
 """
 
 from __future__ import annotations
@@ -22,38 +22,30 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 NGRAM = "ngram"
-K_MAX = 8  # of k="auto"
-BUDGETS = (8, 16, 32)  # that budget="auto" chooses from
+K_MAX = 8  # largest k of k="auto"
+BUDGETS = (8, 16, 32)  # choices of budget="auto"
 _AHEAD = {"fan_out", "fan_out_hit", "fan_out_miss", "budget", "backup", "placement"}  # options of mode="ssd"
 
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """Who proposes tokens, and by which rule they are accepted.
+    """Options of speculative decoding.
 
-    `ar`: nobody, plain autoregressive decoding. `sd`: `draft` proposes `k` tokens a round, and the target waits for it.
-    `ssd`: while the target verifies, the draft prepares the next proposal for every likely outcome.
+    `ar`: autoregressive decoding without drafts. `sd`: `draft` proposes `k` tokens per round while the target waits.
+    `ssd`: while the target verifies, the draft model prepares the next draft for each likely outcome.
     """
 
     mode: Literal["ar", "sd", "ssd"] = "ar"
-    draft: str | None = (
-        None  # a small model of the same tokenizer, or "ngram" (sd): what followed the last tokens before
-    )
-    k: int | Literal["auto"] = 4  # "auto": as many as pay, at most K_MAX
+    draft: str | None = None  # a small model with the same tokenizer, or (sd) "ngram": n-gram look-up
+    k: int | Literal["auto"] = 4  # draft tokens per round; "auto": chosen by measured speed, at most K_MAX
     acceptance: Literal["coupled", "rejection"] = "coupled"
-    saguaro_c: float = (
-        1.0  # rejection: below 1 the draft avoids its likeliest tokens, so that prepared ones are right more often
-    )
-    fan_out: int | Literal["geometric", "adaptive"] = (
-        "adaptive"  # ssd: which outcomes are prepared; a number: so many tokens each
-    )
-    fan_out_hit: Seq[int] | None = (
-        None  # ssd: so many tokens after 0, 1, … accepted ones, for a draft that was prepared
-    )
-    fan_out_miss: Seq[int] | None = None  # ssd: the same for a draft that was not
-    budget: int | Literal["auto"] = 16  # ssd: outcomes prepared for one sequence; "auto": as many as pay
-    backup: Literal["jit", "fast", "auto"] = "auto"  # ssd: who proposes when the outcome was not prepared
-    placement: Literal["auto", "inline", "stream", "process"] = "auto"  # ssd: where the draft runs
+    saguaro_c: float = 1.0  # rejection: factor on the draft's likeliest tokens; below 1: more hits, fewer accepted
+    fan_out: int | Literal["geometric", "adaptive"] = "adaptive"  # ssd: which outcomes; a number: branches per position
+    fan_out_hit: Seq[int] | None = None  # ssd: branches after 0, 1, … accepted tokens, for drafts that were hits
+    fan_out_miss: Seq[int] | None = None  # ssd: the same for other drafts
+    budget: int | Literal["auto"] = 16  # ssd: branches per sequence; "auto": chosen by measured speed
+    backup: Literal["jit", "fast", "auto"] = "auto"  # ssd, after a miss: write a draft now, use a sibling's, or either
+    placement: Literal["auto", "inline", "stream", "process"] = "auto"  # ssd: where the draft model runs
 
     def __post_init__(self) -> None:
         for name in ("mode", "acceptance", "backup", "placement"):
@@ -114,14 +106,14 @@ class SpeculationConfig:
 
     @property
     def lookahead(self) -> int:
-        """The most tokens that are ever drafted for a sequence in a round."""
+        """Maximum draft length of a round."""
         if self.mode == "ar":
             return 0
         return K_MAX if self.k == "auto" else int(self.k)
 
     @property
     def budgets(self) -> tuple[int, ...]:
-        """How many outcomes may be prepared for a sequence: these are the choices."""
+        """The possible numbers of branches per sequence."""
         return BUDGETS if self.budget == "auto" else (int(self.budget),)
 
     @classmethod
@@ -139,17 +131,17 @@ class SpeculationConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Every option of an engine. None means: chosen from the model and the device."""
+    """All options of an engine. None: chosen from the model and the device."""
 
     model: str
     device: str = "auto"  # auto, cpu, cuda
     dtype: DType = "auto"
     max_model_len: int | None = None  # prompt and output of one sequence together
     max_num_seqs: int = 64  # sequences decoded at the same time
-    max_num_batched_tokens: int | None = None  # tokens of one batch: prefill is cut into chunks of at most this
+    max_num_batched_tokens: int | None = None  # tokens of one batch; longer prefills are chunked
     block_size: int = 16  # tokens of one KV block
     num_kv_blocks: int | None = None
-    gpu_memory_utilization: float = 0.9  # share of the GPU's memory that the engine may fill
+    gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, activations and KV
     prefix_caching: bool = True
     eager: bool = False  # no CUDA graphs
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
@@ -188,7 +180,7 @@ class EngineConfig:
 
 
 def build(cls: type[T], options: dict[str, Any]) -> T:
-    """Makes a config from plain options; an unknown one is refused with the nearest known name."""
+    """Builds a config from a dict of options; an unknown one raises ConfigError with the nearest known name."""
     known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for name in options:
         if name not in known:

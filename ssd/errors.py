@@ -1,4 +1,4 @@
-"""Every error the engine raises on purpose. Each message names the field, the value and the remedy."""
+"""The errors that ssd raises. Each message names the field, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RequestError(SSDError, ValueError):
 
 
 class RequestFailed(SSDError, RuntimeError):
-    """The round that computed a request failed (out of memory, say); every other request goes on."""
+    """The round that computed a request failed (such as out of memory); every other request goes on."""
 
 
 class ModelNotFound(SSDError):
@@ -32,7 +32,7 @@ class DataNotFound(SSDError):
 
 
 class InvalidData(SSDError, ValueError):
-    """A data set was found, but its file cannot be used as it stands."""
+    """A data set was found, but its file is invalid."""
 
 
 class EngineClosed(SSDError, RuntimeError):
@@ -40,7 +40,7 @@ class EngineClosed(SSDError, RuntimeError):
 
 
 class EngineFailed(SSDError, RuntimeError):
-    """Rounds failed one after the other: the engine ended all requests and takes no more."""
+    """Several rounds in a row failed: the engine has ended all requests and accepts no more."""
 
 
 class ServerError(SSDError, RuntimeError):

@@ -1,4 +1,4 @@
-"""LLM: the front door of the library."""
+"""LLM: the library's main class."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Prompt = str | Seq[int] | Seq[Message]  # text, token ids, or chat messages
 
 
 class LLM:
-    """A loaded model that answers prompts.
+    """A loaded model with its engine.
 
     `model` is a bundled model, a Hugging Face directory, a `.gguf` file or a hub id, or `graft:BASE@SHAPE`: one of them
     in the shape of a published model. Every other keyword is a field of `ssd.config.EngineConfig` (device, dtype,
-    max_model_len, max_num_seqs, …). `note` is what every report about the model must say, if anything.
+    max_model_len, max_num_seqs, …). `note`: a caveat to print with every measurement of the model, or "".
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -46,14 +46,14 @@ class LLM:
 
     @property
     def driver(self) -> Driver:
-        """The thread that the engine runs on: for deltas, asyncio and calls between two rounds."""
+        """The engine's thread: for deltas, asyncio and calls between two rounds."""
         if self._driver is None:
             raise EngineClosed("this LLM was closed: create a new one")
         return self._driver
 
     @property
     def engine(self) -> Engine:
-        """To look at: metrics, tokenizer. What changes it goes through `driver.call`."""
+        """For reading (metrics, tokenizer); everything else goes through `driver.call`."""
         return self.driver.engine
 
     def generate(
@@ -62,11 +62,11 @@ class LLM:
         params: SamplingParams | Seq[SamplingParams] | None = None,
         chat_options: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one prompt or a list of them; outputs come in the order of the prompts.
+        """Generates for one prompt or a list of them; outputs are in the order of the prompts.
 
-        Several prompts may each have their own parameters. One that cannot be served does not harm the others: its
-        output has `error` set and the finish reason "abort", or "error" where its round failed. A single prompt raises
-        RequestError or RequestFailed instead. May be called by several threads at once.
+        `params`: one for all prompts, or one per prompt. In a list, a prompt that cannot be served does not affect the
+        others: its output has `error` set and the finish reason "abort", or "error" if its round failed. A single
+        prompt raises RequestError or RequestFailed instead. Thread-safe.
         `chat_options` are variables for the chat template (`enable_thinking`, `tools`, `date_string`, …).
         """
         single = _is_single(prompts)
@@ -90,7 +90,7 @@ class LLM:
             outputs |= {i: submission.result() for i, submission in zip(asked, submissions, strict=True)}
         finally:
             for submission in submissions:
-                submission.abort()  # what is left of them after Ctrl-C
+                submission.abort()  # those that are left after Ctrl-C
         if single:
             check_served(outputs[0])
         return [outputs[i] for i in range(len(batch))]
@@ -101,7 +101,7 @@ class LLM:
         params: SamplingParams | None = None,
         chat_options: Mapping[str, Any] | None = None,
     ) -> TextStream:
-        """Text as it comes. Dropping the stream early ends the request."""
+        """Iterates over the text as it is generated. Dropping the stream aborts the request."""
         params = params or SamplingParams()
         if params.n != 1:
             raise RequestError(f"n={params.n}: a text is one sample; use stream_deltas() or generate() for several")
@@ -113,7 +113,7 @@ class LLM:
         params: SamplingParams | None = None,
         chat_options: Mapping[str, Any] | None = None,
     ) -> Submission:
-        """What is new after every round, of each of the `n` samples: tokens, text, log-probabilities, finish reason."""
+        """Iterates over the deltas of all `n` samples: new tokens, text, log-probabilities, finish reason."""
         return self.driver.submit(self.encode(prompt, chat_options), params or SamplingParams(), stream=True)
 
     def close(self) -> None:
@@ -145,14 +145,14 @@ class LLM:
         return self.engine.tokenizer.encode(text, add_special_tokens=False)
 
     def _hand_over_threads(self, before: int) -> None:
-        """The number of threads is a thread's own: the engine's gets what the assembly set, this one its own back."""
+        """torch's number of threads is per thread: the engine's gets what `build_engine` set, this one its own back."""
         threads = torch.get_num_threads()
         self.driver.call(lambda _: torch.set_num_threads(threads))
         torch.set_num_threads(before)
 
 
 class TextStream(Iterator[str]):
-    """The pieces of one answer; `output` is the whole of it once the pieces have ended."""
+    """The text of one request in pieces; `output` is the complete output, once it has ended."""
 
     def __init__(self, submission: Submission) -> None:
         self._submission = submission
@@ -173,19 +173,19 @@ class TextStream(Iterator[str]):
         raise StopIteration
 
     def close(self) -> None:
-        """Ends the request if it is still running; the stream has no more pieces."""
+        """Aborts the request if it is still running; the stream then ends."""
         self._closed = True
         self._submission.abort()
 
 
 def check_served(output: RequestOutput) -> None:
-    """Raises RequestFailed when the engine could not write the whole answer."""
+    """Raises RequestFailed for a request whose round failed."""
     if output.error is not None:
         raise RequestFailed(output.error)
 
 
 def _kind(prompt: object) -> Literal["text", "ids", "chat"]:
-    """What one prompt is; RequestError when it is none of the three."""
+    """The type of a prompt; RequestError for anything else."""
     if isinstance(prompt, str):
         return "text"
     items = list(prompt) if isinstance(prompt, Seq) else None

@@ -1,4 +1,4 @@
-"""`python -m ssd.worker FD`: a drafter in a process of its own, talking over the socket FD that it was given."""
+"""`python -m ssd.worker FD`: the entry point of a drafter's process; FD is its end of a socket pair."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ssd.drafting.worker import WorkerDrafter, run
 
 
 def build(config: dict[str, Any]) -> WorkerDrafter:
-    from ssd.assembly.drafters import build_worker_drafter  # brings torch, which only a worker with a setup needs
+    from ssd.assembly.drafters import build_worker_drafter  # imports torch
 
     return build_worker_drafter(config)
 

@@ -1,4 +1,4 @@
-"""Puts an engine together from its config: checkpoints, device, memory, models, scheduler, drafter, round."""
+"""Builds an engine from its config: checkpoints, device, memory, models, scheduler, drafter, round."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ssd.models.open import open_checkpoint
 
 
 def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> tuple[Engine, EngineConfig]:
-    """Loads the model (from `config.model` unless it is handed in) and everything around it; ready for requests.
+    """Loads the model (`config.model`, unless a checkpoint is passed) and builds an engine that is ready for requests.
 
-    The config that is returned says what was chosen where the given one left it open.
+    In the returned config, options that were None or "auto" have the values that were chosen.
     """
     checkpoint = checkpoint or open_checkpoint(config.model)
     tokenizer = checkpoint.tokenizer()
@@ -66,7 +66,7 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
 def build_runners(
     config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None, device: torch.device
 ) -> tuple[ModelRunner, ModelRunner | None, int]:
-    """Target and draft on their device, each with its KV (as many blocks for both), and the longest sequence."""
+    """Runners of target and draft with equal numbers of KV blocks, and the maximum length of a sequence."""
     model = checkpoint.config
     limit = config.max_model_len or model.max_position
     if limit > model.max_position:

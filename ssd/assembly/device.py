@@ -1,4 +1,4 @@
-"""Which device, number type and kernels an engine uses."""
+"""Choice of device, dtype and kernels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def resolve_dtype(config: EngineConfig, model: DecoderConfig, device: torch.devi
 
 
 def num_cores() -> int:
-    """That this process may use."""
+    """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,4 +1,4 @@
-"""Who drafts: from the speculation options to a drafter, in this process or in one of its own."""
+"""Builds the drafter that the speculation options describe, in this process or in a worker."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from ssd.models.open import open_checkpoint
 from ssd.text.tokenizer import Tokenizer
 
 log = logging.getLogger("ssd")
-_MAX_BRANCHES = 256  # of all sequences together
+_MAX_BRANCHES = 256  # of a whole batch
 _WORKER_START_SECONDS = 120.0
 
 
 def open_draft(speculation: SpeculationConfig, tokenizer: Tokenizer) -> Checkpoint | None:
-    """The draft model's checkpoint, if there is to be one. Its token ids must mean what the target's mean."""
+    """The draft model's checkpoint, or None; ConfigError if its tokenizer differs from the target's."""
     if speculation.draft is None or speculation.draft == NGRAM:
         return None
     checkpoint = open_checkpoint(speculation.draft)
@@ -53,7 +53,7 @@ def open_draft(speculation: SpeculationConfig, tokenizer: Tokenizer) -> Checkpoi
 
 
 def placed(speculation: SpeculationConfig, device: torch.device) -> SpeculationConfig:
-    """With a placement that the machine has: `auto` is a stream of the GPU, or a process on a CPU's second core."""
+    """Resolves `placement`: "auto" is a stream on a GPU, a process on a CPU with several cores, else inline."""
     if speculation.mode != "ssd":
         return speculation
     placement = speculation.placement
@@ -71,7 +71,7 @@ def placed(speculation: SpeculationConfig, device: torch.device) -> SpeculationC
 
 
 def make_drafter(config: EngineConfig, runner: ModelRunner | None, vocab_size: int) -> Drafter:
-    """`runner` is that of the draft model, if it is in this process."""
+    """`runner`: that of the draft model, if it is in this process."""
     speculation = config.speculation
     if speculation.placement == "process":
         return controlled(start_worker(config, vocab_size), speculation)
@@ -80,7 +80,7 @@ def make_drafter(config: EngineConfig, runner: ModelRunner | None, vocab_size: i
 
 
 def controlled(drafter: Drafter, speculation: SpeculationConfig) -> Drafter:
-    """The drafter, if need be under a controller that finds out how much pays."""
+    """Wraps the drafter in a DepthController if `k` or `budget` is "auto"."""
     if "auto" not in (speculation.k, speculation.budget):
         return drafter
     widths = speculation.budgets if isinstance(drafter, AheadDrafter) else (0,)
@@ -88,7 +88,7 @@ def controlled(drafter: Drafter, speculation: SpeculationConfig) -> Drafter:
 
 
 def drafter_with(model: DraftModel | None, speculation: SpeculationConfig) -> Drafter:
-    """Drafts in this process, with a model or without one."""
+    """The drafter in this process."""
     if speculation.mode == "ar":
         return Drafter()
     if model is None:
@@ -138,14 +138,14 @@ def make_draft_model(config: EngineConfig, runner: ModelRunner) -> DraftModel:
 
 
 def draft_rows(config: EngineConfig) -> int:
-    """Rows that a draft extends side by side: one a sequence, or its branches, as far as they are worth their time."""
+    """Maximum rows of a draft run: one per sequence, or its branches, up to _MAX_BRANCHES."""
     if config.speculation.mode == "sd":
         return config.max_num_seqs
     return max(config.max_num_seqs, min(_MAX_BRANCHES, config.max_num_seqs * max(config.speculation.budgets)))
 
 
 def load_draft(config: EngineConfig, draft: Checkpoint, state: SequenceState, limit: int) -> Loaded:
-    """A draft reads a whole draft of every sequence at once, and writes as far again ahead of it."""
+    """Loads the draft model. Its batches read K + 1 tokens per sequence, and its positions go K + 1 further."""
     reads, rows = 1 + config.speculation.lookahead, draft_rows(config)
     return load_decoder(
         config,
@@ -159,7 +159,7 @@ def load_draft(config: EngineConfig, draft: Checkpoint, state: SequenceState, li
 
 
 def start_worker(config: EngineConfig, vocab_size: int) -> Drafter:
-    """The drafter in a process of its own, on a core or a GPU of its own."""
+    """A drafter in a worker, which gets the second GPU, or one of the CPU's cores."""
     setup, environment = {"config": asdict(config), "vocab_size": vocab_size}, dict(os.environ)
     threads = torch.get_num_threads()
     if resolve_device(config.device).type == "cuda":
@@ -179,7 +179,7 @@ def start_worker(config: EngineConfig, vocab_size: int) -> Drafter:
 
 
 def build_worker_drafter(setup: Mapping[str, Any]) -> WorkerDrafter:
-    """What a worker runs: the same drafter, over a state of its own."""
+    """Builds the same drafter inside a worker, with a SequenceState of its own."""
     config = build(EngineConfig, dict(setup["config"]))
     config = replace(config, speculation=replace(config.speculation, placement="inline"))
     device = resolve_device(config.device)

@@ -1,4 +1,4 @@
-"""How the memory of a device is shared out: KV blocks for every model, and the longest sequence that fits."""
+"""Memory of a device: number of KV blocks, and the longest sequence that fits."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _CPU_KV_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model with its weights, and what it is to be used for."""
+    """A loaded model, and the limits that it is used with."""
 
     decoder: Decoder
     max_len: int  # tokens of a sequence
-    max_rows: int  # query tokens of a decode-size batch that it has attention scratch for
-    scratch_slots: int = 0  # KV slots beside the pool's
+    max_rows: int  # query tokens of a decode-size batch
+    scratch_slots: int = 0  # KV slots outside of the pool's blocks
 
 
 def fitting_length(config: EngineConfig, limit: int, capacity: int) -> int:
-    """The longest sequence that the KV pool holds; an error where the user asked for more than that."""
+    """`limit`, or the capacity of the KV pool if that is less; ConfigError if max_model_len was given."""
     if capacity >= limit:
         return limit
     if config.max_model_len is not None or capacity == 0:
@@ -43,7 +43,7 @@ def fitting_length(config: EngineConfig, limit: int, capacity: int) -> int:
 
 
 def kv_blocks(config: EngineConfig, models: Seq[Loaded], limit: int) -> int:
-    """How many KV blocks each model gets: as asked, else what memory allows (on the CPU, what could ever be used)."""
+    """KV blocks of each model: as configured, else what fits the memory (on a CPU at most what can be used)."""
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
     device = models[0].decoder.device
@@ -58,7 +58,7 @@ def kv_blocks(config: EngineConfig, models: Seq[Loaded], limit: int) -> int:
 
 
 def _activation_bytes(config: EngineConfig, loaded: Loaded) -> int:
-    """What a model's largest batch needs beside weights and KV, generously."""
+    """Upper estimate of the memory of a model's largest batch, besides weights and KV."""
     decoder, model, tokens = loaded.decoder, loaded.decoder.config, batched_tokens(config, loaded.decoder.device)
     width = 8 * model.hidden_size + 3 * model.intermediate_size + 4 * model.num_heads * model.head_dim
     rows = sum(row_buckets(loaded.max_rows)) + sum(min(rows, loaded.max_rows) for rows in PREFILL_BUCKETS)

@@ -1,4 +1,4 @@
-"""Models with their weights, KV and graphs on their device."""
+"""Builds models on their device: weights, SequenceState, KV."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ssd.models.decoder import Decoder
 
 
 def num_slots(config: EngineConfig) -> int:
-    """More than sequences run at a time: one that has finished keeps its slot while a round in flight uses it."""
+    """More than max_num_seqs: a finished sequence keeps its slot while a round in flight uses it."""
     return config.max_num_seqs + max(4, config.max_num_seqs // 4)
 
 
@@ -38,7 +38,7 @@ def load_decoder(
     beyond: int = 0,
     scratch_slots: int = 0,
 ) -> Loaded:
-    """Weights, and attention scratch for the state's positions and as many as `beyond` after those."""
+    """Loads weights, and allocates attention scratch for the state's positions and `beyond` more."""
     device = state.device
     ops, dtype = make_ops(device), resolve_dtype(config, checkpoint.config, device)
     positions = state.max_positions + beyond

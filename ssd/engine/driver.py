@@ -1,7 +1,7 @@
-"""The one way to drive an engine: a thread that owns it.
+"""The driver: a thread that owns an engine and runs its loop.
 
-Any thread, and any asyncio task, submits requests and reads what is new of them. Between two rounds the engine's
-thread takes everything out of its inbox; after each it hands the deltas to those who asked.
+Any thread and any asyncio task can submit requests and read their deltas. The engine's thread empties its inbox before
+every round, and puts the deltas into the queues of their requests after it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ssd.errors import EngineClosed, EngineFailed, RequestError
 
 log = logging.getLogger("ssd")
 T = TypeVar("T")
-Item = Delta | Exception  # the exception is the end of a request
-Sink = Callable[[Item], object]  # called on the engine's thread: it must not wait
+Item = Delta | Exception  # an exception ends the request
+Sink = Callable[[Item], object]  # called on the engine's thread: must not block
 
 CLOSED: Final = "the engine was closed: load the model again"
-_EXIT_SECONDS: Final = 10.0  # that an interpreter waits at its end for the round that is under way
+_EXIT_SECONDS: Final = 10.0  # wait for the current round when the interpreter exits
 
 
-# --- what the inbox holds ---------------------------------------------------------------------------------------------
+# --- commands in the inbox --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -62,44 +62,44 @@ class _Stop:
     pass
 
 
-_Order = list[_Add] | _Abort | _Call | _Stop
+_Command = list[_Add] | _Abort | _Call | _Stop
 
 
-# --- what the caller holds --------------------------------------------------------------------------------------------
+# --- handles of requests ----------------------------------------------------------------------------------------------
 
 
 class _Handle:
-    """One submitted request. Dropping it ends the request."""
+    """A submitted request. Garbage collection of the handle aborts the request."""
 
     def __init__(self, driver: Driver, request_id: str) -> None:
         self.request_id = request_id
-        self.output: RequestOutput | None = None  # the whole answer, once it has ended
+        self.output: RequestOutput | None = None  # once the request has ended
         self._driver = driver
         self._error: Exception | None = None
-        self._dropped = weakref.finalize(self, driver._inbox.put, _Abort(request_id))  # which is safe in a collection
-        self._dropped.atexit = False
+        self._finalizer = weakref.finalize(self, driver._inbox.put, _Abort(request_id))  # SimpleQueue.put is reentrant
+        self._finalizer.atexit = False
 
     @property
     def ended(self) -> bool:
         return self.output is not None or self._error is not None
 
     def abort(self) -> None:
-        """Ends the request after the round that is under way; its last delta still comes. Safe in a signal handler."""
+        """Ends the request after the current round; its last delta still comes. Safe in a signal handler."""
         if not self.ended:
             self._driver._inbox.put(_Abort(self.request_id))
 
-    def _taken(self, item: Item) -> Delta:
+    def _receive(self, item: Item) -> Delta:
         if isinstance(item, Exception):
             self._error = item
         else:
             self.output = item.output
         if self.ended:
-            self._dropped.detach()
+            self._finalizer.detach()
         if isinstance(item, Exception):
             raise item
         return item
 
-    def _whole(self) -> RequestOutput:
+    def _complete_output(self) -> RequestOutput:
         if self._error is not None:
             raise self._error
         assert self.output is not None
@@ -107,7 +107,7 @@ class _Handle:
 
 
 class Submission(_Handle, Iterator[Delta]):
-    """The deltas of a request; waits for the next one. To be read by one thread at a time."""
+    """Iterates over the deltas of a request, waiting for each. For one thread at a time."""
 
     def __init__(self, driver: Driver, request_id: str) -> None:
         super().__init__(driver, request_id)
@@ -122,17 +122,17 @@ class Submission(_Handle, Iterator[Delta]):
         except BaseException:  # Ctrl-C
             self.abort()
             raise
-        return self._taken(item)
+        return self._receive(item)
 
     def result(self) -> RequestOutput:
-        """Waits for the whole answer. Raises EngineClosed or EngineFailed if there is none."""
+        """Waits for the complete output. Raises EngineClosed or EngineFailed if there is none."""
         for _ in self:
             pass
-        return self._whole()
+        return self._complete_output()
 
 
 class AsyncSubmission(_Handle, AsyncIterator[Delta]):
-    """The same for a task of the running event loop."""
+    """`Submission` for asyncio."""
 
     def __init__(self, driver: Driver, request_id: str) -> None:
         super().__init__(driver, request_id)
@@ -143,23 +143,23 @@ class AsyncSubmission(_Handle, AsyncIterator[Delta]):
     async def __anext__(self) -> Delta:
         if self.ended:
             raise StopAsyncIteration
-        return self._taken(await self._items.get())
+        return self._receive(await self._items.get())
 
     async def result(self) -> RequestOutput:
         async for _ in self:
             pass
-        return self._whole()
+        return self._complete_output()
 
 
 class Driver:
-    """Owns an engine and the thread that it runs on."""
+    """Owns an engine and its thread."""
 
     def __init__(self, engine: Engine) -> None:
         self.limits = engine.limits
         self._engine: Engine | None = engine
-        self._inbox: SimpleQueue[_Order] = SimpleQueue()
+        self._inbox: SimpleQueue[_Command] = SimpleQueue()
         self._ids = itertools.count()
-        self._lock = threading.Lock()  # so that nothing that is answered is posted after the stop
+        self._lock = threading.Lock()  # no _Add or _Call may follow _Stop
         self._thread = threading.Thread(target=_Loop(engine, self._inbox).run, name="ssd-engine", daemon=True)
         self._thread.start()
         weakref.finalize(self, self._inbox.put, _Stop()).atexit = False
@@ -167,13 +167,13 @@ class Driver:
 
     @property
     def engine(self) -> Engine:
-        """To look at (metrics, tokenizer); what changes it, or must not see half a round, goes through `call`."""
+        """For reading (metrics, tokenizer) only; everything else goes through `call`."""
         if self._engine is None:
             raise EngineClosed(CLOSED)
         return self._engine
 
     def check(self, prompt_token_ids: Seq[int], params: SamplingParams) -> None:
-        """Raises RequestError when a request can never be served."""
+        """Raises RequestError for a request that cannot be served."""
         try:
             check_request(prompt_token_ids, params, self.limits)
         except RequestError:
@@ -181,11 +181,11 @@ class Driver:
             raise
 
     def submit(self, prompt_token_ids: Seq[int], params: SamplingParams, *, stream: bool = False) -> Submission:
-        """With `stream` there is a delta for every round, otherwise one for each sample when it has ended."""
+        """Queues a request. With `stream` there is a delta for every round, otherwise one per sample at its end."""
         return self.submit_many([(prompt_token_ids, params)], stream=stream)[0]
 
     def submit_many(self, requests: Seq[tuple[Seq[int], SamplingParams]], *, stream: bool = False) -> list[Submission]:
-        """They wait for the same next round. RequestError if one of them can never be served."""
+        """Queues several requests for the same round. RequestError if one of them cannot be served."""
         for prompt, params in requests:
             self.check(prompt, params)
         submissions = [Submission(self, self._new_id()) for _ in requests]
@@ -195,14 +195,14 @@ class Driver:
     def submit_async(
         self, prompt_token_ids: Seq[int], params: SamplingParams, *, stream: bool = False
     ) -> AsyncSubmission:
-        """`submit` for a coroutine."""
+        """`submit` for asyncio."""
         self.check(prompt_token_ids, params)
         submission = AsyncSubmission(self, self._new_id())
         self._add([submission], [(prompt_token_ids, params)], stream)
         return submission
 
     def call(self, function: Callable[[Engine], T]) -> T:
-        """The function's result, or its error; it is called with the engine, on its thread, between two rounds."""
+        """Calls function(engine) on the engine's thread, between two rounds; returns its result or raises its error."""
         if threading.current_thread() is self._thread:
             return function(self.engine)
         future: Future[T] = Future()
@@ -210,7 +210,7 @@ class Driver:
         return future.result()
 
     def close(self, timeout: float | None = None) -> None:
-        """Ends all requests (EngineClosed), the engine and its thread. Safe to call twice, and from any thread."""
+        """Ends all requests (with EngineClosed), the engine and its thread. Idempotent; for any thread."""
         with self._lock:
             if self._engine is not None:
                 self._engine = None
@@ -235,20 +235,20 @@ class Driver:
             ]
         )
 
-    def _post(self, order: _Order) -> None:
+    def _post(self, command: _Command) -> None:
         with self._lock:
             if self._engine is None:
                 raise EngineClosed(CLOSED)
-            self._inbox.put(order)
+            self._inbox.put(command)
 
 
 # --- the engine's thread ----------------------------------------------------------------------------------------------
 
 
 class _Loop:
-    """Knows the sinks of the requests only, so a submission that is dropped is collected."""
+    """The loop of the engine's thread. Refers to sinks only, so that dropped submissions are garbage collected."""
 
-    def __init__(self, engine: Engine, inbox: SimpleQueue[_Order]) -> None:
+    def __init__(self, engine: Engine, inbox: SimpleQueue[_Command]) -> None:
         self._engine = engine
         self._inbox = inbox
         self._sinks: dict[str, Sink] = {}
@@ -258,9 +258,9 @@ class _Loop:
     def run(self) -> None:
         while not self._stopped:
             try:
-                self._obey_all()
+                self._handle_inbox()
                 self._step()
-            except BaseException as error:  # not of a round: that is the engine's
+            except BaseException as error:  # errors of rounds are handled by the engine
                 self._failure = f"the engine's loop failed, which is a bug: load the model again ({error!r})"
                 log.error(self._failure)
                 log.debug("how it failed", exc_info=error)
@@ -276,15 +276,15 @@ class _Loop:
     def _busy(self) -> bool:
         return self._failure is None and self._engine.has_work
 
-    def _obey_all(self) -> None:
-        """All that the inbox holds now; with nothing else to do, waits until it holds something."""
+    def _handle_inbox(self) -> None:
+        """Handles all commands in the inbox; if the engine is idle, waits for one."""
         for _ in range(max(self._inbox.qsize(), not self._busy)):
-            self._obey(self._inbox.get())
+            self._handle(self._inbox.get())
 
-    def _obey(self, order: _Order) -> None:
-        match order:
+    def _handle(self, command: _Command) -> None:
+        match command:
             case list():
-                for add in order:
+                for add in command:
                     self._add(add)
             case _Abort(request_id):
                 self._engine.abort(request_id)
@@ -302,7 +302,7 @@ class _Loop:
                 raise EngineFailed(self._failure)
             self._engine.add(add.prompt_token_ids, add.params, add.request_id, stream=add.stream, arrival=add.arrival)
         except Exception as error:
-            self._hand_out(add.sink, error)
+            self._deliver(add.sink, error)
         else:
             self._sinks[add.request_id] = add.sink
 
@@ -311,21 +311,21 @@ class _Loop:
             for delta in self._engine.step():
                 find = self._sinks.get if delta.output is None else self._sinks.pop
                 sink = find(delta.request_id, None)
-                if sink is not None and not self._hand_out(sink, delta):
+                if sink is not None and not self._deliver(sink, delta):
                     self._engine.abort(delta.request_id)
 
-    def _hand_out(self, sink: Sink, item: Item) -> bool:
-        """Whether anybody took it: the event loop of an asynchronous reader may have ended."""
+    def _deliver(self, sink: Sink, item: Item) -> bool:
+        """False if the reader cannot take it (its event loop was closed)."""
         try:
             sink(item)
         except Exception as error:
-            log.debug("a reader is gone", exc_info=error)
+            log.debug("a reader cannot be reached", exc_info=error)
             return False
         return True
 
     def _end_all(self, kind: type[EngineFailed | EngineClosed]) -> None:
         for sink in self._sinks.values():
-            self._hand_out(sink, kind(self._failure))
+            self._deliver(sink, kind(self._failure))
         self._sinks.clear()
 
 
@@ -338,6 +338,6 @@ _drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """A thread that is still computing when the interpreter goes away may crash it."""
+    """A thread that computes while the interpreter shuts down may crash it."""
     for driver in list(_drivers):
         driver.close(_EXIT_SECONDS)

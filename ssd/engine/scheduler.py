@@ -1,8 +1,8 @@
-"""Who runs in the next round, over which KV blocks.
+"""The scheduler: which sequences run in the next round, and over which KV blocks.
 
-Continuous batching: sequences join and leave between any two rounds, and prefill chunks share a batch with decoding.
-A round may be scheduled while the one before it is in flight: then a sequence's length is known up to what that may
-decide, and blocks are reserved for the most. Plain bookkeeping: knows nothing of tensors, models or text.
+Continuous batching: sequences join and leave between any two rounds, and prefill chunks share a batch with decoding. A
+round may be scheduled while the one before it is in flight: a sequence's length is then known up to bounds, and blocks
+are reserved for the upper one. Knows nothing of tensors, models or text.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ssd.kv.blocks import BlockPool
 class Scheduler:
     """Admits, schedules and preempts sequences, oldest first.
 
-    `lookahead` is how many draft tokens a round may add to a decoding sequence: KV slots that are reserved beside the
-    committed tokens and never counted as tokens.
+    `lookahead`: maximum draft length of the next round. KV slots for draft tokens are reserved, and never counted as
+    computed tokens before they are committed.
     """
 
     def __init__(
@@ -30,11 +30,11 @@ class Scheduler:
         self.lookahead = 0
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.leaving: list[Sequence] = []  # finished, but a round in flight still writes to their blocks
-        self.preempted: list[Sequence] = []  # since the last `schedule` that was acted upon
-        self.admitted: list[Sequence] = []  # got their slots in the last `schedule`
+        self.leaving: list[Sequence] = []  # finished, but a round in flight writes to their blocks
+        self.preempted: list[Sequence] = []  # since the list was last cleared by the engine
+        self.admitted: list[Sequence] = []  # by the last `schedule`
         self.num_preemptions = 0
-        self._slots = list(range(num_slots or max_num_seqs))  # free ones
+        self._slots = list(range(num_slots or max_num_seqs))  # that are free
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -46,7 +46,7 @@ class Scheduler:
     def schedule(self) -> list[Work] | None:
         """The next batch: every decoding sequence, then prefill chunks of running and newly admitted ones.
 
-        None: somebody has to be preempted, and the round in flight must be collected before that.
+        None: a sequence must be preempted, and the round in flight must be collected before that.
         """
         self.admitted = []
         works = self._reserve(self._plan_running())
@@ -56,7 +56,7 @@ class Scheduler:
         return works + self._admit(budget)
 
     def finish(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it is. Its blocks return to the pool when no round in flight writes them."""
+        """Removes a sequence. `released` frees its blocks once no round in flight writes them."""
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
             self.leaving.append(sequence)
@@ -65,7 +65,7 @@ class Scheduler:
         sequence.status = Status.FINISHED
 
     def released(self) -> list[Sequence]:
-        """Takes blocks and slots of sequences back that have finished and are in no round any more."""
+        """Frees blocks and slots of finished sequences that are in no round in flight; returns those."""
         done = [sequence for sequence in self.leaving if sequence.in_flight is None]
         for sequence in done:
             self.leaving.remove(sequence)
@@ -73,7 +73,7 @@ class Scheduler:
         return done
 
     def preempt(self, sequence: Sequence) -> None:
-        """Sends a running sequence back to the head of the queue. It keeps its tokens; their KV is computed again."""
+        """Puts a running sequence back to the head of the queue. Its tokens stay; their KV is recomputed later."""
         if sequence.in_flight is not None:
             raise AssertionError("a round in flight must be collected before one of its sequences is preempted")
         self.running.remove(sequence)
@@ -90,7 +90,7 @@ class Scheduler:
         sequence.slot = -1
 
     def _work(self, sequence: Sequence, budget: int) -> Work:
-        """As much of a sequence as the budget allows: its pending tokens first, then draft tokens after the last."""
+        """A sequence's work within a token budget: its pending tokens, then slots for draft tokens."""
         pending, in_flight = sequence.next_pending, sequence.in_flight
         num_tokens = min(pending, budget)
         start = None
@@ -104,15 +104,15 @@ class Scheduler:
         return Work(sequence, num_tokens, start, lookahead=lookahead, slot=sequence.slot)
 
     def _lookahead(self, sequence: Sequence) -> int:
-        """A sequence that gets its next token anyway needs no draft for it."""
+        """Maximum draft length of a sequence: its last token is decided by the target without a draft."""
         if not sequence.params.speculate:
             return 0
         return max(0, min(self.lookahead, sequence.max_tokens - sequence.least_len - 1))
 
     def _plan_running(self) -> list[Work]:
-        """A token for every decoding sequence, then drafts for them, then prefill chunks, as far as the budget goes.
+        """Works within `max_num_batched_tokens`: one token per decoding sequence, then drafts, then prefill chunks.
 
-        A sequence that the round in flight is sure to finish is left out.
+        Sequences that reach their maximum length in the round in flight are left out.
         """
         budget = self.max_num_batched_tokens
         works: list[Work] = []
@@ -128,7 +128,7 @@ class Scheduler:
         return works
 
     def _reserve(self, works: Iterable[Work]) -> list[Work] | None:
-        """Gets blocks for the plan, oldest sequence first; whoever is youngest makes way when they run out."""
+        """Allocates blocks for the works, oldest sequence first; if they run out, the youngest is preempted."""
         planned = {id(work.sequence): work for work in works}
         for sequence in list(self.running):
             work = planned.get(id(sequence))
@@ -165,19 +165,19 @@ class Scheduler:
         return works
 
     def _sibling_is_prefilling(self, sequence: Sequence) -> bool:
-        """Samples of one request wait for the first one's prompt, and then find it in the prefix cache."""
+        """Samples of one request wait for the first one's prefill, and then find the prompt in the prefix cache."""
         if sequence.index == 0 or not self.pool.prefix_caching:
             return False
         return any(s.request is sequence.request and s.num_pending > 1 for s in self.running)
 
     def _fits(self, sequence: Sequence) -> bool:
-        """Admit only what can be prefilled to its end without pushing anybody out."""
+        """Whether a sequence can be prefilled completely without a preemption."""
         needed = self.pool.blocks_for(len(sequence.tokens) + self._lookahead(sequence))
         return needed - len(sequence.kv.blocks) <= self.pool.num_free
 
 
 def _reach(work: Work) -> int:
-    """Tokens that need KV slots after a work, at most. Nothing is kept beyond a sequence's last possible token."""
+    """Upper bound of the tokens with KV slots after a work, at most the sequence's maximum length."""
     sequence = work.sequence
     end = sequence.most_len if work.start is None else work.end
     return min(end + work.lookahead, sequence.max_tokens)

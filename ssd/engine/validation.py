@@ -1,4 +1,4 @@
-"""Whether a request can be served at all: a pure function, so that any thread may ask."""
+"""Validation of requests against a model's limits: a pure function, safe on any thread."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _MANY_ROWS = 64
 
 @triton.jit
 def _fold(m, l, acc, m_piece, l_piece, acc_piece):
-    """Adds one piece's softmax sums to the running ones."""
+    """Merges one piece's softmax statistics into the running ones."""
     m_new = tl.maximum(m, m_piece)
     safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     old = tl.exp2(m - safe)
@@ -107,7 +107,7 @@ def _branch_piece(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Softmax sums of the query rows, each of one branch, over the branch's own tokens: WIDTH columns for each."""
+    """Softmax sums of the query rows over their branches' own tokens: WIDTH columns per branch."""
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     sums = tl.zeros((BLOCK_M, 16), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -173,7 +173,7 @@ def _attention_kernel(
     valid = (r < (BLOCK_M // GROUP) * GROUP) & (token < num_queries)
     if WIDTH:
         valid = valid & (tl.load(slots_ptr + row0 + token, mask=valid, other=-1) >= 0)
-        position = tl.load(positions_ptr + row0 + token, mask=valid, other=-1) - depth - 1  # the last one shared
+        position = tl.load(positions_ptr + row0 + token, mask=valid, other=-1) - depth - 1  # the last shared one
         position = tl.where(valid, position, -1)
     else:
         context = tl.load(context_len_ptr + sequence)
@@ -211,7 +211,7 @@ def _attention_kernel(
             tl.store(partial_ptr + at[:, None] * D + d[None, :], acc_s, mask=valid[:, None] & d_mask[None, :])
         if WIDTH:
             at = flat * max_splits + max_splits - 1
-            if tl.program_id(2) == tl.num_programs(2) - 1:  # the one with the fewest pieces
+            if tl.program_id(2) == tl.num_programs(2) - 1:  # the program with the fewest pieces
                 m_s, l_s, acc_s = _branch_piece(
                     q, r // GROUP, slots_ptr + row0 + first_token,
                     tl.minimum(num_queries - first_token, BLOCK_M // GROUP), depth, kv_head * D, k_ptr, v_ptr,
@@ -270,13 +270,13 @@ def _combine_kernel(
 
 
 def tile_rows(group_size: int, split_kv: bool) -> int:
-    """Rows of an attention tile: as few as the tensor cores take for decode-size queries, more for prefill chunks."""
+    """Rows of an attention tile: the tensor cores' minimum for decode-size queries, more for prefill chunks."""
     few = max(_FEW_ROWS, int(triton.next_power_of_2(group_size)))
     return few if split_kv else max(few, _MANY_ROWS)
 
 
 class Workspace:
-    """Scratch for the pieces of rows that several programs share."""
+    """Scratch for the pieces of a row that different programs compute."""
 
     def __init__(self, max_rows: int, max_context: int, heads: HeadShape, device: torch.device) -> None:
         self.max_splits = -(-max_context // SPLIT) + 1  # the last one: a branch's own tokens

@@ -24,7 +24,7 @@ class CpuOps:
         return
 
     def tile_tokens(self, heads: HeadShape, split_kv: bool) -> int:
-        return 1 << 30  # one tile a sequence: tiles are not used here
+        return 1 << 30  # one tile per sequence: tiles are not used here
 
     def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> cpu.PackedWeight:
         return self._kernels.pack_linear(weight, gated)

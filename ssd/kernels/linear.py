@@ -1,9 +1,8 @@
 """A row-invariant linear layer in Triton, for any number of rows.
 
-Each output element is summed over the depth in one fixed order, sixteen products at a time, whatever the tile: so a
-row's bits depend neither on how many rows there are nor on which tile shape was chosen for them. Tiles may then follow
-the number of rows freely. The product is computed as W x^T, so that the tensor cores' wide side lies along the weight's
-rows, which there are always enough of.
+Each output element is summed over the depth in one fixed order, sixteen products at a time, whatever the tile shape. So
+a row's bits depend neither on the number of rows nor on the tile shape, which can be chosen by the number of rows. The
+product is computed as W x^T: the wide side of the tensor cores is along the weight's rows, of which there are many.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # not to be compiled again when prompts of other lengths come
+@triton.jit(do_not_specialize=["num_rows"])  # avoids recompilation for other prompt lengths
 def _linear_kernel(
     x_ptr,
     w_ptr,
@@ -36,7 +35,7 @@ def _linear_kernel(
     STAGES: tl.constexpr,
 ):
     """y[m, n] = sum_k x[m, k] w[n, k]. GATED: w's rows alternate gate, up, and y has half as many columns."""
-    # Neighbouring programs share weight tiles (and GROUP of them share x tiles), so that both are found in the L2.
+    # Neighbouring programs share weight tiles, and GROUP of them x tiles, for L2 hits.
     tiles_m = tl.cdiv(num_rows, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     band = tl.program_id(0) // (GROUP * tiles_m)
@@ -83,7 +82,7 @@ _PROCESSORS = 132  # of an H100 or H200
 
 @dataclass(frozen=True)
 class Tile:
-    """How the work is cut. Speed only: every tile gives the same bits."""
+    """A tile shape. Affects speed only: every shape gives the same bits."""
 
     rows: int
     columns: int
@@ -95,7 +94,7 @@ class Tile:
 def choose_tile(num_rows: int, columns: int, depth: int) -> Tile:
     """Measured on an H200: deep tiles while the weights' bandwidth is the limit, square ones for prefill."""
     if num_rows <= 16:
-        if columns >= 6144:  # 64 at a time, fewer would not keep every multiprocessor busy
+        if columns >= 6144:  # enough tiles of 64 columns for all multiprocessors
             return Tile(16, 64, 128, 4 if columns > 8192 else 5, 4)
         return Tile(16, 16, 512, 3, 2) if depth >= 8192 else Tile(16, 16, 256, 4, 2)
     if num_rows > 128:
@@ -105,7 +104,7 @@ def choose_tile(num_rows: int, columns: int, depth: int) -> Tile:
     if not fitting:
         wide = Tile(64, 128, 64, 6, 8) if num_rows <= 64 else Tile(128, 128, 64, 5, 8)
         return Tile(32, 64, 128, 4, 4) if num_rows <= 32 else wide
-    # Few columns: tiles that share their weights through the L2, so many that every multiprocessor has as much to do.
+    # Few columns: the tile shape with the most even load of the multiprocessors; weights are shared through the L2.
     rows = max(fitting, key=lambda rows: tiles[rows] / triton.cdiv(tiles[rows], _PROCESSORS))
     alone = tiles[rows] <= _PROCESSORS
     if rows == 64:
@@ -127,7 +126,7 @@ def linear(
     num_rows, depth = x.shape
     columns = weight.shape[0]
     tile = tile or choose_tile(num_rows, columns, depth)
-    block_k = tile.depth * 2 // x.element_size()  # tiles are measured for 16-bit types
+    block_k = tile.depth * 2 // x.element_size()  # tile shapes are for 16-bit types
     y = x.new_empty((num_rows, columns // 2 if gated else columns), dtype=out_dtype or x.dtype)
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(columns, tile.columns),)
     _linear_kernel[grid](

@@ -1,4 +1,4 @@
-"""The kernels in plain torch: any device, any type, no compiler. Also what the other kernels are tested against."""
+"""The kernels in plain torch, for any device and dtype. The reference for tests of the other kernels."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ssd.kernels.ops import DeviceBatch, HeadShape, Rope
 
 
 class ReferenceOps:
-    """Plain torch. Right, but not row-invariant: libraries choose their algorithm by the number of rows."""
+    """Plain torch. Not row-invariant: the libraries choose their algorithm by the number of rows."""
 
     def reserve(self, max_rows: int, max_context: int, heads: HeadShape, device: torch.device) -> None:
         return
 
     def tile_tokens(self, heads: HeadShape, split_kv: bool) -> int:
-        return 1 << 30  # one tile a sequence: tiles are not used here
+        return 1 << 30  # one tile per sequence: tiles are not used here
 
     def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
         return weight

@@ -1,7 +1,7 @@
-"""The integer work of a round on the device: rows of a batch, acceptance, a draft's inputs, prepared drafts.
+"""Kernels over the SequenceState (`ssd.execution.state`): inputs of a batch, acceptance, inputs and drafts of drafters.
 
-Everything here reads and writes the per-sequence state (`ssd.execution.state`), so that a round can be launched before
-the host knows what the round before it decided. Pointers named `*_ptr` are int32 unless said otherwise.
+They let a round be launched before the host knows what the round before it decided. `*_ptr` are int32 unless stated
+otherwise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FAR = tl.constexpr(1 << 30)
 
 @triton.jit
 def _locate(row, work, slots_ptr, starts_ptr, query_start_ptr, length_ptr):
-    """Slot, length and position of query rows; a work without a start continues after the sequence's last token."""
+    """Slot, length and position of query rows; without a start, a work begins at the sequence's last token."""
     real = work >= 0
     slot = tl.load(slots_ptr + work, mask=real, other=0)
     start = tl.load(starts_ptr + work, mask=real, other=0)
@@ -28,7 +28,7 @@ def _locate(row, work, slots_ptr, starts_ptr, query_start_ptr, length_ptr):
 
 @triton.jit
 def _token_at(slot, position, length, token_ids_ptr, drafts_ptr, token_stride, draft_stride, mask):
-    """A decided token, or past those a drafted one."""
+    """The decided token at a position, or the draft token after them."""
     decided = position < length
     at = slot.to(tl.int64) * token_stride + position
     token = tl.load(token_ids_ptr + at, mask=mask & decided, other=0)
@@ -105,10 +105,10 @@ def prepare_rows(
     out: tuple[torch.Tensor, ...],
     block_size: int,
 ) -> None:
-    """Tokens, positions and KV slots of a batch's rows, context lengths of its works, and what its logit rows decide.
+    """Tokens, positions and KV slots of a batch's rows, context lengths of its works, positions of its logit rows.
 
-    `out`: tokens, positions, slot_mapping [rows], context_len [works], then for every logit row its row (int64), its
-    sequence's slot (-1: padding), the position that it decides, and how many drafted tokens come before that.
+    `out`: tokens, positions, slot_mapping [rows], context_len [works], then for every logit row its query row (int64),
+    its sequence's slot (-1: padding), the position that it decides, and the number of draft tokens before that.
     """
     num_rows, num_logits = len(row_work), len(logit_rows)
     _rows_kernel[(triton.cdiv(max(num_rows, num_logits), _ROWS),)](
@@ -148,7 +148,7 @@ def _accept_kernel(
     count = tl.load(num_logits_ptr + work)
     j = tl.arange(0, BLOCK)
     chosen = tl.load(chosen_ptr + first + j, mask=j < count, other=0)
-    chosen = tl.minimum(tl.maximum(chosen, 0), vocab_size - 1)  # beyond a text's end logits may be anything
+    chosen = tl.minimum(tl.maximum(chosen, 0), vocab_size - 1)  # logits beyond the end of a sequence are undefined
     draft = tl.load(drafts_ptr + slot * draft_stride + j, mask=j < count - 1, other=-1)
     stands = (chosen == draft) & (j < count - 1)
     accepted = tl.min(tl.where(stands, BLOCK, j), axis=0)
@@ -177,10 +177,9 @@ def accept(
     out: torch.Tensor,
     vocab_size: int,
 ) -> None:
-    """Keeps drafted tokens while they are what the target chose, then the target's own token.
+    """Accepts draft tokens while they equal the target's choice, then adds the target's own token.
 
-    Row w of `out`: number of new tokens, origin of the draft, the new tokens (as many columns as a draft
-    has, and one), the draft.
+    Row w of `out`: number of new tokens, origin of the draft, the new tokens (K + 1 columns), the draft (K columns).
     """
     _accept_kernel[(len(slots),)](
         *(chosen, slots, first_row, num_logits, length, token_ids, drafts, num_accepted, origin, out),
@@ -251,11 +250,11 @@ def stage(
     vocab_size: int,
     fork: bool,
 ) -> None:
-    """What a draft model reads of each sequence: first position, number of tokens, the tokens.
+    """Inputs of a draft model's run: first position, number of tokens and tokens of each sequence.
 
-    Without `fork` everything decided that it has no KV of; with it the last decided token and the draft after it.
-    `computed` counts the tokens that it has KV of afterwards. With `fork` also the confidence of that draft, and
-    whether it was a hit.
+    Without `fork`: the decided tokens that have no KV in the draft model. With `fork`: the last decided token and the
+    draft under verification, its confidence, and whether it was a hit. `computed` becomes the number of tokens with KV
+    after the run.
     """
     _stage_kernel[(len(slots),)](
         *(slots, num_drafted, length, token_ids, drafts, confidence, origin, computed, first, count, tokens),
@@ -328,9 +327,9 @@ def look_up(
     hit: int,
     miss: int,
 ) -> None:
-    """The draft that was prepared for what was decided, else for another last token in its place.
+    """Copies the draft that was prepared for the last outcome to `drafts`; after a miss that of a sibling branch.
 
-    `hit` and `miss` are the origins of the two.
+    `hit` and `miss` are the values of `origin` for the two.
     """
     width = after.shape[1]
     _look_up_kernel[(len(slots),)](
@@ -377,7 +376,7 @@ def store(
     origin: torch.Tensor,
     value: int,
 ) -> None:
-    """The first `count` tokens of each sequence's row become its draft, of origin `value`."""
+    """Copies the first `count` tokens of each sequence's chain to its draft, with origin `value`."""
     _store_kernel[(len(slots),)](
         *(slots, chain, chain_confidence, drafts, confidence, origin, count, drafts.stride(0), chain.stride(0), value),
         BLOCK=triton.next_power_of_2(drafts.shape[1]),

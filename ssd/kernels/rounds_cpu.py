@@ -1,4 +1,4 @@
-"""The integer work of a round on a CPU: the functions of `ssd.kernels.rounds`, in numpy."""
+"""The functions of `ssd.kernels.rounds` for a CPU, in numpy."""
 
 from __future__ import annotations
 

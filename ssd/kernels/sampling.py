@@ -1,10 +1,10 @@
-"""The sampler on a GPU (see `ssd.sampling.sampler` for what it computes), in Triton kernels that need no host.
+"""The kernels of the sampler on a GPU (see `ssd.sampling.sampler` for what it computes).
 
-Truncation needs no sort. A token's key is (how far it is below the largest, id) as one integer of 44 bits: the order
-in which top_k and top_p keep tokens. The last key that is kept is found eleven bits at a time: tokens whose key begins
-with the bits found so far add their weight (one for top_k, an integer probability mass for top_p) to one of 2048 bins
-by their next eleven bits, and the bin in which the limit is reached gives those. All sums are of integers, hence exact
-in any order. The last program of a row to finish a level finds its bin.
+Truncation is a radix select, without a sort. A token's key is (distance from the largest logit, id) as an integer of 44
+bits: the order in which top_k and top_p keep tokens. The last key that is kept is found 11 bits at a time: tokens whose
+key begins with the bits found so far add their weight (1 for top_k, an integer probability mass for top_p) to one of
+2048 bins by their next 11 bits; the bin that reaches the limit gives these. All sums are of integers, hence exact in
+any order. The last program of a row to finish a level selects the bin.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 1024  # tokens that a program reads at once
+_BLOCK = 1024  # tokens per load
 _TOKEN_BITS = tl.constexpr(19)
 _BIN_BITS = tl.constexpr(11)
 _BINS = tl.constexpr(2048)
 _LEVELS = 4  # of 11 bits: 25 of the distance, 19 of the id
-_TOP_K, _TOP_P = tl.constexpr(0), tl.constexpr(1)  # the two descents
+_TOP_K, _TOP_P = tl.constexpr(0), tl.constexpr(1)  # the two selections
 # Scratch of a row, in int64: the bins, then
 _ARRIVED = tl.constexpr(2048)  # programs that have finished this level
-_TOTAL = tl.constexpr(2049)  # the mass of what top_k and min_p keep
-_FOUND = tl.constexpr(2050)  # of both descents: the bits found so far, in the end the last key that is kept
+_TOTAL = tl.constexpr(2049)  # the mass of the tokens that top_k and min_p keep
+_FOUND = tl.constexpr(2050)  # of both selections: the bits found so far, in the end the last key that is kept
 _BEFORE = tl.constexpr(2052)  # of both: the weight of keys that begin with smaller bits
 _SCRATCH = tl.constexpr(2056)
 
@@ -126,7 +126,7 @@ def adjust(
 
 @triton.jit
 def _is_last(arrived_ptr):
-    """Whether this program is the last of its row to come here: what the others wrote before can then be read."""
+    """Whether this program is the last of its row to arrive, so that what the others wrote can be read."""
     tl.debug_barrier()  # all threads have written
     return tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == tl.num_programs(1) - 1
 
@@ -157,7 +157,7 @@ def _maxima_kernel(
 
 @triton.jit
 def _tempered(x, largest, temperature):
-    """(x - largest) / temperature, of which the largest is 0 also where all are -inf."""
+    """(x - largest) / temperature; 0 for the largest, also if all are -inf."""
     return tl.where(x == largest, 0.0, tl.div_rn(x - largest, temperature))
 
 
@@ -168,9 +168,9 @@ def _key(z, token):
 
 
 @triton.jit
-def _last_of(scratch_ptr, DESCENT: tl.constexpr, needed):
-    """The last key that a descent keeps, once it is done; where it is not needed, one above all keys."""
-    return tl.where(needed, tl.load(scratch_ptr + _FOUND + DESCENT), 1 << 62)
+def _last_of(scratch_ptr, SELECTION: tl.constexpr, needed):
+    """The last key that a selection keeps, once it is done; above all keys if it is not needed."""
+    return tl.where(needed, tl.load(scratch_ptr + _FOUND + SELECTION), 1 << 62)
 
 
 @triton.jit
@@ -195,11 +195,11 @@ def _level_kernel(
     vocab_size,
     shift,
     span,
-    DESCENT: tl.constexpr,
+    SELECTION: tl.constexpr,
     FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One level of a descent, in the rows that need it: that of the key's bits from `shift` on; `span` tokens."""
+    """One level of a selection: bits shift..shift+10 of the key, `span` tokens per program."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     if slot < 0:
@@ -208,16 +208,16 @@ def _level_kernel(
     temperature = tl.load(temperature_ptr + column)
     top_k = tl.load(top_k_ptr + column)
     top_p = tl.load(top_p_ptr + column)
-    needed = top_k > 0 if DESCENT == _TOP_K else top_p < 1
+    needed = top_k > 0 if SELECTION == _TOP_K else top_p < 1
     if (temperature == 0) | (needed == 0):
         return
     scratch_ptr += row * _SCRATCH
     largest = tl.load(largest_ptr + row)
     log_min_p = tl.load(log_min_p_ptr + column)
-    found = tl.load(scratch_ptr + _FOUND + DESCENT)
-    if DESCENT == _TOP_P:
+    found = tl.load(scratch_ptr + _FOUND + SELECTION)
+    if SELECTION == _TOP_P:
         last_k = _last_of(scratch_ptr, _TOP_K, top_k > 0)
-        # The total is 2**32 or more (less one step), so all tokens lighter than this together weigh less than what
+        # The total is 2**32 or more (less one step), so the tokens lighter than this weigh less together than what
         # top_p drops: they need no bin.
         lightest = (1 - top_p) * 2147483648.0 / vocab_size
     total = tl.zeros((BLOCK,), tl.int64)
@@ -228,7 +228,7 @@ def _level_kernel(
         z = _tempered(x, largest, temperature)
         key = _key(z, token)
         kept = (token < vocab_size) & (z >= log_min_p)
-        if DESCENT == _TOP_K:
+        if SELECTION == _TOP_K:
             weight = tl.full((BLOCK,), 1, tl.int64)
         else:
             kept = kept & (key <= last_k)
@@ -239,18 +239,18 @@ def _level_kernel(
             kept = kept & (mass >= lightest)
         kept = kept & ((key >> (shift + _BIN_BITS)) == found)
         tl.atomic_add(scratch_ptr + ((key >> shift) & (_BINS - 1)), weight, mask=kept, sem="relaxed")
-    if FIRST and DESCENT == _TOP_P:
+    if FIRST and SELECTION == _TOP_P:
         tl.atomic_add(scratch_ptr + _TOTAL, tl.sum(total, axis=0), sem="relaxed")
     if _is_last(scratch_ptr + _ARRIVED):
         limit = top_k.to(tl.float64)
-        if DESCENT == _TOP_P:
+        if SELECTION == _TOP_P:
             limit = top_p.to(tl.float64) * tl.load(scratch_ptr + _TOTAL).to(tl.float64)
         bins = tl.arange(0, _BINS)
         weights = tl.load(scratch_ptr + bins)
-        before = tl.load(scratch_ptr + _BEFORE + DESCENT) + tl.cumsum(weights, axis=0) - weights
+        before = tl.load(scratch_ptr + _BEFORE + SELECTION) + tl.cumsum(weights, axis=0) - weights
         begun = before.to(tl.float64) < limit  # from the first bin on, so that the last of these has the limit in it
-        tl.store(scratch_ptr + _FOUND + DESCENT, found * _BINS + tl.sum(begun.to(tl.int32), axis=0) - 1)
-        tl.store(scratch_ptr + _BEFORE + DESCENT, tl.max(tl.where(begun, before, 0), axis=0))
+        tl.store(scratch_ptr + _FOUND + SELECTION, found * _BINS + tl.sum(begun.to(tl.int32), axis=0) - 1)
+        tl.store(scratch_ptr + _BEFORE + SELECTION, tl.max(tl.where(begun, before, 0), axis=0))
         tl.store(scratch_ptr + bins, tl.zeros((_BINS,), tl.int64))
         tl.store(scratch_ptr + _ARRIVED, 0)
 
@@ -304,7 +304,7 @@ def tempered(logits: torch.Tensor, columns: Columns, slots: torch.Tensor, min_te
 
 
 def _truncate(logits: torch.Tensor, columns: Columns, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest logit of each row, and the scratch in which `_is_kept` finds what top_k and top_p keep."""
+    """The largest logit of each row, and the scratch from which `_is_kept` reads the last keys kept."""
     rows, vocab_size = logits.shape
     assert vocab_size <= 1 << _TOKEN_BITS.value
     grid = (rows, triton.cdiv(vocab_size, _BLOCK))
@@ -317,14 +317,14 @@ def _truncate(logits: torch.Tensor, columns: Columns, slots: torch.Tensor) -> tu
         CHUNKS=triton.next_power_of_2(grid[1]),
         num_warps=_warps(rows),
     )
-    span = _BLOCK if rows <= 16 else 8 * _BLOCK  # tokens of a program: it has much to do beside reading them
-    for descent in (_TOP_K.value, _TOP_P.value):
+    span = _BLOCK if rows <= 16 else 8 * _BLOCK  # tokens per program
+    for selection in (_TOP_K.value, _TOP_P.value):
         for level in reversed(range(_LEVELS)):
             _level_kernel[(rows, triton.cdiv(vocab_size, span))](
                 *(logits, largest, scratch, slots),
                 *(columns.temperature, columns.log_min_p, columns.top_k, columns.top_p),
                 *(logits.stride(0), columns.flags.stride(0), vocab_size, level * _BIN_BITS.value, span),
-                DESCENT=descent,
+                SELECTION=selection,
                 FIRST=level == _LEVELS - 1,
                 BLOCK=_BLOCK,
                 num_warps=_warps(rows),
@@ -344,7 +344,7 @@ def _mix(x, MIX1, MIX2):
 
 @triton.jit
 def _gumbel(seed_key, position, token, GOLDEN, MIX1, MIX2):
-    """`ssd.sampling.noise`: the noise of some tokens at one position."""
+    """Noise of tokens at one position, as in `ssd.sampling.noise`."""
     key = _mix(seed_key.to(tl.uint64) + position.to(tl.int64).to(tl.uint64) * GOLDEN.to(tl.uint64), MIX1, MIX2)
     bits = _mix(key + token.to(tl.uint64) * GOLDEN.to(tl.uint64), MIX1, MIX2) >> 32
     uniform = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
@@ -403,7 +403,7 @@ def _score_kernel(
             top_k, top_p = tl.load(top_k_ptr + column), tl.load(top_p_ptr + column)
             scratch_ptr += row * _SCRATCH
             kept = kept & _is_kept(z, token, scratch_ptr, tl.load(log_min_p_ptr + column), top_k, top_p)
-        if tl.max(kept.to(tl.int32), axis=0) > 0:  # noise costs more than anything else here
+        if tl.max(kept.to(tl.int32), axis=0) > 0:  # the noise is the most expensive part
             seed_key = tl.load(seed_key_ptr + slot * (column_stride // 2))  # its elements are twice as wide
             noise = _gumbel(seed_key, tl.load(positions_ptr + row), token, GOLDEN, MIX1, MIX2)
             x = tl.where(kept, tl.div_rn(x, temperature) + noise, float("-inf"))
@@ -467,5 +467,5 @@ def best(
 
 
 def _warps(rows: int) -> int:
-    """More of them make a program faster, fewer make room for more programs."""
+    """Few rows: more warps per program; many: more programs per multiprocessor."""
     return 8 if rows <= 16 else 4
