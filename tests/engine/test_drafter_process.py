@@ -264,23 +264,25 @@ def test_what_the_worker_is_told() -> None:
     assert told(first) == [(0, [5, 6, 1], -1, True)]
     commit(drafter, work_for(first), [2, 3], 1)
     assert told(first, second) == [(3, [2, 3], 1, False), (0, [8, 9], -1, True)]
-    commit(drafter, work_for(first), [7])  # what was prepared for that comes too late
     drafter.observe([work_for(second)], [None], 0.25)  # a prefill chunk
-    assert told(first, second) == [(5, [7], 0, False), (2, [], -1, False)]
+    assert told(second) == [(2, [], -1, False)]
+    commit(drafter, work_for(second), [7])  # what was prepared for that comes too late
+    assert told(second) == [(2, [7], 0, False)]
     commit(drafter, work_for(first), [4])
     commit(drafter, work_for(first), [4])
     drafter.forget(second)
     drafter.forget(second)
-    assert told(first, forgotten=[2]) == [(6, [4, 4], -1, False)]
+    assert told(first, forgotten=[2]) == [(5, [4, 4], -1, False)]
+    assert told(second) == [(0, [8, 9, 7], -1, True)]
     commit(drafter, work_for(first), [1, 2, 3], 2)
-    drafter.forget(first)
+    drafter.forget(second)
     listeners[-1].die()
     assert drafter.propose([work_for(second)]) == [Proposal()]
     now += 1.0
     assert drafter.propose([work_for(second)]) == [Proposal()]
     assert drafter.wait_ready(10)
     assert len(listeners) == 2
-    assert told(first, second) == [(0, first.tokens, -1, True), (0, [8, 9], -1, True)]
+    assert told(first, second) == [(0, first.tokens, -1, True), (0, [8, 9, 7], -1, True)]
     assert (drafter.at_hand, drafter.supervisor.failures) == (0, 1)
     drafter.close()
 
@@ -735,9 +737,8 @@ def test_texts_stand_while_the_worker_is_killed_again_and_again(nursery: Nursery
         if not harness.engine.has_work:
             for prompt, p, answer in zip(prompts, params, answers, strict=True):
                 asked[harness.engine.add(prompt, p)] = answer
-        before, busy = harness.engine.metrics.spec_decode_num_accepted_tokens, drafter.stats.busy_seconds
+        before = harness.engine.metrics.spec_decode_num_accepted_tokens
         harness.step()
-        assert drafter.stats.busy_seconds >= busy  # what lost workers computed still counts
         accepted_since += harness.engine.metrics.spec_decode_num_accepted_tokens - before
         if accepted_since and kills < 20:
             pid = drafter.supervisor.pid
@@ -750,6 +751,7 @@ def test_texts_stand_while_the_worker_is_killed_again_and_again(nursery: Nursery
     assert got == asked
     assert drafter.supervisor.failures >= 19
     assert harness.engine.metrics.drafter_failures == drafter.supervisor.failures
+    assert drafter.stats.busy_seconds >= 0.125 * drafter.replies  # what lost workers computed counts
     assert drafter.supervisor.restarts >= 19
     assert len(set(nursery.pids)) == 1 + drafter.supervisor.restarts
 
