@@ -23,16 +23,19 @@ from rich.progress import track
 from rich.table import Table
 
 from ssd import LLM, SamplingParams
-from ssd.assembly import build_runners, resolve_device
+from ssd.assembly import build_runners
+from ssd.assembly.device import resolve_device
 from ssd.config import EngineConfig
-from ssd.core import Batch, Request, RequestOutput, Sequence
-from ssd.decoding.law import Row, perturbed
+from ssd.core import Request, RequestOutput, Sequence
+from ssd.execution.batch import Batch
 from ssd.execution.runner import ModelRunner
 from ssd.llm import Prompt
 from ssd.models.open import open_checkpoint
 from ssd.prompts import OWN_SETS, load_prompts
+from ssd.sampling.sampler import Needs, Rows, Sampler
 
 LONGEST = 1536  # tokens of prompt and output
+SLOT = 0  # of the one sequence that is read
 COLUMNS = ("coupled", "rejection", "near", "tokens a round, K = 4", "K = 7")
 
 
@@ -80,26 +83,29 @@ def measure(llm: LLM, readers: list[ModelRunner], prompts: list[Prompt], params:
 
 @torch.inference_mode()
 def compare(readers: list[ModelRunner], output: RequestOutput, params: SamplingParams) -> tuple[list[bool], int, float]:
-    """Which tokens the draft guesses, how many wrong guesses were near, and the summed overlap of the two laws."""
-    prompt, answer = tuple(output.prompt_token_ids), list(output.token_ids)
-    sequence = Sequence(0, Request("", prompt, params), 0, params.seed or 0, frozenset(), LONGEST, list(prompt))
-    rows = [Row(sequence, tuple(answer[:j])) for j in range(len(answer))]
-    p, q = (read(reader, [*prompt, *answer], len(answer)) for reader in readers)
-    scores = q if params.greedy else perturbed(q, rows)
-    best = scores.topk(4).indices.tolist()
+    """Which tokens the draft guesses, how many wrong guesses were near, and the summed overlap of the distributions."""
+    prompt, answer = tuple(output.prompt_token_ids), output.token_ids
+    request, seed = Request("", prompt, params), params.seed or 0
+    sequence = Sequence(0, request, 0, seed, frozenset(), LONGEST, tokens=[*prompt, *answer])
+    p, q = (read(reader, sequence) for reader in readers)
+    positions = torch.arange(len(prompt), len(sequence.tokens), dtype=torch.int32, device=q.device)
+    rows = Rows(torch.full_like(positions, SLOT), positions)
+    best = Sampler(readers[1].state.sampling).best(q, rows, Needs.of([params]), 4)[0].tolist()
     right = [guesses[0] == token for guesses, token in zip(best, answer, strict=True)]
     near = sum(token in guesses[1:] for guesses, token in zip(best, answer, strict=True))
     if params.greedy:
         return right, near, float(sum(right))
-    laws = [(logits / params.temperature).softmax(-1) for logits in (p, q)]
-    return right, near, float(torch.minimum(*laws).sum())
+    distributions = [(logits / params.temperature).softmax(-1) for logits in (p, q)]
+    return right, near, float(torch.minimum(*distributions).sum())
 
 
-def read(runner: ModelRunner, tokens: list[int], answer: int) -> torch.Tensor:
-    """Logits of the positions that decided the answer's tokens, in one pass over the whole text."""
-    n = len(tokens) - 1
-    span, table = list(range(n)), list(range(-(-n // runner.block_size)))
-    return runner.forward(Batch(tokens[:n], span, span, [0, n], [n], [table], span[n - answer :]))
+def read(runner: ModelRunner, sequence: Sequence) -> torch.Tensor:
+    """Logits of the positions that decided the output's tokens, in one pass over the whole text."""
+    length = len(sequence.tokens) - 1
+    runner.state.admit(SLOT, sequence)
+    runner.tables.reset(SLOT)
+    runner.tables.update([(SLOT, list(range(-(-length // runner.block_size))))])
+    return runner.forward(Batch([SLOT], [0], [length], [sequence.num_output])).logits
 
 
 def reader(model: str, device: str, dtype: str) -> ModelRunner:
