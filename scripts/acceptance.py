@@ -23,14 +23,15 @@ from rich.progress import track
 from rich.table import Table
 
 from ssd import LLM, SamplingParams
-from ssd.assembly import build_runners, resolve_device
+from ssd.assembly import build_runners
+from ssd.assembly.device import resolve_device
 from ssd.config import EngineConfig
-from ssd.core import Batch, Request, RequestOutput, Sequence
-from ssd.decoding.law import Row, perturbed
+from ssd.core import RequestOutput
 from ssd.execution.runner import ModelRunner
 from ssd.llm import Prompt
 from ssd.models.open import open_checkpoint
 from ssd.prompts import OWN_SETS, load_prompts
+from ssd.sampling.sampler import Needs, Rows, Sampler, SamplingColumns
 
 LONGEST = 1536  # tokens of prompt and output
 COLUMNS = ("coupled", "rejection", "near", "tokens a round, K = 4", "K = 7")
@@ -80,26 +81,19 @@ def measure(llm: LLM, readers: list[ModelRunner], prompts: list[Prompt], params:
 
 @torch.inference_mode()
 def compare(readers: list[ModelRunner], output: RequestOutput, params: SamplingParams) -> tuple[list[bool], int, float]:
-    """Which tokens the draft guesses, how many wrong guesses were near, and the summed overlap of the two laws."""
+    """Which tokens the draft guesses, how many wrong guesses were near, and the distributions' summed overlap."""
     prompt, answer = tuple(output.prompt_token_ids), list(output.token_ids)
-    sequence = Sequence(0, Request("", prompt, params), 0, params.seed or 0, frozenset(), LONGEST, list(prompt))
-    rows = [Row(sequence, tuple(answer[:j])) for j in range(len(answer))]
-    p, q = (read(reader, [*prompt, *answer], len(answer)) for reader in readers)
-    scores = q if params.greedy else perturbed(q, rows)
-    best = scores.topk(4).indices.tolist()
+    p, q = (reader.logits_of([*prompt, *answer][:-1], len(answer)) for reader in readers)
+    columns = SamplingColumns(1, q.shape[-1], q.device)
+    columns.set(0, params, params.seed or 0, prompt, [], ())
+    positions = torch.arange(len(prompt), len(prompt) + len(answer), dtype=torch.int32, device=q.device)
+    best = Sampler(columns).best(q, Rows(torch.zeros_like(positions), positions), Needs(), 4)[0].tolist()
     right = [guesses[0] == token for guesses, token in zip(best, answer, strict=True)]
     near = sum(token in guesses[1:] for guesses, token in zip(best, answer, strict=True))
     if params.greedy:
         return right, near, float(sum(right))
-    laws = [(logits / params.temperature).softmax(-1) for logits in (p, q)]
-    return right, near, float(torch.minimum(*laws).sum())
-
-
-def read(runner: ModelRunner, tokens: list[int], answer: int) -> torch.Tensor:
-    """Logits of the positions that decided the answer's tokens, in one pass over the whole text."""
-    n = len(tokens) - 1
-    span, table = list(range(n)), list(range(-(-n // runner.block_size)))
-    return runner.forward(Batch(tokens[:n], span, span, [0, n], [n], [table], span[n - answer :]))
+    distributions = [(logits / params.temperature).softmax(-1) for logits in (p, q)]
+    return right, near, float(torch.minimum(*distributions).sum())
 
 
 def reader(model: str, device: str, dtype: str) -> ModelRunner:
