@@ -100,9 +100,8 @@ class _Handle:
         return item
 
     def _complete_output(self) -> RequestOutput:
-        if self._error is not None:
-            raise self._error
-        assert self.output is not None
+        if self._error is not None or self.output is None:
+            raise self._error or AssertionError("the request has not ended")
         return self.output
 
 

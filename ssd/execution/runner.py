@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
@@ -77,6 +78,14 @@ class ModelRunner:
     def forward(self, batch: Batch) -> Forward:
         """Launches a forward pass; on a GPU without waiting for it."""
         return self.run(self.stage(batch))
+
+    def logits_of(self, token_ids: Seq[int], count: int) -> torch.Tensor:
+        """Logits after each of the last `count` tokens of a text: for scoring, while no sequence is running."""
+        slot, blocks = 0, list(range(-(-len(token_ids) // self.block_size)))
+        self.state.append(slot, 0, token_ids, 0)
+        self.tables.reset(slot)
+        self.tables.update([(slot, blocks)])
+        return self.forward(Batch([slot], [0], [len(token_ids)], [count])).logits[:count]
 
     def stage(self, batch: Batch) -> Staged:
         """Uploads a batch, into the buffers of a graph where there is one for it."""

@@ -76,11 +76,13 @@ class SamplingColumns:
         self.bias: torch.Tensor | None = None  # float32 [S, V]
         self.counts: torch.Tensor | None = None  # int32 [S, V]: occurrences in the output * 4 + stop * 2 + in prompt
 
-    def allocate_tables(self) -> None:
-        if self.counts is None:
+    def allocate_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Bias and counts; both are allocated when the first of them is needed."""
+        if self.bias is None or self.counts is None:
             shape = (len(self._packed), self.vocab_size)
             self.bias = torch.zeros(shape, dtype=torch.float32, device=self._packed.device)
             self.counts = torch.zeros(shape, dtype=torch.int32, device=self._packed.device)
+        return self.bias, self.counts
 
     def set(
         self,
@@ -98,17 +100,13 @@ class SamplingColumns:
             bias = np.zeros(self.vocab_size, dtype=np.float32)
             ids = self._in_vocabulary(params.logit_bias)
             bias[ids] = [params.logit_bias[int(t)] for t in ids]
-            self.allocate_tables()
-            assert self.bias is not None
-            _send(bias, self.bias[slot])
+            _send(bias, self.allocate_tables()[0][slot])
         if params.penalised or params.min_tokens:
             flags |= _HAS_COUNTS
             counts = np.bincount(self._in_vocabulary(output), minlength=self.vocab_size).astype(np.int32) * _ONE_OUTPUT
             counts[self._in_vocabulary(prompt)] |= _IN_PROMPT
             counts[self._in_vocabulary(stop_token_ids)] |= _IS_STOP
-            self.allocate_tables()
-            assert self.counts is not None
-            _send(counts, self.counts[slot])
+            _send(counts, self.allocate_tables()[1][slot])
         row = np.zeros(self._packed.shape[1], dtype=np.int32)
         row[:2].view(np.int64)[0] = noise.signed(noise.seed_key(seed))
         row[2:5].view(np.float32)[:] = (

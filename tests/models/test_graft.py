@@ -23,7 +23,6 @@ from typer.testing import CliRunner
 
 from ssd import LLM, ConfigError, ModelNotFound, SamplingParams, SSDError
 from ssd.cli.main import app
-from ssd.core import Batch
 from ssd.models import export
 from ssd.models import open as open_module
 from ssd.models.config import DecoderConfig, RopeConfig
@@ -101,10 +100,7 @@ def both(base: Path, shape: str, dtype: str) -> tuple[LLM, LLM]:
 
 
 def logits(llm: LLM, tokens: list[int]) -> torch.Tensor:
-    runner = llm.engine.round.target
-    rows = list(range(len(tokens)))
-    table = list(range(-(-len(tokens) // runner.block_size)))
-    return runner.forward(Batch(tokens, rows, rows, [0, len(rows)], [len(rows)], [table], rows)).clone()
+    return llm.engine.round.target.runner.logits_of(tokens, len(tokens)).clone()
 
 
 def difference(ours: torch.Tensor, base: torch.Tensor) -> float:

@@ -9,7 +9,6 @@ import torch
 from conftest import KINDS, VOCAB, TestModel
 
 from ssd import LLM, SamplingParams
-from ssd.core import Batch
 
 LENGTHS = (1, 2, 15, 16, 17, 100, 300)
 
@@ -20,11 +19,7 @@ def prompt(length: int) -> list[int]:
 
 def engine_logits(llm: LLM, tokens: list[int]) -> torch.Tensor:
     """All logits of one prompt, straight through the engine's own model runner."""
-    runner = llm.engine.round.target
-    size = runner.block_size
-    table = list(range(-(-len(tokens) // size)))
-    rows = list(range(len(tokens)))
-    return runner.forward(Batch(tokens, rows, rows, [0, len(tokens)], [len(tokens)], [table], rows))
+    return llm.engine.round.target.runner.logits_of(tokens, len(tokens))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,5 +65,5 @@ def test_plain_torch_without_a_compiler(
         with_kernels = [out.token_ids for out in llm.generate(prompts, params)]
     monkeypatch.setattr(CpuOps, "load", lambda: None)
     with LLM(model.path, device="cpu") as llm:
-        assert type(llm.engine.round.target.decoder.ops).__name__ == "ReferenceOps"
+        assert type(llm.engine.round.target.runner.decoder.ops).__name__ == "ReferenceOps"
         assert [out.token_ids for out in llm.generate(prompts, params)] == with_kernels

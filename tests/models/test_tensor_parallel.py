@@ -12,6 +12,7 @@ from conftest import TestModel
 
 from ssd.errors import ConfigError
 from ssd.execution.runner import ModelRunner
+from ssd.execution.state import SequenceState
 from ssd.kernels.reference import ReferenceOps
 from ssd.models.decoder import Decoder
 from ssd.models.open import open_checkpoint
@@ -21,15 +22,14 @@ TOKENS = torch.randint(0, 320, (40,), generator=torch.Generator().manual_seed(1)
 
 
 def logits(path: str, tp: TensorParallel) -> torch.Tensor:
-    from ssd.core import Batch
-
     checkpoint = open_checkpoint(path)
     device = torch.device("cpu")
     decoder = Decoder(checkpoint.config, ReferenceOps(), device=device, dtype=torch.float32, max_positions=64, tp=tp)
     decoder.load(checkpoint.weights(device, torch.float32))
-    runner = ModelRunner(decoder, num_blocks=3, block_size=16, max_decode_rows=8)
-    rows = list(range(len(TOKENS)))
-    return runner.forward(Batch(TOKENS, rows, rows, [0, len(rows)], [len(rows)], [[0, 1, 2]], rows))
+    vocab_size = checkpoint.config.vocab_size
+    state = SequenceState(1, max_len=48, lookahead=0, vocab_size=vocab_size, device=device)
+    runner = ModelRunner(decoder, state, num_blocks=3, block_size=16, max_decode_rows=8)
+    return runner.logits_of(TOKENS, len(TOKENS))
 
 
 def rank(index: int, size: int, port: int, path: str, results: str) -> None:

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import make_sequence
 
 import ssd
 from ssd.config import EngineConfig, SpeculationConfig, build
 from ssd.core import SamplingParams
-from ssd.decoding.law import Row, choose
 from ssd.errors import ConfigError, EngineClosed, ModelNotFound, RequestError, SSDError, UnsupportedModel
+from ssd.sampling.sampler import Needs, Rows, Sampler, SamplingColumns
 
 NAN, INF = math.nan, math.inf
 
@@ -133,10 +132,12 @@ def test_unknown_parameters_are_refused() -> None:
 def test_a_huge_top_k_keeps_all_tokens(top_k: int) -> None:
     """Catches a valid request that overflows in the middle of a round and takes the whole batch with it."""
     huge, none = SamplingParams(temperature=1.0, top_k=top_k), SamplingParams(temperature=1.0)
-    logits = torch.linspace(-1, 1, 20)[None]
-    assert choose(logits.clone(), [Row(make_sequence([1], params=huge))]) == choose(
-        logits.clone(), [Row(make_sequence([1], params=none))]
-    )
+    columns = SamplingColumns(2, 20, torch.device("cpu"))
+    for slot, params in enumerate((huge, none)):
+        columns.set(slot, params, 0, [1], [], ())
+    rows = Rows(torch.tensor([0, 1], dtype=torch.int32), torch.tensor([1, 1], dtype=torch.int32))
+    chosen = Sampler(columns).choose(torch.linspace(-1, 1, 20).repeat(2, 1), rows, Needs.of([huge, none]))
+    assert chosen[0] == chosen[1]
 
 
 # --- engine options ---------------------------------------------------------------------------------------------------
