@@ -1,0 +1,422 @@
+"""Rounds that are launched before the one before them is committed, as on a GPU: every answer stays what it was.
+
+Over a suspicious decoder, and over small random models with drafts of their own (SD and SSD). On a CPU `run_ahead`
+makes an engine commit every round one round late; results that are computed beyond a sequence's end must be dropped,
+and nothing may be given to others that a round in flight still uses.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCAB, TestModel
+from engine_machine import BASE, EngineMachine
+from fakes import StateDrafter, cached_prefixes, check_cache, make_harness, naive
+from hypothesis import HealthCheck, settings
+
+from ssd import LLM, SamplingParams
+from ssd.core import MODEL_WRITTEN, Origin, Outcome, RequestOutput, Status, Work
+from ssd.decoding.drafter import Drafter
+from ssd.drafting.model import DraftModel
+from ssd.engine.engine import Engine
+
+# --- over a suspicious decoder ----------------------------------------------------------------------------------------
+
+
+class InFlightMachine(EngineMachine):
+    """The random life of an engine that always has a round in flight."""
+
+    run_ahead = True
+
+
+InFlightMachine.TestCase.settings = settings(
+    max_examples=50, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestInFlightMachine = InFlightMachine.TestCase
+
+
+class LongMachine(InFlightMachine):
+    """More of them, and longer ones."""
+
+
+LongMachine.TestCase.settings = settings(
+    max_examples=1000, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestLongMachine = pytest.mark.slow(LongMachine.TestCase)
+
+
+@pytest.mark.parametrize("lookahead", [0, 3])
+def test_a_round_is_always_in_flight(lookahead: int) -> None:
+    """Catches an engine that says that it runs ahead and commits at once; one round more is all that it may cost."""
+    drafter = StateDrafter(lookahead) if lookahead else None
+    harness = make_harness(drafter=drafter, run_ahead=True)
+    request_id = harness.engine.add(BASE[:5], SamplingParams(max_new_tokens=20))
+    harness.step()
+    [sequence] = harness.engine.scheduler.running
+    while sequence.num_remaining > 2 * (lookahead + 1):
+        assert sequence.in_flight is not None
+        num_before = len(sequence.tokens)
+        harness.step()
+        assert len(sequence.tokens) == num_before + 1 + lookahead
+    output = harness.drain()[request_id]
+    assert output.token_ids == naive(BASE[:5], SamplingParams(max_new_tokens=20), max_model_len=64).token_ids
+    assert output.metrics.rounds == -(-20 // (lookahead + 1))
+    assert harness.engine.metrics.num_rounds == len(harness.decoder.batches) <= output.metrics.rounds + 1
+
+
+def test_what_is_computed_beyond_the_end_is_dropped() -> None:
+    """Catches tokens, counts or KV of the round that was launched before a stop was seen."""
+    params = SamplingParams(max_new_tokens=30)
+    free = naive([1, 2, 3], params, max_model_len=64).token_ids
+    for stop, lookahead in itertools.product(sorted(set(free)), (0, 1, 7)):
+        drafter = StateDrafter(lookahead, "mixed") if lookahead else None
+        harness = make_harness(drafter=drafter, block_size=2, run_ahead=True)
+        output = harness.run([1, 2, 3], replace(params, stop_token_ids=[stop], logprobs=1))
+        assert (output.token_ids, output.finish_reason) == (free[: free.index(stop) + 1], "stop")
+        assert len(output.logprobs or []) == len(output.token_ids) == harness.engine.metrics.output_tokens
+        assert harness.engine.metrics.num_sequence_rounds == output.metrics.rounds
+        check_cache(harness)
+        tokens = (1, 2, 3, *output.token_ids)
+        assert all(tokens[: len(p)] == p for p in cached_prefixes(harness.engine.scheduler.pool).values())
+
+
+def test_an_aborted_request_is_answered_at_once_and_keeps_its_blocks() -> None:
+    """Catches an abort that waits for the round in flight, and blocks that others get while that writes to them."""
+    harness = make_harness(num_blocks=16, run_ahead=True)
+    engine, pool = harness.engine, harness.engine.scheduler.pool
+    aborted = engine.add(BASE[:9], SamplingParams(max_new_tokens=40))
+    for _ in range(3):
+        harness.step()
+    engine.abort(aborted)
+    [sequence] = engine.scheduler.leaving
+    assert sequence.in_flight is not None
+    assert pool.num_free == 16 - len(sequence.kv.blocks)
+    other = engine.add(BASE[:9], SamplingParams(max_new_tokens=40))
+    blocks = set(sequence.kv.blocks)
+    harness.step()
+    assert harness.outputs[aborted].finish_reason == "abort"
+    [running] = engine.scheduler.running
+    assert not blocks & set(running.kv.blocks[2:]), "all but two blocks of the prompt, which are shared"
+    assert engine.scheduler.leaving == []
+    assert (
+        harness.drain()[other].token_ids
+        == naive(BASE[:9], SamplingParams(max_new_tokens=40), max_model_len=64).token_ids
+    )
+
+
+def test_a_flush_leaves_nothing_in_flight() -> None:
+    """Catches a flush that loses what the round decided."""
+    harness = make_harness(run_ahead=True)
+    params = SamplingParams(max_new_tokens=6)
+    request_id = harness.engine.add([1, 2], params)
+    for _ in range(3):
+        harness.step()
+        harness.engine.flush()
+        [sequence] = harness.engine.scheduler.running
+        assert sequence.in_flight is None
+    assert sequence.num_output == 3
+    assert harness.drain()[request_id].token_ids == naive([1, 2], params, max_model_len=64).token_ids
+
+
+# --- over models ------------------------------------------------------------------------------------------------------
+
+MAX_LEN = 72
+Alone = Callable[[int, int], list[RequestOutput]]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, when it comes, and when it is aborted (if ever), in steps."""
+
+    prompt: list[int]
+    params: SamplingParams
+    arrival: int = 0
+    abort: int | None = None
+    stream: bool = False
+
+
+def random_params(dice: random.Random) -> SamplingParams:
+    longest = dice.choice([1, 2, 3, dice.randint(4, 40), dice.randint(20, 40)])
+    return SamplingParams(
+        temperature=dice.choice([0.0, 0.0, 0.7, 1.0, 1.5]),
+        seed=dice.randrange(10),
+        top_k=dice.choice([0, 0, 0, 5, 40]),
+        top_p=dice.choice([1.0, 1.0, 0.9, 0.5]),
+        min_p=dice.choice([0.0, 0.0, 0.05]),
+        repetition_penalty=dice.choice([1.0, 1.0, 1.0, 1.2]),
+        presence_penalty=dice.choice([0.0, 0.0, 0.0, 0.5]),
+        frequency_penalty=dice.choice([0.0, 0.0, 0.0, 0.3]),
+        logit_bias=dice.choice([{}, {}, {}, {7: 2.0, 11: -100.0, 12: float("-inf")}]),
+        stop=dice.choice([(), (), ("e",), ("\n", "th"), ("é", "a1")]),
+        stop_token_ids=dice.sample(range(VOCAB), dice.choice([0, 0, 5, 20])),
+        min_tokens=min(longest, dice.choice([0, 0, 0, 1, 6])),
+        max_new_tokens=longest,
+        logprobs=dice.choice([None, None, 0, 3]),
+        n=dice.choice([1, 1, 1, 2, 3]),
+        speculate=dice.random() < 0.9,
+    )
+
+
+def random_requests(count: int, seed: int) -> list[Asked]:
+    """Prompts of all lengths, which share beginnings; most of them come while others are running."""
+    dice = random.Random(seed)
+    base = [dice.randrange(VOCAB) for _ in range(MAX_LEN)]
+
+    def one() -> Asked:
+        length = dice.randint(1, dice.choice([4, 20, MAX_LEN - 1]))
+        shared = dice.choice([0, length // 2, length - 1])
+        own = [dice.randrange(VOCAB) for _ in range(length - shared)]
+        abort = dice.choice([None, None, None, dice.randint(0, 30)])
+        return Asked(base[:shared] + own, random_params(dice), dice.randint(0, 4 * count), abort, dice.random() < 0.5)
+
+    return [one() for _ in range(count)]
+
+
+def play(
+    engine: Engine, requests: Seq[Asked], *, preempt: float = 0.0, seed: int = 0, depths: Seq[int] = ()
+) -> list[RequestOutput]:
+    """Serves the requests as scripted.
+
+    Before a step, one running sequence is preempted with that probability, and the drafter is told to propose another
+    number of tokens, if there are any to choose from.
+    """
+    dice = random.Random(seed)
+    outputs: dict[str, RequestOutput] = {}
+    tokens, texts, logprobs = defaultdict[Any, Any](list), defaultdict[Any, str](str), defaultdict[Any, Any](list)
+    for step in itertools.count():
+        for i, asked in enumerate(requests):
+            if asked.arrival == step:
+                engine.add(asked.prompt, asked.params, str(i), stream=asked.stream)
+            if asked.abort is not None and asked.arrival + asked.abort == step:
+                engine.abort(str(i))
+        if dice.random() < preempt:
+            engine.flush()
+            if engine.scheduler.running:
+                engine.scheduler.preempt(dice.choice(engine.scheduler.running))
+        if depths:
+            engine.round.drafter.lookahead = dice.choice(depths)
+        for delta in engine.step():
+            assert delta.request_id not in outputs
+            sample = delta.request_id, delta.index
+            tokens[sample] += delta.token_ids
+            texts[sample] += delta.text
+            logprobs[sample] += delta.logprobs
+            if delta.output is not None:
+                outputs[delta.request_id] = delta.output
+        engine.check()
+        if len(outputs) == len(requests) and not engine.has_work:
+            break
+        assert step < 5000, "requests are not served"
+    for request_id, output in outputs.items():
+        for sample in output.samples:
+            key = request_id, sample.index
+            assert (tokens[key], texts[key]) == (sample.token_ids, sample.text), "deltas do not make up the answer"
+            assert logprobs[key] == (sample.logprobs or [])
+    check_idle(engine)
+    return [outputs[str(i)] for i in range(len(requests))]
+
+
+def draft_model(drafter: Drafter) -> DraftModel | None:
+    found: DraftModel | None = getattr(getattr(drafter, "inner", drafter), "model", None)
+    return found
+
+
+def check_idle(engine: Engine) -> None:
+    """Nothing is left of anybody, in the engine and in the draft model, and the drafter has never raised."""
+    scheduler = engine.scheduler
+    assert not [*scheduler.running, *scheduler.waiting, *scheduler.leaving]
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    assert engine.metrics.drafter_failures == 0
+    model = draft_model(engine.round.drafter)
+    if model is not None:
+        model.check()
+        assert model.num_sequences == 0
+        assert model.pool.num_free == model.pool.num_blocks
+
+
+def check_answers(requests: Seq[Asked], outputs: Seq[RequestOutput], expected: Seq[RequestOutput]) -> None:
+    for asked, output, whole in zip(requests, outputs, expected, strict=True):
+        assert output.error is None
+        for sample, full in zip(output.samples, whole.samples, strict=True):
+            end = len(sample.token_ids)
+            if sample.finish_reason == "abort":
+                assert asked.abort is not None
+                assert end < len(full.token_ids)
+            else:
+                assert (sample.token_ids, sample.text) == (full.token_ids, full.text)
+                assert sample.finish_reason == full.finish_reason
+            assert sample.token_ids == full.token_ids[:end]
+            assert sample.logprobs == (None if full.logprobs is None else full.logprobs[:end])
+
+
+@dataclass(frozen=True)
+class Models:
+    """Paths of a target and of drafts for it: a noisy copy, itself, and a model of its own."""
+
+    target: str
+    drafts: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def models(make_model: Callable[[str], TestModel], tmp_path_factory: pytest.TempPathFactory) -> Models:
+    target = make_model("llama-tied")
+    noisy, path = copy.deepcopy(target.reference), tmp_path_factory.mktemp("noisy")
+    torch.manual_seed(1)
+    for parameter in noisy.parameters():
+        parameter.data += 0.1 * parameter.data.std() * torch.randn_like(parameter)
+    noisy.save_pretrained(path)
+    shutil.copy(Path(target.path) / "tokenizer.json", path)
+    drafts = {"noisy": str(path), "self": target.path, "stranger": make_model("qwen2").path}
+    return Models(target.path, drafts)
+
+
+@pytest.fixture(scope="module")
+def alone(models: Models) -> Iterator[Alone]:
+    """What the requests of a seed are answered by plain decoding with every round committed at once."""
+    with LLM(models.target, device="cpu", max_model_len=MAX_LEN, max_num_seqs=8, prefix_caching=False) as llm:
+        known: dict[tuple[int, int], list[RequestOutput]] = {}
+
+        def answer(count: int, seed: int) -> list[RequestOutput]:
+            if (count, seed) not in known:
+                requests = [Asked(asked.prompt, asked.params) for asked in random_requests(count, seed)]
+                known[count, seed] = llm.driver.call(lambda engine: play(engine, requests))
+            return known[count, seed]
+
+        yield answer
+
+
+@contextmanager
+def engine_with(models: Models, speculation: dict[str, Any] | None, **options: Any) -> Iterator[LLM]:
+    """An engine with little memory that runs ahead."""
+    options = {"max_num_seqs": 4, "block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 24} | options
+    if speculation is not None and speculation["draft"] in models.drafts:
+        speculation = speculation | {"draft": models.drafts[speculation["draft"]]}
+    with LLM(models.target, device="cpu", max_model_len=MAX_LEN, speculation=speculation, **options) as llm:
+        llm.driver.call(lambda engine: setattr(engine.round, "run_ahead", True))
+        yield llm
+
+
+def check_life(
+    models: Models,
+    alone: Alone,
+    speculation: dict[str, Any] | None,
+    *,
+    seeds: Seq[int],
+    count: int = 10,
+    depths: Seq[int] = (),
+    **options: Any,
+) -> None:
+    """Random requests, aborts and preemptions."""
+    with engine_with(models, speculation, **options) as llm:
+        for seed in seeds:
+            requests = random_requests(count, seed)
+            outputs = llm.driver.call(
+                lambda engine, r=requests, s=seed: play(engine, r, preempt=0.03, seed=s, depths=depths)
+            )
+            check_answers(requests, outputs, alone(count, seed))
+
+
+def ssd(draft: str = "noisy", **options: Any) -> dict[str, Any]:
+    return {"mode": "ssd", "draft": draft, "placement": "inline", **options}
+
+
+SPECULATIONS: dict[str, dict[str, Any] | None] = {
+    "ar": None,
+    "sd": {"mode": "sd", "draft": "noisy", "k": 3},
+    "sd-auto": {"mode": "sd", "draft": "noisy", "k": "auto"},
+    "ngram": {"mode": "sd", "draft": "ngram", "k": 4},
+    "jit": ssd(k=3, backup="jit", budget=6),
+    "fast": ssd(k=3, backup="fast", budget=6),
+    "auto": ssd(k=4, backup="auto", budget=8),
+    "ssd-auto": ssd(k="auto", budget="auto"),
+}
+
+
+@pytest.mark.parametrize("speculation", SPECULATIONS)
+def test_everything_at_once(models: Models, alone: Alone, speculation: str) -> None:
+    """Catches any difference to plain decoding that commits every round at once."""
+    check_life(models, alone, SPECULATIONS[speculation], seeds=[0])
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "no memory to spare": {"num_kv_blocks": 18, "max_num_seqs": 8},
+    "one at a time": {"max_num_seqs": 1, "max_num_batched_tokens": 5},
+    "large blocks, all at once": {"max_num_seqs": 16, "block_size": 16, "max_num_batched_tokens": 512},
+    "no prefix cache": {"prefix_caching": False, "num_kv_blocks": 24},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("draft", ["noisy", "self", "stranger"])
+@pytest.mark.parametrize("speculation", SPECULATIONS)
+def test_everything_for_long(models: Models, alone: Alone, speculation: str, draft: str, options: str) -> None:
+    """The same with every draft, with more and less memory, and with depths that change from round to round."""
+    chosen = SPECULATIONS[speculation]
+    if chosen is None or chosen["draft"] == "ngram":
+        if draft != "noisy":
+            pytest.skip("there is no draft model")
+    else:
+        chosen = chosen | {"draft": draft}
+    depths = () if chosen is None else (0, 1, 2, 3)
+    check_life(models, alone, chosen, seeds=range(1, 7), count=24, **OPTIONS[options])
+    check_life(models, alone, chosen, seeds=range(1, 7), count=24, depths=depths, **OPTIONS[options])
+
+
+@pytest.mark.parametrize(
+    "speculation",
+    [
+        {"mode": "sd", "draft": "self", "k": 3},
+        ssd("self", k=3, backup="jit", budget=6),
+        pytest.param(ssd("self", k=3, backup="fast", budget=6, fan_out="geometric"), marks=pytest.mark.slow),
+        pytest.param({"mode": "sd", "draft": "self", "k": "auto"}, marks=pytest.mark.slow),
+        ssd("self", k="auto"),
+    ],
+    ids=["sd", "jit", "fast", "sd-auto", "ssd-auto"],
+)
+@pytest.mark.parametrize("run_ahead", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_what_the_target_drafts_for_itself_stands(models: Models, speculation: dict[str, Any], run_ahead: bool) -> None:
+    """Catches draft KV that is wrong, missing or somebody else's, which costs nothing but speed: so nobody notices.
+
+    A model's own drafts all stand where no penalty counts drafted tokens. Rounds with and without drafts alternate.
+    """
+    plain: dict[str, Any] = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    plain |= {"speculate": True, "stop": (), "stop_token_ids": (), "max_new_tokens": 30, "n": 1}
+    verified: list[tuple[Origin, int, int]] = []
+
+    def watch(engine: Engine) -> None:
+        engine.round.run_ahead = run_ahead
+        observe = engine.round.drafter.observe
+
+        def watching(works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
+            verified.extend(
+                (outcome.origin, len(outcome.draft), outcome.num_accepted)
+                for work, outcome in zip(works, outcomes, strict=True)
+                if outcome is not None and outcome.draft and work.sequence.status is Status.RUNNING
+            )
+            observe(works, outcomes, seconds)
+
+        engine.round.drafter.observe = watching  # type: ignore[method-assign]
+
+    with engine_with(models, speculation) as llm:
+        llm.driver.call(watch)
+        for seed in range(2):
+            requests = [replace(r, params=replace(r.params, **plain)) for r in random_requests(12, seed)]
+            llm.driver.call(lambda e, r=requests, s=seed: play(e, r, preempt=0.03, seed=s, depths=(0, 0, 1, 2, 3)))
+    written = [each for each in verified if each[0] in MODEL_WRITTEN]
+    assert len(written) > 50
+    assert [each for each in written if each[1] != each[2]] == []
+    if speculation["mode"] == "ssd" and speculation["k"] != "auto":
+        assert sum(origin is Origin.HIT for origin, _, _ in written) > 20
