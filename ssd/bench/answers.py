@@ -1,4 +1,4 @@
-"""What every contender of a benchmark is asked and answers, whoever it is: this engine, another library, a server.
+"""Requests and answers of a benchmark, the same for every contender: this engine, another library, a server.
 
 Speeds are computed from the answers alone, by the same rule for all of them.
 """
@@ -15,25 +15,25 @@ Prompt = str | list[int] | list[Message]  # text, token ids, or a chat
 
 @dataclass(frozen=True)
 class Asked:
-    """How every prompt is to be answered."""
+    """Settings of all requests of a benchmark."""
 
     max_new_tokens: int
     temperature: float = 0.0
     seed: int = 0
-    batch: int = 1  # requests under way at the same time
-    ignore_eos: bool = True  # so that all write as many tokens
-    max_rounds: int | None = None  # of a contender that has rounds
+    batch: int = 1  # concurrent requests
+    ignore_eos: bool = True  # so that all contenders generate the same number of tokens
+    max_rounds: int | None = None  # stop after this number of rounds (this engine only)
 
 
 @dataclass
 class Answer:
-    """One request. Times are those of `time.perf_counter`."""
+    """The answer to one request. Times are those of `time.perf_counter`, in seconds."""
 
-    began: float  # when the request was handed over, and its prompt could be read
+    began: float  # when the request was submitted
     prompt_tokens: int
     text: str
-    deliveries: list[tuple[float, float]] = field(default_factory=list)  # (when, how many tokens came)
-    token_ids: list[int] | None = None  # None: the contender does not say
+    deliveries: list[tuple[float, float]] = field(default_factory=list)  # (time, number of tokens)
+    token_ids: list[int] | None = None  # None: not known
 
     @property
     def output_tokens(self) -> int:
@@ -45,33 +45,33 @@ class Answer:
 
 
 class Contender(Protocol):
-    """One way of answering."""
+    """A system under test."""
 
     name: str
-    note: str  # what a report has to say about it (a version, a limitation); may be empty
+    note: str  # for the report: a version, a limitation; may be empty
 
     def answer(self, prompts: Seq[Prompt], asked: Asked) -> list[Answer]:
-        """In the order of the prompts, `asked.batch` at a time."""
+        """Answers in the order of the prompts, `asked.batch` at a time."""
         ...
 
     def close(self) -> None:
-        """Ends whatever it started, and nothing else."""
+        """Stops what it has started."""
         ...
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of some answers that were given at the same time."""
+    """Speed of concurrent answers."""
 
     output_tokens: int
     seconds: float  # from the first request to the last token
-    prefill_seconds: float  # while any prompt was being read
-    decode_seconds: float  # while tokens were written and no prompt was being read
-    decode_tokens: float  # that came in those
+    prefill_seconds: float  # time with at least one request in prefill
+    decode_seconds: float  # the rest
+    decode_tokens: float  # generated in `decode_seconds`
 
     @property
     def decode_rate(self) -> float:
-        """Tokens a second, prompts apart."""
+        """Tokens per second of decoding, without prefill."""
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     @classmethod
@@ -93,7 +93,7 @@ class Speed:
 
 
 def _union(spans: Seq[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same times as disjoint spans, in order."""
+    """The union of time spans as disjoint spans, in order."""
     found: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:

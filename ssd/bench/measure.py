@@ -1,7 +1,7 @@
-"""Runs the contenders in turns, and turns their answers into figures.
+"""Runs the contenders in turns, and computes the figures of a report.
 
-They take turns on every set of prompts, so that a machine that is slow for a while is slow for all of them: ratios are
-those of one turn. The first answers of each are not counted.
+They take turns on every prompt set, so that a change of the machine's speed affects all of them: ratios are those of
+one turn. Every contender has a warm-up that is not counted.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ MEAN: Final = "mean"  # of the sets
 
 @dataclass
 class Turn:
-    """What a contender did with one set, once."""
+    """One run of a contender over one prompt set."""
 
     answers: list[Answer]
     speed: Speed
-    metrics: EngineMetrics | None = None  # of this engine
-    waited: float = 0.0  # seconds, for drafts
-    verified: float = 0.0  # seconds
+    metrics: EngineMetrics | None = None  # of this engine's contenders
+    waited: float = 0.0  # target_wait_seconds
+    verified: float = 0.0  # verify_seconds
 
 
 @dataclass
@@ -46,7 +46,7 @@ def measure(
     repeats: int,
     track: Callable[[Iterator[str], int], Iterator[str]] = lambda steps, _: steps,
 ) -> list[Measured]:
-    """`track` shows the progress of some steps, of which it is given the number."""
+    """`track(steps, count)` displays progress."""
     found = [Measured(contender) for contender in contenders]
     for _ in track(_steps(found, workloads, asked, repeats), len(found) * (1 + repeats * len(workloads))):
         pass
@@ -55,7 +55,7 @@ def measure(
 
 def _steps(found: list[Measured], workloads: Seq[Workload], asked: Asked, repeats: int) -> Iterator[str]:
     for measured in found:
-        measured.contender.answer(workloads[0].prompts[: 2 * asked.batch], asked)  # so that prompts join others
+        measured.contender.answer(workloads[0].prompts[: 2 * asked.batch], asked)  # also prefill beside decoding
         yield f"{measured.contender.name} warms up"
     for _ in range(repeats):
         for workload in workloads:
@@ -74,7 +74,7 @@ def _turn(contender: Contender, workload: Workload, asked: Asked) -> Turn:
 
 
 def same_text(found: Seq[Measured]) -> bool | None:
-    """Whether all contenders of this engine wrote the same tokens in every turn; None: there is only one."""
+    """Whether all contenders of this engine generated the same tokens in every turn; None: there is only one."""
     ours = [measured for measured in found if isinstance(measured.contender, OurContender)]
     if len(ours) < 2:
         return None
@@ -89,7 +89,7 @@ def _tokens(measured: Measured, name: str) -> list[list[list[int] | None]]:
 
 
 def figures(found: Seq[Measured]) -> list[dict[str, Any]]:
-    """One entry for every contender and set, and one for the mean of the sets; ratios are to the first contender."""
+    """One row per contender and set, and one for the mean of the sets; ratios are to the first contender."""
     rows = []
     for measured in found:
         for name, turns in measured.turns.items():
@@ -100,7 +100,7 @@ def figures(found: Seq[Measured]) -> list[dict[str, Any]]:
 
 
 def _row(measured: Measured, name: str, turns: Seq[Turn], rates: list[float], others: list[float]) -> dict[str, Any]:
-    """`rates` and those of the first contender are one a repeat; everything else is of all turns together."""
+    """`rates` (tokens/s) and `others` (the first contender's) have one value per repeat; the rest is over all turns."""
     ratios = [_ratio(rate, other) for rate, other in zip(rates, others, strict=True)]
     return {
         "contender": measured.contender.name,
@@ -115,12 +115,12 @@ def _row(measured: Measured, name: str, turns: Seq[Turn], rates: list[float], ot
 
 
 def _by_set(measured: Measured) -> dict[str, list[float]]:
-    """Of every set, the rates of the repeats."""
+    """Decode rates of the repeats, by set."""
     return {name: [turn.speed.decode_rate for turn in turns] for name, turns in measured.turns.items()}
 
 
 def _means(measured: Measured) -> list[float]:
-    """Of every repeat, the mean rate of the sets."""
+    """Mean decode rate over the sets, one value per repeat."""
     return [statistics.fmean(rates) for rates in zip(*_by_set(measured).values(), strict=True)]
 
 
@@ -129,7 +129,7 @@ def _ratio(a: float, b: float) -> float:
 
 
 def _latencies(turns: Seq[Turn]) -> dict[str, Any]:
-    """`gap` is the time between two deliveries of one request: several tokens come at once when drafts stand."""
+    """`gap`: time between two deliveries of one request; with speculation one delivery has several tokens."""
     answers = [answer for turn in turns for answer in turn.answers if answer.deliveries]
     gaps = [b[0] - a[0] for answer in answers for a, b in zip(answer.deliveries, answer.deliveries[1:], strict=False)]
     each = [(a.deliveries[-1][0] - a.deliveries[0][0]) / (a.output_tokens - 1) for a in answers if a.output_tokens > 1]
@@ -155,7 +155,7 @@ def _percentiles(seconds: Seq[float]) -> dict[str, float] | None:
 
 
 def _counts(turns: Seq[Turn]) -> dict[str, Any]:
-    """Of this engine's contenders: how speculation went, and where a round's time goes."""
+    """Speculation statistics and time per round, of this engine's contenders."""
     metrics = [turn.metrics for turn in turns if turn.metrics is not None]
     if not metrics:
         return {}

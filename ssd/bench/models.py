@@ -1,7 +1,7 @@
-"""Which checkpoint a family and a size stand for. Nothing is downloaded: a benchmark fetches no 140 GB unasked.
+"""Finds the local checkpoint of a model family and size. Nothing is downloaded.
 
-`SSD_TARGET_MODEL` and `SSD_DRAFT_MODEL` name other checkpoints; `SSD_TINY_MODELS=1` lets every size stand for the small
-models that come with the package (that is for tests).
+`SSD_TARGET_MODEL` and `SSD_DRAFT_MODEL` name other checkpoints; with `SSD_TINY_MODELS=1` every size means the bundled
+models (for tests).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SPELLED: Final = re.compile(r"(llama|qwen)-?\d(?:\.\d)?-(\d+(?:\.\d+)?)b(?:-ins
 
 
 def find(family: Family, size: str) -> str:
-    """The local snapshot of that model; ModelNotFound says where it was looked for and how to get it."""
+    """The local snapshot of that model; ModelNotFound tells where it was searched for and how to get it."""
     if os.environ.get(TINY_VARIABLE) == "1":
         return _tiny(family, size)
     names = _entry(_HUB, family, size)
@@ -61,7 +61,7 @@ def graft(family: Family, size: str, *, draft: bool = False) -> str:
 
 
 def _tiny(family: Family, size: str) -> str:
-    """What a size stands for where the sizes are only names: the default draft's size is the draft."""
+    """The bundled model in place of a size; the bundled draft for the default draft's size."""
     _entry(_SHAPES, family, size)
     return BUNDLED[family] + ("-draft" if size == DEFAULT_DRAFT[family] else "")
 

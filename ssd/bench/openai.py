@@ -1,7 +1,7 @@
-"""A contender behind a URL: any server that speaks OpenAI's protocol.
+"""A contender behind a URL: any OpenAI-compatible server.
 
-Tokens are counted by the `usage` that a server sends last, never by the chunks of its stream: a chunk may hold several
-tokens, or none. Knows nothing of who started the server or of what runs in it.
+Tokens are counted by the `usage` that a server sends last, not by the chunks of its stream: a chunk may hold several
+tokens, or none. Knows nothing of how the server was started.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Arrival = tuple[float, bytes]  # when, and what came
 
 
 class ServerContender:
-    """Asks the server at `url`, with or without its `/v1`.
+    """Sends requests to the server at `url`, with or without its `/v1`.
 
     `model` is the first one that the server offers unless it is named, and `api_key` what OPENAI_API_KEY holds.
     """
@@ -45,7 +45,7 @@ class ServerContender:
             "headers": {"Authorization": f"Bearer {key}"} if key else {},
             "timeout": httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS),
             "limits": httpx.Limits(),  # none: `Asked.batch` says how many
-            "trust_env": place.host not in _LOOPBACK,  # no proxy leads back here
+            "trust_env": place.host not in _LOOPBACK,  # no proxy for this machine
         }
         self._knows_extras = True
         self.model = model or ""
@@ -56,7 +56,7 @@ class ServerContender:
         return asyncio.run(self._answer_all(prompts, asked))
 
     def stream_chat(self, messages: Seq[Message], temperature: float, max_tokens: int) -> Generator[str, None, None]:
-        """The pieces of one answer as they come. Closing the iterator early hangs up, so that the server stops."""
+        """Text of one answer in pieces. Closing the iterator early closes the connection, so that the server stops."""
         body = {"messages": list(messages), "temperature": temperature, "max_tokens": max_tokens, "stream": True}
         with (
             self._explained(),
@@ -94,7 +94,7 @@ class ServerContender:
             return list(await asyncio.gather(*map(one, prompts)))
 
     async def _ask(self, client: httpx.AsyncClient, prompt: Prompt, asked: Asked) -> Answer:
-        """Once more without what the server may not know, if it refuses the request as malformed."""
+        """Repeats a request that is refused as malformed without the fields that not every server knows."""
         path, body = self._request(prompt, asked)
         extras = [field for field in _EXTRAS if field in body]
         try:
@@ -126,7 +126,7 @@ class ServerContender:
         return "chat/completions" if chat else "completions", body
 
     async def _stream(self, client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Answer:
-        """While the clock runs, bytes are only kept; they are read afterwards."""
+        """Stores bytes with their times; they are parsed afterwards, so that parsing is not measured."""
         began = time.perf_counter()
         arrivals: list[Arrival] = []
         with self._explained():
@@ -180,7 +180,7 @@ class ServerContender:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Failures of the connection, in terms of the server."""
+        """Turns connection errors into ServerError."""
         try:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
@@ -220,7 +220,7 @@ def _place(url: str) -> httpx.URL:
 
 
 def _lines(arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
-    """Only a line feed ends a line: texts hold other characters that Python would split at too."""
+    """Lines that end with a line feed; str.splitlines would also split at other characters in texts."""
     rest = b""
     for when, piece in arrivals:
         *lines, rest = (rest + piece).split(b"\n")
@@ -229,7 +229,7 @@ def _lines(arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
 
 
 def _pieces(event: dict[str, Any]) -> list[str]:
-    """The text of a chunk, which may be empty though there was a token; nothing if it only opens a chat."""
+    """The texts of a chunk, which may be empty though there was a token; none for the chunk that opens a chat."""
     pieces = []
     for choice in event.get("choices") or []:
         delta = choice.get("delta")
@@ -243,7 +243,7 @@ def _pieces(event: dict[str, Any]) -> list[str]:
 
 
 def _spread(times: Seq[float], tokens: int) -> list[tuple[float, float]]:
-    """One token came first, and the others evenly with the chunks behind it: a stream does not say more."""
+    """Distributes the tokens over the chunks: one with the first, the others evenly over the rest."""
     if len(times) == 1:
         return [(times[0], tokens)]
     share = (tokens - 1) / (len(times) - 1)
@@ -251,6 +251,6 @@ def _spread(times: Seq[float], tokens: int) -> list[tuple[float, float]]:
 
 
 def _shown(content: bytes) -> str:
-    """What a server said, or the beginning of it."""
+    """A server's message, shortened."""
     text = content.decode(errors="replace").strip()
     return repr(text[:300] + "…" if len(text) > 300 else text)

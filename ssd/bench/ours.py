@@ -28,10 +28,10 @@ from ssd.llm import LLM, check_served
 
 @dataclass(frozen=True)
 class Method:
-    """A way of decoding: `ar`, `sd`, `sd:4`, `ssd:auto`, `ngram:5`; a bare name drafts as many tokens as asked for."""
+    """A decoding method: `ar`, `sd`, `sd:4`, `ssd:auto`, `ngram:5`; without a number the default k is used."""
 
     name: str
-    speculation: dict[str, Any]  # what is said of it; the rest is said of all methods
+    speculation: dict[str, Any]  # options of SpeculationConfig
 
     @classmethod
     def parse(cls, text: str, draft: str | None, k: int | str, options: Mapping[str, Any]) -> Method:
@@ -48,14 +48,14 @@ class Method:
         if mode != NGRAM and draft is None:
             raise ConfigError(f"method {text!r} needs a draft: name one with --draft")
         rule = {name: value for name, value in options.items() if name in ("acceptance", "saguaro_c")}
-        spoken: dict[str, Any] = {"mode": "sd" if mode == NGRAM else mode, "draft": NGRAM if mode == NGRAM else draft}
-        spoken |= {"k": tokens} | (dict(options) if mode == "ssd" else {} if mode == NGRAM else rule)
-        return cls(f"{mode} k={tokens}", spoken)
+        chosen: dict[str, Any] = {"mode": "sd" if mode == NGRAM else mode, "draft": NGRAM if mode == NGRAM else draft}
+        chosen |= {"k": tokens} | (dict(options) if mode == "ssd" else {} if mode == NGRAM else rule)
+        return cls(f"{mode} k={tokens}", chosen)
 
 
 @dataclass
 class OurContender:
-    """One drafter of one engine; several may share the engine, and take turns."""
+    """A drafter of an engine. Several contenders can share an engine: each installs its drafter for its turns."""
 
     name: str
     llm: LLM
@@ -86,7 +86,7 @@ class OurContender:
         return [_answer(output, began) for output in outputs]
 
     def take_over(self, engine: Engine, batch: int) -> None:
-        """Lets this contender's drafter run, and all counts begin afresh."""
+        """Installs this contender's drafter and resets all counters."""
         engine.flush()
         engine.round.drafter, engine.round.stats, engine.metrics = self.drafter, RoundStats(), EngineMetrics()
         engine.scheduler.max_num_seqs = batch
@@ -97,7 +97,7 @@ class OurContender:
 
 
 def _goes_on(engine: Engine, request_ids: Seq[str], max_rounds: int) -> bool:
-    """Asked between any two rounds; ends the requests after so many of them."""
+    """Called between two rounds: aborts the requests after `max_rounds`."""
     if engine.metrics.num_rounds >= max_rounds:
         for request_id in request_ids:
             engine.abort(request_id)
@@ -113,7 +113,7 @@ def _answer(output: RequestOutput, began: float) -> Answer:
 
 
 def our_contenders(model: str, methods: Seq[Method], *, batch: int, **options: Any) -> list[OurContender]:
-    """All methods over as few engines as possible: one, and one for every draft in a process of its own."""
+    """Contenders of all methods, on one engine, plus one engine for every method with a draft in a worker."""
     threads = torch.get_num_threads()
     apart = [method for method in methods if _in_process(method, str(options.get("device", "auto")))]
     together = [method for method in methods if method not in apart]
@@ -138,7 +138,7 @@ def _in_process(method: Method, device: str) -> bool:
 
 
 def _covering(wanted: Seq[SpeculationConfig]) -> SpeculationConfig:
-    """What an engine is built for that runs all of these in turns."""
+    """The options of an engine that can run all of these."""
     with_model = [s for s in wanted if s.mode != "ar" and s.draft != NGRAM]
     if not with_model:
         deepest = max(s.lookahead for s in wanted)
@@ -152,7 +152,7 @@ def _covering(wanted: Seq[SpeculationConfig]) -> SpeculationConfig:
 
 
 def _drafter(llm: LLM, speculation: SpeculationConfig) -> Drafter:
-    """Another drafter for an engine, over the draft model that it has."""
+    """A drafter for an existing engine and its draft model."""
     speculation = placed(speculation, resolve_device(llm.config.device))
     built = llm.engine.round.drafter
     inner = built.inner if isinstance(built, DepthController) else built
@@ -163,7 +163,7 @@ def _drafter(llm: LLM, speculation: SpeculationConfig) -> Drafter:
 
 
 def methods_of(names: str, draft: str | None, k: int | str, options: Mapping[str, Any]) -> list[Method]:
-    """Of a list such as `ar,sd:4,ssd:auto`."""
+    """Parses a list such as `ar,sd:4,ssd:auto`."""
     found = [Method.parse(name.strip(), draft, k, options) for name in names.split(",") if name.strip()]
     twice = [method.name for i, method in enumerate(found) if method in found[:i]]
     if not found or twice:

@@ -1,4 +1,4 @@
-"""A report as a picture (PNG or SVG) and as a page that needs nothing else (HTML)."""
+"""A report as a picture (PNG or SVG) and as a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLOURS: Final = ("#9aa5b1", "#4c8bf5", "#0b9e6b", "#e07a1f", "#a259c4", "#c43d
 
 
 def check_file(file: Path) -> None:
-    """Before anything is measured: a kind that can be drawn, in a folder that is there, with what drawing needs."""
+    """Checks file type, folder and matplotlib before anything is measured."""
     if file.suffix not in KINDS:
         raise ConfigError(f"plot {file}: the name must end in {', '.join(KINDS)}")
     if not file.parent.is_dir():
@@ -36,7 +36,7 @@ def write_picture(report: Report, file: Path) -> None:
 
 
 def _drawn(report: Report, kind: str) -> bytes:
-    """Bars of every contender, set by set, with the spread of the repeats; over them the speed-up."""
+    """Bars per set and contender, with the range of the repeats and the speed-up."""
     import matplotlib
 
     matplotlib.rcParams["svg.hashsalt"] = "ssd"

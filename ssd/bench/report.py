@@ -1,4 +1,4 @@
-"""A benchmark's report: a table for people, JSON for machines, and a page to look at."""
+"""A benchmark's report: tables for the terminal, and JSON."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Report:
-    header: dict[str, Any]  # what the figures depend on
-    rows: list[Row]  # as `measure.figures` makes them
+    header: dict[str, Any]  # versions, machine, settings
+    rows: list[Row]  # of `measure.figures`
     notes: list[str]
     same_text: bool | None  # whether all methods of this engine wrote the same tokens; None: not comparable
     texts: list[str]  # answers of the first contender to the first set
@@ -85,7 +85,7 @@ LATENCIES = ("", "first token", "between deliveries", "a token")
 
 
 def cells(row: Row, headings: tuple[str, ...], first: str) -> list[str]:
-    """A row of a table. Several tokens are delivered at a time where drafts stand."""
+    """A row of a table."""
     low, high = row["ratio_range"]
     spread = f" ({low:.2f} to {high:.2f})" if high - low >= 0.005 else ""
     texts = {
@@ -103,7 +103,7 @@ def cells(row: Row, headings: tuple[str, ...], first: str) -> list[str]:
 
 
 def _short(model: str) -> str:
-    """A model's name without the folders that it lies in."""
+    """A model's name without its folders."""
     path = PurePath(model)
     if path.parent.name == "snapshots":
         return path.parents[1].name.removeprefix("models--").replace("--", "/")

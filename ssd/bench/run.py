@@ -1,4 +1,4 @@
-"""One benchmark from beginning to end: what is to be measured, and the report of it."""
+"""Runs a benchmark: its settings, and the report."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ PEERS = ("hf", "vllm", "sglang", "llamacpp")
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """What is measured, and how."""
+    """Settings of a benchmark."""
 
     model: str
     draft: str | None = None
-    methods: str = "ar,sd,ssd"  # each perhaps with a number of drafted tokens: ar,sd:4,ssd:auto,ngram:5
-    peers: tuple[str, ...] = ()  # others to measure: PEERS (`vllm:4`: with the draft), or URLs of servers
-    k: int | str = 4  # drafted tokens of methods that do not say
+    methods: str = "ar,sd,ssd"  # with or without a number of draft tokens: ar,sd:4,ssd:auto,ngram:5
+    peers: tuple[str, ...] = ()  # other systems: PEERS (`vllm:4`: with the draft), or URLs of servers
+    k: int | str = 4  # draft tokens of methods without a number
     speculation: dict[str, Any] = field(default_factory=dict)  # options of ssd: fan_out, budget, backup, placement, …
     sets: tuple[str, ...] = tuple(OWN_SETS)
     num_prompts: int = 8  # of each set
@@ -53,7 +53,7 @@ class BenchConfig:
     repeats: int = 2
     max_rounds: int | None = None
     engine: dict[str, Any] = field(default_factory=dict)  # other options of the engine: device, dtype, eager, …
-    notes: tuple[str, ...] = ()  # what the report has to say besides
+    notes: tuple[str, ...] = ()  # for the report
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "output_len", "batch", "repeats", "input_len", "max_rounds"):
@@ -79,7 +79,7 @@ def run(
     track: Callable[[Iterator[str], int], Iterator[str]] = lambda steps, _: steps,
     traces: Seq[Path] = (),
 ) -> Report:
-    """Loads everything, measures in turns, writes time lines of our own methods if asked to, closes everything."""
+    """Loads the contenders, measures them in turns, writes traces of this engine's methods, closes everything."""
     checkpoint = open_checkpoint(config.model)
     workloads = _workloads(config, checkpoint.tokenizer())
     asked = Asked(config.output_len, config.temperature, config.seed, config.batch, max_rounds=config.max_rounds)
@@ -117,7 +117,7 @@ def _workloads(config: BenchConfig, tokenizer: Tokenizer) -> list[Workload]:
 
 
 def _contenders(config: BenchConfig, workloads: list[Workload], stack: contextlib.ExitStack) -> list[Contender]:
-    """Closed with the stack. Prefix caching is off: the same prompts come again and again."""
+    """Contenders, closed with the stack. Prefix caching is off, because prompts are repeated."""
     longest = max(workload.longest for workload in workloads)
     fitting = -(-(longest + config.output_len) // 64) * 64
     engine = {"prefix_caching": False, "max_model_len": fitting} | config.engine
@@ -133,7 +133,7 @@ def _contenders(config: BenchConfig, workloads: list[Workload], stack: contextli
 
 
 def _peer(config: BenchConfig, peer: str, max_model_len: int) -> Contender:
-    """With the draft if it says how many tokens are to be drafted."""
+    """A peer; with the draft if it has a number of draft tokens."""
     if _is_url(peer):
         from ssd.bench.openai import ServerContender
 
@@ -155,7 +155,7 @@ def _is_url(peer: str) -> bool:
 
 
 def _header(config: BenchConfig) -> dict[str, Any]:
-    """Everything that the figures depend on."""
+    """Versions, machine and settings."""
     cuda = torch.cuda.is_available() and config.engine.get("device", "auto") != "cpu"
     machine = torch.cuda.get_device_name(0) if cuda else f"{platform.machine()} CPU, {num_cores()} cores"
     settings = dataclasses.asdict(config) | {"folder": str(config.folder) if config.folder else None}

@@ -1,8 +1,7 @@
-"""Other engines as contenders: vLLM, SGLang and llama.cpp's `llama-server`, started here and stopped again.
+"""Other engines as contenders: vLLM, SGLang and llama.cpp's `llama-server`, started and stopped here.
 
-A server runs in a process group of its own, on a free port of this machine, without a prefix cache (every prompt is to
-be read) and without sampling defaults of its own. Knows how they are found, started and stopped, and nothing of what
-they answer.
+A server runs in a process group of its own, on a free port of this machine, without prefix caching and without sampling
+defaults of its own.
 """
 
 from __future__ import annotations
@@ -33,24 +32,24 @@ from ssd.bench.openai import ServerContender
 from ssd.bench.transformers_peer import files_of
 from ssd.errors import ConfigError, ServerError
 
-READY_SECONDS: Final = 1200.0  # weights are read and kernels compiled
-GRACE_SECONDS: Final = 15.0  # that a server has to end by itself
+READY_SECONDS: Final = 1200.0  # for loading weights and compiling kernels
+GRACE_SECONDS: Final = 15.0  # for a server to exit by itself
 _POLL_SECONDS: Final = 0.1
 _HOST: Final = "127.0.0.1"
 _LAST_LINES: Final = 15
-_VERSIONS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(  # where each tells its version
+_VERSIONS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(  # path and key of each server's version
     {"vllm": ("version", "version"), "sglang": ("get_server_info", "version"), "llamacpp": ("props", "build_info")}
 )
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a server is to run."""
+    """Settings of a server."""
 
     model: Path
     draft: Path | None
-    k: int  # tokens that the draft writes a round
-    batch: int  # requests under way at the same time
+    k: int  # draft tokens per round
+    batch: int  # concurrent requests
     max_model_len: int
     gpus: int
     port: int
@@ -67,9 +66,9 @@ def launch(
     gpus: int = 1,
     ready_seconds: float = READY_SECONDS,
 ) -> LaunchedContender:
-    """Starts a server and waits until it can answer. `model` and `draft` are anything that ssd opens from files.
+    """Starts a server and waits until it is ready. `model` and `draft`: anything that ssd opens from files.
 
-    It runs speculative decoding if there is a draft, and is named for it: `vllm sd:4`.
+    With a draft it runs speculative decoding, and is called `vllm sd:4`.
     """
     if kind not in COMMANDS:
         raise ConfigError(f"server={kind!r} is not known: use one of {', '.join(COMMANDS)}")
@@ -83,13 +82,13 @@ def launch(
         contender = LaunchedContender(server, url, f"{kind} sd:{k}" if draft else kind)
         contender.note = "; ".join(filter(None, [_version(kind, url), checkpoint.note]))
         return contender
-    except BaseException:  # Ctrl-C too: nobody else knows of the server yet
+    except BaseException:  # Ctrl-C as well
         server.stop()
         raise
 
 
 class LaunchedContender(ServerContender):
-    """A server that lives as long as this object; `command` is how it was started, and `log` what it says."""
+    """A server that is stopped with this object; `command` is its command line, `log` its log file."""
 
     def __init__(self, server: ServerProcess, url: str, name: str) -> None:
         super().__init__(url, name=name)
@@ -100,14 +99,14 @@ class LaunchedContender(ServerContender):
         try:
             return super().answer(prompts, asked)
         except ServerError as error:
-            raise ServerError(f"{error}\n{self._server.last_words()}") from error
+            raise ServerError(f"{error}\n{self._server.log_tail()}") from error
 
     def close(self) -> None:
         self._server.stop()
 
 
 class ServerProcess:
-    """A process and all of its children, which end with this object, however that goes."""
+    """A process with all of its children, which is stopped with this object."""
 
     def __init__(self, name: str, command: Seq[str]) -> None:
         self.command = list(command)
@@ -122,30 +121,30 @@ class ServerProcess:
         self._end = weakref.finalize(self, _stop, self._process)  # also when Python exits
 
     def wait_ready(self, url: str, seconds: float) -> None:
-        """Until the URL answers; an error if the process ends before, or takes longer."""
+        """Waits until the URL responds; ServerError if the process exits before, or on timeout."""
         deadline = time.monotonic() + seconds
         with httpx.Client(timeout=2.0, trust_env=False) as client:
             while time.monotonic() < deadline:
                 if self._process.poll() is not None:
-                    raise ServerError(f"the server ended with {self._process.returncode} at once\n{self.last_words()}")
+                    raise ServerError(f"the server ended with {self._process.returncode} at once\n{self.log_tail()}")
                 with suppress(httpx.TransportError):
                     if client.get(url).status_code == httpx.codes.OK:
                         return
                 time.sleep(_POLL_SECONDS)
-        raise ServerError(f"the server was not ready after {seconds:.0f} s\n{self.last_words()}")
+        raise ServerError(f"the server was not ready after {seconds:.0f} s\n{self.log_tail()}")
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
         return "\n".join([f"the end of its log ({self.log}):", *(f"  {line}" for line in lines)])
 
     def stop(self) -> None:
-        """Ends the whole group, by force if need be. Safe to call twice."""
+        """Terminates the process group, then kills it. Idempotent."""
         self._end()
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Signals go to the group that we started, and to it only: its number is the process's."""
-    with suppress(ProcessLookupError, PermissionError):  # the latter where nobody is left but the dead
+    """Signals go to the process group that was started here; its id is that of the process."""
+    with suppress(ProcessLookupError, PermissionError):  # the latter if only zombies are left
         os.killpg(process.pid, signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):
         process.wait(GRACE_SECONDS)
@@ -155,7 +154,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _version(kind: str, url: str) -> str:
-    """What the server says of itself, if it does."""
+    """The server's version, if it has one."""
     path, key = _VERSIONS[kind]
     try:
         return f"{kind} {httpx.get(f'{url}/{path}', timeout=5.0, trust_env=False).json()[key]}"
@@ -196,7 +195,7 @@ def _sglang(setup: Setup) -> list[str]:
 
 
 def _llama_cpp(setup: Setup) -> list[str]:
-    """Its context is shared out among the requests under way. Without GPUs it has no layers to put there."""
+    """Its context is divided among concurrent requests. Without GPUs no layers are offloaded."""
     for path in filter(None, (setup.model, setup.draft)):
         if path.suffix.lower() != ".gguf":
             raise ConfigError(f"model={path}: llama.cpp reads .gguf files only; pass one, or measure another engine")
@@ -216,7 +215,7 @@ COMMANDS: Final[Mapping[str, Callable[[Setup], list[str]]]] = MappingProxyType(
 
 
 def _python_with(package: str, variable: str) -> str:
-    """The interpreter that has the package: the one that the variable names, else this one."""
+    """The interpreter that has the package: that of the environment variable, else this one."""
     chosen = os.environ.get(variable)
     if chosen:
         return _program(chosen, variable)

@@ -1,7 +1,6 @@
-"""Two rounds of every method on a time line: what the host does, what the device computes, and when it is idle.
+"""Two rounds of every method on a time line: host, kernels of the target, kernels of the draft.
 
-torch's profiler records the engine's thread and the device. The result is Chrome's trace format, which Perfetto
-(ui.perfetto.dev) shows, or a picture.
+Recorded by torch's profiler. Written in Chrome's trace format, for Perfetto (ui.perfetto.dev), or as a picture.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ _COLOURS: Final = {"verify": "#4c8bf5", "draft": "#0b9e6b", "collect": "#d5dae0"
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time; microseconds since the first round began."""
+    """A host call or a kernel; times in microseconds since the first round began."""
 
     track: str  # "host", "target" or "draft"
     name: str
     start: float
-    seconds: float  # in microseconds
+    duration: float
 
     @property
     def end(self) -> float:
-        return self.start + self.seconds
+        return self.start + self.duration
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class MethodTrace:
 
     method: str
     spans: list[Span]
-    idle_before_verify: float  # microseconds in which no kernel ran before a verification's first one, median
+    idle_before_verify: float  # time without a kernel before a verification's first kernel: median, microseconds
     device_busy: float  # share of the time in which some kernel ran; 0 without a GPU
 
 
@@ -65,13 +64,13 @@ def check_file(file: Path) -> None:
 
 
 def record(contender: OurContender, prompts: Seq[Prompt], asked: Asked) -> MethodTrace:
-    """Some rounds in the middle of an answer to as many prompts as run at the same time."""
+    """Records some rounds while `asked.batch` prompts are decoded."""
     driver = contender.llm.driver
     driver.call(lambda engine: contender.take_over(engine, asked.batch))
     params = SamplingParams(temperature=asked.temperature, seed=asked.seed, max_new_tokens=4096, ignore_eos=True)
-    room = contender.llm.engine.max_model_len
-    asking = [contender.llm.encode(prompt)[: room // 2] for prompt in prompts[: asked.batch]]
-    submissions = driver.submit_many([(tokens, params) for tokens in asking])
+    longest = contender.llm.engine.max_model_len // 2
+    token_ids = [contender.llm.encode(prompt)[:longest] for prompt in prompts[: asked.batch]]
+    submissions = driver.submit_many([(tokens, params) for tokens in token_ids])
     profiler = driver.call(lambda _: torch.profiler.profile(acc_events=True))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
@@ -94,7 +93,7 @@ def _wait_for_rounds(contender: OurContender, count: int) -> None:
 
 @contextmanager
 def annotated(contender: OurContender) -> Iterator[None]:
-    """Gives the parts of a round names that the profiler shows."""
+    """Annotates the calls of a round for the profiler."""
 
     def wrap(owner: object, name: str, label: str) -> Callable[[], None]:
         method = getattr(owner, name)
@@ -105,7 +104,7 @@ def annotated(contender: OurContender) -> Iterator[None]:
                 return method(*args, **options)
 
         setattr(owner, name, named)
-        return lambda: delattr(owner, name)  # the method of the class shows again
+        return lambda: delattr(owner, name)  # uncovers the method of the class
 
     def begin(engine: Engine) -> list[Callable[[], None]]:
         round_ = engine.round
@@ -122,7 +121,7 @@ def annotated(contender: OurContender) -> Iterator[None]:
 
 
 def read_events(method: str, events: Iterable[dict[str, Any]]) -> MethodTrace:
-    """What the profiler saw, as spans of a few rounds."""
+    """Converts the profiler's events into spans of a few rounds."""
     complete = [event for event in events if event.get("ph") == "X"]
     host = [e for e in complete if e.get("cat") == "user_annotation" and not e["name"].startswith("ProfilerStep")]
     host.sort(key=lambda event: (event["ts"], -event["dur"]))
@@ -140,7 +139,7 @@ def read_events(method: str, events: Iterable[dict[str, Any]]) -> MethodTrace:
     middle = len(begins) // 2 - 1
     window = begins[middle], begins[middle + _ROUNDS]
     shown = [s for s in spans if s.end > window[0] and s.start < window[1]]
-    moved = [Span(s.track, s.name, s.start - window[0], s.seconds) for s in shown]
+    moved = [Span(s.track, s.name, s.start - window[0], s.duration) for s in shown]
     gaps = [max(0.0, begin - max((k.end for k in kernels if k.start < begin), default=begin)) for begin in begins[1:-1]]
     busy = _covered([(s.start, s.end) for s in kernels], window) / (window[1] - window[0])
     return MethodTrace(method, moved, statistics.median(gaps) if kernels else 0.0, busy)
@@ -157,7 +156,7 @@ def _verifications(spans: Seq[Span], *, on_device: bool) -> list[float]:
     if not on_device:
         return [span.start for span in spans]
     targets = [span for span in spans if span.track == "target"]
-    first = next((s.name for s in targets if "rows_kernel" in s.name), None)  # every forward begins with it
+    first = next((s.name for s in targets if "rows_kernel" in s.name), None)  # the first kernel of every forward pass
     return [span.start for span in targets if span.name == first]
 
 
@@ -187,11 +186,11 @@ def _chrome_events(traces: Seq[MethodTrace]) -> Iterator[dict[str, Any]]:
             yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": track}}
         for span in trace.spans:
             place = {"pid": process, "tid": 1 + tracks.index(span.track)}
-            yield {"ph": "X", "name": span.name, "ts": span.start, "dur": span.seconds, **place}
+            yield {"ph": "X", "name": span.name, "ts": span.start, "dur": span.duration, **place}
 
 
 def _drawn(traces: Seq[MethodTrace], kind: str) -> bytes:
-    """A strip for each method: host, target and draft, one above the other."""
+    """One panel per method, with three rows: host, target and draft."""
     import io
 
     import matplotlib
@@ -203,7 +202,7 @@ def _drawn(traces: Seq[MethodTrace], kind: str) -> bytes:
     for axes, trace in zip(figure.subplots(len(traces), squeeze=False)[:, 0], traces, strict=True):
         for row, track in enumerate(("draft", "target", "host")):
             for name, spans in _by_colour([s for s in trace.spans if s.track == track]).items():
-                bars = [(span.start / 1e3, span.seconds / 1e3) for span in spans]
+                bars = [(span.start / 1e3, span.duration / 1e3) for span in spans]
                 axes.broken_barh(bars, (row - 0.36, 0.72), color=name, linewidth=0)
         axes.set_yticks(range(3), ["draft", "target", "host"], fontsize=8)
         axes.set_xlim(0, max(span.end for span in trace.spans) / 1e3)

@@ -1,7 +1,7 @@
-"""`transformers` as a contender, in this process: `generate`, and assisted generation when there is a draft.
+"""`transformers` as a contender, in this process: `generate`, and assisted generation if there is a draft.
 
-It reads the same token ids as ssd and decodes by what is asked alone, whatever sampling defaults a checkpoint carries.
-Knows nothing of servers. transformers is imported when a contender is made.
+It gets the same token ids as ssd, and ignores the sampling defaults of a checkpoint. transformers is imported when a
+contender is created.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ssd.models.open import GRAFT_PREFIX, open_checkpoint
 
 
 class HFContender:
-    """`model` and `draft` are anything that ssd opens from files; `device` and `dtype` mean what they mean to ssd.
+    """`model` and `draft`: anything that ssd opens from files; `device` and `dtype` as in ssd.
 
-    The draft writes `k` tokens a round, however sure it is of them.
+    The draft writes `k` tokens per round, whatever its confidence.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class HFContender:
             settings.assistant_confidence_threshold = 0.0
 
     def answer(self, prompts: Seq[Prompt], asked: Asked) -> list[Answer]:
-        """In the order of the prompts. A batch is padded on the left, and the next one waits for its longest answer."""
+        """Answers in the order of the prompts. Static batches, padded on the left."""
         if self._draft is not None and asked.batch > 1:
             raise ConfigError(
                 f"batch={asked.batch}: assisted generation of transformers answers one request at a time; "
@@ -137,7 +137,7 @@ class HFContender:
 
 
 class _Clock:
-    """A streamer that keeps what it is given, and when. Tokens are on the CPU by then: a GPU has finished them."""
+    """A streamer that stores tokens with their times. The tokens are on the CPU: a GPU has computed them."""
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
@@ -150,7 +150,7 @@ class _Clock:
         """All steps are kept already."""
 
     def row(self, index: int, stops: Seq[int]) -> list[tuple[float, list[int]]]:
-        """When one request's tokens came, up to its stop token: behind it a batch is padded."""
+        """Times and tokens of one request, up to its stop token; padding follows it."""
         came = []
         for when, tokens in self._steps[1:]:
             new = tokens.reshape(self._rows, -1)[index].tolist()
@@ -161,7 +161,7 @@ class _Clock:
 
 
 def files_of(model: str) -> Checkpoint:
-    """Opens a model that other programs can load too."""
+    """Opens a model that other programs can load as well (no grafts)."""
     if model.startswith(GRAFT_PREFIX):
         base, _, shape = model.removeprefix(GRAFT_PREFIX).rpartition("@")
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What is asked in a benchmark: sets of prompts, cut and counted with the model's own tokenizer."""
+"""The workloads of a benchmark: prompt sets, truncated and counted with the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RANDOM_LENGTH: Final = 128
 
 @dataclass(frozen=True)
 class Workload:
-    """One set of prompts, as it is put to every contender."""
+    """A prompt set, the same for every contender."""
 
     name: str
     prompts: list[Prompt]
@@ -44,7 +44,7 @@ def load_workload(
     folder: Path | None = None,
     seed: int = 0,
 ) -> Workload:
-    """`count` prompts of a set from the `offset`-th on; longer ones than `input_len` tokens are cut there."""
+    """`count` prompts of a set from the `offset`-th on, truncated to `input_len` tokens."""
     if name == RANDOM:
         return _random(tokenizer, count, input_len or _RANDOM_LENGTH, seed)
     found = PromptSet(EXAMPLE, _EXAMPLES, "a few examples") if name == EXAMPLE else load_prompts(name, folder)
@@ -69,7 +69,7 @@ def encode(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
 
 
 def _random(tokenizer: Tokenizer, count: int, length: int, seed: int) -> Workload:
-    dice = random.Random(seed)
+    generator = random.Random(seed)
     vocabulary = [token for token in range(tokenizer.vocab_size) if not tokenizer.is_special(token)]
-    prompts: list[Prompt] = [dice.choices(vocabulary, k=length) for _ in range(count)]
+    prompts: list[Prompt] = [generator.choices(vocabulary, k=length) for _ in range(count)]
     return Workload(RANDOM, prompts, f"random tokens, {length} a prompt", length)
