@@ -55,13 +55,11 @@ class _Constants(NamedTuple):
 
     place: torch.Tensor  # [reads]
     before: torch.Tensor  # [sequences]: the row before each sequence's first token
-    sequence: torch.Tensor  # [rows]: of each row
     read_sequence: torch.Tensor  # [sequences * reads]: of each token that is read
     read_start: torch.Tensor  # [sequences + 1]
     read_tiles: torch.Tensor
     start: torch.Tensor  # [sequences + 1], of the rows
     tiles: torch.Tensor
-    branch_slots: torch.Tensor  # [rows]: the first KV slot of each
 
 
 class _Inputs:
@@ -179,6 +177,7 @@ class DraftRunner:
         self._verified_confidence = torch.zeros((max_sequences, self.state.drafts.shape[1]), device=device)
         self._hit = self._zeros(max_sequences)
         self._chain = self._zeros(max_rows, lookahead + 1)
+        self._rows = tuple(self._zeros(max_rows) for _ in range(5))  # see `rounds.extend_rows`
         self._confidence = torch.zeros((max_rows, lookahead + 1), device=device)
         self._likeliest = self._zeros(max_sequences * self.reads, RANKS)
         kept = (lookahead + 1, max_rows, self.vocab_size) if rejection else (0,)
@@ -490,16 +489,26 @@ class DraftRunner:
 
     def _extend(self, shape: RunShape, depth: int) -> None:
         """A forward over the newest token of every row."""
-        n, width, constants = shape.sequences, max(1, shape.width), self._constants(shape)
-        inputs = self._inputs[shape.width > 0]
-        read = self._after[:n, : shape.width] + 1 if shape.width else inputs.count[:n, None].clamp(max=self.reads)
-        positions = (inputs.first[:n, None] + read + depth).flatten()
+        n, constants, inputs = shape.sequences, self._constants(shape), self._inputs[shape.width > 0]
+        tokens, positions, mapping, decided, slots = out = tuple(column[: shape.rows] for column in self._rows)
+        round_kernels(self.device).extend_rows(
+            slots=inputs.slots(n),
+            first=inputs.first[:n],
+            count=inputs.count[:n],
+            after=self._after[:n, : shape.width] if shape.width else None,
+            chain=self._chain,
+            depth=depth,
+            reads=self.reads,
+            first_slot=self._branch_slots,
+            slots_each=self.lookahead,
+            out=out,
+        )
         batch = DeviceBatch(
-            token_ids=self._chain[: shape.rows, depth].contiguous(),
+            token_ids=tokens,
             positions=positions,
-            slot_mapping=constants.branch_slots + depth,
+            slot_mapping=mapping,
             query_start=constants.start,
-            context_len=positions[::width].contiguous(),
+            context_len=positions,  # not used for branches
             logit_rows=None,
             tiles=constants.tiles,
             split_kv=True,
@@ -507,21 +516,21 @@ class DraftRunner:
             **self._tables(inputs.slots(n), positions),
         )
         logits = self._logits(batch)
-        self._choose(shape, depth + 1, logits, Rows(inputs.slots(n)[constants.sequence], positions + 1))
+        self._choose(shape, depth + 1, logits, Rows(slots, decided))
 
     def _choose(self, shape: RunShape, column: int, logits: torch.Tensor, rows: Rows) -> None:
         """One token per row, and its confidence (at least 0): the margin of its score, or -log(1 - q)."""
         if not self.rejection:
             best, scores = self.sampler.best(logits, rows, shape.needs, 2)
-            tokens, confidence = best[:, 0], (scores[:, 0] - scores[:, 1]).nan_to_num(0.0, posinf=_MAX_CONFIDENCE)
-        else:
-            q = self.sampler.distribution(logits, rows, shape.needs)
-            q = reweighted(q, self.saguaro_c, _SAGUARO_FAN_OUT)
-            drawn = self.sampler.draw(q, rows, Stream.DRAFT)
-            confidence = -torch.log1p(-q.gather(-1, drawn[:, None])[:, 0].clamp(max=1 - 1e-6)).float()
-            tokens = drawn.int()
-            self._distributions[column, : shape.rows].copy_(q)
-        self._chain[: shape.rows, column].copy_(tokens)
+            keep = round_kernels(self.device).keep_best
+            keep(best, scores, self._chain, self._confidence, column, _MAX_CONFIDENCE)
+            return
+        q = self.sampler.distribution(logits, rows, shape.needs)
+        q = reweighted(q, self.saguaro_c, _SAGUARO_FAN_OUT)
+        drawn = self.sampler.draw(q, rows, Stream.DRAFT)
+        confidence = -torch.log1p(-q.gather(-1, drawn[:, None])[:, 0].clamp(max=1 - 1e-6)).float()
+        self._distributions[column, : shape.rows].copy_(q)
+        self._chain[: shape.rows, column].copy_(drawn)
         self._confidence[: shape.rows, column].copy_(confidence)
 
     def _rank_tokens(self, logits: torch.Tensor, rows: Rows, needs: Needs, excluded: torch.Tensor) -> torch.Tensor:
@@ -554,20 +563,17 @@ class DraftRunner:
         """Cached, so that graphs find them at the same address."""
         if shape not in self._constants_of:
             width = max(1, shape.width)
-            sequences, rows, place = (
-                torch.arange(n, dtype=torch.int32, device=self.device)
-                for n in (shape.sequences + 1, shape.rows, shape.reads)
+            sequences, place = (
+                torch.arange(n, dtype=torch.int32, device=self.device) for n in (shape.sequences + 1, shape.reads)
             )
             self._constants_of[shape] = _Constants(
                 place=place,
                 before=sequences[:-1].long() * shape.reads - 1,
-                sequence=(rows // width).long(),
                 read_sequence=sequences[:-1].long().repeat_interleave(shape.reads),
                 read_start=sequences * shape.reads,
                 read_tiles=self._tiles(shape.sequences, shape.reads),
                 start=sequences * width,
                 tiles=self._tiles(shape.sequences, width),
-                branch_slots=self._branch_slots + rows * self.lookahead,
             )
         return self._constants_of[shape]
 

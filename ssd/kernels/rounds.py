@@ -381,3 +381,114 @@ def store(
         *(slots, chain, chain_confidence, drafts, confidence, origin, count, drafts.stride(0), chain.stride(0), value),
         BLOCK=triton.next_power_of_2(drafts.shape[1]),
     )
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("num_rows", "after_stride", "chain_stride", "width", "depth", "reads", "first_slot", "slots_each"),
+    ]
+)
+def _extend_kernel(
+    slots_ptr,
+    first_ptr,
+    count_ptr,
+    after_ptr,
+    chain_ptr,
+    out_token_ptr,
+    out_position_ptr,
+    out_mapping_ptr,
+    out_decided_ptr,
+    out_slot_ptr,
+    num_rows,
+    after_stride,
+    chain_stride,
+    width,
+    depth,
+    reads,
+    first_slot,
+    slots_each,
+    BRANCHES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < num_rows
+    sequence = row // width
+    if BRANCHES:
+        read = tl.load(after_ptr + sequence * after_stride + row % width, mask=inside, other=0) + 1
+    else:
+        read = tl.minimum(tl.load(count_ptr + sequence, mask=inside, other=0), reads)
+    position = tl.load(first_ptr + sequence, mask=inside, other=0) + read + depth
+    token = tl.load(chain_ptr + row.to(tl.int64) * chain_stride + depth, mask=inside, other=0)
+    tl.store(out_token_ptr + row, token, mask=inside)
+    tl.store(out_position_ptr + row, position, mask=inside)
+    tl.store(out_mapping_ptr + row, first_slot + row * slots_each + depth, mask=inside)
+    tl.store(out_decided_ptr + row, position + 1, mask=inside)
+    tl.store(out_slot_ptr + row, tl.load(slots_ptr + sequence, mask=inside, other=0), mask=inside)
+
+
+def extend_rows(
+    *,
+    slots: torch.Tensor,
+    first: torch.Tensor,
+    count: torch.Tensor,
+    after: torch.Tensor | None,
+    chain: torch.Tensor,
+    depth: int,
+    reads: int,
+    first_slot: int,
+    slots_each: int,
+    out: tuple[torch.Tensor, ...],
+) -> None:
+    """The newest token of every row of a draft run, and where it goes: column `depth` of the chain.
+
+    `after` has the branches of every sequence; None: one row each, after the tokens that were read. Row r has KV slots
+    `first_slot + r * slots_each` and on. `out`, for every row: token, position, KV slot, position that it decides, slot
+    of its sequence.
+    """
+    rows, width = len(out[0]), 1 if after is None else after.shape[1]
+    _extend_kernel[(triton.cdiv(rows, _ROWS),)](
+        *(slots, first, count, count if after is None else after, chain, *out),
+        *(rows, 0 if after is None else after.stride(0), chain.stride(0), width, depth, reads, first_slot, slots_each),
+        BRANCHES=after is not None,
+        BLOCK=_ROWS,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "best_stride", "chain_stride", "column"])
+def _keep_kernel(
+    best_ptr,
+    scores_ptr,
+    chain_ptr,
+    confidence_ptr,
+    num_rows,
+    best_stride,
+    chain_stride,
+    column,
+    MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    inside = row < num_rows
+    at = row * chain_stride + column
+    tl.store(chain_ptr + at, tl.load(best_ptr + row * best_stride, mask=inside, other=0), mask=inside)
+    one = tl.load(scores_ptr + row * best_stride, mask=inside, other=0.0)
+    two = tl.load(scores_ptr + row * best_stride + 1, mask=inside, other=0.0)
+    margin = one - two
+    margin = tl.where(margin == margin, tl.minimum(margin, MOST), 0.0)  # not a number: there is no second token
+    tl.store(confidence_ptr + at, margin, mask=inside)
+
+
+def keep_best(
+    best: torch.Tensor,
+    scores: torch.Tensor,
+    chain: torch.Tensor,
+    confidence: torch.Tensor,
+    column: int,
+    max_confidence: float,
+) -> None:
+    """Column `column` of the chain: the best of two tokens, and by how much its score is the better one."""
+    _keep_kernel[(triton.cdiv(len(best), _ROWS),)](
+        *(best, scores, chain, confidence, len(best), best.stride(0), chain.stride(0), column),
+        MOST=max_confidence,
+        BLOCK=_ROWS,
+    )

@@ -162,3 +162,42 @@ def store(
     drafts.numpy()[slot, :count] = chain.numpy()[: len(slot), :count]
     confidence.numpy()[slot, :count] = chain_confidence.numpy()[: len(slot), :count]
     origin.numpy()[slot] = value
+
+
+def extend_rows(
+    *,
+    slots: torch.Tensor,
+    first: torch.Tensor,
+    count: torch.Tensor,
+    after: torch.Tensor | None,
+    chain: torch.Tensor,
+    depth: int,
+    reads: int,
+    first_slot: int,
+    slots_each: int,
+    out: tuple[torch.Tensor, ...],
+) -> None:
+    tokens, positions, mapping, decided, row_slots = (t.numpy() for t in out)
+    rows = len(tokens)
+    width = 1 if after is None else after.shape[1]
+    read = np.minimum(count.numpy(), reads)[:, None] if after is None else after.numpy() + 1
+    tokens[:] = chain.numpy()[:rows, depth]
+    positions[:] = (first.numpy()[:, None] + read + depth).ravel()
+    mapping[:] = first_slot + np.arange(rows) * slots_each + depth
+    decided[:] = positions + 1
+    row_slots[:] = np.repeat(slots.numpy(), width)
+
+
+def keep_best(
+    best: torch.Tensor,
+    scores: torch.Tensor,
+    chain: torch.Tensor,
+    confidence: torch.Tensor,
+    column: int,
+    max_confidence: float,
+) -> None:
+    chain.numpy()[: len(best), column] = best.numpy()[:, 0]
+    values = scores.numpy()
+    with np.errstate(invalid="ignore"):  # -inf less -inf: there is no second token
+        margin = values[:, 0] - values[:, 1]
+    confidence.numpy()[: len(best), column] = np.where(np.isnan(margin), 0.0, np.minimum(margin, max_confidence))

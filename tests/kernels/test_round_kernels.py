@@ -201,12 +201,14 @@ def test_staging(seed: int, fork: bool) -> None:
             "first": torch.zeros(len(slots), dtype=torch.int32, device=device),
             "count": torch.zeros(len(slots), dtype=torch.int32, device=device),
             "tokens": torch.zeros((len(slots), reads + 1), dtype=torch.int32, device=device),
+            "verified_confidence": torch.zeros((len(slots), world.width), device=device),
+            "hit": torch.zeros(len(slots), dtype=torch.int32, device=device),
         }
-        read = tensors_of(state, "length", "token_ids", "drafts")
-        kernels.stage(**own, **read, vocab_size=VOCAB - 5, fork=fork)
+        read = tensors_of(state, "length", "token_ids", "drafts", "confidence", "origin")
+        kernels.stage(**own, **read, hit_origin=Origin.HIT, vocab_size=VOCAB - 5, fork=fork)
         results.append({name: values.cpu() for name, values in own.items()})
     ours, theirs = results
-    for name in ("first", "count", "computed"):
+    for name in ("first", "count", "computed", "verified_confidence", "hit"):
         assert torch.equal(ours[name], theirs[name]), name
     for row, expected, count in zip(ours["tokens"], theirs["tokens"], theirs["count"].tolist(), strict=True):
         assert torch.equal(row[:count], expected[:count])
@@ -247,3 +249,72 @@ def test_looking_up(seed: int) -> None:
     world.same(*states)
     found = states[1].origin[slots].tolist()
     assert set(found) <= {Origin.HIT, Origin.SIBLING}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_storing_drafts(seed: int) -> None:
+    """What was written becomes the draft of its sequence."""
+    world = World(seed)
+    if world.lookahead == 0:
+        pytest.skip("nothing is drafted")
+    slots, count = world.rng.sample(range(len(world.tables) - 1), 3), world.rng.randint(1, world.lookahead)
+    chain, confidence = torch.randint(0, VOCAB, (5, world.lookahead + 1)).int(), torch.rand(5, world.lookahead + 1)
+    states = []
+    for kernels, device in ((rounds, DEVICE), (rounds_cpu, CPU)):
+        states.append(world.state(device))
+        kernels.store(
+            slots=torch.tensor(slots, dtype=torch.int32, device=device),
+            chain=chain.to(device),
+            chain_confidence=confidence.to(device),
+            count=count,
+            **tensors_of(states[-1], "drafts", "confidence", "origin"),
+            value=Origin.JIT,
+        )
+    world.same(*states)
+    assert states[1].drafts[slots, :count].tolist() == chain[:3, :count].tolist()
+    assert states[1].origin[slots].tolist() == [Origin.JIT] * 3
+
+
+@pytest.mark.parametrize("width", [0, 1, 3, 12])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_extending_rows(width: int, depth: int) -> None:
+    """Every row goes on after the tokens that were read, or after those that its branch keeps."""
+    torch.manual_seed(width + depth)
+    sequences, rows = 5, 5 * max(1, width)
+    integers = torch.randint(0, 30, (3, sequences)).int()
+    after, chain = torch.randint(0, 5, (sequences, 14)).int(), torch.randint(0, VOCAB, (70, 4)).int()
+    found = []
+    for kernels, device in ((rounds, DEVICE), (rounds_cpu, CPU)):
+        out = tuple(torch.full((rows,), -1, dtype=torch.int32, device=device) for _ in range(5))
+        slots, first, count = integers.to(device)
+        kernels.extend_rows(
+            slots=slots,
+            first=first,
+            count=count,
+            after=after.to(device)[:, :width] if width else None,
+            chain=chain.to(device),
+            depth=depth,
+            reads=7,
+            first_slot=1000,
+            slots_each=6,
+            out=out,
+        )
+        found.append([column.tolist() for column in out])
+    assert found[0] == found[1]
+    row, sequence = rows - 1, sequences - 1
+    read = int(after[sequence, width - 1]) + 1 if width else min(int(integers[2, sequence]), 7)
+    position = int(integers[1, sequence]) + read + depth
+    last = [int(chain[row, depth]), position, 1000 + 6 * row + depth, position + 1, int(integers[0, sequence])]
+    assert [column[-1] for column in found[0]] == last
+
+
+def test_keeping_the_best_of_two() -> None:
+    """Also where there is no second token, and none at all."""
+    best = torch.tensor([[3, 4], [5, 6], [7, 0], [0, 0]]).int()
+    scores = torch.tensor([[2.5, 1.0], [1.0, 1.0], [1.0, -torch.inf], [-torch.inf, -torch.inf]])
+    for kernels, device in ((rounds, DEVICE), (rounds_cpu, CPU)):
+        chain, confidence = torch.zeros((6, 3), dtype=torch.int32, device=device), torch.zeros((6, 3), device=device)
+        kernels.keep_best(best.to(device), scores.to(device), chain, confidence, 1, 100.0)
+        assert chain[:, 1].tolist() == [3, 5, 7, 0, 0, 0]
+        assert confidence[:, 1].tolist() == [1.5, 0.0, 100.0, 0.0, 0.0, 0.0]
+        assert not chain[:, [0, 2]].any()
