@@ -1,6 +1,6 @@
 """`ssd chat`: a conversation with a model in the terminal.
 
-The conversation itself is `conversation`'s; here is the command, and the engine as the one who answers.
+The command and its backend, the engine; the conversation itself is in `conversation`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Talk to a model: [bold]answers come as they are written, and the model remembers
 
 Type a message and press Enter. Ctrl-C stops an answer, Ctrl-D ends the chat, and [cyan]/help[/] lists what else there \
 is: [cyan]/reset[/], [cyan]/system TEXT[/], [cyan]/save FILE[/], messages of several lines. What was said before is \
-not computed again: it lies in the prefix cache. When the context is full, the oldest turns are left out.
+not computed again: it is in the prefix cache. When the context is full, the oldest turns are left out.
 
 A model that comes with ssd is helped by its draft, as far as that pays; any other by the one that [cyan]--draft[/] \
 names.
@@ -102,7 +102,7 @@ def chat(
 def talk(
     model: str, params: SamplingParams, *, system: str | None, metrics: bool, colour: bool, **options: Any
 ) -> None:
-    """A conversation with a model that is loaded for it. Further keywords are options of the engine."""
+    """Loads a model and runs a conversation with it. Further keywords are options of the engine."""
     with load(model, max_num_seqs=1, **options) as llm:
         backend = EngineBackend(llm, params, colour)
         if interactive():
@@ -115,7 +115,7 @@ def talk(
 
 
 def converse(backend: Backend, system: str | None, metrics: bool) -> None:
-    """The conversation itself; with line editing where somebody types."""
+    """Runs the conversation, with line editing in a terminal."""
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # bytes that are no text are no reason to end
     if interactive():
@@ -126,7 +126,7 @@ def converse(backend: Backend, system: str | None, metrics: bool) -> None:
 
 
 def interactive() -> bool:
-    """Whether somebody sits there, and not a pipe or a file."""
+    """Whether input and output are a terminal."""
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
@@ -144,11 +144,11 @@ def _print_greeting(llm: LLM, params: SamplingParams, colour: bool) -> None:
         note(Text.assemble(("Green", "green"), ": guessed by the draft, and right."))
 
 
-# --- the engine answers -----------------------------------------------------------------------------------------------
+# --- the backend ------------------------------------------------------------------------------------------------------
 
 
 class EngineBackend:
-    """An engine of this process answers. Ctrl-C ends an answer after the round that is under way."""
+    """Answers with an engine of this process. Ctrl-C ends an answer after the current round."""
 
     unit = "tokens"
 
@@ -180,7 +180,7 @@ class EngineBackend:
                     for piece, drafted in origins.split(delta) if origins is not None else [(delta.text, False)]:
                         write(piece, drafted)
             finally:
-                answer.abort()  # if it could not be written
+                answer.abort()  # if writing failed
         output = answer.result()
         check_served(output)
         return Answer(output.text, output.finish_reason, output.metrics)
@@ -190,16 +190,16 @@ class EngineBackend:
 
 
 class Origins:
-    """Who wrote what in a running answer: the drafted tokens of a round that stood come before the target's own."""
+    """Splits the text of an answer into drafted and other text; accepted draft tokens come first in a round."""
 
     def __init__(self, prompt_token_ids: list[int], tokenizer: Tokenizer) -> None:
         from ssd.text.tokenizer import IncrementalDecoder
 
         self._decoder = IncrementalDecoder(tokenizer, prompt_token_ids)
-        self._drafted: deque[bool] = deque()  # of characters that are still to come: was it?
+        self._drafted: deque[bool] = deque()  # per pending character: whether its token was drafted
 
     def split(self, delta: Delta) -> Iterator[tuple[str, bool]]:
-        """A round's text, in pieces that were drafted or were not."""
+        """A delta's text in pieces, each with whether it was drafted."""
         for place, token in enumerate(delta.token_ids):
             self._drafted += [place < delta.num_accepted] * len(self._decoder.push(token))
         for drafted, characters in groupby(delta.text, lambda _: bool(self._drafted) and self._drafted.popleft()):
@@ -208,7 +208,7 @@ class Origins:
 
 @contextmanager
 def on_interrupt(end: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C calls `end` and is not raised, so that what was written until then is still shown."""
+    """Calls `end` on Ctrl-C instead of raising KeyboardInterrupt."""
     before = signal.signal(signal.SIGINT, lambda *_: end())
     try:
         yield

@@ -1,4 +1,4 @@
-"""What the commands share: options, how mistakes are explained, a model is loaded and a speed is said."""
+"""Shared by the commands: options, error messages, loading a model, formatting speeds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Eager = Annotated[bool, typer.Option("--eager", help="No CUDA graphs: starts soo
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Mistakes as one sentence and exit code 1, Ctrl-C as 130."""
+    """Prints an SSDError as one line and exits with 1; with 130 on Ctrl-C."""
     try:
         yield
     except SSDError as error:
@@ -37,7 +37,7 @@ def explained() -> Iterator[None]:
 
 
 def load(model: str, **options: Any) -> LLM:
-    """The model, with a sign of life while torch and the weights are loaded."""
+    """Loads a model, with a spinner."""
     with errors.status(f"loading {escape(model)}"):
         from ssd.llm import LLM
 
@@ -53,6 +53,6 @@ def speed_summary(metrics: RequestMetrics) -> str:
 
 
 def print_note(note: str, console: Console = errors) -> None:
-    """What every report about a model must say; nothing for an ordinary one."""
+    """Prints a model's caveat, if it has one."""
     if note:
         console.print(f"[dim]{escape(note)}[/]", highlight=False, soft_wrap=True)

@@ -1,6 +1,6 @@
-"""A conversation in a terminal, or over a pipe: messages, commands, history, and what the answers cost.
+"""A conversation in a terminal or over a pipe: messages, commands, history, metrics.
 
-Knows nothing of who answers: an engine, a server or a test stands behind `Backend`.
+Answers come from a `Backend`: an engine, a server, or a fake in tests.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Ctrl-C stops an answer. A line that ends with a backslash goes on in the next on
 {QUOTES} are one message. After a space, a line that begins with a slash is a message too."""
 ENDINGS: Final[dict[FinishReason | None, str]] = {"length": "(cut off: the length limit)", "abort": "(stopped)"}
 LEAVE: Final = "Ctrl-C once more ends the chat, and so do /exit and Ctrl-D"
-SPARE_ANSWERS: Final = 4  # room that is made when old turns have to go: all at once, so that the next turns are cheap
+SPARE_ANSWERS: Final = 4  # freed at once when old turns are dropped, so that the next turns keep their prefix
 COUNTS: Final = (
     "prompt_tokens",
     "cached_tokens",
@@ -58,37 +58,37 @@ class Command(str):
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one message."""
+    """The answer to one message."""
 
     text: str
-    finish_reason: FinishReason | None  # None: whoever answered does not say
+    finish_reason: FinishReason | None  # None: not known
     metrics: RequestMetrics
 
 
 class Backend(Protocol):
-    """Whoever answers."""
+    """What answers messages."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def unit(self) -> str:
-        """What its metrics count: tokens, or something else where they are not known."""
+        """The unit of its metrics: tokens, or something else if they are not known."""
         ...
 
     def fits(self, messages: list[Message], answers: int) -> bool:
-        """Whether there is room for these messages and so many answers."""
+        """Whether the context holds these messages and `answers` more answers."""
         ...
 
     def answer(self, messages: list[Message], write: Write) -> Answer:
-        """Writes the answer as it comes. Ctrl-C ends it ("abort"): what was written until then is the answer."""
+        """Writes the answer as it is generated. Ctrl-C ends it ("abort"); the text until then is the answer."""
         ...
 
 
 class Conversation:
-    """Reads messages and commands by `read`, which is given a prompt, and has the messages answered.
+    """Reads messages and commands with `read(prompt)`, and answers the messages.
 
-    Someone `interactive` sees prompts, and a Ctrl-C stops an answer instead of the chat.
+    `interactive`: prompts are shown, and Ctrl-C stops an answer instead of the chat.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Conversation:
         self.backend = backend
         self.system = system
         self.turns: list[tuple[Message, Message]] = []
-        self.num_unsent = 0  # oldest turns, which outgrew the context
+        self.num_unsent = 0  # oldest turns, which no longer fit the context
         self._costs: list[RequestMetrics] = []
         self._metrics = metrics
         self._interactive = interactive
@@ -130,7 +130,7 @@ class Conversation:
     # --- what is typed ------------------------------------------------------------------------------------------------
 
     def _entry(self) -> str | None:
-        """The next message or command; None if there is to be none."""
+        """The next message or command; None at the end."""
         for last in (False, True):
             try:
                 line = self._line(PROMPT)
@@ -150,7 +150,7 @@ class Conversation:
         return None
 
     def _message(self, line: str) -> str:
-        """The whole message that begins with this line."""
+        """The complete message that begins with this line."""
         if line.strip() == QUOTES:
             return "\n".join(takewhile(lambda each: each.strip() != QUOTES, self._lines()))
         lines = [line]
@@ -192,7 +192,7 @@ class Conversation:
         self.num_unsent = 0
 
     def _save(self, file: str) -> str:
-        """What became of it, in words."""
+        """Saves the conversation; returns a message for the user."""
         if not file:
             return "/save needs the name of a file that does not exist yet: /save FILE"
         spoken = {"model": self.backend.name, "messages": [*self._head(), *(m for turn in self.turns for m in turn)]}
@@ -208,7 +208,7 @@ class Conversation:
     # --- answers ------------------------------------------------------------------------------------------------------
 
     def ask(self, text: str) -> None:
-        """A mistake costs this message; the conversation goes on."""
+        """Answers a message. An SSDError ends this message only."""
         question, last = {"role": "user", "content": text}, "\n"
 
         def write(piece: str, drafted: bool) -> None:
@@ -232,7 +232,7 @@ class Conversation:
         self._conclude(answer)
 
     def _conclude(self, answer: Answer) -> None:
-        """What there is to say after an answer."""
+        """Prints the notes after an answer."""
         if answer.finish_reason == "abort" and not self._interactive:
             raise KeyboardInterrupt
         if answer.finish_reason in ENDINGS:
@@ -244,7 +244,7 @@ class Conversation:
             typer.echo()
 
     def _too_old(self, question: Message) -> int:
-        """How many of the oldest turns are left out, so that the others fit."""
+        """Number of oldest turns to leave out, so that the others fit."""
         unsent, answers = self.num_unsent, 1
         while unsent < len(self.turns) and not self.backend.fits(self._messages(unsent, question), answers):
             unsent, answers = unsent + 1, SPARE_ANSWERS
@@ -258,12 +258,12 @@ class Conversation:
 
 
 def note(text: str | Text) -> None:
-    """Said beside the answers: dim, on standard error, and wrapped only where it is a terminal."""
+    """Prints a note to standard error: dim, wrapped in terminals only."""
     errors.print(Text("", style="dim").append(text), soft_wrap=not errors.is_terminal)
 
 
 def report(metrics: Seq[RequestMetrics], unit: str) -> str:
-    """What some answers cost, all together, in words."""
+    """A summary of the metrics of some answers."""
     total = RequestMetrics(**{name: sum(getattr(m, name) for m in metrics) for name in COUNTS})
     waits = [m.time_to_first_token for m in metrics if m.time_to_first_token is not None]
     timed = [m for m in metrics if m.decode_tokens_per_second is not None]

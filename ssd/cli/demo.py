@@ -1,7 +1,4 @@
-"""`ssd demo`: a model answers a few prompts in more than one way, and the texts are compared.
-
-Knows nothing of how an answer comes about: it asks, shows what comes, and compares.
-"""
+"""`ssd demo`: generates a few texts with AR, as a batch, with SD and with SSD, and compares them."""
 
 from __future__ import annotations
 
@@ -88,10 +85,10 @@ NEXT: Final = """\
   with LLM("tiny-llama") as llm:
       params = SamplingParams(temperature=0.8, seed=4)
       print(llm.generate("Once upon a time, there was", params)[0].text)[/]"""
-WIDEST: Final = 100  # columns: longer lines are hard to read
-WORD_SPACE: Final = re.compile(r"^ (?=\S)")  # which the first word of a continuation brings with it
+MAX_WIDTH: Final = 100  # columns
+WORD_SPACE: Final = re.compile(r"^ (?=\S)")  # before the first word of a continuation
 NUMBERS: Final = {3: "three", 4: "four"}
-FRAMES_PER_SECOND: Final = 12  # drawing takes time from writing
+FRAMES_PER_SECOND: Final = 12  # drawing takes time from generating
 
 
 @dataclass(frozen=True)
@@ -120,7 +117,7 @@ QUESTIONS: Final = (
 
 @dataclass(frozen=True)
 class Asked:
-    """A question as it is put to a model."""
+    """A question with its prompt and parameters."""
 
     question: Question
     prompt: Prompt
@@ -129,12 +126,12 @@ class Asked:
 
 @dataclass(frozen=True)
 class Writing:
-    """The answers to all questions, written in one way."""
+    """The answers to all questions, generated in one way."""
 
     way: str
     outputs: list[RequestOutput]
     seconds: float
-    first: Text | None = None  # of the texts, to be shown beside others; what was guessed is green
+    first: Text | None = None  # the first answer; accepted draft tokens are green
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)  # with the placement that was chosen
 
     @property
@@ -149,7 +146,7 @@ class Writing:
         return sum(count(output.metrics) for output in self.outputs)
 
     def share(self, part: Callable[[RequestMetrics], int], whole: Callable[[RequestMetrics], int]) -> str:
-        """A percentage; nothing of nothing."""
+        """A percentage, or "" if there is nothing."""
         return f"{self.total(part) / self.total(whole):.0%}" if self.total(whole) else ""
 
 
@@ -167,7 +164,7 @@ def demo(
         params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=max_new_tokens)
         questions = [*(Question("your question", text) for text in prompt or ()), *QUESTIONS]
         console = Console(highlight=False)
-        console.width = min(console.width, WIDEST)
+        console.width = min(console.width, MAX_WIDTH)
         writings: list[Writing] = []
         with load(model, device=device) as llm:
             chats = knows_chats(llm)
@@ -175,7 +172,7 @@ def demo(
             asked = [Asked(q, q.prompt(chats), replace(params, stop=q.stop)) for q in questions]
             writings += [one_at_a_time(llm, asked, console), as_one_batch(llm, asked, console)]
         guesser = draft or speculation.bundled_draft(model) or NGRAM
-        for mode in ("sd",) if guesser == NGRAM else ("sd", "ssd"):  # one after the other: each has all cores
+        for mode in ("sd",) if guesser == NGRAM else ("sd", "ssd"):  # one engine at a time: each has all cores
             wanted = speculation.options(mode=mode, draft=guesser, k=k or "2")
             with load(model, device=device, speculation=wanted) as llm:
                 writings.append(with_a_draft(llm, asked, console))
@@ -183,7 +180,7 @@ def demo(
 
 
 def conclude(model: str, asked: list[Asked], writings: list[Writing], console: Console) -> None:
-    """What the writings have in common, and what not. SSDError if a text depends on the way it was written."""
+    """Compares the writings and prints the summary. SSDError if their texts differ."""
     differences = [difference(asked, writings[0], writing) for writing in writings]
     _print_side_by_side(asked[0].question, writings, console)
     _print_speeds(writings, differences, console)
@@ -194,7 +191,7 @@ def conclude(model: str, asked: list[Asked], writings: list[Writing], console: C
 
 
 def knows_chats(llm: LLM) -> bool:
-    """False for a base model, which is asked in plain text."""
+    """Whether the model has a chat template; False for a base model."""
     try:
         messages = [{"role": "user", "content": "Hello!"}]
         return llm.engine.tokenizer is not None and bool(llm.engine.tokenizer.apply_chat_template(messages))
@@ -202,11 +199,11 @@ def knows_chats(llm: LLM) -> bool:
         return False
 
 
-# --- ways of writing, and whether it matters --------------------------------------------------------------------------
+# --- generating and comparing -----------------------------------------------------------------------------------------
 
 
 def one_at_a_time(llm: LLM, asked: list[Asked], console: Console) -> Writing:
-    """Each answer by itself, shown as it comes. The time that takes is not counted."""
+    """One request after the other, shown as they are generated. Drawing time is not counted."""
     streamed = [_stream(llm, each, console) for each in asked]
     outputs = [output for output, _ in streamed]
     return Writing("one at a time (AR)", outputs, sum(seconds for _, seconds in streamed), Text(outputs[0].text))
@@ -220,7 +217,7 @@ def as_one_batch(llm: LLM, asked: list[Asked], console: Console) -> Writing:
 
 
 def with_a_draft(llm: LLM, asked: list[Asked], console: Console) -> Writing:
-    """Each answer by itself again, with somebody who guesses ahead."""
+    """One request after the other, with speculation."""
     from ssd.assembly.device import resolve_device
     from ssd.assembly.drafters import placed
     from ssd.cli.trace import Recorder
@@ -237,7 +234,7 @@ def with_a_draft(llm: LLM, asked: list[Asked], console: Console) -> Writing:
 
 
 def difference(asked: list[Asked], reference: Writing, other: Writing) -> str | None:
-    """Where two writings part, in words; None if they are the same, token for token."""
+    """The first difference of two writings, as an error message; None if all tokens are equal."""
     for each, one, two in zip(asked, reference.outputs, other.outputs, strict=True):
         if one.token_ids != two.token_ids:
             return (
@@ -257,7 +254,7 @@ def _shared(one: list[int], two: list[int]) -> int:
 
 
 def _stream(llm: LLM, asked: Asked, console: Console) -> tuple[RequestOutput, float]:
-    """The answer, and the seconds that the model took for it."""
+    """The answer, and its time in seconds without drawing."""
     console.rule(asked.question.title, style="dim", align="left")
     started, drawing, drawn = time.perf_counter(), 0.0, 0.0
     stream, text = llm.stream(asked.prompt, asked.params), ""
@@ -277,7 +274,7 @@ def _stream(llm: LLM, asked: Asked, console: Console) -> tuple[RequestOutput, fl
 
 
 def exchange(question: Question, answer: str, speed: str = "") -> Table:
-    """What was asked and what is written so far, exactly as they are: neither is markup."""
+    """A prompt and its answer so far, without interpreting markup."""
     grid = Table.grid(padding=(0, 2), expand=True)
     grid.add_column(style="dim")
     grid.add_column(ratio=1)
@@ -304,7 +301,7 @@ def _print_heading(llm: LLM, params: SamplingParams, chats: bool, console: Conso
 
 
 def _print_side_by_side(question: Question, writings: list[Writing], console: Console) -> None:
-    """The first answer in each way of writing one at a time."""
+    """The first answer of every writing that has one, in columns."""
     shown = [(writing, writing.first) for writing in writings if writing.first is not None]
     console.rule(f"{question.title}, {len(shown)} times", style="dim", align="left")
     table = Table(*(writing.way for writing, _ in shown), box=SIMPLE, show_edge=False, expand=True)
@@ -317,7 +314,7 @@ def _print_side_by_side(question: Question, writings: list[Writing], console: Co
 
 
 def tidy(text: Text) -> Text:
-    """Without the blank lines around it, and the space that the first word of a continuation brings with it."""
+    """Strips blank lines around a text and the space before the first word of a continuation."""
     plain = text.plain
     start, end = len(plain) - len(plain.lstrip("\n")), len(plain.rstrip("\n"))
     return text[start + bool(WORD_SPACE.match(plain[start:])) : end] if start < end else Text()

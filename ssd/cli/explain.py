@@ -1,6 +1,6 @@
 """`ssd explain`: one text, round by round: what was drafted, what was prepared, what the target decided.
 
-The recording is `trace`'s, the picture is `paths`'s; here is the command, and what it prints.
+The command and what it prints; `trace` records, `paths` draws.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ order of events, not the speed.
 LEGEND: Final = """\
 Each round: the [green]drafted tokens that stand[/], after ✗ [red strike]those that do not[/], after → [bold]the \
 target's own token[/]. The draft was prepared in the round before (a hit), or made after a miss: drafted, while the \
-target waited; or at once, borrowed from another branch or looked up in the text. Below it the branches: the tokens \
+target waited; or borrowed from a sibling branch at once. Below it the branches: the tokens \
 prepared for in case 0, 1, … drafted tokens stand, likeliest first, [bold green]\\[in brackets][/] the one that came \
 true. · is a space, ↵ a new line."""
 SOURCES: Final = {
@@ -100,7 +100,7 @@ def explain(
 
 
 def record(llm: LLM, prompt: Prompt, params: SamplingParams) -> tuple[RequestOutput, Trace]:
-    """A text, and how it came about."""
+    """Generates a text and records its rounds."""
     from ssd.cli.trace import Recorder
 
     recorder = llm.driver.call(Recorder)
@@ -109,7 +109,7 @@ def record(llm: LLM, prompt: Prompt, params: SamplingParams) -> tuple[RequestOut
 
 
 def spelling(tokenizer: Tokenizer | None) -> Spelling:
-    """Each token by itself, as it reads in the middle of a text; its number where there is no tokenizer."""
+    """A function that decodes single tokens, as in the middle of a text; their ids without a tokenizer."""
     from ssd.text.tokenizer import IncrementalDecoder
 
     def spell(token: int) -> str:
@@ -125,24 +125,24 @@ def spelling(tokenizer: Tokenizer | None) -> Spelling:
 
 
 def rounds(trace: Trace, spell: Spelling, width: int) -> Table:
-    """Two lines a round: the draft with its verdict, and the branches with what became of them."""
+    """Two lines per round: the draft with its verdict, and the branches with hit or miss."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", justify="right")
     grid.add_column(style="dim")
     grid.add_column(no_wrap=True)
-    room = width - 22  # beside the columns before, and a verdict
+    available = width - 22  # columns for the branches
     for number, (step, following) in enumerate(zip_longest(trace.steps, trace.steps[1:]), start=1):
         source = "prompt" if number == 1 else SOURCES[step.origin]
         grid.add_row(f"{number}", source, verdict(step, spell))
         if step.branches:
-            grid.add_row("", "branches", branches(step, following, spell, room))
+            grid.add_row("", "branches", branches(step, following, spell, available))
     return grid
 
 
 def verdict(step: Step, spell: Spelling) -> Text:
-    """What was drafted, and what the target made of it."""
+    """The accepted and the rejected draft tokens, and the target's own token."""
     parts = [(visible(spell(token)), "green") for token in step.written[: step.accepted]]
-    parts += [(visible(spell(token)), "dim") for token in step.draft[len(step.written) : step.accepted]]  # too late
+    parts += [(visible(spell(token)), "dim") for token in step.draft[len(step.written) : step.accepted]]  # not written
     if step.accepted < len(step.draft):
         parts += [("✗", "red"), *((visible(spell(token)), "red strike") for token in step.draft[step.accepted :])]
     for token in step.own:
@@ -151,7 +151,7 @@ def verdict(step: Step, spell: Spelling) -> Text:
 
 
 def branches(step: Step, following: Step | None, spell: Spelling, width: int) -> Text:
-    """The likeliest outcomes that were prepared, the one that came true, and so: is the next draft a hit or a miss?"""
+    """The likeliest branches that fit the width, the one that was used, and hit or miss of the next draft."""
     hit = following is not None and following.hit
     shown = {branch for branch in step.branches if hit and step.came_true(branch)}
     for branch in step.branches:
@@ -164,7 +164,7 @@ def branches(step: Step, following: Step | None, spell: Spelling, width: int) ->
 
 
 def _places(step: Step, shown: set[Branch], hit: bool, spell: Spelling) -> Text:
-    """By how many drafted tokens stand: the tokens that may come then."""
+    """The branches' tokens, grouped by the number of accepted tokens before them."""
     places: dict[int, Text] = {}
     for branch in filter(shown.__contains__, sorted(step.branches, key=lambda branch: branch.accepted)):
         place = places.setdefault(branch.accepted, Text.assemble((f"{branch.accepted}:", "cyan")))
@@ -175,7 +175,7 @@ def _places(step: Step, shown: set[Branch], hit: bool, spell: Spelling) -> Text:
 
 
 def tinted(trace: Trace, tokenizer: Tokenizer | None, output: RequestOutput) -> Text:
-    """The text; what was drafted of it is green."""
+    """The text, with accepted draft tokens in green."""
     from ssd.text.tokenizer import IncrementalDecoder
 
     text = Text()

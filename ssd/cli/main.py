@@ -1,4 +1,4 @@
-"""The `ssd` command: what people type. Prints for people, exits with the right code."""
+"""The `ssd` command."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The forking paths of a text as a picture: an SVG, by itself or in a page. Nothing outside the file is needed.
+"""Draws the rounds of a text with their branches, as an SVG or as a self-contained HTML page.
 
-Time goes right, row after row. The text is the trunk. What was drafted and rejected forks off upwards, the branches
-that were prepared fork off where their outcome would have left the trunk (downwards) or the rejected draft (upwards).
+Time goes right, row after row. The text is the trunk. Rejected draft tokens fork off upwards; a prepared branch forks
+off where its outcome leaves the trunk (downwards) or the rejected draft (upwards).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 WIDTH: Final = 1280
 MARGIN: Final = 24
-CELL: Final = 7.3  # of a character
+CELL: Final = 7.3  # width of a character
 LINE: Final = 19
-UP: Final = -30.0  # the line of a rejected draft, from the trunk
-MARK: Final = 50.0  # where the tokens of a round begin
-GAP: Final = 5.0  # between tokens: forks leave there
+UP: Final = -30.0  # offset of a rejected draft from the trunk
+MARK: Final = 50.0  # x of a round's first token
+GAP: Final = 5.0  # between tokens
 BEND: Final = 6.0
-APART: Final = 20.0  # rounds
-INDENT: Final = 16.0  # of what has forked off
-MOST: Final = 6  # branches drawn for a round
+APART: Final = 20.0  # between rounds
+INDENT: Final = 16.0  # of a branch
+MOST: Final = 6  # branches drawn per round
 LONGEST: Final = 26  # characters of a branch
 LEGEND: Final = (
     ("stands", "drafted, and it stands"),
@@ -87,7 +87,7 @@ draft, at once (a hit); if none does, the next draft has to be made first (a mis
 
 
 def check(file: Path) -> None:
-    """ConfigError for a file that no picture can be written to."""
+    """ConfigError for a file that cannot be written."""
     if file.suffix not in (".svg", ".html"):
         raise ConfigError(f"--out {file}: pictures are .svg or .html files: name it {file.with_suffix('.svg')}, say")
     if not file.parent.is_dir():
@@ -105,7 +105,7 @@ def write(file: Path, trace: Trace, spell: Callable[[int], str], title: str, sum
 
 
 def visible(text: str, space: str = "·") -> str:
-    """One line in which every character can be seen."""
+    """A text on one line, with spaces and control characters made visible."""
     marks = {" ": space, "\n": "↵", "\t": "⇥"}
     return "".join(marks.get(c) or (c if c.isprintable() else ascii(c)[1:-1]) for c in text)
 
@@ -119,7 +119,7 @@ def svg(trace: Trace, spell: Callable[[int], str], title: str, summary: str) -> 
     return drawing.finished()
 
 
-# --- layout: each round by itself, from its left end and from the trunk -----------------------------------------------
+# --- layout of one round, relative to its left end and to the trunk ---------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class _Pill:
 
 @dataclass(frozen=True)
 class _BranchLine:
-    """A branch: where it leaves, and the line that it is written on."""
+    """A branch: where it forks off, and its line."""
 
     x: float
     start: float
@@ -155,14 +155,14 @@ class _BranchLine:
 
 @dataclass(frozen=True)
 class _Block:
-    """What is drawn of one round."""
+    """The drawing of one round."""
 
     number: int
     kind: str  # hit, miss or nothing
-    leaves: float  # where the rejected draft does
+    leaves: float  # x where the rejected draft forks off
     pills: list[_Pill]
     branches: list[_BranchLine]
-    left_out: int  # branches
+    left_out: int  # branches that are not drawn
 
     @property
     def items(self) -> list[_Pill | _BranchLine]:
@@ -183,7 +183,7 @@ class _Block:
 
 def _block(number: int, step: Step, following: Step | None, spell: Callable[[int], str]) -> _Block:
     pills: list[_Pill] = []
-    places = {0: (MARK - GAP / 2, 0.0)}  # after so many drafted tokens
+    places = {0: (MARK - GAP / 2, 0.0)}  # by number of draft tokens before it
 
     def lay(x: float, y: float, tokens: tuple[int, ...], kind: str, first: int) -> None:
         for place, token in enumerate(tokens, start=first):
@@ -239,7 +239,7 @@ def _shown(text: str) -> str:
 
 
 class _Drawing:
-    """Grows downwards, row by row."""
+    """An SVG that is drawn row by row."""
 
     def __init__(self, width: float, title: str, summary: str) -> None:
         self.width = width
@@ -274,7 +274,7 @@ class _Drawing:
         return ElementTree.tostring(self._root, encoding="unicode")
 
     def _add_block(self, block: _Block, x: float, y: float, following: float | None) -> None:
-        """`following`: where the next block begins, if it is in this row."""
+        """`following`: x of the next block, if it is in this row."""
         self._add("circle", block.kind, cx=x + 8, cy=y, r=4.5)
         self._text(x + 3, y - 11, f"{block.number} {block.kind}", f"small {block.kind or 'faint'}")
         if block.left_out:
@@ -313,6 +313,6 @@ class _Drawing:
 
 
 def _fork(x: float, start: float, y: float, end: float) -> str:
-    """From the edge of a line's tokens to another line, and along it."""
+    """The path from a token's edge to another line, and along it."""
     sign = 1 if y > start else -1
     return f"M{x:.1f} {start + 9 * sign:.1f}V{y - BEND * sign:.1f}q0 {BEND * sign} {BEND} {BEND * sign}H{end:.1f}"

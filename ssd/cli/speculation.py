@@ -1,4 +1,4 @@
-"""The speculation options of every command: as flags, as one JSON object, or as a file that holds one."""
+"""The speculation options of the commands: as flags, as a JSON object, or as a JSON file."""
 
 from __future__ import annotations
 
@@ -24,20 +24,18 @@ Mode = Annotated[
 ]
 Draft = Annotated[
     str | None,
-    typer.Option(
-        help="Who proposes tokens: a small MODEL of the same tokenizer, or (sd) 'ngram'.", rich_help_panel=PANEL
-    ),
+    typer.Option(help="A small MODEL with the same tokenizer, or (sd) 'ngram': n-gram look-up.", rich_help_panel=PANEL),
 ]
 K = Annotated[
     str | None,
-    typer.Option("--k", metavar="N|auto", help="Drafted tokens a round.", show_default="4", rich_help_panel=PANEL),
+    typer.Option("--k", metavar="N|auto", help="Draft tokens per round.", show_default="4", rich_help_panel=PANEL),
 ]
 Acceptance = Annotated[
     str | None,
     typer.Option(
         metavar="coupled|rejection",
-        help="Which drafted tokens stand. coupled: those of the text of plain decoding; rejection: another text of the "
-        "same distribution.",
+        help="How drafted tokens are accepted. coupled: the same text as plain decoding; rejection: another sample of "
+        "the same distribution.",
         show_default="coupled",
         rich_help_panel=PANEL,
     ),
@@ -46,22 +44,20 @@ FanOut = Annotated[
     str | None,
     typer.Option(
         metavar="N|adaptive|geometric",
-        help="ssd: how the budget is spread. N: so many tokens after every place of the draft.",
+        help="ssd: which outcomes are prepared. N: branches per position of the draft.",
         show_default="adaptive",
         rich_help_panel=PANEL,
     ),
 ]
 Budget = Annotated[
     str | None,
-    typer.Option(
-        metavar="N|auto", help="ssd: outcomes that are prepared a round.", show_default="16", rich_help_panel=PANEL
-    ),
+    typer.Option(metavar="N|auto", help="ssd: branches per sequence.", show_default="16", rich_help_panel=PANEL),
 ]
 Backup = Annotated[
     Literal["jit", "fast", "auto"] | None,
     typer.Option(
-        help="ssd: who drafts when the outcome was not prepared. jit: the draft model, the target waits; fast: a "
-        "look-up in the text or a neighbouring guess, at once; auto: whichever yields more.",
+        help="ssd: the draft after a miss. jit: the draft model writes one while the target waits; fast: that of a "
+        "sibling branch, at once; auto: whichever is faster.",
         show_default="auto",
         rich_help_panel=PANEL,
     ),
@@ -69,8 +65,8 @@ Backup = Annotated[
 Placement = Annotated[
     Literal["auto", "inline", "stream", "process"] | None,
     typer.Option(
-        help="ssd: where the draft runs. process: on a core or GPU of its own; stream: beside the target on its GPU; "
-        "inline: in turns with it, which gains nothing.",
+        help="ssd: where the draft model runs. process: on a core or GPU of its own; stream: concurrently with the "
+        "target on its GPU; inline: in turns with it, which gains nothing.",
         show_default="auto",
         rich_help_panel=PANEL,
     ),
@@ -86,7 +82,7 @@ Speculation = Annotated[
 
 
 def options(text: str | None = None, /, **flags: str | int | None) -> dict[str, Any] | None:
-    """What `LLM(speculation=…)` takes, from the JSON or from the flags (its keys); None for plain decoding."""
+    """The value of `LLM(speculation=…)`, from the JSON or from the flags; None for plain decoding."""
     said = given(**flags)
     if text is None:
         return {"mode": "sd", **said} if said else None
@@ -97,19 +93,19 @@ def options(text: str | None = None, /, **flags: str | int | None) -> dict[str, 
 
 
 def given(**flags: str | int | None) -> dict[str, Any]:
-    """Those that were said, numbers as numbers."""
+    """The flags that were given, with numbers as int."""
     return {name: _number(name, value) for name, value in flags.items() if value is not None}
 
 
 def bundled_draft(model: str) -> str | None:
-    """The draft that belongs to a bundled model. (The module that knows it brings torch along.)"""
+    """The draft of a bundled model. Imports torch."""
     from ssd.models.open import bundled_draft as draft_of
 
     return draft_of(model)
 
 
 def _number(name: str, value: str | int) -> str | int:
-    """Some options take a number or a word."""
+    """The int of an option that takes a number or a word."""
     return int(value) if name in ("k", "fan_out", "budget") and str(value).isdecimal() else value
 
 
@@ -131,7 +127,7 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def drafting(metrics: RequestMetrics) -> str:
-    """How well the drafts did, in words; nothing if there were none."""
+    """A summary of acceptance and hits; "" without drafts."""
     if not metrics.drafted:
         return ""
     share = metrics.accepted / metrics.drafted

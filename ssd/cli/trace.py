@@ -1,4 +1,4 @@
-"""What happened in a generation, round by round, as plain data: drafts, prepared branches, decisions."""
+"""Records the rounds of a generation: drafts, prepared branches, outcomes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ssd.engine.engine import Engine
 
 @dataclass(frozen=True)
 class Branch:
-    """Prepared for one outcome: `accepted` drafted tokens stand, then the target adds `token`; the draft after that."""
+    """A prepared draft and its outcome: `accepted` draft tokens, then the target's own `token`."""
 
     accepted: int
     token: int
@@ -22,13 +22,13 @@ class Branch:
 
 @dataclass(frozen=True)
 class Step:
-    """One round: what was drafted, what was prepared while the target verified it, and what the target decided."""
+    """One round: the draft, the branches prepared while it was verified, and the outcome."""
 
     draft: tuple[int, ...]
     origin: Origin  # of the draft
     branches: tuple[Branch, ...]  # the likeliest first
-    accepted: int  # drafted tokens that stand
-    written: tuple[int, ...]  # those, then the target's own one; fewer where the text ends before
+    accepted: int  # accepted draft tokens
+    written: tuple[int, ...]  # those and the target's own token; fewer if the text ends before
 
     @property
     def hit(self) -> bool:
@@ -37,7 +37,7 @@ class Step:
 
     @property
     def looked_up(self) -> bool:
-        """Whether it could have been."""
+        """Whether the draft was looked up in prepared branches."""
         return self.origin in LOOKED_UP
 
     @property
@@ -65,7 +65,7 @@ class Trace:
 
     @property
     def accepted(self) -> int:
-        """Drafted tokens that stand and were written."""
+        """Accepted draft tokens that were written."""
         return sum(min(step.accepted, len(step.written)) for step in self.steps)
 
     @property
@@ -78,13 +78,13 @@ class Trace:
 
 
 class Recorder(Drafter):
-    """An engine's drafter that keeps notes.
+    """Wraps an engine's drafter and records its rounds.
 
-    Reading branches takes time, and lets target and draft take turns: off where speed is measured.
+    `branches`: records prepared branches, which makes target and draft take turns: not for measurements of speed.
     """
 
     def __init__(self, engine: Engine, *, branches: bool = True) -> None:
-        """Takes the place of the engine's own."""
+        """Installs itself in place of the engine's drafter."""
         super().__init__()
         self.inner = engine.round.drafter
         self.stats = self.inner.stats
@@ -136,7 +136,7 @@ class Recorder(Drafter):
         self.inner.close()
 
     def trace(self, request_id: str, num_tokens: int) -> Trace:
-        """Of a text that has ended with so many tokens: what its rounds decided beyond them is left out."""
+        """The rounds of a finished request; what they decided beyond its `num_tokens` tokens is left out."""
         steps, left = [], num_tokens
         for step in self._steps.pop(request_id):
             if left > 0:
