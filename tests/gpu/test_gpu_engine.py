@@ -12,6 +12,7 @@ from conftest import TestModel, ragged_prompts
 from fakes import wait_until_idle
 
 from ssd import LLM, SamplingParams
+from ssd.engine.engine import Engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -57,21 +58,66 @@ def test_nothing_changes_the_text(model: str, expected: list[list[int]], batch: 
     assert answers(model, batch, **options) == expected
 
 
-def test_preemption_changes_nothing_either(
-    model: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preemption_changes_nothing_either(model: str, expected: list[list[int]]) -> None:
     """Generated tokens are recomputed as a prefill and come out the same: prefill and decode agree bit for bit."""
-    from ssd.engine.scheduler import Scheduler
+    source = random.Random(3)
 
-    source, schedule = random.Random(3), Scheduler.schedule
+    def preempt_one(engine: Engine) -> bool:
+        engine.flush()  # nothing may be in flight
+        if engine.scheduler.running and source.random() < 0.3:
+            engine.scheduler.preempt(source.choice(engine.scheduler.running))
+        return engine.has_work
 
-    def preempt_somebody(self: Scheduler) -> Any:
-        if self.running and source.random() < 0.3:
-            self.preempt(source.choice(self.running))
-        return schedule(self)
+    with LLM(model, device="cuda", num_kv_blocks=2048, max_num_seqs=12, prefix_caching=False) as llm:
+        submissions = llm.driver.submit_many(list(zip(PROMPTS, PARAMS, strict=True)))
+        while llm.driver.call(preempt_one):
+            pass
+        assert [submission.result().token_ids for submission in submissions] == expected
+        assert llm.engine.metrics.num_preemptions > 10
+        wait_until_idle(llm.driver)
 
-    monkeypatch.setattr(Scheduler, "schedule", preempt_somebody)
-    assert answers(model, 32, max_num_seqs=12, prefix_caching=False) == expected
+
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"mode": "sd", "k": 3},
+    {"mode": "ssd", "k": 4, "backup": "fast"},
+    {"mode": "ssd", "k": 3, "backup": "jit", "budget": 8},
+    {"mode": "ssd", "k": "auto", "budget": "auto"},
+]
+EXTRAS: list[dict[str, Any]] = [
+    {},
+    {"top_p": 0.9, "top_k": 50},
+    {"presence_penalty": 0.5, "repetition_penalty": 1.2},
+    {"min_p": 0.05, "min_tokens": 10, "stop_token_ids": [3, 5, 7, 11]},
+    {"logit_bias": {5: 2.0}, "stop_token_ids": list(range(0, 320, 16))},
+    {"logprobs": 2},
+]
+
+
+def test_rounds_in_flight_change_nothing(make_model: Callable[[str], TestModel]) -> None:
+    """Requests stop, join and are dropped while the next round is under way, under AR, SD and SSD alike."""
+    path, draft = make_model("llama3-scaled").path, make_model("llama-tied").path
+    params = [
+        SamplingParams(temperature=0.9 * (i % 2), seed=i, max_new_tokens=8 + 5 * (i % 9), **EXTRAS[i % len(EXTRAS)])
+        for i in range(len(PROMPTS))
+    ]
+    texts = []
+    for way in WAYS:
+        source = random.Random(5)
+        options: dict[str, Any] = {"speculation": {"draft": draft, **way}} if way else {}
+        with LLM(path, device="cuda", num_kv_blocks=140, max_num_seqs=9, **options) as llm:
+            assert not llm.engine.round.synchronous
+            submissions = []
+            for prompt, each in zip(PROMPTS, params, strict=True):
+                submissions.append(llm.driver.submit(prompt, each))
+                if source.random() < 0.4:  # another one, which is dropped after some tokens
+                    for _ in zip(range(source.randint(1, 5)), llm.stream_deltas(prompt, each), strict=False):
+                        pass
+            texts.append([submission.result().token_ids for submission in submissions])
+            wait_until_idle(llm.driver)
+            assert llm.engine.metrics.drafter_failures == 0
+    for way, found in zip(WAYS, texts, strict=True):
+        assert found == texts[0], way
 
 
 def test_float32_on_the_gpu_equals_transformers(make_model: Callable[[str], TestModel]) -> None:
