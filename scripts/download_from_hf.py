@@ -114,7 +114,7 @@ def remedy(error: Exception, repository: Repository) -> str:
     return "Check the network, a proxy (HTTPS_PROXY), your login (`hf auth login`, HF_TOKEN), and HF_HUB_OFFLINE."
 
 
-# --- room and plan ----------------------------------------------------------------------------------------------------
+# --- disk space and plan ----------------------------------------------------------------------------------------------
 
 
 def cache_folder() -> Path:

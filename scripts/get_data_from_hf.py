@@ -38,7 +38,7 @@ FOLDER = "processed_datasets"  # in the cache, else here; not `datasets`, which 
 
 
 class NotFetched(Exception):
-    """The hub did not give what was asked of it."""
+    """Fetching from the hub failed."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Source:
     config: str | None
     split: str
     prompt: Callable[[Mapping[str, Any]], str]
-    streaming: bool = False  # for a set that nobody wants to download whole
+    streaming: bool = False  # for a set that is too large to download completely
 
 
 def instruction_and_input(row: Mapping[str, Any]) -> str:
@@ -128,7 +128,7 @@ def lines(file: Path) -> int:
 
 
 def write(file: Path, prompts: Iterable[str]) -> None:
-    """All or nothing: the file has its name only once it is whole."""
+    """Writes atomically: the file gets its name when it is complete."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name("unfinished.part")  # the same for every count: what a killed run left is overwritten
     try:
@@ -170,7 +170,7 @@ def prompts_of(rows: Iterable[Mapping[str, Any]], source: Source) -> Iterator[st
 
 @contextmanager
 def failures_named(source: Source) -> Iterator[None]:
-    """Whatever the library raises, the remedies are the same few."""
+    """An error message with a remedy for whatever the library raises."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What the tiny models read: sources, tokenizers, chat templates, documents as token ids and windows on them.
+"""The training data of the tiny models: sources, tokenizers, chat templates, documents as token ids, windows of them.
 
 Knows nothing of models or training, which are in train_tiny.py.
 """
@@ -42,7 +42,7 @@ WORDS = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s*\n|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True)
 class Family:
-    """What sets one family's models and texts apart. The first special token ends a document, the last an answer."""
+    """Special tokens and chat format of one family. The first special token ends a document, the last an answer."""
 
     architecture: str
     theta: float
@@ -85,7 +85,7 @@ FAMILIES = {
 
 
 def existing(file: Path, remedy: str) -> Path:
-    """The file, or the end of the program with a word on how to get it."""
+    """The file; exits with a message on how to get it if it is missing."""
     if not file.is_file():
         raise SystemExit(f"{file} is missing: {remedy}")
     return file
@@ -172,7 +172,7 @@ def make_corpus(data: Path, work: Path) -> None:
 
 
 class Documents:
-    """The corpus in the dress of one family: special tokens around texts and chats, as its chat template puts them."""
+    """The corpus of one family, with special tokens around texts and chats as in its chat template."""
 
     def __init__(self, work: Path, family: Family) -> None:
         tokenizer = family_tokenizer(work, family)

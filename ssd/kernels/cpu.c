@@ -565,7 +565,7 @@ void ssd_rope_and_store(const void *qkv, long ldqkv, const void *positions, int 
  * Online softmax over chunks of CH absolute positions.  A task is a few consecutive rows of one sequence and one KV
  * head: all its (row, head) queries share each chunk's keys and values.  A row sees exactly its n visible positions of
  * a chunk, padded up to a full vector with score -inf and with its own first position's value, so its result has the
- * same bits in any company.
+ * same bits whatever the other rows are.
  * With `slots`, every row is the newest token of a branch: it sees the positions that its sequence's branches share, then `depth`
  * + 1 slots of its own, the last of them slots[row] (-1: padding, sees nothing), in chunks counted from the first. */
 struct attention_args {

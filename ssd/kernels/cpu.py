@@ -1,11 +1,10 @@
 """CPU kernels: compiles `cpu.c` once per machine and calls it through ctypes.
 
-Why: torch's CPU matrix products change algorithm, hence bits, with the number of rows. These kernels give a row the
-same bits in any company (see `cpu.c`), near memory bandwidth for one row and near the FMA peak for eight and more.
+Why: torch's CPU matrix products change algorithm, hence bits, with the number of rows. These kernels are row-invariant
+(see `cpu.c`), near memory bandwidth for one row and near the FMA peak for eight and more.
 
-What it does not know: models, layers, schedulers and cache management. It takes tensors, raw block tables and slots,
-and trusts its callers on shapes: hot paths check nothing. All tensors are on the CPU, fp32 or bf16, with contiguous
-last dimensions; tensors that meet in one call share a dtype unless said otherwise.
+Knows nothing of models, layers, schedulers or cache management. Shapes are not checked. All tensors are on the CPU,
+fp32 or bf16, with contiguous last dimensions; the tensors of one call share a dtype unless stated otherwise.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from ssd.text.tokenizer import Tokenizer, load_tokenizer
 
 
 class Checkpoint(Protocol):
-    """What the engine asks of a checkpoint, whatever file format it is in."""
+    """The interface of a checkpoint, whatever its file format."""
 
     @property
     def path(self) -> Path: ...
@@ -35,7 +35,7 @@ class Checkpoint(Protocol):
 
     @property
     def note(self) -> str:
-        """What every report about this model must say; empty for an ordinary one."""
+        """A caveat to print with every measurement of this model; "" for an ordinary one."""
         ...
 
     def weights(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -150,7 +150,7 @@ def _read_safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _stored_dtype(file: Path, default: str) -> str:
-    """What the first tensor is stored in, for a config.json that does not say."""
+    """The dtype of the first tensor, for a config.json without one."""
     for _, tensor in _read_safetensors(file):
         return str(tensor.dtype).removeprefix("torch.") if tensor.is_floating_point() else default
     return default

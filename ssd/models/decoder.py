@@ -108,7 +108,7 @@ class Decoder:
         self._ropes: list[Rope] = []
 
     def parameters(self) -> dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], None]]]:
-        """Every checkpoint tensor this decoder wants: its full shape, and who takes it."""
+        """Every checkpoint tensor of this decoder: its full shape, and the layer that loads it."""
         holders: list[tuple[str, Linear | Vector]] = [("", self.embedding), ("model.norm", self.norm)]
         for i, layer in enumerate(self.layers):
             holders += [(f"model.layers.{i}.{prefix}", holder) for prefix, holder in layer.modules()]
@@ -122,7 +122,7 @@ class Decoder:
         return wanted
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Takes the checkpoint's tensors in any order; complains about missing and misshapen ones."""
+        """Loads the checkpoint's tensors, in any order; raises for missing ones and wrong shapes."""
         wanted = self.parameters()
         for name, tensor in weights:
             if name not in wanted:
@@ -137,7 +137,7 @@ class Decoder:
         self._ropes = [layer.rope(self._cos, self._sin) for layer in self.layers]
 
     def _check_needless(self, name: str) -> None:
-        """A tied head and rotary tables may be left aside; leaving anything else aside would change the text."""
+        """Ignores a tied head and rotary tables; any other unknown tensor would change the output, and is refused."""
         tied = name == "lm_head.weight" and self.config.tie_embeddings
         if not tied and not name.endswith("rotary_emb.inv_freq"):
             raise UnsupportedModel(

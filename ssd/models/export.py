@@ -48,7 +48,7 @@ def write_graft(
     device: torch.device,
     advance: Callable[[int], object] = lambda _: None,
 ) -> None:
-    """Make the graft on `device` and write it; `advance` hears the bytes of every tensor that was made."""
+    """Make the graft on `device` and write it; `advance(bytes)` is called for every tensor."""
     out = out.resolve()
     if not graft.path.is_dir():
         raise ConfigError(

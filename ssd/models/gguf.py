@@ -1,7 +1,7 @@
 """GGUF files: a whole model, quantised or not, in one file.
 
-Weights come out dequantised under their Hugging Face names. Knows nothing of directories or the engine; the weights'
-layout is undone here, so that nobody else knows they came from a GGUF.
+Weights are returned dequantised, in the layout and under the names of a Hugging Face checkpoint. Knows nothing of
+directories or the engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The GGUF container: metadata, the table of tensors, and the numbers behind it.
+"""The GGUF container: metadata, the table of tensors, and their data.
 
 The header is read here (the `gguf` package takes seconds over a vocabulary); the many block formats are left to
 `gguf.quants`. Knows nothing of models.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies in the file, and how it is stored."""
+    """Offset, shape and storage type of one tensor."""
 
     name: str
     shape: tuple[int, ...]  # as torch counts: rows first
@@ -36,7 +36,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """Everything in the file but the numbers."""
+    """The file's header: everything but the tensor data."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
@@ -86,7 +86,7 @@ class _Cursor:
 
 
 def read_header(path: Path) -> Header:
-    """Parse metadata and the table of tensors; the numbers stay on disk."""
+    """Parse metadata and the table of tensors; tensor data stays on disk."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             if data[:4] != b"GGUF":

@@ -158,7 +158,7 @@ class GraftCheckpoint:
 
 
 def _obstacles(small: DecoderConfig, big: DecoderConfig) -> Iterator[str]:
-    """Why `small` has no place in `big`."""
+    """Why `small` cannot be grafted into `big`."""
     if small.family != big.family:
         yield f"the shape's family is {big.family}, the base's is {small.family}"
     for name in ("qkv_bias", "output_bias", "mlp_bias"):
@@ -185,12 +185,12 @@ def _obstacles(small: DecoderConfig, big: DecoderConfig) -> Iterator[str]:
         )
 
 
-# --- where things lie -------------------------------------------------------------------------------------------------
+# --- layout -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Axis:
-    """How an axis of a small tensor lies in the big one: entry `source[i]`, times `scale[i]`, is at `target[i]`."""
+    """Maps an axis of a small tensor to the big one: entry `source[i]`, times `scale[i]`, is at `target[i]`."""
 
     target: torch.Tensor
     source: torch.Tensor

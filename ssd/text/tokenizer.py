@@ -30,7 +30,7 @@ _REPLACEMENT: Final = "\ufffd"
 class Tokenizer:
     """A `tokenizers.Tokenizer` with the chat templates and special tokens that belong to it.
 
-    Without a backend it stands for a checkpoint that has no tokenizer: everything that needs one says so.
+    Without a backend it represents a checkpoint that has no tokenizer: methods that need one raise SSDError.
     """
 
     def __init__(
@@ -345,15 +345,15 @@ def _optional_json(file: Path) -> dict[str, Any]:
 
 
 class IncrementalDecoder:
-    """Tokens in, text out as soon as it is certain: the pieces together are the text of all tokens.
+    """Incremental detokenizer: returns text as soon as it is final; the pieces together are the text of all tokens.
 
     A character may be spread over several tokens; until it is complete it decodes to U+FFFD and is held back. Each
     piece is decoded behind the tokens of the piece before, because the first token of a text is decoded differently
     (sentencepiece drops its leading space). Both lists stay short, so a token costs the same however long the text.
     """
 
-    _SETTLE: Final = 4  # tokens after which something held back cannot be one incomplete character any more
-    _LIMIT: Final = 16  # tokens that are held back at most
+    _SETTLE: Final = 4  # tokens: more than one incomplete character can have
+    _LIMIT: Final = 16  # maximum number of tokens held back
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
         """`prompt_ids`: what precedes the text; the end of it is context, and is never returned."""
@@ -364,7 +364,7 @@ class IncrementalDecoder:
         self._pending: list[int] = []
 
     def push(self, *token_ids: int) -> str:
-        """Add tokens; answer with the text that they complete, often a word, sometimes nothing."""
+        """Add tokens; returns the text that they complete, which may be empty."""
         visible = self._visible(token_ids)
         if len(visible) > 1:
             together = self._pending + visible
@@ -384,7 +384,7 @@ class IncrementalDecoder:
         return self._settle(text)
 
     def flush(self) -> str:
-        """What is still held back, at the end of the text: incomplete characters come out as U+FFFD."""
+        """The text that is still held back; incomplete characters become U+FFFD."""
         return self._commit(len(self._pending), self._new_text(self._pending)) if self._pending else ""
 
     def _visible(self, ids: Iterable[int]) -> list[int]:
@@ -402,7 +402,7 @@ class IncrementalDecoder:
         text = self._decode(self._context + ids)
         if text.startswith(self._context_text):
             return text[len(self._context_text) :]
-        return self._decode(ids)  # they change how the context reads: too late, it is out
+        return self._decode(ids)  # they change the text of the context, which was returned already
 
     def _settle(self, text: str) -> str:
         """Invalid bytes: return all but the last few tokens, which may still begin a character."""
@@ -413,7 +413,7 @@ class IncrementalDecoder:
         return self._commit(len(self._pending), text) if len(self._pending) >= self._LIMIT else ""
 
     def _commit(self, count: int, text: str) -> str:
-        """The first pending tokens are out; they become the context (beside the old one, if they show nothing)."""
+        """Moves the first pending tokens to the context (replacing it, if they have text)."""
         done, self._pending = self._pending[:count], self._pending[count:]
         self._context = (done if text else self._context + done)[-self._LIMIT :]
         self._context_text = self._decode(self._context)
