@@ -1,11 +1,11 @@
-"""How often is the next draft already prepared? Hit rates over prompt sets, temperatures, rules, K and fan-outs.
+"""Hit rates of SSD over prompt sets, temperatures, acceptance rules, K and fan-out policies.
 
     python bench/hits.py                                      # table, and docs/pictures/hit-rates.svg
     SSD_DATASET_DIR=… python bench/hits.py --prompts 32 --tokens 128
 
-After a miss the draft model writes the very draft that a hit would have found, so the rounds do not depend on what was
-prepared. One generation therefore tells about all policies: each round is noted (how sure the draft was of each token,
-how many stood, which rank the target's own token had), and the policies are asked afterwards.
+After a miss (backup jit) the draft model writes the same draft that a hit would have found, so the rounds do not depend
+on the policy. One generation is therefore enough for all policies: each round is recorded (confidence of the draft
+tokens, number accepted, rank of the target's own token), and the policies are evaluated afterwards.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ BUDGETS = (2, 4, 6, 8, 12, 16, 20, 24)
 
 
 @dataclass
-class Notebook(OutcomeStatistics):
-    """Learns nothing that is used, and keeps every round."""
+class RecordedRounds(OutcomeStatistics):
+    """Records every round instead of updating the statistics."""
 
     rounds: list[Round] = field(default_factory=list)
 
@@ -46,21 +46,21 @@ def play(args: argparse.Namespace, name: str, temperature: float, rule: str, c: 
     speculation |= {"placement": "inline", "backup": "jit", "budget": 1}
     params = SamplingParams(temperature=temperature, seed=1, max_new_tokens=args.tokens, ignore_eos=True)
     with LLM(args.target, device=args.device, max_model_len=2048, max_num_seqs=8, speculation=speculation) as llm:
-        notebook = llm.driver.call(take_notes)
+        recorded = llm.driver.call(record_rounds)
         llm.generate(load_prompts(name).asked(args.prompts), params)
-    return notebook.rounds
+    return recorded.rounds
 
 
-def take_notes(engine: Engine) -> Notebook:
+def record_rounds(engine: Engine) -> RecordedRounds:
     drafter = engine.round.drafter
     if not isinstance(drafter, AheadDrafter):
         raise AssertionError("the engine was built for another mode")
-    drafter.statistics = notebook = Notebook()
-    return notebook
+    drafter.statistics = recorded = RecordedRounds()
+    return recorded
 
 
 def hit_rate(policy: FanOut, rounds: Sequence[Round], budget: int) -> float:
-    """The policy learns as it goes, as it does in the engine."""
+    """Share of rounds whose outcome was planned; statistics are updated online, as in the engine."""
     learned, hits = OutcomeStatistics(), 0
     for confidence, accepted, rank in rounds:
         hits += (accepted, rank) in planned(policy, learned, confidence, budget)
@@ -71,7 +71,7 @@ def hit_rate(policy: FanOut, rounds: Sequence[Round], budget: int) -> float:
 def planned(
     policy: FanOut, learned: OutcomeStatistics, confidence: Sequence[float], budget: int
 ) -> set[tuple[int, int]]:
-    """The outcomes that a policy prepares for, of a draft that had been prepared itself."""
+    """The outcomes that a policy prepares for, for a draft that was a hit."""
     drafted = len(confidence)
     width = min(policy.width(budget), RANKS * (drafted + 1))
     constants = torch.from_numpy(policy.constants(learned, drafted, width))
@@ -82,7 +82,7 @@ def planned(
 
 
 def uniform(budget: int, k: int) -> Listed:
-    """As even as the budget allows, earlier places first."""
+    """An even split of the budget over the positions."""
     each, more = divmod(budget, k + 1)
     counts = tuple(each + (place < more) for place in range(k + 1))
     return Listed(counts, counts)
@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def sweep(args: argparse.Namespace) -> Table:
-    """Over K, coupled, the mean of the sets."""
+    """Hit rates over K: coupled rule, mean of the sets."""
     table = Table("K", "T", "tokens/round", *(f"{n} each" for n in (1, 2, 3, 4)), "adaptive 16")
     table.title = "coupled, mean of the sets"
     for k in track(args.k, "sweeping"):
@@ -138,7 +138,7 @@ polyline.adaptive,polyline.geometric,polyline.uniform{fill:none}text.adaptive,te
 
 
 def picture(curves: dict[float, list[list[Round]]], k: int) -> str:
-    """Hit rate over budget, one panel a temperature."""
+    """Hit rate over budget, one panel per temperature."""
     panels = "".join(
         f'<g transform="translate({260 * i})">{panel(temperature, played, k)}</g>'
         for i, (temperature, played) in enumerate(curves.items())

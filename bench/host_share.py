@@ -1,10 +1,10 @@
-"""How much of a decoding round the host takes: the engine's round against the model's CUDA graph alone.
+"""The host's share of a decoding round: time of the engine's round against the model's CUDA graph alone.
 
 python bench/host_share.py                                  # 8B shape, batches of 1, 16, 64 and 256, needs a GPU
 python bench/host_share.py --model graft:tiny-llama@llama-3.2-1b --batches 1 8
 
-`model` is a replay of the forward's graph, `decided` the same with the graph that chooses and accepts tokens, `round`
-the engine's own time from one committed round to the next, all at about the same context.
+`model`: replay of the forward pass's graph. `decided`: the same with the graph that samples and accepts. `round`: time
+from one committed round of the engine to the next. All at about the same context length.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ def main() -> None:
 
 
 def round_seconds(llm: LLM, batch: int, prompt: int, params: SamplingParams, rounds: int) -> list[float]:
-    """Of a batch in which everybody decodes: so many rounds after the last prompt."""
+    """Seconds of each of `rounds` rounds in which the whole batch decodes, after the last prefill."""
     generator = torch.Generator().manual_seed(batch)
     prompts = torch.randint(10, 2000, (batch, prompt), generator=generator).tolist()
     outputs = llm.generate(prompts, params)
-    last = max(outputs, key=lambda output: output.metrics.first_token or 0.0)  # the others decode by then, too
+    last = max(outputs, key=lambda output: output.metrics.first_token or 0.0)  # the last to begin decoding
     times = [when for when, _ in last.metrics.deliveries][4 : 5 + rounds]
     return [b - a for a, b in itertools.pairwise(times)]
 
 
 def graph_seconds(engine: Engine, *, batch: int, needs: Needs) -> tuple[float, float]:
-    """Of the batch that was last decoded: the model's graph, and the decision's after it."""
+    """Seconds of the model's graph, and of it with the decision's graph, for the last batch."""
     target = engine.round.target
     if not isinstance(target, Target) or target.runner.graphs is None:
         raise SystemExit("there are no CUDA graphs to compare with")
@@ -72,7 +72,7 @@ def graph_seconds(engine: Engine, *, batch: int, needs: Needs) -> tuple[float, f
 
 
 def _timed(run: Callable[[], object], repeats: int = 40) -> float:
-    """Mean of replays one after the other, as rounds follow one another: a busy GPU is clocked lower."""
+    """Mean time of consecutive replays (a busy GPU has lower clocks)."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     run()
     begin.record()
@@ -88,8 +88,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="graft:tiny-llama@llama-3.1-8b")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--context", type=int, default=300, help="tokens of a sequence at the end")
-    parser.add_argument("--tokens", type=int, default=100, help="of them written")
-    parser.add_argument("--rounds", type=int, default=64, help="so many are timed, after the last prompt")
+    parser.add_argument("--tokens", type=int, default=100, help="generated tokens of a sequence")
+    parser.add_argument("--rounds", type=int, default=64, help="rounds that are timed")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""What one device hides: a verification, a plain draft and a preparation alone, and the preparation beside the first.
+"""Overlap on one device: times of a verification, a plain draft and a preparation, and of verifying while preparing.
 
 python bench/overlap.py --target graft:tiny-qwen3@qwen3-32b --draft graft:tiny-qwen3-draft@qwen3-0.6b --k 4 6
 """

@@ -5,10 +5,10 @@
     python bench/speculation.py --target graft:tiny-llama@llama-3.1-8b --draft graft:tiny-llama-draft@llama-3.2-1b \
         --methods ar,sd:3,sd:4,ssd:3,ssd:4,ssd:auto --temperatures 0 1
 
-The contenders and the clock are those of `ssd bench`. A round's time is split: the target waits for the draft,
-verifies (forward pass and decision), and everything else. *model* is what the speed model says instead of the ratio to
-the first contender: from times of verifying, drafting and both at once, the hit rate and the tokens a round. With
-`--placement process` plain speculation also runs with as many cores as the target has there.
+Contenders and times are those of `ssd bench`. A round's time is split into waiting for the draft, verifying (forward
+pass and decision), and everything else. *model*: the ratio to the first contender that the speed model predicts, from
+the times of verifying, drafting and both at once, the hit rate and the tokens per round. With `--placement process`, SD
+also runs with the number of cores that the target has there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LESS = ", one core less"
 
 @dataclass
 class Round:
-    """The mean round of a contender, prompts apart: milliseconds."""
+    """The mean round of a contender without prefill, in milliseconds."""
 
     whole: float
     draft: float
@@ -44,7 +44,7 @@ class Round:
 
 
 def round_of(measured: Measured) -> Round:
-    """Rounds that read prompts are few, and their waiting and verifying is all but prompt: they are left in."""
+    """Prefill time is subtracted from verifying; rounds with prefill are few, and otherwise left in."""
     turns = [turn for turns in measured.turns.values() for turn in turns]
     row = next(row for row in figures([measured]) if row["set"] == MEAN)
     rounds = row["rounds"] - row["requests"]
@@ -57,10 +57,10 @@ def round_of(measured: Measured) -> Round:
 
 
 def predicted(measured: Measured, found: list[Measured]) -> float | None:
-    """The speed model: a round is the longer of verifying and preparing, and after a miss drafting as well.
+    """The speed model's ratio to the first contender: a round is max(verify, prepare), plus a draft after a miss.
 
-    Over the first contender. On a GPU both are timed side by side, without the engine; on a CPU they are on different
-    cores, and verifying and drafting are those of plain speculation on the same cores.
+    On a GPU both are timed together, without the engine; on a CPU they run on different cores, and the times of
+    verifying and drafting are those of SD on the same cores.
     """
     contender = measured.contender
     mode, _, k = contender.name.partition(" k=")
