@@ -7,30 +7,32 @@ and nothing may be given to others that a round in flight still uses.
 
 from __future__ import annotations
 
-import copy
 import itertools
-import random
-import shutil
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from conftest import VOCAB, TestModel
+from conftest import TestModel
 from engine_machine import BASE, EngineMachine
 from fakes import StateDrafter, cached_prefixes, check_cache, make_harness, naive
 from hypothesis import HealthCheck, settings
+from random_requests import (
+    MAX_LEN,
+    UNPENALISED,
+    Asked,
+    Models,
+    check_answers,
+    make_models,
+    play,
+    random_requests,
+    watch_drafts,
+)
 
 from ssd import LLM, SamplingParams
-from ssd.core import MODEL_WRITTEN, Origin, Outcome, RequestOutput, Status, Work
-from ssd.decoding.drafter import Drafter
-from ssd.drafting.model import DraftModel
-from ssd.engine.engine import Engine
+from ssd.core import MODEL_WRITTEN, Origin, RequestOutput
 
 # --- over a suspicious decoder ----------------------------------------------------------------------------------------
 
@@ -132,154 +134,12 @@ def test_a_flush_leaves_nothing_in_flight() -> None:
 
 # --- over models ------------------------------------------------------------------------------------------------------
 
-MAX_LEN = 72
 Alone = Callable[[int, int], list[RequestOutput]]
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request, when it comes, and when it is aborted (if ever), in steps."""
-
-    prompt: list[int]
-    params: SamplingParams
-    arrival: int = 0
-    abort: int | None = None
-    stream: bool = False
-
-
-def random_params(dice: random.Random) -> SamplingParams:
-    longest = dice.choice([1, 2, 3, dice.randint(4, 40), dice.randint(20, 40)])
-    return SamplingParams(
-        temperature=dice.choice([0.0, 0.0, 0.7, 1.0, 1.5]),
-        seed=dice.randrange(10),
-        top_k=dice.choice([0, 0, 0, 5, 40]),
-        top_p=dice.choice([1.0, 1.0, 0.9, 0.5]),
-        min_p=dice.choice([0.0, 0.0, 0.05]),
-        repetition_penalty=dice.choice([1.0, 1.0, 1.0, 1.2]),
-        presence_penalty=dice.choice([0.0, 0.0, 0.0, 0.5]),
-        frequency_penalty=dice.choice([0.0, 0.0, 0.0, 0.3]),
-        logit_bias=dice.choice([{}, {}, {}, {7: 2.0, 11: -100.0, 12: float("-inf")}]),
-        stop=dice.choice([(), (), ("e",), ("\n", "th"), ("é", "a1")]),
-        stop_token_ids=dice.sample(range(VOCAB), dice.choice([0, 0, 5, 20])),
-        min_tokens=min(longest, dice.choice([0, 0, 0, 1, 6])),
-        max_new_tokens=longest,
-        logprobs=dice.choice([None, None, 0, 3]),
-        n=dice.choice([1, 1, 1, 2, 3]),
-        speculate=dice.random() < 0.9,
-    )
-
-
-def random_requests(count: int, seed: int) -> list[Asked]:
-    """Prompts of all lengths, which share beginnings; most of them come while others are running."""
-    dice = random.Random(seed)
-    base = [dice.randrange(VOCAB) for _ in range(MAX_LEN)]
-
-    def one() -> Asked:
-        length = dice.randint(1, dice.choice([4, 20, MAX_LEN - 1]))
-        shared = dice.choice([0, length // 2, length - 1])
-        own = [dice.randrange(VOCAB) for _ in range(length - shared)]
-        abort = dice.choice([None, None, None, dice.randint(0, 30)])
-        return Asked(base[:shared] + own, random_params(dice), dice.randint(0, 4 * count), abort, dice.random() < 0.5)
-
-    return [one() for _ in range(count)]
-
-
-def play(
-    engine: Engine, requests: Seq[Asked], *, preempt: float = 0.0, seed: int = 0, depths: Seq[int] = ()
-) -> list[RequestOutput]:
-    """Serves the requests as scripted.
-
-    Before a step, one running sequence is preempted with that probability, and the drafter is told to propose another
-    number of tokens, if there are any to choose from.
-    """
-    dice = random.Random(seed)
-    outputs: dict[str, RequestOutput] = {}
-    tokens, texts, logprobs = defaultdict[Any, Any](list), defaultdict[Any, str](str), defaultdict[Any, Any](list)
-    for step in itertools.count():
-        for i, asked in enumerate(requests):
-            if asked.arrival == step:
-                engine.add(asked.prompt, asked.params, str(i), stream=asked.stream)
-            if asked.abort is not None and asked.arrival + asked.abort == step:
-                engine.abort(str(i))
-        if dice.random() < preempt:
-            engine.flush()
-            if engine.scheduler.running:
-                engine.scheduler.preempt(dice.choice(engine.scheduler.running))
-        if depths:
-            engine.round.drafter.lookahead = dice.choice(depths)
-        for delta in engine.step():
-            assert delta.request_id not in outputs
-            sample = delta.request_id, delta.index
-            tokens[sample] += delta.token_ids
-            texts[sample] += delta.text
-            logprobs[sample] += delta.logprobs
-            if delta.output is not None:
-                outputs[delta.request_id] = delta.output
-        engine.check()
-        if len(outputs) == len(requests) and not engine.has_work:
-            break
-        assert step < 5000, "requests are not served"
-    for request_id, output in outputs.items():
-        for sample in output.samples:
-            key = request_id, sample.index
-            assert (tokens[key], texts[key]) == (sample.token_ids, sample.text), "deltas do not make up the answer"
-            assert logprobs[key] == (sample.logprobs or [])
-    check_idle(engine)
-    return [outputs[str(i)] for i in range(len(requests))]
-
-
-def draft_model(drafter: Drafter) -> DraftModel | None:
-    found: DraftModel | None = getattr(getattr(drafter, "inner", drafter), "model", None)
-    return found
-
-
-def check_idle(engine: Engine) -> None:
-    """Nothing is left of anybody, in the engine and in the draft model, and the drafter has never raised."""
-    scheduler = engine.scheduler
-    assert not [*scheduler.running, *scheduler.waiting, *scheduler.leaving]
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks
-    assert engine.metrics.drafter_failures == 0
-    model = draft_model(engine.round.drafter)
-    if model is not None:
-        model.check()
-        assert model.num_sequences == 0
-        assert model.pool.num_free == model.pool.num_blocks
-
-
-def check_answers(requests: Seq[Asked], outputs: Seq[RequestOutput], expected: Seq[RequestOutput]) -> None:
-    for asked, output, whole in zip(requests, outputs, expected, strict=True):
-        assert output.error is None
-        for sample, full in zip(output.samples, whole.samples, strict=True):
-            end = len(sample.token_ids)
-            if sample.finish_reason == "abort":
-                assert asked.abort is not None
-                assert end < len(full.token_ids)
-            else:
-                assert (sample.token_ids, sample.text) == (full.token_ids, full.text)
-                assert sample.finish_reason == full.finish_reason
-            assert sample.token_ids == full.token_ids[:end]
-            assert sample.logprobs == (None if full.logprobs is None else full.logprobs[:end])
-
-
-@dataclass(frozen=True)
-class Models:
-    """Paths of a target and of drafts for it: a noisy copy, itself, and a model of its own."""
-
-    target: str
-    drafts: dict[str, str]
 
 
 @pytest.fixture(scope="module")
 def models(make_model: Callable[[str], TestModel], tmp_path_factory: pytest.TempPathFactory) -> Models:
-    target = make_model("llama-tied")
-    noisy, path = copy.deepcopy(target.reference), tmp_path_factory.mktemp("noisy")
-    torch.manual_seed(1)
-    for parameter in noisy.parameters():
-        parameter.data += 0.1 * parameter.data.std() * torch.randn_like(parameter)
-    noisy.save_pretrained(path)
-    shutil.copy(Path(target.path) / "tokenizer.json", path)
-    drafts = {"noisy": str(path), "self": target.path, "stranger": make_model("qwen2").path}
-    return Models(target.path, drafts)
+    return make_models(make_model, tmp_path_factory.mktemp("noisy"))
 
 
 @pytest.fixture(scope="module")
@@ -392,28 +252,11 @@ def test_what_the_target_drafts_for_itself_stands(models: Models, speculation: d
 
     A model's own drafts all stand where no penalty counts drafted tokens. Rounds with and without drafts alternate.
     """
-    plain: dict[str, Any] = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-    plain |= {"speculate": True, "stop": (), "stop_token_ids": (), "max_new_tokens": 30, "n": 1}
-    verified: list[tuple[Origin, int, int]] = []
-
-    def watch(engine: Engine) -> None:
-        engine.round.run_ahead = run_ahead
-        observe = engine.round.drafter.observe
-
-        def watching(works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
-            verified.extend(
-                (outcome.origin, len(outcome.draft), outcome.num_accepted)
-                for work, outcome in zip(works, outcomes, strict=True)
-                if outcome is not None and outcome.draft and work.sequence.status is Status.RUNNING
-            )
-            observe(works, outcomes, seconds)
-
-        engine.round.drafter.observe = watching  # type: ignore[method-assign]
-
     with engine_with(models, speculation) as llm:
-        llm.driver.call(watch)
+        llm.driver.call(lambda engine: setattr(engine.round, "run_ahead", run_ahead))
+        verified = llm.driver.call(watch_drafts)
         for seed in range(2):
-            requests = [replace(r, params=replace(r.params, **plain)) for r in random_requests(12, seed)]
+            requests = [replace(r, params=replace(r.params, **UNPENALISED)) for r in random_requests(12, seed)]
             llm.driver.call(lambda e, r=requests, s=seed: play(e, r, preempt=0.03, seed=s, depths=(0, 0, 1, 2, 3)))
     written = [each for each in verified if each[0] in MODEL_WRITTEN]
     assert len(written) > 50
