@@ -145,7 +145,7 @@ def arguments(argv: list[str] | None) -> tuple[list[Repository], bool]:
     """The repositories that are meant, and whether they are only to be listed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("group", choices=[*GROUPS, "all"])
-    parser.add_argument("--sizes", nargs="+", metavar="B", help="only those of so many billion parameters, such as 1 8")
+    parser.add_argument("--sizes", nargs="+", metavar="B", help="sizes in billions of parameters, such as 1 8")
     parser.add_argument("--dry-run", action="store_true", help="list repositories, rough sizes and places; no download")
     args = parser.parse_args(argv)
     groups = GROUPS.values() if args.group == "all" else [GROUPS[args.group]]

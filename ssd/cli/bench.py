@@ -53,7 +53,7 @@ def bench(
             help="Others, by commas: hf, vllm, sglang, llamacpp (vllm:4: drafting), URLs of OpenAI-like servers."
         ),
     ] = "",
-    k: Annotated[str, typer.Option("--k", metavar="N|auto", help="Drafted tokens of methods that do not say.")] = "4",
+    k: Annotated[str, typer.Option("--k", metavar="N|auto", help="Draft tokens of methods without a number.")] = "4",
     acceptance: speculation.Acceptance = None,
     fan_out: speculation.FanOut = None,
     budget: speculation.Budget = None,
@@ -62,7 +62,7 @@ def bench(
     sets: Annotated[str, typer.Option(help="Prompt sets, by commas; random: tokens at random.")] = ",".join(OWN_SETS),
     folder: Annotated[Path | None, typer.Option(help="Of prompt sets.", show_default="$SSD_DATASET_DIR")] = None,
     prompts: Annotated[int, typer.Option(help="Of each set.")] = 8,
-    input_len: Annotated[int | None, typer.Option(help="Cut prompts after so many tokens.")] = None,
+    input_len: Annotated[int | None, typer.Option(help="Truncate prompts to this number of tokens.")] = None,
     tokens: Annotated[int, typer.Option(help="Of each answer.")] = 128,
     chat: Annotated[bool, typer.Option(help="Put questions through the chat template.")] = True,
     batch: Annotated[int, typer.Option(help="Requests at the same time.")] = 1,
@@ -124,7 +124,7 @@ def benchmark(
     group: str | None = None,
     name: str | None = None,
 ) -> Report:
-    """Measures, and puts the report wherever it is wanted; that it can be put there is checked first."""
+    """Runs a benchmark and writes its report; output files are checked first."""
     from ssd.bench import pictures, tracing, weights_and_biases
     from ssd.bench.run import run
 

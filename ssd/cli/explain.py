@@ -32,10 +32,10 @@ Spelling = Callable[[int], str]  # the text of a token
 HELP: Final = """\
 Write one text with speculative speculative decoding, and [bold]show every round of it[/].
 
-While the target verifies a draft, the draft model prepares the next one for every likely outcome: so many tokens \
-stand, then the target adds this one. If the outcome was prepared, the next draft is there at once (a hit); if not, it \
-has to be made (a miss). Target and draft take turns here, so that every branch can be shown: what you see is the \
-order of events, not the speed.
+While the target verifies a draft, the draft model prepares the next one for every likely outcome: the number of \
+accepted tokens, and the token that the target adds. If the outcome was prepared, the next draft is ready (a hit); if \
+not, it has to be written (a miss). Target and draft take turns here, so that every branch can be shown: what you see \
+is the order of events, not the speed.
 
 [bold]Try[/]
 
@@ -46,11 +46,11 @@ order of events, not the speed.
   ssd explain tiny-llama "def add(a, b):" --temperature 0.8 --seed 11 --fan-out 2
 """
 LEGEND: Final = """\
-Each round: the [green]drafted tokens that stand[/], after ✗ [red strike]those that do not[/], after → [bold]the \
+Each round: the [green]accepted draft tokens[/], after ✗ [red strike]the rejected ones[/], after → [bold]the \
 target's own token[/]. The draft was prepared in the round before (a hit), or made after a miss: drafted, while the \
 target waited; or borrowed from a sibling branch at once. Below it the branches: the tokens \
-prepared for in case 0, 1, … drafted tokens stand, likeliest first, [bold green]\\[in brackets][/] the one that came \
-true. · is a space, ↵ a new line."""
+prepared for after 0, 1, … accepted tokens, likeliest first, [bold green]\\[in brackets][/] the one that was \
+used. · is a space, ↵ a new line."""
 SOURCES: Final = {
     Origin.HIT: "prepared",
     Origin.JIT: "drafted",

@@ -34,11 +34,11 @@ INDENT: Final = 16.0  # of a branch
 MOST: Final = 6  # branches drawn per round
 LONGEST: Final = 26  # characters of a branch
 LEGEND: Final = (
-    ("stands", "drafted, and it stands"),
+    ("stands", "drafted and accepted"),
     ("own", "the target's own token"),
     ("fails", "drafted and rejected"),
     ("faint", "prepared for another outcome"),
-    ("used", "prepared, and it came true"),
+    ("used", "prepared, and used"),
     ("hit", "hit: the draft was there"),
     ("miss", "miss: it had to be made"),
 )
@@ -78,8 +78,8 @@ h1 {{ font-size: 1.3rem; }} figure {{ margin: 0; overflow-x: auto; }}
 <body>
 <h1>The forking paths of a text</h1>
 <p>Time goes right, row after row; the boxes on the line are the text. While the target verifies a draft, the draft
-model prepares the next one for likely outcomes: those are the branches. If one of them comes true, it is the next
-draft, at once (a hit); if none does, the next draft has to be made first (a miss). Rest on a branch to read it.</p>
+model prepares the next one for likely outcomes: those are the branches. If the outcome is among them, the next draft
+is ready (a hit); if not, it has to be written first (a miss). Hover over a branch to read it.</p>
 <figure>{picture}</figure>
 </body>
 </html>
@@ -212,7 +212,7 @@ def _branch_lines(
         for line, branch in enumerate(own, start=1):
             x, start = places[branch.accepted]
             fork, rest = _shown(spell(branch.token)), "".join(_shown(spell(token)) for token in branch.draft)
-            told = f"if {branch.accepted} drafted tokens stand, then “{fork}”: “{rest}”"
+            told = f"if {branch.accepted} drafted tokens are accepted, then “{fork}”: “{rest}”"
             kept = LONGEST - cell_len(fork)
             if cell_len(rest) > kept:
                 rest = set_cell_size(rest, max(0, kept - 1)) + "…"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ssd.core import MODEL_WRITTEN, Origin, Outcome, Proposal, Sequence, Work
@@ -100,13 +100,14 @@ class AheadDrafter(Drafter):
         prepared = places if run is not None and run.depth else {}
         unprepared = [(work, own) for work, own in able if work.sequence.id not in prepared]
         proposals: dict[int, Proposal] = {}
+        missed: list[tuple[Work, DraftSequence]] = []
         if run is not None and len(unprepared) < len(able):
             self._looked_up = [(work, own) for work, own in able if work.sequence.id in prepared]
             proposals, missed = self._look_up(run, places)
-            unprepared += missed
-        if unprepared:
-            written, self._written = write_drafts(self.model, unprepared)
-            proposals |= {id(work): p for (work, _), p in zip(unprepared, written, strict=True)}
+        if unprepared or missed:
+            written, self._written = write_drafts(self.model, unprepared + missed)
+            written[len(unprepared) :] = [replace(p, origin=Origin.JIT) for p in written[len(unprepared) :]]
+            proposals |= {id(work): p for (work, _), p in zip(unprepared + missed, written, strict=True)}
         return [proposals.get(id(work), Proposal()) for work in works]
 
     def _look_up(

@@ -92,21 +92,21 @@ class Adaptive:
         return budget
 
     def constants(self, statistics: OutcomeStatistics, lookahead: int, width: int) -> np.ndarray:
-        stands = [frequency.value for frequency in statistics.by_confidence]
-        return np.concatenate([_EDGES, stands, statistics.recovery.value, statistics.bonus.value]).astype(np.float32)
+        rates = [frequency.value for frequency in statistics.by_confidence]
+        return np.concatenate([_EDGES, rates, statistics.recovery.value, statistics.bonus.value]).astype(np.float32)
 
     def plan(
         self, constants: torch.Tensor, confidence: torch.Tensor, hit: torch.Tensor, drafted: torch.Tensor, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         edges = len(_EDGES)
         sizes = [edges, edges + 1, RANKS, RANKS]
-        edge, stands, recovery, bonus = torch.split(constants[: sum(sizes)], sizes)
+        edge, rates, recovery, bonus = torch.split(constants[: sum(sizes)], sizes)
         place = torch.arange(confidence.shape[1] + 1, device=confidence.device)
         drafted = drafted[:, None]
-        stand = stands[torch.bucketize(confidence, edge, right=True)]
-        reached = torch.nn.functional.pad(stand.cumprod(-1), (1, 0), value=1.0)  # [L, K + 1]
-        falls = torch.nn.functional.pad(1.0 - stand, (0, 1))
-        rejected = (reached * falls)[:, :, None] * recovery
+        accept = rates[torch.bucketize(confidence, edge, right=True)]
+        reached = torch.nn.functional.pad(accept.cumprod(-1), (1, 0), value=1.0)  # [L, K + 1]
+        reject = torch.nn.functional.pad(1.0 - accept, (0, 1))
+        rejected = (reached * reject)[:, :, None] * recovery
         weight = torch.where((place == drafted)[:, :, None], reached[:, :, None] * bonus, rejected)
         weight = weight.masked_fill((place > drafted)[:, :, None], -1.0).flatten(1)
         chosen = weight.topk(width, dim=-1).indices

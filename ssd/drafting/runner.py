@@ -500,7 +500,7 @@ class DraftRunner:
             depth=depth,
             reads=self.reads,
             first_slot=self._branch_slots,
-            slots_each=self.lookahead,
+            slots_per_branch=self.lookahead,
             out=out,
         )
         batch = DeviceBatch(

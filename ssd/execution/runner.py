@@ -13,7 +13,7 @@ from ssd.execution.graphs import PREFILL_BUCKETS, BatchGraph, BatchGraphs, row_b
 from ssd.execution.state import DeviceBlockTables, SequenceState
 from ssd.models.decoder import Decoder
 
-FEW_QUERIES = 16  # per sequence: up to so many query tokens, a batch is of decode size (decoding or verification)
+FEW_QUERIES = 16  # per sequence, maximum of query tokens in a decode-size batch (decoding or verification)
 
 
 @dataclass(frozen=True)

@@ -309,7 +309,7 @@ def _cache_directory() -> Path:
 
 
 def _key(compiler: list[str], flags: tuple[str, ...]) -> str:
-    """Hash of all that decides the machine code. The compiler's file stands for its version: no process to start."""
+    """Hash of everything that affects the machine code. The compiler's file is hashed in place of its version."""
     binary = Path(compiler[0]).resolve()
     stat = binary.stat()
     identity = [*compiler, str(binary), str(stat.st_size), str(stat.st_mtime_ns), *flags, _cpu_identity()]

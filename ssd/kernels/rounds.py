@@ -150,8 +150,8 @@ def _accept_kernel(
     chosen = tl.load(chosen_ptr + first + j, mask=j < count, other=0)
     chosen = tl.minimum(tl.maximum(chosen, 0), vocab_size - 1)  # logits beyond the end of a sequence are undefined
     draft = tl.load(drafts_ptr + slot * draft_stride + j, mask=j < count - 1, other=-1)
-    stands = (chosen == draft) & (j < count - 1)
-    accepted = tl.min(tl.where(stands, BLOCK, j), axis=0)
+    equal = (chosen == draft) & (j < count - 1)
+    accepted = tl.min(tl.where(equal, BLOCK, j), axis=0)
     decided = (j <= accepted) & (length + j < max_len)
     tl.store(token_ids_ptr + slot * token_stride + length + j, chosen, mask=decided)
     tl.store(length_ptr + slot, tl.minimum(length + accepted + 1, max_len))
@@ -226,8 +226,8 @@ def _stage_kernel(
     tl.store(tokens_ptr + sequence * (reads + 1) + j, tl.minimum(token, vocab_size - 1), mask=j <= reads)
     tl.store(computed_ptr + slot, first + count)
     if FORK:
-        sure = tl.load(confidence_ptr + slot.to(tl.int64) * draft_stride + j, mask=j < draft_stride, other=0.0)
-        tl.store(verified_ptr + sequence * draft_stride + j, sure, mask=j < draft_stride)
+        confidence = tl.load(confidence_ptr + slot.to(tl.int64) * draft_stride + j, mask=j < draft_stride, other=0.0)
+        tl.store(verified_ptr + sequence * draft_stride + j, confidence, mask=j < draft_stride)
         tl.store(hit_ptr + sequence, (tl.load(origin_ptr + slot) == hit_origin).to(tl.int32))
 
 
@@ -296,18 +296,18 @@ def _look_up_kernel(
     accepted = tl.load(accepted_ptr + slot)
     i = tl.arange(0, WIDTH)
     row = sequence * width + i
-    here = (tl.load(after_ptr + sequence * after_stride + i, mask=i < width, other=-1) == accepted) & (i < width)
-    same = here & (tl.load(chain_ptr + row.to(tl.int64) * chain_stride, mask=i < width, other=-1) == last)
-    match = tl.min(tl.where(same, i, _FAR), axis=0)
-    sibling = tl.min(tl.where(here, i, _FAR), axis=0)
+    same_length = (tl.load(after_ptr + sequence * after_stride + i, mask=i < width, other=-1) == accepted) & (i < width)
+    exact = same_length & (tl.load(chain_ptr + row.to(tl.int64) * chain_stride, mask=i < width, other=-1) == last)
+    match = tl.min(tl.where(exact, i, _FAR), axis=0)
+    sibling = tl.min(tl.where(same_length, i, _FAR), axis=0)
     chosen = tl.where(match < _FAR, match, sibling)
     found = chosen < _FAR
     j = tl.arange(0, BLOCK)
     at = (sequence * width + tl.where(found, chosen, 0)).to(tl.int64) * chain_stride + 1 + j
     inside = found & (j < depth)
     tl.store(drafts_ptr + slot * draft_stride + j, tl.load(chain_ptr + at, mask=inside, other=0), mask=inside)
-    sure = tl.load(chain_confidence_ptr + at, mask=inside, other=0.0)
-    tl.store(confidence_ptr + slot * draft_stride + j, tl.where(match < _FAR, sure, 0.0), mask=j < draft_stride)
+    confidence = tl.load(chain_confidence_ptr + at, mask=inside, other=0.0)
+    tl.store(confidence_ptr + slot * draft_stride + j, tl.where(match < _FAR, confidence, 0.0), mask=j < draft_stride)
     tl.store(origin_ptr + slot, tl.where(match < _FAR, hit, miss))
 
 
@@ -360,8 +360,8 @@ def _store_kernel(
     inside = j < count
     at = sequence.to(tl.int64) * chain_stride + j
     tl.store(drafts_ptr + slot * draft_stride + j, tl.load(chain_ptr + at, mask=inside, other=0), mask=inside)
-    sure = tl.load(chain_confidence_ptr + at, mask=inside, other=0.0)
-    tl.store(confidence_ptr + slot * draft_stride + j, sure, mask=inside)
+    confidence = tl.load(chain_confidence_ptr + at, mask=inside, other=0.0)
+    tl.store(confidence_ptr + slot * draft_stride + j, confidence, mask=inside)
     tl.store(origin_ptr + slot, value)
 
 
@@ -385,7 +385,7 @@ def store(
 
 @triton.jit(
     do_not_specialize=[
-        *("num_rows", "after_stride", "chain_stride", "width", "depth", "reads", "first_slot", "slots_each"),
+        *("num_rows", "after_stride", "chain_stride", "width", "depth", "reads", "first_slot", "slots_per_branch"),
     ]
 )
 def _extend_kernel(
@@ -406,7 +406,7 @@ def _extend_kernel(
     depth,
     reads,
     first_slot,
-    slots_each,
+    slots_per_branch,
     BRANCHES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -421,7 +421,7 @@ def _extend_kernel(
     token = tl.load(chain_ptr + row.to(tl.int64) * chain_stride + depth, mask=inside, other=0)
     tl.store(out_token_ptr + row, token, mask=inside)
     tl.store(out_position_ptr + row, position, mask=inside)
-    tl.store(out_mapping_ptr + row, first_slot + row * slots_each + depth, mask=inside)
+    tl.store(out_mapping_ptr + row, first_slot + row * slots_per_branch + depth, mask=inside)
     tl.store(out_decided_ptr + row, position + 1, mask=inside)
     tl.store(out_slot_ptr + row, tl.load(slots_ptr + sequence, mask=inside, other=0), mask=inside)
 
@@ -436,19 +436,20 @@ def extend_rows(
     depth: int,
     reads: int,
     first_slot: int,
-    slots_each: int,
+    slots_per_branch: int,
     out: tuple[torch.Tensor, ...],
 ) -> None:
-    """The newest token of every row of a draft run, and where it goes: column `depth` of the chain.
+    """Inputs of a draft run's next forward pass: the newest token of every row (column `depth` of the chain).
 
-    `after` has the branches of every sequence; None: one row each, after the tokens that were read. Row r has KV slots
-    `first_slot + r * slots_each` and on. `out`, for every row: token, position, KV slot, position that it decides, slot
-    of its sequence.
+    `after`: accepted tokens before each branch of every sequence; None: one row per sequence, after the tokens read.
+    Row r has the KV slots from `first_slot + r * slots_per_branch` on. `out`, per row: token, position, KV slot,
+    position that it decides, slot of its sequence.
     """
     rows, width = len(out[0]), 1 if after is None else after.shape[1]
     _extend_kernel[(triton.cdiv(rows, _ROWS),)](
         *(slots, first, count, count if after is None else after, chain, *out),
-        *(rows, 0 if after is None else after.stride(0), chain.stride(0), width, depth, reads, first_slot, slots_each),
+        *(rows, 0 if after is None else after.stride(0), chain.stride(0)),
+        *(width, depth, reads, first_slot, slots_per_branch),
         BRANCHES=after is not None,
         BLOCK=_ROWS,
     )
@@ -464,7 +465,7 @@ def _keep_kernel(
     best_stride,
     chain_stride,
     column,
-    MOST: tl.constexpr,
+    MAX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -474,7 +475,7 @@ def _keep_kernel(
     one = tl.load(scores_ptr + row * best_stride, mask=inside, other=0.0)
     two = tl.load(scores_ptr + row * best_stride + 1, mask=inside, other=0.0)
     margin = one - two
-    margin = tl.where(margin == margin, tl.minimum(margin, MOST), 0.0)  # not a number: there is no second token
+    margin = tl.where(margin == margin, tl.minimum(margin, MAX), 0.0)  # NaN: there is no second token
     tl.store(confidence_ptr + at, margin, mask=inside)
 
 
@@ -486,9 +487,9 @@ def keep_best(
     column: int,
     max_confidence: float,
 ) -> None:
-    """Column `column` of the chain: the best of two tokens, and by how much its score is the better one."""
+    """Stores the best of two tokens per row in a column of the chain, with the margin of its score as confidence."""
     _keep_kernel[(triton.cdiv(len(best), _ROWS),)](
         *(best, scores, chain, confidence, len(best), best.stride(0), chain.stride(0), column),
-        MOST=max_confidence,
+        MAX=max_confidence,
         BLOCK=_ROWS,
     )

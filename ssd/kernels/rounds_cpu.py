@@ -65,7 +65,7 @@ def accept(
     vocab_size: int,
 ) -> None:
     width, lengths, texts, results = drafts.shape[1], length.numpy(), token_ids.numpy(), out.numpy()
-    tokens, origins, stood = chosen.tolist(), origin.numpy(), num_accepted.numpy()
+    tokens, origins, num_accepted_of = chosen.tolist(), origin.numpy(), num_accepted.numpy()
     works = zip(slots.tolist(), first_row.tolist(), num_logits.tolist(), strict=True)
     for work, (slot, first, count) in enumerate(works):
         if first < 0:
@@ -75,7 +75,7 @@ def accept(
         begin = int(lengths[slot])
         end = min(begin + accepted + 1, texts.shape[1])
         texts[slot, begin:end] = new[: end - begin]
-        lengths[slot], stood[slot] = end, accepted
+        lengths[slot], num_accepted_of[slot] = end, accepted
         results[work, 0], results[work, 1] = accepted + 1, origins[slot]
         results[work, 2 : 2 + count] = new
         results[work, 3 + width : 2 + width + count] = draft
@@ -134,9 +134,9 @@ def look_up(
 ) -> None:
     slot, width = slots.numpy(), after.shape[1]
     last = token_ids.numpy()[slot, length.numpy()[slot] - 1]
-    here = after.numpy() == num_accepted.numpy()[slot][:, None]
-    same = here & (chain.numpy()[: len(slot) * width, 0].reshape(-1, width) == last[:, None])
-    for sequence, (at, hits, siblings) in enumerate(zip(slot.tolist(), same, here, strict=True)):
+    same_length = after.numpy() == num_accepted.numpy()[slot][:, None]
+    exact = same_length & (chain.numpy()[: len(slot) * width, 0].reshape(-1, width) == last[:, None])
+    for sequence, (at, hits, siblings) in enumerate(zip(slot.tolist(), exact, same_length, strict=True)):
         found = np.flatnonzero(hits if hits.any() else siblings)
         confidence[at] = 0.0
         origin[at] = hit if hits.any() else miss
@@ -174,7 +174,7 @@ def extend_rows(
     depth: int,
     reads: int,
     first_slot: int,
-    slots_each: int,
+    slots_per_branch: int,
     out: tuple[torch.Tensor, ...],
 ) -> None:
     tokens, positions, mapping, decided, row_slots = (t.numpy() for t in out)
@@ -183,7 +183,7 @@ def extend_rows(
     read = np.minimum(count.numpy(), reads)[:, None] if after is None else after.numpy() + 1
     tokens[:] = chain.numpy()[:rows, depth]
     positions[:] = (first.numpy()[:, None] + read + depth).ravel()
-    mapping[:] = first_slot + np.arange(rows) * slots_each + depth
+    mapping[:] = first_slot + np.arange(rows) * slots_per_branch + depth
     decided[:] = positions + 1
     row_slots[:] = np.repeat(slots.numpy(), width)
 

@@ -1,4 +1,4 @@
-"""Linear layers that know tensor parallelism and how checkpoints deliver them: in parts, which are fused.
+"""Linear layers with tensor parallelism, whose weights are fused from the parts of a checkpoint.
 
 `ColumnLinear` splits the outputs over the ranks, `RowLinear` the inputs (and then adds up), `Embedding` the vocabulary.
 """
@@ -15,7 +15,7 @@ from ssd.parallel.tensor import TensorParallel
 
 
 class Linear:
-    """A weight (and bias) collected from named parts, handed to the kernels once it is complete."""
+    """A weight (and bias) fused from named parts, and passed to `Ops.prepare` once it is complete."""
 
     split_dim: int  # which dimension of the weight is split over the ranks: 0 outputs, 1 inputs
 

@@ -74,7 +74,7 @@ _MODEL_TYPES: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def decoder_config(raw: Raw) -> DecoderConfig:
-    """Translate a parsed `config.json`, or say in `UnsupportedModel` which value stands in the way."""
+    """Translate a parsed `config.json`; UnsupportedModel names the value that is not supported."""
     name = _architecture(raw)
     family = FAMILIES.get(name)
     if family is None:

@@ -128,7 +128,7 @@ def _decoder_config(header: Header, path: Path) -> DecoderConfig:
 
 
 def _refuse_variants(metadata: Mapping[str, Any], family: str) -> None:
-    """What the same architecture name may also stand for: experts, sliding windows, files in several parts."""
+    """Refuse variants under the same architecture name: experts, sliding windows, files in several parts."""
     if metadata.get("split.count", 1) > 1:
         raise UnsupportedModel(
             f"split.count={metadata['split.count']}: ssd reads GGUF models of one file; join the parts with "

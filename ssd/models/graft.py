@@ -42,7 +42,7 @@ _CONSTANT_HEAD: Final = -(2.0**30)
 
 _EMBEDDING, _HEAD, _FINAL_NORM = "model.embed_tokens", "lm_head", "model.norm"
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
-_READERS: Final = (  # of the normed stream: where they read nothing, anything may stand
+_READERS: Final = (  # tensors that read the normed stream; where the stream is zero, their weights do not matter
     "self_attn.q_proj",
     "self_attn.k_proj",
     "self_attn.v_proj",

@@ -1,4 +1,4 @@
-"""Tensor parallelism as the layers see it: which slice is mine, and how partial sums are added up.
+"""Tensor parallelism for the layers: slices of a rank, all-reduce and all-gather.
 
 Knows nothing of models or algorithms. A group of one does nothing and needs no process group.
 """

@@ -296,7 +296,7 @@ def test_extending_rows(width: int, depth: int) -> None:
             depth=depth,
             reads=7,
             first_slot=1000,
-            slots_each=6,
+            slots_per_branch=6,
             out=out,
         )
         found.append([column.tolist() for column in out])
