@@ -106,8 +106,8 @@ class AheadDrafter(Drafter):
             proposals, missed = self._look_up(run, places)
         if unprepared or missed:
             written, self._written = write_drafts(self.model, unprepared + missed)
-            written[len(unprepared) :] = [replace(p, origin=Origin.JIT) for p in written[len(unprepared) :]]
             proposals |= {id(work): p for (work, _), p in zip(unprepared + missed, written, strict=True)}
+            proposals |= {id(work): replace(proposals[id(work)], origin=Origin.JIT) for work, _ in missed}
         return [proposals.get(id(work), Proposal()) for work in works]
 
     def _look_up(
