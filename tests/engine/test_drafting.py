@@ -23,6 +23,7 @@ from ssd.drafting.fan_out import RANKS, Adaptive, FanOut, Geometric, Listed, Out
 from ssd.drafting.model import DraftModel, ModelDrafter
 from ssd.drafting.ngram import NgramDrafter
 from ssd.drafting.runner import DraftRunner
+from ssd.execution.state import SequenceState
 
 K = 4
 TEXTS = [[5, 6, 7, 8, 9, 10, 11] * 5, [900, 12, 77], [2000, 31, 9] * 21]
@@ -79,7 +80,7 @@ class Rounds:
             self.state.admit(slot, sequence)
 
     @property
-    def state(self) -> object:
+    def state(self) -> SequenceState:
         return self.model.runner.state
 
     def launch(

@@ -780,6 +780,27 @@ def test_untried_rows_are_the_targets_own_under_rejection(
         check_logprobs(output)
 
 
+class Malformed(ScriptedDrafter):
+    """Right tokens, with distributions of a wrong shape."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__(lookahead=4)
+        self.shape = shape
+
+    def propose(self, works: Seq[Work]) -> list[Proposal]:
+        q = torch.ones(self.shape, dtype=torch.float64)
+        return [replace(p, distributions=q) for p in super().propose(works)]
+
+
+@pytest.mark.parametrize("shape", [(4,), (0, VOCAB), (4, VOCAB - 1), (4, VOCAB + 1), (1, 4, VOCAB)])
+def test_malformed_distributions_drop_a_draft(shape: tuple[int, ...]) -> None:
+    params = SamplingParams(temperature=1.0, seed=1, max_new_tokens=12)
+    harness = make_harness(drafter=Malformed(*shape), target=RejectionTarget)
+    output = harness.run([1, 2, 3], params)
+    assert output.token_ids == answer([1, 2, 3], params, Drafter(), Target).token_ids
+    assert output.metrics.drafted == 0
+
+
 @st.composite
 def batches(draw: st.DrawFn) -> list[Work]:
     """Works of all kinds, prefill chunks among them."""

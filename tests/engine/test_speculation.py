@@ -21,7 +21,7 @@ import pytest
 import torch
 import transformers
 from conftest import TestModel, ragged_prompts
-from fakes import wait_until_idle
+from fakes import make_harness, wait_until_idle
 
 from ssd import LLM, RequestOutput, SamplingParams
 from ssd.core import MODEL_WRITTEN, Origin, Outcome, Proposal, Status, Work
@@ -535,6 +535,32 @@ def test_a_drafter_that_raises_costs_no_request(target: str, alone: Answers, whe
         assert [output.token_ids for output in outputs] == [answer[0] for answer in alone[:24]]
         wait_until_idle(llm.driver)
         assert (llm.engine.metrics.drafter_failures > 0) == (where in CALLS)
+
+
+def test_a_drafter_that_goes_on_failing_is_asked_less_and_less() -> None:
+    """Twice as many rounds go by after every failure; and it starts afresh with all sequences of the round."""
+
+    class Hopeless(Drafter):
+        lookahead = 2
+        forgotten = 0
+
+        def propose(self, works: Sequence[Work]) -> list[Proposal]:
+            asked.append(harness.engine.metrics.num_rounds)
+            raise RuntimeError("out of order")
+
+        def forget(self, sequence: Text) -> None:
+            self.forgotten += 1
+
+    drafter, asked = Hopeless(), list[int]()
+    harness = make_harness(drafter=drafter, max_model_len=256)
+    for i in range(2):
+        harness.engine.add([1, 2, 3 + i], SamplingParams(max_new_tokens=100))
+    while harness.engine.has_work:
+        harness.step()
+    assert len(harness.outputs) == 2
+    assert asked == [0, 2, 6, 14, 30, 62]
+    assert drafter.forgotten == 2 * len(asked) + 2  # and when they have finished
+    assert harness.engine.metrics.drafter_failures == len(asked)
 
 
 def fail_now_and_then(engine: Engine, where: str, after: bool) -> list[str]:
