@@ -97,6 +97,7 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(
         lookahead=st.sampled_from([0, 0, 1, 3, 7]),
         manner=st.sampled_from(["right", "wrong", "mixed"]),
+        rude=st.booleans(),
         block_size=st.sampled_from([1, 2, 4, 5]),
         extra_blocks=st.integers(0, 12),
         max_num_seqs=st.integers(1, 5),
@@ -108,6 +109,7 @@ class EngineMachine(RuleBasedStateMachine):
         self,
         lookahead: int,
         manner: Manner,
+        rude: bool,
         block_size: int,
         extra_blocks: int,
         max_num_seqs: int,
@@ -116,7 +118,7 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_caching: bool,
     ) -> None:
         scripted = StateDrafter if self.run_ahead else ScriptedDrafter
-        self.drafter = scripted(lookahead, manner) if lookahead else Drafter()
+        self.drafter = scripted(lookahead, manner, rude=rude) if lookahead else Drafter()
         self.harness: Harness = make_harness(
             drafter=self.drafter,
             block_size=block_size,
