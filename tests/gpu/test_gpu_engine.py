@@ -88,7 +88,7 @@ EXTRAS: list[dict[str, Any]] = [
     {},
     {"top_p": 0.9, "top_k": 50},
     {"presence_penalty": 0.5, "repetition_penalty": 1.2},
-    {"min_p": 0.05, "min_tokens": 10, "stop_token_ids": [3, 5, 7, 11]},
+    {"min_p": 0.05, "min_tokens": 8, "stop_token_ids": [3, 5, 7, 11]},
     {"logit_bias": {5: 2.0}, "stop_token_ids": list(range(0, 320, 16))},
     {"logprobs": 2},
 ]

@@ -57,8 +57,9 @@ class World:
         return made
 
     def same(self, one: SequenceState, other: SequenceState) -> None:
+        """But for the slot of padding: several sequences of padding write to it at the same time."""
         for name in self.tensors:
-            assert torch.equal(getattr(one, name).cpu(), getattr(other, name)), name
+            assert torch.equal(getattr(one, name)[:-1].cpu(), getattr(other, name)[:-1]), name
 
     def batch(self) -> Batch:
         """Prefill chunks, last chunks with and without a draft, decoding with and without a draft."""
