@@ -19,6 +19,7 @@ from conftest import TestModel
 from engine_machine import BASE, EngineMachine
 from fakes import StateDrafter, cached_prefixes, check_cache, make_harness, naive
 from hypothesis import HealthCheck, settings
+from hypothesis.stateful import rule
 from random_requests import (
     MAX_LEN,
     UNPENALISED,
@@ -41,6 +42,14 @@ class InFlightMachine(EngineMachine):
     """The random life of an engine that always has a round in flight."""
 
     run_ahead = True
+
+    @rule()
+    def commit_at_once(self) -> None:
+        """What a drafter that needs every decided token asks for: for one step nothing is in flight."""
+        self.engine.round.run_ahead = False
+        self.harness.step()
+        assert all(sequence.in_flight is None for sequence in self.engine.scheduler.running)
+        self.engine.round.run_ahead = True
 
 
 InFlightMachine.TestCase.settings = settings(
@@ -210,6 +219,17 @@ SPECULATIONS: dict[str, dict[str, Any] | None] = {
 def test_everything_at_once(models: Models, alone: Alone, speculation: str) -> None:
     """Catches any difference to plain decoding that commits every round at once."""
     check_life(models, alone, SPECULATIONS[speculation], seeds=[0])
+
+
+def test_the_rejection_rule_commits_at_once(models: Models) -> None:
+    """Catches a round that is launched before the host has decided the one before it."""
+    answers = []
+    for run_ahead in (False, True):
+        with engine_with(models, {"mode": "sd", "draft": "noisy", "k": 3, "acceptance": "rejection"}) as llm:
+            llm.driver.call(lambda engine, ahead=run_ahead: setattr(engine.round, "run_ahead", ahead))
+            outputs = llm.driver.call(lambda engine: play(engine, random_requests(10, 0), preempt=0.03))
+            answers.append([[(s.token_ids, s.text, s.logprobs) for s in output.samples] for output in outputs])
+    assert answers[0] == answers[1]
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
