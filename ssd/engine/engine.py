@@ -62,6 +62,10 @@ class Engine:
         self._failure: Exception | None = None  # the last error, once _MOST_FAILURES rounds failed in a row
 
     @property
+    def num_unfinished_requests(self) -> int:
+        return len(self._requests)
+
+    @property
     def has_work(self) -> bool:
         """Whether `step` has anything to run or to return."""
         return self.scheduler.has_work or self._in_flight is not None or bool(self._deltas)
@@ -204,6 +208,8 @@ class Engine:
         self.scheduler.pool.check([sequence.kv for sequence in users])
         if self._in_flight is None and self.scheduler.leaving:
             raise AssertionError("finished sequences hold KV blocks though no round is in flight")
+        if not self._requests and self._processors:
+            raise AssertionError("finished requests have left their samples behind")
 
     def _new_id(self) -> str:
         return next(name for i in self._ids if (name := f"request-{i}") not in self._requests)
