@@ -194,7 +194,7 @@ def test_same_answers_prepared_ahead(
 @pytest.mark.parametrize(
     ("fan_out", "backup"),
     [
-        ("geometric", "fast"),
+        pytest.param("geometric", "fast", marks=pytest.mark.slow),
         ("adaptive", "auto"),
         pytest.param(1, "jit", marks=pytest.mark.slow),
         pytest.param("listed", "jit", marks=pytest.mark.slow),
@@ -224,6 +224,7 @@ def test_same_answers_with_a_controller(target: str, stranger: str, alone: Answe
         assert 0 < llm.engine.metrics.spec_decode_num_drafts < llm.engine.metrics.num_rounds * 5
 
 
+@pytest.mark.slow
 def test_ahead_with_small_chunks_and_a_small_pool(target: str, stranger: str, alone: Answers) -> None:
     speculation = {"mode": "ssd", "draft": stranger, "k": 7, "placement": "inline", "budget": 6}
     with LLM(target, device="cpu", max_num_seqs=8, max_num_batched_tokens=16, speculation=speculation) as llm:
@@ -266,7 +267,8 @@ def test_a_draft_pool_that_is_too_small(target: str, stranger: str, alone: Answe
         assert llm.engine.metrics.spec_decode_num_drafts > 0
 
 
-@pytest.mark.parametrize("chunk", [16, pytest.param(33, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [16, 33])
 def test_small_chunks(target: str, stranger: str, alone: Answers, chunk: int) -> None:
     """Drafts share a batch with prefill chunks, and get fewer slots when the budget is short."""
     speculation = {"mode": "sd", "draft": stranger, "k": 7}

@@ -102,7 +102,11 @@ class Paged:
 @pytest.mark.parametrize("split_kv", [True, False])
 @pytest.mark.parametrize(
     "heads",
-    [HeadShape(6, 2, 16), pytest.param(HeadShape(5, 1, 32), marks=pytest.mark.slow), HeadShape(2, 2, 24)],
+    [
+        HeadShape(6, 2, 16),
+        pytest.param(HeadShape(5, 1, 32), marks=pytest.mark.slow),
+        pytest.param(HeadShape(2, 2, 24), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_rope_and_attention(ops: triton_ops.TritonOps, heads: HeadShape, split_kv: bool, dtype: torch.dtype) -> None:

@@ -46,6 +46,7 @@ def real(smollm2: str) -> GGUFCheckpoint:
     return checkpoint
 
 
+@pytest.mark.slow
 def test_the_real_config(real: GGUFCheckpoint, smollm2_reference: Any) -> None:
     ours, theirs = real.config, smollm2_reference.config
     assert (ours.family, ours.num_layers, ours.num_heads, ours.num_kv_heads) == ("llama", 30, 9, 3)
@@ -70,6 +71,7 @@ def test_every_real_weight_equals_transformers(real: GGUFCheckpoint, smollm2_ref
     assert seen == set(expected) - {"lm_head.weight"}  # tied
 
 
+@pytest.mark.slow
 def test_the_real_tokenizer_equals_transformers(real: GGUFCheckpoint) -> None:
     transformers = pytest.importorskip("transformers")
     loaded = transformers.AutoTokenizer.from_pretrained(real.path.parent, gguf_file=real.path.name)

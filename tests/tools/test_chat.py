@@ -408,6 +408,7 @@ def test_a_chat_over_a_pipe() -> None:
 # --- the same through bench/chat.py -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_bench_door_in_a_terminal() -> None:
     flags = ["--ssd", "--spec", "--k", "2", "--max_tokens", "8", "--metrics", "--device", "cpu"]
     with terminal([*BENCH, *flags]) as session:
