@@ -163,6 +163,7 @@ class Driver:
         self._thread.start()
         weakref.finalize(self, self._inbox.put, _Stop()).atexit = False
         _drivers.add(self)
+        _threads.add(self._thread)
 
     @property
     def engine(self) -> Engine:
@@ -333,6 +334,7 @@ def _count_refusal(engine: Engine) -> None:
 
 
 _drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 @atexit.register
@@ -340,3 +342,5 @@ def _close_all() -> None:
     """A thread that computes while the interpreter shuts down may crash it."""
     for driver in list(_drivers):
         driver.close(_EXIT_SECONDS)
+    for thread in list(_threads):  # of drivers that were garbage-collected just before
+        thread.join(_EXIT_SECONDS)
