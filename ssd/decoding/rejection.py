@@ -14,10 +14,9 @@ import numpy as np
 import torch
 
 from ssd.core import Outcome, Work
-from ssd.execution.batch import Batch
 from ssd.execution.clock import Clock, now
 from ssd.execution.state import to_device
-from ssd.execution.target import Hook, RawLogits, Target, Verification, first_logit_rows, upload_drafts
+from ssd.execution.target import Hook, RawLogits, Target, Verification, first_logit_rows
 from ssd.sampling.noise import Stream, uniform
 from ssd.sampling.sampler import Needs, Rows
 
@@ -39,12 +38,7 @@ class RejectionTarget(Target):
 
     @torch.inference_mode()
     def launch(self, works: Seq[Work], settle: Hook = lambda: None, prepare: Hook = lambda: None) -> Verification:
-        settle()
-        began = now(self.state.device)
-        upload_drafts(self.state, works)
-        self.runner.tables.update([(work.slot, work.sequence.kv.blocks) for work in works])
-        forward = self.runner.run(self.runner.stage(Batch.of(works)))
-        prepare()
+        began, forward = self._forward(works, settle, prepare)
         starts = first_logit_rows(works, gather=forward.inputs.gather)
         raw = RawLogits.of(works, forward)
         decisions = self._tokens(works, starts, forward.logits, forward.inputs.decided(self.state))

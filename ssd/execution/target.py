@@ -77,6 +77,16 @@ class Target:
         `settle` is called right before the forward pass, after all uploads: it may still change drafts in the state.
         `prepare` is called right after the forward pass was launched.
         """
+        began, forward = self._forward(works, settle, prepare)
+        raw = RawLogits.of(works, forward)
+        out = self._decide(forward, Needs.of([work.sequence.params for work in works if work.decides]))
+        logprobs = None
+        if raw is not None:
+            logprobs = raw.fetch(torch.cat([out[i, 2 : 2 + len(rows)] for i, rows in raw.rows.items()]))
+        return _Launched(works, to_host(out), logprobs, began, now(self.state.device))
+
+    def _forward(self, works: Seq[Work], settle: Hook, prepare: Hook) -> tuple[Clock, Forward]:
+        """Uploads what the host knows of a round and launches its forward pass; also when that began."""
         upload_drafts(self.state, works)
         self.runner.tables.update([(work.slot, work.sequence.kv.blocks) for work in works])
         ready = self.runner.stage(Batch.of(works))
@@ -84,12 +94,7 @@ class Target:
         began = now(self.state.device)
         forward = self.runner.run(ready)
         prepare()
-        raw = RawLogits.of(works, forward)
-        out = self._decide(forward, Needs.of([work.sequence.params for work in works if work.decides]))
-        logprobs = None
-        if raw is not None:
-            logprobs = raw.fetch(torch.cat([out[i, 2 : 2 + len(rows)] for i, rows in raw.rows.items()]))
-        return _Launched(works, to_host(out), logprobs, began, now(self.state.device))
+        return began, forward
 
     def _decide(self, forward: Forward, needs: Needs) -> torch.Tensor:
         """Samples and accepts, as a graph after the first time: one row per work, see `kernels.rounds.accept`."""
