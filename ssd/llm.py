@@ -7,21 +7,18 @@ import itertools
 import logging
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Literal, cast
 
 import torch
 
 from ssd.assembly import build_engine
-from ssd.assembly.device import resolve_device
 from ssd.config import EngineConfig, build
 from ssd.core import RequestOutput, SamplingParams, is_int
 from ssd.engine.driver import Driver, Submission
 from ssd.engine.engine import Engine
 from ssd.engine.outputs import refused
 from ssd.errors import EngineClosed, RequestError, RequestFailed
-from ssd.models.checkpoint import Checkpoint
 from ssd.models.open import open_checkpoint
 
 log = logging.getLogger("ssd")
@@ -42,9 +39,10 @@ class LLM:
         self.config = build(EngineConfig, {"model": model, **options})
         checkpoint, before = open_checkpoint(self.config.model), torch.get_num_threads()
         self.note = checkpoint.note
-        engine, self.config, threads = _build(self.config, checkpoint)
+        engine, self.config = build_engine(self.config, checkpoint)
+        threads = torch.get_num_threads()  # fewer than before if a draft process has a core
         self._driver: Driver | None = Driver(engine)
-        self.driver.call(lambda _: torch.set_num_threads(threads))
+        self.driver.call(lambda _: _set_num_threads(threads))
         torch.set_num_threads(before)
         self._refusals = itertools.count()
 
@@ -149,20 +147,10 @@ class LLM:
         return self.engine.tokenizer.encode(text, add_special_tokens=False)
 
 
-def _build(config: EngineConfig, checkpoint: Checkpoint) -> tuple[Engine, EngineConfig, int]:
-    """The engine, its resolved config, and how many threads torch is to use on the engine's thread.
-
-    For a CPU this happens on a thread that ends then: OpenMP's workers belong to the thread that first needed them, and
-    with those of another thread around, the engine's would sleep between two kernels instead of spinning (libgomp).
-    """
-
-    def build_here() -> tuple[Engine, EngineConfig, int]:
-        return *build_engine(config, checkpoint), torch.get_num_threads()
-
-    if resolve_device(config.device).type != "cpu":
-        return build_here()
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(build_here).result()
+def _set_num_threads(count: int) -> None:
+    """Of the calling thread, for torch's operators and for our CPU kernels."""
+    torch.get_num_threads()  # a thread's first call, of whatever needs the number, sets it to that of the process
+    torch.set_num_threads(count)
 
 
 class TextStream(Iterator[str]):

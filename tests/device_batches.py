@@ -22,7 +22,7 @@ def make_device_batch(
     device: torch.device,
     branches: Branches | None = None,
 ) -> DeviceBatch:
-    """Block tables in the order of the sequences: for kernels that look their rows up, and for those that do not."""
+    """Block tables in the order of the sequences."""
 
     def tensor(values: object) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)

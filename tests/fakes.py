@@ -190,7 +190,8 @@ class FakeDecoder(BareDecoder):
         tokens, positions, slots, starts, context = (tensor.tolist() for tensor in tensors)
         if starts[-1] != len(tokens):
             raise KVError(f"{len(tokens)} query tokens, but the sequences end at {starts[-1]}")
-        tables = batch.block_tables.tolist()
+        blocks = [-(-length // self.block_size) for length in context]
+        tables = [row[:n] for row, n in zip(batch.block_tables[batch.table_rows].tolist(), blocks, strict=True)]
         rows = list(range(len(tokens))) if batch.logit_rows is None else batch.logit_rows.tolist()
         return SeenBatch(tokens, positions, slots, starts, context, tables, rows, [self._owner(t) for t in tables])
 

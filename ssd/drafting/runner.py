@@ -483,7 +483,8 @@ class DraftRunner:
             logit_rows=logit_rows,
             tiles=constants.read_tiles,
             split_kv=True,
-            **self._tables(slots, context),
+            block_tables=self.runner.tables.tensor[:, 1:],
+            table_rows=slots,
         )
         return self._logits(batch)
 
@@ -513,7 +514,8 @@ class DraftRunner:
             tiles=constants.tiles,
             split_kv=True,
             branches=Branches(depth, self.lookahead),
-            **self._tables(inputs.slots(n), positions),
+            block_tables=self.runner.tables.tensor[:, 1:],
+            table_rows=inputs.slots(n),
         )
         logits = self._logits(batch)
         self._choose(shape, depth + 1, logits, Rows(slots, decided))
@@ -550,14 +552,6 @@ class DraftRunner:
         if missing > 0:
             logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
         return logits[:, : self.vocab_size]
-
-    def _tables(self, slots: torch.Tensor, context: torch.Tensor) -> dict[str, Any]:
-        """Block tables of the sequences; on a CPU only the columns that `context` positions need."""
-        tables = self.runner.tables.tensor
-        if self.on_cuda:
-            return {"block_tables": tables[:, 1:], "table_rows": slots}
-        used = 1 - (-int(context.max()) // self.runner.block_size)
-        return {"block_tables": tables[slots.long(), 1:used]}
 
     def _constants(self, shape: RunShape) -> _Constants:
         """Cached, so that graphs find them at the same address."""

@@ -24,6 +24,7 @@ from ssd.core import Delta, RequestOutput, SamplingParams
 from ssd.engine.engine import Engine
 from ssd.engine.validation import check_request
 from ssd.errors import EngineClosed, EngineFailed, RequestError
+from ssd.kernels.cpu import release_threads
 
 log = logging.getLogger("ssd")
 T = TypeVar("T")
@@ -236,6 +237,7 @@ class Driver:
         )
 
     def _post(self, command: _Command) -> None:
+        release_threads()  # of the caller, who is about to wait
         with self._lock:
             if self._engine is None:
                 raise EngineClosed(CLOSED)
@@ -278,6 +280,8 @@ class _Loop:
 
     def _handle_inbox(self) -> None:
         """Handles all commands in the inbox; if the engine is idle, waits for one."""
+        if not self._busy and self._inbox.empty():
+            release_threads()
         for _ in range(max(self._inbox.qsize(), not self._busy)):
             self._handle(self._inbox.get())
 

@@ -153,21 +153,16 @@ class BatchInputs:
             block_size=block_size,
         )
 
-    def device_batch(self, tables: torch.Tensor, block_size: int, *, split_kv: bool) -> DeviceBatch:
-        """The batch as the decoder takes it; on a CPU after `prepare`."""
-        slots, block_tables = self["slots"], tables[:, 1:]
-        on_cpu = tables.device.type == "cpu"
-        if on_cpu:  # CPU kernels take the tables of these sequences only
-            used = 1 - (-int(self.context_len.numpy().max()) // block_size)
-            block_tables = torch.from_numpy(tables.numpy()[slots.numpy(), 1:used])
+    def device_batch(self, tables: torch.Tensor, *, split_kv: bool) -> DeviceBatch:
+        """The batch as the decoder takes it."""
         return DeviceBatch(
             token_ids=self.token_ids,
             positions=self.positions,
             slot_mapping=self.slot_mapping,
             query_start=self["query_start"],
             context_len=self.context_len,
-            block_tables=block_tables,
-            table_rows=None if on_cpu else slots,
+            block_tables=tables[:, 1:],
+            table_rows=self["slots"],
             tiles=self["tiles"].view(2, -1),
             logit_rows=self._gather if self.gather else None,
             split_kv=split_kv,

@@ -122,7 +122,7 @@ class ModelRunner:
         tables = self.tables.tensor
         inputs.prepare(self.state, tables, self.block_size)
         with torch.inference_mode():
-            return self.decoder(inputs.device_batch(tables, self.block_size, split_kv=split_kv), self.kv)
+            return self.decoder(inputs.device_batch(tables, split_kv=split_kv), self.kv)
 
     def _tile_tokens(self, split_kv: bool) -> int:
         return self.decoder.ops.tile_tokens(self.decoder.layers[0].heads, split_kv)

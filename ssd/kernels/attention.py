@@ -294,8 +294,6 @@ def paged_attention(
     workspace: Workspace,
 ) -> torch.Tensor:
     """See `Ops.attention`."""
-    if batch.table_rows is None:
-        raise AssertionError("these kernels look a sequence's block table up by its row")
     rows = tile_rows(heads.group_size, batch.split_kv)
     fold = not batch.split_kv
     num_tiles = batch.tiles.shape[1]

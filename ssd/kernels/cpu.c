@@ -573,8 +573,8 @@ struct attention_args {
     long ldq;
     const void *k_cache, *v_cache;
     void *out;
-    const int32_t *query_start, *context_len, *block_tables;
-    long max_blocks, block_size, heads, kv_heads, d, dp; /* dp: d rounded up to full vectors */
+    const int32_t *query_start, *context_len, *block_tables, *table_rows;
+    long table_stride, block_size, heads, kv_heads, d, dp; /* dp: d rounded up to full vectors */
     float scale;
     int bf16;
     const int32_t *positions, *slots; /* NULL: no branches */
@@ -759,7 +759,7 @@ static void attention_task(const struct attention_args *a, long seq, long row, l
     if (dp != a->d) memset(c.copy_k, 0, (size_t)(2 * CH * dp) * 4);
     start_softmax(a, &s, row, rows, kv_head);
     for (long start = 0; start < end; start += CH) {
-        load_chunk(a, &c, a->block_tables + seq * a->max_blocks, kv_head, start, min_l(CH, end - start));
+        load_chunk(a, &c, a->block_tables + a->table_rows[seq] * a->table_stride, kv_head, start, min_l(CH, end - start));
         for (long r = 0, next; r < rows; r = next) { /* neighbours that see equally much of the chunk go together */
             long n = min_l(CH, shared_positions(a, seq, row + r) - start);
             for (next = r + 1; next < rows; next++)
@@ -798,12 +798,12 @@ static void attention_item(const struct attention_args *a, long item) {
 
 void ssd_paged_attention(const void *q, long ldq, const void *k_cache, const void *v_cache, void *out,
                          const int32_t *query_start, const int32_t *context_len, const int32_t *block_tables,
-                         long sequences, long max_blocks, long block_size, long heads, long kv_heads, long d,
-                         float scale, const int32_t *positions, const int32_t *slots, long depth, int bf16,
-                         int nthreads) {
-    struct attention_args a = {q, ldq, k_cache, v_cache, out, query_start, context_len, block_tables, max_blocks,
-                               block_size, heads, kv_heads, d, ceil_div(d, VL) * VL, scale, bf16, positions, slots,
-                               depth, 0};
+                         const int32_t *table_rows, long sequences, long table_stride, long block_size, long heads,
+                         long kv_heads, long d, float scale, const int32_t *positions, const int32_t *slots, long depth,
+                         int bf16, int nthreads) {
+    struct attention_args a = {q, ldq, k_cache, v_cache, out, query_start, context_len, block_tables, table_rows,
+                               table_stride, block_size, heads, kv_heads, d, ceil_div(d, VL) * VL, scale, bf16,
+                               positions, slots, depth, 0};
     long tasks = 0, longest = 0, work = 0;
     for (long s = 0; s < sequences; s++) longest = max_l(longest, query_start[s + 1] - query_start[s]);
     a.rows = max_l(1, min_l(longest, QUERIES * kv_heads / heads));
@@ -908,4 +908,51 @@ void ssd_gumbel(const int64_t *keys, float *out, long rows, long vocab, int64_t 
         for (long t = 0; t < vocab; t += NOISE_CHUNK)
             gumbel_span(out + r * vocab + t, (uint64_t)keys[r] + (uint64_t)t * g.golden, min_l(NOISE_CHUNK, vocab - t),
                         &g);
+}
+
+/* ---------------------------------------------------------------- rounds: `prepare_rows` and `accept` of rounds.py */
+void ssd_prepare_rows(const int32_t *row_work, const int32_t *slots, const int32_t *starts, const int32_t *query_start,
+                      const int32_t *logit_rows, const int32_t *length, const int32_t *token_ids, const int32_t *drafts,
+                      const int32_t *tables, int32_t *tokens, int32_t *positions, int32_t *slot_mapping,
+                      int32_t *context_len, int64_t *gather, int32_t *decided_slot, int32_t *decided,
+                      int32_t *num_drafted, long works, long logits, long columns, long width, long table_columns,
+                      long block_size) {
+    for (long work = 0; work < works; work++) {
+        long slot = slots[work], known = length[slot], first = starts[work] < 0 ? known - 1 : starts[work];
+        const int32_t *text = token_ids + slot * columns, *draft = drafts + slot * width;
+        const int32_t *table = tables + slot * table_columns;
+        for (long row = query_start[work]; row < query_start[work + 1]; row++) {
+            long position = first + row - query_start[work], block = position / block_size;
+            tokens[row] = position < known ? text[position] : draft[min_l(position - known, width - 1)];
+            positions[row] = (int32_t)position;
+            slot_mapping[row] =
+                block < table[0] ? (int32_t)(table[1 + block] * block_size + position % block_size) : -1;
+        }
+        context_len[work] = (int32_t)(first + query_start[work + 1] - query_start[work]);
+    }
+    for (long i = 0; i < logits; i++) {
+        long row = logit_rows[i], slot = slots[row_work[row]];
+        gather[i] = row;
+        decided_slot[i] = (int32_t)slot;
+        decided[i] = positions[row] + 1;
+        num_drafted[i] = (int32_t)max_l(0, decided[i] - length[slot]);
+    }
+}
+
+void ssd_accept(const int32_t *chosen, const int32_t *slots, const int32_t *first_row, const int32_t *num_logits,
+                int32_t *length, int32_t *token_ids, const int32_t *drafts, int32_t *num_accepted,
+                const int32_t *origin, int32_t *out, long works, long columns, long width) {
+    for (long work = 0; work < works; work++) {
+        if (first_row[work] < 0) continue;
+        long slot = slots[work], count = num_logits[work], accepted = 0;
+        const int32_t *new_tokens = chosen + first_row[work], *draft = drafts + slot * width;
+        int32_t *text = token_ids + slot * columns, *row = out + work * (3 + 2 * width);
+        while (accepted < count - 1 && draft[accepted] == new_tokens[accepted]) accepted++;
+        for (long i = 0; i <= accepted && length[slot] < columns; i++) text[length[slot]++] = new_tokens[i];
+        num_accepted[slot] = (int32_t)accepted;
+        row[0] = (int32_t)accepted + 1;
+        row[1] = origin[slot];
+        memcpy(row + 2, new_tokens, (size_t)count * 4);
+        memcpy(row + 3 + width, draft, (size_t)(count - 1) * 4);
+    }
 }

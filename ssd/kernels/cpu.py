@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,7 @@ logger = logging.getLogger("ssd")
 
 SOURCE = Path(__file__).with_name("cpu.c")
 BASE_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
+_OMP_PAUSE_HARD = 2  # omp.h
 COMPILE_TIMEOUT_S = 120
 
 
@@ -38,7 +40,7 @@ class BuildError(Exception):
     """The kernels could not be compiled or loaded; the text says why."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PackedWeight:
     """A weight in the kernels' panel layout. `n` and `k` are the original shape; a gated one has gate and up rows."""
 
@@ -47,6 +49,10 @@ class PackedWeight:
     k: int
     dtype: torch.dtype
     gated: bool = False
+
+    @functools.cached_property
+    def address(self) -> int:
+        return self.data.data_ptr()
 
 
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
@@ -62,10 +68,12 @@ _SIGNATURES: dict[str, list[type]] = {
         *[_P, _P, _P, _L, _L, _L, _L, _I, _I],
     ],
     "ssd_paged_attention": [
-        *[_P, _L, _P, _P, _P, _P, _P, _P],
+        *[_P, _L, _P, _P, _P, _P, _P, _P, _P],
         *[_L, _L, _L, _L, _L, _L, _F, _P, _P, _L, _I, _I],
     ],
     "ssd_gumbel": [_P, _P, _L, _L, _Q, _Q, _Q, _I],
+    "ssd_prepare_rows": [*[_P] * 17, *[_L] * 6],
+    "ssd_accept": [*[_P] * 10, *[_L] * 3],
 }
 
 
@@ -85,6 +93,8 @@ class Kernels:
         self._rope_and_store = library.ssd_rope_and_store
         self._paged_attention = library.ssd_paged_attention
         self._gumbel = library.ssd_gumbel
+        self.prepare_rows = library.ssd_prepare_rows  # these two take addresses, see `rounds_cpu`
+        self.accept = library.ssd_accept
 
     def pack_linear(self, weight: Tensor, gated: bool = False) -> PackedWeight:
         """Repack `weight` [N, K] into panels. `gated`: rows are [gate; up], for a gated `linear`."""
@@ -109,7 +119,7 @@ class Kernels:
         tokens, bf16 = token_ids.shape[0], packed.dtype is torch.bfloat16
         out = torch.empty(tokens, packed.k, dtype=packed.dtype)
         wide = token_ids.dtype is torch.int64
-        self._embedding(packed.data.data_ptr(), token_ids.data_ptr(), wide, out.data_ptr(), tokens, packed.k, bf16)
+        self._embedding(packed.address, token_ids.data_ptr(), wide, out.data_ptr(), tokens, packed.k, bf16)
         return out
 
     def linear(
@@ -129,9 +139,13 @@ class Kernels:
         m, n, dtype = x.shape[0], packed.n // 2 if packed.gated else packed.n, packed.dtype
         y = torch.empty(m, n, dtype=torch.float32 if float32 else dtype)
         self._linear(
-            *(x.data_ptr(), x.stride(0), packed.data.data_ptr(), None if bias is None else bias.data_ptr()),
-            *(None if residual is None else residual.data_ptr(), y.data_ptr(), m, n, packed.k),
-            *(dtype is torch.bfloat16, packed.gated, float32, torch.get_num_threads()),
+            x.data_ptr(),
+            x.stride(0),
+            packed.address,
+            None if bias is None else bias.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            y.data_ptr(),
+            *(m, n, packed.k, dtype is torch.bfloat16, packed.gated, float32, torch.get_num_threads()),
         )
         return y
 
@@ -184,13 +198,15 @@ class Kernels:
         query_start: Tensor,
         context_len: Tensor,
         block_tables: Tensor,
+        table_rows: Tensor,
         scale: float,
         branches: tuple[Tensor, Tensor, int] | None = None,
     ) -> Tensor:
         """Causal attention of `q` [T, H, D] over paged caches -> [T, H, D].
 
-        `query_start` [S+1], `context_len` [S] and `block_tables` [S, max_blocks] are int32 and contiguous. The queries
-        of a sequence are its last positions; `context_len` counts them. Heads of a row of `q` must be contiguous.
+        `query_start` [S+1], `context_len` [S], `block_tables` [rows, blocks] and `table_rows` [S] (each sequence's row
+        of them) are int32. The queries of a sequence are its last positions; `context_len` counts them. Heads of a row
+        of `q` must be contiguous.
 
         `branches`: positions and slots (int32 [T]; slot < 0: padding) of queries that are the newest tokens of
         branches, and how many tokens each branch has before it. A query sees its sequence up to the branch, then the
@@ -198,14 +214,13 @@ class Kernels:
         """
         tokens, heads, d = q.shape
         out = torch.empty(tokens, heads, d, dtype=q.dtype)
-        sequences, max_blocks = block_tables.shape
         positions, slots, depth = None, None, 0
         if branches is not None:
             positions, slots, depth = branches[0].data_ptr(), branches[1].data_ptr(), branches[2]
         self._paged_attention(
             *(q.data_ptr(), q.stride(0), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()),
-            *(query_start.data_ptr(), context_len.data_ptr(), block_tables.data_ptr(), sequences, max_blocks),
-            *(k_cache.shape[1], heads, k_cache.shape[2], d, scale, positions, slots, depth),
+            *(query_start.data_ptr(), context_len.data_ptr(), block_tables.data_ptr(), table_rows.data_ptr()),
+            *(len(table_rows), block_tables.stride(0), k_cache.shape[1], heads, k_cache.shape[2], d, scale, positions, slots, depth),
             *(q.dtype is torch.bfloat16, torch.get_num_threads()),
         )
         return out
@@ -281,6 +296,25 @@ def openmp_library() -> str | None:
             continue
         return path
     return None
+
+
+def release_threads() -> None:
+    """Ends the OpenMP workers of the calling thread, which starts new ones when it next needs them (0.1 ms).
+
+    Every thread has workers of its own, and libgomp lets none of them spin between two kernels (they sleep, which costs
+    a third of the speed of small models) while the process has more workers than cores, idle ones included.
+    """
+    pause = _omp_pause()
+    if pause is not None:
+        pause(_OMP_PAUSE_HARD)
+
+
+@functools.cache
+def _omp_pause() -> Callable[[int], int] | None:
+    library = openmp_library()
+    if library is None or "libgomp" not in library:  # other runtimes would end the workers of all threads
+        return None
+    return getattr(ctypes.CDLL(library), "omp_pause_resource_all", None)  # GCC 9 and later
 
 
 def _flag_choices(openmp: str | None) -> list[tuple[str, ...]]:

@@ -70,6 +70,8 @@ class CpuOps:
     ) -> torch.Tensor:
         branches = None if batch.branches is None else (batch.positions, batch.slot_mapping, batch.branches.depth)
         out = self._kernels.paged_attention(
-            q, k_cache, v_cache, batch.query_start, batch.context_len, batch.block_tables, heads.scale, branches
+            *(q, k_cache, v_cache, batch.query_start, batch.context_len, batch.block_tables, batch.table_rows),
+            heads.scale,
+            branches,
         )
         return out.view(len(out), -1)

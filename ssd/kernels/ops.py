@@ -30,10 +30,10 @@ class DeviceBatch:
     query_start: torch.Tensor  # int32 [S + 1]
     context_len: torch.Tensor  # int32 [S]
     block_tables: torch.Tensor  # int32 [rows, blocks]
+    table_rows: torch.Tensor  # int32 [S]: each sequence's row of the block tables
     tiles: torch.Tensor  # int32 [2, tiles]: sequence (-1: padding) and first query token of each attention tile
     logit_rows: torch.Tensor | None  # int64 [rows]; None: all rows in order
     split_kv: bool  # decode-size queries: several programs share one row's KV
-    table_rows: torch.Tensor | None = None  # int32 [S]: each sequence's row of the block tables; None: in order (CPU)
     branches: Branches | None = None  # every row is a branch (with split_kv; context_len is not used)
 
 

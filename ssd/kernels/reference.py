@@ -73,11 +73,11 @@ class ReferenceOps:
     ) -> torch.Tensor:
         if batch.branches is not None:
             return _attend_branches(q, batch, batch.branches.depth, heads, k_cache, v_cache)
-        starts, lengths = batch.query_start.tolist(), batch.context_len.tolist()
+        starts, lengths, places = (t.tolist() for t in (batch.query_start, batch.context_len, batch.table_rows))
         out = torch.empty_like(q)
         for s, length in enumerate(lengths):
             rows = slice(starts[s], starts[s + 1])
-            table = batch.block_tables[s, : -(-length // k_cache.shape[1])]
+            table = batch.block_tables[places[s], : -(-length // k_cache.shape[1])]
             out[rows] = _attend(q[rows], _gather(k_cache, table, length), _gather(v_cache, table, length), heads)
         return out.flatten(1)
 
@@ -106,7 +106,7 @@ def _attend_branches(
     out = torch.zeros_like(q)
     positions, slots = batch.positions.tolist(), batch.slot_mapping.tolist()
     in_block = torch.arange(k_cache.shape[1], device=q.device)
-    for table, rows in zip(batch.block_tables, itertools.pairwise(batch.query_start.tolist()), strict=True):
+    for table, rows in zip(batch.block_tables[batch.table_rows], itertools.pairwise(batch.query_start.tolist()), strict=True):
         shared = (table[:, None] * k_cache.shape[1] + in_block).flatten()
         for row in range(*rows):
             if slots[row] < 0:

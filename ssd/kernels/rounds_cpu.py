@@ -1,9 +1,11 @@
-"""The functions of `ssd.kernels.rounds` for a CPU, in numpy."""
+"""The functions of `ssd.kernels.rounds` for a CPU: those of every round in C where it compiles, the others in numpy."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+
+from ssd.kernels import cpu
 
 _Ints = np.ndarray
 
@@ -29,25 +31,29 @@ def prepare_rows(
     out: tuple[torch.Tensor, ...],
     block_size: int,
 ) -> None:
+    kernels = cpu.load()
+    if kernels is not None:
+        inputs = (row_work, slots, starts, query_start, logit_rows, length, token_ids, drafts, tables)
+        kernels.prepare_rows(
+            *(tensor.data_ptr() for tensor in (*inputs, *out)),
+            *(len(slots), len(logit_rows), token_ids.shape[1], drafts.shape[1], tables.shape[1], block_size),
+        )
+        return
     tokens, positions, mapping, context, gather, decided_slot, decided, drafted = (t.numpy() for t in out)
-    lengths, texts, guesses, table = length.numpy(), token_ids.numpy(), drafts.numpy(), tables.numpy()
-    begins, works = query_start.tolist(), row_work.tolist()
-    for work, (slot, start) in enumerate(zip(slots.tolist(), starts.tolist(), strict=True)):
-        begin, end, known = begins[work], begins[work + 1], int(lengths[slot])
-        first = start if start >= 0 else known - 1
-        last = context[work] = first + end - begin
-        positions[begin:end] = span = np.arange(first, last)
-        middle = begin + max(0, min(known, last) - first)  # decided tokens before it, drafted ones after
-        tokens[begin:middle] = texts[slot, first : first + middle - begin]
-        tokens[middle:end] = guesses[slot, np.minimum(span[middle - begin :] - known, guesses.shape[1] - 1)]
-        index = span // block_size
-        inside = index < table[slot, 0]
-        blocks = table[slot, np.minimum(1 + index, table.shape[1] - 1)]
-        mapping[begin:end] = np.where(inside, blocks * block_size + span % block_size, -1)
-    for row, source in enumerate(logit_rows.tolist()):
-        slot = int(slots[works[source]])
-        gather[row], decided_slot[row], decided[row] = source, slot, positions[source] + 1
-        drafted[row] = max(0, int(positions[source]) + 1 - int(lengths[slot]))
+    slot, begin, work, table, source = (t.numpy() for t in (slots, query_start, row_work, tables, logit_rows))
+    lengths, start = length.numpy()[slot], starts.numpy()
+    first = np.where(start < 0, lengths - 1, start)
+    context[:] = first + (begin[1:] - begin[:-1])
+    row_slot = slot[work]
+    positions[:] = (first - begin[:-1])[work] + np.arange(len(work), dtype=np.int32)
+    tokens[:] = _token_at(row_slot, positions, lengths[work], token_ids, drafts)
+    block = positions // block_size
+    slot_of_block = table[row_slot, np.minimum(block + 1, table.shape[1] - 1)] * block_size + positions % block_size
+    mapping[:] = np.where(block < table[row_slot, 0], slot_of_block, -1)
+    gather[:] = source
+    decided_slot[:] = row_slot[source]
+    decided[:] = positions[source] + 1
+    drafted[:] = np.maximum(decided - lengths[work[source]], 0)
 
 
 def accept(
@@ -64,6 +70,11 @@ def accept(
     out: torch.Tensor,
     vocab_size: int,
 ) -> None:
+    kernels = cpu.load()
+    if kernels is not None:
+        tensors = (chosen, slots, first_row, num_logits, length, token_ids, drafts, num_accepted, origin, out)
+        kernels.accept(*(t.data_ptr() for t in tensors), len(slots), token_ids.shape[1], drafts.shape[1])
+        return
     width, lengths, texts, results = drafts.shape[1], length.numpy(), token_ids.numpy(), out.numpy()
     tokens, origins, num_accepted_of = chosen.tolist(), origin.numpy(), num_accepted.numpy()
     works = zip(slots.tolist(), first_row.tolist(), num_logits.tolist(), strict=True)

@@ -236,9 +236,9 @@ class Sampler:
 
     def _scores(self, logits: torch.Tensor, rows: Rows, needs: Needs) -> torch.Tensor:
         """The logits themselves if every row is greedy, otherwise a new tensor."""
-        slots = rows.slots.numpy()
-        sampled = ((self.columns.temperature.numpy()[slots] > 0) & (slots >= 0)).nonzero()[0]
-        if not len(sampled):
+        temperatures = self.columns.temperature.tolist()
+        sampled = [i for i, slot in enumerate(rows.slots.tolist()) if slot >= 0 and temperatures[slot] > 0]
+        if not sampled:
             return logits
         temperature = self._temperature(rows)
         keys = self._keys(rows, Stream.CHOICE)
@@ -246,7 +246,7 @@ class Sampler:
             scores = logits / temperature[:, None]
             scores += noise.gumbel_of(keys, logits.shape[-1])
         else:
-            scores, index = logits.clone(), torch.from_numpy(sampled)
+            scores, index = logits.clone(), torch.tensor(sampled)
             noisy = logits[index] / temperature[index, None]
             scores[index] = noisy.add_(noise.gumbel_of(keys[index], logits.shape[-1]))
         if needs.truncated:

@@ -249,8 +249,8 @@ class Paged:
         counts = [end - begin for _, begin, end in spans]
         starts = torch.tensor([0, *counts]).cumsum(0).int()
         context = torch.tensor([end for _, _, end in spans]).int()
-        tables = self.tables[[s for s, _, _ in spans]].contiguous()
-        out = kernels.paged_attention(q, self.k_cache, self.v_cache, starts, context, tables, self.scale)
+        rows = torch.tensor([s for s, _, _ in spans]).int()
+        out = kernels.paged_attention(q, self.k_cache, self.v_cache, starts, context, self.tables, rows, self.scale)
         return [out[starts[i] : starts[i + 1]] for i in range(len(counts))]
 
     def reference(self, s: int) -> Tensor:

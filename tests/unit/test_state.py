@@ -208,7 +208,7 @@ def test_a_batch_on_the_device(seed: int, gather: bool) -> None:
     """Against plain Python: tokens and drafts, positions, KV slots, tiles, tables, and which rows decide what."""
     scene = Scene(seed)
     inputs = scene.inputs(gather=gather)
-    batch = inputs.device_batch(scene.tables.tensor, BLOCK_SIZE, split_kv=True)
+    batch = inputs.device_batch(scene.tables.tensor, split_kv=True)
     assert batch.token_ids.tolist() == [query.token for query in scene.queries]
     assert batch.positions.tolist() == [query.position for query in scene.queries]
     assert batch.slot_mapping.tolist() == [query.slot for query in scene.queries]
@@ -219,7 +219,7 @@ def test_a_batch_on_the_device(seed: int, gather: bool) -> None:
         starts.append(starts[-1] + len(own))
         context.append(own[-1].position + 1)
         blocks = work.sequence.kv.blocks[: -(-context[-1] // BLOCK_SIZE)]
-        assert batch.block_tables[i, : len(blocks)].tolist() == blocks
+        assert batch.block_tables[batch.table_rows[i], : len(blocks)].tolist() == blocks
     assert batch.query_start.tolist() == starts
     assert batch.context_len.tolist() == context
     found = list(zip(*batch.tiles.tolist(), strict=True))
