@@ -21,6 +21,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from ssd.kernels import cpu
+
 hypothesis.settings.register_profile("patient", hypothesis.settings(), deadline=None)
 hypothesis.settings.load_profile("patient")  # test machines are shared: a slow example is no failure
 
@@ -70,6 +72,13 @@ class TestModel:
     __test__ = False
     path: str
     reference: Any
+
+
+@pytest.fixture(params=["compiled", "plain"])
+def host_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a test with the compiled CPU kernels, and with what stands in for them where there is no C compiler."""
+    if request.param == "plain":
+        monkeypatch.setattr(cpu, "load", lambda: None)
 
 
 @pytest.fixture(scope="session")

@@ -910,6 +910,44 @@ void ssd_gumbel(const int64_t *keys, float *out, long rows, long vocab, int64_t 
                         &g);
 }
 
+/* ---------------------------------------------------------------- best
+ * The `count` largest scores of each row, in order, the lower token first where they are equal; `excluded` (or NULL): a
+ * token of each row that does not count, -1: none.  -inf comes with token 0. */
+#define SCAN (8 * VL) /* scores that are compared with the smallest one found so far at once */
+
+static int any_above(const float *x, float limit) {
+    vf bound = (vf){0} + limit;
+    vi above = {0};
+    UNROLL for (int i = 0; i < SCAN / VL; i++) above |= vload(x + i * VL) > bound;
+    int32_t found = 0;
+    UNROLL for (int i = 0; i < VL; i++) found |= above[i];
+    return found != 0;
+}
+
+static void best_row(const float *x, long vocab, long count, long excluded, int32_t *tokens, float *values) {
+    for (long i = 0; i < count; i++) tokens[i] = 0, values[i] = -INFINITY;
+    for (long start = 0; start < vocab; start += SCAN) {
+        long end = min_l(vocab, start + SCAN);
+        if (end - start == SCAN && !any_above(x + start, values[count - 1])) continue;
+        for (long t = start; t < end; t++) {
+            if (!(x[t] > values[count - 1]) || t == excluded) continue;
+            long place = count - 1;
+            for (; place > 0 && values[place - 1] < x[t]; place--)
+                values[place] = values[place - 1], tokens[place] = tokens[place - 1];
+            values[place] = x[t], tokens[place] = (int32_t)t;
+        }
+    }
+}
+
+void ssd_best(const float *scores, long ld, const int32_t *excluded, int32_t *tokens, float *values, long rows,
+              long vocab, long count, int nthreads) {
+    if (rows * vocab < 262144) nthreads = 1;
+#pragma omp parallel for schedule(static) num_threads(nthreads) if (nthreads > 1)
+    for (long row = 0; row < rows; row++)
+        best_row(scores + row * ld, vocab, count, excluded ? excluded[row] : -1, tokens + row * count,
+                 values + row * count);
+}
+
 /* ---------------------------------------------------------------- rounds: `prepare_rows` and `accept` of rounds.py */
 void ssd_prepare_rows(const int32_t *row_work, const int32_t *slots, const int32_t *starts, const int32_t *query_start,
                       const int32_t *logit_rows, const int32_t *length, const int32_t *token_ids, const int32_t *drafts,

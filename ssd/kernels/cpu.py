@@ -72,6 +72,7 @@ _SIGNATURES: dict[str, list[type]] = {
         *[_L, _L, _L, _L, _L, _L, _F, _P, _P, _L, _I, _I],
     ],
     "ssd_gumbel": [_P, _P, _L, _L, _Q, _Q, _Q, _I],
+    "ssd_best": [_P, _L, _P, _P, _P, _L, _L, _L, _I],
     "ssd_prepare_rows": [*[_P] * 17, *[_L] * 6],
     "ssd_accept": [*[_P] * 10, *[_L] * 3],
 }
@@ -93,6 +94,7 @@ class Kernels:
         self._rope_and_store = library.ssd_rope_and_store
         self._paged_attention = library.ssd_paged_attention
         self._gumbel = library.ssd_gumbel
+        self._best = library.ssd_best
         self.prepare_rows = library.ssd_prepare_rows  # these two take addresses, see `rounds_cpu`
         self.accept = library.ssd_accept
 
@@ -220,8 +222,8 @@ class Kernels:
         self._paged_attention(
             *(q.data_ptr(), q.stride(0), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()),
             *(query_start.data_ptr(), context_len.data_ptr(), block_tables.data_ptr(), table_rows.data_ptr()),
-            *(len(table_rows), block_tables.stride(0), k_cache.shape[1], heads, k_cache.shape[2], d, scale, positions, slots, depth),
-            *(q.dtype is torch.bfloat16, torch.get_num_threads()),
+            *(len(table_rows), block_tables.stride(0), k_cache.shape[1], heads, k_cache.shape[2], d, scale),
+            *(positions, slots, depth, q.dtype is torch.bfloat16, torch.get_num_threads()),
         )
         return out
 
@@ -232,6 +234,20 @@ class Kernels:
         threads = torch.get_num_threads()
         self._gumbel(keys.data_ptr(), out.data_ptr(), rows, vocab_size, golden, mix1, mix2, threads)
         return out
+
+    def best(self, scores: Tensor, count: int, excluded: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The `count` largest of each row of fp32 `scores` [R, V], in order: tokens int32, scores fp32 [R, count].
+
+        The lower token first where scores are equal; -inf comes with token 0. `excluded` (int32 [R]; -1: none) are
+        left out.
+        """
+        rows, vocab = scores.shape
+        tokens, values = torch.empty(rows, count, dtype=torch.int32), torch.empty(rows, count, dtype=torch.float32)
+        self._best(
+            *(scores.data_ptr(), scores.stride(0), None if excluded is None else excluded.data_ptr()),
+            *(tokens.data_ptr(), values.data_ptr(), rows, vocab, count, torch.get_num_threads()),
+        )
+        return tokens, values
 
 
 @functools.cache

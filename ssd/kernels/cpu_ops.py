@@ -13,6 +13,10 @@ class CpuOps:
 
     def __init__(self, kernels: cpu.Kernels) -> None:
         self._kernels = kernels
+        self.prepare = kernels.pack_linear
+        self.embedding = kernels.embedding
+        self.linear = self.gated_linear = kernels.linear  # a gated weight knows that it is
+        self.rms_norm = kernels.rms_norm
 
     @classmethod
     def load(cls) -> CpuOps | None:
@@ -25,29 +29,6 @@ class CpuOps:
 
     def tile_tokens(self, heads: HeadShape, split_kv: bool) -> int:
         return 1 << 30  # one tile per sequence: tiles are not used here
-
-    def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> cpu.PackedWeight:
-        return self._kernels.pack_linear(weight, gated)
-
-    def embedding(self, weight: cpu.PackedWeight, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._kernels.embedding(weight, token_ids)
-
-    def linear(
-        self,
-        x: torch.Tensor,
-        weight: cpu.PackedWeight,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        *,
-        float32: bool = False,
-    ) -> torch.Tensor:
-        return self._kernels.linear(x, weight, bias, residual, float32=float32)
-
-    def gated_linear(self, x: torch.Tensor, weight: cpu.PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return self._kernels.linear(x, weight, bias)
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return self._kernels.rms_norm(x, weight, eps)
 
     def rope_and_store(
         self,

@@ -6,6 +6,7 @@ are *row-invariant*: a row's bits never depend on how many rows are computed tog
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,7 +46,7 @@ class HeadShape:
     num_kv_heads: int
     head_dim: int
 
-    @property
+    @functools.cached_property
     def scale(self) -> float:
         return float(self.head_dim**-0.5)
 

@@ -106,7 +106,8 @@ def _attend_branches(
     out = torch.zeros_like(q)
     positions, slots = batch.positions.tolist(), batch.slot_mapping.tolist()
     in_block = torch.arange(k_cache.shape[1], device=q.device)
-    for table, rows in zip(batch.block_tables[batch.table_rows], itertools.pairwise(batch.query_start.tolist()), strict=True):
+    tables = batch.block_tables[batch.table_rows]
+    for table, rows in zip(tables, itertools.pairwise(batch.query_start.tolist()), strict=True):
         shared = (table[:, None] * k_cache.shape[1] + in_block).flatten()
         for row in range(*rows):
             if slots[row] < 0:

@@ -8,6 +8,7 @@ import torch
 from ssd.kernels import cpu
 
 _Ints = np.ndarray
+_LOWEST = np.float32(-1e38)
 
 
 def _token_at(slot: _Ints, position: _Ints, length: _Ints, token_ids: torch.Tensor, drafts: torch.Tensor) -> _Ints:
@@ -208,7 +209,5 @@ def keep_best(
     max_confidence: float,
 ) -> None:
     chain.numpy()[: len(best), column] = best.numpy()[:, 0]
-    values = scores.numpy()
-    with np.errstate(invalid="ignore"):  # -inf less -inf: there is no second token
-        margin = values[:, 0] - values[:, 1]
-    confidence.numpy()[: len(best), column] = np.where(np.isnan(margin), 0.0, np.minimum(margin, max_confidence))
+    finite = np.maximum(scores.numpy(), _LOWEST)  # -inf less -inf, where there is no token at all, has to be 0
+    confidence.numpy()[: len(best), column] = np.minimum(finite[:, 0] - finite[:, 1], max_confidence)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ssd.core import SamplingParams
+from ssd.kernels import cpu
 from ssd.sampling import noise
 from ssd.sampling.noise import Stream
 
@@ -161,11 +162,7 @@ class Sampler:
 
     def choose(self, logits: torch.Tensor, rows: Rows, needs: Needs) -> torch.Tensor:
         """The token of every row: int32 [R]. `needs.adjusted` changes the logits."""
-        if logits.is_cuda:
-            return self.best(logits, rows, needs, 1)[0][:, 0]
-        if needs.adjusted:
-            self.adjust(logits, rows)
-        return _argmax(self._scores(logits, rows, needs)).int()
+        return self.best(logits, rows, needs, 1)[0][:, 0]
 
     def best(
         self, logits: torch.Tensor, rows: Rows, needs: Needs, count: int, excluded: torch.Tensor | None = None
@@ -208,7 +205,7 @@ class Sampler:
 
     def draw(self, distribution: torch.Tensor, rows: Rows, stream: Stream) -> torch.Tensor:
         """A sample of each distribution [R, V] (not necessarily normalised) with a stream's noise: int64 [R]."""
-        return _argmax(distribution.log() + noise.gumbel_of(self._keys(rows, stream), distribution.shape[-1]))
+        return (distribution.log() + noise.gumbel_of(self._keys(rows, stream), distribution.shape[-1])).argmax(dim=-1)
 
     def _keys(self, rows: Rows, stream: Stream) -> torch.Tensor:
         return noise.position_keys(self.columns.seed_key[rows.slots.clamp(min=0)], rows.positions, stream)
@@ -322,40 +319,20 @@ def _first(key: np.ndarray, weight: np.ndarray, limit: float) -> np.ndarray:
 
 
 def _largest(scores: torch.Tensor, count: int, excluded: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` largest scores of each row. For two, repeated numpy argmax is several times as fast as torch.topk."""
-    if count > 1 or excluded is not None:
-        scores = scores.clone()
+    """`Sampler.best` of scores on a CPU."""
+    kernels = cpu.load()
+    if kernels is not None:
+        return kernels.best(scores, count, excluded)
     if excluded is not None:
         named = (excluded >= 0).nonzero()[:, 0]
+        scores = scores.clone()
         scores[named, excluded[named].long()] = -torch.inf
-    tokens = torch.zeros((len(scores), count), dtype=torch.int32)
-    values = torch.full((len(scores), count), -torch.inf)
-    if count > 2:
-        _fill_largest(scores, tokens.numpy(), values.numpy())
-        return tokens, values
-    for i in range(min(count, scores.shape[-1])):
-        token = _argmax(scores)[:, None]
-        value = scores.gather(-1, token)
-        tokens[:, i : i + 1] = torch.where(value == -torch.inf, 0, token)
-        values[:, i : i + 1] = value
-        if i + 1 < count:
-            scores.scatter_(-1, token, -torch.inf)
-    return tokens, values
-
-
-def _fill_largest(scores: torch.Tensor, tokens: np.ndarray, values: np.ndarray) -> None:
-    """The largest scores of each row, in order, the lower token first where they are equal (topk promises neither)."""
-    count = min(tokens.shape[1], scores.shape[-1])
-    least = scores.topk(count, dim=-1).values[:, -1].numpy()
+    tokens, values = torch.zeros((len(scores), count), dtype=torch.int32), torch.full((len(scores), count), -torch.inf)
     for i, row in enumerate(scores.numpy()):
-        found = np.flatnonzero((row >= least[i]) & (row > -np.inf))
-        found = found[np.argsort(-row[found], kind="stable")][:count]
-        tokens[i, : len(found)], values[i, : len(found)] = found, row[found]
-
-
-def _argmax(x: torch.Tensor) -> torch.Tensor:
-    """First index of the maximum of each row: int64 [R] (numpy's is six times as fast as torch's on a CPU)."""
-    return x.argmax(dim=-1) if x.is_cuda else torch.from_numpy(x.numpy().argmax(axis=-1))
+        found = np.argsort(-row, kind="stable")[:count]
+        found = found[row[found] > -np.inf]
+        tokens.numpy()[i, : len(found)], values.numpy()[i, : len(found)] = found, row[found]
+    return tokens, values
 
 
 def _send(values: np.ndarray, to: torch.Tensor) -> None:

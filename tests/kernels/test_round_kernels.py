@@ -1,4 +1,4 @@
-"""The Triton kernels of a round against the ones in numpy: in Triton's interpreter on a CPU, for real on a GPU."""
+"""The Triton kernels of a round against the ones of a CPU: in Triton's interpreter on a CPU, for real on a GPU."""
 
 from __future__ import annotations
 
@@ -94,6 +94,7 @@ def inputs_of(batch: Batch, *, gather: bool, device: torch.device, padding: int 
     return inputs
 
 
+@pytest.mark.usefixtures("host_kernels")
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_rows(monkeypatch: pytest.MonkeyPatch, seed: int, gather: bool) -> None:
@@ -134,6 +135,7 @@ def test_nothing_is_written_beyond_the_blocks(monkeypatch: pytest.MonkeyPatch) -
         assert (inputs.slot_mapping[written:] == -1).all()
 
 
+@pytest.mark.usefixtures("host_kernels")
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_acceptance(monkeypatch: pytest.MonkeyPatch, seed: int, gather: bool) -> None:

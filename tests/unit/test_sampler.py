@@ -131,6 +131,7 @@ class Case:
         return naive_best(x, p, p.seed or 0, int(self.rows.positions[i]), count, excluded)
 
 
+@pytest.mark.usefixtures("host_kernels")
 @pytest.mark.parametrize("seed", range(12))
 def test_the_naive_sampler_chooses_the_same(seed: int) -> None:
     case = Case(seed)
