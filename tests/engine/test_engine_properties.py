@@ -25,7 +25,7 @@ from ssd.core import Proposal, SamplingParams, Work
 from ssd.errors import EngineFailed, RequestError
 
 EngineMachine.TestCase.settings = settings(
-    max_examples=80, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=50, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestEngineMachine = EngineMachine.TestCase
 

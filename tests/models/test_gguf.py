@@ -60,6 +60,7 @@ def test_the_real_config(real: GGUFCheckpoint, smollm2_reference: Any) -> None:
     assert real.stop_token_ids == (2,)
 
 
+@pytest.mark.slow  # tests/models/test_real_model.py compares tokens
 def test_every_real_weight_equals_transformers(real: GGUFCheckpoint, smollm2_reference: Any) -> None:
     """Catches wrong names, a wrong order of dimensions, and q and k left permuted."""
     expected = smollm2_reference.state_dict()
