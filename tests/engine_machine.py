@@ -61,7 +61,7 @@ class Asked:
     prompt: list[int]
     params: SamplingParams
     aborted: bool = False
-    failed: bool = False  # one of its rounds did
+    failed: bool = False  # one of its rounds did: it was repeated, or failed if it was alone in it or in three of them
     ended: bool = False  # its answer was there before that
 
     def expected(self, index: int) -> Expected:
@@ -70,7 +70,7 @@ class Asked:
 
 def check_output(asked: Asked, output: RequestOutput) -> None:
     assert output.prompt_token_ids == asked.prompt
-    assert (output.error is not None) == asked.failed
+    assert output.error is None or asked.failed
     assert [sample.index for sample in output.samples] == list(range(asked.params.n))
     for sample in output.samples:
         expected = asked.expected(sample.index)
@@ -249,8 +249,9 @@ class EngineMachine(RuleBasedStateMachine):
         assert metrics.num_requests == metrics.num_finished == len(self.asked)
         assert metrics.num_aborted == sum(asked.aborted for asked in self.asked.values())
         assert metrics.num_refused == self.refused
-        assert metrics.num_failed == sum(asked.failed for asked in self.asked.values())
-        assert metrics.num_rounds == len(self.harness.decoder.batches) - self.num_lost
+        assert metrics.num_failed == sum(output.error is not None for output in self.harness.outputs.values())
+        lost = len(self.harness.decoder.batches) - metrics.num_rounds
+        assert self.num_lost <= lost <= 2 * self.num_lost  # the one in flight, too
         assert metrics.prompt_tokens == sum(sample.metrics.prompt_tokens for sample in samples)
         assert metrics.cached_prompt_tokens == sum(sample.metrics.cached_tokens for sample in samples)
         assert metrics.output_tokens == sum(len(sample.token_ids) for sample in samples)

@@ -112,26 +112,24 @@ class Engine:
         """Launches the next round, then commits the one before it, which ran on the device meanwhile.
 
         Where rounds are synchronous (a CPU, a drafter or an acceptance rule that needs the host), the new round is
-        committed as well. A round that raises fails its own requests only.
+        committed as well. A round that raises is repeated request by request, and fails the one at fault only.
         """
         if self._in_flight is not None and self.round.synchronous:
-            self._collect()
+            self.flush()
         works = self._schedule()
         before, self._in_flight = self._in_flight, None
-        if works:
-            self._launch(works)
+        error = self._launch(works) if works else None
         if before is not None:
             self._commit_round(before)
+        if error is not None:
+            self._round_failed(works, error)
         if self._in_flight is not None and self.round.synchronous:
-            self._collect()
+            self.flush()
         deltas, self._deltas = self._deltas, []
         return deltas
 
     def flush(self) -> None:
         """Commits the round in flight, if there is one."""
-        self._collect()
-
-    def _collect(self) -> None:
         round_, self._in_flight = self._in_flight, None
         if round_ is not None:
             self._commit_round(round_)
@@ -140,7 +138,7 @@ class Engine:
         self.scheduler.lookahead = self.round.drafter.lookahead
         works = self.scheduler.schedule()
         if works is None:  # KV blocks are short: collect the round in flight before preempting
-            self._collect()
+            self.flush()
             works = self.scheduler.schedule() or []
         for sequence in self.scheduler.preempted:
             self.round.forget(sequence)
@@ -153,14 +151,15 @@ class Engine:
                 self.metrics.cached_prompt_tokens += sequence.metrics.cached_tokens
         return works
 
-    def _launch(self, works: list[Work]) -> None:
+    def _launch(self, works: list[Work]) -> Exception | None:
+        """Launches a round; returns the exception if it raised."""
         try:
             self._in_flight = self.round.launch(works)
         except Exception as error:
-            self._fail(works, error)
-        else:
-            for work in self._in_flight.works:
-                work.sequence.in_flight = work
+            return error
+        for work in self._in_flight.works:
+            work.sequence.in_flight = work
+        return None
 
     def _commit_round(self, round_: InFlight) -> None:
         """Waits for a round, appends its tokens to the sequences, and passes the outcomes to the drafter."""
@@ -169,7 +168,7 @@ class Engine:
             outcomes, seconds = self.round.collect(round_)
         except Exception as error:
             self._clear_in_flight(works)
-            self._fail(works, error)
+            self._round_failed(works, error)
             return
         self._num_failures = 0
         self._clear_in_flight(works)
@@ -236,6 +235,7 @@ class Engine:
         if outcome is None:
             self.scheduler.pool.commit(kv, sequence.tokens)
             return
+        self.scheduler.acquit(sequence)
         processor = self._processors[sequence.id]
         reason = processor.append(outcome)
         num_new = len(sequence.tokens) - num_before
@@ -274,21 +274,48 @@ class Engine:
             if processor.sequence.status is not Status.FINISHED:
                 self._finish(processor, reason, now)
 
-    def _fail(self, works: Seq[Work], error: Exception) -> None:
-        """Fails the requests of a round that raised; after _MOST_FAILURES in a row, all requests and the engine."""
-        request_ids = {work.sequence.request.id for work in works}
-        log.error("a round failed, and with it all requests in it: %s", _named(error))
+    def _round_failed(self, works: Seq[Work], error: Exception) -> None:
+        """Handles a round that raised.
+
+        A request that was alone in it fails. Several are computed again from their tokens, one at a time. After
+        _MOST_FAILURES rounds in a row all requests fail, and the engine.
+        """
+        log.error("a round failed: %s", _named(error))
         log.debug("how it failed", exc_info=error)
+        works = [*works, *self._discard_in_flight()]
         self._num_failures += 1
+        sequences = list(dict.fromkeys(work.sequence for work in works if work.sequence.status is not Status.FINISHED))
+        involved = {sequence.request.id for sequence in sequences}
+        for request_id in involved:
+            self._requests[request_id].failed_rounds += 1
+        failed = involved
         if self._num_failures == _MOST_FAILURES:
             log.error("%d rounds in a row have failed: the engine ends everything and takes no more", _MOST_FAILURES)
             self._failure = error.with_traceback(None)  # a traceback keeps the round's tensors alive
-            request_ids = set(self._requests)
-        for request_id in request_ids & self._requests.keys():
-            self._requests[request_id].error = f"the round that computed this request failed: {_named(error)}"
-            self.metrics.num_failed += 1
-            self._end(request_id, "error")
+            failed = set(self._requests)
+        elif len(involved) > 1:
+            failed = {id_ for id_ in involved if self._requests[id_].failed_rounds == _MOST_FAILURES}
+            self.scheduler.suspect(sequences)
+        for request_id in failed:
+            self._fail(request_id, f"the round that computed this request failed: {_named(error)}")
         self._release()
+
+    def _discard_in_flight(self) -> Seq[Work]:
+        """Waits for the round in flight, which began with what a failed one left behind; returns its works."""
+        round_, self._in_flight = self._in_flight, None
+        if round_ is None:
+            return ()
+        try:
+            self.round.collect(round_)
+        except Exception as error:
+            log.debug("the round after a failed one failed, too", exc_info=error)
+        self._clear_in_flight(round_.works)
+        return round_.works
+
+    def _fail(self, request_id: str, error: str) -> None:
+        self._requests[request_id].error = error
+        self.metrics.num_failed += 1
+        self._end(request_id, "error")
 
 
 def _named(error: Exception) -> str:

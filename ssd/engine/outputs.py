@@ -114,6 +114,7 @@ class RunningRequest:
     request: Request
     processors: list[OutputProcessor]  # one per sample
     error: str | None = None
+    failed_rounds: int = 0  # that it was in
 
     @property
     def finished(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 from ssd.core import Sequence, Status, Work
 from ssd.kv.blocks import BlockPool
@@ -33,6 +34,7 @@ class Scheduler:
         self.leaving: list[Sequence] = []  # finished, but a round in flight writes to their blocks
         self.preempted: list[Sequence] = []  # since the list was last cleared by the engine
         self.admitted: list[Sequence] = []  # by the last `schedule`
+        self.suspects: list[Sequence] = []  # of a round that failed: each runs alone until it has decided a token
         self.num_preemptions = 0
         self._slots = list(range(num_slots or max_num_seqs))  # that are free
 
@@ -49,7 +51,9 @@ class Scheduler:
         None: a sequence must be preempted, and the round in flight must be collected before that.
         """
         self.admitted = []
-        works = self._reserve(self._plan_running())
+        if self.suspects:
+            return self._schedule_alone(self.suspects[0])
+        works = self._reserve(self._plan(self.running))
         if works is None:
             return None
         budget = self.max_num_batched_tokens - sum(work.cost for work in works)
@@ -63,6 +67,7 @@ class Scheduler:
         elif sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
         sequence.status = Status.FINISHED
+        self.acquit(sequence)
 
     def released(self) -> list[Sequence]:
         """Frees blocks and slots of finished sequences that are in no round in flight; returns those."""
@@ -83,6 +88,30 @@ class Scheduler:
         self.num_preemptions += 1
         self.preempted.append(sequence)
         self.waiting.appendleft(sequence)
+
+    def suspect(self, sequences: Seq[Sequence]) -> None:
+        """Preempts sequences of a round that failed; each runs alone until `acquit`, so that the one at fault is found.
+
+        No round is in flight.
+        """
+        for sequence in reversed(sequences):  # the oldest gets to the head of the queue
+            if sequence.status is Status.RUNNING:
+                self.preempt(sequence)
+        self.suspects += [s for s in sequences if s.status is Status.WAITING and s not in self.suspects]
+
+    def acquit(self, sequence: Sequence) -> None:
+        """Lets a suspect run together with others again."""
+        if sequence in self.suspects:
+            self.suspects.remove(sequence)
+
+    def _schedule_alone(self, sequence: Sequence) -> list[Work] | None:
+        if sequence.status is Status.RUNNING:
+            return self._reserve(self._plan([sequence]))
+        while (work := self._admit_one(sequence, self.max_num_batched_tokens)) is None:
+            if self.leaving or any(s.in_flight is not None for s in self.running):
+                return None
+            self.preempt(self.running[-1])
+        return [work]
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.kv)
@@ -109,14 +138,14 @@ class Scheduler:
             return 0
         return max(0, min(self.lookahead, sequence.max_tokens - sequence.least_len - 1))
 
-    def _plan_running(self) -> list[Work]:
-        """Works within `max_num_batched_tokens`: one token per decoding sequence, then drafts, then prefill chunks.
+    def _plan(self, running: Seq[Sequence]) -> list[Work]:
+        """Works of running sequences within `max_num_batched_tokens`: one token per decoding sequence, then drafts, then prefill chunks.
 
         Sequences that reach their maximum length in the round in flight are left out.
         """
         budget = self.max_num_batched_tokens
         works: list[Work] = []
-        unfinished = [s for s in self.running if s.least_len < s.max_tokens]
+        unfinished = [s for s in running if s.least_len < s.max_tokens]
         decoding = [s for s in unfinished if s.next_pending == 1]
         for i, sequence in enumerate(decoding):
             works.append(self._work(sequence, budget - (len(decoding) - i - 1)))
@@ -142,27 +171,33 @@ class Scheduler:
 
     def _admit(self, budget: int) -> list[Work]:
         works: list[Work] = []
-        while self.waiting and len(self.running) < self.max_num_seqs and self._slots and budget > 0:
-            sequence = self.waiting[0]
-            if self._sibling_is_prefilling(sequence):
+        while self.waiting and budget > 0:
+            work = self._admit_one(self.waiting[0], budget)
+            if work is None:
                 break
-            cached = self.pool.attach_prefix(sequence.kv, sequence.tokens)
-            if not self._fits(sequence):
-                self.pool.release(sequence.kv)
-                break
-            sequence.slot = self._slots.pop()
-            work = self._work(sequence, budget)
-            budget -= work.cost
-            if not self.pool.grow(sequence.kv, _reach(work)):
-                raise AssertionError("admission was granted without enough free blocks")
-            self.waiting.popleft()
-            self.running.append(sequence)
-            self.admitted.append(sequence)
-            sequence.status = Status.RUNNING
-            if sequence.metrics.preemptions == 0:
-                sequence.metrics.cached_tokens = cached
             works.append(work)
+            budget -= work.cost
         return works
+
+    def _admit_one(self, sequence: Sequence, budget: int) -> Work | None:
+        """Admits a waiting sequence; None if there is no room for it now."""
+        if len(self.running) >= self.max_num_seqs or not self._slots or self._sibling_is_prefilling(sequence):
+            return None
+        cached = self.pool.attach_prefix(sequence.kv, sequence.tokens)
+        if not self._fits(sequence):
+            self.pool.release(sequence.kv)
+            return None
+        sequence.slot = self._slots.pop()
+        work = self._work(sequence, budget)
+        if not self.pool.grow(sequence.kv, _reach(work)):
+            raise AssertionError("admission was granted without enough free blocks")
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        self.admitted.append(sequence)
+        sequence.status = Status.RUNNING
+        if sequence.metrics.preemptions == 0:
+            sequence.metrics.cached_tokens = cached
+        return work
 
     def _sibling_is_prefilling(self, sequence: Sequence) -> bool:
         """Samples of one request wait for the first one's prefill, and then find the prompt in the prefix cache."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import pytest
 from engine_machine import BASE, EOS, EngineMachine
@@ -22,6 +24,7 @@ from fakes import (
 from hypothesis import HealthCheck, settings
 
 from ssd.core import Proposal, SamplingParams, Work
+from ssd.decoding.round import InFlight
 from ssd.errors import EngineFailed, RequestError
 
 EngineMachine.TestCase.settings = settings(
@@ -162,20 +165,21 @@ def test_parameters_of_all_kinds_side_by_side() -> None:
 
 
 def test_a_failing_target_leaves_the_books_in_order() -> None:
-    """Catches a failing round that costs a request which was not in it, or that leaves blocks behind."""
+    """Catches a failing round that costs a request which was not alone in it, or that leaves blocks behind."""
     harness = make_harness(max_num_batched_tokens=5, stop_token_ids=EOS)
     wanted = crowd(harness, [SamplingParams(temperature=0.8, seed=i, n=1 + i % 2, max_new_tokens=9) for i in range(40)])
-    calls, lost = itertools.count(1), set()
+    calls, lost, repeated = itertools.count(1), set(), collections.Counter[str]()
 
     def flaky(batch: SeenBatch) -> None:
-        if next(calls) % 19 == 0:
-            lost.update(sequence.request.id for sequence in batch.sequences)
+        if next(calls) % 4 == 0:
+            involved = {sequence.request.id for sequence in batch.sequences}
+            repeated.update(involved)
+            lost.update(name for name in involved if len(involved) == 1 or repeated[name] == 3)
             raise MemoryError("out of memory\nin detail")
 
     harness.decoder.before = flaky
     outputs = harness.drain()
-    assert lost
-    assert lost < wanted.keys()
+    assert 0 < len(lost) < len(repeated) <= len(wanted)
     for name, output in outputs.items():
         reasons = [sample.finish_reason for sample in output.samples]
         if name in lost:
@@ -189,6 +193,36 @@ def test_a_failing_target_leaves_the_books_in_order() -> None:
             )
     assert harness.engine.metrics.num_failed == len(lost)
     assert harness.engine.metrics.num_finished == len(wanted)
+    assert harness.engine.scheduler.pool.num_free == harness.engine.scheduler.pool.num_blocks
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("when_collected", [False, True])
+def test_a_request_that_always_fails_fails_alone(run_ahead: bool, when_collected: bool) -> None:
+    """Catches a poison request that costs others their answers, or that is tried for ever."""
+    harness = make_harness(stop_token_ids=EOS)
+    harness.engine.round.run_ahead = run_ahead
+    wanted = crowd(harness, [SamplingParams(temperature=0.8, seed=i, n=1 + i % 2, max_new_tokens=9) for i in range(12)])
+    collect = harness.engine.round.collect
+
+    def poisoned(names: list[str]) -> None:
+        if "request-5" in names and len(harness.decoder.batches) > 3:
+            raise ValueError("poison")
+
+    def collect_poisoned(round_: InFlight) -> Any:
+        found = collect(round_)
+        poisoned([work.sequence.request.id for work in round_.works])
+        return found
+
+    if when_collected:
+        harness.engine.round.collect = collect_poisoned  # type: ignore[method-assign]
+    else:
+        harness.decoder.before = lambda batch: poisoned([s.request.id for s in batch.sequences])
+    outputs = harness.drain()
+    assert outputs.pop("request-5").finish_reason == "error"
+    assert len(outputs) == len(wanted) - 1
+    for name, output in outputs.items():
+        assert (output.error, output.token_ids) == (None, wanted[name].token_ids)
     assert harness.engine.scheduler.pool.num_free == harness.engine.scheduler.pool.num_blocks
 
 
