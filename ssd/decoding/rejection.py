@@ -69,10 +69,12 @@ class RejectionTarget(Target):
         ]
         drawn = self._draw(trials, logits, rows, needs) if trials else {}
         chosen = self.sampler.choose(logits, rows, needs).tolist() if len(logits) else []
-        return [
-            drawn[id(work)] if id(work) in drawn else _while_equal(work, chosen[start : start + work.num_logits])
-            for work, start in zip(works, starts, strict=True)
-        ]
+        found = []
+        for work, start in zip(works, starts, strict=True):
+            own = chosen[start : start + work.num_logits]
+            usual = drawn[id(work)] if id(work) in drawn else _while_equal(work, own)
+            found.append([-1] if -1 in own else usual)
+        return found
 
     def _draw(self, trials: Seq[_Trial], logits: torch.Tensor, rows: Rows, needs: Needs) -> dict[int, list[int]]:
         wanted = [trial.first_row + j for trial in trials for j in range(trial.work.num_logits)]

@@ -538,7 +538,7 @@ class DraftRunner:
     def _rank_tokens(self, logits: torch.Tensor, rows: Rows, needs: Needs, excluded: torch.Tensor) -> torch.Tensor:
         """The RANKS likeliest tokens of each row, best first, without the excluded one: int32 [R, RANKS]."""
         if not self.rejection:
-            return self.sampler.best(logits, rows, needs, RANKS, excluded)[0]
+            return self.sampler.best(logits, rows, needs, RANKS, excluded)[0].clamp_(min=0)
         q = self.sampler.distribution(logits, rows, needs)
         index = excluded.long()[:, None]
         q = torch.where(index >= 0, q.scatter(-1, index.clamp(min=0), 0.0), q)

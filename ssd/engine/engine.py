@@ -32,6 +32,10 @@ from ssd.text.tokenizer import Tokenizer
 
 log = logging.getLogger("ssd")
 _MOST_FAILURES = 3  # rounds in a row
+_NO_CHOICE = (
+    "there is no token to choose: the model's logits are NaN or infinite (check its weights, or try another dtype), "
+    "or logit_bias and min_tokens forbid every token"
+)
 
 
 class Engine:
@@ -236,6 +240,9 @@ class Engine:
             self.scheduler.pool.commit(kv, sequence.tokens)
             return
         self.scheduler.acquit(sequence)
+        if outcome.token_ids[-1] < 0:
+            self._fail(sequence.request.id, _NO_CHOICE)
+            return
         processor = self._processors[sequence.id]
         reason = processor.append(outcome)
         num_new = len(sequence.tokens) - num_before

@@ -139,7 +139,7 @@ class Scheduler:
         return max(0, min(self.lookahead, sequence.max_tokens - sequence.least_len - 1))
 
     def _plan(self, running: Seq[Sequence]) -> list[Work]:
-        """Works of running sequences within `max_num_batched_tokens`: one token per decoding sequence, then drafts, then prefill chunks.
+        """Works within `max_num_batched_tokens`: one token per decoding sequence, then drafts, then prefill chunks.
 
         Sequences that reach their maximum length in the round in flight are left out.
         """

@@ -912,13 +912,14 @@ void ssd_gumbel(const int64_t *keys, float *out, long rows, long vocab, int64_t 
 
 /* ---------------------------------------------------------------- best
  * The `count` largest scores of each row, in order, the lower token first where they are equal; `excluded` (or NULL): a
- * token of each row that does not count, -1: none.  -inf comes with token 0. */
+ * token of each row that does not count, -1: none.  -inf comes with token 0, and the first token is -1 if the row has no
+ * choice: all are -inf, or some are NaN or +inf. */
 #define SCAN (8 * VL) /* scores that are compared with the smallest one found so far at once */
 
-static int any_above(const float *x, float limit) {
+static int any_not_below(const float *x, float limit) { /* NaN is never below */
     vf bound = (vf){0} + limit;
     vi above = {0};
-    UNROLL for (int i = 0; i < SCAN / VL; i++) above |= vload(x + i * VL) > bound;
+    UNROLL for (int i = 0; i < SCAN / VL; i++) above |= ~(vload(x + i * VL) < bound);
     int32_t found = 0;
     UNROLL for (int i = 0; i < VL; i++) found |= above[i];
     return found != 0;
@@ -928,8 +929,12 @@ static void best_row(const float *x, long vocab, long count, long excluded, int3
     for (long i = 0; i < count; i++) tokens[i] = 0, values[i] = -INFINITY;
     for (long start = 0; start < vocab; start += SCAN) {
         long end = min_l(vocab, start + SCAN);
-        if (end - start == SCAN && !any_above(x + start, values[count - 1])) continue;
+        if (end - start == SCAN && !any_not_below(x + start, values[count - 1])) continue;
         for (long t = start; t < end; t++) {
+            if (!(x[t] < INFINITY)) {
+                tokens[0] = -1, values[0] = INFINITY;
+                return;
+            }
             if (!(x[t] > values[count - 1]) || t == excluded) continue;
             long place = count - 1;
             for (; place > 0 && values[place - 1] < x[t]; place--)
@@ -937,6 +942,7 @@ static void best_row(const float *x, long vocab, long count, long excluded, int3
             values[place] = x[t], tokens[place] = (int32_t)t;
         }
     }
+    if (values[0] == -INFINITY) tokens[0] = -1;
 }
 
 void ssd_best(const float *scores, long ld, const int32_t *excluded, int32_t *tokens, float *values, long rows,
@@ -986,7 +992,7 @@ void ssd_accept(const int32_t *chosen, const int32_t *slots, const int32_t *firs
         const int32_t *new_tokens = chosen + first_row[work], *draft = drafts + slot * width;
         int32_t *text = token_ids + slot * columns, *row = out + work * (3 + 2 * width);
         while (accepted < count - 1 && draft[accepted] == new_tokens[accepted]) accepted++;
-        for (long i = 0; i <= accepted && length[slot] < columns; i++) text[length[slot]++] = new_tokens[i];
+        for (long i = 0; i <= accepted && length[slot] < columns; i++) text[length[slot]++] = (int32_t)max_l(new_tokens[i], 0);
         num_accepted[slot] = (int32_t)accepted;
         row[0] = (int32_t)accepted + 1;
         row[1] = origin[slot];

@@ -239,7 +239,7 @@ class Kernels:
         """The `count` largest of each row of fp32 `scores` [R, V], in order: tokens int32, scores fp32 [R, count].
 
         The lower token first where scores are equal; -inf comes with token 0. `excluded` (int32 [R]; -1: none) are
-        left out.
+        left out. The first token is -1 if a row has no choice: all are -inf, or some are NaN or +inf.
         """
         rows, vocab = scores.shape
         tokens, values = torch.empty(rows, count, dtype=torch.int32), torch.empty(rows, count, dtype=torch.float32)

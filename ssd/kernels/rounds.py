@@ -148,12 +148,12 @@ def _accept_kernel(
     count = tl.load(num_logits_ptr + work)
     j = tl.arange(0, BLOCK)
     chosen = tl.load(chosen_ptr + first + j, mask=j < count, other=0)
-    chosen = tl.minimum(tl.maximum(chosen, 0), vocab_size - 1)  # logits beyond the end of a sequence are undefined
+    chosen = tl.minimum(chosen, vocab_size - 1)  # logits beyond the end of a sequence are undefined
     draft = tl.load(drafts_ptr + slot * draft_stride + j, mask=j < count - 1, other=-1)
     equal = (chosen == draft) & (j < count - 1)
     accepted = tl.min(tl.where(equal, BLOCK, j), axis=0)
     decided = (j <= accepted) & (length + j < max_len)
-    tl.store(token_ids_ptr + slot * token_stride + length + j, chosen, mask=decided)
+    tl.store(token_ids_ptr + slot * token_stride + length + j, tl.maximum(chosen, 0), mask=decided)
     tl.store(length_ptr + slot, tl.minimum(length + accepted + 1, max_len))
     tl.store(accepted_ptr + slot, accepted)
     out = out_ptr + work * out_stride
@@ -180,6 +180,7 @@ def accept(
     """Accepts draft tokens while they equal the target's choice, then adds the target's own token.
 
     Row w of `out`: number of new tokens, origin of the draft, the new tokens (K + 1 columns), the draft (K columns).
+    A choice of -1 (there is none) is passed on to the host in `out`, and token 0 to the next round.
     """
     _accept_kernel[(len(slots),)](
         *(chosen, slots, first_row, num_logits, length, token_ids, drafts, num_accepted, origin, out),
@@ -471,7 +472,8 @@ def _keep_kernel(
     row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     inside = row < num_rows
     at = row * chain_stride + column
-    tl.store(chain_ptr + at, tl.load(best_ptr + row * best_stride, mask=inside, other=0), mask=inside)
+    token = tl.load(best_ptr + row * best_stride, mask=inside, other=0)
+    tl.store(chain_ptr + at, tl.maximum(token, 0), mask=inside)  # -1: there is no choice
     one = tl.load(scores_ptr + row * best_stride, mask=inside, other=0.0)
     two = tl.load(scores_ptr + row * best_stride + 1, mask=inside, other=0.0)
     margin = one - two

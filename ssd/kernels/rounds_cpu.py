@@ -86,7 +86,7 @@ def accept(
         accepted = next((j for j, token in enumerate(draft) if token != new[j]), count - 1)
         begin = int(lengths[slot])
         end = min(begin + accepted + 1, texts.shape[1])
-        texts[slot, begin:end] = new[: end - begin]
+        texts[slot, begin:end] = np.maximum(new[: end - begin], 0)
         lengths[slot], num_accepted_of[slot] = end, accepted
         results[work, 0], results[work, 1] = accepted + 1, origins[slot]
         results[work, 2 : 2 + count] = new
@@ -208,6 +208,6 @@ def keep_best(
     column: int,
     max_confidence: float,
 ) -> None:
-    chain.numpy()[: len(best), column] = best.numpy()[:, 0]
+    chain.numpy()[: len(best), column] = np.maximum(best.numpy()[:, 0], 0)
     finite = np.maximum(scores.numpy(), _LOWEST)  # -inf less -inf, where there is no token at all, has to be 0
     confidence.numpy()[: len(best), column] = np.minimum(finite[:, 0] - finite[:, 1], max_confidence)

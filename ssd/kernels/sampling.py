@@ -352,12 +352,15 @@ def _gumbel(seed_key, position, token, GOLDEN, MIX1, MIX2):
 
 
 @triton.jit
-def _store_best(x, token, ids_ptr, scores_ptr, COUNT: tl.constexpr):
-    """The COUNT largest scores with their tokens, the lower token first where scores are equal."""
+def _store_best(x, token, ids_ptr, scores_ptr, COUNT: tl.constexpr, NONE: tl.constexpr):
+    """The COUNT largest scores with their tokens, the lower token first where scores are equal.
+
+    -inf comes with token 0, and with NONE if it is the first.
+    """
     for i in tl.static_range(COUNT):
         best = tl.max(x, axis=0)
         chosen = tl.min(tl.where(x == best, token, 2147483647), axis=0)
-        tl.store(ids_ptr + i, tl.where(best > float("-inf"), chosen, 0))
+        tl.store(ids_ptr + i, tl.where(best > float("-inf"), chosen, NONE if i == 0 else 0))
         tl.store(scores_ptr + i, best)
         x = tl.where(token == chosen, float("-inf"), x)
 
@@ -396,6 +399,7 @@ def _score_kernel(
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf"))
     temperature = tl.load(temperature_ptr + column)
+    invalid = tl.max((x < float("inf")).to(tl.int32) ^ 1, axis=0) > 0  # NaN or +inf
     if temperature > 0:
         kept = token < vocab_size
         if TRUNCATED:
@@ -411,8 +415,10 @@ def _score_kernel(
             x = tl.full((BLOCK,), float("-inf"), tl.float32)
     if EXCLUDED:
         x = tl.where(token == tl.load(excluded_ptr + row), float("-inf"), x)
+    if invalid:  # these win, as token -1
+        x, token = tl.full((BLOCK,), float("inf"), tl.float32), tl.full((BLOCK,), -1, tl.int32)
     out = (row * tl.num_programs(1) + tl.program_id(1)) * COUNT
-    _store_best(x, token, ids_ptr + out, scores_ptr + out, COUNT)
+    _store_best(x, token, ids_ptr + out, scores_ptr + out, COUNT, 0)
 
 
 @triton.jit
@@ -424,7 +430,7 @@ def _merge_kernel(
     inside = (i < num) & (tl.load(slots_ptr + row) >= 0)
     token = tl.load(chunk_ids_ptr + row * num + i, mask=inside, other=2147483647)
     x = tl.load(chunk_scores_ptr + row * num + i, mask=inside, other=float("-inf"))
-    _store_best(x, token, ids_ptr + row * COUNT, scores_ptr + row * COUNT, COUNT)
+    _store_best(x, token, ids_ptr + row * COUNT, scores_ptr + row * COUNT, COUNT, -1)
 
 
 def best(

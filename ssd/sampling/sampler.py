@@ -161,7 +161,7 @@ class Sampler:
                 self._penalise(logits[i], slot, int(rows.positions[i]), columns.counts[slot], drafts)
 
     def choose(self, logits: torch.Tensor, rows: Rows, needs: Needs) -> torch.Tensor:
-        """The token of every row: int32 [R]. `needs.adjusted` changes the logits."""
+        """The token of every row, -1 if there is no choice: int32 [R]. `needs.adjusted` changes the logits."""
         return self.best(logits, rows, needs, 1)[0][:, 0]
 
     def best(
@@ -170,7 +170,8 @@ class Sampler:
         """The `count` tokens of the highest scores, the lower token where scores are equal: int32, float32 [R, count].
 
         Tokens that truncation leaves out, and the one of each row in `excluded` (int32 [R]; -1: none), score -inf;
-        a score of -inf comes with token 0. `needs.adjusted` changes the logits.
+        a score of -inf comes with token 0. The first token is -1 if there is no choice: all scores are -inf, or some
+        logits NaN or +inf. `needs.adjusted` changes the logits.
         """
         if needs.adjusted:
             self.adjust(logits, rows)
@@ -278,7 +279,7 @@ def top_logprobs(
     """Log-probabilities under the raw logits, of the tokens [R] and of the `count` likeliest (ids and values)."""
     log_p = torch.log_softmax(logits.double(), dim=-1)
     values, ids = log_p.topk(min(count, log_p.shape[-1]), dim=-1)
-    return log_p.gather(-1, tokens.long()[:, None])[:, 0], ids, values
+    return log_p.gather(-1, tokens.long().clamp(min=0)[:, None])[:, 0], ids, values
 
 
 def _kept(x: torch.Tensor, temperature: float, log_min_p: float, top_k: int, top_p: float) -> np.ndarray:
@@ -332,6 +333,8 @@ def _largest(scores: torch.Tensor, count: int, excluded: torch.Tensor | None) ->
         found = np.argsort(-row, kind="stable")[:count]
         found = found[row[found] > -np.inf]
         tokens.numpy()[i, : len(found)], values.numpy()[i, : len(found)] = found, row[found]
+        if not len(found) or not (row < np.inf).all():
+            tokens[i, 0] = -1
     return tokens, values
 
 

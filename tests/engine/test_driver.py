@@ -217,6 +217,28 @@ def test_ctrl_c_while_waiting_ends_the_request(harness: Harness, driver: Driver)
     wait_until_idle(driver)
 
 
+def test_ctrl_c_at_any_moment_leaves_the_engine_as_it_was(harness: Harness, driver: Driver) -> None:
+    """Catches an interrupt that reaches the bookkeeping: the engine's thread takes none."""
+    main, dice, interrupted = threading.main_thread().ident, random.Random(2), 0
+    for turn in range(60):
+        params = SamplingParams(max_new_tokens=12, temperature=0.7, seed=turn)
+        timer = threading.Timer(dice.random() * 0.02, lambda: signal.pthread_kill(main or 0, signal.SIGINT))
+        try:
+            timer.start()
+            submissions = driver.submit_many([([1, 2, turn % 5, i], params) for i in range(4)])
+            for i, submission in enumerate(submissions):
+                assert submission.result().token_ids == expected([1, 2, turn % 5, i], params)
+            timer.join()
+            time.sleep(0.001)
+        except KeyboardInterrupt:
+            interrupted += 1
+        timer.join()
+        driver.call(lambda engine: engine.check())
+    assert interrupted > 10
+    del submissions, submission
+    wait_until_idle(driver)
+
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import itertools
+import math
 from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
+import torch
 from engine_machine import BASE, EOS, EngineMachine
 from fakes import (
     VOCAB,
@@ -224,6 +227,33 @@ def test_a_request_that_always_fails_fails_alone(run_ahead: bool, when_collected
     for name, output in outputs.items():
         assert (output.error, output.token_ids) == (None, wanted[name].token_ids)
     assert harness.engine.scheduler.pool.num_free == harness.engine.scheduler.pool.num_blocks
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_logits_without_a_choice_fail_their_request_alone(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    """Catches token 0 written in place of an error, and an error that reaches other requests."""
+    harness = make_harness(stop_token_ids=EOS)
+    wanted = crowd(harness, [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_new_tokens=9) for i in range(8)])
+    compute = type(harness.decoder).__call__
+
+    def broken(decoder: Any, batch: Any, kv: Any) -> torch.Tensor:
+        logits = compute(decoder, batch, kv)
+        seen = decoder.batches[-1]
+        for row, source in enumerate(seen.logit_rows):
+            sequence = seen.sequences[bisect.bisect_right(seen.query_start, source) - 1]
+            if sequence.request.id in ("request-3", "request-4") and len(sequence.tokens) > sequence.num_prompt + 2:
+                logits[row] = value
+        return logits
+
+    monkeypatch.setattr(type(harness.decoder), "__call__", broken)
+    outputs = harness.drain()
+    for name, output in outputs.items():
+        if name in ("request-3", "request-4"):
+            assert output.error is not None
+            assert "NaN or infinite" in output.error
+            assert output.token_ids == wanted[name].token_ids[:3]
+        else:
+            assert (output.error, output.token_ids) == (None, wanted[name].token_ids)
 
 
 def test_an_engine_whose_rounds_keep_failing_says_so() -> None:

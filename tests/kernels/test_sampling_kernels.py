@@ -99,7 +99,17 @@ def test_best_tokens(kind: str, count: int) -> None:
     tokens, scores = case.triton_best(logits, case.on_device(), case.needs, count, there)
     assert real(tokens).tolist() == real(expected[0]).tolist()
     torch.testing.assert_close(real(scores), real(expected[1]), rtol=1e-5, atol=1e-5)
-    assert tokens[0].tolist() == [0] * count  # of padding
+
+
+def test_rows_without_a_choice() -> None:
+    """NaN or +inf anywhere, or -inf everywhere; the other rows are as they were."""
+    case = Case(MIXES, VOCAB)
+    logits = some_logits("random", len(MIXES) + 2, VOCAB)
+    logits[1, VOCAB - 1], logits[2, 3], logits[3] = torch.nan, torch.inf, -torch.inf
+    expected = case.torch_sampler().best(logits.clone(), case.rows, case.needs, 2)
+    tokens, _ = case.triton_best(logits, case.on_device(), case.needs, 2)
+    assert tokens[1:4, 0].tolist() == [-1, -1, -1]
+    assert tokens[1:-1, 0].tolist() == expected[0][1:-1, 0].tolist()
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 5])

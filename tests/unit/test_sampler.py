@@ -66,7 +66,7 @@ def naive_best(x: Seq[F], p: SamplingParams, seed: int, position: int, count: in
         if t != excluded and x[t] > -math.inf:
             scores[t] = x[t] if p.greedy else F(F(x[t] / F(max(p.temperature, 1e-6))) + gumbel[t])
     order = sorted(scores, key=lambda t: (-scores[t], t))
-    return (order + [0] * count)[:count]
+    return ((order or [-1]) + [0] * count)[:count]
 
 
 # --- many sequences of many kinds -------------------------------------------------------------------------------------
@@ -199,6 +199,19 @@ def test_rows_without_adjustments_keep_their_bits() -> None:
     assert not torch.equal(adjusted[0], logits[0])
 
 
+@pytest.mark.usefixtures("host_kernels")
+def test_rows_without_a_choice() -> None:
+    """NaN or +inf anywhere, or -inf everywhere."""
+    columns = SamplingColumns(2, 300, CPU)
+    columns.set(1, SamplingParams(temperature=1.0, top_p=0.9), 0, [1], (), ())
+    logits = torch.randn(8, 300)
+    logits[0], logits[2:4, 299], logits[4:6, 7], logits[6] = torch.nan, torch.nan, torch.inf, -torch.inf
+    rows = Rows(torch.tensor([0, 1] * 4, dtype=torch.int32), torch.arange(8, dtype=torch.int32))
+    tokens = Sampler(columns).choose(logits, rows, Needs(truncated=True)).tolist()
+    assert [token < 0 for token in tokens] == [True, False, True, True, True, True, True, False]
+
+
+@pytest.mark.usefixtures("host_kernels")
 def test_a_score_of_minus_infinity_comes_with_token_0() -> None:
     columns = SamplingColumns(1, 3, CPU)
     columns.set(0, SamplingParams(temperature=1.0, top_k=1), 0, [1], (), ())
@@ -207,7 +220,7 @@ def test_a_score_of_minus_infinity_comes_with_token_0() -> None:
     assert tokens.tolist() == [[1, 0, 0, 0, 0]]
     assert scores[0, 1:].tolist() == [-math.inf] * 4
     nothing = torch.full((1, 3), -torch.inf)
-    assert Sampler(columns).choose(nothing, rows, Needs(truncated=True)).tolist() == [0]
+    assert Sampler(columns).choose(nothing, rows, Needs(truncated=True)).tolist() == [-1]
 
 
 def test_tables_are_allocated_when_they_are_needed() -> None:
