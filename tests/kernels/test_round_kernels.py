@@ -211,6 +211,8 @@ def test_staging(seed: int, fork: bool) -> None:
         kernels.stage(**own, **read, hit_origin=Origin.HIT, vocab_size=VOCAB - 5, fork=fork)
         results.append({name: values.cpu() for name, values in own.items()})
     ours, theirs = results
+    for each in results:
+        each["computed"][-1] = 0  # several rows of padding write it at the same time
     for name in ("first", "count", "computed", "verified_confidence", "hit"):
         assert torch.equal(ours[name], theirs[name]), name
     for row, expected, count in zip(ours["tokens"], theirs["tokens"], theirs["count"].tolist(), strict=True):
