@@ -1,4 +1,4 @@
-"""The small Triton kernels between the linear layers: RMS norm, and rotary embedding with the KV write."""
+"""The small Triton kernels between the linear layers: RMS norm, SiLU, and rotary embedding with the KV write."""
 
 from __future__ import annotations
 
@@ -27,6 +27,27 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     _rms_norm_kernel[(x.shape[0],)](
         x, weight, y, x.stride(0), x.shape[1], eps, BLOCK=block, num_warps=min(8, max(1, block // 512))
     )
+    return y
+
+
+@triton.jit
+def _silu_kernel(pairs_ptr, y_ptr, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * BLOCK
+    at = 2 * start + tl.arange(0, 2 * BLOCK)
+    pairs = tl.load(pairs_ptr + row * 2 * width + at, mask=at < 2 * width, other=0.0).to(tl.float32)
+    gate, up = tl.split(tl.reshape(pairs, (BLOCK, 2)))
+    dtype = y_ptr.dtype.element_ty
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    n = start + tl.arange(0, BLOCK)
+    tl.store(y_ptr + row * width + n, (silu * up).to(dtype), mask=n < width)
+
+
+def silu_and_mul(pairs: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of alternating gate and up columns [M, 2 I]: [M, I]; the bits of a gated `linear`."""
+    rows, width = pairs.shape[0], pairs.shape[1] // 2
+    y = pairs.new_empty((rows, width))
+    _silu_kernel[(rows, triton.cdiv(width, 1024))](pairs, y, width, BLOCK=1024, num_warps=4)
     return y
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ssd.kernels import attention, elementwise, linear
+from ssd.kernels import attention, cublaslt, elementwise, linear
 from ssd.kernels.ops import DeviceBatch, HeadShape, Rope
 
 
@@ -39,9 +39,15 @@ class TritonOps:
         *,
         float32: bool = False,
     ) -> torch.Tensor:
+        product = None if bias is not None else _library(x, weight, torch.float32 if float32 else x.dtype)
+        if product is not None:
+            return product if residual is None else residual + product
         return linear.linear(x, weight, bias, residual, out_dtype=torch.float32 if float32 else None)
 
     def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        product = None if bias is not None else _library(x, weight, x.dtype)
+        if product is not None:
+            return elementwise.silu_and_mul(product)
         if bias is not None:
             gate, up = bias.chunk(2)
             bias = torch.stack((gate, up), dim=1).flatten()
@@ -67,3 +73,9 @@ class TritonOps:
         if self._workspace is None:
             raise AssertionError("reserve() comes before attention()")
         return attention.paged_attention(q, batch, heads, k_cache, v_cache, self._workspace)
+
+
+def _library(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor | None:
+    """The product by cuBLASLt, where it is faster and has the same bits, else None."""
+    library = cublaslt.load() if x.is_cuda and len(x) >= cublaslt.MIN_ROWS else None
+    return None if library is None else library.linear(x, weight, out_dtype)
