@@ -64,7 +64,7 @@ SOURCES: Final = {
 def explain(
     model: Annotated[str, typer.Argument(help="Any MODEL, as `ssd --help` describes them.")] = "tiny-llama",
     prompt: Annotated[str, typer.Argument(help="The text to continue.")] = "It was a dark night, and the old captain",
-    tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 40,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Stop after this many tokens.")] = 40,
     temperature: Temperature = 0.0,
     seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
     out: Annotated[
@@ -79,7 +79,7 @@ def explain(
     with explained():
         if out is not None:
             paths.check(out)
-        params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=tokens)
+        params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=max_tokens)
         drafter = draft or speculation.bundled_draft(model)
         if drafter is None:
             raise ConfigError(f"{model} has no draft of its own: name a small model of its tokenizer with --draft")
