@@ -100,7 +100,7 @@ def main() -> None:
     table.title = f"{args.target} + {args.draft}, K = {args.k[0]}: hit rates"
     curves: dict[float, list[list[Round]]] = {}
     cases = [(n, t, r, c) for n in OWN_SETS for t in args.temperatures for r, c in rules if t or r == "coupled"]
-    for name, temperature, rule, c in track(cases, "playing"):
+    for name, temperature, rule, c in track(cases, "playing", transient=True):
         rounds = play(args, name, temperature, rule, c, args.k[0])
         three = Listed((3,) * (args.k[0] + 1), (3,) * (args.k[0] + 1))
         rates = [hit_rate(three, rounds, 99), hit_rate(Geometric(), rounds, 16)]
@@ -119,7 +119,7 @@ def sweep(args: argparse.Namespace) -> Table:
     """Hit rates over K: coupled rule, mean of the sets."""
     table = Table("K", "T", "tokens/round", *(f"{n} each" for n in (1, 2, 3, 4)), "adaptive 16")
     table.title = "coupled, mean of the sets"
-    for k in track(args.k, "sweeping"):
+    for k in track(args.k, "sweeping", transient=True):
         for temperature in args.temperatures:
             played = [play(args, name, temperature, "coupled", 1.0, k) for name in OWN_SETS]
             each = [[hit_rate(Listed((n,) * (k + 1), (n,) * (k + 1)), r, 99) for r in played] for n in (1, 2, 3, 4)]

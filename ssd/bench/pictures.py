@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ssd.bench.measure import MEAN
-from ssd.bench.report import LATENCIES, SPEEDS, Report, cells
+from ssd.bench.report import LATENCIES, PERCENTILES, SPEEDS, Report, cells
 from ssd.errors import ConfigError
 
 KINDS: Final = (".png", ".svg", ".html")
@@ -73,7 +73,8 @@ def _page(report: Report) -> str:
     drawing = _drawn(report, "svg").decode()
     drawing = drawing[drawing.index("<svg") :]
     first = report.contenders[0]
-    headings = (*SPEEDS, *LATENCIES[1:])
+    *spread, each = LATENCIES[1:]
+    headings = (*SPEEDS, *(f"{heading} {name}" for heading in spread for name in PERCENTILES), each)
     summary = _table(headings, [cells(report.row(contender, MEAN), headings, first) for contender in report.contenders])
     details = [[row["set"], *cells(row, headings, first)] for row in report.rows if row["set"] != MEAN]
     same = {True: "Every method wrote the same tokens.", False: "The methods wrote different tokens.", None: ""}
@@ -91,7 +92,8 @@ pre {{ background: #f4f6f8; padding: 1rem; overflow: auto; }}
 <h1>{html.escape(report.title)}</h1>
 <p><code>{html.escape(str(report.header["command"]))}</code></p>
 {drawing}
-<p>Decoding only: prompts, warm-up and loading apart. Latencies in ms: median, 90th and 99th percentile.
+<p>Decoding only: prompts, warm-up and loading apart. Latencies in ms: p50 is the median, p90 and p99
+are the 90th and 99th percentile.
 {same[report.same_text]}</p>
 {summary}
 <details><summary>Set by set</summary>{_table(("set", *headings), details)}</details>

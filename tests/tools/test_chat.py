@@ -436,14 +436,30 @@ def test_a_chat_in_a_terminal(tmp_path: Path) -> None:
 
 
 def test_pasted_lines_are_one_message(tmp_path: Path) -> None:
+    """Catches a terminal that is not told to mark what is pasted. Without a model, which would take seconds to load."""
+    program = """
+from ssd.cli.chat import converse
+from ssd.cli.conversation import Answer
+from ssd.core import RequestMetrics, SamplingParams
+
+class Backend:
+    name, unit, params = "one word", "words", SamplingParams()
+
+    def fits(self, messages, answers):
+        return True
+
+    def answer(self, messages, write):
+        return Answer("yes", "stop", RequestMetrics(output_tokens=1), self.params)
+
+converse(Backend(), None, False)
+"""
     file = tmp_path / "chat.json"
-    with terminal([*SSD, "--mode", "ar", "-m", "4", "--history", str(tmp_path / "history")]) as session:
+    with terminal([sys.executable, "-c", program]) as session:
         session.send("\x1b[200~one\ntwo\n/three\x1b[201~")
         say(session, " four")
         assert "saved in" in say(session, f"/save {file}")
         assert json.loads(file.read_text())["messages"][0]["content"] == "one\ntwo\n/three four"
-        session.sendeof()
-        assert ended(session) == 0
+        assert "\x1b[?2004h" in session.logfile_read.getvalue()
 
 
 def stop_answer(session: Any, question: str) -> None:

@@ -317,6 +317,11 @@ def assisted() -> Iterator[HFContender]:
         yield contender
 
 
+def test_loading_leaves_no_progress_bar_on_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    HFContender("tiny-llama-draft", device="cpu").close()
+    assert "Loading" not in capfd.readouterr().err
+
+
 def check(answers: list[Answer], ours: list[tuple[list[int], list[int], str]]) -> None:
     for answer, (prompt, tokens, text) in zip(answers, ours, strict=True):
         assert (answer.prompt_tokens, answer.token_ids, answer.text) == (len(prompt), tokens, text)
