@@ -13,6 +13,11 @@ from ssd.bench.report import LATENCIES, PERCENTILES, SPEEDS, Report, cells
 from ssd.errors import ConfigError
 
 KINDS: Final = (".png", ".svg", ".html")
+_CJK: Final = (
+    *(f"{family} CJK {language}" for family in ("Noto Sans", "Noto Serif") for language in ("SC", "JP", "KR")),
+    *("Source Han Sans SC", "WenQuanYi Zen Hei", "Droid Sans Fallback", "PingFang SC", "Hiragino Sans"),
+    *("Apple SD Gothic Neo", "Microsoft YaHei", "Yu Gothic", "Malgun Gothic", "Arial Unicode MS"),
+)
 _COLOURS: Final = ("#9aa5b1", "#4c8bf5", "#0b9e6b", "#e07a1f", "#a259c4", "#c43d4b", "#7a6a4f", "#2bb3c0")
 
 
@@ -42,6 +47,8 @@ def _drawn(report: Report, kind: str) -> bytes:
     matplotlib.rcParams["svg.hashsalt"] = "ssd"
     from matplotlib.figure import Figure
 
+    fonts = _fonts()
+    matplotlib.rcParams["font.family"] = fonts
     groups = [*report.sets, *([MEAN] if len(report.sets) > 1 else [])]
     contenders = report.contenders
     figure = Figure(figsize=(max(7.0, 0.42 * len(groups) * len(contenders) + 2), 4.2), layout="constrained")
@@ -55,18 +62,36 @@ def _drawn(report: Report, kind: str) -> bytes:
         spread = [[r - low for r, (low, _) in zip(rates, ranges, strict=True)]]
         spread += [[high - r for r, (_, high) in zip(rates, ranges, strict=True)]]
         colour = _COLOURS[i % len(_COLOURS)]
-        bars = axes.bar(places, rates, width * 0.92, label=contender, color=colour, yerr=spread, ecolor="#333333")
+        bars = axes.bar(
+            places, rates, width * 0.92, label=_legible(contender, fonts), color=colour, yerr=spread, ecolor="#333333"
+        )
         if i:
             axes.bar_label(bars, [f"{row['ratio']:.2f}x" for row in rows], fontsize=7, padding=2)
-    axes.set_xticks(range(len(groups)), groups)
+    axes.set_xticks(range(len(groups)), [_legible(name, fonts) for name in groups])
     axes.set_ylabel("decoded tokens a second")
-    axes.set_title(report.title, fontsize=9)
+    axes.set_title(_legible(report.title, fonts), fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(y=0.12)
     axes.legend(fontsize=8, frameon=False, ncols=min(4, len(contenders)), loc="upper left", bbox_to_anchor=(0, -0.08))
     out = io.BytesIO()
     figure.savefig(out, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
     return out.getvalue()
+
+
+def _fonts() -> list[str]:
+    """Installed font families: matplotlib's own, then those with Chinese, Japanese and Korean characters."""
+    from matplotlib import font_manager
+
+    installed = set(font_manager.get_font_names())
+    return ["DejaVu Sans", *(family for family in _CJK if family in installed)]
+
+
+def _legible(text: str, fonts: list[str]) -> str:
+    """The text, with escapes for characters that none of the fonts has."""
+    from matplotlib import font_manager
+
+    known = {c for family in fonts for c in font_manager.get_font(font_manager.findfont(family)).get_charmap()}
+    return "".join(c if ord(c) in known else ascii(c)[1:-1] for c in text)
 
 
 def _page(report: Report) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from ssd.bench.answers import Answer, Asked, Speed
 from ssd.bench.measure import MEAN, figures, measure, same_text
 from ssd.bench.models import spelled
 from ssd.bench.ours import Method, OurContender, methods_of, our_contenders
+from ssd.bench.pictures import _fonts, _legible
 from ssd.bench.run import BenchConfig, run
 from ssd.bench.workload import Workload, encode, load_workload
 from ssd.cli.main import app
@@ -214,6 +217,29 @@ def test_a_report_with_peers(tmp_path: Path) -> None:
         assert part in page
     assert "http" not in page.split("<svg")[0].replace("http://www.w3.org", "").replace(server.url, "")
     assert "every method wrote the same tokens" in result.output
+
+
+def test_characters_without_a_font_are_escaped() -> None:
+    """Catches boxes in pictures: every character is in one of the fonts, or spelt out."""
+    fonts = ["DejaVu Sans"]
+    assert _legible("tiny é 東", fonts) == r"tiny é \u6771"
+    assert _fonts()[0] == fonts[0]
+
+
+def test_the_picture_of_hit_rates_has_axis_titles_and_a_legend_above_its_panels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench")
+    hits = importlib.import_module("hits")
+    rates = dict.fromkeys(hits.POLICIES, [0.5] * len(hits.BUDGETS))
+    drawn = ElementTree.fromstring(hits.picture({0.0: rates, 1.0: rates}, 4))
+    svg = "{http://www.w3.org/2000/svg}"
+    legend, panels = drawn.findall(f"{svg}text"), drawn.findall(f"{svg}g")
+    assert [(text.text or "").split(":")[0] for text in legend] == list(hits.POLICIES)
+    assert all(float(text.get("y", "")) < 34 for text in legend)
+    for panel in panels:
+        said = [text.text for text in panel.findall(f"{svg}text")]
+        assert {"hit rate", "prepared branches"} <= set(said)
 
 
 def test_a_draft_in_a_process_is_a_contender_too() -> None:
