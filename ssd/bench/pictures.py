@@ -111,6 +111,7 @@ body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 70r
 svg {{ width: 100%; height: auto; }}
 table {{ border-collapse: collapse; margin: 1rem 0; }}
 th, td {{ padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #dde3ea; white-space: nowrap; }}
+th {{ white-space: normal; vertical-align: bottom; }}
 th:first-child, td:first-child {{ text-align: left; }}
 pre {{ background: #f4f6f8; padding: 1rem; overflow: auto; }}
 </style>

@@ -20,7 +20,8 @@ from ssd.bench.measure import MEAN, figures, measure, same_text
 from ssd.bench.models import spelled
 from ssd.bench.ours import Method, OurContender, methods_of, our_contenders
 from ssd.bench.pictures import _fonts, _legible
-from ssd.bench.run import BenchConfig, run
+from ssd.bench.report import Report
+from ssd.bench.run import BenchConfig, _header, run
 from ssd.bench.workload import Workload, encode, load_workload
 from ssd.cli.main import app
 from ssd.errors import ConfigError, SSDError
@@ -173,7 +174,9 @@ def test_the_report_says_how_many_prompts_were_measured() -> None:
     ],
 )
 def test_the_title_has_a_draft_only_if_one_ran(methods: str, peers: tuple[str, ...], draft: str | None) -> None:
-    assert BenchConfig(*TINY, methods=methods, peers=peers).draft_in_use == draft
+    config = BenchConfig(*TINY, methods=methods, peers=peers)
+    title = Report(_header(config), [], [], None, []).title
+    assert title.startswith("tiny-llama, " if draft is None else f"tiny-llama + {draft}, ")
 
 
 @pytest.mark.parametrize(

@@ -324,6 +324,21 @@ def test_a_conversation_may_outgrow_the_context() -> None:
     assert said.count("error:") == 1
 
 
+def test_flags_are_the_parameters_of_every_answer(tmp_path: Path) -> None:
+    """Catches a flag that is accepted and ignored, and an answer that cannot be had again from the file."""
+    used: dict[str, Any] = {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1}
+    used |= {"presence_penalty": 0.2, "frequency_penalty": 0.3, "max_tokens": 6, "stop": ["zzz"]}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in used.items() if name != "stop"]
+    file = tmp_path / "chat.json"
+    done = chat(f"Who wrote Hamlet?\n/save {file}\n", "--mode", "ar", "--stop", "zzz", *flags)
+    assert done.exit_code == 0, done.output
+    saved = json.loads(file.read_text())
+    [sampling] = saved["sampling"]
+    assert {name: sampling[name] for name in used} == used
+    again = chat("Who wrote Hamlet?\n", "--mode", "ar", "--stop", "zzz", *flags, "--seed", str(sampling["seed"]))
+    assert again.stdout.strip() == saved["messages"][1]["content"].strip()
+
+
 def test_a_model_without_a_chat_template_is_asked_in_plain_text(make_model: Callable[[str], TestModel]) -> None:
     done = chat("hello\nagain\n", make_model("llama-tied").path, "-m", "4", "--metrics")
     assert done.exit_code == 0, done.output
