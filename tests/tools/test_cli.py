@@ -82,6 +82,13 @@ def test_a_bias_and_penalties_reach_the_sampler(path: str) -> None:
     assert len(set(tokens("--logit-bias", "7=190", "--frequency-penalty", "100"))) > 1
 
 
+@pytest.mark.parametrize("text", ["7", "7=", "x=1", "=1"])
+def test_a_bias_that_makes_no_sense_is_explained(path: str, text: str) -> None:
+    done = CliRunner().invoke(app, ["generate", path, "hi", "--logit-bias", text])
+    assert done.exit_code == 2
+    assert "must be ID=VALUE" in done.stderr
+
+
 def test_log_probabilities_are_shown(path: str) -> None:
     arguments = ["generate", path, "hello", "-m", "3", "--ignore-eos", "--logprobs", "2", "--device", "cpu"]
     done = CliRunner().invoke(app, arguments)
