@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssd.bench.arguments import DEFAULT_K, ONE_GPU, add_model_flags, options_of_ssd, pair_of
 from ssd.cli.chat import converse, interactive, talk
-from ssd.cli.conversation import Answer, Message, Write, note
+from ssd.cli.conversation import Answer, Message, Write, note, sampling
 from ssd.core import FinishReason, RequestMetrics, SamplingParams
 from ssd.errors import SSDError
 
@@ -32,11 +32,10 @@ class ServerBackend:
 
     unit = "pieces"
 
-    def __init__(self, server: ServerContender, temperature: float, max_tokens: int) -> None:
+    def __init__(self, server: ServerContender, params: SamplingParams) -> None:
         self.name = f"{server.name} ({server.model})"
+        self.params = params
         self._server = server
-        self._temperature = temperature
-        self._max_tokens = max_tokens
 
     def fits(self, messages: list[Message], answers: int) -> bool:
         return True  # else it says so itself
@@ -44,8 +43,11 @@ class ServerBackend:
     def answer(self, messages: list[Message], write: Write) -> Answer:
         metrics, text = RequestMetrics(arrival=time.perf_counter()), ""
         reason: FinishReason | None = None
+        params, usual = self.params, sampling(SamplingParams())
+        asked = {name: value for name, value in sampling(params).items() if value != usual[name]}
+        asked |= {"temperature": params.temperature, "max_tokens": params.max_new_tokens}
         try:
-            with closing(self._server.stream_chat(messages, self._temperature, self._max_tokens)) as pieces:
+            with closing(self._server.stream_chat(messages, asked)) as pieces:
                 for piece in pieces:
                     metrics.first_token = metrics.first_token or time.perf_counter()
                     metrics.output_tokens += 1
@@ -54,26 +56,30 @@ class ServerBackend:
         except KeyboardInterrupt:
             reason = "abort"
         metrics.finished = time.perf_counter()
-        return Answer(text, reason, metrics)
+        return Answer(text, reason, metrics, params)
 
 
 def with_engine(args: argparse.Namespace) -> None:
     if args.gpus > 1:
         note(ONE_GPU)
     model, draft = pair_of(args, size=args.size, drafted=args.spec)
-    params = SamplingParams(temperature=args.temp, max_new_tokens=args.max_tokens, seed=args.seed)
     options = {"device": args.device, "eager": args.eager, "max_model_len": args.max_model_len}
     wanted = drafting(args, draft)
-    talk(model, params, system=args.system, metrics=args.metrics, colour=args.colour, speculation=wanted, **options)
+    shown = {"system": args.system, "metrics": args.metrics, "colour": args.colour}
+    talk(model, sampling_of(args), speculation=wanted, **shown, **options)
 
 
 def with_server(args: argparse.Namespace) -> None:
     server = connect(args)
     with closing(server):
-        backend = ServerBackend(server, args.temp, args.max_tokens)
+        backend = ServerBackend(server, sampling_of(args))
         if interactive():
             note(f"{backend.name} answers (temperature {args.temp:g})")
         converse(backend, args.system, args.metrics)
+
+
+def sampling_of(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(temperature=args.temp, max_new_tokens=args.max_tokens, seed=args.seed)
 
 
 def connect(args: argparse.Namespace) -> ServerContender:

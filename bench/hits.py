@@ -1,7 +1,7 @@
 """Hit rates of SSD over prompt sets, temperatures, acceptance rules, K and fan-out policies.
 
     python bench/hits.py                                      # table, and docs/pictures/hit-rates.svg
-    SSD_DATASET_DIR=… python bench/hits.py --prompts 32 --tokens 128
+    SSD_DATASET_DIR=… python bench/hits.py --prompts 32 --max-tokens 128
 
 After a miss (backup jit) the draft model writes the same draft that a hit would have found, so the rounds do not depend
 on the policy. One generation is therefore enough for all policies: each round is recorded (confidence of the draft
@@ -98,9 +98,9 @@ def main() -> None:
     rules = [("coupled", 1.0), *(("rejection", c) for c in args.c)]
     table = Table("set", "T", "rule", "tokens/round", "three each", "geometric 16", "adaptive 16", "adaptive 24")
     table.title = f"{args.target} + {args.draft}, K = {args.k[0]}: hit rates"
-    curves: dict[float, list[list[Round]]] = {}
+    played: dict[float, list[list[Round]]] = {}  # by temperature, one per set
     cases = [(n, t, r, c) for n in OWN_SETS for t in args.temperatures for r, c in rules if t or r == "coupled"]
-    for name, temperature, rule, c in track(cases, "playing"):
+    for name, temperature, rule, c in track(cases, "playing", transient=True):
         rounds = play(args, name, temperature, rule, c, args.k[0])
         three = Listed((3,) * (args.k[0] + 1), (3,) * (args.k[0] + 1))
         rates = [hit_rate(three, rounds, 99), hit_rate(Geometric(), rounds, 16)]
@@ -108,10 +108,10 @@ def main() -> None:
         title = rule if c == 1.0 else f"{rule}, C = {c:g}"
         table.add_row(name, f"{temperature:g}", title, f"{yields(rounds):.2f}", *(f"{rate:.3f}" for rate in rates))
         if rule == "coupled":
-            curves.setdefault(temperature, []).append(rounds)
+            played.setdefault(temperature, []).append(rounds)
     console.print(table)
     console.print(sweep(args))
-    args.picture.write_text(picture(curves, args.k[0]), encoding="utf-8")
+    args.picture.write_text(picture(curves_of(played, args.k[0]), args.k[0]), encoding="utf-8")
     console.print(f"written: {args.picture}")
 
 
@@ -119,7 +119,7 @@ def sweep(args: argparse.Namespace) -> Table:
     """Hit rates over K: coupled rule, mean of the sets."""
     table = Table("K", "T", "tokens/round", *(f"{n} each" for n in (1, 2, 3, 4)), "adaptive 16")
     table.title = "coupled, mean of the sets"
-    for k in track(args.k, "sweeping"):
+    for k in track(args.k, "sweeping", transient=True):
         for temperature in args.temperatures:
             played = [play(args, name, temperature, "coupled", 1.0, k) for name in OWN_SETS]
             each = [[hit_rate(Listed((n,) * (k + 1), (n,) * (k + 1)), r, 99) for r in played] for n in (1, 2, 3, 4)]
@@ -131,38 +131,54 @@ def sweep(args: argparse.Namespace) -> Table:
 
 # --- the picture ------------------------------------------------------------------------------------------------------
 
-STYLE = """<style>text{font:12px sans-serif;fill:#555}line{stroke:#ccc}polyline{fill:none;stroke-width:2}
-.adaptive{stroke:#2a7de1;fill:#2a7de1}.geometric{stroke:#e08a1e;fill:#e08a1e}.uniform{stroke:#8a8a8a;fill:#8a8a8a}
-polyline.adaptive,polyline.geometric,polyline.uniform{fill:none}text.adaptive,text.geometric,text.uniform{stroke:none}
+STYLE = """<style>text{font:12px sans-serif;fill:#555}.middle{text-anchor:middle}.end{text-anchor:end}line{stroke:#ccc}
+polyline{fill:none;stroke-width:2}.adaptive{stroke:#2a7de1}.geometric{stroke:#e08a1e}.uniform{stroke:#8a8a8a}
 @media(prefers-color-scheme:dark){text{fill:#bbb}line{stroke:#444}}</style>"""
+POLICIES: dict[str, Callable[[int, int], FanOut]] = {  # of budget and K
+    "adaptive": lambda budget, k: Adaptive(),
+    "geometric": lambda budget, k: Geometric(),
+    "uniform": uniform,
+}
+Curves = dict[float, dict[str, list[float]]]  # hit rates by temperature and policy, one per budget
 
 
-def picture(curves: dict[float, list[list[Round]]], k: int) -> str:
-    """Hit rate over budget, one panel per temperature."""
-    panels = "".join(
-        f'<g transform="translate({260 * i})">{panel(temperature, played, k)}</g>'
-        for i, (temperature, played) in enumerate(curves.items())
+def curves_of(played: dict[float, list[list[Round]]], k: int) -> Curves:
+    """Hit rates, mean of the sets."""
+
+    def rates(policy: Callable[[int, int], FanOut], sets: list[list[Round]]) -> list[float]:
+        return [statistics.mean(hit_rate(policy(budget, k), rounds, budget) for rounds in sets) for budget in BUDGETS]
+
+    return {t: {name: rates(policy, sets) for name, policy in POLICIES.items()} for t, sets in played.items()}
+
+
+def picture(curves: Curves, k: int) -> str:
+    """Hit rate over budget, one panel per temperature, below the legend."""
+    names = {"adaptive": "adaptive", "geometric": "geometric", "uniform": "uniform: the same number at every position"}
+    legend = "".join(
+        f'<polyline class="{name}" points="{60 + 110 * i},16 {84 + 110 * i},16"/>'
+        f'<text x="{90 + 110 * i}" y="20">{names[name]}</text>'
+        for i, name in enumerate(POLICIES)
     )
-    box = f'viewBox="0 0 {260 * len(curves)} 250" role="img" aria-label="Hit rates over the number of branches"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {box}>{STYLE}{panels}</svg>\n'
+    panels = "".join(
+        f'<g transform="translate({260 * i} 34)">{panel(f"T = {temperature:g}, K = {k}", rates)}</g>'
+        for i, (temperature, rates) in enumerate(curves.items())
+    )
+    box = f'viewBox="0 0 {260 * len(curves)} 300" role="img" aria-label="Hit rates over the number of branches"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {box}>{STYLE}{legend}{panels}</svg>\n'
 
 
-def panel(temperature: float, played: list[list[Round]], k: int) -> str:
-    policies: dict[str, Callable[[int], FanOut]] = {
-        "adaptive": lambda budget: Adaptive(),
-        "geometric": lambda budget: Geometric(),
-        "uniform": lambda budget: uniform(budget, k),
-    }
-    parts = [f'<text x="44" y="18">T = {temperature:g}, K = {k}</text>']
-    for rate in (0.25, 0.5, 0.75, 1.0):
+def panel(title: str, rates: dict[str, list[float]]) -> str:
+    parts = [f'<text class="middle" x="152" y="22">{title}</text>']
+    parts.append('<text class="middle" transform="translate(14 130) rotate(-90)">hit rate</text>')
+    parts.append('<text class="middle" x="152" y="258">prepared branches</text>')
+    for rate in (0.0, 0.25, 0.5, 0.75, 1.0):
         y = 220 - 180 * rate
-        parts.append(f'<line x1="40" y1="{y}" x2="240" y2="{y}"/><text x="8" y="{y + 4}">{rate:g}</text>')
-    parts += [f'<text x="{40 + 8 * budget - 4}" y="236">{budget}</text>' for budget in (4, 8, 16, 24)]
-    for row, (name, policy) in enumerate(policies.items()):
-        rates = [statistics.mean(hit_rate(policy(b), rounds, b) for rounds in played) for b in BUDGETS]
-        points = " ".join(f"{40 + 8 * b},{220 - 180 * rate:.1f}" for b, rate in zip(BUDGETS, rates, strict=True))
+        parts.append(f'<line x1="56" y1="{y}" x2="248" y2="{y}"/>')
+        parts.append(f'<text class="end" x="50" y="{y + 4}">{rate:g}</text>')
+    parts += [f'<text class="middle" x="{56 + 8 * budget}" y="236">{budget}</text>' for budget in (4, 8, 16, 24)]
+    for name, found in rates.items():
+        points = " ".join(f"{56 + 8 * b},{220 - 180 * rate:.1f}" for b, rate in zip(BUDGETS, found, strict=True))
         parts.append(f'<polyline class="{name}" points="{points}"/>')
-        parts.append(f'<text class="{name}" x="170" y="{180 + 15 * row}">{name}</text>')
     return "".join(parts)
 
 
@@ -179,7 +195,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7, 1.0])
     parser.add_argument("--prompts", type=int, default=8, help="of each set")
-    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--max-tokens", "--tokens", dest="tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--picture", type=Path, default=Path("docs/pictures/hit-rates.svg"))
     return parser.parse_args()
 

@@ -152,7 +152,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--prompts", type=int, default=4, help="of each set")
-    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--max-tokens", "--tokens", dest="tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args()
 

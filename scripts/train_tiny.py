@@ -436,8 +436,8 @@ def write_config(out: Path, name: str, s: Shape) -> None:
 
 
 COLOURS = {"llama": "#1f6feb", "qwen3": "#bf5af2"}
-SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 300" role="img" aria-label="Training losses"><style>
-text{font:13px system-ui,sans-serif;fill:#57606a;text-anchor:end} path{fill:none;stroke-width:1.5}
+SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 310" role="img" aria-label="Training losses"><style>
+text{font:13px system-ui,sans-serif;fill:#57606a;text-anchor:middle} path{fill:none;stroke-width:1.5}
 </style>"""
 
 
@@ -450,25 +450,32 @@ def picture(args: argparse.Namespace) -> None:
 
 
 def panel(work: Path, kind: str, title: str) -> str:
-    """A curve for each family, between (50, 260) and (370, 40); losses above 2.2 times the lowest lie on the rim."""
+    """A curve for each family, between (50, 260) and (370, 50), below its legend."""
     curves = {family: curve for family in FAMILIES if (curve := losses(work / f"{family}-{kind}-losses.json"))}
     if not curves:
         raise SystemExit(f"{work} holds no losses of a {kind}: run the stage {kind} first, for ten steps at least")
+    return drawn(curves, title)
+
+
+def drawn(curves: dict[str, list[tuple[int, float]]], title: str) -> str:
     steps = max(step for curve in curves.values() for step, _ in curve)
-    lowest = min(loss for curve in curves.values() for _, loss in curve)
+    found = [loss for curve in curves.values() for _, loss in curve]
+    apart = next(d for d in (0.1, 0.2, 0.5, 1.0, 2.0, 5.0) if d == 5.0 or (max(found) - min(found)) / d <= 5)
+    low, high = np.floor(min(found) / apart), max(np.ceil(max(found) / apart), np.floor(min(found) / apart) + 1)
 
     def y(loss: float) -> int:
-        return round(260 - 220 * (min(loss / lowest, 2.2) - 0.9) / 1.3)
+        return round(260 - 210 * (loss / apart - low) / (high - low))
 
-    parts = [f'<text x="370" y="24">{title}</text>', f'<text x="370" y="282">{steps} steps</text>']
-    for tick in np.linspace(0.9, 2.2, 5) * lowest:
+    parts = [f'<text x="210" y="18">{title}</text>', '<text x="210" y="300">training step</text>']
+    for tick in np.arange(low, high + 1) * apart:
         parts.append(f'<path d="M50,{y(tick)}H370" stroke="#d0d7de"/>')
-        parts.append(f'<text x="44" y="{y(tick) + 4}">{tick:.2f}</text>')
+        parts.append(f'<text x="44" y="{y(tick) + 4}" style="text-anchor:end">{tick:.1f}</text>')
+    parts += [f'<text x="{50 + 160 * i}" y="280">{steps * i // 2}</text>' for i in range(3)]
     for i, (family, curve) in enumerate(curves.items()):
         line = " ".join(f"{50 + 320 * step / steps:.1f},{y(loss)}" for step, loss in curve)
         parts.append(f'<path d="M{line}" stroke="{COLOURS[family]}"/>')
-        label = f"{family}: {curve[-1][1]:.3f}"
-        parts.append(f'<text x="370" y="{52 + 18 * i}" style="fill:{COLOURS[family]}">{label}</text>')
+        label = f"{family}: {curve[-1][1]:.3f} at last"
+        parts.append(f'<text x="{130 + 160 * i}" y="38" style="fill:{COLOURS[family]}">{label}</text>')
     return "".join(parts)
 
 

@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from typing import Any, Final
@@ -55,9 +55,12 @@ class ServerContender:
         """In the order of the prompts, `asked.batch` at a time. The first failure ends all of them."""
         return asyncio.run(self._answer_all(prompts, asked))
 
-    def stream_chat(self, messages: Seq[Message], temperature: float, max_tokens: int) -> Generator[str, None, None]:
-        """Text of one answer in pieces. Closing the iterator early closes the connection, so that the server stops."""
-        body = {"messages": list(messages), "temperature": temperature, "max_tokens": max_tokens, "stream": True}
+    def stream_chat(self, messages: Seq[Message], sampling: Mapping[str, Any]) -> Generator[str, None, None]:
+        """Text of one answer in pieces. Closing the iterator early closes the connection, so that the server stops.
+
+        `sampling`: fields of the request, such as temperature and max_tokens.
+        """
+        body = {"messages": list(messages), **sampling, "stream": True}
         with (
             self._explained(),
             httpx.Client(**self._connection) as client,

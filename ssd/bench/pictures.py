@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from ssd.bench.measure import MEAN
-from ssd.bench.report import LATENCIES, SPEEDS, Report, cells
+from ssd.bench.report import LATENCIES, PERCENTILES, SPEEDS, Report, cells
 from ssd.errors import ConfigError
 
 KINDS: Final = (".png", ".svg", ".html")
+_CJK: Final = (
+    *(f"{family} CJK {language}" for family in ("Noto Sans", "Noto Serif") for language in ("SC", "JP", "KR")),
+    *("Source Han Sans SC", "WenQuanYi Zen Hei", "Droid Sans Fallback", "PingFang SC", "Hiragino Sans"),
+    *("Apple SD Gothic Neo", "Microsoft YaHei", "Yu Gothic", "Malgun Gothic", "Arial Unicode MS"),
+)
 _COLOURS: Final = ("#9aa5b1", "#4c8bf5", "#0b9e6b", "#e07a1f", "#a259c4", "#c43d4b", "#7a6a4f", "#2bb3c0")
 
 
@@ -42,6 +47,8 @@ def _drawn(report: Report, kind: str) -> bytes:
     matplotlib.rcParams["svg.hashsalt"] = "ssd"
     from matplotlib.figure import Figure
 
+    fonts = _fonts()
+    matplotlib.rcParams["font.family"] = fonts
     groups = [*report.sets, *([MEAN] if len(report.sets) > 1 else [])]
     contenders = report.contenders
     figure = Figure(figsize=(max(7.0, 0.42 * len(groups) * len(contenders) + 2), 4.2), layout="constrained")
@@ -55,12 +62,14 @@ def _drawn(report: Report, kind: str) -> bytes:
         spread = [[r - low for r, (low, _) in zip(rates, ranges, strict=True)]]
         spread += [[high - r for r, (_, high) in zip(rates, ranges, strict=True)]]
         colour = _COLOURS[i % len(_COLOURS)]
-        bars = axes.bar(places, rates, width * 0.92, label=contender, color=colour, yerr=spread, ecolor="#333333")
+        bars = axes.bar(
+            places, rates, width * 0.92, label=_legible(contender, fonts), color=colour, yerr=spread, ecolor="#333333"
+        )
         if i:
             axes.bar_label(bars, [f"{row['ratio']:.2f}x" for row in rows], fontsize=7, padding=2)
-    axes.set_xticks(range(len(groups)), groups)
+    axes.set_xticks(range(len(groups)), [_legible(name, fonts) for name in groups])
     axes.set_ylabel("decoded tokens a second")
-    axes.set_title(report.title, fontsize=9)
+    axes.set_title(_legible(report.title, fonts), fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(y=0.12)
     axes.legend(fontsize=8, frameon=False, ncols=min(4, len(contenders)), loc="upper left", bbox_to_anchor=(0, -0.08))
@@ -69,11 +78,28 @@ def _drawn(report: Report, kind: str) -> bytes:
     return out.getvalue()
 
 
+def _fonts() -> list[str]:
+    """Installed font families: matplotlib's own, then those with Chinese, Japanese and Korean characters."""
+    from matplotlib import font_manager
+
+    installed = set(font_manager.get_font_names())
+    return ["DejaVu Sans", *(family for family in _CJK if family in installed)]
+
+
+def _legible(text: str, fonts: list[str]) -> str:
+    """The text, with escapes for characters that none of the fonts has."""
+    from matplotlib import font_manager
+
+    known = {c for family in fonts for c in font_manager.get_font(font_manager.findfont(family)).get_charmap()}
+    return "".join(c if ord(c) in known else ascii(c)[1:-1] for c in text)
+
+
 def _page(report: Report) -> str:
     drawing = _drawn(report, "svg").decode()
     drawing = drawing[drawing.index("<svg") :]
     first = report.contenders[0]
-    headings = (*SPEEDS, *LATENCIES[1:])
+    *spread, each = LATENCIES[1:]
+    headings = (*SPEEDS, *(f"{heading} {name}" for heading in spread for name in PERCENTILES), each)
     summary = _table(headings, [cells(report.row(contender, MEAN), headings, first) for contender in report.contenders])
     details = [[row["set"], *cells(row, headings, first)] for row in report.rows if row["set"] != MEAN]
     same = {True: "Every method wrote the same tokens.", False: "The methods wrote different tokens.", None: ""}
@@ -85,13 +111,15 @@ body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 70r
 svg {{ width: 100%; height: auto; }}
 table {{ border-collapse: collapse; margin: 1rem 0; }}
 th, td {{ padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #dde3ea; white-space: nowrap; }}
+th {{ white-space: normal; vertical-align: bottom; }}
 th:first-child, td:first-child {{ text-align: left; }}
 pre {{ background: #f4f6f8; padding: 1rem; overflow: auto; }}
 </style>
 <h1>{html.escape(report.title)}</h1>
 <p><code>{html.escape(str(report.header["command"]))}</code></p>
 {drawing}
-<p>Decoding only: prompts, warm-up and loading apart. Latencies in ms: median, 90th and 99th percentile.
+<p>Decoding only: prompts, warm-up and loading apart. Latencies in ms: p50 is the median, p90 and p99
+are the 90th and 99th percentile.
 {same[report.same_text]}</p>
 {summary}
 <details><summary>Set by set</summary>{_table(("set", *headings), details)}</details>

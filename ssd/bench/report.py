@@ -82,6 +82,7 @@ class Report:
 
 SPEEDS = ("", "tokens/s", "speed-up", "accepted", "tokens/round", "hits")
 LATENCIES = ("", "first token", "between deliveries", "a token")
+PERCENTILES = ("p50", "p90", "p99")
 
 
 def cells(row: Row, headings: tuple[str, ...], first: str) -> list[str]:
@@ -95,8 +96,8 @@ def cells(row: Row, headings: tuple[str, ...], first: str) -> list[str]:
         "accepted": _share(row.get("acceptance")),
         "tokens/round": _share(row.get("tokens_per_round")),
         "hits": _share(row.get("hit_rate")),
-        "first token": _percentiles(row["ttft_ms"]),
-        "between deliveries": _percentiles(row["gap_ms"]),
+        **_percentiles("first token", row["ttft_ms"]),
+        **_percentiles("between deliveries", row["gap_ms"]),
         "a token": f"{row['ms_per_token']:.2f}" if row["ms_per_token"] else "",
     }
     return [texts[heading] for heading in headings]
@@ -114,5 +115,7 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
-def _percentiles(values: dict[str, float] | None) -> str:
-    return " ".join(f"{value:.1f}" for value in values.values()) if values else ""
+def _percentiles(heading: str, values: dict[str, float] | None) -> dict[str, str]:
+    """All of them in one cell, and each in one of its own."""
+    texts = {name: f"{values[name]:.1f}" if values else "" for name in PERCENTILES}
+    return {heading: " ".join(texts.values()).strip(), **{f"{heading} {name}": text for name, text in texts.items()}}

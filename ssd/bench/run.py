@@ -21,6 +21,7 @@ from ssd.bench.measure import figures, measure, same_text
 from ssd.bench.ours import OurContender, methods_of, our_contenders
 from ssd.bench.report import Report
 from ssd.bench.workload import Workload, load_workload
+from ssd.config import NGRAM
 from ssd.errors import ConfigError
 from ssd.models.open import open_checkpoint
 from ssd.prompts import OWN_SETS
@@ -73,6 +74,13 @@ class BenchConfig:
             if name in PEERS and k and self.draft is None:
                 raise ConfigError(f"peer {peer!r} is to draft, and there is no draft: name one with --draft")
 
+    @property
+    def draft_in_use(self) -> str | None:
+        """The draft model, if a method or a peer drafts with it."""
+        methods = methods_of(self.methods, self.draft, self.k, self.speculation)
+        drafting = any(method.speculation.get("draft", NGRAM) != NGRAM for method in methods)
+        return self.draft if drafting or any(":" in peer for peer in self.peers if not _is_url(peer)) else None
+
 
 def run(
     config: BenchConfig,
@@ -80,6 +88,8 @@ def run(
     traces: Seq[Path] = (),
 ) -> Report:
     """Loads the contenders, measures them in turns, writes traces of this engine's methods, closes everything."""
+    for peer in config.peers:
+        _check_peer(config, peer)
     checkpoint = open_checkpoint(config.model)
     workloads = _workloads(config, checkpoint.tokenizer())
     asked = Asked(config.output_len, config.temperature, config.seed, config.batch, max_rounds=config.max_rounds)
@@ -132,6 +142,20 @@ def _contenders(config: BenchConfig, workloads: list[Workload], stack: contextli
     return contenders
 
 
+def _check_peer(config: BenchConfig, peer: str) -> None:
+    """Raises what would keep a peer from starting: a server that does not answer, a program that is not installed."""
+    from ssd.bench import openai, servers, transformers_peer
+
+    name, _, k = peer.partition(":")
+    draft = config.draft if k else None
+    if _is_url(peer):
+        openai.ServerContender(peer)
+    elif name == "hf":
+        transformers_peer.check(config.model, draft, config.batch)
+    else:
+        servers.check(name, config.model, draft)
+
+
 def _peer(config: BenchConfig, peer: str, max_model_len: int) -> Contender:
     """A peer; with the draft if it has a number of draft tokens."""
     if _is_url(peer):
@@ -158,7 +182,8 @@ def _header(config: BenchConfig) -> dict[str, Any]:
     """Versions, machine and settings."""
     cuda = torch.cuda.is_available() and config.engine.get("device", "auto") != "cpu"
     machine = torch.cuda.get_device_name(0) if cuda else f"{platform.machine()} CPU, {num_cores()} cores"
-    settings = dataclasses.asdict(config) | {"folder": str(config.folder) if config.folder else None}
+    folder = str(config.folder) if config.folder else None
+    settings = dataclasses.asdict(config) | {"draft": config.draft_in_use, "folder": folder}
     return {
         "ssd": VERSION,
         "torch": torch.__version__,

@@ -87,6 +87,12 @@ def launch(
         raise
 
 
+def check(kind: str, model: str, draft: str | None = None) -> None:
+    """Raises what keeps a server from being started: it is not installed, or it cannot read the model."""
+    small = files_of(draft).path if draft else None
+    COMMANDS[kind](Setup(files_of(model).path, small, k=1, batch=1, max_model_len=1, gpus=1, port=0))
+
+
 class LaunchedContender(ServerContender):
     """A server that is stopped with this object; `command` is its command line, `log` its log file."""
 

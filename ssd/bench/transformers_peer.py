@@ -40,6 +40,7 @@ class HFContender:
     ) -> None:
         import transformers
 
+        check(model, draft)
         config = build(EngineConfig, {"model": model, "device": device, "dtype": dtype})
         checkpoint = files_of(model)
         self.name = name or (f"transformers sd:{k}" if draft else "transformers")
@@ -49,8 +50,6 @@ class HFContender:
         self._tokenizer = checkpoint.tokenizer()
         self._stop_token_ids = checkpoint.stop_token_ids
         small = files_of(draft) if draft else None
-        if small is not None:
-            self._check_draft(checkpoint, small)
         self._model: Any = self._loaded(checkpoint)
         self._draft: Any = None
         if small is not None:
@@ -61,11 +60,8 @@ class HFContender:
 
     def answer(self, prompts: Seq[Prompt], asked: Asked) -> list[Answer]:
         """Answers in the order of the prompts. Static batches, padded on the left."""
-        if self._draft is not None and asked.batch > 1:
-            raise ConfigError(
-                f"batch={asked.batch}: assisted generation of transformers answers one request at a time; "
-                "use batch=1, or leave the draft out"
-            )
+        if self._draft is not None:
+            _check_batch(asked.batch)
         tokens = [self._encode(prompt) for prompt in prompts]
         batches = [tokens[first : first + asked.batch] for first in range(0, len(tokens), asked.batch)]
         return [answer for batch in batches for answer in self._generate(batch, asked)]
@@ -78,27 +74,22 @@ class HFContender:
 
     def _loaded(self, checkpoint: Checkpoint) -> Any:
         from transformers import AutoModelForCausalLM, GenerationConfig
+        from transformers.utils import logging
 
         path, options = checkpoint.path, {}
         if path.is_file():
             path, options = path.parent, {"gguf_file": path.name}
+        bars = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()  # it would stay on the terminal
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=self._dtype, **options)
         except (ImportError, OSError, ValueError, RuntimeError) as error:
             raise UnsupportedModel(f"{checkpoint.path} cannot be loaded by transformers: {error}") from error
+        finally:
+            if bars:
+                logging.enable_progress_bar()
         model.generation_config = GenerationConfig(pad_token_id=0)
         return model.to(self._device).eval()
-
-    def _check_draft(self, checkpoint: Checkpoint, draft: Checkpoint) -> None:
-        sizes = checkpoint.config.vocab_size, draft.config.vocab_size
-        difference = self._tokenizer.difference(draft.tokenizer())
-        if sizes[0] != sizes[1]:
-            difference = f"{sizes[1]} tokens there, {sizes[0]} here"
-        if difference is not None:
-            raise ConfigError(
-                f"draft={draft.path}: for transformers it must have the model's tokens ({difference}); use another "
-                "draft, or none"
-            )
 
     def _encode(self, prompt: Prompt) -> list[int]:
         """As `LLM.encode`."""
@@ -134,6 +125,32 @@ class HFContender:
         ids = [token for _, tokens in came for token in tokens]
         text = self._tokenizer.decode(ids) if self._tokenizer.available else ""
         return Answer(began, len(prompt), text, [(when, len(tokens)) for when, tokens in came], ids)
+
+
+def check(model: str, draft: str | None, batch: int = 1) -> None:
+    """Raises what keeps transformers from answering with this model and draft."""
+    checkpoint = files_of(model)
+    if draft is None:
+        return
+    _check_batch(batch)
+    small = files_of(draft)
+    sizes = checkpoint.config.vocab_size, small.config.vocab_size
+    difference = checkpoint.tokenizer().difference(small.tokenizer())
+    if sizes[0] != sizes[1]:
+        difference = f"{sizes[1]} tokens there, {sizes[0]} here"
+    if difference is not None:
+        raise ConfigError(
+            f"draft={small.path}: for transformers it must have the model's tokens ({difference}); use another "
+            "draft, or none"
+        )
+
+
+def _check_batch(batch: int) -> None:
+    if batch > 1:
+        raise ConfigError(
+            f"batch={batch}: assisted generation of transformers answers one request at a time; "
+            "use batch=1, or leave the draft out"
+        )
 
 
 class _Clock:

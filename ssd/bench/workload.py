@@ -29,7 +29,7 @@ class Workload:
 
     name: str
     prompts: list[Prompt]
-    origin: str  # where the prompts come from, in words
+    origin: str  # how many prompts, and where they come from, in words
     longest: int  # tokens of a prompt
 
 
@@ -48,7 +48,8 @@ def load_workload(
     if name == RANDOM:
         return _random(tokenizer, count, input_len or _RANDOM_LENGTH, seed)
     found = PromptSet(EXAMPLE, _EXAMPLES, "a few examples") if name == EXAMPLE else load_prompts(name, folder)
-    prompts: list[Prompt] = [*(found.asked() if chat else found.prompts)][offset : offset + count]
+    known: list[Prompt] = [*(found.asked() if chat else found.prompts)]
+    prompts = known[offset : offset + count]
     if not prompts:
         raise DataNotFound(
             f"prompt set {name!r} ({found.origin}) has no prompt after the first {offset}: lower the offset"
@@ -57,7 +58,8 @@ def load_workload(
     if input_len is not None:
         prompts = [ids[:input_len] if len(ids) > input_len else p for p, ids in zip(prompts, tokens, strict=True)]
     longest = min(max(map(len, tokens)), input_len or max(map(len, tokens)))
-    return Workload(name, prompts, found.origin, longest)
+    fewer = f" ({count} were asked for)" if len(prompts) < count else ""
+    return Workload(name, prompts, f"{len(prompts)} of {len(known)} prompts{fewer}, {found.origin}", longest)
 
 
 def encode(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
@@ -72,4 +74,4 @@ def _random(tokenizer: Tokenizer, count: int, length: int, seed: int) -> Workloa
     generator = random.Random(seed)
     vocabulary = [token for token in range(tokenizer.vocab_size) if not tokenizer.is_special(token)]
     prompts: list[Prompt] = [generator.choices(vocabulary, k=length) for _ in range(count)]
-    return Workload(RANDOM, prompts, f"random tokens, {length} a prompt", length)
+    return Workload(RANDOM, prompts, f"{count} prompts of random tokens, {length} each", length)

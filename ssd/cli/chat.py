@@ -5,6 +5,8 @@ The command and its backend, the engine; the conversation itself is in `conversa
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import sys
 from collections import deque
@@ -13,17 +15,34 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from io import TextIOWrapper
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.text import Text
 
 from ssd.cli import speculation
-from ssd.cli.console import Device, DType, Eager, Temperature, explained, load
+from ssd.cli.console import (
+    Device,
+    DType,
+    Eager,
+    FrequencyPenalty,
+    MinP,
+    PresencePenalty,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+    explained,
+    load,
+    seeded,
+)
 from ssd.cli.conversation import Answer, Backend, Conversation, Message, Write, note
 from ssd.cli.demo import A_DEMO, knows_chats
 from ssd.core import Delta, SamplingParams
-from ssd.errors import RequestError
+from ssd.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from ssd.llm import LLM
@@ -32,9 +51,10 @@ if TYPE_CHECKING:
 HELP: Final = """\
 Talk to a model: [bold]answers come as they are written, and the model remembers the conversation[/].
 
-Type a message and press Enter. Ctrl-C stops an answer, Ctrl-D ends the chat, and [cyan]/help[/] lists what else there \
-is: [cyan]/reset[/], [cyan]/system TEXT[/], [cyan]/save FILE[/], messages of several lines. What was said before is \
-not computed again: it is in the prefix cache. When the context is full, the oldest turns are left out.
+Type a message and press Enter; lines that are pasted together are one message. Ctrl-C stops an answer, Ctrl-D ends \
+the chat, and [cyan]/help[/] lists what else there is: [cyan]/reset[/], [cyan]/system TEXT[/], \
+[cyan]/set top_p 0.9[/], [cyan]/save FILE[/], [cyan]/load FILE[/]. What was said before is not computed again: it is \
+in the prefix cache. When the context is full, the oldest turns are left out.
 
 A model that comes with ssd is helped by its draft, as far as that pays; any other by the one that [cyan]--draft[/] \
 names.
@@ -51,6 +71,8 @@ Over a pipe every line is a message; the answers go to standard output, everythi
 
   echo "Who wrote Hamlet?" | ssd chat
 """
+Read = Callable[[str], str]  # reads an entry, after a prompt
+
 PLAIN: Final = """\
 {{ bos_token }}{% for message in messages %}{{ message.role | capitalize }}: {{ message.content | trim }}
 {% endfor %}Assistant:"""
@@ -62,7 +84,14 @@ def chat(
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told before all else.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Longest answer, in tokens.")] = 512,
     temperature: Temperature = 0.0,
-    seed: Annotated[int | None, typer.Option(help="The same seed writes the same answers.")] = None,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    stop: Stop = None,
+    seed: Seed = None,
     mode: speculation.Mode = None,
     draft: speculation.Draft = None,
     k: speculation.K = None,
@@ -76,6 +105,9 @@ def chat(
     dtype: DType = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Longest conversation that the model sees.")] = None,
     eager: Eager = False,
+    history: Annotated[
+        Path | None, typer.Option(help="Keep what is typed in this file, for the arrow keys of later chats.")
+    ] = None,
     metrics: Annotated[bool, typer.Option("--metrics", help="Report times and speed after every answer.")] = False,
     colour: Annotated[bool, typer.Option("--colour", help="Show in green what the draft had guessed.")] = False,
 ) -> None:
@@ -94,13 +126,32 @@ def chat(
             backup=backup,
             placement=placement,
         )
-        params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=max_tokens)
+        params = SamplingParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            stop=stop or (),
+            seed=seed,
+            max_new_tokens=max_tokens,
+        )
         options = {"device": device, "dtype": dtype, "max_model_len": max_model_len, "eager": eager}
-        talk(model, params, system=system, metrics=metrics, colour=colour, speculation=wanted, **options)
+        read = typed(history)
+        talk(model, params, read, system=system, metrics=metrics, colour=colour, speculation=wanted, **options)
 
 
 def talk(
-    model: str, params: SamplingParams, *, system: str | None, metrics: bool, colour: bool, **options: Any
+    model: str,
+    params: SamplingParams,
+    read: Read = input,
+    *,
+    system: str | None,
+    metrics: bool,
+    colour: bool,
+    **options: Any,
 ) -> None:
     """Loads a model and runs a conversation with it. Further keywords are options of the engine."""
     with load(model, max_num_seqs=1, **options) as llm:
@@ -111,18 +162,46 @@ def talk(
             note(llm.note)
         if backend.plain:
             note(f"{model} has no chat template: the turns are marked in plain text, which it may not understand.")
-        converse(backend, system, metrics)
+        converse(backend, system, metrics, read)
 
 
-def converse(backend: Backend, system: str | None, metrics: bool) -> None:
+def converse(backend: Backend, system: str | None, metrics: bool, read: Read = input) -> None:
     """Runs the conversation, with line editing in a terminal."""
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # bytes that are no text are no reason to end
     if interactive():
         with suppress(ImportError):
-            import readline  # noqa: F401  (which `input` then uses)
+            import readline  # which `input` then uses
+
+            readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one entry
         note("/help lists the commands, Ctrl-D ends the chat.\n")
-    Conversation(backend, system=system, metrics=metrics, interactive=interactive()).run()
+    Conversation(backend, system=system, metrics=metrics, interactive=interactive(), read=read).run()
+
+
+def typed(history: Path | None) -> Read:
+    """`input`, which adds every entry to a file of JSON strings, one a line; earlier entries go to readline."""
+    if history is None:
+        return input
+    try:
+        with open(os.open(history.expanduser(), os.O_RDWR | os.O_CREAT, 0o600), encoding="utf-8") as file:  # private
+            entries = [str(json.loads(line)) for line in file]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--history {history}: cannot be used ({error}): name another file") from error
+    if interactive():
+        with suppress(ImportError):
+            import readline
+
+            for entry in entries:
+                readline.add_history(entry)
+
+    def read(prompt: str) -> str:
+        entry = input(prompt)
+        if entry:
+            with history.expanduser().open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        return entry
+
+    return read
 
 
 def interactive() -> bool:
@@ -161,19 +240,21 @@ class EngineBackend:
         self.plain = not knows_chats(llm)
         self._llm = llm
         self._tokenizer = llm.engine.tokenizer
-        self._params = replace(params, stop=PLAIN_STOP) if self.plain else params
+        self.params = params
         self._colour = colour
 
     def fits(self, messages: list[Message], answers: int) -> bool:
         longest = self._llm.engine.max_model_len
-        return len(self._encode(messages)) + min(answers * self._params.max_new_tokens, longest // 2) <= longest
+        return len(self._encode(messages)) + min(answers * self.params.max_new_tokens, longest // 2) <= longest
 
     def answer(self, messages: list[Message], write: Write) -> Answer:
         from ssd.llm import check_served
 
         tokens = self._encode(messages)
         origins = Origins(tokens, self._tokenizer) if self._colour else None
-        answer = self._llm.driver.submit(tokens, self._params, stream=True)
+        params = seeded(self.params)
+        sent = replace(params, stop=(*params.stop, PLAIN_STOP)) if self.plain else params
+        answer = self._llm.driver.submit(tokens, sent, stream=True)
         with on_interrupt(answer.abort):
             try:
                 for delta in answer:
@@ -183,7 +264,7 @@ class EngineBackend:
                 answer.abort()  # if writing failed
         output = answer.result()
         check_served(output)
-        return Answer(output.text, output.finish_reason, output.metrics)
+        return Answer(output.text, output.finish_reason, output.metrics, params)
 
     def _encode(self, messages: list[Message]) -> list[int]:
         return self._llm.encode(messages, {"chat_template": PLAIN} if self.plain else None)

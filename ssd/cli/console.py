@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ssd.core import RequestMetrics
+from ssd.core import RequestMetrics, SamplingParams
 from ssd.errors import SSDError
 
 if TYPE_CHECKING:
@@ -19,6 +21,14 @@ if TYPE_CHECKING:
 errors = Console(stderr=True)
 
 Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0: greedy; higher: more varied.")]
+TopK = Annotated[int, typer.Option(help="Sample among the k likeliest tokens; 0: all.")]
+TopP = Annotated[float, typer.Option(help="Sample among the likeliest tokens that hold this much mass.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest one.")]
+RepetitionPenalty = Annotated[float, typer.Option(help="Above 1: avoid tokens of prompt and output.")]
+PresencePenalty = Annotated[float, typer.Option(help="Above 0: avoid tokens that the output has.")]
+FrequencyPenalty = Annotated[float, typer.Option(help="Above 0: avoid tokens by how often the output has them.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End the text before this string. May be repeated.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed writes the same text.", show_default="drawn at random")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 DType = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Eager = Annotated[bool, typer.Option("--eager", help="No CUDA graphs: starts sooner, decodes slower.")]
@@ -42,6 +52,16 @@ def load(model: str, **options: Any) -> LLM:
         from ssd.llm import LLM
 
         return LLM(model, **options)
+
+
+def seeded(params: SamplingParams) -> SamplingParams:
+    """The parameters, with a seed drawn at random if they have none: known, it can be reported and used again."""
+    return params if params.seed is not None else replace(params, seed=secrets.randbits(32))
+
+
+def option_name(name: str) -> str:
+    """An option's name in use; `tokens` and `max-new-tokens` are former names of `max-tokens`."""
+    return "max-tokens" if name in ("tokens", "max-new-tokens") else name
 
 
 def speed_summary(metrics: RequestMetrics) -> str:

@@ -9,18 +9,18 @@ import json
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import islice, takewhile
+from dataclasses import dataclass, replace
+from itertools import chain, islice, takewhile
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import typer
 from rich.text import Text
 
 from ssd.cli.console import errors
 from ssd.cli.speculation import drafting
-from ssd.core import FinishReason, RequestMetrics
-from ssd.errors import SSDError
+from ssd.core import FinishReason, RequestMetrics, SamplingParams
+from ssd.errors import RequestError, SSDError
 
 Message = dict[str, str]
 Write = Callable[[str, bool], None]  # a piece of an answer, and whether it was drafted
@@ -29,14 +29,22 @@ PROMPT: Final = "> "
 CONTINUED: Final = "… "
 QUOTES: Final = '"""'
 COMMANDS: Final = f"""\
-/reset        forget the conversation
-/system TEXT  another system prompt (without TEXT: none), and a new conversation
-/save FILE    write the conversation into a new JSON file
-/help         this list
-/exit         end the chat, as Ctrl-D does
+/reset           forget the conversation
+/system TEXT     another system prompt (without TEXT: none), and a new conversation
+/set NAME VALUE  another sampling parameter: /set top_p 0.9 (without NAME: those in use)
+/save FILE       write the conversation, with the parameters and seed of every answer, into a new JSON file
+/load FILE       go on with a conversation that was saved
+/help            this list
+/exit            end the chat, as Ctrl-D does
 
-Ctrl-C stops an answer. A line that ends with a backslash goes on in the next one, and the lines between two lines of \
-{QUOTES} are one message. After a space, a line that begins with a slash is a message too."""
+Ctrl-C stops an answer. Lines that are pasted together are one message (with GNU readline), and so are the lines \
+between two lines of {QUOTES}; a line that ends with a backslash goes on in the next one. After a space, a line that \
+begins with a slash is a message too."""
+SETTABLE: Final = {  # by the name in /set, in a saved conversation and in a server's protocol
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
+    **{name: name for name in ("presence_penalty", "frequency_penalty", "stop", "seed")},
+    "max_tokens": "max_new_tokens",
+}
 ENDINGS: Final[dict[FinishReason | None, str]] = {"length": "(cut off: the length limit)", "abort": "(stopped)"}
 LEAVE: Final = "Ctrl-C once more ends the chat, and so do /exit and Ctrl-D"
 SPARE_ANSWERS: Final = 4  # freed at once when old turns are dropped, so that the next turns keep their prefix
@@ -63,10 +71,26 @@ class Answer:
     text: str
     finish_reason: FinishReason | None  # None: not known
     metrics: RequestMetrics
+    params: SamplingParams  # with the seed that was used, if it is known
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A message and its answer."""
+
+    question: Message
+    answer: Message
+    sampling: dict[str, Any] | None = None  # parameters of the answer; None: not known
+
+    @property
+    def messages(self) -> tuple[Message, Message]:
+        return self.question, self.answer
 
 
 class Backend(Protocol):
     """What answers messages."""
+
+    params: SamplingParams  # of the next answer
 
     @property
     def name(self) -> str: ...
@@ -102,7 +126,7 @@ class Conversation:
     ) -> None:
         self.backend = backend
         self.system = system
-        self.turns: list[tuple[Message, Message]] = []
+        self.turns: list[Turn] = []
         self.num_unsent = 0  # oldest turns, which no longer fit the context
         self._costs: list[RequestMetrics] = []
         self._metrics = metrics
@@ -136,7 +160,7 @@ class Conversation:
                 line = self._line(PROMPT)
                 if line.rstrip() == "/exit":
                     return None
-                return Command(line) if line.startswith("/") else self._message(line)
+                return Command(line) if line.startswith("/") and "\n" not in line else self._message(line)
             except EOFError:
                 if self._interactive:
                     typer.echo()
@@ -150,9 +174,14 @@ class Conversation:
         return None
 
     def _message(self, line: str) -> str:
-        """The complete message that begins with this line."""
-        if line.strip() == QUOTES:
-            return "\n".join(takewhile(lambda each: each.strip() != QUOTES, self._lines()))
+        """The complete message that begins with this line, or with these lines if they were pasted."""
+        first, *pasted = line.split("\n")
+        if first.strip() == QUOTES:
+            lines = chain(pasted, (each for entry in self._lines() for each in entry.split("\n")))
+            return "\n".join(takewhile(lambda each: each.strip() != QUOTES, lines))
+        return self._continued(line.rstrip("\n"))
+
+    def _continued(self, line: str) -> str:
         lines = [line]
         while lines[-1].endswith("\\"):
             lines[-1] = lines[-1][:-1]
@@ -182,8 +211,12 @@ class Conversation:
                 self.system = text or None
                 self._forget()
                 note(f"a new conversation, {f'with the system prompt: {text}' if text else 'without one'}")
+            case "/set":
+                note(self._set(text))
             case "/save":
                 note(self._save(text))
+            case "/load":
+                note(self._load(text))
             case _:
                 note(f"{name} is no command: /help lists them. After a space, this line would be a message")
 
@@ -191,11 +224,28 @@ class Conversation:
         self.turns.clear()
         self.num_unsent = 0
 
+    def _set(self, text: str) -> str:
+        """Sets a sampling parameter; returns a message for the user."""
+        name, _, value = text.partition(" ")
+        if name and (name not in SETTABLE or not value.strip()):
+            return f"/set needs a name and a value, such as /set top_p 0.9. The names: {', '.join(SETTABLE)}"
+        if name:
+            try:
+                self.backend.params = replace(self.backend.params, **{SETTABLE[name]: _value(value.strip())})
+            except RequestError as error:
+                return str(error)
+        used = sampling(self.backend.params)
+        return ", ".join(f"{each} {json.dumps(used[each], ensure_ascii=False)}" for each in ([name] if name else used))
+
     def _save(self, file: str) -> str:
         """Saves the conversation; returns a message for the user."""
         if not file:
             return "/save needs the name of a file that does not exist yet: /save FILE"
-        spoken = {"model": self.backend.name, "messages": [*self._head(), *(m for turn in self.turns for m in turn)]}
+        spoken = {
+            "model": self.backend.name,
+            "messages": [*self._head(), *(message for turn in self.turns for message in turn.messages)],
+            "sampling": [turn.sampling for turn in self.turns],  # of every answer
+        }
         try:
             with Path(file).expanduser().open("x", encoding="utf-8") as out:
                 json.dump(spoken, out, ensure_ascii=False, indent=2)
@@ -204,6 +254,19 @@ class Conversation:
         except OSError as error:
             return f"{file} cannot be written ({error.strerror}): choose another name"
         return f"saved in {file}"
+
+    def _load(self, file: str) -> str:
+        """Replaces the conversation by a saved one; returns a message for the user."""
+        if not file:
+            return "/load needs the name of a file that /save has written: /load FILE"
+        try:
+            self.system, self.turns = _conversation(json.loads(Path(file).expanduser().read_text(encoding="utf-8")))
+        except OSError as error:
+            return f"{file} cannot be read ({error.strerror}): choose another file"
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return f"{file} is no conversation that /save has written: choose another file"
+        self.num_unsent = 0
+        return f"loaded from {file}: the conversation goes on after its {len(self.turns)} turns"
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
@@ -228,7 +291,8 @@ class Conversation:
             self.num_unsent = num_unsent
             note(f"(the context is full: the model does not see the {num_unsent} oldest turns any more)")
         if answer.text:
-            self.turns.append((question, {"role": "assistant", "content": answer.text}))
+            used = sampling(answer.params) | {"unsent_turns": num_unsent}
+            self.turns.append(Turn(question, {"role": "assistant", "content": answer.text}, used))
         self._conclude(answer)
 
     def _conclude(self, answer: Answer) -> None:
@@ -251,10 +315,34 @@ class Conversation:
         return unsent
 
     def _messages(self, start: int, question: Message) -> list[Message]:
-        return [*self._head(), *(message for turn in self.turns[start:] for message in turn), question]
+        return [*self._head(), *(message for turn in self.turns[start:] for message in turn.messages), question]
 
     def _head(self) -> list[Message]:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
+
+
+def sampling(params: SamplingParams) -> dict[str, Any]:
+    """The sampling parameters by the names of `SETTABLE`."""
+    return {name: getattr(params, field) for name, field in SETTABLE.items()}
+
+
+def _value(text: str) -> Any:
+    """A value of /set: none, JSON, or else the text itself."""
+    try:
+        return None if text.lower() == "none" else json.loads(text)
+    except ValueError:
+        return text
+
+
+def _conversation(saved: Any) -> tuple[str | None, list[Turn]]:
+    """System prompt and turns of a saved conversation; ValueError, or what Python raises, for anything else."""
+    messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in saved["messages"]]
+    system = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else None
+    if [m["role"] for m in messages] != ["user", "assistant"] * (len(messages) // 2):
+        raise ValueError("not in turns")
+    pairs = list(zip(messages[::2], messages[1::2], strict=True))
+    known = saved.get("sampling") or [None] * len(pairs)
+    return system, [Turn(*pair, each) for pair, each in zip(pairs, known, strict=True)]
 
 
 def note(text: str | Text) -> None:

@@ -5,6 +5,7 @@ The command and what it prints; `trace` records, `paths` draws.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
@@ -50,7 +51,15 @@ Each round: the [green]accepted draft tokens[/], after ✗ [red strike]the rejec
 target's own token[/]. The draft was prepared in the round before (a hit), or made after a miss: drafted, while the \
 target waited; or borrowed from a sibling branch at once. Below it the branches: the tokens \
 prepared for after 0, 1, … accepted tokens, likeliest first, [bold green]\\[in brackets][/] the one that was \
-used. · is a space, ↵ a new line."""
+used; +N: N more were prepared. · is a space, ↵ a new line, \\xe5 a byte of a character."""
+INCOMPLETE: Final = "\ufffd"  # how bytes are decoded that are no whole character
+BYTE: Final = re.compile("<0x([0-9A-F]{2})>")
+PRINTABLE: Final = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+OTHERS: Final = sorted(set(range(256)) - set(PRINTABLE))
+BYTES: Final = {  # of the characters of byte-level vocabularies: printable ones are themselves, others follow U+0100
+    **{chr(byte): byte for byte in PRINTABLE},
+    **{chr(0x100 + place): byte for place, byte in enumerate(OTHERS)},
+}
 SOURCES: Final = {
     Origin.HIT: "prepared",
     Origin.JIT: "drafted",
@@ -64,7 +73,7 @@ SOURCES: Final = {
 def explain(
     model: Annotated[str, typer.Argument(help="Any MODEL, as `ssd --help` describes them.")] = "tiny-llama",
     prompt: Annotated[str, typer.Argument(help="The text to continue.")] = "It was a dark night, and the old captain",
-    tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 40,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Stop after this many tokens.")] = 40,
     temperature: Temperature = 0.0,
     seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
     out: Annotated[
@@ -79,7 +88,7 @@ def explain(
     with explained():
         if out is not None:
             paths.check(out)
-        params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=tokens)
+        params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=max_tokens)
         drafter = draft or speculation.bundled_draft(model)
         if drafter is None:
             raise ConfigError(f"{model} has no draft of its own: name a small model of its tokenizer with --draft")
@@ -116,9 +125,19 @@ def spelling(tokenizer: Tokenizer | None) -> Spelling:
         if tokenizer is None:
             return f"{token} "
         decoder = IncrementalDecoder(tokenizer, [token], skip_special_tokens=False)
-        return decoder.push(token) + decoder.flush()
+        text = decoder.push(token) + decoder.flush()
+        return _escaped(tokenizer.backend.id_to_token(token) or "") or text if INCOMPLETE in text else text
 
     return spell
+
+
+def _escaped(piece: str) -> str:
+    """A token of a byte-level vocabulary (or such as <0xE5>), with \\xe5 for bytes that are no whole character."""
+    byte = BYTE.fullmatch(piece)
+    if byte is None and not all(c in BYTES for c in piece):
+        return ""
+    content = bytes([int(byte[1], 16)]) if byte else bytes(BYTES[c] for c in piece)
+    return content.decode(errors="backslashreplace")
 
 
 # --- what the reader sees ---------------------------------------------------------------------------------------------
@@ -202,13 +221,16 @@ def _share(part: int, whole: int, things: str) -> str:
 
 def _print_heading(llm: LLM, params: SamplingParams, console: Console) -> None:
     from ssd.assembly.device import resolve_device
+    from ssd.assembly.drafters import make_fan_out
 
     wanted = llm.config.speculation
+    k = f"up to {wanted.lookahead}" if wanted.k == "auto" else wanted.k
+    outcomes = make_fan_out(wanted).width(max(wanted.budgets))
     settings = f"{resolve_device(llm.config.device)}, temperature {params.temperature:g}, seed {params.seed}"
     console.print(
         Text.assemble(
             (llm.config.model, "bold"),
-            f" writes; {wanted.draft} drafts {wanted.k} tokens a round and prepares for {wanted.budget} outcomes "
+            f" writes; {wanted.draft} drafts {k} tokens a round and prepares for up to {outcomes} outcomes "
             f"({settings})",
         )
     )

@@ -8,12 +8,13 @@ from typing import Annotated
 import typer
 
 from ssd.cli import bench, chat, demo, explain, generate, graft
+from ssd.cli.console import option_name
 
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": option_name},
     help="""[bold]ssd[/]: exact, extremely fast decoding of large language models.
 
     A MODEL is a bundled model such as [cyan]tiny-llama[/], a Hugging Face directory, a [cyan].gguf[/] file, or a hub

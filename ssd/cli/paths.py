@@ -41,10 +41,13 @@ LEGEND: Final = (
     ("used", "prepared, and used"),
     ("hit", "hit: the draft was there"),
     ("miss", "miss: it had to be made"),
+    ("faint", "+N: N more prepared"),
 )
 
 STYLE: Final = """
-text { font: 12px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #1f2328; }
+text { font: 12px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, "Noto Sans Mono CJK SC", "Noto Sans CJK SC",
+  "Source Han Sans SC", "PingFang SC", "Hiragino Sans", "Apple SD Gothic Neo", "Microsoft YaHei", "Yu Gothic",
+  "Malgun Gothic", "WenQuanYi Zen Hei", monospace; fill: #1f2328; }
 .paper { fill: #ffffff; } .small { font-size: 10px; } .faint { fill: #7d8590; } .heading { font-weight: bold; }
 path { fill: none; stroke: #c8ced6; } .trunk { stroke-width: 2; }
 .stands { fill: #d7f5de; } .own { fill: #ffffff; stroke: #1f2328; } .fails { fill: #ffebe9; }
@@ -256,7 +259,7 @@ class _Drawing:
                 self._add("circle", kind, cx=x + 4, cy=72, r=4)
                 x += 14
             self._text(x, 76, meaning, f"small {kind}")
-            x += 22 + len(meaning) * CELL * 0.83
+            x += 18 + len(meaning) * CELL * 0.83
         self._y = 90.0
 
     def add_row(self, blocks: list[_Block], last: bool) -> None:

@@ -67,7 +67,7 @@ def _file_of(directory: Path, name: str) -> Path | None:
 def _own_set(name: str) -> PromptSet:
     file = resources.files(__name__) / f"{name}.jsonl"
     prompts = _parse(file.read_text(encoding="utf-8"), str(file))
-    return PromptSet(name, prompts, f"{len(prompts)} prompts written for ssd, in the style of {OWN_SETS[name]}")
+    return PromptSet(name, prompts, f"written for ssd, in the style of {OWN_SETS[name]}")
 
 
 def _read(file: Path) -> str:

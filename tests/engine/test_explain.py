@@ -6,16 +6,20 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 from xml.etree import ElementTree
 
 import pytest
 from rich.cells import cell_len
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from ssd.cli import paths
-from ssd.cli.explain import branches, record, rounds, spelling, summary, tinted, verdict
+from ssd.cli.explain import _escaped, _print_heading, branches, record, rounds, spelling, summary, tinted, verdict
 from ssd.cli.main import app
 from ssd.cli.trace import Branch, Recorder, Step, Trace
+from ssd.config import SpeculationConfig
 from ssd.core import Origin, SamplingParams
 from ssd.llm import LLM
 
@@ -119,6 +123,22 @@ def test_a_token_is_spelt_as_inside_a_text(ahead: LLM) -> None:
 # --- the terminal -----------------------------------------------------------------------------------------------------
 
 
+def test_bytes_of_a_character_are_escaped(ahead: LLM) -> None:
+    """Catches characters of several tokens, such as Chinese ones, that are shown as one replacement sign per byte."""
+    tokenizer = ahead.engine.tokenizer
+    assert tokenizer is not None
+    tokens = tokenizer.encode("京", add_special_tokens=False)
+    assert "".join(map(spelling(tokenizer), tokens)) == r"\xe4\xba\xac"
+    assert (_escaped("<0xE4>"), _escaped("Ġäº"), _escaped("東")) == (r"\xe4", r" \xe4\xba", "")
+
+
+def test_as_many_outcomes_are_announced_as_are_prepared(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = SpeculationConfig(mode="ssd", draft="small", k=4, fan_out=2)
+    llm = SimpleNamespace(config=SimpleNamespace(speculation=wanted, device="cpu", model="large"), note="")
+    _print_heading(cast(LLM, llm), SamplingParams(seed=0), Console())
+    assert "prepares for up to 10 outcomes" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_verdict_tells_what_stands() -> None:
     assert verdict(step("abcd", 2, "x"), spell).plain == "a b ✗ c d → x"
     assert verdict(step("ab", 2, "x"), spell).plain == "a b → x"
@@ -183,6 +203,8 @@ def test_the_picture_is_well_formed_and_holds_every_token() -> None:
     assert float(root.get("width", "0")) == paths.WIDTH
     assert root.findtext(f"{SVG}title") == "<title> & more"
     assert not re.search(r"href|url\(|@import|<script|src=", drawn)
+    assert "Noto Sans CJK SC" in drawn
+    assert "+N: N more prepared" in drawn
 
 
 def test_nothing_is_written_over_something_else(ahead: LLM) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -17,10 +19,12 @@ from ssd.bench.answers import Answer, Asked, Speed
 from ssd.bench.measure import MEAN, figures, measure, same_text
 from ssd.bench.models import spelled
 from ssd.bench.ours import Method, OurContender, methods_of, our_contenders
-from ssd.bench.run import BenchConfig, run
+from ssd.bench.pictures import _fonts, _legible
+from ssd.bench.report import Report
+from ssd.bench.run import BenchConfig, _header, run
 from ssd.bench.workload import Workload, encode, load_workload
 from ssd.cli.main import app
-from ssd.errors import ConfigError
+from ssd.errors import ConfigError, SSDError
 from ssd.models.open import open_checkpoint
 from ssd.models.random_weights import RandomCheckpoint
 from ssd.models.shapes import SHAPES
@@ -151,6 +155,48 @@ def test_prompts_are_cut_and_chosen() -> None:
     assert isinstance(function.prompts[0], str)
 
 
+def test_the_report_says_how_many_prompts_were_measured() -> None:
+    """Catches the size of a set in their place, and a set that is smaller than asked for without a word."""
+    tokenizer = open_checkpoint("tiny-llama").tokenizer()
+    assert load_workload("gsm8k", tokenizer, count=2).origin.startswith("2 of 40 prompts, written for ssd")
+    few = load_workload("gsm8k", tokenizer, count=9, offset=38)
+    assert few.origin.startswith(f"{len(few.prompts)} of 40 prompts (9 were asked for), ")
+    assert len(few.prompts) == 2
+    assert load_workload("random", tokenizer, count=3).origin == "3 prompts of random tokens, 128 each"
+
+
+@pytest.mark.parametrize(
+    ("methods", "peers", "draft"),
+    [
+        ("ar,ngram:3", ("hf", "http://127.0.0.1:8000"), None),
+        ("ar,sd:2", (), "tiny-llama-draft"),
+        ("ar", ("hf:2",), "tiny-llama-draft"),
+    ],
+)
+def test_the_title_has_a_draft_only_if_one_ran(methods: str, peers: tuple[str, ...], draft: str | None) -> None:
+    config = BenchConfig(*TINY, methods=methods, peers=peers)
+    title = Report(_header(config), [], [], None, []).title
+    assert title.startswith("tiny-llama, " if draft is None else f"tiny-llama + {draft}, ")
+
+
+@pytest.mark.parametrize(
+    ("peers", "message"),
+    [
+        (("hf", "http://127.0.0.1:9"), "no server answers"),
+        (("hf", "vllm"), "vllm is not installed"),
+        (("hf", "llamacpp"), "gguf files only"),
+        (("hf:2",), "batch=2"),
+    ],
+)
+def test_peers_are_checked_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, peers: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("ssd.bench.run.our_contenders", lambda *_, **__: pytest.fail("a model is loaded"))
+    with pytest.raises(SSDError, match=message):
+        run(BenchConfig(*TINY, peers=peers, batch=2))
+
+
 def test_a_report_with_peers(tmp_path: Path) -> None:
     """transformers and a server beside the engine, in one table, as JSON, as a picture and as a page."""
     files = {kind: tmp_path / f"report.{kind}" for kind in ("json", "png", "svg", "html")}
@@ -170,10 +216,33 @@ def test_a_report_with_peers(tmp_path: Path) -> None:
     assert any(note.startswith("transformers: transformers ") for note in report["notes"])
     assert files["png"].read_bytes().startswith(b"\x89PNG")
     page = files["html"].read_text()
-    for part in ("<svg", "sd k=2", name, "written for ssd", "tokens/s"):
+    for part in ("<svg", "sd k=2", name, "written for ssd", "tokens/s", "<th>first token p90</th>"):
         assert part in page
     assert "http" not in page.split("<svg")[0].replace("http://www.w3.org", "").replace(server.url, "")
     assert "every method wrote the same tokens" in result.output
+
+
+def test_characters_without_a_font_are_escaped() -> None:
+    """Catches boxes in pictures: every character is in one of the fonts, or spelt out."""
+    fonts = ["DejaVu Sans"]
+    assert _legible("tiny é 東", fonts) == r"tiny é \u6771"
+    assert _fonts()[0] == fonts[0]
+
+
+def test_the_picture_of_hit_rates_has_axis_titles_and_a_legend_above_its_panels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench")
+    hits = importlib.import_module("hits")
+    rates = dict.fromkeys(hits.POLICIES, [0.5] * len(hits.BUDGETS))
+    drawn = ElementTree.fromstring(hits.picture({0.0: rates, 1.0: rates}, 4))
+    svg = "{http://www.w3.org/2000/svg}"
+    legend, panels = drawn.findall(f"{svg}text"), drawn.findall(f"{svg}g")
+    assert [(text.text or "").split(":")[0] for text in legend] == list(hits.POLICIES)
+    assert all(float(text.get("y", "")) < 34 for text in legend)
+    for panel in panels:
+        said = [text.text for text in panel.findall(f"{svg}text")]
+        assert {"hit rate", "prepared branches"} <= set(said)
 
 
 def test_a_draft_in_a_process_is_a_contender_too() -> None:

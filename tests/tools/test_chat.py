@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,13 +25,13 @@ from conftest import TestModel
 from fakes import wait_until_idle
 from typer.testing import CliRunner, Result
 
-from ssd.cli.chat import EngineBackend
+from ssd.cli.chat import EngineBackend, typed
 from ssd.cli.conversation import SPARE_ANSWERS, Answer, Conversation, Message, Write, report
 from ssd.cli.explain import tinted
 from ssd.cli.main import app
 from ssd.cli.trace import Recorder
 from ssd.core import RequestMetrics, SamplingParams
-from ssd.errors import RequestError
+from ssd.errors import ConfigError, RequestError
 from ssd.llm import LLM
 
 pexpect = pytest.importorskip("pexpect", reason="a terminal to type in needs pexpect")
@@ -55,6 +55,7 @@ class Parrot:
     room: int = 1000
     name: str = "parrot"
     unit: str = "words"
+    params: SamplingParams = field(default_factory=SamplingParams)
     heard: list[list[Message]] = field(default_factory=list)
 
     def fits(self, messages: list[Message], answers: int) -> bool:
@@ -68,7 +69,7 @@ class Parrot:
             raise RequestError("too long")
         self.heard.append(messages)
         write(text, False)
-        return Answer(text, "abort" if text == "stop" else "stop", RequestMetrics(output_tokens=1))
+        return Answer(text, "abort" if text == "stop" else "stop", RequestMetrics(output_tokens=1), self.params)
 
 
 def spoken(backend: Parrot, lines: Iterable[str | type[BaseException]], **options: Any) -> Conversation:
@@ -100,6 +101,11 @@ def questions(backend: Parrot) -> list[str]:
         (['"""', "/one", "two\\"], ["/one\ntwo\\"]),
         ([" /one"], [" /one"]),
         (["one", " /exit", "/exit", "two"], ["one", " /exit"]),
+        (["one\ntwo\n", "three"], ["one\ntwo", "three"]),  # pasted
+        (["/one\ntwo", "three"], ["/one\ntwo", "three"]),
+        (["one\ntwo\\", "three\nfour"], ["one\ntwo\nthree\nfour"]),
+        (['"""\none\n"""', "two"], ["one", "two"]),
+        (['"""', 'one\ntwo\n"""', "three"], ["one\ntwo", "three"]),
     ],
 )
 @pytest.mark.parametrize("interactive", [True, False])
@@ -152,6 +158,63 @@ def test_commands_that_make_no_sense_are_explained(tmp_path: Path, capsys: pytes
         assert part in said
     assert taken.read_text() == "mine"
     assert not backend.heard
+
+
+def test_a_saved_conversation_goes_on_after_it_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches turns or a system prompt that are lost, and what each answer was sampled with."""
+    file, copy = tmp_path / "chat.json", tmp_path / "copy.json"
+    spoken(Parrot(), ["one", "/set seed 7", "/set top_p 0.5", "two", f"/save {file}"], system="Hi.")
+    saved = json.loads(file.read_text())
+    assert [(each["seed"], each["top_p"]) for each in saved["sampling"]] == [(None, 1.0), (7, 0.5)]
+    backend = Parrot()
+    spoken(backend, ["zero", f"/load {file}", f"/save {copy}", "three"])
+    assert json.loads(copy.read_text()) == saved
+    assert backend.heard[-1] == [*saved["messages"], {"role": "user", "content": "three"}]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"messages": 3}', '{"messages": [{"role": "user", "content": "one"}]}', '{"messages": ["x"]}']
+)
+def test_a_file_that_is_no_conversation_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    file = tmp_path / "other.json"
+    file.write_text(text)
+    conversation = spoken(Parrot(), ["one", f"/load {file}", f"/load {tmp_path / 'absent'}", "/load"])
+    assert len(conversation.turns) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "is no conversation that /save has written" in said
+    assert "cannot be read" in said
+    assert "/load FILE" in said
+
+
+def test_sampling_parameters_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:
+    backend = Parrot()
+    lines = ["/set top_k 5", "/set max_tokens 9", "/set stop END", '/set stop ["\\n", "x"]', "/set seed 3"]
+    spoken(backend, [*lines, "/set seed none", "/set top_p 2", "/set temperature hot", "/set n 3", "/set"])
+    assert backend.params == SamplingParams(top_k=5, max_new_tokens=9, stop=("\n", "x"))
+    said = " ".join(capsys.readouterr().err.split())
+    assert "top_p=2: must be" in said
+    assert "temperature='hot': must be" in said
+    assert "The names: temperature" in said
+    assert "max_tokens 9" in said
+
+
+def test_history_goes_on_in_the_next_chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches entries of several lines that come back as several, and a file that others can read."""
+    lines = iter(["one", "", "two\nthree"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    remembered: list[str] = []
+    monkeypatch.setitem(sys.modules, "readline", SimpleNamespace(add_history=remembered.append))
+    monkeypatch.setattr("ssd.cli.chat.interactive", lambda: True)
+    file = tmp_path / "history"
+    read = typed(file)
+    assert [read("> "), read("> "), read("> ")] == ["one", "", "two\nthree"]
+    typed(file)
+    assert remembered == ["one", "two\nthree"]
+    assert file.stat().st_mode & 0o077 == 0
+    with pytest.raises(ConfigError, match="--history"):
+        typed(tmp_path / "absent" / "history")
 
 
 def test_ctrl_c_twice_in_a_row_ends_and_once_does_not(capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,6 +300,16 @@ def test_an_answer_that_cannot_be_written_is_ended(llm: LLM) -> None:
     wait_until_idle(llm.driver)
 
 
+def test_the_reported_seed_writes_the_same_answer(llm: LLM) -> None:
+    backend = EngineBackend(llm, SamplingParams(temperature=1.5, max_new_tokens=12))
+    first = backend.answer(HELLO, lambda *_: None)
+    assert first.params.seed is not None
+    again = EngineBackend(llm, first.params).answer(HELLO, lambda *_: None)
+    other = backend.answer(HELLO, lambda *_: None)
+    assert again.text == first.text
+    assert other.params.seed != first.params.seed
+
+
 def chat(text: str, *arguments: str) -> Result:
     return CliRunner().invoke(app, ["chat", "--device", "cpu", *arguments], input=text)
 
@@ -249,6 +322,21 @@ def test_a_conversation_may_outgrow_the_context() -> None:
     assert "the model does not see" in said
     assert "max_model_len=128" in said  # the long one is refused, and the chat goes on
     assert said.count("error:") == 1
+
+
+def test_flags_are_the_parameters_of_every_answer(tmp_path: Path) -> None:
+    """Catches a flag that is accepted and ignored, and an answer that cannot be had again from the file."""
+    used: dict[str, Any] = {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1}
+    used |= {"presence_penalty": 0.2, "frequency_penalty": 0.3, "max_tokens": 6, "stop": ["zzz"]}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in used.items() if name != "stop"]
+    file = tmp_path / "chat.json"
+    done = chat(f"Who wrote Hamlet?\n/save {file}\n", "--mode", "ar", "--stop", "zzz", *flags)
+    assert done.exit_code == 0, done.output
+    saved = json.loads(file.read_text())
+    [sampling] = saved["sampling"]
+    assert {name: sampling[name] for name in used} == used
+    again = chat("Who wrote Hamlet?\n", "--mode", "ar", "--stop", "zzz", *flags, "--seed", str(sampling["seed"]))
+    assert again.stdout.strip() == saved["messages"][1]["content"].strip()
 
 
 def test_a_model_without_a_chat_template_is_asked_in_plain_text(make_model: Callable[[str], TestModel]) -> None:
@@ -360,6 +448,33 @@ def test_a_chat_in_a_terminal(tmp_path: Path) -> None:
         assert "drafts prepared" in plain(session.before)
         assert "\x1b[32m" in session.logfile_read.getvalue()  # green: drafted
         assert not [pid for pid in drafters if alive(pid)]
+
+
+def test_pasted_lines_are_one_message(tmp_path: Path) -> None:
+    """Catches a terminal that is not told to mark what is pasted. Without a model, which would take seconds to load."""
+    program = """
+from ssd.cli.chat import converse
+from ssd.cli.conversation import Answer
+from ssd.core import RequestMetrics, SamplingParams
+
+class Backend:
+    name, unit, params = "one word", "words", SamplingParams()
+
+    def fits(self, messages, answers):
+        return True
+
+    def answer(self, messages, write):
+        return Answer("yes", "stop", RequestMetrics(output_tokens=1), self.params)
+
+converse(Backend(), None, False)
+"""
+    file = tmp_path / "chat.json"
+    with terminal([sys.executable, "-c", program]) as session:
+        session.send("\x1b[200~one\ntwo\n/three\x1b[201~")
+        say(session, " four")
+        assert "saved in" in say(session, f"/save {file}")
+        assert json.loads(file.read_text())["messages"][0]["content"] == "one\ntwo\n/three four"
+        assert "\x1b[?2004h" in session.logfile_read.getvalue()
 
 
 def stop_answer(session: Any, question: str) -> None:

@@ -56,6 +56,60 @@ def test_json_holds_everything(path: str) -> None:
     answer = json.loads(done.stdout)
     assert len(answer["samples"]) == 2
     assert answer["samples"][0]["metrics"]["prompt_tokens"] == 5
+    assert answer["prompt"] == "hello"
+
+
+def test_a_sample_can_be_had_again_from_the_json_alone(path: str) -> None:
+    """Without --seed a seed is drawn. Catches one that is not reported, or not the one that was used."""
+    flags = ["-m", "8", "-t", "1.5", "--top-k", "40", "--logit-bias", "3=-inf", "--json", "--device", "cpu"]
+    first = json.loads(CliRunner().invoke(app, ["generate", path, "hello", *flags, "-n", "2"]).stdout)
+    params = first["params"]
+    assert (params["temperature"], params["top_k"], params["logit_bias"]) == (1.5, 40, {"3": "-inf"})
+    assert first["samples"][0]["seed"] == params["seed"]
+    for sample in first["samples"]:
+        again = CliRunner().invoke(app, ["generate", path, "hello", *flags, "--seed", str(sample["seed"])])
+        assert json.loads(again.stdout)["samples"][0]["token_ids"] == sample["token_ids"]
+
+
+def test_a_bias_and_penalties_reach_the_sampler(path: str) -> None:
+    def tokens(*flags: str) -> list[int]:
+        done = CliRunner().invoke(app, ["generate", path, "hi", "-m", "8", "--ignore-eos", "--json", *flags])
+        return list(json.loads(done.stdout)["samples"][0]["token_ids"])
+
+    assert tokens("--logit-bias", "7=1000", "--logit-bias", "9=-inf") == [7] * 8
+    assert len(set(tokens("--logit-bias", "7=1000", "--presence-penalty", "100"))) == 1
+    assert len(set(tokens("--logit-bias", "7=90", "--presence-penalty", "100"))) > 1
+    assert len(set(tokens("--logit-bias", "7=190", "--frequency-penalty", "100"))) > 1
+
+
+@pytest.mark.parametrize("text", ["7", "7=", "x=1", "=1"])
+def test_a_bias_that_makes_no_sense_is_explained(path: str, text: str) -> None:
+    done = CliRunner().invoke(app, ["generate", path, "hi", "--logit-bias", text])
+    assert done.exit_code == 2
+    assert "must be ID=VALUE" in done.stderr
+
+
+def test_log_probabilities_are_shown(path: str) -> None:
+    arguments = ["generate", path, "hello", "-m", "3", "--ignore-eos", "--logprobs", "2", "--device", "cpu"]
+    done = CliRunner().invoke(app, arguments)
+    found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)["samples"][0]["logprobs"]
+    assert [len(token["top"]) for token in found] == [2, 2, 2]
+    assert "log-probability" in done.stderr
+    assert all(f"{token['logprob']:.2f}" in done.stderr for token in found)
+    assert "log-probability" not in done.stdout
+
+
+@pytest.mark.parametrize("name", ["--max-tokens", "--max-new-tokens", "--tokens", "-m"])
+def test_the_length_of_a_text_has_one_name_and_its_former_ones_still_work(path: str, name: str) -> None:
+    done = CliRunner().invoke(app, ["generate", path, "hi", name, "3", "--ignore-eos", "--json", "--device", "cpu"])
+    assert len(json.loads(done.stdout)["samples"][0]["token_ids"]) == 3
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "explain", "bench"])
+def test_every_command_calls_it_max_tokens(command: str) -> None:
+    shown = CliRunner().invoke(app, [command, "--help"]).stdout
+    assert "--max-tokens" in shown
+    assert "--tokens" not in shown
 
 
 @pytest.mark.parametrize(

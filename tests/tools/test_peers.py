@@ -131,15 +131,15 @@ def test_servers_that_are_not_there_or_say_no_are_explained(monkeypatch: pytest.
 
 def test_a_chat_streams_and_an_early_end_reaches_the_server() -> None:
     with serving("slow") as server:
-        stream = ServerContender(server.url).stream_chat(CHAT, temperature=0.5, max_tokens=100)
+        stream = ServerContender(server.url).stream_chat(CHAT, {"temperature": 0.5, "max_tokens": 100})
         assert next(stream) == PIECES[0]
         stream.close()
         assert server.hung_up.wait(5)
     with serving() as server:
         contender = ServerContender(server.url)
-        assert list(contender.stream_chat(CHAT, 0.0, 100)) == PIECES
+        assert list(contender.stream_chat(CHAT, {"max_tokens": 100})) == PIECES
         with pytest.raises(ServerError, match="404"):
-            list(ServerContender(server.url, "absent").stream_chat(CHAT, 0.0, 100))
+            list(ServerContender(server.url, "absent").stream_chat(CHAT, {"max_tokens": 100}))
 
 
 # --- servers that are started here ------------------------------------------------------------------------------------
@@ -315,6 +315,11 @@ def plain() -> Iterator[HFContender]:
 def assisted() -> Iterator[HFContender]:
     with closing(HFContender("tiny-llama", "tiny-llama-draft", k=3, device="cpu")) as contender:
         yield contender
+
+
+def test_loading_leaves_no_progress_bar_on_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    HFContender("tiny-llama-draft", device="cpu").close()
+    assert "Loading" not in capfd.readouterr().err
 
 
 def check(answers: list[Answer], ours: list[tuple[list[int], list[int], str]]) -> None:
