@@ -38,8 +38,10 @@ class HFContender:
         dtype: str = "auto",
         name: str = "",
     ) -> None:
-        import transformers
-
+        try:
+            import transformers
+        except ImportError as error:
+            raise ConfigError("peer hf: transformers is not installed: pip install 'ssd-engine[hf]'") from error
         config = build(EngineConfig, {"model": model, "device": device, "dtype": dtype})
         checkpoint = files_of(model)
         self.name = name or (f"transformers sd:{k}" if draft else "transformers")
@@ -48,7 +50,7 @@ class HFContender:
         self._dtype = resolve_dtype(config, checkpoint.config, self._device)
         self._tokenizer = checkpoint.tokenizer()
         self._stop_token_ids = checkpoint.stop_token_ids
-        small = files_of(draft) if draft else None
+        small = files_of(draft, "draft") if draft else None
         if small is not None:
             self._check_draft(checkpoint, small)
         self._model: Any = self._loaded(checkpoint)
@@ -160,12 +162,12 @@ class _Clock:
         return came
 
 
-def files_of(model: str) -> Checkpoint:
+def files_of(model: str, field: str = "model") -> Checkpoint:
     """Opens a model that other programs can load as well (no grafts)."""
     if model.startswith(GRAFT_PREFIX):
         base, _, shape = model.removeprefix(GRAFT_PREFIX).rpartition("@")
         raise ConfigError(
-            f"model={model!r}: only ssd makes grafts as it loads them; write it out with "
+            f"{field}={model!r}: only ssd makes grafts as it loads them; write it out with "
             f"`ssd graft {base} --shape {shape}` and pass that directory"
         )
-    return open_checkpoint(model)
+    return open_checkpoint(model, field)
