@@ -41,9 +41,9 @@ is the order of events, not the speed.
 
   ssd explain
 
-  ssd explain tiny-qwen3 "Once upon a time" --k 3 --budget 6 --out paths.html
+  ssd explain tiny-qwen3 "Who are you?" --k 3 --budget 6 --out paths.html
 
-  ssd explain tiny-llama "def add(a, b):" --temperature 0.8 --seed 11 --fan-out 2
+  ssd explain tiny-llama "def add(a, b):" -t 0.8 --seed 11 --fan-out 2
 """
 LEGEND: Final = """\
 Each round: the [green]accepted draft tokens[/], after ✗ [red strike]the rejected ones[/], after → [bold]the \
@@ -63,7 +63,7 @@ SOURCES: Final = {
 
 def explain(
     model: Annotated[str, typer.Argument(help="Any MODEL, as `ssd --help` describes them.")] = "tiny-llama",
-    prompt: Annotated[str, typer.Argument(help="The text to continue.")] = "It was a dark night, and the old captain",
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")] = "There was once a poor woodcutter who",
     tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 40,
     temperature: Temperature = 0.0,
     seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
