@@ -92,3 +92,16 @@ def test_transformers_is_an_extra_and_the_development_set_up_is_pinned() -> None
     development = PROJECT["optional-dependencies"]["dev"]
     assert any(name.startswith("torch==") for name in development)
     assert any(name.startswith("triton==") for name in development)
+
+
+@pytest.mark.parametrize("prompt", ["What costs $5?", 'a "b" $(HOME) $$ `id`', "100 % # sure", "", "it's"])
+def test_make_demo_asks_what_was_typed(prompt: str, tmp_path: Path) -> None:
+    """Catches a prompt that make or the shell expands."""
+    command = tmp_path / "bin" / "ssd"
+    command.parent.mkdir()
+    command.write_text('#!/bin/sh\nprintf "%s" "$*"\n')
+    command.chmod(0o755)
+    (tmp_path / ".ready").touch()
+    make = ["make", "-s", "demo", f"VENV={tmp_path}", f"PROMPT={prompt}"]
+    done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == (f"demo --prompt={prompt}" if prompt else "demo")
