@@ -58,7 +58,7 @@ def generate(
 
       ssd generate tiny-llama "A pull request is" -m 32 --metrics
 
-      ssd generate tiny-llama "A pull request is" -m 32 --metrics --draft ngram
+      ssd generate tiny-llama "A pull request is" -m 32 --draft tiny-llama-draft
 
       ssd generate MODEL "A pull request is" --draft DRAFT --mode ssd --k 3
     """
