@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import ssd
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -25,3 +27,16 @@ def test_links_and_paths_exist(page: Path) -> None:
         assert (page.parent / target).exists(), target
     for path in re.findall(r"`((?:ssd|tests|bench|docs|scripts)/[\w./-]*)`", text):
         assert (ROOT / path).exists(), path
+
+
+def test_the_reference_has_every_public_name() -> None:
+    listed = set(re.findall(r"^::: (\S+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE))
+    for name in ssd.__all__:
+        module = getattr(ssd, name).__module__
+        assert {module, f"{module}.{name}"} & listed, name
+
+
+def test_the_site_has_every_page() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f" {page.name}\n" in navigation, page.name
