@@ -82,6 +82,7 @@ def explain(
         params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=tokens)
         drafter = draft or speculation.bundled_draft(model)
         if drafter is None:
+            _check_name(model)
             raise ConfigError(f"{model} has no draft of its own: name a small model of its tokenizer with --draft")
         flags = {"draft": drafter, "k": k, "fan_out": fan_out, "budget": budget}
         wanted = speculation.options(mode="ssd", placement="inline", **flags)
@@ -97,6 +98,15 @@ def explain(
                 title = f"“{set_cell_size(visible(prompt, ' '), 60).strip()}…”: {model} writes, {drafter} drafts"
                 paths.write(out, trace, spell, title, " ".join([summary(trace), llm.note]))
                 console.print(Text(f"the forking paths are drawn in {out}", style="dim"), soft_wrap=True)
+
+
+def _check_name(model: str) -> None:
+    """ModelNotFound for a misspelt name, without a download."""
+    from ssd.models.hub import is_hub_id
+    from ssd.models.open import open_checkpoint
+
+    if not is_hub_id(model):
+        open_checkpoint(model)
 
 
 def record(llm: LLM, prompt: Prompt, params: SamplingParams) -> tuple[RequestOutput, Trace]:

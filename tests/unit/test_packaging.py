@@ -61,8 +61,9 @@ def test_pictures_of_the_readme_exist() -> None:
 
 
 def test_the_address_of_the_project_is_in_one_place() -> None:
-    files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".md", ".yml")]
-    files += [file for file in ROOT.iterdir() if file.is_file() and file.suffix != ".toml"]
+    kinds = ("*.py", "*.md", "*.yml")
+    files = [file for folder in FOLDERS for kind in kinds for file in (ROOT / folder).rglob(kind)]
+    files += [ROOT / "Makefile", *(file for kind in kinds for file in ROOT.glob(kind))]
     assert not [file for file in files if PROJECT["urls"]["Repository"] in file.read_text()]
 
 
