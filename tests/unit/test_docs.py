@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from ast import literal_eval
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
 import ssd
+from ssd import SamplingParams
+from ssd.cli.demo import QUESTIONS
+from ssd.cli.explain import explain
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -17,6 +22,19 @@ def test_the_readmes_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     [example] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     exec(compile(example, "README.md", "exec"), {})
     assert len(capsys.readouterr().out) > 100
+
+
+def test_the_prompts_that_are_shown_are_not_answered_by_a_loop() -> None:
+    """A loop is easy to draft: acceptance and hit rate of such a text would mean nothing."""
+    [listed] = re.findall(r"prompts = (\[.*\])", (ROOT / "README.md").read_text())
+    shown = [signature(explain).parameters["prompt"].default, *literal_eval(listed)]
+    greedy, drawn = SamplingParams(max_new_tokens=40), SamplingParams(temperature=0.8, seed=4, max_new_tokens=64)
+    with ssd.LLM("tiny-llama", device="cpu") as llm:
+        outputs = llm.generate([*shown, QUESTIONS[0].text], [greedy] * len(shown) + [drawn])
+    for output in outputs:
+        ids = output.token_ids
+        triples = list(zip(ids, ids[1:], ids[2:], strict=False))
+        assert len(set(triples)) > 0.7 * len(triples), output.text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
