@@ -678,8 +678,3 @@ def test_a_missing_draft_is_called_the_draft(draft: str) -> None:
 def test_a_draft_of_another_tokenizer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"another tokenizer.*ngram"):
         LLM("tiny-llama", device="cpu", speculation={"mode": "sd", "draft": "tiny-qwen3-draft"})
-
-
-def test_a_missing_draft_is_named() -> None:
-    with pytest.raises(Exception, match="no-such-draft"):
-        LLM("tiny-llama", device="cpu", speculation={"mode": "sd", "draft": str(Path("no-such-draft"))})
