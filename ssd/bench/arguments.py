@@ -38,7 +38,8 @@ def pair(
 ) -> tuple[str, str | None]:
     """The model, and the draft that belongs to it if it is to have one; without a size or a model the bundled pair.
 
-    `model` may spell a family and a size (`llama-3-8b`), and `draft` be a size.
+    `model` may spell a family and a size (`llama-3-8b`), and `draft` be a size. SSD_TARGET_MODEL and SSD_DRAFT_MODEL
+    stand for any size; what `model` and `draft` name otherwise goes before them.
     """
     spelled = models.spelled(model) if model else None
     if spelled is not None:
@@ -51,10 +52,11 @@ def pair(
     found = model or (sized(size, False) if size else models.BUNDLED[family])
     if not drafted:
         return found, None
-    draft = draft or os.environ.get(models.DRAFT_VARIABLE) or (models.DEFAULT_DRAFT[family] if size else None)
-    if draft and re.fullmatch(r"\d+(\.\d+)?", draft):
-        return found, sized(draft, True)
-    return found, draft or bundled_draft(found)
+    number = draft or (models.DEFAULT_DRAFT[family] if size else "")
+    if not re.fullmatch(r"\d+(\.\d+)?|", number):
+        return found, draft
+    named = os.environ.get(models.DRAFT_VARIABLE)
+    return found, named or (sized(number, True) if number else bundled_draft(found))
 
 
 def options_of_ssd(

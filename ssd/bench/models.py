@@ -1,7 +1,7 @@
 """Finds the local checkpoint of a model family and size. Nothing is downloaded.
 
-`SSD_TARGET_MODEL` and `SSD_DRAFT_MODEL` name other checkpoints; with `SSD_TINY_MODELS=1` every size means the bundled
-models (for tests).
+`SSD_TARGET_MODEL` and `SSD_DRAFT_MODEL` name checkpoints to use for any size; with `SSD_TINY_MODELS=1` every
+size means the bundled models (for tests).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def check_file(file: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"plot {file}: drawing needs matplotlib: pip install 'ssd[plots]'") from error
+        raise ConfigError(f"plot {file}: drawing needs matplotlib: pip install 'ssd-engine[plots]'") from error
 
 
 def write_picture(report: Report, file: Path) -> None:

@@ -74,7 +74,8 @@ def launch(
         raise ConfigError(f"server={kind!r} is not known: use one of {', '.join(COMMANDS)}")
     checkpoint = files_of(model)
     longest = min(max_model_len, checkpoint.config.max_position)
-    setup = Setup(checkpoint.path, files_of(draft).path if draft else None, k, batch, longest, gpus, _free_port())
+    small = files_of(draft, "draft").path if draft else None
+    setup = Setup(checkpoint.path, small, k, batch, longest, gpus, _free_port())
     url = f"http://{_HOST}:{setup.port}"
     server = ServerProcess(kind, COMMANDS[kind](setup))
     try:

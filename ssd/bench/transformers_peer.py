@@ -38,8 +38,10 @@ class HFContender:
         dtype: str = "auto",
         name: str = "",
     ) -> None:
-        import transformers
-
+        try:
+            import transformers
+        except ImportError as error:
+            raise ConfigError("peer hf: transformers is not installed: pip install 'ssd-engine[hf]'") from error
         check(model, draft)
         config = build(EngineConfig, {"model": model, "device": device, "dtype": dtype})
         checkpoint = files_of(model)
@@ -49,7 +51,7 @@ class HFContender:
         self._dtype = resolve_dtype(config, checkpoint.config, self._device)
         self._tokenizer = checkpoint.tokenizer()
         self._stop_token_ids = checkpoint.stop_token_ids
-        small = files_of(draft) if draft else None
+        small = files_of(draft, "draft") if draft else None
         self._model: Any = self._loaded(checkpoint)
         self._draft: Any = None
         if small is not None:
@@ -133,7 +135,7 @@ def check(model: str, draft: str | None, batch: int = 1) -> None:
     if draft is None:
         return
     _check_batch(batch)
-    small = files_of(draft)
+    small = files_of(draft, "draft")
     sizes = checkpoint.config.vocab_size, small.config.vocab_size
     difference = checkpoint.tokenizer().difference(small.tokenizer())
     if sizes[0] != sizes[1]:
@@ -177,12 +179,12 @@ class _Clock:
         return came
 
 
-def files_of(model: str) -> Checkpoint:
+def files_of(model: str, field: str = "model") -> Checkpoint:
     """Opens a model that other programs can load as well (no grafts)."""
     if model.startswith(GRAFT_PREFIX):
         base, _, shape = model.removeprefix(GRAFT_PREFIX).rpartition("@")
         raise ConfigError(
-            f"model={model!r}: only ssd makes grafts as it loads them; write it out with "
+            f"{field}={model!r}: only ssd makes grafts as it loads them; write it out with "
             f"`ssd graft {base} --shape {shape}` and pass that directory"
         )
-    return open_checkpoint(model)
+    return open_checkpoint(model, field)

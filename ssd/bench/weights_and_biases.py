@@ -11,7 +11,7 @@ from ssd.errors import ConfigError
 
 def check_installed() -> None:
     if importlib.util.find_spec("wandb") is None:
-        raise ConfigError("wandb is not installed: pip install 'ssd[wandb]', or leave --wandb out")
+        raise ConfigError("wandb is not installed: pip install 'ssd-engine[wandb]', or leave --wandb out")
 
 
 def log(report: Report, group: str | None, name: str | None) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -73,18 +77,24 @@ NEXT: Final = """\
 
   [cyan]ssd demo --seed 11 --prompt "Can a fish ride a bicycle?"[/]
   [cyan]ssd demo --model tiny-qwen3[/]
-  [cyan]ssd explain tiny-llama "Once upon a time" --out paths.html[/]
-  [cyan]ssd generate tiny-llama "Once upon a time, there was" -t 0.8 --seed 4[/]
+  [cyan]ssd explain --out paths.html[/]
+  [cyan]ssd generate tiny-llama "Once upon a time, there was" -t 0.8 --seed 4 -m 64[/]
 
   [dim]# a small model's text at the cost of a large one: `ssd graft --help` says why[/]
-  [cyan]ssd generate graft:tiny-qwen3@qwen3-0.6b "Once upon a time" -m 32 --metrics[/]
+  [cyan]ssd generate graft:tiny-qwen3@qwen3-0.6b "One evening the old gardener" -t 0.8 --seed 4 -m 32 --metrics[/]
 
   [dim]# in Python[/]
   [cyan]from ssd import LLM, SamplingParams
 
   with LLM("tiny-llama") as llm:
-      params = SamplingParams(temperature=0.8, seed=4)
+      params = SamplingParams(temperature=0.8, seed=4, max_new_tokens=64)
       print(llm.generate("Once upon a time, there was", params)[0].text)[/]"""
+INSTALL: Final = """
+  [dim]# `ssd` in an environment of your own[/]
+  [cyan]pip install ssd-engine[/]"""
+ACTIVATE: Final = """
+  [dim]# `ssd` in this shell[/]
+  [cyan]source {script}[/]"""
 MAX_WIDTH: Final = 100  # columns
 WORD_SPACE: Final = re.compile(r"^ (?=\S)")  # before the first word of a continuation
 NUMBERS: Final = {3: "three", 4: "four"}
@@ -103,7 +113,7 @@ class Question:
 
 
 QUESTIONS: Final = (
-    Question("a story to continue", "It was a dark night, and the old captain", chat=False),
+    Question("a story to continue", "Mr. Holmes sat by the fire, and", chat=False),
     Question(
         "a function to complete",
         'def count_vowels(text: str) -> int:\n    """Count the vowels in a string."""\n',
@@ -188,6 +198,18 @@ def conclude(model: str, asked: list[Asked], writings: list[Writing], console: C
         raise SSDError(found)
     _print_explanation(model, writings, console)
     console.print(NEXT, soft_wrap=True)
+    console.print(INSTALL)
+    if script := activation():
+        console.print(ACTIVATE.format(script=escape(script)), soft_wrap=True)
+
+
+def activation() -> str | None:
+    """The script that puts `ssd` on the path; None where it is there already, or outside a virtual environment."""
+    folder, found = Path(sys.prefix, "bin"), shutil.which("ssd")
+    if sys.prefix == sys.base_prefix or (found is not None and Path(found).parent == folder):
+        return None
+    script = folder / "activate"
+    return str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)
 
 
 def knows_chats(llm: LLM) -> bool:

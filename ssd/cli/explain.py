@@ -42,9 +42,9 @@ is the order of events, not the speed.
 
   ssd explain
 
-  ssd explain tiny-qwen3 "Once upon a time" --k 3 --budget 6 --out paths.html
+  ssd explain tiny-qwen3 "Who are you?" --k 3 --budget 6 --out paths.html
 
-  ssd explain tiny-llama "def add(a, b):" --temperature 0.8 --seed 11 --fan-out 2
+  ssd explain tiny-llama "def add(a, b):" -t 0.8 --seed 11 --fan-out 2
 """
 LEGEND: Final = """\
 Each round: the [green]accepted draft tokens[/], after ✗ [red strike]the rejected ones[/], after → [bold]the \
@@ -72,7 +72,7 @@ SOURCES: Final = {
 
 def explain(
     model: Annotated[str, typer.Argument(help="Any MODEL, as `ssd --help` describes them.")] = "tiny-llama",
-    prompt: Annotated[str, typer.Argument(help="The text to continue.")] = "It was a dark night, and the old captain",
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")] = "There was once a poor woodcutter who",
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Stop after this many tokens.")] = 40,
     temperature: Temperature = 0.0,
     seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
@@ -91,6 +91,7 @@ def explain(
         params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=max_tokens)
         drafter = draft or speculation.bundled_draft(model)
         if drafter is None:
+            _check_name(model)
             raise ConfigError(f"{model} has no draft of its own: name a small model of its tokenizer with --draft")
         flags = {"draft": drafter, "k": k, "fan_out": fan_out, "budget": budget}
         wanted = speculation.options(mode="ssd", placement="inline", **flags)
@@ -106,6 +107,15 @@ def explain(
                 title = f"“{set_cell_size(visible(prompt, ' '), 60).strip()}…”: {model} writes, {drafter} drafts"
                 paths.write(out, trace, spell, title, " ".join([summary(trace), llm.note]))
                 console.print(Text(f"the forking paths are drawn in {out}", style="dim"), soft_wrap=True)
+
+
+def _check_name(model: str) -> None:
+    """ModelNotFound for a misspelt name, without a download."""
+    from ssd.models.hub import is_hub_id
+    from ssd.models.open import open_checkpoint
+
+    if not is_hub_id(model):
+        open_checkpoint(model)
 
 
 def record(llm: LLM, prompt: Prompt, params: SamplingParams) -> tuple[RequestOutput, Trace]:

@@ -92,11 +92,13 @@ def generate(
 
     [bold]Try[/]
 
-      ssd generate tiny-llama "Once upon a time" -t 0.8 --seed 4
+      ssd generate tiny-llama "Once upon a time, there was" -t 0.8 --seed 4
 
-      ssd generate tiny-llama "Once upon a time" --draft tiny-llama-draft --metrics
+      ssd generate tiny-llama "A pull request is" -m 32 --metrics
 
-      ssd generate tiny-llama "Once upon a time" --draft tiny-llama-draft --mode ssd --k 3 --budget 8 --metrics
+      ssd generate tiny-llama "A pull request is" -m 32 --draft tiny-llama-draft
+
+      ssd generate MODEL "A pull request is" --draft DRAFT --mode ssd --k 3
     """
     with explained():
         params = SamplingParams(

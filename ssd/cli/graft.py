@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
@@ -13,21 +13,22 @@ from ssd.models.shapes import SHAPES
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-HELP = f"""Write a small model as a checkpoint in the shape of a published one: [bold]that shape's speed, the small
-    model's text[/].
+HELP: Final = f"""\
+Write a small model as a checkpoint in the shape of a published one: [bold]that shape's speed, the small \
+model's text[/].
 
-    The graft computes the same function, so it says what the small model says, while every weight of the large shape
-    is read and multiplied. That makes honest measurements of speed possible where the published weights are not.
-    Nothing needs to be written to try it: [cyan]ssd generate graft:tiny-llama@llama-3.1-8b "Once upon a time"[/].
+The graft computes the same function, so it says what the small model says, while every weight of the large shape is \
+read and multiplied. That makes honest measurements of speed possible where the published weights are not. Nothing \
+needs to be written to try it: [cyan]ssd generate graft:tiny-llama@llama-3.1-8b "Once upon a time"[/].
 
-    [bold]Shapes[/]: {", ".join(SHAPES)}
+[bold]Shapes[/]: {", ".join(SHAPES)}
 
-    [bold]Try[/]
+[bold]Try[/]
 
-      ssd graft tiny-llama --shape llama-3.1-8b
+  ssd graft tiny-llama --shape llama-3.1-8b
 
-      ssd generate ./tiny-llama@llama-3.1-8b "Once upon a time" --metrics
-    """
+  ssd generate ./tiny-llama@llama-3.1-8b "Once upon a time" --metrics
+"""
 
 
 def graft(

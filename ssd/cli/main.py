@@ -3,47 +3,61 @@
 from __future__ import annotations
 
 import logging
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from ssd.cli import bench, chat, demo, explain, generate, graft
 from ssd.cli.console import option_name
+from ssd.version import VERSION
 
+HELP: Final = """\
+[bold]ssd[/]: exact, extremely fast decoding of large language models.
+
+A MODEL is a bundled model such as [cyan]tiny-llama[/], a Hugging Face directory, a [cyan].gguf[/] file, or a hub id \
+such as [cyan]meta-llama/Llama-3.2-1B[/] (looked up in SSD_HF_CACHE and the Hugging Face cache, downloaded when it is \
+in neither). [cyan]graft:MODEL@SHAPE[/] is a small model at the cost of a large one: see [cyan]ssd graft[/].
+
+[bold]Try[/]
+
+  ssd demo
+
+  ssd chat
+
+  ssd generate MODEL "Once upon a time"
+
+  ssd generate MODEL "What is the capital of France?" --chat
+
+  ssd generate MODEL "A haiku:" -t 0.8 --seed 7 -n 3
+
+  ssd generate MODEL "Once upon a time" --draft DRAFT --mode ssd
+
+  ssd explain
+
+  ssd bench MODEL --draft DRAFT --compare ar,sd,ssd
+"""
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": option_name},
-    help="""[bold]ssd[/]: exact, extremely fast decoding of large language models.
-
-    A MODEL is a bundled model such as [cyan]tiny-llama[/], a Hugging Face directory, a [cyan].gguf[/] file, or a hub
-    id such as [cyan]meta-llama/Llama-3.2-1B[/] (looked up in SSD_HF_CACHE and the Hugging Face cache, downloaded when
-    it is in neither). [cyan]graft:MODEL@SHAPE[/] is a small model at the cost of a large one: see [cyan]ssd graft[/].
-
-    [bold]Try[/]
-
-      ssd demo
-
-      ssd chat
-
-      ssd generate MODEL "Once upon a time"
-
-      ssd generate MODEL "What is the capital of France?" --chat
-
-      ssd generate MODEL "A haiku:" -t 0.8 --seed 7 -n 3
-
-      ssd generate MODEL "Once upon a time" --draft DRAFT --mode ssd
-
-      ssd explain
-
-      ssd bench MODEL --draft DRAFT --compare ar,sd,ssd
-    """,
+    help=HELP,
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ssd {VERSION}")
+        raise typer.Exit
+
+
 @app.callback()
-def main(verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine does.")] = False) -> None:
+def main(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine does.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(message)s")
 
 
@@ -55,12 +69,10 @@ app.command(help=bench.HELP)(bench.bench)
 app.command(help=graft.HELP)(graft.graft)
 
 
-@app.command()
-def version() -> None:
+@app.command("version")
+def versions() -> None:
     """Print the version of ssd, of torch, and the devices it sees."""
     import torch
 
-    import ssd
-
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["cpu only"]
-    typer.echo(f"ssd {ssd.__version__}, torch {torch.__version__}, {', '.join(devices)}")
+    typer.echo(f"ssd {VERSION}, torch {torch.__version__}, {', '.join(devices)}")

@@ -102,7 +102,7 @@ def _config_file(path: Path) -> Path:
         return config
     ggufs = sorted(file.name for file in path.glob("*.gguf"))
     remedy = f"pass one of its GGUF files ({', '.join(ggufs)})" if ggufs else "pass a Hugging Face model directory"
-    raise ModelNotFound(f"model={path}: the directory has no config.json; {remedy}")
+    raise ModelNotFound(f"{path}: the directory has no config.json; {remedy}")
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Final
@@ -65,7 +66,9 @@ class GraftCheckpoint:
     def of(cls, base: Checkpoint, shape_name: str, base_name: str = "") -> GraftCheckpoint:
         """In one of the published shapes."""
         if shape_name not in SHAPES:
-            raise ConfigError(f"shape={shape_name!r} is not known: use one of {', '.join(SHAPES)}")
+            close = get_close_matches(shape_name, SHAPES, n=1)
+            meant = f"did you mean {close[0]}? Else " if close else ""
+            raise ConfigError(f"shape={shape_name!r} is not known: {meant}use one of {', '.join(SHAPES)}")
         return cls(base, base_name or base.path.resolve().name, SHAPES[shape_name], shape_name)
 
     def __post_init__(self) -> None:

@@ -27,14 +27,14 @@ def is_hub_id(model: str) -> bool:
     return _ID.fullmatch(model) is not None
 
 
-def snapshot_of(model: str) -> Path:
-    """The snapshot of a hub id: from a local cache if one has it, else downloaded."""
+def snapshot_of(model: str, field: str = "model") -> Path:
+    """The snapshot of a hub id: from a local cache if one has it, else downloaded. `field`: what errors call it."""
     places = cache_places(model)
     for place in places:
         snapshot = snapshot_in(place)
         if snapshot is not None:
             return snapshot
-    return _download(model, places)
+    return _download(model, places, field)
 
 
 def cache_places(model: str) -> list[Path]:
@@ -56,7 +56,7 @@ def snapshot_in(entry: Path) -> Path | None:
     return max(snapshots, key=lambda path: (path.name == main, path.stat().st_mtime), default=None)
 
 
-def _download(model: str, places: Iterable[Path]) -> Path:
+def _download(model: str, places: Iterable[Path], field: str) -> Path:
     """Fetch what is needed to run the model, or say where it was looked for and what to do."""
     from huggingface_hub import snapshot_download
 
@@ -75,7 +75,7 @@ def _download(model: str, places: Iterable[Path]) -> Path:
         looked = "\n  ".join(str(place) for place in places)
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelNotFound(
-            f"model={model!r} was found in none of these places:\n  {looked}\n"
+            f"{field}={model!r} was found in none of these places:\n  {looked}\n"
             f"and could not be downloaded ({type(error).__name__}: {reason}).\n"
             f"Run `hf download {model}` on a machine with network access (gated models need `hf auth login`), "
             "set SSD_HF_CACHE to the folder that holds models--org--name, or pass the model's directory."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
 
@@ -16,34 +17,37 @@ BUNDLE: Final = Path(__file__).parents[1] / "bundle"  # the small models that co
 GRAFT_PREFIX: Final = "graft:"
 
 
-def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(model: str | os.PathLike[str], field: str = "model") -> Checkpoint:
     """Open a bundled model, a directory, a `.gguf` file, a hub id `org/name` (local cache first, then download), or
     `graft:BASE@SHAPE`: any of them in the shape of a published model.
 
-    A bundled name wins over a directory of that name, which is `./name`.
+    A bundled name wins over a directory of that name, which is `./name`. `field`: the option that names the model, for
+    errors.
     """
     name = os.fspath(model)
     if name.startswith(GRAFT_PREFIX):
         base, _, shape = name.removeprefix(GRAFT_PREFIX).rpartition("@")
         if not base:
-            raise ConfigError(f"model={name!r}: write graft:BASE@SHAPE, such as graft:tiny-llama@llama-3.1-8b")
-        return open_graft(base, shape)
+            raise ConfigError(f"{field}={name!r}: write graft:BASE@SHAPE, such as graft:tiny-llama@llama-3.1-8b")
+        return open_graft(base, shape, field)
     path = BUNDLE / name if name in bundled_models() else Path(model).expanduser()
     if path.is_file():
         return _open_file(path)
     if path.is_dir():
         return HFCheckpoint.open(_inside_cache_entry(path))
     if is_hub_id(name):
-        return HFCheckpoint.open(snapshot_of(name))
+        return HFCheckpoint.open(snapshot_of(name, field))
+    close = get_close_matches(name, bundled_models(), n=1)
     raise ModelNotFound(
-        f"model={name!r}: no such directory or .gguf file, and not a hub id of the form org/name; "
+        f"{field}={name!r}: no such directory or .gguf file, and not a hub id of the form org/name; "
+        f"{f'did you mean {close[0]}? Else ' if close else ''}"
         f"pass an existing path, a hub id or a bundled model ({', '.join(bundled_models()) or 'none is here'})"
     )
 
 
-def open_graft(base: str, shape: str) -> GraftCheckpoint:
+def open_graft(base: str, shape: str, field: str = "model") -> GraftCheckpoint:
     """`base`, which is anything that `open_checkpoint` opens, in one of the published shapes."""
-    return GraftCheckpoint.of(open_checkpoint(base), shape, Path(base).name)
+    return GraftCheckpoint.of(open_checkpoint(base, field), shape, Path(base).name)
 
 
 def bundled_models() -> list[str]:
@@ -59,7 +63,7 @@ def bundled_draft(model: str) -> str | None:
 def _open_file(path: Path) -> GGUFCheckpoint:
     """A single file can only be a GGUF."""
     if path.suffix.lower() != ".gguf":
-        raise UnsupportedModel(f"model={path}: a single file must be a .gguf; for safetensors pass the directory")
+        raise UnsupportedModel(f"{path}: a single file must be a .gguf; for safetensors pass the directory")
     return GGUFCheckpoint.open(path)
 
 

@@ -284,8 +284,7 @@ def transformers_backend(path: Path, **kwargs: Any) -> tokenizers.Tokenizer:
     except Exception as error:  # missing packages, unknown formats
         raise SSDError(
             f"the tokenizer in {path} cannot be converted by transformers ({type(error).__name__}: {error}): "
-            "put a tokenizer.json beside it, install what is missing (`pip install sentencepiece protobuf`), or pass "
-            "token ids"
+            "install what it needs (pip install 'ssd-engine[hf]'), put a tokenizer.json beside it, or pass token ids"
         ) from error
     if not isinstance(backend, tokenizers.Tokenizer):
         raise SSDError(

@@ -263,6 +263,8 @@ def test_it_explains_and_draws(tmp_path: Path, name: str) -> None:
         (("--k", "none"), "k='none'"),
         (("--fan-out", "99"), "fan_out=99"),
         (("--tokens", "0"), "max_new_tokens=0"),
+        (("tiny-lama",), "did you mean tiny-llama?"),
+        (("org/name",), "name a small model"),
     ],
 )
 def test_mistakes_are_explained_and_exit_with_one(arguments: tuple[str, ...], message: str) -> None:

@@ -28,7 +28,7 @@ from ssd.core import MODEL_WRITTEN, Origin, Outcome, Proposal, Status, Work
 from ssd.core import Sequence as Text
 from ssd.decoding.drafter import Drafter, never
 from ssd.engine.engine import Engine
-from ssd.errors import ConfigError, RequestError
+from ssd.errors import ConfigError, RequestError, SSDError
 from ssd.kv.blocks import BlockPool, BlockTable
 from ssd.prompts import OWN_SETS, load_prompts
 
@@ -668,11 +668,13 @@ def test_contradictions_are_refused(speculation: Any, message: str) -> None:
         LLM("tiny-llama", device="cpu", speculation=speculation)
 
 
+@pytest.mark.parametrize("draft", ["no_such", "graft:no_such@llama-3.1-8b", "graft:tiny-llama-draft"])
+def test_a_missing_draft_is_called_the_draft(draft: str) -> None:
+    with pytest.raises(SSDError, match=r"^speculation draft='") as error:
+        LLM("tiny-llama", device="cpu", speculation={"mode": "sd", "draft": draft})
+    assert "model='" not in str(error.value)
+
+
 def test_a_draft_of_another_tokenizer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"another tokenizer.*ngram"):
         LLM("tiny-llama", device="cpu", speculation={"mode": "sd", "draft": "tiny-qwen3-draft"})
-
-
-def test_a_missing_draft_is_named() -> None:
-    with pytest.raises(Exception, match="no-such-draft"):
-        LLM("tiny-llama", device="cpu", speculation={"mode": "sd", "draft": str(Path("no-such-draft"))})

@@ -407,6 +407,8 @@ def test_a_model_found_nowhere_says_where_and_what_to_do(cache: Path, tmp_path: 
     text = str(error.value)
     for part in (str(cache), str(tmp_path / "default"), "no network in tests", "hf download org/tiny", "SSD_HF_CACHE"):
         assert part in text
+    with pytest.raises(ModelNotFound, match=r"^speculation draft='org/tiny'"):
+        open_checkpoint("org/tiny", "speculation draft")
 
 
 @pytest.mark.parametrize("model", ["no_such_directory", "a/b/c", "/no/such/path", "x.gguf"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -273,7 +274,7 @@ def test_an_untied_base_needs_an_untied_shape(make_base: Callable[..., Path]) ->
 
 def test_what_is_no_graft_is_explained(make_base: Callable[..., Path]) -> None:
     path = make_base("llama")
-    with pytest.raises(ConfigError, match=r"shape='llama-9b' is not known: use one of .*llama-3\.1-8b"):
+    with pytest.raises(ConfigError, match=r"shape='llama-9b' is not known: .*use one of .*llama-3\.1-8b"):
         open_checkpoint(f"graft:{path}@llama-9b")
     with pytest.raises(ConfigError, match="write graft:BASE@SHAPE"):
         open_checkpoint("graft:tiny-llama")
@@ -429,3 +430,25 @@ def test_bundled_names_win_over_directories(bundle: Path, tmp_path: Path) -> Non
         open_checkpoint("./tiny-llama")
     with pytest.raises(ModelNotFound, match=r"tiny-lama.*bundled model \(tiny-llama\)"):
         open_checkpoint("tiny-lama")
+
+
+@pytest.mark.parametrize(
+    ("model", "meant"),
+    [
+        ("tiny-lama", "tiny-llama"),
+        ("tiny_qwen3", "tiny-qwen3"),
+        ("tiny-llama-drft", "tiny-llama-draft"),
+        ("graft:tiny-lama@llama-3.1-8b", "tiny-llama"),
+        ("graft:tiny-llama@llama3.1-8b", "llama-3.1-8b"),
+    ],
+)
+def test_a_misspelt_name_gets_a_suggestion(model: str, meant: str) -> None:
+    with pytest.raises(SSDError, match=f"did you mean {re.escape(meant)}\\?"):
+        open_checkpoint(model)
+
+
+@pytest.mark.parametrize("model", ["zzz", "graft:tiny-llama@zzz"])
+def test_a_name_like_no_other_gets_none(model: str) -> None:
+    with pytest.raises(SSDError) as error:
+        open_checkpoint(model)
+    assert "did you mean" not in str(error.value)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,13 @@ def test_a_broken_tokenizer_file_is_named(tmp_path: Path) -> None:
 def test_only_text_is_encoded(spm: Tokenizer) -> None:
     with pytest.raises(RequestError, match="prompt=3"):
         spm.encode(3)  # type: ignore[arg-type]
+
+
+def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.model").touch()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(SSDError, match=r"pip install 'ssd-engine\[hf\]'"):
+        load_tokenizer(tmp_path)
 
 
 def test_a_sentencepiece_model_goes_through_transformers(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from inspect import getdoc
 
 import pytest
 from conftest import TestModel
@@ -18,6 +19,7 @@ from ssd.cli.main import app
 from ssd.cli.speculation import options
 from ssd.config import SpeculationConfig
 from ssd.errors import ConfigError
+from ssd.version import VERSION
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,19 @@ def test_help_teaches() -> None:
     flags = CliRunner().invoke(app, ["generate", "--help"]).stdout
     for flag in ("--temperature", "--mode", "--draft", "--k", "--fan-out", "--budget", "--backup", "--placement"):
         assert flag in flags
+
+
+def test_the_version_is_an_option_too() -> None:
+    done = CliRunner().invoke(app, ["--version"])
+    assert (done.exit_code, done.stdout) == (0, f"ssd {VERSION}\n")
+
+
+def test_help_has_no_line_breaks_inside_a_paragraph() -> None:
+    """They would be kept, whatever the width of the terminal."""
+    texts = [app.info.help, *(command.help or getdoc(command.callback) for command in app.registered_commands)]
+    for text in texts:
+        assert isinstance(text, str)
+        assert not [part for part in text.split("\n\n") if "\n" in part.strip()]
 
 
 def test_generate_prints_the_text_and_nothing_else(path: str) -> None:

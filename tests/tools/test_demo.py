@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from rich.text import Text
 from typer.testing import CliRunner, Result
 
 from ssd.assembly.device import num_cores
-from ssd.cli.demo import PLACES, QUESTIONS, Asked, Question, Writing, conclude, difference, exchange
+from ssd.cli.demo import PLACES, QUESTIONS, Asked, Question, Writing, activation, conclude, difference, exchange
 from ssd.cli.main import app
 from ssd.config import SpeculationConfig
 from ssd.core import RequestMetrics, RequestOutput, Sample, SamplingParams
@@ -60,6 +61,33 @@ def test_it_shows_texts_speeds_and_what_they_mean(model: str) -> None:
     assert [row.count("%") for row in rows.values()] == [1, 2]  # accepted; and hits
     assert all(row.rstrip().endswith("yes") for row in rows.values())
     assert f"draft {PLACES['process' if num_cores() > 1 else 'inline']}" in said
+
+
+@pytest.mark.parametrize(
+    ("prefix", "found", "script"),
+    [
+        (".venv", None, ".venv/bin/activate"),
+        (".venv", "/usr/bin/ssd", ".venv/bin/activate"),  # another one
+        (".venv", ".venv/bin/ssd", None),  # activated
+        ("/elsewhere/venv", None, "/elsewhere/venv/bin/activate"),
+        (sys.base_prefix, None, None),
+    ],
+)
+def test_it_says_how_to_get_the_command(
+    prefix: str, found: str | None, script: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / prefix))
+    monkeypatch.setattr(shutil, "which", lambda _: found and str(tmp_path / found))
+    assert activation() == script
+    console = Console(width=100)
+    plain = replace(written([1]), first=Text("x"))
+    drafted = replace(plain, speculation=SpeculationConfig(mode="sd", draft="ngram"))
+    drafted.outputs[0].metrics.rounds = 1
+    with console.capture() as shown:
+        conclude("other", asked("first"), [plain, plain, drafted], console)
+    assert "pip install ssd-engine" in shown.get()
+    assert (f"source {script}" in shown.get()) == (script is not None)
 
 
 def test_with_one_core_it_says_that_running_ahead_cannot_pay(one_core: None) -> None:

@@ -367,6 +367,12 @@ def test_assisted_generation_delivers_several_tokens_at_a_time(
         assisted.answer(PROMPTS, Asked(8, batch=2))
 
 
+def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"peer hf.*pip install 'ssd-engine\[hf\]'"):
+        HFContender("tiny-llama")
+
+
 def test_what_transformers_cannot_load_says_what_to_do(make_model: Callable[[str], Any]) -> None:
     with pytest.raises(ConfigError, match="ssd graft tiny-llama --shape llama"):
         HFContender("graft:tiny-llama@llama-3.1-8b")

@@ -246,6 +246,27 @@ def test_weights_are_found_in_the_cache_and_by_variables(tmp_path: Path, monkeyp
     assert (found.model, found.draft) == ("tiny-llama", "tiny-llama-draft")
 
 
+@pytest.mark.parametrize(
+    ("flags", "pair"),
+    [
+        ("--size 70 --spec", ("T", "D")),
+        ("--size 70 --spec --draft 1", ("T", "D")),
+        ("--model llama-3-8b --spec --draft 3", ("T", "D")),
+        ("--size 8 --spec --draft 1 --graft", ("T", "D")),
+        ("--model M --spec", ("M", "D")),
+        ("--size 8 --spec --draft P", ("T", "P")),
+        ("--model M --spec --draft P", ("M", "P")),
+        ("--size 8", ("T", None)),
+    ],
+)
+def test_variables_stand_for_any_size(flags: str, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For target and draft alike; a model that is named goes before them."""
+    monkeypatch.setenv("SSD_TARGET_MODEL", "T")
+    monkeypatch.setenv("SSD_DRAFT_MODEL", "D")
+    found = config(monkeypatch, flags)
+    assert (found.model, found.draft) == pair
+
+
 def test_a_sweep_is_several_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "reports.json"
     sweep = json.dumps([{"k": 2, "spec": True}, {"max-steps": 4}])

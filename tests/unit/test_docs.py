@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import re
+from ast import literal_eval
+from inspect import signature
 from pathlib import Path
 
 import pytest
+
+import ssd
+from ssd import SamplingParams
+from ssd.cli.demo import QUESTIONS
+from ssd.cli.explain import explain
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -17,6 +24,19 @@ def test_the_readmes_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(capsys.readouterr().out) > 100
 
 
+def test_the_prompts_that_are_shown_are_not_answered_by_a_loop() -> None:
+    """A loop is easy to draft: acceptance and hit rate of such a text would mean nothing."""
+    [listed] = re.findall(r"prompts = (\[.*\])", (ROOT / "README.md").read_text())
+    shown = [signature(explain).parameters["prompt"].default, *literal_eval(listed)]
+    greedy, drawn = SamplingParams(max_new_tokens=40), SamplingParams(temperature=0.8, seed=4, max_new_tokens=64)
+    with ssd.LLM("tiny-llama", device="cpu") as llm:
+        outputs = llm.generate([*shown, QUESTIONS[0].text], [greedy] * len(shown) + [drawn])
+    for output in outputs:
+        ids = output.token_ids
+        triples = list(zip(ids, ids[1:], ids[2:], strict=False))
+        assert len(set(triples)) > 0.7 * len(triples), output.text
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_and_paths_exist(page: Path) -> None:
     """Catches a page that points to a file which was moved or never written."""
@@ -25,3 +45,16 @@ def test_links_and_paths_exist(page: Path) -> None:
         assert (page.parent / target).exists(), target
     for path in re.findall(r"`((?:ssd|tests|bench|docs|scripts)/[\w./-]*)`", text):
         assert (ROOT / path).exists(), path
+
+
+def test_the_reference_has_every_public_name() -> None:
+    listed = set(re.findall(r"^::: (\S+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE))
+    for name in ssd.__all__:
+        module = getattr(ssd, name).__module__
+        assert {module, f"{module}.{name}"} & listed, name
+
+
+def test_the_site_has_every_page() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f" {page.name}\n" in navigation, page.name

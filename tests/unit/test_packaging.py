@@ -1,0 +1,108 @@
+"""The distribution: its name, its readme, its extras, and what its source archive holds."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+FOLDERS = ("ssd", "tests", "bench", "scripts", "docs", ".ci")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with PKG-INFO (the metadata) and SOURCES.txt (the files of a source distribution)."""
+    pytest.importorskip("setuptools", minversion="77")
+    out = tmp_path_factory.mktemp("egg")
+    subprocess.run([sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(out)], cwd=ROOT, check=True)
+    [folder] = out.iterdir()
+    return folder
+
+
+@pytest.fixture
+def metadata(built: Path) -> Message:
+    return Parser().parsestr((built / "PKG-INFO").read_text())
+
+
+def test_it_is_published_as_ssd_engine_and_imported_as_ssd(metadata: Message) -> None:
+    assert metadata["Name"] == "ssd-engine"
+    assert PROJECT["scripts"] == {"ssd": "ssd.cli.main:app"}
+    assert metadata["Author"]
+    assert metadata["Keywords"]
+    assert metadata.get_all("Project-URL")
+    assert metadata.get_all("Classifier")
+
+
+def test_the_published_readme_has_absolute_links(metadata: Message) -> None:
+    """Catches pictures and pages that a package index cannot show."""
+    readme, published = (ROOT / "README.md").read_text(), metadata.get_payload()
+    assert isinstance(published, str)
+    links = re.findall(r"(!?)\[[^]]*\]\(([^)]*)\)", readme)
+    assert any(picture for picture, _ in links)
+    repository = PROJECT["urls"]["Repository"]
+    expected = [f"{repository}/{'raw' if picture else 'blob'}/main/{target}" for picture, target in links]
+    assert re.findall(r"\]\(([^)]*)\)", published) == expected
+
+
+def test_pictures_of_the_readme_exist() -> None:
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]*)\)", (ROOT / "README.md").read_text())
+    assert pictures
+    for picture in pictures:
+        assert (ROOT / picture).parent == ROOT / "docs" / "pictures"
+        assert (ROOT / picture).is_file()
+
+
+def test_the_address_of_the_project_is_in_one_place() -> None:
+    kinds = ("*.py", "*.md", "*.yml")
+    files = [file for folder in FOLDERS for kind in kinds for file in (ROOT / folder).rglob(kind)]
+    files += [ROOT / "Makefile", *(file for kind in kinds for file in ROOT.glob(kind))]
+    assert not [file for file in files if PROJECT["urls"]["Repository"] in file.read_text()]
+
+
+def test_the_source_archive_holds_what_its_tests_read(built: Path) -> None:
+    held = set((built / "SOURCES.txt").read_text().splitlines())
+    files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if file.is_file()]
+    files += [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile")]
+    files += [ROOT / name for name in ("pyproject.toml", "setup.py", "mkdocs.yml")]
+    names = {str(file.relative_to(ROOT)) for file in files if "__pycache__" not in file.parts}
+    assert names <= held, sorted(names - held)
+
+
+def test_remedies_name_extras_that_exist() -> None:
+    """Catches `pip install` lines with another distribution's name, or with an extra that was renamed."""
+    files = [ROOT / "README.md", *(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))]
+    remedies = [
+        found for file in files for found in re.findall(r"pip install '([\w-]+)\[([\w,]+)\]'", file.read_text())
+    ]
+    assert remedies
+    for name, extras in remedies:
+        assert name == PROJECT["name"]
+        assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
+
+
+def test_transformers_is_an_extra_and_the_development_set_up_is_pinned() -> None:
+    assert not [name for name in PROJECT["dependencies"] if name.startswith("transformers")]
+    development = PROJECT["optional-dependencies"]["dev"]
+    assert any(name.startswith("torch==") for name in development)
+    assert any(name.startswith("triton==") for name in development)
+
+
+@pytest.mark.parametrize("prompt", ["What costs $5?", 'a "b" $(HOME) $$ `id`', "100 % # sure", "", "it's"])
+def test_make_demo_asks_what_was_typed(prompt: str, tmp_path: Path) -> None:
+    """Catches a prompt that make or the shell expands."""
+    command = tmp_path / "bin" / "ssd"
+    command.parent.mkdir()
+    command.write_text('#!/bin/sh\nprintf "%s" "$*"\n')
+    command.chmod(0o755)
+    (tmp_path / ".ready").touch()
+    make = ["make", "-s", "demo", f"VENV={tmp_path}", f"PROMPT={prompt}"]
+    done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == (f"demo --prompt={prompt}" if prompt else "demo")
