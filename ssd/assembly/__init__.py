@@ -8,6 +8,7 @@ import torch
 
 from ssd.assembly.device import batched_tokens, resolve_device
 from ssd.assembly.drafters import load_draft, make_drafter, open_draft, placed
+from ssd.assembly.fit import check_fits
 from ssd.assembly.memory import fitting_length, kv_blocks
 from ssd.assembly.models import load_decoder, make_runner, make_state, num_slots
 from ssd.config import EngineConfig
@@ -33,8 +34,10 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     device = resolve_device(config.device)
     config = replace(config, device=device.type, speculation=placed(config.speculation, device))
     draft = open_draft(config.speculation, tokenizer)
+    here = draft if config.speculation.placement != "process" else None
+    beside = draft if device.type == "cpu" else here  # a process of its own shares the CPU's memory, not the GPU's
+    check_fits(config, [checkpoint, beside] if beside is not None else [checkpoint], device)
     try:
-        here = draft if config.speculation.placement != "process" else None
         runner, draft_runner, max_model_len = build_runners(config, checkpoint, here, device)
         target = (RejectionTarget if config.speculation.acceptance == "rejection" else Target)(runner, runner.state)
         target.warm_up()
