@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 from typing import Any, Literal, NamedTuple
 
@@ -37,7 +37,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # over the output
     frequency_penalty: float = 0.0  # over the output
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None  # None: a fresh random seed for every request
+    seed: int | None = None  # None: one is drawn for every request, and reported in its output
     stop: str | Seq[str] = ()
     stop_token_ids: Seq[int] = ()
     max_new_tokens: int = 256
@@ -177,11 +177,15 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt with its sampling parameters; it becomes `params.n` sequences."""
+    """One prompt with its sampling parameters; it becomes `params.n` sequences. A seed of None is drawn here, once."""
 
     id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
+
+    def __post_init__(self) -> None:
+        if self.params.seed is None:
+            object.__setattr__(self, "params", replace(self.params, seed=sequence_seed(None, 0)))
 
 
 class Origin(IntEnum):
@@ -340,6 +344,9 @@ class Work(NamedTuple):
         return self._replace(proposal=proposal)
 
 
+_SHOWN = 60  # characters of a text in `str(output)`
+
+
 @dataclass
 class Sample:
     """One of a request's `n` continuations, as returned to the user."""
@@ -350,16 +357,31 @@ class Sample:
     finish_reason: FinishReason | None
     logprobs: list[TokenLogprobs] | None
     metrics: RequestMetrics
+    seed: int | None = None  # a request with this seed and n=1 gives the same sample; None: nothing was sampled
 
 
-@dataclass
+@dataclass(repr=False)
 class RequestOutput:
-    """The answer to one prompt: `n` samples. The plain attributes are those of the first sample."""
+    """The answer to one prompt: `n` samples. The plain attributes are those of the first sample.
+
+    A request with the same `prompt_token_ids` and `params` gives the same samples.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
     samples: list[Sample]
     error: str | None = None  # why the request was refused (its only sample is empty then) or its round failed
+    params: SamplingParams = field(default_factory=SamplingParams)  # with the seed that was drawn, if it was None
+    prompt: str | None = None  # its text (a chat's after the template), if `LLM.generate` or `LLM.stream` was given one
+
+    def __str__(self) -> str:
+        """One line: the beginning of the text, the number of tokens, and how it ended."""
+        text = self.text if len(self.text) <= _SHOWN else self.text[: _SHOWN - 1] + "…"
+        more = f", {len(self.samples)} samples" if len(self.samples) > 1 else ""
+        ended = f"error: {self.error}" if self.error is not None else self.finish_reason
+        return f"{self.request_id}: {text!r} ({len(self.token_ids)} tokens{more}, {ended})"
+
+    __repr__ = __str__
 
     @property
     def text(self) -> str:

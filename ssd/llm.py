@@ -84,7 +84,7 @@ class LLM:
                 if single:
                     raise
                 log.warning("a request was refused: %s", error)
-                outputs[i] = refused(f"refused-{next(self._refusals)}", tokens, str(error))
+                outputs[i] = refused(f"refused-{next(self._refusals)}", tokens, p, str(error))
             else:
                 asked[i] = tokens, p
         submissions = self.driver.submit_many(list(asked.values()))

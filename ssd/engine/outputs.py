@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ssd.core import Delta, FinishReason, Outcome, Request, RequestMetrics, RequestOutput, Sample, Sequence, Status
+from ssd.core import (
+    Delta,
+    FinishReason,
+    Outcome,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    Sample,
+    SamplingParams,
+    Sequence,
+    Status,
+)
 from ssd.text.tokenizer import IncrementalDecoder, Tokenizer
 
 
@@ -64,9 +75,8 @@ class OutputProcessor:
     def sample(self) -> Sample:
         s = self.sequence
         wanted = s.params.logprobs is not None
-        return Sample(
-            s.index, self.text, s.output_token_ids, s.finish_reason, s.logprobs if wanted else None, s.metrics
-        )
+        logprobs = s.logprobs if wanted else None
+        return Sample(s.index, self.text, s.output_token_ids, s.finish_reason, logprobs, s.metrics, s.seed)
 
     def _step(self, token: int) -> FinishReason | None:
         sequence, params = self.sequence, self.sequence.params
@@ -120,11 +130,11 @@ class RunningRequest:
         return all(processor.sequence.status is Status.FINISHED for processor in self.processors)
 
     def output(self) -> RequestOutput:
-        samples = [processor.sample() for processor in self.processors]
-        return RequestOutput(self.request.id, list(self.request.prompt_token_ids), samples, self.error)
+        samples, request = [processor.sample() for processor in self.processors], self.request
+        return RequestOutput(request.id, list(request.prompt_token_ids), samples, self.error, request.params)
 
 
-def refused(request_id: str, prompt_token_ids: list[int], error: str) -> RequestOutput:
+def refused(request_id: str, prompt_token_ids: list[int], params: SamplingParams, error: str) -> RequestOutput:
     """The output of a request that was refused."""
     sample = Sample(0, "", [], "abort", None, RequestMetrics())
-    return RequestOutput(request_id, prompt_token_ids, [sample], error)
+    return RequestOutput(request_id, prompt_token_ids, [sample], error, params)
