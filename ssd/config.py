@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 
 from ssd.core import is_int, plain
 from ssd.errors import ConfigError
@@ -181,6 +181,22 @@ class EngineConfig:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
                 "every decoding sequence needs a token a round; raise the former or lower the latter"
             )
+
+
+class EngineOptions(TypedDict, total=False):
+    """The fields of EngineConfig besides the model, as keywords of `LLM` (for editors and type checkers)."""
+
+    device: str
+    dtype: DType
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    block_size: int
+    num_kv_blocks: int | None
+    gpu_memory_utilization: float
+    prefix_caching: bool
+    eager: bool
+    speculation: SpeculationConfig | Mapping[str, Any] | None
 
 
 def _normalise(config: SpeculationConfig | EngineConfig) -> None:

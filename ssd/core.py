@@ -182,6 +182,7 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: dict[int, float]
+    decoded: dict[int, str] = field(default_factory=dict)  # text of these tokens; empty without a tokenizer
 
 
 @dataclass

@@ -15,6 +15,7 @@ from ssd.core import (
     SamplingParams,
     Sequence,
     Status,
+    TokenLogprobs,
 )
 from ssd.text.tokenizer import IncrementalDecoder, Tokenizer
 
@@ -30,6 +31,7 @@ class OutputProcessor:
         self.sequence = sequence
         self.stream = stream  # a delta after every round, not only at the end
         self.text = ""
+        self._tokenizer = tokenizer
         self._decoder = IncrementalDecoder(tokenizer, sequence.tokens) if tokenizer else None
         self._undecoded: list[int] = []  # tokens that are not in the text yet
         self._cut = False  # a stop string has ended the text
@@ -44,7 +46,7 @@ class OutputProcessor:
             self.sequence.tokens.append(token)
             self._num_accepted += i < outcome.num_accepted
             if outcome.logprobs:
-                self.sequence.logprobs.append(outcome.logprobs[i])
+                self.sequence.logprobs.append(self._decoded(outcome.logprobs[i]))
             reason = self._step(token)
             if reason is not None:
                 return reason
@@ -77,6 +79,12 @@ class OutputProcessor:
         wanted = s.params.logprobs is not None
         logprobs = s.logprobs if wanted else None
         return Sample(s.index, self.text, s.output_token_ids, s.finish_reason, logprobs, s.metrics, s.seed)
+
+    def _decoded(self, entry: TokenLogprobs) -> TokenLogprobs:
+        """With the text of its tokens."""
+        if self._tokenizer is not None:
+            entry.decoded = {token: self._tokenizer.token_text(token) for token in (entry.token_id, *entry.top)}
+        return entry
 
     def _step(self, token: int) -> FinishReason | None:
         sequence, params = self.sequence, self.sequence.params
