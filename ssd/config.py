@@ -92,17 +92,19 @@ class SpeculationConfig:
     def _check_together(self) -> None:
         changed = {f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default} - {"mode"}
         if self.mode == "ar" and changed:
-            raise ConfigError('speculation mode="ar" drafts nothing: leave the other options out, or use mode="sd"')
+            mode = "ssd" if changed & _AHEAD else "sd"
+            raise ConfigError(
+                f'speculation mode="ar" drafts nothing: leave the other options out, or use mode="{mode}" with a draft'
+            )
         if self.mode != "ar" and self.draft is None:
             raise ConfigError(f'speculation mode="{self.mode}" needs a draft: name a model, or (sd) {NGRAM!r}')
         if self.mode == "sd" and (ahead := sorted(changed & _AHEAD)):
-            raise ConfigError(
-                f'speculation mode="sd" has no option {", ".join(ahead)}: leave it out, or use mode="ssd"'
-            )
+            other = "" if self.draft == NGRAM else ', or use mode="ssd"'
+            raise ConfigError(f'speculation mode="sd" has no option {", ".join(ahead)}: leave it out{other}')
         if self.mode == "ssd" and self.draft == NGRAM:
             raise ConfigError(f'speculation draft={NGRAM!r} has nothing to prepare: use mode="sd", or a draft model')
         if self.saguaro_c != 1.0 and self.acceptance != "rejection":
-            raise ConfigError('speculation saguaro_c is for acceptance="rejection": leave it out, or change the rule')
+            raise ConfigError('speculation saguaro_c is for acceptance="rejection": leave it out, or use that rule')
         if self.fan_out_hit is not None and self.fan_out != "adaptive":
             raise ConfigError("speculation fan_out and fan_out_hit/fan_out_miss are two ways to say it: leave one out")
 

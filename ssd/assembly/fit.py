@@ -9,13 +9,12 @@ from collections.abc import Sequence as Seq
 import torch
 
 from ssd.assembly.device import resolve_dtype
-from ssd.assembly.memory import available_bytes
+from ssd.assembly.memory import available_bytes, gib, weight_bytes
 from ssd.assembly.models import num_slots
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.config import DecoderConfig
-from ssd.models.decoder import parameter_shapes
 from ssd.models.graft import GraftCheckpoint
 from ssd.models.shapes import SHAPES
 
@@ -58,16 +57,8 @@ def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint], device: torch
         )
 
 
-def weight_bytes(model: DecoderConfig, dtype: torch.dtype) -> int:
-    return sum(map(math.prod, parameter_shapes(model).values())) * dtype.itemsize
-
-
 def kv_bytes_per_token(model: DecoderConfig, dtype: torch.dtype) -> int:
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
-
-
-def gib(size: int) -> str:
-    return f"{size / (1 << 30):,.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):,.1f} MiB"
 
 
 def _remedies(

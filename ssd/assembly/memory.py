@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -15,7 +16,8 @@ from ssd.assembly.device import batched_tokens
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError
 from ssd.execution.graphs import PREFILL_BUCKETS, row_buckets
-from ssd.models.decoder import Decoder
+from ssd.models.config import DecoderConfig
+from ssd.models.decoder import Decoder, parameter_shapes
 
 log = logging.getLogger("ssd")
 _CPU_KV_BYTES = 4 << 30
@@ -73,6 +75,14 @@ def _left_in(folder: Path, limit: str, usage: str, cache: str) -> int | None:
     return None if most == "max" else max(0, int(most) - used)
 
 
+def weight_bytes(model: DecoderConfig, dtype: torch.dtype) -> int:
+    return sum(map(math.prod, parameter_shapes(model).values())) * dtype.itemsize
+
+
+def gib(size: int) -> str:
+    return f"{size / (1 << 30):,.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):,.1f} MiB"
+
+
 def fitting_length(config: EngineConfig, limit: int, capacity: int) -> int:
     """`limit`, or the capacity of the KV pool if that is less; ConfigError if max_model_len was given."""
     if capacity >= limit:
@@ -89,6 +99,13 @@ def fitting_length(config: EngineConfig, limit: int, capacity: int) -> int:
         )
     log.warning("max_model_len is %d: the KV pool holds no more (the model could take %d)", capacity, limit)
     return capacity
+
+
+def possible_length(config: EngineConfig, positions: int, max_model_len: int, device: torch.device) -> int:
+    """The largest max_model_len that this model and KV pool allow, where `max_model_len` was chosen."""
+    chosen_by_pool = config.max_model_len is None and max_model_len < positions
+    grows = device.type == "cpu" and config.num_kv_blocks is None  # a CPU's pool, with the length that is asked for
+    return max_model_len if chosen_by_pool and not grows else positions
 
 
 def kv_blocks(config: EngineConfig, models: Seq[Loaded], limit: int) -> int:

@@ -263,6 +263,25 @@ def test_up_to_exactly_the_maximum_length(llm: LLM) -> None:
         llm.generate([5] * 64, unlimited)
 
 
+def test_the_remedy_for_a_long_prompt_works(path: str, llm: LLM) -> None:
+    """Catches advice that the next error contradicts: a model of 512 positions cannot be asked for more."""
+
+    def advice(llm: LLM, num_tokens: int) -> str:
+        with pytest.raises(RequestError, match=f"has {num_tokens} tokens") as caught:
+            llm.generate([5] * num_tokens, SHORT)
+        return str(caught.value)
+
+    assert advice(llm, 511).endswith("shorten the prompt or raise max_model_len")
+    assert advice(llm, 512).endswith("shorten the prompt (max_model_len can be raised to 512, which is too little)")
+    with LLM(path, device="cpu", max_num_seqs=1) as longest:
+        assert advice(longest, 512).endswith("shorten the prompt (max_model_len cannot be raised)")
+        assert len(longest.generate([5] * 511, SHORT)[0].token_ids) == 1
+    with LLM(path, device="cpu", max_num_seqs=1, num_kv_blocks=2) as small:
+        assert advice(small, 32).endswith("shorten the prompt (max_model_len cannot be raised)")
+    with pytest.raises(ConfigError, match="beyond the model's positions: use at most 512"):
+        LLM(path, device="cpu", max_model_len=513)
+
+
 def test_a_refused_prompt_does_not_harm_the_others(llm: LLM) -> None:
     good, long, empty, alien = llm.generate([[1, 2], [3] * 100, "", [10**6]], SHORT)
     assert len(good.token_ids) == 8

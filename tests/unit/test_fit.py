@@ -10,7 +10,8 @@ import torch
 
 from ssd import LLM, ConfigError
 from ssd.assembly import fit, memory
-from ssd.assembly.fit import check_fits, weight_bytes
+from ssd.assembly.fit import check_fits
+from ssd.assembly.memory import weight_bytes
 from ssd.config import EngineConfig
 from ssd.models.decoder import Decoder
 from ssd.models.open import open_checkpoint
