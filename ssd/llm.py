@@ -65,7 +65,7 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer; RequestError if it has none."""
         if self.engine.tokenizer is None:
-            raise RequestError("this checkpoint has no tokenizer: pass token ids instead of text")
+            raise RequestError("this checkpoint has no tokenizer: use token ids in place of text")
         return self.engine.tokenizer
 
     def generate(

@@ -118,7 +118,8 @@ def test_speculation_changes_the_speed_and_nothing_else() -> None:
     [
         (("--mode", "turbo"), 2, "'ssd'"),
         (("--mode", "ssd"), 1, "needs a draft"),
-        (("--draft", "ngram", "--budget", "8"), 1, 'use mode="ssd"'),
+        (("--draft", "tiny-llama-draft", "--budget", "8"), 1, 'use mode="ssd"'),
+        (("--draft", "ngram", "--budget", "8"), 1, "leave it out"),
     ],
 )
 def test_wrong_flags_are_explained(flags: tuple[str, ...], code: int, message: str) -> None:

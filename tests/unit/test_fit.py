@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,3 +131,13 @@ def test_the_free_memory_respects_the_limits_of_control_groups(tmp_path: Path) -
 def test_a_kv_pool_too_small_for_a_sequence_names_the_option_that_helps(options: Any, capacity: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         memory.fitting_length(EngineConfig("m", **options), 100, capacity)
+
+
+def test_the_kv_pool_of_a_cpu_holds_a_sequence_of_the_wanted_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a pool of the default size that refuses a max_model_len for which there is memory."""
+    decoder: Any = SimpleNamespace(device=CPU, kv_bytes_per_token=1 << 20)
+    models = [memory.Loaded(decoder, 8192, 1)]
+    for free, default in ((100, 256), (2, 64)):  # blocks of 16 MiB: 4 GiB at most, and half of what is free
+        monkeypatch.setattr(memory, "available_bytes", lambda *_, free=free: free * GIB)
+        assert memory.kv_blocks(EngineConfig("m"), models, 8192) == default
+        assert memory.kv_blocks(EngineConfig("m", max_model_len=8192), models, 8192) == 512
