@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
@@ -25,35 +24,39 @@ def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint], device: torch
     Counts what is certain to be needed; activations and scratch come on top.
     """
     available = available_bytes(config, device)
+    free = f"{gib(max(0, available))} of {'GPU ' if device.type == 'cuda' else ''}memory are free"
     models = [(c.config, resolve_dtype(config, c.config, device)) for c in checkpoints]
     weights = sum(weight_bytes(model, dtype) for model, dtype in models)
-    where = f"{gib(max(0, available))} of {'GPU ' if device.type == 'cuda' else ''}memory are free"
-    if weights > available:
+    per_block = sum(kv_bytes_per_token(model, dtype) for model, dtype in models) * config.block_size
+    if weights + per_block > available:
         dtypes = " and ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for _, dtype in models))
         raise ConfigError(
             f"model={config.model!r}{' and its draft need' if len(models) > 1 else ' needs'} {gib(weights)} for the "
-            f"weights in {dtypes}, but {where}: use {' or '.join(_remedies(checkpoints, models, available, device))}"
+            f"weights in {dtypes}, but {free}: use {' or '.join(_remedies(checkpoints, models, available, device))}"
         )
-    limit = min(config.max_model_len or math.inf, models[0][0].max_position)
-    state = num_slots(config) * int(limit) * 4  # token ids of every slot
-    left = available - weights - state
-    per_block = sum(kv_bytes_per_token(model, dtype) for model, dtype in models) * config.block_size
-    if left < per_block:
+    limit = min(config.max_model_len or models[0][0].max_position, models[0][0].max_position)
+    state = num_slots(config) * limit * 4  # token ids of every slot
+    if weights + per_block + state > available:
         raise ConfigError(
-            f"max_num_seqs={config.max_num_seqs} sequences of {int(limit)} tokens need {gib(state)} beside weights of "
-            f"{gib(weights)}, but {where}: lower max_num_seqs or max_model_len"
+            f"max_num_seqs={config.max_num_seqs} sequences of {limit} tokens need {gib(state)} beside weights of "
+            f"{gib(weights)}, but {free}: lower max_num_seqs or max_model_len"
         )
-    most = left // per_block
+    _check_kv(config, limit, available - weights - state, per_block)
+
+
+def _check_kv(config: EngineConfig, limit: int, left: int, per_block: int) -> None:
+    """`left`: bytes that KV can have; `per_block`: bytes of one block of all models."""
+    most, size = left // per_block, config.block_size
     beside = f"but {gib(left)} are left beside the weights"
     if config.num_kv_blocks is not None and config.num_kv_blocks > most:
         raise ConfigError(
             f"num_kv_blocks={config.num_kv_blocks} needs {gib(config.num_kv_blocks * per_block)}, {beside}: use at "
             f"most {most}, or leave it out for what fits"
         )
-    if config.max_model_len is not None and limit > most * config.block_size:
+    if config.max_model_len is not None and limit > most * size:
         raise ConfigError(
-            f"max_model_len={config.max_model_len} needs {gib(-(-int(limit) // config.block_size) * per_block)} of KV, "
-            f"{beside}: use at most {most * config.block_size}, or leave it out for what fits"
+            f"max_model_len={config.max_model_len} needs {gib(-(-limit // size) * per_block)} of KV, {beside}: use at "
+            f"most {most * size}, or leave it out for what fits"
         )
 
 

@@ -82,6 +82,10 @@ def test_kv_beyond_the_memory_is_refused_with_what_fits(free: Any, name: str, va
 
 
 def test_too_many_sequences_for_the_memory_are_refused(free: Any) -> None:
+    """Unless it is the weights that leave no room: fewer sequences would not help then."""
+    weights = weight_bytes(open_checkpoint("tiny-qwen3").config, torch.float32)
+    free((weights + 1000) / GIB)
+    assert "for the weights" in refusal("tiny-qwen3", max_num_seqs=10**7)
     free(8)
     assert "lower max_num_seqs or max_model_len" in refusal("tiny-qwen3", max_num_seqs=10**7)
 
