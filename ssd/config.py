@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 
-from ssd.core import is_int
+from ssd.core import is_int, plain
 from ssd.errors import ConfigError
 
 T = TypeVar("T")
@@ -48,6 +48,7 @@ class SpeculationConfig:
     placement: Literal["auto", "inline", "stream", "process"] = "auto"  # ssd: where the draft model runs
 
     def __post_init__(self) -> None:
+        _normalise(self)
         for name in ("mode", "acceptance", "backup", "placement"):
             known = get_args(get_type_hints(SpeculationConfig)[name])
             if getattr(self, name) not in known:
@@ -68,10 +69,11 @@ class SpeculationConfig:
         c = self.saguaro_c
         if not (is_int(c) or isinstance(c, float)) or not 0 <= c <= 1:
             raise ConfigError(f"speculation saguaro_c={c!r}: must be a number from 0 to 1")
+        object.__setattr__(self, "saguaro_c", float(c))
 
     def _check_fan_out(self) -> None:
         fan_out = self.fan_out
-        if not (1 <= fan_out <= 16 if isinstance(fan_out, int) else fan_out in ("geometric", "adaptive")):
+        if not (1 <= fan_out <= 16 if is_int(fan_out) else fan_out in ("geometric", "adaptive")):  # type: ignore[operator]
             raise ConfigError(f"speculation fan_out={self.fan_out!r}: must be 'adaptive', 'geometric' or 1 to 16")
         for name in ("fan_out_hit", "fan_out_miss"):
             value = getattr(self, name)
@@ -90,17 +92,19 @@ class SpeculationConfig:
     def _check_together(self) -> None:
         changed = {f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default} - {"mode"}
         if self.mode == "ar" and changed:
-            raise ConfigError('speculation mode="ar" drafts nothing: leave the other options out, or use mode="sd"')
+            mode = "ssd" if changed & _AHEAD else "sd"
+            raise ConfigError(
+                f'speculation mode="ar" drafts nothing: leave the other options out, or use mode="{mode}" with a draft'
+            )
         if self.mode != "ar" and self.draft is None:
             raise ConfigError(f'speculation mode="{self.mode}" needs a draft: name a model, or (sd) {NGRAM!r}')
         if self.mode == "sd" and (ahead := sorted(changed & _AHEAD)):
-            raise ConfigError(
-                f'speculation mode="sd" has no option {", ".join(ahead)}: leave it out, or use mode="ssd"'
-            )
+            other = "" if self.draft == NGRAM else ', or use mode="ssd"'
+            raise ConfigError(f'speculation mode="sd" has no option {", ".join(ahead)}: leave it out{other}')
         if self.mode == "ssd" and self.draft == NGRAM:
             raise ConfigError(f'speculation draft={NGRAM!r} has nothing to prepare: use mode="sd", or a draft model')
         if self.saguaro_c != 1.0 and self.acceptance != "rejection":
-            raise ConfigError('speculation saguaro_c is for acceptance="rejection": leave it out, or change the rule')
+            raise ConfigError('speculation saguaro_c is for acceptance="rejection": leave it out, or use that rule')
         if self.fan_out_hit is not None and self.fan_out != "adaptive":
             raise ConfigError("speculation fan_out and fan_out_hit/fan_out_miss are two ways to say it: leave one out")
 
@@ -147,6 +151,7 @@ class EngineConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     def __post_init__(self) -> None:
+        _normalise(self)
         if not isinstance(self.model, (str, os.PathLike)) or not str(self.model):
             raise ConfigError(f"model={self.model!r}: must be a directory, a .gguf file or a hub id")
         object.__setattr__(self, "model", str(self.model))
@@ -172,11 +177,35 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if not (is_int(share) or isinstance(share, float)) or not 0.0 < share <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={share!r}: must be a number above 0 and at most 1")
+        object.__setattr__(self, "gpu_memory_utilization", float(share))
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
                 "every decoding sequence needs a token a round; raise the former or lower the latter"
             )
+
+
+class EngineOptions(TypedDict, total=False):
+    """The fields of EngineConfig besides the model, as keywords of `LLM` (for editors and type checkers)."""
+
+    device: str
+    dtype: DType
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    block_size: int
+    num_kv_blocks: int | None
+    gpu_memory_utilization: float
+    prefix_caching: bool
+    eager: bool
+    speculation: SpeculationConfig | Mapping[str, Any] | None
+
+
+def _normalise(config: SpeculationConfig | EngineConfig) -> None:
+    """Numpy's numbers become Python's own, in lists too."""
+    for name, value in list(vars(config).items()):
+        listed = isinstance(value, (list, tuple))
+        object.__setattr__(config, name, tuple(map(plain, value)) if listed else plain(value))
 
 
 def build(cls: type[T], options: dict[str, Any]) -> T:

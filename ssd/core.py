@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from enum import Enum, IntEnum
 from typing import Any, Literal, NamedTuple
 
@@ -21,12 +22,17 @@ from ssd.kv.blocks import BlockTable
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+class _Default(int):
+    """A default that can be told from the same number given by the user."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters of one request. Validated on creation; the defaults decode greedily.
 
-    `logprobs=k` returns, for every emitted token, its log-probability under the model and those of the k most
-    likely tokens (of the model's own distribution: before temperature, truncation and penalties).
+    Numbers become Python's own int and float, numpy's included. `max_tokens`: another name for `max_new_tokens`, for
+    the constructor only. `logprobs=k` returns, for every emitted token, its log-probability under the model and those
+    of the k most likely tokens (of the model's own distribution: before temperature, truncation and penalties).
     """
 
     temperature: float = 0.0
@@ -37,31 +43,48 @@ class SamplingParams:
     presence_penalty: float = 0.0  # over the output
     frequency_penalty: float = 0.0  # over the output
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None  # None: a fresh random seed for every request
+    seed: int | None = None  # None: one is drawn for every request, and reported in its output
     stop: str | Seq[str] = ()
     stop_token_ids: Seq[int] = ()
-    max_new_tokens: int = 256
+    max_new_tokens: int = _Default(256)
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
     n: int = 1
     speculate: bool = True  # False: no drafts for this request, one token a round
 
-    def __post_init__(self) -> None:
+    max_tokens: InitVar[int | None] = None
+
+    def __post_init__(self, max_tokens: int | None) -> None:
+        if max_tokens is not None:
+            self._rename(max_tokens)
         for name, kind, low, high in _RANGES:
-            _check_number(name, getattr(self, name), kind, low, high)
+            self._set(name, _number(name, getattr(self, name), kind, low, high))
         if self.min_tokens > self.max_new_tokens:
             raise RequestError(f"min_tokens={self.min_tokens}: must not exceed max_new_tokens={self.max_new_tokens}")
-        if self.seed is not None and not is_int(self.seed):
-            raise RequestError(f"seed={self.seed!r}: must be an integer or None")
+        if self.seed is not None:
+            self._set("seed", _number("seed", self.seed, int, -math.inf, math.inf))
         if self.logprobs is not None:
-            _check_number("logprobs", self.logprobs, int, 0, 100)
+            self._set("logprobs", _number("logprobs", self.logprobs, int, 0, 100))
         for name in ("ignore_eos", "speculate"):
+            self._set(name, plain(getattr(self, name)))
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}={getattr(self, name)!r}: must be True or False")
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        self._set("top_k", min(self.top_k, _MOST_TOP_K))
+        self._set("stop", _stop_strings(self.stop))
+        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        self._set("logit_bias", _biases(self.logit_bias))
+
+    def _rename(self, max_tokens: int) -> None:
+        _number("max_tokens", max_tokens, int, 1, math.inf)
+        if not isinstance(self.max_new_tokens, _Default) and self.max_new_tokens != max_tokens:
+            raise RequestError(
+                f"max_tokens={max_tokens} and max_new_tokens={self.max_new_tokens!r} are the same parameter: give one"
+            )
+        self._set("max_new_tokens", max_tokens)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:
@@ -72,7 +95,9 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+BINARY = (bytes, bytearray, memoryview)  # sequences of ints that are no token ids
 _ABOVE_ZERO = math.nextafter(0.0, 1.0)
+_MOST_TOP_K = 2**31 - 1  # no vocabulary is larger: more keeps all tokens, too
 _RANGES: tuple[tuple[str, type, float, float], ...] = (
     ("temperature", float, 0, 100),
     ("top_k", int, 0, math.inf),
@@ -92,12 +117,21 @@ def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_number(name: str, value: object, kind: type, low: float, high: float) -> None:
-    right = is_int(value) or (kind is float and isinstance(value, float))
-    if not right or not low <= value <= high:  # type: ignore[operator]
-        least = "above 0" if low == _ABOVE_ZERO else f"at least {low}"
+def plain(value: Any) -> Any:
+    """A numpy scalar as Python's own number; anything else as it is."""
+    numpy = sys.modules.get("numpy")
+    return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
+
+
+def _number(name: str, value: object, kind: type, low: float, high: float) -> Any:
+    """The value as an int or float; RequestError for anything else, and outside the range."""
+    number = plain(value)
+    right = is_int(number) or (kind is float and isinstance(number, float))
+    if not right or not low <= number <= high:
+        least = "" if low == -math.inf else ", above 0" if low == _ABOVE_ZERO else f", at least {low}"
         most = "" if high == math.inf else f" and at most {high}"
-        raise RequestError(f"{name}={value!r}: must be {'an integer' if kind is int else 'a number'}, {least}{most}")
+        raise RequestError(f"{name}={value!r}: must be {'an integer' if kind is int else 'a number'}{least}{most}")
+    return kind(number)
 
 
 def _stop_strings(stop: object) -> tuple[str, ...]:
@@ -108,24 +142,31 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
 
 
 def _token_ids(name: str, ids: object) -> tuple[int, ...]:
-    items = tuple(ids) if isinstance(ids, Iterable) and not isinstance(ids, (str, bytes)) else None
     if ids is None:
         return ()
+    listed = isinstance(ids, Iterable) and not isinstance(ids, (str, *BINARY, Mapping))
+    items = tuple(map(plain, ids)) if listed else None  # type: ignore[call-overload]
     if items is None or any(not is_int(t) or t < 0 for t in items):
         raise RequestError(f"{name}={ids!r}: must be a list of token ids (integers of at least 0)")
-    return items
+    return tuple(map(int, items))
 
 
 def _biases(bias: object) -> dict[int, float]:
+    """Keys may be strings, which is what JSON makes of them."""
     if bias is None:
         return {}
     if not isinstance(bias, Mapping):
         raise RequestError(f"logit_bias={bias!r}: must map token ids to numbers")
-    _token_ids("logit_bias", bias)
-    for value in bias.values():
-        if value != -math.inf:  # -inf forbids the token
-            _check_number("logit_bias value", value, float, -1000, 1000)
-    return dict(bias)
+    keys = [int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() else key for key in bias]
+    ids = _token_ids("logit_bias", keys)
+    if len(set(ids)) < len(ids):
+        raise RequestError(f"logit_bias={bias!r}: names a token twice")
+    return dict(zip(ids, map(_bias, bias.values()), strict=True))
+
+
+def _bias(value: object) -> float:
+    forbids = plain(value) == -math.inf
+    return -math.inf if forbids else float(_number("logit_bias value", value, float, -1000, 1000))
 
 
 class Status(Enum):
@@ -141,6 +182,7 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: dict[int, float]
+    decoded: dict[int, str] = field(default_factory=dict)  # text of these tokens; empty without a tokenizer
 
 
 @dataclass
@@ -177,11 +219,15 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt with its sampling parameters; it becomes `params.n` sequences."""
+    """One prompt with its sampling parameters; it becomes `params.n` sequences. A seed of None is drawn here, once."""
 
     id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
+
+    def __post_init__(self) -> None:
+        if self.params.seed is None:
+            object.__setattr__(self, "params", replace(self.params, seed=sequence_seed(None, 0)))
 
 
 class Origin(IntEnum):
@@ -340,6 +386,9 @@ class Work(NamedTuple):
         return self._replace(proposal=proposal)
 
 
+_SHOWN = 60  # characters of a text in `str(output)`
+
+
 @dataclass
 class Sample:
     """One of a request's `n` continuations, as returned to the user."""
@@ -350,16 +399,31 @@ class Sample:
     finish_reason: FinishReason | None
     logprobs: list[TokenLogprobs] | None
     metrics: RequestMetrics
+    seed: int | None = None  # a request with this seed and n=1 gives the same sample; None: nothing was sampled
 
 
-@dataclass
+@dataclass(repr=False)
 class RequestOutput:
-    """The answer to one prompt: `n` samples. The plain attributes are those of the first sample."""
+    """The answer to one prompt: `n` samples. The plain attributes are those of the first sample.
+
+    A request with the same `prompt_token_ids` and `params` gives the same samples.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
     samples: list[Sample]
     error: str | None = None  # why the request was refused (its only sample is empty then) or its round failed
+    params: SamplingParams = field(default_factory=SamplingParams)  # with the seed that was drawn, if it was None
+    prompt: str | None = None  # its text (a chat's after the template), if `LLM.generate` or `LLM.stream` was given one
+
+    def __str__(self) -> str:
+        """One line: the beginning of the text, the number of tokens, and how it ended."""
+        text = self.text if len(self.text) <= _SHOWN else self.text[: _SHOWN - 1] + "…"
+        more = f", {len(self.samples)} samples" if len(self.samples) > 1 else ""
+        ended = f"error: {self.error}" if self.error is not None else self.finish_reason
+        return f"{self.request_id}: {text!r} ({len(self.token_ids)} tokens{more}, {ended})"
+
+    __repr__ = __str__
 
     @property
     def text(self) -> str:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from types import TracebackType
-from typing import Any, Literal, cast
+from typing import Any, Literal, Unpack, cast
 
 import torch
 
 from ssd.assembly import build_engine
-from ssd.config import EngineConfig, build
-from ssd.core import RequestOutput, SamplingParams, is_int
+from ssd.config import EngineConfig, EngineOptions, build
+from ssd.core import BINARY, RequestOutput, SamplingParams, is_int, plain
 from ssd.engine.driver import Driver, Submission
 from ssd.engine.engine import Engine
 from ssd.engine.outputs import refused
 from ssd.errors import EngineClosed, RequestError, RequestFailed
 from ssd.models.open import open_checkpoint
+from ssd.text.tokenizer import Tokenizer, check_messages
 
 log = logging.getLogger("ssd")
 
@@ -32,10 +34,11 @@ class LLM:
 
     `model` is a bundled model, a Hugging Face directory, a `.gguf` file or a hub id, or `graft:BASE@SHAPE`: one of them
     in the shape of a published model. Every other keyword is a field of `ssd.config.EngineConfig` (device, dtype,
-    max_model_len, max_num_seqs, …). `note`: a caveat to print with every measurement of the model, or "".
+    max_model_len, max_num_seqs, …). `config`: the options, with what was chosen for those left out. `note`: a caveat to
+    print with every measurement of the model, or "".
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], **options: Unpack[EngineOptions]) -> None:
         self.config = build(EngineConfig, {"model": model, **options})
         checkpoint, before = open_checkpoint(self.config.model), torch.get_num_threads()
         self.note = checkpoint.note
@@ -58,6 +61,13 @@ class LLM:
         """For reading (metrics, tokenizer); everything else goes through `driver.call`."""
         return self.driver.engine
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer; RequestError if it has none."""
+        if self.engine.tokenizer is None:
+            raise RequestError("this checkpoint has no tokenizer: use token ids in place of text")
+        return self.engine.tokenizer
+
     def generate(
         self,
         prompts: Prompt | Seq[Prompt],
@@ -75,16 +85,17 @@ class LLM:
         batch: list[Prompt] = [cast(Prompt, prompts)] if single else list(cast("Seq[Prompt]", prompts))
         outputs: dict[int, RequestOutput] = {}
         asked: dict[int, tuple[list[int], SamplingParams]] = {}
+        texts: dict[int, str | None] = {}
         for i, (prompt, p) in enumerate(zip(batch, _per_prompt(params, len(batch)), strict=True)):
             tokens: list[int] = []
             try:
-                tokens = self.encode(prompt, chat_options)
+                texts[i], tokens = self._read(prompt, chat_options)
                 self.driver.check(tokens, p)
             except RequestError as error:
                 if single:
                     raise
                 log.warning("a request was refused: %s", error)
-                outputs[i] = refused(f"refused-{next(self._refusals)}", tokens, str(error))
+                outputs[i] = refused(f"refused-{next(self._refusals)}", tokens, p, str(error))
             else:
                 asked[i] = tokens, p
         submissions = self.driver.submit_many(list(asked.values()))
@@ -93,9 +104,22 @@ class LLM:
         finally:
             for submission in submissions:
                 submission.abort()  # those that are left after Ctrl-C
+        for i, text in texts.items():
+            outputs[i].prompt = text
         if single:
             check_served(outputs[0])
         return [outputs[i] for i in range(len(batch))]
+
+    def chat(
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        chat_options: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or a list of them, through the model's chat template; otherwise as `generate`."""
+        for conversation in [messages] if _is_single(messages) else messages:
+            check_messages(conversation)
+        return self.generate(messages, params, chat_options)
 
     def stream(
         self,
@@ -104,10 +128,11 @@ class LLM:
         chat_options: Mapping[str, Any] | None = None,
     ) -> TextStream:
         """Iterates over the text as it is generated. Dropping the stream aborts the request."""
-        params = params or SamplingParams()
+        [params] = _per_prompt(params, 1)
         if params.n != 1:
             raise RequestError(f"n={params.n}: a text is one sample; use stream_deltas() or generate() for several")
-        return TextStream(self.stream_deltas(prompt, params, chat_options))
+        text, tokens = self._read(prompt, chat_options)
+        return TextStream(self.driver.submit(tokens, params, stream=True), text)
 
     def stream_deltas(
         self,
@@ -116,7 +141,7 @@ class LLM:
         chat_options: Mapping[str, Any] | None = None,
     ) -> Submission:
         """Iterates over the deltas of all `n` samples: new tokens, text, log-probabilities, finish reason."""
-        return self.driver.submit(self.encode(prompt, chat_options), params or SamplingParams(), stream=True)
+        return self.driver.submit(self.encode(prompt, chat_options), *_per_prompt(params, 1), stream=True)
 
     def close(self) -> None:
         """Frees the model, the KV and everything else. Safe to call twice."""
@@ -136,15 +161,24 @@ class LLM:
         self.close()
 
     def encode(self, prompt: Prompt, chat_options: Mapping[str, Any] | None = None) -> list[int]:
+        """Token ids of a prompt; a chat is rendered by the model's template."""
+        return self._read(prompt, chat_options)[1]
+
+    def decode(self, token_ids: Seq[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        if isinstance(token_ids, BINARY):
+            raise RequestError(f"token_ids={token_ids!r}: must be a list of token ids")
+        return self.tokenizer.decode(token_ids, skip_special_tokens)
+
+    def _read(self, prompt: Prompt, chat_options: Mapping[str, Any] | None) -> tuple[str | None, list[int]]:
+        """Text (None if it was given as ids) and token ids of a prompt."""
         kind = _kind(prompt)
         if kind == "ids":
-            return list(cast("Seq[int]", prompt))
-        if self.engine.tokenizer is None:
-            raise RequestError("this checkpoint has no tokenizer: pass token ids instead of text")
+            return None, [int(cast(int, token)) for token in prompt]
         if kind == "text":
-            return self.engine.tokenizer.encode(cast(str, prompt))
-        text = self.engine.tokenizer.apply_chat_template(cast("Seq[Message]", prompt), **(chat_options or {}))
-        return self.engine.tokenizer.encode(text, add_special_tokens=False)
+            return cast(str, prompt), self.tokenizer.encode(cast(str, prompt))
+        text = self.tokenizer.apply_chat_template(cast("Seq[Message]", prompt), **(chat_options or {}))
+        return text, self.tokenizer.encode(text, add_special_tokens=False)
 
 
 def _set_num_threads(count: int) -> None:
@@ -156,8 +190,9 @@ def _set_num_threads(count: int) -> None:
 class TextStream(Iterator[str]):
     """The text of one request in pieces; `output` is the complete output, once it has ended."""
 
-    def __init__(self, submission: Submission) -> None:
+    def __init__(self, submission: Submission, prompt: str | None) -> None:
         self._submission = submission
+        self._prompt = prompt
         self._closed = False
 
     @property
@@ -171,7 +206,9 @@ class TextStream(Iterator[str]):
             if delta.text:
                 return delta.text
         self._closed = True
-        check_served(self._submission.result())
+        output = self._submission.result()
+        output.prompt = self._prompt
+        check_served(output)
         raise StopIteration
 
     def close(self) -> None:
@@ -190,7 +227,12 @@ def _kind(prompt: object) -> Literal["text", "ids", "chat"]:
     """The type of a prompt; RequestError for anything else."""
     if isinstance(prompt, str):
         return "text"
-    items = list(prompt) if isinstance(prompt, Seq) else None
+    if isinstance(prompt, BINARY):
+        raise RequestError(
+            f"a prompt of type {type(prompt).__name__} cannot be read: pass text, bytes(prompt).decode(), or token "
+            "ids, list(prompt)"
+        )
+    items = list(map(plain, prompt)) if isinstance(prompt, Seq) else None
     if items == []:
         raise RequestError("the prompt is empty: pass text, token ids or chat messages")
     if items is not None and all(map(is_int, items)):
@@ -205,11 +247,11 @@ def _kind(prompt: object) -> Literal["text", "ids", "chat"]:
 
 def _is_single(prompts: object) -> bool:
     """A string, a list of ids, or a list of messages is one prompt; any other list is a list of prompts."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, (str, *BINARY)):
         return True
     if not isinstance(prompts, Seq):
         raise RequestError(f"prompts of type {type(prompts).__name__} cannot be read: pass one or a list of them")
-    return len(prompts) > 0 and isinstance(prompts[0], (int, Mapping))
+    return len(prompts) > 0 and isinstance(plain(prompts[0]), (int, Mapping))
 
 
 def _per_prompt(params: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import torch
 
 from ssd.assembly.device import batched_tokens, resolve_device
 from ssd.assembly.drafters import load_draft, make_drafter, open_draft, placed
-from ssd.assembly.memory import fitting_length, kv_blocks
+from ssd.assembly.fit import check_fits
+from ssd.assembly.memory import fitting_length, gib, kv_blocks, possible_length
 from ssd.assembly.models import load_decoder, make_runner, make_state, num_slots
 from ssd.config import EngineConfig
 from ssd.decoding.rejection import RejectionTarget
@@ -22,6 +25,8 @@ from ssd.kv.blocks import BlockPool
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.open import open_checkpoint
 
+log = logging.getLogger("ssd")
+
 
 def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> tuple[Engine, EngineConfig]:
     """Loads the model (`config.model`, unless a checkpoint is passed) and builds an engine that is ready for requests.
@@ -33,15 +38,18 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     device = resolve_device(config.device)
     config = replace(config, device=device.type, speculation=placed(config.speculation, device))
     draft = open_draft(config.speculation, tokenizer)
+    here = draft if config.speculation.placement != "process" else None
+    beside = draft if device.type == "cpu" else here  # a process of its own shares the CPU's memory, not the GPU's
+    check_fits(config, [checkpoint, beside] if beside is not None else [checkpoint], device)
     try:
-        here = draft if config.speculation.placement != "process" else None
         runner, draft_runner, max_model_len = build_runners(config, checkpoint, here, device)
         target = (RejectionTarget if config.speculation.acceptance == "rejection" else Target)(runner, runner.state)
         target.warm_up()
     except torch.OutOfMemoryError as error:
+        kv = "gpu_memory_utilization" if config.num_kv_blocks is None else "num_kv_blocks"
         raise ConfigError(
             "the GPU's memory does not hold the models and their buffers: lower max_num_seqs, max_model_len or "
-            f"gpu_memory_utilization, or free memory on the device ({error})"
+            f"{kv}, or free memory on the device ({error})"
         ) from error
     pool = BlockPool(runner.num_blocks, config.block_size, prefix_caching=config.prefix_caching)
     scheduler = Scheduler(
@@ -50,6 +58,7 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
         max_num_batched_tokens=batched_tokens(config, device),
         num_slots=num_slots(config),
     )
+    longest = possible_length(config, checkpoint.config.max_position, max_model_len, device)
     dtype = str(runner.decoder.dtype).removeprefix("torch.")
     config = replace(config, dtype=dtype, max_model_len=max_model_len, num_kv_blocks=runner.num_blocks)  # type: ignore[arg-type]
     config = replace(config, max_num_batched_tokens=scheduler.max_num_batched_tokens)
@@ -57,10 +66,28 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
         Round(target, make_drafter(config, draft_runner, runner.vocab_size)),
         scheduler,
         max_model_len=max_model_len,
+        longest=longest,
         stop_token_ids=frozenset(checkpoint.stop_token_ids),
         tokenizer=tokenizer if tokenizer.available else None,
     )
+    _log_choices(config, [each for each in (runner, draft_runner) if each is not None])
     return engine, config
+
+
+def _log_choices(config: EngineConfig, runners: Seq[ModelRunner]) -> None:
+    """What was chosen for the options, in the words of the options."""
+    tokens, speculation = runners[0].num_blocks * config.block_size, config.speculation
+    log.info(
+        "KV: num_kv_blocks=%d of %d tokens, %s; max_model_len=%d, max_num_seqs=%d, max_num_batched_tokens=%d",
+        *(runners[0].num_blocks, config.block_size),
+        gib(tokens * sum(runner.decoder.kv_bytes_per_token for runner in runners)),
+        *(config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens),
+    )
+    if speculation.mode == "ar":
+        log.info("drafter: none")
+    else:
+        placement = f", placement={speculation.placement}" if speculation.mode == "ssd" else ""
+        log.info("drafter: mode=%s, draft=%s, k=%s%s", speculation.mode, speculation.draft, speculation.k, placement)
 
 
 def build_runners(
@@ -70,7 +97,7 @@ def build_runners(
     model = checkpoint.config
     limit = config.max_model_len or model.max_position
     if limit > model.max_position:
-        raise ConfigError(f"max_model_len={limit} is beyond the model's {model.max_position} positions: lower it")
+        raise ConfigError(f"max_model_len={limit} is beyond the model's positions: use at most {model.max_position}")
     state = make_state(config, limit, model.vocab_size, device)
     rows = config.max_num_seqs * (1 + config.speculation.lookahead)
     models = [load_decoder(config, checkpoint, state, limit, rows)]

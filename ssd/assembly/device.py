@@ -16,7 +16,8 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={name!r}, but torch sees no CUDA device: use device='cpu', or install a CUDA build")
+        remedy = "check the driver and CUDA_VISIBLE_DEVICES" if torch.version.cuda else "install a CUDA build of torch"
+        raise ConfigError(f"device={name!r}, but torch sees no CUDA device: use device='cpu', or {remedy}")
     return torch.device(name)
 
 
@@ -46,6 +47,15 @@ def make_ops(device: torch.device) -> Ops:
     from ssd.kernels.reference import ReferenceOps
 
     return CpuOps.load() or ReferenceOps()
+
+
+def kernels_of(ops: Ops) -> str:
+    """The kind of kernels, in words."""
+    return {"TritonOps": "Triton", "CpuOps": "C"}.get(type(ops).__name__, "plain torch")
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
 
 
 def batched_tokens(config: EngineConfig, device: torch.device) -> int:

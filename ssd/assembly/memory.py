@@ -1,11 +1,14 @@
-"""Memory of a device: number of KV blocks, and the longest sequence that fits."""
+"""Memory of a device: what is free, number of KV blocks, and the longest sequence that fits."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -13,7 +16,8 @@ from ssd.assembly.device import batched_tokens
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError
 from ssd.execution.graphs import PREFILL_BUCKETS, row_buckets
-from ssd.models.decoder import Decoder
+from ssd.models.config import DecoderConfig
+from ssd.models.decoder import Decoder, parameter_shapes
 
 log = logging.getLogger("ssd")
 _CPU_KV_BYTES = 4 << 30
@@ -29,17 +33,79 @@ class Loaded:
     scratch_slots: int = 0  # KV slots outside of the pool's blocks
 
 
+def available_bytes(config: EngineConfig, device: torch.device) -> int:
+    """Memory that is free for an engine on this device."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(total * config.gpu_memory_utilization) - (total - free)
+    return min(_machine_memory(), *_cgroup_memory())
+
+
+def _machine_memory() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):  # not Linux
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroup_memory(groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    """What is left below each memory limit of this process's control groups (v1 and v2), such as a container's."""
+    lines = groups.read_text(encoding="utf-8").splitlines() if groups.is_file() else []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, names = mount, ("memory.max", "memory.current", "inactive_file")
+        if controllers:
+            root, names = mount / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        own = root / path.lstrip("/")
+        for folder in (own, *own.parents):
+            if folder.is_relative_to(root) and (left := _left_in(folder, *names)) is not None:
+                yield left
+
+
+def _left_in(folder: Path, limit: str, usage: str, cache: str) -> int | None:
+    """Limit less usage, where `cache` (of files, which can be dropped) is not counted as used; None: no limit."""
+    try:
+        most = (folder / limit).read_text(encoding="ascii").strip()
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+        used = int((folder / usage).read_text(encoding="ascii")) - int(stat.get(cache, 0))
+    except OSError:
+        return None
+    return None if most == "max" else max(0, int(most) - used)
+
+
+def weight_bytes(model: DecoderConfig, dtype: torch.dtype) -> int:
+    return sum(map(math.prod, parameter_shapes(model).values())) * dtype.itemsize
+
+
+def gib(size: int) -> str:
+    return f"{size / (1 << 30):,.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):,.1f} MiB"
+
+
 def fitting_length(config: EngineConfig, limit: int, capacity: int) -> int:
     """`limit`, or the capacity of the KV pool if that is less; ConfigError if max_model_len was given."""
     if capacity >= limit:
         return limit
-    if config.max_model_len is not None or capacity == 0:
+    if config.num_kv_blocks is not None:
+        remedy = f"raise num_kv_blocks to at least {-(-limit // config.block_size)}"
+    else:
+        remedy = "raise gpu_memory_utilization, free memory on the GPU, or lower max_num_seqs"
+    if capacity == 0:
+        raise ConfigError(f"no memory is left for KV beside the weights and their buffers: {remedy}")
+    if config.max_model_len is not None:
         raise ConfigError(
-            f"the KV pool holds {capacity} tokens, max_model_len={limit} does not fit: lower max_model_len, or raise "
-            "num_kv_blocks or gpu_memory_utilization"
+            f"max_model_len={limit} does not fit, the KV pool holds {capacity} tokens: lower it to that, or {remedy}"
         )
     log.warning("max_model_len is %d: the KV pool holds no more (the model could take %d)", capacity, limit)
     return capacity
+
+
+def possible_length(config: EngineConfig, positions: int, max_model_len: int, device: torch.device) -> int:
+    """The largest max_model_len that this model and KV pool allow, where `max_model_len` was chosen."""
+    chosen_by_pool = config.max_model_len is None and max_model_len < positions
+    grows = device.type == "cpu" and config.num_kv_blocks is None  # a CPU's pool, with the length that is asked for
+    return max_model_len if chosen_by_pool and not grows else positions
 
 
 def kv_blocks(config: EngineConfig, models: Seq[Loaded], limit: int) -> int:
@@ -49,12 +115,12 @@ def kv_blocks(config: EngineConfig, models: Seq[Loaded], limit: int) -> int:
     device = models[0].decoder.device
     bytes_per_block = sum(loaded.decoder.kv_bytes_per_token for loaded in models) * config.block_size
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        used = total - free + sum(_activation_bytes(config, loaded) for loaded in models)
-        return max(0, (int(total * config.gpu_memory_utilization) - used) // bytes_per_block)
-    useful = config.max_num_seqs * -(-limit // config.block_size)
-    memory = min(_CPU_KV_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
-    return min(useful, memory // bytes_per_block)
+        activations = sum(_activation_bytes(config, loaded) for loaded in models)
+        return max(0, (available_bytes(config, device) - activations) // bytes_per_block)
+    longest = -(-limit // config.block_size)
+    memory = min(_CPU_KV_BYTES, available_bytes(config, device) // 2)
+    least = longest if config.max_model_len is not None else 1
+    return min(config.max_num_seqs * longest, max(least, memory // bytes_per_block))
 
 
 def _activation_bytes(config: EngineConfig, loaded: Loaded) -> int:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import time
+
 import torch
 
-from ssd.assembly.device import batched_tokens, make_ops, resolve_dtype
-from ssd.assembly.memory import Loaded
+from ssd.assembly.device import batched_tokens, device_name, kernels_of, make_ops, resolve_dtype
+from ssd.assembly.memory import Loaded, gib, weight_bytes
 from ssd.config import EngineConfig
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.decoder import Decoder
+
+log = logging.getLogger("ssd")
 
 
 def num_slots(config: EngineConfig) -> int:
@@ -42,8 +47,14 @@ def load_decoder(
     device = state.device
     ops, dtype = make_ops(device), resolve_dtype(config, checkpoint.config, device)
     positions = state.max_positions + beyond
+    began = time.perf_counter()
     decoder = Decoder(checkpoint.config, ops, device=device, dtype=dtype, max_positions=positions)
     decoder.load(checkpoint.weights(device, dtype))
+    log.info(
+        "%s: %s of weights in %s on %s, %s kernels, loaded in %.1f s",
+        *(checkpoint.path.name, gib(weight_bytes(checkpoint.config, dtype)), str(dtype).removeprefix("torch.")),
+        *(device_name(device), kernels_of(ops), time.perf_counter() - began),
+    )
     ops.reserve(max_rows, positions, decoder.layers[0].heads, device)
     return Loaded(decoder, max_len, max_rows, scratch_slots)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Annotated, Final
 
 import typer
@@ -51,14 +52,25 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+class _StandardError(logging.Handler):
+    """Writes to what is `sys.stderr` at the time: a spinner replaces it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(self.format(record) + "\n")
+
+
 @app.callback()
 def main(
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine does.")] = False,
+    verbose: Annotated[
+        int, typer.Option("--verbose", "-v", count=True, help="Log what the engine does; -vv: every detail.")
+    ] = 0,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(message)s")
+    logging.basicConfig(format="%(levelname)s %(message)s", handlers=[_StandardError()])
+    levels = (logging.WARNING, logging.INFO, logging.DEBUG)
+    logging.getLogger("ssd").setLevel(levels[min(verbose, 2)])
 
 
 app.command(help=demo.HELP)(demo.demo)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -20,6 +21,8 @@ from ssd.core import MODEL_WRITTEN, Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Drafter, PerRound, Prepared, never
 from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.estimate import Average
+
+log = logging.getLogger("ssd")
 
 _MIN_SAMPLES = 3  # rounds measured before an arm's time is used
 _MAX_INTERVAL = 128  # rounds between two reviews (each measures one other arm)
@@ -172,6 +175,7 @@ class DepthController(Drafter):
         self._acceptance = [Average(0.99, 3.0, 4.0) for _ in range(depth)]  # rate of each position in the draft
         self._rounds: PerRound[_Round] = PerRound()
         self._last: tuple[int, Arm] | None = None  # size and arm of the last round; None: it had prefill chunks
+        self._chosen: dict[int, Arm] = {}  # by batch size, as logged
         self._num_alike = 0  # rounds in a row of that size and arm
         self._take(arms[-1])
 
@@ -205,6 +209,7 @@ class DepthController(Drafter):
             times.record(round_.arm, seconds)
         if any(outcome is not None for outcome in outcomes):
             self._take(times.choose(lambda arm: self.tokens(arm, times)))
+            self._log_choice(round_.size, measuring=times.rounds <= 0)
 
     def prepared(self, sequence: Sequence) -> Prepared:
         return self.inner.prepared(sequence)
@@ -235,6 +240,11 @@ class DepthController(Drafter):
                 return
         for i in range(min(accepted + 1, len(outcome.draft), len(self._acceptance))):
             self._acceptance[i].add(i < accepted)
+
+    def _log_choice(self, size: int, *, measuring: bool) -> None:
+        if not measuring and self._chosen.get(size) != self.arm:
+            self._chosen[size] = self.arm
+            log.info("batches of up to %d: k=%d, %d branches", 1 << size, *self.arm)
 
     def _take(self, arm: Arm) -> None:
         """Sets the arm of the rounds scheduled next."""

@@ -190,6 +190,7 @@ class Supervisor:
             raise WireError(f"it sent {message.kind.name} {message.round}, not {awaited.kind.name} {awaited.round}")
         if message.kind is Kind.READY:
             self._ready_since = self._clock()
+            log.info("the drafter's process %s is ready", self.pid)
         self.busy_seconds = self._busy_before + message.times[0] / 1e9
         self._awaited = None
         return message
@@ -223,6 +224,7 @@ class Supervisor:
     def _launch(self) -> None:
         with self.losing_on_error():
             self._worker = self._start()
+            log.info("the drafter's process %s was started", self.pid)
             self.limit = 0
             self._awaited = _Awaited(Kind.READY, 0, self._worker.channel.num_bytes, self._clock())
 

@@ -47,13 +47,14 @@ class Engine:
         scheduler: Scheduler,
         *,
         max_model_len: int,
+        longest: int | None = None,
         stop_token_ids: frozenset[int] = frozenset(),
         tokenizer: Tokenizer | None = None,
     ) -> None:
         self.round = round_
         self.scheduler = scheduler
         self.max_model_len = max_model_len
-        self.limits = Limits(round_.target.vocab_size, max_model_len, has_tokenizer=tokenizer is not None)
+        self.limits = Limits(round_.target.vocab_size, max_model_len, tokenizer is not None, longest)
         self.stop_token_ids = stop_token_ids
         self.tokenizer = tokenizer
         self.metrics = EngineMetrics()

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ssd.core import Delta, FinishReason, Outcome, Request, RequestMetrics, RequestOutput, Sample, Sequence, Status
+from ssd.core import (
+    Delta,
+    FinishReason,
+    Outcome,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    Sample,
+    SamplingParams,
+    Sequence,
+    Status,
+    TokenLogprobs,
+)
 from ssd.text.tokenizer import IncrementalDecoder, Tokenizer
 
 
@@ -19,6 +31,7 @@ class OutputProcessor:
         self.sequence = sequence
         self.stream = stream  # a delta after every round, not only at the end
         self.text = ""
+        self._tokenizer = tokenizer
         self._decoder = IncrementalDecoder(tokenizer, sequence.tokens) if tokenizer else None
         self._undecoded: list[int] = []  # tokens that are not in the text yet
         self._cut = False  # a stop string has ended the text
@@ -33,7 +46,7 @@ class OutputProcessor:
             self.sequence.tokens.append(token)
             self._num_accepted += i < outcome.num_accepted
             if outcome.logprobs:
-                self.sequence.logprobs.append(outcome.logprobs[i])
+                self.sequence.logprobs.append(self._decoded(outcome.logprobs[i]))
             reason = self._step(token)
             if reason is not None:
                 return reason
@@ -64,9 +77,14 @@ class OutputProcessor:
     def sample(self) -> Sample:
         s = self.sequence
         wanted = s.params.logprobs is not None
-        return Sample(
-            s.index, self.text, s.output_token_ids, s.finish_reason, s.logprobs if wanted else None, s.metrics
-        )
+        logprobs = s.logprobs if wanted else None
+        return Sample(s.index, self.text, s.output_token_ids, s.finish_reason, logprobs, s.metrics, s.seed)
+
+    def _decoded(self, entry: TokenLogprobs) -> TokenLogprobs:
+        """With the text of its tokens."""
+        if self._tokenizer is not None:
+            entry.decoded = {token: self._tokenizer.token_text(token) for token in (entry.token_id, *entry.top)}
+        return entry
 
     def _step(self, token: int) -> FinishReason | None:
         sequence, params = self.sequence, self.sequence.params
@@ -121,11 +139,11 @@ class RunningRequest:
         return all(processor.sequence.status is Status.FINISHED for processor in self.processors)
 
     def output(self) -> RequestOutput:
-        samples = [processor.sample() for processor in self.processors]
-        return RequestOutput(self.request.id, list(self.request.prompt_token_ids), samples, self.error)
+        samples, request = [processor.sample() for processor in self.processors], self.request
+        return RequestOutput(request.id, list(request.prompt_token_ids), samples, self.error, request.params)
 
 
-def refused(request_id: str, prompt_token_ids: list[int], error: str) -> RequestOutput:
+def refused(request_id: str, prompt_token_ids: list[int], params: SamplingParams, error: str) -> RequestOutput:
     """The output of a request that was refused."""
     sample = Sample(0, "", [], "abort", None, RequestMetrics())
-    return RequestOutput(request_id, prompt_token_ids, [sample], error)
+    return RequestOutput(request_id, prompt_token_ids, [sample], error, params)

@@ -16,24 +16,35 @@ class Limits:
     vocab_size: int
     max_model_len: int  # tokens, prompt and output together
     has_tokenizer: bool
+    longest: int | None = None  # what max_model_len could be at most
 
 
 def check_request(prompt_token_ids: Seq[int], params: SamplingParams, limits: Limits) -> None:
     """Raises RequestError when a request can never be served."""
     if not prompt_token_ids:
         raise RequestError("the prompt is empty: pass at least one token (a BOS token, say)")
-    if (
-        set(map(type, prompt_token_ids)) != {int}
-        or not 0 <= min(prompt_token_ids) <= max(prompt_token_ids) < limits.vocab_size
-    ):
+    if set(map(type, prompt_token_ids)) != {int}:
+        raise RequestError("the prompt holds token ids that are no integers: pass a list of Python's own")
+    if not 0 <= min(prompt_token_ids) <= max(prompt_token_ids) < limits.vocab_size:
         raise RequestError(f"the prompt holds token ids outside 0..{limits.vocab_size - 1}: use the model's tokenizer")
     if len(prompt_token_ids) >= limits.max_model_len:
         raise RequestError(
             f"the prompt has {len(prompt_token_ids)} tokens, but max_model_len={limits.max_model_len} must also hold "
-            "at least one new token: shorten the prompt or raise max_model_len"
+            f"at least one new token: {_shorter(len(prompt_token_ids), limits)}"
         )
     for name in ("logit_bias", "stop_token_ids"):
         if any(t >= limits.vocab_size for t in getattr(params, name)):
-            raise RequestError(f"{name} holds token ids beyond the vocabulary of {limits.vocab_size} tokens")
+            raise RequestError(
+                f"{name} holds token ids beyond the vocabulary of {limits.vocab_size} tokens: leave them out"
+            )
     if params.stop and not limits.has_tokenizer:
         raise RequestError("stop strings need a tokenizer, and this checkpoint has none: use stop_token_ids")
+
+
+def _shorter(num_tokens: int, limits: Limits) -> str:
+    """The remedy for a prompt that is too long: max_model_len may not go far enough."""
+    if limits.longest is None or num_tokens < limits.longest:
+        return "shorten the prompt or raise max_model_len"
+    if limits.longest == limits.max_model_len:
+        return "shorten the prompt (max_model_len cannot be raised)"
+    return f"shorten the prompt (max_model_len can be raised to {limits.longest}, which is too little)"

@@ -45,6 +45,7 @@ class Tokenizer:
         self._chat_templates = dict(chat_templates or {})
         self._special_tokens = dict(special_tokens or {})
         self._compiled: dict[str, jinja2.Template] = {}  # the checkpoint's own templates, by name
+        self._token_texts: dict[int, str] = {}
         added = backend.get_added_tokens_decoder() if backend is not None else {}
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         if backend is not None:
@@ -110,7 +111,16 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids, exactly as the tokens spell it (no clean-up of spaces)."""
-        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        try:
+            return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        except (TypeError, OverflowError):
+            raise RequestError(f"token_ids={ids!r}: must be a list of token ids (integers of at least 0)") from None
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token, special ones included; a part of a character is U+FFFD."""
+        if token_id not in self._token_texts:
+            self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return self._token_texts[token_id]
 
     def apply_chat_template(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import os
 import signal
 import socket
@@ -629,6 +630,21 @@ def test_lies_cost_no_text(nursery: Nursery, lie: str, caplog: pytest.LogCapture
     works = [work_for(make_sequence(TEXT[:5]))]
     until(lambda: bool(propose_soon(drafter, works)) and drafter.supervisor.failures >= 2)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * drafter.supervisor.failures
+
+
+def test_the_health_of_the_process_is_logged(nursery: Nursery, caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a process that starts, is ready, is lost or starts again without a word."""
+    code = LIAR.replace("READY", "send(2, 0)").replace("ROUND", next(iter(LIES.values())))
+    with caplog.at_level(logging.INFO, logger="ssd"):
+        drafter = nursery.drafter(code, patience=0.1, hang_limit=0.2)
+        assert drafter.wait_ready(30)
+        works = [work_for(make_sequence(TEXT[:5]))]
+        until(lambda: bool(propose_soon(drafter, works)) and drafter.supervisor.restarts > 0)
+    first, second = nursery.pids[:2]
+    said = [record.getMessage() for record in caplog.records]
+    assert said[:2] == [f"the drafter's process {first} was started", f"the drafter's process {first} is ready"]
+    assert "was lost" in said[2]
+    assert said[3] == f"the drafter's process {second} was started"
 
 
 @pytest.mark.parametrize("start", ["sys.exit()", "end.sendall(bytes(99))", "send(3, 0)", "send(2, 0, 5)", "1 / 0"])

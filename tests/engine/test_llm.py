@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+import numpy as np
 import pytest
 import torch
 from conftest import TestModel
 from fakes import wait_until_idle
 
 from ssd import LLM, ConfigError, ModelNotFound, RequestError, SamplingParams, UnsupportedModel
+from ssd.config import EngineConfig, EngineOptions
 from ssd.errors import EngineClosed, RequestFailed
 from ssd.llm import TextStream
 
@@ -136,6 +140,10 @@ ODD_PROMPTS: list[Any] = [
     [torch.tensor([1])],
     5,
     [True],
+    b"abc",
+    bytearray(b""),
+    memoryview(b"abc"),
+    ["ok", b"abc"],
 ]
 
 
@@ -150,6 +158,88 @@ def test_odd_prompts_are_refused_by_name(llm: LLM, prompts: Any) -> None:
         assert [out.error is None for out in outs] == [isinstance(p, str) and p == "ok" for p in prompts]
     with pytest.raises(RequestError, match="pass SamplingParams"):
         llm.generate("ok", {"temperature": 1.0})  # type: ignore[arg-type]
+
+
+def test_numpy_integers_are_token_ids(llm: LLM) -> None:
+    """Catches ids of an array's elements that are taken for prompts, or refused as outside of the vocabulary."""
+    ids = np.array([1, 2, 3])
+    assert llm.generate(list(ids), SHORT)[0].token_ids == llm.generate([1, 2, 3], SHORT)[0].token_ids
+    assert llm.generate([list(ids)], SHORT)[0].prompt_token_ids == [1, 2, 3]
+    with pytest.raises(RequestError, match=r"\.tolist\(\)"):
+        llm.encode(ids)  # type: ignore[arg-type]
+
+
+def test_token_ids_are_decoded(llm: LLM) -> None:
+    ids = llm.encode("hello")
+    assert llm.decode(ids) == llm.tokenizer.decode(ids) == "hello"
+    for odd in ([-1], ["x"], 5, b"abc"):
+        with pytest.raises(RequestError, match="token_ids="):
+            llm.decode(odd)  # type: ignore[arg-type]
+
+
+def test_log_probabilities_have_the_text_of_their_tokens(llm: LLM) -> None:
+    [out] = llm.generate("hello", replace(SHORT, logprobs=2))
+    for entry in out.logprobs or []:
+        assert entry.decoded == {token: llm.tokenizer.token_text(token) for token in {entry.token_id, *entry.top}}
+    assert llm.tokenizer.token_text(llm.encode("h")[0]) == "h"
+
+
+def test_an_output_knows_its_prompt_and_params(llm: LLM) -> None:
+    """Catches outputs of which nobody knows what was asked, refused ones included."""
+    text, ids, long = llm.generate(["hello", [1, 2], "x" * 100], SHORT)
+    assert [out.prompt for out in (text, ids, long)] == ["hello", None, "x" * 100]
+    assert text.params == replace(SHORT, seed=text.params.seed)
+    assert (long.params, long.samples[0].seed) == (SHORT, None)
+    stream = llm.stream("hello", SHORT)
+    list(stream)
+    assert stream.output is not None
+    assert (stream.output.prompt, stream.output.text) == ("hello", text.text)
+
+
+def test_the_config_has_what_was_chosen(path: str) -> None:
+    """Catches an "auto" or None that is left after the engine has decided; a Path is a model, too."""
+    speculation = {"mode": "ssd", "draft": Path(path), "k": 2, "placement": "inline"}
+    with LLM(Path(path), max_num_seqs=2, speculation=speculation) as llm:
+        chosen = dataclasses.asdict(llm.config)
+        assert (llm.config.device, llm.config.dtype) in (("cpu", "float32"), ("cuda", "bfloat16"))
+        assert (chosen["model"], chosen["speculation"]["draft"]) == (path, path)
+        assert not [name for name, value in chosen.items() if value in (None, "auto")]
+
+
+def test_the_typed_options_are_those_of_the_config() -> None:
+    """Catches an option that editors and type checkers do not know, or know by another type."""
+    options, wanted = get_type_hints(EngineOptions), get_type_hints(EngineConfig)
+    assert wanted.pop("model") is str
+    assert options.keys() == wanted.keys()
+    assert {name for name in wanted if options[name] != wanted[name]} == {"speculation"}
+
+
+@pytest.fixture(scope="module")
+def chat_llm(path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    copy = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(path, copy)
+    (copy / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}")
+    with LLM(copy, device="cpu", max_model_len=64, max_num_seqs=4) as llm:
+        yield llm
+
+
+def test_chat_answers_one_conversation_or_several(chat_llm: LLM) -> None:
+    one, two = [{"role": "user", "content": "hi"}], [{"role": "user", "content": "ho"}]
+    [alone] = chat_llm.chat(one, SHORT)
+    first, second = chat_llm.chat([one, two], [SHORT, replace(SHORT, max_new_tokens=3)])
+    assert alone.prompt == "user: hi;"
+    assert alone.token_ids == first.token_ids == chat_llm.generate("user: hi;", SHORT)[0].token_ids
+    assert (second.prompt, len(second.token_ids)) == ("user: ho;", 3)
+    for odd in ("hi", ["hi"], [[]], [1, 2], [one, "hi"], b"hi"):
+        with pytest.raises(RequestError):
+            chat_llm.chat(odd, SHORT)  # type: ignore[arg-type]
+
+
+def test_odd_params_are_refused_by_every_method(llm: LLM) -> None:
+    for ask in (llm.generate, llm.stream, llm.stream_deltas, llm.chat):
+        prompt: Any = [{"role": "user", "content": "hi"}] if ask == llm.chat else "hi"
+        with pytest.raises(RequestError, match="pass SamplingParams"):
+            ask(prompt, {"temperature": 1.0})  # type: ignore[operator]
 
 
 def test_leftover_weights_are_refused(make_model: Callable[[str], TestModel], tmp_path_factory: Any) -> None:
@@ -171,6 +261,25 @@ def test_up_to_exactly_the_maximum_length(llm: LLM) -> None:
         assert out.finish_reason == "length"
     with pytest.raises(RequestError, match="max_model_len=64"):
         llm.generate([5] * 64, unlimited)
+
+
+def test_the_remedy_for_a_long_prompt_works(path: str, llm: LLM) -> None:
+    """Catches advice that the next error contradicts: a model of 512 positions cannot be asked for more."""
+
+    def advice(llm: LLM, num_tokens: int) -> str:
+        with pytest.raises(RequestError, match=f"has {num_tokens} tokens") as caught:
+            llm.generate([5] * num_tokens, SHORT)
+        return str(caught.value)
+
+    assert advice(llm, 511).endswith("shorten the prompt or raise max_model_len")
+    assert advice(llm, 512).endswith("shorten the prompt (max_model_len can be raised to 512, which is too little)")
+    with LLM(path, device="cpu", max_num_seqs=1) as longest:
+        assert advice(longest, 512).endswith("shorten the prompt (max_model_len cannot be raised)")
+        assert len(longest.generate([5] * 511, SHORT)[0].token_ids) == 1
+    with LLM(path, device="cpu", max_num_seqs=1, num_kv_blocks=2) as small:
+        assert advice(small, 32).endswith("shorten the prompt (max_model_len cannot be raised)")
+    with pytest.raises(ConfigError, match="beyond the model's positions: use at most 512"):
+        LLM(path, device="cpu", max_model_len=513)
 
 
 def test_a_refused_prompt_does_not_harm_the_others(llm: LLM) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import pytest
 from fakes import VOCAB, Harness, ScriptedDrafter, make_harness, make_sequence, naive, wait_until_idle
@@ -333,6 +334,35 @@ def test_a_request_without_a_seed_is_random() -> None:
     assert make_harness().run([1], params).token_ids != make_harness().run([1], params).token_ids
 
 
+@pytest.mark.parametrize("seed", [None, 12])
+def test_the_seeds_in_an_output_give_its_samples_again(seed: int | None) -> None:
+    """Catches a drawn seed that nobody can know: the output's params repeat all samples, a sample's seed that one."""
+    params = SamplingParams(temperature=1.0, max_new_tokens=10, n=3, seed=seed)
+    output = make_harness().run([1, 2, 3], params)
+    assert output.params == replace(params, seed=output.params.seed)
+    assert output.params.seed is not None
+    assert seed in (None, output.params.seed)
+    again = make_harness().run(output.prompt_token_ids, output.params)
+    assert [s.token_ids for s in again.samples] == [s.token_ids for s in output.samples]
+    for sample in output.samples:
+        alone = make_harness().run([1, 2, 3], replace(params, n=1, seed=sample.seed))
+        assert alone.token_ids == sample.token_ids
+        assert alone.samples[0].seed == sample.seed
+
+
+def test_an_output_is_printed_in_one_short_line() -> None:
+    """Catches a print of every token, time and log-probability."""
+    output = make_harness().run([1, 2, 3], SamplingParams(max_new_tokens=40))
+    sample = replace(output.samples[0], text="a\nb" * 100)
+    line = str(replace(output, samples=[sample]))
+    assert line == repr(replace(output, samples=[sample]))
+    assert "a\\nba" in line
+    assert line.endswith("(40 tokens, length)")
+    assert len(line) < 150
+    assert str(replace(output, samples=[sample] * 2)).endswith("(40 tokens, 2 samples, length)")
+    assert str(refused("r", [1], SamplingParams(), "too long")) == "r: '' (0 tokens, error: too long)"
+
+
 def test_ignore_eos() -> None:
     """Catches an engine's stop ids that count although they were to be ignored; the user's own always count."""
     free = naive([1], SamplingParams(max_new_tokens=20), max_model_len=64).token_ids
@@ -346,7 +376,7 @@ def test_ignore_eos() -> None:
 
 def test_a_refused_request_says_why() -> None:
     """Catches a refused request without its error, or one whose attributes cannot be read."""
-    output = refused("r", [1, 2], "too long")
+    output = refused("r", [1, 2], SamplingParams(n=3), "too long")
     assert (output.error, output.finish_reason, output.text, output.token_ids) == ("too long", "abort", "", [])
 
 

@@ -63,6 +63,22 @@ def test_generate_prints_the_text_and_nothing_else(path: str) -> None:
     assert "12 new" in done.stderr.replace("\n", " ")
     piped = ssd("generate", path, "-", "-m", "12", "--ignore-eos", "--device", "cpu", text="hello")
     assert piped.stdout == done.stdout != ""
+    assert "INFO" not in done.stderr + piped.stderr
+
+
+def test_verbose_logs_what_the_engine_does_on_stderr(path: str) -> None:
+    """Catches a log in the text, and one without device, dtype, kernels, memory, KV blocks or drafter."""
+    done = ssd("-v", "generate", path, "hello", "-m", "4", "--ignore-eos", "--device", "cpu", "--draft", "ngram")
+    assert done.returncode == 0, done.stderr
+    lines = [line.removeprefix("INFO ") for line in done.stderr.splitlines() if line.startswith("INFO ")]
+    assert len(lines) == 3
+    for line, words in zip(
+        lines,
+        (["MiB of weights in float32 on cpu", "kernels, loaded in"], ["KV: num_kv_blocks="], ["mode=sd, draft=ngram"]),
+        strict=True,
+    ):
+        assert all(word in line for word in words)
+    assert "INFO" not in done.stdout
 
 
 def test_json_holds_everything(path: str) -> None:
@@ -171,7 +187,8 @@ def test_speculation_changes_the_speed_and_nothing_else() -> None:
     [
         (("--mode", "turbo"), 2, "'ssd'"),
         (("--mode", "ssd"), 1, "needs a draft"),
-        (("--draft", "ngram", "--budget", "8"), 1, 'use mode="ssd"'),
+        (("--draft", "tiny-llama-draft", "--budget", "8"), 1, 'use mode="ssd"'),
+        (("--draft", "ngram", "--budget", "8"), 1, "leave it out"),
     ],
 )
 def test_wrong_flags_are_explained(flags: tuple[str, ...], code: int, message: str) -> None:

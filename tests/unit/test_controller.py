@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -224,6 +225,18 @@ def test_it_finds_the_best_arm(in_flight: int) -> None:
 
     taken = list(rounds(inner, controller, seconds, 800, in_flight=in_flight))
     assert sum(arm == Arm(8, 0) for arm in taken[200:]) > 0.8 * 600
+
+
+def test_a_new_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a line for every round or measurement, and a choice that nobody is told."""
+    inner = Fake()
+    controller = inner.controller = DepthController(inner, ARMS)
+    with caplog.at_level(logging.INFO, logger="ssd"):
+        list(rounds(inner, controller, lambda arm: 1.0 + 0.05 * arm.k + 0.5 * (arm.width > 0), 400, batch=2))
+    said = [record.getMessage() for record in caplog.records]
+    assert said[-1] == "batches of up to 2: k=8, 0 branches"
+    assert len(said) < 10
+    assert all(a != b for a, b in itertools.pairwise(said))
 
 
 def test_every_size_of_the_batch_has_a_choice_of_its_own() -> None:

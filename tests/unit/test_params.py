@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
 import math
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import FrozenInstanceError, asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,10 +29,13 @@ WRONG_PARAMS: dict[str, list[Any]] = {
     "repetition_penalty": [0.0, -1.0, 101, NAN, INF, "1", None, True],
     "presence_penalty": [-101, 101, NAN, "0", None],
     "frequency_penalty": [-101, 101, NAN, "0", None],
-    "logit_bias": [{-1: 0.0}, {"5": 0.0}, {1.0: 0.0}, {1: NAN}, {1: INF}, {1: 1001}, {1: "x"}, {1: None}, 5, [3]],
+    "logit_bias": [
+        *({-1: 0.0}, {"-5": 0.0}, {"x": 0.0}, {5: 0.0, "5": 1.0}, {1.0: 0.0}, {True: 0.0}, 5, [3]),
+        *({1: NAN}, {1: INF}, {1: 1001}, {1: "x"}, {1: None}),
+    ],
     "seed": [1.0, "7", NAN, True],
     "stop": ["", ["a", ""], [1], [None], 5, [b"a"]],
-    "stop_token_ids": [[-1], ["1"], [1.0], [None], 5, "12", [True]],
+    "stop_token_ids": [[-1], ["1"], [1.0], [None], 5, "12", [True], b"1", bytearray(b"1"), memoryview(b"1"), {1: 2}],
     "max_new_tokens": [0, -1, 1.5, INF, NAN, "5", None, True],
     "min_tokens": [-1, 257, 1.5, NAN, "1", None, True],
     "ignore_eos": ["no"],
@@ -116,6 +121,54 @@ def test_params_are_normalised_and_their_own() -> None:
         params.n = 2  # type: ignore[misc]
 
 
+def test_numbers_become_pythons_own() -> None:
+    """Catches numpy's scalars and ints for floats that go on to kernels, JSON and the wire; JSON's keys are strings."""
+    odd = SamplingParams(
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        top_k=np.int64(7),  # type: ignore[arg-type]
+        top_p=1,
+        repetition_penalty=np.int32(2),  # type: ignore[arg-type]
+        presence_penalty=1,
+        logit_bias={"65": 1, np.int64(3): np.float16(0.5), 4: np.float32(-np.inf)},  # type: ignore[dict-item]
+        seed=np.uint64(2**63),  # type: ignore[arg-type]
+        stop_token_ids=np.array([1, 2]),  # type: ignore[arg-type]
+        max_new_tokens=np.int8(9),  # type: ignore[arg-type]
+        ignore_eos=np.bool_(True),  # type: ignore[arg-type]
+        logprobs=np.int16(2),  # type: ignore[arg-type]
+    )
+    right = SamplingParams(
+        temperature=0.5,
+        top_k=7,
+        top_p=1.0,
+        repetition_penalty=2.0,
+        presence_penalty=1.0,
+        logit_bias={65: 1.0, 3: 0.5, 4: -INF},
+        seed=2**63,
+        stop_token_ids=(1, 2),
+        max_new_tokens=9,
+        ignore_eos=True,
+        logprobs=2,
+    )
+    assert odd == right
+    for field in fields(SamplingParams):
+        assert repr(getattr(odd, field.name)) == repr(getattr(right, field.name))  # 1 == 1.0, but not its repr
+    assert type(SamplingParams().max_new_tokens) is int
+    with pytest.raises(RequestError, match="temperature=tensor"):
+        SamplingParams(temperature=torch.tensor(0.5))  # type: ignore[arg-type]
+
+
+def test_max_tokens_is_another_name_of_max_new_tokens() -> None:
+    """Catches a name that other libraries use and that is refused, or that silently loses against the other one."""
+    assert SamplingParams(max_tokens=7) == SamplingParams(max_new_tokens=7) == SamplingParams(7 * 0.0, max_tokens=7)
+    assert SamplingParams(max_tokens=7, max_new_tokens=7).max_new_tokens == 7
+    assert replace(SamplingParams(max_tokens=7), seed=1).max_new_tokens == 7
+    for other in (8, 256):
+        with pytest.raises(RequestError, match=f"max_tokens=7 and max_new_tokens={other} are the same"):
+            SamplingParams(max_tokens=7, max_new_tokens=other)
+    with pytest.raises(RequestError, match="max_tokens=0"):
+        SamplingParams(max_tokens=0)
+
+
 def test_replace_validates_again() -> None:
     """Catches a copy with changes that goes round the checks."""
     with pytest.raises(RequestError, match="top_p"):
@@ -195,6 +248,25 @@ def test_an_option_like_no_other_lists_them_all() -> None:
         build(EngineConfig, {"model": "m", "zzz": 1})
     with pytest.raises(ConfigError, match="'mode'"):
         build(EngineConfig, {"model": "m", "speculation": {"moed": "ar"}})
+
+
+def test_numbers_of_options_become_pythons_own() -> None:
+    """Catches numpy's scalars in a config, which cannot be sent to a worker as JSON."""
+    speculation = {
+        "mode": "ssd",
+        "draft": Path("d"),
+        "k": np.int64(2),
+        "budget": np.int32(8),
+        "fan_out_hit": [np.int64(1)] * 3,
+        "fan_out_miss": (1, np.int8(2), 1),
+    }
+    odd = EngineConfig("m", max_num_seqs=np.int64(4), eager=np.bool_(True), speculation=speculation)  # type: ignore[arg-type]
+    plain = {**speculation, "draft": "d", "k": 2, "budget": 8, "fan_out_hit": [1, 1, 1], "fan_out_miss": [1, 2, 1]}
+    right = EngineConfig("m", max_num_seqs=4, eager=True, speculation=plain)  # type: ignore[arg-type]
+    assert json.dumps(asdict(odd)) == json.dumps(asdict(right))
+    assert repr(EngineConfig("m", gpu_memory_utilization=1).gpu_memory_utilization) == "1.0"
+    with pytest.raises(ConfigError, match="fan_out=True"):
+        SpeculationConfig("ssd", "d", fan_out=True)
 
 
 def test_a_missing_model_is_a_config_error() -> None:

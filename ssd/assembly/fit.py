@@ -1,0 +1,91 @@
+"""Refuses what does not fit the memory, before anything is loaded: weights, state of the sequences, KV."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+
+import torch
+
+from ssd.assembly.device import resolve_dtype
+from ssd.assembly.memory import available_bytes, gib, weight_bytes
+from ssd.assembly.models import num_slots
+from ssd.config import EngineConfig
+from ssd.errors import ConfigError
+from ssd.models.checkpoint import Checkpoint
+from ssd.models.config import DecoderConfig
+from ssd.models.graft import GraftCheckpoint
+from ssd.models.shapes import SHAPES
+
+
+def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint], device: torch.device) -> None:
+    """ConfigError, with what would fit, if the models (the target first) are too large for the device's free memory.
+
+    Counts what is certain to be needed; activations and scratch come on top.
+    """
+    available = available_bytes(config, device)
+    free = f"{gib(max(0, available))} of {'GPU ' if device.type == 'cuda' else ''}memory are free"
+    models = [(c.config, resolve_dtype(config, c.config, device)) for c in checkpoints]
+    weights = sum(weight_bytes(model, dtype) for model, dtype in models)
+    per_block = sum(kv_bytes_per_token(model, dtype) for model, dtype in models) * config.block_size
+    if weights + per_block > available:
+        dtypes = " and ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for _, dtype in models))
+        raise ConfigError(
+            f"model={config.model!r}{' and its draft need' if len(models) > 1 else ' needs'} {gib(weights)} for the "
+            f"weights in {dtypes}, but {free}: use {' or '.join(_remedies(checkpoints, models, available, device))}"
+        )
+    limit = min(config.max_model_len or models[0][0].max_position, models[0][0].max_position)
+    state = num_slots(config) * limit * 4  # token ids of every slot
+    if weights + per_block + state > available:
+        raise ConfigError(
+            f"max_num_seqs={config.max_num_seqs} sequences of {limit} tokens need {gib(state)} beside weights of "
+            f"{gib(weights)}, but {free}: lower max_num_seqs or max_model_len"
+        )
+    _check_kv(config, limit, available - weights - state, per_block)
+
+
+def _check_kv(config: EngineConfig, limit: int, left: int, per_block: int) -> None:
+    """`left`: bytes that KV can have; `per_block`: bytes of one block of all models."""
+    most, size = left // per_block, config.block_size
+    beside = f"but {gib(left)} are left beside the weights"
+    if config.num_kv_blocks is not None and config.num_kv_blocks > most:
+        raise ConfigError(
+            f"num_kv_blocks={config.num_kv_blocks} needs {gib(config.num_kv_blocks * per_block)}, {beside}: use at "
+            f"most {most}, or leave it out for what fits"
+        )
+    if config.max_model_len is not None and limit > most * size:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} needs {gib(-(-limit // size) * per_block)} of KV, {beside}: use at "
+            f"most {most * size}, or leave it out for what fits"
+        )
+
+
+def kv_bytes_per_token(model: DecoderConfig, dtype: torch.dtype) -> int:
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
+
+
+def _remedies(
+    checkpoints: Seq[Checkpoint], models: Seq[tuple[DecoderConfig, torch.dtype]], available: int, device: torch.device
+) -> Iterator[str]:
+    """What would fit in place of weights that do not."""
+    weights = sum(weight_bytes(*model) for model in models)
+    if device.type == "cuda" and weights < torch.cuda.mem_get_info(device)[0]:
+        yield "a higher gpu_memory_utilization"
+    halved = sum(weight_bytes(model, torch.bfloat16) for model, _ in models)
+    if halved <= available and any(dtype == torch.float32 for _, dtype in models):
+        yield f"dtype='bfloat16' ({gib(halved)})"
+    target, dtype = checkpoints[0], models[0][1]
+    beside = sum(weight_bytes(*model) for model in models[1:])
+    fitting = _fitting_shapes(target, dtype, available - beside) if isinstance(target, GraftCheckpoint) else []
+    yield f"the shape {fitting[-1]}" if fitting else "a smaller model"
+
+
+def _fitting_shapes(graft: GraftCheckpoint, dtype: torch.dtype, available: int) -> list[str]:
+    """The shapes that the graft's base and the memory allow, the largest last."""
+    sizes: dict[str, int] = {}
+    for name in SHAPES:
+        try:
+            sizes[name] = weight_bytes(GraftCheckpoint.of(graft.base, name).config, dtype)
+        except ConfigError:
+            continue
+    return sorted((name for name, size in sizes.items() if size <= available), key=sizes.__getitem__)

@@ -1,0 +1,147 @@
+"""Memory: what does not fit is refused before anything is loaded, in one line that says what would fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ssd import LLM, ConfigError
+from ssd.assembly import fit, memory
+from ssd.assembly.fit import check_fits
+from ssd.assembly.memory import weight_bytes
+from ssd.config import EngineConfig
+from ssd.models.decoder import Decoder
+from ssd.models.open import open_checkpoint
+from ssd.models.random_weights import RandomCheckpoint
+from ssd.models.shapes import SHAPES
+
+GIB = 1 << 30
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SD = {"mode": "sd", "draft": "tiny-qwen3-draft"}
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets the free memory of the CPU; loading anything is an error."""
+
+    def load(*arguments: Any) -> None:
+        raise AssertionError("weights are loaded")
+
+    def set_free(gibibytes: float) -> None:
+        monkeypatch.setattr(fit, "available_bytes", lambda *_: int(gibibytes * GIB))
+
+    monkeypatch.setattr(Decoder, "load", load)
+    return set_free
+
+
+def refusal(model: str, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        LLM(model, device="cpu", **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_weights_beyond_the_memory_are_refused_with_a_shape_that_fits(free: Any) -> None:
+    free(22)
+    text = refusal("graft:tiny-qwen3@qwen3-32b")
+    assert "needs 122.0 GiB for the weights in float32, but 22.0 GiB of memory are free: use the shape qwen3-4b" in text
+    assert "use the shape qwen3-8b" in refusal("graft:tiny-qwen3@qwen3-32b", dtype="bfloat16")
+    free(70)
+    assert "use dtype='bfloat16' (61.0 GiB) or the shape qwen3-14b" in refusal("graft:tiny-qwen3@qwen3-32b")
+    free(0.001)
+    assert refusal("tiny-qwen3").endswith("use a smaller model")
+
+
+def test_the_draft_is_counted_too(free: Any) -> None:
+    """Catches a draft that is forgotten, in this process and in its own."""
+    target = weight_bytes(open_checkpoint("tiny-qwen3").config, torch.float32)
+    free((target + 1000) / GIB)
+    for speculation in (SD, {**SD, "mode": "ssd", "placement": "process"}):
+        assert "and its draft need" in refusal("tiny-qwen3", speculation=speculation)
+
+
+@pytest.mark.parametrize(("name", "value", "step"), [("num_kv_blocks", 10**6, 1), ("max_model_len", 4096, 16)])
+def test_kv_beyond_the_memory_is_refused_with_what_fits(free: Any, name: str, value: int, step: int) -> None:
+    """The number in the message is the largest that is not refused."""
+    free(0.3)
+    model = RandomCheckpoint(SHAPES["cpu-75m"])
+
+    def check(value: int) -> None:
+        check_fits(EngineConfig("random", max_num_seqs=1, **{name: value}), [model], CPU)  # type: ignore[arg-type]
+
+    with pytest.raises(ConfigError, match=rf"{name}=\d+ needs .* left beside the weights: use at most") as caught:
+        check(value)
+    most = int(str(caught.value).split("use at most ")[1].split(",")[0])
+    check(most)
+    with pytest.raises(ConfigError):
+        check(most + 2 * step)
+
+
+def test_too_many_sequences_for_the_memory_are_refused(free: Any) -> None:
+    """Unless it is the weights that leave no room: fewer sequences would not help then."""
+    weights = weight_bytes(open_checkpoint("tiny-qwen3").config, torch.float32)
+    free((weights + 1000) / GIB)
+    assert "for the weights" in refusal("tiny-qwen3", max_num_seqs=10**7)
+    free(8)
+    assert "lower max_num_seqs or max_model_len" in refusal("tiny-qwen3", max_num_seqs=10**7)
+
+
+def test_a_gpu_too_small_for_the_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """24 GiB, of which 4 are in use by others."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (20 * GIB, 24 * GIB))
+    model = RandomCheckpoint(SHAPES["llama-3.1-8b"])
+    check_fits(EngineConfig("random"), [model], CUDA)
+    for options, remedy in (
+        ({"dtype": "float32"}, r"29.9 GiB .* float32, but 17.6 GiB of GPU .* dtype='bfloat16' \(15.0 GiB\)"),
+        ({"gpu_memory_utilization": 0.5}, "use a higher gpu_memory_utilization or a smaller model"),
+        ({"num_kv_blocks": 10**5}, "use at most"),
+    ):
+        with pytest.raises(ConfigError, match=remedy):
+            check_fits(EngineConfig("random", **options), [model], CUDA)  # type: ignore[arg-type]
+
+
+def test_the_free_memory_respects_the_limits_of_control_groups(tmp_path: Path) -> None:
+    """Catches an engine in a container that fills the memory of its host; file caches are free memory."""
+    groups = tmp_path / "cgroup"
+    groups.write_text("5:cpu:/\n4:memory:/old\n0::/outer/inner\n")
+
+    def write(folder: str, names: tuple[str, str, str], limit: str, used: int, cache: int) -> None:
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / names[0]).write_text(f"{limit}\n")
+        (tmp_path / folder / names[1]).write_text(f"{used}\n")
+        (tmp_path / folder / "memory.stat").write_text(f"anon 1\n{names[2]} {cache}\n")
+
+    v2 = ("memory.max", "memory.current", "inactive_file")
+    write("outer", v2, "1000", 700, 100)
+    write("outer/inner", v2, "max", 700, 100)
+    write("memory/old", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"), "900", 1000, 0)
+    assert list(memory._cgroup_memory(groups, tmp_path)) == [0, 400]
+    assert list(memory._cgroup_memory(tmp_path / "none", tmp_path)) == []
+    assert 0 < memory.available_bytes(EngineConfig("m"), CPU) < 1 << 50
+
+
+@pytest.mark.parametrize(
+    ("options", "capacity", "said"),
+    [
+        ({"max_model_len": 100, "num_kv_blocks": 2}, 32, "lower it to that, or raise num_kv_blocks to at least 7"),
+        ({"max_model_len": 100}, 32, "lower it to that, or raise gpu_memory_utilization"),
+        ({}, 0, "no memory is left for KV .* raise gpu_memory_utilization"),
+    ],
+)
+def test_a_kv_pool_too_small_for_a_sequence_names_the_option_that_helps(options: Any, capacity: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        memory.fitting_length(EngineConfig("m", **options), 100, capacity)
+
+
+def test_the_kv_pool_of_a_cpu_holds_a_sequence_of_the_wanted_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a pool of the default size that refuses a max_model_len for which there is memory."""
+    decoder: Any = SimpleNamespace(device=CPU, kv_bytes_per_token=1 << 20)
+    models = [memory.Loaded(decoder, 8192, 1)]
+    for free, default in ((100, 256), (2, 64)):  # blocks of 16 MiB: 4 GiB at most, and half of what is free
+        monkeypatch.setattr(memory, "available_bytes", lambda *_, free=free: free * GIB)
+        assert memory.kv_blocks(EngineConfig("m"), models, 8192) == default
+        assert memory.kv_blocks(EngineConfig("m", max_model_len=8192), models, 8192) == 512
