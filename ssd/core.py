@@ -265,6 +265,21 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
+    @classmethod
+    def of(cls, request: Request, id_: int, index: int, max_model_len: int, stop_token_ids: frozenset[int]) -> Sequence:
+        """A sample of a request; `stop_token_ids`: the model's."""
+        params, num_prompt = request.params, len(request.prompt_token_ids)
+        return cls(
+            id=id_,
+            request=request,
+            index=index,
+            seed=sequence_seed(params.seed, index),
+            stop_token_ids=frozenset(params.stop_token_ids) | stop_token_ids,
+            max_tokens=min(num_prompt + params.max_new_tokens, max_model_len),
+            tokens=list(request.prompt_token_ids),
+            metrics=RequestMetrics(prompt_tokens=num_prompt),
+        )
+
     @property
     def params(self) -> SamplingParams:
         return self.request.params

@@ -45,3 +45,15 @@ class EngineFailed(SSDError, RuntimeError):
 
 class ServerError(SSDError, RuntimeError):
     """A server that is measured could not be started or reached, or gave an answer that cannot be used."""
+
+
+NO_CHOICE = (
+    "there is no token to choose: the model's logits are NaN or infinite (check its weights, or try another dtype), "
+    "or logit_bias and min_tokens forbid every token"
+)
+
+
+def one_line(error: Exception) -> str:
+    """An error's type and the first line of its text."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -37,7 +37,7 @@ from ssd.cli.console import (
 )
 from ssd.cli.explain import spelling
 from ssd.cli.paths import visible
-from ssd.core import RequestOutput, SamplingParams, TokenLogprobs, sequence_seed
+from ssd.core import RequestOutput, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from ssd.llm import LLM, Prompt
@@ -179,11 +179,9 @@ def _print_samples(llm: LLM, prompt: Prompt, params: SamplingParams, metrics: bo
 def _print_json(llm: LLM, prompt: Prompt, params: SamplingParams, metrics: bool) -> None:
     """Everything, so that each sample can be had again: its `seed` alone writes it, as the only sample."""
     [output] = llm.generate(prompt, params)
-    printed: dict[str, Any] = {"model": llm.config.model, "prompt": prompt, "params": asdict(params), **asdict(output)}
+    printed: dict[str, Any] = {"model": llm.config.model, **asdict(output), "prompt": prompt}
     bias = params.logit_bias.items()
     printed["params"]["logit_bias"] = {token: value if math.isfinite(value) else str(value) for token, value in bias}
-    for sample in printed["samples"]:
-        sample["seed"] = sequence_seed(params.seed, sample["index"])
     typer.echo(json.dumps(printed | ({"note": llm.note} if llm.note else {}), ensure_ascii=False))
     if metrics:
         _print_metrics(output, params, llm.note)

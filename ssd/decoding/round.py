@@ -37,6 +37,9 @@ class Verifier(Protocol):
 
     def launch(self, works: Seq[Work], settle: Hook, prepare: Hook) -> Verification: ...
 
+    def probe(self) -> None:
+        """A forward pass of padding, which raises if the device cannot compute."""
+
 
 @dataclass
 class RoundStats:
@@ -95,6 +98,22 @@ class Round:
         self.stats.target_wait_seconds += max(0.0, verification.began.since(round_.began))
         self.stats.verify_seconds += verification.ended.since(verification.began)
         return outcomes, verification.ended.since(round_.began)
+
+    def discard(self, round_: InFlight) -> None:
+        """Waits for a round, whatever becomes of it."""
+        try:
+            self.collect(round_)
+        except Exception as error:
+            log.debug("the round after a failed one failed, too", exc_info=error)
+
+    def works(self) -> bool:
+        """Whether the device still computes: a forward pass of padding."""
+        try:
+            self.target.probe()
+        except Exception as error:
+            log.debug("the device computes no longer", exc_info=error)
+            return False
+        return True
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
         """Passes the outcomes of a committed round to the drafter."""

@@ -15,27 +15,21 @@ from ssd.core import (
     FinishReason,
     Outcome,
     Request,
-    RequestMetrics,
     SamplingParams,
     Sequence,
     Status,
     Work,
-    sequence_seed,
 )
 from ssd.decoding.round import InFlight, Round
 from ssd.engine.metrics import EngineMetrics
 from ssd.engine.outputs import OutputProcessor, RunningRequest
 from ssd.engine.scheduler import Scheduler
 from ssd.engine.validation import Limits, check_request
-from ssd.errors import EngineFailed, RequestError
+from ssd.errors import NO_CHOICE, EngineFailed, RequestError, one_line
 from ssd.text.tokenizer import Tokenizer
 
 log = logging.getLogger("ssd")
 _MOST_FAILURES = 3  # rounds in a row
-_NO_CHOICE = (
-    "there is no token to choose: the model's logits are NaN or infinite (check its weights, or try another dtype), "
-    "or logit_bias and min_tokens forbid every token"
-)
 
 
 class Engine:
@@ -91,7 +85,7 @@ class Engine:
         """
         if self._failure is not None:
             raise EngineFailed(
-                f"the engine has failed: load the model again ({_named(self._failure)})"
+                f"the engine has failed: load the model again ({one_line(self._failure)})"
             ) from self._failure
         request_id = request_id if request_id is not None else self._new_id()
         try:
@@ -103,10 +97,12 @@ class Engine:
             raise
         request = Request(request_id, tuple(prompt_token_ids), params)
         arrival = time.perf_counter() if arrival is None else arrival
-        sequences = [self._sequence(request, i, arrival) for i in range(params.n)]
+        stops = frozenset() if params.ignore_eos else self.stop_token_ids
+        sequences = [Sequence.of(request, next(self._ids), i, self.max_model_len, stops) for i in range(params.n)]
         running = RunningRequest(request, [OutputProcessor(s, self.tokenizer, stream=stream) for s in sequences])
         self._requests[request_id] = running
         for processor in running.processors:
+            processor.sequence.metrics.arrival = arrival
             self._processors[processor.sequence.id] = processor
             self.scheduler.add(processor.sequence)
         self.metrics.num_requests += 1
@@ -218,20 +214,6 @@ class Engine:
     def _new_id(self) -> str:
         return next(name for i in self._ids if (name := f"request-{i}") not in self._requests)
 
-    def _sequence(self, request: Request, index: int, arrival: float) -> Sequence:
-        params, num_prompt = request.params, len(request.prompt_token_ids)
-        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_token_ids)
-        return Sequence(
-            id=next(self._ids),
-            request=request,
-            index=index,
-            seed=sequence_seed(params.seed, index),
-            stop_token_ids=stops,
-            max_tokens=min(num_prompt + params.max_new_tokens, self.max_model_len),
-            tokens=list(request.prompt_token_ids),
-            metrics=RequestMetrics(arrival=arrival, prompt_tokens=num_prompt),
-        )
-
     def _commit(self, work: Work, outcome: Outcome | None, now: float) -> None:
         """Commits an outcome to its sequence: KV count, tokens, prefix cache, then finish or delta."""
         sequence, kv = work.sequence, work.sequence.kv
@@ -242,20 +224,15 @@ class Engine:
             return
         self.scheduler.acquit(sequence)
         if outcome.token_ids[-1] < 0:
-            self._fail(sequence.request.id, _NO_CHOICE)
+            self._fail(sequence.request.id, NO_CHOICE)
             return
         processor = self._processors[sequence.id]
         reason = processor.append(outcome)
         num_new = len(sequence.tokens) - num_before
-        self.metrics.count_outcome(sequence, outcome, num_new)
+        self.metrics.count_outcome(sequence, outcome, num_new, now)
         sequence.last_accepted = min(outcome.num_accepted, num_new)
         kv.num_computed += min(outcome.num_accepted, num_new - 1)
         self.scheduler.pool.commit(kv, sequence.tokens)
-        sequence.metrics.output_tokens += num_new
-        sequence.metrics.deliveries.append((now, num_new))
-        self.metrics.output_tokens += num_new
-        if sequence.metrics.first_token is None:
-            sequence.metrics.first_token = now
         if reason is not None:
             self._finish(processor, reason, now)
         elif processor.stream:
@@ -285,48 +262,34 @@ class Engine:
     def _round_failed(self, works: Seq[Work], error: Exception) -> None:
         """Handles a round that raised.
 
-        A request that was alone in it fails. Several are computed again from their tokens, one at a time. After
-        _MOST_FAILURES rounds in a row all requests fail, and the engine.
+        A request that was alone in it fails. Several are computed again from their tokens, one at a time. If
+        _MOST_FAILURES rounds in a row have failed, and one without requests does, too, everything fails.
         """
-        log.error("a round failed: %s", _named(error))
+        log.error("a round failed: %s", one_line(error))
         log.debug("how it failed", exc_info=error)
-        works = [*works, *self._discard_in_flight()]
+        if self._in_flight is not None:  # it began with what the failed one left behind
+            works = [*works, *self._in_flight.works]
+            self.round.discard(self._in_flight)
+            self._clear_in_flight(self._in_flight.works)
+            self._in_flight = None
         self._num_failures += 1
         sequences = list(dict.fromkeys(work.sequence for work in works if work.sequence.status is not Status.FINISHED))
         involved = {sequence.request.id for sequence in sequences}
         for request_id in involved:
             self._requests[request_id].failed_rounds += 1
         failed = involved
-        if self._num_failures == _MOST_FAILURES:
+        if self._num_failures >= _MOST_FAILURES and not self.round.works():
             log.error("%d rounds in a row have failed: the engine ends everything and takes no more", _MOST_FAILURES)
             self._failure = error.with_traceback(None)  # a traceback keeps the round's tensors alive
             failed = set(self._requests)
         elif len(involved) > 1:
-            failed = {id_ for id_ in involved if self._requests[id_].failed_rounds == _MOST_FAILURES}
+            failed = {id_ for id_ in involved if self._requests[id_].failed_rounds >= _MOST_FAILURES}
             self.scheduler.suspect(sequences)
         for request_id in failed:
-            self._fail(request_id, f"the round that computed this request failed: {_named(error)}")
+            self._fail(request_id, f"the round that computed this request failed: {one_line(error)}")
         self._release()
-
-    def _discard_in_flight(self) -> Seq[Work]:
-        """Waits for the round in flight, which began with what a failed one left behind; returns its works."""
-        round_, self._in_flight = self._in_flight, None
-        if round_ is None:
-            return ()
-        try:
-            self.round.collect(round_)
-        except Exception as error:
-            log.debug("the round after a failed one failed, too", exc_info=error)
-        self._clear_in_flight(round_.works)
-        return round_.works
 
     def _fail(self, request_id: str, error: str) -> None:
         self._requests[request_id].error = error
         self.metrics.num_failed += 1
         self._end(request_id, "error")
-
-
-def _named(error: Exception) -> str:
-    """An error in one line."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -50,10 +50,14 @@ class EngineMetrics:
         self.draft_busy_seconds, self.hand_over_seconds = drafter.busy_seconds, drafter.hand_over_seconds
         self.drafter_failures = round_.drafter_failures + drafter.failures
 
-    def count_outcome(self, sequence: Sequence, outcome: Outcome, num_new: int) -> None:
+    def count_outcome(self, sequence: Sequence, outcome: Outcome, num_new: int, now: float) -> None:
         """Counts an outcome, of which `num_new` tokens were committed, here and in the sequence's own metrics."""
         drafted, accepted, metrics = len(outcome.draft), min(outcome.num_accepted, num_new), sequence.metrics
         metrics.rounds += 1
+        metrics.output_tokens += num_new
+        metrics.deliveries.append((now, num_new))
+        metrics.first_token = now if metrics.first_token is None else metrics.first_token
+        self.output_tokens += num_new
         self.num_sequence_rounds += 1
         if drafted:
             metrics.drafted += drafted

@@ -65,6 +65,11 @@ class Target:
                 for needs in (Needs(), Needs(truncated=True)):
                     self._decide(Forward(found.inputs, found.logits, found), needs)
 
+    def probe(self) -> None:
+        """A forward pass of padding, which raises if the device cannot compute."""
+        self.runner.forward(Batch([self.state.padding], [0], [1], [1]))
+        now(self.state.device).wait()
+
     def admit(self, sequence: Sequence) -> None:
         """Writes a sequence, which has just got a slot, to the SequenceState."""
         self.state.admit(sequence.slot, sequence)

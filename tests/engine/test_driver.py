@@ -261,9 +261,10 @@ def test_failing_rounds_cost_no_request_that_was_not_alone_in_one(harness: Harne
             prompt, params = [number, turn], SamplingParams(max_new_tokens=8, temperature=0.7, seed=turn)
             submission = driver.submit(prompt, params)
             output = submission.result()
-            if submission.request_id in lost:
+            if output.error is not None:
+                assert submission.request_id in lost
                 assert output.finish_reason == "error"
-                assert "OutOfMemoryError: no memory left" in (output.error or "")
+                assert "OutOfMemoryError: no memory left" in output.error
                 failed += 1
             else:
                 assert (output.error, output.token_ids) == (None, expected(prompt, params))
@@ -271,7 +272,7 @@ def test_failing_rounds_cost_no_request_that_was_not_alone_in_one(harness: Harne
 
     with ThreadPoolExecutor(8) as threads:
         failed = sum(threads.map(user, range(8)))
-    assert failed == len(lost) == driver.engine.metrics.num_failed < len(repeated) < 160
+    assert failed == driver.engine.metrics.num_failed <= len(lost) < len(repeated) < 160
     wait_until_idle(driver)
 
 
