@@ -21,6 +21,7 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ssd.errors import RequestError, SSDError
+from ssd.text.json_file import read_json, read_text
 
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SLOW_FILES: Final = ("tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model")
@@ -256,9 +257,13 @@ def load_tokenizer(path: Path) -> Tokenizer:
     config = {**_optional_json(path / "special_tokens_map.json"), **_optional_json(path / "tokenizer_config.json")}
     special = {name: text for name in _NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
     backend = _load_backend(path)
-    if backend is not None:
-        _add_missing_specials(backend, config, special)
-    return Tokenizer(backend, chat_templates=_chat_templates(path, config), special_tokens=special)
+    try:
+        if backend is not None:
+            _add_missing_specials(backend, config, special)
+        templates = _chat_templates(path, config)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:  # a value of another type than all files have
+        raise SSDError(f"{path / 'tokenizer_config.json'}: a field has an unknown form ({error})") from error
+    return Tokenizer(backend, chat_templates=templates, special_tokens=special)
 
 
 def _load_backend(path: Path) -> tokenizers.Tokenizer | None:
@@ -318,11 +323,12 @@ def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if (path / "chat_template.jinja").is_file():
         files["default"] = path / "chat_template.jinja"
     if files:
-        return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
-    stated = config.get("chat_template")
-    if isinstance(stated, str):
-        return {"default": stated}
-    return {entry["name"]: entry["template"] for entry in stated or []}
+        return {name: read_text(file) for name, file in files.items()}
+    stated = config.get("chat_template") or []
+    named = {"default": stated} if isinstance(stated, str) else {entry["name"]: entry["template"] for entry in stated}
+    if not all(isinstance(text, str) for pair in named.items() for text in pair):
+        raise TypeError("chat_template: expected text")
+    return named
 
 
 def _token_text(token: Any) -> str | None:
@@ -332,13 +338,7 @@ def _token_text(token: Any) -> str | None:
 
 
 def _optional_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise SSDError(f"{file} cannot be read as JSON ({error}): download the checkpoint again") from error
-    return content if isinstance(content, dict) else {}
+    return read_json(file) if file.exists() else {}
 
 
 # --- streaming --------------------------------------------------------------------------------------------------------
