@@ -7,20 +7,15 @@ requests or the engine.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
 import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ssd.errors import RequestError, SSDError
+from ssd.text.chat_template import compile_template, render
 from ssd.text.json_file import read_json, read_text
 
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -81,6 +76,10 @@ class Tokenizer:
         return None if wrong is None else f"{wrong!r} is token {theirs[wrong]} there, {mine.get(wrong)} here"
 
     @property
+    def chat_template_names(self) -> list[str]:
+        return list(self._chat_templates)
+
+    @property
     def bos_token(self) -> str | None:
         return self._special_tokens.get("bos_token")
 
@@ -128,29 +127,27 @@ class Tokenizer:
         `chat_template` is the name of one of the checkpoint's templates, or a template itself. Further keywords
         (`enable_thinking`, `date_string` ...) are the template's own.
         """
+        if chat_template is not None and not isinstance(chat_template, str):
+            raise RequestError(f"chat_template={chat_template!r:.60}: expected text")
         check_messages(messages)
         messages = [_plain(index, message) for index, message in enumerate(messages)]
-        variables = {**self._special_tokens, **kwargs}
+        given = {"messages": messages, "tools": tools, "documents": documents}
+        variables = {**self._special_tokens, **kwargs, **given, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template(chat_template, tools).render(
-                messages=messages,
-                tools=tools,
-                documents=documents,
-                add_generation_prompt=add_generation_prompt,
-                **variables,
-            )
+            return render(self._template(chat_template, tools), variables)
         except RequestError:
             raise
-        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError) as error:
-            raise RequestError(f"messages: the model's chat template refuses this chat ({error})") from error
+        except Exception as error:  # a template is a program, which can fail in any way
+            reason = str(error) or type(error).__name__
+            raise RequestError(f"messages: the model's chat template refuses this chat ({reason})") from error
 
     def _template(self, wanted: str | None, tools: object) -> jinja2.Template:
         """By name, else literally, else the one for tools when tools are given, else the default."""
         if wanted is not None and wanted not in self._chat_templates:
-            return _compile(wanted)
+            return compile_template(wanted)
         name = wanted or self._default_template(tools)
         if name not in self._compiled:
-            self._compiled[name] = _compile(self._chat_templates[name])
+            self._compiled[name] = compile_template(self._chat_templates[name])
         return self._compiled[name]
 
     def _default_template(self, tools: object) -> str:
@@ -162,8 +159,8 @@ class Tokenizer:
             names = ", ".join(sorted(templates))
             raise RequestError(f"chat_template: the checkpoint has no default one; name one of {names}")
         raise RequestError(
-            "messages: the checkpoint has no chat template (a base model, perhaps): send a plain prompt, give a "
-            "chat_template among the chat_options, or put a chat_template.jinja into the model's directory"
+            "messages: the checkpoint has no chat template (a base model, perhaps): send a plain prompt, or put a "
+            "chat_template.jinja into the model's directory"
         )
 
 
@@ -200,50 +197,6 @@ def _plain(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise RequestError(f"messages[{index}].content[{j}]={part!r}: only parts of type 'text' can be read")
     return {**message, "content": "".join(part["text"] for part in content)}
-
-
-# --- chat templates ---------------------------------------------------------------------------------------------------
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant said, for training; for inference its body is simply rendered."""
-
-    tags = {"generation"}  # noqa: RUF012  (declared so by jinja2)
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Plain JSON: Jinja's own filter escapes HTML characters, which models were not trained on."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _strftime_now(layout: str) -> str:
-    return datetime.now().strftime(layout)
-
-
-def _compile(template: str) -> jinja2.Template:
-    """Templates come with checkpoints and requests, hence the sandbox."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(template)
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
