@@ -26,7 +26,7 @@ import jinja2.utils
 import jinja2.visitor
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_SECONDS: Final = 5.0
+MAX_SECONDS: Final = 10.0
 MAX_CHARS: Final = 1 << 23  # of a prompt, and of any value
 _MAX_TOTAL: Final = 64 * MAX_CHARS  # of all values that are made
 _ITEM: Final = 32  # an item of a list counts as this many characters
