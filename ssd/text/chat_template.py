@@ -260,7 +260,9 @@ def _product(left: Any, right: Any) -> float:
         _check_bits(left.bit_length() + right.bit_length() - 1)
         return 0
     number, other = (left, right) if isinstance(left, int) else (right, left)
-    return _size(other) * number if isinstance(number, int) and number > 0 else 0
+    if not isinstance(number, int) or number < 1:
+        return 0
+    return (len(other) if isinstance(other, (str, bytes)) else _size(other)) * number
 
 
 def _power(left: Any, right: Any) -> int:

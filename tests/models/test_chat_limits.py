@@ -82,6 +82,7 @@ def test_a_template_without_bounds_is_refused_soon(name: str, monkeypatch: pytes
         "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ m.role }}{{ loop.last }};{% endfor %}",
         "{% set n = namespace(x='') %}{% for m in messages %}{% set n.x = n.x + m['content'] %}{% endfor %}{{ n.x }}",
         "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join(', ') }}",
+        "{{ ('ab' * 1000000) | length }}{{ ([1, 2] * 10000) | length }}",
         "{{ messages[::-1] | tojson(indent=2) }}{{ messages | tojson }}",
         "{{ 'a' ~ 1 ~ none }}{{ 'b' * 3 }}{{ 2 ** 10 }}{{ '%5.1f|%s' % (1.25, 'x') }}{{ '{:>4}{{}}'.format(7) }}",
         "{% for k, v in {'a': 1, 'b': (2, 3)}.items() %}{{ k }}{{ v }}{% else %}none{% endfor %}",
