@@ -148,6 +148,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, activations and KV
     prefix_caching: bool = True
     eager: bool = False  # no CUDA graphs
+    trust_request_chat_template: bool = False  # whether chat_options may bring a chat_template of their own
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     def __post_init__(self) -> None:
@@ -164,7 +165,7 @@ class EngineConfig:
         if self.dtype not in get_args(DType):
             raise ConfigError(f"dtype={self.dtype!r}: must be one of {', '.join(get_args(DType))}")
         self._check_numbers()
-        for name in ("prefix_caching", "eager"):
+        for name in ("prefix_caching", "eager", "trust_request_chat_template"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
 
@@ -198,6 +199,7 @@ class EngineOptions(TypedDict, total=False):
     gpu_memory_utilization: float
     prefix_caching: bool
     eager: bool
+    trust_request_chat_template: bool
     speculation: SpeculationConfig | Mapping[str, Any] | None
 
 

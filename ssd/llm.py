@@ -79,7 +79,8 @@ class LLM:
         `params`: one for all prompts, or one per prompt. In a list, a prompt that cannot be served does not affect the
         others: its output has `error` set and the finish reason "abort", or "error" if its round failed. A single
         prompt raises RequestError or RequestFailed instead. Thread-safe.
-        `chat_options` are variables for the chat template (`enable_thinking`, `tools`, `date_string`, …).
+        `chat_options` are variables for the chat template (`enable_thinking`, `tools`, `date_string`, …), and the name
+        of one under `chat_template` (or, with the option `trust_request_chat_template`, a template itself).
         """
         single = _is_single(prompts)
         batch: list[Prompt] = [cast(Prompt, prompts)] if single else list(cast("Seq[Prompt]", prompts))
@@ -177,8 +178,24 @@ class LLM:
             return None, [int(cast(int, token)) for token in prompt]
         if kind == "text":
             return cast(str, prompt), self.tokenizer.encode(cast(str, prompt))
-        text = self.tokenizer.apply_chat_template(cast("Seq[Message]", prompt), **(chat_options or {}))
+        options = self._checked_options(chat_options or {})
+        text = self.tokenizer.apply_chat_template(cast("Seq[Message]", prompt), **options)
         return text, self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _checked_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Variables for the chat template; a template of the request's own is a program, and needs permission."""
+        if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+            raise RequestError(f"chat_options={options!r:.60}: expected a dict with names as keys")
+        if reserved := {"self", "messages"} & set(options):
+            raise RequestError(f"chat_options: {reserved.pop()!r} is not an option of a chat template")
+        template = options.get("chat_template")
+        named = self.engine.tokenizer is not None and template in self.engine.tokenizer.chat_template_names
+        if template is not None and not named and not self.config.trust_request_chat_template:
+            raise RequestError(
+                "chat_options: chat_template is none of the checkpoint's templates; to run templates of requests, "
+                "create the LLM with trust_request_chat_template=True"
+            )
+        return dict(options)
 
 
 def _set_num_threads(count: int) -> None:

@@ -1,4 +1,4 @@
-"""`python -m ssd.worker FD`: the entry point of a drafter's process; FD is its end of a socket pair."""
+"""`python -P -m ssd.worker FD`: the entry point of a drafter's process; FD is its end of a socket pair."""
 
 from __future__ import annotations
 

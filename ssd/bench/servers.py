@@ -117,11 +117,17 @@ class ServerProcess:
 
     def __init__(self, name: str, command: Seq[str]) -> None:
         self.command = list(command)
+        environment = {**os.environ, "PYTHONSAFEPATH": "1"}  # no modules of the current directory
         with tempfile.NamedTemporaryFile(prefix=f"ssd-{name}-", suffix=".log", delete=False) as log:
             self.log = Path(log.name)
             try:
                 self._process = subprocess.Popen(
-                    self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                    self.command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
                 )
             except OSError as error:
                 raise ServerError(f"{self.command[0]} cannot be started: {error}") from error

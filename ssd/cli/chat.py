@@ -267,7 +267,10 @@ class EngineBackend:
         return Answer(output.text, output.finish_reason, output.metrics, params)
 
     def _encode(self, messages: list[Message]) -> list[int]:
-        return self._llm.encode(messages, {"chat_template": PLAIN} if self.plain else None)
+        if not self.plain:
+            return self._llm.encode(messages)
+        text = self._tokenizer.apply_chat_template(messages, chat_template=PLAIN)
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
 
 class Origins:

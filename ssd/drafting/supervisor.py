@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ssd.drafting.wire import Channel, Kind, Message, WireError, encode_setup
@@ -26,6 +27,17 @@ HEALTHY = 60.0  # seconds of service after which the pause is short again
 GRACE = 1.0  # seconds that a worker has to exit by itself
 _DRAIN = 0.005  # seconds that a round waits for the rest of a late reply
 
+# `python -m ssd.worker`, but with this package wherever it is, and with no other module of the current directory (-P)
+_START = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("ssd", {package!r})
+sys.modules["ssd"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["ssd"])
+from ssd.worker import main
+main()
+"""
+WORKER_COMMAND = (sys.executable, "-P", "-c", _START.format(package=str(Path(__file__).parents[1] / "__init__.py")))
+
 
 class Worker:
     """A drafting process and the channel to it. The process ends with this object.
@@ -36,7 +48,7 @@ class Worker:
     def __init__(
         self,
         setup: Mapping[str, Any],
-        argv: Seq[str] = (sys.executable, "-m", "ssd.worker"),
+        argv: Seq[str] = WORKER_COMMAND,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         ours, theirs = socket.socketpair()

@@ -18,6 +18,7 @@ import platform
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -343,26 +344,52 @@ def _compiled(compiler: list[str], flags: tuple[str, ...]) -> Path:
     """The shared library's path in the user's cache, compiling it there first if this machine has not yet."""
     directory = _cache_directory()
     target = directory / f"cpu-{_key(compiler, flags)}.so"
-    if not target.exists():
-        directory.mkdir(parents=True, exist_ok=True)
+    if not _is_private(target, stat.S_IFREG):
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
             _compile(compiler, flags, Path(scratch), target)
     return target
 
 
 def _cache_directory() -> Path:
-    """The user's cache; where there is no home (a container, say), a folder of this user's among temporary files."""
+    """The user's cache; without a home (a container, say) a folder among temporary files.
+
+    Libraries are loaded from it, so nobody else may write to it: if it is not ours, it is a new one for this process.
+    """
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssd"
+        directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssd"
     except RuntimeError:
-        return Path(tempfile.gettempdir()) / f"ssd-{os.getuid()}"
+        directory = Path(tempfile.gettempdir()) / f"ssd-{os.getuid()}"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _is_private(directory, stat.S_IFDIR):
+            return directory
+        reason = f"it must be a directory of yours that nobody else can write to (`chmod 700 {directory}`)"
+    except OSError as error:
+        reason = str(error)
+    logger.warning("CPU kernels are compiled anew, since they cannot be kept in %s: %s", directory, reason)
+    return Path(_process_directory().name)
+
+
+@functools.cache
+def _process_directory() -> tempfile.TemporaryDirectory[str]:
+    """Removed when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="ssd-")
+
+
+def _is_private(path: Path, kind: int) -> bool:
+    """Whether it is a file or directory (not a link to one) of this user's, and nobody else can write to it."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_IFMT(found.st_mode) == kind and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 def _key(compiler: list[str], flags: tuple[str, ...]) -> str:
     """Hash of everything that affects the machine code. The compiler's file is hashed in place of its version."""
     binary = Path(compiler[0]).resolve()
-    stat = binary.stat()
-    identity = [*compiler, str(binary), str(stat.st_size), str(stat.st_mtime_ns), *flags, _cpu_identity()]
+    found = binary.stat()
+    identity = [*compiler, str(binary), str(found.st_size), str(found.st_mtime_ns), *flags, _cpu_identity()]
     return hashlib.sha256(SOURCE.read_bytes() + "\0".join(identity).encode()).hexdigest()[:20]
 
 
@@ -383,6 +410,7 @@ def _compile(compiler: list[str], flags: tuple[str, ...], scratch: Path, target:
     _run([*compiler, *flags, "-c", str(SOURCE), "-o", str(objects)])
     undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
     _run([*compiler, "-shared", *undefined, str(objects), "-o", str(library), "-lm"])
+    library.chmod(0o700)
     os.replace(library, target)
 
 

@@ -6,10 +6,9 @@ and the tokenizer. Weights are read from safetensors only: no pickle is ever ope
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +16,10 @@ from safetensors import SafetensorError, safe_open
 
 from ssd.errors import ModelNotFound, SSDError, UnsupportedModel
 from ssd.models.config import DecoderConfig
-from ssd.models.families import decoder_config
+from ssd.models.decoder import check_fits
+from ssd.models.families import DTYPES, decoder_config
+from ssd.models.fields import TOKEN_ID, check_field, shown
+from ssd.text.json_file import read_json
 from ssd.text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -65,13 +67,15 @@ class HFCheckpoint:
         files = weight_files(path)
         try:
             config = decoder_config(raw)
+            check_fits(config, sum(file.stat().st_size for file in files))  # no parameter takes less than a byte
+            stops = _stop_token_ids(path, raw)
         except UnsupportedModel as error:
             raise UnsupportedModel(f"{path}: {error}") from None
         if not (raw.get("dtype") or raw.get("torch_dtype")):
             config = replace(config, dtype=_stored_dtype(files[0], config.dtype))
         graft = raw.get("ssd_graft")
         note = graft_note(graft.get("base"), graft.get("shape")) if graft else ""
-        return cls(path=path, config=config, stop_token_ids=_stop_token_ids(path, raw), note=note)
+        return cls(path=path, config=config, stop_token_ids=stops, note=note)
 
     def weights(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         for file in weight_files(self.path):
@@ -80,17 +84,6 @@ class HFCheckpoint:
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.path)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object, or an error that names the file."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SSDError(f"{file} cannot be read as JSON ({error}): download the checkpoint again") from error
-    if not isinstance(content, dict):
-        raise SSDError(f"{file} holds a JSON {type(content).__name__}, expected an object: download it again")
-    return content
 
 
 # --- files of one directory -------------------------------------------------------------------------------------------
@@ -111,11 +104,11 @@ def weight_files(path: Path) -> list[Path]:
     if index.is_file():
         return _shards(index)
     single = path / "model.safetensors"
-    if single.is_file():
-        return [single]
+    if single.exists():
+        return _regular([single])
     files = sorted(file for file in path.glob("*.safetensors") if not file.name.startswith("consolidated"))
     if files:
-        return files
+        return _regular(files)
     pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
     if pickles:
         raise UnsupportedModel(
@@ -129,13 +122,24 @@ def _shards(index: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise SSDError(f"{index} has no weight_map: download the checkpoint again")
+    for name in weight_map.values():
+        if not isinstance(name, str) or len(name) > 255 or {"..", "/"} & set(PurePath(name).parts):
+            raise SSDError(f"{index}: weight_map names {shown(name)}, expected a file of this directory")
     files = [index.parent / name for name in sorted(set(weight_map.values()))]
-    missing = [file.name for file in files if not file.is_file()]
+    missing = [file.name for file in files if not file.exists()]
     if missing:
         raise ModelNotFound(
             f"{index.parent} lacks {len(missing)} of {len(files)} weight files named in {index.name}: "
-            f"{', '.join(missing)}; download the checkpoint again (`hf download ORG/NAME`)"
+            f"{', '.join(missing)[:500]}; download the checkpoint again (`hf download ORG/NAME`)"
         )
+    return _regular(files)
+
+
+def _regular(files: list[Path]) -> list[Path]:
+    """The files; a device, a pipe or a directory under such a name is refused, since reading it might never end."""
+    for file in files:
+        if not file.is_file():
+            raise SSDError(f"{file} is not a regular file: download the checkpoint again")
     return files
 
 
@@ -145,14 +149,15 @@ def _read_safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(file, framework="pt", device="cpu") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (a file handle, not a mapping)
                 yield name, tensors.get_tensor(name)
-    except SafetensorError as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise SSDError(f"{file} is not a whole safetensors file ({error}): download it again") from error
 
 
 def _stored_dtype(file: Path, default: str) -> str:
     """The dtype of the first tensor, for a config.json without one."""
     for _, tensor in _read_safetensors(file):
-        return str(tensor.dtype).removeprefix("torch.") if tensor.is_floating_point() else default
+        name = str(tensor.dtype).removeprefix("torch.")
+        return name if name in DTYPES else default
     return default
 
 
@@ -163,6 +168,9 @@ def _stop_token_ids(path: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
     for source in (*sources, raw):
         eos = source.get("eos_token_id")
         if eos is not None and eos != []:
-            return tuple(dict.fromkeys(int(token) for token in (eos if isinstance(eos, list) else [eos])))
+            tokens = eos if isinstance(eos, list) else [eos]
+            for token in tokens:
+                check_field("eos_token_id", token, TOKEN_ID, "generation_config.json or config.json")
+            return tuple(dict.fromkeys(token for token in tokens if token is not None))
     eos = load_tokenizer(path).eos_token_id
     return () if eos is None else (eos,)

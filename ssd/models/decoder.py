@@ -5,7 +5,9 @@ A batch of query tokens in, logits out. Knows nothing of requests, schedulers or
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -172,3 +174,16 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a checkpoint of this config holds, under its Hugging Face name."""
     outline = Decoder(config, ReferenceOps(), device=torch.device("cpu"), dtype=torch.float32, max_positions=1)
     return {name: shape for name, (shape, _) in outline.parameters().items()}
+
+
+def check_fits(config: DecoderConfig, num_stored: int) -> None:
+    """Refuses a config of more parameters than files can hold (`num_stored`), before layers are built from it."""
+    none, one = (
+        sum(map(math.prod, parameter_shapes(replace(config, num_layers=layers)).values())) for layers in (0, 1)
+    )
+    count = none + config.num_layers * (one - none)
+    if count > num_stored:
+        raise UnsupportedModel(
+            f"num_layers={config.num_layers}, hidden_size={config.hidden_size}, vocab_size={config.vocab_size}, …: "
+            f"the config describes {count} parameters, the files hold {num_stored} at most; download them again"
+        )

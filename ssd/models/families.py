@@ -14,10 +14,75 @@ from typing import Any, Final
 
 from ssd.errors import UnsupportedModel
 from ssd.models.config import DecoderConfig, RopeConfig
+from ssd.models.fields import (
+    EPSILON,
+    FACTOR,
+    FLAG,
+    HEAD_DIM,
+    HEADS,
+    LAYERS,
+    LIST,
+    OBJECT,
+    POSITIONS,
+    TEXT,
+    THETA,
+    VOCABULARY,
+    WIDTH,
+    Field,
+    check_fields,
+    check_shape,
+    number,
+    shown,
+)
 
 Raw = Mapping[str, Any]
 DTYPES: Final = ("bfloat16", "float16", "float32")
 ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
+_WHERE: Final = "config.json"
+_FIELDS: Final[Mapping[str, Field]] = MappingProxyType(
+    {
+        "architectures": LIST,
+        "model_type": TEXT,
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "intermediate_size": WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": POSITIONS,
+        "original_max_position_embeddings": POSITIONS,
+        "rms_norm_eps": EPSILON,
+        "rope_theta": THETA,
+        "rope_scaling": OBJECT,
+        "rope_parameters": OBJECT,
+        "quantization_config": OBJECT,
+        "ssd_graft": OBJECT,
+        "tie_word_embeddings": FLAG,
+        "attention_bias": FLAG,
+        "mlp_bias": FLAG,
+        "use_sliding_window": FLAG,
+        "max_window_layers": Field("an integer", (int,)),
+        "layer_types": LIST,
+        "hidden_act": TEXT,
+        "dtype": TEXT,
+        "torch_dtype": TEXT,
+    }
+)
+_ROPE_FIELDS: Final[Mapping[str, Field]] = MappingProxyType(
+    {
+        "rope_theta": THETA,
+        "factor": FACTOR,
+        "low_freq_factor": FACTOR,
+        "high_freq_factor": FACTOR,
+        "beta_fast": FACTOR,
+        "beta_slow": FACTOR,
+        "attention_factor": FACTOR,
+        "mscale": number(0.0, 1e6),
+        "mscale_all_dim": number(0.0, 1e6),
+        "original_max_position_embeddings": POSITIONS,
+    }
+)
 
 
 def llama(raw: Raw) -> DecoderConfig:
@@ -33,8 +98,8 @@ def mistral(raw: Raw) -> DecoderConfig:
     window = raw.get("sliding_window", 4096)
     if window is not None:
         raise UnsupportedModel(
-            f"sliding_window={window}: ssd attends to the whole context only; use a Mistral whose config.json has "
-            "sliding_window null (7B v0.2 and later)"
+            f"sliding_window={shown(window)}: ssd attends to the whole context only; use a Mistral whose config.json "
+            "has sliding_window null (7B v0.2 and later)"
         )
     return _decoder(raw, "mistral", max_position=131072, kv_heads=8)
 
@@ -75,10 +140,11 @@ _MODEL_TYPES: Final[Mapping[str, str]] = MappingProxyType(
 
 def decoder_config(raw: Raw) -> DecoderConfig:
     """Translate a parsed `config.json`; UnsupportedModel names the value that is not supported."""
+    check_fields(raw, _FIELDS, _WHERE)
     name = _architecture(raw)
     family = FAMILIES.get(name)
     if family is None:
-        raise UnsupportedModel(f"architectures={name!r}: ssd runs {', '.join(FAMILIES)}")
+        raise UnsupportedModel(f"architectures={shown(name)}: ssd runs {', '.join(FAMILIES)}")
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise UnsupportedModel(
@@ -87,8 +153,10 @@ def decoder_config(raw: Raw) -> DecoderConfig:
         )
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise UnsupportedModel(f"hidden_act={activation!r}: ssd supports silu")
-    return family(raw)
+        raise UnsupportedModel(f"hidden_act={shown(activation)}: ssd supports silu")
+    config = family(raw)
+    check_shape(config)
+    return config
 
 
 def _architecture(raw: Raw) -> str:
@@ -118,7 +186,7 @@ def _decoder(
     rope = rope_config(raw, max_position)
     if rope.scaling == "yarn":  # published configs state the length before stretching
         max_position = max(max_position, int(rope.original_max_position * rope.factor))
-    config = DecoderConfig(
+    return DecoderConfig(
         family=family,
         vocab_size=_size(raw, "vocab_size"),
         hidden_size=hidden,
@@ -128,7 +196,7 @@ def _decoder(
         num_kv_heads=_size({"num_key_value_heads": kv_heads, **raw}, "num_key_value_heads", heads),
         head_dim=_size({"head_dim": head_dim, **raw}, "head_dim", hidden // heads),
         max_position=max_position,
-        rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rms_eps=float(raw.get("rms_norm_eps") or 1e-6),
         rope=rope,
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=qkv_bias,
@@ -137,28 +205,14 @@ def _decoder(
         qk_norm=qk_norm,
         dtype=_dtype(raw),
     )
-    check_shape(config)
-    return config
-
-
-def check_shape(config: DecoderConfig) -> None:
-    """Refuse head counts that grouped-query attention and the rotary embedding cannot use."""
-    if config.num_heads % config.num_kv_heads:
-        raise UnsupportedModel(
-            f"num_key_value_heads={config.num_kv_heads} does not divide num_attention_heads={config.num_heads}"
-        )
-    if config.head_dim % 2:
-        raise UnsupportedModel(f"head_dim={config.head_dim}: the rotary embedding needs an even head size")
 
 
 def _size(raw: Raw, key: str, default: int | None = None) -> int:
-    """A positive integer; a missing or null one takes the default, or is an error when there is none."""
-    value = raw.get(key)
+    """A missing or null one takes the default, or is an error when there is none."""
+    value: int | None = raw.get(key)
     value = default if value is None else value
     if value is None:
         raise UnsupportedModel(f"{key} is missing from config.json: the checkpoint is incomplete; download it again")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UnsupportedModel(f"{key}={value!r} in config.json: expected a positive integer")
     return value
 
 
@@ -166,34 +220,35 @@ def _dtype(raw: Raw) -> str:
     """`dtype` (transformers 5) or `torch_dtype` (4)."""
     name = str(raw.get("dtype") or raw.get("torch_dtype") or DecoderConfig.dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise UnsupportedModel(f"dtype={name!r}: ssd loads {', '.join(DTYPES)}")
+        raise UnsupportedModel(f"dtype={shown(name)}: ssd loads {', '.join(DTYPES)}")
     return name
 
 
 def _refuse_sliding_window(raw: Raw) -> None:
     """Qwen switches its sliding window per layer: refuse as soon as one layer uses it."""
     layers = _size(raw, "num_hidden_layers")
-    first = raw.get("max_window_layers", 28)
+    first = 28 if raw.get("max_window_layers") is None else raw["max_window_layers"]
     windowed = raw.get("use_sliding_window", False) and raw.get("sliding_window", 4096) is not None and first < layers
     types = raw.get("layer_types") or (["sliding_attention"] if windowed else [])
     other = [kind for kind in types if kind != "full_attention"]
     if other:
         raise UnsupportedModel(
-            f"layer type {other[0]!r} (use_sliding_window={raw.get('use_sliding_window')}): ssd attends to the whole "
-            "context only; set use_sliding_window to false in config.json if the context stays below the window"
+            f"layer type {shown(other[0])} (use_sliding_window={raw.get('use_sliding_window')}): ssd attends to the "
+            "whole context only; set use_sliding_window to false in config.json if the context stays below the window"
         )
 
 
 def rope_config(raw: Raw, max_position: int) -> RopeConfig:
     """The rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (4)."""
     params = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    check_fields(params, _ROPE_FIELDS, f"the rope scaling of {_WHERE}")
     kind = params.get("rope_type", params.get("type", "default"))
     if kind not in ROPE_TYPES or any(isinstance(value, Mapping) for value in params.values()):
-        found = repr(kind) if kind not in ROPE_TYPES else f"one per layer type ({', '.join(params)})"
+        found = shown(kind) if kind not in ROPE_TYPES else f"one per layer type ({', '.join(params)[:100]})"
         raise UnsupportedModel(f"rope_type {found}: ssd supports {', '.join(ROPE_TYPES)}, the same in every layer")
     partial = params.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
-        raise UnsupportedModel(f"partial_rotary_factor={partial}: ssd rotates whole heads (1.0)")
+        raise UnsupportedModel(f"partial_rotary_factor={shown(partial)}: ssd rotates whole heads (1.0)")
     original = raw.get("original_max_position_embeddings") or params.get("original_max_position_embeddings")
     return _ROPES[kind](
         params,
@@ -224,7 +279,7 @@ def _llama3_rope(params: Raw, theta: float, original: int, max_position: int) ->
 
 def _yarn_rope(params: Raw, theta: float, original: int, max_position: int) -> RopeConfig:
     if params.get("truncate", True) is not True:
-        raise UnsupportedModel(f"yarn truncate={params['truncate']}: ssd supports true")
+        raise UnsupportedModel(f"yarn truncate={shown(params['truncate'])}: ssd supports true")
     factor = _number(params, "factor") if params.get("factor") is not None else max_position / original
     return RopeConfig(
         theta=theta,
@@ -249,10 +304,9 @@ def _yarn_attention(params: Raw, factor: float) -> float | None:
 
 
 def _number(params: Raw, key: str) -> float:
-    value = params.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-        raise UnsupportedModel(f"rope scaling {key}={value!r} in config.json: expected a positive number")
-    return float(value)
+    if params.get(key) is None:
+        raise UnsupportedModel(f"rope scaling {key}=None in config.json: expected a positive number")
+    return float(params[key])
 
 
 _ROPES: Final[Mapping[str, Callable[[Raw, float, int, int], RopeConfig]]] = MappingProxyType(

@@ -20,7 +20,23 @@ import torch
 
 from ssd.errors import UnsupportedModel
 from ssd.models.config import DecoderConfig, RopeConfig
-from ssd.models.families import check_shape
+from ssd.models.decoder import check_fits
+from ssd.models.fields import (
+    EPSILON,
+    FACTOR,
+    HEAD_DIM,
+    HEADS,
+    LAYERS,
+    POSITIONS,
+    TEXT,
+    THETA,
+    WIDTH,
+    Field,
+    check_field,
+    check_shape,
+    number,
+    shown,
+)
 from ssd.models.gguf_file import Header, quantisation_types, read_header, read_tensor, tensor_type
 from ssd.models.gguf_tokenizer import load_tokenizer, stop_token_ids
 from ssd.text.tokenizer import Tokenizer
@@ -49,6 +65,28 @@ _LAYER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "ffn_down": "mlp.down_proj",
     }
 )
+_FIELDS: Final[Mapping[str, Field]] = MappingProxyType(  # behind the architecture's name
+    {
+        "block_count": LAYERS,
+        "context_length": POSITIONS,
+        "embedding_length": WIDTH,
+        "feed_forward_length": WIDTH,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": HEADS,
+        "attention.key_length": HEAD_DIM,
+        "attention.value_length": HEAD_DIM,
+        "attention.layer_norm_rms_epsilon": EPSILON,
+        "rope.dimension_count": HEAD_DIM,
+        "rope.freq_base": THETA,
+        "rope.scale_linear": FACTOR,
+        "rope.scaling.type": TEXT,
+        "rope.scaling.factor": number(0.0, 1e6),  # 0: none
+        "rope.scaling.original_context_length": POSITIONS,
+        "rope.scaling.yarn_beta_fast": FACTOR,
+        "rope.scaling.yarn_beta_slow": FACTOR,
+        "rope.scaling.attn_factor": FACTOR,
+    }
+)
 _LAYER_TENSOR: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ROPE_FACTORS: Final = "rope_freqs.weight"
 
@@ -72,13 +110,13 @@ class GGUFCheckpoint:
             config = _decoder_config(header, path)
         except UnsupportedModel as error:
             raise UnsupportedModel(f"{path}: {error}") from None
-        return cls(path, config, stop_token_ids(header.metadata), header)
+        return cls(path, config, stop_token_ids(header.metadata, path), header)
 
     def weights(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         data = np.memmap(self.path, dtype=np.uint8, mode="r")
         for info in self.header.tensors.values():
             if info.name != _ROPE_FACTORS:
-                weight = self._unpermuted(info.name, read_tensor(data, info, self.path))
+                weight = self._unpermuted(info.name, read_tensor(data, info))
                 yield _hf_name(info.name, self.config), torch.from_numpy(weight).to(device, dtype)
 
     def tokenizer(self) -> Tokenizer:
@@ -90,6 +128,8 @@ class GGUFCheckpoint:
         part = name.split(".")[-2]
         if self.config.family != "llama" or part not in heads:
             return weight
+        if weight.shape[0] != heads[part] * self.config.head_dim:
+            return weight  # its shape is refused on loading
         pairs = weight.reshape(heads[part], self.config.head_dim // 2, 2, *weight.shape[1:])
         return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weight.shape)
 
@@ -98,7 +138,10 @@ def _decoder_config(header: Header, path: Path) -> DecoderConfig:
     metadata, tensors = header.metadata, header.tensors
     family = metadata.get("general.architecture")
     if family not in ARCHITECTURES:
-        raise UnsupportedModel(f"general.architecture={family!r}: ssd runs GGUF files of {', '.join(ARCHITECTURES)}")
+        raise UnsupportedModel(
+            f"general.architecture={shown(family)}: ssd runs GGUF files of {', '.join(ARCHITECTURES)}"
+        )
+    _check_metadata(metadata, family)
     _refuse_variants(metadata, family)
     heads, hidden = _size(metadata, f"{family}.attention.head_count"), _size(metadata, f"{family}.embedding_length")
     head_dim = _size(metadata, f"{family}.attention.key_length", hidden // heads)
@@ -122,9 +165,19 @@ def _decoder_config(header: Header, path: Path) -> DecoderConfig:
         dtype=_dtype(header),
     )
     check_shape(config)
+    check_fits(config, sum(math.prod(info.shape) for info in tensors.values()))
     for name in tensors:
         _hf_name(name, config)
     return config
+
+
+def _check_metadata(metadata: Mapping[str, Any], family: str) -> None:
+    """Types and ranges; an integer may be a list of them, one for each layer."""
+    check_field("split.count", metadata.get("split.count"), HEADS, "the metadata")
+    for key, field in _FIELDS.items():
+        value = metadata.get(f"{family}.{key}")
+        for each in value if isinstance(value, list) and field.types == (int,) else [value]:
+            check_field(f"{family}.{key}", each, field, "the metadata")
 
 
 def _refuse_variants(metadata: Mapping[str, Any], family: str) -> None:
@@ -137,7 +190,7 @@ def _refuse_variants(metadata: Mapping[str, Any], family: str) -> None:
     for key in ("expert_count", "attention.sliding_window"):
         if metadata.get(f"{family}.{key}"):
             raise UnsupportedModel(
-                f"{family}.{key}={metadata[f'{family}.{key}']}: ssd runs dense models only, "
+                f"{family}.{key}={shown(metadata[f'{family}.{key}'])}: ssd runs dense models only, "
                 "with attention to the whole context"
             )
     head_dim, value_dim = (
@@ -145,7 +198,9 @@ def _refuse_variants(metadata: Mapping[str, Any], family: str) -> None:
         metadata.get(f"{family}.attention.value_length"),
     )
     if head_dim != value_dim:
-        raise UnsupportedModel(f"attention.key_length={head_dim}, value_length={value_dim}: ssd needs them equal")
+        raise UnsupportedModel(
+            f"attention.key_length={shown(head_dim)}, value_length={shown(value_dim)}: ssd needs them equal"
+        )
 
 
 def _size(metadata: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -153,8 +208,8 @@ def _size(metadata: Mapping[str, Any], key: str, default: int | None = None) -> 
     value = metadata.get(key, default)
     if isinstance(value, list) and len(set(value)) == 1:
         value = value[0]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UnsupportedModel(f"{key}={value!r}: expected one positive integer for all layers")
+    if not isinstance(value, int):
+        raise UnsupportedModel(f"{key}={shown(value)}: expected one positive integer for all layers")
     return value
 
 
@@ -177,7 +232,7 @@ def _hf_name(name: str, config: DecoderConfig) -> str:
     match = _LAYER_TENSOR.fullmatch(name)
     part = match.group(2) if match else ""
     if match is None or part not in _LAYER_NAMES or (part.endswith(("q_norm", "k_norm")) and not config.qk_norm):
-        raise UnsupportedModel(f"tensor {name}: unknown in the {config.family} architecture")
+        raise UnsupportedModel(f"tensor {name[:60]}: unknown in the {config.family} architecture")
     return f"model.layers.{match.group(1)}.{_LAYER_NAMES[part]}.{match.group(3)}"
 
 
@@ -188,17 +243,17 @@ def _rope(header: Header, family: str, head_dim: int, path: Path) -> RopeConfig:
     metadata = header.metadata
     rotated = metadata.get(f"{family}.rope.dimension_count", head_dim)
     if rotated != head_dim:
-        raise UnsupportedModel(f"{family}.rope.dimension_count={rotated}: ssd rotates whole heads ({head_dim})")
+        raise UnsupportedModel(f"{family}.rope.dimension_count={shown(rotated)}: ssd rotates whole heads ({head_dim})")
     theta = float(metadata.get(f"{family}.rope.freq_base", 10000.0))
     if _ROPE_FACTORS in header.tensors:
         data = np.memmap(path, dtype=np.uint8, mode="r")
-        return llama3_rope(theta, read_tensor(data, header.tensors[_ROPE_FACTORS], path))
+        return llama3_rope(theta, read_tensor(data, header.tensors[_ROPE_FACTORS]))
     kind = metadata.get(f"{family}.rope.scaling.type", "none")
-    factor = float(metadata.get(f"{family}.rope.scaling.factor", metadata.get(f"{family}.rope.scale_linear", 1.0)))
+    factor = float(metadata.get(f"{family}.rope.scaling.factor") or metadata.get(f"{family}.rope.scale_linear", 1.0))
     if kind == "yarn":
         return _yarn(metadata, family, theta, factor)
     if kind not in ("none", "linear"):
-        raise UnsupportedModel(f"{family}.rope.scaling.type={kind!r}: ssd supports none, linear, yarn and llama3")
+        raise UnsupportedModel(f"{family}.rope.scaling.type={shown(kind)}: ssd supports none, linear, yarn and llama3")
     return RopeConfig(theta=theta) if factor == 1.0 else RopeConfig(theta=theta, scaling="linear", factor=factor)
 
 
@@ -224,6 +279,7 @@ def llama3_rope(theta: float, factors: npt.NDArray[np.float32]) -> RopeConfig:
     """
     if np.all(factors == 1.0):
         return RopeConfig(theta=theta)
+    check_field(f"largest divisor of {_ROPE_FACTORS}", float(factors.max()), FACTOR, "the file")
     rope = RopeConfig(theta=theta, scaling="llama3", factor=float(factors.max()))
     turns = rope.original_max_position * theta ** -(np.arange(factors.size) / factors.size) / (2 * math.pi)
     smooth = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)

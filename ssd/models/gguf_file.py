@@ -61,6 +61,8 @@ class _Cursor:
     def text(self) -> str:
         (length,) = self.take("Q")
         start, self.position = self.position, self.position + length
+        if self.position > len(self._data):
+            raise ValueError(f"a text of {length} bytes goes beyond the end of the file")
         return self._data[start : self.position].decode("utf-8", errors="replace")
 
     def value(self, kind: int) -> Any:
@@ -75,7 +77,7 @@ class _Cursor:
         if kind == self._STRING:
             return [self.text() for _ in range(count)]
         if kind == self._ARRAY:
-            return [self.value(kind) for _ in range(count)]
+            raise ValueError("an array of arrays")
         return list(self.take(f"{count}{self._letter(kind)}"))
 
     def _letter(self, kind: int) -> str:
@@ -87,11 +89,15 @@ class _Cursor:
 
 def read_header(path: Path) -> Header:
     """Parse metadata and the table of tensors; tensor data stays on disk."""
+    if not path.is_file():
+        raise SSDError(f"{path} is not a regular file: pass the path of a GGUF file")
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             if data[:4] != b"GGUF":
                 raise ValueError("it does not begin with GGUF")
-            return _parse(_Cursor(data))
+            header = _parse(_Cursor(data))
+            _check_tensors(header, len(data), path)
+            return header
     except (OSError, ValueError, struct.error) as error:
         raise SSDError(f"{path} is not a whole GGUF file ({error}): download it again") from error
 
@@ -106,6 +112,8 @@ def _parse(cursor: _Cursor) -> Header:
         metadata[key] = cursor.value(*cursor.take("I"))
     rows = [_tensor_row(cursor) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or not 1 <= alignment <= 1 << 20:
+        raise ValueError(f"general.alignment={str(alignment)[:20]}, expected a power of two")
     start = -(-cursor.position // alignment) * alignment
     tensors = {name: TensorInfo(name, shape, code, start + offset) for name, shape, code, offset in rows}
     return Header(MappingProxyType(metadata), MappingProxyType(tensors))
@@ -114,9 +122,33 @@ def _parse(cursor: _Cursor) -> Header:
 def _tensor_row(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     name = cursor.text()
     (dimensions,) = cursor.take("I")
+    if not 1 <= dimensions <= 4:
+        raise ValueError(f"tensor {name[:60]!r} of {dimensions} dimensions, expected 1 to 4")
     shape = tuple(reversed(cursor.take(f"{dimensions}Q")))  # the file counts the fastest dimension first
     code, offset = cursor.take("IQ")
     return name, shape, code, offset
+
+
+def _check_tensors(header: Header, num_bytes: int, path: Path) -> None:
+    """Every tensor must lie inside of the file, and all of them together must not be larger than it."""
+    total = 0
+    for info in header.tensors.values():
+        size = _num_bytes(info)
+        if info.offset + size > num_bytes:
+            raise SSDError(f"{path} ends inside of tensor {info.name}: download it again")
+        total += size
+    if total > num_bytes:
+        raise ValueError(f"its tensors overlap: {total} bytes in a file of {num_bytes}")
+
+
+def _num_bytes(info: TensorInfo) -> int:
+    """Of the tensor's data; its rows consist of whole blocks."""
+    from gguf import GGML_QUANT_SIZES
+
+    per_block, block_bytes = GGML_QUANT_SIZES[tensor_type(info)]
+    if min(info.shape) < 1 or info.shape[-1] % per_block:
+        raise ValueError(f"tensor {info.name[:60]!r} has shape {info.shape}, its blocks have {per_block} values")
+    return int(math.prod(info.shape) // per_block * block_bytes)
 
 
 def quantisation_types() -> type[GGMLQuantizationType]:
@@ -128,17 +160,13 @@ def quantisation_types() -> type[GGMLQuantizationType]:
     return kinds
 
 
-def read_tensor(data: npt.NDArray[np.uint8], info: TensorInfo, path: Path) -> npt.NDArray[np.float32]:
+def read_tensor(data: npt.NDArray[np.uint8], info: TensorInfo) -> npt.NDArray[np.float32]:
     """One tensor, dequantised."""
     kind = tensor_type(info)
-    from gguf import GGML_QUANT_SIZES, quants
+    from gguf import quants
 
-    per_block, block_bytes = GGML_QUANT_SIZES[kind]
-    row_bytes = info.shape[-1] // per_block * block_bytes
-    end = info.offset + math.prod(info.shape[:-1]) * row_bytes
-    if end > data.size:
-        raise SSDError(f"{path} ends inside of tensor {info.name}: download it again")
-    rows = np.array(data[info.offset : end]).reshape(*info.shape[:-1], row_bytes)  # a copy: the file is read-only
+    stored = np.array(data[info.offset : info.offset + _num_bytes(info)])  # a copy: the file is read-only
+    rows = stored.reshape(*info.shape[:-1], -1)
     try:
         return np.ascontiguousarray(quants.dequantize(rows, kind), dtype=np.float32).reshape(info.shape)
     except NotImplementedError:

@@ -10,13 +10,28 @@ from typing import Any, Final
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from ssd.errors import SSDError, UnsupportedModel
+from ssd.models.fields import FLAG, LIST, TEXT, TOKEN_ID, Field, check_field
 from ssd.text.tokenizer import Tokenizer, transformers_backend
 
+_FIELDS: Final[Mapping[str, Field]] = MappingProxyType(
+    {
+        "model": TEXT,
+        "pre": TEXT,
+        "tokens": LIST,
+        "merges": LIST,
+        "token_type": LIST,
+        "add_bos_token": FLAG,
+        "add_eos_token": FLAG,
+        **{f"{name}_token_id": TOKEN_ID for name in ("bos", "eos", "eot", "eom", "unknown", "padding")},
+    }
+)
 _CHAT_ENDS: Final = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
 
 
-def stop_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+def stop_token_ids(metadata: Mapping[str, Any], path: Path) -> tuple[int, ...]:
     """The ids that the file names, and the tokens that its chat template ends a turn with."""
+    _check_metadata(metadata, path)
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     template = metadata.get("tokenizer.chat_template", "")
     used = [token for token in _CHAT_ENDS if token in template]
@@ -25,14 +40,32 @@ def stop_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(token_id for token_id in (*named, *ends) if token_id is not None))
 
 
+def _check_metadata(metadata: Mapping[str, Any], path: Path) -> None:
+    """Types of what is read here: texts, token ids, flags and lists of one type each."""
+    for key, field in _FIELDS.items():
+        check_field(f"tokenizer.ggml.{key}", metadata.get(f"tokenizer.ggml.{key}"), field, str(path))
+    for key, text in metadata.items():
+        if key.startswith("tokenizer.chat_template"):
+            check_field(key, text, TEXT, str(path))
+    for key, kind in (("tokens", str), ("merges", str), ("token_type", int)):
+        if not all(isinstance(item, kind) for item in metadata.get(f"tokenizer.ggml.{key}", [])):
+            raise UnsupportedModel(f"tokenizer.ggml.{key} in {path}: expected a list of {kind.__name__}")
+
+
 def load_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
     """The file's tokenizer: built here for the byte-level vocabularies we know, else by transformers (slowly)."""
+    _check_metadata(metadata, path)
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:
         return Tokenizer(None)
     splitting = metadata.get("tokenizer.ggml.pre")
     known = metadata.get("tokenizer.ggml.model") == "gpt2" and splitting in _SPLITTINGS
-    backend = _byte_level(metadata) if known else transformers_backend(path.parent, gguf_file=path.name)
+    try:
+        backend = _byte_level(metadata) if known else transformers_backend(path.parent, gguf_file=path.name)
+    except SSDError:
+        raise
+    except Exception as error:  # the library raises bare Exception
+        raise SSDError(f"the tokenizer in {path} cannot be built ({error}): download the file again") from error
     special = {
         f"{name}_token": tokens[metadata[key]]
         for name, key in _SPECIAL_KEYS.items()

@@ -7,20 +7,16 @@ requests or the engine.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
 import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ssd.errors import RequestError, SSDError
+from ssd.text.chat_template import compile_template, render
+from ssd.text.json_file import read_json, read_text
 
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SLOW_FILES: Final = ("tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model")
@@ -81,6 +77,10 @@ class Tokenizer:
         return None if wrong is None else f"{wrong!r} is token {theirs[wrong]} there, {mine.get(wrong)} here"
 
     @property
+    def chat_template_names(self) -> list[str]:
+        return list(self._chat_templates)
+
+    @property
     def bos_token(self) -> str | None:
         return self._special_tokens.get("bos_token")
 
@@ -137,29 +137,27 @@ class Tokenizer:
         `chat_template` is the name of one of the checkpoint's templates, or a template itself. Further keywords
         (`enable_thinking`, `date_string` ...) are the template's own.
         """
+        if chat_template is not None and not isinstance(chat_template, str):
+            raise RequestError(f"chat_template={chat_template!r:.60}: expected text")
         check_messages(messages)
         messages = [_plain(index, message) for index, message in enumerate(messages)]
-        variables = {**self._special_tokens, **kwargs}
+        given = {"messages": messages, "tools": tools, "documents": documents}
+        variables = {**self._special_tokens, **kwargs, **given, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template(chat_template, tools).render(
-                messages=messages,
-                tools=tools,
-                documents=documents,
-                add_generation_prompt=add_generation_prompt,
-                **variables,
-            )
+            return render(self._template(chat_template, tools), variables)
         except RequestError:
             raise
-        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError) as error:
-            raise RequestError(f"messages: the model's chat template refuses this chat ({error})") from error
+        except Exception as error:  # a template is a program, which can fail in any way
+            reason = str(error) or type(error).__name__
+            raise RequestError(f"messages: the model's chat template refuses this chat ({reason})") from error
 
     def _template(self, wanted: str | None, tools: object) -> jinja2.Template:
         """By name, else literally, else the one for tools when tools are given, else the default."""
         if wanted is not None and wanted not in self._chat_templates:
-            return _compile(wanted)
+            return compile_template(wanted)
         name = wanted or self._default_template(tools)
         if name not in self._compiled:
-            self._compiled[name] = _compile(self._chat_templates[name])
+            self._compiled[name] = compile_template(self._chat_templates[name])
         return self._compiled[name]
 
     def _default_template(self, tools: object) -> str:
@@ -171,8 +169,8 @@ class Tokenizer:
             names = ", ".join(sorted(templates))
             raise RequestError(f"chat_template: the checkpoint has no default one; name one of {names}")
         raise RequestError(
-            "messages: the checkpoint has no chat template (a base model, perhaps): send a plain prompt, give a "
-            "chat_template among the chat_options, or put a chat_template.jinja into the model's directory"
+            "messages: the checkpoint has no chat template (a base model, perhaps): send a plain prompt, or put a "
+            "chat_template.jinja into the model's directory"
         )
 
 
@@ -211,50 +209,6 @@ def _plain(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": "".join(part["text"] for part in content)}
 
 
-# --- chat templates ---------------------------------------------------------------------------------------------------
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant said, for training; for inference its body is simply rendered."""
-
-    tags = {"generation"}  # noqa: RUF012  (declared so by jinja2)
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Plain JSON: Jinja's own filter escapes HTML characters, which models were not trained on."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _strftime_now(layout: str) -> str:
-    return datetime.now().strftime(layout)
-
-
-def _compile(template: str) -> jinja2.Template:
-    """Templates come with checkpoints and requests, hence the sandbox."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(template)
-
-
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
@@ -266,9 +220,13 @@ def load_tokenizer(path: Path) -> Tokenizer:
     config = {**_optional_json(path / "special_tokens_map.json"), **_optional_json(path / "tokenizer_config.json")}
     special = {name: text for name in _NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
     backend = _load_backend(path)
-    if backend is not None:
-        _add_missing_specials(backend, config, special)
-    return Tokenizer(backend, chat_templates=_chat_templates(path, config), special_tokens=special)
+    try:
+        if backend is not None:
+            _add_missing_specials(backend, config, special)
+        templates = _chat_templates(path, config)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:  # a value of another type than all files have
+        raise SSDError(f"{path / 'tokenizer_config.json'}: a field has an unknown form ({error})") from error
+    return Tokenizer(backend, chat_templates=templates, special_tokens=special)
 
 
 def _load_backend(path: Path) -> tokenizers.Tokenizer | None:
@@ -327,11 +285,12 @@ def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if (path / "chat_template.jinja").is_file():
         files["default"] = path / "chat_template.jinja"
     if files:
-        return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
-    stated = config.get("chat_template")
-    if isinstance(stated, str):
-        return {"default": stated}
-    return {entry["name"]: entry["template"] for entry in stated or []}
+        return {name: read_text(file) for name, file in files.items()}
+    stated = config.get("chat_template") or []
+    named = {"default": stated} if isinstance(stated, str) else {entry["name"]: entry["template"] for entry in stated}
+    if not all(isinstance(text, str) for pair in named.items() for text in pair):
+        raise TypeError("chat_template: expected text")
+    return named
 
 
 def _token_text(token: Any) -> str | None:
@@ -341,13 +300,7 @@ def _token_text(token: Any) -> str | None:
 
 
 def _optional_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise SSDError(f"{file} cannot be read as JSON ({error}): download the checkpoint again") from error
-    return content if isinstance(content, dict) else {}
+    return read_json(file) if file.exists() else {}
 
 
 # --- streaming --------------------------------------------------------------------------------------------------------

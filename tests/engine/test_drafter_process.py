@@ -25,10 +25,11 @@ import pytest
 import torch
 from fakes import VOCAB, Expected, make_harness, make_sequence, naive
 
+import ssd
 from ssd.core import Origin, Outcome, Proposal, SamplingParams, Sequence, Work
 from ssd.decoding.drafter import Drafter, never
 from ssd.drafting.process import ProcessDrafter
-from ssd.drafting.supervisor import LONGEST_PAUSE, Supervisor, Worker
+from ssd.drafting.supervisor import LONGEST_PAUSE, WORKER_COMMAND, Supervisor, Worker
 from ssd.drafting.wire import (
     MAGIC,
     Channel,
@@ -776,8 +777,18 @@ def test_the_module_is_quiet_at_the_end() -> None:
     """Catches a trace of a worker whose engine went before it said anything."""
     here, there = socket.socketpair()
     with there:
-        command = [sys.executable, "-m", "ssd.worker", str(there.fileno())]
+        command = [*WORKER_COMMAND, str(there.fileno())]
         process = subprocess.Popen(command, pass_fds=(there.fileno(),), stderr=subprocess.PIPE)
     here.close()
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, b"")
+
+
+def test_a_worker_runs_no_code_of_the_current_directory(tmp_path: Path) -> None:
+    """And it is this package, wherever that is, not another one of the same name."""
+    for name in ("numpy", "ssd", "socket", "tokenizers"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the current directory')")
+    *interpreter, code = WORKER_COMMAND
+    code = code.replace("main()", "import numpy, ssd; print(ssd.__file__)")
+    done = subprocess.run([*interpreter, code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout.strip(), done.stderr) == (ssd.__file__, "")

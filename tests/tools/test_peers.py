@@ -378,3 +378,12 @@ def test_what_transformers_cannot_load_says_what_to_do(make_model: Callable[[str
         HFContender("graft:tiny-llama@llama-3.1-8b")
     with pytest.raises(ConfigError, match=r"must have the model's tokens \(320 tokens there, 8192 here\)"):
         HFContender("tiny-llama", make_model("llama-tied").path, device="cpu")
+
+
+def test_a_server_runs_no_code_of_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trap.py").touch()
+    monkeypatch.chdir(tmp_path)
+    server = servers.ServerProcess("trap", [sys.executable, "-c", "import trap"])
+    server._process.wait(30)
+    assert "No module named 'trap'" in server.log.read_text()
+    server.log.unlink()

@@ -55,6 +55,7 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
     "gpu_memory_utilization": [0.0, -0.5, 1.01, NAN, INF, "0.9", None, True],
     "prefix_caching": ["no", None],
     "eager": ["no", None],
+    "trust_request_chat_template": ["no", None],
     "speculation": ["sd", 3, [], {"mode": "warp"}, {"mode": None}],
 }
 
