@@ -4,7 +4,9 @@ PYTHON ?= python3
 BIN     = $(VENV)/bin
 READY   = $(VENV)/.ready
 
-.PHONY: demo test test-all check format bench clean
+MINUTES ?= 2
+
+.PHONY: demo test test-all fuzz check format bench clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -21,6 +23,9 @@ test: $(READY)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+fuzz: $(READY)  # MINUTES=10 SEED=123
+	PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 check: $(READY)
 	$(BIN)/ruff check .

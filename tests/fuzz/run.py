@@ -1,0 +1,330 @@
+"""Runs a case through the driver, as users do, and compares what comes out with the oracle.
+
+Calls, aborts and faults happen between two rounds, on the engine's thread, so a case always runs in the same way; the
+calling thread reads the answers meanwhile, and may be interrupted in it. (Only a draft in another process has times of
+its own.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from types import FrameType
+from typing import Any
+
+from fakes import wait_until_idle
+from random_requests import MAX_LEN, check_empty
+
+from fuzz.case import Call, Case
+from fuzz.oracle import Oracle, check_answer, check_deltas
+from ssd import LLM, RequestOutput, SamplingParams
+from ssd.core import Delta, Proposal, Work
+from ssd.decoding.round import InFlight
+from ssd.engine.driver import Submission
+from ssd.engine.engine import Engine
+from ssd.errors import ConfigError, EngineFailed
+
+MOST_ROUNDS = 5000
+HANG_SECONDS = 60.0
+TICK_SECONDS = 0.05
+LAST = Call([1, 2, 3, 4, 5], SamplingParams(max_new_tokens=8, logprobs=1))  # is still served after everything
+DRAFTER_CALLS = ("propose", "settle", "prepare", "observe")
+
+
+class Invalid(Exception):
+    """No engine can be configured like that."""
+
+
+def run(case: Case, oracle: Oracle) -> Counter[str]:
+    """Runs a case; returns what it covered. Raises whatever is wrong, mostly AssertionError."""
+    with _open(case, oracle) as llm, _watchdog():
+        player = Player(case, llm)
+        player.play()
+        for i, call in enumerate(case.calls):
+            may_abort = call.abort is not None or i in player.interrupted
+            try:
+                output = player.outputs[i]
+                check_answer(output, oracle.answer(case, call), may_abort=may_abort, may_fail=i in player.lost)
+                check_deltas(player.deltas[i], output.samples)
+            except AssertionError as error:
+                raise AssertionError(f"call {i}: {error}") from error
+        last = llm.generate(LAST.prompt, LAST.params)[0]
+        check_answer(last, oracle.answer(case, LAST), may_abort=False, may_fail=False)
+        wait_until_idle(llm.driver)
+        llm.driver.call(check_empty)
+        return player.covered()
+
+
+@contextlib.contextmanager
+def _open(case: Case, oracle: Oracle) -> Iterator[LLM]:
+    models, speculation = oracle.paths(case.model), case.speculation
+    if speculation:
+        speculation = speculation | {"draft": models.drafts.get(speculation["draft"], speculation["draft"])}
+    fixed: dict[str, Any] = {"device": "cpu", "dtype": case.dtype, "max_model_len": MAX_LEN}
+    try:
+        llm = LLM(models.target, speculation=speculation or None, **fixed, **case.options)
+    except ConfigError as error:
+        raise Invalid(str(error)) from error
+    try:
+        yield llm
+    finally:
+        llm.driver.close(timeout=10)
+
+
+@contextlib.contextmanager
+def _watchdog() -> Iterator[None]:
+    """Raises in the calling thread when a case takes far too long.
+
+    The timer ticks more often: a signal that comes just before a thread waits is seen when another one comes.
+    """
+    deadline = time.monotonic() + HANG_SECONDS
+
+    def tick(number: int, frame: FrameType | None) -> None:
+        assert time.monotonic() < deadline, f"nothing has come for {HANG_SECONDS} s"
+
+    before = signal.signal(signal.SIGALRM, tick)
+    signal.setitimer(signal.ITIMER_REAL, TICK_SECONDS, TICK_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Player:
+    """Submits a case's calls and makes its events happen; keeps every delta and every answer."""
+
+    def __init__(self, case: Case, llm: LLM) -> None:
+        self.case = case
+        self.driver, self.engine = llm.driver, llm.engine
+        self.round, self.drafter = self.engine.round, self.engine.round.drafter
+        self.deltas: defaultdict[int, list[Delta]] = defaultdict(list)
+        self.outputs: dict[int, RequestOutput] = {}
+        self.interrupted: set[int] = set()  # calls that the calling thread was interrupted in
+        self.lost: set[int] = set()  # calls with a round that was made to fail
+        self.seen: Counter[str] = Counter()  # events
+        self._number = 0  # of the round
+        self._agenda = sorted(self._plan(), key=lambda entry: entry[0])
+        self._calls: dict[str, int] = {}  # by request id
+        self._submissions: dict[int, Submission] = {}
+        self._read: set[int] = set()  # calls that the calling thread is done with
+        self._queues: list[weakref.ref[Any]] = []
+        self._patched: list[tuple[object, str]] = []
+        self._error: BaseException | None = None  # of the engine's thread
+        self._begun = False
+        self._caught = threading.Event()
+        self._caught.set()
+        self._done = threading.Event()
+
+    # --- the calling thread -------------------------------------------------------------------------------------------
+
+    def play(self) -> None:
+        self._step = self.engine.step
+        self.engine.step = self._watched_step  # type: ignore[method-assign]
+        self.round.run_ahead = self.case.run_ahead
+        try:
+            while not self._wait():
+                pass
+            wait_until_idle(self.driver)
+        except EngineFailed as error:
+            raise self._error or error from error
+        if self._error is not None:
+            raise self._error
+        assert self.outputs.keys() == set(range(len(self.case.calls)))
+        self._submissions.clear()
+        assert not any(queue() is not None for queue in self._queues), "the driver keeps a reader"
+        self.engine.step = self._step  # type: ignore[method-assign]
+
+    def _wait(self) -> bool:
+        """Begins, and reads all answers. False: it was interrupted, as planned."""
+        reading = None
+        try:
+            if not self._begun:
+                self._begun = True
+                self.driver.call(self._begin)
+            for i in sorted(range(len(self.case.calls)), key=lambda i: self.case.calls[i].arrival):
+                if i in self._read or self.case.calls[i].drop:
+                    continue
+                while i not in self._submissions:
+                    if self._done.wait(0.001):
+                        return True  # something is wrong
+                reading = i
+                deltas = list(self._submissions[i])
+                assert deltas == self.deltas[i], f"call {i}: the driver has changed the deltas"
+                self._read.add(i)
+                reading = None
+            while not self._done.wait(0.001):
+                self.driver.call(lambda engine: None)  # raises if the engine's loop has failed
+        except KeyboardInterrupt:
+            if self._caught.is_set():
+                raise  # it is the user's
+            if reading is not None:
+                self.interrupted.add(reading)
+                self._read.add(reading)
+                self._submissions[reading].abort()
+            self._caught.set()
+            return False
+        return True
+
+    def covered(self) -> Counter[str]:
+        case, metrics = self.case, self.engine.metrics
+        happened = {
+            "run-ahead": case.run_ahead,
+            case.dtype: True,
+            "bundled models": case.model.startswith("tiny"),
+            "rejection rule": case.speculation.get("acceptance") == "rejection",
+            "preemption": metrics.num_preemptions,
+            "prefix cache hit": metrics.cached_prompt_tokens,
+            "drafts accepted": metrics.spec_decode_num_accepted_tokens,
+            "prepared drafts hit": sum(metrics.ssd_hits_after),
+            "abort": any(call.abort is not None and not call.drop for call in case.calls),
+            "dropped stream": any(call.abort is not None and call.drop for call in case.calls),
+            "failed request": metrics.num_failed,
+            "drafter failure": metrics.drafter_failures,
+            **self.seen,
+        }
+        counts = {"requests": len(case.calls), "tokens": metrics.output_tokens, "rounds": metrics.num_rounds}
+        return Counter({case.mode: 1} | {name: 1 for name, yes in happened.items() if yes} | counts)
+
+    # --- the engine's thread ------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._error = error
+            self._done.set()
+            raise
+
+    def _begin(self, engine: Engine) -> None:
+        with self._reporting():
+            self._go_on()
+
+    def _watched_step(self) -> list[Delta]:
+        with self._reporting():
+            deltas = self._step()
+            self.engine.check()
+            for delta in deltas:
+                self._record(delta)
+            self._number += 1
+            assert self._number < MOST_ROUNDS, "requests are not served"
+            self._go_on()
+        return deltas
+
+    def _record(self, delta: Delta) -> None:
+        i = self._calls[delta.request_id]
+        assert i not in self.outputs, f"call {i} was answered twice"
+        self.deltas[i].append(delta)
+        if delta.output is not None:
+            self.outputs[i] = delta.output
+
+    def _plan(self) -> Iterator[tuple[int, Callable[[], None]]]:
+        for i, call in enumerate(self.case.calls):
+            yield call.arrival, lambda i=i, call=call: self._submit(i, call)  # type: ignore[misc]
+            if call.abort is not None:
+                yield call.arrival + call.abort, lambda i=i, call=call: self._leave(i, call)  # type: ignore[misc]
+        for event in self.case.events:
+            yield event.round, lambda event=event: self._happen(event.kind, event.choice)  # type: ignore[misc]
+
+    def _go_on(self) -> None:
+        """Does what is due after this round; while nothing runs, rounds pass at once."""
+        while self._agenda and (self._agenda[0][0] <= self._number or len(self.outputs) == len(self._calls)):
+            self._number, act = max(self._number, self._agenda[0][0]), self._agenda.pop(0)[1]
+            act()
+        if not self._agenda and len(self.outputs) == len(self.case.calls):
+            for owner, name in self._patched:
+                vars(owner).pop(name, None)
+            self._done.set()
+
+    def _submit(self, i: int, call: Call) -> None:
+        submission = self.driver.submit(call.prompt, call.params, stream=call.stream)
+        self._queues.append(weakref.ref(submission._items))
+        self._calls[submission.request_id] = i
+        self._submissions[i] = submission
+
+    def _leave(self, i: int, call: Call) -> None:
+        if call.drop:
+            self._submissions.pop(i)
+        else:
+            self._submissions[i].abort()
+
+    def _happen(self, kind: str, choice: int) -> None:
+        self.seen[kind] += 1
+        getattr(self, f"_{kind}")(random.Random(choice))
+
+    def _once(self, owner: object, name: str, function: Callable[..., Any]) -> None:
+        """The next call of a method is function(method, arguments)."""
+        method = getattr(owner, name)
+
+        def call(*arguments: Any) -> Any:
+            vars(owner).pop(name, None)
+            return function(method, *arguments)
+
+        setattr(owner, name, call)
+        self._patched.append((owner, name))
+
+    def _preempt(self, dice: random.Random) -> None:
+        self.engine.flush()
+        if self.engine.scheduler.running:
+            self.engine.scheduler.preempt(dice.choice(self.engine.scheduler.running))
+
+    def _forget_prefixes(self, dice: random.Random) -> None:
+        self.engine.scheduler.pool.clear_prefix_cache()
+
+    def _interrupt(self, dice: random.Random) -> None:
+        """Ctrl-C in the calling thread; the engine waits until that has seen it."""
+        self._caught.clear()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        assert self._caught.wait(10), "an interrupt was not seen"
+
+    def _launch_fails(self, dice: random.Random) -> None:
+        late = dice.random() < 0.5
+
+        def fail(launch: Callable[[Seq[Work]], InFlight], works: Seq[Work]) -> None:
+            self._lose(works)
+            if late:
+                launch(works)
+            raise MemoryError("planned")
+
+        self._once(self.round, "launch", fail)
+
+    def _collect_fails(self, dice: random.Random) -> None:
+        def fail(collect: Callable[[InFlight], object], round_: InFlight) -> None:
+            self._lose(round_.works)
+            raise MemoryError("planned")
+
+        self._once(self.round, "collect", fail)
+
+    def _lose(self, works: Seq[Work]) -> None:
+        self.lost |= {self._calls[work.sequence.request.id] for work in works}
+
+    def _drafter_raises(self, dice: random.Random) -> None:
+        def fail(method: Callable[..., object], *arguments: Any) -> None:
+            raise ValueError("planned")
+
+        self._once(self.drafter, dice.choice(DRAFTER_CALLS), fail)
+
+    def _drafter_lies(self, dice: random.Random) -> None:
+        """Random tokens, ids that there are not, too many tokens, or too many drafts."""
+        high = dice.choice([10, self.round.target.vocab_size, 1 << 30])
+
+        def lie(propose: Callable[[Seq[Work]], list[Proposal]], works: Seq[Work]) -> list[Proposal]:
+            propose(works)
+            lies = [[dice.randint(-1, high) for _ in range(dice.choice([0, 2, 99]))] for _ in works]
+            return [Proposal(tuple(each)) for each in (lies * 2 if dice.random() < 0.2 else lies)]
+
+        self._once(self.drafter, "propose", lie)
+
+    def _drafter_killed(self, dice: random.Random) -> None:
+        pid = getattr(self.drafter, "inner", self.drafter).supervisor.pid  # type: ignore[attr-defined]
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
