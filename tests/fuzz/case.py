@@ -51,7 +51,7 @@ class Event:
     """What happens after a round. `choice` selects a variant, or is a seed."""
 
     round: int
-    kind: str  # see `run.Player`
+    kind: str  # "interrupt", or a method of `faults.Faults`
     choice: int = 0
 
 

@@ -64,16 +64,21 @@ class Oracle:
         return self._answers[key]
 
 
-def check_answer(output: RequestOutput, whole: RequestOutput, *, may_abort: bool, may_fail: bool) -> None:
-    """The output is the oracle's; that of an aborted or failed request is the beginning of it."""
+def check_answer(output: RequestOutput, whole: RequestOutput, *, left: bool, lost: bool) -> None:
+    """The output is the oracle's, or the beginning of it.
+
+    `left`: the request was aborted before its end; `lost`: one of its rounds was made to fail.
+    """
     assert output.prompt_token_ids == whole.prompt_token_ids
-    assert output.error is None or may_fail, output.error
+    assert output.error is None or lost, output.error
+    reasons = {sample.finish_reason for sample in output.samples}
+    assert "error" not in reasons or lost
+    assert ("abort" in reasons) == left or (left and lost), f"aborted: {left}, but it ended with {reasons}"
     for sample, full in zip(output.samples, whole.samples, strict=True):
         what, end = f"sample {sample.index}", len(sample.token_ids)
         assert sample.token_ids == full.token_ids[:end], f"{what}: {sample.token_ids} is not {full.token_ids}"
         assert sample.logprobs == (None if full.logprobs is None else full.logprobs[:end]), f"{what}: log-probabilities"
         if sample.finish_reason in ("abort", "error"):
-            assert may_abort if sample.finish_reason == "abort" else may_fail, f"{what} was ended by nobody"
             assert end < len(full.token_ids), f"{what} was complete, and yet it ended with {sample.finish_reason!r}"
         else:
             assert sample.token_ids == full.token_ids, f"{what} ended too early: {sample.token_ids}"

@@ -8,7 +8,6 @@ its own.)
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import signal
 import threading
@@ -16,7 +15,6 @@ import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
 from types import FrameType
 from typing import Any
 
@@ -24,10 +22,10 @@ from fakes import wait_until_idle
 from random_requests import MAX_LEN, check_empty
 
 from fuzz.case import Call, Case
+from fuzz.faults import Faults
 from fuzz.oracle import Oracle, check_answer, check_deltas
 from ssd import LLM, RequestOutput, SamplingParams
-from ssd.core import Delta, Proposal, Work
-from ssd.decoding.round import InFlight
+from ssd.core import Delta
 from ssd.engine.driver import Submission
 from ssd.engine.engine import Engine
 from ssd.errors import ConfigError, EngineFailed
@@ -36,7 +34,6 @@ MOST_ROUNDS = 5000
 HANG_SECONDS = 60.0
 TICK_SECONDS = 0.05
 LAST = Call([1, 2, 3, 4, 5], SamplingParams(max_new_tokens=8, logprobs=1))  # is still served after everything
-DRAFTER_CALLS = ("propose", "settle", "prepare", "observe")
 
 
 class Invalid(Exception):
@@ -49,15 +46,15 @@ def run(case: Case, oracle: Oracle) -> Counter[str]:
         player = Player(case, llm)
         player.play()
         for i, call in enumerate(case.calls):
-            may_abort = call.abort is not None or i in player.interrupted
             try:
                 output = player.outputs[i]
-                check_answer(output, oracle.answer(case, call), may_abort=may_abort, may_fail=i in player.lost)
+                lost = output.request_id in player.faults.lost
+                check_answer(output, oracle.answer(case, call), left=i in player.left, lost=lost)
                 check_deltas(player.deltas[i], output.samples)
             except AssertionError as error:
                 raise AssertionError(f"call {i}: {error}") from error
         last = llm.generate(LAST.prompt, LAST.params)[0]
-        check_answer(last, oracle.answer(case, LAST), may_abort=False, may_fail=False)
+        check_answer(last, oracle.answer(case, LAST), left=False, lost=False)
         wait_until_idle(llm.driver)
         llm.driver.call(check_empty)
         return player.covered()
@@ -105,11 +102,10 @@ class Player:
     def __init__(self, case: Case, llm: LLM) -> None:
         self.case = case
         self.driver, self.engine = llm.driver, llm.engine
-        self.round, self.drafter = self.engine.round, self.engine.round.drafter
+        self.faults = Faults(self.engine)
         self.deltas: defaultdict[int, list[Delta]] = defaultdict(list)
         self.outputs: dict[int, RequestOutput] = {}
-        self.interrupted: set[int] = set()  # calls that the calling thread was interrupted in
-        self.lost: set[int] = set()  # calls with a round that was made to fail
+        self.left: set[int] = set()  # calls that were aborted, dropped or interrupted before their end
         self.seen: Counter[str] = Counter()  # events
         self._number = 0  # of the round
         self._agenda = sorted(self._plan(), key=lambda entry: entry[0])
@@ -117,7 +113,6 @@ class Player:
         self._submissions: dict[int, Submission] = {}
         self._read: set[int] = set()  # calls that the calling thread is done with
         self._queues: list[weakref.ref[Any]] = []
-        self._patched: list[tuple[object, str]] = []
         self._error: BaseException | None = None  # of the engine's thread
         self._begun = False
         self._caught = threading.Event()
@@ -129,7 +124,7 @@ class Player:
     def play(self) -> None:
         self._step = self.engine.step
         self.engine.step = self._watched_step  # type: ignore[method-assign]
-        self.round.run_ahead = self.case.run_ahead
+        self.engine.round.run_ahead = self.case.run_ahead
         try:
             while not self._wait():
                 pass
@@ -167,9 +162,8 @@ class Player:
             if self._caught.is_set():
                 raise  # it is the user's
             if reading is not None:
-                self.interrupted.add(reading)
                 self._read.add(reading)
-                self._submissions[reading].abort()
+                self._leave(reading)
             self._caught.set()
             return False
         return True
@@ -231,7 +225,7 @@ class Player:
         for i, call in enumerate(self.case.calls):
             yield call.arrival, lambda i=i, call=call: self._submit(i, call)  # type: ignore[misc]
             if call.abort is not None:
-                yield call.arrival + call.abort, lambda i=i, call=call: self._leave(i, call)  # type: ignore[misc]
+                yield call.arrival + call.abort, lambda i=i: self._leave(i)  # type: ignore[misc]
         for event in self.case.events:
             yield event.round, lambda event=event: self._happen(event.kind, event.choice)  # type: ignore[misc]
 
@@ -241,8 +235,7 @@ class Player:
             self._number, act = max(self._number, self._agenda[0][0]), self._agenda.pop(0)[1]
             act()
         if not self._agenda and len(self.outputs) == len(self.case.calls):
-            for owner, name in self._patched:
-                vars(owner).pop(name, None)
+            self.faults.end()
             self._done.set()
 
     def _submit(self, i: int, call: Call) -> None:
@@ -251,80 +244,23 @@ class Player:
         self._calls[submission.request_id] = i
         self._submissions[i] = submission
 
-    def _leave(self, i: int, call: Call) -> None:
-        if call.drop:
-            self._submissions.pop(i)
+    def _leave(self, i: int) -> None:
+        if i not in self.outputs:
+            self.left.add(i)
+        if self.case.calls[i].drop:
+            del self._submissions[i]
         else:
             self._submissions[i].abort()
 
     def _happen(self, kind: str, choice: int) -> None:
         self.seen[kind] += 1
-        getattr(self, f"_{kind}")(random.Random(choice))
+        if kind == "interrupt":
+            self._interrupt()
+        else:
+            getattr(self.faults, kind)(random.Random(choice))
 
-    def _once(self, owner: object, name: str, function: Callable[..., Any]) -> None:
-        """The next call of a method is function(method, arguments)."""
-        method = getattr(owner, name)
-
-        def call(*arguments: Any) -> Any:
-            vars(owner).pop(name, None)
-            return function(method, *arguments)
-
-        setattr(owner, name, call)
-        self._patched.append((owner, name))
-
-    def _preempt(self, dice: random.Random) -> None:
-        self.engine.flush()
-        if self.engine.scheduler.running:
-            self.engine.scheduler.preempt(dice.choice(self.engine.scheduler.running))
-
-    def _forget_prefixes(self, dice: random.Random) -> None:
-        self.engine.scheduler.pool.clear_prefix_cache()
-
-    def _interrupt(self, dice: random.Random) -> None:
+    def _interrupt(self) -> None:
         """Ctrl-C in the calling thread; the engine waits until that has seen it."""
         self._caught.clear()
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         assert self._caught.wait(10), "an interrupt was not seen"
-
-    def _launch_fails(self, dice: random.Random) -> None:
-        late = dice.random() < 0.5
-
-        def fail(launch: Callable[[Seq[Work]], InFlight], works: Seq[Work]) -> None:
-            self._lose(works)
-            if late:
-                launch(works)
-            raise MemoryError("planned")
-
-        self._once(self.round, "launch", fail)
-
-    def _collect_fails(self, dice: random.Random) -> None:
-        def fail(collect: Callable[[InFlight], object], round_: InFlight) -> None:
-            self._lose(round_.works)
-            raise MemoryError("planned")
-
-        self._once(self.round, "collect", fail)
-
-    def _lose(self, works: Seq[Work]) -> None:
-        self.lost |= {self._calls[work.sequence.request.id] for work in works}
-
-    def _drafter_raises(self, dice: random.Random) -> None:
-        def fail(method: Callable[..., object], *arguments: Any) -> None:
-            raise ValueError("planned")
-
-        self._once(self.drafter, dice.choice(DRAFTER_CALLS), fail)
-
-    def _drafter_lies(self, dice: random.Random) -> None:
-        """Random tokens, ids that there are not, too many tokens, or too many drafts."""
-        high = dice.choice([10, self.round.target.vocab_size, 1 << 30])
-
-        def lie(propose: Callable[[Seq[Work]], list[Proposal]], works: Seq[Work]) -> list[Proposal]:
-            propose(works)
-            lies = [[dice.randint(-1, high) for _ in range(dice.choice([0, 2, 99]))] for _ in works]
-            return [Proposal(tuple(each)) for each in (lies * 2 if dice.random() < 0.2 else lies)]
-
-        self._once(self.drafter, "propose", lie)
-
-    def _drafter_killed(self, dice: random.Random) -> None:
-        pid = getattr(self.drafter, "inner", self.drafter).supervisor.pid  # type: ignore[attr-defined]
-        if pid is not None:
-            os.kill(pid, signal.SIGKILL)
