@@ -35,6 +35,9 @@ EXTREMES: list[dict[str, Any]] = [  # parameters that `random_requests` leaves o
     {"logit_bias": {t: float("-inf") for t in range(0, 300, 2)}},
     {"logprobs": 100},
     {"stop": ["a", "ab", "\n"]},
+    {"temperature": 1.0, "logit_bias": {64: 100.0, 65: 100.0}, "stop": ["aab", "bbba"]},  # a text of a and b
+    {"temperature": 1.0, "logit_bias": {64: 100.0, 102: 100.0, 127: 100.0}},  # of a and the two bytes of é
+    {"temperature": 1.0, "logit_bias": {64: 100.0, 102: 100.0, 127: 100.0}, "stop": ["éa"]},
     {"n": 6},
 ]
 
