@@ -115,8 +115,8 @@ class Player:
         self._queues: list[weakref.ref[Any]] = []
         self._error: BaseException | None = None  # of the engine's thread
         self._begun = False
-        self._caught = threading.Event()
-        self._caught.set()
+        self._reading: int | None = None  # by the calling thread
+        self._caught = threading.Event()  # the interrupt that was sent
         self._done = threading.Event()
 
     # --- the calling thread -------------------------------------------------------------------------------------------
@@ -126,8 +126,7 @@ class Player:
         self.engine.step = self._watched_step  # type: ignore[method-assign]
         self.engine.round.run_ahead = self.case.run_ahead
         try:
-            while not self._wait():
-                pass
+            self._wait()
             wait_until_idle(self.driver)
         except EngineFailed as error:
             raise self._error or error from error
@@ -138,35 +137,37 @@ class Player:
         assert not any(queue() is not None for queue in self._queues), "the driver keeps a reader"
         self.engine.step = self._step  # type: ignore[method-assign]
 
-    def _wait(self) -> bool:
-        """Begins, and reads all answers. False: it was interrupted, as planned."""
-        reading = None
-        try:
-            if not self._begun:
-                self._begun = True
-                self.driver.call(self._begin)
-            for i in sorted(range(len(self.case.calls)), key=lambda i: self.case.calls[i].arrival):
-                if i in self._read or self.case.calls[i].drop:
-                    continue
-                while i not in self._submissions:
-                    if self._done.wait(0.001):
-                        return True  # something is wrong
-                reading = i
-                deltas = list(self._submissions[i])
-                assert deltas == self.deltas[i], f"call {i}: the driver has changed the deltas"
-                self._read.add(i)
-                reading = None
-            while not self._done.wait(0.001):
-                self.driver.call(lambda engine: None)  # raises if the engine's loop has failed
-        except KeyboardInterrupt:
-            if self._caught.is_set():
-                raise  # it is the user's
-            if reading is not None:
-                self._read.add(reading)
-                self._leave(reading)
-            self._caught.set()
-            return False
-        return True
+    def _wait(self) -> None:
+        """Reads all answers, and goes on where an interrupt was planned."""
+        while True:
+            try:
+                self._caught.set()  # the next interrupt may come
+                return self._read_all()
+            except KeyboardInterrupt:
+                if self._caught.is_set():
+                    raise  # it is the user's
+                if self._reading is not None:
+                    self._read.add(self._reading)
+                    self._leave(self._reading)
+
+    def _read_all(self) -> None:
+        self._reading = None
+        if not self._begun:
+            self._begun = True
+            self.driver.call(self._begin)
+        for i in sorted(range(len(self.case.calls)), key=lambda i: self.case.calls[i].arrival):
+            if i in self._read or self.case.calls[i].drop:
+                continue
+            while i not in self._submissions:
+                if self._done.wait(0.001):
+                    return  # something is wrong
+            self._reading = i
+            deltas = list(self._submissions[i])
+            assert deltas == self.deltas[i], f"call {i}: the driver has changed the deltas"
+            self._read.add(i)
+            self._reading = None
+        while not self._done.wait(0.001):
+            self.driver.call(lambda engine: None)  # raises if the engine's loop has failed
 
     def covered(self) -> Counter[str]:
         case, metrics = self.case, self.engine.metrics
