@@ -7,7 +7,9 @@ READY   = $(VENV)/.ready
 override PROMPT := $(value PROMPT)
 export PROMPT
 
-.PHONY: demo test test-all check docs format bench clean
+MINUTES ?= 2
+
+.PHONY: demo test test-all fuzz check docs format bench clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +26,9 @@ test: $(READY)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+fuzz: $(READY)  # MINUTES=10 SEED=123
+	PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 check: $(READY)
 	$(BIN)/ruff check .

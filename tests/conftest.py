@@ -87,20 +87,24 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Test
 
     def make(kind: str) -> TestModel:
         if kind not in made:
-            family, changes = KINDS[kind]
-            config = getattr(transformers, f"{family}Config")(**{**SHAPE, **changes})
-            torch.manual_seed(0)
-            model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
-            randomise_vectors(model)
-            model.generation_config.eos_token_id = None
-            model.generation_config.pad_token_id = 0
-            path = tmp_path_factory.mktemp(kind)
-            model.save_pretrained(path, max_shard_size="100KB")
-            byte_tokenizer().save(str(path / "tokenizer.json"))
-            made[kind] = TestModel(str(path), model)
+            made[kind] = save_model(kind, tmp_path_factory.mktemp(kind))
         return made[kind]
 
     return make
+
+
+def save_model(kind: str, path: Path) -> TestModel:
+    """Writes the random checkpoint of a kind to a folder."""
+    family, changes = KINDS[kind]
+    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **changes})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    randomise_vectors(model)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    model.save_pretrained(path, max_shard_size="100KB")
+    byte_tokenizer().save(str(path / "tokenizer.json"))
+    return TestModel(str(path), model)
 
 
 def randomise_vectors(model: torch.nn.Module) -> None:

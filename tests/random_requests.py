@@ -136,11 +136,19 @@ def draft_model(drafter: Drafter) -> DraftModel | None:
 
 
 def check_idle(engine: Engine) -> None:
-    """Nothing is left of anybody, in the engine and in the draft model, and the drafter has never raised."""
+    """Nothing is left of anybody, and the drafter has never raised."""
+    assert engine.metrics.drafter_failures == 0
+    check_empty(engine)
+
+
+def check_empty(engine: Engine) -> None:
+    """No request, block or slot is left, in the engine and in the draft model."""
+    engine.check()
     scheduler = engine.scheduler
     assert not [*scheduler.running, *scheduler.waiting, *scheduler.leaving]
     assert scheduler.pool.num_free == scheduler.pool.num_blocks
-    assert engine.metrics.drafter_failures == 0
+    assert engine.num_unfinished_requests == 0
+    assert sorted(scheduler._slots) == list(range(engine.round.target.state.num_slots))
     model = draft_model(engine.round.drafter)
     if model is not None:
         model.check()
@@ -188,13 +196,14 @@ class Models:
     drafts: dict[str, str]
 
 
-def make_models(make_model: Callable[[str], TestModel], path: Path) -> Models:
-    target = make_model("llama-tied")
+def make_models(make_model: Callable[[str], TestModel], path: Path, kind: str = "llama-tied") -> Models:
+    target = make_model(kind)
     noisy = copy.deepcopy(target.reference)
     torch.manual_seed(1)
     for parameter in noisy.parameters():
         parameter.data += 0.1 * parameter.data.std() * torch.randn_like(parameter)
     noisy.save_pretrained(path)
     shutil.copy(Path(target.path) / "tokenizer.json", path)
-    drafts = {"noisy": str(path), "self": target.path, "stranger": make_model("qwen2").path}
+    stranger = make_model("qwen3" if kind == "qwen2" else "qwen2")
+    drafts = {"noisy": str(path), "self": target.path, "stranger": stranger.path}
     return Models(target.path, drafts)

@@ -1,0 +1,93 @@
+"""The fuzzer itself: a few of its cases pass, and it finds, shrinks and replays defects that are planted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fuzz.__main__ import fuzz
+from fuzz.case import Call, Case, random_case
+from fuzz.oracle import Oracle
+from fuzz.run import run
+
+from ssd import SamplingParams
+from ssd.execution.batch import BatchInputs
+from ssd.execution.state import SequenceState
+from ssd.kv.blocks import BlockPool, BlockTable
+
+SEEDS = (47, 76, 96, 150, 165, 172, 198, 199)  # cases of one small model that together do almost everything
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Iterator[Oracle]:
+    with Oracle() as oracle:
+        yield oracle
+
+
+def test_a_case_survives_json() -> None:
+    """Catches a parameter that is lost in a file, or comes back as another type."""
+    for seed in range(50):
+        case = random_case(seed)
+        again = Case.from_json(case.to_json())
+        assert (again.to_json(), again.calls) == (case.to_json(), case.calls)
+
+
+def test_random_engines_answer_like_plain_decoding(oracle: Oracle) -> None:
+    """Catches what the guarantees' own tests do not combine; `make fuzz` does this for longer."""
+    covered: Counter[str] = Counter()
+    for seed in SEEDS:
+        covered += run(random_case(seed, processes=False), oracle)
+    assert {"preemption", "abort", "dropped stream", "interrupt", "failed request", "drafts accepted"} <= covered.keys()
+
+
+ACCEPT, GROW = BatchInputs.accept, BlockPool.grow
+
+
+def accept_wrongly(inputs: BatchInputs, chosen: torch.Tensor, state: SequenceState, out: torch.Tensor) -> None:
+    """The first token of every draft is accepted, whatever the target chooses."""
+    for slot, row, count in zip(*(inputs[name].tolist() for name in ("slots", "first_row", "num_logits")), strict=True):
+        if count > 1:
+            chosen[row] = state.drafts[slot, 0]
+    ACCEPT(inputs, chosen, state, out)
+
+
+def hand_out_twice(pool: BlockPool, table: BlockTable, num_tokens: int) -> bool:
+    """The last block that a sequence gets is free for others as well."""
+    num_before = len(table.blocks)
+    grown = GROW(pool, table, num_tokens)
+    if len(table.blocks) > num_before:
+        pool._unused[table.blocks[-1]] = None
+    return grown
+
+
+@pytest.mark.parametrize(
+    ("seed", "owner", "name", "defect"),
+    [(57, BatchInputs, "accept", accept_wrongly), (47, BlockPool, "grow", hand_out_twice)],
+    ids=["acceptance", "blocks"],
+)
+def test_a_planted_defect_is_found_and_shrunk(
+    oracle: Oracle,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    seed: int,
+    owner: type,
+    name: str,
+    defect: Callable[..., object],
+) -> None:
+    """Catches a fuzzer that sees nothing, that loses the defect while it shrinks, or whose file is another case."""
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, defect)
+        assert fuzz(oracle, 0.001, seed, False, tmp_path) == 1
+        case = Case.from_json((tmp_path / f"case-{seed}.json").read_text())
+        with pytest.raises(AssertionError):
+            run(case, oracle)
+    run(case, oracle)
+    assert f"--replay {tmp_path}" in capsys.readouterr().out
+    if name == "accept":  # the request that is made after everything is enough
+        assert case == Case([], speculation={"mode": "sd", "draft": "stranger", "k": 1})
+    else:
+        assert case == Case([Call(case.calls[0].prompt[:1], SamplingParams(seed=0, max_new_tokens=2))])

@@ -1,0 +1,170 @@
+"""A case: an engine's configuration, its requests and a schedule of faults. Plain data that JSON can hold.
+
+Knows nothing of how a case is run.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from conftest import KINDS
+from random_requests import MAX_LEN, Asked, random_requests
+
+from ssd import SamplingParams
+from ssd.config import BUDGETS
+
+BUNDLED = {"tiny-llama": "tiny-llama-draft", "tiny-qwen3": "tiny-qwen3-draft"}
+DRAFTS = ("noisy", "self", "stranger")  # of the random models
+MOST_FAILURES = 2  # rounds that fail in one case: an engine gives up after three in a row
+EXTREMES: list[dict[str, Any]] = [  # parameters that `random_requests` leaves out
+    {"ignore_eos": True},
+    {"temperature": 0.01},
+    {"temperature": 100.0},
+    {"temperature": 1.0, "top_k": 1},
+    {"temperature": 1.0, "top_p": 1e-9},
+    {"temperature": 1.0, "min_p": 1.0},
+    {"temperature": 1.0, "seed": -1},
+    {"temperature": 1.0, "seed": 2**64 + 5},
+    {"presence_penalty": -2.0},
+    {"frequency_penalty": -1.0},
+    {"repetition_penalty": 0.5},
+    {"logit_bias": {5: 1000.0}},
+    {"logit_bias": {t: float("-inf") for t in range(0, 300, 2)}},
+    {"logprobs": 100},
+    {"stop": ["a", "ab", "\n"]},
+    {"temperature": 1.0, "logit_bias": {64: 100.0, 65: 100.0}, "stop": ["aab", "bbba"]},  # a text of a and b
+    {"temperature": 1.0, "logit_bias": {64: 100.0, 102: 100.0, 127: 100.0}},  # of a and the two bytes of é
+    {"temperature": 1.0, "logit_bias": {64: 100.0, 102: 100.0, 127: 100.0}, "stop": ["éa"]},
+    {"n": 6},
+]
+
+
+@dataclass(frozen=True)
+class Call(Asked):
+    """A request; with `drop` its stream is dropped where it would be aborted."""
+
+    drop: bool = False
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happens after a round. `choice` selects a variant, or is a seed."""
+
+    round: int
+    kind: str  # "interrupt", or a method of `faults.Faults`
+    choice: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One life of an engine. The fields' defaults are the simplest ones."""
+
+    calls: list[Call]
+    events: list[Event] = field(default_factory=list)
+    model: str = "llama-tied"
+    dtype: str = "float32"
+    options: dict[str, Any] = field(default_factory=dict)  # of the engine
+    speculation: dict[str, Any] = field(default_factory=dict)
+    run_ahead: bool = False
+
+    @property
+    def mode(self) -> str:
+        """For people: AR, SD or SSD, and with what."""
+        speculation = self.speculation
+        if not speculation:
+            return "ar"
+        detail = "ngram" if speculation["draft"] == "ngram" else speculation.get("placement", "draft")
+        return f"{speculation['mode']} {detail}"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        fields = json.loads(text)
+        calls = [Call(**{**call, "params": _params(call["params"])}) for call in fields.pop("calls")]
+        return cls(calls, [Event(**event) for event in fields.pop("events")], **fields)
+
+
+def _params(fields: dict[str, Any]) -> SamplingParams:
+    """JSON's keys are strings."""
+    return SamplingParams(**{**fields, "logit_bias": {int(t): bias for t, bias in fields["logit_bias"].items()}})
+
+
+def random_case(seed: int, *, processes: bool = True) -> Case:
+    """`processes`: whether a draft may be in a process of its own, which takes seconds to start."""
+    dice = random.Random(seed)
+    model = dice.choice([*KINDS, *KINDS, *BUNDLED])
+    speculation = _speculation(dice, model, processes)
+    calls = [_call(dice, asked) for asked in random_requests(dice.randint(1, 10), dice.randrange(1 << 30))]
+    if speculation.get("acceptance") == "rejection":  # at T > 0 the text is another sample
+        calls = [replace(call, params=replace(call.params, temperature=0.0)) for call in calls]
+    return Case(
+        calls=calls,
+        events=_events(dice, speculation),
+        model=model,
+        dtype=dice.choice(["float32", "float32", "bfloat16"]),
+        options=_options(dice),
+        speculation=speculation,
+        run_ahead=dice.random() < 0.5,
+    )
+
+
+def _options(dice: random.Random) -> dict[str, Any]:
+    block_size = dice.choice([1, 2, 4, 5, 16])
+    max_num_seqs = dice.choice([1, 2, 4, 4, 8, 8])
+    fewest = -(-MAX_LEN // block_size)
+    return {
+        "block_size": block_size,
+        "num_kv_blocks": fewest + dice.choice([0, 0, 1, fewest // 2, 2 * fewest]),
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_seqs + dice.choice([0, 3, 20, 200]),
+        "prefix_caching": dice.random() < 0.7,
+    }
+
+
+def _speculation(dice: random.Random, model: str, processes: bool) -> dict[str, Any]:
+    mode = dice.choice(["ar", "sd", "sd", "ssd", "ssd", "ssd"])
+    if mode == "ar":
+        return {}
+    draft = BUNDLED[model] if model in BUNDLED else dice.choice(DRAFTS)
+    k: int | str = dice.choice([1, 2, 3, 4, 7, "auto"])
+    rule = dice.choice([{}, {}, {}, {}, {"acceptance": "rejection"}])
+    if mode == "sd":
+        return {"mode": "sd", "draft": dice.choice([draft, draft, "ngram"]), "k": k, **rule}
+    placement = "process" if processes and dice.random() < 0.05 else "inline"
+    fan_out: dict[str, Any] = {"fan_out": dice.choice(["adaptive", "geometric", 1, 3])}
+    if k != "auto" and dice.random() < 0.3:
+        lists = ([dice.randint(0, 3) for _ in range(k)] + [1] for _ in range(2))
+        fan_out = dict(zip(("fan_out_hit", "fan_out_miss"), lists, strict=True))
+    budget = dice.choice([1, 2, 6, BUDGETS[-1], *(["auto"] if placement == "inline" else [])])
+    backup = dice.choice(["jit", "fast", "auto"])
+    return (
+        {"mode": "ssd", "draft": draft, "k": k, "placement": placement}
+        | fan_out
+        | {
+            "budget": budget,
+            "backup": backup,
+            **rule,
+        }
+    )
+
+
+def _call(dice: random.Random, asked: Asked) -> Call:
+    extreme = dice.choice(EXTREMES) if dice.random() < 0.3 else {}
+    fields = vars(asked) | {"params": replace(asked.params, **extreme)}
+    return Call(**fields, drop=asked.abort is not None and dice.random() < 0.5)
+
+
+def _events(dice: random.Random, speculation: dict[str, Any]) -> list[Event]:
+    kinds = ["preempt", "forget_prefixes", "interrupt"]
+    if speculation:
+        kinds += ["drafter_raises", "drafter_lies"]
+    if speculation.get("placement") == "process":
+        kinds += ["drafter_killed"] * 4
+    chosen = dice.choices(kinds, k=dice.choice([0, 1, 3, 6]))
+    chosen += dice.choices(["launch_fails", "collect_fails"], k=dice.choice([0, 0, 0, 0, 1, MOST_FAILURES]))
+    return sorted((Event(dice.randint(0, 40), kind, dice.randrange(1000)) for kind in chosen), key=lambda e: e.round)

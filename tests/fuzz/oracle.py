@@ -1,0 +1,102 @@
+"""What every request must be answered: by plain decoding, alone, in an engine of the same model and dtype."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from conftest import TestModel, save_model
+from random_requests import MAX_LEN, Models, make_models
+
+from fuzz.case import BUNDLED, Call, Case
+from ssd import LLM, RequestOutput
+from ssd.core import Delta, Sample
+
+
+class Oracle:
+    """Makes the models, opens a plain engine for each, and remembers what it answered. To be closed."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._kinds: dict[str, TestModel] = {}
+        self._models: dict[str, Models] = {}
+        self._engines: dict[tuple[str, str], LLM] = {}
+        self._answers: dict[tuple[str, str, str], RequestOutput] = {}
+
+    def __enter__(self) -> Oracle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for llm in self._engines.values():
+            llm.close()
+        self._folder.cleanup()
+
+    def paths(self, model: str) -> Models:
+        """Of a model, and of its drafts by name."""
+        if model in BUNDLED:
+            return Models(model, {})
+        if model not in self._models:
+            self._models[model] = make_models(self._make, Path(self._folder.name) / f"{model}-noisy", model)
+        return self._models[model]
+
+    def _make(self, kind: str) -> TestModel:
+        if kind not in self._kinds:
+            self._kinds[kind] = save_model(kind, Path(self._folder.name) / kind)
+        return self._kinds[kind]
+
+    def answer(self, case: Case, call: Call) -> RequestOutput:
+        """One sequence at a time, no drafts, no prefix cache, nothing in flight."""
+        key = case.model, case.dtype, repr((call.prompt, call.params))
+        if key not in self._answers:
+            if key[:2] not in self._engines:
+                self._engines[key[:2]] = LLM(
+                    self.paths(case.model).target,
+                    device="cpu",
+                    dtype=case.dtype,
+                    max_model_len=MAX_LEN,
+                    max_num_seqs=1,
+                    prefix_caching=False,
+                )
+            self._answers[key] = self._engines[key[:2]].generate(call.prompt, call.params)[0]
+        return self._answers[key]
+
+
+def check_answer(output: RequestOutput, whole: RequestOutput, *, left: bool, lost: bool) -> None:
+    """The output is the oracle's, or the beginning of it.
+
+    `left`: the request was aborted before its end; `lost`: one of its rounds was made to fail.
+    """
+    assert output.prompt_token_ids == whole.prompt_token_ids
+    assert output.error is None or lost, output.error
+    reasons = {sample.finish_reason for sample in output.samples}
+    assert "error" not in reasons or lost
+    assert ("abort" in reasons) == left or (left and lost), f"aborted: {left}, but it ended with {reasons}"
+    for sample, full in zip(output.samples, whole.samples, strict=True):
+        what, end = f"sample {sample.index}", len(sample.token_ids)
+        assert sample.token_ids == full.token_ids[:end], f"{what}: {sample.token_ids} is not {full.token_ids}"
+        assert sample.logprobs == (None if full.logprobs is None else full.logprobs[:end]), f"{what}: log-probabilities"
+        if sample.finish_reason in ("abort", "error"):
+            assert end < len(full.token_ids), f"{what} was complete, and yet it ended with {sample.finish_reason!r}"
+        else:
+            assert sample.token_ids == full.token_ids, f"{what} ended too early: {sample.token_ids}"
+            got, wanted = ((s.text, s.finish_reason) for s in (sample, full))
+            assert got == wanted, f"{what}: {got} is not {wanted}"
+
+
+def check_deltas(deltas: Iterable[Delta], samples: Iterable[Sample]) -> None:
+    """Deltas make up the answer: tokens, text and log-probabilities."""
+    own: defaultdict[int, list[Delta]] = defaultdict(list)
+    for delta in deltas:
+        own[delta.index].append(delta)
+    for sample in samples:
+        parts = own[sample.index]
+        joined: tuple[Any, ...] = (
+            [token for delta in parts for token in delta.token_ids],
+            "".join(delta.text for delta in parts),
+            [entry for delta in parts for entry in delta.logprobs],
+        )
+        assert joined == (sample.token_ids, sample.text, sample.logprobs or []), "deltas do not make up the answer"
+        assert [d.finish_reason for d in parts] == [None] * (len(parts) - 1) + [sample.finish_reason]
