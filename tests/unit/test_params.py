@@ -35,7 +35,7 @@ WRONG_PARAMS: dict[str, list[Any]] = {
     ],
     "seed": [1.0, "7", NAN, True],
     "stop": ["", ["a", ""], [1], [None], 5, [b"a"]],
-    "stop_token_ids": [[-1], ["1"], [1.0], [None], 5, "12", [True], b"1", bytearray(b"1"), memoryview(b"1"), {1: 2}],
+    "stop_token_ids": [[-1], ["1"], [1.0], [None], 5, "12", [True], b"1", bytearray(b"1"), {1: 2}],
     "max_new_tokens": [0, -1, 1.5, INF, NAN, "5", None, True],
     "min_tokens": [-1, 257, 1.5, NAN, "1", None, True],
     "ignore_eos": ["no"],

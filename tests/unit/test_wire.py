@@ -142,7 +142,7 @@ def test_a_round_crosses_unchanged(round_: tuple[list[int], list[Entry]]) -> Non
         Entry(0, 1, [1, 2], 4, setup=SequenceSetup.of(make_sequence([1, 2]))),
         Entry(0, 0, [1], 4, setup=SequenceSetup.of(make_sequence([1, 2]))),
     ],
-    ids=str,
+    ids=range(7),
 )
 def test_senseless_entries_are_refused(entry: Entry) -> None:
     """Catches more accepted tokens than new ones, and a new sequence that is not told from its beginning."""
