@@ -124,6 +124,7 @@ class Engine:
             self._commit_round(before)
         if error is not None:
             self._round_failed(works, error)
+            error = None  # whose traceback refers to this frame
         if self._in_flight is not None and self.round.synchronous:
             self.flush()
         deltas, self._deltas = self._deltas, []
