@@ -541,35 +541,88 @@ def test_a_drafter_that_raises_costs_no_request(target: str, alone: Answers, whe
 
 
 def test_a_drafter_that_goes_on_failing_is_asked_less_and_less() -> None:
-    """Twice as many rounds go by after every failure; and it starts afresh with all sequences of the round."""
+    """Twice as many rounds go by after every failure; and it starts afresh with the sequences it was asked for."""
 
     class Hopeless(Drafter):
         lookahead = 2
         forgotten = 0
 
         def propose(self, works: Sequence[Work]) -> list[Proposal]:
-            asked.append(harness.engine.metrics.num_rounds)
+            asked.append((harness.engine.metrics.num_rounds, len(works)))
             raise RuntimeError("out of order")
 
         def forget(self, sequence: Text) -> None:
             self.forgotten += 1
 
-    drafter, asked = Hopeless(), list[int]()
+    drafter, asked = Hopeless(), list[tuple[int, int]]()
     harness = make_harness(drafter=drafter, max_model_len=256)
     for i in range(2):
         harness.engine.add([1, 2, 3 + i], SamplingParams(max_new_tokens=100))
     while harness.engine.has_work:
         harness.step()
     assert len(harness.outputs) == 2
-    assert asked == [0, 2, 6, 14, 30, 62]
-    assert drafter.forgotten == 2 * len(asked) + 2  # and when they have finished
+    rounds = [round_ for round_, _ in asked]
+    assert rounds[:4] == [0, 2, 6, 16]
+    assert all(later - earlier >= 2 ** (i + 1) for i, (earlier, later) in enumerate(itertools.pairwise(rounds)))
+    assert drafter.forgotten == sum(count for _, count in asked) + 2  # and when they have finished
     assert harness.engine.metrics.drafter_failures == len(asked)
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("where", CALLS)
+def test_a_request_that_a_drafter_cannot_serve_leaves_the_others_their_drafts(
+    where: str, late: bool, run_ahead: bool
+) -> None:
+    """Whether it joins others or comes with them: it is soon asked for seldom, and they get drafts in most rounds."""
+
+    class Picky(Broken):
+        def __init__(self) -> None:
+            super().__init__("nowhere")
+            self.drafted = Counter[bool]()
+
+        def _check(self, name: str, works: Sequence[Work]) -> None:
+            bad = [work.sequence.request.id == "bad" for work in works]
+            if name == "propose":
+                self.drafted.update(bad)
+            if name == where and any(bad):
+                raise RuntimeError("out of order")
+
+        def propose(self, works: Sequence[Work]) -> list[Proposal]:
+            self._check("propose", works)
+            return super().propose(works)
+
+        def settle(self, works: Sequence[Work]) -> None:
+            self._check("settle", works)
+
+        def prepare(self, works: Sequence[Work], interrupted: Callable[[], bool] = never) -> None:
+            self._check("prepare", works)
+
+        def observe(self, works: Sequence[Work], outcomes: Sequence[Outcome | None], seconds: float) -> None:
+            self._check("observe", works)
+
+    drafter = Picky()
+    harness = make_harness(drafter=drafter, max_model_len=256, num_blocks=400, run_ahead=run_ahead)
+    params = SamplingParams(max_new_tokens=200)
+    for i in range(3):
+        harness.engine.add([1, 2, 3 + i], params, f"good-{i}")
+    for _ in range(5 * late):
+        harness.step()
+    harness.engine.add([9, 9], params, "bad")
+    while harness.engine.has_work:
+        harness.step()
+    rounds = harness.engine.metrics.num_rounds
+    assert len(harness.outputs) == 4
+    assert all(output.error is None for output in harness.outputs.values())
+    assert rounds > 150
+    assert drafter.drafted[True] < 20
+    assert drafter.drafted[False] > 3 * (rounds - (35 if late else 55))
 
 
 def fail_now_and_then(engine: Engine, where: str, after: bool) -> list[str]:
     """Every fourth call of that method raises, before its work or after it; returns a list of the failures.
 
-    The engine's count of failures is set back, so that its pauses stay short.
+    The count of failures is set back, so that rests stay short.
     """
     drafter, failures, calls = engine.round.drafter, list[str](), itertools.count(1)
     method = getattr(drafter, where)
@@ -578,7 +631,7 @@ def fail_now_and_then(engine: Engine, where: str, after: bool) -> list[str]:
         fails = next(calls) % 4 == 0
         result = None if fails and not after else method(*arguments)
         if fails:
-            engine.round.stats.drafter_failures = 0
+            engine.round.isolation.failures = 0
             failures.append(where)
             raise RuntimeError("out of order")
         return result
