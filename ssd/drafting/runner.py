@@ -502,6 +502,7 @@ class DraftRunner:
             reads=self.reads,
             first_slot=self._branch_slots,
             slots_per_branch=self.lookahead,
+            vocab_size=self.runner.vocab_size,
             out=out,
         )
         batch = DeviceBatch(
@@ -542,7 +543,8 @@ class DraftRunner:
         q = self.sampler.distribution(logits, rows, needs)
         index = excluded.long()[:, None]
         q = torch.where(index >= 0, q.scatter(-1, index.clamp(min=0), 0.0), q)
-        tokens = q.topk(min(RANKS, q.shape[-1]), dim=-1).indices.int()
+        values, tokens = q.topk(min(RANKS, q.shape[-1]), dim=-1)
+        tokens = torch.where(values > 0, tokens, 0).int()  # without probability: may be beyond the draft's vocabulary
         return torch.nn.functional.pad(tokens, (0, RANKS - tokens.shape[-1]))
 
     def _logits(self, batch: DeviceBatch) -> torch.Tensor:

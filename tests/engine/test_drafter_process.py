@@ -24,6 +24,8 @@ import pytest
 import torch
 from fakes import VOCAB, Expected, make_harness, make_sequence, naive
 
+from ssd.assembly import drafters
+from ssd.config import EngineConfig, SpeculationConfig
 from ssd.core import Origin, Outcome, Proposal, SamplingParams, Sequence, Work
 from ssd.decoding.drafter import Drafter, never
 from ssd.drafting.process import ProcessDrafter
@@ -765,3 +767,33 @@ def test_the_module_is_quiet_at_the_end() -> None:
     here.close()
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, b"")
+
+
+def test_a_worker_finds_a_relative_draft_after_a_change_of_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main program may call chdir before the worker has to be started again."""
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    (home / "draft").mkdir(parents=True)
+    elsewhere.mkdir()
+    starts, setups = list[Callable[[], object]](), list[Any]()
+
+    class Recorded:
+        def __init__(self, start: Callable[[], object], *_: object, **__: object) -> None:
+            starts.append(start)
+
+        def wait_ready(self, timeout: float) -> bool:
+            return True
+
+    monkeypatch.setattr(drafters, "ProcessDrafter", Recorded)
+    monkeypatch.setattr(drafters, "Worker", lambda setup, **_: setups.append(setup))
+    monkeypatch.setattr(drafters.torch, "set_num_threads", lambda _: None)
+    monkeypatch.chdir(home)
+    for draft in ("draft", "graft:./draft@llama-3.1-8b", "tiny-llama-draft", "org/name"):
+        speculation = SpeculationConfig(mode="ssd", draft=draft)
+        drafters.start_worker(EngineConfig(model="tiny-llama", device="cpu", speculation=speculation), 10)
+    monkeypatch.chdir(elsewhere)
+    for start in starts:
+        start()
+    found = [setup["config"]["speculation"]["draft"] for setup in setups]
+    assert found == [f"{home}/draft", f"graft:{home}/draft@llama-3.1-8b", "tiny-llama-draft", "org/name"]

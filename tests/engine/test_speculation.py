@@ -293,6 +293,30 @@ def test_a_draft_with_a_smaller_or_larger_vocabulary(
             assert llm.engine.metrics.spec_decode_num_drafts > 0
 
 
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_no_token_beyond_the_drafts_vocabulary_enters_its_embedding(
+    target: str, acceptance: str, tmp_path: Path
+) -> None:
+    """Not even as the first token of a branch that is only there to fill the batch."""
+    config = transformers.LlamaConfig(
+        vocab_size=20, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64, initializer_range=0.3,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    speculation = {"mode": "ssd", "draft": str(tmp_path), "k": 3, "placement": "inline", "acceptance": acceptance}
+    with LLM(target, device="cpu", max_num_seqs=2, speculation=speculation) as llm:
+        drafter: Any = llm.engine.round.drafter
+        ops, seen = drafter.model.runner.runner.decoder.embedding, list[int]()
+        embed = ops.embed
+        ops.embed = lambda tokens: seen.extend(tokens.tolist()) or embed(tokens)
+        known = dict.fromkeys(range(20), 100.0)  # the target says nothing else
+        params = SamplingParams(temperature=1.0, top_k=2, logit_bias=known, seed=1, max_new_tokens=24)
+        llm.generate([[5, 6, 7], [8, 9]], params)
+        assert llm.engine.metrics.drafter_failures == 0
+    assert len(seen) > 100
+    assert max(seen) < 20
+
+
 @pytest.mark.slow  # tests/engine/test_rejection.py tests the distributions
 def test_rejection_keeps_greedy_text_and_finishes(target: str, stranger: str, alone: Answers) -> None:
     sd, inline = {"mode": "sd"}, {"mode": "ssd", "placement": "inline"}
