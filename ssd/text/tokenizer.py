@@ -376,7 +376,10 @@ class IncrementalDecoder:
 
     def push(self, *token_ids: int) -> str:
         """Add tokens; returns the text that they complete, which may be empty."""
-        runs = itertools.groupby(self._visible(token_ids), self._tokenizer.is_whole)
+        visible = self._visible(token_ids)
+        if len(visible) == 1:
+            return self._push(visible[0])
+        runs = itertools.groupby(visible, self._tokenizer.is_whole)
         return "".join(self._push_whole(list(run)) if whole else self._push_each(run) for whole, run in runs)
 
     def _push_whole(self, ids: list[int]) -> str:

@@ -421,7 +421,6 @@ def test_the_interpreter_ends_with_requests_running() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_process_is_told_at_once_that_it_has_no_engine(driver: Driver, harness: Harness) -> None:
     """It has no engine's thread, and would wait for ever: for new requests, old ones and calls."""
     begun, free = held(harness)

@@ -293,6 +293,23 @@ def test_a_draft_with_a_smaller_or_larger_vocabulary(
             assert llm.engine.metrics.spec_decode_num_drafts > 0
 
 
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_a_prompt_beyond_the_drafts_positions_leaves_the_others_their_drafts(
+    target: str, mode: str, tmp_path: Path
+) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64, initializer_range=0.3,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    speculation = {"mode": mode, "draft": str(tmp_path), "k": 3} | ({"placement": "inline"} if mode == "ssd" else {})
+    with LLM(target, device="cpu", max_num_seqs=2, speculation=speculation) as llm:
+        long, short = llm.generate([[7] * 100, [8, 9]], SamplingParams(max_new_tokens=16))
+        assert llm.engine.metrics.drafter_failures == 0
+    assert (long.metrics.drafted, long.metrics.rounds) == (0, 16)
+    assert short.metrics.drafted > 0
+
+
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 def test_no_token_beyond_the_drafts_vocabulary_enters_its_embedding(
     target: str, acceptance: str, tmp_path: Path
