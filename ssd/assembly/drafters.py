@@ -30,7 +30,7 @@ from ssd.execution.graphs import row_buckets
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
 from ssd.models.checkpoint import Checkpoint
-from ssd.models.open import open_checkpoint
+from ssd.models.open import absolute_path, open_checkpoint
 from ssd.text.tokenizer import Tokenizer
 
 log = logging.getLogger("ssd")
@@ -160,6 +160,8 @@ def load_draft(config: EngineConfig, draft: Checkpoint, state: SequenceState, li
 
 def start_worker(config: EngineConfig, vocab_size: int) -> Drafter:
     """A drafter in a worker, which gets the second GPU, or one of the CPU's cores."""
+    draft = absolute_path(str(config.speculation.draft))  # for a worker that is started again from another directory
+    config = replace(config, speculation=replace(config.speculation, draft=draft))
     setup, environment = {"config": asdict(config), "vocab_size": vocab_size}, dict(os.environ)
     threads = torch.get_num_threads()
     if resolve_device(config.device).type == "cuda":

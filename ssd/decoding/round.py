@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from ssd.core import Outcome, Proposal, Sequence, Work
-from ssd.decoding.drafter import Drafter
+from ssd.decoding.drafter import Drafter, PerRound
+from ssd.decoding.isolation import Isolation
 from ssd.execution.clock import Clock, now
 from ssd.execution.state import SequenceState
 from ssd.execution.target import Hook, Verification
 
 log = logging.getLogger("ssd")
 T = TypeVar("T")
-_MAX_COOLDOWN = 1024  # rounds
 
 
 class Verifier(Protocol):
@@ -59,15 +59,24 @@ class InFlight:
     verification: Verification
 
 
+@dataclass
+class _Asked:
+    """The works of a round that the drafter is asked for; none once it has raised."""
+
+    works: Seq[Work]
+    failures_before: int
+
+
 class Round:
-    """Runs rounds with one target and one drafter. A drafter that raises is not called for some rounds."""
+    """Runs rounds with one target and one drafter. What a drafter that raises is asked for is up to `Isolation`."""
 
     def __init__(self, target: Verifier, drafter: Drafter) -> None:
         self.target = target
         self.drafter = drafter
         self.stats = RoundStats()
         self.run_ahead = target.state.device.type == "cuda"  # on a CPU a call returns when its work is done
-        self._cooldown = 0  # rounds until the drafter is called again
+        self.isolation = Isolation()
+        self._asked: PerRound[_Asked] = PerRound()
         self._last_end: Clock | None = None  # end of the last round launched; None: the device is idle
 
     @property
@@ -82,9 +91,11 @@ class Round:
     def launch(self, works: Seq[Work]) -> InFlight:
         """Launches a round without waiting for the device (on a CPU it is complete on return)."""
         began = self._last_end or now(self.target.state.device)
-        works = self._propose(works)
-        settle = functools.partial(self._guarded, lambda: self.drafter.settle(works), None, works)
-        prepare = functools.partial(self._guarded, lambda: self.drafter.prepare(works), None, works)
+        asked = _Asked(self.isolation.asked(works), self.stats.drafter_failures)
+        works = self._propose(works, asked)
+        self._asked.put(works, asked)
+        settle = functools.partial(self._guarded, asked, self.drafter.settle, None)
+        prepare = functools.partial(self._guarded, asked, self.drafter.prepare, None)
         verification = self.target.launch(works, settle, prepare)
         self._last_end = verification.ended
         return InFlight(works, began, verification)
@@ -117,23 +128,34 @@ class Round:
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
         """Passes the outcomes of a committed round to the drafter."""
-        self._guarded(lambda: self.drafter.observe(works, outcomes, seconds), None, works)
+        asked = self._asked.pop(works)
+        if asked is None or asked.failures_before != self.stats.drafter_failures:
+            return  # it has raised since, and starts afresh
+        ids = {id(work) for work in asked.works}
+        decided = [outcome for work, outcome in zip(works, outcomes, strict=True) if id(work) in ids]
+        self._guarded(asked, lambda works: self.drafter.observe(works, decided, seconds), None)
+        self.isolation.succeeded(asked.works)
 
     def forget(self, sequence: Sequence) -> None:
         """Makes the drafter drop its state of a sequence."""
+        self.isolation.forget(sequence.id)
+        self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
         try:
             self.drafter.forget(sequence)
         except Exception as error:
             log.debug("the drafter could not forget a sequence", exc_info=error)
 
-    def _propose(self, works: Seq[Work]) -> list[Work]:
-        self._cooldown = max(0, self._cooldown - 1)
-        deciding = [work for work in works if work.decides]
+    def _propose(self, works: Seq[Work], asked: _Asked) -> list[Work]:
+        """The works, and those asked for, with their proposals."""
+        deciding = [work for work in asked.works if work.decides]
         nothing: list[Proposal] = []
-        proposals = self._guarded(lambda: self.drafter.propose(deciding), nothing, works)
+        proposals = self._guarded(asked, lambda _: self.drafter.propose(deciding), nothing)
         if len(proposals) != len(deciding):
             proposals = [Proposal()] * len(deciding)
         drafted = {id(work): self._usable(work, p) for work, p in zip(deciding, proposals, strict=True)}
+        asked.works = [drafted.get(id(work), work) for work in asked.works]
         return [drafted.get(id(work), work) for work in works]
 
     def _usable(self, work: Work, proposal: Proposal) -> Work:
@@ -150,17 +172,18 @@ class Round:
             return work
         return work.with_proposal(replace(proposal, token_ids=usable))
 
-    def _guarded(self, call: Callable[[], T], otherwise: T, works: Seq[Work]) -> T:
-        """Calls the drafter; `otherwise` if it raises, and during the cooldown after that (twice as long each time)."""
-        if self._cooldown:
+    def _guarded(self, asked: _Asked, call: Callable[[Seq[Work]], T], otherwise: T) -> T:
+        """Calls the drafter for the works that it is asked for; `otherwise` if there are none or it raises."""
+        if not asked.works:
             return otherwise
         try:
-            return call()
+            return call(asked.works)
         except Exception as error:
             self.stats.drafter_failures += 1
-            self._cooldown = min(2**self.stats.drafter_failures, _MAX_COOLDOWN)
-            log.warning("the drafter failed, decoding goes on without it for %d rounds: %r", self._cooldown, error)
+            self.isolation.failed(asked.works)
+            log.warning("the drafter failed, decoding goes on without it for a while: %r", error)
             log.debug("how it failed", exc_info=error)
-            for work in works:
-                self.forget(work.sequence)
+            for work in asked.works:
+                self._forget(work.sequence)
+            asked.works = []
             return otherwise

@@ -173,12 +173,12 @@ class DraftRunner:
         self.computed = self._zeros(self.state.num_slots + 1)  # by slot: tokens with KV in the blocks, drafts included
         self._inputs = {branches: _Inputs(max_sequences, self.reads, device) for branches in (False, True)}
         self._after, self._rank = (self._zeros(max_sequences, max(1, self.max_width)) for _ in range(2))
-        self._plan_constants = torch.zeros(4 * (lookahead + 1) * max(1, self.max_width) + 64, device=device)
-        self._verified_confidence = torch.zeros((max_sequences, self.state.drafts.shape[1]), device=device)
+        self._plan_constants = self._float_zeros(4 * (lookahead + 1) * max(1, self.max_width) + 64)
+        self._verified_confidence = self._float_zeros(max_sequences, self.state.drafts.shape[1])
         self._hit = self._zeros(max_sequences)
         self._chain = self._zeros(max_rows, lookahead + 1)
         self._rows = tuple(self._zeros(max_rows) for _ in range(5))  # see `rounds.extend_rows`
-        self._confidence = torch.zeros((max_rows, lookahead + 1), device=device)
+        self._confidence = self._float_zeros(max_rows, lookahead + 1)
         self._likeliest = self._zeros(max_sequences * self.reads, RANKS)
         kept = (lookahead + 1, max_rows, self.vocab_size) if rejection else (0,)
         self._distributions = torch.zeros(kept, dtype=torch.float64, device=device)  # of each column of the chain
@@ -187,7 +187,7 @@ class DraftRunner:
         self._padding_slot = self._branch_slots + max_rows * lookahead
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] | None = {} if graphs and self.on_cuda else None
         self._graph_pool: Any = None
-        self._origins = torch.zeros(0)  # of the drafts looked up last, being copied to the host
+        self._origins = self._zeros(0)  # of the drafts looked up last, being copied to the host
         self._origins_fetched = now(device)
 
     @staticmethod
@@ -502,6 +502,7 @@ class DraftRunner:
             reads=self.reads,
             first_slot=self._branch_slots,
             slots_per_branch=self.lookahead,
+            vocab_size=self.runner.vocab_size,
             out=out,
         )
         batch = DeviceBatch(
@@ -542,7 +543,8 @@ class DraftRunner:
         q = self.sampler.distribution(logits, rows, needs)
         index = excluded.long()[:, None]
         q = torch.where(index >= 0, q.scatter(-1, index.clamp(min=0), 0.0), q)
-        tokens = q.topk(min(RANKS, q.shape[-1]), dim=-1).indices.int()
+        values, tokens = q.topk(min(RANKS, q.shape[-1]), dim=-1)
+        tokens = torch.where(values > 0, tokens, 0).int()  # without probability: may be beyond the draft's vocabulary
         return torch.nn.functional.pad(tokens, (0, RANKS - tokens.shape[-1]))
 
     def _logits(self, batch: DeviceBatch) -> torch.Tensor:
@@ -582,6 +584,9 @@ class DraftRunner:
 
     def _zeros(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+    def _float_zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.float32, device=self.device)
 
 
 _SAGUARO_FAN_OUT = 3  # number of tokens whose probability saguaro_c lowers

@@ -183,12 +183,13 @@ def decode_prepared(payload: Words, vocab_size: int) -> dict[int, Prepared]:
     found: dict[int, Prepared] = {}
     for _ in range(reader.number(0, reader.left)):
         sequence_id, depth, count = reader.number(0), reader.number(0, reader.left), reader.number(0, reader.left)
-        width = 3 + depth
-        table = reader.numbers(count * width, 0, vocab_size - 1)
-        if max(table[2::width], default=0) > depth:
+        table = reader.array(count * (3 + depth)).reshape(count, 3 + depth)
+        if table.min(initial=0) < 0 or max(table[:, 1].max(initial=0), table[:, 3:].max(initial=0)) >= vocab_size:
+            raise WireError(f"a number is negative, or a token not in 0..{vocab_size - 1}")
+        if table[:, 2].max(initial=0) > depth:
             raise WireError("a draft is longer than its table is wide")
-        starts = range(0, len(table), width)
-        found[sequence_id] = {(table[i], table[i + 1]): tuple(table[i + 3 : i + 3 + table[i + 2]]) for i in starts}
+        rows = table.tolist()
+        found[sequence_id] = {(row[0], row[1]): tuple(row[3 : 3 + row[2]]) for row in rows}
     reader.finish()
     return found
 

@@ -10,6 +10,7 @@ import asyncio
 import atexit
 import itertools
 import logging
+import os
 import threading
 import time
 import weakref
@@ -32,6 +33,10 @@ Item = Delta | Exception  # an exception ends the request
 Sink = Callable[[Item], object]  # called on the engine's thread: must not block
 
 CLOSED: Final = "the engine was closed: load the model again"
+FORKED: Final = (
+    "this process was forked after the model was loaded, and has no engine: load the model here, or start processes "
+    'with multiprocessing\'s method "spawn"'
+)
 _EXIT_SECONDS: Final = 10.0  # wait for the current round when the interpreter exits
 
 
@@ -117,6 +122,7 @@ class Submission(_Handle, Iterator[Delta]):
     def __next__(self) -> Delta:
         if self.ended:
             raise StopIteration
+        self._driver.check_process()
         try:
             item = self._items.get()
         except BaseException:  # Ctrl-C
@@ -159,6 +165,7 @@ class Driver:
         self._engine: Engine | None = engine
         self._inbox: SimpleQueue[_Command] = SimpleQueue()
         self._ids = itertools.count()
+        self._pid = os.getpid()
         self._lock = threading.Lock()  # no _Add or _Call may follow _Stop
         self._thread = threading.Thread(target=_Loop(engine, self._inbox).run, name="ssd-engine", daemon=True)
         self._thread.start()
@@ -212,12 +219,19 @@ class Driver:
 
     def close(self, timeout: float | None = None) -> None:
         """Ends all requests (with EngineClosed), the engine and its thread. Idempotent; for any thread."""
+        if os.getpid() != self._pid:
+            return  # all of it is the parent's
         with self._lock:
             if self._engine is not None:
                 self._engine = None
                 self._inbox.put(_Stop())
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
+
+    def check_process(self) -> None:
+        """Raises EngineClosed in a forked process, which has no engine's thread: it would wait for ever."""
+        if os.getpid() != self._pid:
+            raise EngineClosed(FORKED)
 
     def _new_id(self) -> str:
         return f"request-{next(self._ids)}"
@@ -237,6 +251,7 @@ class Driver:
         )
 
     def _post(self, command: _Command) -> None:
+        self.check_process()
         release_threads()  # of the caller, who is about to wait
         with self._lock:
             if self._engine is None:

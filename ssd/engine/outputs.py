@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ssd.core import (
@@ -18,6 +20,36 @@ from ssd.core import (
     TokenLogprobs,
 )
 from ssd.text.tokenizer import IncrementalDecoder, Tokenizer
+
+
+class StopStrings:
+    """Finds stop strings in a growing text. A thousand of them cost little more than one."""
+
+    def __init__(self, strings: Iterable[str]) -> None:
+        self._strings = frozenset(strings)
+        self._sorted = sorted(self._strings)
+        self._lengths = sorted({len(string) for string in self._strings})
+        self._first = frozenset(string[0] for string in self._strings)
+
+    def __bool__(self) -> bool:
+        return bool(self._strings)
+
+    def start(self, text: str, before: int) -> int | None:
+        """Start of the first stop string that ends behind the first `before` characters."""
+        ends = range(before + 1, len(text) + 1)
+        found = (end - n for end in ends for n in self._lengths if n <= end and text[end - n : end] in self._strings)
+        return min(found, default=None)
+
+    def held_back(self, text: str) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        longest = self._lengths[-1] - 1 if self._lengths else 0
+        for start in range(max(0, len(text) - longest), len(text)):
+            if text[start] in self._first:
+                end = text[start:]
+                at = bisect_right(self._sorted, end)  # longer strings with this beginning come next
+                if at < len(self._sorted) and self._sorted[at].startswith(end):
+                    return len(end)
+        return 0
 
 
 class OutputProcessor:
@@ -38,7 +70,7 @@ class OutputProcessor:
         self._num_characters_sent = 0  # by `new_text`
         self._num_sent = 0  # tokens sent by `delta`
         self._num_accepted = 0  # accepted draft tokens among those not sent yet
-        self._stops: tuple[str, ...] = tuple(sequence.params.stop)
+        self._stops = StopStrings(sequence.params.stop)
 
     def append(self, outcome: Outcome) -> FinishReason | None:
         """Appends an outcome's tokens to the sequence up to the first stop; returns why it ended, if it did."""
@@ -55,7 +87,7 @@ class OutputProcessor:
     def new_text(self) -> str:
         """Text that was not sent yet, except for an end that may be the beginning of a stop string."""
         self._decode_pending()
-        end = len(self.text) if self.sequence.finish_reason else len(self.text) - self._held_back()
+        end = len(self.text) if self.sequence.finish_reason else len(self.text) - self._stops.held_back(self.text)
         piece = self.text[self._num_characters_sent : end]
         self._num_characters_sent = max(self._num_characters_sent, end)
         return piece
@@ -108,21 +140,10 @@ class OutputProcessor:
         self.text += piece
         if not piece or self.sequence.num_output < self.sequence.params.min_tokens:
             return
-        found = [self.text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stops]
-        found = [at for at in found if at >= 0]
-        if found:
-            self.text = self.text[: min(found)]
+        start = self._stops.start(self.text, before) if self._stops else None
+        if start is not None:
+            self.text = self.text[:start]
             self._cut = True
-
-    def _held_back(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
-        longest = 0
-        for stop in self._stops:
-            for n in range(min(len(stop) - 1, len(self.text)), longest, -1):
-                if self.text.endswith(stop[:n]):
-                    longest = n
-                    break
-        return longest
 
 
 @dataclass

@@ -30,7 +30,8 @@ class SequenceState:
         self.token_ids = self._zeros(num_slots + 1, columns)
         self.length = self._zeros(num_slots + 1) + 1  # decided tokens
         self.drafts = self._zeros(num_slots + 1, width)  # to be verified in the next round
-        self.confidence = torch.zeros((num_slots + 1, width), device=device)  # of each draft token, at least 0
+        shape = (num_slots + 1, width)
+        self.confidence = torch.zeros(shape, dtype=torch.float32, device=device)  # of each draft token, at least 0
         self.origin = self._zeros(num_slots + 1)  # `Origin` of the draft
         self.num_accepted = self._zeros(num_slots + 1)  # draft tokens accepted in the last round
         self.sampling = SamplingColumns(num_slots + 1, vocab_size, device)
@@ -127,4 +128,5 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Copies to the host; from a GPU asynchronously, complete when the stream has reached this point."""
     if not tensor.is_cuda:
         return tensor.clone()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -33,6 +33,7 @@ logger = logging.getLogger("ssd")
 
 SOURCE = Path(__file__).with_name("cpu.c")
 BASE_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
+_CPU = torch.device("cpu")  # every tensor states its dtype and device: torch's defaults are the user's
 _OMP_PAUSE_HARD = 2  # omp.h
 COMPILE_TIMEOUT_S = 120
 
@@ -110,7 +111,7 @@ class Kernels:
             weight = weight.contiguous()
         bf16 = weight.dtype is torch.bfloat16
         size = int(self._packed_bytes(n, k, bf16, gated))
-        data = torch.empty(size // weight.element_size(), dtype=weight.dtype)
+        data = weight.new_empty(size // weight.element_size())
         self._pack(weight.data_ptr(), weight.stride(0), data.data_ptr(), n, k, bf16, gated, torch.get_num_threads())
         return PackedWeight(data, n, k, weight.dtype, gated)
 
@@ -120,8 +121,10 @@ class Kernels:
         A model with tied embeddings needs no second, unpacked copy of its largest weight.
         """
         tokens, bf16 = token_ids.shape[0], packed.dtype is torch.bfloat16
-        out = torch.empty(tokens, packed.k, dtype=packed.dtype)
         wide = token_ids.dtype is torch.int64
+        if not (wide or token_ids.dtype is torch.int32):
+            raise TypeError(f"token ids are {token_ids.dtype}, not int32 or int64")
+        out = packed.data.new_empty(tokens, packed.k)
         self._embedding(packed.address, token_ids.data_ptr(), wide, out.data_ptr(), tokens, packed.k, bf16)
         return out
 
@@ -140,7 +143,9 @@ class Kernels:
         they are, not rounded to the storage type.
         """
         m, n, dtype = x.shape[0], packed.n // 2 if packed.gated else packed.n, packed.dtype
-        y = torch.empty(m, n, dtype=torch.float32 if float32 else dtype)
+        if x.dtype is not dtype:
+            raise TypeError(f"the input is {x.dtype}, the weight {dtype}")
+        y = torch.empty(m, n, dtype=torch.float32 if float32 else dtype, device=_CPU)
         self._linear(
             x.data_ptr(),
             x.stride(0),
@@ -155,7 +160,7 @@ class Kernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Norm of `x` [M, D] times `weight`."""
         m, d = x.shape
-        out = torch.empty(m, d, dtype=x.dtype)
+        out = x.new_empty(m, d)
         self._rms_norm(
             *(x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr()),
             *(m, d, eps, x.dtype is torch.bfloat16, torch.get_num_threads()),
@@ -183,7 +188,7 @@ class Kernels:
         the rotation (Qwen 3).
         """
         tokens, kv_heads, d, dtype = qkv.shape[0], k_cache.shape[2], k_cache.shape[3], qkv.dtype
-        q = torch.empty(tokens, num_heads, d, dtype=dtype)
+        q = qkv.new_empty(tokens, num_heads, d)
         self._rope_and_store(
             *(qkv.data_ptr(), qkv.stride(0), positions.data_ptr(), positions.dtype is torch.int64),
             *(slots.data_ptr(), slots.dtype is torch.int64, cos.data_ptr(), sin.data_ptr()),
@@ -216,7 +221,7 @@ class Kernels:
         branch; `context_len` is not used.
         """
         tokens, heads, d = q.shape
-        out = torch.empty(tokens, heads, d, dtype=q.dtype)
+        out = q.new_empty(tokens, heads, d)
         positions, slots, depth = None, None, 0
         if branches is not None:
             positions, slots, depth = branches[0].data_ptr(), branches[1].data_ptr(), branches[2]
@@ -230,8 +235,10 @@ class Kernels:
 
     def gumbel(self, keys: Tensor, vocab_size: int, golden: int, mix1: int, mix2: int) -> Tensor:
         """Rows of Gumbel noise, one for each int64 key: fp32. The constants are the generator's, as signed int64."""
+        if keys.dtype is not torch.int64 or not keys.is_contiguous():
+            raise TypeError(f"keys are {keys.dtype}, not contiguous int64")
         rows = keys.shape[0]
-        out = torch.empty(rows, vocab_size)
+        out = torch.empty(rows, vocab_size, dtype=torch.float32, device=_CPU)
         threads = torch.get_num_threads()
         self._gumbel(keys.data_ptr(), out.data_ptr(), rows, vocab_size, golden, mix1, mix2, threads)
         return out
@@ -242,8 +249,10 @@ class Kernels:
         The lower token first where scores are equal; -inf comes with token 0. `excluded` (int32 [R]; -1: none) are
         left out. The first token is -1 if a row has no choice: all are -inf, or some are NaN or +inf.
         """
+        if scores.dtype is not torch.float32:
+            raise TypeError(f"scores are {scores.dtype}, not float32")
         rows, vocab = scores.shape
-        tokens, values = torch.empty(rows, count, dtype=torch.int32), torch.empty(rows, count, dtype=torch.float32)
+        tokens, values = torch.empty(rows, count, dtype=torch.int32, device=_CPU), scores.new_empty(rows, count)
         self._best(
             *(scores.data_ptr(), scores.stride(0), None if excluded is None else excluded.data_ptr()),
             *(tokens.data_ptr(), values.data_ptr(), rows, vocab, count, torch.get_num_threads()),

@@ -408,6 +408,7 @@ def _extend_kernel(
     reads,
     first_slot,
     slots_per_branch,
+    vocab_size,
     BRANCHES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -420,7 +421,7 @@ def _extend_kernel(
         read = tl.minimum(tl.load(count_ptr + sequence, mask=inside, other=0), reads)
     position = tl.load(first_ptr + sequence, mask=inside, other=0) + read + depth
     token = tl.load(chain_ptr + row.to(tl.int64) * chain_stride + depth, mask=inside, other=0)
-    tl.store(out_token_ptr + row, token, mask=inside)
+    tl.store(out_token_ptr + row, tl.minimum(token, vocab_size - 1), mask=inside)
     tl.store(out_position_ptr + row, position, mask=inside)
     tl.store(out_mapping_ptr + row, first_slot + row * slots_per_branch + depth, mask=inside)
     tl.store(out_decided_ptr + row, position + 1, mask=inside)
@@ -438,10 +439,12 @@ def extend_rows(
     reads: int,
     first_slot: int,
     slots_per_branch: int,
+    vocab_size: int,
     out: tuple[torch.Tensor, ...],
 ) -> None:
     """Inputs of a draft run's next forward pass: the newest token of every row (column `depth` of the chain).
 
+    Tokens beyond `vocab_size`, the draft's, become its last one: they have no embedding.
     `after`: accepted tokens before each branch of every sequence; None: one row per sequence, after the tokens read.
     Row r has the KV slots from `first_slot + r * slots_per_branch` on. `out`, per row: token, position, KV slot,
     position that it decides, slot of its sequence.
@@ -450,7 +453,7 @@ def extend_rows(
     _extend_kernel[(triton.cdiv(rows, _ROWS),)](
         *(slots, first, count, count if after is None else after, chain, *out),
         *(rows, 0 if after is None else after.stride(0), chain.stride(0)),
-        *(width, depth, reads, first_slot, slots_per_branch),
+        *(width, depth, reads, first_slot, slots_per_branch, vocab_size),
         BRANCHES=after is not None,
         BLOCK=_ROWS,
     )

@@ -187,13 +187,14 @@ def extend_rows(
     reads: int,
     first_slot: int,
     slots_per_branch: int,
+    vocab_size: int,
     out: tuple[torch.Tensor, ...],
 ) -> None:
     tokens, positions, mapping, decided, row_slots = (t.numpy() for t in out)
     rows = len(tokens)
     width = 1 if after is None else after.shape[1]
     read = np.minimum(count.numpy(), reads)[:, None] if after is None else after.numpy() + 1
-    tokens[:] = chain.numpy()[:rows, depth]
+    tokens[:] = np.minimum(chain.numpy()[:rows, depth], vocab_size - 1)
     positions[:] = (first.numpy()[:, None] + read + depth).ravel()
     mapping[:] = first_slot + np.arange(rows) * slots_per_branch + depth
     decided[:] = positions + 1

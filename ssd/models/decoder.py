@@ -27,7 +27,7 @@ class Vector:
 
     def __init__(self, width: int) -> None:
         self.width = width
-        self.value: torch.Tensor = torch.empty(0)
+        self.value: torch.Tensor = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {"weight": (self.width,)}

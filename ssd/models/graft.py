@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -267,15 +267,24 @@ def copy_scales(ratio: int) -> list[int]:
     return scales[::-1]
 
 
+def _index(values: Iterable[int]) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.int64, device="cpu")
+
+
+def _arange(length: int) -> torch.Tensor:
+    return torch.arange(length, dtype=torch.int64, device="cpu")
+
+
 def _same(length: int) -> Axis:
-    index = torch.arange(length)
-    return Axis(index, index, torch.ones(length))
+    index = _arange(length)
+    return Axis(index, index, torch.ones(length, dtype=torch.float32, device="cpu"))
 
 
 def _copies(length: int, scales: list[int]) -> Axis:
     """Scaled copies, one behind the other."""
-    index = torch.arange(length * len(scales))
-    return Axis(index, index % length, torch.tensor(scales).repeat_interleave(length).float())
+    index = _arange(length * len(scales))
+    scale = torch.tensor(scales, dtype=torch.float32, device="cpu")
+    return Axis(index, index % length, scale.repeat_interleave(length))
 
 
 def _head_positions(small_dim: int, big_dim: int) -> torch.Tensor:
@@ -283,16 +292,16 @@ def _head_positions(small_dim: int, big_dim: int) -> torch.Tensor:
 
     Both halves stay in one piece: sums over a head are then taken in the same order, zeros aside.
     """
-    index, half = torch.arange(small_dim), small_dim // 2
+    index, half = _arange(small_dim), small_dim // 2
     turning = index % half + index // half * (big_dim // 2)
-    others = torch.ones(big_dim, dtype=torch.bool).index_fill(0, turning, False).nonzero().flatten()
-    return torch.cat((turning, others))
+    free = torch.ones(big_dim, dtype=torch.bool, device=index.device).index_fill(0, turning, False)
+    return torch.cat((turning, free.nonzero().flatten()))
 
 
 def _head(positions: torch.Tensor, scales: list[int], small_dim: int) -> Axis:
     """A whole q or k head: scaled copies at the first positions, and nothing at the others."""
     copies = _copies(small_dim, scales)
-    source, scale = torch.zeros(len(positions), dtype=torch.int64), torch.zeros(len(positions))
+    source, scale = torch.zeros_like(positions), torch.zeros_like(positions, dtype=torch.float32)
     source[: len(copies.source)], scale[: len(copies.scale)] = copies.source, copies.scale
     return Axis(positions, source, scale)
 
@@ -311,6 +320,6 @@ def _seats(small: DecoderConfig, big: DecoderConfig) -> tuple[list[int], list[in
 
 def _in_heads(targets: Seq[int], sources: Seq[int], inner: Axis, big_dim: int, small_dim: int) -> Axis:
     """`inner` in every head."""
-    target = torch.tensor(targets)[:, None] * big_dim + inner.target
-    source = torch.tensor(sources)[:, None] * small_dim + inner.source
+    target = _index(targets)[:, None] * big_dim + inner.target
+    source = _index(sources)[:, None] * small_dim + inner.source
     return Axis(target.flatten(), source.flatten(), inner.scale.repeat(len(targets)))

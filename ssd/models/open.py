@@ -45,6 +45,15 @@ def open_checkpoint(model: str | os.PathLike[str], field: str = "model") -> Chec
     )
 
 
+def absolute_path(model: str) -> str:
+    """A name that `open_checkpoint` understands in any working directory: existing paths become absolute."""
+    if model.startswith(GRAFT_PREFIX):
+        base, _, shape = model.removeprefix(GRAFT_PREFIX).rpartition("@")
+        return f"{GRAFT_PREFIX}{absolute_path(base)}@{shape}"
+    path = Path(model).expanduser()
+    return str(path.absolute()) if path.exists() and model not in bundled_models() else model
+
+
 def open_graft(base: str, shape: str, field: str = "model") -> GraftCheckpoint:
     """`base`, which is anything that `open_checkpoint` opens, in one of the published shapes."""
     return GraftCheckpoint.of(open_checkpoint(base, field), shape, Path(base).name)

@@ -12,12 +12,12 @@ from ssd.models.config import RopeConfig
 def rope_tables(rope: RopeConfig, head_dim: int, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin, float32 [num_positions, head_dim / 2]."""
     frequencies, amplitude = _frequencies(rope, head_dim)
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
+    angles = torch.arange(num_positions, dtype=torch.float32, device="cpu")[:, None] * frequencies[None, :]
     return angles.cos() * amplitude, angles.sin() * amplitude
 
 
 def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     base = 1.0 / (rope.theta**exponent)
     if rope.scaling == "linear":
         return base / rope.factor, 1.0
@@ -46,7 +46,8 @@ def _yarn(base: torch.Tensor, rope: RopeConfig, head_dim: int) -> tuple[torch.Te
 
     low = max(math.floor(dimension(rope.beta_fast)), 0)
     high = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
-    ramp = ((torch.arange(head_dim // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
+    index = torch.arange(head_dim // 2, dtype=torch.float32, device=base.device)
+    ramp = ((index - low) / max(high - low, 0.001)).clamp(0, 1)
     amplitude = rope.attention_factor
     if amplitude is None:
         amplitude = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0

@@ -244,7 +244,7 @@ class Sampler:
             scores = logits / temperature[:, None]
             scores += noise.gumbel_of(keys, logits.shape[-1])
         else:
-            scores, index = logits.clone(), torch.tensor(sampled)
+            scores, index = logits.clone(), torch.tensor(sampled, dtype=torch.int64, device=logits.device)
             noisy = logits[index] / temperature[index, None]
             scores[index] = noisy.add_(noise.gumbel_of(keys[index], logits.shape[-1]))
         if needs.truncated:
@@ -328,7 +328,8 @@ def _largest(scores: torch.Tensor, count: int, excluded: torch.Tensor | None) ->
         named = (excluded >= 0).nonzero()[:, 0]
         scores = scores.clone()
         scores[named, excluded[named].long()] = -torch.inf
-    tokens, values = torch.zeros((len(scores), count), dtype=torch.int32), torch.full((len(scores), count), -torch.inf)
+    tokens = torch.zeros((len(scores), count), dtype=torch.int32, device=scores.device)
+    values = scores.new_full((len(scores), count), -torch.inf)
     for i, row in enumerate(scores.numpy()):
         found = np.argsort(-row, kind="stable")[:count]
         found = found[row[found] > -np.inf]

@@ -7,6 +7,7 @@ requests or the engine.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -44,6 +45,7 @@ class Tokenizer:
         self._token_texts: dict[int, str] = {}
         added = backend.get_added_tokens_decoder() if backend is not None else {}
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._whole: dict[int, bool] = {}  # see `is_whole`
         if backend is not None:
             backend.no_truncation()  # a limit baked into the file must not shorten prompts silently
             backend.no_padding()
@@ -99,6 +101,14 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Whether `decode(skip_special_tokens=True)` leaves this token out."""
         return token_id in self._special_ids
+
+    def is_whole(self, token_id: int) -> bool:
+        """Whether the token is whole characters: not invalid bytes, nor part of a character, nor nothing."""
+        whole = self._whole.get(token_id)
+        if whole is None:
+            text = self.decode([token_id], skip_special_tokens=False)
+            whole = self._whole[token_id] = bool(text) and _REPLACEMENT not in text
+        return whole
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; with special tokens, the tokenizer's own BOS (if it has one) comes first."""
@@ -309,6 +319,7 @@ def _optional_json(file: Path) -> dict[str, Any]:
 class IncrementalDecoder:
     """Incremental detokenizer: returns text as soon as it is final; the pieces together are the text of all tokens.
 
+    However tokens are grouped, the text is the same: each is decoded by itself, except for tokens of whole characters.
     A character may be spread over several tokens; until it is complete it decodes to U+FFFD and is held back. Each
     piece is decoded behind the tokens of the piece before, because the first token of a text is decoded differently
     (sentencepiece drops its leading space). Both lists stay short, so a token costs the same however long the text.
@@ -328,13 +339,21 @@ class IncrementalDecoder:
     def push(self, *token_ids: int) -> str:
         """Add tokens; returns the text that they complete, which may be empty."""
         visible = self._visible(token_ids)
-        if len(visible) > 1:
-            together = self._pending + visible
-            text = self._new_text(together)
-            if not text.endswith(_REPLACEMENT):
-                self._pending = together
-                return self._commit(len(together), text)
-        return "".join(self._push(token_id) for token_id in visible)
+        if len(visible) == 1:
+            return self._push(visible[0])
+        runs = itertools.groupby(visible, self._tokenizer.is_whole)
+        return "".join(self._push_whole(list(run)) if whole else self._push_each(run) for whole, run in runs)
+
+    def _push_whole(self, ids: list[int]) -> str:
+        """Tokens of whole characters, together: the text and the context are those of one after the other."""
+        if len(ids) == 1 or self._pending or self._context_text.endswith(_REPLACEMENT):
+            return self._push_each(ids)
+        text, self._context = self._new_text(ids), ids[-1:]
+        self._context_text = self._decode(self._context)
+        return text
+
+    def _push_each(self, ids: Iterable[int]) -> str:
+        return "".join(map(self._push, ids))
 
     def _push(self, token_id: int) -> str:
         self._pending.append(token_id)

@@ -26,6 +26,8 @@ import torch
 from fakes import VOCAB, Expected, make_harness, make_sequence, naive
 
 import ssd
+from ssd.assembly import drafters
+from ssd.config import EngineConfig, SpeculationConfig
 from ssd.core import Origin, Outcome, Proposal, SamplingParams, Sequence, Work
 from ssd.decoding.drafter import Drafter, never
 from ssd.drafting.process import ProcessDrafter
@@ -792,3 +794,33 @@ def test_a_worker_runs_no_code_of_the_current_directory(tmp_path: Path) -> None:
     code = code.replace("main()", "import numpy, ssd; print(ssd.__file__)")
     done = subprocess.run([*interpreter, code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout.strip(), done.stderr) == (ssd.__file__, "")
+
+
+def test_a_worker_finds_a_relative_draft_after_a_change_of_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main program may call chdir before the worker has to be started again."""
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    (home / "draft").mkdir(parents=True)
+    elsewhere.mkdir()
+    starts, setups = list[Callable[[], object]](), list[Any]()
+
+    class Recorded:
+        def __init__(self, start: Callable[[], object], *_: object, **__: object) -> None:
+            starts.append(start)
+
+        def wait_ready(self, timeout: float) -> bool:
+            return True
+
+    monkeypatch.setattr(drafters, "ProcessDrafter", Recorded)
+    monkeypatch.setattr(drafters, "Worker", lambda setup, **_: setups.append(setup))
+    monkeypatch.setattr(drafters.torch, "set_num_threads", lambda _: None)
+    monkeypatch.chdir(home)
+    for draft in ("draft", "graft:./draft@llama-3.1-8b", "tiny-llama-draft", "org/name"):
+        speculation = SpeculationConfig(mode="ssd", draft=draft)
+        drafters.start_worker(EngineConfig(model="tiny-llama", device="cpu", speculation=speculation), 10)
+    monkeypatch.chdir(elsewhere)
+    for start in starts:
+        start()
+    found = [setup["config"]["speculation"]["draft"] for setup in setups]
+    assert found == [f"{home}/draft", f"graft:{home}/draft@llama-3.1-8b", "tiny-llama-draft", "org/name"]

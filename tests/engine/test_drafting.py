@@ -444,6 +444,17 @@ def plan(
     return [list(zip(a, r, strict=True)) for a, r in zip(after.tolist(), rank.tolist(), strict=True)]
 
 
+@pytest.mark.parametrize("counts", [(0, 2, 2), (0, 0, 1), (2, 0, 0), (0, 16, 0)])
+@pytest.mark.parametrize("width", [1, 3, 20])
+def test_lists_without_branches_for_a_short_draft_have_one_after_it(counts: tuple[int, ...], width: int) -> None:
+    policy = Listed(counts, counts)
+    for drafted in range(3):
+        outcomes = policy.outcomes(OutcomeStatistics(), drafted, True, width)
+        assert outcomes
+        assert all(after <= drafted for after, _ in outcomes)
+    assert len(policy.constants(OutcomeStatistics(), 2, width)) == 2 * 3 * width * 2
+
+
 @given(
     st.sampled_from(POLICIES),
     st.lists(st.tuples(st.lists(st.floats(0, 20, width=32), max_size=K), st.booleans()), min_size=1, max_size=4),

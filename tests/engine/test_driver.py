@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import gc
+import os
 import random
 import signal
 import subprocess
@@ -444,3 +445,29 @@ def test_the_interpreter_ends_with_requests_running() -> None:
     command = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+
+
+def test_a_forked_process_is_told_at_once_that_it_has_no_engine(driver: Driver, harness: Harness) -> None:
+    """It has no engine's thread, and would wait for ever: for new requests, old ones and calls."""
+    begun, free = held(harness)
+    running = driver.submit([1, 2], SHORT)
+    assert begun.wait(30)
+    child = os.fork()
+    if child == 0:
+        told = 0
+        for ask in (lambda: driver.submit([1], SHORT), running.result, lambda: driver.call(lambda engine: engine)):
+            try:
+                ask()
+            except EngineClosed as error:
+                told += "spawn" in str(error)
+        driver.close()
+        os._exit(told)
+    free.set()
+    end = time.monotonic() + 30
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+        time.sleep(0.01)
+    if ended == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(ended[1]) == 3
+    assert running.result().token_ids == expected([1, 2], SHORT)

@@ -147,7 +147,9 @@ ODD_PROMPTS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("prompts", ODD_PROMPTS, ids=lambda p: ascii(p) if not isinstance(p, memoryview) else "memoryview")
+@pytest.mark.parametrize(
+    "prompts", ODD_PROMPTS, ids=lambda p: ascii(p) if not isinstance(p, memoryview) else "memoryview"
+)
 def test_odd_prompts_are_refused_by_name(llm: LLM, prompts: Any) -> None:
     """Catches raw TypeErrors, and one odd prompt that takes the others with it."""
     try:

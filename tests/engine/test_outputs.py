@@ -6,6 +6,7 @@ The tokenizer is made on the spot: ids 0..255 are the bytes, then an end token, 
 from __future__ import annotations
 
 import itertools
+import timeit
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 
 from ssd.core import FinishReason, Outcome, SamplingParams, TokenLogprobs, sequence_seed
 from ssd.engine.driver import Driver
-from ssd.engine.outputs import OutputProcessor, refused
+from ssd.engine.outputs import OutputProcessor, StopStrings, refused
 from ssd.llm import LLM
 from ssd.text.tokenizer import Tokenizer
 
@@ -212,6 +213,17 @@ def test_streams_against_a_naive_search(text: str, stops: list[str], cuts: list[
 
 
 # --- stop tokens, lengths ---------------------------------------------------------------------------------------------
+
+
+def test_a_thousand_stop_strings_cost_no_milliseconds() -> None:
+    """All begin and end alike, so that an index by first or last characters alone does not help."""
+    stops = StopStrings(f" zz{i} end" for i in range(1000))
+    text = "a word zz7 ended zz12 en" * 20
+    assert stops.start(text, len(text) - 5) is None
+    assert stops.held_back(text) == len(" zz12 en")
+    search = timeit.repeat(lambda: (stops.start(text, len(text) - 5), stops.held_back(text)), number=1, repeat=50)
+    assert min(search) < 0.0002  # a search for each string takes several times as long
+    assert stops.start(text + "d", len(text)) == text.rindex(" zz12")
 
 
 @pytest.mark.parametrize("outcome", [[97, EOS], [97, EOS, 98, EOS], [97, EOS, EOS]])

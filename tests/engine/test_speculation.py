@@ -293,6 +293,47 @@ def test_a_draft_with_a_smaller_or_larger_vocabulary(
             assert llm.engine.metrics.spec_decode_num_drafts > 0
 
 
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_a_prompt_beyond_the_drafts_positions_leaves_the_others_their_drafts(
+    target: str, mode: str, tmp_path: Path
+) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64, initializer_range=0.3,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    speculation = {"mode": mode, "draft": str(tmp_path), "k": 3} | ({"placement": "inline"} if mode == "ssd" else {})
+    with LLM(target, device="cpu", max_num_seqs=2, speculation=speculation) as llm:
+        long, short = llm.generate([[7] * 100, [8, 9]], SamplingParams(max_new_tokens=16))
+        assert llm.engine.metrics.drafter_failures == 0
+    assert (long.metrics.drafted, long.metrics.rounds) == (0, 16)
+    assert short.metrics.drafted > 0
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_no_token_beyond_the_drafts_vocabulary_enters_its_embedding(
+    target: str, acceptance: str, tmp_path: Path
+) -> None:
+    """Not even as the first token of a branch that is only there to fill the batch."""
+    config = transformers.LlamaConfig(
+        vocab_size=20, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64, initializer_range=0.3,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    speculation = {"mode": "ssd", "draft": str(tmp_path), "k": 3, "placement": "inline", "acceptance": acceptance}
+    with LLM(target, device="cpu", max_num_seqs=2, speculation=speculation) as llm:
+        drafter: Any = llm.engine.round.drafter
+        ops, seen = drafter.model.runner.runner.decoder.embedding, list[int]()
+        embed = ops.embed
+        ops.embed = lambda tokens: seen.extend(tokens.tolist()) or embed(tokens)
+        known = dict.fromkeys(range(20), 100.0)  # the target says nothing else
+        params = SamplingParams(temperature=1.0, top_k=2, logit_bias=known, seed=1, max_new_tokens=24)
+        llm.generate([[5, 6, 7], [8, 9]], params)
+        assert llm.engine.metrics.drafter_failures == 0
+    assert len(seen) > 100
+    assert max(seen) < 20
+
+
 @pytest.mark.slow  # tests/engine/test_rejection.py tests the distributions
 def test_rejection_keeps_greedy_text_and_finishes(target: str, stranger: str, alone: Answers) -> None:
     sd, inline = {"mode": "sd"}, {"mode": "ssd", "placement": "inline"}
@@ -541,35 +582,88 @@ def test_a_drafter_that_raises_costs_no_request(target: str, alone: Answers, whe
 
 
 def test_a_drafter_that_goes_on_failing_is_asked_less_and_less() -> None:
-    """Twice as many rounds go by after every failure; and it starts afresh with all sequences of the round."""
+    """Twice as many rounds go by after every failure; and it starts afresh with the sequences it was asked for."""
 
     class Hopeless(Drafter):
         lookahead = 2
         forgotten = 0
 
         def propose(self, works: Sequence[Work]) -> list[Proposal]:
-            asked.append(harness.engine.metrics.num_rounds)
+            asked.append((harness.engine.metrics.num_rounds, len(works)))
             raise RuntimeError("out of order")
 
         def forget(self, sequence: Text) -> None:
             self.forgotten += 1
 
-    drafter, asked = Hopeless(), list[int]()
+    drafter, asked = Hopeless(), list[tuple[int, int]]()
     harness = make_harness(drafter=drafter, max_model_len=256)
     for i in range(2):
         harness.engine.add([1, 2, 3 + i], SamplingParams(max_new_tokens=100))
     while harness.engine.has_work:
         harness.step()
     assert len(harness.outputs) == 2
-    assert asked == [0, 2, 6, 14, 30, 62]
-    assert drafter.forgotten == 2 * len(asked) + 2  # and when they have finished
+    rounds = [round_ for round_, _ in asked]
+    assert rounds[:4] == [0, 2, 6, 16]
+    assert all(later - earlier >= 2 ** (i + 1) for i, (earlier, later) in enumerate(itertools.pairwise(rounds)))
+    assert drafter.forgotten == sum(count for _, count in asked) + 2  # and when they have finished
     assert harness.engine.metrics.drafter_failures == len(asked)
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("where", CALLS)
+def test_a_request_that_a_drafter_cannot_serve_leaves_the_others_their_drafts(
+    where: str, late: bool, run_ahead: bool
+) -> None:
+    """Whether it joins others or comes with them: it is soon asked for seldom, and they get drafts in most rounds."""
+
+    class Picky(Broken):
+        def __init__(self) -> None:
+            super().__init__("nowhere")
+            self.drafted = Counter[bool]()
+
+        def _check(self, name: str, works: Sequence[Work]) -> None:
+            bad = [work.sequence.request.id == "bad" for work in works]
+            if name == "propose":
+                self.drafted.update(bad)
+            if name == where and any(bad):
+                raise RuntimeError("out of order")
+
+        def propose(self, works: Sequence[Work]) -> list[Proposal]:
+            self._check("propose", works)
+            return super().propose(works)
+
+        def settle(self, works: Sequence[Work]) -> None:
+            self._check("settle", works)
+
+        def prepare(self, works: Sequence[Work], interrupted: Callable[[], bool] = never) -> None:
+            self._check("prepare", works)
+
+        def observe(self, works: Sequence[Work], outcomes: Sequence[Outcome | None], seconds: float) -> None:
+            self._check("observe", works)
+
+    drafter = Picky()
+    harness = make_harness(drafter=drafter, max_model_len=256, num_blocks=400, run_ahead=run_ahead)
+    params = SamplingParams(max_new_tokens=200)
+    for i in range(3):
+        harness.engine.add([1, 2, 3 + i], params, f"good-{i}")
+    for _ in range(5 * late):
+        harness.step()
+    harness.engine.add([9, 9], params, "bad")
+    while harness.engine.has_work:
+        harness.step()
+    rounds = harness.engine.metrics.num_rounds
+    assert len(harness.outputs) == 4
+    assert all(output.error is None for output in harness.outputs.values())
+    assert rounds > 150
+    assert drafter.drafted[True] < 20
+    assert drafter.drafted[False] > 3 * (rounds - (35 if late else 55))
 
 
 def fail_now_and_then(engine: Engine, where: str, after: bool) -> list[str]:
     """Every fourth call of that method raises, before its work or after it; returns a list of the failures.
 
-    The engine's count of failures is set back, so that its pauses stay short.
+    The count of failures is set back, so that rests stay short.
     """
     drafter, failures, calls = engine.round.drafter, list[str](), itertools.count(1)
     method = getattr(drafter, where)
@@ -578,7 +672,7 @@ def fail_now_and_then(engine: Engine, where: str, after: bool) -> list[str]:
         fails = next(calls) % 4 == 0
         result = None if fails and not after else method(*arguments)
         if fails:
-            engine.round.stats.drafter_failures = 0
+            engine.round.isolation.failures = 0
             failures.append(where)
             raise RuntimeError("out of order")
         return result

@@ -437,3 +437,15 @@ def test_find_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake.chmod(0o755)
     monkeypatch.setenv("CC", "mycc -m64")
     assert cpu.find_compiler() == [str(fake), "-m64"]
+
+
+def test_wrong_dtypes_are_refused_instead_of_read_as_bytes(kernels: cpu.Kernels) -> None:
+    packed = kernels.pack_linear(torch.ones(4, 8))
+    for call in (
+        lambda: kernels.linear(torch.ones(1, 8, dtype=torch.bfloat16), packed),
+        lambda: kernels.embedding(packed, torch.zeros(1, dtype=torch.int16)),
+        lambda: kernels.gumbel(torch.zeros(1, dtype=torch.int32), 8, 1, 2, 3),
+        lambda: kernels.best(torch.zeros(1, 8, dtype=torch.float64), 2, None),
+    ):
+        with pytest.raises(TypeError):
+            call()

@@ -386,3 +386,45 @@ def test_streams_of_a_long_random_mixture(real: tuple[Tokenizer, Path]) -> None:
 
     ids = list(stretches())
     assert streamed(real[0], ids) == real[0].decode(ids)
+
+
+def metaspace() -> Tokenizer:
+    """A small tokenizer of the sentencepiece unigram kind."""
+    pieces = [(piece, -1.0) for piece in ("<unk>", "▁", "▁Hello", "▁world", "a", "b", "▁a", "é", "!", "lo", "中")]
+    backend = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0))
+    backend.decoder = decoders.Metaspace()
+    return Tokenizer(backend)
+
+
+def straddling() -> Tokenizer:
+    """Byte-level, with tokens that end inside of characters."""
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    shown = "".join(part for part, _ in split.pre_tokenize_str("a你好🙂b"))  # a character stands for each byte
+    parts = [shown[i : i + n] for n in (2, 3, 4, 5) for i in range(len(shown) - n + 1)]
+    symbols = dict.fromkeys([*sorted(split.alphabet()), *parts])
+    backend = tokenizers.Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(symbols)}, []))
+    backend.pre_tokenizer, backend.decoder = split, decoders.ByteLevel()
+    return Tokenizer(backend)
+
+
+@pytest.mark.parametrize("kind", ["byte fallback", "byte level", "metaspace"])
+def test_text_does_not_depend_on_how_tokens_are_grouped(spm: Tokenizer, kind: str) -> None:
+    """Random tokens, half of them bytes: prompts and outputs that end inside a character, invalid bytes, specials."""
+    tokenizer = {"byte fallback": lambda: spm, "byte level": straddling, "metaspace": metaspace}[kind]()
+    dice = random.Random(3)
+    characters = [tokenizer.encode(text, add_special_tokens=False) for text in ("é", "中", "🙂", "a", "Hello")]
+
+    def some() -> list[int]:
+        groups = [dice.choice([*characters, [dice.randrange(tokenizer.vocab_size)]]) for _ in range(dice.randrange(9))]
+        ids = [token for group in groups for token in group]
+        return ids[: dice.randint(len(ids) // 2, len(ids))]
+
+    for _ in range(400):
+        prompt, ids = some(), some()
+        one_by_one = "".join(decode_stream(tokenizer, ids, prompt))
+        for _ in range(3):
+            decoder, left, text = IncrementalDecoder(tokenizer, prompt), ids, ""
+            while left:
+                size = dice.randint(1, len(left))
+                text, left = text + decoder.push(*left[:size]), left[size:]
+            assert text + decoder.flush() == one_by_one, (prompt, ids)

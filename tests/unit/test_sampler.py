@@ -246,6 +246,22 @@ def test_counting_decided_tokens_is_setting_them_as_output() -> None:
     assert torch.equal(columns.counts, expected.counts)
 
 
+def test_integers_and_huge_values_are_taken_as_they_are() -> None:
+    """Whatever is legal: they must not raise for the whole batch."""
+    plain = SamplingParams(temperature=1.0, top_k=200, logit_bias={3: 2.0}, presence_penalty=1.0, min_tokens=9)
+    odd = SamplingParams(
+        temperature=1, top_k=2**63, logit_bias={3: 2}, presence_penalty=1, min_tokens=2**63, max_new_tokens=2**64
+    )
+    logits = torch.randn(1, 200, generator=torch.Generator().manual_seed(1))
+    found = []
+    for params in (plain, odd):
+        columns = SamplingColumns(1, 200, CPU)
+        columns.set(0, params, 2**64 - 1, [1], [2], [3])
+        rows = Rows(torch.tensor([0], dtype=torch.int32), torch.tensor([2], dtype=torch.int32))
+        found.append(Sampler(columns).best(logits.clone(), rows, Needs.of([params]), 5)[0].tolist())
+    assert found[0] == found[1]
+
+
 def test_draws_follow_the_distribution() -> None:
     n, weights = 4000, torch.tensor([0.1, 0.5, 0.0, 0.4], dtype=torch.float64)
     columns = SamplingColumns(1, 4, CPU)

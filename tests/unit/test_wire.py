@@ -101,7 +101,7 @@ def carried(payload: Words, kind: Kind = Kind.ROUND, number: int = 7) -> Words:
     """The payload, as it comes out at the other end."""
     here, there = channels()
     here.post(Message(kind, number, payload))
-    message = there.receive(timeout=0.0)
+    message = there.receive(timeout=10.0)
     assert message is not None
     assert (message.kind, message.round) == (kind, number)
     here.close()
@@ -166,6 +166,15 @@ def test_what_is_prepared_crosses_unchanged(sent: dict[int, dict[tuple[int, int]
     for wrong in (payload[:-1], np.append(payload, 0)):
         with pytest.raises(WireError):
             decode_prepared(wrong, VOCAB)
+
+
+def test_lengths_may_be_beyond_a_small_vocabulary() -> None:
+    """Only tokens have to be in it: a truthful worker with more draft tokens than that is not lost."""
+    sent = {7: {(4, 1): (0, 1, 0, 1), (3, 0): (1, 1, 1)}}
+    assert decode_prepared(encode_prepared(sent), 2) == sent
+    for wrong in ({7: {(4, 2): (0,)}}, {7: {(4, 1): (0, 2)}}, {7: {(-1, 1): (0,)}}):
+        with pytest.raises(WireError):
+            decode_prepared(encode_prepared(wrong), 2)
 
 
 @given(st.dictionaries(st.text(), st.none() | st.integers() | st.text() | st.lists(st.floats(0, 1))))
