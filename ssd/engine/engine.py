@@ -283,7 +283,7 @@ class Engine:
             log.error("%d rounds in a row have failed: the engine ends everything and takes no more", _MOST_FAILURES)
             self._failure = error.with_traceback(None)  # a traceback keeps the round's tensors alive
             failed = set(self._requests)
-        elif len(involved) > 1:
+        elif len({work.sequence.request.id for work in works}) > 1:
             failed = {id_ for id_ in involved if self._requests[id_].failed_rounds >= _MOST_FAILURES}
             self.scheduler.suspect(sequences)
         for request_id in failed:
