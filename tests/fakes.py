@@ -188,7 +188,7 @@ class FakeDecoder(BareDecoder):
     def _seen(self, batch: DeviceBatch) -> SeenBatch:
         tensors = (batch.token_ids, batch.positions, batch.slot_mapping, batch.query_start, batch.context_len)
         tokens, positions, slots, starts, context = (tensor.tolist() for tensor in tensors)
-        if slots == [-1]:  # a probe
+        if batch.table_rows.tolist() == [len(batch.block_tables) - 1]:  # a probe: the slot of padding
             return SeenBatch([], [], [], [0], [], [], [], [])
         if starts[-1] != len(tokens):
             raise KVError(f"{len(tokens)} query tokens, but the sequences end at {starts[-1]}")

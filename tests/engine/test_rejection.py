@@ -549,11 +549,15 @@ def smallest_p(trial: Trial, tokens: torch.Tensor) -> float:
     return min(found)
 
 
+FEW = ("plain", "Saguaro and cut", "ahead", "looked up", "narrow draft")
 SEEDS = [pytest.param(2500, id="fast"), pytest.param(25_000, id="many", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("num_seeds", SEEDS)
-@pytest.mark.parametrize("trial", TRIALS.values(), ids=TRIALS.keys())
+@pytest.mark.parametrize(
+    "trial",
+    [pytest.param(t, id=name, marks=() if name in FEW else pytest.mark.slow) for name, t in TRIALS.items()],
+)
 def test_the_engine_keeps_the_distribution(trial: Trial, num_seeds: int) -> None:
     """Catches dependent noise, and a q that the draft was not drawn from: every position by chi-squared.
 
@@ -691,6 +695,7 @@ ENGINE_MISTAKES: dict[str, tuple[Any, str, Any]] = {
 }
 
 
+@pytest.mark.slow  # a test of the tests
 @pytest.mark.parametrize(("owner", "name", "wrong"), ENGINE_MISTAKES.values(), ids=ENGINE_MISTAKES.keys())
 def test_chi_squared_catches(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, wrong: Any) -> None:
     """Catches a chi-squared test without power: each mistake must show with fewer seeds than the fast test has."""

@@ -404,7 +404,7 @@ MEDDLING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("run_ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("meddling", MEDDLING)
 @pytest.mark.parametrize("mode", ["sd", "jit", "fast"])
 def test_a_draft_of_the_target_itself_is_right(target: str, mode: str, meddling: str, run_ahead: bool) -> None:
@@ -569,7 +569,7 @@ class Broken(Drafter):
         self._call("forget")
 
 
-@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("run_ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("where", [*CALLS, "forget", "count"])
 def test_a_drafter_that_raises_costs_no_request(target: str, alone: Answers, where: str, run_ahead: bool) -> None:
     with LLM(target, device="cpu", max_num_seqs=5, speculation={"mode": "sd", "draft": "ngram"}) as llm:
@@ -683,7 +683,10 @@ def fail_now_and_then(engine: Engine, where: str, after: bool) -> list[str]:
 
 @pytest.mark.parametrize(
     ("after", "run_ahead"),
-    [(False, False), (True, True), *(pytest.param(*p, marks=pytest.mark.slow) for p in [(False, True), (True, False)])],
+    [
+        (True, True),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in [(False, False), (False, True), (True, False)]),
+    ],
 )
 @pytest.mark.parametrize("where", CALLS)
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
