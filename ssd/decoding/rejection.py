@@ -15,8 +15,8 @@ import torch
 
 from ssd.core import Outcome, Work
 from ssd.execution.clock import Clock, now
-from ssd.execution.state import to_device
 from ssd.execution.target import Hook, RawLogits, Target, Verification, first_logit_rows
+from ssd.kernels.transfers import to_device
 from ssd.sampling.noise import Stream, uniform
 from ssd.sampling.sampler import Needs, Rows
 

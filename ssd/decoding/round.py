@@ -117,7 +117,7 @@ class Round:
         except Exception as error:
             log.debug("the round after a failed one failed, too", exc_info=error)
 
-    def works(self) -> bool:
+    def can_compute(self) -> bool:
         """Whether the device still computes: a forward pass of padding."""
         try:
             self.target.probe()

@@ -27,8 +27,8 @@ from ssd.execution.batch import round_kernels
 from ssd.execution.clock import Clock, StreamClock, now
 from ssd.execution.graphs import capture
 from ssd.execution.runner import ModelRunner
-from ssd.execution.state import to_host, upload
 from ssd.kernels.ops import Branches, DeviceBatch
+from ssd.kernels.transfers import to_host, upload
 from ssd.sampling.noise import Stream
 from ssd.sampling.sampler import Needs, Rows, Sampler, reweighted
 

@@ -279,7 +279,7 @@ class Engine:
         for request_id in involved:
             self._requests[request_id].failed_rounds += 1
         failed = involved
-        if self._num_failures >= _MOST_FAILURES and not self.round.works():
+        if self._num_failures >= _MOST_FAILURES and not self.round.can_compute():
             log.error("%d rounds in a row have failed: the engine ends everything and takes no more", _MOST_FAILURES)
             self._failure = error.with_traceback(None)  # a traceback keeps the round's tensors alive
             failed = set(self._requests)

@@ -45,6 +45,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
+    @property
+    def _is_in_flight(self) -> bool:
+        """Whether a round in flight may use KV blocks: none is preempted before it is collected."""
+        return bool(self.leaving) or any(sequence.in_flight is not None for sequence in self.running)
+
     def schedule(self) -> list[Work] | None:
         """The next batch: every decoding sequence, then prefill chunks of running and newly admitted ones.
 
@@ -108,7 +113,7 @@ class Scheduler:
         if sequence.status is Status.RUNNING:
             return self._reserve(self._plan([sequence]))
         while (work := self._admit_one(sequence, self.max_num_batched_tokens)) is None:
-            if self.leaving or any(s.in_flight is not None for s in self.running):
+            if self._is_in_flight:
                 return None
             self.preempt(self.running[-1])
         return [work]
@@ -164,7 +169,7 @@ class Scheduler:
             while work is not None and sequence.status is Status.RUNNING:
                 if self.pool.grow(sequence.kv, _reach(work)):
                     break
-                if self.leaving or any(s.in_flight is not None for s in self.running):
+                if self._is_in_flight:
                     return None
                 self.preempt(self.running[-1])
         return [work for work in planned.values() if work.sequence.status is Status.RUNNING]

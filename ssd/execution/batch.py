@@ -16,9 +16,10 @@ import numpy.typing as npt
 import torch
 
 from ssd.core import Work
-from ssd.execution.state import SequenceState, upload
+from ssd.execution.state import SequenceState
 from ssd.kernels import rounds_cpu
 from ssd.kernels.ops import DeviceBatch
+from ssd.kernels.transfers import upload
 from ssd.sampling.sampler import Rows
 
 _Ints = npt.NDArray[np.int32]

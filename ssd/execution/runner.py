@@ -62,7 +62,7 @@ class ModelRunner:
 
     def warm_up(self, max_tokens: int) -> None:
         """Compiles the kernels of all prefill sizes, so that no request waits for it."""
-        large = [n * 2**i // 2 + 1 for i in range(8, 16) for n in (2, 3)]  # one in each interval of 1.5 or 1.33
+        large = [n * 2**i // 2 + 1 for i in range(8, 16) for n in (2, 3)]  # one for each bucket of `kernels.cublaslt`
         for rows in sorted({min(n, max_tokens) for n in (20, 40, 100, 300, *large)}):
             self.forward(Batch([self.state.padding], [0], [rows], [1]))  # the padding slot has no KV blocks
 

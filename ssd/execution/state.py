@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ssd.core import Sequence
+from ssd.kernels.transfers import to_device
 from ssd.sampling.sampler import SamplingColumns
 
 
@@ -108,25 +109,3 @@ class DeviceBlockTables:
         if places:
             both = to_device(np.array([places, values]), self.tensor.device)
             self.tensor.view(-1).index_copy_(0, both[0], both[1].int())
-
-
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copies to the device, on a GPU asynchronously (from pinned memory)."""
-    tensor = torch.from_numpy(array)
-    if device.type != "cuda":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def upload(array: np.ndarray, to: torch.Tensor) -> None:
-    """Copies into an existing tensor, as `to_device` does."""
-    tensor = torch.from_numpy(array)
-    to.copy_(tensor.pin_memory() if to.is_cuda else tensor, non_blocking=True)
-
-
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copies to the host; from a GPU asynchronously, complete when the stream has reached this point."""
-    if not tensor.is_cuda:
-        return tensor.clone()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)

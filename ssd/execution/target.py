@@ -18,7 +18,8 @@ from ssd.execution.batch import Batch
 from ssd.execution.clock import Clock, now
 from ssd.execution.graphs import BatchGraph, capture
 from ssd.execution.runner import Forward, ModelRunner
-from ssd.execution.state import SequenceState, to_device, to_host
+from ssd.execution.state import SequenceState
+from ssd.kernels.transfers import to_device, to_host
 from ssd.sampling.sampler import Needs, Sampler, top_logprobs
 
 Hook = Callable[[], None]

@@ -20,6 +20,7 @@ import torch
 
 from ssd.core import SamplingParams
 from ssd.kernels import cpu
+from ssd.kernels.transfers import upload
 from ssd.sampling import noise
 from ssd.sampling.noise import Stream
 
@@ -101,13 +102,13 @@ class SamplingColumns:
             bias = np.zeros(self.vocab_size, dtype=np.float32)
             ids = self._in_vocabulary(params.logit_bias)
             bias[ids] = [params.logit_bias[int(t)] for t in ids]
-            _send(bias, self.allocate_tables()[0][slot])
+            upload(bias, self.allocate_tables()[0][slot])
         if params.penalised or params.min_tokens:
             flags |= _HAS_COUNTS
             counts = np.bincount(self._in_vocabulary(output), minlength=self.vocab_size).astype(np.int32) * _ONE_OUTPUT
             counts[self._in_vocabulary(prompt)] |= _IN_PROMPT
             counts[self._in_vocabulary(stop_token_ids)] |= _IS_STOP
-            _send(counts, self.allocate_tables()[1][slot])
+            upload(counts, self.allocate_tables()[1][slot])
         row = np.zeros(self._packed.shape[1], dtype=np.int32)
         row[:2].view(np.int64)[0] = noise.signed(noise.seed_key(seed))
         row[2:5].view(np.float32)[:] = (
@@ -119,7 +120,7 @@ class SamplingColumns:
         row[6:9].view(np.float32)[:] = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         row[9] = min(len(prompt) + params.min_tokens, _INT32_MAX)
         row[10] = flags
-        _send(row, self._packed[slot])
+        upload(row, self._packed[slot])
 
     def count(self, slots: torch.Tensor, tokens: torch.Tensor, valid: torch.Tensor) -> None:
         """Counts decided tokens of slots for the penalties: [N] each, those that are not `valid` are ignored."""
@@ -337,8 +338,3 @@ def _largest(scores: torch.Tensor, count: int, excluded: torch.Tensor | None) ->
         if not len(found) or not (row < np.inf).all():
             tokens[i, 0] = -1
     return tokens, values
-
-
-def _send(values: np.ndarray, to: torch.Tensor) -> None:
-    host = torch.from_numpy(values)
-    to.copy_(host.pin_memory() if to.is_cuda else host, non_blocking=True)

@@ -276,17 +276,21 @@ def test_small_chunks(target: str, stranger: str, alone: Answers, chunk: int) ->
         assert answers(llm, PROMPTS, PARAMS, 64) == alone
 
 
+def save_small_draft(path: Path, vocab_size: int) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64, initializer_range=0.3,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+
+
 def test_a_draft_with_a_smaller_or_larger_vocabulary(
     target: str, alone: Answers, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     for vocabulary in (312, 400):
         path = tmp_path_factory.mktemp("other-vocabulary")
         torch.manual_seed(1)
-        config = transformers.LlamaConfig(
-            vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-            max_position_embeddings=64, initializer_range=0.3,
-        )  # fmt: skip
-        transformers.LlamaForCausalLM(config).save_pretrained(path)
+        save_small_draft(path, vocabulary)
         speculation = {"mode": "sd", "draft": str(path), "k": 3}
         with LLM(target, device="cpu", max_num_seqs=16, speculation=speculation) as llm:
             assert answers(llm, PROMPTS, PARAMS, 16) == alone
@@ -297,11 +301,7 @@ def test_a_draft_with_a_smaller_or_larger_vocabulary(
 def test_a_prompt_beyond_the_drafts_positions_leaves_the_others_their_drafts(
     target: str, mode: str, tmp_path: Path
 ) -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-        max_position_embeddings=64, initializer_range=0.3,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    save_small_draft(tmp_path, 320)
     speculation = {"mode": mode, "draft": str(tmp_path), "k": 3} | ({"placement": "inline"} if mode == "ssd" else {})
     with LLM(target, device="cpu", max_num_seqs=2, speculation=speculation) as llm:
         long, short = llm.generate([[7] * 100, [8, 9]], SamplingParams(max_new_tokens=16))
@@ -315,11 +315,7 @@ def test_no_token_beyond_the_drafts_vocabulary_enters_its_embedding(
     target: str, acceptance: str, tmp_path: Path
 ) -> None:
     """Not even as the first token of a branch that is only there to fill the batch."""
-    config = transformers.LlamaConfig(
-        vocab_size=20, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-        max_position_embeddings=64, initializer_range=0.3,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    save_small_draft(tmp_path, 20)
     speculation = {"mode": "ssd", "draft": str(tmp_path), "k": 3, "placement": "inline", "acceptance": acceptance}
     with LLM(target, device="cpu", max_num_seqs=2, speculation=speculation) as llm:
         drafter: Any = llm.engine.round.drafter
