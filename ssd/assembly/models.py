@@ -43,7 +43,7 @@ def load_decoder(
     beyond: int = 0,
     scratch_slots: int = 0,
 ) -> Loaded:
-    """Loads weights, and allocates attention scratch for the state's positions and `beyond` more."""
+    """Loads weights and allocates attention scratch; rotary tables have `beyond` more positions than the state."""
     device = state.device
     ops, dtype = make_ops(device), resolve_dtype(config, checkpoint.config, device)
     positions = state.max_positions + beyond
@@ -55,7 +55,7 @@ def load_decoder(
         *(checkpoint.path.name, gib(weight_bytes(checkpoint.config, dtype)), str(dtype).removeprefix("torch.")),
         *(device_name(device), kernels_of(ops), time.perf_counter() - began),
     )
-    ops.reserve(max_rows, positions, decoder.layers[0].heads, device)
+    ops.reserve(decoder.layers[0].heads, device)
     return Loaded(decoder, max_len, max_rows, scratch_slots)
 
 

@@ -482,7 +482,7 @@ class DraftRunner:
             context_len=context,
             logit_rows=logit_rows,
             tiles=constants.read_tiles,
-            split_kv=True,
+            prefill_tiles=None,
             block_tables=self.runner.tables.tensor[:, 1:],
             table_rows=slots,
         )
@@ -513,7 +513,7 @@ class DraftRunner:
             context_len=positions,  # not used for branches
             logit_rows=None,
             tiles=constants.tiles,
-            split_kv=True,
+            prefill_tiles=None,
             branches=Branches(depth, self.lookahead),
             block_tables=self.runner.tables.tensor[:, 1:],
             table_rows=inputs.slots(n),
@@ -576,7 +576,7 @@ class DraftRunner:
     def _tiles(self, sequences: int, queries: int) -> torch.Tensor:
         """Attention tiles of sequences with `queries` rows each."""
         decoder = self.runner.decoder
-        tile = decoder.ops.tile_tokens(decoder.layers[0].heads, True)
+        tile = decoder.ops.tile_tokens(decoder.layers[0].heads, prefill=False)
         each = -(-queries // tile)
         sequence = torch.arange(sequences, dtype=torch.int32, device=self.device).repeat_interleave(each)
         first = (torch.arange(each, dtype=torch.int32, device=self.device) * min(tile, queries)).repeat(sequences)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ssd.execution.batch import Batch, BatchInputs
+from ssd.execution.batch import Batch, BatchInputs, TileSizes
 
 
 def row_buckets(max_rows: int) -> list[int]:
@@ -25,6 +25,7 @@ def row_buckets(max_rows: int) -> list[int]:
 # Rows of batches with prefill chunks. Larger batches run eagerly: the device is busy for longer than the host takes to
 # launch them.
 PREFILL_BUCKETS = (64, 128, 192, 256, 384, 512)
+_DECODE_TILES = 32  # in graphs of batches with prefill chunks: programs without a tile take time too
 
 
 @dataclass(frozen=True)
@@ -39,38 +40,39 @@ class BatchGraph:
 class BatchGraphs:
     """Graphs for every bucket, for batches of at most `most` sequences.
 
-    Decode-size batches (`split_kv`) have logits of all rows, the others of at most `most`.
+    Batches with prefill chunks (`prefill`) have logits of at most `most` rows, decode-size batches of all.
     """
 
     def __init__(
         self,
-        forward: Callable[[BatchInputs, bool], torch.Tensor],
+        forward: Callable[[BatchInputs], torch.Tensor],
         buckets: Seq[int],
         *,
         most: int,
-        tile_tokens: int,
-        split_kv: bool,
+        tiles: TileSizes,
+        prefill: bool,
         device: torch.device,
         share: BatchGraphs | None = None,
     ) -> None:
-        """`forward(inputs, split_kv)` computes logits; `share`: graphs that never run concurrently with these, whose
-        memory pool is used."""
+        """`forward` computes logits; `share`: graphs that never run concurrently with these, whose memory pool is
+        used."""
         self.buckets = sorted(buckets)
         self.most = most
-        self.split_kv = split_kv
         self._graphs: dict[int, BatchGraph] = {}
         self._pool: Any = share._pool if share is not None else None
         for rows in reversed(self.buckets):  # the largest first: the others reuse its memory
             inputs = BatchInputs(
                 rows,
-                rows if split_kv else most,
+                most if prefill else rows,
                 works=min(rows, most),
-                tile_tokens=tile_tokens,
-                gather=not split_kv,
+                tiles=tiles,
+                gather=prefill,
                 device=device,
+                prefill=prefill,
+                decode_tiles=_DECODE_TILES if prefill else None,
             )
-            forward(inputs, split_kv)  # compiles kernels
-            graph, logits = capture(lambda inputs=inputs: forward(inputs, split_kv), self._pool)  # type: ignore[misc]
+            forward(inputs)  # compiles kernels
+            graph, logits = capture(lambda inputs=inputs: forward(inputs), self._pool)  # type: ignore[misc]
             self._graphs[rows] = BatchGraph(inputs, graph, logits)
             self._pool = graph.pool()
 

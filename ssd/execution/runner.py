@@ -8,12 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ssd.execution.batch import Batch, BatchInputs
+from ssd.execution.batch import FEW_QUERIES, Batch, BatchInputs, TileSizes
 from ssd.execution.graphs import PREFILL_BUCKETS, BatchGraph, BatchGraphs, row_buckets
 from ssd.execution.state import DeviceBlockTables, SequenceState
 from ssd.models.decoder import Decoder
-
-FEW_QUERIES = 16  # per sequence, maximum of query tokens in a decode-size batch (decoding or verification)
 
 
 @dataclass(frozen=True)
@@ -21,7 +19,6 @@ class Staged:
     """A batch that was uploaded to the device."""
 
     inputs: BatchInputs
-    split_kv: bool
     graph: BatchGraph | None = None
 
 
@@ -68,13 +65,12 @@ class ModelRunner:
 
     def capture_graphs(self, *, prefill_only: bool = False) -> None:
         """Captures graphs of decode-size batches and short prefills; `prefill_only`: of single prefills only."""
-        make = functools.partial(BatchGraphs, self._compute, device=self.decoder.device)
+        make = functools.partial(BatchGraphs, self._compute, tiles=self._tiles(), device=self.decoder.device)
         if not prefill_only:
             buckets, most = row_buckets(self.max_decode_rows), self.max_decode_rows
-            self.graphs = make(buckets, most=most, tile_tokens=self._tile_tokens(True), split_kv=True)
+            self.graphs = make(buckets, most=most, prefill=False)
         most = 1 if prefill_only else self.max_decode_rows
-        tiles = self._tile_tokens(False)
-        self.prefill_graphs = make(PREFILL_BUCKETS, most=most, tile_tokens=tiles, split_kv=False, share=self.graphs)
+        self.prefill_graphs = make(PREFILL_BUCKETS, most=most, prefill=True, share=self.graphs)
 
     def forward(self, batch: Batch) -> Forward:
         """Launches a forward pass; on a GPU without waiting for it."""
@@ -95,19 +91,21 @@ class ModelRunner:
         if graphs is not None and graphs.takes(batch):
             found = graphs.of(batch.num_rows)
             found.inputs.write(batch)
-            return Staged(found.inputs, decode_size, found)
-        inputs = self._eager_inputs(batch, decode_size)
+            return Staged(found.inputs, found)
+        inputs = self._eager_inputs(batch, prefill=not decode_size)
         inputs.write(batch)
-        return Staged(inputs, decode_size)
+        return Staged(inputs)
 
-    def _eager_inputs(self, batch: Batch, decode_size: bool) -> BatchInputs:
+    def _eager_inputs(self, batch: Batch, *, prefill: bool) -> BatchInputs:
         """Tensors of the size of the batch. On a CPU those of the last batch are used again if they fit."""
         last, gather = self._last_inputs, batch.num_logit_rows < batch.num_rows
-        sizes = batch.num_rows, batch.num_logit_rows, len(batch.slots), gather
-        if last is not None and sizes == (last.rows, last.logits, last.works, last.gather):
+        sizes = batch.num_rows, batch.num_logit_rows, len(batch.slots), gather, prefill
+        if last is not None and sizes == (last.rows, last.logits, last.works, last.gather, last.prefill):
             return last
-        tiles, device = self._tile_tokens(decode_size), self.decoder.device
-        made = BatchInputs(sizes[0], sizes[1], works=sizes[2], tile_tokens=tiles, gather=gather, device=device)
+        tiles, device = self._tiles(), self.decoder.device
+        made = BatchInputs(
+            *(sizes[0], sizes[1]), works=sizes[2], tiles=tiles, gather=gather, prefill=prefill, device=device
+        )
         if device.type == "cpu":
             self._last_inputs = made
         return made
@@ -115,15 +113,16 @@ class ModelRunner:
     def run(self, staged: Staged) -> Forward:
         """Launches the forward pass of an uploaded batch."""
         if staged.graph is None:
-            return Forward(staged.inputs, self._compute(staged.inputs, staged.split_kv))
+            return Forward(staged.inputs, self._compute(staged.inputs))
         staged.graph.graph.replay()
         return Forward(staged.inputs, staged.graph.logits, staged.graph)
 
-    def _compute(self, inputs: BatchInputs, split_kv: bool) -> torch.Tensor:
+    def _compute(self, inputs: BatchInputs) -> torch.Tensor:
         tables = self.tables.tensor
         inputs.prepare(self.state, tables, self.block_size)
         with torch.inference_mode():
-            return self.decoder(inputs.device_batch(tables, split_kv=split_kv), self.kv)
+            return self.decoder(inputs.device_batch(tables), self.kv)
 
-    def _tile_tokens(self, split_kv: bool) -> int:
-        return self.decoder.ops.tile_tokens(self.decoder.layers[0].heads, split_kv)
+    def _tiles(self) -> TileSizes:
+        ops, heads = self.decoder.ops, self.decoder.layers[0].heads
+        return TileSizes(decode=ops.tile_tokens(heads, prefill=False), prefill=ops.tile_tokens(heads, prefill=True))

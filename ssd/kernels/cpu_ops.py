@@ -24,10 +24,10 @@ class CpuOps:
         kernels = cpu.load()
         return None if kernels is None else cls(kernels)
 
-    def reserve(self, max_rows: int, max_context: int, heads: HeadShape, device: torch.device) -> None:
+    def reserve(self, heads: HeadShape, device: torch.device) -> None:
         return
 
-    def tile_tokens(self, heads: HeadShape, split_kv: bool) -> int:
+    def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
         return 1 << 30  # one tile per sequence: tiles are not used here
 
     def rope_and_store(

@@ -65,6 +65,12 @@ def _half_pair(base, w_ptr, half, D: tl.constexpr, HALF: tl.constexpr, eps, dtyp
 
 
 @triton.jit
+def _finite(x):
+    """Infinities and NaN as 0: attention multiplies values of positions that it does not see by 0."""
+    return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0)
+
+
+@triton.jit
 def _rope_kernel(
     qkv_ptr,
     positions_ptr,
@@ -108,8 +114,8 @@ def _rope_kernel(
             tl.store(k_ptr + at, (low * cos - high * sin).to(dtype), mask=mask)
             tl.store(k_ptr + at + HALF, (high * cos + low * sin).to(dtype), mask=mask)
             value = row + (head + HKV) * D + half
-            tl.store(v_ptr + at, tl.load(value, mask=mask, other=0.0), mask=mask)
-            tl.store(v_ptr + at + HALF, tl.load(value + HALF, mask=mask, other=0.0), mask=mask)
+            tl.store(v_ptr + at, _finite(tl.load(value, mask=mask, other=0.0)), mask=mask)
+            tl.store(v_ptr + at + HALF, _finite(tl.load(value + HALF, mask=mask, other=0.0)), mask=mask)
 
 
 def rope_and_store(

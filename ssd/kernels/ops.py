@@ -32,10 +32,10 @@ class DeviceBatch:
     context_len: torch.Tensor  # int32 [S]
     block_tables: torch.Tensor  # int32 [rows, blocks]
     table_rows: torch.Tensor  # int32 [S]: each sequence's row of the block tables
-    tiles: torch.Tensor  # int32 [2, tiles]: sequence (-1: padding) and first query token of each attention tile
+    tiles: torch.Tensor  # int32 [2, tiles]: sequence (-1: padding) and first query token of each decode-size tile
+    prefill_tiles: torch.Tensor | None  # likewise, of larger tiles for sequences with many query tokens
     logit_rows: torch.Tensor | None  # int64 [rows]; None: all rows in order
-    split_kv: bool  # decode-size queries: several programs share one row's KV
-    branches: Branches | None = None  # every row is a branch (with split_kv; context_len is not used)
+    branches: Branches | None = None  # every row is a branch (without prefill_tiles; context_len is not used)
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ class Rope:
 class Ops(Protocol):
     """Weights are passed to `prepare` once, which lays them out as the device needs; x is always [rows, width]."""
 
-    def reserve(self, max_rows: int, max_context: int, heads: HeadShape, device: torch.device) -> None:
-        """Allocates scratch for decode-size batches of up to `max_rows` query tokens."""
+    def reserve(self, heads: HeadShape, device: torch.device) -> None:
+        """Allocates the scratch of `attention`."""
 
-    def tile_tokens(self, heads: HeadShape, split_kv: bool) -> int:
+    def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
         """Query tokens of one attention tile."""
 
     def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> Any:

@@ -13,10 +13,10 @@ from ssd.kernels.ops import DeviceBatch, HeadShape, Rope
 class ReferenceOps:
     """Plain torch. Not row-invariant: the libraries choose their algorithm by the number of rows."""
 
-    def reserve(self, max_rows: int, max_context: int, heads: HeadShape, device: torch.device) -> None:
+    def reserve(self, heads: HeadShape, device: torch.device) -> None:
         return
 
-    def tile_tokens(self, heads: HeadShape, split_kv: bool) -> int:
+    def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
         return 1 << 30  # one tile per sequence: tiles are not used here
 
     def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> torch.Tensor:

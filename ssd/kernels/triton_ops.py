@@ -14,12 +14,11 @@ class TritonOps:
     def __init__(self) -> None:
         self._workspace: attention.Workspace | None = None
 
-    def reserve(self, max_rows: int, max_context: int, heads: HeadShape, device: torch.device) -> None:
-        """Allocates attention scratch for decode-size batches of up to `max_rows` query tokens."""
-        self._workspace = attention.Workspace(max_rows, max_context, heads, device)
+    def reserve(self, heads: HeadShape, device: torch.device) -> None:
+        self._workspace = attention.Workspace(heads, device)
 
-    def tile_tokens(self, heads: HeadShape, split_kv: bool) -> int:
-        return attention.tile_rows(heads.group_size, split_kv) // heads.group_size
+    def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
+        return attention.tile_rows(heads.group_size, prefill) // heads.group_size
 
     def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
         if not gated:

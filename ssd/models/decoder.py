@@ -150,10 +150,10 @@ class Decoder:
         heads = self.layers[0].heads
         shape = (num_blocks, block_size, heads.num_kv_heads, heads.head_dim)
 
-        def empty() -> torch.Tensor:
-            return torch.empty(shape, dtype=self.dtype, device=self.device)
+        def zeros() -> torch.Tensor:  # not `empty`: attention multiplies values of positions that it does not see by 0
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-        return [(empty(), empty()) for _ in self.layers]
+        return [(zeros(), zeros()) for _ in self.layers]
 
     @property
     def kv_bytes_per_token(self) -> int:
