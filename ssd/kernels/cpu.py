@@ -63,8 +63,8 @@ _SIGNATURES: dict[str, list[type]] = {
     "ssd_packed_bytes": [_L, _L, _I, _I],
     "ssd_pack": [_P, _L, _P, _L, _L, _I, _I, _I],
     "ssd_embedding": [_P, _P, _I, _P, _L, _L, _I],
-    "ssd_linear": [_P, _L, _P, _P, _P, _P, _L, _L, _L, _I, _I, _I, _I],
-    "ssd_rms_norm": [_P, _L, _P, _P, _L, _L, _F, _I, _I],
+    "ssd_linear": [_P, _L, _P, _P, _P, _L, _L, _L, _I, _I, _I, _I],
+    "ssd_rms_norm": [_P, _L, _P, _P, _P, _L, _L, _F, _I, _I],
     "ssd_rope_and_store": [
         *[_P, _L, _P, _I, _P, _I, _P, _P, _P, _P, _F],
         *[_P, _P, _P, _L, _L, _L, _L, _I, _I],
@@ -128,16 +128,8 @@ class Kernels:
         self._embedding(packed.address, token_ids.data_ptr(), wide, out.data_ptr(), tokens, packed.k, bf16)
         return out
 
-    def linear(
-        self,
-        x: Tensor,
-        packed: PackedWeight,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        *,
-        float32: bool = False,
-    ) -> Tensor:
-        """`x` [M, K] @ weight.T (+ bias [N]) (+ residual [M, N], contiguous) -> [M, N]. Rows of `x` may be strided.
+    def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None, *, float32: bool = False) -> Tensor:
+        """`x` [M, K] @ weight.T (+ bias [N]) -> [M, N]. Rows of `x` may be strided.
 
         A weight packed with `gated` gives silu(gate) * up -> [M, I] instead (its bias is [2I]). `float32`: the sums as
         they are, not rounded to the storage type.
@@ -151,18 +143,18 @@ class Kernels:
             x.stride(0),
             packed.address,
             None if bias is None else bias.data_ptr(),
-            None if residual is None else residual.data_ptr(),
             y.data_ptr(),
             *(m, n, packed.k, dtype is torch.bfloat16, packed.gated, float32, torch.get_num_threads()),
         )
         return y
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Norm of `x` [M, D] times `weight`."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+        """Norm of `x` [M, D] times `weight`; with a contiguous residual, that of their sum, which it becomes."""
         m, d = x.shape
         out = x.new_empty(m, d)
         self._rms_norm(
-            *(x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr()),
+            *(x.data_ptr(), x.stride(0), None if residual is None else residual.data_ptr()),
+            *(weight.data_ptr(), out.data_ptr()),
             *(m, d, eps, x.dtype is torch.bfloat16, torch.get_num_threads()),
         )
         return out

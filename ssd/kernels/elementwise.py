@@ -10,22 +10,28 @@ from ssd.kernels.ops import DeviceBatch, HeadShape, Rope
 
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, w_ptr, y_ptr, x_stride, width, eps, BLOCK: tl.constexpr):
+def _rms_norm_kernel(x_ptr, residual_ptr, w_ptr, y_ptr, x_stride, width, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     mask = k < width
     x = tl.load(x_ptr + row * x_stride + k, mask=mask, other=0.0).to(tl.float32)
     w = tl.load(w_ptr + k, mask=mask, other=0.0)
+    if residual_ptr is not None:
+        at = residual_ptr + row * width + k
+        total = (tl.load(at, mask=mask, other=0.0).to(tl.float32) + x).to(residual_ptr.dtype.element_ty)
+        tl.store(at, total, mask=mask)
+        x = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x) / width + eps)
     normed = (x * scale).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + row * width + k, normed * w, mask=mask)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """See `Ops.rms_norm`."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(x.shape[1])
     _rms_norm_kernel[(x.shape[0],)](
-        x, weight, y, x.stride(0), x.shape[1], eps, BLOCK=block, num_warps=min(8, max(1, block // 512))
+        x, residual, weight, y, x.stride(0), x.shape[1], eps, BLOCK=block, num_warps=min(8, max(1, block // 512))
     )
     return y
 

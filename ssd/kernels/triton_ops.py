@@ -31,18 +31,12 @@ class TritonOps:
         return weight[token_ids]
 
     def linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        *,
-        float32: bool = False,
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, float32: bool = False
     ) -> torch.Tensor:
         product = None if bias is not None else _library(x, weight, torch.float32 if float32 else x.dtype)
         if product is not None:
-            return product if residual is None else residual + product
-        return linear.linear(x, weight, bias, residual, out_dtype=torch.float32 if float32 else None)
+            return product
+        return linear.linear(x, weight, bias, out_dtype=torch.float32 if float32 else None)
 
     def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         product = None if bias is not None else _library(x, weight, x.dtype)
@@ -53,8 +47,10 @@ class TritonOps:
             bias = torch.stack((gate, up), dim=1).flatten()
         return linear.linear(x, weight, bias, gated=True)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return elementwise.rms_norm(x, weight, eps)
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return elementwise.rms_norm(x, weight, eps, residual)
 
     def rope_and_store(
         self,

@@ -37,14 +37,12 @@ def test_products_have_our_bits(columns: int, depth: int, dtype: torch.dtype) ->
             assert torch.equal(y, linear(x, weight, out_dtype=out_dtype))
 
 
-def test_gates_and_residuals_have_our_bits() -> None:
+def test_gates_have_our_bits() -> None:
     ops = TritonOps()
     x, weight = random(200, 1024, dtype=torch.bfloat16), random(2 * 1536, 1024, dtype=torch.bfloat16, seed=1)
     prepared = ops.prepare(weight, gated=True)
     assert torch.equal(ops.gated_linear(x, prepared), linear(x, prepared, gated=True))
     assert torch.equal(elementwise.silu_and_mul(linear(x, prepared)), linear(x, prepared, gated=True))
-    residual = random(200, 3072, dtype=torch.bfloat16, seed=2)
-    assert torch.equal(ops.linear(x, weight, residual=residual), linear(x, weight, residual=residual))
 
 
 def test_other_bits_are_noticed_and_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -86,13 +86,6 @@ def test_linear_strided_rows(kernels: Kernels) -> None:
     assert torch.equal(out, kernels.linear(x.contiguous(), kernels.pack_linear(weight.contiguous())))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_linear_adds_the_residual_after_rounding(kernels: Kernels, dtype: torch.dtype) -> None:
-    x, weight, residual = (torch.randn(*shape).to(dtype) for shape in ((11, 64), (50, 64), (11, 50)))
-    packed = kernels.pack_linear(weight)
-    assert torch.equal(kernels.linear(x, packed, residual=residual), kernels.linear(x, packed) + residual)
-
-
 def test_linear_can_leave_its_sums_in_float32(kernels: Kernels) -> None:
     x, packed = torch.randn(5, 64).bfloat16(), kernels.pack_linear(torch.randn(50, 64).bfloat16())
     wide = kernels.linear(x, packed, float32=True)
@@ -172,6 +165,16 @@ def test_rms_norm(kernels: Kernels, dtype: torch.dtype, d: int) -> None:
     out = kernels.rms_norm(x, weight, 1e-5)
     close(out, rms_reference(x, weight, 1e-5), dtype)
     assert torch.equal(out, torch.cat([kernels.rms_norm(x[i : i + 1], weight, 1e-5) for i in range(33)]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_adds_to_the_residual_stream(kernels: Kernels, dtype: torch.dtype) -> None:
+    """The sum is rounded once, and kept; its norm has the bits of the norm of that sum."""
+    x, residual, weight = (torch.randn(*shape).to(dtype) for shape in ((33, 2000), (33, 1000), (1000,)))
+    x = x[:, :1000]
+    total = residual + x
+    assert torch.equal(kernels.rms_norm(x, weight, 1e-5, residual), kernels.rms_norm(total, weight, 1e-5))
+    assert torch.equal(residual, total)
 
 
 # ------------------------------------------------------------------------------------------------ rope_and_store
