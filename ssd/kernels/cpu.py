@@ -29,6 +29,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ssd.kernels import cache
+
 logger = logging.getLogger("ssd")
 
 SOURCE = Path(__file__).with_name("cpu.c")
@@ -343,47 +345,12 @@ def _flag_choices(openmp: str | None) -> list[tuple[str, ...]]:
 
 def _compiled(compiler: list[str], flags: tuple[str, ...]) -> Path:
     """The shared library's path in the user's cache, compiling it there first if this machine has not yet."""
-    directory = _cache_directory()
+    directory = cache.directory()
     target = directory / f"cpu-{_key(compiler, flags)}.so"
-    if not _is_private(target, stat.S_IFREG):
+    if not cache.is_private(target, stat.S_IFREG):
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
             _compile(compiler, flags, Path(scratch), target)
     return target
-
-
-def _cache_directory() -> Path:
-    """The user's cache; without a home (a container, say) a folder among temporary files.
-
-    Libraries are loaded from it, so nobody else may write to it: if it is not ours, it is a new one for this process.
-    """
-    try:
-        directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssd"
-    except RuntimeError:
-        directory = Path(tempfile.gettempdir()) / f"ssd-{os.getuid()}"
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if _is_private(directory, stat.S_IFDIR):
-            return directory
-        reason = f"it must be a directory of yours that nobody else can write to (`chmod 700 {directory}`)"
-    except OSError as error:
-        reason = str(error)
-    logger.warning("CPU kernels are compiled anew, since they cannot be kept in %s: %s", directory, reason)
-    return Path(_process_directory().name)
-
-
-@functools.cache
-def _process_directory() -> tempfile.TemporaryDirectory[str]:
-    """Removed when the process ends."""
-    return tempfile.TemporaryDirectory(prefix="ssd-")
-
-
-def _is_private(path: Path, kind: int) -> bool:
-    """Whether it is a file or directory (not a link to one) of this user's, and nobody else can write to it."""
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return False
-    return stat.S_IFMT(found.st_mode) == kind and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 def _key(compiler: list[str], flags: tuple[str, ...]) -> str:

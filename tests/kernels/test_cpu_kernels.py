@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ssd.kernels import cpu
+from ssd.kernels import cache, cpu
 from ssd.kernels.cpu import Kernels
 from ssd.sampling import noise
 
@@ -390,13 +390,13 @@ def no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", home)
-    monkeypatch.setattr(cpu.tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(cpu, "_process_directory", functools.cache(cpu._process_directory.__wrapped__))
+    monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(cache, "_process_directory", functools.cache(cache._process_directory.__wrapped__))
     return tmp_path / f"ssd-{os.getuid()}"
 
 
 def test_a_cache_without_a_home_is_private(no_home: Path) -> None:
-    assert cpu._cache_directory() == no_home
+    assert cache.directory() == no_home
     assert no_home.stat().st_mode & 0o777 == 0o700
 
 
@@ -414,10 +414,10 @@ def test_a_cache_that_others_could_have_made_is_not_used(
         no_home.chmod(0o777 if trick == "writable" else 0o700)
     if trick == "stranger":
         monkeypatch.setattr(os, "geteuid", lambda: no_home.stat().st_uid + 1)
-    used = cpu._cache_directory()
+    used = cache.directory()
     assert used not in (no_home, tmp_path / "theirs")
     assert used.stat().st_mode & 0o777 == 0o700
-    assert cpu._cache_directory() == used
+    assert cache.directory() == used
 
 
 def test_a_library_that_others_can_write_to_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
