@@ -82,20 +82,17 @@ class Ops(Protocol):
         """Rows of a prepared weight."""
 
     def linear(
-        self,
-        x: torch.Tensor,
-        weight: Any,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        *,
-        float32: bool = False,
+        self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None, *, float32: bool = False
     ) -> torch.Tensor:
-        """x W^T (+ bias) (+ residual); `float32`: the accumulators as they are, not rounded to x's type."""
+        """x W^T (+ bias); `float32`: the accumulators as they are, not rounded to x's type."""
 
     def gated_linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         """silu(gate) * up of a weight prepared with `gated`."""
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """RMS norm of x, or of residual + x (rounded to its type), which is written to the contiguous `residual`."""
 
     def rope_and_store(
         self,

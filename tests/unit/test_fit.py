@@ -127,7 +127,7 @@ def test_the_free_memory_respects_the_limits_of_control_groups(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("options", "capacity", "said"),
     [
-        ({"max_model_len": 100, "num_kv_blocks": 2}, 128, "lower it to that, or raise num_kv_blocks to at least 2"),
+        ({"max_model_len": 100, "num_kv_blocks": 1}, 64, "lower it to that, or raise num_kv_blocks to at least 2"),
         ({"max_model_len": 100}, 32, "lower it to that, or raise gpu_memory_utilization"),
         ({}, 0, "no memory is left for KV .* raise gpu_memory_utilization"),
     ],
