@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from ssd.engine.scheduler import Scheduler
 from ssd.errors import ConfigError
 from ssd.execution.runner import ModelRunner
 from ssd.execution.target import Target
+from ssd.kernels.compiling import compile_only
 from ssd.kv.blocks import BlockPool
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.open import open_checkpoint
@@ -44,7 +46,8 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     try:
         runner, draft_runner, max_model_len = build_runners(config, checkpoint, here, device)
         target = (RejectionTarget if config.speculation.acceptance == "rejection" else Target)(runner, runner.state)
-        target.warm_up()
+        if device.type == "cuda":
+            warm_up(config, target, min(batched_tokens(config, device), max_model_len))
     except torch.OutOfMemoryError as error:
         kv = "gpu_memory_utilization" if config.num_kv_blocks is None else "num_kv_blocks"
         raise ConfigError(
@@ -104,7 +107,25 @@ def build_runners(
     models += [load_draft(config, draft, state, limit)] if draft is not None else []
     num_blocks = kv_blocks(config, models, limit)
     limit = fitting_length(config, limit, num_blocks * config.block_size)
-    runners = [make_runner(config, loaded, state, num_blocks, limit) for loaded in models]
-    if device.type == "cuda" and not config.eager:
-        runners[0].capture_graphs()
+    runners = [make_runner(config, loaded, state, num_blocks) for loaded in models]
     return runners[0], runners[1] if draft is not None else None, limit
+
+
+def warm_up(config: EngineConfig, target: Target, max_tokens: int) -> None:
+    """Compiles the kernels of all batches and captures graphs, so that no request waits for it."""
+    began = time.perf_counter()
+    runner = target.runner
+    if not config.eager:
+        runner.plan_graphs()
+    with compile_only():
+        runner.rehearse(max_tokens)
+        target.rehearse()
+    compiled = time.perf_counter()
+    runner.rehearse(max_tokens)  # products of a library are compared with ours
+    checked = time.perf_counter()
+    runner.capture()
+    target.capture()
+    log.info(
+        "kernels compiled in %.1f s, checked in %.1f s; graphs captured in %.1f s",
+        *(compiled - began, checked - compiled, time.perf_counter() - checked),
+    )

@@ -29,6 +29,7 @@ from ssd.errors import ConfigError
 from ssd.execution.graphs import row_buckets
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
+from ssd.kernels.compiling import compile_only
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.open import absolute_path, open_checkpoint
 from ssd.text.tokenizer import Tokenizer
@@ -126,15 +127,30 @@ def make_draft_model(config: EngineConfig, runner: ModelRunner) -> DraftModel:
         saguaro_c=speculation.saguaro_c,
         graphs=not config.eager,
     )
-    if draft_runner.on_cuda and not config.eager:
-        draft_runner.capture(row_buckets(config.max_num_seqs), make_fan_out(speculation))
-        runner.capture_graphs(prefill_only=True)
+    if draft_runner.on_cuda:
+        _warm_up(config, draft_runner)
     return DraftModel(
         draft_runner,
         max_len=runner.decoder.config.max_position,
         max_num_batched_tokens=batched_tokens(config, runner.decoder.device),
         prefix_caching=config.prefix_caching,
     )
+
+
+def _warm_up(config: EngineConfig, draft: DraftRunner) -> None:
+    """Compiles the kernels of all runs and captures graphs, so that no request waits for it."""
+    runner, usual = draft.runner, (row_buckets(config.max_num_seqs), make_fan_out(config.speculation))
+    max_tokens = min(batched_tokens(config, draft.device), runner.decoder.config.max_position)
+    if not config.eager:
+        runner.plan_graphs(prefill_only=True)
+    with compile_only():
+        runner.rehearse(max_tokens)
+        draft.rehearse(*usual)
+    runner.rehearse(max_tokens)  # products of a library are compared with ours
+    draft.rehearse(*usual)
+    if not config.eager:
+        runner.capture()
+        draft.capture(*usual)
 
 
 def draft_rows(config: EngineConfig) -> int:
@@ -191,5 +207,5 @@ def build_worker_drafter(setup: Mapping[str, Any]) -> WorkerDrafter:
     limit = config.max_model_len or draft.config.max_position
     state = make_state(config, limit, int(setup["vocab_size"]), device)
     loaded = load_draft(config, draft, state, limit)
-    runner = make_runner(config, loaded, state, kv_blocks(config, [loaded], loaded.max_len), loaded.max_len)
+    runner = make_runner(config, loaded, state, kv_blocks(config, [loaded], loaded.max_len))
     return WorkerDrafter(drafter_with(make_draft_model(config, runner), config.speculation), state)

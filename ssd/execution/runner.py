@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +15,8 @@ from ssd.execution.graphs import PREFILL_BUCKETS, BatchGraph, BatchGraphs, row_b
 from ssd.execution.state import DeviceBlockTables, SequenceState
 from ssd.models.decoder import Decoder
 
+# Rows of eager batches: one of each number that has kernels of its own (`kernels.linear`, `kernels.cublaslt`).
+_EAGER_SIZES = (1, *range(8, 128, 8), *(n * 2**i // 2 + 1 for i in range(8, 16) for n in (2, 3)))
 FEW_QUERIES = 16  # per sequence, maximum of query tokens in a decode-size batch (decoding or verification)
 
 
@@ -60,21 +64,46 @@ class ModelRunner:
         self.prefill_graphs: BatchGraphs | None = None
         self._last_inputs: BatchInputs | None = None
 
-    def warm_up(self, max_tokens: int) -> None:
-        """Compiles the kernels of all prefill sizes, so that no request waits for it."""
-        large = [n * 2**i // 2 + 1 for i in range(8, 16) for n in (2, 3)]  # one for each bucket of `kernels.cublaslt`
-        for rows in sorted({min(n, max_tokens) for n in (20, 40, 100, 300, *large)}):
-            self.forward(Batch([self.state.padding], [0], [rows], [1]))  # the padding slot has no KV blocks
-
-    def capture_graphs(self, *, prefill_only: bool = False) -> None:
-        """Captures graphs of decode-size batches and short prefills; `prefill_only`: of single prefills only."""
-        make = functools.partial(BatchGraphs, self._compute, device=self.decoder.device)
+    def plan_graphs(self, *, prefill_only: bool = False) -> None:
+        """Graphs of decode-size batches and short prefills, to be captured; `prefill_only`: of single prefills only."""
+        make = functools.partial(BatchGraphs, device=self.decoder.device)
         if not prefill_only:
             buckets, most = row_buckets(self.max_decode_rows), self.max_decode_rows
             self.graphs = make(buckets, most=most, tile_tokens=self._tile_tokens(True), split_kv=True)
         most = 1 if prefill_only else self.max_decode_rows
-        tiles = self._tile_tokens(False)
-        self.prefill_graphs = make(PREFILL_BUCKETS, most=most, tile_tokens=tiles, split_kv=False, share=self.graphs)
+        self.prefill_graphs = make(PREFILL_BUCKETS, most=most, tile_tokens=self._tile_tokens(False), split_kv=False)
+
+    @contextmanager
+    def first_layer(self) -> Iterator[None]:
+        """Forward passes inside run the first layer only, which launches the same kernels as the others."""
+        kv, self.kv = self.kv, self.kv[:1]
+        try:
+            yield
+        finally:
+            self.kv = kv
+
+    def rehearse(self, max_tokens: int) -> None:
+        """Forward passes of padding, of all sizes that have kernels of their own, up to `max_tokens` rows."""
+        with self.first_layer():
+            for graphs in (self.graphs, self.prefill_graphs):
+                for inputs in graphs.inputs.values() if graphs is not None else ():
+                    self._compute(inputs, graphs.split_kv)  # type: ignore[union-attr]
+            most = self.max_decode_rows if self.graphs is None else 0
+            for rows in (n for n in _EAGER_SIZES if n <= most):
+                self._rehearse_eagerly(Batch([self.state.padding] * rows, [0] * rows, [1] * rows, [1] * rows), True)
+            for rows in sorted({min(n, max_tokens) for n in _EAGER_SIZES}):
+                self._rehearse_eagerly(Batch([self.state.padding], [0], [rows], [1]), False)
+
+    def _rehearse_eagerly(self, batch: Batch, split_kv: bool) -> None:
+        inputs = self._eager_inputs(batch, split_kv)
+        inputs.write(batch)  # the padding slot has no KV blocks
+        self._compute(inputs, split_kv)
+
+    def capture(self) -> None:
+        """Captures the graphs that were planned. Their kernels must have run, or have been compiled."""
+        pool = None
+        for graphs in (self.graphs, self.prefill_graphs):
+            pool = graphs.capture(self._compute, pool) if graphs is not None else pool
 
     def forward(self, batch: Batch) -> Forward:
         """Launches a forward pass; on a GPU without waiting for it."""
