@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from ssd.assembly.drafters import load_draft, make_drafter, open_draft, placed
 from ssd.assembly.fit import check_fits
 from ssd.assembly.memory import fitting_length, gib, kv_blocks, possible_length
 from ssd.assembly.models import load_decoder, make_runner, make_state, num_slots
+from ssd.assembly.warm_up import warm_up
 from ssd.config import EngineConfig
 from ssd.decoding.rejection import RejectionTarget
 from ssd.decoding.round import Round
@@ -22,7 +22,6 @@ from ssd.engine.scheduler import Scheduler
 from ssd.errors import ConfigError
 from ssd.execution.runner import ModelRunner
 from ssd.execution.target import Target
-from ssd.kernels.compiling import compile_only
 from ssd.kv.blocks import BlockPool
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.open import open_checkpoint
@@ -47,7 +46,7 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
         runner, draft_runner, max_model_len = build_runners(config, checkpoint, here, device)
         target = (RejectionTarget if config.speculation.acceptance == "rejection" else Target)(runner, runner.state)
         if device.type == "cuda":
-            warm_up(config, target, min(batched_tokens(config, device), max_model_len))
+            _warm_up(config, target, min(batched_tokens(config, device), max_model_len))
     except torch.OutOfMemoryError as error:
         kv = "gpu_memory_utilization" if config.num_kv_blocks is None else "num_kv_blocks"
         raise ConfigError(
@@ -111,21 +110,9 @@ def build_runners(
     return runners[0], runners[1] if draft is not None else None, limit
 
 
-def warm_up(config: EngineConfig, target: Target, max_tokens: int) -> None:
-    """Compiles the kernels of all batches and captures graphs, so that no request waits for it."""
-    began = time.perf_counter()
+def _warm_up(config: EngineConfig, target: Target, max_tokens: int) -> None:
     runner = target.runner
     if not config.eager:
         runner.plan_graphs()
-    with compile_only():
-        runner.rehearse(max_tokens)
-        target.rehearse()
-    compiled = time.perf_counter()
-    runner.rehearse(max_tokens)  # products of a library are compared with ours
-    checked = time.perf_counter()
-    runner.capture()
-    target.capture()
-    log.info(
-        "kernels compiled in %.1f s, checked in %.1f s; graphs captured in %.1f s",
-        *(compiled - began, checked - compiled, time.perf_counter() - checked),
-    )
+    rehearsals = [lambda: runner.rehearse(max_tokens), target.rehearse]
+    warm_up("target", rehearsals, [] if config.eager else [runner.capture, target.capture])

@@ -13,6 +13,7 @@ import torch
 from ssd.assembly.device import batched_tokens, num_cores, resolve_device
 from ssd.assembly.memory import Loaded, kv_blocks
 from ssd.assembly.models import load_decoder, make_runner, make_state
+from ssd.assembly.warm_up import warm_up
 from ssd.config import NGRAM, EngineConfig, SpeculationConfig, build
 from ssd.core import is_int
 from ssd.decoding.drafter import Drafter
@@ -29,7 +30,6 @@ from ssd.errors import ConfigError
 from ssd.execution.graphs import row_buckets
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
-from ssd.kernels.compiling import compile_only
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.open import absolute_path, open_checkpoint
 from ssd.text.tokenizer import Tokenizer
@@ -138,19 +138,12 @@ def make_draft_model(config: EngineConfig, runner: ModelRunner) -> DraftModel:
 
 
 def _warm_up(config: EngineConfig, draft: DraftRunner) -> None:
-    """Compiles the kernels of all runs and captures graphs, so that no request waits for it."""
     runner, usual = draft.runner, (row_buckets(config.max_num_seqs), make_fan_out(config.speculation))
     max_tokens = min(batched_tokens(config, draft.device), runner.decoder.config.max_position)
     if not config.eager:
         runner.plan_graphs(prefill_only=True)
-    with compile_only():
-        runner.rehearse(max_tokens)
-        draft.rehearse(*usual)
-    runner.rehearse(max_tokens)  # products of a library are compared with ours
-    draft.rehearse(*usual)
-    if not config.eager:
-        runner.capture()
-        draft.capture(*usual)
+    rehearsals = [lambda: runner.rehearse(max_tokens), lambda: draft.rehearse(*usual)]
+    warm_up("draft", rehearsals, [] if config.eager else [runner.capture, lambda: draft.capture(*usual)])
 
 
 def draft_rows(config: EngineConfig) -> int:
