@@ -22,6 +22,7 @@ from ssd.engine.scheduler import Scheduler
 from ssd.errors import ConfigError
 from ssd.execution.runner import ModelRunner
 from ssd.execution.target import Target
+from ssd.kernels import compiling
 from ssd.kv.blocks import BlockPool
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.open import open_checkpoint
@@ -37,6 +38,8 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     checkpoint = checkpoint or open_checkpoint(config.model)
     tokenizer = checkpoint.tokenizer()
     device = resolve_device(config.device)
+    if device.type == "cuda":
+        compiling.prepare()  # while weights are read
     config = replace(config, device=device.type, speculation=placed(config.speculation, device))
     draft = open_draft(config.speculation, tokenizer)
     here = draft if config.speculation.placement != "process" else None

@@ -19,6 +19,7 @@ from ssd.execution.clock import Clock, now
 from ssd.execution.graphs import BatchGraph, BatchGraphs, capture
 from ssd.execution.runner import Forward, ModelRunner
 from ssd.execution.state import SequenceState
+from ssd.kernels.compiling import compiling
 from ssd.kernels.transfers import to_device, to_host
 from ssd.sampling.sampler import ALL_NEEDS, Needs, Sampler, top_logprobs
 
@@ -67,7 +68,7 @@ class Target:
         with self.state.sampling.tables():
             for each in inputs:
                 logits = torch.zeros((each.logits, self.vocab_size), dtype=torch.float32, device=self.state.device)
-                for needs in ALL_NEEDS:
+                for needs in ALL_NEEDS if compiling() else [Needs()]:
                     self._rehearse(Forward(each, logits), needs)
 
     def _rehearse(self, forward: Forward, needs: Needs) -> None:
