@@ -318,7 +318,7 @@ class DraftRunner:
     @torch.inference_mode()
     def rehearse(self, sequences: Seq[int], fan_out: FanOut) -> None:
         """Runs on padding, of all shapes that have kernels of their own."""
-        with self.runner.first_layer(), self.state.sampling.tables():
+        with self.runner.first_layers(), self.state.sampling.tables():
             for shape in self._usual_shapes(sequences, fan_out):
                 self._upload([self.state.padding] * shape.sequences, [0] * shape.sequences, shape)
                 self._compute_stage(shape.sequences, shape.width > 0)

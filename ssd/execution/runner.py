@@ -74,9 +74,9 @@ class ModelRunner:
         self.prefill_graphs = make(PREFILL_BUCKETS, most=most, tile_tokens=self._tile_tokens(False), split_kv=False)
 
     @contextmanager
-    def first_layer(self) -> Iterator[None]:
-        """Forward passes inside run the first layer only, which launches the same kernels as the others."""
-        kv, self.kv = self.kv, self.kv[:1]
+    def first_layers(self) -> Iterator[None]:
+        """Forward passes inside run two layers only, which launch the same kernels as the others."""
+        kv, self.kv = self.kv, self.kv[:2]
         try:
             yield
         finally:
@@ -84,7 +84,7 @@ class ModelRunner:
 
     def rehearse(self, max_tokens: int) -> None:
         """Forward passes of padding, of all sizes that have kernels of their own, up to `max_tokens` rows."""
-        with self.first_layer():
+        with self.first_layers():
             for graphs in (self.graphs, self.prefill_graphs):
                 for inputs in graphs.inputs.values() if graphs is not None else ():
                     self._compute(inputs, graphs.split_kv)  # type: ignore[union-attr]
