@@ -75,7 +75,7 @@ class _Pool(ThreadPoolExecutor):
 
     def __init__(self) -> None:
         device = torch.cuda.current_device()
-        super().__init__(os.cpu_count(), initializer=lambda: torch.cuda.set_device(device))
+        super().__init__(min(32, os.cpu_count() or 1), initializer=lambda: torch.cuda.set_device(device))
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         return super().submit(lambda: _loaded(fn(*args, **kwargs)))
