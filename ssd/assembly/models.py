@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from ssd.assembly.device import batched_tokens, device_name, kernels_of, make_ops, resolve_dtype
+from ssd.assembly.device import device_name, kernels_of, make_ops, resolve_dtype
 from ssd.assembly.memory import Loaded, gib, weight_bytes
 from ssd.config import EngineConfig
 from ssd.execution.runner import ModelRunner
@@ -59,8 +59,8 @@ def load_decoder(
     return Loaded(decoder, max_len, max_rows, scratch_slots)
 
 
-def make_runner(config: EngineConfig, loaded: Loaded, state: SequenceState, num_blocks: int, limit: int) -> ModelRunner:
-    runner = ModelRunner(
+def make_runner(config: EngineConfig, loaded: Loaded, state: SequenceState, num_blocks: int) -> ModelRunner:
+    return ModelRunner(
         loaded.decoder,
         state,
         num_blocks=num_blocks,
@@ -68,6 +68,3 @@ def make_runner(config: EngineConfig, loaded: Loaded, state: SequenceState, num_
         max_decode_rows=loaded.max_rows,
         scratch_slots=loaded.scratch_slots,
     )
-    if loaded.decoder.device.type == "cuda":
-        runner.warm_up(min(batched_tokens(config, loaded.decoder.device), limit, loaded.max_len))
-    return runner

@@ -96,17 +96,17 @@ class BatchInputs:
         sizes = {"row_work": rows, "slots": works, "starts": works, "query_start": works + 1}
         sizes |= {"first_row": works, "num_logits": works, "logit_rows": logits}
         sizes |= {"tiles": 2 * self._decode_tiles, "prefill_tiles": 2 * large}
-        total = sum(sizes.values())
+        places, total = _aligned(list(sizes.values()))
         self._host = np.empty(total, dtype=np.int32)
         self._meta = torch.empty(total, dtype=torch.int32, device=device)
-        cuts = np.cumsum(list(sizes.values()))[:-1]
-        self._places = dict(zip(sizes, np.split(self._host, cuts), strict=True))
-        self._tensors = dict(zip(sizes, torch.split(self._meta, list(sizes.values())), strict=True))
+        self._places = {name: self._host[place] for name, place in zip(sizes, places, strict=True)}
+        self._tensors = {name: self._meta[place] for name, place in zip(sizes, places, strict=True)}
         self._written: Batch | None = None  # what is there; None: nothing
         self.clear()
-        self._out = torch.zeros(3 * rows + works + 3 * logits, dtype=torch.int32, device=device)
-        self.token_ids, self.positions, self.slot_mapping, self.context_len, *decided = torch.split(
-            self._out, [rows, rows, rows, works, logits, logits, logits]
+        places, total = _aligned([rows, rows, rows, works, logits, logits, logits])
+        self._out = torch.zeros(total, dtype=torch.int32, device=device)
+        self.token_ids, self.positions, self.slot_mapping, self.context_len, *decided = (
+            self._out[place] for place in places
         )
         self._decided = decided  # per logit row: slot, position, draft tokens before it
         self._gather = torch.zeros(logits, dtype=torch.int64, device=device)
@@ -226,6 +226,16 @@ def _cut(tiles: _Ints, queries: _Ints, chosen: npt.NDArray[np.bool_], size: int)
     sequences, first = tiles.reshape(2, -1)
     sequences[:total] = np.repeat(np.arange(len(queries), dtype=np.int32), each)
     first[:total] = (np.arange(total) - np.repeat(np.cumsum(each) - each, each)) * size
+
+
+def _aligned(sizes: Seq[int]) -> tuple[list[slice], int]:
+    """Places of int32 tensors in one, and its size. At multiples of 16 bytes, since Triton compiles other kernels for
+    other addresses."""
+    places, total = [], 0
+    for size in sizes:
+        places.append(slice(total, total + size))
+        total += -(-size // 4) * 4
+    return places, total
 
 
 def round_kernels(device: torch.device) -> Any:

@@ -35,6 +35,7 @@ _PROGRAMS = 2  # of the decode kernel per multiprocessor, for which pieces are s
 _DECODE_WARPS, _PREFILL_WARPS = 4, 8
 _WORKSPACE_PIECES = 1024  # of tiles that several programs compute
 _ITEM = tl.constexpr(16)  # integers of a work item, see `_plan_kernel`
+_PLAN_SIZES = 128, 1024, 8192  # tiles of a batch, at most: a kernel for each
 _LOG2_E = 1.4426950408889634  # exp2 instead of exp
 
 
@@ -366,9 +367,9 @@ class Workspace:
             TOKENS=tile_rows(self.heads.group_size, False) // self.heads.group_size,
             BRANCHES=batch.branches is not None,
             SPLIT_LEN=SPLIT,
-            BLOCK_T=max(16, triton.next_power_of_2(num_tiles)),
+            BLOCK_T=next(size for size in _PLAN_SIZES if size >= num_tiles),
             BLOCK_I=triton.next_power_of_2(self.programs),
-            num_warps=4 if num_tiles > 128 else 1,
+            num_warps=1 if num_tiles <= _PLAN_SIZES[0] else 4,
         )
         self._planned = batch, items
         return items

@@ -25,6 +25,7 @@ import triton
 
 from ssd.kernels import cache
 from ssd.kernels import linear as own
+from ssd.kernels.compiling import compiling
 from ssd.kernels.elementwise import silu_and_mul
 
 log = logging.getLogger("ssd")
@@ -85,6 +86,8 @@ class CublasLt:
         if key not in self._chosen:
             if torch.cuda.is_current_stream_capturing():
                 return None
+            if compiling():
+                return self._compile(x, weight, out_dtype, gated)
             self._chosen[key] = self._choose(bucket, weight, x.dtype, out_dtype, gated)
         algorithm = self._chosen[key]
         if algorithm is None:
@@ -92,6 +95,15 @@ class CublasLt:
         y = x.new_empty((rows, columns), dtype=out_dtype)
         if not self._multiply(x, weight, y, algorithm):
             return None
+        return silu_and_mul(y) if gated else y
+
+    def _compile(self, x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype, gated: bool) -> torch.Tensor:
+        """Launches all kernels that `_choose` compares, and those that it may choose."""
+        columns, depth = weight.shape
+        own.linear(x, weight, out_dtype=out_dtype, tile=own.choose_tile(64, columns, depth))
+        if len(x) <= _OURS_UP_TO:
+            own.linear(x, weight, gated=gated, out_dtype=out_dtype)
+        y = x.new_empty((len(x), columns), dtype=out_dtype)
         return silu_and_mul(y) if gated else y
 
     def _choose(

@@ -172,9 +172,9 @@ class Decoder:
         return 2 * len(self.layers) * heads.num_kv_heads * heads.head_dim * self.dtype.itemsize
 
     def __call__(self, batch: DeviceBatch, kv: KVCache) -> torch.Tensor:
-        """Float32 logits of the batch's logit rows."""
+        """Float32 logits of the batch's logit rows. Runs as many layers as `kv` has."""
         x, residual = self.embedding.embed(batch.token_ids), None
-        for layer, rope, (k_cache, v_cache) in zip(self.layers, self._ropes, kv, strict=True):
+        for layer, rope, (k_cache, v_cache) in zip(self.layers, self._ropes, kv, strict=False):
             x, residual = layer(x, residual, batch, rope, k_cache, v_cache)
         if batch.logit_rows is not None:
             x, residual = x[batch.logit_rows], residual[batch.logit_rows] if residual is not None else None
