@@ -15,7 +15,6 @@ import functools
 import hashlib
 import json
 import logging
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -84,11 +83,14 @@ class CublasLt:
         bucket = _BUCKETS[min(bisect.bisect_left(_BUCKETS, rows), len(_BUCKETS) - 1)]
         key = (bucket, columns, depth, x.dtype, out_dtype, gated)
         if key not in self._chosen:
-            if torch.cuda.is_current_stream_capturing():
-                return None
-            if compiling():
-                return self._compile(x, weight, out_dtype, gated)
-            self._chosen[key] = self._choose(bucket, weight, x.dtype, out_dtype, gated)
+            name = " ".join(map(str, key))
+            if name not in self._choices:
+                if torch.cuda.is_current_stream_capturing():
+                    return None
+                if compiling():
+                    return self._compile(x, weight, out_dtype, gated)
+                self._choose(name, bucket, weight, x.dtype, out_dtype, gated)
+            self._chosen[key] = self._choices[name]
         algorithm = self._chosen[key]
         if algorithm is None:
             return None
@@ -107,16 +109,11 @@ class CublasLt:
         return silu_and_mul(y) if gated else y
 
     def _choose(
-        self, rows: int, weight: torch.Tensor, dtype: torch.dtype, out_dtype: torch.dtype, gated: bool
-    ) -> _Algorithm | None:
-        """The fastest algorithm of those with our bits; None if our kernel is faster, or there are none."""
+        self, name: str, rows: int, weight: torch.Tensor, dtype: torch.dtype, out_dtype: torch.dtype, gated: bool
+    ) -> None:
+        """Chooses the fastest algorithm of those with our bits; None if our kernel is faster, or there are none."""
         columns, depth = weight.shape
-        key = f"{rows} {columns} {depth} {dtype} {out_dtype} {gated}"
-        if key in self._choices:
-            return self._choices[key]
         found = self._algorithms(rows, columns, depth, dtype, out_dtype)
-        if not found:
-            return None
         generator = torch.Generator(weight.device).manual_seed(rows)
         x = torch.randn((rows, depth), generator=generator, dtype=torch.float32, device=weight.device).to(dtype)
         y = x.new_empty((rows, columns), dtype=out_dtype)
@@ -124,12 +121,13 @@ class CublasLt:
         equal = [each for each in found if self._multiply(x, weight, y, each) and torch.equal(y, ours)]
         if not equal:
             log.warning(
-                "cuBLASLt's product of %d x %d weights has other bits than ours on this GPU: ours are used, which is "
-                "slower for many rows",
+                "cuBLASLt has no product of %d x %d weights with our bits on this GPU: ours are used, which is slower "
+                "for many rows",
                 columns,
                 depth,
             )
-            return None
+            self._choices.set(name, None, keep=False)
+            return
 
         def library(algorithm: _Algorithm) -> Callable[[], object]:
             return lambda: (self._multiply(x, weight, y, algorithm), silu_and_mul(y) if gated else None)
@@ -139,9 +137,8 @@ class CublasLt:
             runs.insert(0, (None, lambda: own.linear(x, weight, gated=gated, out_dtype=out_dtype)))
         times = measure([run for _, run in runs], weight.device) if len(runs) > 1 else [0.0]
         best = min(range(len(runs)), key=times.__getitem__)
-        log.debug("%s: %s us, number %d is used", key, [round(1e3 * time, 1) for time in times], best)
-        self._choices[key] = runs[best][0]
-        return runs[best][0]
+        log.debug("%s: %s us, number %d is used", name, [round(1e3 * time, 1) for time in times], best)
+        self._choices.set(name, runs[best][0])
 
     def _algorithms(
         self, rows: int, columns: int, depth: int, dtype: torch.dtype, out_dtype: torch.dtype
@@ -220,8 +217,11 @@ class Choices:
     def __getitem__(self, key: str) -> _Algorithm | None:
         return self._found[key]
 
-    def __setitem__(self, key: str, algorithm: _Algorithm | None) -> None:
+    def set(self, key: str, algorithm: _Algorithm | None, *, keep: bool = True) -> None:
+        """`keep`: also for later processes."""
         self._found[key] = algorithm
+        if not keep:
+            return
         try:
             with self._path.open("a", encoding="ascii") as file:
                 file.write(json.dumps([key, list(algorithm or ())]) + "\n")
@@ -230,8 +230,8 @@ class Choices:
 
 
 def measure(runs: list[Callable[[], object]], device: torch.device, repeats: int = 5) -> list[float]:
-    """Milliseconds of each run, the median of some, when nothing that it reads is in the GPU's cache."""
-    other = torch.empty(4 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.uint8, device=device)
+    """Milliseconds of each run, the least of some, when nothing that it reads is in the GPU's cache."""
+    other = torch.empty(8 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.uint8, device=device)
     times = []
     for run in runs:
         run()
@@ -242,7 +242,7 @@ def measure(runs: list[Callable[[], object]], device: torch.device, repeats: int
             run()
             end.record()  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(device)
-        times.append(statistics.median(begin.elapsed_time(end) for begin, end in events))
+        times.append(min(begin.elapsed_time(end) for begin, end in events))
     return times
 
 

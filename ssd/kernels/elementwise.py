@@ -62,15 +62,14 @@ _HEADS = 8  # heads of one program
 
 @triton.jit
 def _rotated(base, at, mask, w_ptr, half, cos, sin, eps, D: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr):
-    """Both halves of some heads [heads, HALF], normed when there is a norm, then rotated."""
+    """Both halves of some heads [heads, HALF], normed when there is a norm, then rotated. `half`: [heads, HALF]."""
     low = tl.load(base + at, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(base + at + HALF, mask=mask, other=0.0).to(tl.float32)
     if w_ptr is not None:
         square = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
         scale = tl.rsqrt(square / D + eps)[:, None]
-        inside = half < HALF
-        low = ((low * scale).to(dtype) * tl.load(w_ptr + half, mask=inside, other=0.0)[None, :]).to(tl.float32)
-        high = ((high * scale).to(dtype) * tl.load(w_ptr + HALF + half, mask=inside, other=0.0)[None, :]).to(tl.float32)
+        low = ((low * scale).to(dtype) * tl.load(w_ptr + half, mask=mask, other=0.0)).to(tl.float32)
+        high = ((high * scale).to(dtype) * tl.load(w_ptr + HALF + half, mask=mask, other=0.0)).to(tl.float32)
     return (low * cos - high * sin).to(dtype), (high * cos + low * sin).to(dtype)
 
 
@@ -106,26 +105,28 @@ def _rope_kernel(
     part = tl.program_id(1)
     HALF: tl.constexpr = D // 2
     QUERY_PARTS: tl.constexpr = (H + HEADS - 1) // HEADS
-    half = tl.arange(0, BLOCK)
+    index = tl.arange(0, HEADS)[:, None]
+    # Every head has its own copies of what all heads share: they come from the cache, without an exchange of registers.
+    half = tl.arange(0, BLOCK)[None, :] + tl.zeros_like(index)
     inside = half < HALF
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     position = tl.load(positions_ptr + token).to(tl.int64)
-    cos = tl.load(cos_ptr + position * HALF + half, mask=inside, other=0.0)[None, :]
-    sin = tl.load(sin_ptr + position * HALF + half, mask=inside, other=0.0)[None, :]
+    cos = tl.load(cos_ptr + position * HALF + half, mask=inside, other=0.0)
+    sin = tl.load(sin_ptr + position * HALF + half, mask=inside, other=0.0)
     row = qkv_ptr + token * qkv_stride
     if part < QUERY_PARTS:
-        head = part * HEADS + tl.arange(0, HEADS)
-        mask = (head < H)[:, None] & inside[None, :]
-        at = head[:, None] * D + half[None, :]
+        head = part * HEADS + index
+        mask = (head < H) & inside
+        at = head * D + half
         low, high = _rotated(row, at, mask, q_norm_ptr, half, cos, sin, eps, D, HALF, dtype)
         out = q_ptr + token * H * D + at
         tl.store(out, low, mask=mask)
         tl.store(out + HALF, high, mask=mask)
     else:
         slot = tl.load(slots_ptr + token).to(tl.int64)
-        head = (part - QUERY_PARTS) * HEADS + tl.arange(0, HEADS)
-        mask = (head < HKV)[:, None] & inside[None, :] & (slot >= 0)
-        at = head[:, None] * D + half[None, :]
+        head = (part - QUERY_PARTS) * HEADS + index
+        mask = (head < HKV) & inside & (slot >= 0)
+        at = head * D + half
         low, high = _rotated(row + H * D, at, mask, k_norm_ptr, half, cos, sin, eps, D, HALF, dtype)
         to = slot * slot_stride + at
         tl.store(k_ptr + to, low, mask=mask)

@@ -27,7 +27,7 @@ class TritonOps:
         return torch.stack((gate, up), dim=1).flatten(0, 1)  # alternating, so that one tile holds both
 
     def embedding(self, weight: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        return weight[token_ids]
+        return torch.nn.functional.embedding(token_ids, weight)
 
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, float32: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ def test_nothing_is_compiled_for_a_request(compiled: list[str], way: dict[str, A
         wait_until_idle(llm.driver)
 
 
-def test_compilations_and_checks_are_seen(compiled: list[str]) -> None:
+def test_compilations_and_checks_are_seen(compiled: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from ssd.kernels import cublaslt
     from ssd.kernels.linear import Tile, linear
 
@@ -81,5 +82,6 @@ def test_compilations_and_checks_are_seen(compiled: list[str]) -> None:
     assert len(compiled) == 1
     library = cublaslt.load()
     assert library is not None
+    monkeypatch.setattr(library, "_choices", cublaslt.Choices(tmp_path / "choices"))
     library.linear(x, weight, torch.bfloat16)
     assert "a product of cuBLASLt" in compiled
