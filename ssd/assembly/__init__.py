@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from ssd.assembly.device import batched_tokens, mixed_tokens, resolve_device
+from ssd.assembly.device import batched_tokens, resolve_device
 from ssd.assembly.drafters import load_draft, make_drafter, open_draft, placed
 from ssd.assembly.fit import check_fits
 from ssd.assembly.memory import fitting_length, gib, kv_blocks, possible_length
@@ -61,7 +61,6 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
         pool,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=batched_tokens(config, device),
-        max_mixed_tokens=mixed_tokens(config, device),
         num_slots=num_slots(config),
     )
     longest = possible_length(config, checkpoint.config.max_position, max_model_len, device)

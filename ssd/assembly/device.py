@@ -12,7 +12,6 @@ from ssd.kernels.ops import Ops
 from ssd.models.config import DecoderConfig
 
 _LARGE_GPU = 40 << 30  # bytes
-_MIXED_TOKENS = 2048  # 45 ms of an 8B model on an H200, which those who decode wait for a prefill chunk
 
 
 def resolve_device(name: str) -> torch.device:
@@ -65,12 +64,5 @@ def batched_tokens(config: EngineConfig, device: torch.device) -> int:
     """Tokens of the largest batch. On a large GPU 4096: its products gain nothing from more."""
     default = 512
     if device.type == "cuda":
-        default = 4096 if torch.cuda.get_device_properties(device).total_memory > _LARGE_GPU else _MIXED_TOKENS
+        default = 4096 if torch.cuda.get_device_properties(device).total_memory > _LARGE_GPU else 2048
     return config.max_num_batched_tokens or max(default, config.max_num_seqs)
-
-
-def mixed_tokens(config: EngineConfig, device: torch.device) -> int:
-    """Tokens of the largest batch in which sequences decode."""
-    return config.max_num_batched_tokens or min(
-        batched_tokens(config, device), max(_MIXED_TOKENS, config.max_num_seqs * (1 + config.speculation.lookahead))
-    )

@@ -18,24 +18,16 @@ from ssd.kv.blocks import BlockPool
 class Scheduler:
     """Admits, schedules and preempts sequences, oldest first.
 
-    A batch has at most `max_num_batched_tokens`; at most `max_mixed_tokens` if sequences decode in it, since they wait
-    for its prefill chunks. `lookahead`: maximum draft length of the next round. KV slots for draft tokens are reserved,
-    and never counted as computed tokens before they are committed.
+    `lookahead`: maximum draft length of the next round. KV slots for draft tokens are reserved, and never counted as
+    computed tokens before they are committed.
     """
 
     def __init__(
-        self,
-        pool: BlockPool,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_mixed_tokens: int | None = None,
-        num_slots: int | None = None,
+        self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int, num_slots: int | None = None
     ) -> None:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_mixed_tokens = max_mixed_tokens or max_num_batched_tokens
         self.lookahead = 0
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -69,11 +61,8 @@ class Scheduler:
         works = self._reserve(self._plan(self.running))
         if works is None:
             return None
-        budget = self._budget(mixed=any(work.decodes for work in works)) - sum(work.cost for work in works)
+        budget = self.max_num_batched_tokens - sum(work.cost for work in works)
         return works + self._admit(budget)
-
-    def _budget(self, *, mixed: bool) -> int:
-        return self.max_mixed_tokens if mixed else self.max_num_batched_tokens
 
     def finish(self, sequence: Sequence) -> None:
         """Removes a sequence. `released` frees its blocks once no round in flight writes them."""
@@ -155,14 +144,14 @@ class Scheduler:
         return max(0, min(self.lookahead, sequence.max_tokens - sequence.least_len - 1))
 
     def _plan(self, running: Seq[Sequence]) -> list[Work]:
-        """Works within the budget: one token per decoding sequence, then drafts, then prefill chunks.
+        """Works within `max_num_batched_tokens`: one token per decoding sequence, then drafts, then prefill chunks.
 
         Sequences that reach their maximum length in the round in flight are left out.
         """
+        budget = self.max_num_batched_tokens
         works: list[Work] = []
         unfinished = [s for s in running if s.least_len < s.max_tokens]
         decoding = [s for s in unfinished if s.next_pending == 1]
-        budget = self._budget(mixed=bool(decoding))
         for i, sequence in enumerate(decoding):
             works.append(self._work(sequence, budget - (len(decoding) - i - 1)))
             budget -= works[-1].cost

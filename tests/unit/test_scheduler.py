@@ -15,16 +15,10 @@ SIZE = 4
 
 
 def make_scheduler(
-    num_blocks: int = 64,
-    *,
-    seqs: int = 8,
-    tokens: int = 64,
-    mixed: int | None = None,
-    lookahead: int = 0,
-    caching: bool = False,
+    num_blocks: int = 64, *, seqs: int = 8, tokens: int = 64, lookahead: int = 0, caching: bool = False
 ) -> Scheduler:
     pool = BlockPool(num_blocks, SIZE, prefix_caching=caching)
-    scheduler = Scheduler(pool, max_num_seqs=seqs, max_num_batched_tokens=tokens, max_mixed_tokens=mixed)
+    scheduler = Scheduler(pool, max_num_seqs=seqs, max_num_batched_tokens=tokens)
     scheduler.lookahead = lookahead
     return scheduler
 
@@ -135,14 +129,6 @@ def test_the_token_budget_cuts_prompts_into_chunks() -> None:
     arrive(scheduler, 5, 10)
     seen = [shares(play(scheduler)) for _ in range(3)]
     assert seen == [{0: 5, 1: 3}, {0: 1, 1: 7}, {0: 1, 1: 1}]
-
-
-def test_chunks_are_smaller_while_sequences_decode() -> None:
-    """Catches decoders that wait for prefill chunks of the largest size, and small chunks where nobody waits."""
-    scheduler = make_scheduler(tokens=16, mixed=8)
-    arrive(scheduler, 20, 20)
-    seen = [shares(play(scheduler)) for _ in range(6)]
-    assert seen == [{0: 16}, {0: 4, 1: 12}, {0: 1, 1: 7}, {0: 1, 1: 1}, {0: 1, 1: 1}, {0: 1, 1: 1}]
 
 
 def test_arrival_order_is_admission_order() -> None:
