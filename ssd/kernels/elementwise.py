@@ -6,16 +6,19 @@ import torch
 import triton
 import triton.language as tl
 
+from ssd.kernels.launching import early_launch
 from ssd.kernels.ops import DeviceBatch, HeadShape, Rope
 
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, residual_ptr, w_ptr, y_ptr, x_stride, width, eps, BLOCK: tl.constexpr):
+def _rms_norm_kernel(x_ptr, residual_ptr, w_ptr, y_ptr, x_stride, width, eps, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     mask = k < width
-    x = tl.load(x_ptr + row * x_stride + k, mask=mask, other=0.0).to(tl.float32)
     w = tl.load(w_ptr + k, mask=mask, other=0.0)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row * x_stride + k, mask=mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         at = residual_ptr + row * width + k
         total = (tl.load(at, mask=mask, other=0.0).to(tl.float32) + x).to(residual_ptr.dtype.element_ty)
@@ -31,7 +34,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(x.shape[1])
     _rms_norm_kernel[(x.shape[0],)](
-        x, residual, weight, y, x.stride(0), x.shape[1], eps, BLOCK=block, num_warps=min(8, max(1, block // 512))
+        *(x, residual, weight, y, x.stride(0), x.shape[1], eps),
+        BLOCK=block,
+        num_warps=min(8, max(1, block // 512)),
+        **early_launch(x.device),
     )
     return y
 

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ssd.kernels.launching import early_launch
+
 
 @triton.jit(do_not_specialize=["num_rows"])  # avoids recompilation for other prompt lengths
 def _linear_kernel(
@@ -31,8 +33,11 @@ def _linear_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """y[m, n] = sum_k x[m, k] w[n, k]. GATED: w's rows alternate gate, up, and y has half as many columns."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     # Neighbouring programs share weight tiles, and GROUP of them x tiles, for L2 hits.
     tiles_m = tl.cdiv(num_rows, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -72,6 +77,7 @@ def _linear_kernel(
 
 
 _PROCESSORS = 132  # of an H100 or H200
+_EARLY_ROWS = 16  # at most, of products that are launched early
 
 
 @dataclass(frozen=True)
@@ -139,5 +145,6 @@ def linear(
         GROUP=1 if num_rows <= 64 else 8,
         STAGES=tile.stages,
         num_warps=tile.warps,
+        **early_launch(x.device, num_rows <= _EARLY_ROWS),
     )
     return y

@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from ssd.kernels import cublaslt, elementwise
+from ssd.kernels import linear as linear_module
 from ssd.kernels.linear import linear
 from ssd.kernels.triton_ops import TritonOps
 
@@ -72,3 +73,23 @@ def test_a_choice_is_measured_once_per_machine(
     later = cublaslt.CublasLt(library._library, cublaslt.Choices(tmp_path / "choices.json"))
     assert before is not None
     assert torch.equal(before, later.linear(x, weight, torch.bfloat16))
+
+
+def test_kernels_that_are_launched_early_wait_for_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a kernel that reads the product before it is written: chains of them, with and without early launches."""
+    weights = [0.02 * random(4096, 4096, dtype=torch.bfloat16, seed=seed) for seed in range(8)]
+    norm = random(4096, dtype=torch.bfloat16)
+
+    def chain(rows: int) -> torch.Tensor:
+        x, residual = random(rows, 4096, dtype=torch.bfloat16, seed=rows), random(rows, 4096, dtype=torch.bfloat16)
+        for weight in weights * 4:
+            x = linear(elementwise.rms_norm(x, norm, 1e-5, residual), weight)
+        return torch.cat((x, residual))
+
+    for rows in (1, 7, 16):
+        found = [chain(rows) for _ in range(3)]
+        with monkeypatch.context() as patch:
+            for module in (elementwise, linear_module):
+                patch.setattr(module, "early_launch", lambda *_: {"EARLY": False})
+            expected = chain(rows)
+        assert all(torch.equal(each, expected) for each in found)
