@@ -21,7 +21,9 @@ class TritonOps:
     def tile_tokens(self, heads: HeadShape, split_kv: bool) -> int:
         return attention.tile_rows(heads.group_size, split_kv) // heads.group_size
 
-    def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
+    def prepare(
+        self, weight: torch.Tensor, *, gated: bool = False, embedding: bool = False, product: bool = True
+    ) -> torch.Tensor:
         if not gated:
             return weight
         gate, up = weight.chunk(2)
