@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ssd.kernels.linear import Tile
 from ssd.kernels.quantized import Codes, Format, QuantizedOps, QuantizedWeight
 
 # Two words to pairs of bfloat16, part by part. Integers are set as the last bits of 128, then 128 (and the zero point)
@@ -143,6 +142,80 @@ def _part(words, i: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
         )
 
 
+@triton.jit
+def _sums(
+    x_ptr, w_ptr, scale_ptr, m, n, m_mask, n_mask, N, K, w_stride, x_stride,
+    FORMAT: tl.constexpr, PAIRS: tl.constexpr, EVEN_K: tl.constexpr, PARTS: tl.constexpr, PARTS_OF_GROUP: tl.constexpr,
+    WORDS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Sums of a tile [n, m], block by block; int4's are scaled, others are not."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    k = tl.arange(0, WORDS)
+    x_ptrs = x_ptr + m[None, :].to(tl.int64) * x_stride + k[:, None]
+    w_ptrs = w_ptr + n[:, None].to(tl.int64) * w_stride + k[None, :]
+    acc = tl.zeros((n.shape[0], m.shape[0]), tl.float32)
+    for start in tl.range(0, w_stride, WORDS, num_stages=STAGES):
+        words = tl.load(w_ptrs + start, mask=n_mask[:, None], other=0)
+        if PAIRS:
+            pairs = _pairs(words, FORMAT)
+        for i in tl.static_range(PARTS):
+            first = start * PARTS + i * WORDS
+            if EVEN_K:
+                x = tl.load(x_ptrs + first, mask=m_mask[None, :], other=0.0)
+            else:
+                x = tl.load(x_ptrs + first, mask=m_mask[None, :] & (first + k < K)[:, None], other=0.0)
+            w = pairs[i] if PAIRS else _part(words, i, FORMAT, dtype)
+            if FORMAT != "int4":
+                acc = tl.dot(w, x, acc, input_precision="tf32x3")
+            else:
+                if i % PARTS_OF_GROUP == 0:
+                    group = tl.dot(w, x, input_precision="tf32x3")
+                else:
+                    group = tl.dot(w, x, group, input_precision="tf32x3")
+                if (i + 1) % PARTS_OF_GROUP == 0:
+                    row = (start // WORDS * PARTS + i) // PARTS_OF_GROUP
+                    acc += group * tl.load(scale_ptr + row * N + n, mask=n_mask, other=0.0)[:, None]
+    return acc
+
+
+@triton.jit
+def _split_sums(
+    x_ptr, w_ptr, scale_ptr, m, n, m_mask, n_mask, N, K, w_stride, x_stride,
+    FORMAT: tl.constexpr, PAIRS: tl.constexpr, PARTS: tl.constexpr, PARTS_OF_GROUP: tl.constexpr,
+    WORDS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """The same, of SPLIT blocks at a time, each by a warp of its own: for few outputs of a great depth."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    k = tl.arange(0, WORDS)
+    split = tl.arange(0, SPLIT)
+    x_ptrs = x_ptr + m[None, None, :].to(tl.int64) * x_stride + (split * (WORDS * PARTS))[:, None, None]
+    x_ptrs += k[None, :, None]
+    w_ptrs = w_ptr + n[None, :, None].to(tl.int64) * w_stride + (split * WORDS)[:, None, None] + k[None, None, :]
+    acc = tl.zeros((SPLIT, n.shape[0], m.shape[0]), tl.float32)
+    for start in tl.range(0, w_stride, WORDS * SPLIT, num_stages=STAGES):
+        inside = start + split * WORDS < w_stride
+        words = tl.load(w_ptrs + start, mask=n_mask[None, :, None] & inside[:, None, None], other=0)
+        if PAIRS:
+            pairs = _pairs(words, FORMAT)
+        for i in tl.static_range(PARTS):
+            first = start * PARTS + i * WORDS
+            there = (first + (split * (WORDS * PARTS))[:, None] + k[None, :] < K)[:, :, None]
+            x = tl.load(x_ptrs + first, mask=m_mask[None, None, :] & there, other=0.0)
+            w = pairs[i] if PAIRS else _part(words, i, FORMAT, dtype)
+            if FORMAT != "int4":
+                acc = tl.dot(w, x, acc, input_precision="tf32x3")
+            else:
+                if i % PARTS_OF_GROUP == 0:
+                    group = tl.dot(w, x, input_precision="tf32x3")
+                else:
+                    group = tl.dot(w, x, group, input_precision="tf32x3")
+                if (i + 1) % PARTS_OF_GROUP == 0:
+                    row = ((start // WORDS + split) * PARTS + i) // PARTS_OF_GROUP
+                    scales = scale_ptr + row[:, None] * N + n[None, :]
+                    acc += group * tl.load(scales, mask=inside[:, None] & n_mask[None, :], other=0.0)[:, :, None]
+    return tl.sum(acc, 0)
+
+
 @triton.jit(do_not_specialize=["num_rows"])  # avoids recompilation for other prompt lengths
 def _quantized_kernel(
     x_ptr,
@@ -168,40 +241,25 @@ def _quantized_kernel(
     BLOCK_N: tl.constexpr,
     WORDS: tl.constexpr,
     STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
     """y[m, n] = sum_k x[m, k] w[n, k]. GATED: w's rows alternate gate, up, and y has half as many columns."""
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
     tiles_m = tl.cdiv(num_rows, BLOCK_M)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n0 = (tl.program_id(0) // tiles_m) * BLOCK_N
     n = n0 + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, WORDS)
     m_mask = m < num_rows
     n_mask = n < N
-    x_ptrs = x_ptr + m[None, :].to(tl.int64) * x_stride + k[:, None]
-    w_ptrs = w_ptr + n[:, None].to(tl.int64) * w_stride + k[None, :]
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for start in tl.range(0, w_stride, WORDS, num_stages=STAGES):
-        words = tl.load(w_ptrs + start, mask=n_mask[:, None], other=0)
-        if PAIRS:
-            pairs = _pairs(words, FORMAT)
-        for i in tl.static_range(PARTS):
-            first = start * PARTS + i * WORDS
-            if EVEN_K:
-                x = tl.load(x_ptrs + first, mask=m_mask[None, :], other=0.0)
-            else:
-                x = tl.load(x_ptrs + first, mask=m_mask[None, :] & (first + k < K)[:, None], other=0.0)
-            w = pairs[i] if PAIRS else _part(words, i, FORMAT, dtype)
-            if FORMAT != "int4":
-                acc = tl.dot(w, x, acc, input_precision="tf32x3")
-            else:
-                if i % PARTS_OF_GROUP == 0:
-                    group = tl.dot(w, x, input_precision="tf32x3")
-                else:
-                    group = tl.dot(w, x, group, input_precision="tf32x3")
-                if (i + 1) % PARTS_OF_GROUP == 0:
-                    row = (start // WORDS * PARTS + i) // PARTS_OF_GROUP
-                    acc += group * tl.load(scale_ptr + row * N + n, mask=n_mask, other=0.0)[:, None]
+    if SPLIT == 1:
+        acc = _sums(
+            x_ptr, w_ptr, scale_ptr, m, n, m_mask, n_mask, N, K, w_stride, x_stride,
+            FORMAT, PAIRS, EVEN_K, PARTS, PARTS_OF_GROUP, WORDS, STAGES,
+        )  # fmt: skip
+    else:
+        acc = _split_sums(
+            x_ptr, w_ptr, scale_ptr, m, n, m_mask, n_mask, N, K, w_stride, x_stride,
+            FORMAT, PAIRS, PARTS, PARTS_OF_GROUP, WORDS, STAGES, SPLIT,
+        )  # fmt: skip
     if PAIRS and FORMAT == "fp8":
         acc *= 1.329227995784916e36  # 2^120
     if FORMAT != "int4":
@@ -252,16 +310,28 @@ def pack(codes: Codes) -> PackedCodes:
     return PackedCodes(words.flatten(1), groups.t().contiguous(), codes.format, codes.depth, block, codes.group)
 
 
+@dataclass(frozen=True)
+class Tile:
+    """A tile shape. Its depth is that of a block, or of `split` blocks, one for each warp."""
+
+    rows: int
+    columns: int
+    stages: int
+    warps: int
+    split: int = 1
+
+
 def choose_tile(num_rows: int, columns: int, weight: PackedCodes) -> Tile:
-    """Measured on an H200. As deep as a block of the weight, and as many stages as the shared memory holds."""
+    """Measured on an H200."""
+    rows = 8 if num_rows <= 8 else 16
     if num_rows <= 16:
-        rows, wide, stages, warps = (16, 64, 4, 4) if columns >= 6144 else (16, 16, 5, 2)
-    elif num_rows <= 64:
+        return Tile(rows, 64, 3, 4) if columns >= 6144 else Tile(rows, 16, 3, 4, split=4)
+    if num_rows <= 64:
         rows, wide, stages, warps = (32, 64, 4, 4) if num_rows <= 32 else (64, 64, 4, 4)
     else:
         rows, wide, stages, warps = (64, 128, 4, 8)
-    stage = weight.block * (2 * weight.parts * rows + 4 * wide)
-    return Tile(rows, wide, weight.block * weight.parts, max(2, min(stages, (192 << 10) // stage)), warps)
+    stage = weight.block * (2 * weight.parts * rows + 4 * wide)  # bytes of shared memory
+    return Tile(rows, wide, max(2, min(stages, (192 << 10) // stage)), warps)
 
 
 def quantized_linear(
@@ -304,6 +374,7 @@ def quantized_linear(
         BLOCK_N=tile.columns,
         WORDS=weight.block,
         STAGES=tile.stages,
+        SPLIT=tile.split,
         num_warps=tile.warps,
     )
     return y
