@@ -1,11 +1,13 @@
-"""How fast are the products of a model's layers? Against torch's own, for several numbers of rows.
+"""How fast are the products of a model's layers? Our kernel, torch's, and what the engine uses, for several rows.
 
-    python bench/linear.py                                     # the CPU, SmolLM2-135M's products
-    python bench/linear.py --device cuda --shape llama-3.1-8b  # one GPU, bfloat16
+    python bench/linear.py                                                # the CPU, SmolLM2-135M's products
+    python bench/linear.py --device cuda --shape llama-3.1-8b qwen3-0.6b  # one GPU, bfloat16
     python bench/linear.py --rows 1 8 32 128
 
-Ours are row-invariant, torch's need not be: the last column is what that costs (above 1) or gains. Each product runs
-over so many copies of its weight that no cache holds them all; on a GPU in one CUDA graph: launches do not count.
+Ours and what is used (on a GPU ours or cuBLASLt's, whichever was measured to be faster) are row-invariant, torch's need
+not be. The gate/up product includes its activation, except for torch's. The last columns are weights read per second
+and operations per second of what is used. Each product runs over so many copies of its weight that no cache holds them
+all; on a GPU in one CUDA graph: launches do not count.
 """
 
 from __future__ import annotations
@@ -26,25 +28,57 @@ from ssd.models.config import DecoderConfig
 from ssd.models.shapes import SHAPES
 
 _BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}  # of all copies of a weight
+Product = Callable[[torch.Tensor, Any], object]
 
 
 def main() -> None:
     args = _arguments()
     device = torch.device(args.device)
-    shape = SHAPES[args.shape or ("llama-3.1-8b" if device.type == "cuda" else "smollm2-135m")]
+    for name in args.shape or ["llama-3.1-8b" if device.type == "cuda" else "smollm2-135m"]:
+        bench(name, args.rows, device)
+
+
+@torch.inference_mode()
+def bench(shape: str, row_counts: list[int], device: torch.device) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     ops = make_ops(device)
-    print(f"{'product':<10} {'columns':>8} {'depth':>6} {'rows':>5} {'ours, us':>9} {'torch, us':>9} {'of torch':>8}")
-    for name, columns, depth in products(shape):
+    titles = f"{'product':<10} {'columns':>8} {'depth':>6} {'rows':>5} {'ours, us':>9} {'torch, us':>9}"
+    print(f"{shape}\n{titles} {'used, us':>9} {'used':>7} {'GB/s':>6} {'TFLOP/s':>8}")
+    for name, columns, depth in products(SHAPES[shape]):
+        gated = name == "gate/up"
         size = columns * depth * dtype.itemsize
         weights = [torch.randn(columns, depth, device=device, dtype=dtype) for _ in range(copies(size, device))]
-        prepared = [ops.prepare(weight) for weight in weights]
-        for rows in args.rows:
+        prepared = [ops.prepare(weight, gated=gated) for weight in weights]
+        for rows in row_counts:
             x = torch.randn(rows, depth, device=device, dtype=dtype)
-            ours = seconds(functools.partial(_ours, ops, x, prepared), device) / len(weights)
-            theirs = seconds(functools.partial(_torchs, x, weights), device) / len(weights)
-            figures = f"{1e6 * ours:>9.1f} {1e6 * theirs:>9.1f} {ours / theirs:>8.2f}"
-            print(f"{name:<10} {columns:>8} {depth:>6} {rows:>5} {figures}", flush=True)
+            used, ours = (ops.gated_linear if gated else ops.linear), own(ops, device, gated=gated)
+            timed = [
+                seconds(functools.partial(_over, product, x, of), device) / len(weights)
+                for product, of in ((ours, prepared), (torch.nn.functional.linear, weights), (used, prepared))
+            ]
+            times = " ".join(f"{1e6 * each:>9.1f}" for each in timed)
+            rates = f"{size / timed[2] / 1e9:>6.0f} {2 * rows * columns * depth / timed[2] / 1e12:>8.2f}"
+            kernel = used_kernel(x, prepared[0], gated=gated)
+            print(f"{name:<10} {columns:>8} {depth:>6} {rows:>5} {times} {kernel:>7} {rates}", flush=True)
+
+
+def own(ops: Ops, device: torch.device, *, gated: bool) -> Product:
+    """Our kernel."""
+    if device.type == "cpu":
+        return ops.gated_linear if gated else ops.linear
+    from ssd.kernels import linear
+
+    return functools.partial(linear.linear, gated=gated)
+
+
+def used_kernel(x: torch.Tensor, weight: Any, *, gated: bool) -> str:
+    """Whose kernel the engine uses."""
+    if not x.is_cuda:
+        return "ours"
+    from ssd.kernels import cublaslt
+
+    library = cublaslt.load()
+    return "ours" if library is None or library.linear(x, weight, x.dtype, gated=gated) is None else "library"
 
 
 def products(shape: DecoderConfig) -> list[tuple[str, int, int]]:
@@ -63,17 +97,11 @@ def copies(size: int, device: torch.device) -> int:
     return max(2, min(32, _BYTES[device.type] // size))
 
 
-def _ours(ops: Ops, x: torch.Tensor, weights: list[Any]) -> None:
+def _over(product: Product, x: torch.Tensor, weights: list[Any]) -> None:
     for weight in weights:
-        ops.linear(x, weight)
+        product(x, weight)
 
 
-def _torchs(x: torch.Tensor, weights: list[torch.Tensor]) -> None:
-    for weight in weights:
-        torch.nn.functional.linear(x, weight)
-
-
-@torch.inference_mode()
 def seconds(work: Callable[[], None], device: torch.device, repeats: int = 7) -> float:
     """Median of some runs, after one that does not count."""
     work()
@@ -96,7 +124,7 @@ def _clocked(work: Callable[[], None]) -> float:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="whose products")
+    parser.add_argument("--shape", choices=sorted(SHAPES), nargs="+", help="whose products")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128, 512])
     return parser.parse_args()
 

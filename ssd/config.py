@@ -150,7 +150,7 @@ class EngineConfig:
     max_model_len: int | None = None  # prompt and output of one sequence together
     max_num_seqs: int = 64  # sequences decoded at the same time
     max_num_batched_tokens: int | None = None  # tokens of one batch; longer prefills are chunked
-    block_size: int = 16  # tokens of one KV block
+    block_size: int = 64  # tokens of one KV block
     num_kv_blocks: int | None = None
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, activations and KV
     prefix_caching: bool = True

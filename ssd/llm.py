@@ -175,7 +175,7 @@ class LLM:
         """Text (None if it was given as ids) and token ids of a prompt."""
         kind = _kind(prompt)
         if kind == "ids":
-            return None, [int(cast(int, token)) for token in prompt]
+            return None, list(map(int, cast("Seq[int]", prompt)))
         if kind == "text":
             return cast(str, prompt), self.tokenizer.encode(cast(str, prompt))
         options = self._checked_options(chat_options or {})
@@ -249,6 +249,8 @@ def _kind(prompt: object) -> Literal["text", "ids", "chat"]:
             f"a prompt of type {type(prompt).__name__} cannot be read: pass text, bytes(prompt).decode(), or token "
             "ids, list(prompt)"
         )
+    if isinstance(prompt, list) and set(map(type, prompt)) == {int}:  # the usual case, which may be long
+        return "ids"
     items = list(map(plain, prompt)) if isinstance(prompt, Seq) else None
     if items == []:
         raise RequestError("the prompt is empty: pass text, token ids or chat messages")

@@ -18,8 +18,8 @@ def make_device_batch(
     tables: Seq[Seq[int]],
     *,
     tile_tokens: int,
-    split_kv: bool,
     device: torch.device,
+    prefill: bool = False,
     branches: Branches | None = None,
 ) -> DeviceBatch:
     """Block tables in the order of the sequences."""
@@ -40,9 +40,9 @@ def make_device_batch(
         query_start=tensor(query_start),
         context_len=tensor(context_len),
         block_tables=tensor([[*table, *[0] * (width - len(table))] for table in tables]),
-        tiles=tensor(tiles).t().contiguous(),
+        tiles=tensor([] if prefill else tiles).view(-1, 2).t().contiguous(),
+        prefill_tiles=tensor(tiles).t().contiguous() if prefill else None,
         logit_rows=None,
-        split_kv=split_kv,
         table_rows=tensor(range(len(tables))),
         branches=branches,
     )

@@ -116,7 +116,7 @@ class BareDecoder:
 
     device = CPU
     dtype = torch.float32
-    ops = SimpleNamespace(tile_tokens=lambda heads, split_kv: 64)
+    ops = SimpleNamespace(tile_tokens=lambda heads, prefill: 64)
     layers = (SimpleNamespace(heads=None),)
     kv_bytes_per_token = 1
 

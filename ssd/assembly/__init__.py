@@ -13,6 +13,7 @@ from ssd.assembly.drafters import load_draft, make_drafter, open_draft, placed
 from ssd.assembly.fit import check_fits
 from ssd.assembly.memory import fitting_length, gib, kv_blocks, possible_length
 from ssd.assembly.models import load_decoder, make_runner, make_state, num_slots
+from ssd.assembly.warm_up import warm_up
 from ssd.config import EngineConfig
 from ssd.decoding.rejection import RejectionTarget
 from ssd.decoding.round import Round
@@ -21,6 +22,7 @@ from ssd.engine.scheduler import Scheduler
 from ssd.errors import ConfigError
 from ssd.execution.runner import ModelRunner
 from ssd.execution.target import Target
+from ssd.kernels import compiling
 from ssd.kv.blocks import BlockPool
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.open import open_checkpoint
@@ -36,6 +38,8 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     checkpoint = checkpoint or open_checkpoint(config.model)
     tokenizer = checkpoint.tokenizer()
     device = resolve_device(config.device)
+    if device.type == "cuda":
+        compiling.prepare()  # while weights are read
     config = replace(config, device=device.type, speculation=placed(config.speculation, device))
     draft = open_draft(config.speculation, tokenizer)
     here = draft if config.speculation.placement != "process" else None
@@ -44,7 +48,8 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     try:
         runner, draft_runner, max_model_len = build_runners(config, checkpoint, here, device)
         target = (RejectionTarget if config.speculation.acceptance == "rejection" else Target)(runner, runner.state)
-        target.warm_up()
+        if device.type == "cuda":
+            _warm_up(config, target, min(batched_tokens(config, device), max_model_len))
     except torch.OutOfMemoryError as error:
         kv = "gpu_memory_utilization" if config.num_kv_blocks is None else "num_kv_blocks"
         raise ConfigError(
@@ -108,7 +113,13 @@ def build_runners(
     models += [load_draft(config, draft, state, limit)] if draft is not None else []
     num_blocks = kv_blocks(config, models, limit)
     limit = fitting_length(config, limit, num_blocks * config.block_size)
-    runners = [make_runner(config, loaded, state, num_blocks, limit) for loaded in models]
-    if device.type == "cuda" and not config.eager:
-        runners[0].capture_graphs()
+    runners = [make_runner(config, loaded, state, num_blocks) for loaded in models]
     return runners[0], runners[1] if draft is not None else None, limit
+
+
+def _warm_up(config: EngineConfig, target: Target, max_tokens: int) -> None:
+    runner = target.runner
+    if not config.eager:
+        runner.plan_graphs()
+    rehearsals = [lambda: runner.rehearse(max_tokens), target.rehearse]
+    warm_up("target", rehearsals, [] if config.eager else [runner.capture, target.capture])

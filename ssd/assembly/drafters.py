@@ -13,6 +13,7 @@ import torch
 from ssd.assembly.device import batched_tokens, num_cores, resolve_device
 from ssd.assembly.memory import Loaded, kv_blocks
 from ssd.assembly.models import load_decoder, make_runner, make_state
+from ssd.assembly.warm_up import warm_up
 from ssd.config import NGRAM, EngineConfig, SpeculationConfig, build
 from ssd.core import is_int
 from ssd.decoding.drafter import Drafter
@@ -126,15 +127,23 @@ def make_draft_model(config: EngineConfig, runner: ModelRunner) -> DraftModel:
         saguaro_c=speculation.saguaro_c,
         graphs=not config.eager,
     )
-    if draft_runner.on_cuda and not config.eager:
-        draft_runner.capture(row_buckets(config.max_num_seqs), make_fan_out(speculation))
-        runner.capture_graphs(prefill_only=True)
+    if draft_runner.on_cuda:
+        _warm_up(config, draft_runner)
     return DraftModel(
         draft_runner,
         max_len=runner.decoder.config.max_position,
         max_num_batched_tokens=batched_tokens(config, runner.decoder.device),
         prefix_caching=config.prefix_caching,
     )
+
+
+def _warm_up(config: EngineConfig, draft: DraftRunner) -> None:
+    runner, usual = draft.runner, (row_buckets(config.max_num_seqs), make_fan_out(config.speculation))
+    max_tokens = min(batched_tokens(config, draft.device), runner.decoder.config.max_position)
+    if not config.eager:
+        runner.plan_graphs(prefill_only=True)
+    rehearsals = [lambda: runner.rehearse(max_tokens), lambda: draft.rehearse(*usual)]
+    warm_up("draft", rehearsals, [] if config.eager else [runner.capture, lambda: draft.capture(*usual)])
 
 
 def draft_rows(config: EngineConfig) -> int:
@@ -192,5 +201,5 @@ def build_worker_drafter(setup: Mapping[str, Any]) -> WorkerDrafter:
     limit = config.max_model_len or draft.config.max_position
     state = make_state(config, limit, int(setup["vocab_size"]), device)
     loaded = load_draft(config, draft, state, limit)
-    runner = make_runner(config, loaded, state, kv_blocks(config, [loaded], loaded.max_len), loaded.max_len)
+    runner = make_runner(config, loaded, state, kv_blocks(config, [loaded], loaded.max_len))
     return WorkerDrafter(drafter_with(make_draft_model(config, runner), config.speculation), state)

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from ssd.assembly.device import batched_tokens, device_name, kernels_of, make_ops, resolve_dtype
+from ssd.assembly.device import device_name, kernels_of, make_ops, resolve_dtype
 from ssd.assembly.memory import Loaded, gib, weight_bytes
 from ssd.config import EngineConfig
 from ssd.execution.runner import ModelRunner
@@ -45,7 +45,7 @@ def load_decoder(
     scratch_slots: int = 0,
     quantization: Format | None = None,
 ) -> Loaded:
-    """Loads weights, and allocates attention scratch for the state's positions and `beyond` more."""
+    """Loads weights and allocates attention scratch; rotary tables have `beyond` more positions than the state."""
     device = state.device
     ops, dtype = make_ops(device, quantization), resolve_dtype(config, checkpoint.config, device)
     positions = state.max_positions + beyond
@@ -60,12 +60,12 @@ def load_decoder(
         *(quantization or str(dtype).removeprefix("torch."), device_name(device), kernels_of(ops)),
         time.perf_counter() - began,
     )
-    ops.reserve(max_rows, positions, decoder.layers[0].heads, device)
+    ops.reserve(decoder.layers[0].heads, device)
     return Loaded(decoder, max_len, max_rows, scratch_slots)
 
 
-def make_runner(config: EngineConfig, loaded: Loaded, state: SequenceState, num_blocks: int, limit: int) -> ModelRunner:
-    runner = ModelRunner(
+def make_runner(config: EngineConfig, loaded: Loaded, state: SequenceState, num_blocks: int) -> ModelRunner:
+    return ModelRunner(
         loaded.decoder,
         state,
         num_blocks=num_blocks,
@@ -73,6 +73,3 @@ def make_runner(config: EngineConfig, loaded: Loaded, state: SequenceState, num_
         max_decode_rows=loaded.max_rows,
         scratch_slots=loaded.scratch_slots,
     )
-    if loaded.decoder.device.type == "cuda":
-        runner.warm_up(min(batched_tokens(config, loaded.decoder.device), limit, loaded.max_len))
-    return runner

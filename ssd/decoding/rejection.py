@@ -15,6 +15,7 @@ import torch
 
 from ssd.core import Outcome, Work
 from ssd.execution.clock import Clock, now
+from ssd.execution.runner import Forward
 from ssd.execution.target import Hook, RawLogits, Target, Verification, first_logit_rows
 from ssd.kernels.transfers import to_device
 from ssd.sampling.noise import Stream, uniform
@@ -55,6 +56,14 @@ class RejectionTarget(Target):
             logprobs = details.of(i, tokens) if details is not None else ()
             outcomes.append(Outcome(tuple(tokens), logprobs, work.proposal.token_ids, work.proposal.origin))
         return _Decided(outcomes, began, now(self.state.device))
+
+    def _rehearse(self, forward: Forward, needs: Needs) -> None:
+        rows = forward.inputs.decided(self.state)
+        self.sampler.distribution(forward.logits, rows, needs)
+        self.sampler.choose(forward.logits, rows, needs)
+
+    def capture(self) -> None:
+        """Captures nothing: decisions are made on the host."""
 
     def _tokens(self, works: Seq[Work], starts: Seq[int], logits: torch.Tensor, rows: Rows) -> list[list[int]]:
         """The new tokens of each work."""

@@ -11,7 +11,7 @@ branch's own tokens is in branch slots, which belong to no block of the pool.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -27,13 +27,15 @@ from ssd.execution.batch import round_kernels
 from ssd.execution.clock import Clock, StreamClock, now
 from ssd.execution.graphs import capture
 from ssd.execution.runner import ModelRunner
+from ssd.kernels.compiling import compiling
 from ssd.kernels.ops import Branches, DeviceBatch
 from ssd.kernels.transfers import to_host, upload
 from ssd.sampling.noise import Stream
-from ssd.sampling.sampler import Needs, Rows, Sampler, reweighted
+from ssd.sampling.sampler import ALL_NEEDS, Needs, Rows, Sampler, reweighted
 
 _FEW_READS = 5  # tokens: enough after a draft of 4
 _MAX_CONFIDENCE = 1e4  # where only one token is possible
+_Launch = Callable[[Hashable, Callable[[], None]], None]
 
 
 class RunShape(NamedTuple):
@@ -313,20 +315,36 @@ class DraftRunner:
         """Distributions that a row's tokens first..last-1 of the last run were sampled from: float64 [tokens, V]."""
         return self._distributions[first:last, row].clone()
 
-    def capture(self, sequences: Seq[int], fan_out: FanOut | None) -> None:
+    @torch.inference_mode()
+    def rehearse(self, sequences: Seq[int], fan_out: FanOut) -> None:
+        """Runs on padding, of all shapes that have kernels of their own."""
+        with self.runner.first_layers(), self.state.sampling.tables():
+            for shape in self._usual_shapes(sequences, fan_out):
+                self._upload([self.state.padding] * shape.sequences, [0] * shape.sequences, shape)
+                self._compute_stage(shape.sequences, shape.width > 0)
+                for needs in ALL_NEEDS if compiling() else [Needs()]:
+                    self._compute(shape._replace(needs=needs), -1)
+                    self._compute(shape._replace(needs=needs, reads=self.reads), 0)
+                if shape.width:
+                    self._look_up(shape.sequences, shape.width, self.lookahead)
+                else:
+                    self._store(shape.sequences, self.lookahead, Origin.DRAFT)
+
+    @torch.inference_mode()
+    def capture(self, sequences: Seq[int], fan_out: FanOut) -> None:
         """Captures the graphs of the usual shapes, so that no request waits for them."""
-        if self._graphs is None:
-            return
+        for shape in self._usual_shapes(sequences, fan_out):
+            n, branches = shape.sequences, shape.width > 0
+            self._capture(("stage", n, branches), functools.partial(self._compute_stage, n, branches))
+            for piece in range(-1, self.lookahead if branches else self.lookahead - 1):
+                self._piece(shape, piece, self._capture)
+
+    def _usual_shapes(self, sequences: Seq[int], fan_out: FanOut) -> Iterator[RunShape]:
+        """The largest first: the graphs of the others reuse its memory."""
         for count in sorted({self._bucket(n) for n in sequences}, reverse=True):
-            for width in (0, self.max_width):
-                self._upload([self.state.padding] * count, [0] * count, RunShape(count, self.reads, width, Needs()))
-                self._stage(RunShape(count, self.reads, width, Needs()))
-            for width in {0, *(min(width, self.max_rows // count) for width in self.widths)}:
-                planned = fan_out if width else None
-                for reads in {self._reads(1), self.reads}:
-                    self._piece(RunShape(count, reads, width, Needs(), planned), -1)
-                for piece in range(self.lookahead if width else self.lookahead - 1):
-                    self._piece(RunShape(count, self.reads, width, Needs()), piece)
+            for width in sorted({0, *(min(width, self.max_rows // count) for width in self.widths)}, reverse=True):
+                for reads in sorted({self._reads(1), self.reads}, reverse=True):
+                    yield RunShape(count, reads, width, Needs(), fan_out if width else None)
 
     def beside(self, since: Clock | None = None) -> AbstractContextManager[object]:
         """The draft's own stream, which waits for the current one (or for that earlier point of it)."""
@@ -375,11 +393,11 @@ class DraftRunner:
             return count
         return min(_FEW_READS, self.reads) if count <= _FEW_READS else self.reads
 
-    def _piece(self, shape: RunShape, piece: int) -> None:
+    def _piece(self, shape: RunShape, piece: int, launch: _Launch | None = None) -> None:
         """Piece -1 reads and chooses each row's first token; piece s extends every row by one token."""
         if piece >= 0:  # does not depend on the number of tokens read, nor on the policy
             shape = shape._replace(reads=self.reads if self.on_cuda else shape.reads, fan_out=None)
-        self._launch((shape, piece), lambda: self._compute(shape, piece))
+        (launch or self._launch)((shape, piece), lambda: self._compute(shape, piece))
 
     def _launch(self, key: Hashable, compute: Callable[[], None]) -> None:
         """Runs `compute`, which launches the same kernels for the same key: from the second time on as a graph."""
@@ -389,10 +407,15 @@ class DraftRunner:
             self._graphs[key].replay()
         else:
             compute()  # eagerly the first time; the graph is for later
-            stream = torch.cuda.current_stream()
-            own = stream if stream != torch.cuda.default_stream() else None
-            self._graphs[key], _ = capture(compute, self._graph_pool, stream=own)
-            self._graph_pool = self._graphs[key].pool()
+            self._capture(key, compute)
+
+    def _capture(self, key: Hashable, compute: Callable[[], None]) -> None:
+        if self._graphs is None or key in self._graphs:
+            return
+        stream = torch.cuda.current_stream()
+        own = stream if stream != torch.cuda.default_stream() else None
+        self._graphs[key], _ = capture(compute, self._graph_pool, stream=own)
+        self._graph_pool = self._graphs[key].pool()
 
     def _upload(self, slots: Seq[int], drafted: Seq[int], shape: RunShape) -> None:
         """Uploads slots and draft lengths of the next run, after the draft's own stream is done with the last ones."""
@@ -482,7 +505,7 @@ class DraftRunner:
             context_len=context,
             logit_rows=logit_rows,
             tiles=constants.read_tiles,
-            split_kv=True,
+            prefill_tiles=None,
             block_tables=self.runner.tables.tensor[:, 1:],
             table_rows=slots,
         )
@@ -513,7 +536,7 @@ class DraftRunner:
             context_len=positions,  # not used for branches
             logit_rows=None,
             tiles=constants.tiles,
-            split_kv=True,
+            prefill_tiles=None,
             branches=Branches(depth, self.lookahead),
             block_tables=self.runner.tables.tensor[:, 1:],
             table_rows=inputs.slots(n),
@@ -576,7 +599,7 @@ class DraftRunner:
     def _tiles(self, sequences: int, queries: int) -> torch.Tensor:
         """Attention tiles of sequences with `queries` rows each."""
         decoder = self.runner.decoder
-        tile = decoder.ops.tile_tokens(decoder.layers[0].heads, True)
+        tile = decoder.ops.tile_tokens(decoder.layers[0].heads, prefill=False)
         each = -(-queries // tile)
         sequence = torch.arange(sequences, dtype=torch.int32, device=self.device).repeat_interleave(each)
         first = (torch.arange(each, dtype=torch.int32, device=self.device) * min(tile, queries)).repeat(sequences)

@@ -56,31 +56,57 @@ class Batch:
         return max(self.num_queries)
 
 
+@dataclass(frozen=True)
+class TileSizes:
+    """Query tokens of an attention tile."""
+
+    decode: int
+    prefill: int
+
+
+FEW_QUERIES = 16  # per sequence, maximum of query tokens that are cut into decode-size tiles
+
+
 class BatchInputs:
     """The device tensors of a batch of up to `rows` query tokens and `logits` logit rows, at fixed addresses.
 
-    `gather`: logits of selected rows only; otherwise every row has logits, in order.
+    `gather`: logits of selected rows only; otherwise every row has logits, in order. `prefill`: sequences may have many
+    query tokens; at most `decode_tiles` tiles are then of decode size, and the other queries are in larger ones.
     """
 
     @torch.inference_mode(False)  # so that they can be written to inside and outside of inference mode
     def __init__(
-        self, rows: int, logits: int, *, works: int, tile_tokens: int, gather: bool, device: torch.device
+        self,
+        rows: int,
+        logits: int,
+        *,
+        works: int,
+        tiles: TileSizes,
+        gather: bool,
+        device: torch.device,
+        prefill: bool = False,
+        decode_tiles: int | None = None,
     ) -> None:
         self.rows, self.logits, self.works = rows, logits, works
-        self.tile_tokens, self.gather = tile_tokens, gather
-        sizes = {"row_work": rows, "slots": works, "starts": works, "query_start": works + 1, "tiles": 2 * rows}
+        self.gather, self.prefill, self._tile_sizes = gather, prefill, tiles
+        self._decode_tiles = min(rows, rows // tiles.decode + works)
+        if decode_tiles is not None:
+            self._decode_tiles = min(self._decode_tiles, decode_tiles)
+        large = min(rows, rows // tiles.prefill + works) if prefill else 0
+        sizes = {"row_work": rows, "slots": works, "starts": works, "query_start": works + 1}
         sizes |= {"first_row": works, "num_logits": works, "logit_rows": logits}
-        total = sum(sizes.values())
+        sizes |= {"tiles": 2 * self._decode_tiles, "prefill_tiles": 2 * large}
+        places, total = _aligned(list(sizes.values()))
         self._host = np.empty(total, dtype=np.int32)
         self._meta = torch.empty(total, dtype=torch.int32, device=device)
-        cuts = np.cumsum(list(sizes.values()))[:-1]
-        self._places = dict(zip(sizes, np.split(self._host, cuts), strict=True))
-        self._tensors = dict(zip(sizes, torch.split(self._meta, list(sizes.values())), strict=True))
+        self._places = {name: self._host[place] for name, place in zip(sizes, places, strict=True)}
+        self._tensors = {name: self._meta[place] for name, place in zip(sizes, places, strict=True)}
         self._written: Batch | None = None  # what is there; None: nothing
         self.clear()
-        self._out = torch.zeros(3 * rows + works + 3 * logits, dtype=torch.int32, device=device)
-        self.token_ids, self.positions, self.slot_mapping, self.context_len, *decided = torch.split(
-            self._out, [rows, rows, rows, works, logits, logits, logits]
+        places, total = _aligned([rows, rows, rows, works, logits, logits, logits])
+        self._out = torch.zeros(total, dtype=torch.int32, device=device)
+        self.token_ids, self.positions, self.slot_mapping, self.context_len, *decided = (
+            self._out[place] for place in places
         )
         self._decided = decided  # per logit row: slot, position, draft tokens before it
         self._gather = torch.zeros(logits, dtype=torch.int64, device=device)
@@ -109,18 +135,20 @@ class BatchInputs:
         starts[1 : count + 1], starts[count + 1 :] = ends, ends[-1]
         place["row_work"][: ends[-1]] = np.repeat(work, queries)
         place["slots"][:count], place["starts"][:count] = batch.slots, batch.starts
-        self._write_tiles(place["tiles"], queries)
+        self._write_tiles(queries)
         self._write_logit_rows(np.array(batch.num_logits, dtype=np.int32), ends)
         upload(self._host.copy(), self._meta)
         self._written = batch
 
-    def _write_tiles(self, tiles: _Ints, queries: _Ints) -> None:
+    def _write_tiles(self, queries: _Ints) -> None:
         """Cuts the queries of each sequence into attention tiles: sequence and first query of each tile."""
-        each = -(-queries // self.tile_tokens)
-        total = int(each.sum())
-        tiles[:total] = np.repeat(np.arange(len(queries), dtype=np.int32), each)
-        before = np.repeat(np.cumsum(each) - each, each)
-        tiles[self.rows : self.rows + total] = (np.arange(total) - before) * self.tile_tokens
+        few = np.ones(len(queries), dtype=bool)
+        if self.prefill:
+            each = -(-queries // self._tile_sizes.decode)
+            few = queries <= FEW_QUERIES
+            few &= np.cumsum(np.where(few, each, 0)) <= self._decode_tiles
+            _cut(self._places["prefill_tiles"], queries, ~few, self._tile_sizes.prefill)
+        _cut(self._places["tiles"], queries, few, self._tile_sizes.decode)
 
     def _write_logit_rows(self, logits: _Ints, ends: _Ints) -> None:
         place, count = self._places, len(logits)
@@ -154,7 +182,7 @@ class BatchInputs:
             block_size=block_size,
         )
 
-    def device_batch(self, tables: torch.Tensor, *, split_kv: bool) -> DeviceBatch:
+    def device_batch(self, tables: torch.Tensor) -> DeviceBatch:
         """The batch as the decoder takes it."""
         return DeviceBatch(
             token_ids=self.token_ids,
@@ -165,8 +193,8 @@ class BatchInputs:
             block_tables=tables[:, 1:],
             table_rows=self["slots"],
             tiles=self["tiles"].view(2, -1),
+            prefill_tiles=self["prefill_tiles"].view(2, -1) if self.prefill else None,
             logit_rows=self._gather if self.gather else None,
-            split_kv=split_kv,
         )
 
     def decided(self, state: SequenceState) -> Rows:
@@ -189,6 +217,25 @@ class BatchInputs:
             out=out,
             vocab_size=state.vocab_size,
         )
+
+
+def _cut(tiles: _Ints, queries: _Ints, chosen: npt.NDArray[np.bool_], size: int) -> None:
+    """Writes the tiles of some sequences: their sequences, then their first queries."""
+    each = np.where(chosen, -(-queries // size), 0)
+    total = int(each.sum())
+    sequences, first = tiles.reshape(2, -1)
+    sequences[:total] = np.repeat(np.arange(len(queries), dtype=np.int32), each)
+    first[:total] = (np.arange(total) - np.repeat(np.cumsum(each) - each, each)) * size
+
+
+def _aligned(sizes: Seq[int]) -> tuple[list[slice], int]:
+    """Places of int32 tensors in one, and its size. At multiples of 16 bytes, since Triton compiles other kernels for
+    other addresses."""
+    places, total = [], 0
+    for size in sizes:
+        places.append(slice(total, total + size))
+        total += -(-size // 4) * 4
+    return places, total
 
 
 def round_kernels(device: torch.device) -> Any:

@@ -6,6 +6,7 @@ padded; kernels skip padding, and row-invariant kernels give the same bits with 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ssd.execution.batch import Batch, BatchInputs
+from ssd.execution.batch import Batch, BatchInputs, TileSizes
 
 
 def row_buckets(max_rows: int) -> list[int]:
@@ -25,6 +26,7 @@ def row_buckets(max_rows: int) -> list[int]:
 # Rows of batches with prefill chunks. Larger batches run eagerly: the device is busy for longer than the host takes to
 # launch them.
 PREFILL_BUCKETS = (64, 128, 192, 256, 384, 512)
+_DECODE_TILES = 32  # in graphs of batches with prefill chunks: programs without a tile take time too
 
 
 @dataclass(frozen=True)
@@ -37,46 +39,37 @@ class BatchGraph:
 
 
 class BatchGraphs:
-    """Graphs for every bucket, for batches of at most `most` sequences.
+    """Graphs for every bucket, for batches of at most `most` sequences; `capture` comes before use.
 
-    Decode-size batches (`split_kv`) have logits of all rows, the others of at most `most`.
+    Batches with prefill chunks (`prefill`) have logits of at most `most` rows, decode-size batches of all.
     """
 
-    def __init__(
-        self,
-        forward: Callable[[BatchInputs, bool], torch.Tensor],
-        buckets: Seq[int],
-        *,
-        most: int,
-        tile_tokens: int,
-        split_kv: bool,
-        device: torch.device,
-        share: BatchGraphs | None = None,
-    ) -> None:
-        """`forward(inputs, split_kv)` computes logits; `share`: graphs that never run concurrently with these, whose
-        memory pool is used."""
+    def __init__(self, buckets: Seq[int], *, most: int, tiles: TileSizes, prefill: bool, device: torch.device) -> None:
         self.buckets = sorted(buckets)
         self.most = most
-        self.split_kv = split_kv
-        self._graphs: dict[int, BatchGraph] = {}
-        self._pool: Any = share._pool if share is not None else None
-        for rows in reversed(self.buckets):  # the largest first: the others reuse its memory
-            inputs = BatchInputs(
+        self.inputs = {
+            rows: BatchInputs(
                 rows,
-                rows if split_kv else most,
+                most if prefill else rows,
                 works=min(rows, most),
-                tile_tokens=tile_tokens,
-                gather=not split_kv,
+                tiles=tiles,
+                gather=prefill,
                 device=device,
+                prefill=prefill,
+                decode_tiles=_DECODE_TILES if prefill else None,
             )
-            forward(inputs, split_kv)  # compiles kernels
-            graph, logits = capture(lambda inputs=inputs: forward(inputs, split_kv), self._pool)  # type: ignore[misc]
-            self._graphs[rows] = BatchGraph(inputs, graph, logits)
-            self._pool = graph.pool()
+            for rows in self.buckets
+        }
+        self._graphs: dict[int, BatchGraph] = {}
 
-    @property
-    def pool(self) -> Any:
-        return self._pool
+    def capture(self, forward: Callable[[BatchInputs], torch.Tensor], pool: Any) -> Any:
+        """`forward` computes logits. `pool`: the memory pool of graphs that never run concurrently with these; returns
+        that of these."""
+        for rows, inputs in reversed(self.inputs.items()):  # the largest first: the others reuse its memory
+            graph, logits = capture(lambda inputs=inputs: forward(inputs), pool)  # type: ignore[misc]
+            self._graphs[rows] = BatchGraph(inputs, graph, logits)
+            pool = graph.pool()
+        return pool
 
     def takes(self, batch: Batch) -> bool:
         return batch.num_rows <= self.buckets[-1] and max(len(batch.slots), batch.num_logit_rows) <= self.most
@@ -90,8 +83,17 @@ def capture(
     compute: Callable[[], Any], pool: Any, *, stream: torch.cuda.Stream | None = None
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
     """Captures what `compute` launches. It must have run before: kernels cannot be compiled during a capture."""
-    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
-        result = compute()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream or _capture_stream()):
+        graph.capture_begin(pool)
+        try:
+            result = compute()
+        finally:
+            graph.capture_end()
     return graph, result
+
+
+@functools.cache
+def _capture_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from ssd.execution.batch import Batch, BatchInputs
+from ssd.execution.batch import FEW_QUERIES, Batch, BatchInputs, TileSizes
 from ssd.execution.graphs import PREFILL_BUCKETS, BatchGraph, BatchGraphs, row_buckets
 from ssd.execution.state import DeviceBlockTables, SequenceState
 from ssd.models.decoder import Decoder
 
-FEW_QUERIES = 16  # per sequence, maximum of query tokens in a decode-size batch (decoding or verification)
+# Rows of eager batches: one of each number that has kernels of its own (`kernels.linear`, `kernels.cublaslt`).
+_EAGER_SIZES = (1, *range(8, 128, 8), *(n * 2**i // 2 + 1 for i in range(8, 16) for n in (2, 3)))
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,6 @@ class Staged:
     """A batch that was uploaded to the device."""
 
     inputs: BatchInputs
-    split_kv: bool
     graph: BatchGraph | None = None
 
 
@@ -58,23 +60,50 @@ class ModelRunner:
         self.tables = DeviceBlockTables(state.num_slots, -(-state.max_positions // block_size), decoder.device)
         self.graphs: BatchGraphs | None = None  # of decode-size batches
         self.prefill_graphs: BatchGraphs | None = None
-        self._last_inputs: BatchInputs | None = None
+        self._last_inputs: tuple[tuple[int, ...], BatchInputs] | None = None  # on a CPU, with their sizes
 
-    def warm_up(self, max_tokens: int) -> None:
-        """Compiles the kernels of all prefill sizes, so that no request waits for it."""
-        large = [n * 2**i // 2 + 1 for i in range(8, 16) for n in (2, 3)]  # one for each bucket of `kernels.cublaslt`
-        for rows in sorted({min(n, max_tokens) for n in (20, 40, 100, 300, *large)}):
-            self.forward(Batch([self.state.padding], [0], [rows], [1]))  # the padding slot has no KV blocks
-
-    def capture_graphs(self, *, prefill_only: bool = False) -> None:
-        """Captures graphs of decode-size batches and short prefills; `prefill_only`: of single prefills only."""
-        make = functools.partial(BatchGraphs, self._compute, device=self.decoder.device)
+    def plan_graphs(self, *, prefill_only: bool = False) -> None:
+        """Graphs of decode-size batches and short prefills, to be captured; `prefill_only`: of single prefills only."""
+        make = functools.partial(BatchGraphs, tiles=self.tile_sizes(), device=self.decoder.device)
         if not prefill_only:
             buckets, most = row_buckets(self.max_decode_rows), self.max_decode_rows
-            self.graphs = make(buckets, most=most, tile_tokens=self._tile_tokens(True), split_kv=True)
+            self.graphs = make(buckets, most=most, prefill=False)
         most = 1 if prefill_only else self.max_decode_rows
-        tiles = self._tile_tokens(False)
-        self.prefill_graphs = make(PREFILL_BUCKETS, most=most, tile_tokens=tiles, split_kv=False, share=self.graphs)
+        self.prefill_graphs = make(PREFILL_BUCKETS, most=most, prefill=True)
+
+    @contextmanager
+    def first_layers(self) -> Iterator[None]:
+        """Forward passes inside run two layers only, which launch the same kernels as the others."""
+        kv, self.kv = self.kv, self.kv[:2]
+        try:
+            yield
+        finally:
+            self.kv = kv
+
+    def rehearse(self, max_tokens: int) -> None:
+        """Forward passes of padding, of all sizes that have kernels of their own, up to `max_tokens` rows."""
+        with self.first_layers():
+            for graphs in (self.graphs, self.prefill_graphs):
+                for inputs in graphs.inputs.values() if graphs is not None else ():
+                    self._compute(inputs)
+            most = self.max_decode_rows if self.graphs is None else 0
+            for rows in (n for n in _EAGER_SIZES if n <= most):
+                self._rehearse_eagerly(
+                    Batch([self.state.padding] * rows, [0] * rows, [1] * rows, [1] * rows), prefill=False
+                )
+            for rows in sorted({min(n, max_tokens) for n in _EAGER_SIZES}):
+                self._rehearse_eagerly(Batch([self.state.padding], [0], [rows], [1]), prefill=True)
+
+    def _rehearse_eagerly(self, batch: Batch, *, prefill: bool) -> None:
+        inputs = self._eager_inputs(batch, prefill=prefill)
+        inputs.write(batch)  # the padding slot has no KV blocks
+        self._compute(inputs)
+
+    def capture(self) -> None:
+        """Captures the graphs that were planned. Their kernels must have run, or have been compiled."""
+        pool = None
+        for graphs in (self.graphs, self.prefill_graphs):
+            pool = graphs.capture(self._compute, pool) if graphs is not None else pool
 
     def forward(self, batch: Batch) -> Forward:
         """Launches a forward pass; on a GPU without waiting for it."""
@@ -95,35 +124,46 @@ class ModelRunner:
         if graphs is not None and graphs.takes(batch):
             found = graphs.of(batch.num_rows)
             found.inputs.write(batch)
-            return Staged(found.inputs, decode_size, found)
-        inputs = self._eager_inputs(batch, decode_size)
+            return Staged(found.inputs, found)
+        inputs = self._eager_inputs(batch, prefill=not decode_size)
         inputs.write(batch)
-        return Staged(inputs, decode_size)
+        return Staged(inputs)
 
-    def _eager_inputs(self, batch: Batch, decode_size: bool) -> BatchInputs:
+    def _eager_inputs(self, batch: Batch, *, prefill: bool) -> BatchInputs:
         """Tensors of the size of the batch. On a CPU those of the last batch are used again if they fit."""
-        last, gather = self._last_inputs, batch.num_logit_rows < batch.num_rows
-        sizes = batch.num_rows, batch.num_logit_rows, len(batch.slots), gather
-        if last is not None and sizes == (last.rows, last.logits, last.works, last.gather):
-            return last
-        tiles, device = self._tile_tokens(decode_size), self.decoder.device
-        made = BatchInputs(sizes[0], sizes[1], works=sizes[2], tile_tokens=tiles, gather=gather, device=device)
+        tiles, device = self.tile_sizes(), self.decoder.device
+        few = sum(-(-count // tiles.decode) for count in batch.num_queries if not prefill or count <= FEW_QUERIES)
+        gather = batch.num_logit_rows < batch.num_rows
+        size = (batch.num_rows, batch.num_logit_rows, len(batch.slots), few, gather, prefill)
+        if self._last_inputs is not None and self._last_inputs[0] == size:
+            return self._last_inputs[1]
+        made = BatchInputs(
+            batch.num_rows,
+            batch.num_logit_rows,
+            works=len(batch.slots),
+            tiles=tiles,
+            gather=gather,
+            prefill=prefill,
+            decode_tiles=few,
+            device=device,
+        )
         if device.type == "cpu":
-            self._last_inputs = made
+            self._last_inputs = size, made
         return made
 
     def run(self, staged: Staged) -> Forward:
         """Launches the forward pass of an uploaded batch."""
         if staged.graph is None:
-            return Forward(staged.inputs, self._compute(staged.inputs, staged.split_kv))
+            return Forward(staged.inputs, self._compute(staged.inputs))
         staged.graph.graph.replay()
         return Forward(staged.inputs, staged.graph.logits, staged.graph)
 
-    def _compute(self, inputs: BatchInputs, split_kv: bool) -> torch.Tensor:
+    def _compute(self, inputs: BatchInputs) -> torch.Tensor:
         tables = self.tables.tensor
         inputs.prepare(self.state, tables, self.block_size)
         with torch.inference_mode():
-            return self.decoder(inputs.device_batch(tables, split_kv=split_kv), self.kv)
+            return self.decoder(inputs.device_batch(tables), self.kv)
 
-    def _tile_tokens(self, split_kv: bool) -> int:
-        return self.decoder.ops.tile_tokens(self.decoder.layers[0].heads, split_kv)
+    def tile_sizes(self) -> TileSizes:
+        ops, heads = self.decoder.ops, self.decoder.layers[0].heads
+        return TileSizes(decode=ops.tile_tokens(heads, prefill=False), prefill=ops.tile_tokens(heads, prefill=True))

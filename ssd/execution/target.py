@@ -14,13 +14,14 @@ import numpy as np
 import torch
 
 from ssd.core import Origin, Outcome, Sequence, TokenLogprobs, Work
-from ssd.execution.batch import Batch
+from ssd.execution.batch import Batch, BatchInputs
 from ssd.execution.clock import Clock, now
-from ssd.execution.graphs import BatchGraph, capture
+from ssd.execution.graphs import BatchGraph, BatchGraphs, capture
 from ssd.execution.runner import Forward, ModelRunner
 from ssd.execution.state import SequenceState
+from ssd.kernels.compiling import compiling
 from ssd.kernels.transfers import to_device, to_host
-from ssd.sampling.sampler import Needs, Sampler, top_logprobs
+from ssd.sampling.sampler import ALL_NEEDS, Needs, Sampler, top_logprobs
 
 Hook = Callable[[], None]
 
@@ -57,14 +58,33 @@ class Target:
         self._pool: Any = None  # memory shared by the graphs of decisions
         self._decisions: dict[tuple[int, Needs], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
-    def warm_up(self) -> None:
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Decisions on padding, of all sizes that have kernels of their own."""
+        inputs = [inputs for graphs in self._graphs() for inputs in graphs.inputs.values()]
+        for n in (1, self.runner.max_decode_rows):  # without a graph
+            tiles = self.runner.tile_sizes()
+            inputs.append(BatchInputs(n, n, works=n, tiles=tiles, gather=True, device=self.state.device))
+        with self.state.sampling.tables():
+            for each in inputs:
+                logits = torch.zeros((each.logits, self.vocab_size), dtype=torch.float32, device=self.state.device)
+                for needs in ALL_NEEDS if compiling() else [Needs()]:
+                    self._rehearse(Forward(each, logits), needs)
+
+    def _rehearse(self, forward: Forward, needs: Needs) -> None:
+        self._compute(forward, needs)
+
+    def capture(self) -> None:
         """Captures the graphs of the usual decisions, so that no request waits for them."""
-        for graphs in (self.runner.graphs, self.runner.prefill_graphs):
-            for rows in graphs.buckets if graphs is not None else ():
-                found = graphs.of(rows)  # type: ignore[union-attr]
+        for graphs in self._graphs():
+            for rows in graphs.buckets:
+                found = graphs.of(rows)
                 found.inputs.clear()
                 for needs in (Needs(), Needs(truncated=True)):
-                    self._decide(Forward(found.inputs, found.logits, found), needs)
+                    self._capture(Forward(found.inputs, found.logits, found), needs)
+
+    def _graphs(self) -> list[BatchGraphs]:
+        return [graphs for graphs in (self.runner.graphs, self.runner.prefill_graphs) if graphs is not None]
 
     def probe(self) -> None:
         """A forward pass of padding, which raises if the device cannot compute."""
@@ -109,12 +129,16 @@ class Target:
         key = id(forward.graph), needs
         if key not in self._decisions:
             out = self._compute(forward, needs)  # eagerly the first time
-            self._decisions[key] = capture(lambda: self._compute(forward, needs), self._pool)
-            self._pool = self._decisions[key][0].pool()
+            self._capture(forward, needs)
             return out
         graph, out = self._decisions[key]
         graph.replay()
         return out
+
+    def _capture(self, forward: Forward, needs: Needs) -> None:
+        graph, _ = found = capture(lambda: self._compute(forward, needs), self._pool)
+        self._decisions[id(forward.graph), needs] = found
+        self._pool = graph.pool()
 
     def replay_decision(self, graph: BatchGraph, needs: Needs) -> None:
         """Repeats the decision of a graph's last forward pass: for timing it, when no sequence is running."""

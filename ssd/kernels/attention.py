@@ -1,11 +1,20 @@
-"""Attention over paged KV in Triton: one kernel for prefill chunks, decoding and verification.
+"""Attention over paged KV in Triton: decoding and verification (few queries per sequence), prefill (many).
 
-Row-invariant: KV is cut at fixed places (every `SPLIT` positions), each piece is reduced in one fixed order, and the
-pieces are folded together from the first to the last. With few queries the pieces are computed by different programs
-and folded by a second kernel; with many, one program does both. The arithmetic is the same, so the bits are too.
-Row sums are taken by the tensor cores (a product with ones), whose order of summation does not depend on the tile.
-The own tokens of a branch are one more piece, folded last. Each branch of a tile has columns of its own, a multiple of
-the tensor cores' step, so its index in the tile does not change its bits either.
+Row-invariant: KV is cut into pieces at fixed places (every `SPLIT` positions), a piece is reduced `BLOCK_N` positions
+at a time in order, and the pieces are folded together from the first to the last. The arithmetic is the same whichever
+program computes a piece, so the bits are too:
+
+- `_decode_kernel`: the pieces of a tile of queries are shared by several programs, as many as keep the GPU busy
+  (`_plan_kernel` decides that on the device, once per forward pass). The program that ends last folds them.
+- `_prefill_kernel`: one program computes and folds all pieces of a larger tile.
+
+Row sums are taken by the tensor cores (a product with ones), whose order of summation does not depend on the tile. The
+own tokens of a branch are one more piece, folded last. Each branch of a tile has columns of its own, a multiple of the
+tensor cores' step, so its index in the tile does not change its bits either.
+
+Where a step of `BLOCK_N` positions lies within one KV block, it is copied by the tensor memory accelerator (TMA) as a
+whole, with positions of the block that hold no token yet. Their weight is 0, so their values must be finite:
+`elementwise.rope_and_store` ensures that.
 """
 
 from __future__ import annotations
@@ -13,24 +22,30 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ssd.kernels.ops import DeviceBatch, HeadShape
 
-SPLIT = 128
-_BLOCK_N = 64  # positions per step; part of the fixed order
-_PARALLEL_SPLITS = 32  # programs that share one row's pieces
+SPLIT = 512
+BLOCK_N = 64  # positions per step; part of the fixed order
 _MMA_COLUMNS = 16  # keys of one tensor-core step, at most
-_FEW_ROWS = 16
-_MANY_ROWS = 64
+_DECODE_ROWS = 16  # of a tile: the tensor cores' minimum
+_PREFILL_ROWS = 128
+_PROGRAMS = 2  # of the decode kernel per multiprocessor, for which pieces are shared out
+_DECODE_WARPS, _PREFILL_WARPS = 4, 8
+_WORKSPACE_PIECES = 1024  # of tiles that several programs compute
+_ITEM = tl.constexpr(16)  # integers of a work item, see `_plan_kernel`
+_PLAN_SIZES = 128, 1024, 8192  # tiles of a batch, at most: a kernel for each
+_LOG2_E = 1.4426950408889634  # exp2 instead of exp
 
 
 @triton.jit
-def _fold(m, l, acc, m_piece, l_piece, acc_piece):
+def _fold(m, l, acc, m_piece, l_piece, acc_piece, scale):
     """Merges one piece's softmax statistics into the running ones."""
     m_new = tl.maximum(m, m_piece)
     safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    old = tl.exp2(m - safe)
-    new = tl.exp2(m_piece - safe)
+    old = tl.exp2((m - safe) * scale)  # a form that the compiler cannot contract to a fused multiply-add
+    new = tl.exp2((m_piece - safe) * scale)
     l = tl.fma(l, old, l_piece * new)
     wide_old = tl.broadcast_to(tl.expand_dims(old, -1), acc.shape)
     wide_new = tl.broadcast_to(tl.expand_dims(new, -1), acc.shape)
@@ -38,75 +53,44 @@ def _fold(m, l, acc, m_piece, l_piece, acc_piece):
 
 
 @triton.jit
-def _step(q, k_ptr, v_ptr, kv, kv_mask, visible, scale, ones, m, sums, acc):
-    """Adds the keys and values at offsets `kv` to the softmax sums of the query rows that see them."""
-    k = tl.load(k_ptr + kv, mask=kv_mask, other=0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
-    scores = tl.where(visible, scores, float("-inf"))
+def _step(q, k, v, masked, visible, scale, ones, m, sums, acc):
+    """Adds keys and values to the softmax sums of the query rows; m: the largest product so far, not scaled."""
+    scores = tl.dot(q, tl.trans(k), input_precision="tf32x3")
+    if masked:
+        scores = tl.where(visible, scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, axis=1))
     safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(scores - safe[:, None]).to(q.dtype)
-    keep = tl.exp2(m - safe)
-    v = tl.load(v_ptr + kv, mask=kv_mask, other=0.0)
+    shift = tl.broadcast_to((safe * -scale)[:, None], scores.shape)
+    p = tl.exp2(tl.fma(scores, tl.full(scores.shape, 1.0, tl.float32) * scale, shift)).to(q.dtype)
+    keep = tl.exp2((m - safe) * scale)  # exactly 1 where m is still the largest
     sums = tl.dot(p, ones, sums * keep[:, None], input_precision="tf32x3")
     acc = tl.dot(p, v, acc * keep[:, None], input_precision="tf32x3")
     return m_new, sums, acc
 
 
 @triton.jit
-def _piece(
-    q,
-    position,
-    table,
-    kv_ptr_offset,
-    k_ptr,
-    v_ptr,
-    slot_stride,
-    first,
-    last,
-    scale,
-    d,
-    d_mask,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Softmax sums of the query rows over positions first..last-1."""
-    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    sums = tl.zeros((BLOCK_M, 16), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    ones = tl.full((BLOCK_N, 16), 1.0, q.dtype)
-    for start in range(first, last, BLOCK_N):
+def _load_kv(
+    k, v, table, start, end, kv_head, slot_stride, d,
+    TMA: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of one head at BLOCK_N positions from `start`; without TMA only those before `end`."""
+    if TMA:
+        slot = tl.load(table + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
+        keys, values = k.load([slot, kv_head * D]), v.load([slot, kv_head * D])
+    else:
         n = start + tl.arange(0, BLOCK_N)
-        inside = n < last
-        block = tl.load(table + n // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        kv = kv_ptr_offset + (block * BLOCK_SIZE + n % BLOCK_SIZE)[:, None] * slot_stride + d[None, :]
-        kv_mask = inside[:, None] & d_mask[None, :]
-        visible = n[None, :] <= position[:, None]
-        m, sums, acc = _step(q, k_ptr, v_ptr, kv, kv_mask, visible, scale, ones, m, sums, acc)
-    return m, tl.max(sums, axis=1), acc
+        block = tl.load(table + n // BLOCK_SIZE, mask=n < end, other=0).to(tl.int64)
+        at = kv_head * D + (block * BLOCK_SIZE + n % BLOCK_SIZE)[:, None] * slot_stride + d[None, :]
+        mask = (n < end)[:, None] & (d < D)[None, :]
+        keys, values = tl.load(k + at, mask=mask, other=0.0), tl.load(v + at, mask=mask, other=0.0)
+    return keys, values
 
 
 @triton.jit
 def _branch_piece(
-    q,
-    branch,
-    slots,
-    num_branches,
-    depth,
-    kv_ptr_offset,
-    k_ptr,
-    v_ptr,
-    slot_stride,
-    scale,
-    d,
-    d_mask,
-    WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    q, branch, slots, num_branches, depth, head_offset, k_ptr, v_ptr, slot_stride, scale, d, d_mask,
+    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Softmax sums of the query rows over their branches' own tokens: WIDTH columns per branch."""
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     sums = tl.zeros((BLOCK_M, 16), tl.float32)
@@ -116,173 +100,279 @@ def _branch_piece(
         n = start + tl.arange(0, BLOCK_N)
         last = tl.load(slots + n // WIDTH, mask=n // WIDTH < num_branches, other=-1).to(tl.int64)
         inside = (last >= 0) & (n % WIDTH <= depth)
-        kv = kv_ptr_offset + (last - depth + n % WIDTH)[:, None] * slot_stride + d[None, :]
-        kv_mask = inside[:, None] & d_mask[None, :]
+        at = head_offset + (last - depth + n % WIDTH)[:, None] * slot_stride + d[None, :]
+        mask = inside[:, None] & d_mask[None, :]
+        k = tl.load(k_ptr + at, mask=mask, other=0.0)
+        v = tl.load(v_ptr + at, mask=mask, other=0.0)
         visible = inside[None, :] & (n[None, :] // WIDTH == branch[:, None])
-        m, sums, acc = _step(q, k_ptr, v_ptr, kv, kv_mask, visible, scale, ones, m, sums, acc)
+        m, sums, acc = _step(q, k, v, True, visible, scale, ones, m, sums, acc)
     return m, tl.max(sums, axis=1), acc
 
 
-@triton.jit(do_not_specialize=["depth", "num_tiles", "table_stride"])
-def _attention_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    partial_ptr,
-    stats_ptr,
-    tiles_ptr,
-    query_start_ptr,
-    context_len_ptr,
-    tables_ptr,
-    table_rows_ptr,
-    positions_ptr,
-    slots_ptr,
-    num_tiles,
-    table_stride,
-    slot_stride,
-    scale,
-    max_splits,
-    depth,
-    H: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPLIT_LEN: tl.constexpr,
-    FOLD: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Rows of a tile: BLOCK_M // GROUP query tokens times the GROUP heads that share one KV head.
+@triton.jit(do_not_specialize=["depth", "num_tiles", "max_items"])
+def _plan_kernel(
+    tiles_ptr, query_start_ptr, context_len_ptr, table_rows_ptr, positions_ptr, slots_ptr, items_ptr,
+    num_tiles, max_items, depth, programs, capacity,
+    TOKENS: tl.constexpr, BRANCHES: tl.constexpr, SPLIT_LEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    """Shares out the pieces of all tiles: program t writes the work items of tile t, the last one the padding.
 
-    WIDTH: columns for the own tokens of each branch; 0: the query tokens are no branches.
+    An item: first query row of the tile (-1: padding), number of query tokens, position of the first, row of the block
+    tables; first piece of the item, piece after its last; the tile's pieces, its items, and the place of its first
+    piece in the workspace (-1: one program computes all of them).
     """
+    t = tl.arange(0, BLOCK_T)
+    sequence = tl.load(tiles_ptr + t, mask=t < num_tiles, other=-1)
+    live = sequence >= 0
+    first = tl.load(tiles_ptr + num_tiles + t, mask=live, other=0)
+    row0 = tl.load(query_start_ptr + sequence, mask=live, other=0)
+    num_queries = tl.load(query_start_ptr + sequence + 1, mask=live, other=0) - row0
+    tokens = tl.minimum(num_queries - first, TOKENS)
+    if BRANCHES:
+        position = tl.zeros((BLOCK_T,), tl.int32)
+        end = tl.zeros((BLOCK_T,), tl.int32)
+        for i in tl.static_range(TOKENS):
+            real = live & (i < tokens)
+            real = real & (tl.load(slots_ptr + row0 + first + i, mask=real, other=-1) >= 0)
+            end = tl.maximum(end, tl.load(positions_ptr + row0 + first + i, mask=real, other=depth) - depth)
+    else:
+        position = tl.load(context_len_ptr + sequence, mask=live, other=0) - num_queries + first
+        end = position + tokens
+    pieces = tl.where(live, (end + SPLIT_LEN - 1) // SPLIT_LEN, 0)
+    chunk = tl.maximum(1, (tl.sum(pieces) + programs - 1) // programs)  # pieces per item
+    items = tl.where(live, tl.maximum(1, (pieces + chunk - 1) // chunk), 0)
+    needed = tl.where(items > 1, pieces + BRANCHES, 0)
+    place = tl.cumsum(needed, 0) - needed
+    shared = (items > 1) & (place + needed <= capacity)
+    items = tl.where(shared, items, tl.minimum(items, 1))
+    place = tl.where(shared, place, -1)
+    start = tl.cumsum(items, 0) - items
+
     tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    i = tl.arange(0, BLOCK_I)
+    if tile < num_tiles:
+        mine = t == tile
+        own_pieces = tl.sum(tl.where(mine, pieces, 0))
+        own_items = tl.sum(tl.where(mine, items, 0))
+        step = tl.where(own_items > 1, chunk, own_pieces)
+        at = items_ptr + (tl.sum(tl.where(mine, start, 0)) + i) * _ITEM
+        mask = i < own_items
+        tl.store(at, tl.sum(tl.where(mine, row0 + first, 0)), mask=mask)
+        tl.store(at + 1, tl.sum(tl.where(mine, tokens, 0)), mask=mask)
+        tl.store(at + 2, tl.sum(tl.where(mine, position, 0)), mask=mask)
+        own_sequence = tl.sum(tl.where(mine, sequence, 0))
+        tl.store(at + 3, tl.load(table_rows_ptr + own_sequence, mask=own_sequence >= 0, other=0), mask=mask)
+        tl.store(at + 4, i * step, mask=mask)
+        tl.store(at + 5, tl.minimum(own_pieces, (i + 1) * step), mask=mask)
+        tl.store(at + 6, own_pieces, mask=mask)
+        tl.store(at + 7, own_items, mask=mask)
+        tl.store(at + 8, tl.sum(tl.where(mine, place, 0)), mask=mask)
+    else:
+        for begin in range(tl.sum(items), max_items, BLOCK_I):
+            tl.store(items_ptr + (begin + i) * _ITEM, -1, mask=begin + i < max_items)
+
+
+@triton.jit(do_not_specialize=["depth", "table_stride"])
+def _decode_kernel(
+    q_ptr, k, v, k_ptr, v_ptr, out_ptr, partial_ptr, stats_ptr, count_ptr, items_ptr, tables_ptr, positions_ptr,
+    slots_ptr, table_stride, slot_stride, scale, depth,
+    HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT_LEN: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """One item, one KV head. Rows of a tile: BLOCK_M // GROUP query tokens times the GROUP heads of the KV head.
+
+    k, v: what `_load_kv` takes; k_ptr, v_ptr: the same KV as pointers. WIDTH: columns for the own tokens of each
+    branch; 0: the query tokens are no branches.
+    """
+    kv_head = tl.program_id(0)
+    item = items_ptr + tl.program_id(1) * _ITEM
+    first_row = tl.load(item)
+    if first_row < 0:
+        return
+    tokens = tl.load(item + 1)
+    first_position = tl.load(item + 2)
+    table = tables_ptr + tl.load(item + 3).to(tl.int64) * table_stride
+    first_piece = tl.load(item + 4)
+    last_piece = tl.load(item + 5)
+    num_pieces = tl.load(item + 6)
+    num_items = tl.load(item + 7)
+    place = tl.load(item + 8)
+
+    r = tl.arange(0, BLOCK_M)
+    row = first_row + r // GROUP
+    valid = r // GROUP < tokens
+    if WIDTH:
+        valid = valid & (tl.load(slots_ptr + row, mask=valid, other=-1) >= 0)
+        position = tl.load(positions_ptr + row, mask=valid, other=-1) - depth - 1  # the last shared one
+        position = tl.where(valid, position, -1)
+        end = tl.max(position) + 1
+    else:
+        position = tl.where(valid, first_position + r // GROUP, -1)
+        end = first_position + tokens
+    d = tl.arange(0, BLOCK_D)
+    d_mask = d < D
+    flat = (row * (HKV * GROUP) + kv_head * GROUP + r % GROUP).to(tl.int64)  # row of [T, heads]
+    mask = valid[:, None] & d_mask[None, :]
+    q = tl.load(q_ptr + flat[:, None] * D + d[None, :], mask=mask, other=0.0)
+    stop = tl.minimum(end, last_piece * SPLIT_LEN)
+    seen_by_all = (tl.min(tl.where(valid, position, end)) + 1) // BLOCK_N * BLOCK_N  # steps up to there need no mask
+
+    ones = tl.full((BLOCK_N, 16), 1.0, q.dtype)
+    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    sums = tl.zeros((BLOCK_M, 16), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    m_all = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l_all = tl.zeros((BLOCK_M,), tl.float32)
+    acc_all = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for start in tl.range(first_piece * SPLIT_LEN, stop, BLOCK_N, num_stages=STAGES):
+        keys, values = _load_kv(k, v, table, start, stop, kv_head, slot_stride, d, TMA, BLOCK_SIZE, BLOCK_N, D)
+        n = start + tl.arange(0, BLOCK_N)
+        visible = n[None, :] <= position[:, None]
+        m, sums, acc = _step(q, keys, values, start >= seen_by_all, visible, scale, ones, m, sums, acc)
+        if ((start + BLOCK_N) % SPLIT_LEN == 0) | (start + BLOCK_N >= stop):  # the end of a piece
+            l = tl.max(sums, axis=1)
+            if num_items > 1:
+                at = ((place + start // SPLIT_LEN) * HKV + kv_head).to(tl.int64) * BLOCK_M + r
+                tl.store(stats_ptr + at * 2, m, mask=valid)
+                tl.store(stats_ptr + at * 2 + 1, l, mask=valid)
+                tl.store(partial_ptr + at[:, None] * D + d[None, :], acc, mask=mask)
+            m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m, l, acc, scale)
+            m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+            sums = tl.zeros((BLOCK_M, 16), tl.float32)
+            acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    if WIDTH:
+        if last_piece == num_pieces:
+            m_own, l_own, acc_own = _branch_piece(
+                q, r // GROUP, slots_ptr + first_row, tokens, depth, kv_head * D, k_ptr, v_ptr,
+                slot_stride, scale, d, d_mask, WIDTH, BLOCK_M, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+            if num_items > 1:
+                at = ((place + num_pieces) * HKV + kv_head).to(tl.int64) * BLOCK_M + r
+                tl.store(stats_ptr + at * 2, m_own, mask=valid)
+                tl.store(stats_ptr + at * 2 + 1, l_own, mask=valid)
+                tl.store(partial_ptr + at[:, None] * D + d[None, :], acc_own, mask=mask)
+            m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m_own, l_own, acc_own, scale)
+        num_pieces += 1
+    if num_items > 1:
+        tl.debug_barrier()  # all of this program's stores come before the count
+        counter = count_ptr + place * HKV + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel") < num_items - 1:
+            return
+        tl.store(counter, 0)
+        m_all = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        l_all = tl.zeros((BLOCK_M,), tl.float32)
+        acc_all = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        for piece in tl.range(0, num_pieces, 4):
+            for i in tl.static_range(4):  # unrolled, so that the loads do not wait for each other
+                at = ((place + piece + i) * HKV + kv_head).to(tl.int64) * BLOCK_M + r
+                real = valid & (piece + i < num_pieces)
+                m = tl.load(stats_ptr + at * 2, mask=real, other=float("-inf"), cache_modifier=".cg")
+                l = tl.load(stats_ptr + at * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
+                partial = partial_ptr + at[:, None] * D + d[None, :]
+                acc = tl.load(partial, mask=mask & real[:, None], other=0.0, cache_modifier=".cg")
+                m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m, l, acc, scale)
+    out = (acc_all / l_all[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + flat[:, None] * D + d[None, :], out, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "table_stride"])
+def _prefill_kernel(
+    q_ptr, k, v, out_ptr, tiles_ptr, query_start_ptr, context_len_ptr, tables_ptr, table_rows_ptr,
+    num_tiles, table_stride, slot_stride, scale,
+    HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT_LEN: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One tile of BLOCK_M // GROUP query tokens, one KV head."""
+    kv_head = tl.program_id(0)
+    tile = num_tiles - 1 - tl.program_id(1)  # the last tiles of a prompt take longest: they begin first
     sequence = tl.load(tiles_ptr + tile)
     if sequence < 0:
         return
     first_token = tl.load(tiles_ptr + num_tiles + tile)
     row0 = tl.load(query_start_ptr + sequence)
     num_queries = tl.load(query_start_ptr + sequence + 1) - row0
-
+    before = tl.load(context_len_ptr + sequence) - num_queries
+    table = tables_ptr + tl.load(table_rows_ptr + sequence).to(tl.int64) * table_stride
     r = tl.arange(0, BLOCK_M)
     token = first_token + r // GROUP
     valid = (r < (BLOCK_M // GROUP) * GROUP) & (token < num_queries)
-    if WIDTH:
-        valid = valid & (tl.load(slots_ptr + row0 + token, mask=valid, other=-1) >= 0)
-        position = tl.load(positions_ptr + row0 + token, mask=valid, other=-1) - depth - 1  # the last shared one
-        position = tl.where(valid, position, -1)
-    else:
-        context = tl.load(context_len_ptr + sequence)
-        position = tl.where(valid, context - num_queries + token, -1)
+    position = tl.where(valid, before + token, -1)
     d = tl.arange(0, BLOCK_D)
-    d_mask = d < D
-    head = kv_head * GROUP + r % GROUP
-    flat = ((row0 + token) * H + head).to(tl.int64)  # row of [T, H]
-    q = tl.load(q_ptr + flat[:, None] * D + d[None, :], mask=valid[:, None] & d_mask[None, :], other=0.0)
-    table = tables_ptr + tl.load(table_rows_ptr + sequence).to(tl.int64) * table_stride
-    end = tl.max(position) + 1
-    num_splits = (end + SPLIT_LEN - 1) // SPLIT_LEN
+    flat = ((row0 + token) * (HKV * GROUP) + kv_head * GROUP + r % GROUP).to(tl.int64)  # row of [T, heads]
+    mask = valid[:, None] & (d < D)[None, :]
+    q = tl.load(q_ptr + flat[:, None] * D + d[None, :], mask=mask, other=0.0)
+    end = before + tl.minimum(first_token + BLOCK_M // GROUP, num_queries)
+    seen_by_all = (before + first_token + 1) // BLOCK_N * BLOCK_N  # steps up to there need no mask
 
-    if FOLD:
-        m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        l = tl.zeros((BLOCK_M,), tl.float32)
-        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        for s in range(0, num_splits):
-            m_s, l_s, acc_s = _piece(
-                q, position, table, kv_head * D, k_ptr, v_ptr, slot_stride, s * SPLIT_LEN,
-                tl.minimum(end, (s + 1) * SPLIT_LEN), scale, d, d_mask, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
-            )  # fmt: skip
-            m, l, acc = _fold(m, l, acc, m_s, l_s, acc_s)
-        out = (acc / l[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + flat[:, None] * D + d[None, :], out, mask=valid[:, None] & d_mask[None, :])
-    else:
-        for s in range(tl.program_id(2), num_splits, tl.num_programs(2)):
-            m_s, l_s, acc_s = _piece(
-                q, position, table, kv_head * D, k_ptr, v_ptr, slot_stride, s * SPLIT_LEN,
-                tl.minimum(end, (s + 1) * SPLIT_LEN), scale, d, d_mask, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
-            )  # fmt: skip
-            at = flat * max_splits + s
-            tl.store(stats_ptr + at * 2, m_s, mask=valid)
-            tl.store(stats_ptr + at * 2 + 1, l_s, mask=valid)
-            tl.store(partial_ptr + at[:, None] * D + d[None, :], acc_s, mask=valid[:, None] & d_mask[None, :])
-        if WIDTH:
-            at = flat * max_splits + max_splits - 1
-            if tl.program_id(2) == tl.num_programs(2) - 1:  # the program with the fewest pieces
-                m_s, l_s, acc_s = _branch_piece(
-                    q, r // GROUP, slots_ptr + row0 + first_token,
-                    tl.minimum(num_queries - first_token, BLOCK_M // GROUP), depth, kv_head * D, k_ptr, v_ptr,
-                    slot_stride, scale, d, d_mask, WIDTH, BLOCK_M, BLOCK_N, BLOCK_D,
-                )  # fmt: skip
-                tl.store(stats_ptr + at * 2, m_s, mask=valid)
-                tl.store(stats_ptr + at * 2 + 1, l_s, mask=valid)
-                tl.store(partial_ptr + at[:, None] * D + d[None, :], acc_s, mask=valid[:, None] & d_mask[None, :])
+    ones = tl.full((BLOCK_N, 16), 1.0, q.dtype)
+    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    sums = tl.zeros((BLOCK_M, 16), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    m_all = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l_all = tl.zeros((BLOCK_M,), tl.float32)
+    acc_all = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for start in tl.range(0, end, BLOCK_N, num_stages=STAGES):
+        keys, values = _load_kv(k, v, table, start, end, kv_head, slot_stride, d, TMA, BLOCK_SIZE, BLOCK_N, D)
+        n = start + tl.arange(0, BLOCK_N)
+        visible = n[None, :] <= position[:, None]
+        m, sums, acc = _step(q, keys, values, start >= seen_by_all, visible, scale, ones, m, sums, acc)
+        if (start + BLOCK_N) % SPLIT_LEN == 0:
+            m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m, tl.max(sums, axis=1), acc, scale)
+            m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+            sums = tl.zeros((BLOCK_M, 16), tl.float32)
+            acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m, tl.max(sums, axis=1), acc, scale)  # of the last piece
+    out = (acc_all / l_all[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + flat[:, None] * D + d[None, :], out, mask=mask)
 
 
-@triton.jit(do_not_specialize=["depth"])
-def _combine_kernel(
-    partial_ptr,
-    stats_ptr,
-    out_ptr,
-    positions_ptr,
-    slots_ptr,
-    max_splits,
-    depth,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPLIT_LEN: tl.constexpr,
-    UNROLL: tl.constexpr,
-    BRANCHES: tl.constexpr,
-):
-    """Folds the pieces of one row and head, first to last."""
-    row = tl.program_id(0)
-    if tl.load(slots_ptr + row) < 0:
-        return
-    flat = (row * H + tl.program_id(1)).to(tl.int64)
-    position = tl.load(positions_ptr + row)
-    num_splits = (position - depth + SPLIT_LEN - 1) // SPLIT_LEN if BRANCHES else position // SPLIT_LEN + 1
-    d = tl.arange(0, BLOCK_D)
-    d_mask = d < D
-    m = tl.full((1,), float("-inf"), tl.float32)
-    l = tl.zeros((1,), tl.float32)
-    acc = tl.zeros((1, BLOCK_D), tl.float32)
-    one = tl.arange(0, 1)
-    for start in range(0, num_splits, UNROLL):
-        for i in tl.static_range(UNROLL):  # unrolled, so that the loads do not wait for each other
-            at = flat * max_splits + start + i
-            real = start + i < num_splits
-            m_s = tl.load(stats_ptr + at * 2 + one, mask=real, other=float("-inf"))
-            l_s = tl.load(stats_ptr + at * 2 + 1 + one, mask=real, other=0.0)
-            acc_s = tl.load(partial_ptr + at * D + one[:, None] + d[None, :], mask=real & d_mask[None, :], other=0.0)
-            m, l, acc = _fold(m, l, acc, m_s, l_s, acc_s)
-    if BRANCHES:
-        at = flat * max_splits + max_splits - 1
-        m_s = tl.load(stats_ptr + at * 2 + one)
-        l_s = tl.load(stats_ptr + at * 2 + 1 + one)
-        acc_s = tl.load(partial_ptr + at * D + one[:, None] + d[None, :], mask=d_mask[None, :], other=0.0)
-        m, l, acc = _fold(m, l, acc, m_s, l_s, acc_s)
-    out = (acc / l[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + flat * D + one[:, None] + d[None, :], out, mask=d_mask[None, :])
-
-
-def tile_rows(group_size: int, split_kv: bool) -> int:
+def tile_rows(group_size: int, prefill: bool) -> int:
     """Rows of an attention tile: the tensor cores' minimum for decode-size queries, more for prefill chunks."""
-    few = max(_FEW_ROWS, int(triton.next_power_of_2(group_size)))
-    return few if split_kv else max(few, _MANY_ROWS)
+    few = max(_DECODE_ROWS, int(triton.next_power_of_2(group_size)))
+    return max(few, _PREFILL_ROWS) if prefill else few
 
 
 class Workspace:
-    """Scratch for the pieces of a row that different programs compute."""
+    """Scratch for tiles whose pieces are computed by several programs."""
 
-    def __init__(self, max_rows: int, max_context: int, heads: HeadShape, device: torch.device) -> None:
-        self.max_splits = -(-max_context // SPLIT) + 1  # the last one: a branch's own tokens
-        rows = max_rows * heads.num_heads * self.max_splits
+    def __init__(self, heads: HeadShape, device: torch.device) -> None:
+        self.heads = heads
+        on_cuda = device.type == "cuda"
+        processors = torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else 4
+        self.has_tma = on_cuda and torch.cuda.get_device_capability(device)[0] >= 9
+        self.programs = max(1, _PROGRAMS * processors // heads.num_kv_heads)  # per KV head
+        pieces = _WORKSPACE_PIECES * heads.num_kv_heads
+        rows = pieces * tile_rows(heads.group_size, False)
         self.partial = torch.empty(rows * heads.head_dim, dtype=torch.float32, device=device)
         self.stats = torch.empty(rows * 2, dtype=torch.float32, device=device)
+        self.count = torch.zeros(pieces, dtype=torch.int32, device=device)  # programs that are done with a tile
+        self._planned: tuple[DeviceBatch, torch.Tensor] | None = None
+
+    def items(self, batch: DeviceBatch) -> torch.Tensor:
+        """Work items of a batch's decode-size tiles (see `_plan_kernel`), computed once for all layers."""
+        if self._planned is not None and self._planned[0] is batch:
+            return self._planned[1]
+        num_tiles = batch.tiles.shape[1]
+        shape = (num_tiles + self.programs, _ITEM.value)
+        items = torch.empty(shape, dtype=torch.int32, device=batch.tiles.device)
+        _plan_kernel[(num_tiles + 1,)](
+            *(batch.tiles, batch.query_start, batch.context_len, batch.table_rows, batch.positions, batch.slot_mapping),
+            items,
+            num_tiles,
+            len(items),
+            batch.branches.depth if batch.branches is not None else 0,
+            self.programs,
+            _WORKSPACE_PIECES,
+            TOKENS=tile_rows(self.heads.group_size, False) // self.heads.group_size,
+            BRANCHES=batch.branches is not None,
+            SPLIT_LEN=SPLIT,
+            BLOCK_T=next(size for size in _PLAN_SIZES if size >= num_tiles),
+            BLOCK_I=triton.next_power_of_2(self.programs),
+            num_warps=1 if num_tiles <= _PLAN_SIZES[0] else 4,
+        )
+        self._planned = batch, items
+        return items
 
 
 def paged_attention(
@@ -294,63 +384,52 @@ def paged_attention(
     workspace: Workspace,
 ) -> torch.Tensor:
     """See `Ops.attention`."""
-    rows = tile_rows(heads.group_size, batch.split_kv)
-    fold = not batch.split_kv
-    num_tiles = batch.tiles.shape[1]
     out = q.new_empty((q.shape[0], heads.num_heads * heads.head_dim))
-    block_d = triton.next_power_of_2(heads.head_dim)
-    depth, width = 0, 0
-    if batch.branches is not None:
-        depth, width = batch.branches.depth, max(_MMA_COLUMNS, triton.next_power_of_2(batch.branches.slots_per_branch))
-    grid = (num_tiles, heads.num_kv_heads, 1 if fold else min(workspace.max_splits, _PARALLEL_SPLITS))
-    _attention_kernel[grid](
-        q,
-        k_cache,
-        v_cache,
-        out,
-        workspace.partial,
-        workspace.stats,
-        batch.tiles,
-        batch.query_start,
-        batch.context_len,
-        batch.block_tables,
-        batch.table_rows,
-        batch.positions,
-        batch.slot_mapping,
-        num_tiles,
-        batch.block_tables.stride(0),
-        k_cache.stride(1),
-        heads.scale * 1.4426950408889634,  # exp2 instead of exp
-        workspace.max_splits,
-        depth,
-        H=heads.num_heads,
-        GROUP=heads.group_size,
-        D=heads.head_dim,
-        BLOCK_SIZE=k_cache.shape[1],
-        BLOCK_M=rows,
-        BLOCK_N=_BLOCK_N,
-        BLOCK_D=block_d,
-        SPLIT_LEN=SPLIT,
-        FOLD=fold,
-        WIDTH=width,
-        num_warps=4,
-        num_stages=2,
-    )
-    if not fold:
-        _combine_kernel[(q.shape[0], heads.num_heads)](
-            workspace.partial,
-            workspace.stats,
-            out,
-            batch.positions,
-            batch.slot_mapping,
-            workspace.max_splits,
-            depth,
-            H=heads.num_heads,
-            D=heads.head_dim,
-            BLOCK_D=block_d,
-            SPLIT_LEN=SPLIT,
-            UNROLL=8,
-            BRANCHES=width > 0,
-            num_warps=1,
+    block_size, block_d = k_cache.shape[1], triton.next_power_of_2(heads.head_dim)
+    wide = k_cache.element_size() == 4
+    tma = workspace.has_tma and block_size % BLOCK_N == 0 and block_d == heads.head_dim and not wide
+    decode_stages, prefill_stages = (2, 1) if wide else (5, 7 if tma else 3)  # that fit into shared memory
+    k, v = (_descriptor(cache) if tma else cache for cache in (k_cache, v_cache))
+    table_stride, slot_stride, scale = batch.block_tables.stride(0), k_cache.stride(1), heads.scale * _LOG2_E
+    shape = {
+        "HKV": heads.num_kv_heads,
+        "GROUP": heads.group_size,
+        "D": heads.head_dim,
+        "BLOCK_SIZE": block_size,
+        "BLOCK_N": BLOCK_N,
+        "BLOCK_D": block_d,
+        "SPLIT_LEN": SPLIT,
+        "TMA": tma,
+    }
+    if batch.tiles.shape[1]:
+        items = workspace.items(batch)
+        depth, width = 0, 0
+        if batch.branches is not None:
+            depth, width = batch.branches.depth, triton.next_power_of_2(batch.branches.slots_per_branch)
+            width = max(_MMA_COLUMNS, width)
+        _decode_kernel[(heads.num_kv_heads, len(items))](
+            *(q, k, v, k_cache, v_cache, out, workspace.partial, workspace.stats, workspace.count, items),
+            *(batch.block_tables, batch.positions, batch.slot_mapping, table_stride, slot_stride, scale, depth),
+            **shape,
+            BLOCK_M=tile_rows(heads.group_size, False),
+            WIDTH=width,
+            STAGES=decode_stages,
+            num_warps=_DECODE_WARPS,
+        )
+    if batch.prefill_tiles is not None:
+        tiles = batch.prefill_tiles
+        _prefill_kernel[(heads.num_kv_heads, tiles.shape[1])](
+            *(q, k, v, out, tiles, batch.query_start, batch.context_len, batch.block_tables, batch.table_rows),
+            *(tiles.shape[1], table_stride, slot_stride, scale),
+            **shape,
+            BLOCK_M=tile_rows(heads.group_size, True),
+            STAGES=prefill_stages,
+            num_warps=_PREFILL_WARPS,
         )
     return out
+
+
+def _descriptor(cache: torch.Tensor) -> TensorDescriptor:
+    """Steps of one head as TMA copies them."""
+    slots, heads, dim = cache.shape[0] * cache.shape[1], cache.shape[2], cache.shape[3]
+    return TensorDescriptor(cache, [slots, heads * dim], [heads * dim, 1], [BLOCK_N, dim])

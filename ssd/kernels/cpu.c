@@ -402,7 +402,7 @@ static void pack_x(float *dst, const void *x, long ldx, long row0, long mr, long
 struct linear_args {
     const void *x;
     const char *w;
-    const void *bias, *residual;
+    const void *bias;
     void *y;
     long ldx, m, n, k, kq;
     int bf16, gated, wide;
@@ -431,12 +431,6 @@ static void gate_panel(float *gate, const float *up, int bf16) {
     }
 }
 
-static void add_residual(const struct linear_args *a, float *v, long at, long width) {
-    for (long j = 0; j < width; j++)
-        v[j] = a->bf16 ? round_bf16(v[j]) + from_bf16(((const uint16_t *)a->residual)[at + j])
-                       : v[j] + ((const float *)a->residual)[at + j];
-}
-
 static void finish_tile(const struct linear_args *a, float *buf, long row, long mr, long panel0, long panels) {
     long span = a->gated ? 2 : 1;
     for (long m = 0; m < mr; m++, buf += GROUP * NR)
@@ -447,7 +441,6 @@ static void finish_tile(const struct linear_args *a, float *buf, long row, long 
                 for (long s = 0; s < span; s++)
                     for (long j = 0; j < width; j++) v[s * NR + j] += bias_at(a, s * a->n + col + j);
             if (a->gated) gate_panel(v, v + NR, a->bf16);
-            if (a->residual) add_residual(a, v, (row + m) * a->n + col, width);
             store_row(a->y, (row + m) * a->n + col, v, width, a->bf16 && !a->wide);
         }
 }
@@ -508,15 +501,14 @@ static void pack_rows(const struct linear_args *a, float *xp, int nthreads) {
     }
 }
 
-/* y[m, n] = x[m, k] @ W^T (+ bias) (+ residual[m, n]), or silu(gate) * up of a gated weight; n counts the columns of y.
+/* y[m, n] = x[m, k] @ W^T (+ bias), or silu(gate) * up of a gated weight; n counts the columns of y.
  * wide: y is fp32 although the storage is bf16.  form: that of a quantised W, with a scale for
  * every `scaled` weights of a row; else 0. */
-void ssd_linear(const void *x, long ldx, const void *w, const void *bias, const void *residual, void *y, long m,
-                long n, long k, int bf16, int gated, int wide, int form, const float *scales, long scaled,
-                int nthreads) {
+void ssd_linear(const void *x, long ldx, const void *w, const void *bias, void *y, long m, long n, long k, int bf16,
+                int gated, int wide, int form, const float *scales, long scaled, int nthreads) {
     if (m <= 0 || n <= 0) return;
-    struct linear_args a = {.x = x, .w = w, .bias = bias, .residual = residual, .y = y, .ldx = ldx, .m = m, .n = n,
-                            .k = k, .kq = ceil_div(k, 4), .bf16 = bf16, .gated = gated, .wide = wide,
+    struct linear_args a = {.x = x, .w = w, .bias = bias, .y = y, .ldx = ldx, .m = m, .n = n, .k = k,
+                            .kq = ceil_div(k, 4), .bf16 = bf16, .gated = gated, .wide = wide,
                             .form = form, .scales = scales, .group = scaled,
                             .tiles = ceil_div(m, MR_MAX), .xp = x};
     if (m > 1 || bf16 || k % 4) {
@@ -568,22 +560,32 @@ static void norm_row(float *x, const void *w, long d, float eps, int bf16) {
     }
 }
 
-static void rms_norm_row(const void *x, long ldx, const void *w, void *out, long d, float eps, int bf16, long row) {
+/* x += residual, and residual = x */
+static void add_residual(float *x, void *residual, long at, long d, int bf16) {
+    for (long i = 0; i < d; i++)
+        x[i] = bf16 ? round_bf16(x[i] + from_bf16(((const uint16_t *)residual)[at + i]))
+                    : x[i] + ((const float *)residual)[at + i];
+    store_row(residual, at, x, d, bf16);
+}
+
+static void rms_norm_row(const void *x, long ldx, void *residual, const void *w, void *out, long d, float eps,
+                         int bf16, long row) {
     float *v = scratch(ROWS, (size_t)d);
     load_row(v, x, row * ldx, d, bf16);
+    if (residual) add_residual(v, residual, row * d, d, bf16);
     norm_row(v, w, d, eps, bf16);
     store_row(out, row * d, v, d, bf16);
 }
 
-/* out[m, d] = norm(x) * w */
-void ssd_rms_norm(const void *x, long ldx, const void *w, void *out, long m, long d, float eps, int bf16,
-                  int nthreads) {
+/* out[m, d] = norm(x) * w; with a residual[m, d]: residual += x, and its norm */
+void ssd_rms_norm(const void *x, long ldx, void *residual, const void *w, void *out, long m, long d, float eps,
+                  int bf16, int nthreads) {
     if (nthreads == 1 || m * d < 32768) {
-        for (long i = 0; i < m; i++) rms_norm_row(x, ldx, w, out, d, eps, bf16, i);
+        for (long i = 0; i < m; i++) rms_norm_row(x, ldx, residual, w, out, d, eps, bf16, i);
         return;
     }
 #pragma omp parallel for schedule(static) num_threads(nthreads)
-    for (long i = 0; i < m; i++) rms_norm_row(x, ldx, w, out, d, eps, bf16, i);
+    for (long i = 0; i < m; i++) rms_norm_row(x, ldx, residual, w, out, d, eps, bf16, i);
 }
 
 /* ---------------------------------------------------------------- rope_and_store */

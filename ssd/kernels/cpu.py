@@ -29,6 +29,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ssd.kernels import cache
 from ssd.kernels.quantized import Codes
 
 logger = logging.getLogger("ssd")
@@ -69,8 +70,8 @@ _SIGNATURES: dict[str, list[type]] = {
     "ssd_panel_columns": [],
     "ssd_pack": [_P, _L, _P, _L, _L, _I, _I, _I],
     "ssd_embedding": [_P, _P, _I, _P, _L, _L, _I],
-    "ssd_linear": [_P, _L, _P, _P, _P, _P, _L, _L, _L, _I, _I, _I, _I, _P, _L, _I],
-    "ssd_rms_norm": [_P, _L, _P, _P, _L, _L, _F, _I, _I],
+    "ssd_linear": [_P, _L, _P, _P, _P, _L, _L, _L, _I, _I, _I, _I, _P, _L, _I],
+    "ssd_rms_norm": [_P, _L, _P, _P, _P, _L, _L, _F, _I, _I],
     "ssd_rope_and_store": [
         *[_P, _L, _P, _I, _P, _I, _P, _P, _P, _P, _F],
         *[_P, _P, _P, _L, _L, _L, _L, _I, _I],
@@ -153,16 +154,8 @@ class Kernels:
         self._embedding(packed.address, token_ids.data_ptr(), wide, out.data_ptr(), tokens, packed.k, bf16)
         return out
 
-    def linear(
-        self,
-        x: Tensor,
-        packed: PackedWeight,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        *,
-        float32: bool = False,
-    ) -> Tensor:
-        """`x` [M, K] @ weight.T (+ bias [N]) (+ residual [M, N], contiguous) -> [M, N]. Rows of `x` may be strided.
+    def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None, *, float32: bool = False) -> Tensor:
+        """`x` [M, K] @ weight.T (+ bias [N]) -> [M, N]. Rows of `x` may be strided.
 
         A weight packed with `gated` gives silu(gate) * up -> [M, I] instead (its bias is [2I]). `float32`: the sums as
         they are, not rounded to the storage type.
@@ -176,19 +169,19 @@ class Kernels:
             x.stride(0),
             packed.address,
             None if bias is None else bias.data_ptr(),
-            None if residual is None else residual.data_ptr(),
             y.data_ptr(),
             *(m, n, packed.k, dtype is torch.bfloat16, packed.gated, float32, packed.form),
             *(None if packed.scales is None else packed.scales.data_ptr(), packed.group, torch.get_num_threads()),
         )
         return y
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Norm of `x` [M, D] times `weight`."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+        """Norm of `x` [M, D] times `weight`; with a contiguous residual, that of their sum, which it becomes."""
         m, d = x.shape
         out = x.new_empty(m, d)
         self._rms_norm(
-            *(x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr()),
+            *(x.data_ptr(), x.stride(0), None if residual is None else residual.data_ptr()),
+            *(weight.data_ptr(), out.data_ptr()),
             *(m, d, eps, x.dtype is torch.bfloat16, torch.get_num_threads()),
         )
         return out
@@ -377,47 +370,12 @@ def _flag_choices(openmp: str | None) -> list[tuple[str, ...]]:
 
 def _compiled(compiler: list[str], flags: tuple[str, ...]) -> Path:
     """The shared library's path in the user's cache, compiling it there first if this machine has not yet."""
-    directory = _cache_directory()
+    directory = cache.directory()
     target = directory / f"cpu-{_key(compiler, flags)}.so"
-    if not _is_private(target, stat.S_IFREG):
+    if not cache.is_private(target, stat.S_IFREG):
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
             _compile(compiler, flags, Path(scratch), target)
     return target
-
-
-def _cache_directory() -> Path:
-    """The user's cache; without a home (a container, say) a folder among temporary files.
-
-    Libraries are loaded from it, so nobody else may write to it: if it is not ours, it is a new one for this process.
-    """
-    try:
-        directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssd"
-    except RuntimeError:
-        directory = Path(tempfile.gettempdir()) / f"ssd-{os.getuid()}"
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if _is_private(directory, stat.S_IFDIR):
-            return directory
-        reason = f"it must be a directory of yours that nobody else can write to (`chmod 700 {directory}`)"
-    except OSError as error:
-        reason = str(error)
-    logger.warning("CPU kernels are compiled anew, since they cannot be kept in %s: %s", directory, reason)
-    return Path(_process_directory().name)
-
-
-@functools.cache
-def _process_directory() -> tempfile.TemporaryDirectory[str]:
-    """Removed when the process ends."""
-    return tempfile.TemporaryDirectory(prefix="ssd-")
-
-
-def _is_private(path: Path, kind: int) -> bool:
-    """Whether it is a file or directory (not a link to one) of this user's, and nobody else can write to it."""
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return False
-    return stat.S_IFMT(found.st_mode) == kind and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 def _key(compiler: list[str], flags: tuple[str, ...]) -> str:

@@ -29,10 +29,10 @@ class CpuOps:
     ) -> cpu.PackedWeight:
         return self.kernels.pack_linear(weight, gated)
 
-    def reserve(self, max_rows: int, max_context: int, heads: HeadShape, device: torch.device) -> None:
+    def reserve(self, heads: HeadShape, device: torch.device) -> None:
         return
 
-    def tile_tokens(self, heads: HeadShape, split_kv: bool) -> int:
+    def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
         return 1 << 30  # one tile per sequence: tiles are not used here
 
     def rope_and_store(
@@ -74,15 +74,9 @@ class CpuQuantizedOps(QuantizedOps):
         return self._kernels.pack_codes(codes, dtype, gated)
 
     def linear(
-        self,
-        x: torch.Tensor,
-        weight: QuantizedWeight,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        *,
-        float32: bool = False,
+        self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None, *, float32: bool = False
     ) -> torch.Tensor:
-        return self._kernels.linear(x, weight.product, bias, residual, float32=float32)
+        return self._kernels.linear(x, weight.product, bias, float32=float32)
 
     def gated_linear(self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self._kernels.linear(x, weight.product, bias)

@@ -1,9 +1,10 @@
-"""Products of cuBLASLt, for many rows: up to 2.5 times as fast as `ssd.kernels.linear`, with the same bits.
+"""Products of cuBLASLt, with the same bits as those of `ssd.kernels.linear`, where they are faster.
 
 Without split-K, cuBLASLt sums each output element over the depth in the same order as our kernel. It is called through
 ctypes, with a handle of our own, no workspace and no reduction scheme, so that neither the choice of algorithms depends
-on what else the process does with cuBLAS, nor the other way round. An algorithm is used only after its product of a
-random matrix was equal to ours, bit by bit, on this machine.
+on what else the process does with cuBLAS, nor the other way round. An algorithm is used only if its product of a random
+matrix is equal to ours, bit by bit, on this machine. The fastest one, or our kernel, is found by measurement for every
+shape and bucket of rows, and kept in the user's cache.
 """
 
 from __future__ import annotations
@@ -11,28 +12,28 @@ from __future__ import annotations
 import bisect
 import ctypes
 import functools
+import hashlib
+import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
+import triton
 
-from ssd.kernels.linear import choose_tile, linear
+from ssd.kernels import cache
+from ssd.kernels import linear as own
+from ssd.kernels.compiling import compiling
+from ssd.kernels.elementwise import silu_and_mul
 
 log = logging.getLogger("ssd")
 
-MIN_ROWS: Final = 65  # below, our kernel is as fast (H200)
-_BUCKETS: Final = [
-    96,
-    128,
-    192,
-    256,
-    320,
-    384,
-    448,
-    512,
-    *(p * n // 2 for p in (512, 1024, 2048, 4096, 8192) for n in (3, 4)),
-]
+_LARGE: Final = (p * n // 2 for p in (512, 1024, 2048, 4096, 8192) for n in (3, 4))
+_BUCKETS: Final = [16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, *_LARGE]
+_OURS_UP_TO: Final = 64  # rows; for more, the library is faster
+_FIRST_FROM: Final = 1024  # rows; from these on its first algorithm is the fastest
+_CANDIDATES: Final = 5  # algorithms that are compared for fewer
 _P = ctypes.c_void_p
 # cublasLt.h and library_types.h
 _TYPES: Final = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
@@ -50,12 +51,15 @@ class _Heuristic(ctypes.Structure):
     ]
 
 
+_Algorithm = ctypes.Array[ctypes.c_uint64]
+
+
 class CublasLt:
     """x [M, K] times weight [N, K] transposed, for 16-bit types."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, choices: Choices) -> None:
         self._library = library
-        self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+        self._choices = choices
         self._handle, self._product, self._preference = _P(), _P(), _P()
         self._call("Create", ctypes.byref(self._handle))
         self._call("MatmulDescCreate", ctypes.byref(self._product), _COMPUTE_32F, _TYPES[torch.float32])
@@ -63,58 +67,100 @@ class CublasLt:
         self._call("MatmulPreferenceCreate", ctypes.byref(self._preference))
         self._set("MatmulPreferenceSetAttribute", self._preference, _PREF_MAX_WORKSPACE, ctypes.c_uint64(0))
         self._set("MatmulPreferenceSetAttribute", self._preference, _PREF_REDUCTION_SCHEMES, ctypes.c_uint32(0))
-        self._checked: dict[tuple[object, ...], _Heuristic | None] = {}  # None: there is none with our bits
+        self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+        self._matmul = library.cublasLtMatmul
+        self._matmul.argtypes = [*[_P] * 14, ctypes.c_size_t, _P]
+        self._chosen: dict[tuple[Any, ...], _Algorithm | None] = {}  # None: our kernel
         self._layouts: dict[tuple[int, int, int, int], ctypes.c_void_p] = {}
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor | None:
-        """None if our own kernel has to do it."""
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype, *, gated: bool = False
+    ) -> torch.Tensor | None:
+        """None if our own kernel has to do it. `gated`: with `silu_and_mul` of the product."""
         rows, (columns, depth) = x.shape[0], weight.shape
-        if rows < MIN_ROWS or x.dtype not in (torch.float16, torch.bfloat16) or columns % 8 or depth % 8:
+        if x.dtype not in (torch.float16, torch.bfloat16) or columns % 8 or depth % 8:
             return None
         bucket = _BUCKETS[min(bisect.bisect_left(_BUCKETS, rows), len(_BUCKETS) - 1)]
-        key = (bucket, columns, depth, x.dtype, out_dtype)
-        if key not in self._checked:
-            if torch.cuda.is_current_stream_capturing():
-                return None
-            self._checked[key] = self._check(bucket, weight, x.dtype, out_dtype)
-        chosen = self._checked[key]
-        if chosen is None:
+        key = (bucket, columns, depth, x.dtype, out_dtype, gated)
+        if key not in self._chosen:
+            name = " ".join(map(str, key))
+            if name not in self._choices:
+                if torch.cuda.is_current_stream_capturing():
+                    return None
+                if compiling():
+                    return self._compile(x, weight, out_dtype, gated)
+                self._choose(name, bucket, weight, x.dtype, out_dtype, gated)
+            self._chosen[key] = self._choices[name]
+        algorithm = self._chosen[key]
+        if algorithm is None:
             return None
         y = x.new_empty((rows, columns), dtype=out_dtype)
-        return y if self._multiply(x, weight, y, chosen) else None
-
-    def _check(self, rows: int, weight: torch.Tensor, dtype: torch.dtype, out_dtype: torch.dtype) -> _Heuristic | None:
-        """The best algorithm for a shape, if it has our bits."""
-        columns, depth = weight.shape
-        chosen, count = _Heuristic(), ctypes.c_int()
-        a, b, d = self._arguments(rows, columns, depth, depth, dtype, out_dtype)
-        found = self._library.cublasLtMatmulAlgoGetHeuristic(
-            self._handle, self._product, a, b, d, d, self._preference, 1, ctypes.byref(chosen), ctypes.byref(count)
-        )
-        if found != 0 or count.value == 0 or chosen.state != 0 or chosen.workspace != 0:
+        if not self._multiply(x, weight, y, algorithm):
             return None
+        return silu_and_mul(y) if gated else y
+
+    def _compile(self, x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype, gated: bool) -> torch.Tensor:
+        """Launches all kernels that `_choose` compares, and those that it may choose."""
+        columns, depth = weight.shape
+        own.linear(x, weight, out_dtype=out_dtype, tile=own.choose_tile(64, columns, depth))
+        if len(x) <= _OURS_UP_TO:
+            own.linear(x, weight, gated=gated, out_dtype=out_dtype)
+        y = x.new_empty((len(x), columns), dtype=out_dtype)
+        return silu_and_mul(y) if gated else y
+
+    def _choose(
+        self, name: str, rows: int, weight: torch.Tensor, dtype: torch.dtype, out_dtype: torch.dtype, gated: bool
+    ) -> None:
+        """Chooses the fastest algorithm of those with our bits; None if our kernel is faster, or there are none."""
+        columns, depth = weight.shape
+        found = self._algorithms(rows, columns, depth, dtype, out_dtype)
         generator = torch.Generator(weight.device).manual_seed(rows)
         x = torch.randn((rows, depth), generator=generator, dtype=torch.float32, device=weight.device).to(dtype)
         y = x.new_empty((rows, columns), dtype=out_dtype)
-        same = self._multiply(x, weight, y, chosen) and torch.equal(
-            y, linear(x, weight, out_dtype=out_dtype, tile=choose_tile(64, columns, depth))
-        )
-        if not same:
+        ours = own.linear(x, weight, out_dtype=out_dtype, tile=own.choose_tile(64, columns, depth))
+        equal = [each for each in found if self._multiply(x, weight, y, each) and torch.equal(y, ours)]
+        if not equal:
             log.warning(
-                "cuBLASLt's product of %d x %d weights has other bits than ours on this GPU: ours are used, which is "
-                "slower for many rows",
+                "cuBLASLt has no product of %d x %d weights with our bits on this GPU: ours are used, which is slower "
+                "for many rows",
                 columns,
                 depth,
             )
-        return chosen if same else None
+            self._choices.set(name, None, keep=False)
+            return
 
-    def _multiply(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, chosen: _Heuristic) -> bool:
+        def library(algorithm: _Algorithm) -> Callable[[], object]:
+            return lambda: (self._multiply(x, weight, y, algorithm), silu_and_mul(y) if gated else None)
+
+        runs: list[tuple[_Algorithm | None, Callable[[], object]]] = [(each, library(each)) for each in equal]
+        if rows <= _OURS_UP_TO:
+            runs.insert(0, (None, lambda: own.linear(x, weight, gated=gated, out_dtype=out_dtype)))
+        times = measure([run for _, run in runs], weight.device) if len(runs) > 1 else [0.0]
+        best = min(range(len(runs)), key=times.__getitem__)
+        log.debug("%s: %s us, number %d is used", name, [round(1e3 * time, 1) for time in times], best)
+        self._choices.set(name, runs[best][0])
+
+    def _algorithms(
+        self, rows: int, columns: int, depth: int, dtype: torch.dtype, out_dtype: torch.dtype
+    ) -> list[_Algorithm]:
+        count, most = ctypes.c_int(), _CANDIDATES if rows < _FIRST_FROM else 1
+        found = (_Heuristic * most)()
+        a, b, d = self._arguments(rows, columns, depth, depth, dtype, out_dtype)
+        status = self._library.cublasLtMatmulAlgoGetHeuristic(
+            self._handle, self._product, a, b, d, d, self._preference, most, found, ctypes.byref(count)
+        )
+        if status != 0:
+            return []
+        return [each.algorithm for each in found[: count.value] if each.state == 0 and each.workspace == 0]
+
+    def _multiply(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, algorithm: _Algorithm) -> bool:
         columns, depth = weight.shape
         a, b, d = self._arguments(x.shape[0], columns, depth, x.stride(0), x.dtype, y.dtype)
-        status = self._library.cublasLtMatmul(
-            *(self._handle, self._product, ctypes.byref(self._one), _P(weight.data_ptr()), a, _P(x.data_ptr()), b),
-            *(ctypes.byref(self._zero), _P(y.data_ptr()), d, _P(y.data_ptr()), d, ctypes.byref(chosen.algorithm)),
-            *(None, ctypes.c_size_t(0), _P(torch.cuda.current_stream().cuda_stream)),
+        to = y.data_ptr()
+        status = self._matmul(
+            *(self._handle, self._product, ctypes.addressof(self._one), weight.data_ptr(), a, x.data_ptr(), b),
+            *(ctypes.addressof(self._zero), to, d, to, d, ctypes.addressof(algorithm), None, 0),
+            torch.cuda.current_stream().cuda_stream,
         )
         return bool(status == 0)
 
@@ -148,13 +194,74 @@ class CublasLt:
             raise OSError(f"cublasLt{name} returned {status}")
 
 
+class Choices:
+    """Algorithms that were compared and chosen before (None: our kernel), in a file of one JSON list per line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._found: dict[str, _Algorithm | None] = {}
+        try:
+            lines = path.read_text(encoding="ascii").splitlines()
+        except (OSError, UnicodeDecodeError):
+            lines = []
+        for line in lines:
+            try:
+                key, words = json.loads(line)
+                self._found[key] = (ctypes.c_uint64 * 8)(*words) if words else None
+            except (ValueError, TypeError, IndexError):  # written by two processes at a time, or cut off
+                continue
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._found
+
+    def __getitem__(self, key: str) -> _Algorithm | None:
+        return self._found[key]
+
+    def set(self, key: str, algorithm: _Algorithm | None, *, keep: bool = True) -> None:
+        """`keep`: also for later processes."""
+        self._found[key] = algorithm
+        if not keep:
+            return
+        try:
+            with self._path.open("a", encoding="ascii") as file:
+                file.write(json.dumps([key, list(algorithm or ())]) + "\n")
+        except OSError as error:
+            log.debug("the choice of a product cannot be kept: %s", error)
+
+
+def measure(runs: list[Callable[[], object]], device: torch.device, repeats: int = 5) -> list[float]:
+    """Milliseconds of each run, the least of some, when nothing that it reads is in the GPU's cache."""
+    other = torch.empty(8 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.uint8, device=device)
+    times = []
+    for run in runs:
+        run()
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]  # type: ignore[no-untyped-call]
+        for begin, end in events:
+            other.zero_()  # takes longer than the launches
+            begin.record()  # type: ignore[no-untyped-call]
+            run()
+            end.record()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(device)
+        times.append(min(begin.elapsed_time(end) for begin, end in events))
+    return times
+
+
 @functools.cache
 def load() -> CublasLt | None:
     """The cuBLASLt that torch has loaded; None if there is none."""
     try:
         maps = Path("/proc/self/maps").read_text()
         path = next(line.split()[-1] for line in maps.splitlines() if "/libcublasLt.so" in line)
-        return CublasLt(ctypes.CDLL(path))
+        library = ctypes.CDLL(path)
+        library.cublasLtGetVersion.restype = ctypes.c_size_t
+        return CublasLt(library, Choices(cache.directory() / f"products-{_key(library.cublasLtGetVersion())}.json"))
     except (OSError, StopIteration) as error:
         log.debug("cuBLASLt is not used: %r", error)
         return None
+
+
+def _key(version: int) -> str:
+    """Hash of everything that affects bits and speed."""
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    what = f"{gpu.name} {gpu.major}.{gpu.minor} {version} {torch.version.cuda} {triton.__version__} "
+    return hashlib.sha256(what.encode() + Path(own.__file__).read_bytes()).hexdigest()[:16]

@@ -10,22 +10,28 @@ from ssd.kernels.ops import DeviceBatch, HeadShape, Rope
 
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, w_ptr, y_ptr, x_stride, width, eps, BLOCK: tl.constexpr):
+def _rms_norm_kernel(x_ptr, residual_ptr, w_ptr, y_ptr, x_stride, width, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     mask = k < width
     x = tl.load(x_ptr + row * x_stride + k, mask=mask, other=0.0).to(tl.float32)
     w = tl.load(w_ptr + k, mask=mask, other=0.0)
+    if residual_ptr is not None:
+        at = residual_ptr + row * width + k
+        total = (tl.load(at, mask=mask, other=0.0).to(tl.float32) + x).to(residual_ptr.dtype.element_ty)
+        tl.store(at, total, mask=mask)
+        x = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x) / width + eps)
     normed = (x * scale).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + row * width + k, normed * w, mask=mask)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """See `Ops.rms_norm`."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(x.shape[1])
     _rms_norm_kernel[(x.shape[0],)](
-        x, weight, y, x.stride(0), x.shape[1], eps, BLOCK=block, num_warps=min(8, max(1, block // 512))
+        x, residual, weight, y, x.stride(0), x.shape[1], eps, BLOCK=block, num_warps=min(8, max(1, block // 512))
     )
     return y
 
@@ -51,17 +57,26 @@ def silu_and_mul(pairs: torch.Tensor) -> torch.Tensor:
     return y
 
 
+_HEADS = 8  # heads of one program
+
+
 @triton.jit
-def _half_pair(base, w_ptr, half, D: tl.constexpr, HALF: tl.constexpr, eps, dtype: tl.constexpr):
-    """Both halves of one head, normed when there is a norm: float32."""
-    mask = half < HALF
-    low = tl.load(base + half, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(base + HALF + half, mask=mask, other=0.0).to(tl.float32)
+def _rotated(base, at, mask, w_ptr, half, cos, sin, eps, D: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr):
+    """Both halves of some heads [heads, HALF], normed when there is a norm, then rotated. `half`: [heads, HALF]."""
+    low = tl.load(base + at, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(base + at + HALF, mask=mask, other=0.0).to(tl.float32)
     if w_ptr is not None:
-        scale = tl.rsqrt((tl.sum(low * low) + tl.sum(high * high)) / D + eps)
+        square = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
+        scale = tl.rsqrt(square / D + eps)[:, None]
         low = ((low * scale).to(dtype) * tl.load(w_ptr + half, mask=mask, other=0.0)).to(tl.float32)
         high = ((high * scale).to(dtype) * tl.load(w_ptr + HALF + half, mask=mask, other=0.0)).to(tl.float32)
-    return low, high
+    return (low * cos - high * sin).to(dtype), (high * cos + low * sin).to(dtype)
+
+
+@triton.jit
+def _finite(x):
+    """Infinities and NaN as 0: attention multiplies values of positions that it does not see by 0."""
+    return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0)
 
 
 @triton.jit
@@ -82,34 +97,43 @@ def _rope_kernel(
     H: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One head of one token: a query head, or (past those) a key head together with its value head."""
+    """Some heads of one token: query heads, or (past those) key heads together with their value heads."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    part = tl.program_id(1)
     HALF: tl.constexpr = D // 2
-    half = tl.arange(0, BLOCK)
-    mask = half < HALF
+    QUERY_PARTS: tl.constexpr = (H + HEADS - 1) // HEADS
+    index = tl.arange(0, HEADS)[:, None]
+    # Every head has its own copies of what all heads share: they come from the cache, without an exchange of registers.
+    half = tl.arange(0, BLOCK)[None, :] + tl.zeros_like(index)
+    inside = half < HALF
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     position = tl.load(positions_ptr + token).to(tl.int64)
-    cos = tl.load(cos_ptr + position * HALF + half, mask=mask, other=0.0)
-    sin = tl.load(sin_ptr + position * HALF + half, mask=mask, other=0.0)
+    cos = tl.load(cos_ptr + position * HALF + half, mask=inside, other=0.0)
+    sin = tl.load(sin_ptr + position * HALF + half, mask=inside, other=0.0)
     row = qkv_ptr + token * qkv_stride
-    if head < H:
-        low, high = _half_pair(row + head * D, q_norm_ptr, half, D, HALF, eps, dtype)
-        out = q_ptr + (token * H + head) * D + half
-        tl.store(out, (low * cos - high * sin).to(dtype), mask=mask)
-        tl.store(out + HALF, (high * cos + low * sin).to(dtype), mask=mask)
+    if part < QUERY_PARTS:
+        head = part * HEADS + index
+        mask = (head < H) & inside
+        at = head * D + half
+        low, high = _rotated(row, at, mask, q_norm_ptr, half, cos, sin, eps, D, HALF, dtype)
+        out = q_ptr + token * H * D + at
+        tl.store(out, low, mask=mask)
+        tl.store(out + HALF, high, mask=mask)
     else:
         slot = tl.load(slots_ptr + token).to(tl.int64)
-        if slot >= 0:
-            low, high = _half_pair(row + head * D, k_norm_ptr, half, D, HALF, eps, dtype)
-            at = slot * slot_stride + (head - H) * D + half
-            tl.store(k_ptr + at, (low * cos - high * sin).to(dtype), mask=mask)
-            tl.store(k_ptr + at + HALF, (high * cos + low * sin).to(dtype), mask=mask)
-            value = row + (head + HKV) * D + half
-            tl.store(v_ptr + at, tl.load(value, mask=mask, other=0.0), mask=mask)
-            tl.store(v_ptr + at + HALF, tl.load(value + HALF, mask=mask, other=0.0), mask=mask)
+        head = (part - QUERY_PARTS) * HEADS + index
+        mask = (head < HKV) & inside & (slot >= 0)
+        at = head * D + half
+        low, high = _rotated(row + H * D, at, mask, k_norm_ptr, half, cos, sin, eps, D, HALF, dtype)
+        to = slot * slot_stride + at
+        tl.store(k_ptr + to, low, mask=mask)
+        tl.store(k_ptr + to + HALF, high, mask=mask)
+        value = row + (H + HKV) * D + at
+        tl.store(v_ptr + to, _finite(tl.load(value, mask=mask, other=0.0)), mask=mask)
+        tl.store(v_ptr + to + HALF, _finite(tl.load(value + HALF, mask=mask, other=0.0)), mask=mask)
 
 
 def rope_and_store(
@@ -122,7 +146,8 @@ def rope_and_store(
 ) -> torch.Tensor:
     """See `Ops.rope_and_store`."""
     q = qkv.new_empty((qkv.shape[0], heads.num_heads, heads.head_dim))
-    _rope_kernel[(qkv.shape[0], heads.num_heads + heads.num_kv_heads)](
+    parts = triton.cdiv(heads.num_heads, _HEADS) + triton.cdiv(heads.num_kv_heads, _HEADS)
+    _rope_kernel[(qkv.shape[0], parts)](
         qkv,
         batch.positions,
         batch.slot_mapping,
@@ -139,6 +164,7 @@ def rope_and_store(
         H=heads.num_heads,
         HKV=heads.num_kv_heads,
         D=heads.head_dim,
+        HEADS=_HEADS,
         BLOCK=triton.next_power_of_2(heads.head_dim // 2),
         num_warps=1,
     )

@@ -19,13 +19,11 @@ def _linear_kernel(
     x_ptr,
     w_ptr,
     bias_ptr,
-    residual_ptr,
     y_ptr,
     num_rows,
     N,
     K: tl.constexpr,
     x_stride,
-    residual_stride,
     y_stride,
     GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -70,11 +68,7 @@ def _linear_kernel(
         n = n0 // 2 + tl.arange(0, BLOCK_N // 2)
         n_mask = n < N // 2
     mask = m_mask[None, :] & n_mask[:, None]
-    y = acc.to(y_ptr.dtype.element_ty)
-    if residual_ptr is not None:
-        residual = tl.load(residual_ptr + m[None, :].to(tl.int64) * residual_stride + n[:, None], mask=mask, other=0.0)
-        y = (residual.to(tl.float32) + y.to(tl.float32)).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + m[None, :].to(tl.int64) * y_stride + n[:, None], y, mask=mask)
+    tl.store(y_ptr + m[None, :].to(tl.int64) * y_stride + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 _PROCESSORS = 132  # of an H100 or H200
@@ -116,7 +110,6 @@ def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
     *,
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
@@ -133,13 +126,11 @@ def linear(
         x,
         weight,
         bias,
-        residual,
         y,
         num_rows,
         columns,
         depth,
         x.stride(0),
-        residual.stride(0) if residual is not None else 0,
         y.stride(0),
         GATED=gated,
         BLOCK_M=tile.rows,

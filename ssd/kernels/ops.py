@@ -32,10 +32,10 @@ class DeviceBatch:
     context_len: torch.Tensor  # int32 [S]
     block_tables: torch.Tensor  # int32 [rows, blocks]
     table_rows: torch.Tensor  # int32 [S]: each sequence's row of the block tables
-    tiles: torch.Tensor  # int32 [2, tiles]: sequence (-1: padding) and first query token of each attention tile
+    tiles: torch.Tensor  # int32 [2, tiles]: sequence (-1: padding) and first query token of each decode-size tile
+    prefill_tiles: torch.Tensor | None  # likewise, of larger tiles for sequences with many query tokens
     logit_rows: torch.Tensor | None  # int64 [rows]; None: all rows in order
-    split_kv: bool  # decode-size queries: several programs share one row's KV
-    branches: Branches | None = None  # every row is a branch (with split_kv; context_len is not used)
+    branches: Branches | None = None  # every row is a branch (without prefill_tiles; context_len is not used)
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ class Rope:
 class Ops(Protocol):
     """Weights are passed to `prepare` once, which lays them out as the device needs; x is always [rows, width]."""
 
-    def reserve(self, max_rows: int, max_context: int, heads: HeadShape, device: torch.device) -> None:
-        """Allocates scratch for decode-size batches of up to `max_rows` query tokens."""
+    def reserve(self, heads: HeadShape, device: torch.device) -> None:
+        """Allocates the scratch of `attention`."""
 
-    def tile_tokens(self, heads: HeadShape, split_kv: bool) -> int:
+    def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
         """Query tokens of one attention tile."""
 
     def prepare(
@@ -87,20 +87,17 @@ class Ops(Protocol):
         """Rows of a prepared weight."""
 
     def linear(
-        self,
-        x: torch.Tensor,
-        weight: Any,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        *,
-        float32: bool = False,
+        self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None, *, float32: bool = False
     ) -> torch.Tensor:
-        """x W^T (+ bias) (+ residual); `float32`: the accumulators as they are, not rounded to x's type."""
+        """x W^T (+ bias); `float32`: the accumulators as they are, not rounded to x's type."""
 
     def gated_linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         """silu(gate) * up of a weight prepared with `gated`."""
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """RMS norm of x, or of residual + x (rounded to its type), which is written to the contiguous `residual`."""
 
     def rope_and_store(
         self,

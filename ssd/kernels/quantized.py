@@ -134,16 +134,10 @@ class QuantizedOps:
         return codes
 
     def linear(
-        self,
-        x: torch.Tensor,
-        weight: QuantizedWeight,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        *,
-        float32: bool = False,
+        self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None, *, float32: bool = False
     ) -> torch.Tensor:
         wide = self.ops.prepare(dequantize(weight.product, x.dtype))
-        return self.ops.linear(x, wide, bias, residual, float32=float32)
+        return self.ops.linear(x, wide, bias, float32=float32)
 
     def gated_linear(self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         wide = self.ops.prepare(dequantize(weight.product, x.dtype), gated=True)

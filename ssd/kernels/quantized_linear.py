@@ -222,14 +222,12 @@ def _quantized_kernel(
     w_ptr,
     scale_ptr,
     bias_ptr,
-    residual_ptr,
     y_ptr,
     num_rows,
     N,
     K,
     w_stride,
     x_stride,
-    residual_stride,
     y_stride,
     FORMAT: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -272,9 +270,6 @@ def _quantized_kernel(
         n = n0 // 2 + tl.arange(0, BLOCK_N // 2)
         n_mask = n < N // 2
     mask = m_mask[None, :] & n_mask[:, None]
-    if residual_ptr is not None:
-        at = residual_ptr + m[None, :].to(tl.int64) * residual_stride + n[:, None]
-        acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + m[None, :].to(tl.int64) * y_stride + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -295,10 +290,11 @@ class PackedCodes:
         return 8 if self.format == "int4" else 4
 
 
-def pack(codes: Codes) -> PackedCodes:
+def pack(codes: Codes, block: int = 64) -> PackedCodes:
+    """In blocks of `block` words, or of 32 where the depth or the groups are no multiple of that."""
     bits = 4 if codes.format == "int4" else 8
     parts = 32 // bits
-    block = 64 if codes.depth % (64 * parts) == 0 and codes.group >= 64 else 32
+    block = block if codes.depth % (block * parts) == 0 and codes.group >= block else 32
     rows, width = codes.values.shape
     missing = -width % (parts * block)
     values = torch.nn.functional.pad(codes.values, (0, missing), value=8 if bits == 4 else 0)
@@ -338,7 +334,6 @@ def quantized_linear(
     x: torch.Tensor,
     weight: PackedCodes,
     bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
     *,
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
@@ -355,14 +350,12 @@ def quantized_linear(
         weight.words,
         weight.scales,
         bias,
-        residual,
         y,
         num_rows,
         columns,
         depth,
         width,
         x.stride(0),
-        residual.stride(0) if residual is not None else 0,
         y.stride(0),
         FORMAT=weight.format,
         PAIRS=x.is_cuda and x.dtype is torch.bfloat16,
@@ -392,15 +385,9 @@ class TritonQuantizedOps(QuantizedOps):
         return pack(codes)
 
     def linear(
-        self,
-        x: torch.Tensor,
-        weight: QuantizedWeight,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        *,
-        float32: bool = False,
+        self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None, *, float32: bool = False
     ) -> torch.Tensor:
-        return quantized_linear(x, weight.product, bias, residual, out_dtype=torch.float32 if float32 else None)
+        return quantized_linear(x, weight.product, bias, out_dtype=torch.float32 if float32 else None)
 
     def gated_linear(self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         if bias is not None:

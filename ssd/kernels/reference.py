@@ -13,10 +13,10 @@ from ssd.kernels.ops import DeviceBatch, HeadShape, Rope
 class ReferenceOps:
     """Plain torch. Not row-invariant: the libraries choose their algorithm by the number of rows."""
 
-    def reserve(self, max_rows: int, max_context: int, heads: HeadShape, device: torch.device) -> None:
+    def reserve(self, heads: HeadShape, device: torch.device) -> None:
         return
 
-    def tile_tokens(self, heads: HeadShape, split_kv: bool) -> int:
+    def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
         return 1 << 30  # one tile per sequence: tiles are not used here
 
     def prepare(
@@ -28,24 +28,20 @@ class ReferenceOps:
         return weight[token_ids]
 
     def linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        *,
-        float32: bool = False,
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, float32: bool = False
     ) -> torch.Tensor:
         y = F.linear(x, weight, bias)
-        if residual is not None:
-            y = residual + y
         return y.float() if float32 else y
 
     def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         gate, up = self.linear(x, weight, bias).chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if residual is not None:
+            x = residual.add_(x)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return weight * wide.to(x.dtype)

@@ -5,6 +5,9 @@ bits: the order in which top_k and top_p keep tokens. The last key that is kept 
 key begins with the bits found so far add their weight (1 for top_k, an integer probability mass for top_p) to one of
 2048 bins by their next 11 bits; the bin that reaches the limit gives these. All sums are of integers, hence exact in
 any order. The last program of a row to finish a level selects the bin.
+
+Noise is float64, which is slow. For many rows a first kernel bounds all scores in float32; those whose upper bound is
+below the lower bound of enough others cannot be among the best, and are not computed.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ _TOTAL = tl.constexpr(2049)  # the mass of the tokens that top_k and min_p keep
 _FOUND = tl.constexpr(2050)  # of both selections: the bits found so far, in the end the last key that is kept
 _BEFORE = tl.constexpr(2052)  # of both: the weight of keys that begin with smaller bits
 _SCRATCH = tl.constexpr(2056)
+_BOUNDED_ROWS = 17  # and more: scores are bounded first
+_NOISE_ERROR = tl.constexpr(2.0**-10)  # of `_rough_gumbel`, at most (a hundred times what it is)
 
 
 class Columns(Protocol):
@@ -343,12 +348,26 @@ def _mix(x, MIX1, MIX2):
 
 
 @triton.jit
-def _gumbel(seed_key, position, token, GOLDEN, MIX1, MIX2):
-    """Noise of tokens at one position, as in `ssd.sampling.noise`."""
+def _random_bits(seed_key, position, token, GOLDEN, MIX1, MIX2):
+    """32 bits for each token at one position, as in `ssd.sampling.noise`: uint64."""
     key = _mix(seed_key.to(tl.uint64) + position.to(tl.int64).to(tl.uint64) * GOLDEN.to(tl.uint64), MIX1, MIX2)
-    bits = _mix(key + token.to(tl.uint64) * GOLDEN.to(tl.uint64), MIX1, MIX2) >> 32
+    return _mix(key + token.to(tl.uint64) * GOLDEN.to(tl.uint64), MIX1, MIX2) >> 32
+
+
+@triton.jit
+def _gumbel(bits):
     uniform = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
     return (-tl.log(-tl.log(uniform))).to(tl.float32)
+
+
+@triton.jit
+def _rough_gumbel(bits):
+    """`_gumbel` in float32, up to _NOISE_ERROR."""
+    low = bits.to(tl.uint32)
+    uniform = (low.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    rest = ((low ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 1 - uniform, with all its digits
+    series = rest * (1.0 + rest * (0.5 + rest * (0.33333334 + rest * 0.25)))  # -log(1 - rest)
+    return -tl.log(tl.where(rest < 0.015625, series, -tl.log(uniform)))
 
 
 @triton.jit
@@ -366,8 +385,57 @@ def _store_best(x, token, ids_ptr, scores_ptr, COUNT: tl.constexpr, NONE: tl.con
 
 
 @triton.jit
+def _bound_kernel(
+    logits_ptr,
+    slots_ptr,
+    positions_ptr,
+    seed_key_ptr,
+    temperature_ptr,
+    bounds_ptr,
+    row_stride,
+    column_stride,
+    vocab_size,
+    GOLDEN,
+    MIX1,
+    MIX2,
+    BLOCK: tl.constexpr,
+):
+    """Of the largest score of each block of tokens in a sampled row: the lower and the upper bound."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    if slot < 0:
+        return
+    temperature = tl.load(temperature_ptr + slot * column_stride)
+    if temperature == 0:
+        return
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf"))
+    seed_key = tl.load(seed_key_ptr + slot * (column_stride // 2))
+    noise = _rough_gumbel(_random_bits(seed_key, tl.load(positions_ptr + row), token, GOLDEN, MIX1, MIX2))
+    x = tl.div_rn(x, temperature)
+    valid = x < float("inf")  # NaN or +inf wins, as token -1: it must be looked at
+    low = tl.max(tl.where(valid, x + (noise - _NOISE_ERROR), float("-inf")), axis=0)
+    high = tl.max(tl.where(valid, x + (noise + _NOISE_ERROR), float("inf")), axis=0)
+    at = bounds_ptr + (row * tl.num_programs(1) + tl.program_id(1)) * 2
+    tl.store(at, low)
+    tl.store(at + 1, high)
+
+
+@triton.jit
+def _reaches(bounds_ptr, block, num_blocks, COUNT: tl.constexpr, BLOCKS: tl.constexpr):
+    """Whether a block of tokens may have one of the COUNT best scores: as many others are certain to be above it."""
+    i = tl.arange(0, BLOCKS)
+    low = tl.load(bounds_ptr + i * 2, mask=i < num_blocks, other=float("-inf"))
+    for _ in tl.static_range(COUNT - 1):
+        best = tl.min(tl.where(low == tl.max(low, axis=0), i, BLOCKS), axis=0)
+        low = tl.where(i == best, float("-inf"), low)
+    return tl.load(bounds_ptr + block * 2 + 1) >= tl.max(low, axis=0)
+
+
+@triton.jit
 def _score_kernel(
     logits_ptr,
+    bounds_ptr,
     largest_ptr,
     scratch_ptr,
     slots_ptr,
@@ -390,15 +458,24 @@ def _score_kernel(
     EXCLUDED: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     if slot < 0:
         return
     column = slot * column_stride
+    temperature = tl.load(temperature_ptr + column)
+    out = (row * tl.num_programs(1) + tl.program_id(1)) * COUNT
+    if bounds_ptr is not None:
+        bounds = bounds_ptr + row * tl.num_programs(1) * 2
+        if (temperature > 0) & (_reaches(bounds, tl.program_id(1), tl.num_programs(1), COUNT, BLOCKS) == 0):
+            for i in tl.static_range(COUNT):
+                tl.store(ids_ptr + out + i, 0)
+                tl.store(scores_ptr + out + i, float("-inf"))
+            return
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf"))
-    temperature = tl.load(temperature_ptr + column)
     invalid = tl.max((x < float("inf")).to(tl.int32) ^ 1, axis=0) > 0  # NaN or +inf
     if temperature > 0:
         kept = token < vocab_size
@@ -409,7 +486,7 @@ def _score_kernel(
             kept = kept & _is_kept(z, token, scratch_ptr, tl.load(log_min_p_ptr + column), top_k, top_p)
         if tl.max(kept.to(tl.int32), axis=0) > 0:  # the noise is the most expensive part
             seed_key = tl.load(seed_key_ptr + slot * (column_stride // 2))  # its elements are twice as wide
-            noise = _gumbel(seed_key, tl.load(positions_ptr + row), token, GOLDEN, MIX1, MIX2)
+            noise = _gumbel(_random_bits(seed_key, tl.load(positions_ptr + row), token, GOLDEN, MIX1, MIX2))
             x = tl.where(kept, tl.div_rn(x, temperature) + noise, float("-inf"))
         else:
             x = tl.full((BLOCK,), float("-inf"), tl.float32)
@@ -417,7 +494,6 @@ def _score_kernel(
         x = tl.where(token == tl.load(excluded_ptr + row), float("-inf"), x)
     if invalid:  # these win, as token -1
         x, token = tl.full((BLOCK,), float("inf"), tl.float32), tl.full((BLOCK,), -1, tl.int32)
-    out = (row * tl.num_programs(1) + tl.program_id(1)) * COUNT
     _store_best(x, token, ids_ptr + out, scores_ptr + out, COUNT, 0)
 
 
@@ -456,8 +532,18 @@ def best(
     if not rows:
         return ids, scores
     largest, scratch = _truncate(logits, columns, slots) if truncated else (None, None)
+    bounds = None
+    if rows >= _BOUNDED_ROWS and not truncated and excluded is None:
+        bounds = torch.empty((rows, chunks, 2), dtype=torch.float32, device=logits.device)
+        _bound_kernel[(rows, chunks)](
+            *(logits, slots, positions, columns.seed_key, columns.temperature, bounds),
+            *(logits.stride(0), columns.flags.stride(0), vocab_size),
+            *constants,
+            BLOCK=_BLOCK,
+            num_warps=_warps(rows),
+        )
     _score_kernel[(rows, chunks)](
-        *(logits, largest, scratch, slots, positions, excluded),
+        *(logits, bounds, largest, scratch, slots, positions, excluded),
         *(columns.seed_key, columns.temperature, columns.log_min_p, columns.top_k, columns.top_p),
         *(chunk_ids, chunk_scores, logits.stride(0), columns.flags.stride(0), vocab_size),
         *constants,
@@ -465,6 +551,7 @@ def best(
         EXCLUDED=excluded is not None,
         COUNT=count,
         BLOCK=_BLOCK,
+        BLOCKS=triton.next_power_of_2(chunks),
         num_warps=_warps(rows),
     )
     merged = triton.next_power_of_2(chunks * count)

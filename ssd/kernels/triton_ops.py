@@ -14,12 +14,11 @@ class TritonOps:
     def __init__(self) -> None:
         self._workspace: attention.Workspace | None = None
 
-    def reserve(self, max_rows: int, max_context: int, heads: HeadShape, device: torch.device) -> None:
-        """Allocates attention scratch for decode-size batches of up to `max_rows` query tokens."""
-        self._workspace = attention.Workspace(max_rows, max_context, heads, device)
+    def reserve(self, heads: HeadShape, device: torch.device) -> None:
+        self._workspace = attention.Workspace(heads, device)
 
-    def tile_tokens(self, heads: HeadShape, split_kv: bool) -> int:
-        return attention.tile_rows(heads.group_size, split_kv) // heads.group_size
+    def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
+        return attention.tile_rows(heads.group_size, prefill) // heads.group_size
 
     def prepare(
         self, weight: torch.Tensor, *, gated: bool = False, embedding: bool = False, product: bool = True
@@ -30,33 +29,29 @@ class TritonOps:
         return torch.stack((gate, up), dim=1).flatten(0, 1)  # alternating, so that one tile holds both
 
     def embedding(self, weight: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        return weight[token_ids]
+        return torch.nn.functional.embedding(token_ids, weight)
 
     def linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        *,
-        float32: bool = False,
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, float32: bool = False
     ) -> torch.Tensor:
         product = None if bias is not None else _library(x, weight, torch.float32 if float32 else x.dtype)
         if product is not None:
-            return product if residual is None else residual + product
-        return linear.linear(x, weight, bias, residual, out_dtype=torch.float32 if float32 else None)
+            return product
+        return linear.linear(x, weight, bias, out_dtype=torch.float32 if float32 else None)
 
     def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        product = None if bias is not None else _library(x, weight, x.dtype)
+        product = None if bias is not None else _library(x, weight, x.dtype, gated=True)
         if product is not None:
-            return elementwise.silu_and_mul(product)
+            return product
         if bias is not None:
             gate, up = bias.chunk(2)
             bias = torch.stack((gate, up), dim=1).flatten()
         return linear.linear(x, weight, bias, gated=True)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return elementwise.rms_norm(x, weight, eps)
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return elementwise.rms_norm(x, weight, eps, residual)
 
     def rope_and_store(
         self,
@@ -77,7 +72,9 @@ class TritonOps:
         return attention.paged_attention(q, batch, heads, k_cache, v_cache, self._workspace)
 
 
-def _library(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor | None:
+def _library(
+    x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype, *, gated: bool = False
+) -> torch.Tensor | None:
     """The product by cuBLASLt, where it is faster and has the same bits, else None."""
-    library = cublaslt.load() if x.is_cuda and len(x) >= cublaslt.MIN_ROWS else None
-    return None if library is None else library.linear(x, weight, out_dtype)
+    library = cublaslt.load() if x.is_cuda else None
+    return None if library is None else library.linear(x, weight, out_dtype, gated=gated)

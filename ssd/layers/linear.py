@@ -81,14 +81,12 @@ class ColumnLinear(Linear):
 
 
 class RowLinear(Linear):
-    """Inputs split over the ranks; the partial sums are added up before the residual is."""
+    """Inputs split over the ranks; the partial sums are added up."""
 
     split_dim = 1
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        if self.tp.size == 1:
-            return self.ops.linear(x, self.weight, self.bias, residual)
-        return residual + self.tp.all_reduce(self.ops.linear(x, self.weight, self.bias))
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tp.all_reduce(self.ops.linear(x, self.weight, self.bias))
 
 
 class Embedding(Linear):

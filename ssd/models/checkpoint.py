@@ -7,6 +7,8 @@ and the tokenizer. Weights are read from safetensors only: no pickle is ever ope
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, Protocol
@@ -19,6 +21,7 @@ from ssd.models.config import DecoderConfig
 from ssd.models.decoder import check_fits
 from ssd.models.families import DTYPES, decoder_config
 from ssd.models.fields import TOKEN_ID, check_field, shown
+from ssd.models.streaming import StoredTensor, read_tensors, stored_tensors
 from ssd.text.json_file import read_json
 from ssd.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -78,9 +81,9 @@ class HFCheckpoint:
         return cls(path=path, config=config, stop_token_ids=stops, note=note)
 
     def weights(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        for file in weight_files(self.path):
-            for name, tensor in _read_safetensors(file):
-                yield name, tensor.to(device, dtype)
+        files = weight_files(self.path)
+        for name, tensor in _read_to_gpu(files, device) if device.type == "cuda" else _read_safetensors(files):
+            yield name, tensor.to(device, dtype)
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.path)
@@ -143,19 +146,42 @@ def _regular(files: list[Path]) -> list[Path]:
     return files
 
 
-def _read_safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_safetensors(files: Seq[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     """One tensor in memory at a time."""
-    try:
-        with safe_open(file, framework="pt", device="cpu") as tensors:
+    for file in files:
+        with _whole(file), safe_open(file, framework="pt", device="cpu") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (a file handle, not a mapping)
                 yield name, tensors.get_tensor(name)
+
+
+def _read_to_gpu(files: Seq[Path], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Straight to a GPU, where the files have the usual dtypes only."""
+    stored: list[StoredTensor] = []
+    others = []
+    for file in files:
+        with _whole(file), safe_open(file, framework="pt", device="cpu"):  # validates the header
+            found = stored_tensors(file)
+        if found is None:
+            others.append(file)
+        else:
+            stored += found
+    with _whole(files[0].parent):
+        yield from read_tensors(stored, device)
+    yield from _read_safetensors(others)
+
+
+@contextmanager
+def _whole(file: Path) -> Iterator[None]:
+    """Errors of reading it, in the project's words."""
+    try:
+        yield
     except (SafetensorError, OSError, ValueError) as error:
         raise SSDError(f"{file} is not a whole safetensors file ({error}): download it again") from error
 
 
 def _stored_dtype(file: Path, default: str) -> str:
     """The dtype of the first tensor, for a config.json without one."""
-    for _, tensor in _read_safetensors(file):
+    for _, tensor in _read_safetensors([file]):
         name = str(tensor.dtype).removeprefix("torch.")
         return name if name in DTYPES else default
     return default

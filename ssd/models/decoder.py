@@ -73,13 +73,24 @@ class DecoderLayer:
         return Rope(cos, sin, self.q_norm.value, self.k_norm.value, self.eps)
 
     def __call__(
-        self, x: torch.Tensor, batch: DeviceBatch, rope: Rope, k_cache: torch.Tensor, v_cache: torch.Tensor
-    ) -> torch.Tensor:
-        qkv = self.qkv(self.ops.rms_norm(x, self.input_norm.value, self.eps))
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        batch: DeviceBatch,
+        rope: Rope,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes and returns the last product and the residual stream without it (None before the first layer).
+
+        They are added by the RMS norm that follows, in the same kernel.
+        """
+        qkv = self.qkv(self.ops.rms_norm(x, self.input_norm.value, self.eps, residual))
+        residual = x if residual is None else residual
         q = self.ops.rope_and_store(qkv, batch, rope, self.heads, k_cache, v_cache)
-        x = self.output(self.ops.attention(q, batch, self.heads, k_cache, v_cache), residual=x)
-        hidden = self.gate_up(self.ops.rms_norm(x, self.mlp_norm.value, self.eps))
-        return self.down(hidden, residual=x)
+        x = self.output(self.ops.attention(q, batch, self.heads, k_cache, v_cache))
+        hidden = self.gate_up(self.ops.rms_norm(x, self.mlp_norm.value, self.eps, residual))
+        return self.down(hidden), residual
 
 
 class Decoder:
@@ -151,10 +162,10 @@ class Decoder:
         heads = self.layers[0].heads
         shape = (num_blocks, block_size, heads.num_kv_heads, heads.head_dim)
 
-        def empty() -> torch.Tensor:
-            return torch.empty(shape, dtype=self.dtype, device=self.device)
+        def zeros() -> torch.Tensor:  # not `empty`: attention multiplies values of positions that it does not see by 0
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-        return [(empty(), empty()) for _ in self.layers]
+        return [(zeros(), zeros()) for _ in self.layers]
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -162,13 +173,13 @@ class Decoder:
         return 2 * len(self.layers) * heads.num_kv_heads * heads.head_dim * self.dtype.itemsize
 
     def __call__(self, batch: DeviceBatch, kv: KVCache) -> torch.Tensor:
-        """Float32 logits of the batch's logit rows."""
-        x = self.embedding.embed(batch.token_ids)
-        for layer, rope, (k_cache, v_cache) in zip(self.layers, self._ropes, kv, strict=True):
-            x = layer(x, batch, rope, k_cache, v_cache)
+        """Float32 logits of the batch's logit rows. Runs as many layers as `kv` has."""
+        x, residual = self.embedding.embed(batch.token_ids), None
+        for layer, rope, (k_cache, v_cache) in zip(self.layers, self._ropes, kv, strict=False):
+            x, residual = layer(x, residual, batch, rope, k_cache, v_cache)
         if batch.logit_rows is not None:
-            x = x[batch.logit_rows]
-        return self.head.logits(self.ops.rms_norm(x, self.norm.value, self.config.rms_eps))
+            x, residual = x[batch.logit_rows], residual[batch.logit_rows] if residual is not None else None
+        return self.head.logits(self.ops.rms_norm(x, self.norm.value, self.config.rms_eps, residual))
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

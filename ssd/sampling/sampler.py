@@ -11,8 +11,9 @@ On CUDA everything but `SamplingColumns.set` can be captured in a graph. Elsewhe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +44,9 @@ class Needs(NamedTuple):
             truncated |= not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
             adjusted |= bool(p.penalised or p.logit_bias or p.min_tokens)
         return cls(truncated, adjusted)
+
+
+ALL_NEEDS = [Needs(truncated, adjusted) for truncated in (False, True) for adjusted in (False, True)]
 
 
 class Rows(NamedTuple):
@@ -85,6 +89,16 @@ class SamplingColumns:
             self.bias = torch.zeros(shape, dtype=torch.float32, device=self._packed.device)
             self.counts = torch.zeros(shape, dtype=torch.int32, device=self._packed.device)
         return self.bias, self.counts
+
+    @contextmanager
+    def tables(self) -> Iterator[None]:
+        """Both tables are allocated inside, and given back if they were not before."""
+        before = self.bias, self.counts
+        self.allocate_tables()
+        try:
+            yield
+        finally:
+            self.bias, self.counts = before
 
     def set(
         self,

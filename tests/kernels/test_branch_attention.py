@@ -60,8 +60,7 @@ class Trees:
         tables = [self.tables[s] for s, _ in picks]
         batch = make_device_batch(
             *(positions, slots, starts, [0] * len(picks), tables),
-            tile_tokens=ops.tile_tokens(self.heads, True),
-            split_kv=True,
+            tile_tokens=ops.tile_tokens(self.heads, prefill=False),
             device=self.device,
             branches=self.branches,
         )
@@ -179,7 +178,7 @@ class TestTriton:
     )
     def test_kernel(self, ops: Ops, heads: HeadShape, branches: Branches, dtype: torch.dtype) -> None:
         trees = Trees(heads, [[128, 300, 127, 16, 257], [40, 38], [0]], branches, dtype, DEVICE)
-        ops.reserve(64, 512, heads, DEVICE)
+        ops.reserve(heads, DEVICE)
         expected = trees.run_all(ReferenceOps())
         close(trees.run_all(ops, padding=2), expected)
         close(trees.run(ops, [(1, [1]), (0, [3, 0])]), [expected[1][[1]], expected[0][[3, 0]]])
@@ -187,7 +186,7 @@ class TestTriton:
     def test_padded_tiles(self, ops: Ops) -> None:
         """As in a CUDA graph: tiles without a sequence, rows that no sequence has."""
         trees = Trees(HeadShape(4, 2, 32), [[20, 200], [33]], Branches(1, 3), torch.float32, DEVICE)
-        ops.reserve(64, 512, trees.heads, DEVICE)
+        ops.reserve(trees.heads, DEVICE)
         q, batch = trees.batch(ops, [(0, [0, 1]), (1, [0])], 0)
         position, slot = PADDING
         padded = dataclasses.replace(
@@ -205,7 +204,7 @@ class TestTriton:
     @pytest.mark.parametrize("heads", [HeadShape(32, 8, 128), HeadShape(9, 3, 64), HeadShape(8, 8, 64)], ids=str)
     def test_rows_keep_their_bits(self, ops: Ops, heads: HeadShape) -> None:
         """Whatever a branch's place among the others."""
-        ops.reserve(64, 512, heads, DEVICE)
+        ops.reserve(heads, DEVICE)
         for depth, slots in itertools.chain(((d, 8) for d in range(8)), [(20, 24), (69, 70)]):
             trees = Trees(heads, FORKS, Branches(depth, slots), torch.bfloat16, DEVICE)
             whole = trees.run_all(ops)

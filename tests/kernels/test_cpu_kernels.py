@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ssd.kernels import cpu
+from ssd.kernels import cache, cpu
 from ssd.kernels.cpu import Kernels
 from ssd.sampling import noise
 
@@ -84,13 +84,6 @@ def test_linear_strided_rows(kernels: Kernels) -> None:
     x, weight = torch.randn(9, 100)[:, 20:84], torch.randn(50, 80)[:, :64]
     out = kernels.linear(x, kernels.pack_linear(weight))
     assert torch.equal(out, kernels.linear(x.contiguous(), kernels.pack_linear(weight.contiguous())))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_linear_adds_the_residual_after_rounding(kernels: Kernels, dtype: torch.dtype) -> None:
-    x, weight, residual = (torch.randn(*shape).to(dtype) for shape in ((11, 64), (50, 64), (11, 50)))
-    packed = kernels.pack_linear(weight)
-    assert torch.equal(kernels.linear(x, packed, residual=residual), kernels.linear(x, packed) + residual)
 
 
 def test_linear_can_leave_its_sums_in_float32(kernels: Kernels) -> None:
@@ -172,6 +165,16 @@ def test_rms_norm(kernels: Kernels, dtype: torch.dtype, d: int) -> None:
     out = kernels.rms_norm(x, weight, 1e-5)
     close(out, rms_reference(x, weight, 1e-5), dtype)
     assert torch.equal(out, torch.cat([kernels.rms_norm(x[i : i + 1], weight, 1e-5) for i in range(33)]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_adds_to_the_residual_stream(kernels: Kernels, dtype: torch.dtype) -> None:
+    """The sum is rounded once, and kept; its norm has the bits of the norm of that sum."""
+    x, residual, weight = (torch.randn(*shape).to(dtype) for shape in ((33, 2000), (33, 1000), (1000,)))
+    x = x[:, :1000]
+    total = residual + x
+    assert torch.equal(kernels.rms_norm(x, weight, 1e-5, residual), kernels.rms_norm(total, weight, 1e-5))
+    assert torch.equal(residual, total)
 
 
 # ------------------------------------------------------------------------------------------------ rope_and_store
@@ -387,13 +390,13 @@ def no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", home)
-    monkeypatch.setattr(cpu.tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(cpu, "_process_directory", functools.cache(cpu._process_directory.__wrapped__))
+    monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(cache, "_process_directory", functools.cache(cache._process_directory.__wrapped__))
     return tmp_path / f"ssd-{os.getuid()}"
 
 
 def test_a_cache_without_a_home_is_private(no_home: Path) -> None:
-    assert cpu._cache_directory() == no_home
+    assert cache.directory() == no_home
     assert no_home.stat().st_mode & 0o777 == 0o700
 
 
@@ -411,10 +414,10 @@ def test_a_cache_that_others_could_have_made_is_not_used(
         no_home.chmod(0o777 if trick == "writable" else 0o700)
     if trick == "stranger":
         monkeypatch.setattr(os, "geteuid", lambda: no_home.stat().st_uid + 1)
-    used = cpu._cache_directory()
+    used = cache.directory()
     assert used not in (no_home, tmp_path / "theirs")
     assert used.stat().st_mode & 0o777 == 0o700
-    assert cpu._cache_directory() == used
+    assert cache.directory() == used
 
 
 def test_a_library_that_others_can_write_to_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from ssd.core import Origin
 from ssd.execution import batch as batches
-from ssd.execution.batch import Batch, BatchInputs
+from ssd.execution.batch import Batch, BatchInputs, TileSizes
 from ssd.execution.state import SequenceState
 from ssd.kernels import rounds_cpu
 
@@ -86,7 +86,7 @@ def inputs_of(batch: Batch, *, gather: bool, device: torch.device, padding: int 
         batch.num_rows + padding,
         logits + padding,
         works=len(batch.slots) + padding,
-        tile_tokens=3,
+        tiles=TileSizes(decode=3, prefill=3),
         gather=gather,
         device=device,
     )

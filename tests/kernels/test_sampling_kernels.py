@@ -13,6 +13,9 @@ from ssd.sampling import noise
 from ssd.sampling.sampler import MIN_TEMPERATURE, Needs, Rows, Sampler, SamplingColumns
 
 triton_sampling = pytest.importorskip("ssd.kernels.sampling", exc_type=ImportError)
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
 VOCAB = 1500  # not a multiple of what one program reads
@@ -153,3 +156,38 @@ def test_company_and_variants_do_not_matter() -> None:
         for needs in {own, Needs(True, own.adjusted)}:
             found = case.triton_best(logits[row], alone, needs, 2)
             assert all(torch.equal(a, b[row]) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "count"), [("random", 1), ("ties", 1), ("ties", 3), ("holes", 2), ("nothing", 1)])
+def test_many_rows_have_the_bits_of_few(kind: str, count: int) -> None:
+    """Many rows are bounded in float32 first; their tokens and scores are those of the float64 rule."""
+    few = triton_sampling._BOUNDED_ROWS - 1
+    mixes: list[dict[str, object]] = [{"temperature": (0.0, 0.3, 1.0, 5.0)[i % 4]} for i in range(2 * few - 2)]
+    case = Case(mixes, 2 * VOCAB)
+    logits, rows = some_logits(kind, 2 * few, 2 * VOCAB), case.on_device()
+    logits[5, 7], logits[6, 2 * VOCAB - 1], logits[7] = torch.nan, torch.inf, -torch.inf
+    found = case.triton_best(logits, rows, Needs(), count)
+    for part in (slice(0, few), slice(few, None)):
+        alone = Rows(*(column[part] for column in rows[:3] if column is not None), rows.drafts)
+        expected = case.triton_best(logits[part], alone, Needs(), count)
+        kept = rows.slots[part].cpu() >= 0
+        assert all(torch.equal(a[part][kept], b[kept]) for a, b in zip(found, expected, strict=True))
+
+
+@triton.jit
+def _noise_kernel(bits_ptr, exact_ptr, rough_ptr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    bits = tl.load(bits_ptr + at).to(tl.uint64)
+    tl.store(exact_ptr + at, triton_sampling._gumbel(bits))
+    tl.store(rough_ptr + at, triton_sampling._rough_gumbel(bits))
+
+
+def test_the_error_of_rough_noise_is_far_below_its_bound() -> None:
+    edges = [0, 1, 2, 2**31 - 1, 2**31, 2**32 - 2**26 - 1, 2**32 - 2**26, 2**32 - 2, 2**32 - 1]
+    bits = torch.randint(0, 2**32, (1 << 14,), generator=torch.Generator().manual_seed(5))
+    powers = 2 ** torch.arange(32)
+    bits[: len(edges)], bits[100:132], bits[200:232] = torch.tensor(edges), powers, 2**32 - powers
+    bits = bits.to(DEVICE)
+    exact, rough = (torch.empty(len(bits), device=DEVICE) for _ in range(2))
+    _noise_kernel[(len(bits) // 1024,)](bits, exact, rough, BLOCK=1024)
+    assert (exact - rough).abs().max() < triton_sampling._NOISE_ERROR.value / 50

@@ -12,7 +12,7 @@ import torch
 from fakes import VOCAB, make_sequence
 
 from ssd.core import Proposal, SamplingParams, Sequence, Work
-from ssd.execution.batch import Batch, BatchInputs
+from ssd.execution.batch import FEW_QUERIES, Batch, BatchInputs, TileSizes
 from ssd.execution.state import DeviceBlockTables, SequenceState
 from ssd.execution.target import first_logit_rows, upload_drafts
 from ssd.sampling.noise import seed_key, signed
@@ -191,39 +191,57 @@ class Scene:
             self.queries.append(Query(len(self.works), token, position, kv))
         self.works.append(work)
 
-    def inputs(self, *, gather: bool, tile_tokens: int = 3) -> BatchInputs:
+    def inputs(self, *, gather: bool, prefill: bool) -> BatchInputs:
         batch = Batch.of(self.works)
         logits = batch.num_logit_rows if gather else batch.num_rows
+        sizes, works = TileSizes(decode=3, prefill=5), len(self.works)
         inputs = BatchInputs(
-            batch.num_rows, logits, works=len(self.works), tile_tokens=tile_tokens, gather=gather, device=CPU
+            *(batch.num_rows, logits),
+            works=works,
+            tiles=sizes,
+            gather=gather,
+            prefill=prefill,
+            decode_tiles=4 if prefill else None,
+            device=CPU,
         )
         inputs.write(batch)
         inputs.prepare(self.state, self.tables.tensor, BLOCK_SIZE)
         return inputs
 
 
-@pytest.mark.parametrize("gather", [True, False])
+def tiles_of(tiles: torch.Tensor) -> list[tuple[int, int]]:
+    return [tile for tile in zip(*tiles.tolist(), strict=True) if tile[0] >= 0]
+
+
+@pytest.mark.parametrize(("gather", "prefill"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("seed", range(25))
-def test_a_batch_on_the_device(seed: int, gather: bool) -> None:
+def test_a_batch_on_the_device(seed: int, gather: bool, prefill: bool) -> None:
     """Against plain Python: tokens and drafts, positions, KV slots, tiles, tables, and which rows decide what."""
     scene = Scene(seed)
-    inputs = scene.inputs(gather=gather)
-    batch = inputs.device_batch(scene.tables.tensor, split_kv=True)
+    inputs = scene.inputs(gather=gather, prefill=prefill)
+    batch = inputs.device_batch(scene.tables.tensor)
     assert batch.token_ids.tolist() == [query.token for query in scene.queries]
     assert batch.positions.tolist() == [query.position for query in scene.queries]
     assert batch.slot_mapping.tolist() == [query.slot for query in scene.queries]
-    starts, context, tiles = [0], [], []
+    starts, context, needed = [0], [], 0
+    tiles: list[tuple[int, int]] = []
+    large: list[tuple[int, int]] = []
     for i, work in enumerate(scene.works):
         own = [query for query in scene.queries if query.work == i]
-        tiles += [(i, first) for first in range(0, len(own), 3)]
+        cut = [(i, first) for first in range(0, len(own), 3)]
+        needed += len(cut) if len(own) <= FEW_QUERIES else 0
+        if not prefill or (len(own) <= FEW_QUERIES and needed <= 4):
+            tiles += cut
+        else:
+            large += [(i, first) for first in range(0, len(own), 5)]
         starts.append(starts[-1] + len(own))
         context.append(own[-1].position + 1)
         blocks = work.sequence.kv.blocks[: -(-context[-1] // BLOCK_SIZE)]
         assert batch.block_tables[batch.table_rows[i], : len(blocks)].tolist() == blocks
     assert batch.query_start.tolist() == starts
     assert batch.context_len.tolist() == context
-    found = list(zip(*batch.tiles.tolist(), strict=True))
-    assert [tile for tile in found if tile[0] >= 0] == tiles
+    assert tiles_of(batch.tiles) == tiles
+    assert large == (tiles_of(batch.prefill_tiles) if batch.prefill_tiles is not None else [])
 
     rows = [r for i, work in enumerate(scene.works) for r in range(starts[i + 1] - work.num_logits, starts[i + 1])]
     assert batch.logit_rows is None or batch.logit_rows.tolist() == rows
@@ -243,7 +261,7 @@ def test_a_batch_on_the_device(seed: int, gather: bool) -> None:
 def test_acceptance_in_the_state(seed: int, gather: bool) -> None:
     """Against plain Python: what stands and the target's own token are appended, and the host is told."""
     scene, rng = Scene(seed), random.Random(seed)
-    inputs = scene.inputs(gather=gather)
+    inputs = scene.inputs(gather=gather, prefill=False)
     starts = first_logit_rows(scene.works, gather=gather)
     chosen = torch.full((inputs.logits,), -1, dtype=torch.int32)
     expected: list[Any] = []
@@ -274,7 +292,7 @@ def test_acceptance_in_the_state(seed: int, gather: bool) -> None:
 
 def test_inputs_are_used_again() -> None:
     """Catches what a larger batch leaves behind in a graph's buffers, and a batch that is not written again."""
-    inputs = BatchInputs(12, 12, works=4, tile_tokens=2, gather=True, device=CPU)
+    inputs = BatchInputs(12, 12, works=4, tiles=TileSizes(2, 4), gather=True, device=CPU)
     large = Batch([3, 1, 0, 2], [-1, 0, 2, -1], [3, 4, 1, 4], [3, 1, 0, 4])
     small = Batch([2], [-1], [2], [2])
     names = ("row_work", "slots", "starts", "query_start", "tiles", "first_row", "num_logits", "logit_rows")
@@ -292,7 +310,7 @@ def test_inputs_are_used_again() -> None:
         "slots": [2, -1, -1, -1],
         "starts": [-1] * 4,
         "query_start": [0, 2, 2, 2, 2],
-        "tiles": [0, *[-1] * 11, 0, *[-1] * 11],
+        "tiles": [0, *[-1] * 9, 0, *[-1] * 9],
         "first_row": [0, -1, -1, -1],
         "num_logits": [2, -1, -1, -1],
         "logit_rows": [0, 1, *[-1] * 10],

@@ -1,0 +1,62 @@
+"""Rehearsals before the first request: passes over padding, which leave nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import TestModel
+
+from ssd.assembly.drafters import make_fan_out
+from ssd.config import SpeculationConfig
+from ssd.decoding.rejection import RejectionTarget
+from ssd.drafting.runner import DraftRunner
+from ssd.execution.runner import ModelRunner
+from ssd.execution.state import SequenceState
+from ssd.execution.target import Target
+from ssd.kernels.reference import ReferenceOps
+from ssd.models.decoder import Decoder
+from ssd.models.open import open_checkpoint
+
+CPU = torch.device("cpu")
+K = 2
+
+
+@pytest.fixture
+def runner(make_model: Callable[[str], TestModel]) -> ModelRunner:
+    checkpoint = open_checkpoint(make_model("qwen3").path)
+    decoder = Decoder(checkpoint.config, ReferenceOps(), device=CPU, dtype=torch.float32, max_positions=128)
+    decoder.load(checkpoint.weights(CPU, torch.float32))
+    state = SequenceState(4, max_len=64, lookahead=K, vocab_size=checkpoint.config.vocab_size, device=CPU)
+    slots = DraftRunner.scratch_slots(16, K)
+    made = ModelRunner(decoder, state, num_blocks=8, block_size=16, max_decode_rows=16, scratch_slots=slots)
+    for pair in made.kv:
+        for tensor in pair:
+            tensor.fill_(7.0)
+    return made
+
+
+def check_untouched(runner: ModelRunner) -> None:
+    """No KV of a block, no sequence and no parameter has changed."""
+    state = runner.state
+    assert len(runner.kv) == len(runner.decoder.layers)
+    assert all((tensor[: runner.num_blocks] == 7.0).all() for pair in runner.kv for tensor in pair)
+    assert (state.length[: state.num_slots] == 1).all()
+    assert not state.token_ids[: state.num_slots].any()
+    assert state.sampling.counts is None
+    assert state.sampling.bias is None
+
+
+@pytest.mark.parametrize("kind", [Target, RejectionTarget])
+def test_a_rehearsal_of_the_target_leaves_nothing_behind(runner: ModelRunner, kind: type[Target]) -> None:
+    runner.rehearse(48)
+    kind(runner, runner.state).rehearse()
+    check_untouched(runner)
+
+
+def test_a_rehearsal_of_the_draft_leaves_nothing_behind(runner: ModelRunner) -> None:
+    draft = DraftRunner(runner, lookahead=K, max_sequences=4, max_rows=16, widths=(2, 4))
+    runner.rehearse(48)
+    draft.rehearse((1, 3, 4), make_fan_out(SpeculationConfig(mode="ssd", draft="any", k=K)))
+    check_untouched(runner)
