@@ -306,23 +306,19 @@ def _prefill_kernel(
     seen_by_all = (before + first_token + 1) // BLOCK_N * BLOCK_N  # steps up to there need no mask
 
     ones = tl.full((BLOCK_N, 16), 1.0, q.dtype)
-    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    sums = tl.zeros((BLOCK_M, 16), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     m_all = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_all = tl.zeros((BLOCK_M,), tl.float32)
     acc_all = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for start in tl.range(0, end, BLOCK_N, num_stages=STAGES):
-        keys, values = _load_kv(k, v, table, start, end, kv_head, slot_stride, d, TMA, BLOCK_SIZE, BLOCK_N, D)
-        n = start + tl.arange(0, BLOCK_N)
-        visible = n[None, :] <= position[:, None]
-        m, sums, acc = _step(q, keys, values, start >= seen_by_all, visible, scale, ones, m, sums, acc)
-        if (start + BLOCK_N) % SPLIT_LEN == 0:
-            m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m, tl.max(sums, axis=1), acc, scale)
-            m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-            sums = tl.zeros((BLOCK_M, 16), tl.float32)
-            acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m, tl.max(sums, axis=1), acc, scale)  # of the last piece
+    for piece in range(0, end, SPLIT_LEN):
+        m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        sums = tl.zeros((BLOCK_M, 16), tl.float32)
+        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        for start in tl.range(piece, tl.minimum(end, piece + SPLIT_LEN), BLOCK_N, num_stages=STAGES):
+            keys, values = _load_kv(k, v, table, start, end, kv_head, slot_stride, d, TMA, BLOCK_SIZE, BLOCK_N, D)
+            n = start + tl.arange(0, BLOCK_N)
+            visible = n[None, :] <= position[:, None]
+            m, sums, acc = _step(q, keys, values, start >= seen_by_all, visible, scale, ones, m, sums, acc)
+        m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m, tl.max(sums, axis=1), acc, scale)
     out = (acc_all / l_all[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + flat[:, None] * D + d[None, :], out, mask=mask)
 
