@@ -7,7 +7,8 @@ For draft models: not row-invariant.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -290,11 +291,11 @@ class PackedCodes:
         return 8 if self.format == "int4" else 4
 
 
-def pack(codes: Codes, block: int = 64) -> PackedCodes:
-    """In blocks of `block` words, or of 32 where the depth or the groups are no multiple of that."""
+def pack(codes: Codes) -> PackedCodes:
+    """In blocks of 64 words, or of 32 where the depth or the groups are no multiple of that."""
     bits = 4 if codes.format == "int4" else 8
     parts = 32 // bits
-    block = block if codes.depth % (block * parts) == 0 and codes.group >= block else 32
+    block = 64 if codes.depth % (64 * parts) == 0 and codes.group >= 64 else 32
     rows, width = codes.values.shape
     missing = -width % (parts * block)
     values = torch.nn.functional.pad(codes.values, (0, missing), value=8 if bits == 4 else 0)
@@ -317,17 +318,26 @@ class Tile:
     split: int = 1
 
 
-def choose_tile(num_rows: int, columns: int, weight: PackedCodes) -> Tile:
-    """Measured on an H200."""
-    rows = 8 if num_rows <= 8 else 16
+def choose_tile(x: torch.Tensor, weight: PackedCodes) -> Tile:
+    """Measured on an H200 for up to 16 rows: 64 outputs at a time where that makes enough programs."""
+    num_rows, columns = len(x), len(weight.words)
     if num_rows <= 16:
-        return Tile(rows, 64, 3, 4) if columns >= 6144 else Tile(rows, 16, 3, 4, split=4)
-    if num_rows <= 64:
-        rows, wide, stages, warps = (32, 64, 4, 4) if num_rows <= 32 else (64, 64, 4, 4)
+        rows = 8 if num_rows <= 8 else 16
+        tile = Tile(rows, 64, 3, 4) if columns >= 6144 else Tile(rows, 16, 3, 4, split=4)
+    elif num_rows <= 64:
+        tile = Tile(32, 64, 4, 4) if num_rows <= 32 else Tile(64, 64, 4, 4)
     else:
-        rows, wide, stages, warps = (64, 128, 4, 8)
-    stage = weight.block * (2 * weight.parts * rows + 4 * wide)  # bytes of shared memory
-    return Tile(rows, wide, max(2, min(stages, (192 << 10) // stage)), warps)
+        tile = Tile(64, 128, 4, 8)
+    stage = tile.split * weight.block * (x.element_size() * weight.parts * tile.rows + 4 * tile.columns)  # bytes
+    fitting = _shared_memory(x.device) // stage + (tile.split > 1)  # a split tile needs one buffer less than stages
+    return replace(tile, stages=max(2, min(tile.stages, fitting)))
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program can have; the interpreter gets an H200's."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    return {(8, 0): 163, (9, 0): 227, (10, 0): 227}.get(capability, 99) << 10
 
 
 def quantized_linear(
@@ -337,12 +347,11 @@ def quantized_linear(
     *,
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
-    tile: Tile | None = None,
 ) -> torch.Tensor:
     """x [M, K] times a weight [N, K] transposed; see `Ops.linear`. A gated weight has alternating gate and up rows."""
     num_rows, depth = x.shape
     columns, width = weight.words.shape
-    tile = tile or choose_tile(num_rows, columns, weight)
+    tile = choose_tile(x, weight)
     y = x.new_empty((num_rows, columns // 2 if gated else columns), dtype=out_dtype or x.dtype)
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(columns, tile.columns),)
     _quantized_kernel[grid](
