@@ -84,13 +84,14 @@ def method_of(args: argparse.Namespace) -> str:
 def speculation_of(args: argparse.Namespace, methods: str) -> dict[str, Any]:
     """`--x` is for the rejection rule, which it chooses."""
     hit, miss = args.flh or args.fl, args.flm or args.fl
-    rule = {"acceptance": "rejection", "saguaro_c": args.x} if args.x is not None else {}
+    rule: dict[str, Any] = {"acceptance": "rejection", "saguaro_c": args.x} if args.x is not None else {}
+    rule |= {"draft_quantization": args.draft_quantization} if args.draft_quantization else {}
     options = options_of_ssd(args.k, f=args.f, hit=hit, miss=miss, backup=args.backup, **rule)
     unused = set(options) - set(rule)
     if unused and "ssd" not in methods:
         raise ConfigError("--f, --fl, --flh, --flm and --backup are for SSD: add --spec --async, or leave them out")
     if rule and methods == "ar":
-        raise ConfigError("--x is for drafted tokens: add --spec, or leave it out")
+        raise ConfigError("--x and --draft_quantization are for drafts: add --spec, or leave them out")
     return options
 
 
@@ -151,6 +152,7 @@ def arguments() -> argparse.Namespace:
     how.add_argument("--flh", type=int, nargs="+", help="SSD: of drafts that had been prepared")
     how.add_argument("--flm", type=int, nargs="+", help="SSD: of drafts that had not")
     how.add_argument("--backup", choices=["jit", "fast", "auto"], help="SSD: who drafts after a miss (default: auto)")
+    how.add_argument("--draft_quantization", choices=["fp8", "int8", "int4"], help="of the draft's weights")
     how.add_argument("--temp", type=float, default=0.0, help="temperature")
     how.add_argument("--dtemp", type=float, help="of the draft: must be the target's")
     how.add_argument("--x", type=float, help="Saguaro's C, 0 to 1: decides by the rejection rule")

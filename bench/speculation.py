@@ -118,6 +118,7 @@ def show(title: str, found: list[Measured], with_model: bool) -> None:
 def main() -> None:
     args = arguments()
     options = {"budget": args.budget, "backup": args.backup, "placement": args.placement}
+    options |= {"draft_quantization": args.draft_quantization} if args.draft_quantization else {}
     methods = methods_of(args.methods, args.draft, 4, options)
     engine = {"device": args.device, "prefix_caching": False, "max_model_len": 1024}
     contenders = our_contenders(args.target, methods, batch=args.batch, **engine)
@@ -149,6 +150,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--budget", type=int, default=16, help="outcomes prepared for a sequence")
     parser.add_argument("--backup", default="jit")
     parser.add_argument("--placement", default="auto", help="process: the draft of ssd on a core of its own (CPU)")
+    parser.add_argument("--draft-quantization", choices=["fp8", "int8", "int4"])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--prompts", type=int, default=4, help="of each set")

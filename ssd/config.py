@@ -38,6 +38,7 @@ class SpeculationConfig:
     mode: Literal["ar", "sd", "ssd"] = "ar"
     draft: str | None = None  # a small model with the same tokenizer, or (sd) "ngram": n-gram look-up
     k: int | Literal["auto"] = 4  # draft tokens per round; "auto": chosen by measured speed, at most K_MAX
+    draft_quantization: Literal["fp8", "int8", "int4"] | None = None  # the draft's weights in 8 or 4 bits
     acceptance: Literal["coupled", "rejection"] = "coupled"
     saguaro_c: float = 1.0  # rejection: factor on the draft's likeliest tokens; below 1: more hits, fewer accepted
     fan_out: int | Literal["geometric", "adaptive"] = "adaptive"  # ssd: which outcomes; a number: branches per position
@@ -55,6 +56,10 @@ class SpeculationConfig:
                 raise ConfigError(f"speculation {name}={getattr(self, name)!r}: must be one of {', '.join(known)}")
         if self.draft is not None and (not isinstance(self.draft, (str, os.PathLike)) or not str(self.draft)):
             raise ConfigError(f"speculation draft={self.draft!r}: must be a model, or {NGRAM!r}")
+        if self.draft_quantization not in (None, "fp8", "int8", "int4"):
+            raise ConfigError(
+                f"speculation draft_quantization={self.draft_quantization!r}: must be one of fp8, int8, int4, or None"
+            )
         self._check_numbers()
         self._check_fan_out()
         self._check_together()
@@ -103,6 +108,8 @@ class SpeculationConfig:
             raise ConfigError(f'speculation mode="sd" has no option {", ".join(ahead)}: leave it out{other}')
         if self.mode == "ssd" and self.draft == NGRAM:
             raise ConfigError(f'speculation draft={NGRAM!r} has nothing to prepare: use mode="sd", or a draft model')
+        if self.draft == NGRAM and self.draft_quantization is not None:
+            raise ConfigError(f"speculation draft_quantization is for draft models, not for {NGRAM!r}: leave it out")
         if self.saguaro_c != 1.0 and self.acceptance != "rejection":
             raise ConfigError('speculation saguaro_c is for acceptance="rejection": leave it out, or use that rule')
         if self.fan_out_hit is not None and self.fan_out != "adaptive":

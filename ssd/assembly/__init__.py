@@ -91,8 +91,12 @@ def _log_choices(config: EngineConfig, runners: Seq[ModelRunner]) -> None:
     if speculation.mode == "ar":
         log.info("drafter: none")
     else:
+        form = f", draft_quantization={speculation.draft_quantization}" if speculation.draft_quantization else ""
         placement = f", placement={speculation.placement}" if speculation.mode == "ssd" else ""
-        log.info("drafter: mode=%s, draft=%s, k=%s%s", speculation.mode, speculation.draft, speculation.k, placement)
+        log.info(
+            "drafter: mode=%s, draft=%s, k=%s%s%s",
+            *(speculation.mode, speculation.draft, speculation.k, form, placement),
+        )
 
 
 def build_runners(

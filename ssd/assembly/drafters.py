@@ -164,6 +164,7 @@ def load_draft(config: EngineConfig, draft: Checkpoint, state: SequenceState, li
         max(rows, config.max_num_seqs * reads),
         beyond=2 * reads,
         scratch_slots=DraftRunner.scratch_slots(rows, config.speculation.lookahead),
+        quantization=config.speculation.draft_quantization,
     )
 
 

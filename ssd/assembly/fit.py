@@ -12,6 +12,7 @@ from ssd.assembly.memory import available_bytes, gib, weight_bytes
 from ssd.assembly.models import num_slots
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError
+from ssd.kernels.quantized import Format
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.config import DecoderConfig
 from ssd.models.graft import GraftCheckpoint
@@ -25,11 +26,14 @@ def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint], device: torch
     """
     available = available_bytes(config, device)
     free = f"{gib(max(0, available))} of {'GPU ' if device.type == 'cuda' else ''}memory are free"
-    models = [(c.config, resolve_dtype(config, c.config, device)) for c in checkpoints]
-    weights = sum(weight_bytes(model, dtype) for model, dtype in models)
-    per_block = sum(kv_bytes_per_token(model, dtype) for model, dtype in models) * config.block_size
+    forms = [None, config.speculation.draft_quantization]
+    models = [
+        (c.config, resolve_dtype(config, c.config, device), form) for c, form in zip(checkpoints, forms, strict=False)
+    ]
+    weights = sum(weight_bytes(*model) for model in models)
+    per_block = sum(kv_bytes_per_token(model, dtype) for model, dtype, _ in models) * config.block_size
     if weights + per_block > available:
-        dtypes = " and ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for _, dtype in models))
+        dtypes = " and ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for _, dtype, _ in models))
         raise ConfigError(
             f"model={config.model!r}{' and its draft need' if len(models) > 1 else ' needs'} {gib(weights)} for the "
             f"weights in {dtypes}, but {free}: use {' or '.join(_remedies(checkpoints, models, available, device))}"
@@ -65,14 +69,17 @@ def kv_bytes_per_token(model: DecoderConfig, dtype: torch.dtype) -> int:
 
 
 def _remedies(
-    checkpoints: Seq[Checkpoint], models: Seq[tuple[DecoderConfig, torch.dtype]], available: int, device: torch.device
+    checkpoints: Seq[Checkpoint],
+    models: Seq[tuple[DecoderConfig, torch.dtype, Format | None]],
+    available: int,
+    device: torch.device,
 ) -> Iterator[str]:
     """What would fit in place of weights that do not."""
     weights = sum(weight_bytes(*model) for model in models)
     if device.type == "cuda" and weights < torch.cuda.mem_get_info(device)[0]:
         yield "a higher gpu_memory_utilization"
-    halved = sum(weight_bytes(model, torch.bfloat16) for model, _ in models)
-    if halved <= available and any(dtype == torch.float32 for _, dtype in models):
+    halved = sum(weight_bytes(model, torch.bfloat16, form) for model, _, form in models)
+    if halved <= available and any(dtype == torch.float32 for _, dtype, _ in models):
         yield f"dtype='bfloat16' ({gib(halved)})"
     target, dtype = checkpoints[0], models[0][1]
     beside = sum(weight_bytes(*model) for model in models[1:])

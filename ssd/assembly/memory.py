@@ -16,6 +16,7 @@ from ssd.assembly.device import batched_tokens
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError
 from ssd.execution.graphs import PREFILL_BUCKETS, row_buckets
+from ssd.kernels.quantized import Format, quantized_bytes
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import Decoder, parameter_shapes
 
@@ -75,8 +76,17 @@ def _left_in(folder: Path, limit: str, usage: str, cache: str) -> int | None:
     return None if most == "max" else max(0, int(most) - used)
 
 
-def weight_bytes(model: DecoderConfig, dtype: torch.dtype) -> int:
-    return sum(map(math.prod, parameter_shapes(model).values())) * dtype.itemsize
+def weight_bytes(model: DecoderConfig, dtype: torch.dtype, quantization: Format | None = None) -> int:
+    """Bytes of a model's weights. Quantised ones: vectors keep their type, and so does the embedding (its rows are
+    looked up), which a model with a tied head has in both forms."""
+    total = 0
+    for name, shape in parameter_shapes(model).items():
+        embedding = name.startswith("model.embed_tokens")
+        if quantization is None or len(shape) == 1 or embedding:
+            total += math.prod(shape) * dtype.itemsize
+        if quantization is not None and len(shape) == 2 and (model.tie_embeddings or not embedding):
+            total += quantized_bytes(*shape, quantization)
+    return total
 
 
 def gib(size: int) -> str:

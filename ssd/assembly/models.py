@@ -12,6 +12,7 @@ from ssd.assembly.memory import Loaded, gib, weight_bytes
 from ssd.config import EngineConfig
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
+from ssd.kernels.quantized import Format
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.decoder import Decoder
 
@@ -42,18 +43,22 @@ def load_decoder(
     *,
     beyond: int = 0,
     scratch_slots: int = 0,
+    quantization: Format | None = None,
 ) -> Loaded:
     """Loads weights and allocates attention scratch; rotary tables have `beyond` more positions than the state."""
     device = state.device
-    ops, dtype = make_ops(device), resolve_dtype(config, checkpoint.config, device)
+    ops, dtype = make_ops(device, quantization), resolve_dtype(config, checkpoint.config, device)
     positions = state.max_positions + beyond
     began = time.perf_counter()
     decoder = Decoder(checkpoint.config, ops, device=device, dtype=dtype, max_positions=positions)
     decoder.load(checkpoint.weights(device, dtype))
+    if quantization is not None and device.type == "cuda":
+        torch.cuda.empty_cache()  # the weights as they were before: memory for KV
     log.info(
         "%s: %s of weights in %s on %s, %s kernels, loaded in %.1f s",
-        *(checkpoint.path.name, gib(weight_bytes(checkpoint.config, dtype)), str(dtype).removeprefix("torch.")),
-        *(device_name(device), kernels_of(ops), time.perf_counter() - began),
+        *(checkpoint.path.name, gib(weight_bytes(checkpoint.config, dtype, quantization))),
+        *(quantization or str(dtype).removeprefix("torch."), device_name(device), kernels_of(ops)),
+        time.perf_counter() - began,
     )
     ops.reserve(decoder.layers[0].heads, device)
     return Loaded(decoder, max_len, max_rows, scratch_slots)

@@ -35,7 +35,7 @@ class Method:
 
     @classmethod
     def parse(cls, text: str, draft: str | None, k: int | str, options: Mapping[str, Any]) -> Method:
-        """`options` are those of mode="ssd", or of the acceptance rule."""
+        """`options` are those of mode="ssd", of the acceptance rule, or of the draft model."""
         mode, _, depth = text.partition(":")
         if mode not in ("ar", "sd", "ssd", NGRAM) or (mode == "ar" and depth):
             raise ConfigError(
@@ -47,7 +47,8 @@ class Method:
         tokens = int(tokens) if str(tokens).isdecimal() else tokens
         if mode != NGRAM and draft is None:
             raise ConfigError(f"method {text!r} needs a draft: name one with --draft")
-        rule = {name: value for name, value in options.items() if name in ("acceptance", "saguaro_c")}
+        both = ("acceptance", "saguaro_c", "draft_quantization")
+        rule = {name: value for name, value in options.items() if name in both}
         chosen: dict[str, Any] = {"mode": "sd" if mode == NGRAM else mode, "draft": NGRAM if mode == NGRAM else draft}
         chosen |= {"k": tokens} | (dict(options) if mode == "ssd" else {} if mode == NGRAM else rule)
         return cls(f"{mode} k={tokens}", chosen)

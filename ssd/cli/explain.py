@@ -81,6 +81,7 @@ def explain(
     ] = None,
     draft: speculation.Draft = None,
     k: speculation.K = None,
+    draft_quantization: speculation.DraftQuantization = None,
     fan_out: speculation.FanOut = None,
     budget: speculation.Budget = None,
     device: Device = "auto",
@@ -94,7 +95,7 @@ def explain(
             _check_name(model)
             raise ConfigError(f"{model} has no draft of its own: name a small model of its tokenizer with --draft")
         flags = {"draft": drafter, "k": k, "fan_out": fan_out, "budget": budget}
-        wanted = speculation.options(mode="ssd", placement="inline", **flags)
+        wanted = speculation.options(mode="ssd", placement="inline", draft_quantization=draft_quantization, **flags)
         with load(model, device=device, speculation=wanted) as llm:
             console = Console(highlight=False)
             _print_heading(llm, params, console)
@@ -234,13 +235,14 @@ def _print_heading(llm: LLM, params: SamplingParams, console: Console) -> None:
     from ssd.assembly.drafters import make_fan_out
 
     wanted = llm.config.speculation
+    form = f" (in {wanted.draft_quantization})" if wanted.draft_quantization else ""
     k = f"up to {wanted.lookahead}" if wanted.k == "auto" else wanted.k
     outcomes = make_fan_out(wanted).width(max(wanted.budgets))
     settings = f"{resolve_device(llm.config.device)}, temperature {params.temperature:g}, seed {params.seed}"
     console.print(
         Text.assemble(
             (llm.config.model, "bold"),
-            f" writes; {wanted.draft} drafts {k} tokens a round and prepares for up to {outcomes} outcomes "
+            f" writes; {wanted.draft}{form} drafts {k} tokens a round and prepares for up to {outcomes} outcomes "
             f"({settings})",
         )
     )

@@ -47,6 +47,7 @@
 typedef float vf __attribute__((vector_size(VL * 4)));
 typedef int32_t vi __attribute__((vector_size(VL * 4)));
 typedef uint32_t vu __attribute__((vector_size(VL * 4)));
+typedef uint8_t vb_mem __attribute__((vector_size(VL), aligned(1), may_alias));
 typedef float vf_mem __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef uint32_t vu_mem __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 
@@ -235,6 +236,8 @@ void ssd_pack(const void *w, long ldw, void *out, long n, long k, int bf16, int 
     }
 }
 
+long ssd_panel_columns(void) { return NR; }
+
 /* rows of a packed (not gated) weight: out[t] = W[ids[t]]; spares a tied embedding its second copy */
 void ssd_embedding(const void *w, const void *ids, int ids64, void *out, long tokens, long k, int bf16) {
     long kp = ceil_div(k, 4) * 4;
@@ -307,6 +310,72 @@ static tile_fn *const TILES[2][9] = {
     {0, tile_1_h, tile_2_h, tile_3_h, tile_4_h, tile_5_h, tile_6_h, tile_7_h, tile_8_h},
 };
 
+/* The same with quantised weights: codes [K][NR] of 8 bits, or of 4 bits in [K/2][NR] (even k in the low halves), and
+ * scales [groups][NR] of `gq` quads of k each. */
+enum { FP8 = 1, INT8, INT4 };
+
+INLINE vf decode(const char *w, const int shift, const int form) {
+#if VL == 16
+    __m128i narrow = _mm_loadu_si128((const void *)w);
+    vi code = (vi)(form == INT8 ? _mm512_cvtepi8_epi32(narrow) : _mm512_cvtepu8_epi32(narrow));
+#elif VL == 8
+    __m128i narrow = _mm_loadl_epi64((const void *)w);
+    vi code = (vi)(form == INT8 ? _mm256_cvtepi8_epi32(narrow) : _mm256_cvtepu8_epi32(narrow));
+#else
+    vi code = __builtin_convertvector(*(const vb_mem *)w, vi);
+    if (form == INT8) code = (code << 24) >> 24;
+#endif
+    if (form == FP8) return (vf)((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f; /* e4m3, widened */
+    return __builtin_convertvector(form == INT8 ? code : ((code >> shift) & 15) - 8, vf);
+}
+
+#define CODE_STEP(lane)                                                                              \
+    {                                                                                                \
+        const char *at = w + (form == INT4 ? (lane) / 2 : (lane)) * NR;                              \
+        vf lo = decode(at, (lane) % 2 * 4, form), hi = decode(at + VL, (lane) % 2 * 4, form);        \
+        UNROLL for (int m = 0; m < mr; m++) {                                                        \
+            left[m] = FMA_LANE(left[m], lo, xq[m], lane);                                            \
+            right[m] = FMA_LANE(right[m], hi, xq[m], lane);                                          \
+        }                                                                                            \
+    }
+
+INLINE void code_tile(const int mr, const int form, const float *x, const char *w, const float *scales, long kq,
+                      long gq, float *buf) {
+    for (int m = 0; m < mr; m++)
+        for (int j = 0; j < NR; j += VL) vstore(buf + m * GROUP * NR + j, vset(0.0f));
+    for (long group = 0; group < kq; group += gq, scales += NR) {
+        vf left[8], right[8];
+        UNROLL for (int m = 0; m < mr; m++) left[m] = right[m] = vset(0.0f);
+        for (long q = group; q < min_l(kq, group + gq); q++) {
+            quad xq[8];
+            UNROLL for (int m = 0; m < mr; m++) xq[m] = quad_load(x + 4 * m);
+            CODE_STEP(0) CODE_STEP(1) CODE_STEP(2) CODE_STEP(3)
+            x += 4 * mr;
+            w += (form == INT4 ? 2 : 4) * NR;
+        }
+        UNROLL for (int m = 0; m < mr; m++) {
+            float *sum = buf + m * GROUP * NR;
+            vstore(sum, vfma(vload(sum), left[m], vload(scales)));
+            vstore(sum + VL, vfma(vload(sum + VL), right[m], vload(scales + VL)));
+        }
+    }
+}
+
+typedef void code_tile_fn(const float *x, const char *w, const float *scales, long kq, long gq, float *buf);
+#define CODE_TILE(mr, form)                                                                                       \
+    static void code_tile_##mr##_##form(const float *x, const char *w, const float *s, long kq, long gq, float *b) { \
+        code_tile(mr, form, x, w, s, kq, gq, b);                                                                  \
+    }
+#define CODE_TILES(form)                                                                                          \
+    CODE_TILE(1, form) CODE_TILE(2, form) CODE_TILE(3, form) CODE_TILE(4, form)                                   \
+    CODE_TILE(5, form) CODE_TILE(6, form) CODE_TILE(7, form) CODE_TILE(8, form)                                   \
+    static code_tile_fn *const TILES_##form[9] = {                                                                \
+        0, code_tile_1_##form, code_tile_2_##form, code_tile_3_##form, code_tile_4_##form,                        \
+        code_tile_5_##form, code_tile_6_##form, code_tile_7_##form, code_tile_8_##form,                           \
+    };
+CODE_TILES(FP8) CODE_TILES(INT8) CODE_TILES(INT4)
+static code_tile_fn *const *const CODED[4] = {0, TILES_FP8, TILES_INT8, TILES_INT4};
+
 /* One row tile against consecutive panels, one after the other: a single stream of weights is what the hardware
  * prefetcher likes best, and two chains per row hide enough latency even at one row. */
 static void run_tile(long mr, long panels, int bf16, const float *x, const char *w, long kq, float *buf) {
@@ -337,6 +406,9 @@ struct linear_args {
     void *y;
     long ldx, m, n, k, kq;
     int bf16, gated, wide;
+    int form;            /* of a quantised weight, else 0 */
+    const float *scales; /* [panels][groups][NR] */
+    long group;          /* weights of one scale */
     long tiles;      /* row tiles, of m / tiles rows or one more */
     const float *xp; /* packed rows */
 };
@@ -389,6 +461,17 @@ static const char *widen_panels(const char *w, long depth) {
 static void linear_block(const struct linear_args *a, long t0, long t1, long panel0, long panels) {
     float buf[MR_MAX * GROUP * NR] __attribute__((aligned(64)));
     long span = a->gated ? 2 : 1;
+    if (a->form) {
+        long first = panel0 * span, bytes = a->kq * NR * (a->form == INT4 ? 2 : 4), groups = ceil_div(a->k, a->group);
+        for (long t = t0; t < t1; t++) {
+            long row = tile_row(a, t), mr = tile_row(a, t + 1) - row;
+            for (long p = 0; p < panels * span; p++)
+                CODED[a->form][mr](a->xp + row * a->kq * 4, a->w + (first + p) * bytes,
+                                   a->scales + (first + p) * groups * NR, a->kq, ceil_div(a->group, 4), buf + p * NR);
+            finish_tile(a, buf, row, mr, panel0, panels);
+        }
+        return;
+    }
     const char *w = a->w + panel0 * span * a->kq * 4 * NR * (a->bf16 ? 2 : 4);
     int narrow = a->bf16;
     if (narrow && t1 - t0 > 1) { /* several row tiles share the work of widening; the numbers are the same */
@@ -419,12 +502,14 @@ static void pack_rows(const struct linear_args *a, float *xp, int nthreads) {
 }
 
 /* y[m, n] = x[m, k] @ W^T (+ bias), or silu(gate) * up of a gated weight; n counts the columns of y.
- * wide: y is fp32 although the storage is bf16. */
+ * wide: y is fp32 although the storage is bf16.  form: that of a quantised W, with a scale for
+ * every `scaled` weights of a row; else 0. */
 void ssd_linear(const void *x, long ldx, const void *w, const void *bias, void *y, long m, long n, long k, int bf16,
-                int gated, int wide, int nthreads) {
+                int gated, int wide, int form, const float *scales, long scaled, int nthreads) {
     if (m <= 0 || n <= 0) return;
     struct linear_args a = {.x = x, .w = w, .bias = bias, .y = y, .ldx = ldx, .m = m, .n = n, .k = k,
                             .kq = ceil_div(k, 4), .bf16 = bf16, .gated = gated, .wide = wide,
+                            .form = form, .scales = scales, .group = scaled,
                             .tiles = ceil_div(m, MR_MAX), .xp = x};
     if (m > 1 || bf16 || k % 4) {
         float *xp = scratch(ROWS, (size_t)(m * a.kq * 4));

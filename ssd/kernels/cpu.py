@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from ssd.kernels import cache
+from ssd.kernels.quantized import Codes
 
 logger = logging.getLogger("ssd")
 
@@ -51,8 +52,11 @@ class PackedWeight:
     data: Tensor
     n: int
     k: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of inputs and outputs, and of the weight itself unless it is quantised
     gated: bool = False
+    form: int = 0  # a quantised weight's, as `cpu.c` numbers them
+    scales: Tensor | None = None  # a quantised weight's, float32 [panels, groups, columns of a panel]
+    group: int = 0  # weights of one scale
 
     @functools.cached_property
     def address(self) -> int:
@@ -63,9 +67,10 @@ _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _Q = ctypes.c_int64
 _SIGNATURES: dict[str, list[type]] = {
     "ssd_packed_bytes": [_L, _L, _I, _I],
+    "ssd_panel_columns": [],
     "ssd_pack": [_P, _L, _P, _L, _L, _I, _I, _I],
     "ssd_embedding": [_P, _P, _I, _P, _L, _L, _I],
-    "ssd_linear": [_P, _L, _P, _P, _P, _L, _L, _L, _I, _I, _I, _I],
+    "ssd_linear": [_P, _L, _P, _P, _P, _L, _L, _L, _I, _I, _I, _I, _P, _L, _I],
     "ssd_rms_norm": [_P, _L, _P, _P, _P, _L, _L, _F, _I, _I],
     "ssd_rope_and_store": [
         *[_P, _L, _P, _I, _P, _I, _P, _P, _P, _P, _F],
@@ -89,8 +94,9 @@ class Kernels:
         for name, argtypes in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes = argtypes
-            function.restype = _L if name == "ssd_packed_bytes" else None
+            function.restype = _L if name in ("ssd_packed_bytes", "ssd_panel_columns") else None
         self._packed_bytes = library.ssd_packed_bytes
+        self._panel_columns = int(library.ssd_panel_columns())
         self._pack = library.ssd_pack
         self._embedding = library.ssd_embedding
         self._linear = library.ssd_linear
@@ -116,6 +122,24 @@ class Kernels:
         data = weight.new_empty(size // weight.element_size())
         self._pack(weight.data_ptr(), weight.stride(0), data.data_ptr(), n, k, bf16, gated, torch.get_num_threads())
         return PackedWeight(data, n, k, weight.dtype, gated)
+
+    def pack_codes(self, codes: Codes, dtype: torch.dtype, gated: bool = False) -> PackedWeight:
+        """Repack a quantised weight into panels, for a `linear` of inputs of type `dtype`."""
+        depth = codes.depth + -codes.depth % 4
+        values = torch.nn.functional.pad(codes.values, (0, depth - codes.values.shape[1]))  # cuts off whole groups
+        values, scales = self._panels(values, gated), self._panels(codes.scales, gated)
+        if codes.format == "int4":
+            values = values[:, 0::2] | values[:, 1::2] << 4
+        n, form = len(codes.values), ("fp8", "int8", "int4").index(codes.format) + 1
+        return PackedWeight(values.contiguous(), n, codes.depth, dtype, gated, form, scales.contiguous(), codes.group)
+
+    def _panels(self, rows: Tensor, gated: bool) -> Tensor:
+        """[N, K] -> [panels, K, columns of a panel], padded with zeros; gate and up panels alternate."""
+        width, parts = self._panel_columns, []
+        for part in rows.chunk(2 if gated else 1):
+            padded = torch.nn.functional.pad(part, (0, 0, 0, -len(part) % width))
+            parts.append(padded.view(-1, width, rows.shape[1]))
+        return torch.stack(parts, dim=1).flatten(0, 1).transpose(1, 2)
 
     def embedding(self, packed: PackedWeight, token_ids: Tensor) -> Tensor:
         """Rows `token_ids` [T] (int32 or int64, in range) of a weight that is not gated -> [T, K].
@@ -146,7 +170,8 @@ class Kernels:
             packed.address,
             None if bias is None else bias.data_ptr(),
             y.data_ptr(),
-            *(m, n, packed.k, dtype is torch.bfloat16, packed.gated, float32, torch.get_num_threads()),
+            *(m, n, packed.k, dtype is torch.bfloat16, packed.gated, float32, packed.form),
+            *(None if packed.scales is None else packed.scales.data_ptr(), packed.group, torch.get_num_threads()),
         )
         return y
 

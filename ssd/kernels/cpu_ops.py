@@ -6,14 +6,14 @@ import torch
 
 from ssd.kernels import cpu
 from ssd.kernels.ops import DeviceBatch, HeadShape, Rope
+from ssd.kernels.quantized import Codes, Format, QuantizedOps, QuantizedWeight
 
 
 class CpuOps:
     """float32 and bfloat16 on the CPU."""
 
     def __init__(self, kernels: cpu.Kernels) -> None:
-        self._kernels = kernels
-        self.prepare = kernels.pack_linear
+        self.kernels = kernels
         self.embedding = kernels.embedding
         self.linear = self.gated_linear = kernels.linear  # a gated weight knows that it is
         self.rms_norm = kernels.rms_norm
@@ -23,6 +23,11 @@ class CpuOps:
         """None (after a warning) where the kernels cannot be compiled."""
         kernels = cpu.load()
         return None if kernels is None else cls(kernels)
+
+    def prepare(
+        self, weight: torch.Tensor, *, gated: bool = False, embedding: bool = False, product: bool = True
+    ) -> cpu.PackedWeight:
+        return self.kernels.pack_linear(weight, gated)
 
     def reserve(self, heads: HeadShape, device: torch.device) -> None:
         return
@@ -39,7 +44,7 @@ class CpuOps:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
     ) -> torch.Tensor:
-        return self._kernels.rope_and_store(
+        return self.kernels.rope_and_store(
             *(qkv, batch.positions, rope.cos, rope.sin, batch.slot_mapping, k_cache, v_cache, heads.num_heads),
             q_norm=rope.q_norm,
             k_norm=rope.k_norm,
@@ -50,9 +55,28 @@ class CpuOps:
         self, q: torch.Tensor, batch: DeviceBatch, heads: HeadShape, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> torch.Tensor:
         branches = None if batch.branches is None else (batch.positions, batch.slot_mapping, batch.branches.depth)
-        out = self._kernels.paged_attention(
+        out = self.kernels.paged_attention(
             *(q, k_cache, v_cache, batch.query_start, batch.context_len, batch.block_tables, batch.table_rows),
             heads.scale,
             branches,
         )
         return out.view(len(out), -1)
+
+
+class CpuQuantizedOps(QuantizedOps):
+    """Quantised weights on the CPU: widened in registers."""
+
+    def __init__(self, ops: CpuOps, form: Format) -> None:
+        super().__init__(ops, form)
+        self._kernels = ops.kernels
+
+    def pack(self, codes: Codes, dtype: torch.dtype, gated: bool) -> cpu.PackedWeight:
+        return self._kernels.pack_codes(codes, dtype, gated)
+
+    def linear(
+        self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None, *, float32: bool = False
+    ) -> torch.Tensor:
+        return self._kernels.linear(x, weight.product, bias, float32=float32)
+
+    def gated_linear(self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return self._kernels.linear(x, weight.product, bias)

@@ -75,8 +75,13 @@ class Ops(Protocol):
     def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
         """Query tokens of one attention tile."""
 
-    def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> Any:
-        """Lays out a weight [out, in]. `gated`: its first half are gate rows, its second half up rows."""
+    def prepare(
+        self, weight: torch.Tensor, *, gated: bool = False, embedding: bool = False, product: bool = True
+    ) -> Any:
+        """Lays out a weight [out, in]. `gated`: its first half are gate rows, its second half up rows.
+
+        What it is for: `embedding`: its rows are looked up; `product`: it is multiplied with.
+        """
 
     def embedding(self, weight: Any, token_ids: torch.Tensor) -> torch.Tensor:
         """Rows of a prepared weight."""

@@ -19,7 +19,9 @@ class ReferenceOps:
     def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
         return 1 << 30  # one tile per sequence: tiles are not used here
 
-    def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
+    def prepare(
+        self, weight: torch.Tensor, *, gated: bool = False, embedding: bool = False, product: bool = True
+    ) -> torch.Tensor:
         return weight
 
     def embedding(self, weight: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

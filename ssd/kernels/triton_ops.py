@@ -20,7 +20,9 @@ class TritonOps:
     def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
         return attention.tile_rows(heads.group_size, prefill) // heads.group_size
 
-    def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
+    def prepare(
+        self, weight: torch.Tensor, *, gated: bool = False, embedding: bool = False, product: bool = True
+    ) -> torch.Tensor:
         if not gated:
             return weight
         gate, up = weight.chunk(2)

@@ -52,9 +52,12 @@ class Linear:
         """Takes one full tensor, keeps this rank's share of it; the last one completes the layer."""
         self._pending[name] = self._share(tensor)
         if len(self._pending) == len(self.shapes()):
-            self.weight = self.ops.prepare(self._fused("weight"), gated=self.gated)
+            self.weight = self._prepared(self._fused("weight"))
             self.bias = self._fused("bias") if self.has_bias else None
             self._pending.clear()
+
+    def _prepared(self, weight: torch.Tensor) -> Any:
+        return self.ops.prepare(weight, gated=self.gated)
 
     def _share(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() == 1 and self.split_dim == 1:  # every rank's sum is partial: only one may add the bias
@@ -90,6 +93,23 @@ class Embedding(Linear):
     """Token embedding or output head, split by vocabulary; the same weight may be both."""
 
     split_dim = 0
+
+    def __init__(
+        self,
+        ops: Ops,
+        tp: TensorParallel,
+        parts: Mapping[str, int],
+        in_features: int,
+        *,
+        embedding: bool = False,
+        head: bool = False,
+    ) -> None:
+        super().__init__(ops, tp, parts, in_features)
+        self.is_embedding = embedding
+        self.is_head = head
+
+    def _prepared(self, weight: torch.Tensor) -> Any:
+        return self.ops.prepare(weight, embedding=self.is_embedding, product=self.is_head)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:

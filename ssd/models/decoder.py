@@ -111,11 +111,12 @@ class Decoder:
         self.device = device
         self.dtype = dtype
         self.layers = [DecoderLayer(config, ops, tp) for _ in range(config.num_layers)]
-        self.embedding = Embedding(ops, tp, {"model.embed_tokens": config.vocab_size}, config.hidden_size)
+        vocabulary, width, tied = config.vocab_size, config.hidden_size, config.tie_embeddings
+        self.embedding = Embedding(ops, tp, {"model.embed_tokens": vocabulary}, width, embedding=True, head=tied)
         self.norm = Vector(config.hidden_size)
         self.head = self.embedding
-        if not config.tie_embeddings:
-            self.head = Embedding(ops, tp, {"lm_head": config.vocab_size}, config.hidden_size)
+        if not tied:
+            self.head = Embedding(ops, tp, {"lm_head": vocabulary}, width, head=True)
         cos, sin = rope_tables(config.rope, config.head_dim, max_positions)
         self._cos, self._sin = cos.to(device), sin.to(device)
         self._ropes: list[Rope] = []

@@ -459,16 +459,38 @@ def bundled_answers(family: str, count: int, new_tokens: int) -> Answers:
 
 
 def compare_bundled(
-    family: str, draft: str, k: int, batch: int, *, count: int, new_tokens: int, mode: str = "sd"
+    family: str, draft: str, k: int, batch: int, *, count: int, new_tokens: int, mode: str = "sd", **options: Any
 ) -> None:
     prompts, params = bundled_prompts(count), mixed_params(count, new_tokens)
     expected = bundled_answers(family, count, new_tokens)
-    speculation = {"mode": mode, "draft": draft, "k": k} | (
-        {"placement": "inline", "budget": "auto"} if mode == "ssd" else {}
-    )
+    speculation = {"mode": mode, "draft": draft, "k": k, **options}
+    if mode == "ssd" and not options:
+        speculation |= {"placement": "inline", "budget": "auto"}
     with LLM(f"tiny-{family}", device="cpu", max_model_len=1024, max_num_seqs=batch, speculation=speculation) as llm:
         assert answers(llm, prompts, params, batch) == expected
+        assert llm.engine.metrics.spec_decode_num_accepted_tokens > 0
         check_draft_pool(llm)
+
+
+QUANTIZED = [("sd", {}), ("ssd", {"placement": "inline"}), ("ssd", {"placement": "process"})]
+
+
+@pytest.mark.parametrize(("mode", "options"), QUANTIZED, ids=["sd", "inline", "process"])
+@pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
+def test_a_quantized_draft_of_the_bundled_pair(form: str, mode: str, options: dict[str, str]) -> None:
+    """At all temperatures, `mixed_params` has them."""
+    options = {**options, "draft_quantization": form}
+    compare_bundled("llama", "tiny-llama-draft", 3, 4, count=8, new_tokens=16, mode=mode, **options)
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
+def test_a_quantized_draft_of_the_target_itself_is_mostly_right(form: str, host_kernels: None) -> None:
+    model = "tiny-llama-draft"
+    speculation = {"mode": "sd", "draft": model, "k": 2, "draft_quantization": form}
+    with LLM(model, device="cpu", max_num_seqs=2, max_model_len=256, speculation=speculation) as llm:
+        [output] = llm.generate(["There was once a"], SamplingParams(max_new_tokens=48, ignore_eos=True))
+    assert output.metrics.accepted > 0.7 * output.metrics.drafted
+    assert form != "int4" or output.metrics.accepted < output.metrics.drafted  # catches weights that are not rounded
 
 
 @pytest.mark.slow
@@ -754,6 +776,13 @@ def test_a_request_may_do_without(target: str) -> None:
         ({"mode": "ssd", "draft": "tiny-llama-draft", "budget": 0}, "from 1 to 256"),
         ({"mode": "ssd", "draft": "tiny-llama-draft", "saguaro_c": 0.5}, "rejection"),
         ({"mode": "ssd", "draft": "tiny-llama-draft", "saguaro_c": 2}, "from 0 to 1"),
+        (
+            {"mode": "sd", "draft": "tiny-llama-draft", "draft_quantization": "int3"},
+            "='int3': must be one of fp8, int8",
+        ),
+        ({"mode": "sd", "draft": "tiny-llama-draft", "draft_quantization": 8}, "draft_quantization=8: must be one of"),
+        ({"mode": "sd", "draft": "ngram", "draft_quantization": "int8"}, "draft_quantization is for draft models"),
+        ({"mode": "ar", "draft_quantization": "int8"}, 'use mode="sd" with a draft'),
         ({"mode": "ssd", "draft": "tiny-llama-draft", "placement": "stream"}, "for GPUs"),
         ({"mode": "ssd", "draft": "tiny-llama-draft", "placement": "moon"}, "inline, stream, process"),
         ("sd", "mapping"),

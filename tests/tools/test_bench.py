@@ -116,7 +116,7 @@ def test_sizes_are_spelled() -> None:
 
 def test_all_methods_share_an_engine_and_write_the_same() -> None:
     """Catches a draft that is swapped in and loses text, counts or its own number of tokens."""
-    options = {"placement": "inline", "budget": 6, "fan_out": 2}
+    options = {"placement": "inline", "budget": 6, "fan_out": 2, "draft_quantization": "int8"}
     methods = methods_of("ar,sd:2,ssd:3,ssd:auto,sd:auto,ngram:3", "tiny-llama-draft", 4, options)
     ours = our_contenders("tiny-llama", methods, batch=2, device="cpu", prefix_caching=False, max_model_len=128)
     assert len({id(contender.llm) for contender in ours}) == 1

@@ -42,6 +42,8 @@ def test_help_teaches() -> None:
     flags = CliRunner().invoke(app, ["generate", "--help"]).stdout
     for flag in ("--temperature", "--mode", "--draft", "--k", "--fan-out", "--budget", "--backup", "--placement"):
         assert flag in flags
+    for command in ("generate", "chat", "bench", "explain"):
+        assert "--draft-quantiz" in CliRunner().invoke(app, [command, "--help"]).stdout
 
 
 def test_the_version_is_an_option_too() -> None:
@@ -175,6 +177,7 @@ def test_usage_errors_exit_with_two() -> None:
 def test_speculation_changes_the_speed_and_nothing_else() -> None:
     arguments = ("tiny-llama", "Once upon a time", "-m", "24", "-t", "0.8", "--seed", "4", "--device", "cpu")
     flags = ("--draft", "tiny-llama-draft", "--mode", "ssd", "--k", "3", "--fan-out", "2", "--placement", "inline")
+    flags = (*flags, "--draft-quantization", "int8")
     plain = CliRunner().invoke(app, ["generate", *arguments])
     drafted = CliRunner().invoke(app, ["generate", *arguments, *flags, "--metrics"])
     assert drafted.exit_code == 0, drafted.output
@@ -187,6 +190,7 @@ def test_speculation_changes_the_speed_and_nothing_else() -> None:
     [
         (("--mode", "turbo"), 2, "'ssd'"),
         (("--mode", "ssd"), 1, "needs a draft"),
+        (("--draft", "tiny-llama-draft", "--draft-quantization", "int3"), 2, "'int4'"),
         (("--draft", "tiny-llama-draft", "--budget", "8"), 1, 'use mode="ssd"'),
         (("--draft", "ngram", "--budget", "8"), 1, "leave it out"),
     ],

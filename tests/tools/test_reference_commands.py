@@ -172,6 +172,7 @@ def config(monkeypatch: pytest.MonkeyPatch, flags: str) -> Any:
         ),
         ("--method ssd --k 1 --fl 2 2", {"speculation": {"fan_out_hit": [2, 2], "fan_out_miss": [2, 2], "budget": 4}}),
         ("--method sd --x 0.25", {"speculation": {"acceptance": "rejection", "saguaro_c": 0.25}}),
+        ("--spec --draft_quantization int8", {"speculation": {"draft_quantization": "int8"}}),
         ("--method ssd --backup fast", {"speculation": {"backup": "fast"}}),
         ("--humaneval --c4 --random", {"sets": ("humaneval", "c4", "random")}),
         ("--alpaca --ultrafeedback --gsm", {"sets": ("alpaca", "gsm8k", "ultrafeedback")}),

@@ -64,6 +64,26 @@ def test_the_draft_is_counted_too(free: Any) -> None:
         assert "and its draft need" in refusal("tiny-qwen3", speculation=speculation)
 
 
+@pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
+def test_a_quantized_draft_needs_less(free: Any, form: str) -> None:
+    """Catches an estimate for weights that are not there: a pair that fits only with a smaller draft is not refused."""
+    target, draft = (open_checkpoint(name).config for name in ("tiny-qwen3", "tiny-qwen3-draft"))
+    weights = weight_bytes(target, torch.float32) + weight_bytes(draft, torch.float32)
+    free((weights - 1000) / GIB)
+    assert "and its draft need" in refusal("tiny-qwen3", speculation=SD)
+    with pytest.raises(AssertionError, match="weights are loaded"):
+        LLM("tiny-qwen3", device="cpu", max_num_seqs=1, max_model_len=64, speculation=SD | {"draft_quantization": form})
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "gigabytes"),
+    [("llama-3.2-1b", "int8", 1.76), ("llama-3.2-1b", "int4", 1.18), ("llama-3.1-8b", "fp8", 8.56)],
+)
+def test_bytes_of_quantized_weights(name: str, form: Any, gigabytes: float) -> None:
+    """The embedding is kept as it is; a tied head (the 1B's) is a quantised copy of it."""
+    assert weight_bytes(SHAPES[name], torch.bfloat16, form) == pytest.approx(gigabytes * 1e9, rel=0.01)
+
+
 @pytest.mark.parametrize(("name", "value", "step"), [("num_kv_blocks", 10**6, 1), ("max_model_len", 4096, 16)])
 def test_kv_beyond_the_memory_is_refused_with_what_fits(free: Any, name: str, value: int, step: int) -> None:
     """The number in the message is the largest that is not refused."""

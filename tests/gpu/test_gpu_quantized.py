@@ -1,0 +1,75 @@
+"""Quantised drafts on a GPU: the kernel at real sizes, in bfloat16 and float16, and the same text as without drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from fakes import wait_until_idle
+
+from ssd import LLM, SamplingParams
+from ssd.kernels.quantized import Format, dequantize, quantize
+from ssd.kernels.quantized_linear import TritonQuantizedOps, pack, quantized_linear
+from ssd.kernels.triton_ops import TritonOps
+from ssd.prompts import load_prompts
+
+pytestmark = pytest.mark.gpu
+FORMATS: tuple[Format, ...] = ("fp8", "int8", "int4")
+ROWS = (1, 2, 8, 9, 16, 17, 33, 64, 65, 300, 2048)
+SHAPES = ((3072, 2048), (2048, 8192), (896, 4864), (32000, 896), (1000, 264))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("columns", "depth"), SHAPES)
+def test_products_of_any_number_of_rows(columns: int, depth: int, form: Format, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(columns, depth, device="cuda").to(dtype)
+    codes = quantize(weight, form)
+    packed, rounded = pack(codes), dequantize(codes, torch.float32)
+    ops = TritonQuantizedOps(TritonOps(), form)
+    gated = ops.prepare(weight, gated=True)
+    for rows in ROWS:
+        x = torch.randn(rows, depth, device="cuda").to(dtype)
+        expected = x.float() @ rounded.t()
+        found = quantized_linear(x, packed, out_dtype=torch.float32)
+        assert (found - expected).norm() < 2e-3 * expected.norm(), rows
+        gate, up = expected.chunk(2, dim=1)
+        expected = torch.nn.functional.silu(gate) * up
+        assert (ops.gated_linear(x, gated).float() - expected).norm() < 1e-2 * expected.norm(), rows
+
+
+WAYS: list[dict[str, Any]] = [
+    *({"mode": "sd", "k": 3, "draft_quantization": form} for form in FORMATS),
+    {"mode": "ssd", "k": 4, "backup": "jit", "draft_quantization": "int8"},
+    {"mode": "ssd", "k": 3, "backup": "fast", "draft_quantization": "int4"},
+]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_quantized_draft_changes_no_token(temperature: float) -> None:
+    target, draft = "graft:tiny-llama@llama-3.2-1b", "graft:tiny-llama-draft@llama-3.2-1b"
+    prompts = load_prompts("gsm8k").asked()[:16]
+    params = [
+        SamplingParams(temperature=temperature, max_new_tokens=64, ignore_eos=True, seed=i) for i in range(len(prompts))
+    ]
+    accepted: list[float] = []
+
+    def write(**options: Any) -> list[list[int]]:
+        with LLM(target, device="cuda", max_model_len=1024, max_num_seqs=16, **options) as llm:
+            outputs = llm.generate(prompts, params)
+            wait_until_idle(llm.driver)
+            assert llm.engine.metrics.drafter_failures == 0
+        drafted = sum(output.metrics.drafted for output in outputs)
+        accepted.append(sum(output.metrics.accepted for output in outputs) / max(1, drafted))
+        return [output.token_ids for output in outputs]
+
+    expected = write()
+    for way in WAYS:
+        assert write(speculation={"draft": draft, **way}) == expected, way
+    assert min(accepted[1:]) > 0.2  # catches drafts that are noise
