@@ -32,6 +32,7 @@ from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.open import absolute_path, open_checkpoint
+from ssd.models.persistent import use_persistent_step
 from ssd.text.tokenizer import Tokenizer
 
 log = logging.getLogger("ssd")
@@ -143,7 +144,8 @@ def _warm_up(config: EngineConfig, draft: DraftRunner) -> None:
     if not config.eager:
         runner.plan_graphs(prefill_only=True)
     rehearsals = [lambda: runner.rehearse(max_tokens), lambda: draft.rehearse(*usual)]
-    warm_up("draft", rehearsals, [] if config.eager else [runner.capture, lambda: draft.capture(*usual)])
+    captures = [] if config.eager else [runner.capture, lambda: draft.capture(*usual)]
+    warm_up("draft", rehearsals, [lambda: use_persistent_step(runner.decoder, runner.kv), *captures])
 
 
 def draft_rows(config: EngineConfig) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from ssd.errors import UnsupportedModel
 from ssd.kernels.ops import DeviceBatch, HeadShape, Ops, Rope
+from ssd.kernels.persistent import PersistentStep
 from ssd.kernels.reference import ReferenceOps
 from ssd.layers.linear import ColumnLinear, Embedding, Linear, RowLinear
 from ssd.models.config import DecoderConfig
@@ -118,8 +119,9 @@ class Decoder:
         if not tied:
             self.head = Embedding(ops, tp, {"lm_head": vocabulary}, width, head=True)
         cos, sin = rope_tables(config.rope, config.head_dim, max_positions)
-        self._cos, self._sin = cos.to(device), sin.to(device)
+        self.cos, self.sin = cos.to(device), sin.to(device)
         self._ropes: list[Rope] = []
+        self.step: PersistentStep | None = None  # of a draft, for small batches
 
     def parameters(self) -> dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], None]]]:
         """Every checkpoint tensor of this decoder: its full shape, and the layer that loads it."""
@@ -148,7 +150,7 @@ class Decoder:
             take(tensor.to(device=self.device, dtype=self.dtype))
         if wanted:
             raise UnsupportedModel(f"the checkpoint lacks {len(wanted)} tensors, among them {sorted(wanted)[:4]}")
-        self._ropes = [layer.rope(self._cos, self._sin) for layer in self.layers]
+        self._ropes = [layer.rope(self.cos, self.sin) for layer in self.layers]
 
     def _check_needless(self, name: str) -> None:
         """Ignores a tied head and rotary tables; any other unknown tensor would change the output, and is refused."""
@@ -174,6 +176,8 @@ class Decoder:
 
     def __call__(self, batch: DeviceBatch, kv: KVCache) -> torch.Tensor:
         """Float32 logits of the batch's logit rows. Runs as many layers as `kv` has."""
+        if self.step is not None and self.step.takes(batch):
+            return self.step(batch)
         x, residual = self.embedding.embed(batch.token_ids), None
         for layer, rope, (k_cache, v_cache) in zip(self.layers, self._ropes, kv, strict=False):
             x, residual = layer(x, residual, batch, rope, k_cache, v_cache)

@@ -1,0 +1,136 @@
+// What `persistent.cu` needs of the PTX instruction set, sm_90 and later. Tests put plain C++ in its place.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short bf16;
+
+extern __shared__ __align__(128) unsigned char memory[];
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// The thread's number, which the compiler takes for a new one each time: addresses that it has computed from it for
+// one phase do not take up registers during the others.
+__device__ __forceinline__ int thread() {
+    int t = threadIdx.x;
+    asm volatile("" : "+r"(t));
+    return t;
+}
+
+__device__ __forceinline__ u32 pack(float a, float b) {
+    u32 d;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(b), "f"(a));
+    return d;
+}
+__device__ __forceinline__ u32 times2(u32 a, u32 b) {
+    u32 d;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+__device__ __forceinline__ float exp2_(float a) {
+    float d;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(a));
+    return d;
+}
+
+// Other blocks write these meanwhile: they are read from the L2.
+__device__ __forceinline__ uint4 load16(const void* p) {
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
+    return v;
+}
+__device__ __forceinline__ uint2 load8(const void* p) {
+    uint2 v;
+    asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ bf16 load2(const bf16* p) {
+    bf16 v;
+    asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(v) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ void store8(void* p, uint2 v) {
+    asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
+}
+__device__ __forceinline__ u32 load4(const void* p) {
+    u32 v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ void store4(void* p, u32 v) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+// Reads 16 bytes if `wanted`; v is left as it is otherwise.
+__device__ __forceinline__ void load16_if(bool wanted, const void* p, uint4& v) {
+    asm volatile("{\n.reg .pred q;\nsetp.ne.u32 q, %5, 0;\n@q ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];\n}"
+                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+                 : "l"(p), "r"((u32)wanted));
+}
+__device__ __forceinline__ uint4 shared16(u32 at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
+
+// d += a b: a is 16 x 16 by rows, b 16 x 8 by columns.
+__device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// Transposes 8 x 8 numbers of 16 bits, two per thread.
+__device__ __forceinline__ u32 transposed(u32 v) {
+    u32 d;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(v));
+    return d;
+}
+
+__device__ __forceinline__ void mbarrier_init(u64* b, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(count));
+}
+__device__ __forceinline__ bool mbarrier_passed(u64* b, u32 parity) {
+    u32 done;
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(shared_address(b)), "r"(parity)
+                 : "memory");
+    return done;
+}
+__device__ __forceinline__ void mbarrier_arrive(u64* b) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
+}
+__device__ __forceinline__ void mbarrier_expect(u64* b, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void mbarriers_are_ready() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// The L2 keeps other lines rather than these.
+__device__ __forceinline__ u64 evict_first() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+// Copies to shared memory; the bytes are counted by `barrier`.
+__device__ __forceinline__ void copy_to_shared(void* to, const void* from, u32 bytes, u64* barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+            "r"(shared_address(to)),
+        "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+        : "memory");
+}
+__device__ __forceinline__ void prefetch_to_l2(const void* line) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+}
+
+// COUNT threads of the block wait for each other.
+template <int COUNT>
+__device__ __forceinline__ void meet() {
+    asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory");
+}
+__device__ __forceinline__ void pause() {}  // between two polls
+__device__ __forceinline__ void give_up() { asm volatile("trap;"); }

@@ -1,0 +1,207 @@
+// `ssd/kernels/persistent_ptx.cu` in plain C++: every CUDA thread is a fiber of one thread, and fibers take turns at
+// random. So the kernel's logic runs on a CPU: tiles, ring, waiting, emptying, attention. Not emulated: the order in
+// which a GPU's memory shows writes to other blocks, and the time that anything takes.
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <random>
+#include <vector>
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short bf16;
+
+#define __device__
+#define __host__
+#define __global__
+#define __constant__
+#define __grid_constant__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define step emulated_step  // the C library has a `step`, too
+
+struct uint2 {
+    u32 x, y;
+};
+struct uint4 {
+    u32 x, y, z, w;
+};
+struct float2 {
+    float x, y;
+};
+static uint2 make_uint2(u32 a, u32 b) { return {a, b}; }
+static uint4 make_uint4(u32 a, u32 b, u32 c, u32 d) { return {a, b, c, d}; }
+static float2 make_float2(float a, float b) { return {a, b}; }
+
+struct Gathering {
+    int arrived = 0;
+    u32 times = 0;
+};
+struct Barrier {
+    u32 count = 0, pending = 0, phase = 0;
+    long bytes = 0;
+    void check() {
+        if (pending == 0 && bytes == 0) ++phase, pending = count;
+    }
+};
+struct Warp {
+    Gathering gathering;
+    u32 values[2][32][6];
+};
+struct Block {
+    u32 number;
+    std::vector<unsigned char> shared;
+    std::map<u64*, Barrier> barriers;
+    Gathering some, all;
+    std::vector<Warp> warps;
+};
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    Block* block;
+    u32 number;
+    bool ended;
+};
+static Fiber* fiber;
+static ucontext_t scheduler;
+static struct {
+    u32 x;
+} gridDim, blockDim;
+static struct {
+    bool failed;
+} emulator;
+
+struct Number {
+    u32 x;
+};
+#define threadIdx (Number{fiber->number})
+#define blockIdx (Number{fiber->block->number})
+#define memory (fiber->block->shared.data())
+
+static void yield() { swapcontext(&fiber->context, &scheduler); }
+static void gather(Gathering& g, int count) {
+    const u32 times = g.times;
+    if (++g.arrived == count)
+        g.arrived = 0, ++g.times;
+    else
+        while (g.times == times) yield();
+}
+// Values of all lanes of the warp.
+static u32 (*exchanged(const u32* values, int count))[6] {
+    Warp& warp = fiber->block->warps[fiber->number / 32];
+    auto& to = warp.values[warp.gathering.times & 1];
+    memcpy(to[fiber->number % 32], values, count * sizeof(u32));
+    gather(warp.gathering, 32);
+    return to;
+}
+static void __syncwarp() { gather(fiber->block->warps[fiber->number / 32].gathering, 32); }
+static void __syncthreads() { gather(fiber->block->all, blockDim.x); }
+static void __threadfence() {}
+template <int COUNT>
+static void meet() {
+    gather(fiber->block->some, COUNT);
+}
+static void pause() { yield(); }
+static void give_up() {
+    emulator.failed = true;
+    for (;;) yield();
+}
+template <typename T>
+static T __shfl_xor_sync(u32, T value, int distance) {
+    u32 bits;
+    memcpy(&bits, &value, 4);
+    memcpy(&value, exchanged(&bits, 1)[(fiber->number % 32) ^ distance], 4);
+    return value;
+}
+
+static float __uint_as_float(u32 v) {
+    float f;
+    memcpy(&f, &v, 4);
+    return f;
+}
+static u32 __float_as_uint(float f) {
+    u32 v;
+    memcpy(&v, &f, 4);
+    return v;
+}
+static float __int_as_float(int v) { return __uint_as_float(v); }
+#define __expf expf
+static float exp2_(float a) { return exp2f(a); }
+static float rsqrtf(float a) { return 1 / sqrtf(a); }
+static int __clz(int v) { return v ? __builtin_clz(v) : 32; }
+static int max(int a, int b) { return a > b ? a : b; }
+static u32 max(u32 a, u32 b) { return a > b ? a : b; }
+static int min(int a, int b) { return a < b ? a : b; }
+template <typename T>
+static T __ldg(const T* p) {
+    return *p;
+}
+static float half_of(u32 pair, int i) { return __uint_as_float(i ? pair & 0xffff0000u : pair << 16); }
+static u32 rounded(float f) {
+    const u32 v = __float_as_uint(f);
+    return (v & 0x7fffffff) > 0x7f800000 ? 0x7fff : (v + 0x7fff + (v >> 16 & 1)) >> 16;
+}
+static u32 pack(float a, float b) { return rounded(a) | rounded(b) << 16; }
+static u32 times2(u32 a, u32 b) { return pack(half_of(a, 0) * half_of(b, 0), half_of(a, 1) * half_of(b, 1)); }
+
+static int thread() { return threadIdx.x; }
+static u32 shared_address(const void* p) { return (const unsigned char*)p - memory; }
+static uint4 shared16(u32 at) { return *(const uint4*)(memory + at); }
+static uint4 load16(const void* p) { return *(const uint4*)p; }
+static uint2 load8(const void* p) { return *(const uint2*)p; }
+static u32 load4(const void* p) { return *(const u32*)p; }
+static bf16 load2(const bf16* p) { return *p; }
+static void load16_if(bool wanted, const void* p, uint4& v) {
+    if (wanted) v = load16(p);
+}
+static void store8(void* p, uint2 v) { *(uint2*)p = v; }
+static void store4(void* p, u32 v) { *(u32*)p = v; }
+
+static void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    const u32 own[6] = {a0, a1, a2, a3, b0, b1};
+    const auto lanes = exchanged(own, 6);
+    const int lane = fiber->number % 32;
+    for (int e = 0; e < 4; ++e) {
+        const int row = lane / 4 + 8 * (e / 2), column = lane % 4 * 2 + e % 2;
+        float sum = 0;
+        for (int k = 0; k < 16; ++k) {
+            const u32 a = lanes[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2],
+                      b = lanes[column * 4 + k % 8 / 2][4 + k / 8];
+            sum += half_of(a, k % 2) * half_of(b, k % 2);
+        }
+        d[e] += sum;
+    }
+}
+static u32 transposed(u32 v) {
+    const auto lanes = exchanged(&v, 1);
+    const int row = fiber->number % 32 / 4, column = fiber->number % 4 * 2;
+    const auto at = [&](int i) { return lanes[(column + i) * 4 + row / 2][0] >> (row % 2 * 16) & 0xffff; };
+    return at(0) | at(1) << 16;
+}
+
+static void mbarrier_init(u64* b, u32 count) { fiber->block->barriers[b] = {count, count}; }
+static bool mbarrier_passed(u64* b, u32 parity) { return (fiber->block->barriers[b].phase & 1) != parity; }
+static void mbarrier_arrive(u64* b) {
+    Barrier& barrier = fiber->block->barriers[b];
+    --barrier.pending;
+    barrier.check();
+}
+static void mbarrier_expect(u64* b, u32 bytes) {
+    fiber->block->barriers[b].bytes += bytes;
+    mbarrier_arrive(b);
+}
+static void mbarriers_are_ready() {}
+static u64 evict_first() { return 0; }
+static void copy_to_shared(void* to, const void* from, u32 bytes, u64* b, u64) {
+    memcpy(to, from, bytes);
+    Barrier& barrier = fiber->block->barriers[b];
+    barrier.bytes -= bytes;
+    barrier.check();
+}
+static void prefetch_to_l2(const void* line) { (void)*(const volatile char*)line; }

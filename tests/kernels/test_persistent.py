@@ -1,0 +1,143 @@
+"""What the persistent kernel's host side promises, without a GPU."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from ssd.kernels import persistent as kernel
+from ssd.kernels.ops import DeviceBatch, HeadShape, Ops
+from ssd.kernels.quantized import QuantizedOps
+from ssd.kernels.reference import ReferenceOps
+from ssd.models import persistent
+from ssd.models.config import DecoderConfig
+from ssd.models.decoder import Decoder, KVCache
+from ssd.models.random_weights import RandomCheckpoint
+
+CPU = torch.device("cpu")
+
+
+def source_fields(struct: str) -> list[str]:
+    body = re.search(rf"struct {struct} {{(.*?)\n}};", kernel.source().decode(), re.DOTALL)
+    assert body is not None
+    code = re.sub(r"//[^\n]*", "", body[1])
+    return [name for line in code.split(";") for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]
+
+
+def test_structures_have_the_sources_fields_in_its_order() -> None:
+    assert source_fields("Layer") == [field.name for field in fields(kernel.StepLayer)]
+    assert source_fields("Params") == [name for name, _ in kernel.Params._fields_]
+
+
+def test_the_source_is_package_data() -> None:
+    project = (Path(kernel.__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    assert f"kernels/*{kernel.SOURCES[0].suffix}" in project
+
+
+def make_decoder(ops: Ops | None = None) -> tuple[Decoder, KVCache]:
+    config = DecoderConfig("llama", 64, 32, 64, 2, 4, 2, 8, 64)
+    decoder = Decoder(config, ops or ReferenceOps(), device=CPU, dtype=torch.float32, max_positions=64)
+    decoder.load(RandomCheckpoint(config).weights(CPU, torch.float32))
+    return decoder, decoder.make_kv_cache(2, 16)
+
+
+class FakeStep:
+    """The decoder's own logits, a little off."""
+
+    def __init__(self, decoder: Decoder, kv: KVCache, error: float) -> None:
+        self.decoder, self.kv, self.error, self.calls = decoder, kv, error, 0
+
+    def takes(self, batch: DeviceBatch) -> bool:
+        return len(batch.token_ids) == 1
+
+    def __call__(self, batch: DeviceBatch) -> torch.Tensor:
+        self.calls += 1
+        step, self.decoder.step = self.decoder.step, None
+        logits = self.decoder(batch, self.kv)
+        self.decoder.step = step
+        return logits * (1 + self.error)
+
+
+def test_a_step_that_agrees_is_used_for_the_batches_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, kv = make_decoder()
+    step = FakeStep(decoder, kv, 0.01)
+    monkeypatch.setattr(persistent, "_build", lambda *_: step)
+    persistent.use_persistent_step(decoder, kv)
+    assert decoder.step is step  # type: ignore[comparison-overlap]
+    assert step.calls == 2
+    decoder(persistent._batch(decoder, 16, 0, 1), kv)
+    assert step.calls == 3
+    decoder(persistent._batch(decoder, 16, 0, 2), kv)
+    assert step.calls == 3
+
+
+@pytest.mark.parametrize("error", [0.5, float("nan")])
+def test_a_step_that_differs_is_not_used(
+    error: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoder, kv = make_decoder()
+    monkeypatch.setattr(persistent, "_build", lambda *_: FakeStep(decoder, kv, error))
+    persistent.use_persistent_step(decoder, kv)
+    assert decoder.step is None
+    assert "differ" in caplog.text
+
+
+def test_a_model_without_a_kernel_keeps_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    decoder, kv = make_decoder()  # float32
+    with caplog.at_level("INFO"):
+        persistent.use_persistent_step(decoder, kv)
+    assert decoder.step is None
+    assert "bfloat16" in caplog.text
+
+
+def test_a_quantised_model_keeps_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    decoder, kv = make_decoder(QuantizedOps(ReferenceOps(), "int8"))
+    with caplog.at_level("INFO"):
+        persistent.use_persistent_step(decoder, kv)
+    assert decoder.step is None
+    assert "quantised" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inter", "heads"),
+    [(4096, 8192, HeadShape(32, 8, 128)), (2048, 8200, HeadShape(32, 8, 64)), (2048, 8192, HeadShape(32, 8, 96))],
+)
+def test_shapes_that_the_kernel_does_not_have(
+    hidden: int, inter: int, heads: HeadShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    embedding = torch.empty((1024, hidden), dtype=torch.bfloat16, device=CPU)
+    with pytest.raises(kernel.BuildError, match="shape"):
+        kernel._check(embedding, heads, hidden, inter)
+    kernel._check(embedding[:, :2048], HeadShape(32, 8, 64), 2048, 8192)
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "99.0")
+    with pytest.raises(kernel.BuildError, match="libnvrtc"):
+        kernel._nvrtc.__wrapped__()
+
+
+def test_a_cubin_is_compiled_once_per_shape(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiled: list[int] = []
+
+    class Library:
+        def nvrtcVersion(self, *_: object) -> None:  # noqa: N802
+            return
+
+    def fake(macros: dict[str, int], architecture: str) -> bytes:
+        assert architecture == "sm_90"
+        compiled.append(macros["HIDDEN"])
+        return b"cubin %d" % macros["HIDDEN"]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(kernel, "_nvrtc", Library)
+    monkeypatch.setattr(kernel, "compile_source", fake)
+    for hidden in (1024, 2048, 1024):
+        assert kernel._compiled({"HIDDEN": hidden}, CPU) == b"cubin %d" % hidden
+    assert compiled == [1024, 2048]

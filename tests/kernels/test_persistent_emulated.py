@@ -1,0 +1,161 @@
+"""The persistent kernel on a CPU, in an emulator (`emulated_ptx.h`): logits and KV against plain torch."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ssd.kernels import persistent as kernel
+from ssd.kernels.ops import Branches, DeviceBatch
+from ssd.kernels.reference import ReferenceOps
+from ssd.models.config import DecoderConfig
+from ssd.models.decoder import Decoder, KVCache, parameter_shapes
+from tests.device_batches import make_device_batch
+
+HERE, CPU, BLOCK, BLOCKS = Path(__file__).parent, torch.device("cpu"), 16, 40
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+LLAMA = DecoderConfig("llama", 128, 64, 128, 3, 4, 1, 64, 512, tie_embeddings=True)
+QWEN3 = DecoderConfig("qwen3", 96, 96, 160, 2, 2, 2, 128, 512, qk_norm=True)
+DEEP = DecoderConfig("qwen2", 128, 64, 3104, 2, 6, 1, 64, 512, qkv_bias=True)  # an MLP whose x is read in pieces
+SMALL_RING = {"CHUNK": 64, "STAGES": 3, "IN_FLIGHT": 2}
+
+
+class Emulated:
+    """`PersistentStep` of a decoder with random weights."""
+
+    def __init__(self, config: DecoderConfig, blocks: int, folder: Path, tuning: dict[str, int]) -> None:
+        self.config, self.blocks = config, blocks
+        generator = torch.Generator("cpu").manual_seed(0)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float32, device=CPU).bfloat16()
+
+        self.decoder = Decoder(config, ReferenceOps(), device=CPU, dtype=torch.float32, max_positions=512)
+        self.decoder.load(
+            (name, random(*shape) * shape[-1] ** -0.5 if len(shape) > 1 else 1 + random(*shape) / 10)
+            for name, shape in parameter_shapes(config).items()
+        )
+        shape = (BLOCKS, BLOCK, config.num_kv_heads, config.head_dim)
+        self.kv = [(random(*shape), random(*shape)) for _ in range(config.num_layers)]
+        self.library = functools.cache(lambda halves: self._compile(folder, {**tuning, "HALVES": halves}))
+        self.buffers = torch.full((self.library(1).size_of_buffers(),), 255, dtype=torch.uint8, device=CPU)
+
+    def _compile(self, folder: Path, tuning: dict[str, int]) -> Any:
+        c, (macros, library) = self.config, ({}, folder / f"{self.config.family}{tuning['HALVES']}.so")
+        macros |= {"HIDDEN": c.hidden_size, "INTER": c.intermediate_size, "LAYERS": c.num_layers, "VOCAB": c.vocab_size}
+        macros |= {"HEADS": c.num_heads, "KV_HEADS": c.num_kv_heads, "DIM": c.head_dim, "BLOCK_SIZE": BLOCK}
+        macros |= {"QK_NORM": int(c.qk_norm), "QKV_BIAS": int(c.qkv_bias), **kernel._TUNING, "MAX_POLLS": 1 << 20}
+        code = f'#include "emulated_ptx.h"\n#include "{kernel.SOURCES[-1]}"\n#include "emulated_main.h"\n'
+        options = [f"-D{name}={value}" for name, value in (macros | tuning).items()]
+        command = [str(COMPILER), "-O1", "-w", "-std=c++17", "-fPIC", "-shared", f"-I{HERE}", *options, "-xc++", "-"]
+        subprocess.run([*command, "-o", str(library)], input=code, text=True, check=True)
+        return ctypes.CDLL(str(library))
+
+    def __call__(self, batch: DeviceBatch, seed: int) -> tuple[torch.Tensor, KVCache]:
+        """Logits, and the KV afterwards."""
+        decoder, kv = self.decoder, [(k.clone(), v.clone()) for k, v in self.kv]
+        kept: list[torch.Tensor] = []
+
+        def at(tensor: torch.Tensor | None) -> int | None:
+            if tensor is None:
+                return None
+            kept.append(tensor.bfloat16() if tensor.dtype is torch.float32 else tensor)
+            return kept[-1].data_ptr()
+
+        rows = []
+        for layer, caches in zip(decoder.layers, kv, strict=True):
+            gate, up = layer.gate_up.weight.chunk(2)
+            weights = (layer.qkv.weight, layer.output.weight, torch.stack((gate, up), dim=1).flatten(0, 1))
+            norms = (None if norm is None else norm.value for norm in (layer.q_norm, layer.k_norm))
+            vectors = (layer.input_norm.value, layer.mlp_norm.value, *norms, layer.qkv.bias)
+            rows.append([at(tensor) or 0 for tensor in (*weights, layer.down.weight, *vectors, *caches)])
+        count = len(batch.token_ids) if batch.logit_rows is None else len(batch.logit_rows)
+        logits = torch.zeros((count, self.config.vocab_size), dtype=torch.float32, device=CPU)
+        params = kernel.Params(
+            layers=at(torch.tensor(rows, dtype=torch.int64, device=CPU)),
+            **{"embedding": at(decoder.embedding.weight), "norm": at(decoder.norm.value)},
+            **{"head": at(decoder.head.weight), "cos": decoder.cos.data_ptr(), "sin": decoder.sin.data_ptr()},
+            **{"token_ids": at(batch.token_ids), "positions": at(batch.positions), "slots": at(batch.slot_mapping)},
+            **{"query_start": at(batch.query_start), "tables": at(batch.block_tables), "tiles": at(batch.tiles)},
+            **{"table_rows": at(batch.table_rows), "logit_rows": at(batch.logit_rows), "logits": logits.data_ptr()},
+            **{"buffers": self.buffers.data_ptr(), "rows": len(batch.token_ids), "logit_count": count},
+            **{"num_tiles": batch.tiles.shape[1], "sequences": len(batch.table_rows)},
+            **{"table_stride": batch.block_tables.stride(0), "eps": self.config.rms_eps},
+            depth=-1 if batch.branches is None else batch.branches.depth,
+            scale=decoder.layers[0].heads.scale * 1.4426950408889634,
+        )
+        launch = self.library(1 if len(batch.token_ids) <= 8 else 2).launch
+        assert launch(ctypes.byref(params), self.blocks, seed), "a value never came"
+        return logits, kv
+
+    def batch(self, lengths: list[int], queries: int, branches: Branches | None = None) -> DeviceBatch:
+        """The last tokens of texts, or branches after some of their last tokens; the last branch is padding."""
+        each, count = BLOCKS // len(lengths) // 2, len(lengths)
+        tables = [list(range(i * each, (i + 1) * each)) for i in range(count)]
+        rows = [(i, j) for i in range(count) for j in range(queries)]
+        if branches is None:
+            positions = [lengths[i] - queries + j for i, j in rows]
+            slots = [tables[i][at // BLOCK] * BLOCK + at % BLOCK for (i, _), at in zip(rows, positions, strict=True)]
+        else:
+            positions = [lengths[i] - j % 3 + branches.depth for i, j in rows]
+            slots = [BLOCKS // 2 * BLOCK + row * 16 + branches.depth for row in range(len(rows) - 1)] + [-1]
+        batch = make_device_batch(
+            *(positions, slots, [i * queries for i in range(count + 1)], lengths, tables),
+            tile_tokens=16 // self.decoder.layers[0].heads.group_size,
+            device=CPU,
+            branches=branches,
+        )
+        return replace(batch, token_ids=batch.positions * 7 % self.config.vocab_size)
+
+
+def check(emulated: Emulated, batch: DeviceBatch, seed: int) -> None:
+    logits, caches = emulated(batch, seed)
+    wanted_caches = [(k.float(), v.float()) for k, v in emulated.kv]
+    with torch.inference_mode():
+        wanted = emulated.decoder(batch, wanted_caches)
+    real = batch.slot_mapping >= 0 if batch.logit_rows is None else slice(None)
+    assert (logits - wanted)[real].norm() < 0.02 * wanted[real].norm()
+    for found, expected in zip(caches, wanted_caches, strict=True):
+        for a, b in zip(found, expected, strict=True):
+            assert (a.float() - b).norm() < 2e-3 * b.norm()
+    passed_on = len(emulated.buffers) - 2 * 16 * emulated.config.hidden_size  # without the x after the last layer
+    assert bool((emulated.buffers[:passed_on] == 255).all()), "buffers are not empty for the next launch"
+
+
+def test_a_step_agrees_with_plain_torch(tmp_path: Path) -> None:
+    emulated = Emulated(LLAMA, 2, tmp_path, {})
+    check(emulated, emulated.batch([150], 1), 0)
+    check(emulated, emulated.batch([20], 3, Branches(2, 16)), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "blocks", "tuning"),
+    [(LLAMA, 4, {}), (QWEN3, 5, {}), (DEEP, 2, {}), (LLAMA, 3, SMALL_RING)],
+    ids=["llama", "qwen3", "deep", "small ring"],
+)
+def test_all_kinds_of_steps_agree_with_plain_torch(
+    config: DecoderConfig, blocks: int, tuning: dict[str, int], tmp_path: Path
+) -> None:
+    emulated = Emulated(config, blocks, tmp_path, tuning)
+    read = emulated.batch([20, 40, 17], 3)
+    batches = [
+        emulated.batch([1], 1),
+        emulated.batch([300], 1),  # split
+        emulated.batch([150], 10),
+        replace(read, logit_rows=torch.tensor([2, 4, 8], device=CPU)),
+        emulated.batch([100], 5, Branches(3, 16)),
+        emulated.batch([60, 70], 8, Branches(9, 16)),
+    ]
+    for seed, batch in enumerate(batches):
+        check(emulated, batch, seed)
