@@ -137,7 +137,7 @@ def arguments() -> argparse.Namespace:
     models.add_argument("--gpus", type=int, default=1, help="only one is used so far; a report says so")
     models.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     models.add_argument("--eager", action="store_true", help="no CUDA graphs")
-    models.add_argument("--block_sz", type=int, default=16, help="tokens of a KV block")
+    models.add_argument("--block_sz", type=int, help="tokens of a KV block")
     models.add_argument("--max_model_len", type=int, help="longest prompt and answer (default: what the prompts need)")
 
     how = parser.add_argument_group("how to decode (default: autoregressive)")

@@ -150,7 +150,7 @@ class EngineConfig:
     max_model_len: int | None = None  # prompt and output of one sequence together
     max_num_seqs: int = 64  # sequences decoded at the same time
     max_num_batched_tokens: int | None = None  # tokens of one batch; longer prefills are chunked
-    block_size: int = 64  # tokens of one KV block
+    block_size: int | None = None  # tokens of one KV block
     num_kv_blocks: int | None = None
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, activations and KV
     prefix_caching: bool = True
@@ -179,7 +179,7 @@ class EngineConfig:
     def _check_numbers(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks"):
             value = getattr(self, name)
-            chosen_for_you = value is None and name not in ("max_num_seqs", "block_size")
+            chosen_for_you = value is None and name != "max_num_seqs"
             if not chosen_for_you and (not is_int(value) or value < 1):
                 raise ConfigError(f"{name}={value!r}: must be a positive integer")
         share = self.gpu_memory_utilization
@@ -201,7 +201,7 @@ class EngineOptions(TypedDict, total=False):
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int | None
-    block_size: int
+    block_size: int | None
     num_kv_blocks: int | None
     gpu_memory_utilization: float
     prefix_caching: bool

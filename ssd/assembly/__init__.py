@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from ssd.assembly.device import batched_tokens, resolve_device
+from ssd.assembly.device import batched_tokens, kv_block_size, resolve_device
 from ssd.assembly.drafters import load_draft, make_drafter, open_draft, placed
 from ssd.assembly.fit import check_fits
 from ssd.assembly.memory import fitting_length, gib, kv_blocks, possible_length
@@ -56,7 +56,7 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
             "the GPU's memory does not hold the models and their buffers: lower max_num_seqs, max_model_len or "
             f"{kv}, or free memory on the device ({error})"
         ) from error
-    pool = BlockPool(runner.num_blocks, config.block_size, prefix_caching=config.prefix_caching)
+    pool = BlockPool(runner.num_blocks, runner.block_size, prefix_caching=config.prefix_caching)
     scheduler = Scheduler(
         pool,
         max_num_seqs=config.max_num_seqs,
@@ -66,7 +66,7 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     longest = possible_length(config, checkpoint.config.max_position, max_model_len, device)
     dtype = str(runner.decoder.dtype).removeprefix("torch.")
     config = replace(config, dtype=dtype, max_model_len=max_model_len, num_kv_blocks=runner.num_blocks)  # type: ignore[arg-type]
-    config = replace(config, max_num_batched_tokens=scheduler.max_num_batched_tokens)
+    config = replace(config, max_num_batched_tokens=scheduler.max_num_batched_tokens, block_size=runner.block_size)
     engine = Engine(
         Round(target, make_drafter(config, draft_runner, runner.vocab_size)),
         scheduler,
@@ -81,10 +81,10 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
 
 def _log_choices(config: EngineConfig, runners: Seq[ModelRunner]) -> None:
     """What was chosen for the options, in the words of the options."""
-    tokens, speculation = runners[0].num_blocks * config.block_size, config.speculation
+    tokens, speculation = runners[0].num_blocks * runners[0].block_size, config.speculation
     log.info(
         "KV: num_kv_blocks=%d of %d tokens, %s; max_model_len=%d, max_num_seqs=%d, max_num_batched_tokens=%d",
-        *(runners[0].num_blocks, config.block_size),
+        *(runners[0].num_blocks, runners[0].block_size),
         gib(tokens * sum(runner.decoder.kv_bytes_per_token for runner in runners)),
         *(config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens),
     )
@@ -112,7 +112,7 @@ def build_runners(
     models = [load_decoder(config, checkpoint, state, limit, rows)]
     models += [load_draft(config, draft, state, limit)] if draft is not None else []
     num_blocks = kv_blocks(config, models, limit)
-    limit = fitting_length(config, limit, num_blocks * config.block_size)
+    limit = fitting_length(config, limit, num_blocks * kv_block_size(config, device))
     runners = [make_runner(config, loaded, state, num_blocks) for loaded in models]
     return runners[0], runners[1] if draft is not None else None, limit
 

@@ -66,6 +66,11 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
 
 
+def kv_block_size(config: EngineConfig, device: torch.device) -> int:
+    """Tokens of one KV block. On a GPU what attention copies at a time; elsewhere fewer: finer prefix caching."""
+    return config.block_size or (64 if device.type == "cuda" else 16)
+
+
 def batched_tokens(config: EngineConfig, device: torch.device) -> int:
     """Tokens of the largest batch. On a large GPU 4096: its products gain nothing from more."""
     default = 512

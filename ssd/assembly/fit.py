@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from ssd.assembly.device import resolve_dtype
+from ssd.assembly.device import kv_block_size, resolve_dtype
 from ssd.assembly.memory import available_bytes, gib, weight_bytes
 from ssd.assembly.models import num_slots
 from ssd.config import EngineConfig
@@ -31,7 +31,7 @@ def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint], device: torch
         (c.config, resolve_dtype(config, c.config, device), form) for c, form in zip(checkpoints, forms, strict=False)
     ]
     weights = sum(weight_bytes(*model) for model in models)
-    per_block = sum(kv_bytes_per_token(model, dtype) for model, dtype, _ in models) * config.block_size
+    per_block = sum(kv_bytes_per_token(model, dtype) for model, dtype, _ in models) * kv_block_size(config, device)
     if weights + per_block > available:
         dtypes = " and ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for _, dtype, _ in models))
         raise ConfigError(
@@ -45,12 +45,12 @@ def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint], device: torch
             f"max_num_seqs={config.max_num_seqs} sequences of {limit} tokens need {gib(state)} beside weights of "
             f"{gib(weights)}, but {free}: lower max_num_seqs or max_model_len"
         )
-    _check_kv(config, limit, available - weights - state, per_block)
+    _check_kv(config, limit, available - weights - state, per_block, kv_block_size(config, device))
 
 
-def _check_kv(config: EngineConfig, limit: int, left: int, per_block: int) -> None:
-    """`left`: bytes that KV can have; `per_block`: bytes of one block of all models."""
-    most, size = left // per_block, config.block_size
+def _check_kv(config: EngineConfig, limit: int, left: int, per_block: int, size: int) -> None:
+    """`left`: bytes that KV can have; `per_block`: bytes of one block of all models; `size`: its tokens."""
+    most = left // per_block
     beside = f"but {gib(left)} are left beside the weights"
     if config.num_kv_blocks is not None and config.num_kv_blocks > most:
         raise ConfigError(

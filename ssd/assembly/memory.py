@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ssd.assembly.device import batched_tokens
+from ssd.assembly.device import batched_tokens, kv_block_size
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError
 from ssd.execution.graphs import PREFILL_BUCKETS, row_buckets
@@ -98,7 +98,7 @@ def fitting_length(config: EngineConfig, limit: int, capacity: int) -> int:
     if capacity >= limit:
         return limit
     if config.num_kv_blocks is not None:
-        remedy = f"raise num_kv_blocks to at least {-(-limit // config.block_size)}"
+        remedy = f"raise num_kv_blocks to at least {-(-limit * config.num_kv_blocks // capacity)}"
     else:
         remedy = "raise gpu_memory_utilization, free memory on the GPU, or lower max_num_seqs"
     if capacity == 0:
@@ -123,11 +123,11 @@ def kv_blocks(config: EngineConfig, models: Seq[Loaded], limit: int) -> int:
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
     device = models[0].decoder.device
-    bytes_per_block = sum(loaded.decoder.kv_bytes_per_token for loaded in models) * config.block_size
+    bytes_per_block = sum(loaded.decoder.kv_bytes_per_token for loaded in models) * kv_block_size(config, device)
     if device.type == "cuda":
         activations = sum(_activation_bytes(config, loaded) for loaded in models)
         return max(0, (available_bytes(config, device) - activations) // bytes_per_block)
-    longest = -(-limit // config.block_size)
+    longest = -(-limit // kv_block_size(config, device))
     memory = min(_CPU_KV_BYTES, available_bytes(config, device) // 2)
     least = longest if config.max_model_len is not None else 1
     return min(config.max_num_seqs * longest, max(least, memory // bytes_per_block))

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from ssd.assembly.device import device_name, kernels_of, make_ops, resolve_dtype
+from ssd.assembly.device import device_name, kernels_of, kv_block_size, make_ops, resolve_dtype
 from ssd.assembly.memory import Loaded, gib, weight_bytes
 from ssd.config import EngineConfig
 from ssd.execution.runner import ModelRunner
@@ -69,7 +69,7 @@ def make_runner(config: EngineConfig, loaded: Loaded, state: SequenceState, num_
         loaded.decoder,
         state,
         num_blocks=num_blocks,
-        block_size=config.block_size,
+        block_size=kv_block_size(config, loaded.decoder.device),
         max_decode_rows=loaded.max_rows,
         scratch_slots=loaded.scratch_slots,
     )

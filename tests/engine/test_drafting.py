@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd import LLM, SamplingParams
-from ssd.config import EngineOptions
 from ssd.core import Origin, Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Drafter, PerRound, never
 from ssd.drafting.ahead import AheadDrafter, BackupPolicy
@@ -37,8 +36,7 @@ TEXTS = [[5, 6, 7, 8, 9, 10, 11] * 5, [900, 12, 77], [2000, 31, 9] * 21]
 def runner() -> Iterator[DraftRunner]:
     """The bundled draft, as the engine builds it."""
     speculation = {"mode": "ssd", "draft": "tiny-llama-draft", "k": K, "placement": "inline", "budget": 16}
-    options: EngineOptions = {"device": "cpu", "max_model_len": 256, "max_num_seqs": 3, "block_size": 16}
-    with LLM("tiny-llama", **options, speculation=speculation) as llm:
+    with LLM("tiny-llama", device="cpu", max_model_len=256, max_num_seqs=3, speculation=speculation) as llm:
         drafter = llm.engine.round.drafter
         assert isinstance(drafter, AheadDrafter)
         yield drafter.model.runner
@@ -53,7 +51,7 @@ def model(runner: DraftRunner) -> DraftModel:
 @pytest.fixture(scope="module")
 def alone() -> Iterator[LLM]:
     """The same model by itself."""
-    with LLM("tiny-llama-draft", device="cpu", max_model_len=256, max_num_seqs=32, block_size=16) as llm:
+    with LLM("tiny-llama-draft", device="cpu", max_model_len=256, max_num_seqs=32) as llm:
         yield llm
 
 

@@ -278,7 +278,7 @@ def test_the_remedy_for_a_long_prompt_works(path: str, llm: LLM) -> None:
     with LLM(path, device="cpu", max_num_seqs=1) as longest:
         assert advice(longest, 512).endswith("shorten the prompt (max_model_len cannot be raised)")
         assert len(longest.generate([5] * 511, SHORT)[0].token_ids) == 1
-    with LLM(path, device="cpu", max_num_seqs=1, num_kv_blocks=2, block_size=16) as small:
+    with LLM(path, device="cpu", max_num_seqs=1, num_kv_blocks=2) as small:
         assert advice(small, 32).endswith("shorten the prompt (max_model_len cannot be raised)")
     with pytest.raises(ConfigError, match="beyond the model's positions: use at most 512"):
         LLM(path, device="cpu", max_model_len=513)

@@ -299,7 +299,7 @@ def test_every_product_of_a_model_is_timed() -> None:
     lab = Path(__file__).parents[2] / "bench" / "linear.py"
     command = [sys.executable, str(lab), "--shape", "cpu-7m", "--rows", "1", "3"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    rows = [line.split() for line in done.stdout.splitlines()[1:]]
+    rows = [line.split() for line in done.stdout.splitlines()[2:]]
     shape = SHAPES["cpu-7m"]
     products = {row[0]: int(row[1]) * int(row[2]) for row in rows}
     assert [row[3] for row in rows] == ["1", "3"] * 5

@@ -147,7 +147,7 @@ def test_the_free_memory_respects_the_limits_of_control_groups(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("options", "capacity", "said"),
     [
-        ({"max_model_len": 100, "num_kv_blocks": 1}, 64, "lower it to that, or raise num_kv_blocks to at least 2"),
+        ({"max_model_len": 100, "num_kv_blocks": 2}, 32, "lower it to that, or raise num_kv_blocks to at least 7"),
         ({"max_model_len": 100}, 32, "lower it to that, or raise gpu_memory_utilization"),
         ({}, 0, "no memory is left for KV .* raise gpu_memory_utilization"),
     ],
@@ -163,5 +163,5 @@ def test_the_kv_pool_of_a_cpu_holds_a_sequence_of_the_wanted_length(monkeypatch:
     models = [memory.Loaded(decoder, 8192, 1)]
     for free, default in ((100, 256), (2, 64)):  # blocks of 16 MiB: 4 GiB at most, and half of what is free
         monkeypatch.setattr(memory, "available_bytes", lambda *_, free=free: free * GIB)
-        assert memory.kv_blocks(EngineConfig("m", block_size=16), models, 8192) == default
-        assert memory.kv_blocks(EngineConfig("m", block_size=16, max_model_len=8192), models, 8192) == 512
+        assert memory.kv_blocks(EngineConfig("m"), models, 8192) == default
+        assert memory.kv_blocks(EngineConfig("m", max_model_len=8192), models, 8192) == 512

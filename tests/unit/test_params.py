@@ -50,7 +50,7 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
     "max_model_len": [0, -1, 1.5, "8", True],
     "max_num_seqs": [0, -1, 1.5, "8", True, None],
     "max_num_batched_tokens": [0, -1, 1.5, "8", True],
-    "block_size": [0, -1, 1.5, "8", True, None],
+    "block_size": [0, -1, 1.5, "8", True],
     "num_kv_blocks": [0, -1, 1.5, "8", True],
     "gpu_memory_utilization": [0.0, -0.5, 1.01, NAN, INF, "0.9", None, True],
     "prefix_caching": ["no", None],
