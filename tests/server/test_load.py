@@ -253,6 +253,24 @@ def test_the_command_serves_until_it_is_told_to_stop() -> None:
     assert "secret" not in log
 
 
+def test_without_the_extra_the_command_says_how_to_get_it() -> None:
+    """Also: the library and the other commands do without."""
+    code = "import sys; sys.modules['fastapi'] = None; from ssd.cli.main import app; app(['serve', 'tiny-llama'])"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "pip install 'ssd-engine[serve]'" in ended.stderr
+
+
+def test_a_drain_ends_requests_that_take_too_long(llm: LLM) -> None:
+    with serving(llm, drain_timeout=0.5) as served:
+        stream = served.client().completions.create(**_sdk(ENDLESS), stream=True)
+        next(stream)
+        served.server.handle_exit(signal.SIGTERM, None)
+        served.thread.join(10)
+        assert not served.thread.is_alive()
+        until(lambda: llm.engine.num_unfinished_requests == 0)
+
+
 @contextmanager
 def _command(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     with socket.socket() as free:
