@@ -104,6 +104,26 @@ def test_a_client_that_vanishes_ends_its_request(served: Served, stream: bool) -
     until(lambda: served.admission.sequences == 0)
 
 
+@pytest.mark.slow
+def test_200_clients_that_vanish_leave_nothing_behind(served: Served) -> None:
+    """Catches threads, file handles, tasks or admission that leak."""
+
+    def held() -> tuple[int, int, int]:
+        state = served.server.config.app.state.server  # type: ignore[union-attr]
+        return len(os.listdir("/proc/self/fd")), served.admission.sequences, len(state.watchers)
+
+    until(lambda: served.llm.engine.num_unfinished_requests == 0)
+    before, draw = held(), random.Random(1)
+    for _ in range(10):
+        connections = [_post(served, ENDLESS | {"stream": draw.random() < 0.8, "max_tokens": 300}) for _ in range(20)]
+        for connection in connections:
+            time.sleep(draw.uniform(0, 0.05))
+            connection.close()
+    until(lambda: served.llm.engine.num_unfinished_requests == 0, seconds=60)
+    until(lambda: held() == before)
+    assert served.client().completions.create(model=MODEL, prompt="x", max_tokens=2).usage.completion_tokens == 2
+
+
 def test_slow_readers_slow_nobody(llm: LLM) -> None:
     """Their requests end at the engine's pace; what they have not read is merged, and complete."""
     body = ENDLESS | {"stream": True, "max_tokens": 150, "temperature": 0, "logprobs": 20}
@@ -219,6 +239,18 @@ def test_a_failed_engine_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
         with pytest.raises(openai.InternalServerError, match="the engine's loop failed"):
             served.client().completions.create(model=MODEL, prompt="x", stream=True)
+        assert served.admission.sequences == 0
+
+
+def test_a_bug_is_an_error_without_details(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(*_: object) -> list[int]:
+        raise ZeroDivisionError("private")
+
+    with serving(llm) as served:
+        monkeypatch.setattr(llm, "encode", encode)
+        with pytest.raises(openai.InternalServerError, match="internal error") as raised:
+            served.client().completions.create(model=MODEL, prompt="x")
+        assert "private" not in raised.value.response.text
         assert served.admission.sequences == 0
 
 
