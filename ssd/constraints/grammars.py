@@ -6,6 +6,7 @@ next, as bit masks over the vocabulary. Knows nothing of models, devices or the 
 
 from __future__ import annotations
 
+import importlib
 import json
 import threading
 from collections import OrderedDict
@@ -72,7 +73,7 @@ class Grammars:
                     self._backend.to_str(), n_vocab=self._vocab_size, eos_token=self._stop_token_ids
                 )
             except Exception as error:  # a kind of tokenizer that the library does not know
-                raise RequestError(f"structured: llguidance cannot read the checkpoint's tokenizer ({error})") from error
+                raise RequestError(f"structured: llguidance cannot read this model's tokenizer ({error})") from error
         return self._tokenizer
 
 
@@ -158,9 +159,8 @@ def _definition(wanted: StructuredOutput, llguidance: Any) -> str:
 
 def _library() -> Any:
     try:
-        import llguidance
+        return importlib.import_module("llguidance")
     except ImportError as error:
         raise RequestError(
             "structured: needs the package llguidance (pip install 'ssd-engine[serve]' or pip install llguidance)"
         ) from error
-    return llguidance

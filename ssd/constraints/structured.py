@@ -85,7 +85,7 @@ class StructuredOutput:
             return cls(json_schema=inner["schema"])
         if isinstance(kind, str) and kind in _KINDS:
             _check_names("response_format", value, ("type", kind))
-            return cls(**{kind: value.get(kind)})
+            return cls.of({kind: value.get(kind)})
         raise RequestError(f"response_format.type={kind!r:.60}: must be one of text, {', '.join(_KINDS)}")
 
 

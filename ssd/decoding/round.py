@@ -161,8 +161,9 @@ class Round:
     def _usable(self, work: Work, proposal: Proposal) -> Work:
         """Cuts a proposal to its KV slots and at the first invalid token; malformed distributions drop it.
 
-        A token that breaks a structured output is invalid. One in a draft that only the device knows is verified, and
-        cannot be accepted: its position's mask excludes it.
+        A token that breaks a structured output is invalid. It stays in a draft that only the device knows, and in one
+        with distributions (the rejection rule is right for all tokens that were sampled): its position's mask excludes
+        it, so it cannot be accepted.
         """
         if not proposal.num_tokens:
             return work
@@ -172,7 +173,7 @@ class Round:
         tokens = proposal.token_ids[: work.lookahead]
         usable = tuple(itertools.takewhile(lambda t: 0 <= t < self.target.vocab_size, tokens))
         constraint = work.sequence.constraint
-        if constraint is not None:
+        if constraint is not None and proposal.distributions is None:
             usable = usable[: constraint.num_valid(usable)]
         q = proposal.distributions
         if q is not None and (q.dim() != 2 or len(q) < len(usable) or q.shape[1] != self.target.vocab_size):

@@ -192,7 +192,8 @@ class ConstrainedWorks:
     def masks(self, starts: Seq[int]) -> tuple[np.ndarray, np.ndarray]:
         """Masks of all their logit rows, and the numbers of these rows; `starts`: the first row of every work."""
         self.arrived.wait()
-        rows, masks = [], []
+        rows: list[int] = []
+        masks: list[np.ndarray] = []
         for (i, work), draft in zip(self.works.items(), self.fetched.tolist(), strict=True):
             if work.sequence.constraint is None:
                 raise AssertionError("a work of a sequence without a constraint")

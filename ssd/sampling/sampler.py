@@ -178,8 +178,8 @@ class Sampler:
     def mask(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
         """Sets the logits of tokens that are not allowed to -inf, in place.
 
-        `masks` int32 [M, V / 32]: bit t % 32 of word t // 32 is set if token t is allowed; `rows` int64 [M]: the rows of
-        the logits that they are for.
+        `masks` int32 [M, V / 32]: bit t % 32 of word t // 32 is set if token t is allowed. `rows` int64 [M]: their rows
+        of the logits.
         """
         if logits.is_cuda:
             from ssd.kernels import sampling
