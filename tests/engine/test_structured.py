@@ -139,7 +139,7 @@ def sd(**options: Any) -> dict[str, Any]:
 
 
 def ssd(**options: Any) -> dict[str, Any]:
-    return {"mode": "ssd", "draft": "tiny-llama-draft", "placement": "inline", **options}
+    return {"mode": "ssd", "draft": "tiny-llama-draft", "placement": "inline", "budget": 4, **options}
 
 
 SPECULATIONS: dict[str, dict[str, Any]] = {
@@ -333,7 +333,7 @@ def random_schema(dice: random.Random, depth: int = 0) -> dict[str, Any]:
         case "format":
             return {"type": "string", "format": dice.choice(["date", "ipv4", "uuid"])}
         case "unicode":
-            return {"type": "string", "pattern": dice.choice(["^[α-ω]{1,4}$", "^[一-十]{1,2}$", "^(😀|🎉)$"])}
+            return {"type": "string", "pattern": dice.choice(["^[ぁ-ん]{1,4}$", "^[一-十]{1,2}$", "^(😀|🎉)$"])}
         case "array":
             low = dice.randint(0, 2)
             return {
