@@ -16,6 +16,8 @@ from dataclasses import InitVar, dataclass, field, replace
 from enum import Enum, IntEnum
 from typing import Any, Literal, NamedTuple
 
+from ssd.constraints.grammars import Constraint
+from ssd.constraints.structured import StructuredOutput
 from ssd.errors import RequestError
 from ssd.kv.blocks import BlockTable
 
@@ -33,6 +35,7 @@ class SamplingParams:
     Numbers become Python's own int and float, numpy's included. `max_tokens`: another name for `max_new_tokens`, for
     the constructor only. `logprobs=k` returns, for every emitted token, its log-probability under the model and those
     of the k most likely tokens (of the model's own distribution: before temperature, truncation and penalties).
+    `structured`: what the text must look like; a dict has the fields of `StructuredOutput`.
     """
 
     temperature: float = 0.0
@@ -52,6 +55,7 @@ class SamplingParams:
     logprobs: int | None = None
     n: int = 1
     speculate: bool = True  # False: no drafts for this request, one token a round
+    structured: StructuredOutput | Mapping[str, Any] | None = None
 
     max_tokens: InitVar[int | None] = None
 
@@ -74,6 +78,10 @@ class SamplingParams:
         self._set("stop", _stop_strings(self.stop))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         self._set("logit_bias", _biases(self.logit_bias))
+        self._set("structured", StructuredOutput.of(self.structured))
+        if self.structured is not None and (self.ignore_eos or self.min_tokens):
+            name = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise RequestError(f"{name}: cannot be combined with structured, whose text ends where it is complete")
 
     def _rename(self, max_tokens: int) -> None:
         _number("max_tokens", max_tokens, int, 1, math.inf)
@@ -264,9 +272,18 @@ class Sequence:
     last_accepted: int = 0  # draft tokens accepted in the last round
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    constraint: Constraint | None = None  # of `params.structured`; it has consumed the output
 
     @classmethod
-    def of(cls, request: Request, id_: int, index: int, max_model_len: int, stop_token_ids: frozenset[int]) -> Sequence:
+    def of(
+        cls,
+        request: Request,
+        id_: int,
+        index: int,
+        max_model_len: int,
+        stop_token_ids: frozenset[int],
+        constraint: Constraint | None = None,
+    ) -> Sequence:
         """A sample of a request; `stop_token_ids`: the model's."""
         params, num_prompt = request.params, len(request.prompt_token_ids)
         return cls(
@@ -278,6 +295,7 @@ class Sequence:
             max_tokens=min(num_prompt + params.max_new_tokens, max_model_len),
             tokens=list(request.prompt_token_ids),
             metrics=RequestMetrics(prompt_tokens=num_prompt),
+            constraint=constraint,
         )
 
     @property
@@ -305,6 +323,11 @@ class Sequence:
     def num_remaining(self) -> int:
         """How many more tokens may be committed."""
         return self.max_tokens - len(self.tokens)
+
+    @property
+    def awaits_commit(self) -> bool:
+        """Whether its next round can only be launched once the one in flight is committed: masks need the tokens."""
+        return self.constraint is not None and self.in_flight is not None and self.in_flight.decides
 
     # The following hold after the round in flight is committed. A round that decides leaves exactly one pending token.
 

@@ -49,7 +49,7 @@ class ServerError(SSDError, RuntimeError):
 
 NO_CHOICE = (
     "there is no token to choose: the model's logits are NaN or infinite (check its weights, or try another dtype), "
-    "or logit_bias and min_tokens forbid every token"
+    "or logit_bias, min_tokens and structured output forbid every token"
 )
 
 

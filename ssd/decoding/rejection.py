@@ -16,7 +16,7 @@ import torch
 from ssd.core import Outcome, Work
 from ssd.execution.clock import Clock, now
 from ssd.execution.runner import Forward
-from ssd.execution.target import Hook, RawLogits, Target, Verification, first_logit_rows
+from ssd.execution.target import Hook, Target, Verification, first_logit_rows
 from ssd.kernels.transfers import to_device
 from ssd.sampling.noise import Stream, uniform
 from ssd.sampling.sampler import Needs, Rows
@@ -39,9 +39,8 @@ class RejectionTarget(Target):
 
     @torch.inference_mode()
     def launch(self, works: Seq[Work], settle: Hook = lambda: None, prepare: Hook = lambda: None) -> Verification:
-        began, forward = self._forward(works, settle, prepare)
+        began, forward, raw = self._forward(works, settle, prepare)
         starts = first_logit_rows(works, gather=forward.inputs.gather)
-        raw = RawLogits.of(works, forward)
         decisions = self._tokens(works, starts, forward.logits, forward.inputs.decided(self.state))
         details = None
         if raw is not None:

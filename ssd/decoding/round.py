@@ -159,7 +159,12 @@ class Round:
         return [drafted.get(id(work), work) for work in works]
 
     def _usable(self, work: Work, proposal: Proposal) -> Work:
-        """Cuts a proposal to its KV slots and at the first invalid token; malformed distributions drop it."""
+        """Cuts a proposal to its KV slots and at the first invalid token; malformed distributions drop it.
+
+        A token that breaks a structured output is invalid. It stays in a draft that only the device knows, and in one
+        with distributions (the rejection rule is right for all tokens that were sampled): its position's mask excludes
+        it, so it cannot be accepted.
+        """
         if not proposal.num_tokens:
             return work
         if proposal.num_on_device:
@@ -167,6 +172,9 @@ class Round:
             return work.with_proposal(proposal if fits else replace(proposal, num_on_device=work.lookahead))
         tokens = proposal.token_ids[: work.lookahead]
         usable = tuple(itertools.takewhile(lambda t: 0 <= t < self.target.vocab_size, tokens))
+        constraint = work.sequence.constraint
+        if constraint is not None and proposal.distributions is None:
+            usable = usable[: constraint.num_valid(usable)]
         q = proposal.distributions
         if q is not None and (q.dim() != 2 or len(q) < len(usable) or q.shape[1] != self.target.vocab_size):
             return work

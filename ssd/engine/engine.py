@@ -10,6 +10,8 @@ import logging
 import time
 from collections.abc import Sequence as Seq
 
+from ssd.constraints.grammars import Constraint, Grammars
+from ssd.constraints.structured import StructuredOutput
 from ssd.core import (
     Delta,
     FinishReason,
@@ -48,7 +50,9 @@ class Engine:
         self.round = round_
         self.scheduler = scheduler
         self.max_model_len = max_model_len
-        self.limits = Limits(round_.target.vocab_size, max_model_len, tokenizer is not None, longest)
+        vocab_size = round_.target.vocab_size
+        grammars = Grammars(tokenizer.backend, vocab_size, stop_token_ids) if tokenizer is not None else None
+        self.limits = Limits(vocab_size, max_model_len, tokenizer is not None, longest, grammars)
         self.stop_token_ids = stop_token_ids
         self.tokenizer = tokenizer
         self.metrics = EngineMetrics()
@@ -102,7 +106,10 @@ class Engine:
         request = Request(request_id, tuple(prompt_token_ids), params)
         arrival = time.perf_counter() if arrival is None else arrival
         stops = frozenset() if params.ignore_eos else self.stop_token_ids
-        sequences = [Sequence.of(request, next(self._ids), i, self.max_model_len, stops) for i in range(params.n)]
+        sequences = [
+            Sequence.of(request, next(self._ids), i, self.max_model_len, stops, self._constraint(params))
+            for i in range(params.n)
+        ]
         running = RunningRequest(request, [OutputProcessor(s, self.tokenizer, stream=stream) for s in sequences])
         self._requests[request_id] = running
         for processor in running.processors:
@@ -112,6 +119,11 @@ class Engine:
         self.metrics.num_requests += 1
         self.metrics.prompt_tokens += len(prompt_token_ids) * params.n
         return request_id
+
+    def _constraint(self, params: SamplingParams) -> Constraint | None:
+        if self.limits.grammars is None or not isinstance(params.structured, StructuredOutput):
+            return None
+        return self.limits.grammars.constraint(params.structured)
 
     def step(self) -> list[Delta]:
         """Launches the next round, then commits the one before it, which ran on the device meanwhile.
@@ -229,7 +241,8 @@ class Engine:
             return
         self.scheduler.acquit(sequence)
         if outcome.token_ids[-1] < 0:
-            self._fail(sequence.request.id, NO_CHOICE)
+            failed = sequence.constraint.error if sequence.constraint is not None else None
+            self._fail(sequence.request.id, NO_CHOICE if failed is None else f"structured output failed: {failed}")
             return
         processor = self._processors[sequence.id]
         reason = processor.append(outcome)

@@ -125,9 +125,17 @@ class OutputProcessor:
         self._undecoded.append(token)
         if self._stops:
             self._decode_pending()
-        if self._cut:
+        if self._cut or self._completes(token):
             return "stop"
         return "length" if sequence.num_remaining <= 0 else None
+
+    def _completes(self, token: int) -> bool:
+        """Whether the token completes a structured output: nothing can follow."""
+        constraint = self.sequence.constraint
+        if constraint is None:
+            return False
+        constraint.advance(token)
+        return constraint.complete
 
     def _decode_pending(self) -> None:
         if self._decoder is not None and self._undecoded:

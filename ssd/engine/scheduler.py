@@ -146,11 +146,12 @@ class Scheduler:
     def _plan(self, running: Seq[Sequence]) -> list[Work]:
         """Works within `max_num_batched_tokens`: one token per decoding sequence, then drafts, then prefill chunks.
 
-        Sequences that reach their maximum length in the round in flight are left out.
+        Sequences that reach their maximum length in the round in flight are left out, and those with a constraint until
+        it is committed.
         """
         budget = self.max_num_batched_tokens
         works: list[Work] = []
-        unfinished = [s for s in running if s.least_len < s.max_tokens]
+        unfinished = [s for s in running if s.least_len < s.max_tokens and not s.awaits_commit]
         decoding = [s for s in unfinished if s.next_pending == 1]
         for i, sequence in enumerate(decoding):
             works.append(self._work(sequence, budget - (len(decoding) - i - 1)))

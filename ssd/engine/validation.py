@@ -1,10 +1,12 @@
-"""Validation of requests against a model's limits: a pure function, safe on any thread."""
+"""Validation of requests against a model's limits: safe on any thread. Grammars are compiled here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from ssd.constraints.grammars import Grammars
+from ssd.constraints.structured import StructuredOutput
 from ssd.core import SamplingParams
 from ssd.errors import RequestError
 
@@ -17,6 +19,7 @@ class Limits:
     max_model_len: int  # tokens, prompt and output together
     has_tokenizer: bool
     longest: int | None = None  # what max_model_len could be at most
+    grammars: Grammars | None = None  # for structured output; None without a tokenizer
 
 
 def check_request(prompt_token_ids: Seq[int], params: SamplingParams, limits: Limits) -> None:
@@ -39,6 +42,10 @@ def check_request(prompt_token_ids: Seq[int], params: SamplingParams, limits: Li
             )
     if params.stop and not limits.has_tokenizer:
         raise RequestError("stop strings need a tokenizer, and this checkpoint has none: use stop_token_ids")
+    if isinstance(params.structured, StructuredOutput):
+        if limits.grammars is None:
+            raise RequestError("structured: needs a tokenizer, and this checkpoint has none")
+        limits.grammars.check(params.structured)
 
 
 def _shorter(num_tokens: int, limits: Limits) -> str:

@@ -70,6 +70,8 @@ class Target:
                 logits = torch.zeros((each.logits, self.vocab_size), dtype=torch.float32, device=self.state.device)
                 for needs in ALL_NEEDS if compiling() else [Needs()]:
                     self._rehearse(Forward(each, logits), needs)
+            words = torch.zeros((1, -(-self.vocab_size // 32)), dtype=torch.int32, device=self.state.device)
+            self.sampler.mask(logits, torch.zeros(1, dtype=torch.int64, device=self.state.device), words)
 
     def _rehearse(self, forward: Forward, needs: Needs) -> None:
         self._compute(forward, needs)
@@ -103,24 +105,34 @@ class Target:
         `settle` is called right before the forward pass, after all uploads: it may still change drafts in the state.
         `prepare` is called right after the forward pass was launched.
         """
-        began, forward = self._forward(works, settle, prepare)
-        raw = RawLogits.of(works, forward)
+        began, forward, raw = self._forward(works, settle, prepare)
         out = self._decide(forward, Needs.of([work.sequence.params for work in works if work.decides]))
         logprobs = None
         if raw is not None:
             logprobs = raw.fetch(torch.cat([out[i, 2 : 2 + len(rows)] for i, rows in raw.rows.items()]))
         return _Launched(works, to_host(out), logprobs, began, now(self.state.device))
 
-    def _forward(self, works: Seq[Work], settle: Hook, prepare: Hook) -> tuple[Clock, Forward]:
-        """Uploads what the host knows of a round and launches its forward pass; also when that began."""
+    def _forward(self, works: Seq[Work], settle: Hook, prepare: Hook) -> tuple[Clock, Forward, RawLogits | None]:
+        """Uploads what the host knows of a round, launches its forward pass, and masks the logits.
+
+        Also returns when it began, and the logits before the masks where they are needed. Masks are computed on the
+        host, while the device computes the logits.
+        """
         upload_drafts(self.state, works)
         self.runner.tables.update([(work.slot, work.sequence.kv.blocks) for work in works])
         ready = self.runner.stage(Batch.of(works))
         settle()
+        constrained = ConstrainedWorks.of(works, self.state)
         began = now(self.state.device)
         forward = self.runner.run(ready)
         prepare()
-        return began, forward
+        raw = RawLogits.of(works, forward)
+        if constrained is not None:
+            starts = first_logit_rows(works, gather=forward.inputs.gather)
+            rows, masks = constrained.masks(starts)
+            device = self.state.device
+            self.sampler.mask(forward.logits, to_device(rows, device), to_device(masks, device))
+        return began, forward, raw
 
     def _decide(self, forward: Forward, needs: Needs) -> torch.Tensor:
         """Samples and accepts, as a graph after the first time: one row per work, see `kernels.rounds.accept`."""
@@ -157,6 +169,37 @@ class Target:
             valid = torch.arange(width, device=state.device) < out[:, :1]
             state.sampling.count(slots, new.flatten(), valid.flatten())
         return out
+
+
+@dataclass(frozen=True)
+class ConstrainedWorks:
+    """The works of a round whose sequences have a constraint, and their drafts."""
+
+    works: dict[int, Work]  # by index in the round
+    fetched: torch.Tensor  # their drafts in the SequenceState, being copied to the host
+    arrived: Clock
+
+    @classmethod
+    def of(cls, works: Seq[Work], state: SequenceState) -> ConstrainedWorks | None:
+        """Copies drafts that only the device knows. Called before the forward pass is launched, so as not to wait for
+        it."""
+        found = {i: work for i, work in enumerate(works) if work.decides and work.sequence.constraint is not None}
+        if not found:
+            return None
+        slots = to_device(np.array([work.slot for work in found.values()]), state.device)
+        return cls(found, to_host(state.drafts[slots]), now(state.device))
+
+    def masks(self, starts: Seq[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Masks of all their logit rows, and the numbers of these rows; `starts`: the first row of every work."""
+        self.arrived.wait()
+        rows: list[int] = []
+        masks: list[np.ndarray] = []
+        for (i, work), draft in zip(self.works.items(), self.fetched.tolist(), strict=True):
+            if work.sequence.constraint is None:
+                raise AssertionError("a work of a sequence without a constraint")
+            masks.append(work.sequence.constraint.masks(draft[: work.proposal.num_tokens]))
+            rows += range(starts[i], starts[i] + work.num_logits)
+        return np.array(rows), np.concatenate(masks)
 
 
 @dataclass(frozen=True)

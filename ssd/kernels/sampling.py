@@ -126,6 +126,28 @@ def adjust(
     )
 
 
+# --- masks ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _mask_kernel(logits_ptr, rows_ptr, masks_ptr, row_stride, masks_stride, vocab_size, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab_size
+    words = tl.load(masks_ptr + i * masks_stride + (token >> 5), mask=inside, other=-1)
+    excluded = ((words >> (token & 31)) & 1) == 0
+    at = logits_ptr + tl.load(rows_ptr + i) * row_stride + token
+    tl.store(at, tl.full((BLOCK,), float("-inf"), tl.float32), mask=inside & excluded)
+
+
+def mask(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+    """-inf for tokens whose bit is not set, in place; see `Sampler.mask`."""
+    vocab_size = logits.shape[1]
+    _mask_kernel[(len(rows), triton.cdiv(vocab_size, _BLOCK))](
+        *(logits, rows, masks, logits.stride(0), masks.stride(0), vocab_size), BLOCK=_BLOCK
+    )
+
+
 # --- truncation -------------------------------------------------------------------------------------------------------
 
 

@@ -175,6 +175,21 @@ class Sampler:
                 drafts = rows.drafts[slot, : drafted[i]].long() if rows.drafts is not None else None
                 self._penalise(logits[i], slot, int(rows.positions[i]), columns.counts[slot], drafts)
 
+    def mask(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+        """Sets the logits of tokens that are not allowed to -inf, in place.
+
+        `masks` int32 [M, V / 32]: bit t % 32 of word t // 32 is set if token t is allowed. `rows` int64 [M]: their rows
+        of the logits.
+        """
+        if logits.is_cuda:
+            from ssd.kernels import sampling
+
+            sampling.mask(logits, rows, masks)
+            return
+        allowed = np.unpackbits(masks.numpy().view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+        for row, bits in zip(rows.tolist(), allowed, strict=True):
+            logits[row].numpy()[bits == 0] = -np.inf
+
     def choose(self, logits: torch.Tensor, rows: Rows, needs: Needs) -> torch.Tensor:
         """The token of every row, -1 if there is no choice: int32 [R]. `needs.adjusted` changes the logits."""
         return self.best(logits, rows, needs, 1)[0][:, 0]

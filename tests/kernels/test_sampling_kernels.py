@@ -135,6 +135,20 @@ def test_adjusted_logits() -> None:
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=1e-6)
 
 
+def test_masked_logits() -> None:
+    """Of some rows only, with the bits of a last word that is not full."""
+    expected = some_logits("random", 6, VOCAB)
+    found = expected.to(DEVICE, copy=True)
+    rows = torch.tensor([4, 0, 5])
+    masks = torch.randint(-(2**31), 2**31, (3, -(-VOCAB // 32)), generator=torch.Generator().manual_seed(5)).int()
+    Sampler(SamplingColumns(1, VOCAB, CPU)).mask(expected, rows, masks)
+    triton_sampling.mask(found, rows.to(DEVICE), masks.to(DEVICE))
+    assert torch.equal(found.cpu(), expected)
+    allowed = [[bool(int(masks[i, t // 32]) >> t % 32 & 1) for t in range(VOCAB)] for i in range(3)]
+    assert torch.equal(expected[rows] > -torch.inf, torch.tensor(allowed))
+    assert (expected[1:4] > -torch.inf).all()
+
+
 @pytest.mark.parametrize("kind", ["random", "ties"])
 def test_what_truncation_keeps(kind: str) -> None:
     case = Case(MIXES, VOCAB)

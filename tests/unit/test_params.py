@@ -42,6 +42,7 @@ WRONG_PARAMS: dict[str, list[Any]] = {
     "logprobs": [-1, 101, 1.0, "2", True],
     "n": [0, 1025, 2.0, INF, NAN, "1", None, True],
     "speculate": ["no", 1, None],
+    "structured": [5, "json", {}, {"json_object": 1}, {"json_object": True, "regex": "a"}, {"pattern": "a"}],
 }
 WRONG_OPTIONS: dict[str, list[Any]] = {
     "model": [None, ""],

@@ -1,0 +1,166 @@
+"""Compiles structured outputs for one tokenizer, and follows a text through them. Built on `llguidance`.
+
+A `Constraint` belongs to one sequence: it has consumed the sequence's output so far, and computes which tokens may come
+next, as bit masks over the vocabulary. Knows nothing of models, devices or the engine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+
+from ssd.constraints.structured import StructuredOutput
+from ssd.errors import RequestError
+
+Masks = npt.NDArray[np.int32]  # [positions, words]: bit t % 32 of word t // 32 is set if token t is allowed
+
+# Between the tokens of a JSON text: nothing, a space, or a new line and its indentation. Bounded, so that a model
+# cannot write white space for ever.
+_WHITESPACE: Final = r"(\n[ \t]{0,24}| )?"
+_MOST_COMPILED: Final = 256  # grammars that are kept
+
+
+class Grammars:
+    """The grammars of a model's requests. Compiled once, by the thread that asks first; safe on any thread."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, vocab_size: int, stop_token_ids: Iterable[int]) -> None:
+        self._backend = backend
+        self._vocab_size = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
+        self._words = -(-vocab_size // 32)
+        self._stop_token_ids = sorted(stop_token_ids)
+        self._tokenizer: Any = None  # llguidance's, built for the first request
+        self._compiled: OrderedDict[StructuredOutput, Any] = OrderedDict()  # least recently used first
+        self._lock = threading.Lock()
+
+    def check(self, wanted: StructuredOutput) -> None:
+        """Raises RequestError for a schema, regex or grammar that cannot be compiled."""
+        self._matcher(wanted)
+
+    def constraint(self, wanted: StructuredOutput) -> Constraint:
+        """For a new sequence."""
+        return Constraint(self._matcher(wanted), self._words, -(-self._vocab_size // 32))
+
+    def _matcher(self, wanted: StructuredOutput) -> Any:
+        """The compiled grammar, in its initial state."""
+        with self._lock:
+            if wanted in self._compiled:
+                self._compiled.move_to_end(wanted)
+                return self._compiled[wanted]
+            tokenizer = self._loaded_tokenizer()
+        matcher = _compile(wanted, tokenizer)  # without the GIL
+        with self._lock:
+            self._compiled[wanted] = matcher
+            if len(self._compiled) > _MOST_COMPILED:
+                self._compiled.popitem(last=False)
+        return matcher
+
+    def _loaded_tokenizer(self) -> Any:
+        llguidance = _library()
+        if not self._stop_token_ids:
+            raise RequestError("structured: the checkpoint names no end-of-sequence token, which a complete text needs")
+        if self._tokenizer is None:
+            try:
+                self._tokenizer = llguidance.LLTokenizer(
+                    self._backend.to_str(), n_vocab=self._vocab_size, eos_token=self._stop_token_ids
+                )
+            except Exception as error:  # a kind of tokenizer that the library does not know
+                raise RequestError(f"structured: llguidance cannot read this model's tokenizer ({error})") from error
+        return self._tokenizer
+
+
+class Constraint:
+    """What the text of one sequence may still be."""
+
+    def __init__(self, start: Any, words: int, computed_words: int) -> None:
+        """`words` of a mask are used of the `computed_words` that the library computes."""
+        self._start = start  # shared, never advanced
+        self._matcher = start.deep_copy()
+        self._consumed: list[int] = []
+        self._words, self._computed_words = words, computed_words
+
+    @property
+    def complete(self) -> bool:
+        """Whether the text is valid and nothing can follow."""
+        return bool(self._matcher.is_stopped() and not self._matcher.is_error())
+
+    @property
+    def error(self) -> str | None:
+        """Why there are no masks any more (a limit of the library), if so."""
+        return self._matcher.get_error() if self._matcher.is_error() else None
+
+    def advance(self, token: int) -> None:
+        """Consumes a decided token."""
+        self._consumed.append(token)
+        self._matcher.consume_token(token)
+
+    def num_valid(self, draft: Seq[int]) -> int:
+        """How many tokens of a draft may follow."""
+        if self._matcher.is_error():
+            return 0
+        return int(self._matcher.validate_tokens(list(draft)))
+
+    def masks(self, draft: Seq[int]) -> Masks:
+        """The masks of the position after the consumed tokens and after every token of a draft.
+
+        Positions after a draft token that is not allowed are of no use, and not masked. Where the library reaches a
+        limit, nothing is allowed: the sequence fails if it gets there.
+        """
+        masks = np.full((len(draft) + 1, self._computed_words), -1, dtype=np.int32)
+        consumed = 0
+        for row, token in zip(masks, [*draft, None], strict=True):
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            if self._matcher.is_error():
+                row[:] = 0
+                break
+            if token is None or not self._matcher.try_consume_tokens([token]):
+                break
+            consumed += 1
+        if consumed and self._matcher.is_error():  # perhaps on a way that is not taken
+            self._matcher = self._start.deep_copy()
+            self._matcher.consume_tokens(self._consumed)
+        elif consumed:
+            self._matcher.rollback(consumed)
+        return masks[:, : self._words]
+
+
+def _compile(wanted: StructuredOutput, tokenizer: Any) -> Any:
+    llguidance = _library()
+    try:
+        matcher = llguidance.LLMatcher(tokenizer, _definition(wanted, llguidance), log_level=0)
+    except ValueError as error:
+        raise RequestError(f"structured.{wanted.kind}: {error}") from error
+    if matcher.is_error():
+        raise RequestError(f"structured.{wanted.kind}: {matcher.get_error()}")
+    return matcher
+
+
+def _definition(wanted: StructuredOutput, llguidance: Any) -> str:
+    """The grammar as llguidance takes it."""
+    make = llguidance.LLMatcher
+    if wanted.regex is not None:
+        return str(make.grammar_from_regex(wanted.regex))
+    if wanted.grammar is not None:
+        return str(llguidance.grammar_from("grammar", wanted.grammar))
+    if wanted.choice is not None:
+        return str(make.grammar_from_lark("start: " + " | ".join(map(json.dumps, wanted.choice))))
+    schema = wanted.json_schema or '{"type": "object"}'
+    options = {"whitespace_pattern": _WHITESPACE, "lenient": False, "coerce_one_of": False}
+    return str(make.grammar_from_json_schema(schema, overrides=options))
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module("llguidance")
+    except ImportError as error:
+        raise RequestError(
+            "structured: needs the package llguidance (pip install 'ssd-engine[serve]' or pip install llguidance)"
+        ) from error
