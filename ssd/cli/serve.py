@@ -55,6 +55,13 @@ def serve(
     access_log: Annotated[
         bool, typer.Option("--access-log/--no-access-log", help="Log every request.", rich_help_panel=SERVER)
     ] = True,
+    tool_parser: Annotated[
+        str,
+        typer.Option(
+            help="Format of tool calls: llama3, hermes, json (a message that is a JSON object), or auto.",
+            rich_help_panel=SERVER,
+        ),
+    ] = "auto",
     max_queue: Annotated[
         int, typer.Option(help="Sequences that may wait; beyond that, clients get 429.", rich_help_panel=LIMITS)
     ] = 256,
@@ -109,6 +116,7 @@ def serve(
             max_n=max_n,
             cors_origins=tuple(cors_origin or ()),
             access_log=access_log,
+            tool_parser=tool_parser,
         )
         wanted = speculation.options(
             speculation_json,

@@ -102,8 +102,17 @@ def worth_sending(body: ChatRequest | CompletionRequest, piece: Piece) -> bool:
 
 def event_stream(chunks: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
     """Chunks as server-sent events; an error is the last one."""
+    return _streaming(_events(chunks))
+
+
+def named_event_stream(events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
+    """Events with their `type` as the name. The iterator reports errors itself."""
+    return _streaming(_named_events(events))
+
+
+def _streaming(events: AsyncIterator[bytes]) -> StreamingResponse:
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not collect events
-    return StreamingResponse(_events(chunks), media_type="text/event-stream", headers=headers)
+    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
 
 async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
@@ -114,6 +123,12 @@ async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]
         except Exception as error:
             yield _event(api_error(error).body())
     yield b"data: [DONE]\n\n"
+
+
+async def _named_events(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    async with aclosing(events):  # type: ignore[type-var]
+        async for event in events:
+            yield b"event: %s\n" % event["type"].encode() + _event(event)
 
 
 def _event(data: dict[str, Any]) -> bytes:

@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from ssd.llm import LLM
-from ssd.server import chat, completions, errors, info
+from ssd.server import chat, completions, errors, info, messages, responses
 from ssd.server.admission import Admission
 from ssd.server.generation import ServerState
 from ssd.server.middleware import Gate, RequestIds
@@ -20,7 +20,7 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
     admission = Admission(llm.config.max_num_seqs, options.max_queue, options.max_tokens_in_flight)
     app.state.server = ServerState(llm, options, admission)
     errors.install(app)
-    for router in (info.router, chat.router, completions.router):
+    for router in (info.router, chat.router, completions.router, responses.router, messages.router):
         app.include_router(router)
     app.add_middleware(Gate, options=options)  # the last one that is added is the outermost
     if options.cors_origins:

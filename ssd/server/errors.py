@@ -1,4 +1,4 @@
-"""Errors of the HTTP interface, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+"""Errors of the HTTP interface, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}, or Anthropic's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any, Final
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from ssd.errors import EngineClosed, EngineFailed, RequestError, RequestFailed
 
@@ -24,6 +26,14 @@ _TYPES: Final = {
     413: "invalid_request_error",
     429: "rate_limit_error",
     503: "unavailable_error",
+    504: "timeout_error",
+}
+_MESSAGES_TYPES: Final = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
     504: "timeout_error",
 }
 _PARAM: Final = re.compile(r"[a-z_]+(?=[=:\[.])|[a-z]+_[a-z_]+")  # what a RequestError's message begins with
@@ -58,8 +68,16 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> AsciiJSON:
-        return AsciiJSON(self.body(), self.status, self.headers)
+    def messages_body(self, request_id: str) -> dict[str, Any]:
+        """In the shape of `/v1/messages`."""
+        kind = _MESSAGES_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id}
+
+    def response(self, scope: Scope) -> AsciiJSON:
+        """In the shape that the client of this path expects."""
+        messages = scope["path"].startswith("/v1/messages")
+        body = self.messages_body(scope["state"]["request_id"]) if messages else self.body()
+        return AsciiJSON(body, self.status, self.headers)
 
 
 def unsupported(param: str, why: str = "is not supported") -> ApiError:
@@ -75,7 +93,7 @@ def api_error(error: Exception) -> ApiError:
             return _refused(str(error))
         case RequestFailed() | EngineFailed() | EngineClosed():
             return ApiError(500, str(error), code=_code(error))
-        case RequestValidationError():
+        case RequestValidationError() | ValidationError():
             return _invalid(error.errors())
         case HTTPException():
             name = HTTPStatus(error.status_code).phrase
@@ -107,13 +125,13 @@ def _invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     return ApiError(400, f"{'.'.join(path) or 'the body'}: {error['msg']}", param=param)
 
 
-async def _respond(_: Request, error: Exception) -> AsciiJSON:
-    return api_error(error).response()
+async def _respond(request: Request, error: Exception) -> AsciiJSON:
+    return api_error(error).response(request.scope)
 
 
 def install(app: FastAPI) -> None:
     """Makes every error of the app's handlers an answer in this shape."""
     for kind in (ApiError, RequestError, RequestFailed, EngineFailed, EngineClosed):
         app.add_exception_handler(kind, _respond)
-    for other in (RequestValidationError, HTTPException, Exception):
+    for other in (RequestValidationError, ValidationError, HTTPException, Exception):
         app.add_exception_handler(other, _respond)

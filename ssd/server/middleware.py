@@ -75,7 +75,7 @@ class Gate:
                 self._check_key(Headers(scope=scope))
             messages = await self._body(Headers(scope=scope), receive)
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await error.response(scope)(scope, receive, send)
             return
 
         async def replay() -> Message:

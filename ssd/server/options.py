@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ssd.errors import ConfigError
+from ssd.server.tools import PARSERS
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class ServerOptions:
     max_n: int = 64
     cors_origins: tuple[str, ...] = ()  # none: no CORS headers
     access_log: bool = True
+    tool_parser: str = "auto"  # format of tool calls: a name of `ssd.server.tools.PARSERS`, or by the chat template
 
     def __post_init__(self) -> None:
         for name, least in (("max_queue", 0), ("max_request_bytes", 1), ("max_n", 1), ("drain_timeout", 0)):
@@ -30,5 +32,7 @@ class ServerOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name}={value!r}: must be above 0")
+        if self.tool_parser not in ("auto", *PARSERS):
+            raise ConfigError(f"tool_parser={self.tool_parser!r}: must be auto, {', '.join(PARSERS)}")
         if any(not key or not key.isascii() for key in self.api_keys):
             raise ConfigError("api_key: must be ASCII text, and not empty")

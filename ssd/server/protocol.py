@@ -24,14 +24,11 @@ class StreamOptions(Strict):
     include_usage: bool = False  # a last chunk with the usage
 
 
-class GenerationRequest(Strict):
-    """What chats and completions share. None: the default, as if the field were left out."""
+class SamplingRequest(Strict):
+    """What all endpoints that generate share. None: the default, as if the field were left out."""
 
     model: str
-    n: int | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
     temperature: float | None = None  # OpenAI's default, 1; `SamplingParams` has 0
     top_p: float | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None  # 0 and -1: all tokens
@@ -46,8 +43,16 @@ class GenerationRequest(Strict):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     speculate: bool | None = None  # False: no drafts for this request
-    return_token_ids: bool | None = None  # the token ids beside the text
     user: str | None = None  # for the access log
+
+
+class GenerationRequest(SamplingRequest):
+    """What chats and completions share."""
+
+    n: int | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    return_token_ids: bool | None = None  # the token ids beside the text
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None  # regex, choice, grammar, json
 

@@ -165,8 +165,13 @@ class Tokenizer:
             reason = str(error) or type(error).__name__
             raise RequestError(f"messages: the model's chat template refuses this chat ({reason})") from error
 
+    def template_source(self, wanted: str | None = None, tools: object = None) -> str:
+        """The template by name, else literally, else the one for tools when tools are given, else the default."""
+        if wanted is not None and wanted not in self._chat_templates:
+            return wanted
+        return self._chat_templates[wanted or self._default_template(tools)]
+
     def _template(self, wanted: str | None, tools: object) -> jinja2.Template:
-        """By name, else literally, else the one for tools when tools are given, else the default."""
         if wanted is not None and wanted not in self._chat_templates:
             return compile_template(wanted)
         name = wanted or self._default_template(tools)

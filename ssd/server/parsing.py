@@ -1,0 +1,107 @@
+"""A generated message as events: reasoning, text and tool calls, in the format of the model's family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ssd.server import tools
+from ssd.server.reasoning import ReasoningSplitter
+from ssd.server.tools import CallArguments, CallBegin, CallEnd, Text, ToolParser
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    text: str
+
+
+Event = Reasoning | tools.Event
+
+
+class MessageParser:
+    """Fed the text of one message in pieces, it returns events."""
+
+    def __init__(self, reasoning: ReasoningSplitter | None, tools: ToolParser | None) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+
+    def feed(self, text: str) -> list[Event]:
+        return self._events(*(("", text) if self._reasoning is None else self._reasoning.feed(text)))
+
+    def finish(self) -> list[Event]:
+        """Events of what was held back, at the end of the message."""
+        events = self._events(*self._reasoning.finish()) if self._reasoning is not None else []
+        return events + (self._tools.finish() if self._tools is not None else [])
+
+    def _events(self, reasoning: str, text: str) -> list[Event]:
+        events: list[Event] = [Reasoning(reasoning)] if reasoning else []
+        if self._tools is not None:
+            return events + self._tools.feed(text)
+        return [*events, Text(text)] if text else events
+
+
+@dataclass(frozen=True)
+class MessageFormat:
+    """How the messages of one request are parsed. The default: all of it is text."""
+
+    tool_parser: type[ToolParser] | None = None
+    tool_names: frozenset[str] = frozenset()
+    parallel_tool_calls: bool = True
+    reasoning: bool = False
+    reasoning_opened: bool = False  # by the prompt
+
+    def parser(self) -> MessageParser:
+        """A parser for one sample."""
+        splitter = ReasoningSplitter(self.reasoning_opened) if self.reasoning else None
+        if self.tool_parser is None:
+            return MessageParser(splitter, None)
+        return MessageParser(splitter, self.tool_parser(self.tool_names, self.parallel_tool_calls))
+
+
+@dataclass
+class ToolCall:
+    id: str
+    name: str
+    arguments: str  # JSON text
+
+
+@dataclass
+class Message:
+    """A complete message."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+
+
+def parse(text: str, format: MessageFormat) -> list[Event]:
+    """The events of a complete message. A call that is broken is text."""
+    parser = format.parser()
+    events = parser.feed(text) + parser.finish()
+    broken = {e.index: Text(e.broken) for e in events if isinstance(e, CallEnd) and e.broken is not None}
+    whole: list[Event] = []
+    for event in events:
+        if not isinstance(event, (CallBegin, CallArguments, CallEnd)) or event.index not in broken:
+            whole.append(event)
+        elif isinstance(event, CallEnd):
+            whole.append(broken[event.index])
+    return whole
+
+
+def message(events: Iterable[Event]) -> Message:
+    """Puts the events of a message together."""
+    result, calls = Message(), dict[int, ToolCall]()
+    for event in events:
+        match event:
+            case Text(text):
+                result.text += text
+            case Reasoning(text):
+                result.reasoning += text
+            case CallBegin(index, id_, name):
+                calls[index] = ToolCall(id_, name, "")
+            case CallArguments(index, text):
+                calls[index].arguments += text
+            case _:
+                pass
+    result.calls = list(calls.values())
+    return result

@@ -1,0 +1,249 @@
+"""`/v1/responses`, translated to a chat. Stateless: nothing is stored, and a request brings its whole conversation."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Final, Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import Field
+
+from ssd.core import RequestOutput
+from ssd.errors import RequestError
+from ssd.server.answers import named_event_stream, usage
+from ssd.server.chat import parsed, start_chat
+from ssd.server.errors import ApiError, AsciiJSON, api_error, unsupported
+from ssd.server.generation import Generation, ServerState
+from ssd.server.parsing import MessageFormat, parse
+from ssd.server.protocol import ChatRequest, SamplingRequest
+from ssd.server.response_events import ResponseWriter
+from ssd.text.tokenizer import Tokenizer
+
+router = APIRouter()
+Json = dict[str, Any]
+_STATELESS: Final = "is not supported: nothing is kept here; send the whole conversation as `input`"
+_ITEM_FIELDS: Final = {
+    "message": {"type", "id", "status", "role", "content"},
+    "function_call": {"type", "id", "status", "call_id", "name", "arguments"},
+    "function_call_output": {"type", "id", "status", "call_id", "output"},
+    "reasoning": {"type", "id", "status", "summary", "content"},
+}
+_TEXT_PARTS: Final = ("input_text", "output_text", "text")
+
+
+_CHAT_NAMES: Final = {"response_format": "text.format", "max_tokens": "max_output_tokens", "messages": "input"}
+
+
+class ResponsesRequest(SamplingRequest):
+    input: str | Annotated[list[Json], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: list[Json] | None = None
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    text: Json | None = None  # its format
+    chat_template_kwargs: Json | None = None
+    metadata: dict[str, str] | None = None  # returned with the response
+    truncation: Literal["disabled"] | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    conversation: str | Json | None = None
+
+
+@router.post("/v1/responses")
+async def create_response(body: ResponsesRequest, request: Request) -> Response:
+    state = ServerState.of(request)
+    for name in ("store", "background", "previous_response_id", "conversation"):
+        if getattr(body, name) not in (None, False):
+            raise unsupported(name, _STATELESS)
+    try:
+        generation, form = await start_chat(state, _chat(body), request)
+    except (ApiError, RequestError) as error:
+        raise _renamed(api_error(error)) from error
+    writer = ResponseWriter(_fields(body, state.options.served_model_name))
+    if body.stream:
+        return named_event_stream(_events(writer, generation, form, state.llm.tokenizer))
+    output = await generation.finish()
+    for event in parse(output.text, form):
+        writer.add(event)
+    _end(writer, output, state.llm.tokenizer)
+    return AsciiJSON(writer.response)
+
+
+async def _events(
+    writer: ResponseWriter, generation: Generation, form: MessageFormat, tokenizer: Tokenizer
+) -> AsyncIterator[Json]:
+    for sent in writer.begin():
+        yield sent
+    try:
+        async for event in parsed(generation, form):
+            for sent in writer.add(event):
+                yield sent
+    except Exception as error:
+        for sent in writer.fail("server_error", api_error(error).message):
+            yield sent
+        return
+    for sent in _end(writer, generation.output, tokenizer):
+        yield sent
+
+
+def _end(writer: ResponseWriter, output: RequestOutput, tokenizer: Tokenizer) -> list[Json]:
+    counts = usage([output])
+    reasoning = len(tokenizer.encode(writer.reasoning, add_special_tokens=False)) if writer.reasoning else 0
+    return writer.end(
+        output.finish_reason != "length",
+        {
+            "input_tokens": counts["prompt_tokens"],
+            "input_tokens_details": counts["prompt_tokens_details"],
+            "output_tokens": counts["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": reasoning, **counts["completion_tokens_details"]},
+            "total_tokens": counts["total_tokens"],
+        },
+    )
+
+
+def _fields(body: ResponsesRequest, model: str) -> Json:
+    """The fields of a response that repeat the request."""
+    return {
+        "id": f"resp_{uuid.uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "store": False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": body.text or {"format": {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+    }
+
+
+def _renamed(error: ApiError) -> ApiError:
+    """An error of the chat under the name that the field has here."""
+    if error.param not in _CHAT_NAMES:
+        return error
+    name = _CHAT_NAMES[error.param]
+    message = name + error.message.removeprefix(error.param) if error.message.startswith(error.param) else error.message
+    return ApiError(error.status, message, param=name, code=error.code, headers=error.headers)
+
+
+# --- the request as a chat --------------------------------------------------------------------------------------------
+
+
+def _chat(body: ResponsesRequest) -> ChatRequest:
+    same = {name: getattr(body, name) for name in SamplingRequest.model_fields}
+    return ChatRequest(
+        **same,
+        messages=_messages(body),
+        max_completion_tokens=body.max_output_tokens,
+        response_format=_response_format(body.text),
+        tools=[_tool(i, tool) for i, tool in enumerate(body.tools or [])] or None,
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+def _response_format(text: Json | None) -> Json | None:
+    if text is None:
+        return None
+    if set(text) - {"format"}:
+        raise unsupported(f"text.{min(set(text) - {'format'})}")
+    form = text.get("format")
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
+    if form is not None and not isinstance(form, dict):
+        raise _invalid("text.format", "expected an object")
+    return form
+
+
+def _tool(index: int, tool: Json) -> Json:
+    if tool.get("type") != "function":
+        raise unsupported(f"tools[{index}].type", "only tools of type 'function' are supported")
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _tool_choice(choice: str | Json | None) -> str | Json | None:
+    if not isinstance(choice, dict) or choice.get("type") != "function":
+        return choice
+    return {"type": "function", "function": {name: value for name, value in choice.items() if name != "type"}}
+
+
+def _messages(body: ResponsesRequest) -> list[Json]:
+    messages: list[Json] = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    if isinstance(body.input, str):
+        return [*messages, {"role": "user", "content": body.input}]
+    reasoning = ""  # of the assistant's message that follows it
+    for index, item in enumerate(body.input):
+        where, kind = f"input[{index}]", str(item.get("type", "message"))
+        if kind not in _ITEM_FIELDS:
+            raise unsupported(f"{where}.type", f"items of type {kind!r:.60} are not supported")
+        if unknown := {name for name in item if item[name] is not None} - _ITEM_FIELDS[kind]:
+            raise unsupported(f"{where}.{min(unknown):.60}")
+        if kind == "message":
+            messages.append(_message(where, item))
+        elif kind == "function_call":
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(_call(where, item))
+        elif kind == "function_call_output":
+            call_id, content = _string(where, item, "call_id"), _text(f"{where}.output", item.get("output"))
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+        else:
+            reasoning = _text(f"{where}.content", item.get("content") or "", ("reasoning_text",))
+            continue
+        if reasoning and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"] = reasoning
+        reasoning = ""
+    return messages
+
+
+def _message(where: str, item: Json) -> Json:
+    role = item.get("role")
+    if role not in ("user", "assistant", "system", "developer"):
+        raise _invalid(f"{where}.role", f"{role!r:.60} is not user, assistant, system or developer")
+    return {
+        "role": "system" if role == "developer" else role,
+        "content": _text(f"{where}.content", item.get("content")),
+    }
+
+
+def _call(where: str, item: Json) -> Json:
+    function = {"name": _string(where, item, "name"), "arguments": _string(where, item, "arguments")}
+    return {"id": _string(where, item, "call_id"), "type": "function", "function": function}
+
+
+def _text(where: str, content: object, kinds: tuple[str, ...] = _TEXT_PARTS) -> str:
+    """Text, or a list of parts that have text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _invalid(where, "expected text or a list of parts")
+    for index, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
+            raise unsupported(f"{where}[{index}]", f"only parts of type {kinds[0]!r} are supported")
+    return "".join(part["text"] for part in content)
+
+
+def _string(where: str, item: Json, name: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise _invalid(f"{where}.{name}", "expected text")
+    return value
+
+
+def _invalid(where: str, why: str) -> ApiError:
+    return ApiError(400, f"{where}: {why}", param=where)

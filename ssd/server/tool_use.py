@@ -1,0 +1,152 @@
+"""The tools of a request: checks, the parser of their calls, and the constraint that `tool_choice` needs.
+
+A constraint is a grammar of the calls in the model's own format, whose arguments follow the tools' JSON Schemas. It is
+used when a call is required, and for tools that are `strict`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from ssd.constraints.structured import StructuredOutput
+from ssd.core import SamplingParams
+from ssd.server.errors import ApiError, unsupported
+from ssd.server.parsing import MessageFormat
+from ssd.server.protocol import ChatRequest
+from ssd.server.reasoning import marks_reasoning, opens_reasoning
+from ssd.server.tools import PARSERS, ToolParser, parser_for
+
+Json = dict[str, Any]
+_MAX_DEPTH: Final = 64
+_NAME: Final = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+# JSON as `json.dumps` writes it, and as models do: no other white space
+_LAYOUT: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What a request's tools mean for its answer."""
+
+    parser: type[ToolParser]
+    schemas: Mapping[str, Json]  # of the arguments, by the name of the tool
+    strict: frozenset[str]  # tools whose arguments must follow their schema
+    forced: bool  # the answer is a call
+    parallel: bool
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self.schemas)
+
+    def constrained(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with the constraint, if one is needed."""
+        if not self.forced and not self.strict:
+            return params
+        if params.structured is not None:
+            name = "tool_choice" if self.forced else "tools"
+            raise unsupported(name, "a constraint on calls cannot be combined with structured output")
+        return replace(params, structured=StructuredOutput(grammar=self._grammar()))
+
+    def _grammar(self) -> str:
+        """In llguidance's dialect of Lark."""
+        parser, names = self.parser, list(self.schemas)
+        call = " | ".join(f"call_{i}" for i in range(len(names)))
+        rules = [f"call: {call}"]
+        for i, name in enumerate(names):
+            constrained = self.forced or name in self.strict
+            schema = {**(self.schemas[name] if constrained else {"type": "object"}), "x-guidance": _LAYOUT}
+            head = f'{parser.lead}{{"name": "{name}", "{parser.key}": '
+            rules.append(f"call_{i}: {json.dumps(head)} arguments_{i} {json.dumps('}' + parser.trail)}")
+            rules.append(f"arguments_{i}: %json {json.dumps(schema)}")
+        tag, separator = json.dumps(parser.opening), json.dumps(parser.separator)
+        calls = f"{{0}} call ({separator} {{0}} call)*" if self.parallel else "{0} call"
+        if self.forced:
+            start = [f"start: {calls.format('' if parser.bare else tag)}"]
+        elif parser.bare:
+            start = [f"start: {calls.format('')} | TEXT?", r"TEXT: /[^\s{][\s\S]*/"]
+        else:
+            start = [
+                f"start: (open call){'*' if self.parallel else '?'} TEXT",
+                rf"open[lazy]: /[\s\S]*{parser.opening}/",
+                r"TEXT: /[\s\S]*/",
+            ]
+        return "\n".join([*start, *rules])
+
+
+def read_tools(body: ChatRequest, chat_template: str, tool_parser: str) -> ToolUse | None:
+    """The request's tools, checked; None if there are none, or none to be called.
+
+    `tool_parser`: a name of `PARSERS`, or "auto" for the one that fits the chat template.
+    """
+    if not body.tools:
+        for name in ("tool_choice", "parallel_tool_calls"):
+            if getattr(body, name) not in (None, "none"):
+                raise ApiError(400, f"{name}: only with tools", param=name)
+        return None
+    if _is_deep(body.tools):
+        raise ApiError(400, f"tools: nested more than {_MAX_DEPTH} levels deep", param="tools")
+    functions = [_function(f"tools[{i}]", tool) for i, tool in enumerate(body.tools)]
+    schemas = {function["name"]: function.get("parameters") or {"type": "object"} for function in functions}
+    if len(schemas) < len(functions):
+        raise ApiError(400, "tools: two tools have the same name", param="tools")
+    choice = _choice(body.tool_choice, schemas)
+    if choice == "none":
+        return None
+    parser = parser_for(chat_template) if tool_parser == "auto" else PARSERS[tool_parser]
+    if parser is None or not re.search(r"\btools\b", chat_template):
+        raise unsupported("tools", "the model's chat template has none, or writes calls in a format that is not known")
+    if choice not in ("auto", "required"):
+        schemas = {choice: schemas[choice]}
+    strict = frozenset(function["name"] for function in functions if function.get("strict"))
+    return ToolUse(parser, schemas, strict, choice != "auto", body.parallel_tool_calls is not False)
+
+
+def message_format(chat_template: str, prompt_end: str, tools: ToolUse | None) -> MessageFormat:
+    """How the answers are parsed. A forced call comes without reasoning."""
+    reasoning = marks_reasoning(chat_template) and not (tools is not None and tools.forced)
+    opened = reasoning and opens_reasoning(prompt_end)
+    if tools is None:
+        return MessageFormat(reasoning=reasoning, reasoning_opened=opened)
+    return MessageFormat(tools.parser, tools.names, tools.parallel, reasoning, opened)
+
+
+def _function(where: str, tool: Json) -> Json:
+    if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+        raise unsupported(where, "only {'type': 'function', 'function': {…}} is supported")
+    function: Json = tool["function"]
+    if unknown := (set(tool) - {"type", "function"}) | (
+        set(function) - {"name", "description", "parameters", "strict"}
+    ):
+        raise unsupported(f"{where}.{min(unknown):.60}", "is not a known field")
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ApiError(400, f"{where}.function.name: expected 1 to 64 letters, digits, '_', '-' or '.'", param="tools")
+    for field, kinds in (("description", str), ("parameters", dict), ("strict", bool)):
+        if not isinstance(function.get(field), (kinds, type(None))):
+            raise ApiError(400, f"{where}.function.{field}: has another type", param="tools")
+    return function
+
+
+def _is_deep(value: object) -> bool:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
+        level = [value for values in inner for value in values]
+    return bool(level)
+
+
+def _choice(choice: str | Json | None, schemas: Mapping[str, Json]) -> str:
+    """ "auto", "none", "required", or a name."""
+    if choice is None or choice in ("auto", "none", "required"):
+        return str(choice or "auto")
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        what = "expected 'auto', 'none', 'required' or {'type': 'function', 'function': {'name': …}}"
+        raise ApiError(400, f"tool_choice: {what}", param="tool_choice")
+    if name not in schemas:
+        raise ApiError(400, f"tool_choice: there is no tool {name!r:.80}", param="tool_choice")
+    return name

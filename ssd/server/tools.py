@@ -1,0 +1,216 @@
+"""Tool calls in a model's own format: streaming parsers, one per family.
+
+Llama 3 writes a message that is a JSON object, `{"name": …, "parameters": {…}}`, or several of them separated by
+semicolons; `<|python_tag|>` may precede it. Qwen and Hermes write such objects, with `arguments`, as
+`<tool_call>{…}</tool_call>` anywhere in a message. A parser is fed text in pieces of any size and returns events. What
+is not a call of one of the request's tools is text. Knows nothing of HTTP or the engine.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from ssd.server.call_object import CallObject
+from ssd.server.reasoning import partial_length
+
+
+@dataclass(frozen=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True)
+class CallBegin:
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """A piece of the arguments' JSON text."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True)
+class CallEnd:
+    """`broken`: for a call that began and then is not valid JSON, its text in the message."""
+
+    index: int
+    broken: str | None = None
+
+
+Event = Text | CallBegin | CallArguments | CallEnd
+
+
+class ToolParser:
+    """Base of the parsers: text outside of calls, and the JSON objects of calls.
+
+    White space before and between calls is dropped. Arguments are returned as they come; when a call turns out broken
+    after that, `CallEnd.broken` is its text. A call that is not recognised before its arguments is plain text.
+    """
+
+    opening: str = ""  # the tag before a call
+    closing: str = ""  # the tag after a call, which may be missing
+    bare = False  # whether a message may begin with a call, without a tag
+    # for writing: lead {"name": …, key: {…}} trail, with the separator between calls
+    lead: str = ""
+    trail: str = ""
+    key: str = "arguments"
+    separator: str = ""
+
+    def __init__(self, names: Collection[str], parallel: bool = True) -> None:
+        """`names`: of the request's tools. `parallel` False: calls after the first are dropped."""
+        self._names = names
+        self._parallel = parallel
+        self._pending = ""  # text that may be the beginning of a call, or white space before one
+        self._raw = ""  # text of the current call, from the white space before it
+        self._call: CallObject | None = None
+        self._begun = False  # CallBegin was returned for the current call
+        self._num_calls = 0
+        self._at_start = True  # nothing but white space since the message began or a call ended
+        self._after_call = False  # what follows a call (closing tag, separator) may be dropped
+
+    def feed(self, text: str) -> list[Event]:
+        """Events of the next piece of the message."""
+        events: list[Event] = []
+        self._pending += text
+        while self._call_step(events) if self._call is not None else self._text_step(events):
+            pass
+        return events
+
+    def finish(self) -> list[Event]:
+        """Events of what was held back, at the end of the message."""
+        events: list[Event] = []
+        if self._call is not None:
+            self._break_call(events)
+        if not self._after_call and (self._pending.strip() or not self._num_calls):
+            self._add_text(events, self._pending)
+        self._pending = ""
+        return events
+
+    def _text_step(self, events: list[Event]) -> bool:
+        """Returns text up to the next call; True if one begins."""
+        if self._after_call and not self._drop_separator():
+            return False
+        stripped = self._pending.lstrip()
+        if self.bare and self._at_start and stripped.startswith("{"):
+            self._begin(len(self._pending) - len(stripped))
+            return True
+        tag = self._pending.find(self.opening) if self.opening else -1
+        cut = tag if tag >= 0 else len(self._pending) - partial_length(self._pending, self.opening)
+        before = self._pending[:cut].rstrip()
+        self._add_text(events, before)
+        self._pending = self._pending[len(before) :]
+        if tag >= 0:
+            self._begin(tag - len(before) + len(self.opening))
+        return tag >= 0
+
+    def _drop_separator(self) -> bool:
+        """Drops white space and the closing tag after a call; False if more text is needed to tell."""
+        rest = self._pending.lstrip()
+        if self.closing.startswith(rest) and rest != self.closing:
+            return False
+        self._pending = rest.removeprefix(self.closing)
+        self._after_call = False
+        return True
+
+    def _add_text(self, events: list[Event], text: str) -> None:
+        if text:
+            self._at_start = self._at_start and text.isspace()
+            events.append(Text(text))
+
+    def _begin(self, length: int) -> None:
+        """A call begins after `length` characters of white space and tag."""
+        self._raw, self._pending = self._pending[:length], self._pending[length:]
+        self._call, self._begun = CallObject(self._names), False
+
+    def _call_step(self, events: list[Event]) -> bool:
+        """Reads the current call; True if it has ended and text follows."""
+        call = self._call
+        if call is None or not self._pending:
+            return False
+        num_sent = len(call.arguments)
+        used = call.feed(self._pending)
+        self._raw += self._pending[:used]
+        self._pending = self._pending[used:]
+        self._add_call(events, call, num_sent)
+        if not call.ended:
+            return False
+        if call.valid:
+            self._add(events, CallEnd(self._num_calls))
+            self._end_call()
+        else:
+            self._break_call(events)
+        return True
+
+    def _add_call(self, events: list[Event], call: CallObject, num_sent: int) -> None:
+        """What is new of a call."""
+        if call.name is not None and not self._begun:
+            self._begun = True
+            self._add(events, CallBegin(self._num_calls, f"call_{uuid.uuid4().hex[:24]}", call.name))
+        if self._begun and len(call.arguments) > num_sent:
+            self._add(events, CallArguments(self._num_calls, call.arguments[num_sent:]))
+
+    def _add(self, events: list[Event], event: Event) -> None:
+        if self._parallel or self._num_calls == 0:
+            events.append(event)
+
+    def _break_call(self, events: list[Event]) -> None:
+        if self._begun:
+            self._add(events, CallEnd(self._num_calls, broken=self._raw))
+            self._end_call()
+        else:
+            self._call = None
+            self._add_text(events, self._raw)
+        self._at_start = self._after_call = False
+
+    def _end_call(self) -> None:
+        self._call = None
+        self._num_calls += 1
+        self._at_start = self._after_call = True
+
+
+class HermesParser(ToolParser):
+    """Qwen 2.5, Qwen 3, Hermes: calls in tags, with text around them."""
+
+    opening = "<tool_call>"
+    closing = "</tool_call>"
+    lead = "\n"
+    trail = "\n</tool_call>"
+    separator = "\n"
+
+
+class JsonParser(ToolParser):
+    """A message that is nothing but calls."""
+
+    closing = ";"
+    bare = True
+    key = "parameters"
+    separator = "; "
+
+
+class Llama3Parser(JsonParser):
+    """Llama 3.1 to 3.3. The tag is a special token, which decoded text does not have, unless it is spelt out."""
+
+    opening = "<|python_tag|>"
+
+
+PARSERS: Final[Mapping[str, type[ToolParser]]] = {"llama3": Llama3Parser, "hermes": HermesParser, "json": JsonParser}
+
+
+def parser_for(chat_template: str) -> type[ToolParser] | None:
+    """The parser for what a chat template teaches; None if it has no tools, or in a format that is not known."""
+    if not re.search(r"\btools\b", chat_template):
+        return None
+    if HermesParser.opening in chat_template:
+        return HermesParser
+    if Llama3Parser.opening in chat_template or "<|start_header_id|>" in chat_template:
+        return Llama3Parser
+    return None

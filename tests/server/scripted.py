@@ -1,0 +1,74 @@
+"""A model with a chat template for tools and reasoning, and answers that are given instead of generated."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import ssd
+from ssd.core import RequestMetrics, RequestOutput, Sample, SamplingParams
+from ssd.server.generation import Piece
+
+TEMPLATE = """\
+{% if tools %}<|im_start|>system
+Tools: {{ tools | tojson }}. Write <tool_call>{"name": …, "arguments": …}</tool_call> to call one.<|im_end|>
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content or '' }}\
+{% for call in message.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", "arguments": \
+{{ call.function.arguments | tojson }}}</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if think %}<think>
+{% endif %}{% endif %}"""
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
+ARGUMENTS = '{"city": "Rome", "days": 2}'
+
+
+def checkpoint(folder: Path) -> Path:
+    """The bundled model with the template."""
+    shutil.copytree(Path(ssd.__file__).parent / "bundle" / "tiny-qwen3", folder, dirs_exist_ok=True)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+class Scripted:
+    """Stands in for `Generation`: answers with a text, in pieces of three characters."""
+
+    def __init__(self, text: str, prompt_token_ids: list[int], params: SamplingParams, reason: Any) -> None:
+        self.prompt_token_ids = prompt_token_ids
+        sample = Sample(0, text, [5] * len(text), reason, None, RequestMetrics())
+        self.output = RequestOutput("scripted", prompt_token_ids, [sample], None, params)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        text = self.output.text
+        for i in range(0, len(text), 3):
+            yield Piece(0, text[i : i + 3], [5], [], 0, None)
+        yield Piece(0, "", [], [], 0, self.output.finish_reason)
+
+    async def finish(self) -> RequestOutput:
+        return self.output
+
+
+class Script:
+    """What the model answers, and what it was asked."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.finish_reason = "stop"
+        self.prompt = ""
+
+    def start(self) -> Callable[..., Any]:
+        async def start(state: Any, prompt: Any, params: SamplingParams, *, chat_options: Any, **_: Any) -> Scripted:
+            ids = state.llm.encode(prompt, chat_options)
+            self.prompt = state.llm.decode(ids, skip_special_tokens=False)
+            return Scripted(self.text, ids, params, self.finish_reason)
+
+        return start

@@ -1,0 +1,268 @@
+"""Tools and reasoning over HTTP, with the real openai and anthropic clients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import jsonschema
+import openai
+import pytest
+from live_server import MODEL, Served, serving
+from scripted import ARGUMENTS, CALL, WEATHER, Script, checkpoint
+
+from ssd import LLM
+
+CHAT_TOOL: Any = {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}
+RESPONSES_TOOL: Any = {"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": False}
+MESSAGES_TOOL: Any = {"name": "get_weather", "description": "Forecast", "input_schema": WEATHER}
+BROKEN_CALL: Any = {"function": {"name": "f", "arguments": "{"}}
+ASK: Any = [{"role": "user", "content": "Weather?"}]
+
+
+@pytest.fixture(scope="module")
+def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    path: Path = checkpoint(tmp_path_factory.mktemp("tools"))
+    with LLM(path, device="cpu", max_model_len=1024) as llm, serving(llm) as running:
+        yield running
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Script:
+    given = Script()
+    monkeypatch.setattr("ssd.server.chat.start", given.start())
+    return given
+
+
+def claude(served: Served) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)
+
+
+# --- chat completions -------------------------------------------------------------------------------------------------
+
+
+def test_chat_call(tool_server: Served, script: Script) -> None:
+    """A call is returned as `tool_calls`, and the prompt has the tools."""
+    script.text = f"<think>\nRome, then.\n</think>\n\nI look. {CALL}\n{CALL}"
+    answer = tool_server.client().chat.completions.create(model=MODEL, messages=ASK, tools=[CHAT_TOOL])
+    [choice] = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I look."
+    assert choice.message.reasoning_content == "Rome, then."
+    assert [(c.function.name, c.function.arguments) for c in choice.message.tool_calls] == [
+        ("get_weather", ARGUMENTS),
+        ("get_weather", ARGUMENTS),
+    ]
+    assert '"days"' in script.prompt
+
+
+def test_chat_call_streamed(tool_server: Served, script: Script) -> None:
+    """The client's own accumulation of the deltas gives the same message, and arguments come in pieces."""
+    script.text = f"<think>Rome.</think>I look. {CALL}\n{CALL}"
+    with tool_server.client().chat.completions.stream(model=MODEL, messages=ASK, tools=[CHAT_TOOL]) as stream:
+        events = list(stream)
+        final = stream.get_final_completion()
+    [choice] = final.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I look."
+    assert [c.function.arguments for c in choice.message.tool_calls] == [ARGUMENTS] * 2
+    assert len({c.id for c in choice.message.tool_calls}) == 2
+    assert sum(e.type == "tool_calls.function.arguments.delta" for e in events) > 4
+    chunks = [e.chunk.choices[0].delta for e in events if e.type == "chunk"]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in chunks) == "Rome."
+
+
+def test_chat_text_stays_text(tool_server: Served, script: Script) -> None:
+    """A broken call is the message's text, whole."""
+    script.text = 'See <tool_call>{"name": "get_weather", "arguments": {"city": Rome}}</tool_call>'
+    answer = tool_server.client().chat.completions.create(model=MODEL, messages=ASK, tools=[CHAT_TOOL])
+    assert answer.choices[0].message.content == script.text
+    assert answer.choices[0].message.tool_calls is None
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_no_tools_no_parsing(tool_server: Served, script: Script) -> None:
+    """Without tools, and with `tool_choice="none"`, the model's text is not interpreted and has no tools in it."""
+    script.text = CALL
+    client = tool_server.client().chat.completions
+    for more in ({}, {"tools": [CHAT_TOOL], "tool_choice": "none"}):
+        answer = client.create(model=MODEL, messages=ASK, **more)
+        assert answer.choices[0].message.content == CALL
+        assert "days" not in script.prompt
+
+
+def test_tool_results_reach_the_template(tool_server: Served, script: Script) -> None:
+    """Calls and results of earlier turns are rendered by the template, arguments as objects."""
+    script.text = "Sunny."
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": ARGUMENTS}}
+    messages: Any = [
+        *ASK,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "18 degrees"},
+    ]
+    tool_server.client().chat.completions.create(model=MODEL, messages=messages, tools=[CHAT_TOOL])
+    assert f'<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS}}}</tool_call>' in script.prompt
+    assert "tool\n18 degrees" in script.prompt
+
+
+def test_reasoning_opened_by_the_prompt(tool_server: Served, script: Script) -> None:
+    script.text = "Hm.\n</think>\n\nYes."
+    answer = tool_server.client().chat.completions.create(
+        model=MODEL, messages=ASK, extra_body={"chat_template_kwargs": {"think": True}}
+    )
+    assert answer.choices[0].message.reasoning_content == "Hm."
+    assert answer.choices[0].message.content == "Yes."
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "schema": {}}}]}, "tools[0].schema"),
+        ({"tools": [CHAT_TOOL, CHAT_TOOL]}, "tools"),
+        ({"tools": [CHAT_TOOL], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [CHAT_TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            "messages",
+        ),
+    ],
+)
+def test_refusals_name_the_field(tool_server: Served, more: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        tool_server.client().chat.completions.create(**{"model": MODEL, "messages": ASK, **more})
+    assert caught.value.param == param
+
+
+def test_a_template_without_tools_refuses_them(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError, match="chat template") as caught:
+        served.client().chat.completions.create(model=MODEL, messages=ASK, tools=[CHAT_TOOL])
+    assert caught.value.param == "tools"
+
+
+# --- forced calls, by the model itself --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_forced_call(tool_server: Served, choice: Any) -> None:
+    """A model that knows nothing of tools calls one, with arguments that follow the schema."""
+    pytest.importorskip("llguidance")
+    client = tool_server.client().chat.completions
+    options: dict[str, Any] = {"model": MODEL, "messages": ASK, "tools": [CHAT_TOOL], "tool_choice": choice}
+    options |= {"parallel_tool_calls": False, "seed": 3, "max_tokens": 100}
+    answer = client.create(**options)
+    [call] = answer.choices[0].message.tool_calls
+    assert call.function.name == "get_weather"
+    jsonschema.validate(json.loads(call.function.arguments), WEATHER)
+    assert answer.choices[0].finish_reason == "tool_calls"
+    with client.stream(**options) as stream:
+        streamed = stream.get_final_completion().choices[0].message.tool_calls
+    assert [c.function.arguments for c in streamed] == [call.function.arguments]
+
+
+def test_strict_tools_with_auto(tool_server: Served) -> None:
+    """The constraint leaves the text free: an answer without a call ends as it would."""
+    pytest.importorskip("llguidance")
+    tool = {"type": "function", "function": {**CHAT_TOOL["function"], "strict": True}}
+    answer = tool_server.client().chat.completions.create(
+        model=MODEL, messages=ASK, tools=[tool], seed=1, max_tokens=20
+    )
+    assert answer.usage.completion_tokens > 0
+
+
+# --- responses --------------------------------------------------------------------------------------------------------
+
+
+def test_responses_call(tool_server: Served, script: Script) -> None:
+    script.text = f"<think>Hm.</think>I look. {CALL}"
+    client = tool_server.client().responses
+    answer = client.create(model=MODEL, input="Weather?", tools=[RESPONSES_TOOL])
+    assert [item.type for item in answer.output] == ["reasoning", "message", "function_call"]
+    reasoning, text, call = answer.output
+    assert reasoning.content[0].text == "Hm."
+    assert text.content[0].text == "I look." == answer.output_text
+    assert (call.name, call.arguments, call.status) == ("get_weather", ARGUMENTS, "completed")
+    assert answer.usage.output_tokens_details.reasoning_tokens > 0
+
+    with client.stream(model=MODEL, input="Weather?", tools=[RESPONSES_TOOL]) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
+    assert final.output[2].arguments == ARGUMENTS
+    for kind in ("reasoning_text.delta", "output_text.delta", "function_call_arguments.delta"):
+        assert f"response.{kind}" in kinds
+
+    script.text = "Sunny."
+    items: Any = [*ASK, *(item.model_dump(exclude_none=True) for item in answer.output)]
+    items.append({"type": "function_call_output", "call_id": call.call_id, "output": "18 degrees"})
+    assert client.create(model=MODEL, input=items, instructions="Be brief.").output_text == "Sunny."
+    assert "system\nBe brief." in script.prompt
+    assert f'<think>Hm.</think>I look.<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS}}}' in script.prompt
+    assert "tool\n18 degrees" in script.prompt
+
+
+def test_responses_length(tool_server: Served, script: Script) -> None:
+    """A call that the limit of tokens has cut is incomplete."""
+    script.text, script.finish_reason = CALL[:50], "length"
+    client = tool_server.client().responses
+    answer = client.create(model=MODEL, input="Weather?", tools=[RESPONSES_TOOL], max_output_tokens=5)
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert answer.output_text == CALL[:50]
+    events = list(client.create(model=MODEL, input="Weather?", tools=[RESPONSES_TOOL], stream=True))
+    assert events[-1].type == "response.incomplete"
+    assert events[-1].response.output[0].status == "incomplete"
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+def test_messages_call(tool_server: Served, script: Script) -> None:
+    script.text = f"<think>Hm.</think>I look. {CALL}"
+    client = claude(tool_server).messages
+    options: Any = {"model": MODEL, "max_tokens": 50, "messages": ASK, "tools": [MESSAGES_TOOL]}
+    answer = client.create(**options)
+    assert answer.stop_reason == "tool_use"
+    thinking, text, use = answer.content
+    assert (thinking.type, thinking.thinking) == ("thinking", "Hm.")
+    assert (text.type, text.text) == ("text", "I look.")
+    assert (use.type, use.name, use.input) == ("tool_use", "get_weather", {"city": "Rome", "days": 2})
+
+    with client.stream(**options) as stream:
+        events = [event.type for event in stream]
+        final = stream.get_final_message()
+    assert final.content[2].input == use.input
+    assert final.stop_reason == "tool_use"
+    assert events.count("input_json") > 2
+
+    script.text = "Sunny."
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "18 degrees"}]}
+    assistant = [block.model_dump(exclude_none=True) for block in answer.content]
+    options["messages"] = [
+        *ASK,
+        {"role": "assistant", "content": assistant},
+        {"role": "user", "content": [result, {"type": "text", "text": "So?"}]},
+    ]
+    assert client.create(**options, system="Be brief.").content[0].text == "Sunny."
+    assert "system\nBe brief." in script.prompt
+    assert f'<think>Hm.</think>I look.<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS}}}' in script.prompt
+    assert "tool\n18 degrees<|im_end|>\n<|im_start|>user\nSo?" in script.prompt
+
+
+def test_messages_forced_call(tool_server: Served) -> None:
+    pytest.importorskip("llguidance")
+    answer = claude(tool_server).messages.create(
+        model=MODEL,
+        max_tokens=100,
+        messages=ASK,
+        tools=[MESSAGES_TOOL],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+    )
+    [use] = answer.content
+    assert use.type == "tool_use"
+    jsonschema.validate(use.input, WEATHER)
