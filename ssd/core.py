@@ -477,6 +477,14 @@ class Delta:
     finish_reason: FinishReason | None = None  # None: the sample goes on
     output: RequestOutput | None = None  # the complete output, on the last delta of the request
 
+    def extend(self, later: Delta) -> None:
+        """Appends the next delta of the same sample."""
+        self.token_ids += later.token_ids
+        self.text += later.text
+        self.logprobs += later.logprobs
+        self.num_accepted += later.num_accepted
+        self.finish_reason, self.output = later.finish_reason, later.output
+
 
 def sequence_seed(seed: int | None, index: int) -> int:
     """The 64-bit seed of one sample: the request's for the first, derived from it for the others; random if None."""

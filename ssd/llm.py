@@ -161,6 +161,10 @@ class LLM:
     ) -> None:
         self.close()
 
+    def render_chat(self, messages: Seq[Message], chat_options: Mapping[str, Any] | None = None) -> str:
+        """The prompt text of a chat, by the model's template; encode it with `add_special_tokens=False`."""
+        return self.tokenizer.apply_chat_template(messages, **self._checked_options(chat_options or {}))
+
     def encode(self, prompt: Prompt, chat_options: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a prompt; a chat is rendered by the model's template."""
         return self._read(prompt, chat_options)[1]
@@ -178,8 +182,7 @@ class LLM:
             return None, list(map(int, cast("Seq[int]", prompt)))
         if kind == "text":
             return cast(str, prompt), self.tokenizer.encode(cast(str, prompt))
-        options = self._checked_options(chat_options or {})
-        text = self.tokenizer.apply_chat_template(cast("Seq[Message]", prompt), **options)
+        text = self.render_chat(cast("Seq[Message]", prompt), chat_options)
         return text, self.tokenizer.encode(text, add_special_tokens=False)
 
     def _checked_options(self, options: Mapping[str, Any]) -> dict[str, Any]:

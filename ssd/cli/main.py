@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 import typer
 import typer.core
 
-from ssd.cli import bench, bench_serve, chat, demo, explain, generate, graft
+from ssd.cli import bench, bench_serve, chat, demo, explain, generate, graft, serve
 from ssd.cli.console import option_name
 from ssd.version import VERSION
 
@@ -33,6 +33,8 @@ in neither). [cyan]graft:MODEL@SHAPE[/] is a small model at the cost of a large 
   ssd generate MODEL "A haiku:" -t 0.8 --seed 7 -n 3
 
   ssd generate MODEL "Once upon a time" --draft DRAFT --mode ssd
+
+  ssd serve MODEL --draft DRAFT --mode ssd
 
   ssd explain
 
@@ -89,6 +91,7 @@ def main(
 app.command(help=demo.HELP)(demo.demo)
 app.command(help=chat.HELP)(chat.chat)
 app.command()(generate.generate)
+app.command(help=serve.HELP)(serve.serve)
 app.command(help=explain.HELP)(explain.explain)
 app.command(help=bench.HELP)(bench.bench)
 app.command("bench serve", help=bench_serve.HELP)(bench_serve.bench_serve)

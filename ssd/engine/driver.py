@@ -137,19 +137,52 @@ class Submission(_Handle, Iterator[Delta]):
         return self._complete_output()
 
 
+class _Mailbox:
+    """Items for an asyncio reader. Deltas of a sample that are not read in time become one: memory is bounded."""
+
+    def __init__(self) -> None:
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # the last item is here
+        self._deltas: dict[int, Delta] = {}  # by sample, the latest last
+        self._error: Exception | None = None
+        self._arrived = asyncio.Event()
+
+    def put(self, item: Item) -> None:
+        if isinstance(item, Exception):
+            self._error = item
+        else:
+            delta = self._deltas.pop(item.index, None)
+            if delta is not None:
+                delta.extend(item)
+            self._deltas[item.index] = delta or item
+        if (isinstance(item, Exception) or item.output is not None) and not self.done.done():
+            self.done.set_result(None)
+        self._arrived.set()
+
+    async def get(self) -> Item:
+        while not self._deltas and self._error is None:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._deltas.pop(next(iter(self._deltas))) if self._deltas else self._error  # type: ignore[return-value]
+
+
 class AsyncSubmission(_Handle, AsyncIterator[Delta]):
-    """`Submission` for asyncio."""
+    """`Submission` for asyncio. Deltas that a slow reader has not read are merged, sample by sample."""
 
     def __init__(self, driver: Driver, request_id: str) -> None:
         super().__init__(driver, request_id)
-        self._items: asyncio.Queue[Item] = asyncio.Queue()
-        loop, put = asyncio.get_running_loop(), self._items.put_nowait
+        self._mailbox = _Mailbox()
+        loop, put = asyncio.get_running_loop(), self._mailbox.put
         self.sink: Sink = lambda item: loop.call_soon_threadsafe(put, item)
+
+    @property
+    def done(self) -> asyncio.Future[None]:
+        """Done when the request has ended, whether its deltas were read or not."""
+        return self._mailbox.done
 
     async def __anext__(self) -> Delta:
         if self.ended:
             raise StopAsyncIteration
-        return self._receive(await self._items.get())
+        return self._receive(await self._mailbox.get())
 
     async def result(self) -> RequestOutput:
         async for _ in self:
@@ -167,7 +200,9 @@ class Driver:
         self._ids = itertools.count()
         self._pid = os.getpid()
         self._lock = threading.Lock()  # no _Add or _Call may follow _Stop
-        self._thread = threading.Thread(target=_Loop(engine, self._inbox).run, name="ssd-engine", daemon=True)
+        loop = _Loop(engine, self._inbox)
+        self._loop: _Loop | None = loop
+        self._thread = threading.Thread(target=loop.run, name="ssd-engine", daemon=True)
         self._thread.start()
         weakref.finalize(self, self._inbox.put, _Stop()).atexit = False
         _drivers.add(self)
@@ -179,6 +214,12 @@ class Driver:
         if self._engine is None:
             raise EngineClosed(CLOSED)
         return self._engine
+
+    @property
+    def failure(self) -> str | None:
+        """Why no request can be served any more; None while the engine works."""
+        engine, loop = self._engine, self._loop
+        return CLOSED if engine is None or loop is None else loop.failure or engine.failure
 
     def check(self, prompt_token_ids: Seq[int], params: SamplingParams) -> None:
         """Raises RequestError for a request that cannot be served."""
@@ -223,7 +264,7 @@ class Driver:
             return  # all of it is the parent's
         with self._lock:
             if self._engine is not None:
-                self._engine = None
+                self._engine = self._loop = None
                 self._inbox.put(_Stop())
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
@@ -269,7 +310,7 @@ class _Loop:
         self._engine = engine
         self._inbox = inbox
         self._sinks: dict[str, Sink] = {}
-        self._failure: str | None = None
+        self.failure: str | None = None
         self._stopped = False
 
     def run(self) -> None:
@@ -278,11 +319,11 @@ class _Loop:
                 self._handle_inbox()
                 self._step()
             except BaseException as error:  # errors of rounds are handled by the engine
-                self._failure = f"the engine's loop failed, which is a bug: load the model again ({error!r})"
-                log.error(self._failure)
+                self.failure = f"the engine's loop failed, which is a bug: load the model again ({error!r})"
+                log.error(self.failure)
                 log.debug("how it failed", exc_info=error)
                 self._end_all(EngineFailed)
-        self._failure = CLOSED
+        self.failure = CLOSED
         self._end_all(EngineClosed)
         try:
             self._engine.close()
@@ -291,7 +332,7 @@ class _Loop:
 
     @property
     def _busy(self) -> bool:
-        return self._failure is None and self._engine.has_work
+        return self.failure is None and self._engine.has_work
 
     def _handle_inbox(self) -> None:
         """Handles all commands in the inbox; if the engine is idle, waits for one."""
@@ -317,8 +358,8 @@ class _Loop:
 
     def _add(self, add: _Add) -> None:
         try:
-            if self._failure is not None:
-                raise EngineFailed(self._failure)
+            if self.failure is not None:
+                raise EngineFailed(self.failure)
             self._engine.add(add.prompt_token_ids, add.params, add.request_id, stream=add.stream, arrival=add.arrival)
         except Exception as error:
             self._deliver(add.sink, error)
@@ -344,7 +385,7 @@ class _Loop:
 
     def _end_all(self, kind: type[EngineFailed | EngineClosed]) -> None:
         for sink in self._sinks.values():
-            self._deliver(sink, kind(self._failure))
+            self._deliver(sink, kind(self.failure))
         self._sinks.clear()
 
 

@@ -65,6 +65,12 @@ class Engine:
         return len(self._requests)
 
     @property
+    def failure(self) -> str | None:
+        """Why no request can be served any more; None while the engine works."""
+        error = self._failure
+        return None if error is None else f"the engine has failed: load the model again ({one_line(error)})"
+
+    @property
     def has_work(self) -> bool:
         """Whether `step` has anything to run or to return."""
         return self.scheduler.has_work or self._in_flight is not None or bool(self._deltas)
@@ -83,10 +89,8 @@ class Engine:
         With `stream` there is a delta for every round, otherwise one per sample at its end. `arrival`: when the request
         arrived (seconds, as `time.perf_counter`), if not now.
         """
-        if self._failure is not None:
-            raise EngineFailed(
-                f"the engine has failed: load the model again ({one_line(self._failure)})"
-            ) from self._failure
+        if self.failure is not None:
+            raise EngineFailed(self.failure) from self._failure
         request_id = request_id if request_id is not None else self._new_id()
         try:
             if request_id in self._requests:

@@ -1,0 +1,1 @@
+"""`ssd serve`: the OpenAI-compatible HTTP server. Needs the extra `serve`."""

@@ -20,7 +20,7 @@ LAYERS = [  # of packages, the lowest first
     {"drafting", "engine"},
     {"assembly"},
     {"llm", "worker"},
-    {"bench", "__init__"},
+    {"bench", "server", "__init__"},
     {"cli"},
     {"__main__"},
 ]

@@ -1,0 +1,137 @@
+"""`ssd serve`: an OpenAI-compatible HTTP server."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Final
+
+import typer
+
+from ssd.cli import speculation
+from ssd.cli.console import Device, DType, Eager, errors, explained, load, print_note
+from ssd.errors import ConfigError
+
+HELP: Final = """\
+Serve a model over HTTP, as OpenAI's API does: [bold]chats, completions, streaming, log-probabilities, seeds[/].
+
+The text of a request is that of [cyan]LLM.generate[/] with the same parameters and seed, whatever else is being \
+served and however it is drafted. Ctrl-C or SIGTERM ends the server when running requests have ended; a second one \
+ends it at once. Needs the extra [cyan]serve[/].
+
+[bold]Try[/]
+
+  ssd serve tiny-llama --draft tiny-llama-draft --mode ssd
+
+  ssd serve MODEL --host 0.0.0.0 --api-key KEY
+
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \
+-d '{"model": "tiny-llama", "prompt": "Once upon a time"}'
+"""
+SERVER: Final = "Server"
+LIMITS: Final = "Limits"
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="Any MODEL, as `ssd --help` describes them.")] = "tiny-llama",
+    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=SERVER)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.", rich_help_panel=SERVER)] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="SSD_API_KEY",
+            show_envvar=True,
+            help="Serve clients with this key only. May be repeated.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The model's name in requests.", show_default="MODEL", rich_help_panel=SERVER)
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Allow pages of this origin ('*': of all). May be repeated.", rich_help_panel=SERVER),
+    ] = None,
+    access_log: Annotated[
+        bool, typer.Option("--access-log/--no-access-log", help="Log every request.", rich_help_panel=SERVER)
+    ] = True,
+    max_queue: Annotated[
+        int, typer.Option(help="Sequences that may wait; beyond that, clients get 429.", rich_help_panel=LIMITS)
+    ] = 256,
+    max_tokens_in_flight: Annotated[
+        int | None,
+        typer.Option(help="Prompt and output tokens of all admitted requests; beyond: 429.", rich_help_panel=LIMITS),
+    ] = None,
+    request_timeout: Annotated[
+        float | None, typer.Option(help="Seconds after which a request is ended.", rich_help_panel=LIMITS)
+    ] = None,
+    drain_timeout: Annotated[
+        float, typer.Option(help="Seconds that running requests have after SIGTERM.", rich_help_panel=LIMITS)
+    ] = 30.0,
+    max_request_bytes: Annotated[
+        int, typer.Option(help="Largest body of a request; beyond: 413.", rich_help_panel=LIMITS)
+    ] = 8 << 20,
+    max_n: Annotated[int, typer.Option(help="Most samples per prompt.", rich_help_panel=LIMITS)] = 64,
+    mode: speculation.Mode = None,
+    draft: speculation.Draft = None,
+    k: speculation.K = None,
+    acceptance: speculation.Acceptance = None,
+    fan_out: speculation.FanOut = None,
+    budget: speculation.Budget = None,
+    backup: speculation.Backup = None,
+    placement: speculation.Placement = None,
+    speculation_json: speculation.Speculation = None,
+    device: Device = "auto",
+    dtype: DType = "auto",
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and output together.")] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences decoded at the same time.")] = 64,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory to use.")] = 0.9,
+    trust_request_chat_template: Annotated[
+        bool, typer.Option("--trust-request-chat-template", help="Run chat templates that requests bring.")
+    ] = False,
+    eager: Eager = False,
+) -> None:
+    with explained():
+        try:
+            from ssd.server.app import create_app
+            from ssd.server.options import ServerOptions
+            from ssd.server.run import Server
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"ssd serve needs the package {error.name}: pip install 'ssd-engine[serve]'") from error
+        options = ServerOptions(
+            served_model_name=served_model_name or model,
+            api_keys=tuple(api_key or ()),
+            max_queue=max_queue,
+            max_tokens_in_flight=max_tokens_in_flight,
+            request_timeout=request_timeout,
+            drain_timeout=drain_timeout,
+            max_request_bytes=max_request_bytes,
+            max_n=max_n,
+            cors_origins=tuple(cors_origin or ()),
+            access_log=access_log,
+        )
+        wanted = speculation.options(
+            speculation_json,
+            mode=mode,
+            draft=draft,
+            k=k,
+            acceptance=acceptance,
+            fan_out=fan_out,
+            budget=budget,
+            backup=backup,
+            placement=placement,
+        )
+        with load(
+            model,
+            device=device,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            gpu_memory_utilization=gpu_memory_utilization,
+            trust_request_chat_template=trust_request_chat_template,
+            eager=eager,
+            speculation=wanted,
+        ) as llm:
+            print_note(llm.note)
+            logging.getLogger("ssd.access").setLevel(logging.INFO)
+            errors.print(f"{options.served_model_name} at http://{host}:{port}/v1", highlight=False)
+            Server(create_app(llm, options), host=host, port=port).run()

@@ -1,0 +1,114 @@
+"""Parts that the answers of several endpoints share: usage, log-probabilities, server-sent events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Final
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+
+from ssd.core import RequestOutput, TokenLogprobs
+from ssd.server.errors import ApiError, api_error
+from ssd.server.generation import ServerState
+from ssd.server.protocol import GenerationRequest
+
+_LEAST_LOGPROB: Final = -9999.0  # JSON has no -inf
+
+
+def check_common(request: Request, body: GenerationRequest) -> None:
+    """Checks what concerns neither sampling nor one endpoint; the access log gets the user."""
+    request.state.user = body.user
+    check_model(ServerState.of(request), body.model)
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options: only with stream=true", param="stream_options")
+
+
+def check_model(state: ServerState, model: str | None) -> None:
+    served = state.options.served_model_name
+    if model is not None and model != served:
+        raise ApiError(
+            404, f"model {model!r} is not served here: use {served!r}", param="model", code="model_not_found"
+        )
+
+
+def usage(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
+    """Token counts of a request's prompts. A prompt counts once, whatever `n` is."""
+    prompt = cached = completion = drafted = accepted = 0
+    for output in outputs:
+        prompt += len(output.prompt_token_ids)
+        cached += output.metrics.cached_tokens
+        for sample in output.samples:
+            completion += len(sample.token_ids)
+            drafted += sample.metrics.drafted
+            accepted += sample.metrics.accepted
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {
+            "drafted_tokens": drafted,
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        },
+    }
+
+
+def chat_logprobs(entries: Iterable[TokenLogprobs]) -> dict[str, Any]:
+    """In the shape of chats."""
+    content = [
+        _token(entry, entry.token_id, entry.logprob)
+        | {"top_logprobs": [_token(entry, token_id, value) for token_id, value in entry.top.items()]}
+        for entry in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _token(entry: TokenLogprobs, token_id: int, logprob: float) -> dict[str, Any]:
+    text = entry.decoded.get(token_id, "")
+    whole = "\ufffd" not in text  # else it is a part of a character, whose bytes are unknown
+    encoded = list(text.encode()) if whole else None
+    return {"token": text, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": encoded}
+
+
+@dataclass
+class CompletionLogprobs:
+    """In the shape of completions, whose offsets go on from piece to piece."""
+
+    offset: int = 0  # characters before
+
+    def of(self, entries: Iterable[TokenLogprobs]) -> dict[str, Any]:
+        tokens, values, tops, offsets = [], [], [], []
+        for entry in entries:
+            text = entry.decoded.get(entry.token_id, "")
+            top = {entry.token_id: entry.logprob} | entry.top
+            tokens.append(text)
+            values.append(max(entry.logprob, _LEAST_LOGPROB))
+            tops.append({entry.decoded.get(i, ""): max(value, _LEAST_LOGPROB) for i, value in top.items()})
+            offsets.append(self.offset)
+            self.offset += len(text)
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def event_stream(chunks: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
+    """Chunks as server-sent events; an error is the last one."""
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not collect events
+    return StreamingResponse(_events(chunks), media_type="text/event-stream", headers=headers)
+
+
+async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    async with aclosing(chunks):  # type: ignore[type-var]
+        try:
+            async for chunk in chunks:
+                yield _event(chunk)
+        except Exception as error:
+            yield _event(api_error(error).body())
+    yield b"data: [DONE]\n\n"
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: %s\n\n" % json.dumps(data, separators=(",", ":")).encode("ascii")

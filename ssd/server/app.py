@@ -1,0 +1,31 @@
+"""The application: endpoints, errors and middleware around one `LLM`."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from ssd.llm import LLM
+from ssd.server import chat, completions, errors, info
+from ssd.server.admission import Admission
+from ssd.server.generation import ServerState
+from ssd.server.middleware import Gate, RequestIds
+from ssd.server.options import ServerOptions
+from ssd.version import VERSION
+
+
+def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
+    """The server's ASGI application. It does not close the LLM."""
+    app = FastAPI(title="ssd", version=VERSION, docs_url=None, redoc_url=None)  # those pages load scripts from outside
+    admission = Admission(llm.config.max_num_seqs, options.max_queue, options.max_tokens_in_flight)
+    app.state.server = ServerState(llm, options, admission)
+    errors.install(app)
+    for router in (info.router, chat.router, completions.router):
+        app.include_router(router)
+    app.add_middleware(Gate, options=options)  # the last one that is added is the outermost
+    if options.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(options.cors_origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    app.add_middleware(RequestIds, log=options.access_log)
+    return app

@@ -1,0 +1,119 @@
+"""Errors of the HTTP interface, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, Final
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from ssd.errors import EngineClosed, EngineFailed, RequestError, RequestFailed
+
+log = logging.getLogger("ssd")
+
+_TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "unavailable_error",
+    504: "timeout_error",
+}
+_PARAM: Final = re.compile(r"[a-z_]+(?=[=:\[.])|[a-z]+_[a-z_]+")  # what a RequestError's message begins with
+_UNION_TAG: Final = re.compile(r"str|int|float|bool|.*\[.*")  # pydantic's name of an alternative in a path
+_INTERNAL: Final = "internal error: the server's log has the details"
+
+
+class AsciiJSON(JSONResponse):
+    """JSON with escapes for everything beyond ASCII: lone surrogates of a request can be quoted, too."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
+class ApiError(Exception):
+    """An answer that is an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> AsciiJSON:
+        return AsciiJSON(self.body(), self.status, self.headers)
+
+
+def unsupported(param: str, why: str = "is not supported") -> ApiError:
+    return ApiError(400, f"{param}: {why}", param=param, code="unsupported_parameter")
+
+
+def api_error(error: Exception) -> ApiError:
+    """Any exception as the error that a client gets."""
+    match error:
+        case ApiError():
+            return error
+        case RequestError():
+            return _refused(str(error))
+        case RequestFailed() | EngineFailed() | EngineClosed():
+            return ApiError(500, str(error), code=_code(error))
+        case RequestValidationError():
+            return _invalid(error.errors())
+        case HTTPException():
+            name = HTTPStatus(error.status_code).phrase
+            return ApiError(error.status_code, str(error.detail or name), headers=error.headers)
+    log.error("a handler failed, which is a bug", exc_info=error)
+    return ApiError(500, _INTERNAL)
+
+
+def _code(error: Exception) -> str:
+    return "request_failed" if isinstance(error, RequestFailed) else "engine_failed"
+
+
+def _refused(message: str) -> ApiError:
+    """Refused by the library, which has other names for two parameters."""
+    message = message.replace("max_new_tokens", "max_tokens").replace("chat_options", "chat_template_kwargs")
+    found = _PARAM.match(message)
+    return ApiError(400, message, param=found[0] if found else None)
+
+
+def _invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first validation error; a union reports one for every alternative, of which the deepest is the best."""
+    error = max(errors, key=lambda e: (e["type"] == "extra_forbidden", len(e["loc"])), default=None)
+    if error is None or error["type"] == "json_invalid":
+        return ApiError(400, "the body is not valid JSON", code="invalid_json")
+    path = [str(part) for part in error["loc"][1:] if not _UNION_TAG.fullmatch(str(part))]
+    param = path[0] if path else None
+    if error["type"] == "extra_forbidden":
+        return unsupported(".".join(path), "is not a known parameter")
+    return ApiError(400, f"{'.'.join(path) or 'the body'}: {error['msg']}", param=param)
+
+
+async def _respond(_: Request, error: Exception) -> AsciiJSON:
+    return api_error(error).response()
+
+
+def install(app: FastAPI) -> None:
+    """Makes every error of the app's handlers an answer in this shape."""
+    for kind in (ApiError, RequestError, RequestFailed, EngineFailed, EngineClosed):
+        app.add_exception_handler(kind, _respond)
+    for other in (RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(other, _respond)

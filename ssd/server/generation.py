@@ -1,0 +1,179 @@
+"""From a request to the engine and back: the one path that every endpoint takes.
+
+Admission, tokenization, submission; then pieces of text as the engine decides them, until the request ends, times out
+or its client goes away. Knows nothing of the shapes of requests and answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from fastapi import Request
+
+from ssd.core import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+from ssd.engine.driver import AsyncSubmission
+from ssd.errors import EngineFailed, RequestFailed
+from ssd.llm import LLM, Prompt
+from ssd.server.admission import Admission, Ticket
+from ssd.server.errors import ApiError
+from ssd.server.options import ServerOptions
+
+_NO_RETRY: Final = {"x-should-retry": "false"}  # the openai client repeats requests after a 5xx otherwise
+
+
+@dataclass
+class ServerState:
+    """What the handlers share; `app.state.server`."""
+
+    llm: LLM
+    options: ServerOptions
+    admission: Admission
+    started: int = field(default_factory=lambda: int(time.time()))
+    watchers: set[asyncio.Task[None]] = field(default_factory=set)  # the event loop refers to its tasks weakly
+
+    @classmethod
+    def of(cls, request: Request) -> ServerState:
+        state: ServerState = request.app.state.server
+        return state
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The next part of one sample: what was decided since the piece before."""
+
+    index: int  # of the sample
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    num_accepted: int  # accepted draft tokens among `token_ids`
+    finish_reason: FinishReason | None  # None: the sample goes on
+
+
+class Generation:
+    """A submitted prompt: its pieces, then its output."""
+
+    def __init__(self, submission: AsyncSubmission, prompt_token_ids: list[int], deadline: float | None) -> None:
+        self.prompt_token_ids = prompt_token_ids
+        self._submission = submission
+        self._deadline = deadline  # of the event loop's clock
+
+    @property
+    def output(self) -> RequestOutput:
+        """Once all pieces are read."""
+        if self._submission.output is None:
+            raise AssertionError("the request has not ended")
+        return self._submission.output
+
+    def abort(self) -> None:
+        """Ends the request after the current round. Nothing happens if it has ended."""
+        self._submission.abort()
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Leaving the iteration aborts the request. Pieces that a slow reader has not read become one."""
+        try:
+            while not self._submission.ended:
+                async with asyncio.timeout_at(self._deadline):
+                    delta = await anext(self._submission)
+                yield Piece(
+                    delta.index, delta.text, delta.token_ids, delta.logprobs, delta.num_accepted, delta.finish_reason
+                )
+        except TimeoutError:
+            message = "the request took longer than this server allows"
+            raise ApiError(504, message, code="timeout", headers=_NO_RETRY) from None
+        finally:
+            self.abort()
+        if self.output.error is not None:
+            raise RequestFailed(self.output.error)
+
+    async def finish(self) -> RequestOutput:
+        """Waits for the whole output."""
+        async for _ in self.pieces():
+            pass
+        return self.output
+
+
+async def start(
+    state: ServerState,
+    prompt: Prompt,
+    params: SamplingParams,
+    *,
+    chat_options: Mapping[str, Any] | None = None,
+    request: Request,
+    stream: bool = True,
+) -> Generation:
+    """Submits one prompt. Without `stream` there is one piece per sample, at its end."""
+    [generation] = await start_all(state, [prompt], params, chat_options=chat_options, request=request, stream=stream)
+    return generation
+
+
+async def start_all(
+    state: ServerState,
+    prompts: Seq[Prompt],
+    params: SamplingParams,
+    *,
+    chat_options: Mapping[str, Any] | None = None,
+    request: Request,
+    stream: bool = True,
+) -> list[Generation]:
+    """Submits all prompts of an HTTP request, or none. They end when its client goes away."""
+    driver, limit = state.llm.driver, state.options.max_n
+    if driver.failure is not None:
+        raise EngineFailed(driver.failure)
+    if params.n > limit:
+        raise ApiError(400, f"n={params.n}: the limit is {limit}", param="n")
+    ticket = state.admission.admit(len(prompts) * params.n, "prompt" if len(prompts) > 1 else "n")
+    submissions: list[AsyncSubmission] = []
+    try:
+        encoded = [await asyncio.to_thread(state.llm.encode, prompt, chat_options) for prompt in prompts]
+        for token_ids in encoded:
+            driver.check(token_ids, params)
+        ticket.add_tokens(sum(_cost(state, token_ids, params) for token_ids in encoded))
+        for token_ids in encoded:
+            submissions.append(driver.submit_async(token_ids, params, stream=stream))
+    finally:
+        _release_at_end(ticket, submissions)
+    _watch(state, request, submissions)
+    timeout = state.options.request_timeout
+    deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
+    return [Generation(s, token_ids, deadline) for s, token_ids in zip(submissions, encoded, strict=True)]
+
+
+def _cost(state: ServerState, token_ids: Seq[int], params: SamplingParams) -> int:
+    """Tokens that a request may need."""
+    return params.n * min(len(token_ids) + params.max_new_tokens, state.llm.driver.limits.max_model_len)
+
+
+def _release_at_end(ticket: Ticket, submissions: Seq[AsyncSubmission]) -> None:
+    """Releases the ticket when the engine has finished, whether anybody has read the output or not."""
+    left = {submission.done for submission in submissions}
+    if not left:
+        ticket.release()
+
+    def ended(future: asyncio.Future[None]) -> None:
+        left.discard(future)
+        if not left:
+            ticket.release()
+
+    for future in tuple(left):
+        future.add_done_callback(ended)
+
+
+def _watch(state: ServerState, request: Request, submissions: Seq[AsyncSubmission]) -> None:
+    """Aborts the submissions when the client goes away."""
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        for submission in submissions:
+            submission.abort()
+
+    task = asyncio.create_task(watch())
+    state.watchers.add(task)
+    task.add_done_callback(state.watchers.discard)
+    ends = asyncio.gather(*(submission.done for submission in submissions))
+    ends.add_done_callback(lambda _: task.cancel())

@@ -1,0 +1,110 @@
+"""What happens to every HTTP request before its handler: request id, access log, size limit, API key."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Final
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ssd.server.errors import ApiError
+from ssd.server.options import ServerOptions
+
+access_log = logging.getLogger("ssd.access")
+OPEN_PATHS: Final = frozenset({"/health", "/health/ready"})  # served without an API key
+_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+class RequestIds:
+    """Takes over or makes `x-request-id`, and writes the access log."""
+
+    def __init__(self, app: ASGIApp, *, log: bool) -> None:
+        self._app, self._log = app, log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        begin, status = time.perf_counter(), 0
+
+        async def tagged(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, tagged)
+        finally:
+            if self._log:
+                self._write_log(scope, status, time.perf_counter() - begin)
+
+    @staticmethod
+    def _write_log(scope: Scope, status: int, seconds: float) -> None:
+        """What clients have sent is quoted: no line breaks of theirs get into the log."""
+        client, state = (scope.get("client") or ("-",))[0], scope["state"]
+        by = f", user {state['user']!a:.80}" if state.get("user") is not None else ""
+        what = f"{scope['method']} {scope['path']!a:.200}"
+        access_log.info("%s %s %d %.3f s, request %s%s", client, what, status, seconds, state["request_id"], by)
+
+
+class Gate:
+    """Refuses requests without a valid API key (401) and with bodies that are too large (413)."""
+
+    def __init__(self, app: ASGIApp, *, options: ServerOptions) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in options.api_keys]
+        self._max_bytes = options.max_request_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            if self._keys and scope["path"] not in OPEN_PATHS:
+                self._check_key(Headers(scope=scope))
+            messages = await self._body(Headers(scope=scope), receive)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+
+        async def replay() -> Message:
+            return next(messages, None) or await receive()
+
+        await self._app(scope, replay, send)
+
+    def _check_key(self, headers: Headers) -> None:
+        """Compares with every key in constant time."""
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = token if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
+        if not any(matches):
+            raise ApiError(
+                401,
+                "this server needs an API key: send 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    async def _body(self, headers: Headers, receive: Receive) -> Iterator[Message]:
+        """The whole body, as messages."""
+        length = headers.get("content-length", "0")
+        size, messages = 0, list[Message]()
+        while length.isdecimal() and int(length) <= self._max_bytes and size <= self._max_bytes:
+            message = await receive()
+            messages.append(message)
+            size += len(message.get("body", b""))
+            if not message.get("more_body", False) and size <= self._max_bytes:
+                return iter(messages)
+        limit = f"the limit is {self._max_bytes} bytes"
+        raise ApiError(413, f"the request is too large: {limit}", code="request_too_large")

@@ -1,0 +1,34 @@
+"""Options of the server. Those of the engine are in `ssd.config`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ssd.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Limits and identity of a server. Sizes and times are per request unless the comment says otherwise."""
+
+    served_model_name: str
+    api_keys: tuple[str, ...] = ()  # none: every client is served
+    max_queue: int = 256  # sequences that may wait beside the `max_num_seqs` that run, in all
+    max_tokens_in_flight: int | None = None  # prompt and output tokens that admitted requests may need, in all
+    request_timeout: float | None = None  # seconds
+    drain_timeout: float = 30.0  # seconds that running requests have to end after SIGTERM
+    max_request_bytes: int = 8 << 20
+    max_n: int = 64
+    cors_origins: tuple[str, ...] = ()  # none: no CORS headers
+    access_log: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_queue", 0), ("max_request_bytes", 1), ("max_n", 1), ("drain_timeout", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be at least {least}")
+        for name in ("max_tokens_in_flight", "request_timeout"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name}={value!r}: must be above 0")
+        if any(not key or not key.isascii() for key in self.api_keys):
+            raise ConfigError("api_key: must be ASCII text, and not empty")

@@ -1,0 +1,74 @@
+"""Servers inside the test process, on free ports of the loopback interface."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+
+from ssd import LLM
+from ssd.server.app import create_app
+from ssd.server.options import ServerOptions
+from ssd.server.run import Server
+
+MODEL, DRAFT = "tiny-llama", "tiny-llama-draft"
+SPECULATION: dict[str, Any] = {
+    "ar": None,
+    "sd": {"mode": "sd", "draft": DRAFT},
+    "ssd": {"mode": "ssd", "draft": DRAFT, "placement": "inline"},
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server."""
+
+    llm: LLM
+    url: str
+    server: Server
+    thread: threading.Thread
+
+    def client(self, **options: Any) -> Any:
+        return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, **options})
+
+    def async_client(self) -> Any:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    @property
+    def admission(self) -> Any:
+        return self.server.config.app.state.server.admission  # type: ignore[union-attr]
+
+
+@contextmanager
+def serving(llm: LLM, *, send_buffer: int | None = None, **options: Any) -> Iterator[Served]:
+    """A server of this LLM. `send_buffer`: bytes that the system keeps for a client that does not read."""
+    app = create_app(llm, ServerOptions(served_model_name=MODEL, **options))
+    with socket.socket() as listener:
+        if send_buffer is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        server = Server(app, host="127.0.0.1", port=port)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
+        thread.start()
+        try:
+            until(lambda: server.started)
+            yield Served(llm, f"http://127.0.0.1:{port}", server, thread)
+        finally:
+            server.should_exit = True
+            thread.join(20)
+        assert not thread.is_alive()
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it does not happen"
+        time.sleep(0.005)

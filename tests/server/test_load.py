@@ -1,0 +1,282 @@
+"""Many clients: the same text as alone, clients that vanish, slow readers, limits, keys, drain, a failing engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from live_server import DRAFT, MODEL, SPECULATION, Served, serving, until
+
+from ssd import LLM, SamplingParams
+
+PROMPTS = ["Mr. Holmes sat by the fire, and", "A pull request is", "Once upon a time", "The sea was", "def main():"]
+ENDLESS: dict[str, Any] = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 3000, "ignore_eos": True}
+
+
+def random_request(seed: int) -> tuple[dict[str, Any], bool]:
+    """The keywords of a completion, and whether it is streamed."""
+    draw = random.Random(seed)
+    body: dict[str, Any] = {
+        "prompt": draw.choice(PROMPTS) * draw.randint(1, 3),
+        "temperature": draw.choice([0.0, 0.7, 1.2]),
+        "seed": seed,
+        "max_tokens": draw.randint(1, 40),
+        "n": draw.choice([1, 1, 2]),
+        "top_p": draw.choice([1.0, 0.9]),
+        "presence_penalty": draw.choice([0.0, 0.6]),
+        "stop": draw.choice([None, [" the"], ["\n"]]),
+    }
+    return body, draw.random() < 0.5
+
+
+async def answer(client: Any, seed: int) -> list[str]:
+    body, stream = random_request(seed)
+    if not stream:
+        return [choice.text for choice in (await client.completions.create(model=MODEL, **body)).choices]
+    texts = [""] * body["n"]
+    async for chunk in await client.completions.create(model=MODEL, stream=True, **body):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    return texts
+
+
+def expected(llm: LLM, seed: int) -> list[str]:
+    body, _ = random_request(seed)
+    [output] = llm.generate(body.pop("prompt"), SamplingParams(**body))
+    return [sample.text for sample in output.samples]
+
+
+@pytest.mark.parametrize("count", [16, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", SPECULATION)
+def test_text_under_load_is_that_of_the_library_alone(llm: LLM, mode: str, count: int) -> None:
+    """Catches text that depends on the batch, on speculation, or on how it is cut into chunks."""
+
+    async def ask(served: Served) -> list[list[str]]:
+        async with served.async_client() as client:
+            return await asyncio.gather(*(answer(client, seed) for seed in range(count)))
+
+    with LLM(MODEL, device="cpu", max_num_seqs=8, speculation=SPECULATION[mode]) as own, serving(own) as served:
+        assert asyncio.run(ask(served)) == [expected(llm, seed) for seed in range(count)]
+        until(lambda: served.admission.sequences == served.admission.tokens == 0)
+        accepted = served.llm.engine.metrics.spec_decode_num_accepted_tokens
+    assert (accepted > 0) == (mode != "ar")
+
+
+def test_usage_counts_drafts(llm: LLM) -> None:
+    with LLM(MODEL, device="cpu", speculation=SPECULATION["sd"]) as own, serving(own) as served:
+        create = served.client().completions.create
+        drafted = create(model=MODEL, prompt=PROMPTS[0], max_tokens=30, temperature=0).usage.completion_tokens_details
+        plain = create(model=MODEL, prompt=PROMPTS[0], max_tokens=30, temperature=0, extra_body={"speculate": False})
+    assert 0 < drafted.accepted_prediction_tokens <= drafted.drafted_tokens
+    assert drafted.drafted_tokens == drafted.accepted_prediction_tokens + drafted.rejected_prediction_tokens
+    assert plain.usage.completion_tokens_details.drafted_tokens == 0
+
+
+# --- clients that go away or do not read ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_vanishes_ends_its_request(served: Served, stream: bool) -> None:
+    engine = served.llm.engine
+    before, tokens = engine.metrics.num_aborted, engine.metrics.output_tokens
+    connections = [_post(served, ENDLESS | {"stream": stream}) for _ in range(4)]
+    until(lambda: engine.num_unfinished_requests == 4)
+    for connection in connections if stream else ():
+        while b"data: " not in connection.recv(4096):
+            pass
+    for connection in connections:
+        connection.close()
+    until(lambda: engine.num_unfinished_requests == 0, seconds=5)
+    assert engine.metrics.num_aborted == before + 4
+    assert engine.metrics.output_tokens < tokens + 4000  # of 12000
+    until(lambda: served.admission.sequences == 0)
+
+
+def test_slow_readers_slow_nobody(llm: LLM) -> None:
+    """Their requests end at the engine's pace; what they have not read is merged, and complete."""
+    body = ENDLESS | {"stream": True, "max_tokens": 200, "temperature": 0, "logprobs": 20}
+    [whole] = llm.generate(ENDLESS["prompt"], SamplingParams(max_tokens=200, ignore_eos=True))
+    with serving(llm, send_buffer=4096) as served:
+        readers = [_post(served, body, receive_buffer=4096) for _ in range(3)]
+        until(lambda: llm.engine.num_unfinished_requests == 3)
+        until(lambda: served.admission.sequences == 0)
+        quick = served.client().completions.create(model=MODEL, prompt="x", max_tokens=2)
+        assert quick.usage.completion_tokens == 2
+        for reader in readers:
+            pieces = _streamed_texts(reader)
+            assert "".join(pieces) == whole.text
+            assert len(pieces) < 150
+
+
+def _post(served: Served, body: dict[str, Any], *, receive_buffer: int | None = None) -> socket.socket:
+    """A request over a bare connection, whose answer nobody has read yet."""
+    data, (host, port) = json.dumps(body).encode(), served.url.removeprefix("http://").split(":")
+    connection = socket.socket()
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.settimeout(60)
+    connection.connect((host, int(port)))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    connection.sendall(f"{head}\r\nConnection: close\r\n\r\n".encode() + data)
+    return connection
+
+
+def _streamed_texts(connection: socket.socket) -> list[str]:
+    with connection, connection.makefile("rb") as file:
+        lines = [line[6:] for line in file if line.startswith(b"data: {")]
+    return [json.loads(line)["choices"][0]["text"] for line in lines]
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_too_many_requests_are_told_to_come_back(llm: LLM) -> None:
+    with LLM(MODEL, device="cpu", max_num_seqs=1) as own, serving(own, max_queue=1) as served:
+        client = served.client()
+        with pytest.raises(openai.BadRequestError, match="the limit is 2"):
+            client.completions.create(model=MODEL, prompt="x", n=3)
+        streams = [client.completions.create(**_sdk(ENDLESS), stream=True) for _ in range(2)]
+        with pytest.raises(openai.RateLimitError) as refused:
+            client.completions.create(model=MODEL, prompt="x")
+        assert refused.value.response.headers["retry-after"] == "1"
+        for stream in streams:
+            stream.close()
+        until(lambda: served.admission.sequences == 0)
+        assert client.completions.create(model=MODEL, prompt="x", max_tokens=1).choices
+
+
+def test_tokens_in_flight_are_limited(llm: LLM) -> None:
+    with serving(llm, max_tokens_in_flight=4000) as served:
+        client = served.client()
+        stream = client.completions.create(**_sdk(ENDLESS), stream=True)
+        with pytest.raises(openai.RateLimitError, match="tokens are in flight"):
+            client.completions.create(model=MODEL, prompt="x", max_tokens=2000)
+        assert client.completions.create(model=MODEL, prompt="x", max_tokens=2).choices
+        with pytest.raises(openai.BadRequestError, match="the limit is 4000"):
+            client.completions.create(model=MODEL, prompt="x", n=3, max_tokens=2000)
+        stream.close()
+        until(lambda: served.admission.tokens == 0)
+
+
+def test_time_outs(llm: LLM) -> None:
+    with serving(llm, request_timeout=0.3) as served:
+        client = served.client(max_retries=3)
+        begin = time.monotonic()
+        with pytest.raises(openai.InternalServerError, match="longer than this server allows"):
+            client.completions.create(**_sdk(ENDLESS))
+        assert time.monotonic() - begin < 5  # it was not repeated
+        with pytest.raises(openai.APIError, match="longer than this server allows"):
+            list(client.completions.create(**_sdk(ENDLESS), stream=True))
+        until(lambda: served.admission.sequences == 0)
+
+
+def test_keys_sizes_and_origins(llm: LLM) -> None:
+    with serving(llm, api_keys=("one", "two"), max_request_bytes=1000, cors_origins=("http://a.example",)) as served:
+        for key, right in (("one", True), ("two", True), ("three", False), ("on", False)):
+            answer = httpx.get(f"{served.url}/v1/models", headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == (200 if right else 401), key
+        assert httpx.get(f"{served.url}/v1/models", headers={"x-api-key": "two"}).status_code == 200
+        assert httpx.get(f"{served.url}/health").status_code == 200
+        client = served.client(api_key="one")
+        with pytest.raises(openai.APIStatusError, match="too large") as refused:
+            client.completions.create(model=MODEL, prompt="x" * 2000)
+        assert refused.value.status_code == 413
+        headers = {"authorization": "Bearer one", "content-type": "application/json"}
+        chunked = httpx.post(f"{served.url}/v1/completions", headers=headers, content=iter([b" " * 400] * 9))
+        assert chunked.status_code == 413
+        asked = {"origin": "http://a.example", "access-control-request-method": "POST"}
+        allowed = httpx.options(f"{served.url}/v1/completions", headers=asked)
+        assert allowed.headers["access-control-allow-origin"] == "http://a.example"
+
+
+def test_other_origins_get_no_headers(served: Served) -> None:
+    answer = httpx.get(f"{served.url}/health", headers={"origin": "http://a.example"})
+    assert "access-control-allow-origin" not in answer.headers
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_engine_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(MODEL, device="cpu") as own, serving(own) as served:
+        monkeypatch.setattr(own.engine, "step", lambda: 1 / 0)
+        with pytest.raises(openai.InternalServerError, match="the engine's loop failed"):
+            served.client().completions.create(model=MODEL, prompt="x")
+        for path in ("/health", "/health/ready"):
+            answer = httpx.get(served.url + path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
+        with pytest.raises(openai.InternalServerError, match="the engine's loop failed"):
+            served.client().completions.create(model=MODEL, prompt="x", stream=True)
+        assert served.admission.sequences == 0
+
+
+def test_a_drain_lets_requests_end(llm: LLM) -> None:
+    with serving(llm) as served:
+        client = served.client()
+        stream = client.completions.create(**_sdk(ENDLESS | {"max_tokens": 200}), stream=True)
+        next(stream)
+        served.server.handle_exit(signal.SIGTERM, None)
+        until(lambda: served.admission.draining)
+        assert httpx.get(f"{served.url}/health/ready").status_code == 503
+        assert httpx.get(f"{served.url}/health").status_code == 200
+        with pytest.raises(openai.InternalServerError, match="shutting down") as refused:
+            client.completions.create(model=MODEL, prompt="x")
+        assert refused.value.status_code == 503
+        assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+        served.thread.join(20)
+        assert not served.thread.is_alive()
+
+
+def test_the_command_serves_until_it_is_told_to_stop() -> None:
+    with _command("--draft", DRAFT, "--mode", "sd", "--api-key", "secret") as (process, url):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
+        stream = client.completions.create(**_sdk(ENDLESS | {"max_tokens": 300}), stream=True)
+        next(stream)
+        process.send_signal(signal.SIGTERM)
+        assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+        assert process.wait(30) == 0
+        log = process.stderr.read()
+    assert "POST '/v1/completions' 200" in log
+    assert "Traceback" not in log
+    assert "secret" not in log
+
+
+@contextmanager
+def _command(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "ssd", "serve", MODEL, "--device", "cpu", "--port", str(port), *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    url = f"http://127.0.0.1:{port}"
+    try:
+        until(lambda: process.poll() is not None or _answers(url), seconds=60)
+        yield process, url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _sdk(body: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of the client, which sends what OpenAI does not know in `extra_body`."""
+    body = dict(body)
+    return {"extra_body": {"ignore_eos": body.pop("ignore_eos")}, **body}
