@@ -5,12 +5,17 @@ Counters and gauges are read from the engine when they are scraped; histograms a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from fastapi import APIRouter
+from fastapi.responses import Response
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ssd.core import RequestMetrics, RequestOutput
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _MODEL: Final = "model_name"
+_REASONS: Final = ("stop", "length", "abort", "error")
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 _TOKEN_SECONDS: Final = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 _TOKENS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
@@ -38,29 +44,38 @@ _HISTOGRAMS: Final = {
 }
 
 
-class Metrics:
-    """The metrics of one LLM, in a registry of their own."""
+class _Histogram:
+    """A histogram of one writer: a value costs far less than prometheus_client's, which locks for every one."""
 
-    def __init__(self, llm: LLM, model_name: str | None = None) -> None:
-        model = model_name or str(llm.config.model)
-        self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(llm, model))
-        self._histograms = {
-            name: Histogram(f"ssd_{name}", text, [_MODEL], buckets=buckets, registry=self._registry).labels(model)
-            for name, (text, buckets) in _HISTOGRAMS.items()
-        }
-        reasons = ["finished_reason"]
-        ended = Counter("ssd_request_success", "Samples that ended.", [_MODEL, *reasons], registry=self._registry)
-        self._ended = {reason: ended.labels(model, reason) for reason in ("stop", "length", "abort", "error")}
+    def __init__(self, buckets: tuple[float, ...]) -> None:
+        self._bounds = buckets
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def add_to(self, family: HistogramMetricFamily, labels: list[str]) -> None:
+        bounds = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        family.add_metric(labels, list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
+
+
+class _Requests:
+    """Counts requests that have ended. Knows nothing of the LLM, whose engine refers to it."""
+
+    def __init__(self) -> None:
+        self.histograms = {name: _Histogram(buckets) for name, (_, buckets) in _HISTOGRAMS.items()}
+        self.ended = Counter(dict.fromkeys(_REASONS, 0))
 
     def observe(self, output: RequestOutput) -> None:
-        """Counts a request that has ended. Called once for every request; thread-safe."""
+        """Called once for every request, by the engine's thread."""
         for sample in output.samples:
             if sample.finish_reason is not None:
-                self._ended[sample.finish_reason].inc()
+                self.ended[sample.finish_reason] += 1
             self._observe_times(sample.metrics)
-            self._histograms["request_generation_tokens"].observe(sample.metrics.output_tokens)
-        self._histograms["request_prompt_tokens"].observe(len(output.prompt_token_ids))
+            self.histograms["request_generation_tokens"].observe(sample.metrics.output_tokens)
+        self.histograms["request_prompt_tokens"].observe(len(output.prompt_token_ids))
 
     def _observe_times(self, times: RequestMetrics) -> None:
         spans = {
@@ -72,45 +87,65 @@ class Metrics:
         }
         for name, (start, end) in spans.items():
             if start is not None and end is not None:
-                self._histograms[name].observe(end - start)
-        gaps = self._histograms["inter_token_latency_seconds"]
+                self.histograms[name].observe(end - start)
+        gaps = self.histograms["inter_token_latency_seconds"]
         for (before, _), (after, _) in pairwise(times.deliveries):
             gaps.observe(after - before)
         speed = times.decode_tokens_per_second
         if speed is not None:
-            self._histograms["request_time_per_output_token_seconds"].observe(1 / speed)
+            self.histograms["request_time_per_output_token_seconds"].observe(1 / speed)
+
+
+class Metrics(Collector):
+    """The metrics of one LLM, in a registry of their own. Counts every request of the LLM that ends from now on."""
+
+    def __init__(self, llm: LLM, model_name: str | None = None) -> None:
+        self._llm = llm
+        self._model = model_name or str(llm.config.model)
+        self._requests = _Requests()
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        llm.driver.on_end(self._requests.observe)
 
     def render(self) -> bytes:
         """The text format of Prometheus; its content type is CONTENT_TYPE."""
         return generate_latest(self._registry)
 
-
-class _EngineCollector(Collector):
-    """Reads the engine's totals; nothing once it is closed."""
-
-    def __init__(self, llm: LLM, model: str) -> None:
-        self._llm = llm
-        self._model = model
-
     def collect(self) -> Iterator[Metric]:
-        try:
-            engine = self._llm.engine
-        except EngineClosed:
-            return
-        for name, (text, value) in _gauges(engine).items():
-            yield self._metric(GaugeMetricFamily(f"ssd_{name}", text, labels=[_MODEL]), {(): value})
-        for name, (text, value) in _counters(engine).items():
-            yield self._metric(CounterMetricFamily(f"ssd_{name}", text, labels=[_MODEL]), {(): value})
-        for name, (text, label, values) in _labelled_counters(engine).items():
-            family = CounterMetricFamily(f"ssd_{name}", text, labels=[_MODEL, label])
-            yield self._metric(family, {(key,): value for key, value in values.items()})
+        """The engine's totals, unless it is closed, and those of the requests."""
+        with suppress(EngineClosed):
+            yield from self._of_engine(self._llm.engine)
+        yield self._labelled("request_success", "Samples that ended.", "finished_reason", self._requests.ended)
+        for name, (text, _) in _HISTOGRAMS.items():
+            family = HistogramMetricFamily(f"ssd_{name}", text, labels=[_MODEL])
+            self._requests.histograms[name].add_to(family, [self._model])
+            yield family
 
-    def _metric(
-        self, family: GaugeMetricFamily | CounterMetricFamily, values: dict[tuple[str, ...], float]
-    ) -> GaugeMetricFamily | CounterMetricFamily:
-        for labels, value in values.items():
-            family.add_metric([self._model, *labels], value)
+    def _of_engine(self, engine: Engine) -> Iterator[Metric]:
+        for kind, found in ((GaugeMetricFamily, _gauges(engine)), (CounterMetricFamily, _counters(engine))):
+            for name, (text, value) in found.items():
+                family = kind(f"ssd_{name}", text, labels=[_MODEL])
+                family.add_metric([self._model], value)
+                yield family
+        for name, (text, label, values) in _labelled_counters(engine).items():
+            yield self._labelled(name, text, label, values)
+
+    def _labelled(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        family = CounterMetricFamily(f"ssd_{name}", text, labels=[_MODEL, label])
+        for key, value in values.items():
+            family.add_metric([self._model, key], value)
         return family
+
+
+def router(llm: LLM, model_name: str) -> APIRouter:
+    """`/metrics`."""
+    made, metrics = APIRouter(include_in_schema=False), Metrics(llm, model_name)
+
+    @made.get("/metrics")
+    async def scrape() -> Response:
+        return Response(metrics.render(), media_type=CONTENT_TYPE)
+
+    return made
 
 
 def _gauges(engine: Engine) -> dict[str, tuple[str, float]]:
