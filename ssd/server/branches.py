@@ -55,7 +55,8 @@ class BranchWatch(Drafter):
         self.inner.prepare(works, interrupted)
         for work in works if self._found else ():
             found = self._found.get(work.sequence.request.id)
-            if found is not None and work.decides and work.sequence.index == 0:
+            ahead = work.sequence.in_flight is not None  # launched before the request was watched
+            if found is not None and work.decides and work.sequence.index == 0 and not ahead:
                 found[work.sequence.num_output] = self.inner.prepared(work.sequence)
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:

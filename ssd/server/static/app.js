@@ -257,7 +257,7 @@ function begin() {
   if (server.mode === "ar") $("mode").options[1].remove();
   $("branches-label").hidden = !server.branches;
   $("no-branches").hidden = server.mode !== "ssd" || server.branches;
-  $("no-branches").textContent = "Prepared branches are not shown: they are kept in the draft model's own process.";
+  $("no-branches").textContent = "Prepared branches are in the draft model's own process: start the server with --placement inline to see them.";
   conversation = JSON.parse(sessionStorage.getItem("conversation") || "[]");
   samples = JSON.parse(sessionStorage.getItem("samples") || "[]");
   conversation.forEach((_, place) => show(place));
