@@ -14,10 +14,12 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Final, TypeVar
 
@@ -138,6 +140,30 @@ class Submission(_Handle, Iterator[Delta]):
         return self._complete_output()
 
 
+class _Courier:
+    """Brings items to the mailboxes of one event loop, waking it once for all that have gathered meanwhile."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._items: deque[tuple[Sink, Item]] = deque()
+        self._called = False  # `_deliver` will run
+
+    def send(self, put: Sink, item: Item) -> None:
+        """On the engine's thread. RuntimeError if the event loop is closed."""
+        if self._loop.is_closed():
+            raise RuntimeError("the reader's event loop is closed")
+        self._items.append((put, item))
+        if not self._called:
+            self._called = True
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._called = False  # first: what comes from now on may be too late for the loop below
+        while self._items:
+            put, item = self._items.popleft()
+            put(item)
+
+
 class _Mailbox:
     """Items for an asyncio reader. Deltas of a sample that are not read in time become one: memory is bounded."""
 
@@ -172,8 +198,7 @@ class AsyncSubmission(_Handle, AsyncIterator[Delta]):
     def __init__(self, driver: Driver, request_id: str) -> None:
         super().__init__(driver, request_id)
         self._mailbox = _Mailbox()
-        loop, put = asyncio.get_running_loop(), self._mailbox.put
-        self.sink: Sink = lambda item: loop.call_soon_threadsafe(put, item)
+        self.sink: Sink = partial(driver.courier().send, self._mailbox.put)
 
     @property
     def done(self) -> asyncio.Future[None]:
@@ -200,6 +225,7 @@ class Driver:
         self._inbox: SimpleQueue[_Command] = SimpleQueue()
         self._ids = itertools.count()
         self._pid = os.getpid()
+        self._couriers: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, _Courier] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()  # no _Add or _Call may follow _Stop
         self._listeners: list[Listener] = []
         loop = _Loop(engine, self._inbox, self._listeners)
@@ -255,6 +281,11 @@ class Driver:
     def on_end(self, listener: Listener) -> None:
         """Calls `listener` with the output of every request that ends from now on, whether it is read or not."""
         self._listeners.append(listener)
+
+    def courier(self) -> _Courier:
+        """Of the running event loop."""
+        loop = asyncio.get_running_loop()
+        return self._couriers.setdefault(loop, _Courier(loop))
 
     def call(self, function: Callable[[Engine], T]) -> T:
         """Calls function(engine) on the engine's thread, between two rounds; returns its result or raises its error."""

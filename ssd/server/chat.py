@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Any, Final
@@ -27,7 +28,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     state = ServerState.of(request)
     check_common(request, body)
     params = constrained(body, _params(body, state.llm.driver.limits.max_model_len))
-    prompt, options = _prompt(state.llm, body)
+    prompt, options = await asyncio.to_thread(_prompt, state.llm, body)
     streamed = bool(body.stream)
     generation = await start(state, prompt, params, chat_options=options, request=request, stream=streamed)
     head = {

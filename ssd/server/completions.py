@@ -29,8 +29,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     if body.echo and body.logprobs is not None:
         raise unsupported("echo", "log-probabilities of prompts are not supported: leave out echo or logprobs")
     params = constrained(body, body.sampling_params(max_tokens=_MAX_TOKENS, logprobs=body.logprobs))
-    echoes = [_echo(state, prompt) if body.echo else "" for prompt in body.prompts]
     generations = await start_all(state, body.prompts, params, request=request, stream=bool(body.stream))
+    echoes = [_echo(state, prompt) if body.echo else "" for prompt in body.prompts]
     head = {
         "id": f"cmpl-{request.state.request_id}",
         "object": "text_completion",

@@ -22,6 +22,7 @@ from ssd.text.json_file import read_json, read_text
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SLOW_FILES: Final = ("tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model")
 _REPLACEMENT: Final = "\ufffd"
+_LONG: Final = 4096  # characters; a longer text is encoded as a batch, which lets other threads run meanwhile
 
 
 class Tokenizer:
@@ -115,7 +116,10 @@ class Tokenizer:
         if not isinstance(text, str):
             raise RequestError(f"prompt={text!r}: expected text, got {type(text).__name__}")
         try:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) < _LONG:
+                return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return encoding.ids
         except (TypeError, UnicodeError) as error:  # a lone surrogate, say
             raise RequestError(f"prompt: the text is not valid Unicode ({error})") from error
 

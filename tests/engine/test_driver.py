@@ -366,6 +366,24 @@ def test_asyncio(driver: Driver) -> None:
     assert driver.engine.metrics.num_finished == driver.engine.metrics.num_requests
 
 
+def test_deltas_that_nobody_reads_in_time_become_one(driver: Driver) -> None:
+    """Catches a slow reader whose deltas pile up, and a last delta that overtakes others."""
+    params = SamplingParams(max_new_tokens=20, temperature=0.5, seed=3, n=2)
+
+    async def read_late() -> list[Delta]:
+        submission = driver.submit_async([5, 1], params, stream=True)
+        await submission.done
+        assert not submission.ended
+        return [delta async for delta in submission]
+
+    deltas = asyncio.run(read_late())
+    output = deltas[-1].output
+    assert output is not None
+    assert sorted(delta.index for delta in deltas) == [0, 1]
+    for delta in deltas:
+        assert (delta.token_ids, delta.finish_reason) == (output.samples[delta.index].token_ids, "length")
+
+
 def test_an_event_loop_that_has_ended(harness: Harness, driver: Driver) -> None:
     """Catches a reader whose event loop is gone, and who takes the engine's thread with it."""
     begun, free = held(harness)

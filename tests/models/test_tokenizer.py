@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import random
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +161,21 @@ def test_a_broken_tokenizer_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(SSDError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("add_special_tokens", [True, False])
+def test_long_texts_are_encoded_as_short_ones_are(spm: Tokenizer, add_special_tokens: bool) -> None:
+    """Catches another path for long texts that gives other tokens, or that keeps other threads from running."""
+    text, ticks = " ".join(TEXTS) * 4000, []
+    expected = spm.backend.encode(text, add_special_tokens=add_special_tokens).ids
+    with ThreadPoolExecutor(1) as pool:
+        encoding = pool.submit(spm.encode, text, add_special_tokens)
+        while not encoding.done():
+            ticks.append(time.sleep(0.001))
+    assert encoding.result() == expected
+    assert len(ticks) > 3
+    with pytest.raises(RequestError, match="not valid Unicode"):
+        spm.encode(text + "\ud800")
 
 
 def test_only_text_is_encoded(spm: Tokenizer) -> None:
