@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("prometheus_client", reason="the extra `serve` is not installed")
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from ssd import LLM, SamplingParams
