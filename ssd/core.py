@@ -501,6 +501,7 @@ class Delta:
     num_accepted: int = 0  # accepted draft tokens; in each round they come before the target's own token
     finish_reason: FinishReason | None = None  # None: the sample goes on
     output: RequestOutput | None = None  # the complete output, on the last delta of the request
+    outcomes: list[Outcome] = field(default_factory=list)  # of its rounds, if streamed; the last may be cut by a stop
 
     def extend(self, later: Delta) -> None:
         """Appends the next delta of the same sample."""
@@ -508,6 +509,7 @@ class Delta:
         self.text += later.text
         self.logprobs += later.logprobs
         self.num_accepted += later.num_accepted
+        self.outcomes += later.outcomes
         self.finish_reason, self.output = later.finish_reason, later.output
 
 

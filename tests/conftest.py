@@ -6,10 +6,10 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: with models this small, threads only wait for each other
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # and where a test asks for more, they wait without taking a core
@@ -21,7 +21,11 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from ssd import LLM
 from ssd.kernels import cpu
+
+if TYPE_CHECKING:
+    from live_server import Served
 
 hypothesis.settings.register_profile("patient", hypothesis.settings(), deadline=None)
 hypothesis.settings.load_profile("patient")  # test machines are shared: a slow example is no failure
@@ -157,3 +161,20 @@ def ragged_prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
         common = length * 2 // 3 if i % 2 else 0
         prompts.append(shared[:common] + own[common:])
     return prompts
+
+
+# --- a server of the bundled model, for the tests in server/ (a conftest.py there would hide this one) ----------------
+
+
+@pytest.fixture(scope="session")
+def llm() -> Iterator[LLM]:
+    with LLM("tiny-llama", device="cpu") as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def served(llm: LLM) -> Iterator[Served]:
+    from live_server import serving
+
+    with serving(llm) as running:
+        yield running

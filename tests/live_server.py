@@ -11,6 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+
 import openai
 
 from ssd import LLM

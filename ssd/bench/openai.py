@@ -88,16 +88,23 @@ class ServerContender:
 
     async def _answer_all(self, prompts: Seq[Prompt], asked: Asked) -> list[Answer]:
         places = asyncio.Semaphore(asked.batch)
-        async with httpx.AsyncClient(**self._connection) as client:
+        async with self.connect() as client:
 
             async def one(prompt: Prompt) -> Answer:
                 async with places:
-                    return await self._ask(client, prompt, asked)
+                    return await self.ask(client, prompt, asked)
 
             return list(await asyncio.gather(*map(one, prompts)))
 
-    async def _ask(self, client: httpx.AsyncClient, prompt: Prompt, asked: Asked) -> Answer:
-        """Repeats a request that is refused as malformed without the fields that not every server knows."""
+    def connect(self) -> httpx.AsyncClient:
+        """A client for `ask`, which many requests share."""
+        return httpx.AsyncClient(**self._connection)
+
+    async def ask(self, client: httpx.AsyncClient, prompt: Prompt, asked: Asked) -> Answer:
+        """One answer; ServerError for a request that failed.
+
+        Repeats a request that is refused as malformed without the fields that not every server knows.
+        """
         path, body = self._request(prompt, asked)
         extras = [field for field in _EXTRAS if field in body]
         try:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
+import typer.core
 
-from ssd.cli import bench, chat, demo, explain, generate, graft, serve
+from ssd.cli import bench, bench_serve, chat, demo, explain, generate, graft, serve
 from ssd.cli.console import option_name
 from ssd.version import VERSION
 
@@ -38,8 +39,20 @@ in neither). [cyan]graft:MODEL@SHAPE[/] is a small model at the cost of a large 
   ssd explain
 
   ssd bench MODEL --draft DRAFT --compare ar,sd,ssd
+
+  ssd bench serve http://127.0.0.1:8000 --concurrency 1,2,4,8
 """
+
+
+class _Commands(typer.core.TyperGroup):
+    """`bench serve` is a command of two words: `bench` itself takes a model."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        return super().resolve_command(ctx, [" ".join(args[:2]), *args[2:]] if args[:2] == ["bench", "serve"] else args)
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
@@ -81,6 +94,7 @@ app.command()(generate.generate)
 app.command(help=serve.HELP)(serve.serve)
 app.command(help=explain.HELP)(explain.explain)
 app.command(help=bench.HELP)(bench.bench)
+app.command("bench serve", help=bench_serve.HELP)(bench_serve.bench_serve)
 app.command(help=graft.HELP)(graft.graft)
 
 

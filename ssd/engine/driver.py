@@ -33,6 +33,7 @@ log = logging.getLogger("ssd")
 T = TypeVar("T")
 Item = Delta | Exception  # an exception ends the request
 Sink = Callable[[Item], object]  # called on the engine's thread: must not block
+Listener = Callable[[RequestOutput], object]  # the same
 
 CLOSED: Final = "the engine was closed: load the model again"
 FORKED: Final = (
@@ -226,7 +227,8 @@ class Driver:
         self._pid = os.getpid()
         self._couriers: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, _Courier] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()  # no _Add or _Call may follow _Stop
-        loop = _Loop(engine, self._inbox)
+        self._listeners: list[Listener] = []
+        loop = _Loop(engine, self._inbox, self._listeners)
         self._loop: _Loop | None = loop
         self._thread = threading.Thread(target=loop.run, name="ssd-engine", daemon=True)
         self._thread.start()
@@ -275,6 +277,10 @@ class Driver:
         submission = AsyncSubmission(self, self._new_id())
         self._add([submission], [(prompt_token_ids, params)], stream)
         return submission
+
+    def on_end(self, listener: Listener) -> None:
+        """Calls `listener` with the output of every request that ends from now on, whether it is read or not."""
+        self._listeners.append(listener)
 
     def courier(self) -> _Courier:
         """Of the running event loop."""
@@ -337,10 +343,11 @@ class Driver:
 class _Loop:
     """The loop of the engine's thread. Refers to sinks only, so that dropped submissions are garbage collected."""
 
-    def __init__(self, engine: Engine, inbox: SimpleQueue[_Command]) -> None:
+    def __init__(self, engine: Engine, inbox: SimpleQueue[_Command], listeners: list[Listener]) -> None:
         self._engine = engine
         self._inbox = inbox
         self._sinks: dict[str, Sink] = {}
+        self._listeners = listeners
         self.failure: str | None = None
         self._stopped = False
 
@@ -400,10 +407,19 @@ class _Loop:
     def _step(self) -> None:
         if not self._stopped and self._busy:
             for delta in self._engine.step():
+                if delta.output is not None:
+                    self._tell(delta.output)
                 find = self._sinks.get if delta.output is None else self._sinks.pop
                 sink = find(delta.request_id, None)
                 if sink is not None and not self._deliver(sink, delta):
                     self._engine.abort(delta.request_id)
+
+    def _tell(self, output: RequestOutput) -> None:
+        for listener in self._listeners:
+            try:
+                listener(output)
+            except Exception as error:
+                log.error("a listener failed, which is a bug", exc_info=error)
 
     def _deliver(self, sink: Sink, item: Item) -> bool:
         """False if the reader cannot take it (its event loop was closed)."""

@@ -70,10 +70,13 @@ class OutputProcessor:
         self._num_characters_sent = 0  # by `new_text`
         self._num_sent = 0  # tokens sent by `delta`
         self._num_accepted = 0  # accepted draft tokens among those not sent yet
+        self._outcomes: list[Outcome] = []  # not sent yet; none unless `stream`
         self._stops = StopStrings(sequence.params.stop)
 
     def append(self, outcome: Outcome) -> FinishReason | None:
         """Appends an outcome's tokens to the sequence up to the first stop; returns why it ended, if it did."""
+        if self.stream:
+            self._outcomes.append(outcome)
         for i, token in enumerate(outcome.token_ids):
             self.sequence.tokens.append(token)
             self._num_accepted += i < outcome.num_accepted
@@ -103,6 +106,7 @@ class OutputProcessor:
         s, start = self.sequence, self._num_sent
         tokens, logprobs = s.tokens[s.num_prompt + start :], s.logprobs[start:]
         delta = Delta(s.request.id, s.index, tokens, self.new_text(), logprobs, self._num_accepted, s.finish_reason)
+        delta.outcomes, self._outcomes = self._outcomes, []
         self._num_sent, self._num_accepted = start + len(tokens), 0
         return delta
 

@@ -46,7 +46,7 @@ def load_prompts(name: str, folder: Path | None = None) -> PromptSet:
     if file is not None:
         return PromptSet(name, _parse(_read(file), str(file)), str(file))
     if name in OWN_SETS:
-        return _own_set(name)
+        return own_set(name)
     raise DataNotFound(_nowhere(name, folder))
 
 
@@ -64,7 +64,8 @@ def _file_of(directory: Path, name: str) -> Path | None:
     return exact if exact.is_file() else min((f for f in directory.glob("*.jsonl") if f.is_file()), default=None)
 
 
-def _own_set(name: str) -> PromptSet:
+def own_set(name: str) -> PromptSet:
+    """A set that comes with ssd."""
     file = resources.files(__name__) / f"{name}.jsonl"
     prompts = _parse(file.read_text(encoding="utf-8"), str(file))
     return PromptSet(name, prompts, f"written for ssd, in the style of {OWN_SETS[name]}")

@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from ssd.llm import LLM
-from ssd.server import chat, completions, errors, info, messages, responses
+from ssd.server import chat, completions, errors, info, messages, metrics, playground, responses
 from ssd.server.admission import Admission
 from ssd.server.generation import ServerState
 from ssd.server.middleware import Gate, RequestIds
@@ -22,6 +22,8 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
     errors.install(app)
     for router in (info.router, chat.router, completions.router, responses.router, messages.router):
         app.include_router(router)
+    app.include_router(metrics.router(llm, options.served_model_name))
+    app.include_router(playground.router(llm))
     app.add_middleware(Gate, options=options)  # the last one that is added is the outermost
     if options.cors_origins:
         app.add_middleware(

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from fastapi import Request
 
-from ssd.core import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+from ssd.core import FinishReason, Outcome, RequestOutput, SamplingParams, TokenLogprobs
 from ssd.engine.driver import AsyncSubmission
 from ssd.errors import EngineFailed, RequestFailed
 from ssd.llm import LLM, Prompt
@@ -52,6 +52,7 @@ class Piece:
     logprobs: list[TokenLogprobs]
     num_accepted: int  # accepted draft tokens among `token_ids`
     finish_reason: FinishReason | None  # None: the sample goes on
+    outcomes: list[Outcome] = field(default_factory=list)  # of the rounds, if streamed; the last may be cut by a stop
 
 
 class Generation:
@@ -61,6 +62,11 @@ class Generation:
         self.prompt_token_ids = prompt_token_ids
         self._submission = submission
         self._deadline = deadline  # of the event loop's clock
+
+    @property
+    def request_id(self) -> str:
+        """The engine's."""
+        return self._submission.request_id
 
     @property
     def output(self) -> RequestOutput:
@@ -80,7 +86,13 @@ class Generation:
                 async with asyncio.timeout_at(self._deadline):
                     delta = await anext(self._submission)
                 yield Piece(
-                    delta.index, delta.text, delta.token_ids, delta.logprobs, delta.num_accepted, delta.finish_reason
+                    delta.index,
+                    delta.text,
+                    delta.token_ids,
+                    delta.logprobs,
+                    delta.num_accepted,
+                    delta.finish_reason,
+                    delta.outcomes,
                 )
         except TimeoutError:
             message = "the request took longer than this server allows"

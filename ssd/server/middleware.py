@@ -15,9 +15,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ssd.server.errors import ApiError
 from ssd.server.options import ServerOptions
+from ssd.server.playground import PAGE
 
 access_log = logging.getLogger("ssd.access")
-OPEN_PATHS: Final = frozenset({"/health", "/health/ready"})  # served without an API key
+OPEN_PATHS: Final = frozenset({"/health", "/health/ready", *PAGE})  # served without an API key
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 

@@ -335,6 +335,41 @@ def test_calls_run_on_the_engines_thread_between_rounds(harness: Harness, driver
 # --- asyncio ----------------------------------------------------------------------------------------------------------
 
 
+def test_listeners_hear_of_every_request(harness: Harness, driver: Driver) -> None:
+    """Also of those that nobody reads, that are aborted, or whose earlier listener fails."""
+    ended: list[tuple[str, str | None]] = []
+
+    def fails(_: object) -> None:
+        raise ValueError("a bug of the listener")
+
+    driver.on_end(fails)
+    driver.on_end(lambda output: ended.append((output.request_id, output.finish_reason)))
+    begun, free = held(harness)
+    read, unread, aborted = (driver.submit([1, 2, number], SHORT) for number in range(3))
+    assert begun.wait(30)
+    aborted.abort()
+    free.set()
+    read.result()
+    names = {handle.request_id for handle in (read, unread, aborted)}
+    wait_until_idle(driver)
+    assert {name for name, _ in ended} == names
+    assert len(ended) == 3
+    assert (aborted.request_id, "abort") in ended
+
+
+def test_streamed_deltas_hold_the_outcomes_of_their_rounds(driver: Driver) -> None:
+    """All tokens in order, the last outcome perhaps with tokens behind the end; none without `stream`."""
+    deltas = list(driver.submit([1, 2, 3], LONG, stream=True))
+    outcomes = [outcome for delta in deltas for outcome in delta.outcomes]
+    written = [token for outcome in outcomes for token in outcome.token_ids]
+    output = deltas[-1].output
+    assert output is not None
+    assert written[: len(output.token_ids)] == output.token_ids
+    assert len(outcomes) == output.metrics.rounds
+    assert sum(len(outcome.draft) for outcome in outcomes) == output.metrics.drafted
+    assert all(not delta.outcomes for delta in driver.submit([1, 2, 3], LONG))
+
+
 def test_asyncio(driver: Driver) -> None:
     """Catches deltas that come on the wrong thread or to the wrong task, and a reader who left."""
     params = [SamplingParams(max_new_tokens=6 + i, temperature=0.5, seed=i) for i in range(6)]

@@ -1,0 +1,235 @@
+"""Load on an OpenAI-compatible server: requests that arrive at random or a fixed number in flight, and their latencies.
+
+Open loop: requests arrive as a Poisson process, whether or not earlier ones were answered, and latency counts from the
+planned arrival. Closed loop: a fixed number of requests is in flight. Tokens are counted by the server's `usage`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle, islice, pairwise
+from pathlib import Path
+from typing import Any, Final
+
+from ssd.bench.answers import Answer, Asked, Prompt
+from ssd.bench.openai import ServerContender
+from ssd.errors import ConfigError, ServerError
+from ssd.prompts import load_prompts, own_set
+
+SHAREGPT: Final = "sharegpt"
+PERCENTILES: Final = (50, 90, 99)
+LATENCIES: Final = ("ttft", "tpot", "itl", "e2e")  # first token, per token after it, between two chunks, whole request
+GOALS: Final = ("ttft", "tpot", "e2e")  # those that a single request has
+_SIGMA: Final = 1.0  # of the logarithm of a length: about that of ShareGPT's conversations
+_ERRORS_SHOWN: Final = 5
+_WORDS_OF: Final = "alpaca"  # the own prompt set whose words make up random prompts
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What is sent at every point of a sweep. Lengths are medians of log-normal distributions, in tokens."""
+
+    dataset: str = SHAREGPT  # or the name of a prompt set
+    num_prompts: int = 100
+    input_len: int = 80  # of `sharegpt`: words, which are about as many tokens
+    output_len: int = 160
+    max_input_len: int = 1024
+    max_output_len: int = 1024
+    temperature: float = 0.0
+    seed: int = 0
+    ignore_eos: bool = True
+    folder: Path | None = None  # of prompt sets
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "input_len", "output_len", "max_input_len", "max_output_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
+
+    def draw(self) -> list[tuple[Prompt, Asked]]:
+        """The same requests for the same seed."""
+        generator = random.Random(self.seed)
+        asked = Asked(1, self.temperature, ignore_eos=self.ignore_eos)
+        lengths = [_length(generator, self.output_len, self.max_output_len) for _ in range(self.num_prompts)]
+        return [
+            (prompt, replace(asked, max_new_tokens=length, seed=self.seed + i))
+            for i, (prompt, length) in enumerate(zip(self._prompts(generator), lengths, strict=True))
+        ]
+
+    def _prompts(self, generator: random.Random) -> list[Prompt]:
+        if self.dataset != SHAREGPT:
+            return list(islice(cycle(load_prompts(self.dataset, self.folder).asked()), self.num_prompts))
+        words = " ".join(own_set(_WORDS_OF).prompts).split()
+        sizes = [_length(generator, self.input_len, self.max_input_len) for _ in range(self.num_prompts)]
+        return [[{"role": "user", "content": " ".join(generator.choices(words, k=size))}] for size in sizes]
+
+
+def _length(generator: random.Random, median: int, most: int) -> int:
+    return max(1, min(most, round(generator.lognormvariate(math.log(median), _SIGMA))))
+
+
+@dataclass(frozen=True)
+class Load:
+    """One point of a sweep."""
+
+    request_rate: float = math.inf  # arrivals a second; inf: all at once
+    concurrency: int | None = None  # most requests in flight; None: no limit
+
+    def __post_init__(self) -> None:
+        if not self.request_rate > 0:
+            raise ConfigError(f"request_rate={self.request_rate}: must be above 0")
+        if self.concurrency is not None and self.concurrency < 1:
+            raise ConfigError(f"concurrency={self.concurrency}: must be at least 1")
+
+    def __str__(self) -> str:
+        rate = "" if math.isinf(self.request_rate) else f"{self.request_rate:g}/s"
+        return ", ".join(filter(None, (rate, f"{self.concurrency} in flight" if self.concurrency else "")))
+
+    def arrivals(self, count: int, seed: int) -> list[float]:
+        """Seconds from the start to each arrival."""
+        if math.isinf(self.request_rate):
+            return [0.0] * count
+        generator, when, found = random.Random(seed), 0.0, []
+        for _ in range(count):
+            found.append(when)
+            when += generator.expovariate(self.request_rate)
+        return found
+
+
+@dataclass(frozen=True)
+class Result:
+    """One request. `began`: when its latency begins."""
+
+    began: float
+    answer: Answer | None
+    error: str = ""
+
+    @property
+    def latencies(self) -> dict[str, float]:
+        """In seconds, by the names of GOALS; `tpot` for two tokens and more."""
+        if self.answer is None or not self.answer.deliveries:
+            return {}
+        first, last = self.answer.deliveries[0][0], self.answer.deliveries[-1][0]
+        found = {"ttft": first - self.began, "e2e": last - self.began}
+        if self.answer.output_tokens > 1:
+            found["tpot"] = (last - first) / (self.answer.output_tokens - 1)
+        return found
+
+    @property
+    def gaps(self) -> list[float]:
+        return [b - a for (a, _), (b, _) in pairwise(self.answer.deliveries)] if self.answer else []
+
+    def meets(self, goals: Mapping[str, float]) -> bool:
+        """`goals` in milliseconds. A latency that a request does not have meets any goal."""
+        latencies = self.latencies
+        return bool(latencies) and all(1000 * latencies.get(name, 0.0) <= most for name, most in goals.items())
+
+
+def sweep(
+    servers: Seq[ServerContender],
+    loads: Seq[Load],
+    requests: Requests,
+    goals: Mapping[str, float],
+    progress: Callable[[str, int], Callable[[], None]] = lambda _name, _count: lambda: None,
+) -> list[Row]:
+    """One row per server and load. `progress(name, count)` returns what is called at the end of every request."""
+    wanted, rows = requests.draw(), []
+    for server in servers:
+        server.answer([wanted[0][0]], replace(wanted[0][1], max_new_tokens=8))  # warm-up, and an early failure
+        for load in loads:
+            ended = progress(f"{server.name}, {load}", len(wanted))
+            results = asyncio.run(_run(server, wanted, load, requests.seed, ended))
+            rows.append({"server": server.name, "model": server.model} | figures(load, results, goals))
+    return rows
+
+
+async def _run(
+    server: ServerContender, wanted: Seq[tuple[Prompt, Asked]], load: Load, seed: int, ended: Callable[[], None]
+) -> list[Result]:
+    places = asyncio.Semaphore(load.concurrency or len(wanted))
+    start, open_loop = time.perf_counter(), not math.isinf(load.request_rate)
+    async with server.connect() as client:
+
+        async def one(prompt: Prompt, asked: Asked, arrival: float) -> Result:
+            await asyncio.sleep(start + arrival - time.perf_counter())
+            async with places:
+                began = start + arrival if open_loop else time.perf_counter()
+                try:
+                    return Result(began, await server.ask(client, prompt, asked))
+                except ServerError as error:
+                    return Result(began, None, str(error))
+                finally:
+                    ended()
+
+        arrivals = load.arrivals(len(wanted), seed)
+        return await asyncio.gather(*(one(*request, at) for request, at in zip(wanted, arrivals, strict=True)))
+
+
+def figures(load: Load, results: Seq[Result], goals: Mapping[str, float]) -> Row:
+    """Latencies are in milliseconds."""
+    answers = [result.answer for result in results if result.answer is not None]
+    ends = [answer.deliveries[-1][0] for answer in answers if answer.deliveries]
+    seconds = max(ends) - min(result.began for result in results) if ends else 0.0
+    written, read = sum(a.output_tokens for a in answers), sum(a.prompt_tokens for a in answers)
+    errors = list(dict.fromkeys(result.error for result in results if result.error))
+    row: Row = {
+        "request_rate": None if math.isinf(load.request_rate) else load.request_rate,
+        "concurrency": load.concurrency,
+        "completed": len(answers),
+        "failed": len(results) - len(answers),
+        "errors": errors[:_ERRORS_SHOWN],
+        "seconds": seconds,
+        "input_tokens": read,
+        "output_tokens": written,
+        "request_throughput": _per(len(answers), seconds),
+        "output_throughput": _per(written, seconds),
+        "total_throughput": _per(written + read, seconds),
+    }
+    values = {name: [r.latencies[name] for r in results if name in r.latencies] for name in GOALS}
+    values["itl"] = [gap for result in results for gap in result.gaps]
+    for name in LATENCIES:
+        row[f"{name}_ms"] = _spread(values[name])
+    if goals:
+        good = sum(result.meets(goals) for result in results)
+        row |= {"goodput": _per(good, seconds), "good_share": good / len(results)}
+    return row
+
+
+def _per(count: float, seconds: float) -> float:
+    return count / seconds if seconds else 0.0
+
+
+def _spread(seconds: Seq[float]) -> dict[str, float] | None:
+    """Mean and percentiles in milliseconds; None without values."""
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    found = {f"p{p}": ordered[math.ceil(p / 100 * len(ordered)) - 1] for p in PERCENTILES}
+    return {name: 1000 * value for name, value in {"mean": statistics.fmean(ordered), **found}.items()}
+
+
+def parse_goals(texts: Seq[str]) -> dict[str, float]:
+    """`ttft:200,tpot:30` as {"ttft": 200.0, "tpot": 30.0}, in milliseconds."""
+    found = {}
+    for text in filter(None, (part.strip() for entry in texts for part in entry.replace(",", " ").split())):
+        name, _, most = text.partition(":")
+        try:
+            found[name] = float(most)
+        except ValueError:
+            found[name] = math.nan
+        if name not in GOALS or not found[name] > 0:
+            raise ConfigError(f"goodput {text!r}: write {', '.join(GOALS)} with milliseconds, such as ttft:200,tpot:30")
+    return found
+
+
+def settings(requests: Requests, goals: Mapping[str, float]) -> dict[str, Any]:
+    """For a report."""
+    return {**asdict(requests), "folder": str(requests.folder) if requests.folder else None, "goodput": dict(goals)}

@@ -1,0 +1,154 @@
+"""`ssd bench serve`: load on a server, and what becomes of its latencies."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ssd.cli.console import Temperature, errors, explained
+from ssd.errors import ConfigError
+from ssd.version import VERSION
+
+if TYPE_CHECKING:
+    from ssd.bench.serve import Load
+
+T = TypeVar("T")
+
+HELP: Final = """\
+Put load on any [bold]OpenAI-compatible server[/], and measure first token, time per token and throughput.
+
+Requests arrive at random ([cyan]--request-rate[/], a Poisson process), or a fixed number is in flight \
+([cyan]--concurrency[/]); lists by commas make a sweep. Prompts have lengths like ShareGPT's, or come from a prompt \
+set. Tokens are counted by the server's usage. The exit code is 1 if a request failed.
+
+[bold]Try[/]
+
+  ssd bench serve http://127.0.0.1:8000 --concurrency 1,2,4,8,16 --plot frontier.png
+
+  ssd bench serve http://127.0.0.1:8000 --request-rate 1,2,4 --goodput ttft:200,tpot:30 --json load.json
+
+  ssd bench serve ssd=http://127.0.0.1:8000 vllm=http://127.0.0.1:8001 --dataset gsm8k
+"""
+
+
+def bench_serve(
+    urls: Annotated[list[str], typer.Argument(help="Of servers, perhaps with a name: NAME=URL.", metavar="URL...")],
+    model: Annotated[str | None, typer.Option(help="Its name there.", show_default="the server's first")] = None,
+    request_rate: Annotated[str, typer.Option(metavar="RATES", help="Arrivals a second, by commas.")] = "",
+    concurrency: Annotated[str, typer.Option(metavar="NUMBERS", help="Most requests in flight, by commas.")] = "",
+    num_prompts: Annotated[int, typer.Option(help="Requests at every point of the sweep.")] = 100,
+    dataset: Annotated[
+        str, typer.Option(help="sharegpt (random words of such lengths), or a prompt set.")
+    ] = "sharegpt",
+    folder: Annotated[Path | None, typer.Option(help="Of prompt sets.", show_default="$SSD_DATASET_DIR")] = None,
+    input_len: Annotated[int, typer.Option(help="Median length of sharegpt's prompts.")] = 80,
+    output_len: Annotated[int, typer.Option(help="Median length of answers.")] = 160,
+    max_input_len: Annotated[int, typer.Option(help="No such prompt is longer.")] = 1024,
+    max_output_len: Annotated[int, typer.Option(help="No answer is longer.")] = 1024,
+    ignore_eos: Annotated[bool, typer.Option(help="Answers have the length that was drawn for them.")] = True,
+    temperature: Temperature = 0.0,
+    seed: Annotated[int, typer.Option(help="Of lengths, prompts, arrivals and answers.")] = 0,
+    goodput: Annotated[
+        list[str] | None, typer.Option(help="Count requests within these ms: ttft:200,tpot:30,e2e:5000.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures here; -: to stdout.")] = None,
+    plot: Annotated[list[Path] | None, typer.Option(help="Draw the latency-throughput frontier: .png or .svg.")] = None,
+    earlier: Annotated[
+        list[Path] | None, typer.Option("--with", help="Show the results of this earlier --json file, too.")
+    ] = None,
+) -> None:
+    with explained():
+        from ssd.bench import frontier, serve
+        from ssd.bench.openai import ServerContender
+
+        loads, goals = _loads(request_rate, concurrency), serve.parse_goals(goodput or [])
+        requests = serve.Requests(
+            dataset,
+            num_prompts,
+            input_len,
+            output_len,
+            max_input_len,
+            max_output_len,
+            temperature,
+            seed,
+            ignore_eos,
+            folder,
+        )
+        for file in plot or []:
+            frontier.check_file(file)
+        to_stdout = json_file == Path("-")
+        if json_file is not None and not to_stdout and not json_file.parent.is_dir():
+            raise ConfigError(f"json {json_file}: there is no folder {json_file.parent}")
+        before = [row for file in earlier or [] for row in _read(file)]
+        servers = [ServerContender(url, model, name) for name, url in map(_named, urls)]
+        with Progress(*_COLUMNS, console=errors, transient=True) as progress:
+            rows = serve.sweep(servers, loads, requests, goals, _tracked(progress))
+        stream = sys.stderr if to_stdout else sys.stdout
+        out = Console(file=stream, width=None if stream.isatty() else 160)
+        out.print(frontier.table([*before, *rows]))
+        for note in dict.fromkeys(server.note for server in servers if server.note):
+            out.print(f"[dim]{escape(note)}[/]", highlight=False, soft_wrap=True)
+        if json_file is not None:
+            settings = serve.settings(requests, goals)
+            report = {"version": VERSION, "command": shlex.join(sys.argv), "settings": settings, "results": rows}
+            text = json.dumps(report, indent=1) + "\n"
+            typer.echo(text, nl=False) if to_stdout else json_file.write_text(text, encoding="utf-8")
+        for file in plot or []:
+            frontier.draw([*before, *rows], file)
+        for error in dict.fromkeys(error for row in rows for error in row["errors"]):
+            errors.print(f"[bold red]error:[/] {escape(error)}", highlight=False, soft_wrap=True)
+        if any(row["failed"] for row in rows):
+            raise typer.Exit(1)
+
+
+_COLUMNS: Final = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+
+
+def _tracked(progress: Progress) -> Callable[[str, int], Callable[[], None]]:
+    def begin(name: str, count: int) -> Callable[[], None]:
+        task = progress.add_task(escape(name), total=count)
+        return lambda: progress.advance(task)
+
+    return begin
+
+
+def _loads(request_rate: str, concurrency: str) -> list[Load]:
+    """A sweep over one of the two; of the other at most one value."""
+    from ssd.bench.serve import Load
+
+    rates = _numbers("request-rate", request_rate, float) or [math.inf]
+    numbers: list[int | None] = [*_numbers("concurrency", concurrency, int)] or [None]
+    if len(rates) > 1 and len(numbers) > 1:
+        raise ConfigError("request-rate and concurrency: sweep over one of them, and give one value of the other")
+    if rates == [math.inf] and numbers == [None]:
+        numbers = [1]
+    return [Load(rate, number) for rate in rates for number in numbers]
+
+
+def _numbers(name: str, text: str, kind: Callable[[str], T]) -> list[T]:
+    try:
+        return [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ConfigError(f"{name} {text!r}: write numbers, separated by commas") from None
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, found, url = text.partition("=")
+    return (name, url) if found and "/" not in name else ("", text)
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    try:
+        return list(json.loads(file.read_text(encoding="utf-8"))["results"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"with {file}: not a --json file of this command ({error})") from error

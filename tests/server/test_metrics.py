@@ -1,0 +1,123 @@
+"""What Prometheus is told: names, values against the engine's own, and a dashboard that asks for nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("prometheus_client", reason="the extra `serve` is not installed")
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from ssd import LLM, SamplingParams
+from ssd.server.metrics import Metrics
+
+DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"
+VLLM_NAMES = [
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "num_preemptions_total",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "request_success_total",
+    "time_to_first_token_seconds_bucket",
+    "inter_token_latency_seconds_bucket",
+    "request_time_per_output_token_seconds_bucket",
+    "e2e_request_latency_seconds_bucket",
+    "request_queue_time_seconds_bucket",
+    "spec_decode_num_drafts_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
+    "spec_decode_num_accepted_tokens_per_pos_total",
+]
+
+Samples = dict[tuple[str, str], float]  # by name and the label that is not the model's
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    speculation = {"mode": "ssd", "draft": "tiny-llama-draft", "placement": "inline"}
+    with LLM("tiny-llama", device="cpu", speculation=speculation) as llm:
+        yield llm
+
+
+def exported(llm: LLM) -> set[str]:
+    """All names, once a draft has been verified: acceptance by position has no value before."""
+    llm.generate("Once upon a time", SamplingParams(max_new_tokens=16, ignore_eos=True))
+    return {name for name, _ in scraped(Metrics(llm))}
+
+
+def scraped(metrics: Metrics) -> Samples:
+    found: Samples = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            assert sample.labels.pop("model_name") == "tiny-llama"
+            found[sample.name, ",".join(sample.labels.values())] = sample.value
+    return found
+
+
+def test_values_are_the_engines(llm: LLM) -> None:
+    """Catches a counter under another's name, and a request that is observed twice or not at all."""
+    metrics = Metrics(llm)
+    outputs = llm.generate(["Once upon a time", "def add(a, b):"], SamplingParams(max_new_tokens=24, ignore_eos=True))
+    outputs += llm.generate("A haiku:", SamplingParams(max_new_tokens=8, n=2, temperature=1.0, seed=1, ignore_eos=True))
+    found, engine = scraped(metrics), llm.engine.metrics
+    assert found["ssd_generation_tokens_total", ""] == engine.output_tokens == 24 + 24 + 8 + 8
+    assert found["ssd_prompt_tokens_total", ""] == engine.prompt_tokens
+    assert found["ssd_request_success_total", "length"] == 4
+    assert found["ssd_request_success_total", "abort"] == 0
+    assert found["ssd_spec_decode_num_accepted_tokens_total", ""] == engine.spec_decode_num_accepted_tokens > 0
+    positions = [value for (name, _), value in found.items() if name.endswith("_per_pos_total")]
+    assert positions == engine.spec_decode_num_accepted_tokens_per_pos
+    assert found["ssd_look_ups_total", ""] == sum(engine.ssd_look_ups_after) > 0
+    assert found["ssd_hit_rate", ""] == pytest.approx(engine.ssd_hit_rate)
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
+        assert found[f"ssd_{name}_seconds_count", ""] == 4
+    longest = max(s.metrics.finished - s.metrics.arrival for o in outputs for s in o.samples)
+    assert found["ssd_e2e_request_latency_seconds_sum", ""] <= 4 * longest
+    rounds = sum(s.metrics.rounds for o in outputs for s in o.samples)
+    assert found["ssd_inter_token_latency_seconds_count", ""] == rounds - 4
+    assert found["ssd_request_generation_tokens_sum", ""] == 64
+    assert found["ssd_num_requests_running", ""] == found["ssd_kv_cache_usage_perc", ""] == 0
+
+
+def test_names_are_those_of_vllm(llm: LLM) -> None:
+    assert {f"ssd_{name}" for name in VLLM_NAMES} <= exported(llm)
+
+
+def test_two_of_them_share_nothing(llm: LLM) -> None:
+    """A global registry would refuse the second one's names."""
+    first = Metrics(llm)
+    llm.generate("One", SamplingParams(max_new_tokens=2, ignore_eos=True))
+    second = Metrics(llm)
+    assert scraped(first)["ssd_request_success_total", "length"] == 1
+    assert scraped(second)["ssd_request_success_total", "length"] == 0
+
+
+def test_the_dashboard_asks_for_what_there_is(llm: LLM) -> None:
+    """Every name in the dashboard is exported, and the panels do not lie upon each other."""
+    board = json.loads(DASHBOARD.read_text())
+    asked = {
+        name
+        for panel in board["panels"]
+        for target in panel.get("targets", [])
+        for name in re.findall(r"ssd_\w+", target["expr"])
+    }
+    assert asked <= exported(llm)
+    assert len(asked) >= 20
+    places = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in board["panels"]]
+    assert len(set(places)) == len(places)
+
+
+def test_a_closed_engine_is_no_error() -> None:
+    llm = LLM("tiny-llama", device="cpu")
+    metrics = Metrics(llm)
+    llm.close()
+    assert b"ssd_request_success" in metrics.render()
