@@ -1,4 +1,4 @@
-"""Servers inside the test process, on free ports of the loopback interface."""
+"""Servers inside the test process, on free loopback ports. Without the extra `serve`, importing this skips a test."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+pytest.importorskip("openai")
 
 import openai
 

@@ -16,9 +16,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-import openai
 import pytest
-from live_server import DRAFT, MODEL, SPECULATION, Served, serving, until
+from live_server import DRAFT, MODEL, SPECULATION, Served, openai, serving, until
 
 from ssd import LLM, SamplingParams
 
