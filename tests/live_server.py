@@ -1,4 +1,4 @@
-"""Servers inside the test process, on free ports of the loopback interface."""
+"""Servers inside the test process, on free loopback ports. Without the extra `serve`, importing this skips a test."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+pytest.importorskip("openai")
 
 import openai
 

@@ -40,7 +40,12 @@ SCHEMAS: dict[str, Any] = {
     "enum": {"enum": ["rouge", "vert", "bleu", 3, None, True]},
     "const": record(kind={"const": "point"}, origin={"const": [0, 0]}),
     "array": {"type": "array", "items": {"type": "integer", "minimum": -5, "maximum": 5}, "minItems": 2, "maxItems": 4},
-    "tuple": {"type": "array", "prefixItems": [{"type": "boolean"}, {"enum": ["x", "y"]}], "items": False, "minItems": 2},
+    "tuple": {
+        "type": "array",
+        "prefixItems": [{"type": "boolean"}, {"enum": ["x", "y"]}],
+        "items": False,
+        "minItems": 2,
+    },
     "integers": record(a={"type": "integer", "minimum": 10, "maximum": 99}, b={"type": "integer", "enum": [7]}),
     "numbers": record(a={"type": "number", "exclusiveMinimum": 0, "maximum": 1, "multipleOf": 0.25}),
     "pattern": record(code={"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"}),

@@ -7,9 +7,8 @@ from collections import defaultdict
 from typing import Any
 
 import httpx
-import openai
 import pytest
-from live_server import MODEL, Served
+from live_server import MODEL, Served, openai
 
 from ssd import SamplingParams
 
