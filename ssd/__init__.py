@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ssd.constraints.structured import StructuredOutput
 from ssd.core import Delta, RequestOutput, Sample, SamplingParams
 from ssd.errors import (
     ConfigError,
@@ -34,6 +35,7 @@ __all__ = [
     "SSDError",
     "Sample",
     "SamplingParams",
+    "StructuredOutput",
     "UnsupportedModel",
 ]
 

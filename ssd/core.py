@@ -14,12 +14,14 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import InitVar, dataclass, field, replace
 from enum import Enum, IntEnum
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ssd.constraints.grammars import Constraint
 from ssd.constraints.structured import StructuredOutput
 from ssd.errors import RequestError
 from ssd.kv.blocks import BlockTable
+
+if TYPE_CHECKING:
+    from ssd.constraints.grammars import Constraint
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

@@ -161,6 +161,4 @@ def _library() -> Any:
     try:
         return importlib.import_module("llguidance")
     except ImportError as error:
-        raise RequestError(
-            "structured: needs the package llguidance (pip install 'ssd-engine[serve]' or pip install llguidance)"
-        ) from error
+        raise RequestError("structured: needs the package llguidance: pip install llguidance") from error

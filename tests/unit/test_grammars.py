@@ -221,7 +221,7 @@ def test_compiled_once(backend: tokenizers.Tokenizer, grammars: Grammars, monkey
 
 def test_without_an_end_of_sequence_token(backend: tokenizers.Tokenizer) -> None:
     pytest.importorskip("llguidance")
-    with pytest.raises(RequestError, match="^structured: the checkpoint names no end-of-sequence token"):
+    with pytest.raises(RequestError, match=r"^structured: the checkpoint names no end-of-sequence token"):
         Grammars(backend, 300, []).check(StructuredOutput(json_object=True))
 
 
