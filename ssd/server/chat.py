@@ -50,7 +50,7 @@ async def start_chat(state: ServerState, body: ChatRequest, request: Request) ->
     params = constrained(body, _params(body, state.llm.driver.limits.max_model_len))
     prompt, options = await asyncio.to_thread(_prompt, state.llm, body)
     template = state.llm.tokenizer.template_source(body.chat_template, body.tools)
-    tools = read_tools(body, template, state.options.tool_parser)
+    tools = read_tools(body, template, state.options.tool_parser, state.llm.tokenizer)
     if tools is not None:
         params = tools.constrained(params)
     generation = await start(state, prompt, params, chat_options=options, request=request, stream=bool(body.stream))

@@ -17,8 +17,9 @@ from ssd.core import SamplingParams
 from ssd.server.errors import ApiError, unsupported
 from ssd.server.parsing import MessageFormat
 from ssd.server.protocol import ChatRequest
-from ssd.server.reasoning import marks_reasoning, opens_reasoning
+from ssd.server.reasoning import CLOSING, OPENING, marks_reasoning, opens_reasoning
 from ssd.server.tools import PARSERS, ToolParser, parser_for
+from ssd.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 _MAX_DEPTH: Final = 64
@@ -36,6 +37,7 @@ class ToolUse:
     strict: frozenset[str]  # tools whose arguments must follow their schema
     forced: bool  # the answer is a call
     parallel: bool
+    tokens: frozenset[str]  # tags that are tokens of the model's vocabulary
 
     @property
     def names(self) -> frozenset[str]:
@@ -53,30 +55,36 @@ class ToolUse:
     def _grammar(self) -> str:
         """In llguidance's dialect of Lark."""
         parser, names = self.parser, list(self.schemas)
-        call = " | ".join(f"call_{i}" for i in range(len(names)))
-        rules = [f"call: {call}"]
+        opening, closing = ("", "") if parser.bare else map(self._tag, (parser.opening, parser.closing))
+        rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(names)))]
         for i, name in enumerate(names):
             constrained = self.forced or name in self.strict
             schema = {**(self.schemas[name] if constrained else {"type": "object"}), "x-guidance": _LAYOUT}
-            head = f'{parser.lead}{{"name": "{name}", "{parser.key}": '
-            rules.append(f"call_{i}: {json.dumps(head)} arguments_{i} {json.dumps('}' + parser.trail)}")
+            head, end = f'{parser.lead}{{"name": "{name}", "{parser.key}": ', "}" + parser.trail
+            rules.append(f"call_{i}: {json.dumps(head)} arguments_{i} {json.dumps(end)} {closing}")
             rules.append(f"arguments_{i}: %json {json.dumps(schema)}")
-        tag, separator = json.dumps(parser.opening), json.dumps(parser.separator)
-        calls = f"{{0}} call ({separator} {{0}} call)*" if self.parallel else "{0} call"
-        if self.forced:
-            start = [f"start: {calls.format('' if parser.bare else tag)}"]
-        elif parser.bare:
-            start = [f"start: {calls.format('')} | TEXT?", r"TEXT: /[^\s{][\s\S]*/"]
-        else:
-            start = [
-                f"start: (open call){'*' if self.parallel else '?'} TEXT",
-                rf"open[lazy]: /[\s\S]*{parser.opening}/",
-                r"TEXT: /[\s\S]*/",
-            ]
-        return "\n".join([*start, *rules])
+        calls = f"{opening} call"
+        if self.parallel:
+            calls += f" ({json.dumps(parser.separator)} {calls})*"
+        return "\n".join([*([f"start: {calls}"] if self.forced else self._free_text(calls)), *rules])
+
+    def _free_text(self, calls: str) -> list[str]:
+        """Text with calls in it, or in place of it."""
+        parser, repeat = self.parser, "*" if self.parallel else "?"
+        if parser.bare:
+            return [f"start: {calls} | TEXT?", r"TEXT: /[^\s{][\s\S]*/"]
+        if parser.opening not in self.tokens:
+            text = [rf"open[lazy]: /[\s\S]*{parser.opening}/", r"TEXT: /[\s\S]*/"]
+            return [f"start: (open call){repeat} TEXT", *text]
+        words = " | ".join(["TEXT", *(tag for tag in (OPENING, CLOSING) if tag in self.tokens)])
+        return [f"start: (text {parser.opening} call){repeat} text", f"text: ({words})*", r"TEXT: /[\s\S]+/"]
+
+    def _tag(self, tag: str) -> str:
+        """A tag that is a token of its own is matched as that token, not as text."""
+        return tag if tag in self.tokens else json.dumps(tag)
 
 
-def read_tools(body: ChatRequest, chat_template: str, tool_parser: str) -> ToolUse | None:
+def read_tools(body: ChatRequest, chat_template: str, tool_parser: str, tokenizer: Tokenizer) -> ToolUse | None:
     """The request's tools, checked; None if there are none, or none to be called.
 
     `tool_parser`: a name of `PARSERS`, or "auto" for the one that fits the chat template.
@@ -101,7 +109,9 @@ def read_tools(body: ChatRequest, chat_template: str, tool_parser: str) -> ToolU
     if choice not in ("auto", "required"):
         schemas = {choice: schemas[choice]}
     strict = frozenset(function["name"] for function in functions if function.get("strict"))
-    return ToolUse(parser, schemas, strict, choice != "auto", body.parallel_tool_calls is not False)
+    tags = (parser.opening, parser.closing, OPENING, CLOSING)
+    tokens = frozenset(tag for tag in tags if tokenizer.token_id(tag) is not None)
+    return ToolUse(parser, schemas, strict, choice != "auto", body.parallel_tool_calls is not False, tokens)
 
 
 def message_format(chat_template: str, prompt_end: str, tools: ToolUse | None) -> MessageFormat:

@@ -59,7 +59,7 @@ class ToolParser:
     opening: str = ""  # the tag before a call
     closing: str = ""  # the tag after a call, which may be missing
     bare = False  # whether a message may begin with a call, without a tag
-    # for writing: lead {"name": …, key: {…}} trail, with the separator between calls
+    # how a call is written: opening lead {"name": …, key: {…}} trail closing, with the separator between calls
     lead: str = ""
     trail: str = ""
     key: str = "arguments"
@@ -183,7 +183,7 @@ class HermesParser(ToolParser):
     opening = "<tool_call>"
     closing = "</tool_call>"
     lead = "\n"
-    trail = "\n</tool_call>"
+    trail = "\n"
     separator = "\n"
 
 

@@ -12,8 +12,8 @@ import jsonschema
 import openai
 import pytest
 from live_server import MODEL, Served, serving
-from scripted import ARGUMENTS, CALL, WEATHER, Script, checkpoint
 
+from server.scripted import ARGUMENTS, CALL, WEATHER, Script, checkpoint
 from ssd import LLM
 
 CHAT_TOOL: Any = {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}

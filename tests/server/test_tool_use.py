@@ -1,0 +1,85 @@
+"""Grammars that force tool calls, for the tokenizers of the families they are for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ssd.core import SamplingParams
+from ssd.server.protocol import ChatRequest
+from ssd.server.tool_use import ToolUse, read_tools
+from ssd.text.tokenizer import Tokenizer, load_tokenizer
+
+pytest.importorskip("llguidance")
+
+from ssd.constraints.grammars import Grammars
+
+REAL_TOKENIZERS = Path(os.environ.get("SSD_TEST_TOKENIZERS", "tokenizers"))
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+CALLS = {
+    "llama-3.2": '{"name": "add", "parameters": {"a": 12}}',
+    "qwen3": '<tool_call>\n{"name": "add", "arguments": {"a": 12}}\n</tool_call>',
+}
+SEPARATORS = {"llama-3.2": "; ", "qwen3": "\n"}
+
+
+def real_tokenizer(name: str) -> Tokenizer:
+    if not (REAL_TOKENIZERS / name).is_dir():
+        pytest.skip(f"no tokenizer {name}: set SSD_TEST_TOKENIZERS")
+    return load_tokenizer(REAL_TOKENIZERS / name)
+
+
+def tools_of(tokenizer: Tokenizer, strict: bool = False, choice: str = "auto", parallel: bool = True) -> ToolUse:
+    function = {"name": "add", "parameters": SCHEMA, "strict": strict}
+    body = ChatRequest(
+        model="m",
+        messages=[],
+        tools=[{"type": "function", "function": function}],
+        tool_choice=choice,
+        parallel_tool_calls=parallel,
+    )
+    use = read_tools(body, tokenizer.template_source(), "auto", tokenizer)
+    assert use is not None
+    return use
+
+
+def follows(tokenizer: Tokenizer, use: ToolUse, text: str) -> bool:
+    """Whether every token of the text, as the tokenizer splits it, and then the end are allowed."""
+    structured = use.constrained(SamplingParams()).structured
+    assert structured is not None
+    assert tokenizer.eos_token_id is not None
+    grammars = Grammars(tokenizer.backend, tokenizer.vocab_size, [tokenizer.eos_token_id])
+    ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    return grammars.constraint(structured).num_valid(ids) == len(ids)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_forced_calls(name: str) -> None:
+    """The model's own tokens of a call are allowed (tags that are tokens included), and nothing else."""
+    tokenizer, call, separator = real_tokenizer(name), CALLS[name], SEPARATORS[name]
+    use = tools_of(tokenizer, choice="required")
+    assert follows(tokenizer, use, call)
+    assert follows(tokenizer, use, call + separator + call)
+    assert not follows(tokenizer, tools_of(tokenizer, choice="required", parallel=False), call + separator + call)
+    assert not follows(tokenizer, use, "Hello")
+    assert not follows(tokenizer, use, call.replace("12", '"x"'))
+    assert not follows(tokenizer, use, call.replace("add", "other"))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_strict_calls(name: str) -> None:
+    """Text is free, reasoning included; a call follows its schema."""
+    tokenizer, call = real_tokenizer(name), CALLS[name]
+    use = tools_of(tokenizer, strict=True)
+    assert follows(tokenizer, use, "Hello <b>you</b> {1}")
+    assert follows(tokenizer, use, call)
+    assert not follows(tokenizer, use, call.replace("12", '"x"'))
+    if name == "qwen3":
+        assert follows(tokenizer, use, f"<think>\nHm.\n</think>\n\nI look.\n{call}\n{call}")
+
+
+def test_without_constraint() -> None:
+    params = SamplingParams()
+    assert tools_of(real_tokenizer("qwen3")).constrained(params) is params
