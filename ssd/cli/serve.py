@@ -29,6 +29,7 @@ ends it at once. Needs the extra [cyan]serve[/].
 """
 SERVER: Final = "Server"
 LIMITS: Final = "Limits"
+LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 
 
 def serve(
@@ -132,6 +133,8 @@ def serve(
             speculation=wanted,
         ) as llm:
             print_note(llm.note)
+            if not options.api_keys and host not in LOOPBACK:
+                errors.print(f"[yellow]no --api-key: whoever reaches {host}:{port} is served[/]", highlight=False)
             logging.getLogger("ssd.access").setLevel(logging.INFO)
             errors.print(f"{options.served_model_name} at http://{host}:{port}/v1", highlight=False)
             Server(create_app(llm, options), host=host, port=port).run()

@@ -13,8 +13,8 @@ from fastapi.responses import StreamingResponse
 
 from ssd.core import RequestOutput, TokenLogprobs
 from ssd.server.errors import ApiError, api_error
-from ssd.server.generation import ServerState
-from ssd.server.protocol import GenerationRequest
+from ssd.server.generation import Piece, ServerState
+from ssd.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 
 _LEAST_LOGPROB: Final = -9999.0  # JSON has no -inf
 
@@ -92,6 +92,12 @@ class CompletionLogprobs:
             offsets.append(self.offset)
             self.offset += len(text)
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def worth_sending(body: ChatRequest | CompletionRequest, piece: Piece) -> bool:
+    """False for tokens without text yet (parts of a character, of a stop string), unless tokens were asked for."""
+    wants_tokens = body.return_token_ids or body.logprobs not in (None, False)
+    return bool(piece.text or piece.finish_reason or wants_tokens)
 
 
 def event_stream(chunks: AsyncIterator[dict[str, Any]]) -> StreamingResponse:

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from ssd.core import Sample, SamplingParams
 from ssd.errors import RequestError
 from ssd.llm import LLM, Prompt
-from ssd.server.answers import chat_logprobs, check_common, event_stream, usage
+from ssd.server.answers import chat_logprobs, check_common, event_stream, usage, worth_sending
 from ssd.server.constraints import constrained
 from ssd.server.errors import ApiError, AsciiJSON
 from ssd.server.generation import Generation, Piece, ServerState, start
@@ -98,14 +98,10 @@ async def _chunks(head: dict[str, Any], body: ChatRequest, generation: Generatio
     for index in range(body.n or 1):
         yield {**head, "choices": [{"index": index, **role}], **more}
     async for piece in generation.pieces():
-        if _says_something(piece):
+        if worth_sending(body, piece):
             yield {**head, "choices": [_chunk_choice(body, piece)], **more}
     if body.include_usage:
         yield {**head, "choices": [], "usage": usage([generation.output])}
-
-
-def _says_something(piece: Piece) -> bool:
-    return bool(piece.text or piece.token_ids or piece.finish_reason)
 
 
 def _chunk_choice(body: ChatRequest, piece: Piece) -> dict[str, Any]:

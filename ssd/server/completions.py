@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from ssd.core import FinishReason
-from ssd.server.answers import CompletionLogprobs, check_common, event_stream, usage
+from ssd.server.answers import CompletionLogprobs, check_common, event_stream, usage, worth_sending
 from ssd.server.constraints import constrained
 from ssd.server.errors import AsciiJSON, unsupported
 from ssd.server.generation import Generation, Piece, ServerState, start_all
@@ -72,6 +72,8 @@ async def _chunks(
     pending = {i: echoes[i // n] for i in range(n * len(generations)) if echoes[i // n]}  # before the first piece
     async with aclosing(_merged(generations)) as pieces:  # type: ignore[type-var]
         async for i, piece in pieces:
+            if not worth_sending(body, piece):
+                continue
             index = i * n + piece.index
             logprobs = None if body.logprobs is None else written[index].of(piece.logprobs)
             text = pending.pop(index, "") + piece.text

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
+import time
 from types import FrameType
 
 import uvicorn
@@ -21,14 +23,7 @@ class Server(uvicorn.Server):
     def __init__(self, app: FastAPI, *, host: str, port: int) -> None:
         self._state: ServerState = app.state.server
         self._draining: asyncio.Task[None] | None = None
-        config = uvicorn.Config(
-            app,
-            host=host,
-            port=port,
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=max(1, int(self._state.options.drain_timeout)),
-        )
+        config = uvicorn.Config(app, host=host, port=port, log_config=None, access_log=False)
         super().__init__(config)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -47,6 +42,9 @@ class Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         log.info("draining: running requests end, new ones are refused")
-        if not await self._state.admission.drain(self._state.options.drain_timeout):
-            log.warning("some requests did not end within %g seconds", self._state.options.drain_timeout)
+        timeout, begin = self._state.options.drain_timeout, time.monotonic()
+        if not await self._state.admission.drain(timeout):
+            log.warning("some requests did not end within %g seconds", timeout)
+        left = timeout - (time.monotonic() - begin)  # for clients that still read
+        self.config.timeout_graceful_shutdown = max(1, math.ceil(left))
         self.should_exit = True

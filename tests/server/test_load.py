@@ -104,6 +104,26 @@ def test_a_client_that_vanishes_ends_its_request(served: Served, stream: bool) -
     until(lambda: served.admission.sequences == 0)
 
 
+@pytest.mark.slow
+def test_200_clients_that_vanish_leave_nothing_behind(served: Served) -> None:
+    """Catches threads, file handles, tasks or admission that leak."""
+
+    def held() -> tuple[int, int, int]:
+        state = served.server.config.app.state.server  # type: ignore[union-attr]
+        return len(os.listdir("/proc/self/fd")), served.admission.sequences, len(state.watchers)
+
+    until(lambda: served.llm.engine.num_unfinished_requests == 0)
+    before, draw = held(), random.Random(1)
+    for _ in range(10):
+        connections = [_post(served, ENDLESS | {"stream": draw.random() < 0.8, "max_tokens": 300}) for _ in range(20)]
+        for connection in connections:
+            time.sleep(draw.uniform(0, 0.05))
+            connection.close()
+    until(lambda: served.llm.engine.num_unfinished_requests == 0, seconds=60)
+    until(lambda: held() == before)
+    assert served.client().completions.create(model=MODEL, prompt="x", max_tokens=2).usage.completion_tokens == 2
+
+
 def test_slow_readers_slow_nobody(llm: LLM) -> None:
     """Their requests end at the engine's pace; what they have not read is merged, and complete."""
     body = ENDLESS | {"stream": True, "max_tokens": 150, "temperature": 0, "logprobs": 20}
@@ -222,6 +242,18 @@ def test_a_failed_engine_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert served.admission.sequences == 0
 
 
+def test_a_bug_is_an_error_without_details(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(*_: object) -> list[int]:
+        raise ZeroDivisionError("private")
+
+    with serving(llm) as served:
+        monkeypatch.setattr(llm, "encode", encode)
+        with pytest.raises(openai.InternalServerError, match="internal error") as raised:
+            served.client().completions.create(model=MODEL, prompt="x")
+        assert "private" not in raised.value.response.text
+        assert served.admission.sequences == 0
+
+
 def test_a_drain_lets_requests_end(llm: LLM) -> None:
     with serving(llm) as served:
         client = served.client()
@@ -251,6 +283,24 @@ def test_the_command_serves_until_it_is_told_to_stop() -> None:
     assert "POST '/v1/completions' 200" in log
     assert "Traceback" not in log
     assert "secret" not in log
+
+
+def test_without_the_extra_the_command_says_how_to_get_it() -> None:
+    """Also: the library and the other commands do without."""
+    code = "import sys; sys.modules['fastapi'] = None; from ssd.cli.main import app; app(['serve', 'tiny-llama'])"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "pip install 'ssd-engine[serve]'" in ended.stderr
+
+
+def test_a_drain_ends_requests_that_take_too_long(llm: LLM) -> None:
+    with serving(llm, drain_timeout=0.5) as served:
+        stream = served.client().completions.create(**_sdk(ENDLESS), stream=True)
+        next(stream)
+        served.server.handle_exit(signal.SIGTERM, None)
+        served.thread.join(10)
+        assert not served.thread.is_alive()
+        until(lambda: llm.engine.num_unfinished_requests == 0)
 
 
 @contextmanager
