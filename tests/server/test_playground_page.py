@@ -194,3 +194,14 @@ def test_screenshots(page: Any, theme: str) -> None:
     idle(page)
     page.wait_for_timeout(3000)
     page.screenshot(path=Path(PICTURES or "") / f"playground-{theme}.png")
+
+
+def test_the_page_asks_for_the_api_key(browser: Any, served: Served) -> None:
+    with serving(served.llm, api_keys=("secret",)) as closed:
+        page = browser.new_page()
+        page.goto(closed.url)
+        expect(page.locator("#served")).to_contain_text("API key")
+        page.get_by_label("API key").fill("secret")
+        expect(page.locator("#served")).to_contain_text("drafts")
+        assert len(ask(page, "Who are you?").locator(".answer").text_content()) > 0
+        page.close()
