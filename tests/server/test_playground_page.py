@@ -17,7 +17,10 @@ from ssd import LLM
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 expect = sync_api.expect
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium"),
+]
 PICTURES = os.environ.get("SSD_SCREENSHOTS")  # a folder: write the docs' screenshots there
 QUESTION = "Tell me a story about a king and his three daughters."
 
