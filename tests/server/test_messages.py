@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import anthropic
 import pytest
+
+pytest.importorskip("fastapi", reason="needs the extras serve and dev")
+pytest.importorskip("anthropic", reason="needs the extras serve and dev")
+
+import anthropic
 from live_server import MODEL, Served, serving
 
 from ssd import LLM, SamplingParams

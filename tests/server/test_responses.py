@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import openai
 import pytest
+
+pytest.importorskip("fastapi", reason="needs the extras serve and dev")
+pytest.importorskip("openai", reason="needs the extras serve and dev")
+
+import openai
 from live_server import MODEL, Served
 
 from ssd import SamplingParams

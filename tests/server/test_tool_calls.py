@@ -7,10 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extras serve and dev")
+pytest.importorskip("openai", reason="needs the extras serve and dev")
+pytest.importorskip("anthropic", reason="needs the extras serve and dev")
+pytest.importorskip("jsonschema", reason="needs the extras serve and dev")
+
 import anthropic
 import jsonschema
 import openai
-import pytest
 from live_server import MODEL, Served, serving
 
 from server.scripted import ARGUMENTS, CALL, WEATHER, Script, checkpoint

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("fastapi", reason="needs the extras serve and dev")
+
+
 from ssd.core import SamplingParams
 from ssd.server.protocol import ChatRequest
 from ssd.server.tool_use import ToolUse, read_tools
