@@ -143,7 +143,7 @@ async def start_all(
     try:
         encoded = [await asyncio.to_thread(state.llm.encode, prompt, chat_options) for prompt in prompts]
         for token_ids in encoded:
-            driver.check(token_ids, params)
+            await asyncio.to_thread(driver.check, token_ids, params)  # may compile a grammar
         ticket.add_tokens(sum(_cost(state, token_ids, params) for token_ids in encoded))
         for token_ids in encoded:
             submissions.append(driver.submit_async(token_ids, params, stream=stream))

@@ -88,7 +88,7 @@ def test_a_step_that_differs_is_not_used(
 
 def test_a_model_without_a_kernel_keeps_its_own(caplog: pytest.LogCaptureFixture) -> None:
     decoder, kv = make_decoder()  # float32
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="ssd"):
         persistent.use_persistent_step(decoder, kv)
     assert decoder.step is None
     assert "bfloat16" in caplog.text
@@ -96,7 +96,7 @@ def test_a_model_without_a_kernel_keeps_its_own(caplog: pytest.LogCaptureFixture
 
 def test_a_quantised_model_keeps_its_own(caplog: pytest.LogCaptureFixture) -> None:
     decoder, kv = make_decoder(QuantizedOps(ReferenceOps(), "int8"))
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="ssd"):
         persistent.use_persistent_step(decoder, kv)
     assert decoder.step is None
     assert "quantised" in caplog.text

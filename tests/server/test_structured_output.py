@@ -1,0 +1,65 @@
+"""`response_format` and `structured_outputs` over HTTP, with the real client."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from live_server import MODEL, SPECULATION, Served, serving
+
+from ssd import LLM, SamplingParams
+
+pytest.importorskip("llguidance")
+httpx, jsonschema = pytest.importorskip("httpx"), pytest.importorskip("jsonschema")
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+CHAT: Any = [{"role": "user", "content": "Who are you?"}]
+
+
+@pytest.mark.parametrize("mode", ["ar", "ssd"])
+def test_a_schema(mode: str) -> None:
+    """Valid JSON, the same as the library's own."""
+    with LLM(MODEL, device="cpu", speculation=SPECULATION[mode]) as llm, serving(llm) as served:
+        form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+        answer = served.client().chat.completions.create(
+            model=MODEL, messages=CHAT, response_format=form, max_tokens=96, temperature=1.0, seed=5
+        )
+        text = answer.choices[0].message.content or ""
+        jsonschema.validate(json.loads(text), SCHEMA)
+        assert answer.choices[0].finish_reason == "stop"
+        params = SamplingParams(max_new_tokens=96, temperature=1.0, seed=5, structured={"json_schema": SCHEMA})
+        assert text == llm.chat(CHAT, params)[0].text
+
+
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [({"regex": "[a-c]{3}"}, "[a-c]{3}"), ({"choice": ["yes", "no"]}, "yes|no"), ({"json": {"const": 7}}, "7")],
+)
+def test_other_kinds(served: Served, asked: dict[str, Any], pattern: str) -> None:
+    answer = served.client().completions.create(
+        model=MODEL, prompt="Answer:", max_tokens=16, extra_body={"structured_outputs": asked}
+    )
+    assert re.fullmatch(pattern, answer.choices[0].text)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"structured_outputs": {"regex": "("}}, "structured"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"yaml": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(served: Served, change: dict[str, Any], param: str) -> None:
+    body = {"model": MODEL, "messages": CHAT, "max_tokens": 4, **change}
+    answer = httpx.post(f"{served.url}/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
