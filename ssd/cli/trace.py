@@ -6,8 +6,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-from ssd.core import LOOKED_UP, Origin, Outcome, Proposal, Sequence, Work
-from ssd.decoding.drafter import Drafter, PerRound, Prepared, never
+from ssd.core import LOOKED_UP, Origin, Outcome, Work
+from ssd.decoding.drafter import DrafterWrapper, PerRound, Prepared, never
 from ssd.engine.engine import Engine
 
 
@@ -77,7 +77,7 @@ class Trace:
         return sum(step.hit for step in self.steps)
 
 
-class Recorder(Drafter):
+class Recorder(DrafterWrapper):
     """Wraps an engine's drafter and records its rounds.
 
     `branches`: records prepared branches, which makes target and draft take turns: not for measurements of speed.
@@ -85,9 +85,7 @@ class Recorder(Drafter):
 
     def __init__(self, engine: Engine, *, branches: bool = True) -> None:
         """Installs itself in place of the engine's drafter."""
-        super().__init__()
-        self.inner = engine.round.drafter
-        self.stats = self.inner.stats
+        super().__init__(engine.round.drafter)
         self.needs_tokens = self.inner.needs_tokens or branches
         engine.flush()
         engine.round.drafter = self
@@ -95,24 +93,14 @@ class Recorder(Drafter):
         self._prepared: PerRound[dict[int, Prepared]] = PerRound()  # by sequence id
         self._steps: dict[str, list[Step]] = {}  # by request
 
-    @property
-    def lookahead(self) -> int:  # type: ignore[override]
-        return self.inner.lookahead
-
-    def propose(self, works: Seq[Work]) -> list[Proposal]:
-        return self.inner.propose(works)
-
-    def settle(self, works: Seq[Work]) -> None:
-        self.inner.settle(works)
-
     def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
-        self.inner.prepare(works, interrupted)
+        super().prepare(works, interrupted)
         if self._with_branches:
             found = {w.sequence.id: self.inner.prepared(w.sequence) for w in works if w.decides}
             self._prepared.put(works, found)
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
-        self.inner.observe(works, outcomes, seconds)
+        super().observe(works, outcomes, seconds)
         prepared = self._prepared.pop(works) or {}
         for work, outcome in zip(works, outcomes, strict=True):
             if outcome is not None:
@@ -125,15 +113,6 @@ class Recorder(Drafter):
                     written=outcome.token_ids,
                 )
                 self._steps.setdefault(work.sequence.request.id, []).append(step)
-
-    def prepared(self, sequence: Sequence) -> Prepared:
-        return self.inner.prepared(sequence)
-
-    def forget(self, sequence: Sequence) -> None:
-        self.inner.forget(sequence)
-
-    def close(self) -> None:
-        self.inner.close()
 
     def trace(self, request_id: str, num_tokens: int) -> Trace:
         """The rounds of a finished request; what they decided beyond its `num_tokens` tokens is left out."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from ssd.core import Outcome, Proposal, Sequence, Work
-from ssd.decoding.drafter import Drafter, Prepared, never
+from ssd.core import Work
+from ssd.decoding.drafter import DrafterWrapper, Prepared, never
 from ssd.engine.engine import Engine
 
 
-class BranchWatch(Drafter):
+class BranchWatch(DrafterWrapper):
     """Wraps an engine's drafter and keeps the branches that it prepares for watched requests.
 
     While a request is watched, a round is collected before the next one is launched, because a later round would
@@ -19,9 +19,7 @@ class BranchWatch(Drafter):
 
     def __init__(self, engine: Engine) -> None:
         """Installs itself in place of the engine's drafter; to be called on the engine's thread."""
-        super().__init__()
-        self.inner = engine.round.drafter
-        self.stats = self.inner.stats
+        super().__init__(engine.round.drafter)
         self._found: dict[str, dict[int, Prepared]] = {}  # by request, then by the number of output tokens before
         engine.flush()
         engine.round.drafter = self
@@ -38,35 +36,13 @@ class BranchWatch(Drafter):
         self._found.pop(request_id, None)
 
     @property
-    def lookahead(self) -> int:  # type: ignore[override]
-        return self.inner.lookahead
-
-    @property
     def needs_tokens(self) -> bool:  # type: ignore[override]
         return self.inner.needs_tokens or bool(self._found)
 
-    def propose(self, works: Seq[Work]) -> list[Proposal]:
-        return self.inner.propose(works)
-
-    def settle(self, works: Seq[Work]) -> None:
-        self.inner.settle(works)
-
     def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
-        self.inner.prepare(works, interrupted)
+        super().prepare(works, interrupted)
         for work in works if self._found else ():
             found = self._found.get(work.sequence.request.id)
             ahead = work.sequence.in_flight is not None  # launched before the request was watched
             if found is not None and work.decides and work.sequence.index == 0 and not ahead:
                 found[work.sequence.num_output] = self.inner.prepared(work.sequence)
-
-    def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
-        self.inner.observe(works, outcomes, seconds)
-
-    def prepared(self, sequence: Sequence) -> Prepared:
-        return self.inner.prepared(sequence)
-
-    def forget(self, sequence: Sequence) -> None:
-        self.inner.forget(sequence)
-
-    def close(self) -> None:
-        self.inner.close()
