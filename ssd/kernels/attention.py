@@ -109,6 +109,14 @@ def _branch_piece(
     return m, tl.max(sums, axis=1), acc
 
 
+@triton.jit
+def _store_piece(stats_ptr, partial_ptr, at, d, m, l, acc, valid, mask, D: tl.constexpr):
+    """Writes a piece's softmax statistics to rows `at` of the workspace."""
+    tl.store(stats_ptr + at * 2, m, mask=valid)
+    tl.store(stats_ptr + at * 2 + 1, l, mask=valid)
+    tl.store(partial_ptr + at[:, None] * D + d[None, :], acc, mask=mask)
+
+
 @triton.jit(do_not_specialize=["depth", "num_tiles", "max_items"])
 def _plan_kernel(
     tiles_ptr, query_start_ptr, context_len_ptr, table_rows_ptr, positions_ptr, slots_ptr, items_ptr,
@@ -234,9 +242,7 @@ def _decode_kernel(
             l = tl.max(sums, axis=1)
             if num_items > 1:
                 at = ((place + start // SPLIT_LEN) * HKV + kv_head).to(tl.int64) * BLOCK_M + r
-                tl.store(stats_ptr + at * 2, m, mask=valid)
-                tl.store(stats_ptr + at * 2 + 1, l, mask=valid)
-                tl.store(partial_ptr + at[:, None] * D + d[None, :], acc, mask=mask)
+                _store_piece(stats_ptr, partial_ptr, at, d, m, l, acc, valid, mask, D)
             m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m, l, acc, scale)
             m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             sums = tl.zeros((BLOCK_M, 16), tl.float32)
@@ -249,9 +255,7 @@ def _decode_kernel(
             )  # fmt: skip
             if num_items > 1:
                 at = ((place + num_pieces) * HKV + kv_head).to(tl.int64) * BLOCK_M + r
-                tl.store(stats_ptr + at * 2, m_own, mask=valid)
-                tl.store(stats_ptr + at * 2 + 1, l_own, mask=valid)
-                tl.store(partial_ptr + at[:, None] * D + d[None, :], acc_own, mask=mask)
+                _store_piece(stats_ptr, partial_ptr, at, d, m_own, l_own, acc_own, valid, mask, D)
             m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m_own, l_own, acc_own, scale)
         num_pieces += 1
     if num_items > 1:
