@@ -91,8 +91,12 @@ class ModelRunner:
                 self._rehearse_eagerly(
                     Batch([self.state.padding] * rows, [0] * rows, [1] * rows, [1] * rows), prefill=False
                 )
+            longest = self.state.token_ids.shape[1]
             for rows in sorted({min(n, max_tokens) for n in _EAGER_SIZES}):
-                self._rehearse_eagerly(Batch([self.state.padding], [0], [rows], [1]), prefill=True)
+                lengths = [min(longest, rows - first) for first in range(0, rows, longest)]
+                each = [0] * len(lengths)
+                batch = Batch([self.state.padding] * len(lengths), each, lengths, [1, *each[1:]])
+                self._rehearse_eagerly(batch, prefill=True)
 
     def _rehearse_eagerly(self, batch: Batch, *, prefill: bool) -> None:
         inputs = self._eager_inputs(batch, prefill=prefill)

@@ -17,6 +17,11 @@ def _qwen3(hidden: int, mlp: int, layers: int, heads: int, tied: bool) -> Decode
     return DecoderConfig("qwen3", 151936, hidden, mlp, layers, heads, 8, 128, 40960, 1e-6, rope, tied, qk_norm=True)
 
 
+def _qwen25(hidden: int, mlp: int, layers: int, heads: int, dim: int) -> DecoderConfig:
+    rope = RopeConfig(theta=1000000.0)
+    return DecoderConfig("qwen2", 151936, hidden, mlp, layers, heads, 2, dim, 32768, 1e-6, rope, True, qkv_bias=True)
+
+
 SHAPES = {
     "cpu-7m": DecoderConfig("llama", 8192, 256, 896, 6, 8, 4, 32, 4096, 1e-5, RopeConfig(10000.0), True),
     "cpu-75m": DecoderConfig("llama", 8192, 768, 1792, 12, 12, 4, 64, 4096, 1e-5, RopeConfig(10000.0), True),
@@ -25,6 +30,8 @@ SHAPES = {
     "llama-3.2-3b": _llama(3072, 8192, 28, 24, 128, _LLAMA32, True),
     "llama-3.1-8b": _llama(4096, 14336, 32, 32, 128, _LLAMA3, False),
     "llama-3.1-70b": _llama(8192, 28672, 80, 64, 128, _LLAMA3, False),
+    "qwen2.5-0.5b": _qwen25(896, 4864, 24, 14, 64),
+    "qwen2.5-1.5b": _qwen25(1536, 8960, 28, 12, 128),
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, True),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, True),
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, True),

@@ -15,8 +15,9 @@ from ssd.drafting.runner import DraftRunner
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
 from ssd.execution.target import Target
+from ssd.kernels.ops import DeviceBatch
 from ssd.kernels.reference import ReferenceOps
-from ssd.models.decoder import Decoder
+from ssd.models.decoder import Decoder, KVCache
 from ssd.models.open import open_checkpoint
 
 CPU = torch.device("cpu")
@@ -60,3 +61,19 @@ def test_a_rehearsal_of_the_draft_leaves_nothing_behind(runner: ModelRunner) -> 
     runner.rehearse(48)
     draft.rehearse((1, 3, 4), make_fan_out(SpeculationConfig(mode="ssd", draft="any", k=K)))
     check_untouched(runner)
+
+
+def test_a_batch_of_more_tokens_than_a_sequence_has_can_be_rehearsed(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions beyond the tables would be read from somebody else's memory on a GPU."""
+    sizes, forward = [], Decoder.__call__
+
+    def watched(decoder: Decoder, batch: DeviceBatch, kv: KVCache) -> torch.Tensor:
+        sizes.append((len(batch.positions), int(batch.positions.max())))
+        return forward(decoder, batch, kv)
+
+    monkeypatch.setattr(Decoder, "__call__", watched)
+    runner.rehearse(512)
+    assert max(rows for rows, _ in sizes) == 512
+    assert max(position for _, position in sizes) < runner.state.token_ids.shape[1]

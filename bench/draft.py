@@ -1,0 +1,107 @@
+"""Milliseconds of a draft model's step: one row, and 16 branches of one sequence. Needs a GPU.
+
+    python bench/draft.py                                      # shapes of Llama-3.2-1B and Qwen3-0.6B
+    python bench/draft.py --shape qwen3-0.6b --quantization int8
+
+A step is one forward pass as a CUDA graph, without sampling, with random weights, at a context of 512 tokens.
+`kernels`: one kernel per operation. `one kernel`: `ssd.kernels.persistent`. The floor is the weights' bytes over the
+bandwidth of a large copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import get_args
+
+import torch
+from decode import copy_bandwidth, device_seconds  # bench/decode.py
+from rich.console import Console
+from rich.table import Table
+
+from ssd.assembly.device import make_ops
+from ssd.assembly.memory import weight_bytes
+from ssd.kernels.ops import Branches, DeviceBatch
+from ssd.kernels.quantized import Format
+from ssd.models.decoder import Decoder, KVCache
+from ssd.models.persistent import use_persistent_step
+from ssd.models.random_weights import RandomCheckpoint
+from ssd.models.shapes import SHAPES
+
+CUDA = torch.device("cuda")
+BLOCK, CONTEXT, DEPTH, SLOTS = 64, 512, 3, 8  # of a block, a sequence, a branch; KV slots of a branch
+
+
+def main() -> None:
+    args = arguments()
+    bandwidth = copy_bandwidth(CUDA)
+    table = Table("shape", "weights", "rows", "floor", "kernels", "one kernel", title="step of a draft, ms")
+    for shape in args.shape:
+        for form in (None, *args.quantization):
+            decoder, kv = make(shape, form)
+            floor = weight_bytes(decoder.config, torch.bfloat16, form) / bandwidth
+            batches = {"1": rows(decoder, 1, None), "16 branches": rows(decoder, 16, Branches(DEPTH, SLOTS))}
+            several = {name: milliseconds(decoder, kv, batch) for name, batch in batches.items()}
+            use_persistent_step(decoder, kv)
+            for name, batch in batches.items():
+                one = milliseconds(decoder, kv, batch) if decoder.step is not None else float("nan")
+                table.add_row(shape, form or "bfloat16", name, *(f"{x:.3f}" for x in (1e3 * floor, several[name], one)))
+            decoder = kv = batches = None  # type: ignore[assignment]
+            torch.cuda.empty_cache()
+    Console(width=120).print(table)
+
+
+def make(shape: str, form: Format | None) -> tuple[Decoder, KVCache]:
+    config, ops = SHAPES[shape], make_ops(CUDA, form)
+    decoder = Decoder(config, ops, device=CUDA, dtype=torch.bfloat16, max_positions=2 * CONTEXT)
+    decoder.load(RandomCheckpoint(config).weights(CUDA, torch.bfloat16))
+    ops.reserve(decoder.layers[0].heads, CUDA)
+    return decoder, decoder.make_kv_cache(2 * CONTEXT // BLOCK, BLOCK)
+
+
+def rows(decoder: Decoder, count: int, branches: Branches | None) -> DeviceBatch:
+    """The newest tokens of one sequence; branches have their KV in the second half of the cache."""
+    tile = decoder.ops.tile_tokens(decoder.layers[0].heads, False)
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=CUDA)
+
+    if branches is None:
+        slots = positions = list(range(CONTEXT - count, CONTEXT))
+    else:
+        slots = [CONTEXT + branches.depth + row * SLOTS for row in range(count)]
+        positions = [CONTEXT + branches.depth] * count
+    starts = range(0, count, tile)
+    return DeviceBatch(
+        token_ids=ints(*range(1, count + 1)),
+        positions=ints(*positions),
+        slot_mapping=ints(*slots),
+        query_start=ints(0, count),
+        context_len=ints(CONTEXT),
+        block_tables=ints(*range(CONTEXT // BLOCK))[None],
+        table_rows=ints(0),
+        tiles=torch.stack((ints(*(0 for _ in starts)), ints(*starts))),
+        prefill_tiles=None,
+        logit_rows=None,
+        branches=branches,
+    )
+
+
+@torch.inference_mode()
+def milliseconds(decoder: Decoder, kv: KVCache, batch: DeviceBatch) -> float:
+    decoder(batch, kv)  # kernels are compiled
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decoder(batch, kv)
+    return 1e3 * statistics.median(device_seconds(graph.replay) for _ in range(50))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), default=["llama-3.2-1b", "qwen3-0.6b"])
+    parser.add_argument("--quantization", nargs="+", choices=get_args(Format), default=[])
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
