@@ -6,7 +6,8 @@ program computes a piece, so the bits are too:
 
 - `_decode_kernel`: the pieces of a tile of queries are shared by several programs, as many as keep the GPU busy
   (`_plan_kernel` decides that on the device, once per forward pass). The program that ends last folds them.
-- `_prefill_kernel`: one program computes and folds all pieces of a larger tile.
+- `_prefill_kernel`: one program computes and folds all pieces of a larger tile. On Hopper GPUs `prefill.py` does the
+  same faster.
 
 Row sums are taken by the tensor cores (a product with ones), whose order of summation does not depend on the tile. The
 own tokens of a branch are one more piece, folded last. Each branch of a tile has columns of its own, a multiple of the
@@ -19,24 +20,29 @@ whole, with positions of the block that hold no token yet. Their weight is 0, so
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ssd.kernels.compiling import compiling
 from ssd.kernels.ops import DeviceBatch, HeadShape
 
+log = logging.getLogger("ssd")
 SPLIT = 512
 BLOCK_N = 64  # positions per step; part of the fixed order
 _MMA_COLUMNS = 16  # keys of one tensor-core step, at most
 _DECODE_ROWS = 16  # of a tile: the tensor cores' minimum
-_PREFILL_ROWS = 128
+PREFILL_ROWS = 128
 _PROGRAMS = 2  # of the decode kernel per multiprocessor, for which pieces are shared out
 _DECODE_WARPS, _PREFILL_WARPS = 4, 8
 _WORKSPACE_PIECES = 1024  # of tiles that several programs compute
 _ITEM = tl.constexpr(16)  # integers of a work item, see `_plan_kernel`
 _PLAN_SIZES = 128, 1024, 8192  # tiles of a batch, at most: a kernel for each
-_LOG2_E = 1.4426950408889634  # exp2 instead of exp
+LOG2_E = 1.4426950408889634  # exp2 instead of exp
 
 
 @triton.jit
@@ -330,7 +336,7 @@ def _prefill_kernel(
 def tile_rows(group_size: int, prefill: bool) -> int:
     """Rows of an attention tile: the tensor cores' minimum for decode-size queries, more for prefill chunks."""
     few = max(_DECODE_ROWS, int(triton.next_power_of_2(group_size)))
-    return max(few, _PREFILL_ROWS) if prefill else few
+    return max(few, PREFILL_ROWS) if prefill else few
 
 
 class Workspace:
@@ -348,6 +354,32 @@ class Workspace:
         self.stats = torch.empty(rows * 2, dtype=torch.float32, device=device)
         self.count = torch.zeros(pieces, dtype=torch.int32, device=device)  # programs that are done with a tile
         self._planned: tuple[DeviceBatch, torch.Tensor] | None = None
+        self._overlapped: dict[tuple[torch.dtype, int], bool] = {}  # by type and KV block size, see `overlapped`
+
+    def overlapped(self, cache: torch.Tensor) -> bool:
+        """Whether `prefill.prefill_attention` is used: on a Hopper GPU, where it has the bits of `_prefill_kernel`.
+
+        That is checked at the first call.
+        """
+        key = cache.dtype, cache.shape[1]
+        if key in self._overlapped or torch.cuda.is_current_stream_capturing():
+            return self._overlapped.get(key, False)
+        self._overlapped[key] = False  # for the check itself
+        found = torch.cuda.get_device_capability(cache.device)[0] == 9 and self._agrees(cache)
+        if compiling():
+            del self._overlapped[key]
+        else:
+            self._overlapped[key] = found
+        return found
+
+    def _agrees(self, cache: torch.Tensor) -> bool:
+        try:
+            from ssd.kernels import prefill
+
+            return prefill.agrees(self.heads, cache, functools.partial(paged_attention, workspace=self))
+        except Exception as error:  # of Triton's compiler, or a version without this language
+            log.info("prompts are read by a slower attention kernel, since the faster one cannot be built: %r", error)
+            return False
 
     def items(self, batch: DeviceBatch) -> torch.Tensor:
         """Work items of a batch's decode-size tiles (see `_plan_kernel`), computed once for all layers."""
@@ -390,7 +422,7 @@ def paged_attention(
     tma = workspace.has_tma and block_size % BLOCK_N == 0 and block_d == heads.head_dim and not wide
     decode_stages, prefill_stages = (2, 1) if wide else (5, 7 if tma else 3)  # that fit into shared memory
     k, v = (_descriptor(cache) if tma else cache for cache in (k_cache, v_cache))
-    table_stride, slot_stride, scale = batch.block_tables.stride(0), k_cache.stride(1), heads.scale * _LOG2_E
+    table_stride, slot_stride, scale = batch.block_tables.stride(0), k_cache.stride(1), heads.scale * LOG2_E
     shape = {
         "HKV": heads.num_kv_heads,
         "GROUP": heads.group_size,
@@ -418,6 +450,11 @@ def paged_attention(
         )
     if batch.prefill_tiles is not None:
         tiles = batch.prefill_tiles
+        if tma and workspace.overlapped(k_cache):
+            from ssd.kernels.prefill import prefill_attention
+
+            prefill_attention(q, out, batch, heads, k_cache, v_cache, scale)
+            return out
         _prefill_kernel[(heads.num_kv_heads, tiles.shape[1])](
             *(q, k, v, out, tiles, batch.query_start, batch.context_len, batch.block_tables, batch.table_rows),
             *(tiles.shape[1], table_stride, slot_stride, scale),

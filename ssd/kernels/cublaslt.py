@@ -129,13 +129,13 @@ class CublasLt:
             self._choices.set(name, None, keep=False)
             return
 
-        def library(algorithm: _Algorithm) -> Callable[[], object]:
-            return lambda: (self._multiply(x, weight, y, algorithm), silu_and_mul(y) if gated else None)
+        def library(algorithm: _Algorithm) -> Callable[[torch.Tensor], object]:
+            return lambda w: (self._multiply(x, w, y, algorithm), silu_and_mul(y) if gated else None)
 
-        runs: list[tuple[_Algorithm | None, Callable[[], object]]] = [(each, library(each)) for each in equal]
+        runs: list[tuple[_Algorithm | None, Callable[[torch.Tensor], object]]] = [(e, library(e)) for e in equal]
         if rows <= _OURS_UP_TO:
-            runs.insert(0, (None, lambda: own.linear(x, weight, gated=gated, out_dtype=out_dtype)))
-        times = measure([run for _, run in runs], weight.device) if len(runs) > 1 else [0.0]
+            runs.insert(0, (None, lambda w: own.linear(x, w, gated=gated, out_dtype=out_dtype)))
+        times = measure([run for _, run in runs], weight) if len(runs) > 1 else [0.0]
         best = min(range(len(runs)), key=times.__getitem__)
         log.debug("%s: %s us, number %d is used", name, [round(1e3 * time, 1) for time in times], best)
         self._choices.set(name, runs[best][0])
@@ -229,21 +229,26 @@ class Choices:
             log.debug("the choice of a product cannot be kept: %s", error)
 
 
-def measure(runs: list[Callable[[], object]], device: torch.device, repeats: int = 5) -> list[float]:
-    """Milliseconds of each run, the least of some, when nothing that it reads is in the GPU's cache."""
-    other = torch.empty(8 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.uint8, device=device)
-    times = []
+def measure(runs: list[Callable[[torch.Tensor], object]], weight: torch.Tensor, repeats: int = 5) -> list[float]:
+    """Milliseconds of each run, the least of some, one after the other on weights that are not in the GPU's cache.
+
+    In turns: a GPU that is slower for a while is so for all of them.
+    """
+    cache = torch.cuda.get_device_properties(weight.device).L2_cache_size
+    copies = [weight, *(weight.clone() for _ in range(3 * cache // weight.nbytes))]
+    other = torch.empty(8 * cache, dtype=torch.uint8, device=weight.device)
     for run in runs:
-        run()
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]  # type: ignore[no-untyped-call]
-        for begin, end in events:
+        run(weight)
+    events = [[[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in runs] for _ in range(repeats)]  # type: ignore[no-untyped-call]
+    for turn in events:
+        for run, (begin, end) in zip(runs, turn, strict=True):
             other.zero_()  # takes longer than the launches
             begin.record()  # type: ignore[no-untyped-call]
-            run()
+            for each in copies:
+                run(each)
             end.record()  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize(device)
-        times.append(min(begin.elapsed_time(end) for begin, end in events))
-    return times
+    torch.cuda.synchronize(weight.device)
+    return [min(begin.elapsed_time(end) for begin, end in each) / len(copies) for each in zip(*events, strict=True)]
 
 
 @functools.cache

@@ -1,0 +1,83 @@
+"""The overlapped prefill attention against the other kernel, bit by bit."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+from ssd.kernels import attention, prefill
+from ssd.kernels.ops import HeadShape
+from tests.device_batches import make_device_batch
+
+pytestmark = pytest.mark.gpu
+CUDA, BLOCK = torch.device("cuda"), 64
+HEADS = [
+    HeadShape(32, 8, 128),
+    HeadShape(8, 8, 128),
+    HeadShape(40, 8, 128),
+    HeadShape(12, 2, 128),
+    HeadShape(14, 2, 64),
+]
+# Sequences of (tokens before, query tokens).
+BATCHES = [
+    [(0, 1)],
+    [(0, 700)],
+    [(512, 33), (0, 64), (511, 1)],
+    [(2000, 300), (63, 65)],
+    [(1023, 129), (0, 17), (5, 600)],
+]
+
+
+def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator(CUDA).manual_seed(len(shape)), device=CUDA).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_bits_are_those_of_the_other_kernel(heads: HeadShape, dtype: torch.dtype) -> None:
+    workspace = attention.Workspace(heads, CUDA)
+    workspace._overlapped[dtype, BLOCK] = False
+    for sequences in BATCHES:
+        starts, lengths, tables, positions, slots, used = [0], [], [], [], [], 0
+        for before, count in sequences:
+            blocks = -(-(before + count) // BLOCK)
+            tables.append(list(reversed(range(used, used + blocks))))
+            positions += range(before, before + count)
+            slots += [tables[-1][at // BLOCK] * BLOCK + at % BLOCK for at in range(before, before + count)]
+            starts.append(starts[-1] + count)
+            lengths.append(before + count)
+            used += blocks
+        tokens = attention.tile_rows(heads.group_size, True) // heads.group_size
+        batch = make_device_batch(
+            positions, slots, starts, lengths, tables, tile_tokens=tokens, device=CUDA, prefill=True
+        )
+        q = random(len(positions), heads.num_heads, heads.head_dim, dtype=dtype)
+        k, v = random(2, used, BLOCK, heads.num_kv_heads, heads.head_dim, dtype=dtype)
+        expected = attention.paged_attention(q, batch, heads, k, v, workspace)
+        for _ in range(3):
+            found = torch.full_like(expected, 7.0)
+            prefill.prefill_attention(q, found, batch, heads, k, v, heads.scale * attention.LOG2_E)
+            assert torch.equal(found, expected), sequences
+
+
+def test_it_is_used_where_it_has_the_bits_of_the_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    heads, cache = HEADS[0], random(1, BLOCK, 8, 128, dtype=torch.bfloat16)
+    assert attention.Workspace(heads, CUDA).overlapped(cache)
+
+    def wrong(q: torch.Tensor, out: torch.Tensor, *_: Any) -> None:
+        out.copy_(q.flatten(1))
+
+    monkeypatch.setattr(prefill, "prefill_attention", wrong)
+    assert not attention.Workspace(heads, CUDA).overlapped(cache)
+    monkeypatch.setattr(prefill, "prefill_attention", None)  # cannot be called
+    assert not attention.Workspace(heads, CUDA).overlapped(cache)
+    assert "slower attention kernel" in caplog.text
