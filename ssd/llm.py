@@ -6,6 +6,7 @@ import gc
 import itertools
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from types import TracebackType
@@ -85,25 +86,32 @@ class LLM:
         single = _is_single(prompts)
         batch: list[Prompt] = [cast(Prompt, prompts)] if single else list(cast("Seq[Prompt]", prompts))
         outputs: dict[int, RequestOutput] = {}
-        asked: dict[int, tuple[list[int], SamplingParams]] = {}
         texts: dict[int, str | None] = {}
-        for i, (prompt, p) in enumerate(zip(batch, _per_prompt(params, len(batch)), strict=True)):
-            tokens: list[int] = []
-            try:
-                texts[i], tokens = self._read(prompt, chat_options)
-                self.driver.check(tokens, p)
-            except RequestError as error:
-                if single:
-                    raise
-                log.warning("a request was refused: %s", error)
-                outputs[i] = refused(f"refused-{next(self._refusals)}", tokens, p, str(error))
-            else:
-                asked[i] = tokens, p
-        submissions = self.driver.submit_many(list(asked.values()))
+        asked: dict[int, tuple[list[int], SamplingParams]] = {}  # not submitted yet
+        submissions: dict[int, Submission] = {}
         try:
-            outputs |= {i: submission.result() for i, submission in zip(asked, submissions, strict=True)}
+            num_tokens = 0
+            for i, (prompt, p) in enumerate(zip(batch, _per_prompt(params, len(batch)), strict=True)):
+                tokens: list[int] = []
+                try:
+                    texts[i], tokens = self._read(prompt, chat_options)
+                    self.driver.check(tokens, p)
+                except RequestError as error:
+                    if single:
+                        raise
+                    log.warning("a request was refused: %s", error)
+                    outputs[i] = refused(f"refused-{next(self._refusals)}", tokens, p, str(error))
+                    continue
+                asked[i] = tokens, p
+                num_tokens += len(tokens)
+                if num_tokens >= self.engine.scheduler.max_num_batched_tokens:  # computed while the others are read
+                    submissions |= zip(asked, self.driver.submit_checked(list(asked.values())), strict=True)
+                    asked, num_tokens = {}, 0
+                    time.sleep(0)  # gives the engine's thread the interpreter
+            submissions |= zip(asked, self.driver.submit_checked(list(asked.values())), strict=True)
+            outputs |= {i: submission.result() for i, submission in submissions.items()}
         finally:
-            for submission in submissions:
+            for submission in submissions.values():
                 submission.abort()  # those that are left after Ctrl-C
         for i, text in texts.items():
             outputs[i].prompt = text

@@ -145,9 +145,8 @@ def _warm_up(config: EngineConfig, draft: DraftRunner) -> None:
         runner.plan_graphs(prefill_only=True)
     rehearsals = [lambda: runner.rehearse(max_tokens), lambda: draft.rehearse(*usual)]
     captures = [] if config.eager else [runner.capture, lambda: draft.capture(*usual)]
-    # Not in SSD, where the target computes at the same time: the kernel takes the whole GPU. Heads of 128 dimensions:
-    # not measured yet.
-    if config.speculation.mode == "sd" and runner.decoder.config.head_dim == 64:
+    # Not in SSD, where the target computes at the same time: the kernel takes the whole GPU.
+    if config.speculation.mode == "sd":
         captures.insert(0, lambda: use_persistent_step(runner.decoder, runner.kv))
     warm_up("draft", rehearsals, captures)
 

@@ -265,6 +265,12 @@ class Driver:
         """Queues several requests for the same round. RequestError if one of them cannot be served."""
         for prompt, params in requests:
             self.check(prompt, params)
+        return self.submit_checked(requests, stream=stream)
+
+    def submit_checked(
+        self, requests: Seq[tuple[Seq[int], SamplingParams]], *, stream: bool = False
+    ) -> list[Submission]:
+        """`submit_many` of requests that `check` has passed."""
         submissions = [Submission(self, self._new_id()) for _ in requests]
         self._add(submissions, requests, stream)
         return submissions
@@ -398,7 +404,14 @@ class _Loop:
         try:
             if self.failure is not None:
                 raise EngineFailed(self.failure)
-            self._engine.add(add.prompt_token_ids, add.params, add.request_id, stream=add.stream, arrival=add.arrival)
+            self._engine.add(
+                add.prompt_token_ids,
+                add.params,
+                add.request_id,
+                stream=add.stream,
+                arrival=add.arrival,
+                checked=True,
+            )
         except Exception as error:
             self._deliver(add.sink, error)
         else:
