@@ -40,6 +40,8 @@ FORKED: Final = (
     "this process was forked after the model was loaded, and has no engine: load the model here, or start processes "
     'with multiprocessing\'s method "spawn"'
 )
+_LOOP_SHARE: Final = 0.25  # of a core's time, for reading streams
+_MAX_GATHERING_SECONDS: Final = 0.05  # that items wait to be brought
 _EXIT_SECONDS: Final = 10.0  # wait for the current round when the interpreter exits
 
 
@@ -141,12 +143,17 @@ class Submission(_Handle, Iterator[Delta]):
 
 
 class _Courier:
-    """Brings items to the mailboxes of one event loop, waking it once for all that have gathered meanwhile."""
+    """Brings items to the mailboxes of one event loop, waking it once for all that have gathered meanwhile.
+
+    The event loop shares the interpreter with the engine's thread. When its readers need more than _LOOP_SHARE of a
+    core (many streams, short rounds), items are brought less often, and mailboxes merge what has gathered.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._items: deque[tuple[Sink, Item]] = deque()
         self._called = False  # `_deliver` will run
+        self._delivered = self._cpu_seconds = 0.0  # time, and the event loop's CPU time, of the last delivery
 
     def send(self, put: Sink, item: Item) -> None:
         """On the engine's thread. RuntimeError if the event loop is closed."""
@@ -155,10 +162,19 @@ class _Courier:
         self._items.append((put, item))
         if not self._called:
             self._called = True
-            self._loop.call_soon_threadsafe(self._deliver)
+            self._loop.call_soon_threadsafe(self._deliver_in_time, time.monotonic() + _MAX_GATHERING_SECONDS)
+
+    def _deliver_in_time(self, latest: float) -> None:
+        used = time.thread_time() - self._cpu_seconds  # since the last delivery
+        delay = min(self._delivered + used / _LOOP_SHARE, latest) - time.monotonic()
+        if delay > 0:
+            self._loop.call_later(delay, self._deliver_in_time, latest)
+        else:
+            self._deliver()
 
     def _deliver(self) -> None:
         self._called = False  # first: what comes from now on may be too late for the loop below
+        self._delivered, self._cpu_seconds = time.monotonic(), time.thread_time()
         while self._items:
             put, item = self._items.popleft()
             put(item)

@@ -85,6 +85,11 @@ async def _chunks(
 
 async def _merged(generations: list[Generation]) -> AsyncIterator[tuple[int, Piece]]:
     """The pieces of all generations as they come, each with the number of its generation."""
+    if len(generations) == 1:
+        async with aclosing(generations[0].pieces()) as pieces:  # type: ignore[type-var]
+            async for piece in pieces:
+                yield 0, piece
+        return
     # No more than one waits here: what a slow reader has not read is merged where it comes from.
     queue: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue(maxsize=1)
 

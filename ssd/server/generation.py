@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -83,7 +84,7 @@ class Generation:
         """Leaving the iteration aborts the request. Pieces that a slow reader has not read become one."""
         try:
             while not self._submission.ended:
-                async with asyncio.timeout_at(self._deadline):
+                async with asyncio.timeout_at(self._deadline) if self._deadline is not None else nullcontext():
                     delta = await anext(self._submission)
                 yield Piece(
                     delta.index,
