@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -21,6 +22,7 @@ from fakes import wait_until_idle
 
 from ssd import LLM, ConfigError, ModelNotFound, RequestError, SamplingParams, UnsupportedModel
 from ssd.config import EngineConfig, EngineOptions
+from ssd.engine.driver import Submission
 from ssd.errors import EngineClosed, RequestFailed
 from ssd.llm import TextStream
 
@@ -292,6 +294,23 @@ def test_a_refused_prompt_does_not_harm_the_others(llm: LLM) -> None:
         assert refused.finish_reason == "abort"
         assert word in (refused.error or "")
         assert refused.token_ids == []
+
+
+def test_a_full_batch_is_computed_while_other_prompts_are_read(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    params, prompts = SamplingParams(max_new_tokens=3), [[i + 1] * 20 for i in range(5)]
+    with LLM(path, device="cpu", max_num_batched_tokens=40, max_num_seqs=8) as llm:
+        expected = [llm.generate(prompt, params)[0].token_ids for prompt in prompts]
+        submit, sizes = llm.driver.submit_checked, list[int]()
+
+        def watched(requests: Seq[tuple[Seq[int], SamplingParams]]) -> list[Submission]:
+            sizes.append(len(requests))
+            return submit(requests)
+
+        monkeypatch.setattr(llm.driver, "submit_checked", watched)
+        outputs = llm.generate([*prompts[:3], [-1], *prompts[3:]], params)
+        assert sizes == [2, 2, 1]
+        assert [output.token_ids for output in outputs if output.error is None] == expected
+        assert outputs[3].error is not None
 
 
 def test_chat_without_a_template_says_so(llm: LLM) -> None:
