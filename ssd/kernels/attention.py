@@ -20,18 +20,16 @@ whole, with positions of the block that hold no token yet. Their weight is 0, so
 
 from __future__ import annotations
 
-import functools
-import logging
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ssd.kernels.compiling import compiling
 from ssd.kernels.ops import DeviceBatch, HeadShape
 
-log = logging.getLogger("ssd")
+Prefill = Callable[[torch.Tensor, torch.Tensor, DeviceBatch, torch.Tensor, torch.Tensor], bool]
 SPLIT = 512
 BLOCK_N = 64  # positions per step; part of the fixed order
 _MMA_COLUMNS = 16  # keys of one tensor-core step, at most
@@ -354,32 +352,6 @@ class Workspace:
         self.stats = torch.empty(rows * 2, dtype=torch.float32, device=device)
         self.count = torch.zeros(pieces, dtype=torch.int32, device=device)  # programs that are done with a tile
         self._planned: tuple[DeviceBatch, torch.Tensor] | None = None
-        self._overlapped: dict[tuple[torch.dtype, int], bool] = {}  # by type and KV block size, see `overlapped`
-
-    def overlapped(self, cache: torch.Tensor) -> bool:
-        """Whether `prefill.prefill_attention` is used: on a Hopper GPU, where it has the bits of `_prefill_kernel`.
-
-        That is checked at the first call.
-        """
-        key = cache.dtype, cache.shape[1]
-        if key in self._overlapped or torch.cuda.is_current_stream_capturing():
-            return self._overlapped.get(key, False)
-        self._overlapped[key] = False  # for the check itself
-        found = torch.cuda.get_device_capability(cache.device)[0] == 9 and self._agrees(cache)
-        if compiling():
-            del self._overlapped[key]
-        else:
-            self._overlapped[key] = found
-        return found
-
-    def _agrees(self, cache: torch.Tensor) -> bool:
-        try:
-            from ssd.kernels import prefill
-
-            return prefill.agrees(self.heads, cache, functools.partial(paged_attention, workspace=self))
-        except Exception as error:  # of Triton's compiler, or a version without this language
-            log.info("prompts are read by a slower attention kernel, since the faster one cannot be built: %r", error)
-            return False
 
     def items(self, batch: DeviceBatch) -> torch.Tensor:
         """Work items of a batch's decode-size tiles (see `_plan_kernel`), computed once for all layers."""
@@ -414,8 +386,9 @@ def paged_attention(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     workspace: Workspace,
+    prefill: Prefill | None = None,
 ) -> torch.Tensor:
-    """See `Ops.attention`."""
+    """See `Ops.attention`. `prefill`: a faster kernel for prefill tiles, which says whether it has computed them."""
     out = q.new_empty((q.shape[0], heads.num_heads * heads.head_dim))
     block_size, block_d = k_cache.shape[1], triton.next_power_of_2(heads.head_dim)
     wide = k_cache.element_size() == 4
@@ -450,10 +423,7 @@ def paged_attention(
         )
     if batch.prefill_tiles is not None:
         tiles = batch.prefill_tiles
-        if tma and workspace.overlapped(k_cache):
-            from ssd.kernels.prefill import prefill_attention
-
-            prefill_attention(q, out, batch, heads, k_cache, v_cache, scale)
+        if tma and prefill is not None and prefill(q, out, batch, k_cache, v_cache):
             return out
         _prefill_kernel[(heads.num_kv_heads, tiles.shape[1])](
             *(q, k, v, out, tiles, batch.query_start, batch.context_len, batch.block_tables, batch.table_rows),

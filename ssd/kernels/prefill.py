@@ -8,7 +8,7 @@ as there, and so the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
 
 import torch
 from triton.experimental import gluon
@@ -22,10 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ssd.kernels.attention import BLOCK_N, LOG2_E, PREFILL_ROWS, SPLIT
+from ssd.kernels.attention import BLOCK_N, LOG2_E, PREFILL_ROWS, SPLIT, Workspace, paged_attention
+from ssd.kernels.compiling import compiling
 from ssd.kernels.ops import DeviceBatch, HeadShape
 
-Attention = Callable[[torch.Tensor, DeviceBatch, HeadShape, torch.Tensor, torch.Tensor], torch.Tensor]
+log = logging.getLogger("ssd")
 _STAGES = 5  # of the ring: steps of keys, and of values
 _COPY_REGISTERS, _COMPUTE_REGISTERS = 24, 240  # per thread; of the warps that copy, and of those that compute
 _WARPS = gl.constexpr(4)  # that compute a half of the rows
@@ -296,9 +297,43 @@ def _descriptor(cache: torch.Tensor) -> TensorDescriptor:
     return TensorDescriptor(cache, [slots, heads * dim], [heads * dim, 1], [BLOCK_N, dim], layout)
 
 
-def agrees(heads: HeadShape, cache: torch.Tensor, attention: Attention) -> bool:
-    """Whether `prefill_attention` has the bits of another kernel, on random tokens after a prefix of several pieces."""
-    block_size, device = cache.shape[1], cache.device
+class OverlappedPrefill:
+    """`prefill_attention` where it has the bits of the other kernel, which is checked at the first call."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+        self._agrees: dict[tuple[torch.dtype, int], bool] = {}  # by type and size of KV blocks
+
+    def __call__(
+        self, q: torch.Tensor, out: torch.Tensor, batch: DeviceBatch, k_cache: torch.Tensor, v_cache: torch.Tensor
+    ) -> bool:
+        """False if it cannot be used."""
+        key, heads = (k_cache.dtype, k_cache.shape[1]), self._workspace.heads
+        if key not in self._agrees:
+            if torch.cuda.is_current_stream_capturing():
+                return False
+            found = self._check(k_cache)
+            if compiling():
+                return False
+            self._agrees[key] = found
+        if self._agrees[key]:
+            prefill_attention(q, out, batch, heads, k_cache, v_cache, heads.scale * LOG2_E)
+        return self._agrees[key]
+
+    def _check(self, cache: torch.Tensor) -> bool:
+        try:
+            found = _has_the_bits_of_the_other(self._workspace, cache)
+        except Exception as error:  # of Triton's compiler
+            log.info("prompts are read by a slower attention kernel, since the faster one cannot be built: %r", error)
+            return False
+        if not found and not compiling():
+            log.warning("prompts are read by a slower attention kernel: the faster one has other bits on this GPU")
+        return found
+
+
+def _has_the_bits_of_the_other(workspace: Workspace, cache: torch.Tensor) -> bool:
+    """Compares `prefill_attention` on random tokens after a prefix of several pieces."""
+    heads, block_size, device = workspace.heads, cache.shape[1], cache.device
     before, count, tokens = 2 * SPLIT + 10, 200, PREFILL_ROWS // heads.group_size
 
     def ints(*values: int) -> torch.Tensor:
@@ -324,7 +359,7 @@ def agrees(heads: HeadShape, cache: torch.Tensor, attention: Attention) -> bool:
     )
     q = random(count, heads.num_heads, heads.head_dim)
     k, v = (random(blocks, block_size, heads.num_kv_heads, heads.head_dim) for _ in range(2))
-    expected = attention(q, batch, heads, k, v)
+    expected = paged_attention(q, batch, heads, k, v, workspace)
     found = torch.zeros_like(expected)
     prefill_attention(q, found, batch, heads, k, v, heads.scale * LOG2_E)
     return torch.equal(found, expected)

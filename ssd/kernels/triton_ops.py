@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from ssd.kernels import attention, cublaslt, elementwise, linear
@@ -13,9 +15,15 @@ class TritonOps:
 
     def __init__(self) -> None:
         self._workspace: attention.Workspace | None = None
+        self._prefill: attention.Prefill | None = None
 
     def reserve(self, heads: HeadShape, device: torch.device) -> None:
         self._workspace = attention.Workspace(heads, device)
+        if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9:
+            with suppress(ImportError):  # a version of Triton without Gluon
+                from ssd.kernels.prefill import OverlappedPrefill
+
+                self._prefill = OverlappedPrefill(self._workspace)
 
     def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
         return attention.tile_rows(heads.group_size, prefill) // heads.group_size
@@ -69,7 +77,7 @@ class TritonOps:
     ) -> torch.Tensor:
         if self._workspace is None:
             raise AssertionError("reserve() comes before attention()")
-        return attention.paged_attention(q, batch, heads, k_cache, v_cache, self._workspace)
+        return attention.paged_attention(q, batch, heads, k_cache, v_cache, self._workspace, self._prefill)
 
 
 def _library(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import pytest
 import torch
@@ -42,7 +41,6 @@ def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_bits_are_those_of_the_other_kernel(heads: HeadShape, dtype: torch.dtype) -> None:
     workspace = attention.Workspace(heads, CUDA)
-    workspace._overlapped[dtype, BLOCK] = False
     for sequences in BATCHES:
         starts, lengths, tables, positions, slots, used = [0], [], [], [], [], 0
         for before, count in sequences:
@@ -70,14 +68,18 @@ def test_it_is_used_where_it_has_the_bits_of_the_other(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    heads, cache = HEADS[0], random(1, BLOCK, 8, 128, dtype=torch.bfloat16)
-    assert attention.Workspace(heads, CUDA).overlapped(cache)
+    heads = HEADS[0]
+    batch = make_device_batch([0], [0], [0, 1], [1], [[0]], tile_tokens=32, device=CUDA, prefill=True)
+    q, cache = random(1, 32, 128, dtype=torch.bfloat16), random(1, BLOCK, 8, 128, dtype=torch.bfloat16)
 
-    def wrong(q: torch.Tensor, out: torch.Tensor, *_: Any) -> None:
-        out.copy_(q.flatten(1))
+    def used() -> bool:
+        kernel = prefill.OverlappedPrefill(attention.Workspace(heads, CUDA))
+        return kernel(q, torch.empty_like(q).flatten(1), batch, cache, cache)
 
-    monkeypatch.setattr(prefill, "prefill_attention", wrong)
-    assert not attention.Workspace(heads, CUDA).overlapped(cache)
+    assert used()
+    monkeypatch.setattr(prefill, "prefill_attention", lambda q, out, *_: out.copy_(q.flatten(1)))
+    assert not used()
+    assert "other bits" in caplog.text
     monkeypatch.setattr(prefill, "prefill_attention", None)  # cannot be called
-    assert not attention.Workspace(heads, CUDA).overlapped(cache)
-    assert "slower attention kernel" in caplog.text
+    assert not used()
+    assert "cannot be built" in caplog.text
