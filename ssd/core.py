@@ -58,6 +58,7 @@ class SamplingParams:
     n: int = 1
     speculate: bool = True  # False: no drafts for this request, one token a round
     structured: StructuredOutput | Mapping[str, Any] | None = None
+    priority: int = 0  # lower is served earlier; never changes the text
 
     max_tokens: InitVar[int | None] = None
 
@@ -70,6 +71,7 @@ class SamplingParams:
             raise RequestError(f"min_tokens={self.min_tokens}: must not exceed max_new_tokens={self.max_new_tokens}")
         if self.seed is not None:
             self._set("seed", _number("seed", self.seed, int, -math.inf, math.inf))
+        self._set("priority", _number("priority", self.priority, int, -math.inf, math.inf))
         if self.logprobs is not None:
             self._set("logprobs", _number("logprobs", self.logprobs, int, 0, 100))
         for name in ("ignore_eos", "speculate"):

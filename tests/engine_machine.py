@@ -51,6 +51,7 @@ sampling_params = st.builds(
     ignore_eos=st.booleans(),
     logprobs=st.sampled_from([None, None, 0, 2]),
     n=st.sampled_from([1, 1, 1, 2, 3]),
+    priority=st.sampled_from([0, 0, 0, -1, 2]),
 )
 
 

@@ -3,20 +3,28 @@
 Continuous batching: sequences join and leave between any two rounds, and prefill chunks share a batch with decoding. A
 round may be scheduled while the one before it is in flight: a sequence's length is then known up to bounds, and blocks
 are reserved for the upper one. Knows nothing of tensors, models or text.
+
+Order is by priority, then arrival. A round has a token of every decoding sequence. Of the tokens that are left for
+prompts, the first prompt in order gets at least half, and the others share the rest, the shortest first: neither a long
+prompt nor many short ones can keep another from its first token.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from typing import Final
 
 from ssd.core import Sequence, Status, Work
 from ssd.kv.blocks import BlockPool
 
+_SHARE: Final = 4  # while a request waits for its first token, another may have one in so many of the places
+
 
 class Scheduler:
-    """Admits, schedules and preempts sequences, oldest first.
+    """Admits and schedules sequences in order, and preempts the last.
 
     `lookahead`: maximum draft length of the next round. KV slots for draft tokens are reserved, and never counted as
     computed tokens before they are committed.
@@ -29,7 +37,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.lookahead = 0
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []  # in order, as `running`
         self.running: list[Sequence] = []
         self.leaving: list[Sequence] = []  # finished, but a round in flight writes to their blocks
         self.preempted: list[Sequence] = []  # since the list was last cleared by the engine
@@ -39,7 +47,7 @@ class Scheduler:
         self._slots = list(range(num_slots or max_num_seqs))  # that are free
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        insort(self.waiting, sequence, key=_order)
 
     @property
     def has_work(self) -> bool:
@@ -51,18 +59,25 @@ class Scheduler:
         return bool(self.leaving) or any(sequence.in_flight is not None for sequence in self.running)
 
     def schedule(self) -> list[Work] | None:
-        """The next batch: every decoding sequence, then prefill chunks of running and newly admitted ones.
+        """The next batch: every decoding sequence, and prefill chunks of running and newly admitted ones.
 
         None: a sequence must be preempted, and the round in flight must be collected before that.
         """
         self.admitted = []
         if self.suspects:
             return self._schedule_alone(self.suspects[0])
-        works = self._reserve(self._plan(self.running))
+        if not self._make_way():
+            return None
+        decoding, prompts = _ready(self.running)
+        turns = self._turns(prompts)
+        planned = self._plan(decoding, turns)
+        works = self._reserve(planned)
         if works is None:
             return None
+        if len(works) < len(planned):  # preempted: they come first now
+            turns = self._turns([])
         budget = self.max_num_batched_tokens - sum(work.cost for work in works)
-        return works + self._admit(budget)
+        return works + self._admit(turns, budget)
 
     def finish(self, sequence: Sequence) -> None:
         """Removes a sequence. `released` frees its blocks once no round in flight writes them."""
@@ -83,7 +98,7 @@ class Scheduler:
         return done
 
     def preempt(self, sequence: Sequence) -> None:
-        """Puts a running sequence back to the head of the queue. Its tokens stay; their KV is recomputed later."""
+        """Puts a running sequence back to its place in the queue. Its tokens stay; their KV is recomputed later."""
         if sequence.in_flight is not None:
             raise AssertionError("a round in flight must be collected before one of its sequences is preempted")
         self.running.remove(sequence)
@@ -92,14 +107,14 @@ class Scheduler:
         sequence.metrics.preemptions += 1
         self.num_preemptions += 1
         self.preempted.append(sequence)
-        self.waiting.appendleft(sequence)
+        self.add(sequence)
 
     def suspect(self, sequences: Seq[Sequence]) -> None:
         """Preempts sequences of a round that failed; each runs alone until `acquit`, so that the one at fault is found.
 
         No round is in flight.
         """
-        for sequence in reversed(sequences):  # the oldest gets to the head of the queue
+        for sequence in sequences:
             if sequence.status is Status.RUNNING:
                 self.preempt(sequence)
         self.suspects += [s for s in sequences if s.status is Status.WAITING and s not in self.suspects]
@@ -111,7 +126,7 @@ class Scheduler:
 
     def _schedule_alone(self, sequence: Sequence) -> list[Work] | None:
         if sequence.status is Status.RUNNING:
-            return self._reserve(self._plan([sequence]))
+            return self._reserve(self._plan(*_ready([sequence])))
         while (work := self._admit_one(sequence, self.max_num_batched_tokens)) is None:
             if self._is_in_flight:
                 return None
@@ -143,27 +158,100 @@ class Scheduler:
             return 0
         return max(0, min(self.lookahead, sequence.max_tokens - sequence.least_len - 1))
 
-    def _plan(self, running: Seq[Sequence]) -> list[Work]:
+    def _make_way(self) -> bool:
+        """Preempts for those that must not wait; False if the round in flight must be collected before."""
+        while (victim := self._victim()) is not None:
+            if self._is_in_flight:
+                return False
+            self.preempt(victim)
+        return True
+
+    def _victim(self) -> Sequence | None:
+        """A running sequence that gives its place to a waiting one, if there is no room for that otherwise.
+
+        The last in order, if its priority is lower; or a sample of a request with more than its share of the places,
+        if the other waits for its first token.
+        """
+        if not self.waiting or not self.running:
+            return None
+        head, last = self.waiting[0], self.running[-1]
+        if last.params.priority > head.params.priority:
+            return None if self._has_room(head, self._promised) else last
+        newcomer = self._newcomer()
+        if newcomer is None:
+            return None
+        samples = [s for s in self.running if s.index > 0 and s.params.priority >= newcomer.params.priority]
+        if len(samples) < self._share or self._has_room(newcomer, self._promised):
+            return None
+        [(crowd, count)] = Counter(s.request.id for s in self.running).most_common(1)
+        return next((s for s in reversed(samples) if s.request.id == crowd and count > self._share), None)
+
+    @property
+    def _share(self) -> int:
+        return max(1, self.max_num_seqs // _SHARE)
+
+    def _newcomer(self) -> Sequence | None:
+        """The first in order of the requests that wait for their first token."""
+        return next((s for s in self.waiting if s.index == 0 and s.num_output == 0), None)
+
+    def _turns(self, prompts: list[Sequence]) -> list[Sequence]:
+        """Prompts that share the next round, in the order in which they are served.
+
+        `prompts`, which run, and, in order, as many waiting ones as there is room for. Samples of one request wait for
+        the first one's prefill, and then find the prompt in the prefix cache.
+        """
+        turns = [*prompts, *self._next_waiting()] if self.waiting else prompts
+        turns.sort(key=_order)
+        return turns[:1] + sorted(turns[1:], key=lambda s: (s.params.priority, s.next_pending))
+
+    def _next_waiting(self) -> list[Sequence]:
+        room = min(self.max_num_seqs - len(self.running), len(self._slots))
+        if room <= 0:
+            return []
+        found: list[Sequence] = []
+        caching, most = self.pool.prefix_caching, self.max_num_seqs if self._newcomer() is None else self._share
+        held = Counter(s.request.id for s in self.running)
+        prefilling = {s.request.id for s in self.running if caching and s.index == 0 and s.num_pending > 1}
+        for sequence in self.waiting:
+            if len(found) >= room:
+                break
+            request = sequence.request.id
+            if sequence.index == 0 or (request not in prefilling and held[request] < most):
+                found.append(sequence)
+                held[request] += 1
+                if caching and sequence.index == 0:
+                    prefilling.add(request)
+        return found
+
+    def _plan(self, decoding: Seq[Sequence], turns: Seq[Sequence]) -> list[Work]:
         """Works within `max_num_batched_tokens`: one token per decoding sequence, then drafts, then prefill chunks.
 
-        Sequences that reach their maximum length in the round in flight are left out, and those with a constraint until
-        it is committed.
+        Drafts leave half of what they share with prompts.
         """
-        budget = self.max_num_batched_tokens
         works: list[Work] = []
-        unfinished = [s for s in running if s.least_len < s.max_tokens and not s.awaits_commit]
-        decoding = [s for s in unfinished if s.next_pending == 1]
-        for i, sequence in enumerate(decoding):
-            works.append(self._work(sequence, budget - (len(decoding) - i - 1)))
-            budget -= works[-1].cost
-        for sequence in unfinished:
-            if sequence.next_pending > 1 and budget > 0:
-                works.append(self._work(sequence, budget))
-                budget -= works[-1].cost
+        budget = self.max_num_batched_tokens - len(decoding)
+        drafts = budget // 2 if turns else budget
+        for sequence in decoding:
+            works.append(self._work(sequence, 1 + drafts))
+            drafts -= works[-1].lookahead
+            budget -= works[-1].lookahead
+        for sequence in turns:
+            if budget > 0:
+                work = self._work(sequence, self._limit(sequence, turns, budget))
+                works += [work] if sequence.status is Status.RUNNING else []
+                budget -= work.cost
         return works
 
+    def _limit(self, sequence: Sequence, turns: Seq[Sequence], budget: int) -> int:
+        """Tokens that a prompt may have in the next round: the first leaves half to shorter ones of its priority."""
+        if sequence is not turns[0]:
+            return budget
+        pending, priority = sequence.next_pending, sequence.params.priority
+        shorter = sum(s.next_pending for s in turns if s.params.priority == priority and s.next_pending < pending)
+        return max(1, budget // 2, budget - shorter)
+
     def _reserve(self, works: Iterable[Work]) -> list[Work] | None:
-        """Allocates blocks for the works, oldest sequence first; if they run out, the youngest is preempted."""
+        """Allocates blocks for the works, in order; if they run out, the last sequence is preempted."""
         planned = {id(work.sequence): work for work in works}
         for sequence in list(self.running):
             work = planned.get(id(sequence))
@@ -175,46 +263,77 @@ class Scheduler:
                 self.preempt(self.running[-1])
         return [work for work in planned.values() if work.sequence.status is Status.RUNNING]
 
-    def _admit(self, budget: int) -> list[Work]:
+    def _admit(self, turns: Seq[Sequence], budget: int) -> list[Work]:
+        """Admits those that wait. Who overtakes another leaves blocks for it."""
         works: list[Work] = []
-        while self.waiting and budget > 0:
-            work = self._admit_one(self.waiting[0], budget)
-            if work is None:
-                break
-            works.append(work)
-            budget -= work.cost
+        waiting = sorted((s for s in turns if s.status is Status.WAITING), key=_order)
+        missing = [self._blocks_missing(s) for s in waiting]
+        promised = self._promised
+        for sequence in turns:
+            if sequence.status is Status.WAITING and budget > 0:
+                place = waiting.index(sequence)
+                limit = self._limit(sequence, turns, budget)
+                work = self._admit_one(sequence, limit, promised + sum(missing[:place]))
+                if work is not None:
+                    works.append(work)
+                    budget -= work.cost
+                    promised += self._blocks_missing(sequence)
+                    del waiting[place], missing[place]
         return works
 
-    def _admit_one(self, sequence: Sequence, budget: int) -> Work | None:
-        """Admits a waiting sequence; None if there is no room for it now."""
-        if len(self.running) >= self.max_num_seqs or not self._slots or self._sibling_is_prefilling(sequence):
+    @property
+    def _promised(self) -> int:
+        """Free blocks that the prompts of running sequences still need."""
+        return sum(self._blocks_missing(s) for s in self.running if s.num_pending > 1)
+
+    def _admit_one(self, sequence: Sequence, budget: int, promised: int = 0) -> Work | None:
+        """Admits a waiting sequence; None if there is no room for it now. `promised`: blocks that are not for it."""
+        if not self._has_room(sequence, promised):
             return None
         cached = self.pool.attach_prefix(sequence.kv, sequence.tokens)
-        if not self._fits(sequence):
-            self.pool.release(sequence.kv)
-            return None
         sequence.slot = self._slots.pop()
         work = self._work(sequence, budget)
         if not self.pool.grow(sequence.kv, _reach(work)):
             raise AssertionError("admission was granted without enough free blocks")
         self.waiting.remove(sequence)
-        self.running.append(sequence)
+        insort(self.running, sequence, key=_order)
         self.admitted.append(sequence)
         sequence.status = Status.RUNNING
         if sequence.metrics.preemptions == 0:
             sequence.metrics.cached_tokens = cached
         return work
 
-    def _sibling_is_prefilling(self, sequence: Sequence) -> bool:
-        """Samples of one request wait for the first one's prefill, and then find the prompt in the prefix cache."""
-        if sequence.index == 0 or not self.pool.prefix_caching:
+    def _has_room(self, sequence: Sequence, promised: int) -> bool:
+        """Whether a waiting sequence can be prefilled completely without a preemption."""
+        if len(self.running) >= self.max_num_seqs or not self._slots:
             return False
-        return any(s.request is sequence.request and s.num_pending > 1 for s in self.running)
+        self.pool.attach_prefix(sequence.kv, sequence.tokens)
+        fits = self._blocks_missing(sequence) + promised <= self.pool.num_free
+        self.pool.release(sequence.kv)
+        return fits
 
-    def _fits(self, sequence: Sequence) -> bool:
-        """Whether a sequence can be prefilled completely without a preemption."""
+    def _blocks_missing(self, sequence: Sequence) -> int:
+        """Blocks that the rest of a prompt needs."""
         needed = self.pool.blocks_for(len(sequence.tokens) + self._lookahead(sequence))
-        return needed - len(sequence.kv.blocks) <= self.pool.num_free
+        return max(0, needed - len(sequence.kv.blocks))
+
+
+def _order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.params.priority, sequence.id
+
+
+def _ready(running: Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+    """Sequences that decode in the next round, and those that are prefilled.
+
+    Those that reach their maximum length in the round in flight are left out, and those with a constraint until it is
+    committed.
+    """
+    decoding: list[Sequence] = []
+    prompts: list[Sequence] = []
+    for sequence in running:
+        if sequence.least_len < sequence.max_tokens and not sequence.awaits_commit:
+            (decoding if sequence.next_pending == 1 else prompts).append(sequence)
+    return decoding, prompts
 
 
 def _reach(work: Work) -> int:

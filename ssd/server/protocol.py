@@ -43,6 +43,7 @@ class SamplingRequest(Strict):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     speculate: bool | None = None  # False: no drafts for this request
+    priority: int | None = None  # lower is served earlier
     user: str | None = None  # for the access log
 
 
@@ -70,6 +71,7 @@ class GenerationRequest(SamplingRequest):
 _SAMPLING: Final = (
     *("n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "min_tokens"),
     *("ignore_eos", "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty", "speculate"),
+    "priority",
 )
 
 

@@ -42,6 +42,7 @@ WRONG_PARAMS: dict[str, list[Any]] = {
     "logprobs": [-1, 101, 1.0, "2", True],
     "n": [0, 1025, 2.0, INF, NAN, "1", None, True],
     "speculate": ["no", 1, None],
+    "priority": [0.5, "1", NAN, None, True],
     "structured": [5, "json", {}, {"json_object": 1}, {"json_object": True, "regex": "a"}, {"pattern": "a"}],
 }
 WRONG_OPTIONS: dict[str, list[Any]] = {
@@ -100,7 +101,7 @@ def test_every_parameter_has_wrong_values() -> None:
         {"presence_penalty": -100, "frequency_penalty": 100.0},
         {"logit_bias": {0: -INF, 1: -1000, 2: 1000.0}},
         {"max_new_tokens": 5, "min_tokens": 5, "n": 1024, "logprobs": 100},
-        {"seed": -(2**70), "stop": "x", "stop_token_ids": (0,), "logprobs": 0},
+        {"seed": -(2**70), "priority": -5, "stop": "x", "stop_token_ids": (0,), "logprobs": 0},
         {"stop": ["a", "b"], "stop_token_ids": range(3), "top_k": 0},
     ],
 )

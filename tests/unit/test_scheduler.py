@@ -7,7 +7,7 @@ from fakes import make_sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd.core import Proposal, Sequence, Status, Work
+from ssd.core import Proposal, Request, SamplingParams, Sequence, Status, Work
 from ssd.engine.scheduler import Scheduler
 from ssd.kv.blocks import BlockPool
 
@@ -208,6 +208,160 @@ def test_drafts_do_not_starve_other_decoders(lookahead: int) -> None:
     scheduler.lookahead = lookahead
     for _ in range(4):
         assert set(shares(play(scheduler))) == {s.id for s in sequences}
+
+
+# --- fair shares ------------------------------------------------------------------------------------------------------
+
+
+def samples(scheduler: Scheduler, first: int, n: int, length: int = 3, priority: int = 0) -> list[Sequence]:
+    """The sequences of a new request with n samples; `first`: id of the first one."""
+    params = SamplingParams(n=n, priority=priority)
+    request = Request(f"request-{first}", tuple(range(1000 * first, 1000 * first + length)), params)
+    made = [Sequence.of(request, first + i, i, 100, frozenset()) for i in range(n)]
+    for sequence in made:
+        scheduler.add(sequence)
+    return made
+
+
+def first_token(scheduler: Scheduler, sequence: Sequence) -> int:
+    """Rounds until a sequence has its first token."""
+    for rounds in range(1, 100):
+        play(scheduler)
+        if sequence.num_output:
+            return rounds
+    raise AssertionError("it never gets a token")
+
+
+@pytest.mark.parametrize("num_long", [1, 5])
+def test_long_prompts_do_not_hold_up_a_short_one(num_long: int) -> None:
+    """Catches prompts that are served one after the other: 5 of 200 tokens would take 63 rounds."""
+    scheduler = make_scheduler(num_blocks=500, tokens=16)
+    long = arrive(scheduler, *[200] * num_long, max_tokens=300)
+    play(scheduler)
+    [short] = arrive(scheduler, 6, max_tokens=300)
+    assert first_token(scheduler, short) == 1
+    assert long[0].kv.num_computed >= 16 + 8
+
+
+def test_short_prompts_do_not_hold_up_a_long_one() -> None:
+    """Catches serving the shortest first: the oldest gets half of the tokens, however many short ones come."""
+    scheduler = make_scheduler(num_blocks=500, tokens=16)
+    [long] = arrive(scheduler, 80, max_tokens=300)
+    for _ in range(10):
+        assert long.num_output == 0
+        arrive(scheduler, 8, 8, max_tokens=9)
+        play(scheduler)
+    assert long.num_output == 1
+
+
+def test_prompts_of_one_length_are_served_in_turn() -> None:
+    """Catches sharing among equals, which delays all first tokens to the last."""
+    scheduler = make_scheduler(tokens=16)
+    arrive(scheduler, 16, 16, 16, max_tokens=17)
+    assert [shares(play(scheduler)) for _ in range(3)] == [{0: 16}, {1: 16}, {2: 16}]
+
+
+def test_half_prefilled_prompts_keep_their_blocks() -> None:
+    """Catches admission to blocks that a prompt in chunks still needs: one of them would be preempted for nothing."""
+    scheduler = make_scheduler(num_blocks=20, tokens=16)
+    arrive(scheduler, 60, max_tokens=64)
+    play(scheduler)
+    arrive(scheduler, 24, 4, max_tokens=28)
+    while scheduler.has_work:
+        play(scheduler)
+    assert scheduler.num_preemptions == 0
+
+
+def test_drafts_leave_tokens_for_prompts() -> None:
+    """Catches a prompt that waits until those that decode have ended, since their drafts take all tokens."""
+    scheduler = make_scheduler(seqs=4, tokens=9, lookahead=7)
+    arrive(scheduler, 2, 2, max_tokens=90)
+    for _ in range(3):
+        play(scheduler)
+    [prompt] = arrive(scheduler, 6, max_tokens=90)
+    assert first_token(scheduler, prompt) == 2
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_samples_of_a_request_that_is_alone_have_all_places(caching: bool) -> None:
+    """Catches shares where nobody waits, and samples that are admitted one by one after their prompt."""
+    scheduler = make_scheduler(num_blocks=200, seqs=8, caching=caching)
+    samples(scheduler, 0, 20, length=7)
+    play(scheduler)
+    assert len(play(scheduler)) == 8
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_many_samples_give_way_to_a_first_token(caching: bool) -> None:
+    """Catches a request with a large n that keeps all others waiting until one of its samples ends."""
+    scheduler = make_scheduler(num_blocks=200, seqs=8, caching=caching)
+    crowd = samples(scheduler, 0, 20)
+    while len(scheduler.running) < 8:
+        play(scheduler)
+    others = [samples(scheduler, 100 + i, 1)[0] for i in range(7)]
+    for _ in range(7):
+        play(scheduler)
+    assert [other.num_output > 0 for other in others] == [True] * 6 + [False]
+    assert sum(s.status is Status.RUNNING for s in crowd) == 2, "its share: a quarter"
+    leave(scheduler, others[0])
+    assert first_token(scheduler, others[6]) == 1
+    leave(scheduler, others[1])
+    play(scheduler)
+    assert sum(s.status is Status.RUNNING for s in crowd) == 3, "nobody else waits for a first token"
+
+
+def test_samples_that_wait_for_their_prompt_hold_up_nobody() -> None:
+    """Catches a queue that stops at the samples of a request whose long prompt is being prefilled."""
+    scheduler = make_scheduler(num_blocks=200, tokens=16, caching=True)
+    samples(scheduler, 0, 3, length=90)
+    [other] = samples(scheduler, 100, 1)
+    assert first_token(scheduler, other) == 1
+
+
+# --- priority ---------------------------------------------------------------------------------------------------------
+
+
+def test_lower_priority_values_are_served_earlier() -> None:
+    """Catches priorities that are ignored, or turned round, in the queue and among prompts."""
+    scheduler = make_scheduler(seqs=2, tokens=8)
+    for first, priority in ((0, 5), (10, 0), (20, -1), (30, 0)):
+        samples(scheduler, first, 1, length=8, priority=priority)
+    assert shares(play(scheduler)) == {20: 8}
+    assert [s.id for s in scheduler.waiting] == [10, 30, 0]
+
+
+def test_the_lowest_priority_is_preempted_first() -> None:
+    """Catches preempting the youngest, whatever its priority."""
+    scheduler = make_scheduler(num_blocks=6)
+    [low] = samples(scheduler, 0, 1, length=8, priority=1)
+    [a] = samples(scheduler, 10, 1, length=8)
+    [b] = samples(scheduler, 20, 1, length=7)
+    play(scheduler)
+    play(scheduler)
+    assert [s.status for s in (low, a, b)] == [Status.WAITING, Status.RUNNING, Status.RUNNING]
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_a_higher_priority_takes_the_place_of_a_lower_one(in_flight: bool) -> None:
+    """Catches an urgent request that waits for batch jobs; and a preemption under a round in flight."""
+    scheduler = make_scheduler(seqs=2)
+    [low] = samples(scheduler, 0, 1, priority=1)
+    [other] = samples(scheduler, 10, 1)
+    works = schedule(scheduler)
+    if in_flight:
+        works = launch(works)
+    else:
+        commit(scheduler, works)
+    [urgent] = samples(scheduler, 20, 1)
+    if in_flight:
+        assert scheduler.schedule() is None
+        commit(scheduler, works)
+    assert set(shares(play(scheduler))) == {other.id, urgent.id}
+    assert scheduler.preempted == [low]
+    [equal] = samples(scheduler, 30, 1)
+    play(scheduler)
+    assert equal.status is Status.WAITING
+    assert scheduler.num_preemptions == 1
 
 
 # --- preemption -------------------------------------------------------------------------------------------------------
