@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
@@ -37,9 +38,17 @@ class Grammars:
         self._vocab_size = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
         self._words = -(-vocab_size // 32)
         self._stop_token_ids = sorted(stop_token_ids)
-        self._tokenizer: Any = None  # llguidance's, built for the first request
+        self._tokenizer: Any = None  # llguidance's, built by `warm_up` or for the first request
         self._compiled: OrderedDict[StructuredOutput, Any] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
+
+    def warm_up(self) -> None:
+        """Builds the library's tokenizer, which takes a second or two for large vocabularies.
+
+        Where there can be no structured output, the requests that ask for it are told why.
+        """
+        with suppress(RequestError), self._lock:
+            self._loaded_tokenizer()
 
     def check(self, wanted: StructuredOutput) -> None:
         """Raises RequestError for a schema, regex or grammar that cannot be compiled."""

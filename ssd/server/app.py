@@ -16,6 +16,8 @@ from ssd.version import VERSION
 
 def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
     """The server's ASGI application. It does not close the LLM."""
+    if llm.driver.limits.grammars is not None:
+        llm.driver.limits.grammars.warm_up()  # before the server is ready: no request waits for it
     app = FastAPI(title="ssd", version=VERSION, docs_url=None, redoc_url=None)  # those pages load scripts from outside
     admission = Admission(llm.config.max_num_seqs, options.max_queue, options.max_tokens_in_flight)
     app.state.server = ServerState(llm, options, admission)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from typing import Any
 
 import pytest
-from live_server import MODEL, SPECULATION, Served, serving
+from live_server import MODEL, SPECULATION, Served, openai, serving
 
 from ssd import LLM, SamplingParams
 
@@ -36,6 +37,26 @@ def test_a_schema(mode: str) -> None:
         assert answer.choices[0].finish_reason == "stop"
         params = SamplingParams(max_new_tokens=96, temperature=1.0, seed=5, structured={"json_schema": SCHEMA})
         assert text == llm.chat(CHAT, params)[0].text
+
+
+def test_the_first_request_does_not_wait_for_the_grammar_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokenizer is there when the server is ready."""
+    with LLM(MODEL, device="cpu") as llm, serving(llm) as served:
+        monkeypatch.setattr("llguidance.LLTokenizer", None)
+        answer = served.client().completions.create(
+            model=MODEL, prompt="Answer:", max_tokens=8, extra_body={"structured_outputs": {"regex": "[ab]{3}"}}
+        )
+    assert re.fullmatch("[ab]{3}", answer.choices[0].text)
+
+
+def test_a_server_starts_without_the_grammar_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that need it are told so."""
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with LLM(MODEL, device="cpu") as llm, serving(llm) as served:
+        client = served.client()
+        assert client.completions.create(model=MODEL, prompt="x", max_tokens=1).choices
+        with pytest.raises(openai.BadRequestError, match="needs the package llguidance"):
+            client.completions.create(model=MODEL, prompt="x", extra_body={"structured_outputs": {"regex": "a"}})
 
 
 @pytest.mark.parametrize(
