@@ -20,7 +20,7 @@ from ssd.server.errors import ApiError, AsciiJSON
 from ssd.server.generation import Generation, Piece, ServerState, start
 from ssd.server.parsing import Event, MessageFormat, parse
 from ssd.server.protocol import ChatRequest
-from ssd.server.tool_use import message_format, read_tools
+from ssd.server.tool_use import ToolUse, message_format, read_tools
 
 router = APIRouter()
 _PROMPT_END: Final = 8  # tokens of the prompt that may open a block of reasoning
@@ -48,14 +48,19 @@ async def start_chat(state: ServerState, body: ChatRequest, request: Request) ->
     """Submits a chat; also returns how its messages are parsed. Other endpoints translate their requests to chats."""
     check_common(request, body)
     params = constrained(body, _params(body, state.llm.driver.limits.max_model_len))
-    prompt, options = await asyncio.to_thread(_prompt, state.llm, body)
-    template = state.llm.tokenizer.template_source(body.chat_template, body.tools)
-    tools = read_tools(body, template, state.options.tool_parser, state.llm.tokenizer)
+    prompt, options, template, tools = await asyncio.to_thread(_read, state, body)
     if tools is not None:
         params = tools.constrained(params)
     generation = await start(state, prompt, params, chat_options=options, request=request, stream=bool(body.stream))
     prompt_end = state.llm.decode(generation.prompt_token_ids[-_PROMPT_END:], skip_special_tokens=False)
     return generation, message_format(template, prompt_end, tools)
+
+
+async def prompt_tokens(state: ServerState, body: ChatRequest, request: Request) -> list[int]:
+    """The tokens of a chat's prompt."""
+    check_common(request, body)
+    prompt, options, _, _ = await asyncio.to_thread(_read, state, body)
+    return await asyncio.to_thread(state.llm.encode, prompt, options)
 
 
 async def parsed(generation: Generation, form: MessageFormat) -> AsyncIterator[Event]:
@@ -76,6 +81,13 @@ def _params(body: ChatRequest, max_model_len: int) -> SamplingParams:
         raise ApiError(400, "top_logprobs: only with logprobs=true", param="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return body.sampling_params(max_tokens=next(iter(given), max_model_len), logprobs=logprobs)
+
+
+def _read(state: ServerState, body: ChatRequest) -> tuple[Prompt, dict[str, Any], str, ToolUse | None]:
+    """The prompt, its chat options, the chat template and the tools."""
+    prompt, options = _prompt(state.llm, body)
+    template = state.llm.tokenizer.template_source(body.chat_template, body.tools)
+    return prompt, options, template, read_tools(body, template, state.options.tool_parser, state.llm.tokenizer)
 
 
 def _prompt(llm: LLM, body: ChatRequest) -> tuple[Prompt, dict[str, Any]]:

@@ -12,28 +12,34 @@ from fastapi.responses import Response
 
 from ssd.core import RequestOutput
 from ssd.server.answers import named_event_stream, usage
-from ssd.server.chat import parsed, start_chat
+from ssd.server.chat import parsed, prompt_tokens, start_chat
 from ssd.server.errors import ApiError, AsciiJSON, api_error, unsupported
 from ssd.server.generation import Generation, ServerState
 from ssd.server.message_events import MessageWriter
 from ssd.server.parsing import MessageFormat, parse
-from ssd.server.protocol import ChatRequest, SamplingRequest
+from ssd.server.protocol import ChatRequest, SamplingRequest, Strict
 from ssd.text.tokenizer import IncrementalDecoder, Tokenizer
 
 router = APIRouter()
 Json = dict[str, Any]
 
 
-class MessagesRequest(SamplingRequest):
+class CountTokensRequest(Strict):
+    """What the prompt is made of."""
+
+    model: str
     messages: list[Json]
-    max_tokens: int
     system: str | list[Json] | None = None
-    stop_sequences: list[str] | None = None
     tools: list[Json] | None = None
     tool_choice: Json | None = None
     thinking: Json | None = None
-    metadata: Json | None = None  # user_id: another name of user
     chat_template_kwargs: Json | None = None
+
+
+class MessagesRequest(CountTokensRequest, SamplingRequest):
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    metadata: Json | None = None  # user_id: another name of user
 
 
 @router.post("/v1/messages")
@@ -54,6 +60,12 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
         writer.add(event)
     stop = _stop(output, writer, state.llm.tokenizer)
     return AsciiJSON({**head, "content": writer.content, **stop, "usage": _usage(output)})
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, int]:
+    chat = _chat(MessagesRequest(**body.model_dump(), max_tokens=1))
+    return {"input_tokens": len(await prompt_tokens(ServerState.of(request), chat, request))}
 
 
 async def _events(

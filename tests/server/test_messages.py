@@ -96,6 +96,37 @@ def test_system_blocks_and_prefill(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"system": "Be brief."},
+        {"messages": [*ASK, {"role": "assistant", "content": "Once upon"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "é"}]}], "thinking": {"type": "disabled"}},
+    ],
+)
+def test_count_tokens(served: Served, more: dict[str, Any]) -> None:
+    """The count is what `usage` says, cached tokens included; nothing is generated."""
+    client, options = client_of(served).messages, {"model": MODEL, "messages": ASK, **more}
+    before = served.llm.engine.metrics.num_requests
+    count = client.count_tokens(**options).input_tokens
+    assert served.llm.engine.metrics.num_requests == before
+    usage = client.create(**options, max_tokens=1).usage
+    assert count == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+def test_count_tokens_refusals(served: Served) -> None:
+    """As those of a message, in this API's shape; sampling parameters are none of its fields."""
+    client = client_of(served).messages
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].role"):
+        client.count_tokens(model=MODEL, messages=[{"role": "system", "content": "x"}])  # type: ignore[typeddict-item]
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens") as caught:
+        client.count_tokens(model=MODEL, messages=ASK, extra_body={"max_tokens": 5})
+    assert caught.value.body["type"] == "error"  # type: ignore[index]
+    with pytest.raises(anthropic.NotFoundError):
+        client.count_tokens(model="other", messages=ASK)
+
+
+@pytest.mark.parametrize(
     ("more", "named"),
     [
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),

@@ -260,6 +260,16 @@ def test_messages_call(tool_server: Served, script: Script) -> None:
     assert "tool\n18 degrees<|im_end|>\n<|im_start|>user\nSo?" in script.prompt
 
 
+def test_messages_count_of_tokens_has_the_tools(tool_server: Served, script: Script) -> None:
+    """Catches a count that leaves out the tools, and one that has them though none may be called."""
+    client, asked = claude(tool_server).messages, {"model": MODEL, "messages": ASK}
+    plain = client.count_tokens(**asked).input_tokens
+    asked["tools"] = [MESSAGES_TOOL]
+    assert client.count_tokens(**asked, tool_choice={"type": "none"}).input_tokens == plain
+    counted = client.count_tokens(**asked).input_tokens
+    assert counted == client.create(**asked, max_tokens=5).usage.input_tokens > plain + 20
+
+
 def test_messages_forced_call(tool_server: Served) -> None:
     pytest.importorskip("llguidance")
     answer = claude(tool_server).messages.create(
