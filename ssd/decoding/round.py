@@ -47,6 +47,8 @@ class RoundStats:
 
     target_wait_seconds: float = 0.0  # from the start of a round to its verification: drafting
     verify_seconds: float = 0.0  # from the forward pass to the decision
+    host_wait_seconds: float = 0.0  # from a decision to what the device computes next: it waits for the host
+    round_seconds: float = 0.0  # from a decision to the next, while there are requests
     drafter_failures: int = 0  # calls of the drafter that raised
 
 
@@ -57,6 +59,8 @@ class InFlight:
     works: list[Work]  # with their proposals
     began: Clock
     verification: Verification
+    before: Clock | None  # end of the round before; None: there was nothing to compute since then
+    drafting: Clock | None  # when the drafter was asked, if there is one
 
 
 @dataclass
@@ -78,6 +82,7 @@ class Round:
         self.isolation = Isolation()
         self._asked: PerRound[_Asked] = PerRound()
         self._last_end: Clock | None = None  # end of the last round launched; None: the device is idle
+        self._before: Clock | None = None  # the same; None: the engine is idle
 
     @property
     def synchronous(self) -> bool:
@@ -91,14 +96,19 @@ class Round:
     def launch(self, works: Seq[Work]) -> InFlight:
         """Launches a round without waiting for the device (on a CPU it is complete on return)."""
         began = self._last_end or now(self.target.state.device)
+        before, drafting = self._before, now(self.target.state.device) if self.drafter.lookahead else None
         asked = _Asked(self.isolation.asked(works), self.stats.drafter_failures)
         works = self._propose(works, asked)
         self._asked.put(works, asked)
         settle = functools.partial(self._guarded, asked, self.drafter.settle, None)
         prepare = functools.partial(self._guarded, asked, self.drafter.prepare, None)
         verification = self.target.launch(works, settle, prepare)
-        self._last_end = verification.ended
-        return InFlight(works, began, verification)
+        self._last_end = self._before = verification.ended
+        return InFlight(works, began, verification, before, drafting)
+
+    def rest(self) -> None:
+        """There is nothing to compute: until the next round nobody waits."""
+        self._before = None
 
     def collect(self, round_: InFlight) -> tuple[list[Outcome | None], float]:
         """Waits for the device; returns the outcomes and how many seconds the round took."""
@@ -108,6 +118,9 @@ class Round:
             self._last_end = None
         self.stats.target_wait_seconds += max(0.0, verification.began.since(round_.began))
         self.stats.verify_seconds += verification.ended.since(verification.began)
+        if round_.before is not None:
+            self.stats.host_wait_seconds += max(0.0, (round_.drafting or verification.began).since(round_.before))
+        self.stats.round_seconds += verification.ended.since(round_.before or round_.began)
         return outcomes, verification.ended.since(round_.began)
 
     def discard(self, round_: InFlight) -> None:

@@ -145,6 +145,8 @@ class Engine:
             error = None  # whose traceback refers to this frame
         if self._in_flight is not None and self.round.synchronous:
             self.flush()
+        if self._in_flight is None and not self.scheduler.has_work:
+            self.round.rest()
         deltas, self._deltas = self._deltas, []
         return deltas
 

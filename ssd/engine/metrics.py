@@ -35,6 +35,8 @@ class EngineMetrics:
     ssd_tokens: Counter[str] = field(default_factory=Counter)  # new tokens of those rounds
     target_wait_seconds: float = 0.0  # the target waited for drafts
     verify_seconds: float = 0.0  # from the forward pass to the decision
+    host_wait_seconds: float = 0.0  # from a decision to what the device computes next: it waits for the host
+    round_seconds: float = 0.0  # from a decision to the next, while there are requests
     draft_busy_seconds: float = 0.0  # the draft model computed
     hand_over_seconds: float = 0.0  # waiting for messages of a drafter in another process, its computing left out
     drafter_failures: int = 0  # exceptions of the drafter, and restarts of its process
@@ -43,10 +45,16 @@ class EngineMetrics:
     def ssd_hit_rate(self) -> float:
         return sum(self.ssd_hits_after) / max(1, sum(self.ssd_look_ups_after))
 
+    @property
+    def host_share(self) -> float:
+        """Share of the rounds' time in which the device waits for the host."""
+        return self.host_wait_seconds / max(self.round_seconds, 1e-9)
+
     def count_round(self, round_: RoundStats, drafter: DrafterStats, num_preemptions: int) -> None:
         self.num_rounds += 1
         self.num_preemptions = num_preemptions
         self.target_wait_seconds, self.verify_seconds = round_.target_wait_seconds, round_.verify_seconds
+        self.host_wait_seconds, self.round_seconds = round_.host_wait_seconds, round_.round_seconds
         self.draft_busy_seconds, self.hand_over_seconds = drafter.busy_seconds, drafter.hand_over_seconds
         self.drafter_failures = round_.drafter_failures + drafter.failures
 

@@ -31,6 +31,7 @@ _REASONS: Final = ("stop", "length", "abort", "error")
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 _TOKEN_SECONDS: Final = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 _TOKENS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+_SAMPLES: Final = (1, 2, 5, 10, 20)
 _HISTOGRAMS: Final = {
     "time_to_first_token_seconds": ("From the arrival of a request to its first token.", _SECONDS),
     "inter_token_latency_seconds": ("Between two rounds that added tokens to a sample.", _TOKEN_SECONDS),
@@ -39,8 +40,12 @@ _HISTOGRAMS: Final = {
     "request_queue_time_seconds": ("From the arrival of a request to its first round.", _SECONDS),
     "request_prefill_time_seconds": ("From the first round of a sample to its first token.", _SECONDS),
     "request_decode_time_seconds": ("From the first token of a sample to its last.", _SECONDS),
+    "request_inference_time_seconds": ("From the first round of a sample to its last token.", _SECONDS),
     "request_prompt_tokens": ("Tokens of a prompt.", _TOKENS),
     "request_generation_tokens": ("Tokens of a sample.", _TOKENS),
+    "request_max_num_generation_tokens": ("Tokens of the longest sample of a request.", _TOKENS),
+    "request_params_n": ("Samples asked for.", _SAMPLES),
+    "request_params_max_tokens": ("Tokens that a sample may have, as asked for.", _TOKENS),
 }
 
 
@@ -75,7 +80,14 @@ class _Requests:
                 self.ended[sample.finish_reason] += 1
             self._observe_times(sample.metrics)
             self.histograms["request_generation_tokens"].observe(sample.metrics.output_tokens)
-        self.histograms["request_prompt_tokens"].observe(len(output.prompt_token_ids))
+        longest = max(sample.metrics.output_tokens for sample in output.samples)
+        for name, value in (
+            ("request_prompt_tokens", len(output.prompt_token_ids)),
+            ("request_max_num_generation_tokens", longest),
+            ("request_params_n", output.params.n),
+            ("request_params_max_tokens", output.params.max_new_tokens),
+        ):
+            self.histograms[name].observe(value)
 
     def _observe_times(self, times: RequestMetrics) -> None:
         spans = {
@@ -84,6 +96,7 @@ class _Requests:
             "request_queue_time_seconds": (times.arrival, times.first_scheduled),
             "request_prefill_time_seconds": (times.first_scheduled, times.first_token),
             "request_decode_time_seconds": (times.first_token, times.finished),
+            "request_inference_time_seconds": (times.first_scheduled, times.finished),
         }
         for name, (start, end) in spans.items():
             if start is not None and end is not None:
@@ -154,6 +167,7 @@ def _gauges(engine: Engine) -> dict[str, tuple[str, float]]:
         "num_requests_running": ("Sequences in the batch.", len(engine.scheduler.running)),
         "num_requests_waiting": ("Sequences that wait to be scheduled.", len(engine.scheduler.waiting)),
         "kv_cache_usage_perc": ("Share of KV blocks in use, 1 is all.", 1 - pool.num_free / max(1, pool.num_blocks)),
+        "host_share": ("Share of the rounds' time in which the device waits for the host.", metrics.host_share),
         "hit_rate": ("Look-ups that found their draft prepared, since the start (SSD).", metrics.ssd_hit_rate),
     }
 
@@ -176,6 +190,8 @@ def _counters(engine: Engine) -> dict[str, tuple[str, float]]:
         "look_up_hits": ("Look-ups that found their draft prepared (SSD).", sum(metrics.ssd_hits_after)),
         "target_wait_seconds": ("The target waited for drafts.", metrics.target_wait_seconds),
         "verify_seconds": ("From the target's forward pass to its decision.", metrics.verify_seconds),
+        "host_wait_seconds": ("From a decision to what the device computes next.", metrics.host_wait_seconds),
+        "round_seconds": ("From a decision to the next, while there are requests.", metrics.round_seconds),
         "draft_busy_seconds": ("The draft model computed.", metrics.draft_busy_seconds),
         "hand_over_seconds": ("Messages to a drafter in another process.", metrics.hand_over_seconds),
         "drafter_failures": ("Exceptions of the drafter and restarts of its process.", metrics.drafter_failures),

@@ -6,6 +6,7 @@ import bisect
 import collections
 import itertools
 import math
+import types
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -83,6 +84,36 @@ def test_right_drafts_save_rounds(lookahead: int) -> None:
     assert output.metrics.rounds == -(-40 // (lookahead + 1))
     positions = [p for batch in harness.decoder.batches for p in batch.positions]
     assert positions == list(range(3 + 40 - 1)), "every position is computed once, and the last token never"
+
+
+@pytest.mark.parametrize("lookahead", [0, 3])
+def test_the_host_s_share_of_rounds(lookahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches time of the device, of drafting, or without requests, that counts as the host's; and rounds left out."""
+    seconds = 0.0
+
+    def passes(more: float) -> None:
+        nonlocal seconds
+        seconds += more
+
+    class SlowDrafter(ScriptedDrafter):
+        def propose(self, works: Seq[Work]) -> list[Proposal]:
+            passes(10)
+            return super().propose(works)
+
+    monkeypatch.setattr("ssd.execution.clock.time", types.SimpleNamespace(perf_counter=lambda: seconds))
+    harness = make_harness(drafter=SlowDrafter(lookahead, "wrong") if lookahead else None)
+    harness.decoder.before = lambda batch: passes(4)
+    for _ in range(2):
+        harness.engine.add([1, 2], SamplingParams(max_new_tokens=3))
+        while harness.engine.has_work:
+            harness.step()
+            passes(1)  # the host's time
+        passes(1000)  # nobody asks
+    stats, drafting = harness.engine.metrics, 6 * 10 if lookahead else 0
+    assert stats.num_rounds == 6
+    assert stats.host_wait_seconds == 4, "between the three rounds of two requests"
+    assert stats.round_seconds == 4 + 6 * 4 + drafting
+    assert stats.host_share == stats.host_wait_seconds / stats.round_seconds
 
 
 @pytest.mark.parametrize("prompt_len", [1, 3, 15])

@@ -32,6 +32,19 @@ VLLM_NAMES = [
     "request_time_per_output_token_seconds_bucket",
     "e2e_request_latency_seconds_bucket",
     "request_queue_time_seconds_bucket",
+    "request_queue_time_seconds_sum",
+    "request_prefill_time_seconds_sum",
+    "request_decode_time_seconds_sum",
+    "request_inference_time_seconds_sum",
+    "request_prompt_tokens_bucket",
+    "request_generation_tokens_bucket",
+    "request_max_num_generation_tokens_bucket",
+    "request_params_n_bucket",
+    "request_params_max_tokens_bucket",
+    "time_to_first_token_seconds_sum",
+    "time_to_first_token_seconds_count",
+    "e2e_request_latency_seconds_sum",
+    "e2e_request_latency_seconds_count",
     "spec_decode_num_drafts_total",
     "spec_decode_num_draft_tokens_total",
     "spec_decode_num_accepted_tokens_total",
@@ -85,6 +98,11 @@ def test_values_are_the_engines(llm: LLM) -> None:
     rounds = sum(s.metrics.rounds for o in outputs for s in o.samples)
     assert found["ssd_inter_token_latency_seconds_count", ""] == rounds - 4
     assert found["ssd_request_generation_tokens_sum", ""] == 64
+    for name in ("request_max_num_generation_tokens", "request_params_max_tokens"):
+        assert found[f"ssd_{name}_sum", ""] == 24 + 24 + 8
+    assert found["ssd_request_params_n_sum", ""] == 4
+    assert 0 < found["ssd_host_wait_seconds_total", ""] < found["ssd_round_seconds_total", ""]
+    assert found["ssd_host_share", ""] == pytest.approx(engine.host_share)
     assert found["ssd_num_requests_running", ""] == found["ssd_kv_cache_usage_perc", ""] == 0
 
 
