@@ -62,6 +62,13 @@ def serve(
             rich_help_panel=SERVER,
         ),
     ] = "auto",
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="Send OpenTelemetry traces there, over HTTP (http://localhost:4318/v1/traces).",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
     max_queue: Annotated[
         int, typer.Option(help="Sequences that may wait; beyond that, clients get 429.", rich_help_panel=LIMITS)
     ] = 256,
@@ -118,6 +125,7 @@ def serve(
             cors_origins=tuple(cors_origin or ()),
             access_log=access_log,
             tool_parser=tool_parser,
+            otlp_traces_endpoint=otlp_traces_endpoint,
         )
         wanted = speculation.options(
             speculation_json,

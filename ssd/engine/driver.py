@@ -184,7 +184,7 @@ class _Mailbox:
     """Items for an asyncio reader. Deltas of a sample that are not read in time become one: memory is bounded."""
 
     def __init__(self) -> None:
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # the last item is here
+        self.done: asyncio.Future[RequestOutput | None] = asyncio.get_running_loop().create_future()
         self._deltas: dict[int, Delta] = {}  # by sample, the latest last
         self._error: Exception | None = None
         self._arrived = asyncio.Event()
@@ -198,7 +198,7 @@ class _Mailbox:
                 delta.extend(item)
             self._deltas[item.index] = delta or item
         if (isinstance(item, Exception) or item.output is not None) and not self.done.done():
-            self.done.set_result(None)
+            self.done.set_result(None if isinstance(item, Exception) else item.output)
         self._arrived.set()
 
     async def get(self) -> Item:
@@ -217,8 +217,8 @@ class AsyncSubmission(_Handle, AsyncIterator[Delta]):
         self.sink: Sink = partial(driver.courier().send, self._mailbox.put)
 
     @property
-    def done(self) -> asyncio.Future[None]:
-        """Done when the request has ended, whether its deltas were read or not."""
+    def done(self) -> asyncio.Future[RequestOutput | None]:
+        """The output once the request has ended, whether its deltas were read or not; None if the engine has failed."""
         return self._mailbox.done
 
     async def __anext__(self) -> Delta:

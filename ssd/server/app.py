@@ -11,6 +11,7 @@ from ssd.server.admission import Admission
 from ssd.server.generation import ServerState
 from ssd.server.middleware import Gate, RequestIds
 from ssd.server.options import ServerOptions
+from ssd.server.tracing import Tracer
 from ssd.version import VERSION
 
 
@@ -20,7 +21,9 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
         llm.driver.limits.grammars.warm_up()  # before the server is ready: no request waits for it
     app = FastAPI(title="ssd", version=VERSION, docs_url=None, redoc_url=None)  # those pages load scripts from outside
     admission = Admission(llm.config.max_num_seqs, options.max_queue, options.max_tokens_in_flight)
-    app.state.server = ServerState(llm, options, admission)
+    endpoint = options.otlp_traces_endpoint
+    tracer = Tracer(endpoint, options.served_model_name) if endpoint is not None else None
+    app.state.server = ServerState(llm, options, admission, tracer)
     errors.install(app)
     for router in (info.router, chat.router, completions.router, responses.router, messages.router):
         app.include_router(router)

@@ -23,6 +23,7 @@ from ssd.llm import LLM, Prompt
 from ssd.server.admission import Admission, Ticket
 from ssd.server.errors import ApiError
 from ssd.server.options import ServerOptions
+from ssd.server.tracing import Tracer
 
 _NO_RETRY: Final = {"x-should-retry": "false"}  # the openai client repeats requests after a 5xx otherwise
 
@@ -34,6 +35,7 @@ class ServerState:
     llm: LLM
     options: ServerOptions
     admission: Admission
+    tracer: Tracer | None = None
     started: int = field(default_factory=lambda: int(time.time()))
     watchers: set[asyncio.Task[None]] = field(default_factory=set)  # the event loop refers to its tasks weakly
 
@@ -151,6 +153,8 @@ async def start_all(
     finally:
         _release_at_end(ticket, submissions)
     _watch(state, request, submissions)
+    if state.tracer is not None:
+        _trace(state.tracer, request, submissions)
     timeout = state.options.request_timeout
     deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
     return [Generation(s, token_ids, deadline) for s, token_ids in zip(submissions, encoded, strict=True)]
@@ -167,13 +171,23 @@ def _release_at_end(ticket: Ticket, submissions: Seq[AsyncSubmission]) -> None:
     if not left:
         ticket.release()
 
-    def ended(future: asyncio.Future[None]) -> None:
+    def ended(future: asyncio.Future[RequestOutput | None]) -> None:
         left.discard(future)
         if not left:
             ticket.release()
 
     for future in tuple(left):
         future.add_done_callback(ended)
+
+
+def _trace(tracer: Tracer, request: Request, submissions: Seq[AsyncSubmission]) -> None:
+    """A span for every submission when it has ended."""
+    operation = "text_completion" if request.url.path == "/v1/completions" else "chat"
+    begin, request_id = time.perf_counter(), request.state.request_id
+    for submission in submissions:
+        submission.done.add_done_callback(
+            lambda done: tracer.record(operation, request_id, request.headers, done.result(), begin)
+        )
 
 
 def _watch(state: ServerState, request: Request, submissions: Seq[AsyncSubmission]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ssd.errors import ConfigError
 from ssd.server.tools import PARSERS
+from ssd.server.tracing import check_endpoint
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class ServerOptions:
     access_log: bool = True
     tool_parser: str = "auto"  # format of tool calls: a name of `ssd.server.tools.PARSERS`, or by the chat template
 
+    otlp_traces_endpoint: str | None = None  # of an OpenTelemetry collector; None: no traces
+
     def __post_init__(self) -> None:
         for name, least in (("max_queue", 0), ("max_request_bytes", 1), ("max_n", 1), ("drain_timeout", 0)):
             if getattr(self, name) < least:
@@ -34,5 +37,7 @@ class ServerOptions:
                 raise ConfigError(f"{name}={value!r}: must be above 0")
         if self.tool_parser not in ("auto", *PARSERS):
             raise ConfigError(f"tool_parser={self.tool_parser!r}: must be auto, {', '.join(PARSERS)}")
+        if self.otlp_traces_endpoint is not None:
+            check_endpoint(self.otlp_traces_endpoint)
         if any(not key or not key.isascii() for key in self.api_keys):
             raise ConfigError("api_key: must be ASCII text, and not empty")
