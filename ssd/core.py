@@ -58,6 +58,7 @@ class SamplingParams:
     n: int = 1
     speculate: bool = True  # False: no drafts for this request, one token a round
     structured: StructuredOutput | Mapping[str, Any] | None = None
+    shown_token_ids: Seq[int] = ()  # special tokens that the text has; it leaves out the others
     priority: int = 0  # lower is served earlier; never changes the text
 
     max_tokens: InitVar[int | None] = None
@@ -80,7 +81,8 @@ class SamplingParams:
                 raise RequestError(f"{name}={getattr(self, name)!r}: must be True or False")
         self._set("top_k", min(self.top_k, _MOST_TOP_K))
         self._set("stop", _stop_strings(self.stop))
-        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        for name in ("stop_token_ids", "shown_token_ids"):
+            self._set(name, _token_ids(name, getattr(self, name)))
         self._set("logit_bias", _biases(self.logit_bias))
         self._set("structured", StructuredOutput.of(self.structured))
         if self.structured is not None and (self.ignore_eos or self.min_tokens):

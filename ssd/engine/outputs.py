@@ -64,7 +64,8 @@ class OutputProcessor:
         self.stream = stream  # a delta after every round, not only at the end
         self.text = ""
         self._tokenizer = tokenizer
-        self._decoder = IncrementalDecoder(tokenizer, sequence.tokens) if tokenizer else None
+        shown = sequence.params.shown_token_ids
+        self._decoder = IncrementalDecoder(tokenizer, sequence.tokens, shown_token_ids=shown) if tokenizer else None
         self._undecoded: list[int] = []  # tokens that are not in the text yet
         self._cut = False  # a stop string has ended the text
         self._num_characters_sent = 0  # by `new_text`

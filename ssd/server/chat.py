@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any, Final
 
 from fastapi import APIRouter, Request
@@ -20,7 +21,7 @@ from ssd.server.errors import ApiError, AsciiJSON
 from ssd.server.generation import Generation, Piece, ServerState, start
 from ssd.server.parsing import Event, MessageFormat, parse
 from ssd.server.protocol import ChatRequest
-from ssd.server.tool_use import ToolUse, message_format, read_tools
+from ssd.server.tool_use import ToolUse, message_format, read_tools, special_tags
 
 router = APIRouter()
 _PROMPT_END: Final = 8  # tokens of the prompt that may open a block of reasoning
@@ -51,6 +52,7 @@ async def start_chat(state: ServerState, body: ChatRequest, request: Request) ->
     prompt, options, template, tools = await asyncio.to_thread(_read, state, body)
     if tools is not None:
         params = tools.constrained(params)
+    params = replace(params, shown_token_ids=special_tags(template, tools, state.llm.tokenizer))
     generation = await start(state, prompt, params, chat_options=options, request=request, stream=bool(body.stream))
     prompt_end = state.llm.decode(generation.prompt_token_ids[-_PROMPT_END:], skip_special_tokens=False)
     return generation, message_format(template, prompt_end, tools)

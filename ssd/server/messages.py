@@ -117,7 +117,8 @@ def _stop_sequence(output: RequestOutput, tokenizer: Tokenizer) -> str | None:
     """The stop string that has cut the text: what its tokens say after it."""
     if not output.params.stop:
         return None
-    decoder = IncrementalDecoder(tokenizer, output.prompt_token_ids)
+    shown = output.params.shown_token_ids
+    decoder = IncrementalDecoder(tokenizer, output.prompt_token_ids, shown_token_ids=shown)
     rest = (decoder.push(*output.token_ids) + decoder.flush())[len(output.text) :]
     return min((stop for stop in output.params.stop if rest.startswith(stop)), key=len, default=None)
 

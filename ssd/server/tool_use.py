@@ -114,6 +114,14 @@ def read_tools(body: ChatRequest, chat_template: str, tool_parser: str, tokenize
     return ToolUse(parser, schemas, strict, choice != "auto", body.parallel_tool_calls is not False, tokens)
 
 
+def special_tags(chat_template: str, tools: ToolUse | None, tokenizer: Tokenizer) -> list[int]:
+    """The tags of calls and of reasoning that are special tokens, which a text has only if told so."""
+    tags = [tools.parser.opening, tools.parser.closing] if tools is not None else []
+    tags += [OPENING, CLOSING] if marks_reasoning(chat_template) else []
+    ids = [token_id for tag in tags if (token_id := tokenizer.token_id(tag)) is not None]
+    return [token_id for token_id in ids if tokenizer.is_special(token_id)]
+
+
 def message_format(chat_template: str, prompt_end: str, tools: ToolUse | None) -> MessageFormat:
     """How the answers are parsed. A forced call comes without reasoning."""
     reasoning = marks_reasoning(chat_template) and not (tools is not None and tools.forced)

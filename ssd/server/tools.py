@@ -197,7 +197,7 @@ class JsonParser(ToolParser):
 
 
 class Llama3Parser(JsonParser):
-    """Llama 3.1 to 3.3. The tag is a special token, which decoded text does not have, unless it is spelt out."""
+    """Llama 3.1 to 3.3. The tag, which may be missing, is a special token: see `tool_use.special_tags`."""
 
     opening = "<|python_tag|>"
 

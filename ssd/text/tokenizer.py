@@ -337,10 +337,20 @@ class IncrementalDecoder:
     _SETTLE: Final = 4  # tokens: more than one incomplete character can have
     _LIMIT: Final = 16  # maximum number of tokens held back
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
-        """`prompt_ids`: what precedes the text; the end of it is context, and is never returned."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        shown_token_ids: Sequence[int] = (),
+    ) -> None:
+        """`prompt_ids`: what precedes the text; the end of it is context, and is never returned.
+
+        `shown_token_ids`: special tokens that are not skipped.
+        """
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
+        self._shown = shown_token_ids
         self._context = self._visible(prompt_ids[-2 * self._SETTLE :])
         self._context_text = self._decode(self._context)
         self._pending: list[int] = []
@@ -381,11 +391,13 @@ class IncrementalDecoder:
         """The tokens that have text at all: not special ones, nor ids beyond the vocabulary."""
         if not self._tokenizer.available:
             return []
-        skip, known = self._skip_special, self._tokenizer.backend.id_to_token
-        return [i for i in ids if not (skip and self._tokenizer.is_special(i)) and known(i) is not None]
+        skip, shown, known = self._skip_special, self._shown, self._tokenizer.backend.id_to_token
+        return [
+            i for i in ids if not (skip and self._tokenizer.is_special(i) and i not in shown) and known(i) is not None
+        ]
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, self._skip_special) if ids else ""
+        return self._tokenizer.decode(ids, self._skip_special and not self._shown) if ids else ""
 
     def _new_text(self, ids: list[int]) -> str:
         """The text that these tokens add behind the context."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,24 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days
 ARGUMENTS = '{"city": "Rome", "days": 2}'
 
 
-def checkpoint(folder: Path) -> Path:
-    """The bundled model with the template."""
-    shutil.copytree(Path(ssd.__file__).parent / "bundle" / "tiny-qwen3", folder, dirs_exist_ok=True)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+LLAMA_TEMPLATE = """\
+{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>
+
+{{ message.content }}{% if tools %}{{ tools | tojson }}{% endif %}<|eot_id|>{% endfor %}\
+<|start_header_id|>assistant<|end_header_id|>
+
+"""
+
+
+def checkpoint(folder: Path, model: str = "tiny-qwen3", template: str = TEMPLATE, special: Sequence[str] = ()) -> Path:
+    """A bundled model with a template, and with these special tokens in place of its reserved ones."""
+    shutil.copytree(Path(ssd.__file__).parent / "bundle" / model, folder, dirs_exist_ok=True)
+    (folder / "chat_template.jinja").write_text(template)
+    for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
+        text = file.read_text()
+        for i, token in enumerate(special):
+            text = text.replace(f'"<|reserved_{i}|>"', json.dumps(token))
+        file.write_text(text)
     return folder
 
 

@@ -19,8 +19,10 @@ import jsonschema
 import openai
 from live_server import MODEL, Served, serving
 
-from server.scripted import ARGUMENTS, CALL, WEATHER, Script, checkpoint
-from ssd import LLM
+from server.scripted import ARGUMENTS, CALL, LLAMA_TEMPLATE, TEMPLATE, WEATHER, Script, checkpoint
+from ssd import LLM, SamplingParams
+from ssd.core import RequestMetrics, RequestOutput, Sample
+from ssd.server.messages import _stop_sequence
 
 CHAT_TOOL: Any = {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}
 RESPONSES_TOOL: Any = {"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": False}
@@ -180,6 +182,84 @@ def test_strict_tools_with_auto(tool_server: Served) -> None:
         model=MODEL, messages=ASK, tools=[tool], seed=1, max_tokens=20
     )
     assert answer.usage.completion_tokens > 0
+
+
+# --- tags that are special tokens -------------------------------------------------------------------------------------
+
+
+def special_server(folder: Path, *args: Any) -> Any:
+    llm = LLM(checkpoint(folder, *args), device="cpu", max_model_len=1024)
+    return llm, serving(llm)
+
+
+@pytest.fixture(scope="module")
+def llama_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    llm, server = special_server(tmp_path_factory.mktemp("llama"), "tiny-llama", LLAMA_TEMPLATE, ["<|python_tag|>"])
+    with llm, server as running:
+        yield running
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("before", ["", "I look. "])
+def test_a_llama_call_behind_its_special_token(llama_server: Served, before: str, stream: bool) -> None:
+    """The engine writes the tag as the one special token that it is; a grammar makes it write the message."""
+    pytest.importorskip("llguidance")
+    call = json.dumps({"name": "get_weather", "parameters": json.loads(ARGUMENTS)})
+    text = f"{json.dumps(before)} " if before else ""
+    grammar = f"start: {text}<|python_tag|> {json.dumps(f'{call}; {call}')}"
+    answer = llama_server.client().chat.completions.create(
+        model=MODEL,
+        messages=ASK,
+        tools=[CHAT_TOOL],
+        extra_body={"structured_outputs": {"grammar": grammar}},
+        stream=stream,
+    )
+    if stream:
+        deltas = [chunk.choices[0].delta for chunk in answer]
+        content = "".join(delta.content or "" for delta in deltas)
+        calls = [call for delta in deltas for call in delta.tool_calls or []]
+        names = [call.function.name for call in calls if call.function.name]
+        arguments = "".join(call.function.arguments or "" for call in calls)
+        assert (content, names, arguments) == (before.strip(), ["get_weather"] * 2, ARGUMENTS * 2)
+    else:
+        [choice] = answer.choices
+        assert (choice.message.content or "", choice.finish_reason) == (before.strip(), "tool_calls")
+        found = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
+        assert found == [("get_weather", ARGUMENTS)] * 2
+
+
+def test_a_stop_sequence_behind_a_special_token_is_named(llama_server: Served) -> None:
+    """Catches a text whose length is compared with that of one without the tag."""
+    tokenizer = llama_server.llm.tokenizer
+    tag = tokenizer.token_id("<|python_tag|>")
+    params = SamplingParams(stop=["look"], shown_token_ids=[tag])
+    ids = [tag, *tokenizer.encode("We look at", add_special_tokens=False)]
+    sample = Sample(0, "<|python_tag|>We ", ids, "stop", None, RequestMetrics())
+    assert _stop_sequence(RequestOutput("x", [1], [sample], None, params), tokenizer) == "look"
+
+
+def test_special_tokens_are_no_text_without_tools(llama_server: Served) -> None:
+    pytest.importorskip("llguidance")
+    extra = {"structured_outputs": {"grammar": 'start: <|python_tag|> "{1}"'}}
+    answer = llama_server.client().chat.completions.create(model=MODEL, messages=ASK, extra_body=extra)
+    assert answer.choices[0].message.content == "{1}"
+
+
+def test_reasoning_and_calls_whose_tags_are_special(tmp_path: Path) -> None:
+    """Some checkpoints mark them so."""
+    pytest.importorskip("llguidance")
+    special = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    llm, server = special_server(tmp_path, "tiny-qwen3", TEMPLATE, special)
+    body = json.dumps({"name": "get_weather", "arguments": json.loads(ARGUMENTS)})
+    grammar = f'start: <think> "Hm." </think> "So." <tool_call> {json.dumps(body)} </tool_call>'
+    options: Any = {"model": MODEL, "extra_body": {"structured_outputs": {"grammar": grammar}}, "messages": ASK}
+    with llm, server as running:
+        client = running.client().chat.completions
+        [choice] = client.create(**options, tools=[CHAT_TOOL]).choices
+        plain = client.create(**options).choices[0].message
+    assert (choice.message.reasoning_content, choice.message.content) == ("Hm.", "So.")
+    assert [call.function.arguments for call in choice.message.tool_calls] == [ARGUMENTS]
+    assert (plain.reasoning_content, plain.content) == ("Hm.", f"So.{body}")
 
 
 # --- responses --------------------------------------------------------------------------------------------------------

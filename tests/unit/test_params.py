@@ -42,6 +42,7 @@ WRONG_PARAMS: dict[str, list[Any]] = {
     "logprobs": [-1, 101, 1.0, "2", True],
     "n": [0, 1025, 2.0, INF, NAN, "1", None, True],
     "speculate": ["no", 1, None],
+    "shown_token_ids": [[-1], ["1"], [1.0], [None], 5, "12", [True], b"1", {1: 2}],
     "priority": [0.5, "1", NAN, None, True],
     "structured": [5, "json", {}, {"json_object": 1}, {"json_object": True, "regex": "a"}, {"pattern": "a"}],
 }
@@ -76,7 +77,7 @@ def test_wrong_sampling_params(name: str, value: Any) -> None:
         SamplingParams(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["stop", "stop_token_ids", "logit_bias"])
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids", "shown_token_ids", "logit_bias"])
 def test_none_is_refused_or_means_nothing(name: str) -> None:
     """Catches a bare TypeError for the None that many clients send in place of an absent list."""
     try:
