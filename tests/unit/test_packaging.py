@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-FOLDERS = ("ssd", "tests", "bench", "scripts", "docs", ".ci")
+FOLDERS = ("ssd", "tests", "bench", "deploy", "scripts", "docs", ".ci")
 
 
 @pytest.fixture(scope="module")
