@@ -13,50 +13,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from ssd.bench.arguments import DEFAULT_K, ONE_GPU, add_model_flags, options_of_ssd, pair_of
-from ssd.cli.chat import converse, interactive, talk
-from ssd.cli.conversation import Answer, Message, Write, note, sampling
-from ssd.core import FinishReason, RequestMetrics, SamplingParams
+from ssd.cli.chat import talk, talk_to_server
+from ssd.cli.conversation import note
+from ssd.core import SamplingParams
 from ssd.errors import SSDError
 
 if TYPE_CHECKING:
     from ssd.bench.openai import ServerContender
-
-
-class ServerBackend:
-    """A server answers. It does not say how many tokens a piece of text holds."""
-
-    unit = "pieces"
-
-    def __init__(self, server: ServerContender, params: SamplingParams) -> None:
-        self.name = f"{server.name} ({server.model})"
-        self.params = params
-        self._server = server
-
-    def fits(self, messages: list[Message], answers: int) -> bool:
-        return True  # else it says so itself
-
-    def answer(self, messages: list[Message], write: Write) -> Answer:
-        metrics, text = RequestMetrics(arrival=time.perf_counter()), ""
-        reason: FinishReason | None = None
-        params, usual = self.params, sampling(SamplingParams())
-        asked = {name: value for name, value in sampling(params).items() if value != usual[name]}
-        asked |= {"temperature": params.temperature, "max_tokens": params.max_new_tokens}
-        try:
-            with closing(self._server.stream_chat(messages, asked)) as pieces:
-                for piece in pieces:
-                    metrics.first_token = metrics.first_token or time.perf_counter()
-                    metrics.output_tokens += 1
-                    text += piece
-                    write(piece, False)
-        except KeyboardInterrupt:
-            reason = "abort"
-        metrics.finished = time.perf_counter()
-        return Answer(text, reason, metrics, params)
 
 
 def with_engine(args: argparse.Namespace) -> None:
@@ -72,10 +39,7 @@ def with_engine(args: argparse.Namespace) -> None:
 def with_server(args: argparse.Namespace) -> None:
     server = connect(args)
     with closing(server):
-        backend = ServerBackend(server, sampling_of(args))
-        if interactive():
-            note(f"{backend.name} answers (temperature {args.temp:g})")
-        converse(backend, args.system, args.metrics)
+        talk_to_server(server, sampling_of(args), system=args.system, metrics=args.metrics)
 
 
 def sampling_of(args: argparse.Namespace) -> SamplingParams:

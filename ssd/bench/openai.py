@@ -31,7 +31,8 @@ Arrival = tuple[float, bytes]  # when, and what came
 class ServerContender:
     """Sends requests to the server at `url`, with or without its `/v1`.
 
-    `model` is the first one that the server offers unless it is named, and `api_key` what OPENAI_API_KEY holds.
+    `model` is the first one that the server offers unless it is named, and `api_key` what OPENAI_API_KEY holds, or else
+    SSD_API_KEY, the variable of `ssd serve`.
     """
 
     def __init__(self, url: str, model: str | None = None, name: str = "", api_key: str | None = None) -> None:
@@ -39,7 +40,7 @@ class ServerContender:
         place = _place(self.url)
         self.name = name or place.netloc.decode()
         self.note = ""
-        key = api_key or os.environ.get("OPENAI_API_KEY")
+        key = api_key or os.environ.get("OPENAI_API_KEY") or next(iter(os.environ.get("SSD_API_KEY", "").split()), None)
         self._connection: dict[str, Any] = {
             "base_url": f"{self.url}/v1/",
             "headers": {"Authorization": f"Bearer {key}"} if key else {},
@@ -202,8 +203,8 @@ class ServerContender:
 
     def _refusal(self, status: int, content: bytes) -> _Refusal:
         remedies: dict[int, str] = {
-            httpx.codes.UNAUTHORIZED: "pass its API key, or set OPENAI_API_KEY",
-            httpx.codes.FORBIDDEN: "pass another API key, or set OPENAI_API_KEY",
+            httpx.codes.UNAUTHORIZED: "set OPENAI_API_KEY to its API key",
+            httpx.codes.FORBIDDEN: "set OPENAI_API_KEY to another API key",
             httpx.codes.NOT_FOUND: "ask its /v1/models for the models it has, and see that the URL is right",
         }
         asked = f" (model={self.model!r})" if self.model else ""

@@ -45,6 +45,7 @@ from ssd.core import Delta, SamplingParams
 from ssd.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
+    from ssd.bench.openai import ServerContender
     from ssd.llm import LLM
     from ssd.text.tokenizer import Tokenizer
 
@@ -70,6 +71,8 @@ Over a pipe every line is a message; the answers go to standard output, everythi
   ssd chat MODEL --system "Answer in one sentence." -t 0.7 --seed 4
 
   echo "Who wrote Hamlet?" | ssd chat
+
+  ssd chat http://127.0.0.1:8000   [dim]# a running ssd serve, or any OpenAI-like server; its key: OPENAI_API_KEY[/]
 """
 Read = Callable[[str], str]  # reads an entry, after a prompt
 
@@ -80,7 +83,9 @@ PLAIN_STOP: Final = "\nUser:"
 
 
 def chat(
-    model: Annotated[str, typer.Argument(help="Any MODEL, as `ssd --help` describes them.")] = "tiny-llama",
+    model: Annotated[
+        str, typer.Argument(help="Any MODEL, as `ssd --help` describes them, or the URL of a server.")
+    ] = "tiny-llama",
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told before all else.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Longest answer, in tokens.")] = 512,
     temperature: Temperature = 0.0,
@@ -113,21 +118,6 @@ def chat(
     colour: Annotated[bool, typer.Option("--colour", help="Show in green what the draft had guessed.")] = False,
 ) -> None:
     with explained():
-        if speculation_json is None and draft is None and mode != "ar":
-            draft = speculation.bundled_draft(model)
-            k = k or (draft and "auto")
-        wanted = speculation.options(
-            speculation_json,
-            mode=mode,
-            draft=draft,
-            k=k,
-            draft_quantization=draft_quantization,
-            acceptance=acceptance,
-            fan_out=fan_out,
-            budget=budget,
-            backup=backup,
-            placement=placement,
-        )
         params = SamplingParams(
             temperature=temperature,
             top_k=top_k,
@@ -141,7 +131,28 @@ def chat(
             max_new_tokens=max_tokens,
         )
         options = {"device": device, "dtype": dtype, "max_model_len": max_model_len, "eager": eager}
+        drafting = {
+            "mode": mode,
+            "draft": draft,
+            "k": k,
+            "draft_quantization": draft_quantization,
+            "acceptance": acceptance,
+            "fan_out": fan_out,
+            "budget": budget,
+            "backup": backup,
+            "placement": placement,
+        }
         read = typed(history)
+        if model.startswith(("http://", "https://")):
+            from ssd.bench.openai import ServerContender
+
+            _refuse({**drafting, "speculation": speculation_json, **options, "colour": colour})
+            talk_to_server(ServerContender(model), params, read, system=system, metrics=metrics)
+            return
+        if speculation_json is None and draft is None and mode != "ar":
+            drafting["draft"] = draft = speculation.bundled_draft(model)
+            drafting["k"] = k or (draft and "auto")
+        wanted = speculation.options(speculation_json, **drafting)
         talk(model, params, read, system=system, metrics=metrics, colour=colour, speculation=wanted, **options)
 
 
@@ -165,6 +176,26 @@ def talk(
         if backend.plain:
             note(f"{model} has no chat template: the turns are marked in plain text, which it may not understand.")
         converse(backend, system, metrics, read)
+
+
+def _refuse(options: dict[str, Any]) -> None:
+    """Raises ConfigError for an option of the engine, which a server has chosen itself."""
+    usual = {"device": "auto", "dtype": "auto", "eager": False, "colour": False}
+    for name, value in options.items():
+        if value != usual.get(name):
+            raise ConfigError(f"--{name.replace('_', '-')}: a server answers, which has its own: leave it out")
+
+
+def talk_to_server(
+    server: ServerContender, params: SamplingParams, read: Read = input, *, system: str | None, metrics: bool
+) -> None:
+    """Runs a conversation with a server's model."""
+    from ssd.cli.chat_server import ServerBackend
+
+    backend = ServerBackend(server, params)
+    if interactive():
+        note(f"{backend.name} answers (temperature {params.temperature:g})")
+    converse(backend, system, metrics, read)
 
 
 def converse(backend: Backend, system: str | None, metrics: bool, read: Read = input) -> None:

@@ -577,9 +577,11 @@ def url() -> Iterator[str]:
     server.server_close()
 
 
-def test_a_server_answers(url: str) -> None:
+@pytest.mark.parametrize("command", [[*BENCH, "--url"], [sys.executable, "-m", "ssd", "chat"]], ids=["bench", "ssd"])
+def test_a_server_answers(url: str, command: list[str]) -> None:
     """Ctrl-C hangs up, what had come stays in the history, and the chat goes on."""
-    with terminal([*BENCH, "--url", url, "--metrics"]) as session:
+    FakeServer.hung_up.clear()
+    with terminal([*command, url, "--metrics"]) as session:
         assert "heard 1" in say(session, "Hello!")
         session.sendline("forever")
         session.expect_exact("and on and on")

@@ -114,11 +114,15 @@ def test_unusable_answers_are_explained(behaviour: str, said: str) -> None:
 
 
 def test_servers_that_are_not_there_or_say_no_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with serving(api_key="secret") as server:
         with pytest.raises(ServerError, match=r"401.*OPENAI_API_KEY"):
             ServerContender(server.url).answer(["Once"], Asked(12))
         assert ServerContender(server.url, api_key="secret").answer(["Once"], Asked(12))
+        monkeypatch.setenv("SSD_API_KEY", "secret another")  # the server of `ssd serve` takes several
+        assert ServerContender(server.url).answer(["Once"], Asked(12))
         monkeypatch.setenv("OPENAI_API_KEY", "secret")
+        monkeypatch.setenv("SSD_API_KEY", "another")
         assert ServerContender(server.url).answer(["Once"], Asked(12))
         with pytest.raises(ServerError, match=r"404.*model='absent'.*/v1/models"):
             ServerContender(server.url, "absent").answer(["Once"], Asked(12))
