@@ -68,7 +68,6 @@ def random_params(dice: random.Random) -> SamplingParams:
         logprobs=dice.choice([None, None, 0, 3]),
         n=dice.choice([1, 1, 1, 2, 3]),
         speculate=dice.random() < 0.9,
-        priority=dice.choice([0, 0, 0, -1, 2]),
     )
 
 

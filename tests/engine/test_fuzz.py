@@ -43,6 +43,13 @@ def test_random_engines_answer_like_plain_decoding(oracle: Oracle) -> None:
     assert {"preemption", "abort", "dropped stream", "interrupt", "failed request", "drafts accepted"} <= covered.keys()
 
 
+def test_structured_output_is_fuzzed(oracle: Oracle) -> None:
+    """Catches requests that are drawn without it: AR, SD and SSD must write the same there, too."""
+    pytest.importorskip("llguidance")
+    covered = run(random_case(116, processes=False), oracle)
+    assert {"structured output", "drafts accepted", "prepared drafts hit"} <= covered.keys()
+
+
 ACCEPT, GROW = BatchInputs.accept, BlockPool.grow
 
 

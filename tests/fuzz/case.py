@@ -42,6 +42,17 @@ EXTREMES: list[dict[str, Any]] = [  # parameters that `random_requests` leaves o
 ]
 
 
+STRUCTURED: list[dict[str, Any]] = [
+    {"regex": "[ab]{3,30}c"},
+    {"regex": r"\d{1,3}(, \d{1,3})*"},
+    {"choice": ["yes", "no", "no, never", "né"]},
+    {"json_object": True},
+    {"json_schema": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}}}},
+    {"json_schema": {"type": "array", "items": {"type": "boolean"}, "maxItems": 5}},
+    {"grammar": 'start: "(" start ")" | "x"+'},
+]
+
+
 @dataclass(frozen=True)
 class Call(Asked):
     """A request; with `drop` its stream is dropped where it would be aborted."""
@@ -100,6 +111,7 @@ def random_case(seed: int, *, processes: bool = True) -> Case:
     model = dice.choice([*KINDS, *KINDS, *BUNDLED])
     speculation = _speculation(dice, model, processes)
     calls = [_call(dice, asked) for asked in random_requests(dice.randint(1, 10), dice.randrange(1 << 30))]
+    calls = [_with_order_and_form(call, model) for call in calls]
     if speculation.get("acceptance") == "rejection":  # at T > 0 the text is another sample
         calls = [replace(call, params=replace(call.params, temperature=0.0)) for call in calls]
     return Case(
@@ -157,6 +169,19 @@ def _call(dice: random.Random, asked: Asked) -> Call:
     extreme = dice.choice(EXTREMES) if dice.random() < 0.3 else {}
     fields = vars(asked) | {"params": replace(asked.params, **extreme)}
     return Call(**fields, drop=asked.abort is not None and dice.random() < 0.5)
+
+
+def _with_order_and_form(call: Call, model: str) -> Call:
+    """With a priority and, where the model has a token that ends a text, perhaps a structured output.
+
+    Drawn by the prompt: a seed gives the same case as before these were known.
+    """
+    dice = random.Random(str(call.prompt))
+    params = replace(call.params, priority=dice.choice([0, 0, 0, -1, 2]))
+    if model in BUNDLED and dice.random() < 0.5:
+        free = {"ignore_eos": False, "min_tokens": 0, "logit_bias": {}}
+        params = replace(params, **free, structured=dice.choice(STRUCTURED))
+    return replace(call, params=params)
 
 
 def _events(dice: random.Random, speculation: dict[str, Any]) -> list[Event]:

@@ -175,6 +175,7 @@ class Player:
             "run-ahead": case.run_ahead,
             case.dtype: True,
             "bundled models": case.model.startswith("tiny"),
+            "structured output": any(call.params.structured is not None for call in case.calls),
             "rejection rule": case.speculation.get("acceptance") == "rejection",
             "preemption": metrics.num_preemptions,
             "prefix cache hit": metrics.cached_prompt_tokens,
