@@ -76,8 +76,7 @@ class Scheduler:
             return None
         if len(works) < len(planned):  # preempted: they come first now
             turns = self._turns([])
-        budget = self.max_num_batched_tokens - sum(work.cost for work in works)
-        return works + self._admit(turns, budget)
+        return self._top_up(works + self._admit(turns, self._left(works))) if turns else works
 
     def finish(self, sequence: Sequence) -> None:
         """Removes a sequence. `released` frees its blocks once no round in flight writes them."""
@@ -176,12 +175,12 @@ class Scheduler:
             return None
         head, last = self.waiting[0], self.running[-1]
         if last.params.priority > head.params.priority:
-            return None if self._has_room(head, self._promised) else last
+            return None if self._has_room(head) else last
         newcomer = self._newcomer()
         if newcomer is None:
             return None
         samples = [s for s in self.running if s.index > 0 and s.params.priority >= newcomer.params.priority]
-        if len(samples) < self._share or self._has_room(newcomer, self._promised):
+        if len(samples) < self._share or self._has_room(newcomer):
             return None
         [(crowd, count)] = Counter(s.request.id for s in self.running).most_common(1)
         return next((s for s in reversed(samples) if s.request.id == crowd and count > self._share), None)
@@ -281,6 +280,21 @@ class Scheduler:
                     del waiting[place], missing[place]
         return works
 
+    def _top_up(self, works: list[Work]) -> list[Work]:
+        """Gives tokens that were left to others, who could not be admitted or needed fewer, to prompts that go on."""
+        budget = self._left(works)
+        for i, work in enumerate(works):
+            if not work.decides and budget > 0:
+                more = self._work(work.sequence, work.num_tokens + budget)
+                if self.pool.grow(work.sequence.kv, _reach(more)):
+                    works[i] = more
+                    budget -= more.cost - work.cost
+        return works
+
+    def _left(self, works: Iterable[Work]) -> int:
+        """Tokens that may be added to a round."""
+        return self.max_num_batched_tokens - sum(work.cost for work in works)
+
     @property
     def _promised(self) -> int:
         """Free blocks that the prompts of running sequences still need."""
@@ -288,9 +302,9 @@ class Scheduler:
 
     def _admit_one(self, sequence: Sequence, budget: int, promised: int = 0) -> Work | None:
         """Admits a waiting sequence; None if there is no room for it now. `promised`: blocks that are not for it."""
-        if not self._has_room(sequence, promised):
+        if not self._attach(sequence, promised):
             return None
-        cached = self.pool.attach_prefix(sequence.kv, sequence.tokens)
+        cached = sequence.kv.num_computed
         sequence.slot = self._slots.pop()
         work = self._work(sequence, budget)
         if not self.pool.grow(sequence.kv, _reach(work)):
@@ -303,14 +317,21 @@ class Scheduler:
             sequence.metrics.cached_tokens = cached
         return work
 
-    def _has_room(self, sequence: Sequence, promised: int) -> bool:
-        """Whether a waiting sequence can be prefilled completely without a preemption."""
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence could be admitted."""
+        attached = self._attach(sequence, self._promised)
+        self.pool.release(sequence.kv)
+        return attached
+
+    def _attach(self, sequence: Sequence, promised: int) -> bool:
+        """Gives a waiting sequence its cached prefix; False if it cannot be prefilled without a preemption."""
         if len(self.running) >= self.max_num_seqs or not self._slots:
             return False
         self.pool.attach_prefix(sequence.kv, sequence.tokens)
-        fits = self._blocks_missing(sequence) + promised <= self.pool.num_free
+        if self._blocks_missing(sequence) + promised <= self.pool.num_free:
+            return True
         self.pool.release(sequence.kv)
-        return fits
+        return False
 
     def _blocks_missing(self, sequence: Sequence) -> int:
         """Blocks that the rest of a prompt needs."""

@@ -178,7 +178,7 @@ def _counters(engine: Engine) -> dict[str, tuple[str, float]]:
     return {
         "prompt_tokens": ("Prompt tokens.", metrics.prompt_tokens),
         "generation_tokens": ("Generated tokens.", metrics.output_tokens),
-        "num_preemptions": ("Sequences preempted for want of KV blocks.", metrics.num_preemptions),
+        "num_preemptions": ("Sequences preempted for want of room.", metrics.num_preemptions),
         "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", metrics.prompt_tokens),
         "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", metrics.cached_prompt_tokens),
         "spec_decode_num_drafts": ("Drafts verified.", metrics.spec_decode_num_drafts),

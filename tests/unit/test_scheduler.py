@@ -272,6 +272,19 @@ def test_half_prefilled_prompts_keep_their_blocks() -> None:
     assert scheduler.num_preemptions == 0
 
 
+def test_tokens_that_nobody_else_can_take_go_to_the_long_prompt() -> None:
+    """Catches a share that is kept free for a prompt that does not fit the pool, or whose prefix is cached."""
+    scheduler = make_scheduler(num_blocks=22, tokens=16, caching=True)
+    [long] = arrive(scheduler, 70, max_tokens=72)
+    play(scheduler)
+    arrive(scheduler, 20, max_tokens=72)
+    assert shares(play(scheduler)) == {0: 16}
+    leave(scheduler, scheduler.waiting[0])
+    again = make_sequence([*long.tokens[:32], 7], id=9, max_tokens=72)
+    scheduler.add(again)
+    assert shares(play(scheduler)) == {0: 15, 9: 1}
+
+
 def test_drafts_leave_tokens_for_prompts() -> None:
     """Catches a prompt that waits until those that decode have ended, since their drafts take all tokens."""
     scheduler = make_scheduler(seqs=4, tokens=9, lookahead=7)
