@@ -49,6 +49,7 @@ class ServerContender:
             "trust_env": place.host not in _LOOPBACK,  # no proxy for this machine
         }
         self._knows_extras = True
+        self.finish_reason: str | None = None  # of the last `stream_chat`, if the server said it
         self.model = model or ""
         self.model = self.model or self._first_model()
 
@@ -62,6 +63,7 @@ class ServerContender:
         `sampling`: fields of the request, such as temperature and max_tokens.
         """
         body = {"messages": list(messages), **sampling, "stream": True}
+        self.finish_reason = None
         with (
             self._explained(),
             httpx.Client(**self._connection) as client,
@@ -71,6 +73,8 @@ class ServerContender:
                 raise self._refusal(response.status_code, response.read())
             for _, event in self._events((time.perf_counter(), piece) for piece in response.iter_bytes()):
                 yield from filter(None, _pieces(event))
+                for choice in event.get("choices") or []:
+                    self.finish_reason = choice.get("finish_reason") or self.finish_reason
 
     def close(self) -> None:
         """Nothing was started."""

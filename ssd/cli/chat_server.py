@@ -39,6 +39,7 @@ class ServerBackend:
                     metrics.output_tokens += 1
                     text += piece
                     write(piece, False)
+            reason = "length" if self._server.finish_reason == "length" else None
         except KeyboardInterrupt:
             reason = "abort"
         metrics.finished = time.perf_counter()

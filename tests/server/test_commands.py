@@ -44,6 +44,11 @@ def test_a_chat_with_a_server_is_that_with_the_model(guarded: Served) -> None:
     assert done.stdout == "".join(f"{text}\n" for text in texts)
 
 
+def test_a_chat_says_that_an_answer_was_cut_off(guarded: Served) -> None:
+    done = CliRunner().invoke(app, ["chat", guarded.url, "-m", "3"], input="Tell me a story.\n")
+    assert "(cut off: the length limit)" in done.stderr
+
+
 def test_a_chat_needs_the_server_s_key(guarded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSD_API_KEY", "wrong")
     done = CliRunner().invoke(app, ["chat", guarded.url], input="Hello\n")
