@@ -233,13 +233,18 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt with its sampling parameters; it becomes `params.n` sequences. A seed of None is drawn here, once."""
+    """One prompt with its sampling parameters; it becomes `params.n` sequences. A seed of None is drawn here, once.
+
+    `group`: requests that were made together, and share what the scheduler grants to one of them; by default its id.
+    """
 
     id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
+    group: str = ""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "group", self.group or self.id)
         if self.params.seed is None:
             object.__setattr__(self, "params", replace(self.params, seed=sequence_seed(None, 0)))
 

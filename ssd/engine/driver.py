@@ -56,6 +56,7 @@ class _Add:
     stream: bool
     sink: Sink
     arrival: float
+    group: str
 
 
 @dataclass(frozen=True)
@@ -292,12 +293,12 @@ class Driver:
         return submissions
 
     def submit_async(
-        self, prompt_token_ids: Seq[int], params: SamplingParams, *, stream: bool = False
+        self, prompt_token_ids: Seq[int], params: SamplingParams, *, stream: bool = False, group: str = ""
     ) -> AsyncSubmission:
-        """`submit` for asyncio."""
+        """`submit` for asyncio. `group`: id of the first of several requests that are made together."""
         self.check(prompt_token_ids, params)
         submission = AsyncSubmission(self, self._new_id())
-        self._add([submission], [(prompt_token_ids, params)], stream)
+        self._add([submission], [(prompt_token_ids, params)], stream, group)
         return submission
 
     def on_end(self, listener: Listener) -> None:
@@ -341,11 +342,12 @@ class Driver:
         submissions: Seq[Submission | AsyncSubmission],
         requests: Seq[tuple[Seq[int], SamplingParams]],
         stream: bool,
+        group: str = "",
     ) -> None:
-        now = time.perf_counter()
+        now, group = time.perf_counter(), group or (submissions[0].request_id if submissions else "")
         self._post(
             [
-                _Add(submission.request_id, tuple(prompt), params, stream, submission.sink, now)
+                _Add(submission.request_id, tuple(prompt), params, stream, submission.sink, now, group)
                 for submission, (prompt, params) in zip(submissions, requests, strict=True)
             ]
         )
@@ -427,6 +429,7 @@ class _Loop:
                 stream=add.stream,
                 arrival=add.arrival,
                 checked=True,
+                group=add.group,
             )
         except Exception as error:
             self._deliver(add.sink, error)

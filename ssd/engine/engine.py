@@ -88,11 +88,13 @@ class Engine:
         stream: bool = False,
         arrival: float | None = None,
         checked: bool = False,
+        group: str = "",
     ) -> str:
         """Queues a request and returns its id; raises RequestError when it can never be served.
 
         With `stream` there is a delta for every round, otherwise one per sample at its end. `arrival`: when the request
-        arrived (seconds, as `time.perf_counter`), if not now. `checked`: it has passed `check_request`.
+        arrived (seconds, as `time.perf_counter`), if not now. `checked`: it has passed `check_request`. `group`: of
+        requests that were made together.
         """
         if self.failure is not None:
             raise EngineFailed(self.failure) from self._failure
@@ -105,7 +107,7 @@ class Engine:
         except RequestError:
             self.metrics.num_refused += 1
             raise
-        request = Request(request_id, tuple(prompt_token_ids), params)
+        request = Request(request_id, tuple(prompt_token_ids), params, group)
         arrival = time.perf_counter() if arrival is None else arrival
         stops = frozenset() if params.ignore_eos else self.stop_token_ids
         sequences = [

@@ -20,7 +20,7 @@ from typing import Final
 from ssd.core import Sequence, Status, Work
 from ssd.kv.blocks import BlockPool
 
-_SHARE: Final = 4  # while a request waits for its first token, another may have one in so many of the places
+_SHARE: Final = 4  # while a request has none of the places, another may have one in so many of them
 
 
 class Scheduler:
@@ -168,30 +168,31 @@ class Scheduler:
     def _victim(self) -> Sequence | None:
         """A running sequence that gives its place to a waiting one, if there is no room for that otherwise.
 
-        The last in order, if its priority is lower; or a sample of a request with more than its share of the places,
-        if the other waits for its first token.
+        The last in order, if its priority is lower; or one of a group with more than its share of the places, if the
+        other's group has none.
         """
         if not self.waiting or not self.running:
             return None
         head, last = self.waiting[0], self.running[-1]
         if last.params.priority > head.params.priority:
             return None if self._has_room(head) else last
-        newcomer = self._newcomer()
-        if newcomer is None:
+        held = self._held()
+        [(crowd, count)] = held.most_common(1)
+        if count <= self._share:
             return None
-        samples = [s for s in self.running if s.index > 0 and s.params.priority >= newcomer.params.priority]
-        if len(samples) < self._share or self._has_room(newcomer):
+        newcomer = next((s for s in self.waiting if s.request.group not in held), None)
+        if newcomer is None or self._has_room(newcomer):
             return None
-        [(crowd, count)] = Counter(s.request.id for s in self.running).most_common(1)
-        return next((s for s in reversed(samples) if s.request.id == crowd and count > self._share), None)
+        youngest = next(s for s in reversed(self.running) if s.request.group == crowd)
+        return youngest if youngest.params.priority >= newcomer.params.priority else None
 
     @property
     def _share(self) -> int:
         return max(1, self.max_num_seqs // _SHARE)
 
-    def _newcomer(self) -> Sequence | None:
-        """The first in order of the requests that wait for their first token."""
-        return next((s for s in self.waiting if s.index == 0 and s.num_output == 0), None)
+    def _held(self) -> Counter[str]:
+        """Places of every group of requests."""
+        return Counter(s.request.group for s in self.running)
 
     def _turns(self, prompts: list[Sequence]) -> list[Sequence]:
         """Prompts that share the next round, in the order in which they are served.
@@ -208,18 +209,20 @@ class Scheduler:
         if room <= 0:
             return []
         found: list[Sequence] = []
-        caching, most = self.pool.prefix_caching, self.max_num_seqs if self._newcomer() is None else self._share
-        held = Counter(s.request.id for s in self.running)
+        caching, held = self.pool.prefix_caching, self._held()
+        newcomers = {s.request.group for s in self.waiting if s.request.group not in held}
         prefilling = {s.request.id for s in self.running if caching and s.index == 0 and s.num_pending > 1}
         for sequence in self.waiting:
             if len(found) >= room:
                 break
-            request = sequence.request.id
-            if sequence.index == 0 or (request not in prefilling and held[request] < most):
+            request = sequence.request
+            others_wait = len(newcomers) > (request.group in newcomers)
+            most = self._share if others_wait else self.max_num_seqs
+            if held[request.group] < most and (sequence.index == 0 or request.id not in prefilling):
                 found.append(sequence)
-                held[request] += 1
+                held[request.group] += 1
                 if caching and sequence.index == 0:
-                    prefilling.add(request)
+                    prefilling.add(request.id)
         return found
 
     def _plan(self, decoding: Seq[Sequence], turns: Seq[Sequence]) -> list[Work]:

@@ -149,7 +149,8 @@ async def start_all(
             await asyncio.to_thread(driver.check, token_ids, params)  # may compile a grammar
         ticket.add_tokens(sum(_cost(state, token_ids, params) for token_ids in encoded))
         for token_ids in encoded:
-            submissions.append(driver.submit_async(token_ids, params, stream=stream))
+            group = submissions[0].request_id if submissions else ""
+            submissions.append(driver.submit_async(token_ids, params, stream=stream, group=group))
     finally:
         _release_at_end(ticket, submissions)
     _watch(state, request, submissions)

@@ -84,9 +84,11 @@ def test_a_priority_that_is_no_integer_is_refused(single: Served, endpoint: str)
         ASK[endpoint](single.client(), {"priority": 0.5})
 
 
-def test_many_samples_do_not_hold_up_another_request(llm: LLM) -> None:
-    """A request with a large n gives places to others, and its samples are those that it has alone."""
-    body: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "n": 6, "max_tokens": 60, "temperature": 1, "seed": 4}
+@pytest.mark.parametrize("prompts", [1, 6])
+def test_many_samples_or_prompts_do_not_hold_up_another_request(llm: LLM, prompts: int) -> None:
+    """A request with many of them gives places to others, and their texts are those that they have alone."""
+    body: dict[str, Any] = {"model": MODEL, "max_tokens": 60, "temperature": 1, "seed": 4}
+    body |= {"prompt": [PROMPT] * prompts, "n": 6 // prompts}
     with LLM(MODEL, device="cpu", max_num_seqs=4) as own, serving(own) as served:
         client = served.client()
         stream = client.completions.create(**body, stream=True, extra_body={"ignore_eos": True})
@@ -96,5 +98,6 @@ def test_many_samples_do_not_hold_up_another_request(llm: LLM) -> None:
         assert len(own.engine.scheduler.running) + len(own.engine.scheduler.waiting) == 6, "none of them has ended"
         for chunk in stream:
             texts[chunk.choices[0].index] += chunk.choices[0].text
-    [whole] = llm.generate(PROMPT, SamplingParams(n=6, max_tokens=60, temperature=1.0, seed=4, ignore_eos=True))
-    assert texts == [sample.text for sample in whole.samples]
+    params = SamplingParams(n=6 // prompts, max_tokens=60, temperature=1.0, seed=4, ignore_eos=True)
+    [whole] = llm.generate(PROMPT, params)
+    assert texts == [sample.text for sample in whole.samples] * prompts

@@ -213,10 +213,12 @@ def test_drafts_do_not_starve_other_decoders(lookahead: int) -> None:
 # --- fair shares ------------------------------------------------------------------------------------------------------
 
 
-def samples(scheduler: Scheduler, first: int, n: int, length: int = 3, priority: int = 0) -> list[Sequence]:
+def samples(
+    scheduler: Scheduler, first: int, n: int, length: int = 3, priority: int = 0, group: str = ""
+) -> list[Sequence]:
     """The sequences of a new request with n samples; `first`: id of the first one."""
     params = SamplingParams(n=n, priority=priority)
-    request = Request(f"request-{first}", tuple(range(1000 * first, 1000 * first + length)), params)
+    request = Request(f"request-{first}", tuple(range(1000 * first, 1000 * first + length)), params, group)
     made = [Sequence.of(request, first + i, i, 100, frozenset()) for i in range(n)]
     for sequence in made:
         scheduler.add(sequence)
@@ -304,11 +306,12 @@ def test_samples_of_a_request_that_is_alone_have_all_places(caching: bool) -> No
     assert len(play(scheduler)) == 8
 
 
+@pytest.mark.parametrize("n", [1, 20])
 @pytest.mark.parametrize("caching", [True, False])
-def test_many_samples_give_way_to_a_first_token(caching: bool) -> None:
-    """Catches a request with a large n that keeps all others waiting until one of its samples ends."""
+def test_many_samples_or_prompts_give_way_to_a_first_token(caching: bool, n: int) -> None:
+    """Catches a request with a large n, or many prompts, that keeps all others waiting until one of them ends."""
     scheduler = make_scheduler(num_blocks=200, seqs=8, caching=caching)
-    crowd = samples(scheduler, 0, 20)
+    crowd = [s for i in range(20 // n) for s in samples(scheduler, i, n, group="crowd")]
     while len(scheduler.running) < 8:
         play(scheduler)
     others = [samples(scheduler, 100 + i, 1)[0] for i in range(7)]
