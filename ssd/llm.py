@@ -89,6 +89,11 @@ class LLM:
         texts: dict[int, str | None] = {}
         asked: dict[int, tuple[list[int], SamplingParams]] = {}  # not submitted yet
         submissions: dict[int, Submission] = {}
+
+        def submit(asked: dict[int, tuple[list[int], SamplingParams]]) -> None:
+            group = next((submission.request_id for submission in submissions.values()), "")
+            submissions.update(zip(asked, self.driver.submit_checked(list(asked.values()), group=group), strict=True))
+
         try:
             num_tokens = 0
             for i, (prompt, p) in enumerate(zip(batch, _per_prompt(params, len(batch)), strict=True)):
@@ -105,10 +110,10 @@ class LLM:
                 asked[i] = tokens, p
                 num_tokens += len(tokens)
                 if num_tokens >= self.engine.scheduler.max_num_batched_tokens:  # computed while the others are read
-                    submissions |= zip(asked, self.driver.submit_checked(list(asked.values())), strict=True)
+                    submit(asked)
                     asked, num_tokens = {}, 0
                     time.sleep(0)  # gives the engine's thread the interpreter
-            submissions |= zip(asked, self.driver.submit_checked(list(asked.values())), strict=True)
+            submit(asked)
             outputs |= {i: submission.result() for i, submission in submissions.items()}
         finally:
             for submission in submissions.values():

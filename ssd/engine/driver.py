@@ -285,17 +285,17 @@ class Driver:
         return self.submit_checked(requests, stream=stream)
 
     def submit_checked(
-        self, requests: Seq[tuple[Seq[int], SamplingParams]], *, stream: bool = False
+        self, requests: Seq[tuple[Seq[int], SamplingParams]], *, stream: bool = False, group: str = ""
     ) -> list[Submission]:
-        """`submit_many` of requests that `check` has passed."""
+        """`submit_many` of requests that `check` has passed. `group`: id of one that was made together with them."""
         submissions = [Submission(self, self._new_id()) for _ in requests]
-        self._add(submissions, requests, stream)
+        self._add(submissions, requests, stream, group)
         return submissions
 
     def submit_async(
         self, prompt_token_ids: Seq[int], params: SamplingParams, *, stream: bool = False, group: str = ""
     ) -> AsyncSubmission:
-        """`submit` for asyncio. `group`: id of the first of several requests that are made together."""
+        """`submit` for asyncio. `group`: id of a request that was made together with this one."""
         self.check(prompt_token_ids, params)
         submission = AsyncSubmission(self, self._new_id())
         self._add([submission], [(prompt_token_ids, params)], stream, group)

@@ -286,6 +286,13 @@ def test_the_remedy_for_a_long_prompt_works(path: str, llm: LLM) -> None:
         LLM(path, device="cpu", max_model_len=513)
 
 
+def test_prompts_of_one_call_do_not_preempt_each_other(path: str) -> None:
+    """They are submitted in several batches, none of which waits for its share of the places."""
+    with LLM(path, device="cpu", max_num_batched_tokens=64, max_num_seqs=8) as llm:
+        llm.generate([[i] * 8 for i in range(24)], SamplingParams(max_new_tokens=30, ignore_eos=True))
+        assert llm.engine.metrics.num_preemptions == 0
+
+
 def test_a_refused_prompt_does_not_harm_the_others(llm: LLM) -> None:
     good, long, empty, alien = llm.generate([[1, 2], [3] * 100, "", [10**6]], SHORT)
     assert len(good.token_ids) == 8
@@ -302,9 +309,9 @@ def test_a_full_batch_is_computed_while_other_prompts_are_read(path: str, monkey
         expected = [llm.generate(prompt, params)[0].token_ids for prompt in prompts]
         submit, sizes = llm.driver.submit_checked, list[int]()
 
-        def watched(requests: Seq[tuple[Seq[int], SamplingParams]]) -> list[Submission]:
+        def watched(requests: Seq[tuple[Seq[int], SamplingParams]], group: str) -> list[Submission]:
             sizes.append(len(requests))
-            return submit(requests)
+            return submit(requests, group=group)
 
         monkeypatch.setattr(llm.driver, "submit_checked", watched)
         outputs = llm.generate([*prompts[:3], [-1], *prompts[3:]], params)
