@@ -60,7 +60,7 @@ def serving(llm: LLM, *, send_buffer: int | None = None, **options: Any) -> Iter
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        server = Server(app, host="127.0.0.1", port=port)
+        server = Server(app)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
         thread.start()
         try:

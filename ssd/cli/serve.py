@@ -85,6 +85,16 @@ def serve(
     max_request_bytes: Annotated[
         int, typer.Option(help="Largest body of a request; beyond: 413.", rich_help_panel=LIMITS)
     ] = 8 << 20,
+    max_connections: Annotated[
+        int, typer.Option(help="Connections at the same time; beyond: 503.", rich_help_panel=LIMITS)
+    ] = 1000,
+    read_timeout: Annotated[
+        float, typer.Option(help="Seconds that a client has to send a request; then 408.", rich_help_panel=LIMITS)
+    ] = 60.0,
+    write_timeout: Annotated[
+        float,
+        typer.Option(help="Seconds that a client may leave an answer unread; then cut off.", rich_help_panel=LIMITS),
+    ] = 300.0,
     max_n: Annotated[int, typer.Option(help="Most samples per prompt.", rich_help_panel=LIMITS)] = 64,
     mode: speculation.Mode = None,
     draft: speculation.Draft = None,
@@ -110,7 +120,7 @@ def serve(
         try:
             from ssd.server.app import create_app
             from ssd.server.options import ServerOptions
-            from ssd.server.run import Server
+            from ssd.server.run import Server, listen
         except ModuleNotFoundError as error:
             raise ConfigError(f"ssd serve needs the package {error.name}: pip install 'ssd-engine[serve]'") from error
         options = ServerOptions(
@@ -121,6 +131,9 @@ def serve(
             request_timeout=request_timeout,
             drain_timeout=drain_timeout,
             max_request_bytes=max_request_bytes,
+            max_connections=max_connections,
+            read_timeout=read_timeout,
+            write_timeout=write_timeout,
             max_n=max_n,
             cors_origins=tuple(cors_origin or ()),
             access_log=access_log,
@@ -139,6 +152,7 @@ def serve(
             backup=backup,
             placement=placement,
         )
+        sockets = listen(host, port)  # first: a model may take minutes to load
         with load(
             model,
             device=device,
@@ -155,4 +169,4 @@ def serve(
                 errors.print(f"[yellow]no --api-key: whoever reaches {host}:{port} is served[/]", highlight=False)
             logging.getLogger("ssd.access").setLevel(logging.INFO)
             errors.print(f"{options.served_model_name} at http://{host}:{port}/v1", highlight=False)
-            Server(create_app(llm, options), host=host, port=port).run()
+            Server(create_app(llm, options)).run(sockets)

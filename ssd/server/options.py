@@ -20,6 +20,9 @@ class ServerOptions:
     request_timeout: float | None = None  # seconds
     drain_timeout: float = 30.0  # seconds that running requests have to end after SIGTERM
     max_request_bytes: int = 8 << 20
+    max_connections: int = 1000  # in all
+    read_timeout: float = 60.0  # seconds that a client has to send a request
+    write_timeout: float = 300.0  # seconds that a client may leave an answer unread
     max_n: int = 64
     cors_origins: tuple[str, ...] = ()  # none: no CORS headers
     access_log: bool = True
@@ -28,10 +31,11 @@ class ServerOptions:
     otlp_traces_endpoint: str | None = None  # of an OpenTelemetry collector; None: no traces
 
     def __post_init__(self) -> None:
-        for name, least in (("max_queue", 0), ("max_request_bytes", 1), ("max_n", 1), ("drain_timeout", 0)):
-            if getattr(self, name) < least:
+        least_one = "max_request_bytes", "max_n", "max_connections"
+        for name, least in (("max_queue", 0), ("drain_timeout", 0), *((name, 1) for name in least_one)):
+            if not getattr(self, name) >= least:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be at least {least}")
-        for name in ("max_tokens_in_flight", "request_timeout"):
+        for name in ("max_tokens_in_flight", "request_timeout", "read_timeout", "write_timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name}={value!r}: must be above 0")

@@ -3,31 +3,77 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import math
+import resource
 import socket
 import time
 from types import FrameType
+from typing import Any, Final
 
 import uvicorn
 from fastapi import FastAPI
 
+from ssd.errors import ConfigError
+from ssd.server.connection import Connection
 from ssd.server.generation import ServerState
 
 log = logging.getLogger("ssd")
+
+_OTHER_FILES: Final = 256  # file handles of a server beside its connections
+_NO_SUCH_ADDRESS: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # a name may have addresses that a host has not
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Sockets that are bound to the addresses of a host. They refuse connections until a server runs on them."""
+    sockets: list[socket.socket] = []
+    missing: OSError | None = None
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, *_, address in dict.fromkeys(found):
+            try:
+                sockets.append(_bound(family, address))
+            except OSError as error:
+                if error.errno not in _NO_SUCH_ADDRESS:
+                    raise
+                missing = error
+        if missing is not None and not sockets:
+            raise missing
+    except OSError as error:
+        for bound in sockets:
+            bound.close()
+        raise ConfigError(
+            f"cannot listen on {host}, port {port}: {error.strerror}: choose another --host or --port"
+        ) from error
+    return sockets
+
+
+def _bound(family: int, address: tuple[Any, ...]) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind(address)
+    except OSError:
+        made.close()
+        raise
+    return made
 
 
 class Server(uvicorn.Server):
     """Drains before it stops: SIGTERM or SIGINT ends it when running requests have ended; a second one, at once."""
 
-    def __init__(self, app: FastAPI, *, host: str, port: int) -> None:
+    def __init__(self, app: FastAPI) -> None:
         self._state: ServerState = app.state.server
         self._draining: asyncio.Task[None] | None = None
-        config = uvicorn.Config(app, host=host, port=port, log_config=None, access_log=False)
+        config = uvicorn.Config(app, http=Connection, ws="none", lifespan="off", log_config=None, access_log=False)
         super().__init__(config)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._event_loop = asyncio.get_running_loop()
+        _allow_files(self._state.options.max_connections + _OTHER_FILES)
         await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -37,6 +83,8 @@ class Server(uvicorn.Server):
         """The first call refuses new requests and stops the server when the others have ended; the second stops it."""
         if self._draining is not None:
             self.should_exit = self.force_exit = True
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()  # newer versions of asyncio wait for them
         else:
             self._draining = asyncio.create_task(self._drain())
 
@@ -48,3 +96,11 @@ class Server(uvicorn.Server):
         left = timeout - (time.monotonic() - begin)  # for clients that still read
         self.config.timeout_graceful_shutdown = max(1, math.ceil(left))
         self.should_exit = True
+
+
+def _allow_files(count: int) -> None:
+    """Raises this process's limit of file handles as far as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

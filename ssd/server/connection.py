@@ -1,0 +1,89 @@
+"""Connections: how many there may be, and how long a client may take to send a request and to read the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Final
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ssd.server.admission import RETRY_AFTER
+from ssd.server.errors import ApiError, AsciiJSON
+from ssd.server.options import ServerOptions
+
+_REFUSED_SECONDS: Final = 1.0  # that a connection beyond the limit may be silent; when it sends, it gets 503
+
+
+class _Timer:
+    """Calls a function unless it is stopped in time. Starting it twice does not prolong the time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+        self._loop, self._function = loop, function
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self, seconds: float) -> None:
+        if self._handle is None:
+            self._handle = self._loop.call_later(seconds, self._function)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+
+class Connection(H11Protocol):
+    """One client's connection.
+
+    A request is being sent from its first byte (of the first request: from the connection's beginning) to the end of
+    its body. uvicorn itself closes connections that are idle between two requests.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._options: ServerOptions = self.config.app.state.server.options  # type: ignore[union-attr]
+        self._sending = _Timer(self.loop, self._sent_too_slowly)  # while a request is being sent
+        self._unread = _Timer(self.loop, transport.abort)  # while the client does not read
+        self._refused = len(self.connections) > self._options.max_connections
+        self._sending.start(_REFUSED_SECONDS if self._refused else self._options.read_timeout)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            limit = self._options.max_connections
+            self._refuse(ApiError(503, f"there are {limit} connections, which is the limit", headers=RETRY_AFTER))
+            return
+        super().data_received(data)
+        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            self._sending.start(self._options.read_timeout)
+        else:
+            self._sending.stop()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread.start(self._options.write_timeout)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._unread.stop()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._sending.stop()
+        self._unread.stop()
+
+    def _sent_too_slowly(self) -> None:
+        self._refuse(ApiError(408, f"the request did not come within {self._options.read_timeout:g} seconds"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Sends an error unless an answer has begun, and closes the connection."""
+        if self.transport.is_closing():
+            return
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            answer = AsciiJSON(error.body(), error.status, {**error.headers, "Connection": "close"})
+            reason = HTTPStatus(error.status).phrase.encode()
+            head = h11.Response(status_code=error.status, headers=answer.raw_headers, reason=reason)
+            for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()

@@ -1,0 +1,124 @@
+"""`ssd serve` of the bundled models in a process of its own, and what that process holds (read from /proc)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+MODEL, DRAFT = "tiny-llama", "tiny-llama-draft"
+START_SECONDS = 60.0
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds."""
+
+    threads: int
+    files: int  # open handles
+    rss: float  # MiB
+    pss: float  # MiB
+
+    @classmethod
+    def of(cls, pid: int) -> Held:
+        proc = Path(f"/proc/{pid}")
+        status, memory = (dict(_fields(proc / name)) for name in ("status", "smaps_rollup"))
+        files = len(os.listdir(proc / "fd"))
+        return cls(int(status["Threads"]), files, _kib(status["VmRSS"]) / 1024, _kib(memory["Pss"]) / 1024)
+
+
+def _fields(path: Path) -> Iterator[tuple[str, str]]:
+    for line in path.read_text().splitlines():
+        name, _, value = line.partition(":")
+        yield name, value.strip()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return not dict(_fields(Path(f"/proc/{pid}/status")))["State"].startswith("Z")
+    except OSError:
+        return False
+
+
+def _kib(value: str) -> int:
+    return int(value.removesuffix(" kB"))
+
+
+@dataclass(frozen=True)
+class ServeProcess:
+    process: subprocess.Popen[bytes]
+    url: str
+    log_path: Path
+
+    @property
+    def log(self) -> str:
+        """Its standard error."""
+        return self.log_path.read_text(errors="replace")
+
+    def held(self) -> Held:
+        return Held.of(self.process.pid)
+
+    def drafters(self) -> list[int]:
+        """Its child processes that run."""
+        found = []
+        for task in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            with suppress(OSError):  # the thread has ended
+                found += [int(pid) for pid in task.read_text().split()]
+        return [pid for pid in found if _runs(pid)]
+
+    def stop(self, seconds: float = 60.0) -> int:
+        """The exit code after SIGTERM."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(seconds)
+
+
+@contextmanager
+def serve(*options: str) -> Iterator[ServeProcess]:
+    """Runs `ssd serve tiny-llama OPTIONS` on a free port; at the end it is killed, if it still runs."""
+    port = free_port()
+    command = [sys.executable, "-m", "ssd", "serve", MODEL, "--device", "cpu", "--port", str(port), *options]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "log"
+        with path.open("wb") as log:
+            process = subprocess.Popen(command, stderr=log, env={"OMP_NUM_THREADS": "1", **os.environ})
+        served = ServeProcess(process, f"http://127.0.0.1:{port}", path)
+        try:
+            _wait_until_it_answers(served)
+            yield served
+        finally:
+            process.kill()
+            process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
+def _wait_until_it_answers(served: ServeProcess) -> None:
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end and served.process.poll() is None:
+        with suppress(httpx.TransportError):
+            if httpx.get(f"{served.url}/health").status_code == 200:
+                return
+        time.sleep(0.05)
+    raise AssertionError(f"the server does not start:\n{served.log}")
+
+
+def gauges(text: str) -> dict[str, float]:
+    """The unlabelled values of a `/metrics` page, without the prefix."""
+    lines = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("ssd_")]
+    return {name.partition("{")[0].removeprefix("ssd_"): float(value) for name, value in lines}

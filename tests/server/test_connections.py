@@ -1,0 +1,237 @@
+"""Connections: slow uploads, answers that nobody reads, too many of them; ports that are taken; the end under load."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from live_server import MODEL, Served, serving, until
+from serve_process import free_port, serve
+
+from ssd import LLM
+from ssd.errors import ConfigError
+from ssd.server.options import ServerOptions
+from ssd.server.run import listen
+
+TIMEOUT = 0.3
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+BODY = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 2}).encode()
+REQUEST = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+
+
+def connected(served: Served) -> socket.socket:
+    host, port = served.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def dripped(connection: socket.socket, content: bytes, pause: float = 0.02) -> bytes:
+    """Sends a byte at a time until the server closes the connection; returns what it has answered."""
+    connection.settimeout(pause)
+    answer, end = b"", time.monotonic() + 10
+    for byte in content:
+        assert time.monotonic() < end, "it is not cut off"
+        try:
+            connection.sendall(bytes([byte]))
+            received = connection.recv(4096)
+        except TimeoutError:
+            continue
+        except OSError:
+            return answer
+        answer += received
+        if not received:
+            return answer
+    raise AssertionError("it is not cut off")
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split()[1])
+
+
+SLOW: dict[str, Callable[[int], tuple[bytes, bytes]]] = {  # what is sent at once, what is sent slowly
+    "head": lambda n: (POST, b"X-Header: " + b"x" * n),
+    "body": lambda n: (POST + b"Content-Length: %d\r\n\r\n" % n, b" " * n),
+    "chunked body": lambda n: (POST + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n" * n),
+}
+
+
+@pytest.mark.parametrize("part", SLOW)
+def test_a_client_that_sends_slowly_is_cut_off(llm: LLM, part: str) -> None:
+    """Bytes that keep coming do not prolong the time: it is for the whole request."""
+    at_once, slowly = SLOW[part](400)
+    with serving(llm, read_timeout=TIMEOUT) as served, connected(served) as connection:
+        begin = time.monotonic()
+        connection.sendall(at_once)
+        answer = dripped(connection, slowly)
+        assert TIMEOUT * 0.9 < time.monotonic() - begin < TIMEOUT + 5
+        assert status(answer) == 408
+        assert b"within 0.3 seconds" in answer
+        until(lambda: not served.server.server_state.connections and not served.server.server_state.tasks)
+        assert served.admission.sequences == 0
+
+
+def test_a_client_that_sends_nothing_is_cut_off(llm: LLM) -> None:
+    with serving(llm, read_timeout=TIMEOUT) as served, connected(served) as connection, connection.makefile() as file:
+        assert file.readline() == "HTTP/1.1 408 Request Timeout\n"
+        assert "within 0.3 seconds" in file.read()  # to the end of the connection
+
+
+def test_a_second_request_has_the_same_time(llm: LLM) -> None:
+    """And a whole request stops the clock, however long its answer takes."""
+    long = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 60, "ignore_eos": True}).encode()
+    with serving(llm, read_timeout=TIMEOUT) as served, connected(served) as connection:
+        begin = time.monotonic()
+        while time.monotonic() < begin + TIMEOUT:
+            connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(long) + long)
+            assert status(received(connection)) == 200
+        assert status(dripped(connection, POST * 3)) == 408
+
+
+def received(connection: socket.socket) -> bytes:
+    """One whole answer."""
+    got = b""
+    while not (head := re.search(rb"content-length: (\d+)\r\n.*?\r\n\r\n", got, re.DOTALL)):
+        got += connection.recv(4096)
+    while len(got) < head.end() + int(head[1]):
+        got += connection.recv(4096)
+    return got
+
+
+def test_a_body_after_its_refusal_is_cut_off_too(llm: LLM) -> None:
+    """The answer is 413 at once; who goes on sending does not keep the connection."""
+    with serving(llm, read_timeout=TIMEOUT, max_request_bytes=10) as served, connected(served) as connection:
+        connection.sendall(POST + b"Content-Length: 400\r\n\r\n")
+        assert status(dripped(connection, b" " * 400)) == 413
+        until(lambda: not served.server.server_state.connections)
+
+
+def test_connections_are_limited(llm: LLM) -> None:
+    with serving(llm, max_connections=2) as served:
+        idle = [connected(served) for _ in range(2)]
+        until(lambda: len(served.server.server_state.connections) == 2)
+        with connected(served) as third:
+            third.sendall(REQUEST)
+            answer = received(third)
+        assert status(answer) == 503
+        assert b"retry-after: 1" in answer.lower()
+        idle[0].close()
+        until(lambda: len(served.server.server_state.connections) == 1)
+        with connected(served) as third:
+            third.sendall(REQUEST)
+            assert status(received(third)) == 200
+        idle[1].close()
+
+
+def test_an_answer_that_nobody_reads_does_not_keep_its_connection(llm: LLM) -> None:
+    body = json.dumps({"model": MODEL, "prompt": list(range(10, 500)), "echo": True, "max_tokens": 1, "n": 60}).encode()
+    with serving(llm, send_buffer=4096, write_timeout=TIMEOUT) as served, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        host, port = served.url.removeprefix("http://").split(":")
+        connection.connect((host, int(port)))
+        connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        until(lambda: len(served.server.server_state.connections) == 1)
+        until(lambda: not served.server.server_state.connections)
+
+
+@pytest.mark.parametrize("name", ["max_connections", "read_timeout", "write_timeout"])
+@pytest.mark.parametrize("value", [0, -1, float("nan")])
+def test_limits_that_would_shut_everybody_out_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=name):
+        ServerOptions(served_model_name=MODEL, **{name: value})  # type: ignore[arg-type]
+
+
+# --- ports ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_port_that_is_taken_is_a_clear_error() -> None:
+    """Before a model is loaded, which this one does not exist to be."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        command = [sys.executable, "-m", "ssd", "serve", "no-such-model", "--port", port]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    [line] = ended.stderr.splitlines()
+    assert (
+        line
+        == f"error: cannot listen on 127.0.0.1, port {port}: Address already in use: choose another --host or --port"
+    )
+
+
+def test_a_host_that_is_unknown_is_a_clear_error() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on no-such-host\.invalid, port 8000: "):
+        listen("no-such-host.invalid", 8000)
+
+
+def test_a_port_refuses_connections_until_the_server_runs() -> None:
+    """A health check must not hang while the model is loaded."""
+    port = free_port()
+    [bound] = listen("127.0.0.1", port)
+    with bound, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=1)
+
+
+# --- the end under load -----------------------------------------------------------------------------------------------
+
+
+def body(tokens: int) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": "Once upon a time", "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+
+
+def test_sigterm_under_load_lets_all_requests_end_and_refuses_new_ones() -> None:
+    """Answers under way are complete, streamed or not; what comes later gets 503; the process exits with 0."""
+
+    async def client(http: httpx.AsyncClient, begun: list[int], number: int) -> list[str]:
+        """Asks until it is refused; what it was answered."""
+        found = []
+        while True:
+            begun.append(number)
+            answer = await http.post("/v1/completions", json=body(30) | {"stream": number % 2 == 0})
+            found.append(str(answer.status_code) if answer.status_code != 200 else whole(answer.text, number))
+            if answer.status_code != 200:
+                return found
+
+    def whole(text: str, number: int) -> str:
+        if number % 2:
+            return str(json.loads(text)["choices"][0]["text"])
+        *events, done = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+        assert done == "[DONE]"
+        return "".join(json.loads(event)["choices"][0]["text"] for event in events)
+
+    async def run(url: str) -> list[list[str]]:
+        begun: list[int] = []
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+            clients = [asyncio.create_task(client(http, begun, number)) for number in range(12)]
+            while len(begun) < 30:
+                await asyncio.sleep(0.01)
+            served.process.send_signal(signal.SIGTERM)
+            return await asyncio.gather(*clients)
+
+    with serve("--max-num-seqs", "8") as served:
+        answers = asyncio.run(run(served.url))
+        assert served.process.wait(30) == 0
+        assert "Traceback" not in served.log
+    assert [found[-1] for found in answers] == ["503"] * 12
+    assert len({text for found in answers for text in found[:-1]}) == 1
+
+
+def test_a_second_ctrl_c_ends_the_process_at_once() -> None:
+    with serve() as served:
+        endless = body(3000) | {"stream": True, "n": 8}
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=endless, timeout=60) as answer:
+            next(answer.iter_lines())
+            served.process.send_signal(signal.SIGINT)
+            until(lambda: httpx.get(f"{served.url}/health/ready").status_code == 503)
+            begin = time.monotonic()
+            served.process.send_signal(signal.SIGINT)
+            assert served.process.wait(10) == 0
+            assert time.monotonic() - begin < 5  # of the 30 seconds that requests would have
+        assert "Traceback" not in served.log
