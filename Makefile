@@ -9,7 +9,7 @@ export PROMPT
 
 MINUTES ?= 2
 
-.PHONY: demo test test-all fuzz soak check docs format bench clean
+.PHONY: demo test test-all fuzz fuzz-server soak check docs format bench clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -29,6 +29,9 @@ test-all: $(READY)
 
 fuzz: $(READY)  # MINUTES=10 SEED=123
 	PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+fuzz-server: $(READY)  # REQUESTS=1000 SEED=123
+	PYTHONPATH=tests $(BIN)/python -m fuzz_server $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(SEED),--seed $(SEED))
 
 soak: $(READY)  # REQUESTS=1000 SEED=123
 	PYTHONPATH=tests $(BIN)/python -m soak $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(SEED),--seed $(SEED))

@@ -16,6 +16,7 @@ from ssd.server.errors import ApiError, api_error
 from ssd.server.generation import Piece, ServerState
 from ssd.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 
+STREAMED: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {"text/event-stream": {}}}}  # beside JSON
 _LEAST_LOGPROB: Final = -9999.0  # JSON has no -inf
 
 

@@ -19,7 +19,8 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
     """The server's ASGI application. It does not close the LLM."""
     if llm.driver.limits.grammars is not None:
         llm.driver.limits.grammars.warm_up()  # before the server is ready: no request waits for it
-    app = FastAPI(title="ssd", version=VERSION, docs_url=None, redoc_url=None)  # those pages load scripts from outside
+    # no pages of the API's documentation: they load scripts from outside
+    app = FastAPI(title="ssd", version=VERSION, responses=errors.ERROR_RESPONSES, docs_url=None, redoc_url=None)
     admission = Admission(llm.config.max_num_seqs, options.max_queue, options.max_tokens_in_flight)
     endpoint = options.otlp_traces_endpoint
     tracer = Tracer(endpoint, options.served_model_name) if endpoint is not None else None

@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from ssd.core import Sample, SamplingParams
 from ssd.errors import RequestError
 from ssd.llm import LLM, Prompt
-from ssd.server.answers import chat_logprobs, check_common, event_stream, usage, worth_sending
+from ssd.server.answers import STREAMED, chat_logprobs, check_common, event_stream, usage, worth_sending
 from ssd.server.chat_messages import message_delta, message_fields, template_message
 from ssd.server.constraints import constrained
 from ssd.server.errors import ApiError, AsciiJSON
@@ -28,7 +28,7 @@ _PROMPT_END: Final = 8  # tokens of the prompt that may open a block of reasonin
 _END: Final = "\x00end of the message\x00"  # marks where a message to be continued ends in the rendered chat
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=STREAMED)
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     state = ServerState.of(request)
     generation, form = await start_chat(state, body, request)

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from ssd.core import FinishReason
-from ssd.server.answers import CompletionLogprobs, check_common, event_stream, usage, worth_sending
+from ssd.server.answers import STREAMED, CompletionLogprobs, check_common, event_stream, usage, worth_sending
 from ssd.server.constraints import constrained
 from ssd.server.errors import AsciiJSON, unsupported
 from ssd.server.generation import Generation, Piece, ServerState, start_all
@@ -22,7 +22,7 @@ router = APIRouter()
 _MAX_TOKENS: Final = 16  # OpenAI's default
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=STREAMED)
 async def completions(body: CompletionRequest, request: Request) -> Response:
     state = ServerState.of(request)
     check_common(request, body)

@@ -7,12 +7,12 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
@@ -39,6 +39,45 @@ _MESSAGES_TYPES: Final = {
 _PARAM: Final = re.compile(r"[a-z_]+(?=[=:\[.])|[a-z]+_[a-z_]+")  # what a RequestError's message begins with
 _UNION_TAG: Final = re.compile(r"str|int|float|bool|.*\[.*")  # pydantic's name of an alternative in a path
 _INTERNAL: Final = "internal error: the server's log has the details"
+
+
+# --- the shapes, for the OpenAPI schema ------------------------------------------------------------------------------
+
+
+class ErrorFields(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    error: ErrorFields
+
+
+class MessagesErrorFields(BaseModel):
+    type: str
+    message: str
+
+
+class MessagesErrorAnswer(BaseModel):
+    type: Literal["error"]
+    error: MessagesErrorFields
+    request_id: str
+
+
+def _responses(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    return {
+        "4XX": {"model": model, "description": "The request cannot be served"},
+        "5XX": {"model": model, "description": "The server cannot serve it"},
+    }
+
+
+ERROR_RESPONSES: Final = _responses(ErrorAnswer)
+MESSAGES_ERROR_RESPONSES: Final = _responses(MessagesErrorAnswer)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 class AsciiJSON(JSONResponse):

@@ -11,9 +11,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from ssd.core import RequestOutput
-from ssd.server.answers import named_event_stream, usage
+from ssd.server.answers import STREAMED, named_event_stream, usage
 from ssd.server.chat import parsed, prompt_tokens, start_chat
-from ssd.server.errors import ApiError, AsciiJSON, api_error, unsupported
+from ssd.server.errors import MESSAGES_ERROR_RESPONSES, ApiError, AsciiJSON, api_error, unsupported
 from ssd.server.generation import Generation, ServerState
 from ssd.server.message_events import MessageWriter
 from ssd.server.parsing import MessageFormat, parse
@@ -42,7 +42,7 @@ class MessagesRequest(CountTokensRequest, SamplingRequest):
     metadata: Json | None = None  # user_id: another name of user
 
 
-@router.post("/v1/messages")
+@router.post("/v1/messages", responses={**STREAMED, **MESSAGES_ERROR_RESPONSES})
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     state = ServerState.of(request)
     generation, form = await start_chat(state, _chat(body), request)

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from ssd.core import RequestOutput
 from ssd.errors import RequestError
-from ssd.server.answers import named_event_stream, usage
+from ssd.server.answers import STREAMED, named_event_stream, usage
 from ssd.server.chat import parsed, start_chat
 from ssd.server.errors import ApiError, AsciiJSON, api_error, unsupported
 from ssd.server.generation import Generation, ServerState
@@ -54,7 +54,7 @@ class ResponsesRequest(SamplingRequest):
     conversation: str | Json | None = None
 
 
-@router.post("/v1/responses")
+@router.post("/v1/responses", responses=STREAMED)
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     state = ServerState.of(request)
     for name in ("store", "background", "previous_response_id", "conversation"):

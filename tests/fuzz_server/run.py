@@ -1,0 +1,143 @@
+"""Runs the fuzzer against a server in a process of its own, and checks what must hold at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+from serve_process import Held, ServeProcess, gauges, serve
+
+from fuzz_server.mangled import random_request
+from fuzz_server.raw import exchange, status
+
+OPTIONS = ("--max-model-len", "128", "--read-timeout", "0.5", "--max-request-bytes", "1000000", "--no-access-log")
+SHARE_OF_SCHEMA = 0.05  # of the requests: schemathesis takes far longer to make one than the server to answer it
+WARM_UP = 0.1  # of the requests, before the first measurement
+CLIENTS = 32
+TIMEOUT = 60.0  # seconds that an answer may take
+SETTLE_SECONDS = 30.0
+GROWTH = 32.0  # MiB of RSS that the server may have more at the end than after the warm-up
+
+
+@dataclass
+class Report:
+    statuses: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    before: Held | None = None  # after the warm-up
+    after: Held | None = None
+    seconds: float = 0.0
+    failing: list[bytes] = field(default_factory=list)  # requests that can be sent again
+
+
+def fuzz(requests: int, seed: int, on_progress: Callable[[], object] = lambda: None) -> Report:
+    """Sends `requests` requests."""
+    report, start = Report(), time.monotonic()
+    with serve(*OPTIONS) as server:
+        asyncio.run(_start_threads(server))
+        by_schema = int(requests * SHARE_OF_SCHEMA)
+        for part, (first, last) in enumerate(((0.0, WARM_UP), (WARM_UP, 1.0))):
+            _send_by_schema(server, report, int(by_schema * (last - first)), seed + part, on_progress)
+            asyncio.run(
+                _send_mangled(server, report, int((requests - by_schema) * (last - first)), seed + part, on_progress)
+            )
+            held = _settled(server, report)
+            report.before, report.after = report.before or held, held
+        report.seconds = time.monotonic() - start
+        _compare(report)
+        if (code := server.stop()) != 0:
+            report.problems.append(f"the server's exit code is {code}")
+        report.problems += [line for line in server.log.splitlines() if "Traceback" in line or "bug" in line]
+    return report
+
+
+async def _start_threads(server: ServeProcess) -> None:
+    """Has the server start all threads that it keeps: those of its event loop, and of the tokenizer for long texts."""
+    prompts = ["x " * 100_000, *["x" * 2000] * 64]
+    async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT) as client:
+        await asyncio.gather(*(client.post("/tokenize", json={"prompt": prompt}) for prompt in prompts))
+
+
+def _send_by_schema(
+    server: ServeProcess, report: Report, count: int, seed: int, on_progress: Callable[[], object]
+) -> None:
+    from fuzz_server.schema import problems  # here: the rest does without schemathesis
+
+    for problem in problems(server.url, count, seed):
+        report.statuses["by schema"] += 1
+        if problem is not None:
+            report.problems.append(problem)
+        on_progress()
+
+
+async def _send_mangled(
+    server: ServeProcess, report: Report, count: int, seed: int, on_progress: Callable[[], object]
+) -> None:
+    draw = random.Random(seed)
+    left: Iterator[bytes] = (random_request(draw) for _ in range(count))
+
+    async def client() -> None:
+        for request in left:
+            problem = await _problem(server.url, request, report.statuses)
+            if problem is not None:
+                report.problems.append(f"{problem}: {request[:300]!r}")
+                report.failing.append(request)
+            on_progress()
+
+    await asyncio.gather(*(client() for _ in range(CLIENTS)))
+
+
+async def _problem(url: str, request: bytes, statuses: Counter[str]) -> str | None:
+    """What is wrong with the answer to a request, if anything."""
+    try:
+        answer = await exchange(url, request, TIMEOUT)
+    except TimeoutError:
+        return f"no answer within {TIMEOUT:g} seconds"
+    except OSError as error:
+        return f"the server cannot be reached: {error}"
+    code = status(answer)
+    statuses[str(code)] += 1
+    if code is not None and code >= 500:
+        return f"status {code}"
+    if b"internal error" in answer:
+        return "an internal error in a stream"
+    return None
+
+
+def _settled(server: ServeProcess, report: Report) -> Held:
+    """What the server holds when nothing is in flight any more."""
+    end = time.monotonic() + SETTLE_SECONDS
+    while any(_in_flight(server).values()):
+        if time.monotonic() > end:
+            report.problems.append(f"requests or KV blocks are left: {_in_flight(server)}")
+            break
+        time.sleep(0.05)
+    time.sleep(1.0)  # connections that the server closes by its read time-out
+    return server.held()
+
+
+def _in_flight(server: ServeProcess) -> dict[str, float]:
+    metrics = gauges(httpx.get(f"{server.url}/metrics", timeout=TIMEOUT).text)
+    return {name: metrics[name] for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")}
+
+
+def _compare(report: Report) -> None:
+    before, after = report.before, report.after
+    assert before is not None
+    assert after is not None
+    if after.threads > before.threads or after.files > before.files:
+        report.problems.append(f"threads or file handles are left: {before}, then {after}")
+    if after.rss > before.rss + GROWTH:
+        report.problems.append(f"memory grows by more than {GROWTH:g} MiB: {before}, then {after}")
+
+
+def replay(path: Path) -> str | None:
+    """Sends the request of a file to a new server; what is wrong with the answer, if anything."""
+    with serve(*OPTIONS) as server:
+        problem = asyncio.run(_problem(server.url, path.read_bytes(), Counter()))
+        return problem and f"{problem}\n{server.log}"
