@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +19,7 @@ console = Console()
 
 def main(
     requests: Annotated[int, typer.Option(min=1000, help="Requests in all.")] = 100_000,
+    minutes: Annotated[float, typer.Option(help="It ends earlier after this time.")] = math.inf,
     seed: Annotated[int | None, typer.Option(help="Of the requests.")] = None,
     again: Annotated[Path | None, typer.Option("--replay", help="Sends the request of this file instead.")] = None,
     folder: Annotated[Path, typer.Option(help="Where failing requests are written.")] = Path("fuzz-failures"),
@@ -30,7 +32,7 @@ def main(
     seed = random.randrange(10**9) if seed is None else seed
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn()) as bar:
         task = bar.add_task(f"SEED={seed}", total=requests)
-        report = fuzz(requests, seed, lambda: bar.advance(task))
+        report = fuzz(requests, seed, minutes * 60, lambda: bar.advance(task))
     print_report(report, folder)
     if report.problems:
         raise typer.Exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections import Counter
@@ -35,17 +36,23 @@ class Report:
     failing: list[bytes] = field(default_factory=list)  # requests that can be sent again
 
 
-def fuzz(requests: int, seed: int, on_progress: Callable[[], object] = lambda: None) -> Report:
-    """Sends `requests` requests."""
+def fuzz(
+    requests: int, seed: int, seconds: float = math.inf, on_progress: Callable[[], object] = lambda: None
+) -> Report:
+    """Sends `requests` requests, or as many as `seconds` allow."""
     report, start = Report(), time.monotonic()
+
+    def sent() -> bool:
+        """Called after every request: whether there is time for more."""
+        on_progress()
+        return time.monotonic() - start < seconds
+
     with serve(*OPTIONS) as server:
         asyncio.run(_start_threads(server))
-        by_schema = int(requests * SHARE_OF_SCHEMA)
-        for part, (first, last) in enumerate(((0.0, WARM_UP), (WARM_UP, 1.0))):
-            _send_by_schema(server, report, int(by_schema * (last - first)), seed + part, on_progress)
-            asyncio.run(
-                _send_mangled(server, report, int((requests - by_schema) * (last - first)), seed + part, on_progress)
-            )
+        for part, share in enumerate((WARM_UP, 1 - WARM_UP)):
+            by_schema = int(requests * share * SHARE_OF_SCHEMA)
+            _send_by_schema(server, report, by_schema, seed + part, sent)
+            asyncio.run(_send_mangled(server, report, int(requests * share) - by_schema, seed + part, sent))
             held = _settled(server, report)
             report.before, report.after = report.before or held, held
         report.seconds = time.monotonic() - start
@@ -63,21 +70,18 @@ async def _start_threads(server: ServeProcess) -> None:
         await asyncio.gather(*(client.post("/tokenize", json={"prompt": prompt}) for prompt in prompts))
 
 
-def _send_by_schema(
-    server: ServeProcess, report: Report, count: int, seed: int, on_progress: Callable[[], object]
-) -> None:
+def _send_by_schema(server: ServeProcess, report: Report, count: int, seed: int, sent: Callable[[], bool]) -> None:
     from fuzz_server.schema import problems  # here: the rest does without schemathesis
 
     for problem in problems(server.url, count, seed):
         report.statuses["by schema"] += 1
         if problem is not None:
             report.problems.append(problem)
-        on_progress()
+        if not sent():
+            return
 
 
-async def _send_mangled(
-    server: ServeProcess, report: Report, count: int, seed: int, on_progress: Callable[[], object]
-) -> None:
+async def _send_mangled(server: ServeProcess, report: Report, count: int, seed: int, sent: Callable[[], bool]) -> None:
     draw = random.Random(seed)
     left: Iterator[bytes] = (random_request(draw) for _ in range(count))
 
@@ -87,7 +91,8 @@ async def _send_mangled(
             if problem is not None:
                 report.problems.append(f"{problem}: {request[:300]!r}")
                 report.failing.append(request)
-            on_progress()
+            if not sent():
+                return
 
     await asyncio.gather(*(client() for _ in range(CLIENTS)))
 

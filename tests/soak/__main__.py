@@ -22,7 +22,10 @@ def main(
 ) -> None:
     """Drives `ssd serve` with many clients and compares every answer with plain decoding."""
     plan = Plan(requests, seed, min(1000, requests // 4), vanishing=requests // 100, slow=requests // 400)
-    with LLM("tiny-llama", device="cpu") as llm, Progress(*Progress.get_default_columns(), MofNCompleteColumn()) as bar:
+    with (
+        LLM("tiny-llama", device="cpu", max_model_len=512) as llm,
+        Progress(*Progress.get_default_columns(), MofNCompleteColumn()) as bar,
+    ):
         task = bar.add_task(f"SEED={seed}", total=requests)
         report = soak(llm, plan, lambda: bar.advance(task))
     print_report(report)

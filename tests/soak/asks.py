@@ -85,10 +85,10 @@ def random_ask(draw: random.Random) -> Ask:
     chat, prompt = draw.random() < 0.5, " ".join(draw.choices(PROMPTS, k=draw.randint(1, 4)))
     body: dict[str, Any] = {
         "model": MODEL,
-        "max_tokens": draw.randint(1, 12),
+        "max_tokens": draw.randint(1, 8),
         "temperature": draw.choice([0, 1]),
         "seed": draw.randrange(2**31),
-        "n": draw.choice([1, 1, 1, 1, 2, 3]),
+        "n": draw.choice([1, 1, 1, 1, 1, 1, 2, 3]),
         "return_token_ids": True,
     }
     body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}

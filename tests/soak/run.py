@@ -24,7 +24,10 @@ from ssd.server.app import create_app
 from ssd.server.options import ServerOptions
 
 Kind = Literal["plain", "vanishing", "slow"]
-OPTIONS = ("--mode", "ssd", "--draft", DRAFT, "--placement", "process", "--max-model-len", "512")
+OPTIONS = (
+    *("--mode", "ssd", "--draft", DRAFT, "--placement", "process"),
+    *("--k", "2", "--budget", "4", "--max-model-len", "512"),
+)
 BLOCK = 20  # requests of each of the clients that work at the same time
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 48, 64)
 KILL_SECONDS = 1.0
