@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -110,6 +111,7 @@ class SamplingParams:
 
 
 BINARY = (bytes, bytearray, memoryview)  # sequences of ints that are no token ids
+_ID = re.compile("[0-9]{1,18}")  # a token id as text
 _ABOVE_ZERO = math.nextafter(0.0, 1.0)
 _MOST_TOP_K = 2**31 - 1  # no vocabulary is larger: more keeps all tokens, too
 _RANGES: tuple[tuple[str, type, float, float], ...] = (
@@ -171,7 +173,7 @@ def _biases(bias: object) -> dict[int, float]:
         return {}
     if not isinstance(bias, Mapping):
         raise RequestError(f"logit_bias={bias!r}: must map token ids to numbers")
-    keys = [int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() else key for key in bias]
+    keys = [int(key) if isinstance(key, str) and _ID.fullmatch(key) else key for key in bias]
     ids = _token_ids("logit_bias", keys)
     if len(set(ids)) < len(ids):
         raise RequestError(f"logit_bias={bias!r}: names a token twice")

@@ -38,6 +38,7 @@ _MESSAGES_TYPES: Final = {
 }
 _PARAM: Final = re.compile(r"[a-z_]+(?=[=:\[.])|[a-z]+_[a-z_]+")  # what a RequestError's message begins with
 _UNION_TAG: Final = re.compile(r"str|int|float|bool|.*\[.*")  # pydantic's name of an alternative in a path
+_MOST_CHARS: Final = 1000  # of a message
 _INTERNAL: Final = "internal error: the server's log has the details"
 
 
@@ -99,6 +100,8 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        if len(message) > _MOST_CHARS:  # it quotes a long value
+            message = f"{message[: _MOST_CHARS // 2]} … {message[-_MOST_CHARS // 2 :]}"
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})

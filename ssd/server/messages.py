@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import AsyncIterator
-from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -17,20 +16,19 @@ from ssd.server.errors import MESSAGES_ERROR_RESPONSES, ApiError, AsciiJSON, api
 from ssd.server.generation import Generation, ServerState
 from ssd.server.message_events import MessageWriter
 from ssd.server.parsing import MessageFormat, parse
-from ssd.server.protocol import ChatRequest, SamplingRequest, Strict
+from ssd.server.protocol import ChatRequest, Json, Jsons, SamplingRequest, Strict, Texts
 from ssd.text.tokenizer import IncrementalDecoder, Tokenizer
 
 router = APIRouter()
-Json = dict[str, Any]
 
 
 class CountTokensRequest(Strict):
     """What the prompt is made of."""
 
     model: str
-    messages: list[Json]
-    system: str | list[Json] | None = None
-    tools: list[Json] | None = None
+    messages: Jsons
+    system: str | Jsons | None = None
+    tools: Jsons | None = None
     tool_choice: Json | None = None
     thinking: Json | None = None
     chat_template_kwargs: Json | None = None
@@ -38,7 +36,7 @@ class CountTokensRequest(Strict):
 
 class MessagesRequest(CountTokensRequest, SamplingRequest):
     max_tokens: int
-    stop_sequences: list[str] | None = None
+    stop_sequences: Texts | None = None
     metadata: Json | None = None  # user_id: another name of user
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from importlib import resources
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from ssd.config import NGRAM
 from ssd.core import LOOKED_UP, Origin, Outcome, RequestOutput, SamplingParams
@@ -22,6 +22,7 @@ from ssd.server.answers import event_stream
 from ssd.server.branches import BranchWatch
 from ssd.server.errors import unsupported
 from ssd.server.generation import Generation, ServerState, start
+from ssd.server.protocol import Strict
 from ssd.text.tokenizer import IncrementalDecoder, Tokenizer
 
 PAGE: Final = {  # by path: open without an API key, which the page asks for
@@ -41,17 +42,13 @@ _MOST_BRANCHES: Final = 12  # of a round that are sent: the likeliest, and the o
 _DEFAULT_TOKENS: Final = 256
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class Message(_Strict):
+class Message(Strict):
     role: Literal["system", "user", "assistant"]
     content: str
 
 
-class PlaygroundRequest(_Strict):
-    messages: list[Message] = Field(min_length=1)
+class PlaygroundRequest(Strict):
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     temperature: float = 0.0
     seed: int | None = None
     max_tokens: int = _DEFAULT_TOKENS

@@ -7,17 +7,42 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, model_validator
 
 from ssd.core import SamplingParams
 
 MAX_TOP_LOGPROBS: Final = 20
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
-TokenIds = Annotated[list[NonNegativeInt], Field(min_length=1)]
+
+
+def one_invalid(*types: type) -> BeforeValidator:
+    """`fail_fast` for a dict: of values of other types, the first one is left."""
+
+    def checked(value: Any) -> Any:
+        items = value.items() if isinstance(value, dict) else ()
+        return next(({key: item} for key, item in items if type(item) not in types), value)
+
+    return BeforeValidator(checked)
+
+
+# A body may have a million invalid items. pydantic would report all of them, which takes gigabytes: it ends at one.
+Json = dict[str, Any]
+Jsons = Annotated[list[Json], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Ids = Annotated[list[NonNegativeInt], Field(fail_fast=True)]
+TokenIds = Annotated[Ids, Field(min_length=1)]
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, fields: Any) -> Any:
+        """Of unknown fields, the first one is left."""
+        unknown = [name for name in fields if name not in cls.model_fields] if isinstance(fields, dict) else []
+        dropped = set(unknown[1:])
+        return {name: value for name, value in fields.items() if name not in dropped} if dropped else fields
 
 
 class StreamOptions(Strict):
@@ -34,11 +59,11 @@ class SamplingRequest(Strict):
     top_k: Annotated[int, Field(ge=-1)] | None = None  # 0 and -1: all tokens
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[NonNegativeInt] | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: Ids | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], one_invalid(int, float)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -54,8 +79,8 @@ class GenerationRequest(SamplingRequest):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     return_token_ids: bool | None = None  # the token ids beside the text
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None  # regex, choice, grammar, json
+    response_format: Json | None = None
+    structured_outputs: Json | None = None  # regex, choice, grammar, json
 
     def sampling_params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """`max_tokens`: the default of the endpoint; `logprobs`: how many per token."""
@@ -76,21 +101,26 @@ _SAMPLING: Final = (
 
 
 class ChatRequest(GenerationRequest):
-    messages: list[dict[str, Any]]
+    messages: Jsons
     max_completion_tokens: int | None = None  # another name of max_tokens
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     chat_template: str | None = None  # the name of one of the checkpoint's
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Json | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: Jsons | None = None
+    tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[Texts, Field(min_length=1)]
+        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1)]
+    )
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
 
@@ -106,13 +136,13 @@ class CompletionRequest(GenerationRequest):
 class TokenizeRequest(Strict):
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None  # in place of a prompt
+    messages: Jsons | None = None  # in place of a prompt
     add_special_tokens: bool = True  # to a prompt; a chat template writes its own
     add_generation_prompt: bool = True  # to messages
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Json | None = None
 
 
 class DetokenizeRequest(Strict):
     model: str | None = None
-    tokens: list[NonNegativeInt]
+    tokens: Ids
     skip_special_tokens: bool = False

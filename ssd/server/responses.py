@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -18,12 +18,11 @@ from ssd.server.chat import parsed, start_chat
 from ssd.server.errors import ApiError, AsciiJSON, api_error, unsupported
 from ssd.server.generation import Generation, ServerState
 from ssd.server.parsing import MessageFormat, parse
-from ssd.server.protocol import ChatRequest, SamplingRequest
+from ssd.server.protocol import ChatRequest, Json, Jsons, SamplingRequest, one_invalid
 from ssd.server.response_events import ResponseWriter
 from ssd.text.tokenizer import Tokenizer
 
 router = APIRouter()
-Json = dict[str, Any]
 _STATELESS: Final = "is not supported: nothing is kept here; send the whole conversation as `input`"
 _ITEM_FIELDS: Final = {
     "message": {"type", "id", "status", "role", "content"},
@@ -38,15 +37,15 @@ _CHAT_NAMES: Final = {"response_format": "text.format", "max_tokens": "max_outpu
 
 
 class ResponsesRequest(SamplingRequest):
-    input: str | Annotated[list[Json], Field(min_length=1)]
+    input: str | Annotated[Jsons, Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    tools: list[Json] | None = None
+    tools: Jsons | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
     text: Json | None = None  # its format
     chat_template_kwargs: Json | None = None
-    metadata: dict[str, str] | None = None  # returned with the response
+    metadata: Annotated[dict[str, str], one_invalid(str)] | None = None  # returned with the response
     truncation: Literal["disabled"] | None = None
     store: bool | None = None
     background: bool | None = None
