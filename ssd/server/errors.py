@@ -156,8 +156,8 @@ def _refused(message: str) -> ApiError:
 
 
 def _invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first validation error; a union reports one for every alternative, of which the deepest is the best."""
-    error = max(errors, key=lambda e: (e["type"] == "extra_forbidden", len(e["loc"])), default=None)
+    """The first validation error; a union reports one for every alternative, of which the closest is the best."""
+    error = max(errors, key=_closeness, default=None)
     if error is None or error["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json")
     path = [str(part) for part in error["loc"][1:] if not _UNION_TAG.fullmatch(str(part))]
@@ -165,6 +165,11 @@ def _invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if error["type"] == "extra_forbidden":
         return unsupported(".".join(path), "is not a known parameter")
     return ApiError(400, f"{'.'.join(path) or 'the body'}: {error['msg']}", param=param)
+
+
+def _closeness(error: Mapping[str, Any]) -> tuple[bool, int, bool]:
+    """To what the client has meant: deep inside an alternative, and of its type."""
+    return error["type"] == "extra_forbidden", len(error["loc"]), not error["type"].endswith("_type")
 
 
 async def _respond(request: Request, error: Exception) -> AsciiJSON:

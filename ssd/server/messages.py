@@ -16,7 +16,7 @@ from ssd.server.errors import MESSAGES_ERROR_RESPONSES, ApiError, AsciiJSON, api
 from ssd.server.generation import Generation, ServerState
 from ssd.server.message_events import MessageWriter
 from ssd.server.parsing import MessageFormat, parse
-from ssd.server.protocol import ChatRequest, Json, Jsons, SamplingRequest, Strict, Texts
+from ssd.server.protocol import ChatRequest, Json, Jsons, SamplingRequest, Stops, Strict
 from ssd.text.tokenizer import IncrementalDecoder, Tokenizer
 
 router = APIRouter()
@@ -36,7 +36,7 @@ class CountTokensRequest(Strict):
 
 class MessagesRequest(CountTokensRequest, SamplingRequest):
     max_tokens: int
-    stop_sequences: Texts | None = None
+    stop_sequences: Stops | None = None
     metadata: Json | None = None  # user_id: another name of user
 
 

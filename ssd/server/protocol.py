@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeI
 from ssd.core import SamplingParams
 
 MAX_TOP_LOGPROBS: Final = 20
+MAX_STOPS: Final = 1000
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
@@ -29,6 +30,7 @@ def one_invalid(*types: type) -> BeforeValidator:
 Json = dict[str, Any]
 Jsons = Annotated[list[Json], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
+Stops = Annotated[Texts, Field(max_length=MAX_STOPS)]
 Ids = Annotated[list[NonNegativeInt], Field(fail_fast=True)]
 TokenIds = Annotated[Ids, Field(min_length=1)]
 
@@ -59,7 +61,7 @@ class SamplingRequest(Strict):
     top_k: Annotated[int, Field(ge=-1)] | None = None  # 0 and -1: all tokens
     min_p: float | None = None
     seed: int | None = None
-    stop: str | Texts | None = None
+    stop: str | Stops | None = None
     stop_token_ids: Ids | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None

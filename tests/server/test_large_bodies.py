@@ -59,6 +59,7 @@ def errors(request_type: type[Strict], body: dict[str, Any], of: str | None = No
         ("logit_bias", {"9" * 5000: 1}, "logit_bias="),  # Python reads no number with so many digits
         ("stop", ["x" * 100_000, ""], "stop=['"),
         ("stop", [1] * 1000, "stop.0: Input should be a valid string"),
+        ("stop", ["x"] * 1001, "stop: List should have at most 1000 items"),  # the engine prepares them for each sample
         ("prompt", [None] * 1000, "prompt.0: Input should be"),
     ],
 )
