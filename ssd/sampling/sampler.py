@@ -26,6 +26,8 @@ from ssd.sampling import noise
 from ssd.sampling.noise import Stream
 
 MIN_TEMPERATURE = 1e-6  # lower ones (above 0) would overflow float32
+MIN_TOP_P = 2.0**-126  # lower ones keep one token, too, but may be 0 in float32
+MIN_REPETITION = 2.0**-100  # lower ones would overflow float32
 _INT32_MAX = 2**31 - 1
 _HAS_BIAS, _HAS_COUNTS = 1, 2  # bits of `SamplingColumns.flags`
 _IN_PROMPT, _IS_STOP, _ONE_OUTPUT = 1, 2, 4  # of `SamplingColumns.counts`
@@ -128,10 +130,11 @@ class SamplingColumns:
         row[2:5].view(np.float32)[:] = (
             0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE),
             math.log(params.min_p) if params.min_p else -math.inf,
-            params.top_p,
+            max(params.top_p, MIN_TOP_P),
         )
         row[5] = min(params.top_k, self.vocab_size)
-        row[6:9].view(np.float32)[:] = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        repetition = max(params.repetition_penalty, MIN_REPETITION)
+        row[6:9].view(np.float32)[:] = (repetition, params.presence_penalty, params.frequency_penalty)
         row[9] = min(len(prompt) + params.min_tokens, _INT32_MAX)
         row[10] = flags
         upload(row, self._packed[slot])

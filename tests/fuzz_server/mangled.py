@@ -201,10 +201,10 @@ def _remove(draw: random.Random, body: Any) -> Any:
 
 
 def _repeat(draw: random.Random, body: Any) -> Any:
-    """A list that has an item many times."""
-    if nodes := [(c, k) for c, k in _nodes(body) if isinstance(c[k], list) and c[k]]:
+    """A list that has its items many times."""
+    if nodes := [(c, k) for c, k in _nodes(body) if isinstance(c[k], list) and 0 < len(c[k]) < 50]:
         container, key = draw.choice(nodes)
-        container[key] = container[key] * draw.choice([2, 40, 600])
+        container[key] = copy.deepcopy(container[key]) * draw.choice([2, 40, 600])
     return body
 
 

@@ -437,6 +437,20 @@ def test_tiny_temperatures_are_greedy(temperature: float) -> None:
     assert chosen(SamplingParams(temperature=temperature), 50, (), (), logits) == [3] * 50
 
 
+@pytest.mark.parametrize("tiny", [1e-30, 1e-38, 1e-45, 1e-60, 5e-324])
+def test_tiny_top_p_keeps_the_likeliest_token(tiny: float) -> None:
+    """Catches a bound that is 0 in float32, and keeps none."""
+    assert chosen(SamplingParams(temperature=1.0, top_p=tiny), 50) == chosen(SamplingParams(), 50)
+
+
+@pytest.mark.parametrize("tiny", [1e-30, 1e-38, 1e-45, 1e-60, 5e-324])
+def test_tiny_repetition_penalties_choose_what_was_seen(tiny: float) -> None:
+    """Catches overflow of logits / penalty: the larger of two infinities is not known."""
+    logits = [1.0, 3.0, 4.0, 1.0, *[5.0] * 5, 1.0]  # of the prompt: 1
+    for seen in ((1, 2), (2, 1)):
+        assert chosen(SamplingParams(temperature=1.0, repetition_penalty=tiny), 50, seen, (), logits) == [2] * 50
+
+
 @pytest.mark.parametrize("shift", [-1e4, -100.0, 300.0, 1e4])
 def test_the_level_of_the_logits_does_not_matter(shift: float) -> None:
     """Catches exponentials of raw logits (overflow). False alarm: 1e-7. (Quarters survive the shift in float32.)"""
