@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
-from serve_process import Held, gauges
+from serve_process import CAN_BE_MEASURED, Held, gauges
 from soak import run
 from soak.asks import Choice, read_answer, read_stream
 from soak.run import Plan, soak
@@ -19,6 +19,7 @@ from ssd import LLM
 SHORT = Plan(requests=150, seed=1, warm_up=70, distinct=20, vanishing=5, slow=1)
 
 
+@pytest.mark.skipif(not CAN_BE_MEASURED, reason="what a process holds is read from /proc")
 def test_a_server_survives_clients_that_vanish_and_drafters_that_are_killed(llm: LLM) -> None:
     """Every answer is that of plain decoding, and nothing is left behind."""
     report = soak(llm, SHORT)
