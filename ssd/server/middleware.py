@@ -23,7 +23,7 @@ _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
 class RequestIds:
-    """Takes over or makes `x-request-id`, and writes the access log."""
+    """Takes over or makes `x-request-id`, and writes the access log. Ends connections while the server drains."""
 
     def __init__(self, app: ASGIApp, *, log: bool) -> None:
         self._app, self._log = app, log
@@ -41,7 +41,10 @@ class RequestIds:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if scope["app"].state.server.admission.draining:
+                    headers["Connection"] = "close"
             await send(message)
 
         try:

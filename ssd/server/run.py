@@ -8,7 +8,6 @@ import logging
 import math
 import resource
 import socket
-import time
 from types import FrameType
 from typing import Any, Final
 
@@ -21,6 +20,7 @@ from ssd.server.generation import ServerState
 
 log = logging.getLogger("ssd")
 
+_LAST_SECONDS: Final = 5  # for handlers whose connection is gone
 _OTHER_FILES: Final = 256  # file handles of a server beside its connections
 _NO_SUCH_ADDRESS: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # a name may have addresses that a host has not
 
@@ -43,10 +43,12 @@ def listen(host: str, port: int) -> list[socket.socket]:
     except OSError as error:
         for bound in sockets:
             bound.close()
-        raise ConfigError(
-            f"cannot listen on {host}, port {port}: {error.strerror}: choose another --host or --port"
-        ) from error
+        raise _unavailable(f"{host}, port {port}", error) from error
     return sockets
+
+
+def _unavailable(address: str, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot listen on {address}: {error.strerror}: choose another --host or --port")
 
 
 def _bound(family: int, address: tuple[Any, ...]) -> socket.socket:
@@ -76,6 +78,12 @@ class Server(uvicorn.Server):
         _allow_files(self._state.options.max_connections + _OTHER_FILES)
         await super().serve(sockets)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await super().startup(sockets)
+        except OSError as error:  # two servers were bound to an address at the same time: the other one listens now
+            raise _unavailable("its address", error) from error
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._event_loop.call_soon_threadsafe(self.drain)
 
@@ -83,19 +91,23 @@ class Server(uvicorn.Server):
         """The first call refuses new requests and stops the server when the others have ended; the second stops it."""
         if self._draining is not None:
             self.should_exit = self.force_exit = True
-            for connection in list(self.server_state.connections):
-                connection.transport.abort()  # newer versions of asyncio wait for them
+            self._abort_connections()
         else:
             self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
         log.info("draining: running requests end, new ones are refused")
-        timeout, begin = self._state.options.drain_timeout, time.monotonic()
+        timeout = self._state.options.drain_timeout
+        self._event_loop.call_later(timeout, self._abort_connections)  # also of clients that still read
         if not await self._state.admission.drain(timeout):
             log.warning("some requests did not end within %g seconds", timeout)
-        left = timeout - (time.monotonic() - begin)  # for clients that still read
-        self.config.timeout_graceful_shutdown = max(1, math.ceil(left))
+        self.config.timeout_graceful_shutdown = math.ceil(timeout) + _LAST_SECONDS
         self.should_exit = True
+
+    def _abort_connections(self) -> None:
+        """Their requests end, as those of clients that go away do."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def _allow_files(count: int) -> None:

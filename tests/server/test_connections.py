@@ -20,8 +20,9 @@ from serve_process import free_port, serve
 
 from ssd import LLM
 from ssd.errors import ConfigError
+from ssd.server.app import create_app
 from ssd.server.options import ServerOptions
-from ssd.server.run import listen
+from ssd.server.run import Server, listen
 
 TIMEOUT = 0.3
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -166,6 +167,16 @@ def test_a_port_that_is_taken_is_a_clear_error() -> None:
     )
 
 
+def test_of_two_servers_that_start_together_the_second_says_that_the_port_is_taken(llm: LLM) -> None:
+    port = free_port()
+    [first], [second] = listen("127.0.0.1", port), listen("127.0.0.1", port)
+    with first, second:
+        first.listen()
+        server = Server(create_app(llm, ServerOptions(served_model_name=MODEL)))
+        with pytest.raises(ConfigError, match="Address already in use"):
+            asyncio.run(server.serve([second]))
+
+
 def test_a_host_that_is_unknown_is_a_clear_error() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on no-such-host\.invalid, port 8000: "):
         listen("no-such-host.invalid", 8000)
@@ -188,16 +199,22 @@ def body(tokens: int) -> dict[str, Any]:
 
 def test_sigterm_under_load_lets_all_requests_end_and_refuses_new_ones() -> None:
     """Answers under way are complete, streamed or not; what comes later gets 503; the process exits with 0."""
+    signalled, texts, refused = False, set[str](), list[int]()
 
-    async def client(http: httpx.AsyncClient, begun: list[int], number: int) -> list[str]:
-        """Asks until it is refused; what it was answered."""
-        found = []
+    async def client(http: httpx.AsyncClient, number: int) -> None:
+        """Asks until it is refused."""
         while True:
-            begun.append(number)
-            answer = await http.post("/v1/completions", json=body(30) | {"stream": number % 2 == 0})
-            found.append(str(answer.status_code) if answer.status_code != 200 else whole(answer.text, number))
+            late = signalled
+            try:
+                answer = await http.post("/v1/completions", json=body(30) | {"stream": number % 2 == 0})
+            except httpx.TransportError:
+                assert late  # the process has ended
+                return
             if answer.status_code != 200:
-                return found
+                assert answer.headers["connection"] == "close"
+                refused.append(answer.status_code)
+                return
+            texts.add(whole(answer.text, number))
 
     def whole(text: str, number: int) -> str:
         if number % 2:
@@ -206,21 +223,39 @@ def test_sigterm_under_load_lets_all_requests_end_and_refuses_new_ones() -> None
         assert done == "[DONE]"
         return "".join(json.loads(event)["choices"][0]["text"] for event in events)
 
-    async def run(url: str) -> list[list[str]]:
-        begun: list[int] = []
+    async def run(url: str) -> None:
+        nonlocal signalled
         async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-            clients = [asyncio.create_task(client(http, begun, number)) for number in range(12)]
-            while len(begun) < 30:
+            clients = [asyncio.create_task(client(http, number)) for number in range(12)]
+            while not texts:
                 await asyncio.sleep(0.01)
+            signalled = True
             served.process.send_signal(signal.SIGTERM)
-            return await asyncio.gather(*clients)
+            await asyncio.gather(*clients)
 
-    with serve("--max-num-seqs", "8") as served:
-        answers = asyncio.run(run(served.url))
+    with serve("--max-num-seqs", "4") as served:
+        asyncio.run(run(served.url))
         assert served.process.wait(30) == 0
         assert "Traceback" not in served.log
-    assert [found[-1] for found in answers] == ["503"] * 12
-    assert len({text for found in answers for text in found[:-1]}) == 1
+    assert len(texts) == 1
+    assert refused
+    assert set(refused) == {503}
+
+
+def test_a_drain_that_takes_too_long_cuts_requests_off() -> None:
+    """Without a traceback: handlers are not cancelled, their clients are gone."""
+    with serve("--drain-timeout", "0.5") as served:
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=body(3000) | {"stream": True, "n": 8}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            begin = time.monotonic()
+            served.process.send_signal(signal.SIGTERM)
+            with pytest.raises(httpx.TransportError):
+                list(lines)
+            assert served.process.wait(10) == 0
+            assert time.monotonic() - begin < 6
+        assert "some requests did not end within 0.5 seconds" in served.log
+        assert "Traceback" not in served.log
 
 
 def test_a_second_ctrl_c_ends_the_process_at_once() -> None:
