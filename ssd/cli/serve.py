@@ -93,8 +93,10 @@ def serve(
     ] = 60.0,
     write_timeout: Annotated[
         float,
-        typer.Option(help="Seconds that a client may leave an answer unread; then cut off.", rich_help_panel=LIMITS),
-    ] = 300.0,
+        typer.Option(
+            help="Seconds that a client may read nothing of its answer; then cut off.", rich_help_panel=LIMITS
+        ),
+    ] = 60.0,
     max_n: Annotated[int, typer.Option(help="Most samples per prompt.", rich_help_panel=LIMITS)] = 64,
     mode: speculation.Mode = None,
     draft: speculation.Draft = None,

@@ -44,15 +44,15 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._options: ServerOptions = self.config.app.state.server.options  # type: ignore[union-attr]
-        self._sending = _Timer(self.loop, self._sent_too_slowly)  # while a request is being sent
-        self._unread = _Timer(self.loop, transport.abort)  # while the client does not read
+        self._sending = _Timer(self.loop, self._refuse)  # while a request is being sent
+        self._unread = _Timer(self.loop, self._check_reading)  # while there is more than the system can buffer
+        transport.set_write_buffer_limits(0)  # `pause_writing` as soon as there is
         self._refused = len(self.connections) > self._options.max_connections
         self._sending.start(_REFUSED_SECONDS if self._refused else self._options.read_timeout)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
-            limit = self._options.max_connections
-            self._refuse(ApiError(503, f"there are {limit} connections, which is the limit", headers=RETRY_AFTER))
+            self._refuse()
             return
         super().data_received(data)
         if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
@@ -62,6 +62,7 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._left = self.transport.get_write_buffer_size()
         self._unread.start(self._options.write_timeout)
 
     def resume_writing(self) -> None:
@@ -73,17 +74,30 @@ class Connection(H11Protocol):
         self._sending.stop()
         self._unread.stop()
 
-    def _sent_too_slowly(self) -> None:
-        self._refuse(ApiError(408, f"the request did not come within {self._options.read_timeout:g} seconds"))
+    def _check_reading(self) -> None:
+        """Goes on waiting for a client that has read something."""
+        before, self._left = self._left, self.transport.get_write_buffer_size()
+        if self._left < before:
+            self._unread.stop()
+            self._unread.start(self._options.write_timeout)
+        else:
+            self.transport.abort()
 
-    def _refuse(self, error: ApiError) -> None:
-        """Sends an error unless an answer has begun, and closes the connection."""
+    def _refuse(self) -> None:
+        """Sends why, unless an answer has begun, and closes the connection."""
         if self.transport.is_closing():
             return
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            error = self._refusal()
             answer = AsciiJSON(error.body(), error.status, {**error.headers, "Connection": "close"})
             reason = HTTPStatus(error.status).phrase.encode()
             head = h11.Response(status_code=error.status, headers=answer.raw_headers, reason=reason)
             for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+    def _refusal(self) -> ApiError:
+        if self._refused:
+            limit = self._options.max_connections
+            return ApiError(503, f"there are {limit} connections, which is the limit", headers=RETRY_AFTER)
+        return ApiError(408, f"the request did not come within {self._options.read_timeout:g} seconds")

@@ -22,7 +22,7 @@ class ServerOptions:
     max_request_bytes: int = 8 << 20
     max_connections: int = 1000  # in all
     read_timeout: float = 60.0  # seconds that a client has to send a request
-    write_timeout: float = 300.0  # seconds that a client may leave an answer unread
+    write_timeout: float = 60.0  # seconds that a client may read nothing of an answer
     max_n: int = 64
     cors_origins: tuple[str, ...] = ()  # none: no CORS headers
     access_log: bool = True

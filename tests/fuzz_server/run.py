@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-from serve_process import Held, ServeProcess, gauges, serve
+from serve_process import MODEL, Held, ServeProcess, gauges, serve
 
 from fuzz_server.mangled import random_request
 from fuzz_server.raw import exchange, status
@@ -48,7 +48,7 @@ def fuzz(
         return time.monotonic() - start < seconds
 
     with serve(*OPTIONS) as server:
-        asyncio.run(_start_threads(server))
+        asyncio.run(_warm_up(server))
         for part, share in enumerate((WARM_UP, 1 - WARM_UP)):
             by_schema = int(requests * share * SHARE_OF_SCHEMA)
             _send_by_schema(server, report, by_schema, seed + part, sent)
@@ -63,10 +63,12 @@ def fuzz(
     return report
 
 
-async def _start_threads(server: ServeProcess) -> None:
-    """Has the server start all threads that it keeps: those of its event loop, and of the tokenizer for long texts."""
+async def _warm_up(server: ServeProcess) -> None:
+    """Has the server make what it keeps: its event loop's threads, the tokenizer's (for long texts), and grammars'."""
+    structured = {"model": MODEL, "prompt": "x", "structured_outputs": {"regex": "[a-z]+"}}
     prompts = ["x " * 100_000, *["x" * 2000] * 64]
     async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT) as client:
+        await client.post("/v1/completions", json=structured)
         await asyncio.gather(*(client.post("/tokenize", json={"prompt": prompt}) for prompt in prompts))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from serve_process import free_port, serve
 
 from ssd import LLM
 from ssd.errors import ConfigError
+from ssd.server import run
 from ssd.server.app import create_app
 from ssd.server.options import ServerOptions
 from ssd.server.run import Server, listen
@@ -69,11 +71,12 @@ SLOW: dict[str, Callable[[int], tuple[bytes, bytes]]] = {  # what is sent at onc
 def test_a_client_that_sends_slowly_is_cut_off(llm: LLM, part: str) -> None:
     """Bytes that keep coming do not prolong the time: it is for the whole request."""
     at_once, slowly = SLOW[part](400)
-    with serving(llm, read_timeout=TIMEOUT) as served, connected(served) as connection:
+    with serving(llm, read_timeout=TIMEOUT) as served:
         begin = time.monotonic()
-        connection.sendall(at_once)
-        answer = dripped(connection, slowly)
-        assert TIMEOUT * 0.9 < time.monotonic() - begin < TIMEOUT + 5
+        with connected(served) as connection:
+            connection.sendall(at_once)
+            answer = dripped(connection, slowly)
+        assert TIMEOUT <= time.monotonic() - begin < TIMEOUT + 5
         assert status(answer) == 408
         assert b"within 0.3 seconds" in answer
         until(lambda: not served.server.server_state.connections and not served.server.server_state.tasks)
@@ -97,14 +100,19 @@ def test_a_second_request_has_the_same_time(llm: LLM) -> None:
         assert status(dripped(connection, POST * 3)) == 408
 
 
-def received(connection: socket.socket) -> bytes:
-    """One whole answer."""
-    got = b""
+def received(connection: socket.socket, got: bytes = b"") -> bytes:
+    """One whole answer, of which there is a part."""
     while not (head := re.search(rb"content-length: (\d+)\r\n.*?\r\n\r\n", got, re.DOTALL)):
-        got += connection.recv(4096)
+        got += more(connection)
     while len(got) < head.end() + int(head[1]):
-        got += connection.recv(4096)
+        got += more(connection)
     return got
+
+
+def more(connection: socket.socket) -> bytes:
+    data = connection.recv(2048)
+    assert data, "the connection is closed"
+    return data
 
 
 def test_a_body_after_its_refusal_is_cut_off_too(llm: LLM) -> None:
@@ -132,15 +140,31 @@ def test_connections_are_limited(llm: LLM) -> None:
         idle[1].close()
 
 
-def test_an_answer_that_nobody_reads_does_not_keep_its_connection(llm: LLM) -> None:
+def asked_for_much(served: Served) -> socket.socket:
+    """A connection with an answer that is larger than all buffers."""
     body = json.dumps({"model": MODEL, "prompt": list(range(10, 500)), "echo": True, "max_tokens": 1, "n": 60}).encode()
-    with serving(llm, send_buffer=4096, write_timeout=TIMEOUT) as served, socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        host, port = served.url.removeprefix("http://").split(":")
-        connection.connect((host, int(port)))
-        connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        until(lambda: len(served.server.server_state.connections) == 1)
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    host, port = served.url.removeprefix("http://").split(":")
+    connection.connect((host, int(port)))
+    connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    until(lambda: len(served.server.server_state.connections) == 1)
+    return connection
+
+
+def test_an_answer_that_nobody_reads_does_not_keep_its_connection(llm: LLM) -> None:
+    with serving(llm, send_buffer=4096, write_timeout=TIMEOUT) as served, asked_for_much(served):
         until(lambda: not served.server.server_state.connections)
+
+
+def test_a_slow_reader_is_not_cut_off(llm: LLM) -> None:
+    """The time is from one sign of life to the next."""
+    with serving(llm, send_buffer=4096, write_timeout=TIMEOUT) as served, asked_for_much(served) as connection:
+        got, begin = connection.recv(1), time.monotonic()
+        while time.monotonic() < begin + 4 * TIMEOUT:
+            got += more(connection)
+            time.sleep(TIMEOUT / 10)
+        assert len(received(connection, got)) > len(got)
 
 
 @pytest.mark.parametrize("name", ["max_connections", "read_timeout", "write_timeout"])
@@ -148,6 +172,27 @@ def test_an_answer_that_nobody_reads_does_not_keep_its_connection(llm: LLM) -> N
 def test_limits_that_would_shut_everybody_out_are_refused(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=name):
         ServerOptions(served_model_name=MODEL, **{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised"),
+    [
+        (1024, 4096, (1256, 4096)),
+        (1024, 1100, (1100, 1100)),
+        (2000, 4096, None),
+        (1024, -1, (1256, -1)),
+        (-1, -1, None),
+    ],
+)
+def test_the_limit_of_file_handles_fits_the_connections(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: tuple[int, int] | None
+) -> None:
+    """It is raised as far as the system allows, never lowered; -1: none."""
+    limits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
+    run._allow_files(1256)
+    assert limits[1:] == ([raised] if raised else [])
 
 
 # --- ports ------------------------------------------------------------------------------------------------------------
@@ -223,7 +268,7 @@ def test_sigterm_under_load_lets_all_requests_end_and_refuses_new_ones() -> None
         assert done == "[DONE]"
         return "".join(json.loads(event)["choices"][0]["text"] for event in events)
 
-    async def run(url: str) -> None:
+    async def load(url: str) -> None:
         nonlocal signalled
         async with httpx.AsyncClient(base_url=url, timeout=60) as http:
             clients = [asyncio.create_task(client(http, number)) for number in range(12)]
@@ -234,7 +279,7 @@ def test_sigterm_under_load_lets_all_requests_end_and_refuses_new_ones() -> None
             await asyncio.gather(*clients)
 
     with serve("--max-num-seqs", "4") as served:
-        asyncio.run(run(served.url))
+        asyncio.run(load(served.url))
         assert served.process.wait(30) == 0
         assert "Traceback" not in served.log
     assert len(texts) == 1
@@ -252,8 +297,8 @@ def test_a_drain_that_takes_too_long_cuts_requests_off() -> None:
             served.process.send_signal(signal.SIGTERM)
             with pytest.raises(httpx.TransportError):
                 list(lines)
-            assert served.process.wait(10) == 0
-            assert time.monotonic() - begin < 6
+            assert served.process.wait(20) == 0
+            assert time.monotonic() - begin < 20  # of the minutes that the request would take
         assert "some requests did not end within 0.5 seconds" in served.log
         assert "Traceback" not in served.log
 
@@ -267,6 +312,6 @@ def test_a_second_ctrl_c_ends_the_process_at_once() -> None:
             until(lambda: httpx.get(f"{served.url}/health/ready").status_code == 503)
             begin = time.monotonic()
             served.process.send_signal(signal.SIGINT)
-            assert served.process.wait(10) == 0
-            assert time.monotonic() - begin < 5  # of the 30 seconds that requests would have
+            assert served.process.wait(20) == 0
+            assert time.monotonic() - begin < 20  # of the 30 seconds that requests would have
         assert "Traceback" not in served.log

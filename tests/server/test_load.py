@@ -11,13 +11,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
 from live_server import DRAFT, MODEL, SPECULATION, Served, openai, serving, until
+from serve_process import serve
 
 from ssd import LLM, SamplingParams
 
@@ -271,14 +270,14 @@ def test_a_drain_lets_requests_end(llm: LLM) -> None:
 
 
 def test_the_command_serves_until_it_is_told_to_stop() -> None:
-    with _command("--draft", DRAFT, "--mode", "sd", "--api-key", "secret") as (process, url):
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
+    with serve("--draft", DRAFT, "--mode", "sd", "--api-key", "secret") as command:
+        client = openai.OpenAI(base_url=f"{command.url}/v1", api_key="secret", max_retries=0)
         stream = client.completions.create(**_sdk(ENDLESS | {"max_tokens": 60}), stream=True)
         next(stream)
-        process.send_signal(signal.SIGTERM)
+        command.process.send_signal(signal.SIGTERM)
         assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
-        assert process.wait(30) == 0
-        log = process.stderr.read()
+        assert command.process.wait(30) == 0
+        log = command.log
     assert "POST '/v1/completions' 200" in log
     assert "Traceback" not in log
     assert "secret" not in log
@@ -300,29 +299,6 @@ def test_a_drain_ends_requests_that_take_too_long(llm: LLM) -> None:
         served.thread.join(10)
         assert not served.thread.is_alive()
         until(lambda: llm.engine.num_unfinished_requests == 0)
-
-
-@contextmanager
-def _command(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "ssd", "serve", MODEL, "--device", "cpu", "--port", str(port), *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    url = f"http://127.0.0.1:{port}"
-    try:
-        until(lambda: process.poll() is not None or _answers(url), seconds=60)
-        yield process, url
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def _sdk(body: dict[str, Any]) -> dict[str, Any]:

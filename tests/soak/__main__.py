@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
 
-from soak.run import GROWTH, Plan, Report, soak
+from soak.run import Plan, Report, soak
 from ssd import LLM
 
 console = Console()
@@ -41,7 +41,7 @@ def print_report(report: Report) -> None:
     for name in ("threads", "files", "rss", "pss"):
         table.add_row(name, *(f"{getattr(held, name):.0f}" for held in (report.before, report.after)))
     console.print(table)
-    console.print(f"RSS and PSS in MiB; {GROWTH:g} MiB of growth are allowed", highlight=False)
+    console.print(f"RSS and PSS in MiB; {Plan.growth:g} MiB of growth are allowed", highlight=False)
     for problem in report.problems[:20]:
         console.print(problem, markup=False, highlight=False, style="red", soft_wrap=True)
     console.print(f"{len(report.problems)} problems", style="red" if report.problems else "green", highlight=False)
