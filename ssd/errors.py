@@ -53,6 +53,9 @@ NO_CHOICE = (
 )
 
 
+STRUCTURED_FAILED = "structured output failed"  # at a limit that a request's own grammar has reached
+
+
 def one_line(error: Exception) -> str:
     """An error's type and the first line of its text."""
     text = str(error).strip()

@@ -66,11 +66,18 @@ class Grammars:
                 return self._compiled[wanted]
             tokenizer = self._loaded_tokenizer()
         matcher = _compile(wanted, tokenizer)  # without the GIL
+        self._check_beginning(wanted, matcher)
         with self._lock:
             self._compiled[wanted] = matcher
             if len(self._compiled) > _MOST_COMPILED:
                 self._compiled.popitem(last=False)
         return matcher
+
+    def _check_beginning(self, wanted: StructuredOutput, matcher: Any) -> None:
+        """Raises RequestError if no text can begin: the grammar is empty, or endless."""
+        constraint = Constraint(matcher, self._words, -(-self._vocab_size // 32))
+        if not constraint.masks([]).any():
+            raise RequestError(f"structured.{wanted.kind}: {constraint.error or 'no text is valid'}")
 
     def _loaded_tokenizer(self) -> Any:
         llguidance = _library()
@@ -103,8 +110,8 @@ class Constraint:
 
     @property
     def error(self) -> str | None:
-        """Why there are no masks any more (a limit of the library), if so."""
-        return self._matcher.get_error() if self._matcher.is_error() else None
+        """Why there are no masks any more (a limit of the library), if so. The library adds its state, line by line."""
+        return self._matcher.get_error().partition("\n")[0] if self._matcher.is_error() else None
 
     def advance(self, token: int) -> None:
         """Consumes a decided token."""

@@ -27,7 +27,7 @@ from ssd.engine.metrics import EngineMetrics
 from ssd.engine.outputs import OutputProcessor, RunningRequest
 from ssd.engine.scheduler import Scheduler
 from ssd.engine.validation import Limits, check_request
-from ssd.errors import NO_CHOICE, EngineFailed, RequestError, one_line
+from ssd.errors import NO_CHOICE, STRUCTURED_FAILED, EngineFailed, RequestError, one_line
 from ssd.text.tokenizer import Tokenizer
 
 log = logging.getLogger("ssd")
@@ -248,7 +248,7 @@ class Engine:
         self.scheduler.acquit(sequence)
         if outcome.token_ids[-1] < 0:
             failed = sequence.constraint.error if sequence.constraint is not None else None
-            self._fail(sequence.request.id, NO_CHOICE if failed is None else f"structured output failed: {failed}")
+            self._fail(sequence.request.id, NO_CHOICE if failed is None else f"{STRUCTURED_FAILED}: {failed}")
             return
         processor = self._processors[sequence.id]
         reason = processor.append(outcome)

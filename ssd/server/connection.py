@@ -83,21 +83,27 @@ class Connection(H11Protocol):
         else:
             self.transport.abort()
 
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's, for what is not HTTP: it raises after an answer has begun, and for HEAD."""
+        self._close(ApiError(400, "this is not a valid HTTP request"))
+
     def _refuse(self) -> None:
-        """Sends why, unless an answer has begun, and closes the connection."""
+        if self._refused:
+            limit = self._options.max_connections
+            error = ApiError(503, f"there are {limit} connections, which is the limit", headers=RETRY_AFTER)
+        else:
+            error = ApiError(408, f"the request did not come within {self._options.read_timeout:g} seconds")
+        self._close(error)
+
+    def _close(self, error: ApiError) -> None:
+        """Sends an error, unless an answer has begun, and closes the connection."""
         if self.transport.is_closing():
             return
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            error = self._refusal()
             answer = AsciiJSON(error.body(), error.status, {**error.headers, "Connection": "close"})
             reason = HTTPStatus(error.status).phrase.encode()
             head = h11.Response(status_code=error.status, headers=answer.raw_headers, reason=reason)
-            for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
+            without_body = self.conn.our_state is h11.SEND_RESPONSE and self.scope["method"] == "HEAD"
+            for event in (head, h11.Data(data=b"" if without_body else bytes(answer.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
-
-    def _refusal(self) -> ApiError:
-        if self._refused:
-            limit = self._options.max_connections
-            return ApiError(503, f"there are {limit} connections, which is the limit", headers=RETRY_AFTER)
-        return ApiError(408, f"the request did not come within {self._options.read_timeout:g} seconds")

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from ssd.errors import EngineClosed, EngineFailed, RequestError, RequestFailed
+from ssd.errors import STRUCTURED_FAILED, EngineClosed, EngineFailed, RequestError, RequestFailed
 
 log = logging.getLogger("ssd")
 
@@ -133,6 +133,8 @@ def api_error(error: Exception) -> ApiError:
             return error
         case RequestError():
             return _refused(str(error))
+        case RequestFailed() if str(error).startswith(STRUCTURED_FAILED):
+            return ApiError(400, str(error), code="structured_output_failed")
         case RequestFailed() | EngineFailed() | EngineClosed():
             return ApiError(500, str(error), code=_code(error))
         case RequestValidationError() | ValidationError():

@@ -123,6 +123,29 @@ def test_a_body_after_its_refusal_is_cut_off_too(llm: LLM) -> None:
         until(lambda: not served.server.server_state.connections)
 
 
+@pytest.mark.parametrize(
+    ("request_bytes", "expected"),
+    [
+        (b"\x00\x01\r\n\r\n", 400),
+        (b"HEAD / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nno size\r\n", 400),
+        (b"HEAD / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n", 408),
+        (b"OPTIONS / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n", 408),
+        (REQUEST + b"\x00\r\n\r\n", 200),  # garbage behind a request
+    ],
+)
+def test_what_is_hardly_http_is_answered(
+    llm: LLM, caplog: pytest.LogCaptureFixture, request_bytes: bytes, expected: int
+) -> None:
+    """And leaves no traceback. An answer to HEAD has no body."""
+    with serving(llm, read_timeout=TIMEOUT) as served, connected(served) as connection:
+        connection.sendall(request_bytes)
+        with connection.makefile("rb") as file:
+            answer = file.read()
+    assert status(answer) == expected
+    assert answer.endswith(b"\r\n\r\n") == request_bytes.startswith(b"HEAD")
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 def test_connections_are_limited(llm: LLM) -> None:
     with serving(llm, max_connections=2) as served:
         idle = [connected(served) for _ in range(2)]

@@ -75,6 +75,8 @@ def test_other_kinds(served: Served, asked: dict[str, Any], pattern: str) -> Non
     [
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"structured_outputs": {"regex": "("}}, "structured"),
+        ({"structured_outputs": {"regex": r"[^\s\S]"}}, "structured"),  # no text is valid
+        ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured"),  # an endless schema
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
         ({"structured_outputs": {"yaml": "a"}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
@@ -84,3 +86,13 @@ def test_what_cannot_be_is_refused_by_name(served: Served, change: dict[str, Any
     body = {"model": MODEL, "messages": CHAT, "max_tokens": 4, **change}
     answer = httpx.post(f"{served.url}/v1/chat/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_a_grammar_that_reaches_a_limit_is_the_clients_error(served: Served) -> None:
+    """In the middle of a text. The message is one line, without the library's state."""
+    asked = {"structured_outputs": {"regex": "(a?){5000}a{5000}"}}
+    answer = httpx.post(f"{served.url}/v1/completions", json={"model": MODEL, "prompt": "x", "max_tokens": 16, **asked})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "structured_output_failed")
+    assert error["message"].startswith("structured output failed: ")
+    assert "\n" not in error["message"]
