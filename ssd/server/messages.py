@@ -60,7 +60,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     return AsciiJSON({**head, "content": writer.content, **stop, "usage": _usage(output)})
 
 
-@router.post("/v1/messages/count_tokens")
+@router.post("/v1/messages/count_tokens", responses=MESSAGES_ERROR_RESPONSES)
 async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, int]:
     chat = _chat(MessagesRequest(**body.model_dump(), max_tokens=1))
     return {"input_tokens": len(await prompt_tokens(ServerState.of(request), chat, request))}

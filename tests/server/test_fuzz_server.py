@@ -93,7 +93,7 @@ def test_the_schema_knows_the_shapes_of_errors_and_streams(served: Served) -> No
     for path, operations in schema["paths"].items():
         [operation] = operations.values()
         assert set(operation["responses"]) == {"200", "4XX", "5XX"}, path
-        shape = "MessagesErrorAnswer" if path == "/v1/messages" else "ErrorAnswer"
+        shape = "MessagesErrorAnswer" if path.startswith("/v1/messages") else "ErrorAnswer"
         for code in ("4XX", "5XX"):
             content = operation["responses"][code]["content"]["application/json"]
             assert content == {"schema": {"$ref": f"#/components/schemas/{shape}"}}

@@ -9,13 +9,13 @@ import pytest
 from live_server import MODEL, Served
 from pydantic import ValidationError
 
-from ssd.server.messages import MessagesRequest
+from ssd.server.messages import CountTokensRequest, MessagesRequest
 from ssd.server.playground import PlaygroundRequest
 from ssd.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Strict, TokenizeRequest
 from ssd.server.responses import ResponsesRequest
 
 REQUESTS = (
-    *(ChatRequest, CompletionRequest, DetokenizeRequest, MessagesRequest),
+    *(ChatRequest, CompletionRequest, CountTokensRequest, DetokenizeRequest, MessagesRequest),
     *(PlaygroundRequest, ResponsesRequest, TokenizeRequest),
 )
 MANY: tuple[Any, ...] = (
