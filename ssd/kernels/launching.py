@@ -1,4 +1,6 @@
-"""Early launches: a kernel that begins while the one before it still runs, which hides what a launch costs.
+"""What a launch may ask of a GPU: its shared memory, and an early launch.
+
+Early launches: a kernel that begins while the one before it still runs, which hides what a launch costs.
 
 (CUDA: programmatic dependent launch.) Every program of it calls `gdc_wait`, and before that touches nothing but
 weights: then all kernels before it have ended. Measured on an H200 for an 8B, one row and 16: 2 % of a round for the
@@ -19,3 +21,10 @@ def early_launch(device: torch.device, wanted: bool = True) -> dict[str, Any]:
     """The option of a kernel that can be launched early, and that of its launch."""
     can = wanted and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"EARLY": True, "launch_pdl": True} if can else {"EARLY": False}
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program can have; the interpreter gets an H200's."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    return {(8, 0): 163, (9, 0): 227, (10, 0): 227}.get(capability, 99) << 10

@@ -7,13 +7,13 @@ For draft models: not row-invariant.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
+from ssd.kernels.launching import shared_memory
 from ssd.kernels.quantized import Codes, Format, QuantizedOps, QuantizedWeight
 
 # Two words to pairs of bfloat16, part by part. Integers are set as the last bits of 128, then 128 (and the zero point)
@@ -329,15 +329,8 @@ def choose_tile(x: torch.Tensor, weight: PackedCodes) -> Tile:
     else:
         tile = Tile(64, 128, 4, 8)
     stage = tile.split * weight.block * (x.element_size() * weight.parts * tile.rows + 4 * tile.columns)  # bytes
-    fitting = _shared_memory(x.device) // stage + (tile.split > 1)  # a split tile needs one buffer less than stages
+    fitting = shared_memory(x.device) // stage + (tile.split > 1)  # a split tile needs one buffer less than stages
     return replace(tile, stages=max(2, min(tile.stages, fitting)))
-
-
-@functools.cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program can have; the interpreter gets an H200's."""
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-    return {(8, 0): 163, (9, 0): 227, (10, 0): 227}.get(capability, 99) << 10
 
 
 def quantized_linear(
