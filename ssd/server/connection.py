@@ -106,4 +106,6 @@ class Connection(H11Protocol):
             without_body = self.conn.our_state is h11.SEND_RESPONSE and self.scope["method"] == "HEAD"
             for event in (head, h11.Data(data=b"" if without_body else bytes(answer.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
+            if self.cycle is not None:
+                self.cycle.disconnected = True  # what the application still sends is dropped
         self.transport.close()

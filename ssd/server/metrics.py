@@ -47,6 +47,7 @@ _HISTOGRAMS: Final = {
     "request_params_n": ("Samples asked for.", _SAMPLES),
     "request_params_max_tokens": ("Tokens that a sample may have, as asked for.", _TOKENS),
 }
+_MOST_TOKENS: Final = 2**31  # a client may ask for more than a float can hold
 
 
 class _Histogram:
@@ -85,7 +86,7 @@ class _Requests:
             ("request_prompt_tokens", len(output.prompt_token_ids)),
             ("request_max_num_generation_tokens", longest),
             ("request_params_n", output.params.n),
-            ("request_params_max_tokens", output.params.max_new_tokens),
+            ("request_params_max_tokens", min(output.params.max_new_tokens, _MOST_TOKENS)),
         ):
             self.histograms[name].observe(value)
 

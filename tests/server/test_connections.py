@@ -131,13 +131,14 @@ def test_a_body_after_its_refusal_is_cut_off_too(llm: LLM) -> None:
         (b"HEAD / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n", 408),
         (b"OPTIONS / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n", 408),
         (REQUEST + b"\x00\r\n\r\n", 200),  # garbage behind a request
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n80\r\n%s\r\nno size\r\n" % (b" " * 128), 400),  # and too large
     ],
 )
 def test_what_is_hardly_http_is_answered(
     llm: LLM, caplog: pytest.LogCaptureFixture, request_bytes: bytes, expected: int
 ) -> None:
     """And leaves no traceback. An answer to HEAD has no body."""
-    with serving(llm, read_timeout=TIMEOUT) as served, connected(served) as connection:
+    with serving(llm, read_timeout=TIMEOUT, max_request_bytes=100) as served, connected(served) as connection:
         connection.sendall(request_bytes)
         with connection.makefile("rb") as file:
             answer = file.read()

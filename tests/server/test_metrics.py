@@ -119,6 +119,16 @@ def test_two_of_them_share_nothing(llm: LLM) -> None:
     assert scraped(second)["ssd_request_success_total", "length"] == 0
 
 
+def test_a_huge_max_tokens_is_counted(llm: LLM) -> None:
+    """Catches a number that no float can hold: the sum was lost, and the request not counted."""
+    metrics = Metrics(llm)
+    llm.generate("x", SamplingParams(max_tokens=10**400, stop=[" ", "e", "a", "\n", "t"]))
+    samples = scraped(metrics)
+    found = {name: value for (name, _), value in samples.items() if name.startswith("ssd_request_params_max_tokens_")}
+    assert found["ssd_request_params_max_tokens_count"] == 1
+    assert found["ssd_request_params_max_tokens_sum"] == 2**31
+
+
 def test_the_dashboard_asks_for_what_there_is(llm: LLM) -> None:
     """Every name in the dashboard is exported, and the panels do not lie upon each other."""
     board = json.loads(DASHBOARD.read_text())
