@@ -8,11 +8,13 @@ import torch
 
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError
+from ssd.kernels.launching import shared_memory
 from ssd.kernels.ops import Ops
 from ssd.kernels.quantized import Format, QuantizedOps
 from ssd.models.config import DecoderConfig
 
 _LARGE_GPU = 40 << 30  # bytes
+_WIDE_ATTENTION = 160 << 10  # bytes of shared memory that prefill attention in float32 needs
 
 
 def resolve_device(name: str) -> torch.device:
@@ -31,6 +33,11 @@ def resolve_dtype(config: EngineConfig, model: DecoderConfig, device: torch.devi
         name = "float32" if device.type == "cpu" else "float16" if model.dtype == "float16" else "bfloat16"
     if name == "float16" and device.type == "cpu":
         raise ConfigError("dtype='float16' is for GPUs: on the CPU use float32 (exact) or bfloat16 (half the memory)")
+    if name == "float32" and device.type == "cuda" and model.head_dim > 64 and shared_memory(device) < _WIDE_ATTENTION:
+        raise ConfigError(
+            f"dtype='float32': attention with heads of {model.head_dim} dimensions does not fit this GPU's shared "
+            "memory; use bfloat16"
+        )
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 

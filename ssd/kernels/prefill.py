@@ -29,6 +29,7 @@ from ssd.kernels.ops import DeviceBatch, HeadShape
 log = logging.getLogger("ssd")
 _STAGES = 5  # of the ring: steps of keys, and of values
 _COPY_REGISTERS, _COMPUTE_REGISTERS = 24, 240  # per thread; of the warps that copy, and of those that compute
+_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # its name in Triton 3.6, and later
 _WARPS = gl.constexpr(4)  # that compute a half of the rows
 _HALF = gl.constexpr(PREFILL_ROWS // 2)
 
@@ -56,7 +57,7 @@ def _last_product(values, full_v, empty_v, ones, step, p, sums, acc, STAGES: gl.
     acc = warpgroup_mma(p, values.index(at), acc, is_async=True)
     sums = warpgroup_mma(p, ones, sums, is_async=True)
     acc, sums = warpgroup_mma_wait(0, deps=(acc, sums))
-    gl.thread_barrier()
+    _barrier()
     mbarrier.arrive(empty_v.index(at))
     return sums, acc
 
@@ -95,11 +96,11 @@ def _steps(
         acc = warpgroup_mma(p, values.index(before), acc, is_async=True)
         sums = warpgroup_mma(p, ones, sums, is_async=True)
         scores = warpgroup_mma_wait(2, deps=(scores,))
-        gl.thread_barrier()
+        _barrier()
         mbarrier.arrive(empty_k.index(at))
         p_next, m, keep = _weights(scores, i * BLOCK_N, position, m, scale, MASKED, keys.dtype)
         acc, sums, p = warpgroup_mma_wait(0, deps=(acc, sums, p))
-        gl.thread_barrier()
+        _barrier()
         mbarrier.arrive(empty_v.index(before))
         acc = acc * gl.convert_layout(keep, gl.SliceLayout(1, acc.type.layout))[:, None]
         sums = sums * gl.convert_layout(keep, gl.SliceLayout(1, sums.type.layout))[:, None]
@@ -116,7 +117,7 @@ def _first_weights(q, keys, full_k, empty_k, step, position, scale, STAGES: gl.c
     zeros = gl.zeros((_HALF, BLOCK_N), gl.float32, layout=s_layout)
     scores = warpgroup_mma(q, keys.index(at).permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    gl.thread_barrier()
+    _barrier()
     mbarrier.arrive(empty_k.index(at))
     m = gl.full((_HALF,), float("-inf"), gl.float32, layout=gl.SliceLayout(1, s_layout))
     p, m, _ = _weights(scores, step * BLOCK_N, position, m, scale, True, keys.dtype)
@@ -146,7 +147,7 @@ def _compute(
     q = q_all.index(HALF)
     q.store(gl.load(q_ptr + flat[:, None] * D + d[None, :], mask=valid[:, None], other=0.0))
     fence_async_shared()
-    gl.thread_barrier()
+    _barrier()
 
     r = HALF * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, s_layout))
     token = first_token + r // GROUP

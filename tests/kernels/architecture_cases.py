@@ -1,0 +1,125 @@
+"""Kernels of all sizes, compiled for GPUs that need not be there. Run by `test_compiling.py`, in its own process.
+
+Tensors have no memory (torch's device `meta`), and no kernel is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from ssd.kernels import attention, elementwise, linear
+from ssd.kernels.ops import Branches, DeviceBatch, HeadShape, Rope
+
+META = torch.device("meta")
+HEADS = [HeadShape(32, 8, 128), HeadShape(14, 2, 64)]
+SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}  # bytes, by architecture
+SHAPES = [(6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False), (32000, 896, False)]
+ROWS = (1, 17, 33, 64, 100, 128, 300, 600)
+
+
+class FakeDriver:
+    """Of one GPU of an architecture."""
+
+    def __init__(self, architecture: int) -> None:
+        self._architecture = architecture
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._architecture, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+
+@pytest.fixture(params=SHARED)
+def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[int]:
+    """Launches compile, and fail where a program needs more shared memory than the GPU has."""
+    limit = SHARED[request.param]
+    launch = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        assert kernel.metadata.shared <= limit, f"{self.__name__} needs {kernel.metadata.shared} bytes of shared memory"
+        return kernel
+
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(linear, "shared_memory", lambda device: limit)
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    before = driver._active
+    driver.set_active(FakeDriver(request.param))  # type: ignore[arg-type]
+    yield request.param
+    driver._active = before
+
+
+def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return empty(*shape, dtype=torch.int32)
+
+
+def batch(*, prefill: bool = False, branches: Branches | None = None) -> DeviceBatch:
+    return DeviceBatch(
+        token_ids=ints(8),
+        positions=ints(8),
+        slot_mapping=ints(8),
+        query_start=ints(2),
+        context_len=ints(1),
+        block_tables=ints(1, 64),
+        table_rows=ints(1),
+        tiles=ints(2, 0 if prefill else 2),
+        prefill_tiles=ints(2, 2) if prefill else None,
+        logit_rows=None,
+        branches=branches,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_products(architecture: int, dtype: torch.dtype) -> None:
+    for columns, depth, gated in SHAPES:
+        for rows in ROWS:
+            out = torch.float32 if columns == 32000 else None
+            linear.linear(
+                empty(rows, depth, dtype=dtype), empty(columns, depth, dtype=dtype), gated=gated, out_dtype=out
+            )
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_attention(architecture: int, dtype: torch.dtype, heads: HeadShape) -> None:
+    workspace = attention.Workspace(heads, META)
+    workspace.has_tma = architecture >= 90
+    q = empty(8, heads.num_heads, heads.head_dim, dtype=dtype)
+    for block_size in (16, 64):
+        kv = empty(64, block_size, heads.num_kv_heads, heads.head_dim, dtype=dtype)
+        for each in (batch(), batch(prefill=True), batch(branches=Branches(3, 8))):
+            attention.paged_attention(q, each, heads, kv, kv, workspace)
+    if architecture == 90:
+        from ssd.kernels.prefill import prefill_attention
+
+        prefill_attention(q, q.flatten(1), batch(prefill=True), heads, kv, kv, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_what_is_between_products(architecture: int, dtype: torch.dtype) -> None:
+    for heads, norms in zip(HEADS, (True, False), strict=True):
+        dim, hidden = heads.head_dim, empty(8, 4096, dtype=dtype)
+        elementwise.rms_norm(hidden, hidden[0], 1e-5, hidden)
+        elementwise.silu_and_mul(hidden)
+        angles = empty(512, dim // 2, dtype=torch.float32)
+        norm = empty(dim, dtype=dtype) if norms else None
+        kv = empty(64, 64, heads.num_kv_heads, dim, dtype=dtype)
+        qkv = empty(8, (heads.num_heads + 2 * heads.num_kv_heads) * dim, dtype=dtype)
+        elementwise.rope_and_store(qkv, batch(), Rope(angles, angles, norm, norm, 1e-6), heads, kv, kv)
