@@ -22,6 +22,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from ssd import LLM
+from ssd.assembly import memory
 from ssd.kernels import cpu
 
 if TYPE_CHECKING:
@@ -76,6 +77,14 @@ class TestModel:
     __test__ = False
     path: str
     reference: Any
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _small_kv_pools() -> Iterator[None]:
+    """Writing zeros to the 4 GiB of KV that an engine takes by default would be most of its start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "_CPU_KV_BYTES", 256 << 20)
+        yield
 
 
 @pytest.fixture(params=["compiled", "plain"])

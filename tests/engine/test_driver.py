@@ -491,7 +491,7 @@ def test_the_interpreter_ends_with_requests_running() -> None:
     """Catches an exit that hangs, or that crashes in the middle of a kernel."""
     code = """
         import ssd
-        llm = ssd.LLM("tiny-llama", device="cpu")
+        llm = ssd.LLM("tiny-llama", device="cpu", max_num_seqs=1)
         stream = llm.stream("Once upon a time", ssd.SamplingParams(max_new_tokens=4000, ignore_eos=True))
         print(len(next(stream)) > 0, flush=True)
     """

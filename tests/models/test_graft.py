@@ -127,11 +127,11 @@ class Answers:
 def answers(model: str, dtype: str) -> Answers:
     """Greedy, sampled and truncated."""
     with LLM(model, device="cpu", dtype=dtype) as llm:
-        prompts = ragged_prompts(30, 24)
-        greedy = SamplingParams(max_new_tokens=32, ignore_eos=True)
-        sampled = [replace(greedy, temperature=1.0, seed=i) for i in range(12)]
+        prompts = ragged_prompts(12, 24)
+        greedy = SamplingParams(max_new_tokens=24, ignore_eos=True)
+        sampled = [replace(greedy, temperature=1.0, seed=i) for i in range(8)]
         truncated = [replace(greedy, temperature=1.5, top_p=0.9, min_p=0.01, seed=i) for i in range(4)]
-        outputs = llm.generate(prompts + prompts[:16], [greedy] * 30 + sampled + truncated)
+        outputs = llm.generate(prompts * 2, [greedy] * 12 + sampled + truncated)
         texts = [output.text for output in outputs]
         return Answers(logits(llm, PROMPT), [output.token_ids for output in outputs], texts)
 

@@ -308,19 +308,21 @@ def _command(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "ssd", "serve", MODEL, "--device", "cpu", "--port", str(port), *options]
+    command += ["--max-model-len", "256", "--max-num-seqs", "2"]  # little KV: a quick start
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     url = f"http://127.0.0.1:{port}"
     try:
-        until(lambda: process.poll() is not None or _answers(url), seconds=60)
+        with httpx.Client() as client:  # one for all attempts: each would read all certificates
+            until(lambda: process.poll() is not None or _answers(client, url), seconds=60)
         yield process, url
     finally:
         process.kill()
         process.wait()
 
 
-def _answers(url: str) -> bool:
+def _answers(client: httpx.Client, url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health").status_code == 200
+        return client.get(f"{url}/health").status_code == 200
     except httpx.TransportError:
         return False
 
