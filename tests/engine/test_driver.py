@@ -146,6 +146,7 @@ def test_a_refused_request_is_refused_where_it_is_made(driver: Driver) -> None:
 # --- requests that nobody wants any more ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_thousand_streams_that_are_dropped_or_aborted(harness: Harness, driver: Driver) -> None:
     """Catches blocks, records or threads that stay behind, wherever a request was when it was left."""
     dice = random.Random(0)

@@ -401,8 +401,14 @@ MEDDLING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("run_ahead", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("meddling", MEDDLING)
-@pytest.mark.parametrize("mode", ["sd", "jit", "fast"])
+@pytest.mark.parametrize(
+    ("mode", "meddling"),
+    [
+        pytest.param(mode, meddling, marks=[] if i == j else pytest.mark.slow)
+        for i, mode in enumerate(["sd", "jit", "fast"])
+        for j, meddling in enumerate(MEDDLING)
+    ],
+)  # every mode and every meddling once in the short run
 def test_a_draft_of_the_target_itself_is_right(target: str, mode: str, meddling: str, run_ahead: bool) -> None:
     """Catches KV of rejected tokens, of other sequences or of none at all that the draft model reads.
 
@@ -634,7 +640,7 @@ def test_a_drafter_that_goes_on_failing_is_asked_less_and_less() -> None:
     assert harness.engine.metrics.drafter_failures == len(asked)
 
 
-@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("run_ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("where", CALLS)
 def test_a_request_that_a_drafter_cannot_serve_leaves_the_others_their_drafts(
@@ -714,7 +720,7 @@ def fail_now_and_then(engine: Engine, where: str, after: bool) -> list[str]:
     ],
 )
 @pytest.mark.parametrize("where", CALLS)
-@pytest.mark.parametrize("mode", ["sd", "ssd"])
+@pytest.mark.parametrize("mode", [pytest.param("sd", marks=pytest.mark.slow), "ssd"])
 def test_a_draft_model_that_fails_starts_afresh(
     target: str, alone: Answers, mode: str, where: str, after: bool, run_ahead: bool
 ) -> None:

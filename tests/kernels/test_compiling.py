@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 
+@pytest.mark.slow
 def test_kernels_are_compiled_ahead() -> None:
     cases = Path(__file__).with_name("compiling_cases.py")
     command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "--noconftest", str(cases)]

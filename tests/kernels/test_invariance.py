@@ -76,7 +76,7 @@ def test_preemption_at_random_steps(model: str, expected: list[list[int]], prefi
 
         scheduler.schedule = preempt_somebody  # type: ignore[assignment, method-assign]
         assert answers(llm) == expected
-        assert llm.engine.metrics.num_preemptions > 30
+        assert llm.engine.metrics.num_preemptions > 20
         assert llm.engine.metrics.output_tokens == sum(map(len, expected))
 
 

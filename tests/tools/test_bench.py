@@ -245,6 +245,7 @@ def test_the_picture_of_hit_rates_has_axis_titles_and_a_legend_above_its_panels(
         assert {"hit rate", "prepared branches"} <= set(said)
 
 
+@pytest.mark.slow
 def test_a_draft_in_a_process_is_a_contender_too() -> None:
     methods = methods_of("ar,ssd:2", "tiny-llama-draft", 2, {"budget": 4})
     ours = our_contenders("tiny-llama", methods, batch=1, device="cpu", max_model_len=128)
@@ -295,6 +296,7 @@ def test_the_rejection_rule_writes_other_tokens_and_is_not_compared() -> None:
     assert run(config).same_text is None
 
 
+@pytest.mark.slow
 def test_every_product_of_a_model_is_timed() -> None:
     lab = Path(__file__).parents[2] / "bench" / "linear.py"
     command = [sys.executable, str(lab), "--shape", "cpu-7m", "--rows", "1", "3"]
