@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,12 +23,13 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from ssd import LLM
+from ssd.assembly import memory
 from ssd.kernels import cpu
 
 if TYPE_CHECKING:
     from live_server import Served
 
-hypothesis.settings.register_profile("patient", hypothesis.settings(), deadline=None)
+hypothesis.settings.register_profile("patient", hypothesis.settings(), deadline=None, max_examples=50)
 hypothesis.settings.load_profile("patient")  # test machines are shared: a slow example is no failure
 
 VOCAB = 320
@@ -76,6 +78,15 @@ class TestModel:
     __test__ = False
     path: str
     reference: Any
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_starts() -> Iterator[None]:
+    """Most of an engine's start is writing zeros to 4 GiB of KV; most of an HTTP client's, reading certificates."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "_CPU_KV_BYTES", 256 << 20)
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
+        yield
 
 
 @pytest.fixture(params=["compiled", "plain"])

@@ -621,7 +621,9 @@ def test_a_hung_worker_is_replaced(nursery: Nursery, size: int) -> None:
     assert (drafter.supervisor.failures, drafter.supervisor.restarts) == (1, 1)
 
 
-@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize(
+    "lie", [pytest.param(lie, marks=[] if i % 3 == 0 else pytest.mark.slow) for i, lie in enumerate(LIES)]
+)
 def test_lies_cost_no_text(nursery: Nursery, lie: str, caplog: pytest.LogCaptureFixture) -> None:
     """Catches every lie that raises, blocks, reaches the text or leaves the liar at work."""
     code = LIAR.replace("READY", "send(2, 0)").replace("ROUND", LIES[lie])
@@ -751,7 +753,7 @@ def test_texts_stand_while_the_worker_is_killed_again_and_again(nursery: Nursery
     asked: dict[str, Expected] = {}
     kills = accepted_since = 0
     deadline = time.monotonic() + 60
-    while kills < 20 or harness.engine.has_work:
+    while kills < 8 or harness.engine.has_work:
         assert time.monotonic() < deadline
         if not harness.engine.has_work:
             for prompt, p, answer in zip(prompts, params, answers, strict=True):
@@ -759,7 +761,7 @@ def test_texts_stand_while_the_worker_is_killed_again_and_again(nursery: Nursery
         before = harness.engine.metrics.spec_decode_num_accepted_tokens
         harness.step()
         accepted_since += harness.engine.metrics.spec_decode_num_accepted_tokens - before
-        if accepted_since and kills < 20:
+        if accepted_since and kills < 8:
             pid = drafter.supervisor.pid
             assert pid is not None
             nursery.clock.leaps += 61
@@ -768,10 +770,10 @@ def test_texts_stand_while_the_worker_is_killed_again_and_again(nursery: Nursery
     harness.engine.check()
     got = {i: Expected(o.token_ids, o.finish_reason or "abort") for i, o in harness.outputs.items()}
     assert got == asked
-    assert drafter.supervisor.failures >= 19
+    assert drafter.supervisor.failures >= 7
     assert harness.engine.metrics.drafter_failures == drafter.supervisor.failures
     assert drafter.stats.busy_seconds >= 0.125 * drafter.replies  # what lost workers computed counts
-    assert drafter.supervisor.restarts >= 19
+    assert drafter.supervisor.restarts >= 7
     assert len(set(nursery.pids)) == 1 + drafter.supervisor.restarts
 
 

@@ -146,6 +146,7 @@ def test_a_refused_request_is_refused_where_it_is_made(driver: Driver) -> None:
 # --- requests that nobody wants any more ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_thousand_streams_that_are_dropped_or_aborted(harness: Harness, driver: Driver) -> None:
     """Catches blocks, records or threads that stay behind, wherever a request was when it was left."""
     dice = random.Random(0)
@@ -491,7 +492,7 @@ def test_the_interpreter_ends_with_requests_running() -> None:
     """Catches an exit that hangs, or that crashes in the middle of a kernel."""
     code = """
         import ssd
-        llm = ssd.LLM("tiny-llama", device="cpu")
+        llm = ssd.LLM("tiny-llama", device="cpu", max_num_seqs=1)
         stream = llm.stream("Once upon a time", ssd.SamplingParams(max_new_tokens=4000, ignore_eos=True))
         print(len(next(stream)) > 0, flush=True)
     """

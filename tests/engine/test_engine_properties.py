@@ -32,7 +32,7 @@ from ssd.decoding.round import InFlight
 from ssd.errors import EngineFailed, RequestError
 
 EngineMachine.TestCase.settings = settings(
-    max_examples=50, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestEngineMachine = EngineMachine.TestCase
 
@@ -56,7 +56,7 @@ def check_crowd(harness: Harness, wanted: dict[str, Expected]) -> None:
     assert got == wanted
 
 
-@pytest.mark.parametrize("lookahead", [1, 3, 7])
+@pytest.mark.parametrize("lookahead", [1, 3, pytest.param(7, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("manner", ["right", "wrong", "mixed"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_drafts_never_change_the_tokens(lookahead: int, manner: Manner, temperature: float) -> None:

@@ -388,6 +388,7 @@ print("ok" if seconds < 2 and not heavy else f"{seconds:.2f} s, {heavy}")
     assert done.stdout.strip() == "ok", done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_tiny_model_is_ready_soon(path: str) -> None:
     """Three seconds from import to the first answer is the promise; ten here, because test machines are shared."""
     code = f"""

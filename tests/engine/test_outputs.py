@@ -186,7 +186,7 @@ def naive_stop(text: str, stops: list[str]) -> tuple[str, bool]:
     return text, False
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.text("aab.é€", max_size=14),
     st.lists(st.text("ab.é€", min_size=1, max_size=4), max_size=3),

@@ -549,7 +549,7 @@ def smallest_p(trial: Trial, tokens: torch.Tensor) -> float:
     return min(found)
 
 
-FEW = ("plain", "Saguaro and cut", "ahead", "looked up", "narrow draft")
+FEW = ("plain", "Saguaro and cut", "ahead")
 SEEDS = [pytest.param(2500, id="fast"), pytest.param(25_000, id="many", marks=pytest.mark.slow)]
 
 
@@ -768,7 +768,7 @@ def test_coupled_tokens_are_the_targets_own(
     check_logprobs(plain)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(prompts, some_params, plans, st.sampled_from([None, 1 / VOCAB]))
 def test_untried_rows_are_the_targets_own_under_rejection(
     prompt: list[int], params: SamplingParams, plan: list[tuple[int, int]], q: float | None

@@ -135,8 +135,8 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-PROMPTS = ragged_prompts(64, longest=60)
-PARAMS = mixed_params(64, new_tokens=20)
+PROMPTS = ragged_prompts(32, longest=60)
+PARAMS = mixed_params(32, new_tokens=20)
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +220,7 @@ def test_same_answers_with_a_controller(target: str, stranger: str, alone: Answe
         {"placement": "inline", "budget": "auto"} if mode == "ssd" else {}
     )
     with LLM(target, device="cpu", max_num_seqs=5, speculation=speculation) as llm:
-        assert answers(llm, PROMPTS, PARAMS, 64) == alone
+        assert answers(llm, PROMPTS, PARAMS, 32) == alone
         assert 0 < llm.engine.metrics.spec_decode_num_drafts < llm.engine.metrics.num_rounds * 5
 
 
@@ -230,7 +230,7 @@ def test_ahead_with_small_chunks_and_a_small_pool(target: str, stranger: str, al
     with LLM(target, device="cpu", max_num_seqs=8, max_num_batched_tokens=16, speculation=speculation) as llm:
         drafter: Any = llm.engine.round.drafter
         held = leave(drafter.model.pool, 12)
-        assert answers(llm, PROMPTS, PARAMS, 64) == alone
+        assert answers(llm, PROMPTS, PARAMS, 32) == alone
         check_draft_pool(llm, held)
 
 
@@ -273,7 +273,7 @@ def test_small_chunks(target: str, stranger: str, alone: Answers, chunk: int) ->
     """Drafts share a batch with prefill chunks, and get fewer slots when the budget is short."""
     speculation = {"mode": "sd", "draft": stranger, "k": 7}
     with LLM(target, device="cpu", max_num_seqs=8, max_num_batched_tokens=chunk, speculation=speculation) as llm:
-        assert answers(llm, PROMPTS, PARAMS, 64) == alone
+        assert answers(llm, PROMPTS, PARAMS, 32) == alone
 
 
 def save_small_draft(path: Path, vocab_size: int) -> None:
@@ -401,8 +401,14 @@ MEDDLING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("run_ahead", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("meddling", MEDDLING)
-@pytest.mark.parametrize("mode", ["sd", "jit", "fast"])
+@pytest.mark.parametrize(
+    ("mode", "meddling"),
+    [
+        pytest.param(mode, meddling, marks=[] if i == j else pytest.mark.slow)
+        for i, mode in enumerate(["sd", "jit", "fast"])
+        for j, meddling in enumerate(MEDDLING)
+    ],
+)  # every mode and every meddling once in the short run
 def test_a_draft_of_the_target_itself_is_right(target: str, mode: str, meddling: str, run_ahead: bool) -> None:
     """Catches KV of rejected tokens, of other sequences or of none at all that the draft model reads.
 
@@ -440,7 +446,7 @@ def bundled_prompts(count: int) -> list[Any]:
     ("family", "k", "batch"), [pytest.param("llama", 4, 5, marks=pytest.mark.slow), ("qwen3", 2, 8)]
 )
 def test_the_bundled_pairs(family: str, k: int, batch: int, mode: str) -> None:
-    compare_bundled(family, f"tiny-{family}-draft", k, batch, count=12, new_tokens=24, mode=mode)
+    compare_bundled(family, f"tiny-{family}-draft", k, batch, count=8, new_tokens=16, mode=mode)
 
 
 @pytest.mark.slow
@@ -473,17 +479,24 @@ def compare_bundled(
 
 
 QUANTIZED = [("sd", {}), ("ssd", {"placement": "inline"}), ("ssd", {"placement": "process"})]
+FORMS = ["int4", "int8", "fp8"]
 
 
-@pytest.mark.parametrize(("mode", "options"), QUANTIZED, ids=["sd", "inline", "process"])
-@pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("form", "mode", "options"),
+    [
+        pytest.param(form, *how, id=f"{form}-{name}", marks=[] if i == j else pytest.mark.slow)
+        for i, form in enumerate(FORMS)
+        for j, (how, name) in enumerate(zip(QUANTIZED, ["sd", "inline", "process"], strict=True))
+    ],
+)  # every form and every way once in the short run
 def test_a_quantized_draft_of_the_bundled_pair(form: str, mode: str, options: dict[str, str]) -> None:
     """At all temperatures, `mixed_params` has them."""
     options = {**options, "draft_quantization": form}
     compare_bundled("llama", "tiny-llama-draft", 3, 4, count=8, new_tokens=16, mode=mode, **options)
 
 
-@pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("form", FORMS)
 def test_a_quantized_draft_of_the_target_itself_is_mostly_right(form: str, host_kernels: None) -> None:
     model = "tiny-llama-draft"
     speculation = {"mode": "sd", "draft": model, "k": 2, "draft_quantization": form}
@@ -627,7 +640,7 @@ def test_a_drafter_that_goes_on_failing_is_asked_less_and_less() -> None:
     assert harness.engine.metrics.drafter_failures == len(asked)
 
 
-@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("run_ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("where", CALLS)
 def test_a_request_that_a_drafter_cannot_serve_leaves_the_others_their_drafts(
@@ -707,7 +720,7 @@ def fail_now_and_then(engine: Engine, where: str, after: bool) -> list[str]:
     ],
 )
 @pytest.mark.parametrize("where", CALLS)
-@pytest.mark.parametrize("mode", ["sd", "ssd"])
+@pytest.mark.parametrize("mode", [pytest.param("sd", marks=pytest.mark.slow), "ssd"])
 def test_a_draft_model_that_fails_starts_afresh(
     target: str, alone: Answers, mode: str, where: str, after: bool, run_ahead: bool
 ) -> None:

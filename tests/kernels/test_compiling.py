@@ -13,22 +13,15 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 
 def run(cases: str, *, passed: int) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-n",
-        "0",
-        "-p",
-        "no:cacheprovider",
-        str(Path(__file__).with_name(cases)),
-    ]
+    path = Path(__file__).with_name(cases)
+    command = [sys.executable, "-m", "pytest", "-n", "0", "--noconftest", "-p", "no:cacheprovider", str(path)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1500, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{passed} passed" in done.stdout
 
 
+@pytest.mark.slow
 def test_kernels_are_compiled_ahead() -> None:
     run("compiling_cases.py", passed=3)
 

@@ -14,8 +14,8 @@ FORMATS: tuple[Format, ...] = ("fp8", "int8", "int4")
 CUDA = torch.cuda.is_available()
 ODD_SHAPES = [
     (1, 70, 96),
-    (5, 64, 128),
-    (20, 130, 200),
+    pytest.param(5, 64, 128, marks=pytest.mark.slow),
+    pytest.param(20, 130, 200, marks=pytest.mark.slow),
     (70, 96, 64),
     (3, 48, 512),
     (2, 34, 37),

@@ -19,9 +19,10 @@ import triton.language as tl  # noqa: E402
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
 VOCAB = 1500  # not a multiple of what one program reads
+SLOW = pytest.mark.slow
 MIXES = [
     {"temperature": t, "top_k": k, "top_p": p, "min_p": m}
-    for t, k, p, m in itertools.product((0.5, 1.5), (0, 7), (1.0, 0.8), (0.0, 0.02))
+    for t, (k, p, m) in zip((0.5, 1.5, 1.5, 0.5) * 2, itertools.product((0, 7), (1.0, 0.8), (0.0, 0.02)), strict=True)
 ] + [
     {},
     {"temperature": 1.0, "top_k": 1},
@@ -91,7 +92,10 @@ def real(x: torch.Tensor) -> torch.Tensor:
     return x[1:-1]  # without padding
 
 
-@pytest.mark.parametrize(("kind", "count"), [("random", 1), ("ties", 3), ("holes", 3), ("nothing", 1)])
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [pytest.param("random", 1, marks=SLOW), ("ties", 3), pytest.param("holes", 3, marks=SLOW), ("nothing", 1)],
+)
 def test_best_tokens(kind: str, count: int) -> None:
     case = Case(MIXES, VOCAB)
     logits = some_logits(kind, len(MIXES) + 2, VOCAB)
@@ -105,8 +109,8 @@ def test_best_tokens(kind: str, count: int) -> None:
 
 def test_rows_without_a_choice() -> None:
     """NaN or +inf anywhere, or -inf everywhere; the other rows are as they were."""
-    case = Case(MIXES, VOCAB)
-    logits = some_logits("random", len(MIXES) + 2, VOCAB)
+    case = Case(MIXES[:6], VOCAB)
+    logits = some_logits("random", 6 + 2, VOCAB)
     logits[1, VOCAB - 1], logits[2, 3], logits[3] = torch.nan, torch.inf, -torch.inf
     expected = case.torch_sampler().best(logits.clone(), case.rows, case.needs, 2)
     tokens, _ = case.triton_best(logits, case.on_device(), case.needs, 2)
@@ -114,7 +118,7 @@ def test_rows_without_a_choice() -> None:
     assert tokens[1:-1, 0].tolist() == expected[0][1:-1, 0].tolist()
 
 
-@pytest.mark.parametrize("vocab_size", [1, 2, 5])
+@pytest.mark.parametrize("vocab_size", [1, *(pytest.param(size, marks=SLOW) for size in (2, 5))])
 def test_small_vocabularies(vocab_size: int) -> None:
     mixes = [{k: v for k, v in mix.items() if k != "logit_bias"} for mix in MIXES]
     case = Case(mixes, vocab_size)
@@ -149,7 +153,7 @@ def test_masked_logits() -> None:
     assert (expected[1:4] > -torch.inf).all()
 
 
-@pytest.mark.parametrize("kind", ["random", "ties"])
+@pytest.mark.parametrize("kind", [pytest.param("random", marks=SLOW), "ties"])
 def test_what_truncation_keeps(kind: str) -> None:
     case = Case(MIXES, VOCAB)
     logits = some_logits(kind, len(MIXES) + 2, VOCAB)
@@ -172,7 +176,14 @@ def test_company_and_variants_do_not_matter() -> None:
             assert all(torch.equal(a, b[row]) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize(("kind", "count"), [("random", 1), ("ties", 1), ("ties", 3), ("holes", 2), ("nothing", 1)])
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        *(pytest.param(*case, marks=SLOW) for case in [("random", 1), ("ties", 1), ("holes", 2)]),
+        pytest.param("nothing", 1, marks=SLOW),
+        ("ties", 3),
+    ],
+)
 def test_many_rows_have_the_bits_of_few(kind: str, count: int) -> None:
     """Many rows are bounded in float32 first; their tokens and scores are those of the float64 rule."""
     few = triton_sampling._BOUNDED_ROWS - 1

@@ -252,10 +252,10 @@ def test_grafts_write_the_same_text(
     target: str, shape: str, grafted: Callable[[str, str], str], greedy: Callable[[str, int], list[Answer]]
 ) -> None:
     """Catches a slip in the geometry that random models forgive; sampled tokens see small differences everywhere."""
-    params = [replace(p, max_new_tokens=16) for p in [GREEDY] * 10 + SAMPLED]
+    params = [replace(p, max_new_tokens=8) for p in [GREEDY] * 10 + SAMPLED]
     prompts = PROMPTS[::10] + PROMPTS[::25]
     answers = generate(grafted(target, shape), prompts, params)
-    assert [a.tokens for a in answers[:10]] == [a.tokens[:16] for a in greedy(target, 10)]
+    assert [a.tokens for a in answers[:10]] == [a.tokens[:8] for a in greedy(target, 10)]
     assert answers[10:] == generate(target, prompts[10:], params[10:])
 
 

@@ -31,13 +31,13 @@ def test_logits_and_greedy_tokens_equal_transformers(make_model: Callable[[str],
             with torch.no_grad():
                 theirs = model.reference(torch.tensor([prompt(length)])).logits[0]
             assert (engine_logits(llm, prompt(length)) - theirs).abs().max() < 1e-4
-        params = SamplingParams(max_new_tokens=64, ignore_eos=True)
+        params = SamplingParams(max_new_tokens=32, ignore_eos=True)
         alone = [llm.generate(prompt(n), params)[0].token_ids for n in LENGTHS]
         together = [out.token_ids for out in llm.generate([prompt(n) for n in LENGTHS], params)]
     assert alone == together
     for length, ours in zip(LENGTHS, alone, strict=True):
         ids = torch.tensor([prompt(length)])
-        options = {"do_sample": False, "max_new_tokens": 64, "min_new_tokens": 64}
+        options = {"do_sample": False, "max_new_tokens": 32, "min_new_tokens": 32}
         theirs = model.reference.generate(ids, attention_mask=torch.ones_like(ids), **options)
         assert ours == theirs[0, length:].tolist(), f"{kind}, prompt of {length} tokens"
 

@@ -10,6 +10,7 @@ import torch
 
 from ssd import LLM, SamplingParams
 
+pytestmark = pytest.mark.slow  # 135 million parameters on a CPU; test_gguf.py reads such files in the short run
 QUESTIONS = [
     "What is the capital of France?",
     "Write one sentence about the sea.",
@@ -38,7 +39,6 @@ def test_answers_are_coherent(llm: LLM) -> None:
     assert streamed == outs[1].text
 
 
-@pytest.mark.slow  # tests/models/test_parity.py and test_bundle.py compare smaller models
 def test_greedy_tokens_equal_transformers(llm: LLM, smollm2_reference: Any) -> None:
     """The same file, loaded by transformers in float32, writes the same tokens."""
     outs = llm.generate([chat(q) for q in QUESTIONS[:2]], SamplingParams(max_new_tokens=24, ignore_eos=True))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 import torch.multiprocessing as mp
-from conftest import TestModel
 
 from ssd.errors import ConfigError
 from ssd.execution.runner import ModelRunner
@@ -17,6 +17,9 @@ from ssd.kernels.reference import ReferenceOps
 from ssd.models.decoder import Decoder
 from ssd.models.open import open_checkpoint
 from ssd.parallel.tensor import TensorParallel
+
+if TYPE_CHECKING:
+    from conftest import TestModel  # the ranks import this file, and do without transformers
 
 TOKENS = torch.randint(0, 320, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 

@@ -31,7 +31,7 @@ def random_request(seed: int) -> tuple[dict[str, Any], bool]:
         "prompt": draw.choice(PROMPTS) * draw.randint(1, 3),
         "temperature": draw.choice([0.0, 0.7, 1.2]),
         "seed": seed,
-        "max_tokens": draw.randint(1, 40),
+        "max_tokens": draw.randint(1, 24),
         "n": draw.choice([1, 1, 2]),
         "top_p": draw.choice([1.0, 0.9]),
         "presence_penalty": draw.choice([0.0, 0.6]),

@@ -84,7 +84,7 @@ def test_a_priority_that_is_no_integer_is_refused(single: Served, endpoint: str)
         ASK[endpoint](single.client(), {"priority": 0.5})
 
 
-@pytest.mark.parametrize("prompts", [1, 6])
+@pytest.mark.parametrize("prompts", [pytest.param(1, marks=pytest.mark.slow), 6])
 def test_many_samples_or_prompts_do_not_hold_up_another_request(llm: LLM, prompts: int) -> None:
     """A request with many of them gives places to others, and their texts are those that they have alone."""
     body: dict[str, Any] = {"model": MODEL, "max_tokens": 60, "temperature": 1, "seed": 4}

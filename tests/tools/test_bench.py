@@ -122,7 +122,7 @@ def test_all_methods_share_an_engine_and_write_the_same() -> None:
     assert len({id(contender.llm) for contender in ours}) == 1
     tokenizer = open_checkpoint("tiny-llama").tokenizer()
     workload = load_workload("gsm8k", tokenizer, count=3)
-    found = measure(ours, [workload], Asked(20, batch=2), repeats=1)
+    found = measure(ours, [workload], Asked(12, batch=2), repeats=1)
     assert same_text(found)
     rows = {row["contender"]: row for row in figures(found) if row["set"] == MEAN}
     assert rows["ar"]["acceptance"] is None
@@ -131,7 +131,7 @@ def test_all_methods_share_an_engine_and_write_the_same() -> None:
     assert rows["sd k=2"]["tokens_per_round"] <= 3
     assert rows["sd k=2"]["hit_rate"] is None
     assert 0 < rows["ssd k=3"]["hit_rate"] <= 1
-    assert all(row["output_tokens"] == 60 and row["drafter_failures"] == 0 for row in rows.values())
+    assert all(row["output_tokens"] == 36 and row["drafter_failures"] == 0 for row in rows.values())
     found[1].turns["gsm8k"][0].answers[0].token_ids = [1]
     assert same_text(found) is False
     for contender in ours:
@@ -245,6 +245,7 @@ def test_the_picture_of_hit_rates_has_axis_titles_and_a_legend_above_its_panels(
         assert {"hit rate", "prepared branches"} <= set(said)
 
 
+@pytest.mark.slow
 def test_a_draft_in_a_process_is_a_contender_too() -> None:
     methods = methods_of("ar,ssd:2", "tiny-llama-draft", 2, {"budget": 4})
     ours = our_contenders("tiny-llama", methods, batch=1, device="cpu", max_model_len=128)
@@ -295,6 +296,7 @@ def test_the_rejection_rule_writes_other_tokens_and_is_not_compared() -> None:
     assert run(config).same_text is None
 
 
+@pytest.mark.slow
 def test_every_product_of_a_model_is_timed() -> None:
     lab = Path(__file__).parents[2] / "bench" / "linear.py"
     command = [sys.executable, str(lab), "--shape", "cpu-7m", "--rows", "1", "3"]

@@ -577,7 +577,13 @@ def url() -> Iterator[str]:
     server.server_close()
 
 
-@pytest.mark.parametrize("command", [[*BENCH, "--url"], [sys.executable, "-m", "ssd", "chat"]], ids=["bench", "ssd"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param([*BENCH, "--url"], id="bench", marks=pytest.mark.slow),
+        pytest.param([sys.executable, "-m", "ssd", "chat"], id="ssd"),
+    ],
+)
 def test_a_server_answers(url: str, command: list[str]) -> None:
     """Ctrl-C hangs up, what had come stays in the history, and the chat goes on."""
     FakeServer.hung_up.clear()

@@ -63,7 +63,8 @@ def test_generate_prints_the_text_and_nothing_else(path: str) -> None:
     done = ssd("generate", path, "hello", "-m", "12", "--ignore-eos", "--metrics", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     assert "12 new" in done.stderr.replace("\n", " ")
-    piped = ssd("generate", path, "-", "-m", "12", "--ignore-eos", "--device", "cpu", text="hello")
+    flags = ["generate", path, "-", "-m", "12", "--ignore-eos", "--device", "cpu"]
+    piped = CliRunner().invoke(app, flags, input="hello")
     assert piped.stdout == done.stdout != ""
     assert "INFO" not in done.stderr + piped.stderr
 

@@ -180,7 +180,7 @@ def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     assert demo().exit_code == 130
 
 
-@pytest.mark.parametrize("mode", [pytest.param("ar", marks=pytest.mark.slow), "sd", "ssd"])
+@pytest.mark.parametrize("mode", [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("ar", "sd")), "ssd"])
 def test_one_other_token_fails_the_demo(monkeypatch: pytest.MonkeyPatch, one_core: None, mode: str) -> None:
     """Catches a demo that claims equality without looking, and a further run that asks for something else."""
     generate = LLM.generate

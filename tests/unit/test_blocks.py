@@ -261,7 +261,7 @@ def test_check_finds_damage(damage: str) -> None:
         pool.check([table])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(st.data(), st.integers(1, 3), st.integers(3, 10), st.booleans())
 def test_random_use_keeps_the_books_and_the_content(
     data: st.DataObject, size: int, num_blocks: int, caching: bool

@@ -22,6 +22,7 @@ from ssd.models.shapes import SHAPES
 GIB = 1 << 30
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SD = {"mode": "sd", "draft": "tiny-qwen3-draft"}
+CPU_KV_BYTES = memory._CPU_KV_BYTES  # before the tests' own, smaller value
 
 
 @pytest.fixture
@@ -161,6 +162,7 @@ def test_the_kv_pool_of_a_cpu_holds_a_sequence_of_the_wanted_length(monkeypatch:
     """Catches a pool of the default size that refuses a max_model_len for which there is memory."""
     decoder: Any = SimpleNamespace(device=CPU, kv_bytes_per_token=1 << 20)
     models = [memory.Loaded(decoder, 8192, 1)]
+    monkeypatch.setattr(memory, "_CPU_KV_BYTES", CPU_KV_BYTES)
     for free, default in ((100, 256), (2, 64)):  # blocks of 16 MiB: 4 GiB at most, and half of what is free
         monkeypatch.setattr(memory, "available_bytes", lambda *_, free=free: free * GIB)
         assert memory.kv_blocks(EngineConfig("m"), models, 8192) == default

@@ -255,7 +255,7 @@ def test_kolmogorov_smirnov(name: str) -> None:
 
 
 @AXES
-@pytest.mark.parametrize("lag", [1, 2, 8])
+@pytest.mark.parametrize("lag", [1, pytest.param(2, marks=pytest.mark.slow), 8])
 def test_neighbours_are_independent(name: str, lag: int) -> None:
     """Catches correlation along an axis (chi-squared over 8 x 8 cells of pairs). False alarm: 1e-7."""
     uniform = torch.exp(-torch.exp(-axis(name, 200_000).double()))

@@ -589,7 +589,7 @@ def test_blocks_that_are_about_to_be_free_are_waited_for() -> None:
 # --- progress ---------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 23), min_size=1, max_size=6),
     extra=st.integers(0, 4),
@@ -615,7 +615,7 @@ def test_everybody_finishes(
     assert scheduler.pool.num_free == 6 + extra
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(
     data=st.data(),
     lengths=st.lists(st.integers(1, 23), min_size=1, max_size=6),

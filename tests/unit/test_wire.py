@@ -205,7 +205,7 @@ def test_truncated_payloads_are_refused(
             decode(np.append(payload, 0))
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(rounds, proposals(), st.data())
 def test_corrupted_payloads_do_no_harm(
     round_: tuple[list[int], list[Entry]], sent: list[Proposal], data: st.DataObject
