@@ -23,7 +23,6 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from ssd import LLM
-from ssd.assembly import memory
 from ssd.kernels import cpu
 
 if TYPE_CHECKING:
@@ -81,10 +80,9 @@ class TestModel:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _quick_starts() -> Iterator[None]:
-    """Most of an engine's start is writing zeros to 4 GiB of KV; most of an HTTP client's, reading certificates."""
+def _quick_clients() -> Iterator[None]:
+    """Most of an HTTP client's start is reading certificates."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "_CPU_KV_BYTES", 256 << 20)
         patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
         yield
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from ssd.errors import UnsupportedModel
@@ -165,7 +166,9 @@ class Decoder:
         shape = (num_blocks, block_size, heads.num_kv_heads, heads.head_dim)
 
         def zeros() -> torch.Tensor:  # not `empty`: attention multiplies values of positions that it does not see by 0
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+            if self.device.type != "cpu":
+                return torch.zeros(shape, dtype=self.dtype, device=self.device)
+            return _lazy_zeros(shape, self.dtype)
 
         return [(zeros(), zeros()) for _ in self.layers]
 
@@ -184,6 +187,14 @@ class Decoder:
         if batch.logit_rows is not None:
             x, residual = x[batch.logit_rows], residual[batch.logit_rows] if residual is not None else None
         return self.head.logits(self.ops.rms_norm(x, self.norm.value, self.config.rms_eps, residual))
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the CPU that take no time, and no memory before they are used, as numpy's do; aligned as torch's are."""
+    size, alignment = math.prod(shape) * dtype.itemsize, 64
+    memory = np.zeros(size + alignment, dtype=np.uint8)
+    first = -memory.ctypes.data % alignment
+    return torch.from_numpy(memory[first : first + size]).view(dtype).view(shape)
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

@@ -17,7 +17,10 @@ from serve_process import MODEL, Held, ServeProcess, gauges, serve
 from fuzz_server.mangled import random_request
 from fuzz_server.raw import exchange, status
 
-OPTIONS = ("--max-model-len", "128", "--read-timeout", "0.5", "--max-request-bytes", "1000000", "--no-access-log")
+OPTIONS = (
+    *("--max-model-len", "128", "--max-num-seqs", "8"),  # little KV: its memory is taken when it is first used
+    *("--read-timeout", "0.5", "--max-request-bytes", "1000000", "--no-access-log"),
+)
 SHARE_OF_SCHEMA = 0.05  # of the requests: schemathesis takes far longer to make one than the server to answer it
 WARM_UP = 0.1  # of the requests, before the first measurement
 CLIENTS = 32

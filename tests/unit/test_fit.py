@@ -22,7 +22,6 @@ from ssd.models.shapes import SHAPES
 GIB = 1 << 30
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SD = {"mode": "sd", "draft": "tiny-qwen3-draft"}
-CPU_KV_BYTES = memory._CPU_KV_BYTES  # before the tests' own, smaller value
 
 
 @pytest.fixture
@@ -114,6 +113,7 @@ def test_too_many_sequences_for_the_memory_are_refused(free: Any) -> None:
 def test_a_gpu_too_small_for_the_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """24 GiB, of which 4 are in use by others."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (20 * GIB, 24 * GIB))
+    monkeypatch.setattr("ssd.assembly.device.shared_memory", lambda device: 163 << 10)
     model = RandomCheckpoint(SHAPES["llama-3.1-8b"])
     check_fits(EngineConfig("random"), [model], CUDA)
     for options, remedy in (
@@ -162,7 +162,6 @@ def test_the_kv_pool_of_a_cpu_holds_a_sequence_of_the_wanted_length(monkeypatch:
     """Catches a pool of the default size that refuses a max_model_len for which there is memory."""
     decoder: Any = SimpleNamespace(device=CPU, kv_bytes_per_token=1 << 20)
     models = [memory.Loaded(decoder, 8192, 1)]
-    monkeypatch.setattr(memory, "_CPU_KV_BYTES", CPU_KV_BYTES)
     for free, default in ((100, 256), (2, 64)):  # blocks of 16 MiB: 4 GiB at most, and half of what is free
         monkeypatch.setattr(memory, "available_bytes", lambda *_, free=free: free * GIB)
         assert memory.kv_blocks(EngineConfig("m"), models, 8192) == default
