@@ -17,7 +17,7 @@ from soak.run import Plan, soak
 from ssd import LLM
 
 SHORT = Plan(
-    requests=150, seed=1, warm_up=70, distinct=20, vanishing=5, slow=1, growth=64
+    filling=0, requests=150, seed=1, warm_up=70, distinct=20, vanishing=5, slow=1, growth=64
 )  # MiB: it is still warming up
 
 

@@ -40,6 +40,7 @@ class Plan:
     requests: int = 20_000
     seed: int = 0
     warm_up: int = 1000  # requests before the first measurement, of `requests`
+    filling: int = 90  # long prompts before that, so that all of the KV's memory is in use
     distinct: int = 300  # different requests among the plain ones
     vanishing: int = 200
     slow: int = 50
@@ -99,6 +100,7 @@ class _Run:
 
     async def run(self) -> None:
         kinds = iter(self.plan.kinds(self.draw))
+        await self._fill_kv()
         await self._blocks(islice(kinds, self.plan.warm_up), CONCURRENCY[-1:])  # starts all threads
         self.report.before = await self._settled()
         start = time.monotonic()
@@ -107,6 +109,14 @@ class _Run:
         self.report.seconds = time.monotonic() - start
         self.report.after = await self._settled()
         self._compare()
+
+    async def _fill_kv(self) -> None:
+        """On a CPU the memory of a KV block is taken when it is first used."""
+        prompts = [[self.draw.randrange(300, 8000) for _ in range(480)] for _ in range(self.plan.filling)]
+        async with _client(self.server) as client:
+            bodies = ({"prompt": prompt, "max_tokens": 8, "ignore_eos": True} for prompt in prompts)
+            for answer in await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies)):
+                answer.raise_for_status()
 
     async def _blocks(self, kinds: Iterator[Kind], concurrency: Sequence[int]) -> None:
         number = self.draw.choice(concurrency)
