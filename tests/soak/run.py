@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Literal
 
 import httpx
-from serve_process import DRAFT, Held, ServeProcess, gauges, serve
+from serve_process import DRAFT, MODEL, Held, ServeProcess, gauges, serve
 
 from soak.asks import Ask, Choice, long_ask, random_ask
 from soak.clients import plain, slow, vanishing
@@ -114,7 +114,7 @@ class _Run:
         """On a CPU the memory of a KV block is taken when it is first used."""
         prompts = [[self.draw.randrange(300, 8000) for _ in range(480)] for _ in range(self.plan.filling)]
         async with _client(self.server) as client:
-            bodies = ({"prompt": prompt, "max_tokens": 8, "ignore_eos": True} for prompt in prompts)
+            bodies = ({"model": MODEL, "prompt": p, "max_tokens": 8, "ignore_eos": True} for p in prompts)
             for answer in await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies)):
                 answer.raise_for_status()
 
