@@ -69,7 +69,7 @@ def fuzz(
 async def _warm_up(server: ServeProcess) -> None:
     """Has the server make what it keeps: its event loop's threads, the tokenizer's (for long texts), and grammars'."""
     structured = {"model": MODEL, "prompt": "x", "structured_outputs": {"regex": "[a-z]+"}}
-    prompts = ["x " * 100_000, *["x" * 2000] * 64]
+    prompts = ["x " * 100_000, *["x " * 20_000] * 64]  # long enough to keep all threads busy
     async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT) as client:
         await client.post("/v1/completions", json=structured)
         await asyncio.gather(*(client.post("/tokenize", json={"prompt": prompt}) for prompt in prompts))
