@@ -293,10 +293,17 @@ class Driver:
         return submissions
 
     def submit_async(
-        self, prompt_token_ids: Seq[int], params: SamplingParams, *, stream: bool = False, group: str = ""
+        self,
+        prompt_token_ids: Seq[int],
+        params: SamplingParams,
+        *,
+        stream: bool = False,
+        group: str = "",
+        checked: bool = False,
     ) -> AsyncSubmission:
-        """`submit` for asyncio. `group`: id of a request that was made together with this one."""
-        self.check(prompt_token_ids, params)
+        """`submit` for asyncio. `group`: id of a request that was made together with it; `checked`: passed `check`."""
+        if not checked:
+            self.check(prompt_token_ids, params)
         submission = AsyncSubmission(self, self._new_id())
         self._add([submission], [(prompt_token_ids, params)], stream, group)
         return submission

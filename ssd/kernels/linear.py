@@ -7,6 +7,7 @@ product is computed as W x^T: the wide side of the tensor cores is along the wei
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -112,10 +113,10 @@ def choose_tile(num_rows: int, columns: int, depth: int) -> Tile:
     return Tile(rows, 64, 128, 5 if rows == 16 or alone else 4, 4)
 
 
-def _fitting(tile: Tile, x: torch.Tensor) -> Tile:
-    """The tile shape, or a smaller one on a GPU with less shared memory than an H200."""
-    limit = shared_memory(x.device)
-    if x.element_size() == 4 and 4 * tile.rows * tile.columns > limit:  # float32 is rearranged before it is stored
+@functools.cache
+def _fitting(tile: Tile, itemsize: int, limit: int) -> Tile:
+    """The tile shape, or a smaller one on a GPU with less shared memory (`limit`, bytes) than an H200."""
+    if itemsize == 4 and 4 * tile.rows * tile.columns > limit:  # float32 is rearranged before it is stored
         tile = replace(tile, rows=tile.rows // 2)
     stage = 2 * tile.depth * (tile.rows + tile.columns)  # bytes; one less than stages are in memory
     return replace(tile, stages=max(1, min(tile.stages, 1 + limit // stage)))
@@ -133,7 +134,7 @@ def linear(
     """x [M, K] times weight [N, K] transposed; see `Ops.linear`. A gated weight has alternating gate and up rows."""
     num_rows, depth = x.shape
     columns = weight.shape[0]
-    tile = _fitting(tile or choose_tile(num_rows, columns, depth), x)
+    tile = _fitting(tile or choose_tile(num_rows, columns, depth), x.element_size(), shared_memory(x.device))
     block_k = tile.depth * 2 // x.element_size()  # tile shapes are for 16-bit types
     y = x.new_empty((num_rows, columns // 2 if gated else columns), dtype=out_dtype or x.dtype)
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(columns, tile.columns),)

@@ -150,7 +150,7 @@ async def start_all(
         ticket.add_tokens(sum(_cost(state, token_ids, params) for token_ids in encoded))
         for token_ids in encoded:
             group = submissions[0].request_id if submissions else ""
-            submissions.append(driver.submit_async(token_ids, params, stream=stream, group=group))
+            submissions.append(driver.submit_async(token_ids, params, stream=stream, group=group, checked=True))
     finally:
         _release_at_end(ticket, submissions)
     _watch(state, request, submissions)

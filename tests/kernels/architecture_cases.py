@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from compiling_cases import FakeDriver
 from triton import knobs
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -24,22 +24,6 @@ HEADS = [HeadShape(32, 8, 128), HeadShape(14, 2, 64)]
 SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}  # bytes, by architecture
 SHAPES = [(6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False), (32000, 896, False)]
 ROWS = (1, 17, 33, 64, 100, 128, 300, 600)
-
-
-class FakeDriver:
-    """Of one GPU of an architecture."""
-
-    def __init__(self, architecture: int) -> None:
-        self._architecture = architecture
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self._architecture, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return device
 
 
 @pytest.fixture(params=SHARED)

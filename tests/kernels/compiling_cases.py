@@ -30,13 +30,14 @@ def wrong(x_ptr):  # type: ignore[no-untyped-def]
 class FakeDriver:
     """Of one GPU, which runs nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, architecture: int = 90) -> None:
+        self._architecture = architecture
         self.loaded: list[str] = []
         self.runs = 0
         self.utils = self
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self._architecture, 32)
 
     def get_current_device(self) -> int:
         return 0
