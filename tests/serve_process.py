@@ -37,6 +37,15 @@ class Held:
         files = len(os.listdir(proc / "fd"))
         return cls(int(status["Threads"]), files, _kib(status["VmRSS"]) / 1024, _kib(memory["Pss"]) / 1024)
 
+    def problems_since(self, before: Held, growth: float, *sizes: str) -> list[str]:
+        """What was left behind: threads, file handles, more than `growth` MiB of one of the `sizes`."""
+        problems = []
+        if self.threads > before.threads or self.files > before.files:
+            problems.append(f"threads or file handles are left: {before}, then {self}")
+        if max(getattr(self, size) - getattr(before, size) for size in sizes) > growth:
+            problems.append(f"memory grows by more than {growth:g} MiB: {before}, then {self}")
+        return problems
+
 
 def _fields(path: Path) -> Iterator[tuple[str, str]]:
     for line in path.read_text().splitlines():

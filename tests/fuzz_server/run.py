@@ -140,10 +140,7 @@ def _compare(report: Report) -> None:
     before, after = report.before, report.after
     assert before is not None
     assert after is not None
-    if after.threads > before.threads or after.files > before.files:
-        report.problems.append(f"threads or file handles are left: {before}, then {after}")
-    if after.rss > before.rss + GROWTH:
-        report.problems.append(f"memory grows by more than {GROWTH:g} MiB: {before}, then {after}")
+    report.problems += after.problems_since(before, GROWTH, "rss")
 
 
 def replay(path: Path) -> str | None:

@@ -187,10 +187,7 @@ class _Run:
         report, before, after = self.report, self.report.before, self.report.after
         assert before is not None
         assert after is not None
-        if after.threads > before.threads or after.files > before.files:
-            report.problems.append(f"threads or file handles are left: {before}, then {after}")
-        if max(after.rss - before.rss, after.pss - before.pss) > self.plan.growth:
-            report.problems.append(f"memory grows by more than {self.plan.growth:g} MiB: {before}, then {after}")
+        report.problems += after.problems_since(before, self.plan.growth, "rss", "pss")
         if report.metrics["drafter_failures_total"] < 1 or report.counts["killed"] < 1:
             report.problems.append("no drafter was killed")
 
