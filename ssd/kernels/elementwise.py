@@ -17,6 +17,7 @@ def _rms_norm_kernel(x_ptr, residual_ptr, w_ptr, y_ptr, x_stride, width, eps, BL
     mask = k < width
     w = tl.load(w_ptr + k, mask=mask, other=0.0)
     if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row * x_stride + k, mask=mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
