@@ -189,13 +189,13 @@ def _decode_kernel(
     q_ptr, k, v, k_ptr, v_ptr, out_ptr, partial_ptr, stats_ptr, count_ptr, items_ptr, tables_ptr, positions_ptr,
     slots_ptr, table_stride, slot_stride, scale, depth,
     HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT_LEN: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr,
-    STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT_LEN: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One item, one KV head. Rows of a tile: BLOCK_M // GROUP query tokens times the GROUP heads of the KV head.
 
     k, v: what `_load_kv` takes; k_ptr, v_ptr: the same KV as pointers. WIDTH: columns for the own tokens of each
-    branch; 0: the query tokens are no branches.
+    branch; 0: the query tokens are no branches. FIRST: positions before it are not seen.
     """
     kv_head = tl.program_id(0)
     item = items_ptr + tl.program_id(1) * _ITEM
@@ -241,7 +241,11 @@ def _decode_kernel(
         keys, values = _load_kv(k, v, table, start, stop, kv_head, slot_stride, d, TMA, BLOCK_SIZE, BLOCK_N, D)
         n = start + tl.arange(0, BLOCK_N)
         visible = n[None, :] <= position[:, None]
-        m, sums, acc = _step(q, keys, values, start >= seen_by_all, visible, scale, ones, m, sums, acc)
+        masked = start >= seen_by_all
+        if FIRST:
+            visible = visible & (n >= FIRST)[None, :]
+            masked = masked | (start < FIRST)
+        m, sums, acc = _step(q, keys, values, masked, visible, scale, ones, m, sums, acc)
         if ((start + BLOCK_N) % SPLIT_LEN == 0) | (start + BLOCK_N >= stop):  # the end of a piece
             l = tl.max(sums, axis=1)
             if num_items > 1:
@@ -418,6 +422,7 @@ def paged_attention(
             **shape,
             BLOCK_M=tile_rows(heads.group_size, False),
             WIDTH=width,
+            FIRST=batch.first,
             STAGES=decode_stages,
             num_warps=_DECODE_WARPS,
         )

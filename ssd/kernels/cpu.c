@@ -667,6 +667,7 @@ struct attention_args {
     int bf16;
     const int32_t *positions, *slots; /* NULL: no branches */
     long depth;
+    long first; /* positions before it are not seen */
     long rows; /* rows per task at most */
 };
 
@@ -846,7 +847,7 @@ static void attention_task(const struct attention_args *a, long seq, long row, l
     c.copy_k = memory + attention_floats(a) - 2 * CH * dp, c.copy_v = c.copy_k + CH * dp;
     if (dp != a->d) memset(c.copy_k, 0, (size_t)(2 * CH * dp) * 4);
     start_softmax(a, &s, row, rows, kv_head);
-    for (long start = 0; start < end; start += CH) {
+    for (long start = a->first; start < end; start += CH) {
         load_chunk(a, &c, a->block_tables + a->table_rows[seq] * a->table_stride, kv_head, start, min_l(CH, end - start));
         for (long r = 0, next; r < rows; r = next) { /* neighbours that see equally much of the chunk go together */
             long n = min_l(CH, shared_positions(a, seq, row + r) - start);
@@ -888,10 +889,10 @@ void ssd_paged_attention(const void *q, long ldq, const void *k_cache, const voi
                          const int32_t *query_start, const int32_t *context_len, const int32_t *block_tables,
                          const int32_t *table_rows, long sequences, long table_stride, long block_size, long heads,
                          long kv_heads, long d, float scale, const int32_t *positions, const int32_t *slots, long depth,
-                         int bf16, int nthreads) {
+                         long first, int bf16, int nthreads) {
     struct attention_args a = {q, ldq, k_cache, v_cache, out, query_start, context_len, block_tables, table_rows,
                                table_stride, block_size, heads, kv_heads, d, ceil_div(d, VL) * VL, scale, bf16,
-                               positions, slots, depth, 0};
+                               positions, slots, depth, first, 0};
     long tasks = 0, longest = 0, work = 0;
     for (long s = 0; s < sequences; s++) longest = max_l(longest, query_start[s + 1] - query_start[s]);
     a.rows = max_l(1, min_l(longest, QUERIES * kv_heads / heads));

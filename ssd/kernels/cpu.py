@@ -78,7 +78,7 @@ _SIGNATURES: dict[str, list[type]] = {
     ],
     "ssd_paged_attention": [
         *[_P, _L, _P, _P, _P, _P, _P, _P, _P],
-        *[_L, _L, _L, _L, _L, _L, _F, _P, _P, _L, _I, _I],
+        *[_L, _L, _L, _L, _L, _L, _F, _P, _P, _L, _L, _I, _I],
     ],
     "ssd_gumbel": [_P, _P, _L, _L, _Q, _Q, _Q, _I],
     "ssd_best": [_P, _L, _P, _P, _P, _L, _L, _L, _I],
@@ -228,6 +228,7 @@ class Kernels:
         table_rows: Tensor,
         scale: float,
         branches: tuple[Tensor, Tensor, int] | None = None,
+        first: int = 0,
     ) -> Tensor:
         """Causal attention of `q` [T, H, D] over paged caches -> [T, H, D].
 
@@ -237,7 +238,7 @@ class Kernels:
 
         `branches`: positions and slots (int32 [T]; slot < 0: padding) of queries that are the newest tokens of
         branches, and how many tokens each branch has before it. A query sees its sequence up to the branch, then the
-        branch; `context_len` is not used.
+        branch; `context_len` is not used. `first`: positions of a sequence before it are not seen.
         """
         tokens, heads, d = q.shape
         out = q.new_empty(tokens, heads, d)
@@ -248,7 +249,7 @@ class Kernels:
             *(q.data_ptr(), q.stride(0), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()),
             *(query_start.data_ptr(), context_len.data_ptr(), block_tables.data_ptr(), table_rows.data_ptr()),
             *(len(table_rows), block_tables.stride(0), k_cache.shape[1], heads, k_cache.shape[2], d, scale),
-            *(positions, slots, depth, q.dtype is torch.bfloat16, torch.get_num_threads()),
+            *(positions, slots, depth, first, q.dtype is torch.bfloat16, torch.get_num_threads()),
         )
         return out
 

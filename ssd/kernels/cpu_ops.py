@@ -59,6 +59,7 @@ class CpuOps:
             *(q, k_cache, v_cache, batch.query_start, batch.context_len, batch.block_tables, batch.table_rows),
             heads.scale,
             branches,
+            batch.first,
         )
         return out.view(len(out), -1)
 

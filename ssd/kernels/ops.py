@@ -36,6 +36,7 @@ class DeviceBatch:
     prefill_tiles: torch.Tensor | None  # likewise, of larger tiles for sequences with many query tokens
     logit_rows: torch.Tensor | None  # int64 [rows]; None: all rows in order
     branches: Branches | None = None  # every row is a branch (without prefill_tiles; context_len is not used)
+    first: int = 0  # positions before it are not seen: 0, or 1 (without prefill_tiles)
 
 
 @dataclass(frozen=True)

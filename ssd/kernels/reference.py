@@ -76,7 +76,8 @@ class ReferenceOps:
         for s, length in enumerate(lengths):
             rows = slice(starts[s], starts[s + 1])
             table = batch.block_tables[places[s], : -(-length // k_cache.shape[1])]
-            out[rows] = _attend(q[rows], _gather(k_cache, table, length), _gather(v_cache, table, length), heads)
+            k, v = (_gather(cache, table, length)[:, batch.first :] for cache in (k_cache, v_cache))
+            out[rows] = _attend(q[rows], k, v, heads)
         return out.flatten(1)
 
 
@@ -111,7 +112,7 @@ def _attend_branches(
             if slots[row] < 0:
                 continue
             own = torch.arange(slots[row] - depth, slots[row] + 1, device=q.device)
-            seen = torch.cat((shared[: positions[row] - depth], own))
+            seen = torch.cat((shared[batch.first : positions[row] - depth], own))
             k, v = (cache.flatten(0, 1)[seen].transpose(0, 1) for cache in (k_cache, v_cache))
             out[row] = _attend(q[row : row + 1], k, v, heads)[0]
     return out.flatten(1)

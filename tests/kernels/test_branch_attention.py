@@ -45,8 +45,12 @@ class Trees:
 
     def seen(self, s: int, j: int) -> list[int]:
         """All slots that branch j of sequence s sees, in order."""
-        shared = [self.tables[s][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(self.forks[s][j])]
-        return shared + [self.last_slots[s][j] - i for i in range(self.branches.depth, -1, -1)]
+        own = [self.last_slots[s][j] - i for i in range(self.branches.depth, -1, -1)]
+        return self.slots(s, self.forks[s][j]) + own
+
+    def slots(self, s: int, length: int) -> list[int]:
+        """Slots of the first positions of a sequence."""
+        return [self.tables[s][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(length)]
 
     def batch(self, ops: Ops, picks: list[tuple[int, list[int]]], padding: int) -> tuple[torch.Tensor, DeviceBatch]:
         """Queries and batch of some branches of some sequences, each followed by rows of padding."""
@@ -75,9 +79,11 @@ class Trees:
     def run_all(self, ops: Ops, padding: int = 0) -> list[torch.Tensor]:
         return self.run(ops, [(s, list(range(len(own)))) for s, own in enumerate(self.forks)], padding)
 
-    def dense(self, s: int, j: int) -> torch.Tensor:
+    def dense(self, s: int, j: int, first: int = 0) -> torch.Tensor:
+        return self.attend(s, j, self.seen(s, j)[first:])
+
+    def attend(self, s: int, j: int, seen: list[int]) -> torch.Tensor:
         """One branch's result from its full lists of keys and values, head by head, in float64."""
-        seen = self.seen(s, j)
         k, v = (cache.flatten(0, 1)[seen].double() for cache in (self.k, self.v))
         out = []
         for h in range(self.heads.num_heads):
@@ -152,6 +158,39 @@ def test_padding_alone(cpu: CpuOps) -> None:
         expected = trees.run_all(ops)
         assert torch.equal(trees.run(ops, [(0, []), (1, [0])], padding=2)[1], expected[1])
         trees.run(ops, [(0, []), (1, [])], padding=4)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "C", "triton"])
+def test_positions_before_the_first_are_not_seen(kernels: str, request: pytest.FixtureRequest) -> None:
+    """As an EAGLE head needs it, whose first position has no feature: in branches, and in a plain decode step."""
+    heads, forks = HeadShape(6, 2, 16), [[1, 40], [2], [130]]
+    ops: Ops = ReferenceOps()
+    if kernels == "C":
+        ops = request.getfixturevalue("cpu")
+    elif kernels == "triton":
+        ops = pytest.importorskip("ssd.kernels.triton_ops", reason="triton is not installed").TritonOps()
+        ops.reserve(heads, DEVICE)
+    device = DEVICE if kernels == "triton" else CPU
+    trees = Trees(heads, forks, Branches(2, 4), torch.float32, device)
+    for cache in (trees.k, trees.v):
+        cache.nan_to_num_(7.0)  # what is not seen must be finite
+    q, batch = trees.batch(ops, [(s, list(range(len(own)))) for s, own in enumerate(forks)], 0)
+    out = ops.attention(q, dataclasses.replace(batch, first=1), heads, trees.k, trees.v)
+    expected = [trees.dense(s, j, first=1) for s, own in enumerate(forks) for j in range(len(own))]
+    close([out], [torch.stack(expected)])
+
+    lengths = [2, 17, 130]  # query tokens at the last two positions; the first of them may see nothing
+    slots = [slot for s, n in enumerate(lengths) for slot in trees.slots(s, n)[-2:]]
+    positions = [p for n in lengths for p in (n - 2, n - 1)]
+    tile = ops.tile_tokens(heads, prefill=False)
+    plain = make_device_batch(positions, slots, [0, 2, 4, 6], lengths, trees.tables, tile_tokens=tile, device=device)
+    q = torch.randn(6, heads.num_heads, heads.head_dim, device=device)
+    out = ops.attention(q, dataclasses.replace(plain, first=1), heads, trees.k, trees.v)
+    trees.q, trees.forks = list(q.split(2)), [[n - 2, n - 1] for n in lengths]
+    for s, own in enumerate(trees.forks):
+        for j, position in enumerate(own):
+            if position > 0:
+                close([out[None, 2 * s + j]], [trees.attend(s, j, trees.slots(s, position + 1)[1:])[None]])
 
 
 class TestTriton:
