@@ -20,11 +20,13 @@ from ssd.decoding.round import Round
 from ssd.engine.engine import Engine
 from ssd.engine.scheduler import Scheduler
 from ssd.errors import ConfigError
+from ssd.execution.features import Features
 from ssd.execution.runner import ModelRunner
 from ssd.execution.target import Target
 from ssd.kernels import compiling
 from ssd.kv.blocks import BlockPool
 from ssd.models.checkpoint import Checkpoint
+from ssd.models.eagle import EagleCheckpoint, EagleHead
 from ssd.models.open import open_checkpoint
 
 log = logging.getLogger("ssd")
@@ -41,7 +43,7 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     if device.type == "cuda":
         compiling.prepare()  # while weights are read
     config = replace(config, device=device.type, speculation=placed(config.speculation, device))
-    draft = open_draft(config.speculation, tokenizer)
+    draft = open_draft(config.speculation, checkpoint.config, tokenizer)
     here = draft if config.speculation.placement != "process" else None
     beside = draft if device.type == "cpu" else here  # a process of its own shares the CPU's memory, not the GPU's
     check_fits(config, [checkpoint, beside] if beside is not None else [checkpoint], device)
@@ -56,7 +58,12 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
             "the GPU's memory does not hold the models and their buffers: lower max_num_seqs, max_model_len or "
             f"{kv}, or free memory on the device ({error})"
         ) from error
-    pool = BlockPool(runner.num_blocks, runner.block_size, prefix_caching=config.prefix_caching)
+    pool = BlockPool(
+        runner.num_blocks,
+        runner.block_size,
+        prefix_caching=config.prefix_caching,
+        recomputed=0 if runner.features is None else 1,
+    )
     scheduler = Scheduler(
         pool,
         max_num_seqs=config.max_num_seqs,
@@ -68,7 +75,7 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     config = replace(config, dtype=dtype, max_model_len=max_model_len, num_kv_blocks=runner.num_blocks)  # type: ignore[arg-type]
     config = replace(config, max_num_batched_tokens=scheduler.max_num_batched_tokens, block_size=runner.block_size)
     engine = Engine(
-        Round(target, make_drafter(config, draft_runner, runner.vocab_size)),
+        Round(target, make_drafter(config, draft_runner, runner)),
         scheduler,
         max_model_len=max_model_len,
         longest=longest,
@@ -100,7 +107,7 @@ def _log_choices(config: EngineConfig, runners: Seq[ModelRunner]) -> None:
 
 
 def build_runners(
-    config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None, device: torch.device
+    config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | EagleCheckpoint | None, device: torch.device
 ) -> tuple[ModelRunner, ModelRunner | None, int]:
     """Runners of target and draft with equal numbers of KV blocks, and the maximum length of a sequence."""
     model = checkpoint.config
@@ -110,11 +117,17 @@ def build_runners(
     state = make_state(config, limit, model.vocab_size, device)
     rows = config.max_num_seqs * (1 + config.speculation.lookahead)
     models = [load_decoder(config, checkpoint, state, limit, rows)]
-    models += [load_draft(config, draft, state, limit)] if draft is not None else []
+    models += [load_draft(config, draft, state, limit, models[0].decoder)] if draft is not None else []
     num_blocks = kv_blocks(config, models, limit)
     limit = fitting_length(config, limit, num_blocks * kv_block_size(config, device))
-    runners = [make_runner(config, loaded, state, num_blocks) for loaded in models]
-    return runners[0], runners[1] if draft is not None else None, limit
+    runner = make_runner(config, models[0], state, num_blocks)
+    if draft is None:
+        return runner, None, limit
+    head = models[1].decoder
+    own = make_runner(config, models[1], state, num_blocks, runner.tables if isinstance(head, EagleHead) else None)
+    if isinstance(head, EagleHead):
+        runner.features = Features(head, own.kv, state)
+    return runner, own, limit
 
 
 def _warm_up(config: EngineConfig, target: Target, max_tokens: int) -> None:

@@ -19,6 +19,7 @@ from ssd.core import is_int
 from ssd.decoding.drafter import Drafter
 from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.controller import DepthController, make_arms
+from ssd.drafting.eagle import EagleDrafter, EagleRunner
 from ssd.drafting.fan_out import Adaptive, FanOut, Geometric, Listed
 from ssd.drafting.model import DraftModel, ModelDrafter
 from ssd.drafting.ngram import NgramDrafter
@@ -27,11 +28,15 @@ from ssd.drafting.runner import DraftRunner
 from ssd.drafting.supervisor import Worker
 from ssd.drafting.worker import WorkerDrafter
 from ssd.errors import ConfigError
+from ssd.execution.features import Features
 from ssd.execution.graphs import row_buckets
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
 from ssd.models.checkpoint import Checkpoint
-from ssd.models.open import absolute_path, open_checkpoint
+from ssd.models.config import DecoderConfig
+from ssd.models.decoder import Decoder
+from ssd.models.eagle import EagleCheckpoint
+from ssd.models.open import absolute_path, open_checkpoint, open_eagle
 from ssd.models.persistent import use_persistent_step
 from ssd.text.tokenizer import Tokenizer
 
@@ -40,10 +45,20 @@ _MAX_BRANCHES = 256  # of a whole batch
 _WORKER_START_SECONDS = 120.0
 
 
-def open_draft(speculation: SpeculationConfig, tokenizer: Tokenizer) -> Checkpoint | None:
-    """The draft model's checkpoint, or None; ConfigError if its tokenizer differs from the target's."""
+def open_draft(
+    speculation: SpeculationConfig, target: DecoderConfig, tokenizer: Tokenizer
+) -> Checkpoint | EagleCheckpoint | None:
+    """The checkpoint of the draft model or head, or None; ConfigError if it does not fit the target."""
     if speculation.draft is None or speculation.draft == NGRAM:
         return None
+    head = open_eagle(speculation.draft)
+    if head is not None:
+        if speculation.mode == "ssd":
+            raise ConfigError(
+                f"speculation draft={speculation.draft!r} is an EAGLE head, which needs the features of a verification "
+                'before it can go on: use mode="sd", or a draft model'
+            )
+        return replace(head, config=head.config.for_target(target))
     checkpoint = open_checkpoint(speculation.draft, "speculation draft")
     difference = tokenizer.difference(checkpoint.tokenizer())
     if difference is not None:
@@ -72,12 +87,16 @@ def placed(speculation: SpeculationConfig, device: torch.device) -> SpeculationC
     return replace(speculation, placement=placement)
 
 
-def make_drafter(config: EngineConfig, runner: ModelRunner | None, vocab_size: int) -> Drafter:
-    """`runner`: that of the draft model, if it is in this process."""
+def make_drafter(config: EngineConfig, runner: ModelRunner | None, target: ModelRunner) -> Drafter:
+    """`runner`: that of the draft model or head, if it is in this process."""
     speculation = config.speculation
     if speculation.placement == "process":
-        return controlled(start_worker(config, vocab_size), speculation)
-    model = make_draft_model(config, runner) if runner is not None else None
+        return controlled(start_worker(config, target.vocab_size), speculation)
+    model: DraftModel | EagleRunner | None = None
+    if runner is not None and target.features is not None:
+        model = make_eagle_runner(config, runner, target.features)
+    elif runner is not None:
+        model = make_draft_model(config, runner)
     return controlled(drafter_with(model, speculation), speculation)
 
 
@@ -89,12 +108,14 @@ def controlled(drafter: Drafter, speculation: SpeculationConfig) -> Drafter:
     return DepthController(drafter, make_arms(None if speculation.k == "auto" else speculation.lookahead, widths))
 
 
-def drafter_with(model: DraftModel | None, speculation: SpeculationConfig) -> Drafter:
+def drafter_with(model: DraftModel | EagleRunner | None, speculation: SpeculationConfig) -> Drafter:
     """The drafter in this process."""
     if speculation.mode == "ar":
         return Drafter()
     if model is None:
         return NgramDrafter(speculation.lookahead)
+    if isinstance(model, EagleRunner):
+        return EagleDrafter(model, speculation.lookahead)
     if speculation.mode == "sd":
         return ModelDrafter(model, speculation.lookahead)
     return AheadDrafter(
@@ -116,18 +137,30 @@ def make_fan_out(speculation: SpeculationConfig) -> FanOut:
     return Geometric() if speculation.fan_out == "geometric" else Adaptive()
 
 
-def make_draft_model(config: EngineConfig, runner: ModelRunner) -> DraftModel:
+def make_eagle_runner(config: EngineConfig, runner: ModelRunner, features: Features) -> EagleRunner:
+    head = EagleRunner(runner, features, **_run_options(config))
+    if head.on_cuda:
+        usual = row_buckets(config.max_num_seqs), make_fan_out(config.speculation)
+        warm_up("head", [lambda: head.rehearse(*usual)], [] if config.eager else [lambda: head.capture(*usual)])
+    return head
+
+
+def _run_options(config: EngineConfig) -> dict[str, Any]:
+    """Options of a DraftRunner."""
     speculation = config.speculation
-    draft_runner = DraftRunner(
-        runner,
-        lookahead=speculation.lookahead,
-        max_sequences=config.max_num_seqs,
-        max_rows=draft_rows(config),
-        widths=speculation.budgets if speculation.mode == "ssd" else (),
-        rejection=speculation.acceptance == "rejection",
-        saguaro_c=speculation.saguaro_c,
-        graphs=not config.eager,
-    )
+    return {
+        "lookahead": speculation.lookahead,
+        "max_sequences": config.max_num_seqs,
+        "max_rows": draft_rows(config),
+        "widths": speculation.budgets if speculation.mode == "ssd" else (),
+        "rejection": speculation.acceptance == "rejection",
+        "saguaro_c": speculation.saguaro_c,
+        "graphs": not config.eager,
+    }
+
+
+def make_draft_model(config: EngineConfig, runner: ModelRunner) -> DraftModel:
+    draft_runner = DraftRunner(runner, **_run_options(config))
     if draft_runner.on_cuda:
         _warm_up(config, draft_runner)
     return DraftModel(
@@ -158,18 +191,25 @@ def draft_rows(config: EngineConfig) -> int:
     return max(config.max_num_seqs, min(_MAX_BRANCHES, config.max_num_seqs * max(config.speculation.budgets)))
 
 
-def load_draft(config: EngineConfig, draft: Checkpoint, state: SequenceState, limit: int) -> Loaded:
-    """Loads the draft model. Its batches read K + 1 tokens per sequence, and its positions go K + 1 further."""
+def load_draft(
+    config: EngineConfig,
+    draft: Checkpoint | EagleCheckpoint,
+    state: SequenceState,
+    limit: int,
+    target: Decoder | None = None,
+) -> Loaded:
+    """Loads the draft model or head. Its batches read K + 1 tokens per sequence, and its positions go K + 1 further."""
     reads, rows = 1 + config.speculation.lookahead, draft_rows(config)
     return load_decoder(
         config,
         draft,
         state,
-        min(limit, draft.config.max_position),
+        limit if isinstance(draft, EagleCheckpoint) else min(limit, draft.config.max_position),
         max(rows, config.max_num_seqs * reads),
         beyond=2 * reads,
         scratch_slots=DraftRunner.scratch_slots(rows, config.speculation.lookahead),
         quantization=config.speculation.draft_quantization,
+        target=target if isinstance(draft, EagleCheckpoint) else None,
     )
 
 

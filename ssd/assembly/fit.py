@@ -15,11 +15,12 @@ from ssd.errors import ConfigError
 from ssd.kernels.quantized import Format
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.config import DecoderConfig
+from ssd.models.eagle import EagleCheckpoint
 from ssd.models.graft import GraftCheckpoint
 from ssd.models.shapes import SHAPES
 
 
-def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint], device: torch.device) -> None:
+def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint | EagleCheckpoint], device: torch.device) -> None:
     """ConfigError, with what would fit, if the models (the target first) are too large for the device's free memory.
 
     Counts what is certain to be needed; activations and scratch come on top.
@@ -69,7 +70,7 @@ def kv_bytes_per_token(model: DecoderConfig, dtype: torch.dtype) -> int:
 
 
 def _remedies(
-    checkpoints: Seq[Checkpoint],
+    checkpoints: Seq[Checkpoint | EagleCheckpoint],
     models: Seq[tuple[DecoderConfig, torch.dtype, Format | None]],
     available: int,
     device: torch.device,

@@ -19,6 +19,7 @@ from ssd.execution.graphs import PREFILL_BUCKETS, row_buckets
 from ssd.kernels.quantized import Format, quantized_bytes
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import Decoder, parameter_shapes
+from ssd.models.eagle import EagleConfig, eagle_shapes
 
 log = logging.getLogger("ssd")
 _CPU_KV_BYTES = 4 << 30
@@ -80,8 +81,9 @@ def weight_bytes(model: DecoderConfig, dtype: torch.dtype, quantization: Format 
     """Bytes of a model's weights. Quantised ones: vectors keep their type, and so does the embedding (its rows are
     looked up), which a model with a tied head has in both forms."""
     total = 0
-    for name, shape in parameter_shapes(model).items():
-        embedding = name.startswith("model.embed_tokens")
+    shapes = eagle_shapes(model) if isinstance(model, EagleConfig) else parameter_shapes(model)
+    for name, shape in shapes.items():
+        embedding = "embed_tokens" in name
         if quantization is None or len(shape) == 1 or embedding:
             total += math.prod(shape) * dtype.itemsize
         if quantization is not None and len(shape) == 2 and (model.tie_embeddings or not embedding):

@@ -11,10 +11,11 @@ from ssd.assembly.device import device_name, kernels_of, kv_block_size, make_ops
 from ssd.assembly.memory import Loaded, gib, weight_bytes
 from ssd.config import EngineConfig
 from ssd.execution.runner import ModelRunner
-from ssd.execution.state import SequenceState
+from ssd.execution.state import DeviceBlockTables, SequenceState
 from ssd.kernels.quantized import Format
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.decoder import Decoder
+from ssd.models.eagle import EagleCheckpoint, EagleHead
 
 log = logging.getLogger("ssd")
 
@@ -36,7 +37,7 @@ def make_state(config: EngineConfig, max_len: int, vocab_size: int, device: torc
 
 def load_decoder(
     config: EngineConfig,
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | EagleCheckpoint,
     state: SequenceState,
     max_len: int,
     max_rows: int,
@@ -44,13 +45,25 @@ def load_decoder(
     beyond: int = 0,
     scratch_slots: int = 0,
     quantization: Format | None = None,
+    target: Decoder | None = None,
 ) -> Loaded:
-    """Loads weights and allocates attention scratch; rotary tables have `beyond` more positions than the state."""
+    """Loads weights and allocates attention scratch; rotary tables have `beyond` more positions than the state.
+
+    `target`: the model whose hidden states an EAGLE head reads.
+    """
     device = state.device
-    ops, dtype = make_ops(device, quantization), resolve_dtype(config, checkpoint.config, device)
+    ops, dtype = make_ops(device, quantization), resolve_dtype(config, (target or checkpoint).config, device)
     positions = state.max_positions + beyond
     began = time.perf_counter()
-    decoder = Decoder(checkpoint.config, ops, device=device, dtype=dtype, max_positions=positions)
+    decoder: Decoder
+    if isinstance(checkpoint, EagleCheckpoint):
+        shared = target.embedding if target is not None else None
+        decoder = EagleHead(
+            checkpoint.config, ops, device=device, dtype=dtype, max_positions=positions, embedding=shared
+        )
+        decoder.map_tokens(checkpoint.target_ids())
+    else:
+        decoder = Decoder(checkpoint.config, ops, device=device, dtype=dtype, max_positions=positions)
     decoder.load(checkpoint.weights(device, dtype))
     if quantization is not None and device.type == "cuda":
         torch.cuda.empty_cache()  # the weights as they were before: memory for KV
@@ -64,7 +77,14 @@ def load_decoder(
     return Loaded(decoder, max_len, max_rows, scratch_slots)
 
 
-def make_runner(config: EngineConfig, loaded: Loaded, state: SequenceState, num_blocks: int) -> ModelRunner:
+def make_runner(
+    config: EngineConfig,
+    loaded: Loaded,
+    state: SequenceState,
+    num_blocks: int,
+    tables: DeviceBlockTables | None = None,
+) -> ModelRunner:
+    """`tables`: those of another model, whose KV blocks have the same numbers."""
     return ModelRunner(
         loaded.decoder,
         state,
@@ -72,4 +92,5 @@ def make_runner(config: EngineConfig, loaded: Loaded, state: SequenceState, num_
         block_size=kv_block_size(config, loaded.decoder.device),
         max_decode_rows=loaded.max_rows,
         scratch_slots=loaded.scratch_slots,
+        tables=tables,
     )

@@ -19,6 +19,7 @@ from ssd.decoding.drafter import Drafter
 from ssd.decoding.round import RoundStats
 from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.controller import DepthController
+from ssd.drafting.eagle import EagleDrafter, EagleRunner
 from ssd.drafting.model import DraftModel, ModelDrafter
 from ssd.engine.engine import Engine
 from ssd.engine.metrics import EngineMetrics
@@ -157,7 +158,11 @@ def _drafter(llm: LLM, speculation: SpeculationConfig) -> Drafter:
     speculation = placed(speculation, resolve_device(llm.config.device))
     built = llm.engine.round.drafter
     inner = built.inner if isinstance(built, DepthController) else built
-    model: DraftModel | None = inner.model if isinstance(inner, (AheadDrafter, ModelDrafter)) else None
+    model: DraftModel | EagleRunner | None = None
+    if isinstance(inner, (AheadDrafter, ModelDrafter)):
+        model = inner.model
+    elif isinstance(inner, EagleDrafter):
+        model = inner.runner
     if speculation.draft == NGRAM:
         model = None
     return controlled(drafter_with(model, speculation), speculation)

@@ -24,7 +24,10 @@ Mode = Annotated[
 ]
 Draft = Annotated[
     str | None,
-    typer.Option(help="A small MODEL with the same tokenizer, or (sd) 'ngram': n-gram look-up.", rich_help_panel=PANEL),
+    typer.Option(
+        help="A small MODEL with the same tokenizer; (sd) an EAGLE-3 head of the model, or 'ngram': n-gram look-up.",
+        rich_help_panel=PANEL,
+    ),
 ]
 K = Annotated[
     str | None,

@@ -166,13 +166,34 @@ def write_drafts(
     reads = max(model.num_unread(work, own) for work, own in able)
     works = [work for work, _ in able]
     run = runner.write([work.slot for work in works], [work.sequence.params for work in works], count, reads, origin)
+    return proposals_of(runner, works, run, origin), run
+
+
+def proposals_of(runner: DraftRunner, works: Seq[Work], run: DraftRun, origin: Origin = Origin.DRAFT) -> list[Proposal]:
+    """What a run of `write` has written: on the device, or (with the rejection rule) with its distributions."""
     if not runner.rejection:
-        return [Proposal(num_on_device=work.lookahead, origin=origin) for work in works], run
+        return [Proposal(num_on_device=work.lookahead, origin=origin) for work in works]
     proposals = []
     for row, work in enumerate(works):
         tokens = tuple(run.tokens[row][: work.lookahead])
         proposals.append(Proposal(tokens, runner.distributions(row, 0, len(tokens)), origin))
-    return proposals, run
+    return proposals
+
+
+class Runs:
+    """Runs whose device time is not counted yet."""
+
+    def __init__(self) -> None:
+        self._runs: list[DraftRun] = []
+
+    def add(self, run: DraftRun) -> None:
+        self._runs.append(run)
+
+    def ended_seconds(self) -> float:
+        """Device time of those that have ended since the last call."""
+        ended = [run for run in self._runs if run.ended.reached]
+        self._runs = self._runs[len(ended) :]
+        return sum(run.seconds for run in ended)
 
 
 class ModelDrafter(Drafter):
@@ -182,14 +203,14 @@ class ModelDrafter(Drafter):
         super().__init__()
         self.model = model
         self.lookahead = lookahead
-        self._runs: list[DraftRun] = []  # not in `stats` yet
+        self._runs = Runs()
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
         able = [(w, own) for w in works if wants_draft(w) and (own := self.model.state_of(w, works))]
         if not able:
             return super().propose(works)
         written, run = write_drafts(self.model, able)
-        self._runs.append(run)
+        self._runs.add(run)
         proposals = {id(work): proposal for (work, _), proposal in zip(able, written, strict=True)}
         return [proposals.get(id(work), Proposal()) for work in works]
 
@@ -204,9 +225,7 @@ class ModelDrafter(Drafter):
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
         for work, outcome in zip(works, outcomes, strict=True):
             self.model.observe(work, outcome, branched=False)
-        ended = [run for run in self._runs if run.ended.reached]
-        self.stats.busy_seconds += sum(run.seconds for run in ended)
-        self._runs = self._runs[len(ended) :]
+        self.stats.busy_seconds += self._runs.ended_seconds()
 
     def forget(self, sequence: Sequence) -> None:
         self.model.forget(sequence)

@@ -139,7 +139,10 @@ class DraftRun:
 
 
 class DraftRunner:
-    """Runs a draft model over fixed buffers. `lookahead`: maximum draft length.
+    """Runs a draft model over fixed buffers.
+
+    `lookahead`: maximum draft length. `reads`: maximum number of tokens that a run reads of a sequence (None: what a
+    round can decide).
 
     `rejection`: tokens are sampled from the draft's own distributions, which are kept, instead of being chosen with the
     target's noise; `saguaro_c` below 1 then lowers the probability of its likeliest tokens.
@@ -152,6 +155,7 @@ class DraftRunner:
         lookahead: int,
         max_sequences: int,
         max_rows: int,
+        reads: int | None = None,
         widths: Seq[int] = (),
         rejection: bool = False,
         saguaro_c: float = 1.0,
@@ -160,7 +164,7 @@ class DraftRunner:
         self.runner = runner
         self.state = runner.state
         self.lookahead = lookahead
-        self.reads = lookahead + 1  # maximum number of tokens that a run reads of a sequence
+        self.reads = reads or lookahead + 1
         self.max_sequences = max_sequences
         self.max_rows = max_rows
         self.widths = sorted({min(width, RANKS * (lookahead + 1)) for width in widths})  # that have graphs

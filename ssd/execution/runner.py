@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ssd.execution.batch import FEW_QUERIES, Batch, BatchInputs, TileSizes
+from ssd.execution.features import Features
 from ssd.execution.graphs import PREFILL_BUCKETS, BatchGraph, BatchGraphs, row_buckets
 from ssd.execution.state import DeviceBlockTables, SequenceState
 from ssd.models.decoder import Decoder
@@ -48,7 +49,9 @@ class ModelRunner:
         block_size: int,
         max_decode_rows: int,
         scratch_slots: int = 0,
+        tables: DeviceBlockTables | None = None,
     ) -> None:
+        """`tables`: those of another model, whose KV blocks have the same numbers."""
         self.decoder = decoder
         self.state = state
         self.block_size = block_size
@@ -57,7 +60,9 @@ class ModelRunner:
         self.max_decode_rows = max_decode_rows
         self.scratch_slot = num_blocks * block_size  # first of the KV slots outside of the pool's blocks
         self.kv = decoder.make_kv_cache(num_blocks - (-scratch_slots // block_size), block_size)
-        self.tables = DeviceBlockTables(state.num_slots, -(-state.max_positions // block_size), decoder.device)
+        columns = -(-state.max_positions // block_size)
+        self.tables = tables or DeviceBlockTables(state.num_slots, columns, decoder.device)
+        self.features: Features | None = None  # that an EAGLE head reads
         self.graphs: BatchGraphs | None = None  # of decode-size batches
         self.prefill_graphs: BatchGraphs | None = None
         self._last_inputs: tuple[tuple[int, ...], BatchInputs] | None = None  # on a CPU, with their sizes
@@ -165,8 +170,14 @@ class ModelRunner:
     def _compute(self, inputs: BatchInputs) -> torch.Tensor:
         tables = self.tables.tensor
         inputs.prepare(self.state, tables, self.block_size)
+        batch = inputs.device_batch(tables)
         with torch.inference_mode():
-            return self.decoder(inputs.device_batch(tables), self.kv)
+            if self.features is None:
+                return self.decoder(batch, self.kv)
+            buffer = self.features.buffer(inputs.rows)
+            logits = self.decoder(batch, self.kv, self.features.by_layer(buffer))
+            self.features.store(inputs, batch, buffer)
+            return logits
 
     def tile_sizes(self) -> TileSizes:
         ops, heads = self.decoder.ops, self.decoder.layers[0].heads

@@ -97,6 +97,8 @@ class Target:
         """Writes a sequence, which has just got a slot, to the SequenceState."""
         self.state.admit(sequence.slot, sequence)
         self.runner.tables.reset(sequence.slot)
+        if self.runner.features is not None:
+            self.runner.features.admit(sequence.slot, sequence.kv.num_computed)
 
     @torch.inference_mode()
     def launch(self, works: Seq[Work], settle: Hook = _nothing, prepare: Hook = _nothing) -> Verification:

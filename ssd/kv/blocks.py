@@ -29,12 +29,17 @@ class BlockTable:
 
 
 class BlockPool:
-    """A fixed number of KV blocks, shared by reference count, with an exact prefix cache."""
+    """A fixed number of KV blocks, shared by reference count, with an exact prefix cache.
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+    `recomputed`: tokens at the end of a cached prefix that are computed again (the same KV is written once more), for
+    what else a forward pass gives.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, recomputed: int = 0) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
+        self.recomputed = recomputed
         self._users = [0] * num_blocks
         self._unused: OrderedDict[int, None] = OrderedDict((b, None) for b in range(num_blocks))  # LRU order
         self._entries: dict[_Key, tuple[int, int]] = {}  # key -> (block, entry number)
@@ -49,7 +54,7 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def attach_prefix(self, table: BlockTable, tokens: Seq[int]) -> int:
-        """Gives an empty table the longest cached prefix of `tokens`; returns how many tokens that covers.
+        """Gives an empty table the longest cached prefix of `tokens`; returns how many tokens need not be computed.
 
         At least one token is always left to compute, because its logits are needed.
         """
@@ -63,7 +68,7 @@ class BlockPool:
             self._use(block)
             table.blocks.append(block)
             table.entries.append(entry)
-        table.num_computed = len(table.blocks) * self.block_size
+        table.num_computed = max(0, len(table.blocks) * self.block_size - self.recomputed)
         return table.num_computed
 
     def grow(self, table: BlockTable, num_tokens: int) -> bool:

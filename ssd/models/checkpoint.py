@@ -82,7 +82,7 @@ class HFCheckpoint:
 
     def weights(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         files = weight_files(self.path)
-        for name, tensor in _read_to_gpu(files, device) if device.type == "cuda" else _read_safetensors(files):
+        for name, tensor in _read_to_gpu(files, device) if device.type == "cuda" else read_safetensors(files):
             yield name, tensor.to(device, dtype)
 
     def tokenizer(self) -> Tokenizer:
@@ -146,10 +146,10 @@ def _regular(files: list[Path]) -> list[Path]:
     return files
 
 
-def _read_safetensors(files: Seq[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+def read_safetensors(files: Seq[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     """One tensor in memory at a time."""
     for file in files:
-        with _whole(file), safe_open(file, framework="pt", device="cpu") as tensors:
+        with whole(file), safe_open(file, framework="pt", device="cpu") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (a file handle, not a mapping)
                 yield name, tensors.get_tensor(name)
 
@@ -159,19 +159,19 @@ def _read_to_gpu(files: Seq[Path], device: torch.device) -> Iterator[tuple[str, 
     stored: list[StoredTensor] = []
     others = []
     for file in files:
-        with _whole(file), safe_open(file, framework="pt", device="cpu"):  # validates the header
+        with whole(file), safe_open(file, framework="pt", device="cpu"):  # validates the header
             found = stored_tensors(file)
         if found is None:
             others.append(file)
         else:
             stored += found
-    with _whole(files[0].parent):
+    with whole(files[0].parent):
         yield from read_tensors(stored, device)
-    yield from _read_safetensors(others)
+    yield from read_safetensors(others)
 
 
 @contextmanager
-def _whole(file: Path) -> Iterator[None]:
+def whole(file: Path) -> Iterator[None]:
     """Errors of reading it, in the project's words."""
     try:
         yield
@@ -181,7 +181,7 @@ def _whole(file: Path) -> Iterator[None]:
 
 def _stored_dtype(file: Path, default: str) -> str:
     """The dtype of the first tensor, for a config.json without one."""
-    for _, tensor in _read_safetensors([file]):
+    for _, tensor in read_safetensors([file]):
         name = str(tensor.dtype).removeprefix("torch.")
         return name if name in DTYPES else default
     return default

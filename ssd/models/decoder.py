@@ -6,7 +6,7 @@ A batch of query tokens in, logits out. Knows nothing of requests, schedulers or
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -39,16 +39,20 @@ class Vector:
 
 
 class DecoderLayer:
-    """Attention and gated MLP, each behind an RMS norm and added to the residual stream."""
+    """Attention and gated MLP, each behind an RMS norm and added to the residual stream.
 
-    def __init__(self, config: DecoderConfig, ops: Ops, tp: TensorParallel) -> None:
+    `width`: of what q, k and v are computed from, where that is not the residual stream.
+    """
+
+    def __init__(self, config: DecoderConfig, ops: Ops, tp: TensorParallel, width: int | None = None) -> None:
         c = config
         self.ops = ops
         self.eps = c.rms_eps
         self.heads = HeadShape(tp.share(c.num_heads, "num_heads"), tp.share(c.num_kv_heads, "num_kv_heads"), c.head_dim)
         q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         self.input_norm = Vector(c.hidden_size)
-        self.qkv = ColumnLinear(ops, tp, {"q_proj": q, "k_proj": kv, "v_proj": kv}, c.hidden_size, bias=c.qkv_bias)
+        parts = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        self.qkv = ColumnLinear(ops, tp, parts, width or c.hidden_size, bias=c.qkv_bias)
         self.q_norm = Vector(c.head_dim) if c.qk_norm else None
         self.k_norm = Vector(c.head_dim) if c.qk_norm else None
         self.output = RowLinear(ops, tp, {"o_proj": c.hidden_size}, q, bias=c.output_bias)
@@ -87,12 +91,23 @@ class DecoderLayer:
 
         They are added by the RMS norm that follows, in the same kernel.
         """
-        qkv = self.qkv(self.ops.rms_norm(x, self.input_norm.value, self.eps, residual))
+        normed = self.ops.rms_norm(x, self.input_norm.value, self.eps, residual)
         residual = x if residual is None else residual
-        q = self.ops.rope_and_store(qkv, batch, rope, self.heads, k_cache, v_cache)
+        return self.after_norm(normed, residual, batch, rope, k_cache, v_cache), residual
+
+    def after_norm(
+        self,
+        normed: torch.Tensor,
+        residual: torch.Tensor,
+        batch: DeviceBatch,
+        rope: Rope,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        """The layer after its first norm; adds the attention's output to `residual` and returns the MLP's."""
+        q = self.ops.rope_and_store(self.qkv(normed), batch, rope, self.heads, k_cache, v_cache)
         x = self.output(self.ops.attention(q, batch, self.heads, k_cache, v_cache))
-        hidden = self.gate_up(self.ops.rms_norm(x, self.mlp_norm.value, self.eps, residual))
-        return self.down(hidden), residual
+        return self.down(self.gate_up(self.ops.rms_norm(x, self.mlp_norm.value, self.eps, residual)))
 
 
 class Decoder:
@@ -124,15 +139,18 @@ class Decoder:
         self._ropes: list[Rope] = []
         self.step: PersistentStep | None = None  # of a draft, for small batches
 
+    def holders(self) -> Iterator[tuple[str, Linear | Vector]]:
+        """Checkpoint prefix of every parameter holder."""
+        yield from (("", self.embedding), ("model.norm", self.norm))
+        for i, layer in enumerate(self.layers):
+            yield from ((f"model.layers.{i}.{prefix}", holder) for prefix, holder in layer.modules())
+        if self.head is not self.embedding:
+            yield "", self.head
+
     def parameters(self) -> dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], None]]]:
         """Every checkpoint tensor of this decoder: its full shape, and the layer that loads it."""
-        holders: list[tuple[str, Linear | Vector]] = [("", self.embedding), ("model.norm", self.norm)]
-        for i, layer in enumerate(self.layers):
-            holders += [(f"model.layers.{i}.{prefix}", holder) for prefix, holder in layer.modules()]
-        if self.head is not self.embedding:
-            holders.append(("", self.head))
         wanted: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], None]]] = {}
-        for prefix, holder in holders:
+        for prefix, holder in self.holders():
             for name, shape in holder.shapes().items():
                 full = f"{prefix}.{name}" if prefix else name
                 wanted[full] = (shape, lambda tensor, holder=holder, name=name: holder.load(name, tensor))  # type: ignore[misc]
@@ -177,13 +195,21 @@ class Decoder:
         heads = self.layers[0].heads
         return 2 * len(self.layers) * heads.num_kv_heads * heads.head_dim * self.dtype.itemsize
 
-    def __call__(self, batch: DeviceBatch, kv: KVCache) -> torch.Tensor:
-        """Float32 logits of the batch's logit rows. Runs as many layers as `kv` has."""
-        if self.step is not None and self.step.takes(batch):
+    def __call__(
+        self, batch: DeviceBatch, kv: KVCache, features: Mapping[int, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Float32 logits of the batch's logit rows. Runs as many layers as `kv` has.
+
+        `features`: by number of layers, where to write the hidden states after so many of them.
+        """
+        if features is None and self.step is not None and self.step.takes(batch):
             return self.step(batch)
+        wanted = features or {}
         x, residual = self.embedding.embed(batch.token_ids), None
-        for layer, rope, (k_cache, v_cache) in zip(self.layers, self._ropes, kv, strict=False):
+        for done, (layer, rope, (k_cache, v_cache)) in enumerate(zip(self.layers, self._ropes, kv, strict=False), 1):
             x, residual = layer(x, residual, batch, rope, k_cache, v_cache)
+            if done in wanted:
+                torch.add(x, residual, out=wanted[done])
         if batch.logit_rows is not None:
             x, residual = x[batch.logit_rows], residual[batch.logit_rows] if residual is not None else None
         return self.head.logits(self.ops.rms_norm(x, self.norm.value, self.config.rms_eps, residual))

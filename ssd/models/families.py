@@ -143,6 +143,8 @@ def decoder_config(raw: Raw) -> DecoderConfig:
     check_fields(raw, _FIELDS, _WHERE)
     name = _architecture(raw)
     family = FAMILIES.get(name)
+    if is_eagle(raw):
+        raise UnsupportedModel(f"architectures={shown(name)}: an EAGLE head is no model; use it as a speculation draft")
     if family is None:
         raise UnsupportedModel(f"architectures={shown(name)}: ssd runs {', '.join(FAMILIES)}")
     if raw.get("quantization_config"):
@@ -157,6 +159,12 @@ def decoder_config(raw: Raw) -> DecoderConfig:
     config = family(raw)
     check_shape(config)
     return config
+
+
+def is_eagle(raw: Raw) -> bool:
+    """Whether a config.json is that of an EAGLE head, of any version."""
+    names = f"{raw.get('speculators_model_type')} {raw.get('architectures')}"
+    return "draft_vocab_size" in raw or "eagle" in names.lower()
 
 
 def _architecture(raw: Raw) -> str:

@@ -9,9 +9,12 @@ from typing import Final
 
 from ssd.errors import ConfigError, ModelNotFound, UnsupportedModel
 from ssd.models.checkpoint import Checkpoint, HFCheckpoint
+from ssd.models.eagle import EagleCheckpoint
+from ssd.models.families import is_eagle
 from ssd.models.gguf import GGUFCheckpoint
 from ssd.models.graft import GraftCheckpoint
 from ssd.models.hub import is_hub_id, snapshot_in, snapshot_of
+from ssd.text.json_file import read_json
 
 BUNDLE: Final = Path(__file__).parents[1] / "bundle"  # the small models that come with the package
 GRAFT_PREFIX: Final = "graft:"
@@ -30,13 +33,30 @@ def open_checkpoint(model: str | os.PathLike[str], field: str = "model") -> Chec
         if not base:
             raise ConfigError(f"{field}={name!r}: write graft:BASE@SHAPE, such as graft:tiny-llama@llama-3.1-8b")
         return open_graft(base, shape, field)
-    path = BUNDLE / name if name in bundled_models() else Path(model).expanduser()
-    if path.is_file():
-        return _open_file(path)
+    path = _path(name)
+    return _open_file(path) if path.is_file() else HFCheckpoint.open(_directory(name, field))
+
+
+def open_eagle(draft: str, field: str = "speculation draft") -> EagleCheckpoint | None:
+    """Opens an EAGLE head (bundled, a directory or a hub id); None if `draft` is something else."""
+    if draft.startswith(GRAFT_PREFIX) or _path(draft).is_file():
+        return None
+    folder = _directory(draft, field)
+    config = folder / "config.json"
+    return EagleCheckpoint.open(folder) if config.is_file() and is_eagle(read_json(config)) else None
+
+
+def _path(name: str) -> Path:
+    return BUNDLE / name if name in bundled_models() else Path(name).expanduser()
+
+
+def _directory(name: str, field: str) -> Path:
+    """That of a bundled model, a path or a hub id."""
+    path = _path(name)
     if path.is_dir():
-        return HFCheckpoint.open(_inside_cache_entry(path))
+        return _inside_cache_entry(path)
     if is_hub_id(name):
-        return HFCheckpoint.open(snapshot_of(name, field))
+        return snapshot_of(name, field)
     close = get_close_matches(name, bundled_models(), n=1)
     raise ModelNotFound(
         f"{field}={name!r}: no such directory or .gguf file, and not a hub id of the form org/name; "

@@ -53,6 +53,21 @@ def test_a_prefix_is_shared_by_block() -> None:
     pool.check([first, second])
 
 
+def test_the_end_of_a_prefix_is_computed_again_where_it_has_to_be() -> None:
+    """Catches a pool that drops a cached block, enters it twice, or counts below zero."""
+    pool = BlockPool(8, SIZE, recomputed=1)
+    first = computed(pool, range(10))
+    second = BlockTable()
+    assert pool.attach_prefix(second, [*range(8), 99]) == 7 == second.num_computed
+    assert second.blocks == first.blocks[:2]
+    assert pool.grow(second, 9)
+    second.num_computed = 9
+    pool.commit(second, [*range(8), 99])
+    assert second.entries == first.entries
+    assert cached_tokens(pool, [5, 6, 7]) == 0
+    pool.check([first, second])
+
+
 def test_the_key_is_the_whole_prefix_not_the_block() -> None:
     """Catches a cache keyed by a block's own tokens: the same block behind another prefix has another KV."""
     pool = BlockPool(8, SIZE)

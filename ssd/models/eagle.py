@@ -1,0 +1,261 @@
+"""EAGLE-3 draft heads: one decoder layer that reads hidden states of the target beside the tokens.
+
+A *feature* of a position is the target's hidden states after three of its layers, side by side; `fuse` makes them as
+wide as the head. The head's input at position p is the token there and the fused feature of p - 1, so position 0 has
+none. After its first token it reads its own hidden states in their place. Its vocabulary is a part of the target's.
+
+Loads the layouts of the EAGLE authors and SpecForge (`midlayer.*`), and of speculators (`layers.0.*`). Knows nothing of
+sequences, KV blocks or drafting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import safe_open
+
+from ssd.errors import ConfigError, UnsupportedModel
+from ssd.kernels.ops import DeviceBatch, Ops
+from ssd.kernels.reference import ReferenceOps
+from ssd.layers.linear import ColumnLinear, Embedding, Linear
+from ssd.models.checkpoint import read_safetensors, weight_files, whole
+from ssd.models.config import DecoderConfig
+from ssd.models.decoder import Decoder, DecoderLayer, KVCache, Vector
+from ssd.models.families import decoder_config
+from ssd.models.fields import FLAG, LIST, OBJECT, TEXT, VOCABULARY, WIDTH, Field, check_fields, shown
+from ssd.parallel.tensor import TensorParallel
+from ssd.text.json_file import read_json
+
+_FIELDS: Final[Mapping[str, Field]] = {
+    "architectures": LIST,
+    "speculators_model_type": TEXT,
+    "transformer_layer_config": OBJECT,
+    "eagle_config": OBJECT,
+    "eagle_aux_hidden_state_layer_ids": LIST,
+    "draft_vocab_size": VOCABULARY,
+    "target_hidden_size": WIDTH,
+    "norm_before_residual": FLAG,
+    "norm_before_fc": FLAG,
+}
+_MAPS: Final = ("d2t", "t2d")
+_OLD_PREFIX, _PREFIX = "midlayer.", "layers.0."
+
+
+@dataclass(frozen=True)
+class EagleConfig(DecoderConfig):
+    """A head's one layer and what is around it. `vocab_size` is the target's."""
+
+    draft_vocab_size: int = 0
+    target_hidden_size: int = 0
+    feature_layers: tuple[int, ...] = ()  # numbers of layers after which hidden states are taken; (): the default
+    norm_before_residual: bool = False  # the residual stream begins with the normed hidden states
+    fc_bias: bool = False
+    own_embedding: bool = False  # False: it uses the target's
+
+    def for_target(self, target: DecoderConfig) -> EagleConfig:
+        """The head's config with the layers that are its features; ConfigError if it does not fit the target."""
+        layers = self.feature_layers or (2, target.num_layers // 2, target.num_layers - 3)
+        if self.vocab_size != target.vocab_size:
+            raise _misfit("vocab_size", self.vocab_size, target.vocab_size)
+        if self.target_hidden_size != target.hidden_size:
+            raise _misfit("target_hidden_size", self.target_hidden_size, target.hidden_size)
+        if not self.own_embedding and self.hidden_size != target.hidden_size:
+            raise ConfigError(
+                f"the EAGLE head has hidden_size={self.hidden_size}, the target {target.hidden_size}, and its file no "
+                "embed_tokens.weight: use a head with an embedding of its own"
+            )
+        if len(set(layers)) < len(layers) or not all(1 <= layer <= target.num_layers for layer in layers):
+            raise ConfigError(
+                f"the EAGLE head reads hidden states after the layers {layers}, which must be different numbers from 1 "
+                f"to {target.num_layers}: set eagle_aux_hidden_state_layer_ids in its config.json"
+            )
+        return replace(self, feature_layers=layers)
+
+
+def _misfit(field: str, own: int, target: int) -> ConfigError:
+    return ConfigError(
+        f"the EAGLE head has {field}={own}, the target {target}: use the head that was trained for this model"
+    )
+
+
+class EagleLayer(DecoderLayer):
+    """A decoder layer whose q, k and v read the embedding and the hidden states, each behind a norm of its own."""
+
+    def __init__(self, config: EagleConfig, ops: Ops, tp: TensorParallel) -> None:
+        super().__init__(config, ops, tp, width=2 * config.hidden_size)
+        self.hidden_norm = Vector(config.hidden_size)
+
+    def modules(self) -> Iterator[tuple[str, Linear | Vector]]:
+        yield from super().modules()
+        yield "hidden_norm", self.hidden_norm
+
+    def norms(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The input of q, k and v, and its second half: the normed hidden states."""
+        normed = self.ops.rms_norm(hidden, self.hidden_norm.value, self.eps)
+        return torch.cat((self.ops.rms_norm(embedded, self.input_norm.value, self.eps), normed), dim=1), normed
+
+
+class EagleHead(Decoder):
+    """The head. `load` it, and give it `hidden`, before use.
+
+    A call takes the hidden states before its tokens from the first rows of `hidden`, and leaves its own there. Its
+    logits are those of the target's vocabulary, -inf for tokens that it does not have.
+    """
+
+    hidden: torch.Tensor  # [rows, hidden_size]
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        ops: Ops,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_positions: int,
+        embedding: Embedding | None = None,
+    ) -> None:
+        """`embedding`: the target's."""
+        super().__init__(config, ops, device=device, dtype=dtype, max_positions=max_positions)
+        tp, width = TensorParallel(), config.hidden_size
+        self.eagle = config
+        self.layer = EagleLayer(config, ops, tp)
+        self.layers = [self.layer]
+        inputs = (len(config.feature_layers) or 3) * config.target_hidden_size
+        self.fc = ColumnLinear(ops, tp, {"fc": width}, inputs, bias=config.fc_bias)
+        self._own = Embedding(ops, tp, {"embed_tokens": config.vocab_size}, width, embedding=True)
+        self.embedding = self._own if embedding is None or config.own_embedding else embedding
+        self.head = Embedding(ops, tp, {"lm_head": config.draft_vocab_size}, width, head=True)
+        self._target_ids: torch.Tensor | None = None  # of the tokens in the draft vocabulary
+
+    def holders(self) -> Iterator[tuple[str, Linear | Vector]]:
+        yield from (("", self.fc), ("norm", self.norm), ("", self.head))
+        if self.eagle.own_embedding:
+            yield "", self._own
+        yield from ((_PREFIX + prefix, holder) for prefix, holder in self.layer.modules())
+
+    def map_tokens(self, target_ids: torch.Tensor | None) -> None:
+        """`target_ids`: the target's ids of the draft vocabulary; None: they are the same."""
+        self._target_ids = None if target_ids is None else target_ids.to(self.device)
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        return self.fc(features)
+
+    def store(self, batch: DeviceBatch, hidden: torch.Tensor, kv: KVCache) -> None:
+        """Writes K and V of tokens with the hidden states before them, and computes nothing else."""
+        joined, _ = self.layer.norms(self.embedding.embed(batch.token_ids), hidden)
+        self.ops.rope_and_store(self.layer.qkv(joined), batch, self._ropes[0], self.layer.heads, *kv[0])
+
+    def __call__(
+        self, batch: DeviceBatch, kv: KVCache, features: Mapping[int, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Float32 logits of all rows."""
+        hidden = self.hidden[: len(batch.token_ids)]
+        joined, normed = self.layer.norms(self.embedding.embed(batch.token_ids), hidden)
+        residual = normed if self.eagle.norm_before_residual else hidden
+        x = self.layer.after_norm(joined, residual, replace(batch, first=1), self._ropes[0], *kv[0])
+        x = self.ops.rms_norm(x, self.norm.value, self.config.rms_eps, residual)  # residual: now its hidden states
+        if residual is not hidden:
+            hidden.copy_(residual)
+        logits = self.head.logits(x)
+        if self._target_ids is None:
+            return logits
+        full = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)
+        return full.index_copy_(1, self._target_ids, logits)
+
+
+def eagle_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that is loaded for a head of this config (of speculators' layout), but for the token maps."""
+    outline = EagleHead(config, ReferenceOps(), device=torch.device("cpu"), dtype=torch.float32, max_positions=1)
+    return {name: shape for name, (shape, _) in outline.parameters().items()}
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EagleCheckpoint:
+    """A directory with a head: config.json and safetensors. The tokenizer is the target's."""
+
+    path: Path
+    config: EagleConfig
+    note: str = ""
+
+    @classmethod
+    def open(cls, path: Path) -> EagleCheckpoint:
+        try:
+            shapes = _stored_shapes(path)
+            return cls(path, eagle_config(read_json(path / "config.json"), shapes))
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{path}: {error}") from None
+
+    def weights(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter under its name in speculators' layout."""
+        for name, tensor in read_safetensors(weight_files(self.path)):
+            if name not in _MAPS:
+                yield _modern(name), tensor.to(device, dtype)
+
+    def target_ids(self) -> torch.Tensor | None:
+        """The target's ids of the draft vocabulary; None: it has no map."""
+        stored = (tensor for name, tensor in read_safetensors(weight_files(self.path)) if name == "d2t")
+        offsets, size, total = next(stored, None), self.config.draft_vocab_size, self.config.vocab_size
+        if offsets is None and size == total:
+            return None
+        ids = None
+        if offsets is not None and offsets.shape == (size,):
+            ids = torch.arange(size, device=offsets.device) + offsets.long()
+        if ids is None or int(ids.min()) < 0 or int(ids.max()) >= total or len(set(ids.tolist())) < size:
+            raise UnsupportedModel(
+                f"{self.path}: d2t has to map {size} draft tokens to different ones of {total}: download it again"
+            )
+        return ids
+
+
+def eagle_config(raw: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> EagleConfig:
+    """From a config.json of either layout, and the shapes of the stored tensors under speculators' names."""
+    check_fields(raw, _FIELDS, "config.json")
+    for name in ("fc.weight", "layers.0.hidden_norm.weight", "lm_head.weight"):
+        if name not in shapes:
+            raise UnsupportedModel(f"{name} is missing: ssd runs EAGLE-3 heads, not those of EAGLE 1 and 2")
+    if raw.get("norm_before_fc"):
+        raise UnsupportedModel("norm_before_fc=true: ssd runs heads whose fc reads the hidden states as they are")
+    layer = dict(raw.get("transformer_layer_config") or raw)
+    if layer.get("num_hidden_layers", 1) != 1:
+        raise UnsupportedModel(f"num_hidden_layers={shown(layer['num_hidden_layers'])}: ssd runs heads of one layer")
+    layer |= {"architectures": None, "model_type": layer.get("model_type") or "llama", "num_hidden_layers": 1}
+    layer.pop("draft_vocab_size", None)
+    decoder = decoder_config(layer)
+    layers, fc_inputs = _feature_layers(raw), (shapes["fc.weight"] or (0,))[-1]
+    return EagleConfig(
+        **asdict(decoder) | {"rope": decoder.rope, "family": "eagle3", "tie_embeddings": False},
+        draft_vocab_size=raw.get("draft_vocab_size") or decoder.vocab_size,
+        target_hidden_size=raw.get("target_hidden_size") or fc_inputs // (len(layers) or 3),
+        feature_layers=layers,
+        norm_before_residual=bool(raw.get("norm_before_residual", False)),
+        fc_bias="fc.bias" in shapes,
+        own_embedding="embed_tokens.weight" in shapes,
+    )
+
+
+def _feature_layers(raw: Mapping[str, Any]) -> tuple[int, ...]:
+    """Counted as speculators and vLLM do, from the embedding. SpecForge's `eagle_config` names layers, from 0."""
+    nested = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    ids = raw.get("eagle_aux_hidden_state_layer_ids") or nested or []
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 1 << 16 for i in ids):
+        raise UnsupportedModel(f"eagle_aux_hidden_state_layer_ids={shown(ids)}: expected a list of layer numbers")
+    return tuple(ids) if raw.get("eagle_aux_hidden_state_layer_ids") else tuple(i + 1 for i in ids)
+
+
+def _modern(name: str) -> str:
+    return _PREFIX + name.removeprefix(_OLD_PREFIX) if name.startswith(_OLD_PREFIX) else name
+
+
+def _stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for file in weight_files(path):
+        with whole(file), safe_open(file, framework="pt", device="cpu") as tensors:
+            found |= {_modern(name): tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    return found

@@ -1,0 +1,166 @@
+"""SD with an EAGLE head writes what plain decoding writes, and its drafts are those of a plain implementation.
+
+The latter holds only if every K and V of the head, and every feature that it begins from, is the right one: after
+chunked prompts, with prefixes from the cache, at block borders, after preemptions and rejected drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TestModel, ragged_prompts
+from eagle_heads import Head, make_head
+from fakes import wait_until_idle
+
+from ssd import LLM, SamplingParams
+from ssd.core import Work
+from ssd.drafting.eagle import EagleDrafter
+from ssd.drafting.runner import DraftRunner
+
+PROMPTS = ragged_prompts(10, longest=40)
+FEW = (3, 17, 60, 101, 222)  # tokens that requests are limited to, so that drafts of a random head are accepted, too
+Answers = list[tuple[Any, ...]]
+
+
+@pytest.fixture(scope="module", params=["llama-tied", "qwen3"])
+def target(request: pytest.FixtureRequest, make_model: Callable[[str], TestModel]) -> TestModel:
+    return make_model(request.param)
+
+
+@pytest.fixture(scope="module")
+def head(target: TestModel, tmp_path_factory: pytest.TempPathFactory) -> Head:
+    head = make_head(target, tmp_path_factory.mktemp("head"))
+    ids = torch.arange(200) + head.weights["d2t"]
+    assert len(set(FEW) & set(ids.tolist())) > 1
+    return head
+
+
+def params(i: int, new_tokens: int = 24) -> SamplingParams:
+    """Greedy and sampled, within a few tokens or not."""
+    bias = dict.fromkeys(FEW, 100.0) if i % 2 else {}
+    return SamplingParams(
+        temperature=(0.0, 0.0, 0.8, 1.2)[i % 4],
+        top_p=(1.0, 0.9)[i % 2],
+        seed=i,
+        logit_bias=bias,
+        max_new_tokens=new_tokens - i,
+        ignore_eos=True,
+    )
+
+
+PARAMS = [params(i) for i in range(len(PROMPTS))]
+
+
+def answers(llm: LLM) -> Answers:
+    outputs = llm.generate(PROMPTS, PARAMS)
+    wait_until_idle(llm.driver)
+    assert llm.engine.metrics.drafter_failures == 0
+    llm.engine.check()
+    return [(output.token_ids, output.finish_reason) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def alone(target: TestModel) -> Iterator[Answers]:
+    with LLM(target.path, device="cpu", prefix_caching=False, max_num_seqs=1) as llm:
+        yield answers(llm)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "one at a time": {"max_num_seqs": 1, "block_size": 4},
+    "together": {},
+    "no prefix cache": {"prefix_caching": False, "max_num_seqs": 4},
+    "chunked prompts": {"max_num_seqs": 3, "max_num_batched_tokens": 7, "block_size": 4},
+    "preempted": {"max_num_seqs": 6, "block_size": 4, "num_kv_blocks": 20, "max_model_len": 72},
+}
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 6])
+def test_every_k_writes_what_plain_decoding_writes(target: TestModel, head: Head, alone: Answers, k: int) -> None:
+    options = list(OPTIONS.values())[k % len(OPTIONS)]
+    with LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": head.path, "k": k}, **options) as llm:
+        assert answers(llm) == alone
+        counts = llm.engine.metrics
+        assert 0 < counts.spec_decode_num_accepted_tokens < counts.spec_decode_num_draft_tokens
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_drafts_are_those_of_a_plain_implementation(
+    target: TestModel, head: Head, alone: Answers, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of greedy requests: every draft of every round."""
+    k, seen = 3, list[tuple[tuple[int, ...], list[int]]]()
+    observe = EagleDrafter.observe
+
+    def spy(self: EagleDrafter, works: list[Work], outcomes: Any, seconds: float) -> None:
+        for work, outcome in zip(works, outcomes, strict=True):
+            if outcome is not None and outcome.draft and work.sequence.params.greedy:
+                tokens = work.sequence.tokens
+                before = tokens[: len(tokens) - len(outcome.token_ids)]
+                bias = work.sequence.params.logit_bias
+                expected = head.draft(before, len(outcome.draft), FEW if bias else None)[0]
+                seen.append((outcome.draft, expected))
+        observe(self, works, outcomes, seconds)
+
+    monkeypatch.setattr(EagleDrafter, "observe", spy)
+    with LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": head.path, "k": k}, **OPTIONS[case]) as llm:
+        assert answers(llm) == alone
+        if case == "preempted":
+            assert llm.engine.metrics.num_preemptions > 0
+        elif case in ("one at a time", "chunked prompts"):
+            assert llm.engine.metrics.cached_prompt_tokens > 0
+    assert len(seen) > 20
+    assert [list(draft) for draft, _ in seen] == [expected for _, expected in seen]
+
+
+@pytest.mark.parametrize("quantization", ["int8", None])
+def test_a_controller_and_quantised_heads_change_no_token(
+    target: TestModel, head: Head, alone: Answers, quantization: str | None
+) -> None:
+    """k="auto" skips rounds: what they decide has KV of the head all the same."""
+    speculation = {"mode": "sd", "draft": head.path, "k": "auto", "draft_quantization": quantization}
+    with LLM(target.path, device="cpu", max_num_seqs=4, speculation=speculation) as llm:
+        assert answers(llm) == alone
+
+
+def test_the_rejection_rule_gets_distributions_over_the_targets_vocabulary(
+    target: TestModel, head: Head, alone: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens outside of the draft vocabulary have probability 0; greedy requests get the same text."""
+    kept: list[torch.Tensor] = []
+    distributions = DraftRunner.distributions
+
+    def spy(self: DraftRunner, *args: int) -> torch.Tensor:
+        kept.append(distributions(self, *args))
+        return kept[-1]
+
+    monkeypatch.setattr(DraftRunner, "distributions", spy)
+    speculation = {"mode": "sd", "draft": head.path, "k": 4, "acceptance": "rejection"}
+    with LLM(target.path, device="cpu", max_num_seqs=4, speculation=speculation) as llm:
+        found = answers(llm)
+    greedy = [i for i, each in enumerate(PARAMS) if each.greedy]
+    assert [found[i] for i in greedy] == [alone[i] for i in greedy]
+    q = torch.cat(kept)
+    assert torch.allclose(q.sum(-1), torch.ones(len(q), dtype=q.dtype))
+    assert not q[:, ~head.weights["t2d"]].any()
+
+
+def test_aborted_requests_leave_nothing_behind(target: TestModel, head: Head, alone: Answers) -> None:
+    """Their slots and blocks go to others, whose drafts begin afresh."""
+    speculation = {"mode": "sd", "draft": head.path, "k": 4}
+    with LLM(target.path, device="cpu", max_num_seqs=2, block_size=4, speculation=speculation) as llm:
+        for prompt in PROMPTS[:4]:
+            stream = llm.stream(prompt, SamplingParams(max_new_tokens=40, ignore_eos=True))
+            next(stream)
+            stream.close()
+        assert answers(llm) == alone
+
+
+def test_engines_without_a_head_compute_no_features(target: TestModel, tmp_path: Path) -> None:
+    with LLM(target.path, device="cpu") as llm:
+        runner: Any = llm.engine.round.target
+        assert runner.runner.features is None
+        assert llm.engine.scheduler.pool.recomputed == 0

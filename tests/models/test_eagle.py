@@ -1,0 +1,119 @@
+"""EAGLE-3 heads: the same numbers as a plain implementation, in both layouts; heads that do not fit are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TestModel
+from eagle_heads import Layout, make_head
+
+from ssd import LLM, SamplingParams
+from ssd.drafting.eagle import EagleDrafter
+from ssd.errors import ConfigError, SSDError, UnsupportedModel
+from ssd.models.eagle import EagleHead
+
+K = 5
+TOKENS = [3, 141, 59, 265, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 288, 41, 97, 169, 39, 93]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "options"),
+    [
+        ("llama-tied", "eagle", {}),
+        ("qwen3", "eagle", {"fc_bias": True}),
+        ("qwen3", "speculators", {"norm_before_residual": True, "own_embedding": True, "hidden_size": 48}),
+        ("llama3-scaled", "speculators", {"own_embedding": True}),
+    ],
+)
+def test_hidden_states_and_logits_are_those_of_a_plain_implementation(
+    make_model: Callable[[str], TestModel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    layout: Layout,
+    options: dict[str, Any],
+) -> None:
+    """Features of three layers, fused; the first step from them and the next from the head's own states."""
+    target = make_model(kind)
+    head = make_head(target, tmp_path / "head", layout, **options)
+    tokens, logits, states = head.draft(TOKENS, K)
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    call = EagleHead.__call__
+
+    def spy(self: EagleHead, *args: Any) -> torch.Tensor:
+        found = call(self, *args)
+        seen.append((found[0].clone(), self.hidden[0].clone()))
+        return found
+
+    monkeypatch.setattr(EagleHead, "__call__", spy)
+    with LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": head.path, "k": K}) as llm:
+        drafter = llm.engine.round.drafter
+        assert isinstance(drafter, EagleDrafter)
+        llm.engine.round.target.runner.logits_of(TOKENS[:-1], 1)  # type: ignore[attr-defined]
+        drafter.runner.state.append(0, len(TOKENS) - 1, TOKENS[-1:], 0)
+        drafter.runner.write([0], [SamplingParams(temperature=0.0)], K, 1)
+        assert drafter.runner.state.drafts[0].tolist() == tokens
+    for (ours, own_state), theirs, state in zip(seen, logits, states, strict=True):
+        assert torch.equal(ours.isinf(), theirs.isinf())
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(own_state, state, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vocab_size": 4000}, "vocab_size=4000, the target 320: use the head that was trained for this model"),
+        ({"target_hidden_size": 96}, "target_hidden_size=96, the target 64"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]},
+            r"layers \(1, 2, 4\), which must be different numbers from 1 to 3",
+        ),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, "different numbers"),
+        ({"eagle_aux_hidden_state_layer_ids": ["x"]}, "expected a list of layer numbers"),
+        ({"eagle_config": None}, r"layers \(2, 1, 0\)"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers=2: ssd runs heads of one layer"),
+        ({"norm_before_fc": True}, "norm_before_fc=true"),
+        ({"draft_vocab_size": 199}, "d2t has to map 199 draft tokens to different ones of 320"),
+        ({"draft_vocab_size": -1}, "draft_vocab_size=-1"),
+        ({"hidden_size": 96}, "embed_tokens"),
+        ({"intermediate_size": 81}, "proj.weight has shape"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_a_head_that_does_not_fit_is_refused_with_the_reason(
+    make_model: Callable[[str], TestModel], tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    target = make_model("llama-tied")
+    head = make_head(target, tmp_path / "head", changes=changes)
+    with pytest.raises((ConfigError, UnsupportedModel), match=words):
+        LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": head.path})
+
+
+def test_other_uses_of_a_head_are_refused_with_the_reason(
+    make_model: Callable[[str], TestModel], tmp_path: Path
+) -> None:
+    """As a model, in SSD, without features (as heads of EAGLE 1 are), and with a tensor that it would ignore."""
+    target = make_model("llama-tied")
+    head = make_head(target, tmp_path / "head")
+    with pytest.raises(UnsupportedModel, match="an EAGLE head is no model"):
+        LLM(head.path, device="cpu")
+    with pytest.raises(ConfigError, match='use mode="sd"'):
+        LLM(target.path, device="cpu", speculation={"mode": "ssd", "draft": head.path})
+    from safetensors.torch import load_file, save_file
+
+    file = Path(head.path) / "model.safetensors"
+    weights = load_file(file)
+    save_file({**weights, "midlayer.extra.weight": weights["norm.weight"].clone()}, file)
+    with pytest.raises(UnsupportedModel, match=r"layers.0.extra.weight"):
+        LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": head.path})
+    save_file({name: tensor for name, tensor in weights.items() if "hidden_norm" not in name}, file)
+    with pytest.raises(UnsupportedModel, match="not those of EAGLE 1 and 2"):
+        LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": head.path})
+    (Path(head.path) / "config.json").write_text(json.dumps({"draft_vocab_size": 3}), encoding="utf-8")
+    with pytest.raises(SSDError):
+        LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": head.path})
