@@ -187,21 +187,23 @@ class Run:
     """One training run that can be taken up again: weights, optimizers, step and losses are in one file."""
 
     file: Path
-    model: Model
+    model: nn.Module
     steps: int
     rate: float
     step: int = 0
 
     def __post_init__(self) -> None:
-        matrices = [p for n, p in self.model.named_parameters() if p.dim() == 2 and "embed" not in n]
-        others = [p for n, p in self.model.named_parameters() if p.dim() == 1 or "embed" in n]
+        words = ("embed_tokens.weight", "lm_head.weight")
+        matrices = [p for n, p in self.model.named_parameters() if p.dim() == 2 and n not in words]
+        others = [p for n, p in self.model.named_parameters() if p.dim() == 1 or n in words]
         self.optimizers: list[torch.optim.Optimizer] = [
             Muon(matrices, self.rate),
             torch.optim.AdamW(others, lr=self.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
         ]
         self.losses: list[tuple[int, float]] = []
         if self.file.is_file():
-            state = torch.load(self.file, map_location=self.model.rope.device, weights_only=True)
+            device = next(self.model.parameters()).device
+            state = torch.load(self.file, map_location=device, weights_only=True)
             self.model.load_state_dict(state["model"])
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)

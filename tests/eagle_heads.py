@@ -101,6 +101,7 @@ def make_head(
     *,
     hidden_size: int | None = None,
     draft_vocab: int = 200,
+    head_dim: int = 24,
     norm_before_residual: bool = False,
     fc_bias: bool = False,
     own_embedding: bool = False,
@@ -108,7 +109,7 @@ def make_head(
 ) -> Head:
     """Writes a random head for a target of three layers or more; `changes`: to its config.json."""
     model = target.reference.config
-    width, heads, kv_heads, dim, mlp, layers = hidden_size or model.hidden_size, 4, 2, 24, 80, (1, 2, 3)
+    width, heads, kv_heads, dim, mlp, layers = hidden_size or model.hidden_size, 4, 2, head_dim, 80, (1, 2, 3)
     generator = torch.Generator().manual_seed(1)
 
     def randn(*shape: int, around: float = 0.0) -> torch.Tensor:

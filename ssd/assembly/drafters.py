@@ -33,7 +33,6 @@ from ssd.execution.graphs import row_buckets
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
 from ssd.models.checkpoint import Checkpoint
-from ssd.models.config import DecoderConfig
 from ssd.models.decoder import Decoder
 from ssd.models.eagle import EagleCheckpoint
 from ssd.models.open import absolute_path, open_checkpoint, open_eagle
@@ -46,7 +45,7 @@ _WORKER_START_SECONDS = 120.0
 
 
 def open_draft(
-    speculation: SpeculationConfig, target: DecoderConfig, tokenizer: Tokenizer
+    speculation: SpeculationConfig, target: Checkpoint, tokenizer: Tokenizer
 ) -> Checkpoint | EagleCheckpoint | None:
     """The checkpoint of the draft model or head, or None; ConfigError if it does not fit the target."""
     if speculation.draft is None or speculation.draft == NGRAM:
@@ -58,7 +57,7 @@ def open_draft(
                 f"speculation draft={speculation.draft!r} is an EAGLE head, which needs the features of a verification "
                 'before it can go on: use mode="sd", or a draft model'
             )
-        return replace(head, config=head.config.for_target(target))
+        return head.for_target(target)
     checkpoint = open_checkpoint(speculation.draft, "speculation draft")
     difference = tokenizer.difference(checkpoint.tokenizer())
     if difference is not None:

@@ -22,7 +22,7 @@ from ssd.errors import ConfigError, UnsupportedModel
 from ssd.kernels.ops import DeviceBatch, Ops
 from ssd.kernels.reference import ReferenceOps
 from ssd.layers.linear import ColumnLinear, Embedding, Linear
-from ssd.models.checkpoint import read_safetensors, weight_files, whole
+from ssd.models.checkpoint import Checkpoint, read_safetensors, weight_files, whole
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import Decoder, DecoderLayer, KVCache, Vector
 from ssd.models.families import decoder_config
@@ -182,7 +182,6 @@ class EagleCheckpoint:
 
     path: Path
     config: EagleConfig
-    note: str = ""
 
     @classmethod
     def open(cls, path: Path) -> EagleCheckpoint:
@@ -191,6 +190,15 @@ class EagleCheckpoint:
             return cls(path, eagle_config(read_json(path / "config.json"), shapes))
         except UnsupportedModel as error:
             raise UnsupportedModel(f"{path}: {error}") from None
+
+    @property
+    def note(self) -> str:
+        """A caveat to print with every measurement of this head; "" for an ordinary one."""
+        return ""
+
+    def for_target(self, target: Checkpoint) -> EagleCheckpoint:
+        """The head with the layers that are its features; ConfigError if it does not fit the target."""
+        return replace(self, config=self.config.for_target(target.config))
 
     def weights(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter under its name in speculators' layout."""

@@ -38,12 +38,12 @@ from ssd.text.tokenizer import Tokenizer
 # One dimension of the stream holds a constant whose square vanishes beside the others'. Through the final norm and the
 # head it becomes -2^20 / rms on additional tokens, and nothing (or 2^-30 / rms on all, if tied) on real ones.
 _CONSTANT: Final = 2.0**-20
-_CONSTANT_NORM: Final = 2.0**10
-_CONSTANT_HEAD: Final = -(2.0**30)
+CONSTANT_NORM: Final = 2.0**10
+CONSTANT_HEAD: Final = -(2.0**30)
 
 _EMBEDDING, _HEAD, _FINAL_NORM = "model.embed_tokens", "lm_head", "model.norm"
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
-_READERS: Final = (  # tensors that read the normed stream; where the stream is zero, their weights do not matter
+READERS: Final = (  # tensors that read the normed stream; where the stream is zero, their weights do not matter
     "self_attn.q_proj",
     "self_attn.k_proj",
     "self_attn.v_proj",
@@ -72,9 +72,9 @@ class GraftCheckpoint:
         return cls(base, base_name or base.path.resolve().name, SHAPES[shape_name], shape_name)
 
     def __post_init__(self) -> None:
-        obstacle = next(_obstacles(self.base.config, self.shape), None)
+        obstacle = next(obstacles(self.base.config, self.shape), None)
         if obstacle is not None:
-            fitting = [name for name, shape in SHAPES.items() if not any(_obstacles(self.base.config, shape))]
+            fitting = [name for name, shape in SHAPES.items() if not any(obstacles(self.base.config, shape))]
             remedy = f"use a shape that fits: {', '.join(fitting)}" if fitting else "use another base: no shape fits it"
             raise ConfigError(
                 f"{self.base_name} cannot be grafted in the shape of {self.shape_name}: {obstacle}; {remedy}"
@@ -110,14 +110,14 @@ class GraftCheckpoint:
         """Made on the device: only the base's tensors travel there."""
         if dtype == torch.float16:
             raise ConfigError("dtype='float16' cannot hold a graft's factors: use bfloat16 or float32")
-        base, blocks = self._base_weights(device), _blocks(self.base.config, self.config)
+        base, blocks = self._base_weights(device), blocks_of(self.base.config, self.config)
         for name, shape in parameter_shapes(self.config).items():
             part, origin = self._origin(name)
             tensor = torch.zeros(shape, dtype=dtype, device=device)
-            if part in _READERS or (origin is None and len(shape) == 2):
+            if part in READERS or (origin is None and len(shape) == 2):
                 fill_random(tensor, name)
             if origin is not None:
-                _place(base[origin], tensor, *blocks[part])
+                place(base[origin], tensor, *blocks[part])
                 self._add_vocabulary(part, tensor)
             yield name, tensor
 
@@ -147,20 +147,20 @@ class GraftCheckpoint:
         if real == self.config.vocab_size:
             return
         if part == _FINAL_NORM:
-            tensor[-1] = _CONSTANT_NORM
+            tensor[-1] = CONSTANT_NORM
         if part == _EMBEDDING:
             fill_random(tensor[real:], part)
             tensor[:, -1] = _CONSTANT
         if part == _HEAD:
             tensor[:real, -1] = 0.0
         if part == _HEAD or (part == _EMBEDDING and self.config.tie_embeddings):
-            tensor[real:, -1] = _CONSTANT_HEAD
+            tensor[real:, -1] = CONSTANT_HEAD
 
 
 # --- what fits --------------------------------------------------------------------------------------------------------
 
 
-def _obstacles(small: DecoderConfig, big: DecoderConfig) -> Iterator[str]:
+def obstacles(small: DecoderConfig, big: DecoderConfig) -> Iterator[str]:
     """Why `small` cannot be grafted into `big`."""
     if small.family != big.family:
         yield f"the shape's family is {big.family}, the base's is {small.family}"
@@ -203,7 +203,7 @@ class Axis:
         return replace(self, scale=self.scale * factor)
 
 
-def _place(small: torch.Tensor, big: torch.Tensor, rows: Axis, columns: Axis) -> None:
+def place(small: torch.Tensor, big: torch.Tensor, rows: Axis, columns: Axis) -> None:
     """Computed in float32, rounded once. A vector is one row."""
     small, big = small.view(-1, small.shape[-1]), big.view(-1, big.shape[-1])
     device = big.device
@@ -212,14 +212,15 @@ def _place(small: torch.Tensor, big: torch.Tensor, rows: Axis, columns: Axis) ->
     big[rows.target.to(device)[:, None], columns.target.to(device)] = block.to(big.dtype)
 
 
-def _blocks(small: DecoderConfig, big: DecoderConfig) -> dict[str, tuple[Axis, Axis]]:
-    """Rows and columns of the base's tensor in each part of the graft."""
+def blocks_of(small: DecoderConfig, big: DecoderConfig, attended: Axis | None = None) -> dict[str, tuple[Axis, Axis]]:
+    """Rows and columns of the base's tensor in each part of the graft; `attended`: columns of q, k and v, where they do
+    not read the normed stream."""
     scales = copy_scales(big.hidden_size // small.hidden_size)
-    read, written = _same(small.hidden_size), _copies(small.hidden_size, scales)
+    read, written = same(small.hidden_size), _copies(small.hidden_size, scales)
     norm = read.times(1 / scales[0])
-    mlp, vocabulary, one = _same(small.intermediate_size), _same(small.vocab_size), _same(1)
+    mlp, vocabulary, one = same(small.intermediate_size), same(small.vocab_size), same(1)
     return {
-        **_attention_blocks(small, big, read, written),
+        **_attention_blocks(small, big, attended or read, written),
         "input_layernorm": (one, norm),
         "post_attention_layernorm": (one, norm),
         "mlp.gate_proj": (mlp, read),
@@ -238,7 +239,7 @@ def _attention_blocks(
     sharper = math.sqrt(ratio)  # attention divides by the square root of the head size
     scales = copy_scales(ratio) if small.qk_norm else [1]
     positions = _head_positions(small.head_dim, big.head_dim)
-    head, value = _head(positions, scales, small.head_dim), _same(small.head_dim)
+    head, value = _head(positions, scales, small.head_dim), same(small.head_dim)
     norm = Axis(positions[: small.head_dim], value.source, value.scale / scales[0])
     heads, kv_heads = _seats(small, big)
 
@@ -253,8 +254,8 @@ def _attention_blocks(
         "self_attn.k_proj": (kv(head), read),
         "self_attn.v_proj": (kv(value), read),
         "self_attn.o_proj": (written, q(value)),
-        "self_attn.q_norm": (_same(1), norm.times(sharper)),
-        "self_attn.k_norm": (_same(1), norm),
+        "self_attn.q_norm": (same(1), norm.times(sharper)),
+        "self_attn.k_norm": (same(1), norm),
     }
 
 
@@ -275,9 +276,23 @@ def _arange(length: int) -> torch.Tensor:
     return torch.arange(length, dtype=torch.int64, device="cpu")
 
 
-def _same(length: int) -> Axis:
+def same(length: int) -> Axis:
     index = _arange(length)
     return Axis(index, index, torch.ones(length, dtype=torch.float32, device="cpu"))
+
+
+def copies(length: int, wide: int) -> Axis:
+    """Scaled copies in a stream of another width, as a graft writes them."""
+    return _copies(length, copy_scales(wide // length))
+
+
+def side_by_side(axes: Seq[Axis], length: int, wide: int) -> Axis:
+    """Axes of several streams in one, each of them `length` long in the base and `wide` in the graft."""
+    return Axis(
+        torch.cat([axis.target + i * wide for i, axis in enumerate(axes)]),
+        torch.cat([axis.source + i * length for i, axis in enumerate(axes)]),
+        torch.cat([axis.scale for axis in axes]),
+    )
 
 
 def _copies(length: int, scales: list[int]) -> Axis:

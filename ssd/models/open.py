@@ -10,6 +10,7 @@ from typing import Final
 from ssd.errors import ConfigError, ModelNotFound, UnsupportedModel
 from ssd.models.checkpoint import Checkpoint, HFCheckpoint
 from ssd.models.eagle import EagleCheckpoint
+from ssd.models.eagle_graft import EagleGraft
 from ssd.models.families import is_eagle
 from ssd.models.gguf import GGUFCheckpoint
 from ssd.models.graft import GraftCheckpoint
@@ -38,8 +39,12 @@ def open_checkpoint(model: str | os.PathLike[str], field: str = "model") -> Chec
 
 
 def open_eagle(draft: str, field: str = "speculation draft") -> EagleCheckpoint | None:
-    """Opens an EAGLE head (bundled, a directory or a hub id); None if `draft` is something else."""
-    if draft.startswith(GRAFT_PREFIX) or _path(draft).is_file():
+    """Opens an EAGLE head (bundled, a directory, a hub id, or a graft of one); None if `draft` is something else."""
+    if draft.startswith(GRAFT_PREFIX):
+        base, _, shape = draft.removeprefix(GRAFT_PREFIX).rpartition("@")
+        head = open_eagle(base, field) if base else None
+        return None if head is None else EagleGraft.of(head, shape)
+    if _path(draft).is_file():
         return None
     folder = _directory(draft, field)
     config = folder / "config.json"

@@ -11,11 +11,14 @@ import pytest
 import torch
 from conftest import TestModel
 from eagle_heads import Layout, make_head
+from safetensors.torch import load_file, save_file
 
 from ssd import LLM, SamplingParams
 from ssd.drafting.eagle import EagleDrafter
 from ssd.errors import ConfigError, SSDError, UnsupportedModel
+from ssd.models.config import DecoderConfig, RopeConfig
 from ssd.models.eagle import EagleHead
+from ssd.models.shapes import SHAPES
 
 K = 5
 TOKENS = [3, 141, 59, 265, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 288, 41, 97, 169, 39, 93]
@@ -104,8 +107,6 @@ def test_other_uses_of_a_head_are_refused_with_the_reason(
         LLM(head.path, device="cpu")
     with pytest.raises(ConfigError, match='use mode="sd"'):
         LLM(target.path, device="cpu", speculation={"mode": "ssd", "draft": head.path})
-    from safetensors.torch import load_file, save_file
-
     file = Path(head.path) / "model.safetensors"
     weights = load_file(file)
     save_file({**weights, "midlayer.extra.weight": weights["norm.weight"].clone()}, file)
@@ -117,3 +118,44 @@ def test_other_uses_of_a_head_are_refused_with_the_reason(
     (Path(head.path) / "config.json").write_text(json.dumps({"draft_vocab_size": 3}), encoding="utf-8")
     with pytest.raises(SSDError):
         LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": head.path})
+
+
+@pytest.mark.parametrize("vocab", [33000, 1000, 320])
+def test_a_grafted_head_drafts_what_the_small_one_drafts(
+    make_model: Callable[[str], TestModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab: int
+) -> None:
+    """For a grafted target, with the draft vocabulary of published heads where the shape's vocabulary has room."""
+    big = DecoderConfig("llama", vocab, 256, 150, 7, 8, 4, 32, 99, 0.1, RopeConfig(7.0))
+    monkeypatch.setitem(SHAPES, "big", big)
+    target = make_model("llama-tied")
+    head = make_head(target, tmp_path / "head", head_dim=16)
+    few = dict.fromkeys((3, 17, 60, 101, 222), 100.0)
+    params = [SamplingParams(max_new_tokens=30, ignore_eos=True, logit_bias=bias) for bias in (few, {})]
+    found = []
+    for form in ("{}", "graft:{}@big"):
+        speculation = {"mode": "sd", "draft": form.format(head.path), "k": 3}
+        with LLM(form.format(target.path), device="cpu", max_model_len=100, speculation=speculation) as llm:
+            outputs = llm.generate([TOKENS, TOKENS[:7]], params)
+            drafter: Any = llm.engine.round.drafter
+            sizes = drafter.runner.features.head.eagle
+        found.append([(each.token_ids, each.metrics.accepted_per_position) for each in outputs])
+    assert found[0] == found[1]
+    assert sum(found[0][0][1]) > 0
+    assert sizes.feature_layers == (2, 4, 7)
+    assert sizes.draft_vocab_size == (32000 if vocab == 33000 else 200)
+
+
+def test_a_grafted_head_needs_the_graft_of_its_target(
+    make_model: Callable[[str], TestModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    big = DecoderConfig("llama", 1000, 256, 150, 7, 8, 4, 32, 99, 0.1, RopeConfig(7.0))
+    monkeypatch.setitem(SHAPES, "big", big)
+    target = make_model("llama-tied")
+    plain, biased = (make_head(target, tmp_path / str(bias), head_dim=16, fc_bias=bias) for bias in (False, True))
+    for model, draft, words in (
+        (target.path, f"graft:{plain.path}@big", "use model='graft:…@big'"),
+        (f"graft:{target.path}@big", plain.path, "vocab_size=320, the target 1000"),
+        (f"graft:{target.path}@big", f"graft:{biased.path}@big", "the head's fc_bias is true"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            LLM(model, device="cpu", speculation={"mode": "sd", "draft": draft})
