@@ -36,7 +36,7 @@ class SpeculationConfig:
     """
 
     mode: Literal["ar", "sd", "ssd"] = "ar"
-    draft: str | None = None  # a small model with the same tokenizer; (sd) an EAGLE-3 head, or "ngram": n-gram look-up
+    draft: str | None = None  # a small model with the same tokenizer, an EAGLE-3 head, or (sd) "ngram": n-gram look-up
     k: int | Literal["auto"] = 4  # draft tokens per round; "auto": chosen by measured speed, at most K_MAX
     draft_quantization: Literal["fp8", "int8", "int4"] | None = None  # the draft's weights in 8 or 4 bits
     acceptance: Literal["coupled", "rejection"] = "coupled"

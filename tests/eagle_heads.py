@@ -46,11 +46,11 @@ class Head:
         return torch.cat([found[n].view(len(tokens), -1) for n in self.layers], dim=1)
 
     def draft(
-        self, tokens: Seq[int], count: int, allowed: Seq[int] | None = None
+        self, tokens: Seq[int], count: int, allowed: Seq[int] | None = None, forced: Seq[int] = ()
     ) -> tuple[list[int], list[torch.Tensor], list[torch.Tensor]]:
         """The greedy draft after some tokens, and the head's logits (of the target's vocabulary) and states.
 
-        `allowed`: the only tokens that may be written.
+        `allowed`: the only tokens that may be written. `forced`: the first tokens of the draft, whatever the head says.
         """
         w, written = self.weights, list[int]()
         hidden = F.linear(self.features(tokens[:-1]), w["fc.weight"], w.get("fc.bias"))
@@ -62,7 +62,8 @@ class Head:
             full = torch.full((w["t2d"].numel(),), -torch.inf)
             full[torch.arange(len(small)) + w["d2t"]] = small
             logits.append(full)
-            written.append(int(full.argmax()) if allowed is None else max(allowed, key=full.tolist().__getitem__))
+            best = int(full.argmax()) if allowed is None else max(allowed, key=full.tolist().__getitem__)
+            written.append(forced[len(written)] if len(written) < len(forced) else best)
             hidden = torch.cat((hidden, out[-1:]))
         return written, logits, states
 

@@ -42,8 +42,9 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     device = resolve_device(config.device)
     if device.type == "cuda":
         compiling.prepare()  # while weights are read
-    config = replace(config, device=device.type, speculation=placed(config.speculation, device))
     draft = open_draft(config.speculation, checkpoint, tokenizer)
+    speculation = placed(config.speculation, device, head=isinstance(draft, EagleCheckpoint))
+    config = replace(config, device=device.type, speculation=speculation)
     here = draft if config.speculation.placement != "process" else None
     beside = draft if device.type == "cpu" else here  # a process of its own shares the CPU's memory, not the GPU's
     check_fits(config, [checkpoint, beside] if beside is not None else [checkpoint], device)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ssd.assembly.device import batched_tokens, num_cores, resolve_device
+from ssd.assembly.device import batched_tokens, kv_block_size, num_cores, resolve_device
 from ssd.assembly.memory import Loaded, kv_blocks
 from ssd.assembly.models import load_decoder, make_runner, make_state
 from ssd.assembly.warm_up import warm_up
@@ -19,9 +19,9 @@ from ssd.core import is_int
 from ssd.decoding.drafter import Drafter
 from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.controller import DepthController, make_arms
-from ssd.drafting.eagle import EagleDrafter, EagleRunner
+from ssd.drafting.eagle import EagleModel, EagleRunner, private_blocks
 from ssd.drafting.fan_out import Adaptive, FanOut, Geometric, Listed
-from ssd.drafting.model import DraftModel, ModelDrafter
+from ssd.drafting.model import DraftModel, DraftSource, ModelDrafter
 from ssd.drafting.ngram import NgramDrafter
 from ssd.drafting.process import ProcessDrafter
 from ssd.drafting.runner import DraftRunner
@@ -52,11 +52,6 @@ def open_draft(
         return None
     head = open_eagle(speculation.draft)
     if head is not None:
-        if speculation.mode == "ssd":
-            raise ConfigError(
-                f"speculation draft={speculation.draft!r} is an EAGLE head, which needs the features of a verification "
-                'before it can go on: use mode="sd", or a draft model'
-            )
         return head.for_target(target)
     checkpoint = open_checkpoint(speculation.draft, "speculation draft")
     difference = tokenizer.difference(checkpoint.tokenizer())
@@ -68,13 +63,22 @@ def open_draft(
     return checkpoint
 
 
-def placed(speculation: SpeculationConfig, device: torch.device) -> SpeculationConfig:
-    """Resolves `placement`: "auto" is a stream on a GPU, a process on a CPU with several cores, else inline."""
+def placed(speculation: SpeculationConfig, device: torch.device, *, head: bool = False) -> SpeculationConfig:
+    """Resolves `placement`: "auto" is a stream on a GPU, a process on a CPU with several cores, else inline.
+
+    `head`: the draft is an EAGLE head, which is where the target is.
+    """
     if speculation.mode != "ssd":
         return speculation
     placement = speculation.placement
     if placement == "auto":
-        placement = "stream" if device.type == "cuda" else "process" if num_cores() > 1 else "inline"
+        apart = num_cores() > 1 and not head
+        placement = "stream" if device.type == "cuda" else "process" if apart else "inline"
+    if placement == "process" and head:
+        raise ConfigError(
+            'speculation placement="process": an EAGLE head reads the hidden states of the target, in its process; use '
+            '"stream" on a GPU, else "inline"'
+        )
     if placement == "stream" and device.type != "cuda":
         raise ConfigError('speculation placement="stream" is for GPUs: use "process", or "inline"')
     if placement == "process" and device.type == "cuda" and torch.cuda.device_count() < 2:
@@ -91,9 +95,9 @@ def make_drafter(config: EngineConfig, runner: ModelRunner | None, target: Model
     speculation = config.speculation
     if speculation.placement == "process":
         return controlled(start_worker(config, target.vocab_size), speculation)
-    model: DraftModel | EagleRunner | None = None
+    model: DraftSource | None = None
     if runner is not None and target.features is not None:
-        model = make_eagle_runner(config, runner, target.features)
+        model = make_eagle_model(config, runner, target.features)
     elif runner is not None:
         model = make_draft_model(config, runner)
     return controlled(drafter_with(model, speculation), speculation)
@@ -107,14 +111,12 @@ def controlled(drafter: Drafter, speculation: SpeculationConfig) -> Drafter:
     return DepthController(drafter, make_arms(None if speculation.k == "auto" else speculation.lookahead, widths))
 
 
-def drafter_with(model: DraftModel | EagleRunner | None, speculation: SpeculationConfig) -> Drafter:
+def drafter_with(model: DraftSource | None, speculation: SpeculationConfig) -> Drafter:
     """The drafter in this process."""
     if speculation.mode == "ar":
         return Drafter()
     if model is None:
         return NgramDrafter(speculation.lookahead)
-    if isinstance(model, EagleRunner):
-        return EagleDrafter(model, speculation.lookahead)
     if speculation.mode == "sd":
         return ModelDrafter(model, speculation.lookahead)
     return AheadDrafter(
@@ -136,12 +138,12 @@ def make_fan_out(speculation: SpeculationConfig) -> FanOut:
     return Geometric() if speculation.fan_out == "geometric" else Adaptive()
 
 
-def make_eagle_runner(config: EngineConfig, runner: ModelRunner, features: Features) -> EagleRunner:
+def make_eagle_model(config: EngineConfig, runner: ModelRunner, features: Features) -> EagleModel:
     head = EagleRunner(runner, features, **_run_options(config))
     if head.on_cuda:
         usual = row_buckets(config.max_num_seqs), make_fan_out(config.speculation)
         warm_up("head", [lambda: head.rehearse(*usual)], [] if config.eager else [lambda: head.capture(*usual)])
-    return head
+    return EagleModel(head)
 
 
 def _run_options(config: EngineConfig) -> dict[str, Any]:
@@ -198,7 +200,11 @@ def load_draft(
     target: Decoder | None = None,
 ) -> Loaded:
     """Loads the draft model or head. Its batches read K + 1 tokens per sequence, and its positions go K + 1 further."""
-    reads, rows = 1 + config.speculation.lookahead, draft_rows(config)
+    lookahead, rows = config.speculation.lookahead, draft_rows(config)
+    reads, scratch = 1 + lookahead, DraftRunner.scratch_slots(rows, lookahead)
+    if isinstance(draft, EagleCheckpoint) and config.speculation.mode == "ssd":
+        size = kv_block_size(config, state.device)
+        scratch += config.max_num_seqs * private_blocks(lookahead, size) * size
     return load_decoder(
         config,
         draft,
@@ -206,7 +212,7 @@ def load_draft(
         limit if isinstance(draft, EagleCheckpoint) else min(limit, draft.config.max_position),
         max(rows, config.max_num_seqs * reads),
         beyond=2 * reads,
-        scratch_slots=DraftRunner.scratch_slots(rows, config.speculation.lookahead),
+        scratch_slots=scratch,
         quantization=config.speculation.draft_quantization,
         target=target if isinstance(draft, EagleCheckpoint) else None,
     )

@@ -19,12 +19,13 @@ from ssd.decoding.drafter import Drafter
 from ssd.decoding.round import RoundStats
 from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.controller import DepthController
-from ssd.drafting.eagle import EagleDrafter, EagleRunner
-from ssd.drafting.model import DraftModel, ModelDrafter
+from ssd.drafting.eagle import EagleModel
+from ssd.drafting.model import DraftSource, ModelDrafter
 from ssd.engine.engine import Engine
 from ssd.engine.metrics import EngineMetrics
 from ssd.errors import ConfigError
 from ssd.llm import LLM, check_served
+from ssd.models.open import open_eagle
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,8 @@ def _in_process(method: Method, device: str) -> bool:
     placement = method.speculation.get("placement", "auto")
     if method.speculation["mode"] != "ssd" or placement not in ("auto", "process"):
         return False
+    if placement == "auto" and open_eagle(str(method.speculation.get("draft"))) is not None:
+        return False
     return placement == "process" or device == "cpu" or (device == "auto" and not torch.cuda.is_available())
 
 
@@ -155,14 +158,10 @@ def _covering(wanted: Seq[SpeculationConfig]) -> SpeculationConfig:
 
 def _drafter(llm: LLM, speculation: SpeculationConfig) -> Drafter:
     """A drafter for an existing engine and its draft model."""
-    speculation = placed(speculation, resolve_device(llm.config.device))
     built = llm.engine.round.drafter
     inner = built.inner if isinstance(built, DepthController) else built
-    model: DraftModel | EagleRunner | None = None
-    if isinstance(inner, (AheadDrafter, ModelDrafter)):
-        model = inner.model
-    elif isinstance(inner, EagleDrafter):
-        model = inner.runner
+    model: DraftSource | None = inner.model if isinstance(inner, (AheadDrafter, ModelDrafter)) else None
+    speculation = placed(speculation, resolve_device(llm.config.device), head=isinstance(model, EagleModel))
     if speculation.draft == NGRAM:
         model = None
     return controlled(drafter_with(model, speculation), speculation)

@@ -25,7 +25,7 @@ Mode = Annotated[
 Draft = Annotated[
     str | None,
     typer.Option(
-        help="A small MODEL with the same tokenizer; (sd) an EAGLE-3 head of the model, or 'ngram': n-gram look-up.",
+        help="A small MODEL with the same tokenizer, an EAGLE-3 head of the model, or (sd) 'ngram': n-gram look-up.",
         rich_help_panel=PANEL,
     ),
 ]

@@ -18,7 +18,7 @@ from ssd.core import MODEL_WRITTEN, Origin, Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Drafter, PerRound, Prepared, never
 from ssd.drafting.estimate import Average
 from ssd.drafting.fan_out import FanOut, OutcomeStatistics
-from ssd.drafting.model import DraftModel, DraftSequence, wants_draft, write_drafts
+from ssd.drafting.model import DraftSequence, DraftSource, wants_draft, write_drafts
 from ssd.drafting.runner import DraftRun, StagedBranches
 
 _DECREASE, _INCREASE = 0.75, 0.25  # AIMD limit of branches: multiplied after an interrupted preparation, else added to
@@ -67,7 +67,7 @@ class AheadDrafter(Drafter):
 
     def __init__(
         self,
-        model: DraftModel,
+        model: DraftSource,
         fan_out: FanOut,
         *,
         lookahead: int,

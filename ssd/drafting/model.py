@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ssd.core import Origin, Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Drafter, never
@@ -26,6 +27,33 @@ class DraftSequence:
     num_checked: int = 0  # leading tokens known to be in the draft's vocabulary
     last_read: Work | None = None  # the last round at whose launch all tokens decided before it were read
     last_branched: Work | None = None  # the same for the draft under verification: the last round with a preparation
+
+
+class DraftSource(Protocol):
+    """What drafters need of a draft model or head: runs, and whether a work can have them."""
+
+    @property
+    def runner(self) -> DraftRunner: ...
+
+    def state_of(self, work: Work, works: Seq[Work]) -> DraftSequence | None:
+        """Its state of a work's sequence; None: it cannot draft for it now."""
+
+    def num_unread(self, work: Work, own: DraftSequence) -> int:
+        """Upper bound of the tokens that a run has to read of a sequence."""
+
+    def can_branch(self, work: Work, own: DraftSequence) -> bool:
+        """Whether branches can be prepared while this work is verified."""
+
+    def mark_read(self, work: Work, *, branched: bool) -> None:
+        """Records that the round of this work reads all tokens decided before it; `branched`: and its draft."""
+
+    def read_prompt(self, work: Work, own: DraftSequence) -> None:
+        """Reads the tokens of a prefill chunk."""
+
+    def observe(self, work: Work, outcome: Outcome | None, branched: bool) -> None:
+        """What a committed round decided."""
+
+    def forget(self, sequence: Sequence) -> None: ...
 
 
 class DraftModel:
@@ -159,58 +187,37 @@ def wants_draft(work: Work) -> bool:
 
 
 def write_drafts(
-    model: DraftModel, able: Seq[tuple[Work, DraftSequence]], origin: Origin = Origin.DRAFT
+    model: DraftSource, able: Seq[tuple[Work, DraftSequence]], origin: Origin = Origin.DRAFT
 ) -> tuple[list[Proposal], DraftRun]:
     """Runs the draft model for drafts that the target waits for."""
     runner, count = model.runner, max(work.lookahead for work, _ in able)
     reads = max(model.num_unread(work, own) for work, own in able)
     works = [work for work, _ in able]
     run = runner.write([work.slot for work in works], [work.sequence.params for work in works], count, reads, origin)
-    return proposals_of(runner, works, run, origin), run
-
-
-def proposals_of(runner: DraftRunner, works: Seq[Work], run: DraftRun, origin: Origin = Origin.DRAFT) -> list[Proposal]:
-    """What a run of `write` has written: on the device, or (with the rejection rule) with its distributions."""
     if not runner.rejection:
-        return [Proposal(num_on_device=work.lookahead, origin=origin) for work in works]
+        return [Proposal(num_on_device=work.lookahead, origin=origin) for work in works], run
     proposals = []
     for row, work in enumerate(works):
         tokens = tuple(run.tokens[row][: work.lookahead])
         proposals.append(Proposal(tokens, runner.distributions(row, 0, len(tokens)), origin))
-    return proposals
-
-
-class Runs:
-    """Runs whose device time is not counted yet."""
-
-    def __init__(self) -> None:
-        self._runs: list[DraftRun] = []
-
-    def add(self, run: DraftRun) -> None:
-        self._runs.append(run)
-
-    def ended_seconds(self) -> float:
-        """Device time of those that have ended since the last call."""
-        ended = [run for run in self._runs if run.ended.reached]
-        self._runs = self._runs[len(ended) :]
-        return sum(run.seconds for run in ended)
+    return proposals, run
 
 
 class ModelDrafter(Drafter):
     """The drafter of SD: the draft model writes in `propose`, while the target waits."""
 
-    def __init__(self, model: DraftModel, lookahead: int) -> None:
+    def __init__(self, model: DraftSource, lookahead: int) -> None:
         super().__init__()
         self.model = model
         self.lookahead = lookahead
-        self._runs = Runs()
+        self._runs: list[DraftRun] = []  # not in `stats` yet
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
         able = [(w, own) for w in works if wants_draft(w) and (own := self.model.state_of(w, works))]
         if not able:
             return super().propose(works)
         written, run = write_drafts(self.model, able)
-        self._runs.add(run)
+        self._runs.append(run)
         proposals = {id(work): proposal for (work, _), proposal in zip(able, written, strict=True)}
         return [proposals.get(id(work), Proposal()) for work in works]
 
@@ -225,7 +232,9 @@ class ModelDrafter(Drafter):
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
         for work, outcome in zip(works, outcomes, strict=True):
             self.model.observe(work, outcome, branched=False)
-        self.stats.busy_seconds += self._runs.ended_seconds()
+        ended = [run for run in self._runs if run.ended.reached]
+        self.stats.busy_seconds += sum(run.seconds for run in ended)
+        self._runs = self._runs[len(ended) :]
 
     def forget(self, sequence: Sequence) -> None:
         self.model.forget(sequence)

@@ -139,10 +139,7 @@ class DraftRun:
 
 
 class DraftRunner:
-    """Runs a draft model over fixed buffers.
-
-    `lookahead`: maximum draft length. `reads`: maximum number of tokens that a run reads of a sequence (None: what a
-    round can decide).
+    """Runs a draft model over fixed buffers. `lookahead`: maximum draft length.
 
     `rejection`: tokens are sampled from the draft's own distributions, which are kept, instead of being chosen with the
     target's noise; `saguaro_c` below 1 then lowers the probability of its likeliest tokens.
@@ -155,7 +152,6 @@ class DraftRunner:
         lookahead: int,
         max_sequences: int,
         max_rows: int,
-        reads: int | None = None,
         widths: Seq[int] = (),
         rejection: bool = False,
         saguaro_c: float = 1.0,
@@ -164,7 +160,7 @@ class DraftRunner:
         self.runner = runner
         self.state = runner.state
         self.lookahead = lookahead
-        self.reads = reads or lookahead + 1
+        self.reads = lookahead + 1  # maximum number of tokens that a run reads of a sequence
         self.max_sequences = max_sequences
         self.max_rows = max_rows
         self.widths = sorted({min(width, RANKS * (lookahead + 1)) for width in widths})  # that have graphs
@@ -177,7 +173,9 @@ class DraftRunner:
         self.on_cuda = device.type == "cuda"
         self.stream = torch.cuda.Stream(priority=-1) if self.on_cuda else None  # type: ignore[no-untyped-call]
         self.computed = self._zeros(self.state.num_slots + 1)  # by slot: tokens with KV in the blocks, drafts included
-        self._inputs = {branches: _Inputs(max_sequences, self.reads, device) for branches in (False, True)}
+        self._inputs = {
+            branches: _Inputs(max_sequences, self._most_reads(branches), device) for branches in (False, True)
+        }
         self._after, self._rank = (self._zeros(max_sequences, max(1, self.max_width)) for _ in range(2))
         self._plan_constants = self._float_zeros(4 * (lookahead + 1) * max(1, self.max_width) + 64)
         self._verified_confidence = self._float_zeros(max_sequences, self.state.drafts.shape[1])
@@ -347,7 +345,7 @@ class DraftRunner:
         """The largest first: the graphs of the others reuse its memory."""
         for count in sorted({self._bucket(n) for n in sequences}, reverse=True):
             for width in sorted({0, *(min(width, self.max_rows // count) for width in self.widths)}, reverse=True):
-                for reads in sorted({self._reads(1), self.reads}, reverse=True):
+                for reads in sorted({self._reads(1, width > 0), self._most_reads(width > 0)}, reverse=True):
                     yield RunShape(count, reads, width, Needs(), fan_out if width else None)
 
     def beside(self, since: Clock | None = None) -> AbstractContextManager[object]:
@@ -384,18 +382,23 @@ class DraftRunner:
         return DraftRun(list(slots), shape.width, depth, began, now(self.device), chain, after, likeliest, confidence)
 
     def _shape(self, sequences: int, reads: int, width: int, params: Seq[SamplingParams]) -> RunShape:
-        return RunShape(self._bucket(sequences), self._reads(reads), width, Needs.of(params))
+        return RunShape(self._bucket(sequences), self._reads(reads, width > 0), width, Needs.of(params))
 
     def _bucket(self, sequences: int) -> int:
         if not self.on_cuda:
             return sequences
         return min(self.max_sequences, 1 << (sequences - 1).bit_length())
 
-    def _reads(self, count: int) -> int:
+    def _most_reads(self, branches: bool) -> int:
+        """Maximum number of tokens that `write`, or `branch`, reads of a sequence."""
+        return self.reads
+
+    def _reads(self, count: int, branches: bool) -> int:
         """Rounds up to a number of tokens that has graphs."""
         if not self.on_cuda:
             return count
-        return min(_FEW_READS, self.reads) if count <= _FEW_READS else self.reads
+        most = self._most_reads(branches)
+        return min(_FEW_READS, most) if count <= _FEW_READS else most
 
     def _piece(self, shape: RunShape, piece: int, launch: _Launch | None = None) -> None:
         """Piece -1 reads and chooses each row's first token; piece s extends every row by one token."""
@@ -493,9 +496,9 @@ class DraftRunner:
         """A forward over every sequence's new tokens, which writes their KV to the blocks."""
         n, reads, constants = shape.sequences, shape.reads, self._constants(shape)
         inputs = self._inputs[shape.width > 0]
-        place, slots = constants.place, inputs.slots(n)
+        place, (tables, slots) = constants.place, self._tables(shape)
         positions = inputs.first[:n, None] + place
-        size, tables = self.runner.block_size, self.runner.tables.tensor
+        size = self.runner.block_size
         index = positions // size
         blocks = tables[slots[:, None], 1 + index]
         real = (place < inputs.count[:n, None]) & (index < tables[slots, :1])
@@ -510,14 +513,19 @@ class DraftRunner:
             logit_rows=logit_rows,
             tiles=constants.read_tiles,
             prefill_tiles=None,
-            block_tables=self.runner.tables.tensor[:, 1:],
+            block_tables=tables[:, 1:],
             table_rows=slots,
         )
         return self._logits(batch)
 
+    def _tables(self, shape: RunShape) -> tuple[torch.Tensor, torch.Tensor]:
+        """The block tables (column 0: number of blocks), and every sequence's row of them."""
+        return self.runner.tables.tensor, self._inputs[shape.width > 0].slots(shape.sequences)
+
     def _extend(self, shape: RunShape, depth: int) -> None:
         """A forward over the newest token of every row."""
         n, constants, inputs = shape.sequences, self._constants(shape), self._inputs[shape.width > 0]
+        tables, table_rows = self._tables(shape)
         tokens, positions, mapping, decided, slots = out = tuple(column[: shape.rows] for column in self._rows)
         round_kernels(self.device).extend_rows(
             slots=inputs.slots(n),
@@ -542,8 +550,8 @@ class DraftRunner:
             tiles=constants.tiles,
             prefill_tiles=None,
             branches=Branches(depth, self.lookahead),
-            block_tables=self.runner.tables.tensor[:, 1:],
-            table_rows=inputs.slots(n),
+            block_tables=tables[:, 1:],
+            table_rows=table_rows,
         )
         logits = self._logits(batch)
         self._choose(shape, depth + 1, logits, Rows(slots, decided))

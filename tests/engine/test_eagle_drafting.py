@@ -1,4 +1,4 @@
-"""SD with an EAGLE head writes what plain decoding writes, and its drafts are those of a plain implementation.
+"""SD and SSD with an EAGLE head write what plain decoding writes; its drafts are those of a plain implementation.
 
 The latter holds only if every K and V of the head, and every feature that it begins from, is the right one: after
 chunked prompts, with prefixes from the cache, at block borders, after preemptions and rejected drafts.
@@ -17,8 +17,9 @@ from eagle_heads import Head, make_head
 from fakes import wait_until_idle
 
 from ssd import LLM, SamplingParams
-from ssd.core import Work
-from ssd.drafting.eagle import EagleDrafter
+from ssd.core import Outcome, Work
+from ssd.drafting.ahead import AheadDrafter
+from ssd.drafting.model import ModelDrafter
 from ssd.drafting.runner import DraftRunner
 
 PROMPTS = ragged_prompts(10, longest=40)
@@ -87,25 +88,28 @@ def test_every_k_writes_what_plain_decoding_writes(target: TestModel, head: Head
         assert 0 < counts.spec_decode_num_accepted_tokens < counts.spec_decode_num_draft_tokens
 
 
+def before_round(work: Work, outcome: Outcome) -> tuple[list[int], tuple[int, ...] | None]:
+    """The tokens before a round that was committed, and those that the request is limited to."""
+    tokens = work.sequence.tokens
+    return tokens[: len(tokens) - len(outcome.token_ids)], FEW if work.sequence.params.logit_bias else None
+
+
 @pytest.mark.parametrize("case", OPTIONS)
 def test_drafts_are_those_of_a_plain_implementation(
     target: TestModel, head: Head, alone: Answers, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of greedy requests: every draft of every round."""
     k, seen = 3, list[tuple[tuple[int, ...], list[int]]]()
-    observe = EagleDrafter.observe
+    observe = ModelDrafter.observe
 
-    def spy(self: EagleDrafter, works: list[Work], outcomes: Any, seconds: float) -> None:
+    def spy(self: ModelDrafter, works: list[Work], outcomes: Any, seconds: float) -> None:
         for work, outcome in zip(works, outcomes, strict=True):
             if outcome is not None and outcome.draft and work.sequence.params.greedy:
-                tokens = work.sequence.tokens
-                before = tokens[: len(tokens) - len(outcome.token_ids)]
-                bias = work.sequence.params.logit_bias
-                expected = head.draft(before, len(outcome.draft), FEW if bias else None)[0]
-                seen.append((outcome.draft, expected))
+                before, allowed = before_round(work, outcome)
+                seen.append((outcome.draft, head.draft(before, len(outcome.draft), allowed)[0]))
         observe(self, works, outcomes, seconds)
 
-    monkeypatch.setattr(EagleDrafter, "observe", spy)
+    monkeypatch.setattr(ModelDrafter, "observe", spy)
     with LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": head.path, "k": k}, **OPTIONS[case]) as llm:
         assert answers(llm) == alone
         if case == "preempted":
@@ -114,6 +118,45 @@ def test_drafts_are_those_of_a_plain_implementation(
             assert llm.engine.metrics.cached_prompt_tokens > 0
     assert len(seen) > 20
     assert [list(draft) for draft, _ in seen] == [expected for _, expected in seen]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 6])
+def test_every_k_writes_the_same_when_it_is_prepared_ahead(
+    target: TestModel, head: Head, alone: Answers, k: int
+) -> None:
+    options = list(OPTIONS.values())[k % len(OPTIONS)]
+    speculation = {"mode": "ssd", "draft": head.path, "k": k, "budget": 2 * k + 4, "backup": ("jit", "fast")[k % 2]}
+    with LLM(target.path, device="cpu", speculation=speculation, **options) as llm:
+        assert answers(llm) == alone
+        counts = llm.engine.metrics
+        assert sum(counts.ssd_hits_after) > 0
+        assert counts.spec_decode_num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("case", ["one at a time", "chunked prompts", "preempted"])
+def test_branches_are_those_of_a_plain_implementation(
+    target: TestModel, head: Head, alone: Answers, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of greedy requests: every branch begins with the head's states of the draft under verification."""
+    k, seen = 3, list[tuple[list[int], list[int]]]()
+    observe = AheadDrafter.observe
+
+    def spy(self: AheadDrafter, works: list[Work], outcomes: Any, seconds: float) -> None:
+        for work, outcome in zip(works, outcomes, strict=True):
+            if outcome is not None and work.sequence.params.greedy and len(seen) < 150:
+                before, allowed = before_round(work, outcome)
+                for (after, root), draft in self.prepared(work.sequence).items():
+                    path = [*outcome.draft[:after], root]
+                    wanted = head.draft(before, len(path) + len(draft), allowed, path)[0]
+                    seen.append((list(draft), wanted[len(path) :]))
+        observe(self, works, outcomes, seconds)
+
+    monkeypatch.setattr(AheadDrafter, "observe", spy)
+    speculation = {"mode": "ssd", "draft": head.path, "k": k, "budget": 8, "backup": "jit"}
+    with LLM(target.path, device="cpu", speculation=speculation, **OPTIONS[case]) as llm:
+        assert answers(llm) == alone
+    assert len(seen) > 100
+    assert [draft for draft, _ in seen] == [wanted for _, wanted in seen]
 
 
 @pytest.mark.parametrize("quantization", ["int8", None])

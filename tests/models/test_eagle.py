@@ -14,7 +14,7 @@ from eagle_heads import Layout, make_head
 from safetensors.torch import load_file, save_file
 
 from ssd import LLM, SamplingParams
-from ssd.drafting.eagle import EagleDrafter
+from ssd.drafting.eagle import EagleRunner
 from ssd.errors import ConfigError, SSDError, UnsupportedModel
 from ssd.models.config import DecoderConfig, RopeConfig
 from ssd.models.eagle import EagleHead
@@ -55,12 +55,12 @@ def test_hidden_states_and_logits_are_those_of_a_plain_implementation(
 
     monkeypatch.setattr(EagleHead, "__call__", spy)
     with LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": head.path, "k": K}) as llm:
-        drafter = llm.engine.round.drafter
-        assert isinstance(drafter, EagleDrafter)
+        drafter: Any = llm.engine.round.drafter
+        runner: EagleRunner = drafter.model.runner
         llm.engine.round.target.runner.logits_of(TOKENS[:-1], 1)  # type: ignore[attr-defined]
-        drafter.runner.state.append(0, len(TOKENS) - 1, TOKENS[-1:], 0)
-        drafter.runner.write([0], [SamplingParams(temperature=0.0)], K, 1)
-        assert drafter.runner.state.drafts[0].tolist() == tokens
+        runner.state.append(0, len(TOKENS) - 1, TOKENS[-1:], 0)
+        runner.write([0], [SamplingParams(temperature=0.0)], K, 1)
+        assert runner.state.drafts[0].tolist() == tokens
     for (ours, own_state), theirs, state in zip(seen, logits, states, strict=True):
         assert torch.equal(ours.isinf(), theirs.isinf())
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -100,13 +100,13 @@ def test_a_head_that_does_not_fit_is_refused_with_the_reason(
 def test_other_uses_of_a_head_are_refused_with_the_reason(
     make_model: Callable[[str], TestModel], tmp_path: Path
 ) -> None:
-    """As a model, in SSD, without features (as heads of EAGLE 1 are), and with a tensor that it would ignore."""
+    """As a model, in another process, without features (as heads of EAGLE 1 are), and with a tensor that is unknown."""
     target = make_model("llama-tied")
     head = make_head(target, tmp_path / "head")
     with pytest.raises(UnsupportedModel, match="an EAGLE head is no model"):
         LLM(head.path, device="cpu")
-    with pytest.raises(ConfigError, match='use mode="sd"'):
-        LLM(target.path, device="cpu", speculation={"mode": "ssd", "draft": head.path})
+    with pytest.raises(ConfigError, match='placement="process": an EAGLE head reads the hidden states of the target'):
+        LLM(target.path, device="cpu", speculation={"mode": "ssd", "draft": head.path, "placement": "process"})
     file = Path(head.path) / "model.safetensors"
     weights = load_file(file)
     save_file({**weights, "midlayer.extra.weight": weights["norm.weight"].clone()}, file)
@@ -137,7 +137,7 @@ def test_a_grafted_head_drafts_what_the_small_one_drafts(
         with LLM(form.format(target.path), device="cpu", max_model_len=100, speculation=speculation) as llm:
             outputs = llm.generate([TOKENS, TOKENS[:7]], params)
             drafter: Any = llm.engine.round.drafter
-            sizes = drafter.runner.features.head.eagle
+            sizes = drafter.model.runner.head.eagle
         found.append([(each.token_ids, each.metrics.accepted_per_position) for each in outputs])
     assert found[0] == found[1]
     assert sum(found[0][0][1]) > 0
