@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from conftest import VOCAB, TestModel
+from eagle_heads import make_head
 
 from ssd import SamplingParams
 from ssd.core import Origin, Outcome, RequestOutput, Status, Work
@@ -131,8 +132,8 @@ def play(
 
 
 def draft_model(drafter: Drafter) -> DraftModel | None:
-    found: DraftModel | None = getattr(getattr(drafter, "inner", drafter), "model", None)
-    return found
+    found = getattr(getattr(drafter, "inner", drafter), "model", None)
+    return found if isinstance(found, DraftModel) else None
 
 
 def check_idle(engine: Engine) -> None:
@@ -190,7 +191,7 @@ def watch_drafts(engine: Engine) -> list[tuple[Origin, int, int]]:
 
 @dataclass(frozen=True)
 class Models:
-    """Paths of a target and of drafts for it: a noisy copy, itself, and a model of its own."""
+    """Paths of a target and of drafts for it: a noisy copy, itself, a model of its own, and a random EAGLE head."""
 
     target: str
     drafts: dict[str, str]
@@ -205,5 +206,6 @@ def make_models(make_model: Callable[[str], TestModel], path: Path, kind: str = 
     noisy.save_pretrained(path)
     shutil.copy(Path(target.path) / "tokenizer.json", path)
     stranger = make_model("qwen3" if kind == "qwen2" else "qwen2")
-    drafts = {"noisy": str(path), "self": target.path, "stranger": stranger.path}
+    head = make_head(target, path / "head")
+    drafts = {"noisy": str(path), "self": target.path, "stranger": stranger.path, "head": head.path}
     return Models(target.path, drafts)

@@ -109,7 +109,7 @@ def random_case(seed: int, *, processes: bool = True) -> Case:
     """`processes`: whether a draft may be in a process of its own, which takes seconds to start."""
     dice = random.Random(seed)
     model = dice.choice([*KINDS, *KINDS, *BUNDLED])
-    speculation = _speculation(dice, model, processes)
+    speculation = _with_head(_speculation(dice, model, processes), model, seed)
     calls = [_call(dice, asked) for asked in random_requests(dice.randint(1, 10), dice.randrange(1 << 30))]
     calls = [_with_order_and_form(call, model) for call in calls]
     if speculation.get("acceptance") == "rejection":  # at T > 0 the text is another sample
@@ -163,6 +163,13 @@ def _speculation(dice: random.Random, model: str, processes: bool) -> dict[str, 
             **rule,
         }
     )
+
+
+def _with_head(speculation: dict[str, Any], model: str, seed: int) -> dict[str, Any]:
+    """Perhaps with an EAGLE head in place of the draft model. A seed gives the same case as before heads were known."""
+    if speculation.get("draft") not in DRAFTS or random.Random(f"head {seed}").random() < 0.7:
+        return speculation
+    return speculation | {"draft": "head"} | ({"placement": "inline"} if "placement" in speculation else {})
 
 
 def _call(dice: random.Random, asked: Asked) -> Call:
