@@ -38,6 +38,8 @@ SPECULATIONS: dict[str, dict[str, Any] | None] = {
     "inline": {"mode": "ssd", "draft": "noisy", "k": 3, "backup": "jit", "budget": 6, "placement": "inline"},
     "auto": {"mode": "ssd", "draft": "stranger", "k": 4, "backup": "auto", "budget": 8},
     "ssd-auto": {"mode": "ssd", "draft": "noisy", "k": "auto", "budget": "auto"},
+    "head-sd": {"mode": "sd", "draft": "head", "k": 3},
+    "head-ssd": {"mode": "ssd", "draft": "head", "k": 3, "backup": "fast", "budget": 6},
 }
 
 
