@@ -189,7 +189,7 @@ def train_head(args: argparse.Namespace, family: str) -> None:
 
     if train(Run(args.work / f"{family}-eagle.pt", head, args.steps, args.rate), loss_of, args.minutes):
         held = Windows(kept, args.written, HELD_OUT, args.device)(0)
-        report(family, acceptance(teacher, head, held, ids, args.unroll))
+        report(family, *acceptance(teacher, head, held, ids, args.unroll))
         export(head, ids.cpu(), teacher.shape, family, args.out / f"tiny-{family}-eagle")
 
 
@@ -201,27 +201,38 @@ def divergence(p: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 @torch.inference_mode()
 def acceptance(
     teacher: Model, head: Head, rows: torch.Tensor, ids: torch.Tensor, steps: int
-) -> list[tuple[float, float]]:
-    """By position in drafts that were right so far: the share of equal likeliest tokens, and mean sum(min(p, q))."""
+) -> tuple[list[tuple[float, float]], float]:
+    """By position in drafts that were right so far: the share of equal likeliest tokens, and mean sum(min(p, q)); then
+    the tokens per round of greedy drafts."""
     with autocast(rows.device):
         features, wanted = teach(teacher, rows)
         p = wanted[:, 1:].float().softmax(-1)
         right = torch.ones_like(rows[:, 1:], dtype=torch.bool)  # all tokens of the draft so far, by its last row
         found: list[tuple[float, float]] = []
+        drafts = []
         for step, logits in enumerate(head(teacher.embed_tokens(rows[:, 1:]), features[:, :-1], steps)):
             q = torch.zeros_like(p).index_copy_(2, ids, logits.float().softmax(-1))
             before, equal = right.roll(1, 1)[:, step:], p.argmax(-1)[:, step:] == q.argmax(-1)[:, step:]
             overlap = torch.minimum(p, q).sum(-1)[:, step:]
             found.append(tuple(float((x * before).sum() / before.sum().clamp(min=1)) for x in (equal, overlap)))
             right[:, step:] = equal & before
-    return found
+            drafts.append(right.tolist())
+    return found, tokens_per_round(drafts)
 
 
-def report(family: str, found: list[tuple[float, float]]) -> None:
-    length, likely = 1.0, 1.0
-    for greedy, _ in found:
-        likely *= greedy
-        length += likely
+def tokens_per_round(drafts: list[list[list[bool]]]) -> float:
+    """`drafts`: by step and row of text, whether a draft that ends there is right."""
+    rounds = 0
+    for row in range(len(drafts[0])):
+        length, place = len(drafts[0][row]), 0
+        while place < length:
+            ends = enumerate(drafts[: length - place])
+            place += 1 + next((step for step, right in ends if not right[row][place + step]), len(drafts))
+            rounds += 1
+    return len(drafts[0]) * len(drafts[0][0]) / rounds
+
+
+def report(family: str, found: list[tuple[float, float]], length: float) -> None:
     print(f"tiny-{family}-eagle, acceptance by position of the draft, held-out text:")
     print("  temperature 0: " + " ".join(f"{greedy:.3f}" for greedy, _ in found))
     print("  temperature 1: " + " ".join(f"{overlap:.3f}" for _, overlap in found))
@@ -262,7 +273,7 @@ NUMBERS: list[tuple[str, type, float, str]] = [
     ("--batch", int, 32, "rows a step"),
     ("--unroll", int, 5, "steps of a draft"),
     ("--draft-vocab", int, 4096, "tokens of the draft vocabulary"),
-    ("--rate", float, 4e-3, "peak learning rate"),
+    ("--rate", float, 8e-3, "peak learning rate"),
     ("--writers", int, 4096, "rows that a target writes at a time, a multiple of 4"),
     ("--write-batches", int, 3, "how often it does so"),
     ("--written", int, 512, "tokens a row"),
