@@ -25,6 +25,10 @@ from tokenizers import Tokenizer
 from torch import nn
 from train_tiny import MLP, SHAPES, Model, Norm, Run, Shape, autocast, rotate, train, written
 
+from ssd.models.config import RopeConfig
+from ssd.models.eagle import EagleConfig
+from ssd.models.eagle_export import eagle_json
+from ssd.models.export import write_json
 from ssd.models.open import BUNDLE
 
 FEATURE_LAYERS = (2, 6, 9)  # of 12: EAGLE-3's choice
@@ -245,25 +249,26 @@ def export(head: Head, ids: torch.Tensor, s: Shape, family: str, out: Path) -> N
     tensors["d2t"] = ids - torch.arange(len(ids))
     tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "vocab_size": VOCAB,
-        "draft_vocab_size": len(ids),
-        "hidden_size": s.width,
-        "intermediate_size": s.mlp,
-        "num_hidden_layers": 1,
-        "num_attention_heads": s.heads,
-        "num_key_value_heads": s.kv_heads,
-        "head_dim": s.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": MAX_POSITION,
-        "rms_norm_eps": FAMILIES[family].eps,
-        "rope_theta": FAMILIES[family].theta,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-    }
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    f = FAMILIES[family]
+    config = EagleConfig(
+        *(
+            "eagle3",
+            VOCAB,
+            s.width,
+            s.mlp,
+            1,
+            s.heads,
+            s.kv_heads,
+            s.head_dim,
+            MAX_POSITION,
+            f.eps,
+            RopeConfig(f.theta),
+        ),
+        draft_vocab_size=len(ids),
+        target_hidden_size=s.width,
+        feature_layers=FEATURE_LAYERS,
+    )
+    write_json(out / "config.json", eagle_json(config, torch.bfloat16))
 
 
 # --- command line -----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 import typer
 import typer.core
 
-from ssd.cli import bench, bench_serve, chat, demo, explain, generate, graft, serve
+from ssd.cli import bench, bench_serve, chat, demo, explain, export_eagle, generate, graft, serve
 from ssd.cli.console import option_name
 from ssd.version import VERSION
 
@@ -96,6 +96,7 @@ app.command(help=explain.HELP)(explain.explain)
 app.command(help=bench.HELP)(bench.bench)
 app.command("bench serve", help=bench_serve.HELP)(bench_serve.bench_serve)
 app.command(help=graft.HELP)(graft.graft)
+app.command(help=export_eagle.HELP)(export_eagle.export_eagle)
 
 
 @app.command("version")

@@ -257,6 +257,11 @@ def _feature_layers(raw: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(ids) if raw.get("eagle_aux_hidden_state_layer_ids") else tuple(i + 1 for i in ids)
 
 
+def authors_name(name: str) -> str:
+    """The name of a tensor in the authors' layout, from that in speculators'."""
+    return _OLD_PREFIX + name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else name
+
+
 def _modern(name: str) -> str:
     return _PREFIX + name.removeprefix(_OLD_PREFIX) if name.startswith(_OLD_PREFIX) else name
 

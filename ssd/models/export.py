@@ -10,7 +10,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,7 +39,11 @@ _TEXT_FILES: Final = (
 
 
 def stored_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
-    return sum(math.prod(shape) for shape in parameter_shapes(config).values()) * dtype.itemsize
+    return tensor_bytes(parameter_shapes(config), dtype)
+
+
+def tensor_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
+    return sum(map(math.prod, shapes.values())) * dtype.itemsize
 
 
 def write_graft(
@@ -49,18 +54,25 @@ def write_graft(
     advance: Callable[[int], object] = lambda _: None,
 ) -> None:
     """Make the graft on `device` and write it; `advance(bytes)` is called for every tensor."""
-    out = out.resolve()
     if not graft.path.is_dir():
         raise ConfigError(
             f"{graft.path} is one file, without the tokenizer files that a directory needs: use it in memory"
         )
-    _check_place(out, stored_bytes(graft.config, dtype))
+    with new_directory(out, stored_bytes(graft.config, dtype)) as folder:
+        _write_shards(graft.weights(device, dtype), folder, advance)
+        _copy_text_files(graft.path, folder)
+        write_json(folder / "config.json", graft_config(graft, dtype))
+
+
+@contextmanager
+def new_directory(out: Path, size: int) -> Iterator[Path]:
+    """A directory to write `size` bytes to, which gets its name when it is whole."""
+    out = out.resolve()
+    _check_place(out, size)
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         partial.mkdir(parents=True)
-        _write_shards(graft.weights(device, dtype), partial, advance)
-        _copy_text_files(graft.path, partial)
-        _write_json(partial / "config.json", graft_config(graft, dtype))
+        yield partial
         partial.rename(out)
     except (OSError, SafetensorError) as error:
         raise SSDError(f"out={out} cannot be written ({error}): choose another place") from error
@@ -110,7 +122,7 @@ def _name_shards(shards: list[list[str]], folder: Path, total: int) -> None:
         file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
         (folder / f"{i}.safetensors").rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
-    _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _copy_text_files(source: Path, folder: Path) -> None:
@@ -118,7 +130,7 @@ def _copy_text_files(source: Path, folder: Path) -> None:
         shutil.copyfile(file, folder / file.name)
 
 
-def _write_json(file: Path, content: dict[str, Any]) -> None:
+def write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -137,7 +149,7 @@ def graft_config(graft: GraftCheckpoint, dtype: torch.dtype) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "max_position_embeddings": config.max_position,
         "rms_norm_eps": config.rms_eps,
-        "rope_parameters": _rope_parameters(config.rope),
+        "rope_parameters": rope_parameters(config.rope),
         "tie_word_embeddings": config.tie_embeddings,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -148,12 +160,15 @@ def graft_config(graft: GraftCheckpoint, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _rope_parameters(rope: RopeConfig) -> dict[str, Any]:
+def rope_parameters(rope: RopeConfig) -> dict[str, Any]:
     parameters: dict[str, Any] = {"rope_type": rope.scaling, "rope_theta": rope.theta}
     if rope.scaling != "default":
         parameters["factor"] = rope.factor
-    if rope.scaling == "llama3":
-        parameters["low_freq_factor"] = rope.low_freq_factor
-        parameters["high_freq_factor"] = rope.high_freq_factor
+    if rope.scaling in ("llama3", "yarn"):
         parameters["original_max_position_embeddings"] = rope.original_max_position
+    if rope.scaling == "llama3":
+        parameters |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.scaling == "yarn":
+        parameters |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+        parameters |= {} if rope.attention_factor is None else {"attention_factor": rope.attention_factor}
     return parameters

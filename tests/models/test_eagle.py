@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import torch
 from conftest import TestModel
 from eagle_heads import Layout, make_head
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from ssd import LLM, SamplingParams
+from ssd.cli.main import app
 from ssd.drafting.eagle import EagleRunner
 from ssd.errors import ConfigError, SSDError, UnsupportedModel
 from ssd.models.config import DecoderConfig, RopeConfig
-from ssd.models.eagle import EagleHead
+from ssd.models.eagle import EagleCheckpoint, EagleHead
 from ssd.models.shapes import SHAPES
 
 K = 5
@@ -159,3 +162,45 @@ def test_a_grafted_head_needs_the_graft_of_its_target(
     ):
         with pytest.raises(ConfigError, match=words):
             LLM(model, device="cpu", speculation={"mode": "sd", "draft": draft})
+
+
+@pytest.mark.parametrize("layout", ["eagle", "speculators"])
+def test_an_exported_head_is_the_same_head_in_the_authors_layout(
+    make_model: Callable[[str], TestModel], tmp_path: Path, layout: Layout
+) -> None:
+    """Catches a field or a tensor that is lost, renamed or rounded, and layers that are counted otherwise."""
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaled = {"rope_scaling": llama3 | {"original_max_position_embeddings": 64}} if layout == "eagle" else {}
+    made = make_head(
+        make_model("qwen3"), tmp_path / "head", layout, own_embedding=True, norm_before_residual=True, changes=scaled
+    )
+    out = tmp_path / "out"
+    result = CliRunner().invoke(app, ["export-eagle", made.path, "--out", str(out), "--dtype", "float32"])
+    assert result.exit_code == 0, result.output
+    ours, theirs = EagleCheckpoint.open(out), EagleCheckpoint.open(Path(made.path))
+    assert replace(ours.config, dtype="float32") == replace(theirs.config, dtype="float32")
+    stored = load_file(out / "model.safetensors")
+    assert stored.keys() == made.weights.keys()
+    for name, tensor in made.weights.items():
+        assert torch.equal(stored[name], tensor), name
+
+
+def test_a_graft_of_a_head_is_exported_as_a_head_for_the_graft(
+    make_model: Callable[[str], TestModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SHAPES, "big", DecoderConfig("llama", 1000, 256, 150, 7, 8, 4, 32, 99, 0.1, RopeConfig(7.0)))
+    target = make_model("llama-tied")
+    head = make_head(target, tmp_path / "head", head_dim=16)
+    command = ["export-eagle", f"graft:{head.path}@big", "--out", str(tmp_path / "out"), "--dtype", "float32"]
+    refused = CliRunner().invoke(app, command)
+    assert "name the graft that it drafts for with --target" in refused.output
+    result = CliRunner().invoke(app, [*command, "--target", f"graft:{target.path}@big"])
+    assert result.exit_code == 0, result.output
+    found = []
+    for draft in (f"graft:{head.path}@big", str(tmp_path / "out")):
+        speculation = {"mode": "sd", "draft": draft, "k": 3}
+        with LLM(f"graft:{target.path}@big", device="cpu", max_model_len=64, speculation=speculation) as llm:
+            few = dict.fromkeys((3, 17, 60, 101, 222), 100.0)
+            output = llm.generate(TOKENS[:9], SamplingParams(max_new_tokens=20, ignore_eos=True, logit_bias=few))[0]
+        found.append((output.token_ids, output.metrics.accepted_per_position))
+    assert found[0] == found[1]
