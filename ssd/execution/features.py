@@ -11,11 +11,13 @@ A cached prefix has KV of the head, but no features: its last token is computed 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from ssd.execution.batch import BatchInputs
 from ssd.execution.state import SequenceState
+from ssd.kernels import features_cpu
 from ssd.kernels.ops import DeviceBatch
 from ssd.models.decoder import KVCache
 from ssd.models.eagle import EagleHead
@@ -28,7 +30,6 @@ class Features:
     def __init__(self, head: EagleHead, kv: KVCache, state: SequenceState) -> None:
         self.head = head
         self.kv = kv
-        self._padding = state.padding
         self._kept = state.lookahead + 1  # a draft and the token before it
         shape = (state.num_slots + 1, self._kept, head.eagle.hidden_size)
         self._fused = torch.zeros(shape, dtype=head.dtype, device=head.device)  # of position p at p % kept
@@ -53,13 +54,18 @@ class Features:
 
     def store(self, inputs: BatchInputs, batch: DeviceBatch, buffer: torch.Tensor) -> None:
         """Writes the head's KV of a forward pass, and keeps its last features."""
-        fused, positions = self.head.fuse(buffer), batch.positions
-        row = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
-        work = inputs["row_work"].clamp(min=0)
-        slots = torch.where(inputs["row_work"] >= 0, inputs["slots"][work], self._padding)
-        first = row == batch.query_start[work]
-        hidden = torch.where(first[:, None], self.before(slots, positions), fused.roll(1, 0))
-        known = positions > self._start[slots]
-        self.head.store(replace(batch, slot_mapping=torch.where(known, batch.slot_mapping, -1)), hidden, self.kv)
-        last = row >= batch.query_start[work + 1] - self._kept
-        self._fused[torch.where(last, slots, self._padding), positions % self._kept] = fused
+        fused, kernels = self.head.fuse(buffer), _kernels(self.head.device)
+        rows = {"row_work": inputs["row_work"], "slots": inputs["slots"], "query_start": batch.query_start}
+        rows |= {"positions": batch.positions, "kept": self._fused}
+        hidden, mapping = kernels.shift(fused, slot_mapping=batch.slot_mapping, start=self._start, **rows)
+        kernels.keep(fused, **rows)
+        self.head.store(replace(batch, slot_mapping=mapping), hidden, self.kv)
+
+
+def _kernels(device: torch.device) -> Any:
+    """The functions of `ssd.kernels.features` for a device."""
+    if device.type == "cpu":
+        return features_cpu
+    from ssd.kernels import features
+
+    return features

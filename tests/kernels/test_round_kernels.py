@@ -12,7 +12,7 @@ from ssd.core import Origin
 from ssd.execution import batch as batches
 from ssd.execution.batch import Batch, BatchInputs, TileSizes
 from ssd.execution.state import SequenceState
-from ssd.kernels import rounds_cpu
+from ssd.kernels import features_cpu, rounds_cpu
 
 rounds = pytest.importorskip("ssd.kernels.rounds", exc_type=ImportError)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -325,3 +325,31 @@ def test_keeping_the_best_of_two() -> None:
         assert chain[:, 1].tolist() == [3, 5, 7, 0, 0, 0]
         assert confidence[:, 1].tolist() == [1.5, 0.0, 100.0, 0.0, 0.0, 0.0]
         assert not chain[:, [0, 2]].any()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_features(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """The rows before, or what was kept of them; the last positions are kept; padding takes and leaves nothing."""
+    features = pytest.importorskip("ssd.kernels.features", exc_type=ImportError)
+    world = World(seed)
+    batch, width = world.batch(), 5
+    kept = torch.randn(len(world.tables), world.lookahead + 1, width)
+    start = torch.randint(-1, 20, (len(world.tables),)).int()
+    found = []
+    for kernels, device, padding in ((features, DEVICE, seed % 3 * 4), (features_cpu, CPU, 0), (features_cpu, CPU, 3)):
+        inputs = inputs_of(batch, gather=True, device=device, padding=padding)
+        monkeypatch.setattr(batches, "round_kernels", lambda device, k=kernels: rounds if k is features else rounds_cpu)
+        inputs.prepare(world.state(device), world.tables.to(device), BLOCK_SIZE)
+        torch.manual_seed(seed)
+        fused = torch.cat((torch.randn(batch.num_rows, width), torch.full((padding, width), torch.nan))).to(device)
+        own = kept.clone().to(device)
+        rows = {name: inputs[name] for name in ("row_work", "slots", "query_start")}
+        rows |= {"positions": inputs.positions, "kept": own}
+        hidden, mapping = kernels.shift(fused, slot_mapping=inputs.slot_mapping, start=start.to(device), **rows)
+        kernels.keep(fused, **rows)
+        assert not hidden[batch.num_rows :].any()
+        assert (mapping[batch.num_rows :] == -1).all()
+        found.append([t.cpu() for t in (hidden[: batch.num_rows], mapping[: batch.num_rows], own)])
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            assert torch.equal(one, two)

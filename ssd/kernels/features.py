@@ -1,0 +1,109 @@
+"""Kernels over the features of a forward pass (`ssd.execution.features`). `*_ptr` are int32 unless stated otherwise."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_COLUMNS = 1024  # of one program
+
+
+@triton.jit
+def _shift_kernel(
+    fused_ptr,  # as wide as the head, like kept and hidden
+    kept_ptr,
+    hidden_ptr,
+    row_work_ptr,
+    slots_ptr,
+    query_start_ptr,
+    positions_ptr,
+    mapping_ptr,
+    start_ptr,
+    out_mapping_ptr,
+    WIDTH: tl.constexpr,
+    KEPT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    work = tl.load(row_work_ptr + row)
+    real = work >= 0
+    slot = tl.load(slots_ptr + work, mask=real, other=0)
+    first = tl.load(query_start_ptr + work, mask=real, other=0) == row
+    position = tl.load(positions_ptr + row)
+    at = (slot * KEPT + (position + KEPT - 1) % KEPT).to(tl.int64) * WIDTH
+    kept = tl.load(kept_ptr + at + column, mask=inside & real & first, other=0.0)
+    own = tl.load(fused_ptr + (row - 1).to(tl.int64) * WIDTH + column, mask=inside & real & (first == 0), other=0.0)
+    tl.store(hidden_ptr + row.to(tl.int64) * WIDTH + column, tl.where(first, kept, own), mask=inside)
+    known = real & (position > tl.load(start_ptr + slot))
+    tl.store(out_mapping_ptr + row, tl.where(known, tl.load(mapping_ptr + row), -1), mask=tl.program_id(1) == 0)
+
+
+@triton.jit
+def _keep_kernel(
+    fused_ptr,
+    kept_ptr,
+    row_work_ptr,
+    slots_ptr,
+    query_start_ptr,
+    positions_ptr,
+    WIDTH: tl.constexpr,
+    KEPT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    work = tl.load(row_work_ptr + row)
+    real = work >= 0
+    slot = tl.load(slots_ptr + work, mask=real, other=0)
+    last = row >= tl.load(query_start_ptr + work + 1, mask=real, other=0) - KEPT
+    mask = (column < WIDTH) & real & last
+    at = (slot * KEPT + tl.load(positions_ptr + row) % KEPT).to(tl.int64) * WIDTH
+    own = tl.load(fused_ptr + row.to(tl.int64) * WIDTH + column, mask=mask, other=0.0)
+    tl.store(kept_ptr + at + column, own, mask=mask)
+
+
+def shift(
+    fused: torch.Tensor,
+    *,
+    row_work: torch.Tensor,
+    slots: torch.Tensor,
+    query_start: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    start: torch.Tensor,
+    kept: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per row the feature of the position before it (0 for padding), and where its KV is written.
+
+    That is the row before it, or for the first row of a sequence what was kept: `kept` [slots, positions, width] holds
+    that of position p at p modulo their number. KV of positions up to `start` (per slot) is written nowhere.
+    """
+    hidden, mapping = torch.empty_like(fused), torch.empty_like(slot_mapping)
+    _shift_kernel[(len(fused), triton.cdiv(fused.shape[1], _COLUMNS))](
+        *(fused, kept, hidden, row_work, slots, query_start, positions, slot_mapping, start, mapping),
+        WIDTH=fused.shape[1],
+        KEPT=kept.shape[1],
+        BLOCK=_COLUMNS,
+    )
+    return hidden, mapping
+
+
+def keep(
+    fused: torch.Tensor,
+    *,
+    row_work: torch.Tensor,
+    slots: torch.Tensor,
+    query_start: torch.Tensor,
+    positions: torch.Tensor,
+    kept: torch.Tensor,
+) -> None:
+    """Keeps the features of the last positions of every sequence."""
+    _keep_kernel[(len(fused), triton.cdiv(fused.shape[1], _COLUMNS))](
+        *(fused, kept, row_work, slots, query_start, positions),
+        WIDTH=fused.shape[1],
+        KEPT=kept.shape[1],
+        BLOCK=_COLUMNS,
+    )
