@@ -16,7 +16,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from ssd.kernels import attention, elementwise, linear
+from ssd.kernels import attention, elementwise, features, linear
 from ssd.kernels.ops import Branches, DeviceBatch, HeadShape, Rope
 
 META = torch.device("meta")
@@ -54,7 +54,7 @@ def ints(*shape: int) -> torch.Tensor:
     return empty(*shape, dtype=torch.int32)
 
 
-def batch(*, prefill: bool = False, branches: Branches | None = None) -> DeviceBatch:
+def batch(*, prefill: bool = False, branches: Branches | None = None, first: int = 0) -> DeviceBatch:
     return DeviceBatch(
         token_ids=ints(8),
         positions=ints(8),
@@ -67,6 +67,7 @@ def batch(*, prefill: bool = False, branches: Branches | None = None) -> DeviceB
         prefill_tiles=ints(2, 2) if prefill else None,
         logit_rows=None,
         branches=branches,
+        first=first,
     )
 
 
@@ -88,7 +89,8 @@ def test_attention(architecture: int, dtype: torch.dtype, heads: HeadShape) -> N
     q = empty(8, heads.num_heads, heads.head_dim, dtype=dtype)
     for block_size in (16, 64):
         kv = empty(64, block_size, heads.num_kv_heads, heads.head_dim, dtype=dtype)
-        for each in (batch(), batch(prefill=True), batch(branches=Branches(3, 8))):
+        whole = (batch(), batch(prefill=True), batch(branches=Branches(3, 8)))
+        for each in (*whole, batch(first=1), batch(branches=Branches(3, 8), first=1)):
             attention.paged_attention(q, each, heads, kv, kv, workspace)
     if architecture == 90:
         from ssd.kernels.prefill import prefill_attention
@@ -107,3 +109,7 @@ def test_what_is_between_products(architecture: int, dtype: torch.dtype) -> None
         kv = empty(64, 64, heads.num_kv_heads, dim, dtype=dtype)
         qkv = empty(8, (heads.num_heads + 2 * heads.num_kv_heads) * dim, dtype=dtype)
         elementwise.rope_and_store(qkv, batch(), Rope(angles, angles, norm, norm, 1e-6), heads, kv, kv)
+    rows = {"row_work": ints(8), "slots": ints(4), "query_start": ints(5), "positions": ints(8)}
+    kept = empty(9, 5, 4096, dtype=dtype)
+    features.shift(hidden, slot_mapping=ints(8), start=ints(9), kept=kept, **rows)
+    features.keep(hidden, kept=kept, **rows)
