@@ -20,7 +20,7 @@ import transformers
 from ssd import LLM, SamplingParams
 from ssd.llm import Prompt
 from ssd.models.config import DecoderConfig, RopeConfig
-from ssd.models.open import BUNDLE, bundled_models, open_checkpoint
+from ssd.models.open import BUNDLE, bundled_heads, bundled_models, open_checkpoint
 from ssd.models.shapes import SHAPES
 from ssd.prompts import FOLDER_VARIABLE, OWN_SETS, load_prompts
 
@@ -84,6 +84,21 @@ def test_the_bundle_is_complete_and_small() -> None:
     patterns = settings["tool"]["setuptools"]["package-data"]["ssd"]
     packed = {file for pattern in patterns for file in BUNDLE.parent.glob(pattern)}
     assert files <= packed, "files that an installed package would lack"
+
+
+@pytest.mark.parametrize("head", bundled_heads())
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_a_bundled_head_drafts_what_its_target_writes(head: str, mode: str) -> None:
+    """As it is, and grafted; catches a head that was trained for other weights."""
+    target, prompts = head.removesuffix("-eagle"), PROMPTS[::20]
+    plain = [answer.tokens for answer in generate(target, prompts)]
+    for form in ("{}", "graft:{}@cpu-75m") if "llama" in head and mode == "sd" else ("{}",):
+        speculation = {"mode": mode, "draft": form.format(head), "k": 3}
+        with LLM(form.format(target), device="cpu", max_model_len=512, speculation=speculation) as llm:
+            assert [output.token_ids for output in llm.generate(list(prompts), GREEDY)] == plain
+            counts = llm.engine.metrics
+        least = {"sd": 0.3, "ssd": 0.15}[mode]  # of the drafted tokens, which a branch writes without features
+        assert counts.spec_decode_num_accepted_tokens > least * counts.spec_decode_num_draft_tokens
 
 
 @pytest.mark.parametrize("model", MODELS)
