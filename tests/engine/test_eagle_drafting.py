@@ -159,18 +159,20 @@ def test_branches_are_those_of_a_plain_implementation(
     assert [draft for draft, _ in seen] == [wanted for _, wanted in seen]
 
 
-@pytest.mark.parametrize("quantization", ["int8", None])
+@pytest.mark.parametrize(("mode", "quantization"), [("sd", "int8"), ("sd", None), ("ssd", None)])
 def test_a_controller_and_quantised_heads_change_no_token(
-    target: TestModel, head: Head, alone: Answers, quantization: str | None
+    target: TestModel, head: Head, alone: Answers, mode: str, quantization: str | None
 ) -> None:
     """k="auto" skips rounds: what they decide has KV of the head all the same."""
-    speculation = {"mode": "sd", "draft": head.path, "k": "auto", "draft_quantization": quantization}
+    speculation = {"mode": mode, "draft": head.path, "k": "auto", "draft_quantization": quantization}
+    speculation |= {"budget": "auto"} if mode == "ssd" else {}
     with LLM(target.path, device="cpu", max_num_seqs=4, speculation=speculation) as llm:
         assert answers(llm) == alone
 
 
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
 def test_the_rejection_rule_gets_distributions_over_the_targets_vocabulary(
-    target: TestModel, head: Head, alone: Answers, monkeypatch: pytest.MonkeyPatch
+    target: TestModel, head: Head, alone: Answers, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens outside of the draft vocabulary have probability 0; greedy requests get the same text."""
     kept: list[torch.Tensor] = []
@@ -181,7 +183,7 @@ def test_the_rejection_rule_gets_distributions_over_the_targets_vocabulary(
         return kept[-1]
 
     monkeypatch.setattr(DraftRunner, "distributions", spy)
-    speculation = {"mode": "sd", "draft": head.path, "k": 4, "acceptance": "rejection"}
+    speculation = {"mode": mode, "draft": head.path, "k": 4, "acceptance": "rejection"}
     with LLM(target.path, device="cpu", max_num_seqs=4, speculation=speculation) as llm:
         found = answers(llm)
     greedy = [i for i, each in enumerate(PARAMS) if each.greedy]
