@@ -84,7 +84,7 @@ class EagleRunner(DraftRunner):
         n, inputs, size = shape.sequences, self._inputs[True], self.runner.block_size
         tables, rows = self._tables(shape)
         single = self._constants(shape._replace(reads=1, width=0, fan_out=None))
-        hidden, logits = self.head.hidden[:n], []
+        hidden, normed = self.head.hidden[:n], []
         hidden.copy_(self._before[:n])
         for place in range(shape.reads):
             positions = inputs.first[:n] + place
@@ -101,9 +101,9 @@ class EagleRunner(DraftRunner):
                 block_tables=tables[:, 1:],
                 table_rows=rows,
             )
-            logits.append(self._logits(batch))
+            normed.append(self.head.states(batch, self.runner.kv))
             self._path[:n, place].copy_(hidden)
-        return torch.stack(logits, dim=1).flatten(0, 1)
+        return self.head.logits(torch.stack(normed, dim=1).flatten(0, 1))
 
     def _read_and_plan(self, shape: RunShape) -> None:
         super()._read_and_plan(shape)

@@ -116,7 +116,8 @@ def weight_files(path: Path) -> list[Path]:
     if pickles:
         raise UnsupportedModel(
             f"{path} holds pickled weights only ({pickles[0]}), which can run code when loaded: convert them with "
-            "`model.save_pretrained(dir)` of transformers, which writes safetensors"
+            "`model.save_pretrained(dir)` of transformers, which writes safetensors, or a draft head with "
+            "`safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors')`"
         )
     raise ModelNotFound(f"{path} holds no *.safetensors: download the weights as well (`hf download ORG/NAME`)")
 

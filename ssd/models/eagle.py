@@ -10,7 +10,7 @@ sequences, KV blocks or drafting.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -41,6 +41,7 @@ _FIELDS: Final[Mapping[str, Field]] = {
     "norm_before_residual": FLAG,
     "norm_before_fc": FLAG,
 }
+_CHUNK: Final = 8192  # tokens that are compared at a time
 _MAPS: Final = ("d2t", "t2d")
 _OLD_PREFIX, _PREFIX = "midlayer.", "layers.0."
 
@@ -127,6 +128,7 @@ class EagleHead(Decoder):
         inputs = (len(config.feature_layers) or 3) * config.target_hidden_size
         self.fc = ColumnLinear(ops, tp, {"fc": width}, inputs, bias=config.fc_bias)
         self._own = Embedding(ops, tp, {"embed_tokens": config.vocab_size}, width, embedding=True)
+        self._shared = embedding
         self.embedding = self._own if embedding is None or config.own_embedding else embedding
         self.head = Embedding(ops, tp, {"lm_head": config.draft_vocab_size}, width, head=True)
         self._target_ids: torch.Tensor | None = None  # of the tokens in the draft vocabulary
@@ -136,6 +138,17 @@ class EagleHead(Decoder):
         if self.eagle.own_embedding:
             yield "", self._own
         yield from ((_PREFIX + prefix, holder) for prefix, holder in self.layer.modules())
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Loads the checkpoint's tensors. An embedding that is a copy of the target's is not kept."""
+        super().load(weights)
+        shared = self._shared
+        if shared is None or not self.eagle.own_embedding or self.eagle.hidden_size != self.eagle.target_hidden_size:
+            return
+        ids = torch.arange(self.config.vocab_size, dtype=torch.int32, device=self.device)
+        chunks = torch.split(ids, _CHUNK)
+        if all(torch.equal(self._own.embed(chunk), shared.embed(chunk)) for chunk in chunks):
+            self.embedding, self._own.weight = shared, None
 
     def map_tokens(self, target_ids: torch.Tensor | None) -> None:
         """`target_ids`: the target's ids of the draft vocabulary; None: they are the same."""
@@ -153,6 +166,10 @@ class EagleHead(Decoder):
         self, batch: DeviceBatch, kv: KVCache, features: Mapping[int, torch.Tensor] | None = None
     ) -> torch.Tensor:
         """Float32 logits of all rows."""
+        return self.logits(self.states(batch, kv))
+
+    def states(self, batch: DeviceBatch, kv: KVCache) -> torch.Tensor:
+        """Replaces hidden states by those of the batch's tokens, and returns these behind the final norm."""
         hidden = self.hidden[: len(batch.token_ids)]
         joined, normed = self.layer.norms(self.embedding.embed(batch.token_ids), hidden)
         residual = normed if self.eagle.norm_before_residual else hidden
@@ -160,7 +177,11 @@ class EagleHead(Decoder):
         x = self.ops.rms_norm(x, self.norm.value, self.config.rms_eps, residual)  # residual: now its hidden states
         if residual is not hidden:
             hidden.copy_(residual)
-        logits = self.head.logits(x)
+        return x
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """Float32 logits of the target's vocabulary."""
+        logits = self.head.logits(normed)
         if self._target_ids is None:
             return logits
         full = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)

@@ -207,3 +207,22 @@ def test_a_graft_of_a_head_is_exported_as_a_head_for_the_graft(
             output = llm.generate(TOKENS[:9], SamplingParams(max_new_tokens=20, ignore_eos=True, logit_bias=few))[0]
         found.append((output.token_ids, output.metrics.accepted_per_position))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_an_embedding_that_is_a_copy_of_the_targets_is_not_kept(
+    make_model: Callable[[str], TestModel], tmp_path: Path, copied: bool
+) -> None:
+    """As in the files of speculators, where it would be a gigabyte of an 8B's memory."""
+    target = make_model("llama-tied")
+    head = make_head(target, tmp_path / "head", "speculators", own_embedding=True)
+    if copied:
+        head.weights["embed_tokens.weight"].copy_(target.reference.get_input_embeddings().weight.detach())
+        file = Path(head.path) / "model.safetensors"
+        save_file(load_file(file) | {"embed_tokens.weight": head.weights["embed_tokens.weight"]}, file)
+    with LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": head.path, "k": K}) as llm:
+        drafter: Any = llm.engine.round.drafter
+        runner: Any = llm.engine.round.target
+        assert (drafter.model.runner.head.embedding is runner.runner.decoder.embedding) == copied
+        outputs = llm.generate(TOKENS, SamplingParams(max_new_tokens=4))
+        assert outputs[0].metrics.drafted > 0
