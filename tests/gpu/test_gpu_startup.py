@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from eagle_heads import make_head
 from fakes import wait_until_idle
 
 from ssd import LLM, SamplingParams
@@ -60,17 +62,34 @@ def test_nothing_is_compiled_for_a_request(compiled: list[str], way: dict[str, A
     target, draft = "graft:tiny-llama@llama-3.2-1b", "graft:tiny-llama-draft@llama-3.2-1b"
     options: dict[str, Any] = {"speculation": {"draft": draft, **way}} if way else {}
     with LLM(target, device="cuda", max_model_len=4096, max_num_seqs=24, eager=eager, **options) as llm:
-        compiled.clear()
-        for i, length in enumerate(LENGTHS):
-            params = SamplingParams(max_new_tokens=6, ignore_eos=True, seed=i, **PARAMS[i % len(PARAMS)])
-            llm.generate([[7 + i % 50] * length], params)
-            assert compiled == [], f"{length} tokens, {params}"
-        for i, batch in enumerate(BATCHES):
-            each = [PARAMS[(i * j) % len(PARAMS)] for j in range(batch)]
-            params_of = [SamplingParams(max_new_tokens=12, ignore_eos=True, seed=j, **p) for j, p in enumerate(each)]
-            llm.generate([[11 + j] * LENGTHS[(i + 5 * j) % len(LENGTHS)] for j in range(batch)], params_of)
-            assert compiled == [], f"a batch of {batch}"
-        wait_until_idle(llm.driver)
+        ask_everything(llm, compiled)
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_nothing_is_compiled_for_a_request_with_a_head(compiled: list[str], mode: str, tmp_path: Path) -> None:
+    config = SimpleNamespace(hidden_size=256, vocab_size=8192)
+    tiny: Any = SimpleNamespace(reference=SimpleNamespace(config=config))
+    head = make_head(tiny, tmp_path / "head", head_dim=32)
+    speculation = {"mode": mode, "draft": f"graft:{head.path}@llama-3.2-1b", "k": 4}
+    target = "graft:tiny-llama@llama-3.2-1b"
+    with LLM(target, device="cuda", max_model_len=4096, max_num_seqs=24, speculation=speculation) as llm:
+        ask_everything(llm, compiled)
+
+
+def ask_everything(llm: LLM, compiled: list[str]) -> None:
+    """Requests of all lengths, in batches of all sizes, with parameters of all kinds."""
+    compiled.clear()
+    for i, length in enumerate(LENGTHS):
+        params = SamplingParams(max_new_tokens=6, ignore_eos=True, seed=i, **PARAMS[i % len(PARAMS)])
+        llm.generate([[7 + i % 50] * length], params)
+        assert compiled == [], f"{length} tokens, {params}"
+    for i, batch in enumerate(BATCHES):
+        each = [PARAMS[(i * j) % len(PARAMS)] for j in range(batch)]
+        params_of = [SamplingParams(max_new_tokens=12, ignore_eos=True, seed=j, **p) for j, p in enumerate(each)]
+        llm.generate([[11 + j] * LENGTHS[(i + 5 * j) % len(LENGTHS)] for j in range(batch)], params_of)
+        assert compiled == [], f"a batch of {batch}"
+    wait_until_idle(llm.driver)
+    assert llm.engine.metrics.drafter_failures == 0
 
 
 def test_compilations_and_checks_are_seen(compiled: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
