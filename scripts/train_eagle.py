@@ -34,8 +34,10 @@ from ssd.models.open import BUNDLE
 FEATURE_LAYERS = (2, 6, 9)  # of 12: EAGLE-3's choice
 SHARE = 400_000  # characters of each file that prompts are taken from
 DECAY = 0.8  # of the loss, from one unrolled step to the next
-HELD_OUT = 32  # windows
+HELD_OUT = 16  # rows of greedy text, which are the first, and as many that were sampled at temperature 1: the last
 Past = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of every unrolled step: [batch, heads, rows, head_dim]
+
+Shares = tuple[float, float]  # of equal likeliest tokens, and sum(min(p, q))
 
 
 # --- the head, with the parameter names of the EAGLE authors ----------------------------------------------------------
@@ -170,8 +172,8 @@ def draft_vocabulary(tokens: np.ndarray, size: int) -> torch.Tensor:
 
 def train_head(args: argparse.Namespace, family: str) -> None:
     teacher = load_target(family, args.device)
-    text = written(args, teacher, read_tokens(args.data, family))
-    kept, text = text[: HELD_OUT * args.written], text[HELD_OUT * args.written :]
+    rows = written(args, teacher, read_tokens(args.data, family)).reshape(-1, args.written)
+    greedy, text, sampled = rows[:HELD_OUT], rows[HELD_OUT:-HELD_OUT].flatten(), rows[-HELD_OUT:]
     ids = draft_vocabulary(text, args.draft_vocab).to(args.device)
     windows, head = Windows(text, args.written, args.batch, args.device), Head(teacher, ids)
     shares = torch.tensor([DECAY**i for i in range(args.unroll)])
@@ -192,8 +194,8 @@ def train_head(args: argparse.Namespace, family: str) -> None:
             return torch.stack(losses).sum()
 
     if train(Run(args.work / f"{family}-eagle.pt", head, args.steps, args.rate), loss_of, args.minutes):
-        held = Windows(kept, args.written, HELD_OUT, args.device)(0)
-        report(family, *acceptance(teacher, head, held, ids, args.unroll))
+        held = (torch.from_numpy(part.astype(np.int64)).to(args.device) for part in (greedy, sampled))
+        report(family, *(acceptance(teacher, head, part, ids, args.unroll) for part in held))
         export(head, ids.cpu(), teacher.shape, family, args.out / f"tiny-{family}-eagle")
 
 
@@ -205,14 +207,14 @@ def divergence(p: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 @torch.inference_mode()
 def acceptance(
     teacher: Model, head: Head, rows: torch.Tensor, ids: torch.Tensor, steps: int
-) -> tuple[list[tuple[float, float]], float]:
+) -> tuple[list[Shares], float]:
     """By position in drafts that were right so far: the share of equal likeliest tokens, and mean sum(min(p, q)); then
     the tokens per round of greedy drafts."""
     with autocast(rows.device):
         features, wanted = teach(teacher, rows)
         p = wanted[:, 1:].float().softmax(-1)
         right = torch.ones_like(rows[:, 1:], dtype=torch.bool)  # all tokens of the draft so far, by its last row
-        found: list[tuple[float, float]] = []
+        found: list[Shares] = []
         drafts = []
         for step, logits in enumerate(head(teacher.embed_tokens(rows[:, 1:]), features[:, :-1], steps)):
             q = torch.zeros_like(p).index_copy_(2, ids, logits.float().softmax(-1))
@@ -236,10 +238,11 @@ def tokens_per_round(drafts: list[list[list[bool]]]) -> float:
     return len(drafts[0]) * len(drafts[0][0]) / rounds
 
 
-def report(family: str, found: list[tuple[float, float]], length: float) -> None:
+def report(family: str, greedy: tuple[list[Shares], float], sampled: tuple[list[Shares], float]) -> None:
+    (found, length), (found_sampled, _) = greedy, sampled
     print(f"tiny-{family}-eagle, acceptance by position of the draft, held-out text:")
-    print("  temperature 0: " + " ".join(f"{greedy:.3f}" for greedy, _ in found))
-    print("  temperature 1: " + " ".join(f"{overlap:.3f}" for _, overlap in found))
+    print("  temperature 0: " + " ".join(f"{equal:.3f}" for equal, _ in found))
+    print("  temperature 1: " + " ".join(f"{overlap:.3f}" for _, overlap in found_sampled))
     print(f"  tokens per round at temperature 0, K = {len(found)}: {length:.2f}")
 
 
@@ -249,21 +252,18 @@ def export(head: Head, ids: torch.Tensor, s: Shape, family: str, out: Path) -> N
     tensors["d2t"] = ids - torch.arange(len(ids))
     tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
-    f = FAMILIES[family]
     config = EagleConfig(
-        *(
-            "eagle3",
-            VOCAB,
-            s.width,
-            s.mlp,
-            1,
-            s.heads,
-            s.kv_heads,
-            s.head_dim,
-            MAX_POSITION,
-            f.eps,
-            RopeConfig(f.theta),
-        ),
+        family="eagle3",
+        vocab_size=VOCAB,
+        hidden_size=s.width,
+        intermediate_size=s.mlp,
+        num_layers=1,
+        num_heads=s.heads,
+        num_kv_heads=s.kv_heads,
+        head_dim=s.head_dim,
+        max_position=MAX_POSITION,
+        rms_eps=FAMILIES[family].eps,
+        rope=RopeConfig(FAMILIES[family].theta),
         draft_vocab_size=len(ids),
         target_hidden_size=s.width,
         feature_layers=FEATURE_LAYERS,

@@ -18,7 +18,7 @@ from eagle_heads import Head
 from ssd import LLM, SamplingParams
 
 ROOT = Path(__file__).parents[2]
-SIZES = "--steps 10 --batch 2 --unroll 3 --writers 20 --write-batches 2 --written 16 --draft-vocab 900"
+SIZES = "--steps 10 --batch 2 --unroll 3 --writers 40 --write-batches 1 --written 16 --draft-vocab 900"
 
 
 @pytest.fixture(scope="module")
