@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -140,6 +141,12 @@ def make_head(
     weights["t2d"] = torch.zeros(model.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
     head = Head(str(path), weights, target.reference, layers, heads, kv_heads, 5000.0, 1e-5, norm_before_residual)
     return _write(head, layout, mlp, dim, changes or {})
+
+
+def make_tiny_head(path: Path) -> Head:
+    """A random head of the bundled targets, which can be grafted."""
+    sizes = SimpleNamespace(hidden_size=256, vocab_size=8192)
+    return make_head(TestModel("", SimpleNamespace(config=sizes)), path, head_dim=32)
 
 
 def _write(head: Head, layout: Layout, mlp: int, dim: int, changes: dict[str, Any]) -> Head:

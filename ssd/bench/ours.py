@@ -137,7 +137,8 @@ def _in_process(method: Method, device: str) -> bool:
     placement = method.speculation.get("placement", "auto")
     if method.speculation["mode"] != "ssd" or placement not in ("auto", "process"):
         return False
-    if placement == "auto" and open_eagle(str(method.speculation.get("draft"))) is not None:
+    draft = method.speculation.get("draft")
+    if placement == "auto" and draft is not None and open_eagle(str(draft)) is not None:
         return False
     return placement == "process" or device == "cpu" or (device == "auto" and not torch.cuda.is_available())
 

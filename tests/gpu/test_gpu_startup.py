@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from eagle_heads import make_head
+from eagle_heads import make_tiny_head
 from fakes import wait_until_idle
 
 from ssd import LLM, SamplingParams
@@ -67,9 +66,7 @@ def test_nothing_is_compiled_for_a_request(compiled: list[str], way: dict[str, A
 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 def test_nothing_is_compiled_for_a_request_with_a_head(compiled: list[str], mode: str, tmp_path: Path) -> None:
-    config = SimpleNamespace(hidden_size=256, vocab_size=8192)
-    tiny: Any = SimpleNamespace(reference=SimpleNamespace(config=config))
-    head = make_head(tiny, tmp_path / "head", head_dim=32)
+    head = make_tiny_head(tmp_path / "head")
     speculation = {"mode": mode, "draft": f"graft:{head.path}@llama-3.2-1b", "k": 4}
     target = "graft:tiny-llama@llama-3.2-1b"
     with LLM(target, device="cuda", max_model_len=4096, max_num_seqs=24, speculation=speculation) as llm:

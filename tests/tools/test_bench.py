@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from eagle_heads import make_tiny_head
 from fake_server import PIECES, TOKENS_A_PIECE, serving
 from typer.testing import CliRunner
 
@@ -136,6 +137,18 @@ def test_all_methods_share_an_engine_and_write_the_same() -> None:
     assert same_text(found) is False
     for contender in ours:
         contender.close()
+
+
+def test_methods_with_an_eagle_head_share_an_engine(tmp_path: Path) -> None:
+    """Catches a head that is sent to a process of its own, where it has no features."""
+    methods = methods_of("ar,sd:2,ssd:3", make_tiny_head(tmp_path / "head").path, 4, {"budget": 4})
+    ours = our_contenders("tiny-llama", methods, batch=1, device="cpu", max_model_len=128)
+    assert len({id(contender.llm) for contender in ours}) == 1
+    workload = load_workload("gsm8k", open_checkpoint("tiny-llama").tokenizer(), count=1)
+    found = measure(ours, [workload], Asked(8, batch=1), repeats=1)
+    assert same_text(found)
+    assert all(row["drafter_failures"] == 0 for row in figures(found))
+    ours[0].close()
 
 
 def test_prompts_are_cut_and_chosen() -> None:
