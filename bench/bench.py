@@ -3,6 +3,7 @@
     python bench.py --size 8 --numseqs 8 --output_len 128                                      # autoregressive
     python bench.py --size 8 --draft 1 --spec --k 6 --b 1 --numseqs 8                          # speculative (SD)
     python bench.py --qwen --size 32 --spec --async --k 6 --f 3 --all                          # SSD
+    python bench.py --size 8 --eagle --async --k 6 --f 3 --numseqs 8                           # with an EAGLE-3 head
     python bench.py --qwen --size 32 --graft --compare ar,sd:6,ssd:6 --numseqs 4 --plot r.html # without its weights
     python bench.py --model llama-3-8b --method ssd --numseqs 128
 
@@ -15,7 +16,6 @@ import argparse
 import copy
 import json
 import logging
-import os
 import re
 import sys
 from pathlib import Path
@@ -32,14 +32,10 @@ from ssd.prompts import OWN_SETS
 
 SETS = {"humaneval": "humaneval", "alpaca": "alpaca", "gsm": "gsm8k", "c4": "c4", "ultrafeedback": "ultrafeedback"}
 DEFAULT_SIZE = "8"
-NO_EAGLE = "--eagle: EAGLE-3 drafts are not supported yet; a draft model is: --spec, with --draft SIZE"
 
 
 def config_of(args: argparse.Namespace) -> BenchConfig:
     """What the flags ask for, in the library's words."""
-    if args.eagle:
-        known = os.environ.get("SSD_EAGLE3_SPECFORGE")
-        raise ConfigError(NO_EAGLE + (f" (SSD_EAGLE3_SPECFORGE={known} is kept for then)" if known else ""))
     if args.dtemp is not None and args.dtemp != args.temp:
         raise ConfigError(
             f"--dtemp {args.dtemp:g}: drafts are drawn at the target's temperature, with its noise, because then they "
@@ -49,7 +45,8 @@ def config_of(args: argparse.Namespace) -> BenchConfig:
     peers = tuple(filter(None, (args.peer or "").split(",")))
     drafted = any(method.split(":")[0] in ("sd", "ssd") for method in methods.split(","))
     drafted = drafted or any(re.fullmatch(r"\w+:\d+", peer) for peer in peers)
-    model, draft = pair_of(args, size=args.size or (None if args.model else DEFAULT_SIZE), drafted=drafted)
+    size = args.size or (None if args.model else DEFAULT_SIZE)
+    model, draft = pair_of(args, size=size, drafted=drafted, eagle=args.eagle)
     engine = {"device": args.device, "eager": args.eager, "block_size": args.block_sz}
     return BenchConfig(
         model,
@@ -76,9 +73,10 @@ def config_of(args: argparse.Namespace) -> BenchConfig:
 def method_of(args: argparse.Namespace) -> str:
     if args.method is not None:
         return str(args.method)
-    if args.run_ahead and not args.spec:
-        raise ConfigError("--async is a way of speculating: add --spec")
-    return "ssd" if args.run_ahead else "sd" if args.spec else "ar"
+    speculates = args.spec or args.eagle
+    if args.run_ahead and not speculates:
+        raise ConfigError("--async is a way of speculating: add --spec, or --eagle")
+    return "ssd" if args.run_ahead else "sd" if speculates else "ar"
 
 
 def speculation_of(args: argparse.Namespace, methods: str) -> dict[str, Any]:
@@ -143,7 +141,9 @@ def arguments() -> argparse.Namespace:
     how = parser.add_argument_group("how to decode (default: autoregressive)")
     how.add_argument("--spec", action="store_true", help="a draft proposes, the target waits for it (SD)")
     how.add_argument("--async", dest="run_ahead", action="store_true", help="the draft runs ahead (SSD)")
-    how.add_argument("--eagle", action="store_true", help="EAGLE-3 drafts (not supported yet)")
+    how.add_argument(
+        "--eagle", action="store_true", help="drafts by an EAGLE-3 head: that of the size, or --draft"
+    )
     how.add_argument("--method", choices=["ar", "sd", "ssd"], help="the same in one word")
     how.add_argument("--compare", metavar="METHODS", help="several in turns, such as ar,sd:4,ssd:6,ngram:5")
     how.add_argument("--k", type=int, default=6, help="drafted tokens a round (default: 6)")

@@ -7,7 +7,7 @@ They go to $SSD_HF_CACHE, else to the usual Hugging Face cache; only the files t
 tokenizers). Run it again after a failure or Ctrl-C: a download continues where it stopped, a finished one is only
 checked. Llama is gated: accept its licence on the page of each model, then `hf auth login` or set HF_TOKEN.
 
-eagle: EAGLE-3 drafts for Llama 3.1 8B, Llama 3.3 70B and Qwen 3 32B. The engine does not use them yet.
+eagle: EAGLE-3 heads for Llama 3.1 8B, Llama 3.3 70B and Qwen 3 32B.
 """
 
 from __future__ import annotations

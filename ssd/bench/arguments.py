@@ -10,7 +10,8 @@ from typing import Any, Final
 
 from ssd.bench import models
 from ssd.config import SpeculationConfig
-from ssd.models.open import bundled_draft
+from ssd.errors import ConfigError
+from ssd.models.open import bundled_draft, bundled_heads
 
 Parser = argparse.ArgumentParser | argparse._ArgumentGroup
 ONE_GPU: Final = "several GPUs are not supported yet: everything runs on one"
@@ -23,23 +24,34 @@ def add_model_flags(parser: Parser, sizes: Seq[str] | None = None) -> None:
     family.add_argument("--llama", action="store_true", help="Llama 3 (the default)")
     family.add_argument("--qwen", action="store_true", help="Qwen 3")
     parser.add_argument("--size", choices=sizes, help="in billions of parameters: 1, 3, 8, 70; 0.6, 1.7, 4, 8, 14, 32")
-    parser.add_argument("--draft", metavar="SIZE|PATH", help="of the draft model (default: the smallest size)")
+    parser.add_argument("--draft", metavar="SIZE|PATH", help="of the draft model or head (default: the smallest size)")
     parser.add_argument("--model", help="any model instead: llama-3-8b, a directory, a hub id, a bundled name")
     parser.add_argument("--graft", action="store_true", help="that size's speed, the small models' text: no weights")
 
 
-def pair_of(args: argparse.Namespace, *, size: str | None, drafted: bool) -> tuple[str, str | None]:
+def pair_of(
+    args: argparse.Namespace, *, size: str | None, drafted: bool, eagle: bool = False
+) -> tuple[str, str | None]:
     family: models.Family = "qwen" if args.qwen else "llama"
-    return pair(family, size=size, model=args.model, draft=args.draft, graft=args.graft, drafted=drafted)
+    given = {"size": size, "model": args.model, "draft": args.draft, "graft": args.graft}
+    return pair(family, **given, drafted=drafted, eagle=eagle)
 
 
 def pair(
-    family: models.Family, *, size: str | None, model: str | None, draft: str | None, graft: bool, drafted: bool
+    family: models.Family,
+    *,
+    size: str | None,
+    model: str | None,
+    draft: str | None,
+    graft: bool,
+    drafted: bool,
+    eagle: bool = False,
 ) -> tuple[str, str | None]:
     """The model, and the draft that belongs to it if it is to have one; without a size or a model the bundled pair.
 
     `model` may spell a family and a size (`llama-3-8b`), and `draft` be a size. SSD_TARGET_MODEL and SSD_DRAFT_MODEL
-    stand for any size; what `model` and `draft` name otherwise goes before them.
+    stand for any size; what `model` and `draft` name otherwise goes before them. `eagle`: the draft is an EAGLE-3 head,
+    and SSD_EAGLE3_SPECFORGE may name it.
     """
     spelled = models.spelled(model) if model else None
     if spelled is not None:
@@ -52,11 +64,22 @@ def pair(
     found = model or (sized(size, False) if size else models.BUNDLED[family])
     if not drafted:
         return found, None
+    if eagle:
+        named = draft or os.environ.get(models.HEAD_VARIABLE)
+        return found, named or _head(family, None if model else size, found, graft)
     number = draft or (models.DEFAULT_DRAFT[family] if size else "")
     if not re.fullmatch(r"\d+(\.\d+)?|", number):
         return found, draft
     named = os.environ.get(models.DRAFT_VARIABLE)
     return found, named or (sized(number, True) if number else bundled_draft(found))
+
+
+def _head(family: models.Family, size: str | None, model: str, graft: bool) -> str:
+    if size:
+        return models.graft_head(family, size) if graft else models.find_head(family, size)
+    if models.head_of(model) in bundled_heads():
+        return models.head_of(model)
+    raise ConfigError(f"--eagle: name the EAGLE-3 head of {model} with --draft, or in {models.HEAD_VARIABLE}")
 
 
 def options_of_ssd(

@@ -1,7 +1,7 @@
 """Finds the local checkpoint of a model family and size. Nothing is downloaded.
 
-`SSD_TARGET_MODEL` and `SSD_DRAFT_MODEL` name checkpoints to use for any size; with `SSD_TINY_MODELS=1` every
-size means the bundled models (for tests).
+`SSD_TARGET_MODEL` and `SSD_DRAFT_MODEL` name checkpoints to use for any size, `SSD_EAGLE3_SPECFORGE` an EAGLE-3 head;
+with `SSD_TINY_MODELS=1` every size means the bundled models (for tests).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ T = TypeVar("T")
 Family = Literal["llama", "qwen"]
 TARGET_VARIABLE: Final = "SSD_TARGET_MODEL"
 DRAFT_VARIABLE: Final = "SSD_DRAFT_MODEL"
+HEAD_VARIABLE: Final = "SSD_EAGLE3_SPECFORGE"
 TINY_VARIABLE: Final = "SSD_TINY_MODELS"
 DEFAULT_DRAFT: Final[dict[Family, str]] = {"llama": "1", "qwen": "0.6"}
 
@@ -28,6 +29,13 @@ _HUB: Final[dict[Family, dict[str, tuple[str, ...]]]] = {
         "70": ("meta-llama/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.1-70B-Instruct"),
     },
     "qwen": {size: (f"Qwen/Qwen3-{size}B",) for size in ("0.6", "1.7", "4", "8", "14", "32")},
+}
+_HEADS: Final[dict[Family, dict[str, tuple[str, ...]]]] = {
+    "llama": {
+        "8": ("lmsys/SGLang-EAGLE3-Llama-3.1-8B-Instruct-SpecForge",),
+        "70": ("lmsys/SGLang-EAGLE3-Llama-3.3-70B-Instruct-SpecForge",),
+    },
+    "qwen": {"32": ("RedHatAI/Qwen3-32B-speculator.eagle3",)},
 }
 _SHAPES: Final[dict[Family, dict[str, str]]] = {
     "llama": {"1": "llama-3.2-1b", "3": "llama-3.2-3b", "8": "llama-3.1-8b", "70": "llama-3.1-70b"},
@@ -41,16 +49,34 @@ def find(family: Family, size: str) -> str:
     """The local snapshot of that model; ModelNotFound tells where it was searched for and how to get it."""
     if os.environ.get(TINY_VARIABLE) == "1":
         return _tiny(family, size)
-    names = _entry(_HUB, family, size)
+    remedy = (
+        f"python scripts/download_from_hf.py {family} --sizes {size} (SSD_HF_CACHE says where to; the Llama models "
+        f"want their licence accepted first), or set {TARGET_VARIABLE} and {DRAFT_VARIABLE} to directories"
+    )
+    return _snapshot(f"{family} {size}", _entry(_HUB, family, size), remedy)
+
+
+def find_head(family: Family, size: str) -> str:
+    """The local snapshot of the EAGLE-3 head for a size."""
+    if os.environ.get(TINY_VARIABLE) == "1":
+        return head_of(BUNDLED[family])
+    remedy = f"python scripts/download_from_hf.py eagle --sizes {size}, or set {HEAD_VARIABLE} to a directory"
+    return _snapshot(f"EAGLE-3 head for {family} {size}", _entry(_HEADS, family, size, "EAGLE-3 heads"), remedy)
+
+
+def head_of(bundled: str) -> str:
+    """The name of a bundled model's EAGLE-3 head."""
+    return f"{bundled}-eagle"
+
+
+def _snapshot(what: str, names: tuple[str, ...], remedy: str) -> str:
     places = [place for name in names for place in cache_places(name)]
     snapshot = next((found for place in places if (found := snapshot_in(place)) is not None), None)
     if snapshot is None:
         looked = "\n  ".join(map(str, places))
         raise ModelNotFound(
-            f"{family} {size}: no weights of {' or '.join(names)}. Looked in\n  {looked}\n"
-            f"To get them: python scripts/download_from_hf.py {family} --sizes {size} (SSD_HF_CACHE says where to; the "
-            f"Llama models want their licence accepted first), or set {TARGET_VARIABLE} and {DRAFT_VARIABLE} to "
-            "directories, or measure that size without its weights: --graft"
+            f"{what}: no weights of {' or '.join(names)}. Looked in\n  {looked}\n"
+            f"To get them: {remedy}, or measure that size without its weights: --graft"
         )
     return str(snapshot)
 
@@ -58,6 +84,11 @@ def find(family: Family, size: str) -> str:
 def graft(family: Family, size: str, *, draft: bool = False) -> str:
     """The bundled model, or its draft, in that size: the size's speed, the bundled model's text."""
     return f"graft:{BUNDLED[family]}{'-draft' if draft else ''}@{_entry(_SHAPES, family, size)}"
+
+
+def graft_head(family: Family, size: str) -> str:
+    """The head of `graft`'s model."""
+    return f"graft:{head_of(BUNDLED[family])}@{_entry(_SHAPES, family, size)}"
 
 
 def _tiny(family: Family, size: str) -> str:
@@ -74,7 +105,7 @@ def spelled(name: str) -> tuple[Family, str] | None:
     return match[1], match[2]  # type: ignore[return-value]
 
 
-def _entry(table: dict[Family, dict[str, T]], family: Family, size: str) -> T:
+def _entry(table: dict[Family, dict[str, T]], family: Family, size: str, what: str = "models") -> T:
     if size not in table[family]:
-        raise ConfigError(f"size={size}: {family} comes in {', '.join(table[family])}")
+        raise ConfigError(f"size={size}: {family} {what} come in {', '.join(table[family])}")
     return table[family][size]

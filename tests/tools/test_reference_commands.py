@@ -12,6 +12,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from eagle_heads import make_tiny_head
+
+from ssd.bench import models
+from ssd.bench.arguments import pair
+from ssd.errors import ConfigError, ModelNotFound
 
 BENCH = Path(__file__).parents[2] / "bench"
 COMMANDS = [line for line in (BENCH / "commands.txt").read_text().splitlines() if line.startswith("python")]
@@ -126,12 +131,32 @@ def test_bench(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "--eagle" in c])
-def test_eagle_is_refused(command: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setenv("SSD_EAGLE3_SPECFORGE", "/somewhere")
-    assert bench(monkeypatch, *program_and_flags(command)[1]) == 1
-    said = capsys.readouterr().err
-    assert "EAGLE-3 drafts are not supported yet" in said
-    assert "/somewhere" in said
+def test_bench_with_an_eagle_head(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head, file = make_tiny_head(tmp_path / "head").path, tmp_path / "report.json"
+    monkeypatch.setenv("SSD_EAGLE3_SPECFORGE", str(head))
+    assert bench(monkeypatch, *program_and_flags(command)[1], *SHORT, "--json", str(file)) == 0
+    report = json.loads(file.read_text())
+    assert report["settings"]["draft"] == str(head)
+    for row in report["results"]:
+        assert row["contender"].startswith("ssd")
+        assert row["output_tokens"] == row["requests"] * 10
+        assert row["drafter_failures"] == 0
+        assert row["hit_rate"] is not None
+
+
+def test_heads_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    named = {"graft": False, "draft": None, "drafted": True, "eagle": True}
+    assert pair("llama", size="8", model=None, **named)[1] == "tiny-llama-eagle"
+    assert pair("qwen", size="32", model=None, **named | {"graft": True})[1] == "graft:tiny-qwen3-eagle@qwen3-32b"
+    assert pair("llama", size="70", model=None, **named | {"draft": "here"})[1] == "here"
+    with pytest.raises(ConfigError, match="name the EAGLE-3 head of here with --draft, or in SSD_EAGLE3_SPECFORGE"):
+        pair("llama", size=None, model="here", **named)
+    monkeypatch.delenv("SSD_TINY_MODELS")
+    monkeypatch.setenv("SSD_HF_CACHE", str(tmp_path))
+    with pytest.raises(ModelNotFound, match=r"lmsys/SGLang-EAGLE3-Llama-3\.3-70B-Instruct-SpecForge"):
+        models.find_head("llama", "70")
+    with pytest.raises(ConfigError, match="qwen EAGLE-3 heads come in 32"):
+        models.find_head("qwen", "8")
 
 
 @pytest.mark.parametrize(
@@ -202,8 +227,8 @@ def test_flags_arrive(flags: str, expected: dict[str, Any], monkeypatch: pytest.
         ("--f 3", "for SSD"),
         ("--x 0.5", "add --spec"),
         ("--temp 0.7 --dtemp 0.1", "target's temperature"),
-        ("--qwen --size 70", "qwen comes in"),
-        ("--size 32", "llama comes in"),
+        ("--qwen --size 70", "qwen models come in"),
+        ("--size 32", "llama models come in"),
         ("--numseqs 0", "num_prompts=0"),
         ("--prompt_offset -1", "prompt_offset=-1"),
         ("--peer nobody", "'nobody'"),
