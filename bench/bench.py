@@ -141,9 +141,7 @@ def arguments() -> argparse.Namespace:
     how = parser.add_argument_group("how to decode (default: autoregressive)")
     how.add_argument("--spec", action="store_true", help="a draft proposes, the target waits for it (SD)")
     how.add_argument("--async", dest="run_ahead", action="store_true", help="the draft runs ahead (SSD)")
-    how.add_argument(
-        "--eagle", action="store_true", help="drafts by an EAGLE-3 head: that of the size, or --draft"
-    )
+    how.add_argument("--eagle", action="store_true", help="drafts by an EAGLE-3 head: that of the size, or --draft")
     how.add_argument("--method", choices=["ar", "sd", "ssd"], help="the same in one word")
     how.add_argument("--compare", metavar="METHODS", help="several in turns, such as ar,sd:4,ssd:6,ngram:5")
     how.add_argument("--k", type=int, default=6, help="drafted tokens a round (default: 6)")
