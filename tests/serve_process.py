@@ -16,8 +16,11 @@ from pathlib import Path
 
 import httpx
 
+from ssd.server import memory
+
 MODEL, DRAFT = "tiny-llama", "tiny-llama-draft"
 START_SECONDS = 60.0
+GIVE_BACK_SECONDS = memory.SECONDS + 2.0  # until an idle server has given freed memory back
 CAN_BE_MEASURED = Path("/proc/self/smaps_rollup").exists()  # on Linux
 
 

@@ -28,6 +28,7 @@ Masks = npt.NDArray[np.int32]  # [positions, words]: bit t % 32 of word t // 32 
 # cannot write white space for ever.
 _WHITESPACE: Final = r"(\n[ \t]{0,24}| )?"
 _MOST_COMPILED: Final = 256  # grammars that are kept
+_MOST_CHARACTERS: Final = 1 << 20  # of their definitions; compiled, a character takes 100 bytes, of some grammars 400
 
 
 class Grammars:
@@ -39,7 +40,8 @@ class Grammars:
         self._words = -(-vocab_size // 32)
         self._stop_token_ids = sorted(stop_token_ids)
         self._tokenizer: Any = None  # llguidance's, built by `warm_up` or for the first request
-        self._compiled: OrderedDict[StructuredOutput, Any] = OrderedDict()  # least recently used first
+        # least recently used first: the compiled grammar and the characters of its definition
+        self._compiled: OrderedDict[StructuredOutput, tuple[Any, int]] = OrderedDict()
         self._lock = threading.Lock()
 
     def warm_up(self) -> None:
@@ -63,15 +65,19 @@ class Grammars:
         with self._lock:
             if wanted in self._compiled:
                 self._compiled.move_to_end(wanted)
-                return self._compiled[wanted]
+                return self._compiled[wanted][0]
             tokenizer = self._loaded_tokenizer()
-        matcher = _compile(wanted, tokenizer)  # without the GIL
+        matcher, characters = _compile(wanted, tokenizer)  # without the GIL
         self._check_beginning(wanted, matcher)
         with self._lock:
-            self._compiled[wanted] = matcher
-            if len(self._compiled) > _MOST_COMPILED:
+            self._compiled[wanted] = matcher, characters
+            while len(self._compiled) > 1 and self._too_much_is_kept():
                 self._compiled.popitem(last=False)
         return matcher
+
+    def _too_much_is_kept(self) -> bool:
+        characters = sum(characters for _, characters in self._compiled.values())
+        return len(self._compiled) > _MOST_COMPILED or characters > _MOST_CHARACTERS
 
     def _check_beginning(self, wanted: StructuredOutput, matcher: Any) -> None:
         """Raises RequestError if no text can begin: the grammar is empty, or endless."""
@@ -148,15 +154,17 @@ class Constraint:
         return masks[:, : self._words]
 
 
-def _compile(wanted: StructuredOutput, tokenizer: Any) -> Any:
+def _compile(wanted: StructuredOutput, tokenizer: Any) -> tuple[Any, int]:
+    """With the number of characters of its definition."""
     llguidance = _library()
     try:
-        matcher = llguidance.LLMatcher(tokenizer, _definition(wanted, llguidance), log_level=0)
+        definition = _definition(wanted, llguidance)
+        matcher = llguidance.LLMatcher(tokenizer, definition, log_level=0)
     except ValueError as error:
         raise RequestError(f"structured.{wanted.kind}: {error}") from error
     if matcher.is_error():
         raise RequestError(f"structured.{wanted.kind}: {matcher.get_error()}")
-    return matcher
+    return matcher, len(definition)
 
 
 def _definition(wanted: StructuredOutput, llguidance: Any) -> str:

@@ -15,6 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from ssd.errors import ConfigError
+from ssd.server import memory
 from ssd.server.connection import Connection
 from ssd.server.generation import ServerState
 
@@ -70,7 +71,16 @@ class Server(uvicorn.Server):
     def __init__(self, app: FastAPI) -> None:
         self._state: ServerState = app.state.server
         self._draining: asyncio.Task[None] | None = None
-        config = uvicorn.Config(app, http=Connection, ws="none", lifespan="off", log_config=None, access_log=False)
+        config = uvicorn.Config(
+            app,
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            callback_notify=memory.give_back,
+            timeout_notify=memory.SECONDS,
+        )
         super().__init__(config)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:

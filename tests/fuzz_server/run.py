@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import random
 import time
@@ -12,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import serve_process
 from serve_process import MODEL, Held, ServeProcess, gauges, serve
 
-from fuzz_server.mangled import random_request
+from fuzz_server.mangled import CHAT, random_request
 from fuzz_server.raw import exchange, status
 
 OPTIONS = (
@@ -23,6 +25,7 @@ OPTIONS = (
 )
 SHARE_OF_SCHEMA = 0.05  # of the requests: schemathesis takes far longer to make one than the server to answer it
 WARM_UP = 0.1  # of the requests, before the first measurement
+FILLING = 32  # large bodies before that
 CLIENTS = 32
 TIMEOUT = 60.0  # seconds that an answer may take
 SETTLE_SECONDS = 30.0
@@ -40,7 +43,11 @@ class Report:
 
 
 def fuzz(
-    requests: int, seed: int, seconds: float = math.inf, on_progress: Callable[[], object] = lambda: None
+    requests: int,
+    seed: int,
+    seconds: float = math.inf,
+    on_progress: Callable[[], object] = lambda: None,
+    filling: int = FILLING,
 ) -> Report:
     """Sends `requests` requests, or as many as `seconds` allow."""
     report, start = Report(), time.monotonic()
@@ -52,6 +59,7 @@ def fuzz(
 
     with serve(*OPTIONS) as server:
         asyncio.run(_warm_up(server))
+        asyncio.run(_fill(server, filling))
         for part, share in enumerate((WARM_UP, 1 - WARM_UP)):
             by_schema = int(requests * share * SHARE_OF_SCHEMA)
             _send_by_schema(server, report, by_schema, seed + part, sent)
@@ -68,11 +76,25 @@ def fuzz(
 
 async def _warm_up(server: ServeProcess) -> None:
     """Has the server make what it keeps: its event loop's threads, the tokenizer's (for long texts), and grammars'."""
-    structured = {"model": MODEL, "prompt": "x", "structured_outputs": {"regex": "[a-z]+"}}
+    await _post(server, "/v1/completions", {"model": MODEL, "prompt": "x", "structured_outputs": {"regex": "[a-z]+"}})
     prompts = ["x " * 100_000, *["x " * 20_000] * 64]  # long enough to keep all threads busy
-    async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT) as client:
-        await client.post("/v1/completions", json=structured)
-        await asyncio.gather(*(client.post("/tokenize", json={"prompt": prompt}) for prompt in prompts))
+    await asyncio.gather(*(_post(server, "/tokenize", {"prompt": prompt}) for prompt in prompts))
+
+
+async def _fill(server: ServeProcess, count: int) -> None:
+    """Sends what makes the server's memory grow up to a limit: large bodies (each leaves holes in it), and grammars."""
+    large = {"model": MODEL, "messages": CHAT * 24_000, "max_tokens": 1}
+    await asyncio.gather(*(_post(server, "/v1/chat/completions", large) for _ in range(count)))
+    for number in range(8 * count):
+        structured = {"json_schema": {"type": "object", "properties": {f"a{number}": {"type": "boolean"}}}}
+        body = {"model": MODEL, "prompt": "x", "max_tokens": 1, "structured_outputs": structured}
+        await _post(server, "/v1/completions", body)
+
+
+async def _post(server: ServeProcess, path: str, body: object) -> None:
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    await exchange(server.url, f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content, TIMEOUT)
 
 
 def _send_by_schema(server: ServeProcess, report: Report, count: int, seed: int, sent: Callable[[], bool]) -> None:
@@ -127,7 +149,7 @@ def _settled(server: ServeProcess, report: Report) -> Held:
             report.problems.append(f"requests or KV blocks are left: {_in_flight(server)}")
             break
         time.sleep(0.05)
-    time.sleep(1.0)  # connections that the server closes by its read time-out
+    time.sleep(serve_process.GIVE_BACK_SECONDS)  # meanwhile the server closes connections by its read time-out
     return server.held()
 
 

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
+import serve_process
 from serve_process import CAN_BE_MEASURED, Held, gauges
 from soak import run
 from soak.asks import Choice, read_answer, read_stream
@@ -17,13 +18,16 @@ from soak.run import Plan, soak
 from ssd import LLM
 
 SHORT = Plan(
-    filling=0, requests=150, seed=1, warm_up=70, distinct=20, vanishing=5, slow=1, growth=64
-)  # MiB: it is still warming up
+    filling=0, requests=150, seed=1, warm_up=70, distinct=20, vanishing=5, slow=1, growth=128
+)  # MiB: it is still warming up, and has not given freed memory back
 
 
 @pytest.mark.skipif(not CAN_BE_MEASURED, reason="what a process holds is read from /proc")
-def test_a_server_survives_clients_that_vanish_and_drafters_that_are_killed(llm: LLM) -> None:
+def test_a_server_survives_clients_that_vanish_and_drafters_that_are_killed(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every answer is that of plain decoding, and nothing is left behind."""
+    monkeypatch.setattr(serve_process, "GIVE_BACK_SECONDS", 1.0)
     report = soak(llm, SHORT)
     assert report.problems == []
     assert (report.counts["plain"], report.counts["vanishing"], report.counts["slow"]) == (144, 5, 1)
@@ -62,8 +66,8 @@ def test_a_wrong_answer_and_what_is_left_behind_are_problems(monkeypatch: pytest
         (Held(8, 9, 110, 100), False),
         (Held(9, 9, 100, 90), True),
         (Held(8, 10, 100, 90), True),
-        (Held(8, 9, 165, 90), True),
-        (Held(8, 9, 100, 155), True),
+        (Held(8, 9, 229, 90), True),
+        (Held(8, 9, 100, 219), True),
     ):
         report.after, report.problems = after, []
         one._compare()

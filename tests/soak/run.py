@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Literal
 
 import httpx
+import serve_process
 from serve_process import DRAFT, MODEL, Held, ServeProcess, gauges, serve
 
 from soak.asks import Ask, Choice, long_ask, random_ask
@@ -175,13 +176,8 @@ class _Run:
                 await asyncio.sleep(0.05)
                 metrics = await _metrics(client)
             self.report.metrics = metrics
-        held = self.server.held()
-        for _ in range(50):  # the server sees later that connections are closed
-            await asyncio.sleep(0.1)
-            held, before = self.server.held(), held
-            if held == before:
-                break
-        return held
+        await asyncio.sleep(serve_process.GIVE_BACK_SECONDS)  # meanwhile the server sees that connections are closed
+        return self.server.held()
 
     def _compare(self) -> None:
         report, before, after = self.report, self.report.before, self.report.after

@@ -219,6 +219,18 @@ def test_compiled_once(backend: tokenizers.Tokenizer, grammars: Grammars, monkey
     grammars.constraint(StructuredOutput(regex="a{3}"))
 
 
+def test_grammars_are_kept_up_to_a_size(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least recently used ones are dropped; the latest is kept, whatever its size."""
+    monkeypatch.setattr("ssd.constraints.grammars._MOST_CHARACTERS", 2500)
+    first, second, third = (StructuredOutput(regex=letter * 1000) for letter in "abc")
+    for wanted in (first, second, first, third):
+        grammars.check(wanted)
+    assert list(grammars._compiled) == [first, third]
+    large = StructuredOutput(regex="d" * 9000)
+    grammars.check(large)
+    assert list(grammars._compiled) == [large]
+
+
 def test_without_an_end_of_sequence_token(backend: tokenizers.Tokenizer) -> None:
     pytest.importorskip("llguidance")
     with pytest.raises(RequestError, match=r"^structured: the checkpoint names no end-of-sequence token"):
