@@ -198,8 +198,10 @@ class FakeDecoder(BareDecoder):
         return SeenBatch(tokens, positions, slots, starts, context, tables, rows, [self._owner(t) for t in tables])
 
     def _owner(self, table: list[int]) -> Sequence:
-        """A running sequence has a block of its own among those of a batch, so they identify it."""
+        """The running sequence with the most of these blocks. One that waits for its turn may have the first of them."""
         owners = [s for s in self.running() if all(a == b for a, b in zip(s.kv.blocks, table, strict=False))]
+        most = max((len(s.kv.blocks[: len(table)]) for s in owners), default=0)
+        owners = [s for s in owners if len(s.kv.blocks[: len(table)]) == most]
         if len(owners) != 1:
             raise KVError(f"block table {table} belongs to {len(owners)} running sequences")
         return owners[0]

@@ -89,6 +89,21 @@ def test_a_round_is_always_in_flight(lookahead: int) -> None:
     assert num_rounds <= output.metrics.rounds + (lookahead > 0), "the last token is foreseen where there are no drafts"
 
 
+def test_a_prompt_that_waits_shares_its_blocks_with_one_of_higher_priority() -> None:
+    """It has none of its own meanwhile: catches blocks of the one that are taken for the other's."""
+    harness = make_harness(block_size=1, max_num_seqs=2, max_num_batched_tokens=2, run_ahead=True)
+    prompts = {0: BASE[:16], -1: [*BASE[:8], 0]}  # by priority
+    names = {}
+    for priority, prompt in prompts.items():
+        names[priority] = harness.engine.add(prompt, SamplingParams(max_new_tokens=3, priority=priority))
+        harness.step()
+        harness.engine.flush()
+    outputs = harness.drain()
+    for priority, prompt in prompts.items():
+        expected = naive(prompt, SamplingParams(max_new_tokens=3), max_model_len=64)
+        assert (outputs[names[priority]].error, outputs[names[priority]].token_ids) == (None, expected.token_ids)
+
+
 def test_what_is_computed_beyond_the_end_is_dropped() -> None:
     """Catches tokens, counts or KV of the round that was launched before a stop was seen."""
     params = SamplingParams(max_new_tokens=30)
