@@ -21,7 +21,8 @@ from ssd.server import memory
 MODEL, DRAFT = "tiny-llama", "tiny-llama-draft"
 START_SECONDS = 60.0
 GIVE_BACK_SECONDS = memory.SECONDS + 2.0  # until an idle server has given freed memory back
-CAN_BE_MEASURED = Path("/proc/self/smaps_rollup").exists()  # on Linux
+MEMORY = Path("/proc/self/smaps_rollup")
+CAN_BE_MEASURED = MEMORY.exists() and "Pss_Anon" in MEMORY.read_text()  # on Linux
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,14 @@ class Held:
     threads: int
     files: int  # open handles
     rss: float  # MiB
-    pss: float  # MiB
+    pss: float  # MiB, of anonymous memory: the share of a library's pages depends on the other processes of the machine
 
     @classmethod
     def of(cls, pid: int) -> Held:
         proc = Path(f"/proc/{pid}")
         status, memory = (dict(_fields(proc / name)) for name in ("status", "smaps_rollup"))
         files = len(os.listdir(proc / "fd"))
-        return cls(int(status["Threads"]), files, _kib(status["VmRSS"]) / 1024, _kib(memory["Pss"]) / 1024)
+        return cls(int(status["Threads"]), files, _kib(status["VmRSS"]) / 1024, _kib(memory["Pss_Anon"]) / 1024)
 
     def problems_since(self, before: Held, growth: float, *sizes: str) -> list[str]:
         """What was left behind: threads, file handles, more than `growth` MiB of one of the `sizes`."""

@@ -84,7 +84,8 @@ async def _warm_up(server: ServeProcess) -> None:
 async def _fill(server: ServeProcess, count: int) -> None:
     """Sends what makes the server's memory grow up to a limit: large bodies (each leaves holes in it), and grammars."""
     large = {"model": MODEL, "messages": CHAT * 24_000, "max_tokens": 1}
-    await asyncio.gather(*(_post(server, "/v1/chat/completions", large) for _ in range(count)))
+    for _ in range(count):
+        await _post(server, "/v1/chat/completions", large)
     for number in range(8 * count):
         structured = {"json_schema": {"type": "object", "properties": {f"a{number}": {"type": "boolean"}}}}
         body = {"model": MODEL, "prompt": "x", "max_tokens": 1, "structured_outputs": structured}
