@@ -198,7 +198,7 @@ class FakeDecoder(BareDecoder):
         return SeenBatch(tokens, positions, slots, starts, context, tables, rows, [self._owner(t) for t in tables])
 
     def _owner(self, table: list[int]) -> Sequence:
-        """The running sequence with the most of these blocks. One that waits for its turn may have the first of them."""
+        """The running sequence with most of these blocks. One that waits for its turn may have the first of them."""
         owners = [s for s in self.running() if all(a == b for a, b in zip(s.kv.blocks, table, strict=False))]
         most = max((len(s.kv.blocks[: len(table)]) for s in owners), default=0)
         owners = [s for s in owners if len(s.kv.blocks[: len(table)]) == most]

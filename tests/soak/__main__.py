@@ -41,7 +41,7 @@ def print_report(report: Report) -> None:
     for name in ("threads", "files", "rss", "pss"):
         table.add_row(name, *(f"{getattr(held, name):.0f}" for held in (report.before, report.after)))
     console.print(table)
-    console.print(f"RSS and PSS (of anonymous memory) in MiB; {Plan.growth:g} MiB of growth are allowed", highlight=False)
+    console.print(f"RSS and PSS (anonymous memory) in MiB; {Plan.growth:g} of growth are allowed", highlight=False)
     for problem in report.problems[:20]:
         console.print(problem, markup=False, highlight=False, style="red", soft_wrap=True)
     console.print(f"{len(report.problems)} problems", style="red" if report.problems else "green", highlight=False)
