@@ -29,6 +29,7 @@ MIN_TEMPERATURE = 1e-6  # lower ones (above 0) would overflow float32
 MIN_TOP_P = 2.0**-126  # lower ones keep one token, too, but may be 0 in float32
 MIN_REPETITION = 2.0**-100  # lower ones would overflow float32
 _INT32_MAX = 2**31 - 1
+_PART = 2**20  # logits that are adjusted at a time on a CPU
 _HAS_BIAS, _HAS_COUNTS = 1, 2  # bits of `SamplingColumns.flags`
 _IN_PROMPT, _IS_STOP, _ONE_OUTPUT = 1, 2, 4  # of `SamplingColumns.counts`
 
@@ -169,14 +170,12 @@ class Sampler:
 
             sampling.adjust(logits, columns, *rows)
             return
-        drafted = [0] * len(logits) if rows.num_drafted is None else rows.num_drafted.tolist()
-        for i, slot in enumerate(rows.slots.tolist()):
-            flags = int(columns.flags[slot]) if slot >= 0 else 0
-            if flags & _HAS_BIAS:
-                logits[i] += columns.bias[slot]
-            if flags & _HAS_COUNTS:
-                drafts = rows.drafts[slot, : drafted[i]].long() if rows.drafts is not None else None
-                self._penalise(logits[i], slot, int(rows.positions[i]), columns.counts[slot], drafts)
+        flags = torch.where(rows.slots < 0, 0, columns.flags[rows.slots.clamp(min=0)])
+        biased, counted = ((flags & flag > 0).nonzero()[:, 0] for flag in (_HAS_BIAS, _HAS_COUNTS))
+        for part in self._parts(biased):
+            logits[part] += columns.bias[rows.slots[part]]
+        for part in self._parts(counted):
+            logits[part] = self._penalised(logits[part], rows, part, columns.counts[rows.slots[part]])
 
     def mask(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
         """Sets the logits of tokens that are not allowed to -inf, in place.
@@ -250,20 +249,27 @@ class Sampler:
 
     # --- on a CPU ----------------------------------------------------------------------------------------------------
 
-    def _penalise(
-        self, x: torch.Tensor, slot: int, position: int, counts: torch.Tensor, drafts: torch.Tensor | None
-    ) -> None:
-        """Penalties and forbidden stop tokens of one row [V], in place."""
-        columns = self.columns
+    def _parts(self, rows: torch.Tensor) -> Iterable[torch.Tensor]:
+        """Row numbers in parts of some megabytes of logits."""
+        size = max(1, _PART // self.columns.vocab_size)
+        return (rows[i : i + size] for i in range(0, len(rows), size))
+
+    def _penalised(self, x: torch.Tensor, rows: Rows, part: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """The logits [P, V] of some rows with penalties, and without forbidden stop tokens."""
+        columns, slots = self.columns, rows.slots[part]
         times = counts >> 2
-        if drafts is not None:
-            times.index_add_(0, drafts, torch.ones_like(drafts, dtype=torch.int32))
+        if rows.drafts is not None and rows.num_drafted is not None:
+            drafts = rows.drafts[slots].long()
+            drafted = torch.arange(drafts.shape[1]) < rows.num_drafted[part, None]
+            times.scatter_add_(1, torch.where(drafted, drafts, 0), drafted.int())
         seen = (times > 0) | (counts & _IN_PROMPT > 0)
-        repetition = columns.repetition[slot]
-        x.copy_(torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x))
-        x -= columns.presence[slot] * (times > 0) + columns.frequency[slot] * times
-        if position < columns.min_length[slot]:
-            x[counts & _IS_STOP > 0] = -torch.inf
+        repetition, presence, frequency = (
+            column[slots, None] for column in (columns.repetition, columns.presence, columns.frequency)
+        )
+        x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
+        x -= presence * (times > 0) + frequency * times
+        early = rows.positions[part] < columns.min_length[slots]
+        return x.masked_fill_((counts & _IS_STOP > 0) & early[:, None], -torch.inf)
 
     def _scores(self, logits: torch.Tensor, rows: Rows, needs: Needs) -> torch.Tensor:
         """The logits themselves if every row is greedy, otherwise a new tensor."""
@@ -286,11 +292,17 @@ class Sampler:
 
     def _truncate(self, scores: torch.Tensor, logits: torch.Tensor, rows: Rows) -> None:
         """Sets `scores` to -inf for the tokens that min_p, top_k and top_p drop, in sampled rows."""
-        c, slots = self.columns, rows.slots.clamp(min=0)
-        columns = (self._temperature(rows), c.log_min_p[slots], c.top_k[slots], c.top_p[slots])
-        for i, (temperature, log_min_p, top_k, top_p) in enumerate(zip(*(x.tolist() for x in columns), strict=True)):
-            if temperature > 0 and (log_min_p > -math.inf or top_k > 0 or top_p < 1):
-                scores[i].numpy()[~_kept(logits[i], temperature, log_min_p, top_k, top_p)] = -np.inf
+        c, slots, temperature = self.columns, rows.slots.clamp(min=0), self._temperature(rows)
+        wanted = (c.log_min_p[slots] > -math.inf) | (c.top_k[slots] > 0) | (c.top_p[slots] < 1)
+        for part in self._parts((wanted & (temperature > 0)).nonzero()[:, 0]):
+            x, slot = logits[part], slots[part]
+            largest = x.amax(-1, keepdim=True)
+            z = torch.where(x == largest, 0.0, (x - largest) / temperature[part, None])  # 0 also where all are -inf
+            kept = (z >= c.log_min_p[slot, None]).numpy()
+            keys = (z * -(2.0**20)).clamp(max=2.0**25).int().clamp(min=0, max=2**25 - 1).numpy()
+            limits = c.top_k[slot].tolist(), c.top_p[slot].tolist()
+            for i, distance, key, first, top_k, top_p in zip(part.tolist(), z, keys, kept, *limits, strict=True):
+                scores[i].numpy()[~_kept(distance, key, first, top_k, top_p)] = -np.inf
 
 
 def reweighted(distributions: torch.Tensor, c: float, fan_out: int) -> torch.Tensor:
@@ -315,20 +327,17 @@ def top_logprobs(
     return log_p.gather(-1, tokens.long().clamp(min=0)[:, None])[:, 0], ids, values
 
 
-def _kept(x: torch.Tensor, temperature: float, log_min_p: float, top_k: int, top_p: float) -> np.ndarray:
-    """Tokens of logits [V] that min_p, then top_k, then top_p keep.
+def _kept(z: torch.Tensor, key: np.ndarray, kept: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
+    """Which of the tokens that min_p has kept, then top_k, then top_p keep: bool [V].
 
-    Tokens are ordered by their distance from the largest (in steps of 2**-20), then by id. Probability masses are
-    integers, 2**32 for the largest.
+    `z` are the logits' distances from the largest. Tokens are ordered by them (`key`, in steps of 2**-20), then by id.
+    Probability masses are integers, 2**32 for the largest; their exponentials are those of a tensor of its own, so that
+    nothing depends on where the row is in the batch.
     """
-    largest = x.amax()
-    z = torch.where(x == largest, 0.0, (x - largest) / temperature)  # 0 also where all are -inf
-    key = (z * -(2.0**20)).clamp(max=2.0**25).int().clamp(min=0, max=2**25 - 1).numpy()
-    kept = (z >= log_min_p).numpy()
     if top_k > 0:
         kept &= _first(key, kept.astype(np.float64), top_k)
     if top_p < 1:
-        mass = (z.exp() * 2.0**32).floor().double().numpy()
+        mass = (z.clone().exp() * 2.0**32).floor().double().numpy()
         mass[~kept] = 0.0
         kept &= _first(key, mass, top_p * float(mass.sum()))
     return kept

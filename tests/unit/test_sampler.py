@@ -188,6 +188,17 @@ def test_the_order_of_rows_does_not_matter() -> None:
     assert torch.equal(Sampler(case.columns).choose(case.logits[order], rows, case.needs), tokens[order])
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_size_of_parts_does_not_matter(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many rows are adjusted and truncated in parts: catches a part that takes parameters of another."""
+    case = Case(seed, num_rows=30)
+    whole, parts = case.logits.clone(), case.logits.clone()
+    expected = Sampler(case.columns).best(whole, case.rows, Needs(True, True), 2)
+    monkeypatch.setattr("ssd.sampling.sampler._PART", 4 * case.vocab_size)
+    found = Sampler(case.columns).best(parts, case.rows, Needs(True, True), 2)
+    assert all(torch.equal(a, b) for a, b in zip((parts, *found), (whole, *expected), strict=True))
+
+
 def test_rows_without_adjustments_keep_their_bits() -> None:
     columns = SamplingColumns(2, 50, CPU)
     columns.set(0, SamplingParams(repetition_penalty=2.0), 0, [1], [2], ())
