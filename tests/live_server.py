@@ -27,7 +27,7 @@ MODEL, DRAFT = "tiny-llama", "tiny-llama-draft"
 SPECULATION: dict[str, Any] = {
     "ar": None,
     "sd": {"mode": "sd", "draft": DRAFT},
-    "ssd": {"mode": "ssd", "draft": DRAFT, "placement": "inline"},
+    "ssd": {"mode": "ssd", "draft": DRAFT, "placement": "inline", "k": 3, "budget": 6},  # few branches: a CPU is slow
 }
 
 

@@ -8,18 +8,18 @@ import re
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
-from live_server import MODEL, Served, serving, until
+from live_server import DRAFT, MODEL, Served, serving, until
 from serve_process import free_port, serve
+from typer.testing import CliRunner
 
 from ssd import LLM
+from ssd.cli.main import app
 from ssd.errors import ConfigError
 from ssd.server import run
 from ssd.server.app import create_app
@@ -226,14 +226,12 @@ def test_a_port_that_is_taken_is_a_clear_error() -> None:
     """Before a model is loaded, which this one does not exist to be."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
-        command = [sys.executable, "-m", "ssd", "serve", "no-such-model", "--port", port]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 1
-    [line] = ended.stderr.splitlines()
-    assert (
-        line
-        == f"error: cannot listen on 127.0.0.1, port {port}: Address already in use: choose another --host or --port"
+        ended = CliRunner().invoke(app, ["serve", "no-such-model", "--port", port])
+    assert ended.exit_code == 1
+    expected = (
+        f"error: cannot listen on 127.0.0.1, port {port}: Address already in use: choose another --host or --port"
     )
+    assert " ".join(ended.stderr.split()) == expected
 
 
 def test_of_two_servers_that_start_together_the_second_says_that_the_port_is_taken(llm: LLM) -> None:
@@ -294,7 +292,8 @@ def test_sigterm_under_load_lets_all_requests_end_and_refuses_new_ones() -> None
 
     async def load(url: str) -> None:
         nonlocal signalled
-        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        key = {"Authorization": "Bearer secret"}
+        async with httpx.AsyncClient(base_url=url, timeout=60, headers=key) as http:
             clients = [asyncio.create_task(client(http, number)) for number in range(12)]
             while not texts:
                 await asyncio.sleep(0.01)
@@ -302,15 +301,19 @@ def test_sigterm_under_load_lets_all_requests_end_and_refuses_new_ones() -> None
             served.process.send_signal(signal.SIGTERM)
             await asyncio.gather(*clients)
 
-    with serve("--max-num-seqs", "4") as served:
+    with serve("--max-num-seqs", "4", "--draft", DRAFT, "--mode", "sd", "--api-key", "secret") as served:
         asyncio.run(load(served.url))
         assert served.process.wait(30) == 0
-        assert "Traceback" not in served.log
+        log = served.log
+    assert "POST '/v1/completions' 200" in log
+    assert "Traceback" not in log
+    assert "secret" not in log
     assert len(texts) == 1
     assert refused
     assert set(refused) == {503}
 
 
+@pytest.mark.slow  # `test_a_drain_ends_requests_that_take_too_long` is the short one
 def test_a_drain_that_takes_too_long_cuts_requests_off() -> None:
     """Without a traceback: handlers are not cancelled, their clients are gone."""
     with serve("--drain-timeout", "0.5") as served:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,21 +16,50 @@ import serve_process
 from fuzz_server import run
 from fuzz_server.mangled import BODIES, random_request
 from fuzz_server.raw import exchange, status
-from live_server import Served
+from live_server import MODEL, Served, serving, until
 from serve_process import CAN_BE_MEASURED, Held
+
+from ssd import LLM
 
 ANSWER = b"HTTP/1.1 %s\r\ncontent-length: 2\r\n\r\nok"
 
 
+@pytest.fixture(scope="module")
+def fragile() -> Iterator[Served]:
+    """With the limits of the server that is fuzzed."""
+    options = {"max_model_len": 128, "max_num_seqs": 8}
+    with LLM(MODEL, device="cpu", **options) as llm, serving(llm, read_timeout=0.5, max_request_bytes=10**6) as served:
+        yield served
+
+
+def test_a_server_survives_broken_requests(fragile: Served, caplog: pytest.LogCaptureFixture) -> None:
+    report = run.Report()
+    asyncio.run(run._send_mangled(fragile, report, 150, 1, lambda: True))  # type: ignore[arg-type]
+    assert report.problems == []
+    assert report.statuses["200"] > 10
+    assert report.statuses["400"] > 50
+    until(lambda: not any(run._in_flight(fragile).values()))  # type: ignore[arg-type]
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_server_keeps_to_its_schema(fragile: Served) -> None:
+    """One valid and one invalid request of every kind."""
+    pytest.importorskip("schemathesis")
+    report = run.Report()
+    run._send_by_schema(fragile, report, 1, 1, lambda: True)  # type: ignore[arg-type]
+    assert report.problems == []
+    assert report.statuses["by schema"] > 10
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not CAN_BE_MEASURED, reason="what a process holds is read from /proc")
-def test_a_server_survives_broken_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_under_fire_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a process of its own."""
     pytest.importorskip("schemathesis")
     monkeypatch.setattr(serve_process, "GIVE_BACK_SECONDS", 1.0)
     monkeypatch.setattr(run, "GROWTH", 128.0)  # MiB: it is still warming up, and has not given freed memory back
     report = run.fuzz(300, seed=1, filling=0)
     assert report.problems == []
-    assert report.statuses["200"] > 10
-    assert report.statuses["400"] > 50
     assert report.statuses["by schema"] > 10
 
 

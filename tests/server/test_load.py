@@ -15,8 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import DRAFT, MODEL, SPECULATION, Served, openai, serving, until
-from serve_process import serve
+from live_server import MODEL, SPECULATION, Served, openai, serving, until
 
 from ssd import LLM, SamplingParams
 
@@ -267,20 +266,6 @@ def test_a_drain_lets_requests_end(llm: LLM) -> None:
         assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
         served.thread.join(20)
         assert not served.thread.is_alive()
-
-
-def test_the_command_serves_until_it_is_told_to_stop() -> None:
-    with serve("--draft", DRAFT, "--mode", "sd", "--api-key", "secret") as command:
-        client = openai.OpenAI(base_url=f"{command.url}/v1", api_key="secret", max_retries=0)
-        stream = client.completions.create(**_sdk(ENDLESS | {"max_tokens": 60}), stream=True)
-        next(stream)
-        command.process.send_signal(signal.SIGTERM)
-        assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
-        assert command.process.wait(30) == 0
-        log = command.log
-    assert "POST '/v1/completions' 200" in log
-    assert "Traceback" not in log
-    assert "secret" not in log
 
 
 def test_without_the_extra_the_command_says_how_to_get_it() -> None:

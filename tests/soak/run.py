@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Literal
+from typing import Literal, Protocol
 
 import httpx
 import serve_process
-from serve_process import DRAFT, MODEL, Held, ServeProcess, gauges, serve
+from serve_process import DRAFT, MODEL, Held, gauges, serve
 
 from soak.asks import Ask, Choice, long_ask, random_ask
 from soak.clients import plain, slow, vanishing
@@ -55,6 +55,15 @@ class Plan:
         return kinds
 
 
+class Target(Protocol):
+    """A server, and what its process holds."""
+
+    @property
+    def url(self) -> str: ...
+    def held(self) -> Held: ...
+    def drafters(self) -> list[int]: ...
+
+
 @dataclass
 class Report:
     counts: Counter[str] = field(default_factory=Counter)
@@ -67,17 +76,24 @@ class Report:
 
 def soak(llm: LLM, plan: Plan, on_progress: Callable[[], object] = lambda: None) -> Report:
     """Runs a plan. The answers of `llm` are the right ones."""
+    with serve(*OPTIONS) as server:
+        report = drive(server, llm, plan, on_progress)
+        if (code := server.stop()) != 0:
+            report.problems.append(f"the server's exit code is {code}")
+        report.problems += [line for line in server.log.splitlines() if "Traceback" in line or "bug" in line]
+    if report.metrics["drafter_failures_total"] < 1 or report.counts["killed"] < 1:
+        report.problems.append("no drafter was killed")
+    return report
+
+
+def drive(server: Target, llm: LLM, plan: Plan, on_progress: Callable[[], object] = lambda: None) -> Report:
+    """Runs a plan on a server that is there."""
     draw = random.Random(plan.seed)
     asks = [random_ask(draw) for _ in range(plan.distinct)]
     longs = [long_ask(draw) for _ in range(5)]
     expected = asyncio.run(_answers(llm, [*asks, *longs]))
     report = Report()
-    with serve(*OPTIONS) as server:
-        run = _Run(server, plan, report, asks, longs, expected, draw, on_progress)
-        asyncio.run(run.run())
-        if (code := server.stop()) != 0:
-            report.problems.append(f"the server's exit code is {code}")
-        report.problems += [line for line in server.log.splitlines() if "Traceback" in line or "bug" in line]
+    asyncio.run(_Run(server, plan, report, asks, longs, expected, draw, on_progress).run())
     return report
 
 
@@ -90,7 +106,7 @@ async def _answers(llm: LLM, asks: list[Ask]) -> dict[int, list[Choice]]:
 
 @dataclass
 class _Run:
-    server: ServeProcess
+    server: Target
     plan: Plan
     report: Report
     asks: list[Ask]
@@ -184,12 +200,10 @@ class _Run:
         assert before is not None
         assert after is not None
         report.problems += after.problems_since(before, self.plan.growth, "rss", "pss")
-        if report.metrics["drafter_failures_total"] < 1 or report.counts["killed"] < 1:
-            report.problems.append("no drafter was killed")
 
 
 @asynccontextmanager
-async def _killing(server: ServeProcess, report: Report) -> AsyncIterator[None]:
+async def _killing(server: Target, report: Report) -> AsyncIterator[None]:
     """Meanwhile the drafter is killed every second; every other one only once it has drafted: a start takes longer."""
     spared: dict[int, float] = {}  # by process id: drafts before
 
@@ -213,7 +227,7 @@ async def _killing(server: ServeProcess, report: Report) -> AsyncIterator[None]:
             await task
 
 
-def _client(server: ServeProcess) -> httpx.AsyncClient:
+def _client(server: Target) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     return httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT, limits=limits)
 

@@ -287,8 +287,8 @@ def test_different_texts_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_json_alone_goes_to_stdout() -> None:
     flags = ["bench", "--compare", "ar", "--sets", "random", "--prompts", "1", "--tokens", "4", "--input-len", "8"]
-    command = [sys.executable, "-m", "ssd", *flags, "--repeats", "1", "--json", "-"]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = CliRunner().invoke(app, [*flags, "--repeats", "1", "--json", "-"])
+    assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["results"][0]["prompt_tokens"] == 8
     assert "tokens/s" in result.stderr
