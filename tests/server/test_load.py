@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -55,9 +57,15 @@ def expected(llm: LLM, seed: int) -> list[str]:
     return [sample.text for sample in output.samples]
 
 
+@pytest.fixture(scope="module")
+def alone(llm: LLM) -> Callable[[int], list[str]]:
+    """The texts of a request alone, by its seed."""
+    return functools.cache(functools.partial(expected, llm))
+
+
 @pytest.mark.parametrize("count", [16, pytest.param(64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", SPECULATION)
-def test_text_under_load_is_that_of_the_library_alone(llm: LLM, mode: str, count: int) -> None:
+def test_text_under_load_is_that_of_the_library_alone(alone: Callable[[int], list[str]], mode: str, count: int) -> None:
     """Catches text that depends on the batch, on speculation, or on how it is cut into chunks."""
 
     async def ask(served: Served) -> list[list[str]]:
@@ -65,7 +73,7 @@ def test_text_under_load_is_that_of_the_library_alone(llm: LLM, mode: str, count
             return await asyncio.gather(*(answer(client, seed) for seed in range(count)))
 
     with LLM(MODEL, device="cpu", max_num_seqs=8, speculation=SPECULATION[mode]) as own, serving(own) as served:
-        assert asyncio.run(ask(served)) == [expected(llm, seed) for seed in range(count)]
+        assert asyncio.run(ask(served)) == [alone(seed) for seed in range(count)]
         until(lambda: served.admission.sequences == served.admission.tokens == 0)
         accepted = served.llm.engine.metrics.spec_decode_num_accepted_tokens
     assert (accepted > 0) == (mode != "ar")

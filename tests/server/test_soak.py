@@ -13,7 +13,7 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 import serve_process
 from live_server import SPECULATION, serving
 from serve_process import CAN_BE_MEASURED, Held, gauges
-from soak import run
+from soak import clients, run
 from soak.asks import Choice, read_answer, read_stream
 from soak.run import Plan, drive, soak
 
@@ -40,6 +40,7 @@ class Local:
 def test_a_server_survives_clients_that_vanish_and_read_slowly(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every answer is that of plain decoding."""
     monkeypatch.setattr(serve_process, "GIVE_BACK_SECONDS", 0.0)
+    monkeypatch.setattr(clients, "SLOW_SECONDS", 1.0)
     plan = replace(SHORT, requests=40, warm_up=10, distinct=10, vanishing=3)
     with (
         LLM("tiny-llama", device="cpu", max_model_len=512, speculation=SPECULATION["sd"]) as drafting,
