@@ -29,7 +29,7 @@ MIN_TEMPERATURE = 1e-6  # lower ones (above 0) would overflow float32
 MIN_TOP_P = 2.0**-126  # lower ones keep one token, too, but may be 0 in float32
 MIN_REPETITION = 2.0**-100  # lower ones would overflow float32
 _INT32_MAX = 2**31 - 1
-_PART = 2**20  # logits that are adjusted at a time on a CPU
+_PART = 2**17  # logits that are adjusted at a time on a CPU: they stay in its cache
 _HAS_BIAS, _HAS_COUNTS = 1, 2  # bits of `SamplingColumns.flags`
 _IN_PROMPT, _IS_STOP, _ONE_OUTPUT = 1, 2, 4  # of `SamplingColumns.counts`
 
@@ -50,6 +50,9 @@ class Needs(NamedTuple):
 
 
 ALL_NEEDS = [Needs(truncated, adjusted) for truncated in (False, True) for adjusted in (False, True)]
+
+
+Part = slice | torch.Tensor  # an index of rows
 
 
 class Rows(NamedTuple):
@@ -171,10 +174,9 @@ class Sampler:
             sampling.adjust(logits, columns, *rows)
             return
         flags = torch.where(rows.slots < 0, 0, columns.flags[rows.slots.clamp(min=0)])
-        biased, counted = ((flags & flag > 0).nonzero()[:, 0] for flag in (_HAS_BIAS, _HAS_COUNTS))
-        for part in self._parts(biased):
+        for _, part in self._parts(flags & _HAS_BIAS > 0):
             logits[part] += columns.bias[rows.slots[part]]
-        for part in self._parts(counted):
+        for _, part in self._parts(flags & _HAS_COUNTS > 0):
             logits[part] = self._penalised(logits[part], rows, part, columns.counts[rows.slots[part]])
 
     def mask(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
@@ -249,12 +251,14 @@ class Sampler:
 
     # --- on a CPU ----------------------------------------------------------------------------------------------------
 
-    def _parts(self, rows: torch.Tensor) -> Iterable[torch.Tensor]:
-        """Row numbers in parts of some megabytes of logits."""
-        size = max(1, _PART // self.columns.vocab_size)
-        return (rows[i : i + size] for i in range(0, len(rows), size))
+    def _parts(self, chosen: torch.Tensor) -> Iterator[tuple[list[int], Part]]:
+        """Of chosen rows (bool [R]), some at a time: their numbers, and an index (a slice if it can be: no copy)."""
+        numbers, size = chosen.nonzero()[:, 0].tolist(), max(1, _PART // self.columns.vocab_size)
+        for part in (numbers[i : i + size] for i in range(0, len(numbers), size)):
+            together = part[-1] - part[0] < len(part)
+            yield part, slice(part[0], part[-1] + 1) if together else torch.tensor(part)
 
-    def _penalised(self, x: torch.Tensor, rows: Rows, part: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def _penalised(self, x: torch.Tensor, rows: Rows, part: Part, counts: torch.Tensor) -> torch.Tensor:
         """The logits [P, V] of some rows with penalties, and without forbidden stop tokens."""
         columns, slots = self.columns, rows.slots[part]
         times = counts >> 2
@@ -269,7 +273,9 @@ class Sampler:
         x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
         x -= presence * (times > 0) + frequency * times
         early = rows.positions[part] < columns.min_length[slots]
-        return x.masked_fill_((counts & _IS_STOP > 0) & early[:, None], -torch.inf)
+        if early.any():
+            x.masked_fill_((counts & _IS_STOP > 0) & early[:, None], -torch.inf)
+        return x
 
     def _scores(self, logits: torch.Tensor, rows: Rows, needs: Needs) -> torch.Tensor:
         """The logits themselves if every row is greedy, otherwise a new tensor."""
@@ -294,14 +300,14 @@ class Sampler:
         """Sets `scores` to -inf for the tokens that min_p, top_k and top_p drop, in sampled rows."""
         c, slots, temperature = self.columns, rows.slots.clamp(min=0), self._temperature(rows)
         wanted = (c.log_min_p[slots] > -math.inf) | (c.top_k[slots] > 0) | (c.top_p[slots] < 1)
-        for part in self._parts((wanted & (temperature > 0)).nonzero()[:, 0]):
+        for numbers, part in self._parts(wanted & (temperature > 0)):
             x, slot = logits[part], slots[part]
             largest = x.amax(-1, keepdim=True)
             z = torch.where(x == largest, 0.0, (x - largest) / temperature[part, None])  # 0 also where all are -inf
             kept = (z >= c.log_min_p[slot, None]).numpy()
             keys = (z * -(2.0**20)).clamp(max=2.0**25).int().clamp(min=0, max=2**25 - 1).numpy()
             limits = c.top_k[slot].tolist(), c.top_p[slot].tolist()
-            for i, distance, key, first, top_k, top_p in zip(part.tolist(), z, keys, kept, *limits, strict=True):
+            for i, distance, key, first, top_k, top_p in zip(numbers, z, keys, kept, *limits, strict=True):
                 scores[i].numpy()[~_kept(distance, key, first, top_k, top_p)] = -np.inf
 
 
