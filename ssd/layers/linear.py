@@ -1,6 +1,7 @@
 """Linear layers with tensor parallelism, whose weights are fused from the parts of a checkpoint.
 
 `ColumnLinear` splits the outputs over the ranks, `RowLinear` the inputs (and then adds up), `Embedding` the vocabulary.
+Whether a model can be split is checked before (`ssd.models.decoder.check_split`).
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ class Linear:
         *,
         bias: bool = False,
         gated: bool = False,
+        unit: int = 1,
     ) -> None:
+        """`unit`: consecutive outputs that belong together, such as those of a head."""
         self.ops = ops
         self.tp = tp
         self.parts = dict(parts)  # checkpoint name -> output features, in the order they are fused
         self.in_features = in_features
-        for name, length in self.parts.items() if self.split_dim == 0 else (("in_features", in_features),):
-            tp.share(length, name)
+        self.unit = unit
         self.has_bias = bias
         self.gated = gated
         self.weight: Any = None
@@ -48,9 +50,16 @@ class Linear:
             shapes |= {f"{p}.bias": (n,) for p, n in self.parts.items()}
         return shapes
 
-    def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Takes one full tensor, keeps this rank's share of it; the last one completes the layer."""
-        self._pending[name] = self._share(tensor)
+    def index(self, name: str) -> tuple[slice, ...]:
+        """This rank's share of a tensor of the checkpoint."""
+        length = self.parts[name.rpartition(".")[0]]
+        if self.split_dim == 0:
+            return (self.tp.share(length, self.unit),)
+        return (slice(None),) if name.endswith(".bias") else (slice(None), self.tp.share(self.in_features))
+
+    def load(self, name: str, share: torch.Tensor) -> None:
+        """Takes this rank's share of one tensor; the last one completes the layer."""
+        self._pending[name] = share
         if len(self._pending) == len(self.shapes()):
             self.weight = self._prepared(self._fused("weight"))
             self.bias = self._fused("bias") if self.has_bias else None
@@ -58,11 +67,6 @@ class Linear:
 
     def _prepared(self, weight: torch.Tensor) -> Any:
         return self.ops.prepare(weight, gated=self.gated)
-
-    def _share(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() == 1 and self.split_dim == 1:  # every rank's sum is partial: only one may add the bias
-            return tensor if self.tp.rank == 0 else torch.zeros_like(tensor)
-        return self.tp.slice(tensor, self.split_dim)
 
     def _fused(self, kind: str) -> torch.Tensor:
         tensors = [self._pending[f"{part}.{kind}"] for part in self.parts]
@@ -81,16 +85,22 @@ class ColumnLinear(Linear):
 
 
 class RowLinear(Linear):
-    """Inputs split over the ranks; the partial sums are added up."""
+    """Inputs split over the ranks; the partial sums are added up. Only the first rank adds the bias."""
 
     split_dim = 1
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.tp.all_reduce(self.ops.linear(x, self.weight, self.bias))
+        if self.tp.size == 1:
+            return self.ops.linear(x, self.weight, self.bias)
+        bias = self.bias if self.tp.rank == 0 else None
+        return self.tp.sum(self.ops.linear(x, self.weight, bias, float32=True), x.dtype)
 
 
 class Embedding(Linear):
-    """Token embedding or output head, split by vocabulary; the same weight may be both."""
+    """Token embedding or output head, split by vocabulary; the same weight may be both.
+
+    All ranks have as many rows: those after the last token's are zeros, and their logits are dropped.
+    """
 
     split_dim = 0
 
@@ -107,18 +117,26 @@ class Embedding(Linear):
         super().__init__(ops, tp, parts, in_features)
         self.is_embedding = embedding
         self.is_head = head
+        [self.vocab_size] = parts.values()
+        self.rows = -(-self.vocab_size // tp.size)  # of one rank
+
+    def index(self, name: str) -> tuple[slice, ...]:
+        first = min(self.vocab_size, self.tp.rank * self.rows)
+        return (slice(first, min(self.vocab_size, first + self.rows)),)
 
     def _prepared(self, weight: torch.Tensor) -> Any:
+        if len(weight) < self.rows:
+            weight = torch.nn.functional.pad(weight, (0, 0, 0, self.rows - len(weight)))
         return self.ops.prepare(weight, embedding=self.is_embedding, product=self.is_head)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
             return self.ops.embedding(self.weight, token_ids)
-        local = self.tp.share(next(iter(self.parts.values())), "vocab_size")
-        index = token_ids - self.tp.rank * local
-        mine = (index >= 0) & (index < local)
-        x = self.ops.embedding(self.weight, index.clamp(0, local - 1))
-        return self.tp.all_reduce(x * mine[:, None])
+        index = token_ids - self.tp.rank * self.rows
+        mine = (index >= 0) & (index < self.rows)
+        x = self.ops.embedding(self.weight, index.clamp(0, self.rows - 1))
+        return self.tp.sum(torch.where(mine[:, None], x, 0).float(), x.dtype)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        return self.tp.all_gather(self.ops.linear(x, self.weight, float32=True))
+        """Those of the whole vocabulary on the first rank, which samples; of its own rows on the others."""
+        return self.tp.gather(self.ops.linear(x, self.weight, float32=True), self.vocab_size)

@@ -50,6 +50,18 @@ class Checkpoint(Protocol):
     def tokenizer(self) -> Tokenizer: ...
 
 
+class FileTensor:
+    """A tensor in a safetensors file; what is indexed is read."""
+
+    def __init__(self, stored: Any) -> None:
+        self.shape = tuple(stored.get_shape())
+        self._stored = stored
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        part: torch.Tensor = self._stored[index]
+        return part
+
+
 def graft_note(base: str, shape: str) -> str:
     return f"graft of {base} in the shape of {shape}: that shape's speed, {base}'s text"
 
@@ -84,6 +96,13 @@ class HFCheckpoint:
         files = weight_files(self.path)
         for name, tensor in _read_to_gpu(files, device) if device.type == "cuda" else read_safetensors(files):
             yield name, tensor.to(device, dtype)
+
+    def stored(self) -> Iterator[tuple[str, FileTensor]]:
+        """Every parameter, of which a rank reads its share only."""
+        for file in weight_files(self.path):
+            with whole(file), safe_open(file, framework="pt", device="cpu") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  (a file handle, not a mapping)
+                    yield name, FileTensor(tensors.get_slice(name))
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.path)

@@ -6,13 +6,14 @@ A batch of query tokens in, logits out. Knows nothing of requests, schedulers or
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from ssd.errors import UnsupportedModel
+from ssd.errors import ConfigError, UnsupportedModel
 from ssd.kernels.ops import DeviceBatch, HeadShape, Ops, Rope
 from ssd.kernels.persistent import PersistentStep
 from ssd.kernels.reference import ReferenceOps
@@ -20,6 +21,16 @@ from ssd.layers.linear import ColumnLinear, Embedding, Linear, RowLinear
 from ssd.models.config import DecoderConfig
 from ssd.models.rotary import rope_tables
 from ssd.parallel.tensor import TensorParallel
+
+
+class LazyTensor(Protocol):
+    """A tensor in a file, of which only what is indexed is read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor: ...
+
 
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]  # per layer: keys and values [blocks, block_size, kv_heads, dim]
 
@@ -33,6 +44,10 @@ class Vector:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {"weight": (self.width,)}
+
+    def index(self, name: str) -> tuple[slice, ...]:
+        """Every rank has all of it."""
+        return (slice(None),)
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         self.value = tensor
@@ -48,11 +63,11 @@ class DecoderLayer:
         c = config
         self.ops = ops
         self.eps = c.rms_eps
-        self.heads = HeadShape(tp.share(c.num_heads, "num_heads"), tp.share(c.num_kv_heads, "num_kv_heads"), c.head_dim)
+        self.heads = HeadShape(c.num_heads // tp.size, max(1, c.num_kv_heads // tp.size), c.head_dim)
         q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         self.input_norm = Vector(c.hidden_size)
         parts = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        self.qkv = ColumnLinear(ops, tp, parts, width or c.hidden_size, bias=c.qkv_bias)
+        self.qkv = ColumnLinear(ops, tp, parts, width or c.hidden_size, bias=c.qkv_bias, unit=c.head_dim)
         self.q_norm = Vector(c.head_dim) if c.qk_norm else None
         self.k_norm = Vector(c.head_dim) if c.qk_norm else None
         self.output = RowLinear(ops, tp, {"o_proj": c.hidden_size}, q, bias=c.output_bias)
@@ -123,10 +138,12 @@ class Decoder:
         max_positions: int,
         tp: TensorParallel = TensorParallel(),  # noqa: B008 (frozen)
     ) -> None:
+        check_split(config, tp.size)
         self.config = config
         self.ops = ops
         self.device = device
         self.dtype = dtype
+        self.tp = tp
         self.layers = [DecoderLayer(config, ops, tp) for _ in range(config.num_layers)]
         vocabulary, width, tied = config.vocab_size, config.hidden_size, config.tie_embeddings
         self.embedding = Embedding(ops, tp, {"model.embed_tokens": vocabulary}, width, embedding=True, head=tied)
@@ -147,26 +164,26 @@ class Decoder:
         if self.head is not self.embedding:
             yield "", self.head
 
-    def parameters(self) -> dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], None]]]:
-        """Every checkpoint tensor of this decoder: its full shape, and the layer that loads it."""
-        wanted: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], None]]] = {}
+    def parameters(self) -> dict[str, tuple[tuple[int, ...], Linear | Vector, str]]:
+        """Every checkpoint tensor of this decoder: its full shape, the layer that loads it, and its name there."""
+        wanted: dict[str, tuple[tuple[int, ...], Linear | Vector, str]] = {}
         for prefix, holder in self.holders():
             for name, shape in holder.shapes().items():
-                full = f"{prefix}.{name}" if prefix else name
-                wanted[full] = (shape, lambda tensor, holder=holder, name=name: holder.load(name, tensor))  # type: ignore[misc]
+                wanted[f"{prefix}.{name}" if prefix else name] = (shape, holder, name)
         return wanted
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Loads the checkpoint's tensors, in any order; raises for missing ones and wrong shapes."""
+    def load(self, weights: Iterable[tuple[str, torch.Tensor | LazyTensor]]) -> None:
+        """Loads this rank's share of the tensors, in any order; raises for missing ones and wrong shapes."""
         wanted = self.parameters()
         for name, tensor in weights:
             if name not in wanted:
                 self._check_needless(name)
                 continue
-            shape, take = wanted.pop(name)
+            shape, holder, own = wanted.pop(name)
             if tuple(tensor.shape) != shape:
                 raise UnsupportedModel(f"{name} has shape {tuple(tensor.shape)}, the config says {shape}")
-            take(tensor.to(device=self.device, dtype=self.dtype))
+            share = tensor[holder.index(own)].to(device=self.device, dtype=self.dtype)
+            holder.load(own, share if share.shape == shape else share.clone())  # a view would keep the whole tensor
         if wanted:
             raise UnsupportedModel(f"the checkpoint lacks {len(wanted)} tensors, among them {sorted(wanted)[:4]}")
         self._ropes = [layer.rope(self.cos, self.sin) for layer in self.layers]
@@ -226,7 +243,25 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a checkpoint of this config holds, under its Hugging Face name."""
     outline = Decoder(config, ReferenceOps(), device=torch.device("cpu"), dtype=torch.float32, max_positions=1)
-    return {name: shape for name, (shape, _) in outline.parameters().items()}
+    return {name: shape for name, (shape, *_) in outline.parameters().items()}
+
+
+def check_split(config: DecoderConfig, size: int) -> None:
+    """ConfigError, with the degrees that are possible, for a model whose heads or MLP cannot be split over the ranks.
+
+    KV heads may be fewer than ranks: several ranks then have the same one, and their own of its query heads.
+    """
+
+    def splits(size: int) -> bool:
+        fewer, more = sorted((size, config.num_kv_heads))
+        return not (config.num_heads % size or config.intermediate_size % size or more % fewer)
+
+    if not splits(size):
+        possible = [str(n) for n in range(1, config.num_heads + 1) if splits(n)]
+        raise ConfigError(
+            f"tensor_parallel_size={size} cannot split a model with num_heads={config.num_heads}, num_kv_heads="
+            f"{config.num_kv_heads}, intermediate_size={config.intermediate_size}: use one of {', '.join(possible)}"
+        )
 
 
 def check_fits(config: DecoderConfig, num_stored: int) -> None:

@@ -191,7 +191,7 @@ class EagleHead(Decoder):
 def eagle_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that is loaded for a head of this config (of speculators' layout), but for the token maps."""
     outline = EagleHead(config, ReferenceOps(), device=torch.device("cpu"), dtype=torch.float32, max_positions=1)
-    return {name: shape for name, (shape, _) in outline.parameters().items()}
+    return {name: shape for name, (shape, *_) in outline.parameters().items()}
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

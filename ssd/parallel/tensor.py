@@ -1,6 +1,6 @@
-"""Tensor parallelism for the layers: slices of a rank, all-reduce and all-gather.
+"""Tensor parallelism for the layers: a rank's share of a weight, and sums and gathers over the ranks.
 
-Knows nothing of models or algorithms. A group of one does nothing and needs no process group.
+Knows nothing of models, processes or algorithms. A group of one does nothing and needs no process group.
 """
 
 from __future__ import annotations
@@ -10,36 +10,58 @@ from typing import Any
 
 import torch
 
-from ssd.errors import ConfigError
-
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """One rank's place in a group of `size`; `group` is a torch.distributed process group (None: the default one)."""
+    """One rank's place among `size` ranks; `group` is a backend of torch.distributed (gloo or NCCL)."""
 
     rank: int = 0
     size: int = 1
     group: Any = None
 
-    def slice(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's share of a full tensor."""
-        return tensor if self.size == 1 else tensor.chunk(self.size, dim=dim)[self.rank]
+    def share(self, length: int, unit: int = 1) -> slice:
+        """This rank's part of a dimension of whole units; ranks share a unit where there are fewer units than ranks."""
+        units = length // unit
+        each = max(1, units // self.size)
+        first = self.rank * units // self.size
+        return slice(first * unit, (first + each) * unit)
 
-    def share(self, length: int, what: str) -> int:
-        """This rank's share of a length that must divide evenly."""
-        if length % self.size:
-            raise ConfigError(f"{what} = {length} cannot be split over {self.size} ranks: choose a divisor of it")
-        return length // self.size
+    def sum(self, partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Adds the partial sums (float32) of all ranks in order of rank, and rounds once.
 
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.size > 1:
-            torch.distributed.all_reduce(tensor, group=self.group)
-        return tensor
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Concatenates the ranks' last dimensions, in order of rank."""
+        An all-reduce would add in an order that depends on the size of the tensor, and so on the batch.
+        """
         if self.size == 1:
-            return tensor
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        torch.distributed.all_gather(parts, tensor.contiguous(), group=self.group)
-        return torch.cat(parts, dim=-1)
+            return partial.to(dtype)
+        parts = partial.new_empty((self.size * len(partial), *partial.shape[1:]))
+        self.group._allgather_base(parts, partial.contiguous()).wait()
+        total, *others = parts.chunk(self.size)
+        for other in others:
+            total += other
+        return total.to(dtype)
+
+    def gather(self, part: torch.Tensor, length: int) -> torch.Tensor:
+        """On rank 0: the ranks' last dimensions side by side, the first `length` columns. Elsewhere its own part."""
+        if self.size == 1:
+            return part
+        if self.rank:
+            self.group.gather([], [part.contiguous()], _to_first()).wait()
+            return part
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        self.group.gather([parts], [part.contiguous()], _to_first()).wait()
+        width = part.shape[-1]
+        used = [min(width, max(0, length - rank * width)) for rank in range(self.size)]
+        return torch.cat([each[..., :count] for each, count in zip(parts, used, strict=True)], dim=-1)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Overwrites a tensor with that of rank 0."""
+        if self.size > 1:
+            self.group.broadcast(tensor, 0).wait()
+
+
+def _to_first() -> Any:
+    from torch.distributed import GatherOptions
+
+    options = GatherOptions()
+    options.rootRank = 0
+    return options
