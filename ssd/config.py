@@ -145,7 +145,7 @@ class EngineConfig:
     """All options of an engine. None: chosen from the model and the device."""
 
     model: str
-    device: str = "auto"  # auto, cpu, cuda
+    device: str = "auto"  # auto, cpu, cuda, or a GPU's index: cuda:1
     dtype: DType = "auto"
     max_model_len: int | None = None  # prompt and output of one sequence together
     max_num_seqs: int = 64  # sequences decoded at the same time
@@ -153,6 +153,7 @@ class EngineConfig:
     block_size: int | None = None  # tokens of one KV block
     num_kv_blocks: int | None = None
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, activations and KV
+    tensor_parallel_size: int = 1  # ranks that the model is split over: GPUs from `device` on, or processes on the CPU
     prefix_caching: bool = True
     eager: bool = False  # no CUDA graphs
     trust_request_chat_template: bool = False  # whether chat_options may bring a chat_template of their own
@@ -164,11 +165,8 @@ class EngineConfig:
             raise ConfigError(f"model={self.model!r}: must be a directory, a .gguf file or a hub id")
         object.__setattr__(self, "model", str(self.model))
         object.__setattr__(self, "speculation", SpeculationConfig.of(self.speculation))
-        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda", self.device):
-            raise ConfigError(
-                f"device={self.device!r}: must be one of auto, cpu, cuda (another GPU than the first: set "
-                "CUDA_VISIBLE_DEVICES)"
-            )
+        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
+            raise ConfigError(f"device={self.device!r}: must be one of auto, cpu, cuda, or a GPU such as cuda:1")
         if self.dtype not in get_args(DType):
             raise ConfigError(f"dtype={self.dtype!r}: must be one of {', '.join(get_args(DType))}")
         self._check_numbers()
@@ -177,10 +175,10 @@ class EngineConfig:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
 
     def _check_numbers(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks"):
+        chosen = ("max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks")  # where they are None
+        for name in (*chosen, "max_num_seqs", "tensor_parallel_size"):
             value = getattr(self, name)
-            chosen_for_you = value is None and name != "max_num_seqs"
-            if not chosen_for_you and (not is_int(value) or value < 1):
+            if not (value is None and name in chosen) and (not is_int(value) or value < 1):
                 raise ConfigError(f"{name}={value!r}: must be a positive integer")
         share = self.gpu_memory_utilization
         if not (is_int(share) or isinstance(share, float)) or not 0.0 < share <= 1.0:
@@ -203,6 +201,7 @@ class EngineOptions(TypedDict, total=False):
     max_num_batched_tokens: int | None
     block_size: int | None
     num_kv_blocks: int | None
+    tensor_parallel_size: int
     gpu_memory_utilization: float
     prefix_caching: bool
     eager: bool

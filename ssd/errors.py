@@ -40,7 +40,7 @@ class EngineClosed(SSDError, RuntimeError):
 
 
 class EngineFailed(SSDError, RuntimeError):
-    """Several rounds in a row failed: the engine has ended all requests and accepts no more."""
+    """Several rounds in a row failed, or a rank was lost: the engine has ended all requests and accepts no more."""
 
 
 class ServerError(SSDError, RuntimeError):

@@ -15,6 +15,7 @@ from typing import Any, Literal, Unpack, cast
 import torch
 
 from ssd.assembly import build_engine
+from ssd.assembly.device import make_current
 from ssd.config import EngineConfig, EngineOptions, build
 from ssd.core import BINARY, RequestOutput, SamplingParams, is_int, plain
 from ssd.engine.driver import Driver, Submission
@@ -47,6 +48,7 @@ class LLM:
         threads = torch.get_num_threads()  # fewer than before if a draft process has a core
         self._driver: Driver | None = Driver(engine)
         self.driver.call(lambda _: _set_num_threads(threads))
+        self.driver.call(lambda _: make_current(torch.device(self.config.device)))
         torch.set_num_threads(before)
         self._refusals = itertools.count()
 

@@ -39,6 +39,7 @@ from ssd.execution.state import SequenceState
 from ssd.execution.target import Target
 from ssd.kernels.ops import DeviceBatch
 from ssd.kv.blocks import BlockPool
+from ssd.parallel.tensor import TensorParallel
 from ssd.sampling.sampler import Needs, Rows, Sampler, SamplingColumns
 from ssd.text.tokenizer import Tokenizer
 
@@ -121,6 +122,7 @@ class BareDecoder:
     kv_bytes_per_token = 1
 
     def __init__(self, vocab_size: int, max_position: int = 1 << 20) -> None:
+        self.tp = TensorParallel()
         self.config = SimpleNamespace(vocab_size=vocab_size, max_position=max_position)
 
     def make_kv_cache(self, num_blocks: int, block_size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

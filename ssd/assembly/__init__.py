@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import torch
 
-from ssd.assembly.device import batched_tokens, kv_block_size, resolve_device
+from ssd.assembly.device import batched_tokens, kv_block_size, make_current, resolve_device
 from ssd.assembly.drafters import load_draft, make_drafter, open_draft, placed
 from ssd.assembly.fit import check_fits
 from ssd.assembly.memory import fitting_length, gib, kv_blocks, possible_length
 from ssd.assembly.models import load_decoder, make_runner, make_state, num_slots
+from ssd.assembly.ranks import Follower, Place, Ranks
 from ssd.assembly.warm_up import warm_up
 from ssd.config import EngineConfig
 from ssd.decoding.rejection import RejectionTarget
@@ -26,8 +27,10 @@ from ssd.execution.target import Target
 from ssd.kernels import compiling
 from ssd.kv.blocks import BlockPool
 from ssd.models.checkpoint import Checkpoint
+from ssd.models.decoder import check_split
 from ssd.models.eagle import EagleCheckpoint, EagleHead
 from ssd.models.open import open_checkpoint
+from ssd.text.tokenizer import Tokenizer
 
 log = logging.getLogger("ssd")
 
@@ -40,19 +43,49 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     checkpoint = checkpoint or open_checkpoint(config.model)
     tokenizer = checkpoint.tokenizer()
     device = resolve_device(config.device)
+    make_current(device)
+    check_split(checkpoint.config, config.tensor_parallel_size)
     if device.type == "cuda":
         compiling.prepare()  # while weights are read
     draft = open_draft(config.speculation, checkpoint, tokenizer)
-    speculation = placed(config.speculation, device, head=isinstance(draft, EagleCheckpoint))
-    config = replace(config, device=device.type, speculation=speculation)
+    speculation = placed(
+        config.speculation, device, head=isinstance(draft, EagleCheckpoint), ranks=config.tensor_parallel_size
+    )
+    if isinstance(draft, EagleCheckpoint) and config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size={config.tensor_parallel_size}: an EAGLE head reads the target's embedding, which is "
+            "split then; use a draft model"
+        )
+    config = replace(config, device=str(device), speculation=speculation)
     here = draft if config.speculation.placement != "process" else None
     beside = draft if device.type == "cpu" else here  # a process of its own shares the CPU's memory, not the GPU's
     check_fits(config, [checkpoint, beside] if beside is not None else [checkpoint], device)
+    ranks = Ranks(config, device) if config.tensor_parallel_size > 1 else None
     try:
-        runner, draft_runner, max_model_len = build_runners(config, checkpoint, here, device)
+        return _assemble(config, checkpoint, here, tokenizer, device, ranks)
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
+
+
+def _assemble(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    draft: Checkpoint | EagleCheckpoint | None,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    ranks: Ranks | None,
+) -> tuple[Engine, EngineConfig]:
+    """`draft`: that of this process."""
+    try:
+        place = ranks.place if ranks is not None else Place()
+        runner, draft_runner, max_model_len = build_runners(config, checkpoint, draft, device, place)
+        if ranks is not None:
+            ranks.attach(runner)
         target = (RejectionTarget if config.speculation.acceptance == "rejection" else Target)(runner, runner.state)
         if device.type == "cuda":
-            _warm_up(config, target, min(batched_tokens(config, device), max_model_len))
+            _warm_up(config, runner, max_model_len, target)
     except torch.OutOfMemoryError as error:
         kv = "gpu_memory_utilization" if config.num_kv_blocks is None else "num_kv_blocks"
         raise ConfigError(
@@ -108,7 +141,11 @@ def _log_choices(config: EngineConfig, runners: Seq[ModelRunner]) -> None:
 
 
 def build_runners(
-    config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | EagleCheckpoint | None, device: torch.device
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    draft: Checkpoint | EagleCheckpoint | None,
+    device: torch.device,
+    place: Place,
 ) -> tuple[ModelRunner, ModelRunner | None, int]:
     """Runners of target and draft with equal numbers of KV blocks, and the maximum length of a sequence."""
     model = checkpoint.config
@@ -117,9 +154,9 @@ def build_runners(
         raise ConfigError(f"max_model_len={limit} is beyond the model's positions: use at most {model.max_position}")
     state = make_state(config, limit, model.vocab_size, device)
     rows = config.max_num_seqs * (1 + config.speculation.lookahead)
-    models = [load_decoder(config, checkpoint, state, limit, rows)]
+    models = [load_decoder(config, checkpoint, state, limit, rows, tp=place.tp)]
     models += [load_draft(config, draft, state, limit, models[0].decoder)] if draft is not None else []
-    num_blocks = kv_blocks(config, models, limit)
+    num_blocks = place.agree(kv_blocks(config, models, limit))
     limit = fitting_length(config, limit, num_blocks * kv_block_size(config, device))
     runner = make_runner(config, models[0], state, num_blocks)
     if draft is None:
@@ -131,9 +168,22 @@ def build_runners(
     return runner, own, limit
 
 
-def _warm_up(config: EngineConfig, target: Target, max_tokens: int) -> None:
-    runner = target.runner
+def run_follower(fd: int) -> None:
+    """A rank of the target besides the first; returns when the socket `fd` to rank 0 is closed."""
+    rank = Follower.at(fd)
+    runner, _, limit = build_runners(rank.config, open_checkpoint(rank.config.model), None, rank.device, rank.place)
+    if rank.device.type == "cuda":
+        _warm_up(rank.config, runner, limit)
+    rank.serve(runner)
+
+
+def _warm_up(config: EngineConfig, runner: ModelRunner, max_model_len: int, target: Target | None = None) -> None:
+    """All ranks run the same forward passes; rank 0 has the `target`, which decides."""
+    max_tokens = min(batched_tokens(config, runner.decoder.device), max_model_len)
+    rehearsals, captures = [lambda: runner.rehearse(max_tokens)], [runner.capture]
+    if target is not None:
+        rehearsals.append(target.rehearse)
+        captures.append(target.capture)
     if not config.eager:
         runner.plan_graphs()
-    rehearsals = [lambda: runner.rehearse(max_tokens), target.rehearse]
-    warm_up("target", rehearsals, [] if config.eager else [runner.capture, target.capture])
+    warm_up("target", rehearsals, [] if config.eager else captures)

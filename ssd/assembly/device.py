@@ -20,10 +20,19 @@ _WIDE_ATTENTION = 160 << 10  # bytes of shared memory that prefill attention in 
 def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
+    if name.startswith("cuda") and not torch.cuda.is_available():
         remedy = "check the driver and CUDA_VISIBLE_DEVICES" if torch.version.cuda else "install a CUDA build of torch"
         raise ConfigError(f"device={name!r}, but torch sees no CUDA device: use device='cpu', or {remedy}")
-    return torch.device(name)
+    device = torch.device(name)
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        raise ConfigError(f"device={name!r}, but torch sees {torch.cuda.device_count()} GPUs: use a lower index")
+    return device
+
+
+def make_current(device: torch.device) -> None:
+    """Makes a GPU with an index that of this thread: kernels are launched on the current one."""
+    if device.index is not None:
+        torch.cuda.set_device(device)
 
 
 def resolve_dtype(config: EngineConfig, model: DecoderConfig, device: torch.device) -> torch.dtype:

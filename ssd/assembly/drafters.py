@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
-from ssd.assembly.device import batched_tokens, kv_block_size, num_cores, resolve_device
+from ssd.assembly.device import batched_tokens, kv_block_size, make_current, num_cores, resolve_device
 from ssd.assembly.memory import Loaded, kv_blocks
 from ssd.assembly.models import load_decoder, make_runner, make_state
 from ssd.assembly.warm_up import warm_up
@@ -63,10 +62,17 @@ def open_draft(
     return checkpoint
 
 
-def placed(speculation: SpeculationConfig, device: torch.device, *, head: bool = False) -> SpeculationConfig:
+def draft_index(device: torch.device, ranks: int) -> int:
+    """The GPU of a draft in a process of its own: the one after those of the target."""
+    return (device.index or 0) + ranks
+
+
+def placed(
+    speculation: SpeculationConfig, device: torch.device, *, head: bool = False, ranks: int = 1
+) -> SpeculationConfig:
     """Resolves `placement`: "auto" is a stream on a GPU, a process on a CPU with several cores, else inline.
 
-    `head`: the draft is an EAGLE head, which is where the target is.
+    `head`: the draft is an EAGLE head, which is where the target is. `ranks`: of the target.
     """
     if speculation.mode != "ssd":
         return speculation
@@ -81,8 +87,8 @@ def placed(speculation: SpeculationConfig, device: torch.device, *, head: bool =
         )
     if placement == "stream" and device.type != "cuda":
         raise ConfigError('speculation placement="stream" is for GPUs: use "process", or "inline"')
-    if placement == "process" and device.type == "cuda" and torch.cuda.device_count() < 2:
-        raise ConfigError('speculation placement="process" needs a second GPU for the draft: use "stream"')
+    if placement == "process" and device.type == "cuda" and draft_index(device, ranks) >= torch.cuda.device_count():
+        raise ConfigError('speculation placement="process" needs another GPU for the draft: use "stream"')
     if placement == "process" and speculation.budget == "auto":
         raise ConfigError(
             'speculation budget="auto" is for a draft beside the target on its GPU (placement="stream"): give a number'
@@ -219,18 +225,17 @@ def load_draft(
 
 
 def start_worker(config: EngineConfig, vocab_size: int) -> Drafter:
-    """A drafter in a worker, which gets the second GPU, or one of the CPU's cores."""
+    """A drafter in a worker, which gets the GPU after those of the target, or one of the CPU's cores."""
     draft = absolute_path(str(config.speculation.draft))  # for a worker that is started again from another directory
     config = replace(config, speculation=replace(config.speculation, draft=draft))
-    setup, environment = {"config": asdict(config), "vocab_size": vocab_size}, dict(os.environ)
-    threads = torch.get_num_threads()
-    if resolve_device(config.device).type == "cuda":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[1]
+    device, threads = resolve_device(config.device), torch.get_num_threads()
+    if device.type == "cuda":
+        config = replace(config, device=f"cuda:{draft_index(device, config.tensor_parallel_size)}")
     else:
         torch.set_num_threads(max(1, min(threads, num_cores() - 1)))
+    setup = {"config": asdict(config), "vocab_size": vocab_size}
     drafter = ProcessDrafter(
-        lambda: Worker(setup, environment=environment),
+        lambda: Worker(setup),
         config.speculation.lookahead,
         vocab_size,
         ended=lambda: torch.set_num_threads(threads),
@@ -245,6 +250,7 @@ def build_worker_drafter(setup: Mapping[str, Any]) -> WorkerDrafter:
     config = build(EngineConfig, dict(setup["config"]))
     config = replace(config, speculation=replace(config.speculation, placement="inline"))
     device = resolve_device(config.device)
+    make_current(device)
     if device.type == "cpu":
         torch.set_num_threads(1)
     draft = open_checkpoint(str(config.speculation.draft))

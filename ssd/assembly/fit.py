@@ -31,8 +31,11 @@ def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint | EagleCheckpoi
     models = [
         (c.config, resolve_dtype(config, c.config, device), form) for c, form in zip(checkpoints, forms, strict=False)
     ]
-    weights = sum(weight_bytes(*model) for model in models)
-    per_block = sum(kv_bytes_per_token(model, dtype) for model, dtype, _ in models) * kv_block_size(config, device)
+    # A GPU has one rank's share of the target; the ranks of a CPU share its memory.
+    shares = [config.tensor_parallel_size if device.type == "cuda" else 1, 1]
+    weights = sum(weight_bytes(*model) // ranks for model, ranks in zip(models, shares, strict=False))
+    per_token = (kv_bytes_per_token(*model[:2]) // ranks for model, ranks in zip(models, shares, strict=False))
+    per_block = sum(per_token) * kv_block_size(config, device)
     if weights + per_block > available:
         dtypes = " and ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for _, dtype, _ in models))
         raise ConfigError(

@@ -143,4 +143,6 @@ def _activation_bytes(config: EngineConfig, loaded: Loaded) -> int:
     graphs = rows * model.vocab_size * 4  # every graph keeps its logits
     sampling = loaded.max_rows * model.vocab_size * 48  # sorted, summed and perturbed copies
     scratch = loaded.scratch_slots * decoder.kv_bytes_per_token
-    return tokens * width * decoder.dtype.itemsize + graphs + sampling + scratch + (1 << 30)
+    size = decoder.tp.size
+    sums = tokens * model.hidden_size * 4 * (size + 1) if size > 1 else 0  # float32 partial sums of all ranks
+    return tokens * width * decoder.dtype.itemsize + graphs + sampling + scratch + sums + (1 << 30)

@@ -13,9 +13,10 @@ from ssd.config import EngineConfig
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import DeviceBlockTables, SequenceState
 from ssd.kernels.quantized import Format
-from ssd.models.checkpoint import Checkpoint
+from ssd.models.checkpoint import Checkpoint, HFCheckpoint
 from ssd.models.decoder import Decoder
 from ssd.models.eagle import EagleCheckpoint, EagleHead
+from ssd.parallel.tensor import TensorParallel
 
 log = logging.getLogger("ssd")
 
@@ -46,10 +47,11 @@ def load_decoder(
     scratch_slots: int = 0,
     quantization: Format | None = None,
     target: Decoder | None = None,
+    tp: TensorParallel = TensorParallel(),  # noqa: B008 (frozen)
 ) -> Loaded:
     """Loads weights and allocates attention scratch; rotary tables have `beyond` more positions than the state.
 
-    `target`: the model whose hidden states an EAGLE head reads.
+    `target`: the model whose hidden states an EAGLE head reads. `tp`: the rank whose share is loaded.
     """
     device = state.device
     ops, dtype = make_ops(device, quantization), resolve_dtype(config, (target or checkpoint).config, device)
@@ -63,13 +65,16 @@ def load_decoder(
         )
         decoder.map_tokens(checkpoint.target_ids())
     else:
-        decoder = Decoder(checkpoint.config, ops, device=device, dtype=dtype, max_positions=positions)
-    decoder.load(checkpoint.weights(device, dtype))
+        decoder = Decoder(checkpoint.config, ops, device=device, dtype=dtype, max_positions=positions, tp=tp)
+    if tp.size > 1 and isinstance(checkpoint, HFCheckpoint):
+        decoder.load(checkpoint.stored())
+    else:
+        decoder.load(checkpoint.weights(device, dtype))
     if quantization is not None and device.type == "cuda":
         torch.cuda.empty_cache()  # the weights as they were before: memory for KV
     log.info(
         "%s: %s of weights in %s on %s, %s kernels, loaded in %.1f s",
-        *(checkpoint.path.name, gib(weight_bytes(checkpoint.config, dtype, quantization))),
+        *(checkpoint.path.name, gib(weight_bytes(checkpoint.config, dtype, quantization) // tp.size)),
         *(quantization or str(dtype).removeprefix("torch."), device_name(device), kernels_of(ops)),
         time.perf_counter() - began,
     )

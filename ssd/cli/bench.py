@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ssd.cli import speculation
-from ssd.cli.console import Device, DType, Eager, Temperature, errors, explained
+from ssd.cli.console import Device, DType, Eager, Temperature, TensorParallelSize, errors, explained
 from ssd.errors import ConfigError
 from ssd.prompts import OWN_SETS
 
@@ -73,6 +73,7 @@ def bench(
     device: Device = "auto",
     dtype: DType = "auto",
     gpu_memory: Annotated[float, typer.Option(help="Share of the GPU's memory for ssd: leave some to peers.")] = 0.9,
+    tensor_parallel_size: TensorParallelSize = 1,
     eager: Eager = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures here; -: to stdout.")] = None,
     plot: Annotated[
@@ -108,7 +109,13 @@ def bench(
             temperature=temperature,
             seed=seed,
             repeats=repeats,
-            engine={"device": device, "dtype": dtype, "eager": eager, "gpu_memory_utilization": gpu_memory},
+            engine={
+                "device": device,
+                "dtype": dtype,
+                "tensor_parallel_size": tensor_parallel_size,
+                "eager": eager,
+                "gpu_memory_utilization": gpu_memory,
+            },
         )
         report = benchmark(config, json_file, plot or [], trace or [], wandb=wandb, group=group, name=name)
         if report.same_text is False:

@@ -33,6 +33,7 @@ from ssd.cli.console import (
     Seed,
     Stop,
     Temperature,
+    TensorParallelSize,
     TopK,
     TopP,
     explained,
@@ -110,6 +111,7 @@ def chat(
     device: Device = "auto",
     dtype: DType = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Longest conversation that the model sees.")] = None,
+    tensor_parallel_size: TensorParallelSize = 1,
     eager: Eager = False,
     history: Annotated[
         Path | None, typer.Option(help="Keep what is typed in this file, for the arrow keys of later chats.")
@@ -130,7 +132,13 @@ def chat(
             seed=seed,
             max_new_tokens=max_tokens,
         )
-        options = {"device": device, "dtype": dtype, "max_model_len": max_model_len, "eager": eager}
+        options = {
+            "device": device,
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "tensor_parallel_size": tensor_parallel_size,
+            "eager": eager,
+        }
         drafting = {
             "mode": mode,
             "draft": draft,
@@ -180,7 +188,7 @@ def talk(
 
 def _refuse(options: dict[str, Any]) -> None:
     """Raises ConfigError for an option of the engine, which a server has chosen itself."""
-    usual = {"device": "auto", "dtype": "auto", "eager": False, "colour": False}
+    usual = {"device": "auto", "dtype": "auto", "tensor_parallel_size": 1, "eager": False, "colour": False}
     for name, value in options.items():
         if value != usual.get(name):
             raise ConfigError(f"--{name.replace('_', '-')}: a server answers, which has its own: leave it out")

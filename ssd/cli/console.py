@@ -29,7 +29,10 @@ PresencePenalty = Annotated[float, typer.Option(help="Above 0: avoid tokens that
 FrequencyPenalty = Annotated[float, typer.Option(help="Above 0: avoid tokens by how often the output has them.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End the text before this string. May be repeated.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed writes the same text.", show_default="drawn at random")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, or a GPU: cuda:1.")]
+TensorParallelSize = Annotated[
+    int, typer.Option(help="Split the model over so many GPUs, from --device on (or processes of the CPU).")
+]
 DType = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Eager = Annotated[bool, typer.Option("--eager", help="No CUDA graphs: starts sooner, decodes slower.")]
 

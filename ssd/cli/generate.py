@@ -26,6 +26,7 @@ from ssd.cli.console import (
     Seed,
     Stop,
     Temperature,
+    TensorParallelSize,
     TopK,
     TopP,
     errors,
@@ -83,6 +84,7 @@ def generate(
     device: Device = "auto",
     dtype: DType = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and output together.")] = None,
+    tensor_parallel_size: TensorParallelSize = 1,
     eager: Eager = False,
     metrics: Annotated[bool, typer.Option("--metrics", help="Report times and speed (on stderr).")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
@@ -136,7 +138,13 @@ def generate(
             placement=placement,
         )
         with load(
-            model, device=device, dtype=dtype, max_model_len=max_model_len, eager=eager, speculation=wanted
+            model,
+            device=device,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            tensor_parallel_size=tensor_parallel_size,
+            eager=eager,
+            speculation=wanted,
         ) as llm:
             if json_output:
                 _print_json(llm, question, params, metrics)

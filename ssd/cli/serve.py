@@ -8,7 +8,7 @@ from typing import Annotated, Final
 import typer
 
 from ssd.cli import speculation
-from ssd.cli.console import Device, DType, Eager, errors, explained, load, print_note
+from ssd.cli.console import Device, DType, Eager, TensorParallelSize, errors, explained, load, print_note
 from ssd.errors import ConfigError
 
 HELP: Final = """\
@@ -116,6 +116,7 @@ def serve(
     trust_request_chat_template: Annotated[
         bool, typer.Option("--trust-request-chat-template", help="Run chat templates that requests bring.")
     ] = False,
+    tensor_parallel_size: TensorParallelSize = 1,
     eager: Eager = False,
 ) -> None:
     with explained():
@@ -163,6 +164,7 @@ def serve(
             max_num_seqs=max_num_seqs,
             gpu_memory_utilization=gpu_memory_utilization,
             trust_request_chat_template=trust_request_chat_template,
+            tensor_parallel_size=tensor_parallel_size,
             eager=eager,
             speculation=wanted,
         ) as llm:

@@ -40,6 +40,7 @@ class RejectionTarget(Target):
     @torch.inference_mode()
     def launch(self, works: Seq[Work], settle: Hook = lambda: None, prepare: Hook = lambda: None) -> Verification:
         began, forward, raw = self._forward(works, settle, prepare)
+        self.runner.wait(now(self.state.device))
         starts = first_logit_rows(works, gather=forward.inputs.gather)
         decisions = self._tokens(works, starts, forward.logits, forward.inputs.decided(self.state))
         details = None

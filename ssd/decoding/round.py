@@ -37,6 +37,12 @@ class Verifier(Protocol):
 
     def launch(self, works: Seq[Work], settle: Hook, prepare: Hook) -> Verification: ...
 
+    @property
+    def failure(self) -> str | None:
+        """Why it can compute no longer; None while it can, as far as is known."""
+
+    def close(self) -> None: ...
+
     def probe(self) -> None:
         """A forward pass of padding, which raises if the device cannot compute."""
 
@@ -138,6 +144,13 @@ class Round:
             log.debug("the device computes no longer", exc_info=error)
             return False
         return True
+
+    def close(self) -> None:
+        """Ends the processes of the drafter and of the target."""
+        try:
+            self.drafter.close()
+        finally:
+            self.target.close()
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
         """Passes the outcomes of a committed round to the drafter."""

@@ -33,31 +33,33 @@ import importlib.util, sys
 spec = importlib.util.spec_from_file_location("ssd", {package!r})
 sys.modules["ssd"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules["ssd"])
-from ssd.worker import main
-main()
+from ssd.worker import {main}
+{main}()
 """
-WORKER_COMMAND = (sys.executable, "-P", "-c", _START.format(package=str(Path(__file__).parents[1] / "__init__.py")))
+
+
+def _command(main: str) -> tuple[str, ...]:
+    package = str(Path(__file__).parents[1] / "__init__.py")
+    return sys.executable, "-P", "-c", _START.format(package=package, main=main)
+
+
+WORKER_COMMAND = _command("main")
+FOLLOWER_COMMAND = _command("follow")  # another rank of the target
 
 
 class Worker:
-    """A drafting process and the channel to it. The process ends with this object.
+    """A process and the channel to it. The process ends with this object.
 
     `argv` gets the file descriptor of the socket as its last argument; `setup` is sent as the first message.
     """
 
-    def __init__(
-        self,
-        setup: Mapping[str, Any],
-        argv: Seq[str] = WORKER_COMMAND,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, setup: Mapping[str, Any], argv: Seq[str] = WORKER_COMMAND) -> None:
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
         with theirs:
             try:
                 self._process = subprocess.Popen(
                     [*argv, str(theirs.fileno())],
-                    env=environment,
                     stdin=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,  # Ctrl-C is for the engine

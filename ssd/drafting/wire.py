@@ -54,6 +54,8 @@ class Kind(IntEnum):
     ROUND = 3  # to the worker: sequences to draft for
     PROPOSALS = 4  # from the worker: the answer to a round
     PREPARED = 5  # from the worker, unsolicited: the drafts it has prepared for the outcomes of a round
+    TABLES = 6  # to another rank of the target: new entries of its block tables
+    FORWARD = 7  # to another rank of the target: the forward pass to launch
 
 
 _KINDS = frozenset(Kind)
@@ -331,6 +333,9 @@ class Channel:
     def arriving(self) -> bool:
         """Whether part of a message has arrived."""
         return bool(self._partial)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
     def waiting(self) -> bool:
         """Whether there is something to receive (or the other end was closed)."""

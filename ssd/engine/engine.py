@@ -72,6 +72,8 @@ class Engine:
     def failure(self) -> str | None:
         """Why no request can be served any more; None while the engine works."""
         error = self._failure
+        if error is None and (lost := self.round.target.failure) is not None:
+            error = EngineFailed(lost)
         return None if error is None else f"the engine has failed: load the model again ({one_line(error)})"
 
     @property
@@ -222,8 +224,8 @@ class Engine:
             self._release()
 
     def close(self) -> None:
-        """Closes the drafter (and ends its process, if it has one)."""
-        self.round.drafter.close()
+        """Ends the processes of the drafter and of the target, if they have any."""
+        self.round.close()
 
     def check(self) -> None:
         """Raises AssertionError when KV blocks are leaked or shared wrongly. Cheap enough to run when idle."""
@@ -287,7 +289,8 @@ class Engine:
         """Handles a round that raised.
 
         A request that was alone in it fails. Several are computed again from their tokens, one at a time. If
-        _MOST_FAILURES rounds in a row have failed, and one without requests does, too, everything fails.
+        _MOST_FAILURES rounds in a row have failed, and one without requests does, too, everything fails; at once if
+        another rank of the model was lost (EngineFailed).
         """
         log.error("a round failed: %s", one_line(error))
         log.debug("how it failed", exc_info=error)
@@ -302,8 +305,9 @@ class Engine:
         for request_id in involved:
             self._requests[request_id].failed_rounds += 1
         failed = involved
-        if self._num_failures >= _MOST_FAILURES and not self.round.can_compute():
-            log.error("%d rounds in a row have failed: the engine ends everything and takes no more", _MOST_FAILURES)
+        lost = isinstance(error, EngineFailed)
+        if lost or (self._num_failures >= _MOST_FAILURES and not self.round.can_compute()):
+            log.error("the engine ends everything and takes no more")
             self._failure = error.with_traceback(None)  # a traceback keeps the round's tensors alive
             failed = set(self._requests)
         elif len({work.sequence.request.id for work in works}) > 1:

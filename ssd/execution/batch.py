@@ -97,19 +97,19 @@ class BatchInputs:
         sizes |= {"first_row": works, "num_logits": works, "logit_rows": logits}
         sizes |= {"tiles": 2 * self._decode_tiles, "prefill_tiles": 2 * large}
         places, total = _aligned(list(sizes.values()))
+        computed, end = _aligned([rows, rows, rows, works, logits, logits, logits])
+        self.all = torch.zeros(total + end + 2 * logits, dtype=torch.int32, device=device)  # for the other ranks
         self._host = np.empty(total, dtype=np.int32)
-        self._meta = torch.empty(total, dtype=torch.int32, device=device)
+        self._meta = self.all[:total]
         self._places = {name: self._host[place] for name, place in zip(sizes, places, strict=True)}
         self._tensors = {name: self._meta[place] for name, place in zip(sizes, places, strict=True)}
         self._written: Batch | None = None  # what is there; None: nothing
         self.clear()
-        places, total = _aligned([rows, rows, rows, works, logits, logits, logits])
-        self._out = torch.zeros(total, dtype=torch.int32, device=device)
         self.token_ids, self.positions, self.slot_mapping, self.context_len, *decided = (
-            self._out[place] for place in places
+            self.all[total : total + end][place] for place in computed
         )
         self._decided = decided  # per logit row: slot, position, draft tokens before it
-        self._gather = torch.zeros(logits, dtype=torch.int64, device=device)
+        self._gather = self.all[total + end :].view(torch.int64)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]

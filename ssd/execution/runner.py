@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from ssd.execution.batch import FEW_QUERIES, Batch, BatchInputs, TileSizes
+from ssd.execution.clock import Clock
 from ssd.execution.features import Features
 from ssd.execution.graphs import PREFILL_BUCKETS, BatchGraph, BatchGraphs, row_buckets
 from ssd.execution.state import DeviceBlockTables, SequenceState
@@ -20,11 +22,31 @@ from ssd.models.decoder import Decoder
 _EAGER_SIZES = (1, *range(8, 128, 8), *(n * 2**i // 2 + 1 for i in range(8, 16) for n in (2, 3)))
 
 
+class Followers(Protocol):
+    """The other ranks of a model that is split, to which rank 0 says what to launch."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why they compute no longer; None while they do."""
+
+    def launching(self, key: Seq[int]) -> AbstractContextManager[None]:
+        """Makes them launch a forward pass (`Staged.key`); EngineFailed if it fails anywhere."""
+
+    def awaited(self) -> AbstractContextManager[None]:
+        """Around a wait for the device; EngineFailed if one of them was lost, or takes too long."""
+
+    def write_tables(self, places: Seq[int], values: Seq[int]) -> None:
+        """`DeviceBlockTables.write` on all of them."""
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Staged:
     """A batch that was uploaded to the device."""
 
     inputs: BatchInputs
+    key: tuple[int, ...]  # tells another rank which inputs: kind and rows of a graph, or sizes of eager inputs
     graph: BatchGraph | None = None
 
 
@@ -63,6 +85,7 @@ class ModelRunner:
         columns = -(-state.max_positions // block_size)
         self.tables = tables or DeviceBlockTables(state.num_slots, columns, decoder.device)
         self.features: Features | None = None  # that an EAGLE head reads
+        self.followers: Followers | None = None  # on rank 0 of a split model
         self.graphs: BatchGraphs | None = None  # of decode-size batches
         self.prefill_graphs: BatchGraphs | None = None
         self._last_inputs: tuple[tuple[int, ...], BatchInputs] | None = None  # on a CPU, with their sizes
@@ -104,7 +127,7 @@ class ModelRunner:
                 self._rehearse_eagerly(batch, prefill=True)
 
     def _rehearse_eagerly(self, batch: Batch, *, prefill: bool) -> None:
-        inputs = self._eager_inputs(batch, prefill=prefill)
+        inputs = self._eager_inputs(self._sizes(batch, prefill=prefill))
         inputs.write(batch)  # the padding slot has no KV blocks
         self._compute(inputs)
 
@@ -133,43 +156,65 @@ class ModelRunner:
         if graphs is not None and graphs.takes(batch):
             found = graphs.of(batch.num_rows)
             found.inputs.write(batch)
-            return Staged(found.inputs, found)
-        inputs = self._eager_inputs(batch, prefill=not decode_size)
+            return Staged(found.inputs, (int(graphs is self.prefill_graphs), found.inputs.rows), found)
+        sizes = self._sizes(batch, prefill=not decode_size)
+        inputs = self._eager_inputs(sizes)
         inputs.write(batch)
-        return Staged(inputs)
+        return Staged(inputs, sizes)
 
-    def _eager_inputs(self, batch: Batch, *, prefill: bool) -> BatchInputs:
-        """Tensors of the size of the batch. On a CPU those of the last batch are used again if they fit."""
-        tiles, device = self.tile_sizes(), self.decoder.device
-        few = sum(-(-count // tiles.decode) for count in batch.num_queries if not prefill or count <= FEW_QUERIES)
-        gather = batch.num_logit_rows < batch.num_rows
-        size = (batch.num_rows, batch.num_logit_rows, len(batch.slots), few, gather, prefill)
-        if self._last_inputs is not None and self._last_inputs[0] == size:
+    def staged(self, key: tuple[int, ...]) -> Staged:
+        """What rank 0 has staged under this key, on another rank."""
+        if len(key) > 2:
+            return Staged(self._eager_inputs(key), key)
+        graphs = self.prefill_graphs if key[0] else self.graphs
+        if graphs is None:
+            raise AssertionError("rank 0 has graphs that this rank has not")
+        found = graphs.of(key[1])
+        return Staged(found.inputs, key, found)
+
+    def _sizes(self, batch: Batch, *, prefill: bool) -> tuple[int, ...]:
+        """Sizes of eager inputs: rows, logit rows, works, decode-size tiles, `gather`, `prefill`."""
+        tile, rows, logits = self.tile_sizes().decode, batch.num_rows, batch.num_logit_rows
+        few = sum(-(-count // tile) for count in batch.num_queries if not prefill or count <= FEW_QUERIES)
+        return rows, logits, len(batch.slots), few, int(logits < rows), int(prefill)
+
+    def _eager_inputs(self, sizes: tuple[int, ...]) -> BatchInputs:
+        """Tensors of the size of a batch. On a CPU those of the last batch are used again if they fit."""
+        if self._last_inputs is not None and self._last_inputs[0] == sizes:
             return self._last_inputs[1]
+        rows, logits, works, few, gather, prefill = sizes
         made = BatchInputs(
-            batch.num_rows,
-            batch.num_logit_rows,
-            works=len(batch.slots),
-            tiles=tiles,
-            gather=gather,
-            prefill=prefill,
+            rows,
+            logits,
+            works=works,
+            tiles=self.tile_sizes(),
+            gather=bool(gather),
+            prefill=bool(prefill),
             decode_tiles=few,
-            device=device,
+            device=self.decoder.device,
         )
-        if device.type == "cpu":
-            self._last_inputs = size, made
+        if self.decoder.device.type == "cpu":
+            self._last_inputs = sizes, made
         return made
 
     def run(self, staged: Staged) -> Forward:
-        """Launches the forward pass of an uploaded batch."""
-        if staged.graph is None:
-            return Forward(staged.inputs, self._compute(staged.inputs))
-        staged.graph.graph.replay()
-        return Forward(staged.inputs, staged.graph.logits, staged.graph)
+        """Launches the forward pass of an uploaded batch, on all ranks."""
+        with self.followers.launching(staged.key) if self.followers is not None else nullcontext():
+            if staged.graph is None:
+                return Forward(staged.inputs, self._compute(staged.inputs))
+            staged.graph.graph.replay()
+            return Forward(staged.inputs, staged.graph.logits, staged.graph)
+
+    def wait(self, clock: Clock) -> None:
+        """Waits for the device."""
+        with self.followers.awaited() if self.followers is not None else nullcontext():
+            clock.wait()
 
     def _compute(self, inputs: BatchInputs) -> torch.Tensor:
-        tables = self.tables.tensor
-        inputs.prepare(self.state, tables, self.block_size)
+        tables, tp = self.tables.tensor, self.decoder.tp
+        if tp.rank == 0:
+            inputs.prepare(self.state, tables, self.block_size)
+        tp.broadcast(inputs.all)
         batch = inputs.device_batch(tables)
         with torch.inference_mode():
             if self.features is None:

@@ -6,6 +6,7 @@ seen them. A running sequence has one slot, a row of these tensors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -90,6 +91,7 @@ class DeviceBlockTables:
     def __init__(self, num_slots: int, max_blocks: int, device: torch.device) -> None:
         self.tensor = torch.zeros((num_slots + 1, 1 + max_blocks), dtype=torch.int32, device=device)
         self._known = [0] * (num_slots + 1)  # number of blocks uploaded, by slot
+        self.on_write: Callable[[Seq[int], Seq[int]], None] | None = None  # tells the other ranks
 
     def reset(self, slot: int) -> None:
         """Called when a slot gets another sequence."""
@@ -107,5 +109,11 @@ class DeviceBlockTables:
             values += [len(blocks), *blocks[known:]]
             self._known[slot] = len(blocks)
         if places:
-            both = to_device(np.array([places, values]), self.tensor.device)
-            self.tensor.view(-1).index_copy_(0, both[0], both[1].int())
+            if self.on_write is not None:
+                self.on_write(places, values)
+            self.write(places, values)
+
+    def write(self, places: Seq[int], values: Seq[int]) -> None:
+        """Uploads entries; `places`: their numbers in the flattened table."""
+        both = to_device(np.array([places, values]), self.tensor.device)
+        self.tensor.view(-1).index_copy_(0, both[0], both[1].int())

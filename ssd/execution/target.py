@@ -91,7 +91,17 @@ class Target:
     def probe(self) -> None:
         """A forward pass of padding, which raises if the device cannot compute."""
         self.runner.forward(Batch([self.state.padding], [0], [1], [1]))
-        now(self.state.device).wait()
+        self.runner.wait(now(self.state.device))
+
+    @property
+    def failure(self) -> str | None:
+        """Why it can compute no longer, if another rank was lost."""
+        return self.runner.followers.failure if self.runner.followers is not None else None
+
+    def close(self) -> None:
+        """Ends the other ranks."""
+        if self.runner.followers is not None:
+            self.runner.followers.close()
 
     def admit(self, sequence: Sequence) -> None:
         """Writes a sequence, which has just got a slot, to the SequenceState."""
@@ -112,7 +122,7 @@ class Target:
         logprobs = None
         if raw is not None:
             logprobs = raw.fetch(torch.cat([out[i, 2 : 2 + len(rows)] for i, rows in raw.rows.items()]))
-        return _Launched(works, to_host(out), logprobs, began, now(self.state.device))
+        return _Launched(self.runner, works, to_host(out), logprobs, began, now(self.state.device))
 
     def _forward(self, works: Seq[Work], settle: Hook, prepare: Hook) -> tuple[Clock, Forward, RawLogits | None]:
         """Uploads what the host knows of a round, launches its forward pass, and masks the logits.
@@ -251,6 +261,7 @@ class FetchedLogprobs:
 
 @dataclass
 class _Launched:
+    runner: ModelRunner
     works: Seq[Work]
     out: torch.Tensor
     logprobs: FetchedLogprobs | None
@@ -258,7 +269,7 @@ class _Launched:
     ended: Clock
 
     def collect(self) -> list[Outcome | None]:
-        self.ended.wait()
+        self.runner.wait(self.ended)
         rows = self.out.tolist()
         return [self._outcome(i, work, row) for i, (work, row) in enumerate(zip(self.works, rows, strict=False))]
 

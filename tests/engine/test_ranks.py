@@ -1,0 +1,255 @@
+"""Tensor parallelism: AR, SD and SSD write the same tokens at every degree, and a rank that is lost ends the engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TestModel
+from random_requests import MAX_LEN, Asked, Models, check_answers, check_idle, make_models, play, random_requests
+
+from ssd import LLM, SamplingParams
+from ssd.assembly.drafters import drafter_with
+from ssd.assembly.ranks import Ranks
+from ssd.config import SpeculationConfig
+from ssd.core import RequestOutput
+from ssd.drafting.ahead import AheadDrafter
+from ssd.errors import ConfigError, EngineFailed, RequestFailed
+
+SMALL: dict[str, Any] = {"max_num_seqs": 16, "block_size": 4, "num_kv_blocks": 60, "max_num_batched_tokens": 24}
+AHEAD = {"mode": "ssd", "draft": "noisy", "k": 3, "placement": "inline"}
+
+
+@pytest.fixture(scope="module")
+def models(make_model: Callable[[str], TestModel], tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return make_models(make_model, tmp_path_factory.mktemp("noisy"), "qwen3")
+
+
+@contextmanager
+def split(models: Models, size: int, **options: Any) -> Iterator[LLM]:
+    """An engine with little memory, whose drafter can be changed."""
+    speculation = AHEAD | {"draft": models.drafts["noisy"]}
+    options = {"max_model_len": MAX_LEN, "speculation": speculation} | SMALL | options
+    with LLM(models.target, device="cpu", tensor_parallel_size=size, **options) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def two(models: Models) -> Iterator[LLM]:
+    with split(models, 2) as llm:
+        yield llm
+
+
+@contextmanager
+def mode(llm: LLM, name: str) -> Iterator[None]:
+    """The engine in another mode."""
+    built = llm.engine.round.drafter
+    assert isinstance(built, AheadDrafter)
+    options = {"mode": name, "draft": "noisy", "k": 3} if name != "ar" else {"mode": name}
+    speculation = SpeculationConfig(**options)  # type: ignore[arg-type]
+    drafter = built if name == "ssd" else drafter_with(built.model, speculation)
+    llm.driver.call(lambda engine: setattr(engine.round, "drafter", drafter))
+    yield
+    llm.driver.call(lambda engine: setattr(engine.round, "drafter", built))
+
+
+def one_by_one(llm: LLM, requests: list[Asked]) -> list[RequestOutput]:
+    """What plain decoding writes for each request alone, on the same ranks."""
+    with mode(llm, "ar"):
+        alone = [Asked(asked.prompt, asked.params) for asked in requests]
+        return [llm.driver.call(lambda engine, a=each: play(engine, [a])[0]) for each in alone]
+
+
+def check_modes(llm: LLM, count: int, seed: int) -> None:
+    requests = random_requests(count, seed)
+    expected = one_by_one(llm, requests)
+    for name in ("ar", "sd", "ssd"):
+        with mode(llm, name):
+            outputs = llm.driver.call(lambda engine: play(engine, requests, preempt=0.05, seed=seed))
+            check_answers(requests, outputs, expected)
+
+
+def pids(llm: LLM) -> list[int]:
+    ranks = llm.engine.round.target.runner.followers  # type: ignore[attr-defined]
+    assert isinstance(ranks, Ranks)
+    return [worker.pid for worker in ranks._workers]
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there (one that has ended and is not reaped is not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for_end(pid: int, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while runs(pid):
+        assert time.monotonic() < deadline, "the process is still there"
+        time.sleep(0.02)
+
+
+# --- the same text ----------------------------------------------------------------------------------------------------
+
+
+def test_all_modes_write_what_plain_decoding_writes_alone(two: LLM) -> None:
+    """Sampled and greedy requests in changing batches, with chunked prompts, preemptions and aborts.
+
+    Catches a sum whose order depends on the batch, and block tables or inputs that do not reach the other rank.
+    """
+    check_modes(two, 5, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [2, 3])
+def test_many_requests_at_degree_two(two: LLM, seed: int) -> None:
+    check_modes(two, 16, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama-tied", "llama-biased"])
+def test_degree_four(make_model: Callable[[str], TestModel], kind: str, tmp_path: Path) -> None:
+    """llama-tied has 2 KV heads: each is on two ranks."""
+    with split(make_models(make_model, tmp_path, kind), 4) as llm:
+        check_modes(llm, 4, seed=1)
+
+
+@pytest.mark.slow
+def test_two_ranks_and_a_draft_in_a_process_of_its_own() -> None:
+    """The bundled pair. Greedy and sampled requests in a batch of 8 and, of plain decoding, alone."""
+    prompts = ["def fib(n):\n", "import os\n", "class Stack:\n", "for i in range("] * 2
+    params = [SamplingParams(max_new_tokens=24, temperature=0.8 * (i % 2), seed=i) for i in range(8)]
+    options: dict[str, Any] = {"device": "cpu", "tensor_parallel_size": 2}
+    with LLM("tiny-llama", **options) as llm:
+        plain = [llm.generate(prompt, each)[0].token_ids for prompt, each in zip(prompts, params, strict=True)]
+    speculation = {"mode": "ssd", "draft": "tiny-llama-draft", "placement": "process"}
+    with LLM("tiny-llama", **options, speculation=speculation) as llm:
+        outputs = llm.generate(prompts, params)
+    assert [output.token_ids for output in outputs] == plain
+    assert sum(output.metrics.accepted for output in outputs) > 0
+
+
+def test_logits_are_close_to_those_of_one_rank(two: LLM, models: Models) -> None:
+    """The sums are others, the model is the same."""
+    prompt, params = [5, 6, 7, 8], SamplingParams(max_new_tokens=1, temperature=0.0, logprobs=3)
+    with LLM(models.target, device="cpu") as one:
+        [alone] = one.generate(prompt, params)
+    [together] = two.generate(prompt, params)
+    assert together.logprobs is not None
+    assert alone.logprobs is not None
+    assert together.logprobs[0].logprob == pytest.approx(alone.logprobs[0].logprob, abs=1e-4)
+    assert together.logprobs[0].token_id == alone.logprobs[0].token_id
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_split_is_refused_at_once(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ssd.assembly.Ranks", lambda *_: pytest.fail("a process was started"))
+    with pytest.raises(ConfigError, match="tensor_parallel_size=4 cannot split a model with num_heads=6"):
+        LLM(models.target, device="cpu", tensor_parallel_size=4)
+    with pytest.raises(ConfigError, match="tensor_parallel_size=0: must be a positive integer"):
+        LLM(models.target, device="cpu", tensor_parallel_size=0)
+    head = {"mode": "sd", "draft": models.drafts["head"]}
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2: an EAGLE head reads the target's embedding"):
+        LLM(models.target, device="cpu", tensor_parallel_size=2, speculation=head)
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_while_idle_is_noticed(models: Models) -> None:
+    with split(models, 2, speculation=None) as llm:
+        os.kill(pids(llm)[0], signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while llm.driver.failure is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_engine(models: Models) -> None:
+    with split(models, 2, speculation=None) as llm:
+        [pid] = pids(llm)
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises((EngineFailed, RequestFailed)):
+            llm.generate([1, 2, 3], SamplingParams(max_new_tokens=20))
+        assert time.monotonic() - began < 10
+    wait_for_end(pid)
+
+
+_KILLED = """
+import os, signal, sys, time
+from ssd import LLM, SamplingParams
+llm = LLM(sys.argv[1], device="cpu", tensor_parallel_size=2)
+runner = llm.engine.round.target.runner
+print(*(worker.pid for worker in runner.followers._workers), flush=True)
+time.sleep(60) if sys.argv[2] == "idle" else llm.generate([1, 2], SamplingParams(max_new_tokens=500, ignore_eos=True))
+"""
+
+
+@pytest.mark.parametrize("moment", ["busy", pytest.param("idle", marks=pytest.mark.slow)])
+def test_no_rank_outlives_a_killed_engine(models: Models, moment: str) -> None:
+    """kill -9 of rank 0: nothing of it runs any more."""
+    command = [sys.executable, "-c", _KILLED, models.target, moment]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        pid = int(engine.stdout.readline())
+        assert runs(pid)
+        engine.kill()
+    wait_for_end(pid)
+
+
+def test_a_rank_that_cannot_start_is_an_error_and_leaves_nothing(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = torch.get_num_threads()
+    monkeypatch.setattr("ssd.assembly.ranks.FOLLOWER_COMMAND", (sys.executable, "-c", "raise SystemExit(3)"))
+    with pytest.raises(EngineFailed, match="rank 1 of the model could not be started"):
+        LLM(models.target, device="cpu", tensor_parallel_size=2)
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_a_closed_engine(models: Models) -> None:
+    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(2):
+        with split(models, 2) as llm:
+            llm.generate([1, 2, 3])
+            llm.driver.call(check_idle)
+            [pid] = pids(llm)
+            assert runs(pid)
+        assert not runs(pid)
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) <= files + 1
+
+
+def test_a_rank_that_dies_ends_all_requests_with_the_reason(two: LLM) -> None:
+    """Comes last in this module: nothing is left of the engine."""
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    submissions = [two.driver.submit([1, 2, i], params, stream=True) for i in range(20)]  # 4 of them wait
+    next(submissions[0])
+    [pid] = pids(two)
+    began = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    for submission in submissions:
+        assert "rank 1 of the model has ended" in str(submission.result().error)
+    assert time.monotonic() - began < 10
+    assert "rank 1 of the model has ended" in str(two.driver.failure)
+    with pytest.raises((EngineFailed, RequestFailed), match="rank 1 of the model has ended"):
+        two.generate([1, 2, 3])
+    two.close()
+    assert not runs(pid)
