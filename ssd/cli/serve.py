@@ -9,7 +9,7 @@ import typer
 
 from ssd.cli import speculation
 from ssd.cli.console import Device, DType, Eager, TensorParallelSize, errors, explained, load, print_note
-from ssd.errors import ConfigError
+from ssd.errors import ConfigError, EngineFailed
 
 HELP: Final = """\
 Serve a model over HTTP, as OpenAI's API does: [bold]chats, completions, streaming, log-probabilities, seeds[/].
@@ -174,3 +174,5 @@ def serve(
             logging.getLogger("ssd.access").setLevel(logging.INFO)
             errors.print(f"{options.served_model_name} at http://{host}:{port}/v1", highlight=False)
             Server(create_app(llm, options)).run(sockets)
+            if llm.driver.failure is not None:
+                raise EngineFailed(llm.driver.failure)

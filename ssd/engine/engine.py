@@ -71,10 +71,13 @@ class Engine:
     @property
     def failure(self) -> str | None:
         """Why no request can be served any more; None while the engine works."""
-        error = self._failure
-        if error is None and (lost := self.round.target.failure) is not None:
-            error = EngineFailed(lost)
+        error = self._failure or (None if self.lost is None else EngineFailed(self.lost))
         return None if error is None else f"the engine has failed: load the model again ({one_line(error)})"
+
+    @property
+    def lost(self) -> str | None:
+        """Which process of the model was lost, if any; known before a request fails."""
+        return self.round.target.failure
 
     @property
     def has_work(self) -> bool:

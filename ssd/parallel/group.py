@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-HANG_SECONDS = 8.0  # after which a rank that takes no part in a sum is given up
+HANG_SECONDS = 6.0  # after which a rank that takes no part in a sum is given up
 _START = timedelta(minutes=2)
 _LOOPBACK = "127.0.0.1"
 

@@ -66,7 +66,10 @@ def _bound(family: int, address: tuple[Any, ...]) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Drains before it stops: SIGTERM or SIGINT ends it when running requests have ended; a second one, at once."""
+    """Drains before it stops: SIGTERM or SIGINT ends it when running requests have ended; a second one, at once.
+
+    The loss of a rank of the model ends it, too.
+    """
 
     def __init__(self, app: FastAPI) -> None:
         self._state: ServerState = app.state.server
@@ -93,6 +96,11 @@ class Server(uvicorn.Server):
             await super().startup(sockets)
         except OSError as error:  # two servers were bound to an address at the same time: the other one listens now
             raise _unavailable("its address", error) from error
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._state.llm.engine.lost is not None and self._draining is None:
+            self.drain()
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._event_loop.call_soon_threadsafe(self.drain)

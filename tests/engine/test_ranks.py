@@ -17,6 +17,7 @@ import pytest
 import torch
 from conftest import TestModel
 from random_requests import MAX_LEN, Asked, Models, check_answers, check_idle, make_models, play, random_requests
+from serve_process import ServeProcess, serve
 
 from ssd import LLM, SamplingParams
 from ssd.assembly.drafters import drafter_with
@@ -188,6 +189,31 @@ def test_a_rank_that_hangs_ends_the_engine(models: Models) -> None:
         with pytest.raises((EngineFailed, RequestFailed)):
             llm.generate([1, 2, 3], SamplingParams(max_new_tokens=20))
         assert time.monotonic() - began < 10
+    wait_for_end(pid)
+
+
+@pytest.mark.slow
+def test_a_server_that_loses_a_rank_exits_with_an_error() -> None:
+    with serve("--tensor-parallel-size", "2") as served:
+        [pid] = served.drafters()
+        os.kill(pid, signal.SIGKILL)
+        assert served.process.wait(10) == 1
+        assert "error: the engine has failed: load the model again (EngineFailed: rank 1" in served.log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "interrupted"])
+def test_generate_exits_with_an_error_and_leaves_no_rank(how: str) -> None:
+    command = [sys.executable, "-m", "ssd", "generate", "tiny-llama", "x", "--device", "cpu", "-m", "2000"]
+    with subprocess.Popen([*command, "--tensor-parallel-size", "2"], stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        engine.stdout.read(1)  # it has begun
+        [pid] = ServeProcess(engine, "", Path()).drafters()  # type: ignore[arg-type]
+        if how == "killed":
+            os.kill(pid, signal.SIGKILL)
+        else:
+            engine.send_signal(signal.SIGINT)
+        assert engine.wait(10) == (1 if how == "killed" else 130)
     wait_for_end(pid)
 
 
