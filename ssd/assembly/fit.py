@@ -15,6 +15,7 @@ from ssd.errors import ConfigError
 from ssd.kernels.quantized import Format
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.config import DecoderConfig
+from ssd.models.decoder import splits
 from ssd.models.eagle import EagleCheckpoint
 from ssd.models.graft import GraftCheckpoint
 from ssd.models.shapes import SHAPES
@@ -34,13 +35,14 @@ def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint | EagleCheckpoi
     # A GPU has one rank's share of the target; the ranks of a CPU share its memory.
     shares = [config.tensor_parallel_size if device.type == "cuda" else 1, 1]
     weights = sum(weight_bytes(*model) // ranks for model, ranks in zip(models, shares, strict=False))
-    per_token = (kv_bytes_per_token(*model[:2]) // ranks for model, ranks in zip(models, shares, strict=False))
+    per_token = (kv_bytes_per_token(*model[:2], ranks) for model, ranks in zip(models, shares, strict=False))
     per_block = sum(per_token) * kv_block_size(config, device)
     if weights + per_block > available:
+        remedies = " or ".join(_remedies(config, checkpoints, models, available, device))
         dtypes = " and ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for _, dtype, _ in models))
         raise ConfigError(
             f"model={config.model!r}{' and its draft need' if len(models) > 1 else ' needs'} {gib(weights)} for the "
-            f"weights in {dtypes}, but {free}: use {' or '.join(_remedies(checkpoints, models, available, device))}"
+            f"weights in {dtypes}, but {free}: use {remedies}"
         )
     limit = min(config.max_model_len or models[0][0].max_position, models[0][0].max_position)
     state = num_slots(config) * limit * 4  # token ids of every slot
@@ -68,25 +70,32 @@ def _check_kv(config: EngineConfig, limit: int, left: int, per_block: int, size:
         )
 
 
-def kv_bytes_per_token(model: DecoderConfig, dtype: torch.dtype) -> int:
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
+def kv_bytes_per_token(model: DecoderConfig, dtype: torch.dtype, ranks: int = 1) -> int:
+    """Of one of the ranks; each has a KV head at least."""
+    return 2 * model.num_layers * max(1, model.num_kv_heads // ranks) * model.head_dim * dtype.itemsize
 
 
 def _remedies(
+    config: EngineConfig,
     checkpoints: Seq[Checkpoint | EagleCheckpoint],
     models: Seq[tuple[DecoderConfig, torch.dtype, Format | None]],
     available: int,
     device: torch.device,
 ) -> Iterator[str]:
     """What would fit in place of weights that do not."""
-    weights = sum(weight_bytes(*model) for model in models)
-    if device.type == "cuda" and weights < torch.cuda.mem_get_info(device)[0]:
-        yield "a higher gpu_memory_utilization"
+    size, target_bytes = config.tensor_parallel_size, weight_bytes(*models[0])
+    beside = sum(weight_bytes(*model) for model in models[1:])
+    if device.type == "cuda":
+        if target_bytes // size + beside < torch.cuda.mem_get_info(device)[0]:
+            yield "a higher gpu_memory_utilization"
+        more = range(size + 1, torch.cuda.device_count() - (device.index or 0) + 1)
+        for n in (n for n in more if target_bytes // n + beside <= available and splits(models[0][0], n)):
+            yield f"tensor_parallel_size={n}"
+            return
     halved = sum(weight_bytes(model, torch.bfloat16, form) for model, _, form in models)
     if halved <= available and any(dtype == torch.float32 for _, dtype, _ in models):
         yield f"dtype='bfloat16' ({gib(halved)})"
     target, dtype = checkpoints[0], models[0][1]
-    beside = sum(weight_bytes(*model) for model in models[1:])
     fitting = _fitting_shapes(target, dtype, available - beside) if isinstance(target, GraftCheckpoint) else []
     yield f"the shape {fitting[-1]}" if fitting else "a smaller model"
 

@@ -23,6 +23,7 @@ from ssd.models.eagle import EagleConfig, eagle_shapes
 
 log = logging.getLogger("ssd")
 _CPU_KV_BYTES = 4 << 30
+_NCCL_BYTES = 1 << 30  # upper estimate of its buffers
 
 
 @dataclass(frozen=True)
@@ -144,5 +145,5 @@ def _activation_bytes(config: EngineConfig, loaded: Loaded) -> int:
     sampling = loaded.max_rows * model.vocab_size * 48  # sorted, summed and perturbed copies
     scratch = loaded.scratch_slots * decoder.kv_bytes_per_token
     size = decoder.tp.size
-    sums = tokens * model.hidden_size * 4 * (size + 1) if size > 1 else 0  # float32 partial sums of all ranks
+    sums = tokens * model.hidden_size * 4 * (size + 1) + _NCCL_BYTES if size > 1 else 0  # float32, of all ranks
     return tokens * width * decoder.dtype.itemsize + graphs + sampling + scratch + sums + (1 << 30)

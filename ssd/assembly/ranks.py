@@ -144,9 +144,10 @@ class Ranks:
 
     def close(self) -> None:
         """Ends the processes. Safe to call twice."""
-        if self._thread.is_alive():
-            self._wake.close()
-            self._thread.join()
+        self._wake.close()
+        self._thread.join(_NOTICE_SECONDS)
+        if self._on_cuda and self.failure is None:
+            self._group.abort()  # alone: to end it in order would take the other ranks
         self._end()
         torch.set_num_threads(self._threads)
 

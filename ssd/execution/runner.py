@@ -137,6 +137,12 @@ class ModelRunner:
         for graphs in (self.graphs, self.prefill_graphs):
             pool = graphs.capture(self._compute, pool) if graphs is not None else pool
 
+    def close(self) -> None:
+        """Ends the other ranks."""
+        if self.followers is not None:
+            self.graphs = self.prefill_graphs = None  # before the group of the ranks, which NCCL's kernels in them use
+            self.followers.close()
+
     def forward(self, batch: Batch) -> Forward:
         """Launches a forward pass; on a GPU without waiting for it."""
         return self.run(self.stage(batch))

@@ -100,8 +100,7 @@ class Target:
 
     def close(self) -> None:
         """Ends the other ranks."""
-        if self.runner.followers is not None:
-            self.runner.followers.close()
+        self.runner.close()
 
     def admit(self, sequence: Sequence) -> None:
         """Writes a sequence, which has just got a slot, to the SequenceState."""

@@ -246,18 +246,19 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, (shape, *_) in outline.parameters().items()}
 
 
-def check_split(config: DecoderConfig, size: int) -> None:
-    """ConfigError, with the degrees that are possible, for a model whose heads or MLP cannot be split over the ranks.
+def splits(config: DecoderConfig, size: int) -> bool:
+    """Whether the heads and the MLP can be split over so many ranks.
 
     KV heads may be fewer than ranks: several ranks then have the same one, and their own of its query heads.
     """
+    fewer, more = sorted((size, config.num_kv_heads))
+    return not (config.num_heads % size or config.intermediate_size % size or more % fewer)
 
-    def splits(size: int) -> bool:
-        fewer, more = sorted((size, config.num_kv_heads))
-        return not (config.num_heads % size or config.intermediate_size % size or more % fewer)
 
-    if not splits(size):
-        possible = [str(n) for n in range(1, config.num_heads + 1) if splits(n)]
+def check_split(config: DecoderConfig, size: int) -> None:
+    """ConfigError, with the degrees that are possible, for a model that cannot be split over so many ranks."""
+    if not splits(config, size):
+        possible = [str(n) for n in range(1, config.num_heads + 1) if splits(config, n)]
         raise ConfigError(
             f"tensor_parallel_size={size} cannot split a model with num_heads={config.num_heads}, num_kv_heads="
             f"{config.num_kv_heads}, intermediate_size={config.intermediate_size}: use one of {', '.join(possible)}"

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +21,11 @@ from random_requests import MAX_LEN, Asked, Models, check_answers, check_idle, m
 from serve_process import ServeProcess, serve
 
 from ssd import LLM, SamplingParams
-from ssd.assembly.drafters import drafter_with
-from ssd.assembly.ranks import Ranks
-from ssd.config import SpeculationConfig
+from ssd.assembly import drafters
+from ssd.assembly.device import resolve_device
+from ssd.assembly.drafters import drafter_with, placed
+from ssd.assembly.ranks import Ranks, rank_device
+from ssd.config import EngineConfig, SpeculationConfig
 from ssd.core import RequestOutput
 from ssd.drafting.ahead import AheadDrafter
 from ssd.errors import ConfigError, EngineFailed, RequestFailed
@@ -165,6 +168,36 @@ def test_what_cannot_be_split_is_refused_at_once(models: Models, monkeypatch: py
     head = {"mode": "sd", "draft": models.drafts["head"]}
     with pytest.raises(ConfigError, match="tensor_parallel_size=2: an EAGLE head reads the target's embedding"):
         LLM(models.target, device="cpu", tensor_parallel_size=2, speculation=head)
+
+
+def test_a_gpu_can_be_chosen_by_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank r has the r-th GPU from the chosen one on, and a draft in a process of its own the one after them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    first = resolve_device(EngineConfig("x", device="cuda:1").device)
+    assert [str(rank_device(first, rank)) for rank in range(3)] == ["cuda:1", "cuda:2", "cuda:3"]
+    assert [str(rank_device(torch.device("cuda"), rank)) for rank in range(2)] == ["cuda", "cuda:1"]
+    speculation = SpeculationConfig(mode="ssd", draft="x", placement="process")
+    assert placed(speculation, first, ranks=3) == speculation  # cuda:4
+    with pytest.raises(ConfigError, match="needs another GPU for the draft"):
+        placed(speculation, first, ranks=4)
+    with pytest.raises(ConfigError, match="tensor_parallel_size=5 from device='cuda:1' on needs more GPUs than the 5"):
+        Ranks(EngineConfig("x", device="cuda:1", tensor_parallel_size=5), first)
+    with pytest.raises(ConfigError, match="device='cuda:5', but torch sees 5 GPUs"):
+        resolve_device("cuda:5")
+
+
+def test_the_draft_s_process_gets_the_gpu_after_those_of_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    setups: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    ready = SimpleNamespace(wait_ready=lambda _: True)
+    monkeypatch.setattr(drafters, "ProcessDrafter", lambda start, *_, **__: start() or ready)
+    monkeypatch.setattr(drafters, "Worker", setups.append)
+    speculation = SpeculationConfig(mode="ssd", draft="x", placement="process")
+    config = EngineConfig("x", device="cuda", tensor_parallel_size=4, speculation=speculation)
+    drafters.start_worker(config, 10)
+    assert setups[0]["config"]["device"] == "cuda:4"
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------

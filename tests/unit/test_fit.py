@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -166,3 +167,20 @@ def test_the_kv_pool_of_a_cpu_holds_a_sequence_of_the_wanted_length(monkeypatch:
         monkeypatch.setattr(memory, "available_bytes", lambda *_, free=free: free * GIB)
         assert memory.kv_blocks(EngineConfig("m"), models, 8192) == default
         assert memory.kv_blocks(EngineConfig("m", max_model_len=8192), models, 8192) == 512
+
+
+def test_a_gpu_needs_memory_for_its_share_of_a_split_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 70B in bfloat16 is 131 GiB: 33 on each of four GPUs, and 2 KV heads of 8. A CPU has all ranks."""
+    monkeypatch.setattr(fit, "available_bytes", lambda *_: 40 * GIB)
+    monkeypatch.setattr(fit.torch.cuda, "mem_get_info", lambda _: (40 * GIB, 80 * GIB))
+    monkeypatch.setattr(fit.torch.cuda, "device_count", lambda: 5)
+    monkeypatch.setattr(fit, "resolve_dtype", lambda *_: torch.bfloat16)
+    checkpoint = RandomCheckpoint(SHAPES["llama-3.1-70b"])
+    config = EngineConfig("random", tensor_parallel_size=4, num_kv_blocks=1)
+    check_fits(config, [checkpoint], CUDA)
+    with pytest.raises(ConfigError, match=r"needs 131\.4 GiB for the weights"):
+        check_fits(config, [checkpoint], CPU)
+    with pytest.raises(ConfigError, match=r"needs 65\.7 GiB for the weights.*: use tensor_parallel_size=4$"):
+        check_fits(replace(config, tensor_parallel_size=2), [checkpoint], CUDA)
+    one, four, sixteen = (fit.kv_bytes_per_token(checkpoint.config, torch.bfloat16, ranks) for ranks in (1, 4, 16))
+    assert (one, four, sixteen) == (2 * 80 * 8 * 128 * 2, one // 4, one // 8)

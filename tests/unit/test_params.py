@@ -48,7 +48,7 @@ WRONG_PARAMS: dict[str, list[Any]] = {
 }
 WRONG_OPTIONS: dict[str, list[Any]] = {
     "model": [None, ""],
-    "device": ["gpu", "", "cuda:1", "cuda:x", None, 0, []],
+    "device": ["gpu", "", "cuda:", "cuda:x", "cuda:-1", "cuda:1 ", "cpu:0", None, 0, []],
     "dtype": ["fp32", "", None, 32, torch.float32],
     "max_model_len": [0, -1, 1.5, "8", True],
     "max_num_seqs": [0, -1, 1.5, "8", True, None],
@@ -56,6 +56,7 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
     "block_size": [0, -1, 1.5, "8", True],
     "num_kv_blocks": [0, -1, 1.5, "8", True],
     "gpu_memory_utilization": [0.0, -0.5, 1.01, NAN, INF, "0.9", None, True],
+    "tensor_parallel_size": [0, -1, 1.5, "2", True, None],
     "prefix_caching": ["no", None],
     "eager": ["no", None],
     "trust_request_chat_template": ["no", None],
@@ -211,6 +212,7 @@ def test_wrong_engine_options(name: str, value: Any) -> None:
     "options",
     [
         {"device": "cuda", "dtype": "bfloat16"},
+        {"device": "cuda:3", "tensor_parallel_size": 2},
         {"max_num_seqs": 4, "max_num_batched_tokens": 4, "block_size": 1, "num_kv_blocks": 1, "max_model_len": 1},
         {"gpu_memory_utilization": 1, "prefix_caching": False, "eager": True},
         {"speculation": None},
