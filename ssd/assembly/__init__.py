@@ -51,11 +51,6 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     speculation = placed(
         config.speculation, device, head=isinstance(draft, EagleCheckpoint), ranks=config.tensor_parallel_size
     )
-    if isinstance(draft, EagleCheckpoint) and config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"tensor_parallel_size={config.tensor_parallel_size}: an EAGLE head reads the target's embedding, which is "
-            "split then; use a draft model"
-        )
     config = replace(config, device=str(device), speculation=speculation)
     here = draft if config.speculation.placement != "process" else None
     beside = draft if device.type == "cpu" else here  # a process of its own shares the CPU's memory, not the GPU's

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 
 import torch
 
@@ -13,9 +14,11 @@ from ssd.config import EngineConfig
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import DeviceBlockTables, SequenceState
 from ssd.kernels.quantized import Format
+from ssd.layers.linear import Embedding
 from ssd.models.checkpoint import Checkpoint, HFCheckpoint
-from ssd.models.decoder import Decoder
+from ssd.models.decoder import Decoder, LazyTensor
 from ssd.models.eagle import EagleCheckpoint, EagleHead
+from ssd.models.open import open_checkpoint
 from ssd.parallel.tensor import TensorParallel
 
 log = logging.getLogger("ssd")
@@ -59,17 +62,14 @@ def load_decoder(
     began = time.perf_counter()
     decoder: Decoder
     if isinstance(checkpoint, EagleCheckpoint):
-        shared = target.embedding if target is not None else None
+        shared = _embedding(config, target) if target is not None else None
         decoder = EagleHead(
             checkpoint.config, ops, device=device, dtype=dtype, max_positions=positions, embedding=shared
         )
         decoder.map_tokens(checkpoint.target_ids())
     else:
         decoder = Decoder(checkpoint.config, ops, device=device, dtype=dtype, max_positions=positions, tp=tp)
-    if tp.size > 1 and isinstance(checkpoint, HFCheckpoint):
-        decoder.load(checkpoint.stored())
-    else:
-        decoder.load(checkpoint.weights(device, dtype))
+    decoder.load(_weights(checkpoint, decoder))
     if quantization is not None and device.type == "cuda":
         torch.cuda.empty_cache()  # the weights as they were before: memory for KV
     log.info(
@@ -80,6 +80,27 @@ def load_decoder(
     )
     ops.reserve(decoder.layers[0].heads, device)
     return Loaded(decoder, max_len, max_rows, scratch_slots)
+
+
+def _weights(
+    checkpoint: Checkpoint | EagleCheckpoint, decoder: Decoder
+) -> Iterable[tuple[str, torch.Tensor | LazyTensor]]:
+    """The checkpoint's tensors; where a rank needs a share of them only, they are not read yet if that is possible."""
+    if decoder.tp.size > 1 and isinstance(checkpoint, HFCheckpoint):
+        return checkpoint.stored()
+    return checkpoint.weights(decoder.device, decoder.dtype)
+
+
+def _embedding(config: EngineConfig, target: Decoder) -> Embedding:
+    """The target's embedding for an EAGLE head; all of it, where the target has a share only."""
+    if target.tp.size == 1:
+        return target.embedding
+    name, model = "model.embed_tokens", target.config
+    whole = Embedding(target.ops, TensorParallel(), {name: model.vocab_size}, model.hidden_size, embedding=True)
+    tensors = _weights(open_checkpoint(config.model), target)
+    found = next(tensor for each, tensor in tensors if each == f"{name}.weight")
+    whole.load(f"{name}.weight", found[(slice(None),)].to(target.device, target.dtype))
+    return whole
 
 
 def make_runner(

@@ -24,7 +24,7 @@ from ssd.kernels.reference import ReferenceOps
 from ssd.layers.linear import ColumnLinear, Embedding, Linear
 from ssd.models.checkpoint import Checkpoint, read_safetensors, weight_files, whole
 from ssd.models.config import DecoderConfig
-from ssd.models.decoder import Decoder, DecoderLayer, KVCache, Vector
+from ssd.models.decoder import Decoder, DecoderLayer, KVCache, LazyTensor, Vector
 from ssd.models.families import decoder_config
 from ssd.models.fields import FLAG, LIST, OBJECT, TEXT, VOCABULARY, WIDTH, Field, check_fields, shown
 from ssd.parallel.tensor import TensorParallel
@@ -139,7 +139,7 @@ class EagleHead(Decoder):
             yield "", self._own
         yield from ((_PREFIX + prefix, holder) for prefix, holder in self.layer.modules())
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load(self, weights: Iterable[tuple[str, torch.Tensor | LazyTensor]]) -> None:
         """Loads the checkpoint's tensors. An embedding that is a copy of the target's is not kept."""
         super().load(weights)
         shared = self._shared

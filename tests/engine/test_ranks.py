@@ -122,6 +122,18 @@ def test_many_requests_at_degree_two(two: LLM, seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["sd", "ssd"])
+def test_eagle_heads_of_a_split_target(two: LLM, models: Models, name: str) -> None:
+    """The head is on rank 0, with the whole embedding and the features of complete sums."""
+    requests = random_requests(6, 1)
+    expected = one_by_one(two, requests)
+    head = {"mode": name, "draft": models.drafts["head"], "k": 3}
+    with split(models, 2, speculation=head) as llm:
+        outputs = llm.driver.call(lambda engine: play(engine, requests, preempt=0.05))
+    check_answers(requests, outputs, expected)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama-tied", "llama-biased"])
 def test_degree_four(make_model: Callable[[str], TestModel], kind: str, tmp_path: Path) -> None:
     """llama-tied has 2 KV heads: each is on two ranks."""
@@ -165,9 +177,6 @@ def test_what_cannot_be_split_is_refused_at_once(models: Models, monkeypatch: py
         LLM(models.target, device="cpu", tensor_parallel_size=4)
     with pytest.raises(ConfigError, match="tensor_parallel_size=0: must be a positive integer"):
         LLM(models.target, device="cpu", tensor_parallel_size=0)
-    head = {"mode": "sd", "draft": models.drafts["head"]}
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2: an EAGLE head reads the target's embedding"):
-        LLM(models.target, device="cpu", tensor_parallel_size=2, speculation=head)
 
 
 def test_a_gpu_can_be_chosen_by_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
