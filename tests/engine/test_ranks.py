@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,8 @@ from ssd.assembly.device import resolve_device
 from ssd.assembly.drafters import drafter_with, placed
 from ssd.assembly.ranks import Ranks, rank_device
 from ssd.config import EngineConfig, SpeculationConfig
-from ssd.core import RequestOutput
+from ssd.core import Outcome, RequestOutput, Work
+from ssd.decoding.drafter import Drafter
 from ssd.drafting.ahead import AheadDrafter
 from ssd.errors import ConfigError, EngineFailed, RequestFailed
 
@@ -83,6 +85,17 @@ def check_modes(llm: LLM, count: int, seed: int) -> None:
             check_answers(requests, outputs, expected)
 
 
+def collect_drafts(drafter: Drafter, found: list[tuple[int, ...]]) -> None:
+    """Collects all drafts that are verified from now on."""
+    observe = drafter.observe
+
+    def observing(works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
+        found.extend(outcome.draft for outcome in outcomes if outcome is not None)
+        observe(works, outcomes, seconds)
+
+    drafter.observe = observing  # type: ignore[method-assign]
+
+
 def pids(llm: LLM) -> list[int]:
     ranks = llm.engine.round.target.runner.followers  # type: ignore[attr-defined]
     assert isinstance(ranks, Ranks)
@@ -131,6 +144,20 @@ def test_eagle_heads_of_a_split_target(two: LLM, models: Models, name: str) -> N
     with split(models, 2, speculation=head) as llm:
         outputs = llm.driver.call(lambda engine: play(engine, requests, preempt=0.05))
     check_answers(requests, outputs, expected)
+
+
+@pytest.mark.slow
+def test_a_head_drafts_at_degree_two_what_it_drafts_at_one(models: Models) -> None:
+    """Catches a head that gets a share of the embedding, or features of partial sums: its text would still be right."""
+    drafts: list[list[tuple[int, ...]]] = []
+    for size in (1, 2):
+        with split(models, size, speculation={"mode": "sd", "draft": models.drafts["head"], "k": 3}) as llm:
+            drafter, found = llm.engine.round.drafter, list[tuple[int, ...]]()
+            collect_drafts(drafter, found)
+            llm.generate([[5, 6, 7, 8], [9, 10, 11]], SamplingParams(max_new_tokens=20, temperature=0.0))
+            drafts.append(found)
+    assert any(drafts[0])
+    assert drafts[0] == drafts[1]
 
 
 @pytest.mark.slow
