@@ -23,7 +23,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ssd.bench.arguments import ONE_GPU, add_model_flags, options_of_ssd, pair_of, use_cuda_arch
+from ssd.bench.arguments import GPUs, add_model_flags, options_of_ssd, pair_of, use_cuda_arch
 from ssd.bench.run import BenchConfig
 from ssd.bench.workload import EXAMPLE, RANDOM
 from ssd.cli.bench import benchmark
@@ -47,14 +47,16 @@ def config_of(args: argparse.Namespace) -> BenchConfig:
     drafted = drafted or any(re.fullmatch(r"\w+:\d+", peer) for peer in peers)
     size = args.size or (None if args.model else DEFAULT_SIZE)
     model, draft = pair_of(args, size=size, drafted=drafted, eagle=args.eagle)
+    gpus = GPUs.of(args.gpus, args.device, ahead="ssd" in methods, head=args.eagle)
     engine = {"device": args.device, "eager": args.eager, "block_size": args.block_sz}
+    engine |= {"tensor_parallel_size": gpus.ranks} if gpus.ranks > 1 else {}
     return BenchConfig(
         model,
         draft,
         methods=methods,
         peers=peers,
         k=args.k,
-        speculation=speculation_of(args, methods),
+        speculation=speculation_of(args, methods) | gpus.placement,
         sets=sets_of(args),
         num_prompts=args.numseqs,
         prompt_offset=args.prompt_offset,
@@ -66,7 +68,7 @@ def config_of(args: argparse.Namespace) -> BenchConfig:
         repeats=args.repeats,
         max_rounds=args.max_steps,
         engine=engine | ({"max_model_len": args.max_model_len} if args.max_model_len else {}),
-        notes=(f"--gpus {args.gpus}: {ONE_GPU}",) if args.gpus > 1 else (),
+        notes=(gpus.note,) if gpus.note else (),
     )
 
 
@@ -132,7 +134,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     models = parser.add_argument_group(f"models (default: size {DEFAULT_SIZE})")
     add_model_flags(models, sizes=["0.6", "1.7", "4", "8", "14", "32", "1", "3", "70"])
-    models.add_argument("--gpus", type=int, default=1, help="only one is used so far; a report says so")
+    models.add_argument("--gpus", type=int, default=1, help="the target is split over them, SSD's draft has one")
     models.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     models.add_argument("--eager", action="store_true", help="no CUDA graphs")
     models.add_argument("--block_sz", type=int, help="tokens of a KV block")

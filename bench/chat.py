@@ -16,7 +16,7 @@ import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from ssd.bench.arguments import DEFAULT_K, ONE_GPU, add_model_flags, options_of_ssd, pair_of
+from ssd.bench.arguments import DEFAULT_K, GPUs, add_model_flags, options_of_ssd, pair_of
 from ssd.cli.chat import talk, talk_to_server
 from ssd.cli.conversation import note
 from ssd.core import SamplingParams
@@ -27,11 +27,14 @@ if TYPE_CHECKING:
 
 
 def with_engine(args: argparse.Namespace) -> None:
-    if args.gpus > 1:
-        note(ONE_GPU)
+    gpus = GPUs.of(args.gpus, args.device, ahead=args.run_ahead)
+    if gpus.note:
+        note(gpus.note)
     model, draft = pair_of(args, size=args.size, drafted=args.spec)
     options = {"device": args.device, "eager": args.eager, "max_model_len": args.max_model_len}
+    options |= {"tensor_parallel_size": gpus.ranks}
     wanted = drafting(args, draft)
+    wanted = None if wanted is None else wanted | gpus.placement
     shown = {"system": args.system, "metrics": args.metrics, "colour": args.colour}
     talk(model, sampling_of(args), speculation=wanted, **shown, **options)
 
@@ -96,7 +99,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max_model_len", type=int, help="longest conversation that the model sees")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before all else")
-    parser.add_argument("--gpus", "--tp", type=int, default=1)
+    parser.add_argument("--gpus", "--tp", type=int, default=1, help="the model is split over them, SSD's draft has one")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--metrics", action="store_true", help="times and speed after every answer")

@@ -6,7 +6,9 @@ import argparse
 import os
 import re
 from collections.abc import Sequence as Seq
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+import torch
 
 from ssd.bench import models
 from ssd.config import SpeculationConfig
@@ -14,7 +16,6 @@ from ssd.errors import ConfigError
 from ssd.models.open import bundled_draft, bundled_heads
 
 Parser = argparse.ArgumentParser | argparse._ArgumentGroup
-ONE_GPU: Final = "several GPUs are not supported yet: everything runs on one"
 DEFAULT_K: Final = int(SpeculationConfig.k)
 
 
@@ -93,6 +94,30 @@ def options_of_ssd(
         lists = {"fan_out_hit": hit or miss, "fan_out_miss": miss or hit}
         options |= lists | {"budget": max(1, *(sum(counts or ()) for counts in lists.values()))}
     return options
+
+
+class GPUs(NamedTuple):
+    """What `--gpus` means for the engine: the target's ranks, and where a draft that runs ahead is."""
+
+    ranks: int = 1
+    placement: dict[str, str] = {}  # noqa: RUF012 (of a tuple)
+    note: str = ""
+
+    @classmethod
+    def of(cls, count: int, device: str, *, ahead: bool, head: bool = False) -> GPUs:
+        """The target is split over all of them but, with a draft that runs ahead, the last one, which has the draft.
+
+        An EAGLE head is with the target, and the last one stays idle: the command lines count it.
+        """
+        here = torch.cuda.device_count() if device != "cpu" else 0
+        if count > here:
+            few = f"--gpus {count}: there are {here} here, so everything runs on one device"
+            return cls(note=few if count > 1 else "")
+        if count == 1 or not ahead:
+            return cls(count)
+        if head:
+            return cls(count - 1, note=f"--gpus {count}: an EAGLE head is on the target's first GPU, the last one is idle")
+        return cls(count - 1, {"placement": "process"})
 
 
 def use_cuda_arch() -> None:

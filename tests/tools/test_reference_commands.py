@@ -119,7 +119,7 @@ def test_bench(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert report["settings"]["model"] == family
     assert report["settings"]["draft"] == (f"{family}-draft" if method != "ar" else None)
     assert any("written for ssd" in note or "examples" in note for note in report["notes"])
-    assert ("--gpus" in flags) == any("several GPUs are not supported yet" in note for note in report["notes"])
+    assert ("--gpus" in flags) == any("so everything runs on one device" in note for note in report["notes"])
     shown = capsys.readouterr().out
     assert "tokens/s" in shown
     assert wandb.finished == ("--wandb" in flags)
@@ -170,7 +170,7 @@ def test_chat(command: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Non
     door("chat").main()
     captured = capsys.readouterr()
     assert captured.out.strip()
-    assert "several GPUs are not supported yet" in captured.err.replace("\n", " ")
+    assert "so everything runs on one device" in captured.err.replace("\n", " ")
     assert ("tokens/s" in captured.err) == ("--metrics" in flags)
 
 
@@ -248,6 +248,26 @@ def test_flags_arrive(flags: str, expected: dict[str, Any], monkeypatch: pytest.
 def test_what_makes_no_sense_is_refused(flags: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     assert bench(monkeypatch, *shlex.split(flags)) == 1
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "speculation"),
+    [
+        ("--gpus 4", 4, {}),
+        ("--gpus 4 --spec --k 6", 4, {}),
+        ("--gpus 5 --spec --async --k 6", 4, {"placement": "process"}),
+        ("--gpus 1 --spec --async --k 6", 1, {}),
+        ("--gpus 6", 1, {}),
+    ],
+)
+def test_the_target_is_split_over_the_gpus(
+    monkeypatch: pytest.MonkeyPatch, flags: str, ranks: int, speculation: dict[str, str]
+) -> None:
+    """On a machine with five: SSD's draft has the last one."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 5)
+    found = config(monkeypatch, f"--model tiny-llama {flags}")
+    assert (found.engine.get("tensor_parallel_size", 1), found.speculation) == (ranks, speculation)
+    assert bool(found.notes) == (flags == "--gpus 6")
 
 
 def test_missing_weights_are_looked_for_and_explained(
