@@ -39,6 +39,7 @@ class SpeculationConfig:
     draft: str | None = None  # a small model with the same tokenizer, an EAGLE-3 head, or (sd) "ngram": n-gram look-up
     k: int | Literal["auto"] = 4  # draft tokens per round; "auto": chosen by measured speed, at most K_MAX
     draft_quantization: Literal["fp8", "int8", "int4"] | None = None  # the draft's weights in 8 or 4 bits
+    draft_tensor_parallel_size: int = 1  # as vLLM calls it; 1 only: the draft is not split
     acceptance: Literal["coupled", "rejection"] = "coupled"
     saguaro_c: float = 1.0  # rejection: factor on the draft's likeliest tokens; below 1: more hits, fewer accepted
     fan_out: int | Literal["geometric", "adaptive"] = "adaptive"  # ssd: which outcomes; a number: branches per position
@@ -71,6 +72,11 @@ class SpeculationConfig:
             raise ConfigError(f"speculation k={self.k!r}: must be an integer from 1 to 64, or 'auto'")
         if self.budget != "auto" and (not is_int(self.budget) or not 1 <= self.budget <= 256):
             raise ConfigError(f"speculation budget={self.budget!r}: must be an integer from 1 to 256, or 'auto'")
+        if not is_int(self.draft_tensor_parallel_size) or self.draft_tensor_parallel_size != 1:
+            raise ConfigError(
+                f"speculation draft_tensor_parallel_size={self.draft_tensor_parallel_size!r}: a draft runs on one GPU, "
+                "where its steps take less time than exchanges between GPUs would; leave it out, or give 1"
+            )
         c = self.saguaro_c
         if not (is_int(c) or isinstance(c, float)) or not 0 <= c <= 1:
             raise ConfigError(f"speculation saguaro_c={c!r}: must be a number from 0 to 1")
