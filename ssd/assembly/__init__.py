@@ -20,7 +20,7 @@ from ssd.decoding.rejection import RejectionTarget
 from ssd.decoding.round import Round
 from ssd.engine.engine import Engine
 from ssd.engine.scheduler import Scheduler
-from ssd.errors import ConfigError
+from ssd.errors import ConfigError, EngineFailed
 from ssd.execution.features import Features
 from ssd.execution.runner import ModelRunner
 from ssd.execution.target import Target
@@ -81,6 +81,8 @@ def _assemble(
         target = (RejectionTarget if config.speculation.acceptance == "rejection" else Target)(runner, runner.state)
         if device.type == "cuda":
             _warm_up(config, runner, max_model_len, target)
+        if ranks is not None and ranks.failure is not None:
+            raise EngineFailed(ranks.failure)
     except torch.OutOfMemoryError as error:
         kv = "gpu_memory_utilization" if config.num_kv_blocks is None else "num_kv_blocks"
         raise ConfigError(

@@ -647,12 +647,20 @@ def test_bench_flags_name_models_and_a_draft(
     assert talks == [(model, options and {"k": 4, **options})]
 
 
-def test_several_gpus_are_one(
+def test_the_model_is_split_over_the_gpus_that_there_are(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "talk", lambda *_, **__: None)
+    talks: list[Any] = []
+    monkeypatch.setattr(bench, "talk", lambda *_, **given: talks.append(given))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    bench.with_engine(parsed(bench, monkeypatch, "--ssd --gpus 3"))
+    bench.with_engine(parsed(bench, monkeypatch, "--ssd --gpus 3 --spec --async"))
+    assert [given["tensor_parallel_size"] for given in talks] == [3, 2]
+    assert talks[1]["speculation"]["placement"] == "process"
+    assert not capsys.readouterr().err
     bench.with_engine(parsed(bench, monkeypatch, "--ssd --gpus 4"))
-    assert "several GPUs are not supported yet" in capsys.readouterr().err
+    assert talks[2]["tensor_parallel_size"] == 1
+    assert "--gpus 4: there are 3 here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
