@@ -116,7 +116,7 @@ class GPUs(NamedTuple):
         if count == 1 or not ahead:
             return cls(count)
         if head:
-            return cls(count - 1, note=f"--gpus {count}: an EAGLE head is on the target's first GPU, the last one is idle")
+            return cls(count - 1, note=f"--gpus {count}: an EAGLE head is on the target's first GPU")
         return cls(count - 1, {"placement": "process"})
 
 

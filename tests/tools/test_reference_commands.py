@@ -15,7 +15,7 @@ import pytest
 from eagle_heads import make_tiny_head
 
 from ssd.bench import models
-from ssd.bench.arguments import pair
+from ssd.bench.arguments import GPUs, pair
 from ssd.errors import ConfigError, ModelNotFound
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -268,6 +268,9 @@ def test_the_target_is_split_over_the_gpus(
     found = config(monkeypatch, f"--model tiny-llama {flags}")
     assert (found.engine.get("tensor_parallel_size", 1), found.speculation) == (ranks, speculation)
     assert bool(found.notes) == (flags == "--gpus 6")
+    ranks, placement, note = GPUs.of(5, "auto", ahead=True, head=True)
+    assert (ranks, placement) == (4, {})
+    assert "an EAGLE head is on the target's first GPU" in note
 
 
 def test_missing_weights_are_looked_for_and_explained(
