@@ -276,6 +276,19 @@ def test_a_rank_that_dies_while_idle_is_noticed(models: Models) -> None:
 
 
 @pytest.mark.slow
+def test_a_forward_pass_that_raises_ends_the_engine(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 waits for its part of a sum that never comes; to go on would add it to another one."""
+    with split(models, 2, speculation=None) as llm:
+        [pid] = pids(llm)
+        decoder = llm.engine.round.target.runner.decoder  # type: ignore[attr-defined]
+        monkeypatch.setattr(decoder.head, "logits", lambda _: 1 / 0)
+        with pytest.raises(RequestFailed, match="a forward pass failed, and with it all ranks"):
+            llm.generate([1, 2, 3])
+        wait_for_end(pid)
+        assert llm.driver.failure is not None
+
+
+@pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_engine(models: Models) -> None:
     with split(models, 2, speculation=None) as llm:
         [pid] = pids(llm)
