@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 
-from ssd.assembly.device import batched_tokens, kv_block_size, make_current, resolve_device
+from ssd.assembly.device import batched_tokens, kv_block_size, resolve_device
 from ssd.assembly.drafters import load_draft, make_drafter, open_draft, placed
 from ssd.assembly.fit import check_fits
 from ssd.assembly.memory import fitting_length, gib, kv_blocks, possible_length
@@ -43,7 +44,6 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     checkpoint = checkpoint or open_checkpoint(config.model)
     tokenizer = checkpoint.tokenizer()
     device = resolve_device(config.device)
-    make_current(device)
     check_split(checkpoint.config, config.tensor_parallel_size)
     if device.type == "cuda":
         compiling.prepare()  # while weights are read
@@ -57,7 +57,8 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     check_fits(config, [checkpoint, beside] if beside is not None else [checkpoint], device)
     ranks = Ranks(config, device) if config.tensor_parallel_size > 1 else None
     try:
-        return _assemble(config, checkpoint, here, tokenizer, device, ranks)
+        with torch.cuda.device(device) if device.index is not None else nullcontext():
+            return _assemble(config, checkpoint, here, tokenizer, device, ranks)
     except BaseException:
         if ranks is not None:
             ranks.close()
