@@ -135,7 +135,10 @@ def test_all_modes_write_what_plain_decoding_writes_alone(two: LLM) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [2, 3])
 def test_many_requests_at_degree_two(two: LLM, seed: int) -> None:
+    """Also with a round in flight, as on a GPU."""
+    two.driver.call(lambda engine: setattr(engine.round, "run_ahead", seed % 2 == 1))
     check_modes(two, 16, seed)
+    two.driver.call(lambda engine: setattr(engine.round, "run_ahead", False))
 
 
 @pytest.mark.slow
