@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import signal
 import ssl
 import subprocess
 import sys
@@ -29,6 +30,8 @@ from ssd.kernels import cpu
 if TYPE_CHECKING:
     from live_server import Served
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a shell; Ctrl-C is tested, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 hypothesis.settings.register_profile("patient", hypothesis.settings(), deadline=None, max_examples=50)
 hypothesis.settings.load_profile("patient")  # test machines are shared: a slow example is no failure
 
