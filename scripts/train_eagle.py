@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from tiny_corpus import FAMILIES, MAX_POSITION, VOCAB, Family, Windows
 from tokenizers import Tokenizer
 from torch import nn
-from train_tiny import MLP, SHAPES, Model, Norm, Run, Shape, autocast, rotate, train, written
+from train_tiny import MLP, SHAPES, Model, Norm, Run, Shape, add_training_flags, autocast, rotate, train, written
 
 from ssd.models.config import RopeConfig
 from ssd.models.eagle import EagleConfig
@@ -291,12 +291,8 @@ def arguments(command: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--data", type=Path, default=os.environ.get("SSD_DATASET_DIR"), help="folder of .jsonl.xz files"
     )
-    parser.add_argument("--work", type=Path, required=True, help="folder for everything in between")
     parser.add_argument("--out", type=Path, required=True, help="folder for the heads")
-    parser.add_argument("--family", nargs="+", choices=[*FAMILIES], default=[*FAMILIES], help="default: both")
-    parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
-    for flag, kind, default, text in NUMBERS:
-        parser.add_argument(flag, type=kind, default=default, help=f"{text} (default: {default:g})")
+    add_training_flags(parser, NUMBERS)
     args = parser.parse_args(command)
     if args.data is None:
         parser.error("--data, or SSD_DATASET_DIR, is needed: a folder of .jsonl.xz files")

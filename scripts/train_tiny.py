@@ -500,16 +500,21 @@ NUMBERS: list[tuple[str, type, float, str]] = [
 ]
 
 
+def add_training_flags(parser: argparse.ArgumentParser, numbers: list[tuple[str, type, float, str]]) -> None:
+    """What every training script takes; `numbers`: flag, type, default and help."""
+    parser.add_argument("--work", type=Path, required=True, help="folder for everything in between")
+    parser.add_argument("--family", nargs="+", choices=[*FAMILIES], default=[*FAMILIES], help="default: both")
+    parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
+    for flag, kind, default, text in numbers:
+        parser.add_argument(flag, type=kind, default=default, help=f"{text} (default: {default:g})")
+
+
 def arguments(command: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=["corpus", "target", "draft", "export", "picture"])
-    parser.add_argument("--work", type=Path, required=True, help="folder for everything in between")
     parser.add_argument("--data", type=Path, help="folder of the .jsonl.xz files (corpus)")
     parser.add_argument("--out", type=Path, help="folder for the models (export) or the picture")
-    parser.add_argument("--family", nargs="+", choices=[*FAMILIES], default=[*FAMILIES], help="default: both")
-    parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
-    for flag, kind, default, text in NUMBERS:
-        parser.add_argument(flag, type=kind, default=default, help=f"{text} (default: {default:g})")
+    add_training_flags(parser, NUMBERS)
     args = parser.parse_args(command)
     needed = {"corpus": "data", "export": "out", "picture": "out"}.get(args.stage, "work")
     if getattr(args, needed) is None:

@@ -29,6 +29,11 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def rank_device(device: torch.device, rank: int) -> torch.device:
+    """GPUs of consecutive indices; the CPU is the same for all."""
+    return torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" and rank else device
+
+
 def make_current(device: torch.device) -> None:
     """Makes a GPU with an index that of this thread: kernels are launched on the current one."""
     if device.index is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ssd.assembly.device import batched_tokens, kv_block_size, make_current, num_cores, resolve_device
+from ssd.assembly.device import batched_tokens, kv_block_size, make_current, num_cores, rank_device, resolve_device
 from ssd.assembly.memory import Loaded, kv_blocks
 from ssd.assembly.models import load_decoder, make_runner, make_state
 from ssd.assembly.warm_up import warm_up
@@ -62,11 +62,6 @@ def open_draft(
     return checkpoint
 
 
-def draft_index(device: torch.device, ranks: int) -> int:
-    """The GPU of a draft in a process of its own: the one after those of the target."""
-    return (device.index or 0) + ranks
-
-
 def placed(
     speculation: SpeculationConfig, device: torch.device, *, head: bool = False, ranks: int = 1
 ) -> SpeculationConfig:
@@ -87,7 +82,11 @@ def placed(
         )
     if placement == "stream" and device.type != "cuda":
         raise ConfigError('speculation placement="stream" is for GPUs: use "process", or "inline"')
-    if placement == "process" and device.type == "cuda" and draft_index(device, ranks) >= torch.cuda.device_count():
+    if (
+        placement == "process"
+        and device.type == "cuda"
+        and rank_device(device, ranks).index >= torch.cuda.device_count()
+    ):
         raise ConfigError('speculation placement="process" needs another GPU for the draft: use "stream"')
     if placement == "process" and speculation.budget == "auto":
         raise ConfigError(
@@ -230,7 +229,7 @@ def start_worker(config: EngineConfig, vocab_size: int) -> Drafter:
     config = replace(config, speculation=replace(config.speculation, draft=draft))
     device, threads = resolve_device(config.device), torch.get_num_threads()
     if device.type == "cuda":
-        config = replace(config, device=f"cuda:{draft_index(device, config.tensor_parallel_size)}")
+        config = replace(config, device=str(rank_device(device, config.tensor_parallel_size)))
     else:
         torch.set_num_threads(max(1, min(threads, num_cores() - 1)))
     setup = {"config": asdict(config), "vocab_size": vocab_size}

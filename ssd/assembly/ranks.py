@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ssd.assembly.device import make_current, num_cores, resolve_device
+from ssd.assembly.device import make_current, num_cores, rank_device, resolve_device
 from ssd.config import EngineConfig, build
 from ssd.drafting.supervisor import FOLLOWER_COMMAND, Worker
-from ssd.drafting.wire import Channel, Kind, Message, WireError, decode_setup, encode_setup
+from ssd.drafting.wire import Channel, Kind, Message, WireError, decode_setup
 from ssd.errors import ConfigError, EngineFailed, one_line
 from ssd.execution.runner import ModelRunner
 from ssd.models.open import absolute_path
@@ -48,18 +48,13 @@ class Place:
         """The least of all ranks' numbers."""
         if self.tp.rank:
             _send(self.channels[0], Message(Kind.READY, payload=_words([num_blocks])))
-            return int(decode_setup(_receive(self.channels[0], Kind.SETUP).payload)["num_blocks"])
+            return int(_receive(self.channels[0], Kind.READY).payload[0])
         for rank, channel in enumerate(self.channels, 1):
             with _explained(rank):
                 num_blocks = min(num_blocks, int(_receive(channel, Kind.READY).payload[0]))
         for channel in self.channels:
-            _send(channel, Message(Kind.SETUP, payload=encode_setup({"num_blocks": num_blocks})))
+            _send(channel, Message(Kind.READY, payload=_words([num_blocks])))
         return num_blocks
-
-
-def rank_device(device: torch.device, rank: int) -> torch.device:
-    """GPUs of consecutive indices; the CPU is the same for all."""
-    return torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" and rank else device
 
 
 def num_threads(config: EngineConfig) -> int:
@@ -77,7 +72,7 @@ class Ranks:
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         """Returns when all of them are there; they load their shares of the model meanwhile."""
         size = config.tensor_parallel_size
-        if device.type == "cuda" and torch.cuda.device_count() < (device.index or 0) + size:
+        if device.type == "cuda" and rank_device(device, size - 1).index >= torch.cuda.device_count():
             raise ConfigError(
                 f"tensor_parallel_size={size} from device={config.device!r} on needs more GPUs than the "
                 f"{torch.cuda.device_count()} that torch sees: lower it, or check CUDA_VISIBLE_DEVICES"

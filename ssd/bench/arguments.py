@@ -13,7 +13,7 @@ import torch
 from ssd.bench import models
 from ssd.config import SpeculationConfig
 from ssd.errors import ConfigError
-from ssd.models.open import bundled_draft, bundled_heads
+from ssd.models.open import bundled_draft, bundled_heads, head_of
 
 Parser = argparse.ArgumentParser | argparse._ArgumentGroup
 DEFAULT_K: Final = int(SpeculationConfig.k)
@@ -78,8 +78,8 @@ def pair(
 def _head(family: models.Family, size: str | None, model: str, graft: bool) -> str:
     if size:
         return models.graft_head(family, size) if graft else models.find_head(family, size)
-    if models.head_of(model) in bundled_heads():
-        return models.head_of(model)
+    if head_of(model) in bundled_heads():
+        return head_of(model)
     raise ConfigError(f"--eagle: name the EAGLE-3 head of {model} with --draft, or in {models.HEAD_VARIABLE}")
 
 

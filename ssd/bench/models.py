@@ -12,6 +12,7 @@ from typing import Final, Literal, TypeVar
 
 from ssd.errors import ConfigError, ModelNotFound
 from ssd.models.hub import cache_places, snapshot_in
+from ssd.models.open import head_of
 
 T = TypeVar("T")
 Family = Literal["llama", "qwen"]
@@ -62,11 +63,6 @@ def find_head(family: Family, size: str) -> str:
         return head_of(BUNDLED[family])
     remedy = f"python scripts/download_from_hf.py eagle --sizes {size}, or set {HEAD_VARIABLE} to a directory"
     return _snapshot(f"EAGLE-3 head for {family} {size}", _entry(_HEADS, family, size, "EAGLE-3 heads"), remedy)
-
-
-def head_of(bundled: str) -> str:
-    """The name of a bundled model's EAGLE-3 head."""
-    return f"{bundled}-eagle"
 
 
 def _snapshot(what: str, names: tuple[str, ...], remedy: str) -> str:

@@ -54,16 +54,21 @@ class Features:
 
     def store(self, inputs: BatchInputs, batch: DeviceBatch, buffer: torch.Tensor) -> None:
         """Writes the head's KV of a forward pass, and keeps its last features."""
-        fused, kernels = self.head.fuse(buffer), _kernels(self.head.device)
-        rows = {"row_work": inputs["row_work"], "slots": inputs["slots"], "query_start": batch.query_start}
-        rows |= {"positions": batch.positions, "kept": self._fused}
-        hidden, mapping = kernels.shift(fused, slot_mapping=batch.slot_mapping, start=self._start, **rows)
-        kernels.keep(fused, **rows)
+        hidden, mapping = _kernels(self.head.device).shift_and_keep(
+            self.head.fuse(buffer),
+            row_work=inputs["row_work"],
+            slots=inputs["slots"],
+            query_start=batch.query_start,
+            positions=batch.positions,
+            slot_mapping=batch.slot_mapping,
+            start=self._start,
+            kept=self._fused,
+        )
         self.head.store(replace(batch, slot_mapping=mapping), hidden, self.kv)
 
 
 def _kernels(device: torch.device) -> Any:
-    """The functions of `ssd.kernels.features` for a device."""
+    """`ssd.kernels.features` for a device."""
     if device.type == "cpu":
         return features_cpu
     from ssd.kernels import features

@@ -65,7 +65,7 @@ def _keep_kernel(
     tl.store(kept_ptr + at + column, own, mask=mask)
 
 
-def shift(
+def shift_and_keep(
     fused: torch.Tensor,
     *,
     row_work: torch.Tensor,
@@ -79,31 +79,12 @@ def shift(
     """Per row the feature of the position before it (0 for padding), and where its KV is written.
 
     That is the row before it, or for the first row of a sequence what was kept: `kept` [slots, positions, width] holds
-    that of position p at p modulo their number. KV of positions up to `start` (per slot) is written nowhere.
+    that of position p at p modulo their number. KV of positions up to `start` (per slot) is written nowhere. Then the
+    features of the last positions of every sequence are kept.
     """
     hidden, mapping = torch.empty_like(fused), torch.empty_like(slot_mapping)
-    _shift_kernel[(len(fused), triton.cdiv(fused.shape[1], _COLUMNS))](
-        *(fused, kept, hidden, row_work, slots, query_start, positions, slot_mapping, start, mapping),
-        WIDTH=fused.shape[1],
-        KEPT=kept.shape[1],
-        BLOCK=_COLUMNS,
-    )
+    grid = len(fused), triton.cdiv(fused.shape[1], _COLUMNS)
+    rows, sizes = (row_work, slots, query_start, positions), (fused.shape[1], kept.shape[1], _COLUMNS)
+    _shift_kernel[grid](fused, kept, hidden, *rows, slot_mapping, start, mapping, *sizes)
+    _keep_kernel[grid](fused, kept, *rows, *sizes)
     return hidden, mapping
-
-
-def keep(
-    fused: torch.Tensor,
-    *,
-    row_work: torch.Tensor,
-    slots: torch.Tensor,
-    query_start: torch.Tensor,
-    positions: torch.Tensor,
-    kept: torch.Tensor,
-) -> None:
-    """Keeps the features of the last positions of every sequence."""
-    _keep_kernel[(len(fused), triton.cdiv(fused.shape[1], _COLUMNS))](
-        *(fused, kept, row_work, slots, query_start, positions),
-        WIDTH=fused.shape[1],
-        KEPT=kept.shape[1],
-        BLOCK=_COLUMNS,
-    )

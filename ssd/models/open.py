@@ -90,8 +90,13 @@ def bundled_models() -> list[str]:
     return [name for name in _bundled() if not name.endswith(_HEAD)]
 
 
+def head_of(model: str) -> str:
+    """The name that a bundled model's EAGLE head has."""
+    return model + _HEAD
+
+
 def bundled_heads() -> list[str]:
-    """Names of the EAGLE heads that come with the package, each that of its target and `-eagle`."""
+    """Names of the EAGLE heads that come with the package (`head_of`)."""
     return [name for name in _bundled() if name.endswith(_HEAD)]
 
 

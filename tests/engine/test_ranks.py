@@ -25,9 +25,9 @@ from serve_process import ServeProcess, serve
 
 from ssd import LLM, SamplingParams
 from ssd.assembly import drafters
-from ssd.assembly.device import resolve_device
+from ssd.assembly.device import rank_device, resolve_device
 from ssd.assembly.drafters import drafter_with, placed
-from ssd.assembly.ranks import Place, Ranks, rank_device
+from ssd.assembly.ranks import Place, Ranks
 from ssd.config import EngineConfig, SpeculationConfig
 from ssd.core import Outcome, RequestOutput, Work
 from ssd.decoding.drafter import Drafter

@@ -111,5 +111,4 @@ def test_what_is_between_products(architecture: int, dtype: torch.dtype) -> None
         elementwise.rope_and_store(qkv, batch(), Rope(angles, angles, norm, norm, 1e-6), heads, kv, kv)
     rows = {"row_work": ints(8), "slots": ints(4), "query_start": ints(5), "positions": ints(8)}
     kept = empty(9, 5, 4096, dtype=dtype)
-    features.shift(hidden, slot_mapping=ints(8), start=ints(9), kept=kept, **rows)
-    features.keep(hidden, kept=kept, **rows)
+    features.shift_and_keep(hidden, slot_mapping=ints(8), start=ints(9), kept=kept, **rows)

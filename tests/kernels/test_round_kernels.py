@@ -345,8 +345,8 @@ def test_features(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         own = kept.clone().to(device)
         rows = {name: inputs[name] for name in ("row_work", "slots", "query_start")}
         rows |= {"positions": inputs.positions, "kept": own}
-        hidden, mapping = kernels.shift(fused, slot_mapping=inputs.slot_mapping, start=start.to(device), **rows)
-        kernels.keep(fused, **rows)
+        rows |= {"slot_mapping": inputs.slot_mapping, "start": start.to(device)}
+        hidden, mapping = kernels.shift_and_keep(fused, **rows)
         assert not hidden[batch.num_rows :].any()
         assert (mapping[batch.num_rows :] == -1).all()
         found.append([t.cpu() for t in (hidden[: batch.num_rows], mapping[: batch.num_rows], own)])
