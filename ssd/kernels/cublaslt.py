@@ -34,6 +34,7 @@ _BUCKETS: Final = [16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, *_LARGE]
 _OURS_UP_TO: Final = 64  # rows; for more, the library is faster
 _FIRST_FROM: Final = 1024  # rows; from these on its first algorithm is the fastest
 _CANDIDATES: Final = 5  # algorithms that are compared for fewer
+_MOST_COPIES: Final = 32  # of a weight; those of a tiny model stay in the GPU's cache when it runs, too
 _P = ctypes.c_void_p
 # cublasLt.h and library_types.h
 _TYPES: Final = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
@@ -235,7 +236,7 @@ def measure(runs: list[Callable[[torch.Tensor], object]], weight: torch.Tensor, 
     In turns: a GPU that is slower for a while is so for all of them.
     """
     cache = torch.cuda.get_device_properties(weight.device).L2_cache_size
-    copies = [weight, *(weight.clone() for _ in range(3 * cache // weight.nbytes))]
+    copies = [weight, *(weight.clone() for _ in range(min(3 * cache // weight.nbytes, _MOST_COPIES)))]
     other = torch.empty(8 * cache, dtype=torch.uint8, device=weight.device)
     for run in runs:
         run(weight)

@@ -1,0 +1,137 @@
+"""Draft models against EAGLE heads: acceptance by position, tokens a round and hit rate, in SD and SSD, set by set.
+
+    python bench/drafts.py tiny-llama tiny-llama-draft tiny-llama-eagle      # table, and docs/pictures/drafts.png
+    SSD_DATASET_DIR=… python bench/drafts.py tiny-qwen3 tiny-qwen3-draft tiny-qwen3-eagle --prompts 32 --device cuda
+
+Acceptance at a position is that of drafts whose tokens before it were all accepted. In SSD a head prepares a draft
+before the features of the tokens under verification exist; after a miss (backup jit) it has them, as in SD.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from ssd import LLM, SamplingParams
+from ssd.prompts import OWN_SETS, load_prompts
+
+MODES = ("sd", "ssd")
+_COLOURS = ("#e07a1f", "#4c8bf5", "#0b9e6b", "#a259c4")  # of drafts
+
+
+@dataclass
+class Tally:
+    """Counts over the answers of some prompts."""
+
+    tokens: int = 0
+    rounds: int = 0
+    drafts: int = 0
+    look_ups: int = 0
+    hits: int = 0
+    accepted: list[int] = field(default_factory=list)  # by position
+
+    def add(self, other: Tally) -> None:
+        self.tokens, self.rounds, self.drafts = (
+            self.tokens + other.tokens,
+            self.rounds + other.rounds,
+            self.drafts + other.drafts,
+        )
+        self.look_ups, self.hits = self.look_ups + other.look_ups, self.hits + other.hits
+        longest = max(len(self.accepted), len(other.accepted))
+        both = [each.accepted + [0] * (longest - len(each.accepted)) for each in (self, other)]
+        self.accepted = [a + b for a, b in zip(*both, strict=True)]
+
+    @property
+    def tokens_per_round(self) -> float:
+        return self.tokens / max(1, self.rounds)
+
+    def acceptance(self) -> list[float]:
+        before = [self.drafts, *self.accepted]
+        return [n / max(1, m) for n, m in zip(self.accepted, before, strict=False)]
+
+    def cells(self, mode: str) -> list[str]:
+        hits = f"{self.hits / max(1, self.look_ups):.2f}" if mode == "ssd" else ""
+        return [f"{self.tokens_per_round:.2f}", hits, " ".join(f"{rate:.2f}" for rate in self.acceptance())]
+
+
+def play(llm: LLM, name: str, args: argparse.Namespace, temperature: float) -> Tally:
+    """Answers to the prompts of a set. Every one begins with a round that has no draft, which is left out."""
+    params = SamplingParams(temperature=temperature, seed=1, max_new_tokens=args.tokens, ignore_eos=True)
+    drafts = llm.engine.metrics.spec_decode_num_drafts
+    found = Tally()
+    for output in llm.generate(load_prompts(name).asked(args.prompts), params):
+        counts = output.metrics
+        tokens, rounds = counts.output_tokens - 1, counts.rounds - 1
+        found.add(Tally(tokens, rounds, 0, counts.look_ups, counts.hits, counts.accepted_per_position))
+    found.drafts = llm.engine.metrics.spec_decode_num_drafts - drafts
+    return found
+
+
+def engine(args: argparse.Namespace, draft: str, mode: str) -> LLM:
+    speculation = {"mode": mode, "draft": draft, "k": args.k}
+    speculation |= {"placement": "inline", "backup": "jit", "budget": args.budget} if mode == "ssd" else {}
+    return LLM(args.target, device=args.device, max_model_len=2048, max_num_seqs=args.batch, speculation=speculation)
+
+
+def main() -> None:
+    args = arguments()
+    table = Table("draft", "mode", "T", "set", "tokens/round", "hits", f"acceptance at 1 to {args.k}")
+    table.title = f"{args.target}, K = {args.k}, {args.prompts} prompts of a set, {args.tokens} tokens each"
+    means: dict[tuple[str, str, float], Tally] = {}
+    for draft, mode in track([(draft, mode) for draft in args.drafts for mode in MODES], "measuring", transient=True):
+        with engine(args, draft, mode) as llm:
+            for temperature in args.temperatures:
+                total = means[draft, mode, temperature] = Tally()
+                for name in OWN_SETS:
+                    found = play(llm, name, args, temperature)
+                    table.add_row(draft, mode, f"{temperature:g}", name, *found.cells(mode))
+                    total.add(found)
+                table.add_row(draft, mode, f"{temperature:g}", "all", *total.cells(mode), end_section=True)
+    Console(width=120).print(table)
+    draw(args, means)
+    print(f"written: {args.picture}")
+
+
+def draw(args: argparse.Namespace, means: dict[tuple[str, str, float], Tally]) -> None:
+    """Acceptance over the position in a draft, one panel per temperature."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.2 * len(args.temperatures), 3.6), layout="constrained")
+    panels: Sequence = figure.subplots(1, len(args.temperatures), sharey=True, squeeze=False)[0]
+    for axes, temperature in zip(panels, args.temperatures, strict=True):
+        for draft, colour in zip(args.drafts, _COLOURS, strict=False):
+            for mode, line in zip(MODES, ("-", "--"), strict=True):
+                found = means[draft, mode, temperature]
+                label = f"{draft}, {mode.upper()}: {found.tokens_per_round:.2f} tokens a round"
+                axes.plot(range(1, args.k + 1), found.acceptance(), line, color=colour, marker="o", label=label)
+        axes.set(title=f"temperature {temperature:g}", xlabel="position in the draft", xticks=range(1, args.k + 1))
+        axes.set_ylim(0, 1)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7, loc="lower right")
+    panels[0].set_ylabel("acceptance, if all before were accepted")
+    figure.savefig(args.picture, dpi=150)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target")
+    parser.add_argument("drafts", nargs="+", help="draft models and EAGLE heads")
+    parser.add_argument("--k", type=int, default=5)
+    parser.add_argument("--budget", type=int, default=16, help="branches a sequence, in SSD")
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
+    parser.add_argument("--prompts", type=int, default=8, help="of each set")
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--picture", type=Path, default=Path("docs/pictures/drafts.png"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
