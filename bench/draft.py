@@ -1,17 +1,21 @@
-"""Milliseconds of a draft model's step: one row, and 16 branches of one sequence. Needs a GPU.
+"""Milliseconds of a step of a draft model or an EAGLE head: one row, and 16 branches of one sequence. Needs a GPU.
 
     python bench/draft.py                                      # shapes of Llama-3.2-1B and Qwen3-0.6B
     python bench/draft.py --shape qwen3-0.6b --quantization int8
+    python bench/draft.py --eagle llama-3.1-8b                 # the head of a target of this shape
 
 A step is one forward pass as a CUDA graph, without sampling, with random weights, at a context of 512 tokens.
 `kernels`: one kernel per operation. `one kernel`: `ssd.kernels.persistent`. The floor is the weights' bytes over the
-bandwidth of a large copy.
+bandwidth of a large copy. A head reads hidden states beside the tokens; `fc`, which makes them of the target's, is a
+part of the target's forward pass.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
+from dataclasses import asdict
 from typing import get_args
 
 import torch
@@ -24,23 +28,31 @@ from ssd.assembly.memory import weight_bytes
 from ssd.kernels.ops import Branches, DeviceBatch
 from ssd.kernels.quantized import Format
 from ssd.models.decoder import Decoder, KVCache
+from ssd.models.eagle import EagleConfig, EagleHead, eagle_shapes
 from ssd.models.persistent import use_persistent_step
-from ssd.models.random_weights import RandomCheckpoint
+from ssd.models.random_weights import RandomCheckpoint, fill_random
 from ssd.models.shapes import SHAPES
 
 CUDA = torch.device("cuda")
 BLOCK, CONTEXT, DEPTH, SLOTS = 64, 512, 3, 8  # of a block, a sequence, a branch; KV slots of a branch
+DRAFT_VOCAB = 32_000
 
 
 def main() -> None:
     args = arguments()
     bandwidth = copy_bandwidth(CUDA)
     table = Table("shape", "weights", "rows", "floor", "kernels", "one kernel", title="step of a draft, ms")
-    for shape in args.shape:
+    for shape in args.eagle:
+        head, kv = make_head(shape)
+        floor = head_bytes(head.eagle) / bandwidth
+        for name, batch in batches_of(head).items():
+            times = (1e3 * floor, milliseconds(head, kv, batch))
+            table.add_row(f"head of {shape}", "bfloat16", name, *(f"{x:.3f}" for x in times), "")
+    for shape in args.shape if not args.eagle else ():
         for form in (None, *args.quantization):
             decoder, kv = make(shape, form)
             floor = weight_bytes(decoder.config, torch.bfloat16, form) / bandwidth
-            batches = {"1": rows(decoder, 1, None), "16 branches": rows(decoder, 16, Branches(DEPTH, SLOTS))}
+            batches = batches_of(decoder)
             several = {name: milliseconds(decoder, kv, batch) for name, batch in batches.items()}
             use_persistent_step(decoder, kv)
             for name, batch in batches.items():
@@ -57,6 +69,33 @@ def make(shape: str, form: Format | None) -> tuple[Decoder, KVCache]:
     decoder.load(RandomCheckpoint(config).weights(CUDA, torch.bfloat16))
     ops.reserve(decoder.layers[0].heads, CUDA)
     return decoder, decoder.make_kv_cache(2 * CONTEXT // BLOCK, BLOCK)
+
+
+def make_head(shape: str) -> tuple[EagleHead, KVCache]:
+    """With random weights, and as many draft tokens as published heads have."""
+    target, ops = SHAPES[shape], make_ops(CUDA)
+    fields = asdict(target) | {"rope": target.rope, "family": "eagle3", "num_layers": 1, "tie_embeddings": False}
+    sizes = {"draft_vocab_size": DRAFT_VOCAB, "target_hidden_size": target.hidden_size}
+    config = EagleConfig(**fields, **sizes, own_embedding=True).for_target(target)
+    head = EagleHead(config, ops, device=CUDA, dtype=torch.bfloat16, max_positions=2 * CONTEXT)
+    head.load(
+        (name, fill_random(torch.empty(size, dtype=torch.bfloat16, device=CUDA), name))
+        for name, size in eagle_shapes(config).items()
+    )
+    head.map_tokens(torch.arange(DRAFT_VOCAB))
+    head.hidden = torch.zeros((16, config.hidden_size), dtype=torch.bfloat16, device=CUDA)
+    ops.reserve(head.layer.heads, CUDA)
+    return head, head.make_kv_cache(2 * CONTEXT // BLOCK, BLOCK)
+
+
+def head_bytes(config: EagleConfig) -> int:
+    """Of the weights that a step reads, in bfloat16."""
+    unread = ("fc.weight", "embed_tokens.weight")
+    return sum(2 * math.prod(shape) for name, shape in eagle_shapes(config).items() if name not in unread)
+
+
+def batches_of(decoder: Decoder) -> dict[str, DeviceBatch]:
+    return {"1": rows(decoder, 1, None), "16 branches": rows(decoder, 16, Branches(DEPTH, SLOTS))}
 
 
 def rows(decoder: Decoder, count: int, branches: Branches | None) -> DeviceBatch:
@@ -99,6 +138,7 @@ def milliseconds(decoder: Decoder, kv: KVCache, batch: DeviceBatch) -> float:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), default=["llama-3.2-1b", "qwen3-0.6b"])
+    parser.add_argument("--eagle", nargs="+", choices=sorted(SHAPES), default=[], help="heads instead of models")
     parser.add_argument("--quantization", nargs="+", choices=get_args(Format), default=[])
     return parser.parse_args()
 

@@ -76,7 +76,8 @@ def play(llm: LLM, name: str, args: argparse.Namespace, temperature: float) -> T
 def engine(args: argparse.Namespace, draft: str, mode: str) -> LLM:
     speculation = {"mode": mode, "draft": draft, "k": args.k}
     speculation |= {"placement": "inline", "backup": "jit", "budget": args.budget} if mode == "ssd" else {}
-    return LLM(args.target, device=args.device, max_model_len=2048, max_num_seqs=args.batch, speculation=speculation)
+    sizes = {"max_model_len": 2048, "max_num_seqs": args.batch, "num_kv_blocks": 2048}
+    return LLM(args.target, device=args.device, **sizes, speculation=speculation)
 
 
 def main() -> None:
