@@ -16,9 +16,9 @@ HEAD is a directory, a hub id or a graft of one; its own layout may be that of s
 
 [bold]Try[/]
 
-  ssd export-eagle HEAD --out ./head
+  ssd export-eagle tiny-llama-eagle --out ./head
 
-  ssd export-eagle graft:HEAD@llama-3.1-8b --target graft:tiny-llama@llama-3.1-8b --out ./head-8b
+  ssd export-eagle graft:tiny-llama-eagle@llama-3.1-8b --target graft:tiny-llama@llama-3.1-8b --out ./head-8b
 """
 
 
