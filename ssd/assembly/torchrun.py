@@ -29,7 +29,7 @@ import numpy as np
 
 from ssd.drafting.supervisor import FOLLOWER_COMMAND, end_process, spawn
 from ssd.drafting.wire import Channel, Kind, Message, WireError, encode_setup
-from ssd.errors import EngineFailed, one_line
+from ssd.errors import EngineFailed, SSDError, one_line
 from ssd.parallel.group import listener
 from ssd.parallel.launch import Launch
 
@@ -147,27 +147,28 @@ class Remote:
 
 
 def _follow(launch: Launch) -> int:
-    """Starts followers for rank 0 until it ends. The status to exit with: 0 if all of its engines were closed."""
+    """Starts followers for rank 0 until it ends. The status to exit with: 0 if it had engines, and closed them all."""
     _leave_signals_to_rank_0(launch)
     followers: list[subprocess.Popen[bytes]] = []
-    num_closed = 0
+    num_open, status = 0, 1
     try:
         port, *token = json.loads(_store().get(_KEY))
         with _connect(launch, port, token) as end:
             channel = Channel(end)
             while (message := channel.receive()) is not None:
+                followers = [follower for follower in followers if follower.poll() is None]
                 if message.kind is Kind.START:
                     with _connect(launch, int(message.payload[0]), token) as own:
                         followers.append(spawn(FOLLOWER_COMMAND, own))
-                else:
-                    num_closed += 1
-    except Exception as error:  # those of torch's store are RuntimeErrors
-        if not 0 < len(followers) == num_closed:
-            log.error("rank %d ends, because rank 0 has ended (%s)", launch.rank, one_line(error))
+                num_open += 1 if message.kind is Kind.START else -1
+                status = int(num_open > 0)
+    except (OSError, RuntimeError, SSDError) as error:
+        if status:
+            log.error("rank %d ends, because rank 0 cannot be reached (%s)", launch.rank, one_line(error))
     finally:
         for follower in followers:
             end_process(follower)
-    return 0 if 0 < len(followers) == num_closed else 1
+    return status
 
 
 def _connect(launch: Launch, port: int, token: Seq[int]) -> socket.socket:
@@ -195,7 +196,11 @@ def _leave_signals_to_rank_0(launch: Launch) -> None:
 def _store() -> Any:
     from torch.distributed.rendezvous import rendezvous
 
-    return next(rendezvous("env://", timeout=timedelta(seconds=_JOIN_SECONDS)))[0]
+    try:
+        return next(rendezvous("env://", timeout=timedelta(seconds=_JOIN_SECONDS)))[0]
+    except RuntimeError as error:
+        where = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
+        raise EngineFailed(f"torch's store at {where} cannot be used ({one_line(error)})") from error
 
 
 def _watched(end: socket.socket) -> socket.socket:

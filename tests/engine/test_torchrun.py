@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from serve_process import free_port
-from torchrun_nodes import ROOT, two_nodes
+from torchrun_nodes import ROOT, Node, two_nodes
 
 from ssd import LLM, SamplingParams
 from ssd.assembly import drafters, torchrun
@@ -246,3 +249,59 @@ def test_an_engine_that_cannot_be_built_ends_all_nodes(tmp_path: Path) -> None:
     with two_nodes(tmp_path, *command) as nodes:
         assert [node.torchrun.wait(60) for node in nodes] == [1, 1]
         assert "nowhere" in nodes[0].text()
+
+
+# --- two network namespaces -------------------------------------------------------------------------------------------
+
+
+def ip(*words: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(["ip", *words], capture_output=True, check=False)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """Two network namespaces with one cable between them, 10.77.0.1 and 10.77.0.2."""
+    names = [f"ssd-{os.getpid()}-{i}" for i in range(2)]
+    if shutil.which("ip") is None or ip("netns", "add", names[0]).returncode:
+        pytest.skip("no permission to make network namespaces")
+    ip("netns", "add", names[1])
+    ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+    for i, name in enumerate(names, 1):
+        ip("-n", name, "address", "add", f"10.77.0.{i}/24", "dev", "cable")
+        for device in ("lo", "cable"):
+            ip("-n", name, "link", "set", device, "up")
+    yield names
+    for name in names:
+        ip("netns", "delete", name)
+
+
+def on_hosts(folder: Path, names: list[str], *command: str) -> AbstractContextManager[list[Node]]:
+    return two_nodes(folder, *command, prefixes=[["ip", "netns", "exec", name] for name in names], host="10.77.0.1")
+
+
+@pytest.mark.slow
+def test_two_network_namespaces_write_the_same_text(tmp_path: Path, hosts: list[str]) -> None:
+    """Hosts that reach each other over a network only: nothing goes over the loopback device or a socket pair."""
+    speculation = [None, {"mode": "ssd", "placement": "process", **DRAFT}]
+    asked = {"prompts": PROMPTS, "params": PARAMS, "speculation": speculation, "size": 2}
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with on_hosts(tmp_path, hosts, str(script), json.dumps(asked)) as nodes:
+        assert [node.torchrun.wait(80) for node in nodes] == [0, 0], [node.text() for node in nodes]
+    with LLM("tiny-llama", device="cpu", tensor_parallel_size=2) as llm:
+        outputs = llm.generate(PROMPTS, [SamplingParams(**each) for each in PARAMS])
+    assert written(nodes[0].text()) == [[output.token_ids for output in outputs]] * 2
+
+
+@pytest.mark.slow
+def test_a_host_that_is_cut_off_ends_both(tmp_path: Path, hosts: list[str]) -> None:
+    """No process ends and no connection is closed: the idle engine notices by keep-alive packets."""
+    with on_hosts(tmp_path, hosts, *SERVE, str(free_port())) as nodes:
+        nodes[0].wait_for("/v1")
+        ip("-n", hosts[0], "link", "set", "cable", "down")
+        deadline = time.monotonic() + 10
+        nodes[0].wait_for("EngineFailed: rank 1 of the model has ended", 10)
+        nodes[1].wait_for("rank 1 ends, because rank 0 cannot be reached", deadline - time.monotonic())
+        for node in nodes:
+            assert node.torchrun.wait(30) != 0  # torchrun itself waits for the other host for some seconds more
+            node.check_gone(time.monotonic() + 5)
