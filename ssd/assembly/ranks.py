@@ -151,8 +151,9 @@ class Ranks:
         self._thread.join(_NOTICE_SECONDS)
         if self._on_cuda and self.failure is None:
             self._group.abort()  # alone: to end it in order would take the other ranks
-        if self._hosts is not None and self.failure is None:
-            self._hosts.engine_closed()
+        hosts, self._hosts = self._hosts, None
+        if hosts is not None and self.failure is None:
+            hosts.engine_closed()
         self._end()
         torch.set_num_threads(self._threads)
 

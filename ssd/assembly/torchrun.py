@@ -65,6 +65,7 @@ class Hosts:
     def __init__(self, launch: Launch) -> None:
         """Returns when all of them have joined."""
         self._launch = launch
+        self._lock = threading.Lock()
         self._token = [secrets.randbits(63), secrets.randbits(63)]
         self._store = _store()
         with listener("") as listening:
@@ -86,14 +87,15 @@ class Hosts:
 
     def engine_closed(self) -> None:
         """Tells them that an engine ended as it should; else they exit with an error."""
-        with suppress(OSError, WireError):
+        with suppress(EngineFailed):
             self._tell(Message(Kind.END))
 
     def _tell(self, message: Message) -> None:
         for rank, channel in enumerate(self.channels, 1):
             try:
-                channel.post(message)
-                channel.flush()
+                with self._lock:  # engines may be closed by several threads
+                    channel.post(message)
+                    channel.flush()
             except (OSError, WireError) as error:
                 raise EngineFailed(f"rank {rank} of torchrun has ended: start all of them again") from error
 

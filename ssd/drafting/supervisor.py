@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ssd.drafting.wire import Channel, Kind, Message, WireError, encode_setup
+from ssd.parallel.launch import alone
 
 log = logging.getLogger("ssd")
 
@@ -58,7 +59,7 @@ class Worker:
         self.channel = Channel(ours)
         with theirs:
             try:
-                self._process = spawn(argv, theirs)
+                self._process = spawn(argv, theirs, alone())
             except OSError:
                 ours.close()
                 raise
@@ -84,12 +85,13 @@ class Worker:
         self._end()
 
 
-def spawn(argv: Seq[str], end: socket.socket) -> subprocess.Popen[bytes]:
+def spawn(argv: Seq[str], end: socket.socket, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
     """Starts a process with one end of a connection, which it gets as a file descriptor, its last argument."""
     return subprocess.Popen(
         [*argv, str(end.fileno())],
         stdin=subprocess.DEVNULL,
         pass_fds=(end.fileno(),),
+        env=env,
         start_new_session=True,  # Ctrl-C is for the engine
     )
 

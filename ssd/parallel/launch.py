@@ -47,6 +47,11 @@ class Launch:
             )
 
 
+def alone() -> dict[str, str]:
+    """The environment of a process that is none of those that were started together."""
+    return {name: value for name, value in os.environ.items() if name not in _VARIABLES}
+
+
 def local_rank(rank: int) -> int:
     """A rank's number on its host."""
     launch = Launch.found()

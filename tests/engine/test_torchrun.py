@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -28,6 +29,7 @@ from ssd.assembly import drafters, torchrun
 from ssd.assembly.ranks import Follower
 from ssd.assembly.torchrun import Hosts
 from ssd.config import EngineConfig, SpeculationConfig
+from ssd.drafting.supervisor import Worker
 from ssd.drafting.wire import Channel, ChannelClosed, Kind, Message
 from ssd.errors import ConfigError, EngineFailed
 from ssd.parallel.launch import Launch
@@ -106,6 +108,18 @@ def test_gpus_are_counted_on_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert setups[0]["config"]["device"] == "cuda:4"
 
 
+_TELL = "import os, socket, sys; socket.socket(fileno=int(sys.argv[1])).send(bytes([len(os.environ.get('RANK', ''))]))"
+
+
+def test_a_draft_s_process_is_none_of_torchrun_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is started by rank 0, and would take itself for it."""
+    launch(monkeypatch)
+    worker = Worker({}, [sys.executable, "-S", "-c", _TELL])
+    select.select([worker.channel], [], [], 10)
+    assert worker.channel._socket.recv(1) == b"\0"
+    worker.close()
+
+
 # --- joining ----------------------------------------------------------------------------------------------------------
 
 
@@ -160,7 +174,8 @@ def test_a_connection_without_the_token_is_dropped(store: FakeStore) -> None:
         assert message is not None
         assert message.kind is Kind.END
         channel.close()
-    hosts.engine_closed()  # nobody hears it, which is no error
+    for _ in range(2):
+        hosts.engine_closed()  # nobody hears it, which is no error
     with pytest.raises(EngineFailed, match="rank 1 of torchrun has ended: start all of them again"):
         hosts.start({})
 
