@@ -72,6 +72,7 @@ class Hosts:
             self._store.set(_KEY, json.dumps([listening.getsockname()[1], *self._token]))
             log.info("waiting for ranks 1 to %d of torchrun", launch.size - 1)
             self.channels = self._accept(listening, _JOIN_SECONDS)
+        self._store.delete_key(_KEY)  # torchrun may start all of them again
 
     @property
     def host(self) -> str:

@@ -127,6 +127,9 @@ class FakeStore(dict[str, str]):
     def set(self, key: str, value: str) -> None:
         self[key] = value
 
+    def delete_key(self, key: str) -> None:
+        del self[key]
+
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> FakeStore:
@@ -168,6 +171,7 @@ def test_a_connection_without_the_token_is_dropped(store: FakeStore) -> None:
             stray.receive(timeout=10)
         second = hello(port, 1, *token)
         hosts = joining.result(10)
+    assert not store, "the token is no longer needed"
     hosts.engine_closed()
     for channel in (first, second):
         message = channel.receive(timeout=10)
@@ -240,6 +244,20 @@ def test_nodes_end_together(tmp_path: Path, node: int, victim: str) -> None:
             each.check_gone(deadline)
         if node == 1:
             assert "EngineFailed: rank 1 of the model has ended" in nodes[0].text()
+
+
+@pytest.mark.slow
+def test_torchrun_starts_all_of_them_again(tmp_path: Path) -> None:
+    """With one restart: a process that comes back before rank 0 does must not take its former port and token."""
+    with two_nodes(tmp_path, "--max-restarts", "1", *SERVE, str(free_port())) as nodes:
+        nodes[0].wait_for("/v1")
+        os.kill(nodes[1].find("importlib"), signal.SIGKILL)
+        nodes[0].wait_for("EngineFailed: rank 1 of the model has ended", 10)
+        failed = len(nodes[0].text())
+        deadline = time.monotonic() + 60
+        while "/v1" not in nodes[0].text()[failed:]:
+            assert time.monotonic() < deadline, nodes[0].text()
+            time.sleep(0.05)
 
 
 @pytest.mark.slow
