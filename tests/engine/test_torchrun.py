@@ -326,11 +326,22 @@ def test_two_network_namespaces_write_the_same_text(tmp_path: Path, hosts: list[
     assert written(nodes[0].text()) == [[output.token_ids for output in outputs]] * 2
 
 
+BUSY = """
+from ssd import LLM, SamplingParams
+llm = LLM("tiny-llama", device="cpu", tensor_parallel_size=2)
+for _ in llm.stream("def fib(n):", SamplingParams(max_new_tokens=3000, ignore_eos=True)):
+    print("BEGUN", flush=True)
+"""
+
+
 @pytest.mark.slow
-def test_a_host_that_is_cut_off_ends_both(tmp_path: Path, hosts: list[str]) -> None:
-    """No process ends and no connection is closed: the idle engine notices by keep-alive packets."""
-    with on_hosts(tmp_path, hosts, *SERVE, str(free_port())) as nodes:
-        nodes[0].wait_for("/v1")
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_host_that_is_cut_off_ends_both(tmp_path: Path, hosts: list[str], busy: bool) -> None:
+    """No process ends and no connection is closed: an idle engine notices by keep-alive packets."""
+    script = tmp_path / "script.py"
+    script.write_text(BUSY)
+    with on_hosts(tmp_path, hosts, *([str(script)] if busy else [*SERVE, str(free_port())])) as nodes:
+        nodes[0].wait_for("BEGUN" if busy else "/v1")
         ip("-n", hosts[0], "link", "set", "cable", "down")
         deadline = time.monotonic() + 10
         nodes[0].wait_for("EngineFailed: rank 1 of the model has ended", 10)
