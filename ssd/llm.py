@@ -16,6 +16,7 @@ import torch
 
 from ssd.assembly import build_engine
 from ssd.assembly.device import make_current
+from ssd.assembly.torchrun import join
 from ssd.config import EngineConfig, EngineOptions, build
 from ssd.core import BINARY, RequestOutput, SamplingParams, is_int, plain
 from ssd.engine.driver import Driver, Submission
@@ -38,10 +39,13 @@ class LLM:
     in the shape of a published model. Every other keyword is a field of `ssd.config.EngineConfig` (device, dtype,
     max_model_len, max_num_seqs, …). `config`: the options, with what was chosen for those left out. `note`: a caveat to
     print with every measurement of the model, or "".
+
+    In processes of torchrun other than rank 0 it does not return: they compute for rank 0, and exit when it does.
     """
 
     def __init__(self, model: str | os.PathLike[str], **options: Unpack[EngineOptions]) -> None:
         self.config = build(EngineConfig, {"model": model, **options})
+        join(self.config.tensor_parallel_size)
         checkpoint, before = open_checkpoint(self.config.model), torch.get_num_threads()
         self.note = checkpoint.note
         engine, self.config = build_engine(self.config, checkpoint)

@@ -31,6 +31,7 @@ from ssd.models.checkpoint import Checkpoint
 from ssd.models.decoder import check_split
 from ssd.models.eagle import EagleCheckpoint, EagleHead
 from ssd.models.open import open_checkpoint
+from ssd.parallel.launch import local_size
 from ssd.text.tokenizer import Tokenizer
 
 log = logging.getLogger("ssd")
@@ -49,7 +50,10 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
         compiling.prepare()  # while weights are read
     draft = open_draft(config.speculation, checkpoint, tokenizer)
     speculation = placed(
-        config.speculation, device, head=isinstance(draft, EagleCheckpoint), ranks=config.tensor_parallel_size
+        config.speculation,
+        device,
+        head=isinstance(draft, EagleCheckpoint),
+        ranks=local_size(config.tensor_parallel_size),
     )
     config = replace(config, device=str(device), speculation=speculation)
     here = draft if config.speculation.placement != "process" else None

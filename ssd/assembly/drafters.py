@@ -36,6 +36,7 @@ from ssd.models.decoder import Decoder
 from ssd.models.eagle import EagleCheckpoint
 from ssd.models.open import absolute_path, open_checkpoint, open_eagle
 from ssd.models.persistent import use_persistent_step
+from ssd.parallel.launch import local_size
 from ssd.text.tokenizer import Tokenizer
 
 log = logging.getLogger("ssd")
@@ -224,12 +225,12 @@ def load_draft(
 
 
 def start_worker(config: EngineConfig, vocab_size: int) -> Drafter:
-    """A drafter in a worker, which gets the GPU after those of the target, or one of the CPU's cores."""
+    """A drafter in a worker, which gets the GPU after those of the target on this host, or one of the CPU's cores."""
     draft = absolute_path(str(config.speculation.draft))  # for a worker that is started again from another directory
     config = replace(config, speculation=replace(config.speculation, draft=draft))
     device, threads = resolve_device(config.device), torch.get_num_threads()
     if device.type == "cuda":
-        config = replace(config, device=str(rank_device(device, config.tensor_parallel_size)))
+        config = replace(config, device=str(rank_device(device, local_size(config.tensor_parallel_size))))
     else:
         torch.set_num_threads(max(1, min(threads, num_cores() - 1)))
     setup = {"config": asdict(config), "vocab_size": vocab_size}

@@ -41,7 +41,7 @@ def available_bytes(config: EngineConfig, device: torch.device) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(total * config.gpu_memory_utilization) - (total - free)
-    return min(_machine_memory(), *_cgroup_memory())
+    return min([_machine_memory(), *_cgroup_memory()])
 
 
 def _machine_memory() -> int:

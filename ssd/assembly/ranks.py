@@ -23,13 +23,15 @@ import numpy as np
 import torch
 
 from ssd.assembly.device import make_current, num_cores, rank_device, resolve_device
+from ssd.assembly.torchrun import Remote, join
 from ssd.config import EngineConfig, build
 from ssd.drafting.supervisor import FOLLOWER_COMMAND, Worker
 from ssd.drafting.wire import Channel, Kind, Message, WireError, decode_setup
 from ssd.errors import ConfigError, EngineFailed, one_line
 from ssd.execution.runner import ModelRunner
 from ssd.models.open import absolute_path
-from ssd.parallel.group import HANG_SECONDS, listener, make_group
+from ssd.parallel.group import HANG_SECONDS, LOOPBACK, listener, make_group
+from ssd.parallel.launch import local_rank, local_size
 from ssd.parallel.tensor import TensorParallel
 
 log = logging.getLogger("ssd")
@@ -60,7 +62,7 @@ class Place:
 def num_threads(config: EngineConfig) -> int:
     """A rank's share of the CPU's cores; a draft in a process of its own has another one."""
     left = num_cores() - (config.speculation.placement == "process")
-    return max(1, left // config.tensor_parallel_size)
+    return max(1, left // local_size(config.tensor_parallel_size))
 
 
 # --- rank 0 -----------------------------------------------------------------------------------------------------------
@@ -72,15 +74,17 @@ class Ranks:
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         """Returns when all of them are there; they load their shares of the model meanwhile."""
         size = config.tensor_parallel_size
-        if device.type == "cuda" and rank_device(device, size - 1).index >= torch.cuda.device_count():
+        self._hosts = join(size)
+        if device.type == "cuda" and rank_device(device, local_size(size) - 1).index >= torch.cuda.device_count():
             raise ConfigError(
                 f"tensor_parallel_size={size} from device={config.device!r} on needs more GPUs than the "
                 f"{torch.cuda.device_count()} that torch sees: lower it, or check CUDA_VISIBLE_DEVICES"
             )
-        listening = listener()
+        listening = listener() if self._hosts is None else listener("")
         port = listening.getsockname()[1]
         config = replace(config, model=absolute_path(config.model))
-        setup = {"config": asdict(config), "size": size, "port": port}
+        host = LOOPBACK if self._hosts is None else self._hosts.host
+        setup = {"config": asdict(config), "size": size, "host": host, "port": port}
         self.failure: str | None = None
         self._lost = threading.Event()
         self._lock = threading.Lock()
@@ -88,15 +92,19 @@ class Ranks:
         self._on_cuda = device.type == "cuda"
         self._threads = torch.get_num_threads()
         self._wake, self._woken = socket.socketpair()
-        self._workers: list[Worker] = []
+        self._workers: list[Worker | Remote] = []
         self._thread = threading.Thread(target=self._watch, name="ssd-ranks", daemon=True)
         try:
-            self._workers += (Worker({**setup, "rank": rank}, FOLLOWER_COMMAND) for rank in range(1, size))
+            if self._hosts is not None:
+                self._workers += self._hosts.start(setup)
+            else:
+                self._workers += (Worker({**setup, "rank": rank}, FOLLOWER_COMMAND) for rank in range(1, size))
             self._channels = [worker.channel for worker in self._workers]
             for rank, channel in enumerate(self._channels, 1):
                 with _explained(rank):
                     _receive(channel, Kind.READY)
-            self._group = make_group(0, size, device, port=port, listening=listening)
+            address = self._channels[-1].address or LOOPBACK  # by which the last rank, on the last host, reaches it
+            self._group = make_group(0, size, device, port=port, listening=listening, address=address)
         except BaseException:
             listening.close()
             self._end()
@@ -104,7 +112,7 @@ class Ranks:
         if not self._on_cuda:
             torch.set_num_threads(min(self._threads, num_threads(config)))
         self.place = Place(TensorParallel(0, size, self._group), self._channels)
-        log.info("ranks 1 to %d are processes %s", size - 1, ", ".join(str(worker.pid) for worker in self._workers))
+        log.info("ranks 1 to %d are there", size - 1)
         self._thread.start()
 
     def attach(self, runner: ModelRunner) -> None:
@@ -143,6 +151,9 @@ class Ranks:
         self._thread.join(_NOTICE_SECONDS)
         if self._on_cuda and self.failure is None:
             self._group.abort()  # alone: to end it in order would take the other ranks
+        hosts, self._hosts = self._hosts, None
+        if hosts is not None and self.failure is None:
+            hosts.engine_closed()
         self._end()
         torch.set_num_threads(self._threads)
 
@@ -174,6 +185,8 @@ class Ranks:
         disturb a graph that is being captured."""
         poller = select.poll()
         ranks = {channel.fileno(): rank for rank, channel in enumerate(self._channels, 1)}
+        if self._hosts is not None:
+            ranks |= {channel.fileno(): rank for rank, channel in enumerate(self._hosts.channels, 1)}
         for end in (*ranks, self._woken.fileno()):
             poller.register(end, _HANG_UP)
         while self.failure is None:
@@ -232,11 +245,12 @@ class Follower:
     @classmethod
     def _of(cls, setup: Mapping[str, Any], channel: Channel) -> Follower:
         config, rank, size = build(EngineConfig, dict(setup["config"])), int(setup["rank"]), int(setup["size"])
-        device = rank_device(resolve_device(config.device), rank)
+        device = resolve_device(str(rank_device(resolve_device(config.device), local_rank(rank))))
         make_current(device)
         if device.type == "cpu":
-            _take_cores(rank, num_threads(config))
-        group = make_group(rank, size, device, port=int(setup["port"]))
+            _take_cores(local_rank(rank), num_threads(config))
+        where = {"host": setup["host"], "port": int(setup["port"]), "address": channel.address or LOOPBACK}
+        group = make_group(rank, size, device, **where)
         return cls(config, device, Place(TensorParallel(rank, size, group), [channel]), channel)
 
     def serve(self, runner: ModelRunner) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ssd.cli import speculation
-from ssd.cli.console import Device, DType, Eager, Temperature, TensorParallelSize, errors, explained
+from ssd.cli.console import Device, DType, Eager, Temperature, TensorParallelSize, errors, explained, follow
 from ssd.errors import ConfigError
 from ssd.prompts import OWN_SETS
 
@@ -117,6 +117,7 @@ def bench(
                 "gpu_memory_utilization": gpu_memory,
             },
         )
+        follow(tensor_parallel_size)
         report = benchmark(config, json_file, plot or [], trace or [], wandb=wandb, group=group, name=name)
         if report.same_text is False:
             raise typer.Exit(1)

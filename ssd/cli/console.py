@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from ssd.core import RequestMetrics, SamplingParams
 from ssd.errors import SSDError
+from ssd.parallel.launch import Launch
 
 if TYPE_CHECKING:
     from ssd.llm import LLM
@@ -49,8 +50,17 @@ def explained() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
+def follow(tensor_parallel_size: int) -> None:
+    """In processes of torchrun other than rank 0: computes for rank 0, and exits when it does."""
+    if Launch.found() is not None:  # else not worth the import of torch
+        from ssd.assembly.torchrun import join
+
+        join(tensor_parallel_size)
+
+
 def load(model: str, **options: Any) -> LLM:
     """Loads a model, with a spinner."""
+    follow(options.get("tensor_parallel_size", 1))
     with errors.status(f"loading {escape(model)}"):
         from ssd.llm import LLM
 

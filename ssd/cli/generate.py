@@ -31,6 +31,7 @@ from ssd.cli.console import (
     TopP,
     errors,
     explained,
+    follow,
     load,
     print_note,
     seeded,
@@ -121,6 +122,7 @@ def generate(
             n=n,
         )
         params = seeded(params)
+        follow(tensor_parallel_size)
         text = sys.stdin.read() if prompt == "-" else prompt
         if system is not None and not chat:
             raise typer.BadParameter("--system needs --chat")

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 import typer
 
 from ssd.cli import speculation
-from ssd.cli.console import Device, DType, Eager, TensorParallelSize, errors, explained, load, print_note
+from ssd.cli.console import Device, DType, Eager, TensorParallelSize, errors, explained, follow, load, print_note
 from ssd.errors import ConfigError, EngineFailed
 
 HELP: Final = """\
@@ -155,6 +155,7 @@ def serve(
             backup=backup,
             placement=placement,
         )
+        follow(tensor_parallel_size)
         sockets = listen(host, port)  # first: a model may take minutes to load
         with load(
             model,

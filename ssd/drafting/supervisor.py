@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ssd.drafting.wire import Channel, Kind, Message, WireError, encode_setup
+from ssd.parallel.launch import alone
 
 log = logging.getLogger("ssd")
 
@@ -58,12 +59,7 @@ class Worker:
         self.channel = Channel(ours)
         with theirs:
             try:
-                self._process = subprocess.Popen(
-                    [*argv, str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,  # Ctrl-C is for the engine
-                )
+                self._process = spawn(argv, theirs, alone())
             except OSError:
                 ours.close()
                 raise
@@ -89,8 +85,24 @@ class Worker:
         self._end()
 
 
+def spawn(argv: Seq[str], end: socket.socket, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Starts a process with one end of a connection, which it gets as a file descriptor, its last argument."""
+    return subprocess.Popen(
+        [*argv, str(end.fileno())],
+        stdin=subprocess.DEVNULL,
+        pass_fds=(end.fileno(),),
+        env=env,
+        start_new_session=True,  # Ctrl-C is for the engine
+    )
+
+
 def _end(process: subprocess.Popen[bytes], channel: Channel) -> None:
     channel.close()
+    end_process(process)
+
+
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    """Waits for a process whose connection was closed, and kills it if it does not exit within GRACE seconds."""
     try:
         process.wait(GRACE)
     except subprocess.TimeoutExpired:

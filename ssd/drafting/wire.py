@@ -56,6 +56,8 @@ class Kind(IntEnum):
     PREPARED = 5  # from the worker, unsolicited: the drafts it has prepared for the outcomes of a round
     TABLES = 6  # to another rank of the target: new entries of its block tables
     FORWARD = 7  # to another rank of the target: the forward pass to launch
+    START = 8  # to a process of torchrun: start a rank, which gets a connection to this port
+    END = 9  # to a process of torchrun: an engine was closed
 
 
 _KINDS = frozenset(Kind)
@@ -320,7 +322,7 @@ class _Reader:
 
 
 class Channel:
-    """Complete messages over one end of a socket pair; non-blocking, partial messages are buffered."""
+    """Complete messages over one end of a connection; non-blocking, partial messages are buffered."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -336,6 +338,12 @@ class Channel:
 
     def fileno(self) -> int:
         return self._socket.fileno()
+
+    @property
+    def address(self) -> str:
+        """Of this end, of a connection over a network; "" of a socket pair."""
+        name = self._socket.getsockname()
+        return str(name[0]) if name else ""
 
     def waiting(self) -> bool:
         """Whether there is something to receive (or the other end was closed)."""

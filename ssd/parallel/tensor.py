@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+MESSAGE_BYTES = 4 << 20  # that NVLink moves while a message of NCCL gets under way, about 10 us (not measured)
+
 
 @dataclass(frozen=True)
 class TensorParallel:
@@ -33,12 +35,32 @@ class TensorParallel:
         """
         if self.size == 1:
             return partial.to(dtype)
-        parts = partial.new_empty((self.size * len(partial), *partial.shape[1:]))
-        self.group._allgather_base(parts, partial.contiguous()).wait()
+        if partial.numel() % self.size == 0 and self._saved_by_shares(partial, dtype) >= MESSAGE_BYTES:
+            return self._sum_by_shares(partial, dtype)
+        parts = partial.new_empty(self.size * partial.numel())
+        self.group._allgather_base(parts, partial.flatten()).wait()
+        return self._added(parts).to(dtype).view_as(partial)
+
+    def _sum_by_shares(self, partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The same bits in two messages with fewer bytes: each rank adds a share of the elements, and all gather the
+        rounded shares."""
+        parts = partial.new_empty(partial.numel())
+        self.group.alltoall_base(parts, partial.flatten(), [], []).wait()
+        total = partial.new_empty(partial.numel(), dtype=dtype)
+        self.group._allgather_base(total, self._added(parts).to(dtype)).wait()
+        return total.view_as(partial)
+
+    def _saved_by_shares(self, partial: torch.Tensor, dtype: torch.dtype) -> int:
+        """Bytes that each rank need not receive."""
+        share = partial.numel() // self.size
+        return (self.size - 1) * (partial.nbytes - share * (partial.itemsize + dtype.itemsize))
+
+    def _added(self, parts: torch.Tensor) -> torch.Tensor:
+        """The ranks' parts, added in order of rank. Overwrites the first."""
         total, *others = parts.chunk(self.size)
         for other in others:
             total += other
-        return total.to(dtype)
+        return total
 
     def gather(self, part: torch.Tensor, length: int) -> torch.Tensor:
         """On rank 0: the ranks' last dimensions side by side, the first `length` columns. Elsewhere its own part."""

@@ -25,6 +25,7 @@ from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
 from ssd.models.checkpoint import HFCheckpoint
 from ssd.models.decoder import Decoder
+from ssd.parallel import tensor
 from ssd.parallel.group import listener, make_group
 from ssd.parallel.tensor import TensorParallel, _to_first
 
@@ -54,6 +55,10 @@ class ThreadGroup:
     def _allgather_base(self, out: torch.Tensor, part: torch.Tensor) -> ThreadGroup:
         return self._exchange(part, lambda parts: out.copy_(torch.cat(parts)))
 
+    def alltoall_base(self, out: torch.Tensor, part: torch.Tensor, *_: list[int]) -> ThreadGroup:
+        size, rank = len(self._parts), self._local.rank
+        return self._exchange(part, lambda parts: out.copy_(torch.cat([each.chunk(size)[rank] for each in parts])))
+
     def gather(self, out: list[list[torch.Tensor]], part: list[torch.Tensor], options: Any) -> ThreadGroup:
         mine = out[0] if out else [torch.empty_like(part[0]) for _ in self._parts]
         return self._exchange(part[0], lambda parts: [a.copy_(b) for a, b in zip(mine, parts, strict=True)])
@@ -68,10 +73,15 @@ class ThreadGroup:
 
 @pytest.mark.parametrize(("kind", "size"), [("qwen3", 2), ("llama-tied", 4), ("llama-biased", 2)])
 def test_bits_of_a_row_do_not_depend_on_the_batch_when_split(
-    make_model: Callable[[str], TestModel], kind: str, size: int
+    make_model: Callable[[str], TestModel], monkeypatch: pytest.MonkeyPatch, kind: str, size: int
 ) -> None:
-    """Shares of the layers in bfloat16 by the kernels of a GPU; as close to the whole model as to another order."""
+    """Shares of the layers in bfloat16 by the kernels of a GPU; as close to the whole model as to another order.
+
+    Sums of 40 rows are added by shares, those of fewer are not.
+    """
     checkpoint = HFCheckpoint.open(Path(make_model(kind).path))
+    most = torch.empty(40, checkpoint.config.hidden_size)
+    monkeypatch.setattr(tensor, "MESSAGE_BYTES", TensorParallel(0, size)._saved_by_shares(most, torch.bfloat16))
     tokens = list(range(40))
 
     def logits(tp: TensorParallel, lengths: Seq[int]) -> list[torch.Tensor]:
@@ -104,19 +114,21 @@ def test_sums_gathers_and_broadcasts_of_nccl_can_be_captured() -> None:
     device, listening = DEVICE, listener()
     group = make_group(0, 1, device, port=listening.getsockname()[1], listening=listening)
     x, parts = torch.arange(6.0, device=device).view(2, 3), torch.empty((2, 3), device=device)
+    shares = torch.empty(6, device=device)
     ints, found = torch.arange(5, dtype=torch.int32, device=device), [torch.empty((2, 3), device=device)]
 
     def calls() -> torch.Tensor:
         group.broadcast(ints, 0).wait()
         group._allgather_base(parts, x).wait()
+        group.alltoall_base(shares, x.flatten(), [], []).wait()
         group.gather([found], [x], _to_first()).wait()
-        return parts + found[0]
+        return parts + shares.view(2, 3) + found[0]
 
-    assert torch.equal(calls(), 2 * x)
+    assert torch.equal(calls(), 3 * x)
     graph, total = capture(calls, None)
     x.add_(1)
     graph.replay()
-    assert torch.equal(total, 2 * x)
+    assert torch.equal(total, 3 * x)
     del graph  # before the group
     group.abort()
 

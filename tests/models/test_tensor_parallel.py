@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -20,6 +20,8 @@ from ssd.models.checkpoint import FileTensor, HFCheckpoint
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import Decoder, check_split, parameter_shapes
 from ssd.models.random_weights import RandomCheckpoint
+from ssd.models.shapes import SHAPES
+from ssd.parallel import tensor
 from ssd.parallel.group import listener, make_group
 from ssd.parallel.tensor import TensorParallel
 
@@ -103,6 +105,82 @@ def test_partial_sums_are_added_in_order_of_rank_whatever_the_batch() -> None:
 
     for found in on_ranks(4, total):
         assert found.unique().tolist() == [3.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_sums_have_the_bits_of_small_ones(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Those that are added by shares: the bytes are fewer, the order of additions and the one rounding the same."""
+
+    def total(tp: TensorParallel) -> torch.Tensor:
+        partial = torch.randn((6, 35), generator=torch.Generator().manual_seed(tp.rank)).exp()
+        return torch.cat([tp.sum(partial[:rows], dtype) for rows in (6, 3, 1)])  # 35 is not divisible: not by shares
+
+    small = on_ranks(3, total)
+    monkeypatch.setattr("ssd.parallel.tensor.MESSAGE_BYTES", 0)
+    large = on_ranks(3, total)
+    assert len(small) == len(large) == 3
+    for found in (*small, *large):
+        assert torch.equal(found, small[0])
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A group that counts the bytes that its rank receives."""
+
+    group: Any
+    size: int
+    sums: list[int]
+    logits: list[int]
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
+        return self.group.broadcast(tensor, root)
+
+    def _allgather_base(self, out: torch.Tensor, part: torch.Tensor) -> Any:
+        self.sums.append(out.nbytes - part.nbytes)
+        return self.group._allgather_base(out, part)
+
+    def alltoall_base(self, out: torch.Tensor, part: torch.Tensor, *splits: list[int]) -> Any:
+        self.sums.append(out.nbytes - out.nbytes // self.size)
+        return self.group.alltoall_base(out, part, *splits)
+
+    def gather(self, parts: list[list[torch.Tensor]], part: list[torch.Tensor], options: Any) -> Any:
+        self.logits.append(sum(each.nbytes for each in parts[0][1:]) if parts else 0)
+        return self.group.gather(parts, part, options)
+
+
+def received(config: DecoderConfig, size: int, rows: int, itemsize: int) -> tuple[int, int]:
+    """Bytes that a rank receives in a forward pass: of all sums, and, rank 0, of the logits of all rows."""
+    elements, num_sums = rows * config.hidden_size, 1 + 2 * config.num_layers
+    gathered, by_shares = 4 * elements * (size - 1), (4 + itemsize) * elements * (size - 1) // size
+    vocabulary = -(-config.vocab_size // size)
+    each = by_shares if gathered - by_shares >= tensor.MESSAGE_BYTES else gathered
+    return num_sums * each, 4 * rows * vocabulary * (size - 1)
+
+
+@pytest.mark.parametrize("message_bytes", [4 << 20, 0])
+def test_bytes_that_ranks_receive(
+    make_model: Callable[[str], TestModel], monkeypatch: pytest.MonkeyPatch, message_bytes: int
+) -> None:
+    """Catches a sum more than one for the embedding and two for a layer, and logits that go to other ranks."""
+    monkeypatch.setattr(tensor, "MESSAGE_BYTES", message_bytes)
+    checkpoint = opened(make_model, "llama-biased")
+
+    def count(tp: TensorParallel) -> torch.Tensor:
+        group = Counted(tp.group, tp.size, [], [])
+        logits(checkpoint, TensorParallel(tp.rank, tp.size, group), TOKENS[:8])
+        return torch.tensor([sum(group.sums), sum(group.logits)])
+
+    sums, gathered = received(checkpoint.config, 4, 8, 4)
+    assert [each.tolist() for each in on_ranks(4, count)] == [[sums, gathered], *[[sums, 0]] * 3]
+
+
+def test_the_table_of_bytes_in_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")
+    for rows in (1, 8, 64, 512, 4096):
+        each = [received(SHAPES["llama-3.1-70b"], size, rows, 2) for size in (2, 4, 8)]
+        cells = [f"{sums / 1e6:,.0f} MB" for sums, _ in each] + [f"{logits / 1e6:.2f} MB" for _, logits in each]
+        line = f"| {rows:,} | {' | '.join(cells if rows < 512 else [*cells[:3], '', '', ''])} |"
+        assert line in text, line
 
 
 def test_bits_of_a_row_do_not_depend_on_the_batch_when_split(make_model: Callable[[str], TestModel]) -> None:

@@ -146,6 +146,12 @@ def test_the_free_memory_respects_the_limits_of_control_groups(tmp_path: Path) -
     assert 0 < memory.available_bytes(EngineConfig("m"), CPU) < 1 << 50
 
 
+def test_a_machine_without_limits_of_control_groups_has_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As most machines are, outside of containers."""
+    monkeypatch.setattr(memory, "_cgroup_memory", lambda: iter(()))
+    assert memory.available_bytes(EngineConfig("m"), CPU) > 0
+
+
 @pytest.mark.parametrize(
     ("options", "capacity", "said"),
     [

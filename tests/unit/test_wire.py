@@ -228,7 +228,7 @@ def test_noise_is_no_payload(words: list[int]) -> None:
     [
         [0, 3, 1, 0, 0, 0],
         [MAGIC + 1, 3, 1, 0, 0, 0],
-        [MAGIC, 9, 1, 0, 0, 0],
+        [MAGIC, 99, 1, 0, 0, 0],
         [MAGIC, 3, -1, 0, 0, 0],
         [MAGIC, 3, 1, -1, 0, 0],
         [MAGIC, 3, 1, 0, -1, 0],

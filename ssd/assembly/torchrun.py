@@ -1,0 +1,223 @@
+"""Ranks on several hosts: the processes that torchrun has started on them join.
+
+Rank 0 goes on, and is the engine. Each other process stays here: it starts a follower (`ssd.assembly.ranks`) on its
+host for every engine that rank 0 builds, and exits when rank 0 does. Torch's store at MASTER_ADDR:MASTER_PORT has the
+port of rank 0 and a token; a connection that does not begin with the token is dropped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hmac
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from ssd.drafting.supervisor import FOLLOWER_COMMAND, end_process, spawn
+from ssd.drafting.wire import Channel, Kind, Message, WireError, encode_setup
+from ssd.errors import EngineFailed, SSDError, one_line
+from ssd.parallel.group import listener
+from ssd.parallel.launch import Launch
+
+log = logging.getLogger("ssd")
+_JOIN_SECONDS = 600.0  # in which all processes come to the point where they need each other
+_ANSWER_SECONDS = 10.0  # in which a process that has joined connects again
+_HELLO_SECONDS = 2.0  # in which a connection shows its token
+_LOST_MILLISECONDS = 6000  # without a sign of the other host
+_KEY = "ssd"
+_PR_SET_PDEATHSIG = 1
+_hosts: Hosts | None = None  # of this process, which is rank 0
+
+
+def join(size: int) -> Hosts | None:
+    """On rank 0 of torchrun's processes: the others, for the ranks of a model. None if torchrun has not started this
+    one. All others follow rank 0 here, and exit."""
+    global _hosts
+    launch = Launch.found()
+    if launch is None:
+        return None
+    launch.check(size)
+    if _hosts is None:
+        _end_with_torchrun()
+        if launch.rank:
+            sys.exit(_follow(launch))
+        _hosts = Hosts(launch)
+    return _hosts
+
+
+class Hosts:
+    """The processes of all ranks but the first."""
+
+    def __init__(self, launch: Launch) -> None:
+        """Returns when all of them have joined."""
+        self._launch = launch
+        self._lock = threading.Lock()
+        self._token = [secrets.randbits(63), secrets.randbits(63)]
+        self._store = _store()
+        with listener("") as listening:
+            self._store.set(_KEY, json.dumps([listening.getsockname()[1], *self._token]))
+            log.info("waiting for ranks 1 to %d of torchrun", launch.size - 1)
+            self.channels = self._accept(listening, _JOIN_SECONDS)
+        self._store.delete_key(_KEY)  # torchrun may start all of them again
+
+    @property
+    def host(self) -> str:
+        """The name of rank 0's host."""
+        return self._launch.host
+
+    def start(self, setup: Mapping[str, Any]) -> list[Remote]:
+        """Starts a follower on each of them."""
+        with listener("") as listening:
+            self._tell(Message(Kind.START, payload=np.array([listening.getsockname()[1]])))
+            ends = self._accept(listening, _ANSWER_SECONDS)
+        return [Remote(end, {**setup, "rank": rank}) for rank, end in enumerate(ends, 1)]
+
+    def engine_closed(self) -> None:
+        """Tells them that an engine ended as it should; else they exit with an error."""
+        with suppress(EngineFailed):
+            self._tell(Message(Kind.END))
+
+    def _tell(self, message: Message) -> None:
+        for rank, channel in enumerate(self.channels, 1):
+            try:
+                with self._lock:  # engines may be closed by several threads
+                    channel.post(message)
+                    channel.flush()
+            except (OSError, WireError) as error:
+                raise EngineFailed(f"rank {rank} of torchrun has ended: start all of them again") from error
+
+    def _accept(self, listening: socket.socket, seconds: float) -> list[Channel]:
+        """A connection of each of them, in order of rank."""
+        found: dict[int, Channel] = {}
+        ranks, deadline = range(1, self._launch.size), time.monotonic() + seconds
+        while missing := [rank for rank in ranks if rank not in found]:
+            listening.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                end, _ = listening.accept()
+            except TimeoutError:
+                raise EngineFailed(
+                    f"ranks {missing} of torchrun have not joined within {seconds:g} s: their own output says why"
+                ) from None
+            channel = Channel(_watched(end))
+            rank = self._introduced(channel)
+            if rank in missing:
+                found[rank] = channel
+            else:
+                channel.close()
+        return [found[rank] for rank in ranks]
+
+    def _introduced(self, channel: Channel) -> int:
+        """The rank that a connection is of; 0 if it does not have the token."""
+        try:
+            hello = channel.receive(1 + len(self._token), _HELLO_SECONDS)
+        except (OSError, WireError):
+            return 0
+        expected = np.array(self._token, dtype=np.int64).tobytes()
+        if hello is None or not hmac.compare_digest(hello.payload[1:].tobytes(), expected):
+            return 0
+        return int(hello.payload[0])
+
+
+class Remote:
+    """A follower that another process has started. It ends when its channel closes."""
+
+    def __init__(self, channel: Channel, setup: Mapping[str, Any]) -> None:
+        self.channel = channel
+        channel.post(Message(Kind.SETUP, payload=encode_setup(setup)))
+
+    def kill(self) -> None:
+        self.channel.close()
+
+    def close(self) -> None:
+        self.channel.close()
+
+
+# --- the others -------------------------------------------------------------------------------------------------------
+
+
+def _follow(launch: Launch) -> int:
+    """Starts followers for rank 0 until it ends. The status to exit with: 0 if it had engines, and closed them all."""
+    _leave_signals_to_rank_0(launch)
+    followers: list[subprocess.Popen[bytes]] = []
+    num_open, status = 0, 1
+    try:
+        port, *token = json.loads(_store().get(_KEY))
+        with _connect(launch, port, token) as end:
+            channel = Channel(end)
+            while (message := channel.receive()) is not None:
+                followers = [follower for follower in followers if follower.poll() is None]
+                if message.kind is Kind.START:
+                    with _connect(launch, int(message.payload[0]), token) as own:
+                        followers.append(spawn(FOLLOWER_COMMAND, own))
+                num_open += 1 if message.kind is Kind.START else -1
+                status = int(num_open > 0)
+    except (OSError, RuntimeError, SSDError) as error:
+        if status:
+            log.error("rank %d ends, because rank 0 cannot be reached (%s)", launch.rank, one_line(error))
+    finally:
+        for follower in followers:
+            end_process(follower)
+    return status
+
+
+def _connect(launch: Launch, port: int, token: Seq[int]) -> socket.socket:
+    """A connection to rank 0."""
+    end = _watched(socket.create_connection((launch.host, port), _ANSWER_SECONDS))
+    channel = Channel(end)
+    channel.post(Message(Kind.READY, payload=np.array([launch.rank, *token])))
+    channel.flush()
+    return end
+
+
+def _leave_signals_to_rank_0(launch: Launch) -> None:
+    """Torchrun passes signals on to all processes of its host: rank 0 acts on them, the others wait for its end.
+
+    On another host a signal ends the process at once, and so the engine.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN if launch.beside_first else signal.SIG_DFL)
+
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+
+def _store() -> Any:
+    from torch.distributed.rendezvous import rendezvous
+
+    try:
+        return next(rendezvous("env://", timeout=timedelta(seconds=_JOIN_SECONDS)))[0]
+    except RuntimeError as error:
+        where = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
+        raise EngineFailed(f"torch's store at {where} cannot be used ({one_line(error)})") from error
+
+
+def _watched(end: socket.socket) -> socket.socket:
+    """A connection that ends within seconds when the other host is lost."""
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    wanted = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": _LOST_MILLISECONDS}
+    for name, value in wanted.items():
+        if hasattr(socket, name):
+            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return end
+
+
+def _end_with_torchrun() -> None:
+    """Torchrun that is killed would leave its processes behind."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
