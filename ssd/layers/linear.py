@@ -90,7 +90,7 @@ class RowLinear(Linear):
     split_dim = 1
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.tp.size == 1:
+        if self.tp.group is None:
             return self.ops.linear(x, self.weight, self.bias)
         bias = self.bias if self.tp.rank == 0 else None
         return self.tp.sum(self.ops.linear(x, self.weight, bias, float32=True), x.dtype)
@@ -130,7 +130,7 @@ class Embedding(Linear):
         return self.ops.prepare(weight, embedding=self.is_embedding, product=self.is_head)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        if self.tp.size == 1:
+        if self.tp.group is None:
             return self.ops.embedding(self.weight, token_ids)
         index = token_ids - self.tp.rank * self.rows
         mine = (index >= 0) & (index < self.rows)

@@ -1,6 +1,6 @@
 """Tensor parallelism for the layers: a rank's share of a weight, and sums and gathers over the ranks.
 
-Knows nothing of models, processes or algorithms. A group of one does nothing and needs no process group.
+Knows nothing of models, processes or algorithms. A rank that is alone has no group, and does nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TensorParallel:
 
         An all-reduce would add in an order that depends on the size of the tensor, and so on the batch.
         """
-        if self.size == 1:
+        if self.group is None:
             return partial.to(dtype)
         if partial.numel() % self.size == 0 and self._saved_by_shares(partial, dtype) >= MESSAGE_BYTES:
             return self._sum_by_shares(partial, dtype)
@@ -64,7 +64,7 @@ class TensorParallel:
 
     def gather(self, part: torch.Tensor, length: int) -> torch.Tensor:
         """On rank 0: the ranks' last dimensions side by side, the first `length` columns. Elsewhere its own part."""
-        if self.size == 1:
+        if self.group is None:
             return part
         if self.rank:
             self.group.gather([], [part.contiguous()], _to_first()).wait()
@@ -77,7 +77,7 @@ class TensorParallel:
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrites a tensor with that of rank 0."""
-        if self.size > 1:
+        if self.group is not None:
             self.group.broadcast(tensor, 0).wait()
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import TestModel
-from random_requests import MAX_LEN, Asked, check_answers, make_models, play, random_requests
+from one_gpu import share_the_gpu
+from random_requests import MAX_LEN, Asked, Models, check_answers, make_models, play, random_requests
 
 from ssd import LLM, SamplingParams
 from ssd.assembly.device import make_ops
@@ -133,22 +134,19 @@ def test_sums_gathers_and_broadcasts_of_nccl_can_be_captured() -> None:
     group.abort()
 
 
-@several
-@pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize(
-    "speculation",
-    [
-        None,
-        {"mode": "sd", "draft": "noisy", "k": 3},
-        {"mode": "ssd", "draft": "noisy", "k": 3, "backup": "fast", "budget": 6},
-        {"mode": "sd", "draft": "head", "k": 3},
-    ],
-)
-def test_two_gpus_write_what_plain_decoding_writes_alone(
-    make_model: Callable[[str], TestModel], tmp_path: Path, speculation: dict[str, Any] | None, eager: bool
+SPECULATIONS: list[dict[str, Any] | None] = [
+    None,
+    {"mode": "sd", "draft": "noisy", "k": 3},
+    {"mode": "ssd", "draft": "noisy", "k": 3, "backup": "fast", "budget": 6},
+    {"mode": "sd", "draft": "head", "k": 3},
+]
+
+
+def check_text_is_that_of_each_request_alone(
+    models: Models, speculation: dict[str, Any] | None, *, eager: bool
 ) -> None:
     """In bfloat16, with rounds in flight, preemptions and aborts."""
-    models, requests = make_models(make_model, tmp_path), random_requests(16, 0)
+    requests = random_requests(16, 0)
     options: dict[str, Any] = {"device": "cuda", "max_model_len": MAX_LEN, "tensor_parallel_size": 2}
     with LLM(models.target, max_num_seqs=1, eager=True, num_kv_blocks=64, **options) as llm:
         alone = [Asked(asked.prompt, asked.params) for asked in requests]
@@ -158,6 +156,27 @@ def test_two_gpus_write_what_plain_decoding_writes_alone(
     with LLM(models.target, max_num_seqs=8, eager=eager, num_kv_blocks=64, speculation=speculation, **options) as llm:
         outputs = llm.driver.call(lambda engine: play(engine, requests, preempt=0.03))
     check_answers(requests, outputs, expected)
+
+
+@several
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("speculation", SPECULATIONS)
+def test_two_gpus_write_what_plain_decoding_writes_alone(
+    make_model: Callable[[str], TestModel], tmp_path: Path, speculation: dict[str, Any] | None, eager: bool
+) -> None:
+    check_text_is_that_of_each_request_alone(make_models(make_model, tmp_path), speculation, eager=eager)
+
+
+@pytest.mark.parametrize("speculation", SPECULATIONS)
+def test_two_ranks_on_one_gpu_write_what_plain_decoding_writes_alone(
+    make_model: Callable[[str], TestModel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    speculation: dict[str, Any] | None,
+) -> None:
+    """Without graphs: a sum through the host cannot be captured."""
+    share_the_gpu(monkeypatch.setattr)
+    check_text_is_that_of_each_request_alone(make_models(make_model, tmp_path), speculation, eager=True)
 
 
 @several
