@@ -25,6 +25,7 @@ from rich.table import Table
 
 from ssd.assembly.device import make_ops
 from ssd.assembly.memory import weight_bytes
+from ssd.execution.graphs import capture
 from ssd.kernels.ops import Branches, DeviceBatch
 from ssd.kernels.quantized import Format
 from ssd.models.decoder import Decoder, KVCache
@@ -129,9 +130,7 @@ def rows(decoder: Decoder, count: int, branches: Branches | None) -> DeviceBatch
 @torch.inference_mode()
 def milliseconds(decoder: Decoder, kv: KVCache, batch: DeviceBatch) -> float:
     decoder(batch, kv)  # kernels are compiled
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        decoder(batch, kv)
+    graph, _ = capture(lambda: decoder(batch, kv), None)
     return 1e3 * statistics.median(device_seconds(graph.replay) for _ in range(50))
 
 
