@@ -1,4 +1,4 @@
-"""The small Triton kernels between the linear layers: RMS norm, SiLU, and rotary embedding with the KV write."""
+"""The small Triton kernels between linear layers: RMS norm, SiLU, rotary embedding with the KV write, sums of ranks."""
 
 from __future__ import annotations
 
@@ -61,6 +61,24 @@ def silu_and_mul(pairs: torch.Tensor) -> torch.Tensor:
     rows, width = pairs.shape[0], pairs.shape[1] // 2
     y = pairs.new_empty((rows, width))
     _silu_kernel[(rows, triton.cdiv(width, 1024))](pairs, y, width, BLOCK=1024, num_warps=4)
+    return y
+
+
+@triton.jit
+def _add_parts_kernel(parts_ptr, y_ptr, length, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < length
+    total = tl.load(parts_ptr + at, mask=mask, other=0.0)
+    for rank in tl.static_range(1, SIZE):
+        total += tl.load(parts_ptr + rank * length + at, mask=mask, other=0.0)
+    tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def add_parts(parts: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """The sum of `size` float32 vectors that are one after the other, added in order and rounded once."""
+    length = parts.numel() // size
+    y = parts.new_empty(length, dtype=dtype)
+    _add_parts_kernel[(triton.cdiv(length, 1024),)](parts, y, length, SIZE=size, BLOCK=1024, num_warps=4)
     return y
 
 

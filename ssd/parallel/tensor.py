@@ -39,7 +39,7 @@ class TensorParallel:
             return self._sum_by_shares(partial, dtype)
         parts = partial.new_empty(self.size * partial.numel())
         self.group._allgather_base(parts, partial.flatten()).wait()
-        return self._added(parts).to(dtype).view_as(partial)
+        return self._added(parts, dtype).view_as(partial)
 
     def _sum_by_shares(self, partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The same bits in two messages with fewer bytes: each rank adds a share of the elements, and all gather the
@@ -47,7 +47,7 @@ class TensorParallel:
         parts = partial.new_empty(partial.numel())
         self.group.alltoall_base(parts, partial.flatten(), [], []).wait()
         total = partial.new_empty(partial.numel(), dtype=dtype)
-        self.group._allgather_base(total, self._added(parts).to(dtype)).wait()
+        self.group._allgather_base(total, self._added(parts, dtype)).wait()
         return total.view_as(partial)
 
     def _saved_by_shares(self, partial: torch.Tensor, dtype: torch.dtype) -> int:
@@ -55,12 +55,16 @@ class TensorParallel:
         share = partial.numel() // self.size
         return (self.size - 1) * (partial.nbytes - share * (partial.itemsize + dtype.itemsize))
 
-    def _added(self, parts: torch.Tensor) -> torch.Tensor:
-        """The ranks' parts, added in order of rank. Overwrites the first."""
+    def _added(self, parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The ranks' parts, added in order of rank and rounded. May overwrite the first."""
+        if parts.is_cuda:
+            from ssd.kernels.elementwise import add_parts
+
+            return add_parts(parts, self.size, dtype)
         total, *others = parts.chunk(self.size)
         for other in others:
             total += other
-        return total
+        return total.to(dtype)
 
     def gather(self, part: torch.Tensor, length: int) -> torch.Tensor:
         """On rank 0: the ranks' last dimensions side by side, the first `length` columns. Elsewhere its own part."""

@@ -104,6 +104,7 @@ def test_what_is_between_products(architecture: int, dtype: torch.dtype) -> None
         dim, hidden = heads.head_dim, empty(8, 4096, dtype=dtype)
         elementwise.rms_norm(hidden, hidden[0], 1e-5, hidden)
         elementwise.silu_and_mul(hidden)
+        elementwise.add_parts(empty(4 * 4096, dtype=torch.float32), 4, dtype)
         angles = empty(512, dim // 2, dtype=torch.float32)
         norm = empty(dim, dtype=dtype) if norms else None
         kv = empty(64, 64, heads.num_kv_heads, dim, dtype=dtype)

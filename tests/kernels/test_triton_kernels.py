@@ -15,6 +15,7 @@ from ssd.kernels.ops import DeviceBatch, HeadShape, Rope
 from ssd.kernels.reference import ReferenceOps
 
 triton_ops = pytest.importorskip("ssd.kernels.triton_ops", reason="triton is not installed")
+elementwise = pytest.importorskip("ssd.kernels.elementwise", reason="triton is not installed")
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = [torch.float32, torch.bfloat16] if CUDA else [torch.float32]  # the interpreter's bfloat16 dot is wrong
@@ -74,6 +75,13 @@ def test_rms_norm_adds_to_the_residual_stream(ops: triton_ops.TritonOps, dtype: 
     total = residual + x
     assert torch.equal(ops.rms_norm(x, w, 1e-5, residual), ops.rms_norm(total, w, 1e-5))
     assert torch.equal(residual, total)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_of_ranks_are_added_in_order_and_rounded_once(dtype: torch.dtype) -> None:
+    parts = randn(4, 2500) * torch.tensor([1e4, 1.0, 1e-3, 1e4], device=DEVICE)[:, None]
+    total = ((parts[0] + parts[1]) + parts[2]) + parts[3]
+    assert torch.equal(elementwise.add_parts(parts.flatten(), 4, dtype), total.to(dtype))
 
 
 class Paged:
