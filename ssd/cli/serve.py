@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Final
+import os
+import socket
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
+from rich.markup import escape
 
 from ssd.cli import speculation
 from ssd.cli.console import Device, DType, Eager, TensorParallelSize, errors, explained, follow, load, print_note
+from ssd.config import EngineConfig
 from ssd.errors import ConfigError, EngineFailed
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from ssd.server.options import ServerOptions
+    from ssd.server.ray_serve import RayReplicas
 
 HELP: Final = """\
 Serve a model over HTTP, as OpenAI's API does: [bold]chats, completions, streaming, log-probabilities, seeds[/].
@@ -29,6 +39,7 @@ ends it at once. Needs the extra [cyan]serve[/].
 """
 SERVER: Final = "Server"
 LIMITS: Final = "Limits"
+REPLICAS: Final = "Replicas, on Ray Serve"
 LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 
 
@@ -118,12 +129,30 @@ def serve(
     ] = False,
     tensor_parallel_size: TensorParallelSize = 1,
     eager: Eager = False,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Serve with so many engines, each on GPUs (or cores) of its own. Needs the extra ray.",
+            show_default="one, without Ray",
+            rich_help_panel=REPLICAS,
+        ),
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            help="Join this Ray cluster: HOST:PORT, or auto.",
+            show_default="RAY_ADDRESS, or a new one on this machine",
+            rich_help_panel=REPLICAS,
+        ),
+    ] = None,
 ) -> None:
     with explained():
         try:
             from ssd.server.app import create_app
             from ssd.server.options import ServerOptions
-            from ssd.server.run import Server, listen
+            from ssd.server.proxy import create_proxy
+            from ssd.server.run import listen
         except ModuleNotFoundError as error:
             raise ConfigError(f"ssd serve needs the package {error.name}: pip install 'ssd-engine[serve]'") from error
         options = ServerOptions(
@@ -155,25 +184,47 @@ def serve(
             backup=backup,
             placement=placement,
         )
-        follow(tensor_parallel_size)
+        engine: dict[str, Any] = {
+            "device": device,
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "trust_request_chat_template": trust_request_chat_template,
+            "tensor_parallel_size": tensor_parallel_size,
+            "eager": eager,
+            "speculation": wanted,
+        }
+        if ray_address is not None and replicas is None:
+            raise ConfigError("--ray-address: only with --replicas")
+        if replicas is None:
+            follow(tensor_parallel_size)
         sockets = listen(host, port)  # first: a model may take minutes to load
-        with load(
-            model,
-            device=device,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            gpu_memory_utilization=gpu_memory_utilization,
-            trust_request_chat_template=trust_request_chat_template,
-            tensor_parallel_size=tensor_parallel_size,
-            eager=eager,
-            speculation=wanted,
-        ) as llm:
-            print_note(llm.note)
-            if not options.api_keys and host not in LOOPBACK:
-                errors.print(f"[yellow]no --api-key: whoever reaches {host}:{port} is served[/]", highlight=False)
-            logging.getLogger("ssd.access").setLevel(logging.INFO)
-            errors.print(f"{options.served_model_name} at http://{host}:{port}/v1", highlight=False)
-            Server(create_app(llm, options)).run(sockets)
-            if llm.driver.failure is not None:
-                raise EngineFailed(llm.driver.failure)
+        if not options.api_keys and host not in LOOPBACK:
+            errors.print(f"[yellow]no --api-key: whoever reaches {host}:{port} is served[/]", highlight=False)
+        note = f"{options.served_model_name} at http://{host}:{port}/v1"
+        if replicas is None:
+            with load(model, **engine) as llm:
+                print_note(llm.note)
+                _run(create_app(llm, options), sockets, note)
+                if llm.driver.failure is not None:
+                    raise EngineFailed(llm.driver.failure)
+        else:
+            with _started(EngineConfig(model, **engine), options, replicas, ray_address) as started:
+                _run(create_proxy(started, options), sockets, note)
+
+
+def _started(config: EngineConfig, options: ServerOptions, count: int, address: str | None) -> RayReplicas:
+    from ssd.server.ray_serve import LOCAL, RayReplicas
+
+    with errors.status(f"starting {count} replicas of {escape(str(config.model))}"):
+        return RayReplicas(config, options, count, address or os.environ.get("RAY_ADDRESS") or LOCAL)
+
+
+def _run(app: FastAPI, sockets: list[socket.socket], note: str) -> None:
+    """Until a signal ends it."""
+    from ssd.server.run import Server
+
+    logging.getLogger("ssd.access").setLevel(logging.INFO)
+    errors.print(note, highlight=False)
+    Server(app).run(sockets)

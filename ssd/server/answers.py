@@ -17,6 +17,7 @@ from ssd.server.generation import Piece, ServerState
 from ssd.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 
 STREAMED: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {"text/event-stream": {}}}}  # beside JSON
+_DONE: Final = b"data: [DONE]\n\n"
 _LEAST_LOGPROB: Final = -9999.0  # JSON has no -inf
 
 
@@ -116,6 +117,16 @@ def _streaming(events: AsyncIterator[bytes]) -> StreamingResponse:
     return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
 
+def last_events(path: str, error: ApiError, request_id: str, number: int) -> bytes:
+    """Ends a stream of this path that has begun and cannot go on. `number`: of the events before."""
+    if path.startswith("/v1/messages"):
+        return _named_event(error.messages_body(request_id))
+    if path == "/v1/responses":
+        fields = {"code": error.code, "message": error.message, "param": None, "sequence_number": number}
+        return _named_event({"type": "error", **fields})
+    return _event(error.body()) + _DONE
+
+
 async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
     async with aclosing(chunks):  # type: ignore[type-var]
         try:
@@ -123,13 +134,17 @@ async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]
                 yield _event(chunk)
         except Exception as error:
             yield _event(api_error(error).body())
-    yield b"data: [DONE]\n\n"
+    yield _DONE
 
 
 async def _named_events(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
     async with aclosing(events):  # type: ignore[type-var]
         async for event in events:
-            yield b"event: %s\n" % event["type"].encode() + _event(event)
+            yield _named_event(event)
+
+
+def _named_event(event: dict[str, Any]) -> bytes:
+    return b"event: %s\n" % event["type"].encode() + _event(event)
 
 
 def _event(data: dict[str, Any]) -> bytes:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
 
 from ssd.llm import LLM
-from ssd.server import chat, completions, errors, info, messages, metrics, playground, responses
+from ssd.server import chat, completions, errors, info, messages, metrics, middleware, playground, responses
 from ssd.server.admission import Admission
 from ssd.server.generation import ServerState
-from ssd.server.middleware import Gate, RequestIds
+from ssd.server.metrics import Metrics
 from ssd.server.options import ServerOptions
 from ssd.server.tracing import Tracer
 from ssd.version import VERSION
@@ -24,16 +23,10 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
     admission = Admission(llm.config.max_num_seqs, options.max_queue, options.max_tokens_in_flight)
     endpoint = options.otlp_traces_endpoint
     tracer = Tracer(endpoint, options.served_model_name) if endpoint is not None else None
-    app.state.server = ServerState(llm, options, admission, tracer)
+    app.state.server = ServerState(llm, options, admission, Metrics(llm, options.served_model_name), tracer)
     errors.install(app)
-    for router in (info.router, chat.router, completions.router, responses.router, messages.router):
-        app.include_router(router)
-    app.include_router(metrics.router(llm, options.served_model_name))
+    for module in (info, metrics, chat, completions, responses, messages):
+        app.include_router(module.router)
     app.include_router(playground.router(llm))
-    app.add_middleware(Gate, options=options)  # the last one that is added is the outermost
-    if options.cors_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=list(options.cors_origins), allow_methods=["*"], allow_headers=["*"]
-        )
-    app.add_middleware(RequestIds, log=options.access_log)
+    middleware.install(app, options)
     return app

@@ -22,6 +22,7 @@ from ssd.errors import EngineFailed, RequestFailed
 from ssd.llm import LLM, Prompt
 from ssd.server.admission import Admission, Ticket
 from ssd.server.errors import ApiError
+from ssd.server.metrics import Metrics
 from ssd.server.options import ServerOptions
 from ssd.server.tracing import Tracer
 
@@ -35,9 +36,15 @@ class ServerState:
     llm: LLM
     options: ServerOptions
     admission: Admission
+    metrics: Metrics
     tracer: Tracer | None = None
     started: int = field(default_factory=lambda: int(time.time()))
     watchers: set[asyncio.Task[None]] = field(default_factory=set)  # the event loop refers to its tasks weakly
+
+    @property
+    def lost(self) -> str | None:
+        """Why the server must end: a rank of the model is lost."""
+        return self.llm.engine.lost
 
     @classmethod
     def of(cls, request: Request) -> ServerState:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Final
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -24,6 +24,8 @@ from ssd.errors import EngineClosed
 
 if TYPE_CHECKING:
     from ssd.llm import LLM
+
+router = APIRouter(include_in_schema=False)
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _MODEL: Final = "model_name"
@@ -151,15 +153,10 @@ class Metrics(Collector):
         return family
 
 
-def router(llm: LLM, model_name: str) -> APIRouter:
-    """`/metrics`."""
-    made, metrics = APIRouter(include_in_schema=False), Metrics(llm, model_name)
-
-    @made.get("/metrics")
-    async def scrape() -> Response:
-        return Response(metrics.render(), media_type=CONTENT_TYPE)
-
-    return made
+@router.get("/metrics")
+async def scrape(request: Request) -> Response:
+    metrics: Metrics = request.app.state.server.metrics
+    return Response(metrics.render(), media_type=CONTENT_TYPE)
 
 
 def _gauges(engine: Engine) -> dict[str, tuple[str, float]]:

@@ -10,7 +10,9 @@ import uuid
 from collections.abc import Iterator
 from typing import Final
 
+from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ssd.server.errors import ApiError
@@ -112,3 +114,13 @@ class Gate:
                 return iter(messages)
         limit = f"the limit is {self._max_bytes} bytes"
         raise ApiError(413, f"the request is too large: {limit}", code="request_too_large")
+
+
+def install(app: FastAPI, options: ServerOptions) -> None:
+    """The last one that is added is the outermost."""
+    app.add_middleware(Gate, options=options)
+    if options.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(options.cors_origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    app.add_middleware(RequestIds, log=options.access_log)

@@ -77,7 +77,7 @@ def router(llm: LLM) -> APIRouter:
 
     @made.get("/playground/state")
     async def state(request: Request) -> dict[str, Any]:
-        return _state(ServerState.of(request), branches=watch is not None)
+        return state_of(ServerState.of(request))
 
     return made
 
@@ -97,7 +97,7 @@ def _branches_visible(llm: LLM) -> bool:
     return wanted.mode == "ssd" and wanted.placement != "process" and wanted.acceptance == "coupled"
 
 
-def _state(server: ServerState, *, branches: bool) -> dict[str, Any]:
+def state_of(server: ServerState) -> dict[str, Any]:
     """What is served, and totals since the start; speeds are differences of two of these."""
     llm = server.llm
     engine, wanted = llm.engine, llm.config.speculation
@@ -106,7 +106,7 @@ def _state(server: ServerState, *, branches: bool) -> dict[str, Any]:
         "model": server.options.served_model_name,
         "mode": wanted.mode,
         "draft": wanted.draft if wanted.mode != "ar" else None,
-        "branches": branches,
+        "branches": _branches_visible(llm),
         "note": llm.note,
         "seconds": time.perf_counter(),
         "running": len(engine.scheduler.running),

@@ -9,15 +9,16 @@ import math
 import resource
 import socket
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import uvicorn
 from fastapi import FastAPI
 
 from ssd.errors import ConfigError
 from ssd.server import memory
+from ssd.server.admission import Admission
 from ssd.server.connection import Connection
-from ssd.server.generation import ServerState
+from ssd.server.options import ServerOptions
 
 log = logging.getLogger("ssd")
 
@@ -65,6 +66,17 @@ def _bound(family: int, address: tuple[Any, ...]) -> socket.socket:
     return made
 
 
+class _State(Protocol):
+    """What a server needs of `app.state.server`."""
+
+    options: ServerOptions
+    admission: Admission
+
+    @property
+    def lost(self) -> str | None:
+        """Why it must end."""
+
+
 class Server(uvicorn.Server):
     """Drains before it stops: SIGTERM or SIGINT ends it when running requests have ended; a second one, at once.
 
@@ -72,7 +84,7 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI) -> None:
-        self._state: ServerState = app.state.server
+        self._state: _State = app.state.server
         self._draining: asyncio.Task[None] | None = None
         config = uvicorn.Config(
             app,
@@ -98,7 +110,7 @@ class Server(uvicorn.Server):
             raise _unavailable("its address", error) from error
 
     async def on_tick(self, counter: int) -> bool:
-        if self._state.llm.engine.lost is not None and self._draining is None:
+        if self._state.lost is not None and self._draining is None:
             self.drain()
         return await super().on_tick(counter)
 

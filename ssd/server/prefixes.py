@@ -1,0 +1,79 @@
+"""Which replica should get a request: one that has the beginning of its prompt in its prefix cache, unless it is busy.
+
+Nobody is asked what is cached where. A table remembers which replica has been sent which beginnings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from itertools import accumulate
+from typing import Final
+
+_CHUNK: Final = 64  # characters: some 16 tokens, a KV block on a CPU
+_MOST_CHUNKS: Final = 512  # of a prompt; what comes later decides no more
+_MOST_KEYS: Final = 1 << 17  # that are remembered
+_PROMPT_FIELDS: Final = ("tools", "system", "instructions", "prompt", "messages", "input")  # of all endpoints
+_SPARE, _RATIO = 4, 1.5  # a replica is busy with more requests than SPARE + RATIO times those of the idlest
+
+
+def chunk_keys(body: bytes) -> list[int]:
+    """A key for each chunk of a request's prompt: prompts with n equal chunks at the beginning have n equal keys.
+
+    Of this process: Python's hashes are salted. Empty where there is no prompt.
+    """
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        return []  # the replica says what is wrong with it
+    if not isinstance(fields, dict):
+        return []
+    text = json.dumps([fields[name] for name in _PROMPT_FIELDS if name in fields])
+    whole = min(len(text) // _CHUNK, _MOST_CHUNKS)
+    chunks = (text[i * _CHUNK : (i + 1) * _CHUNK] for i in range(whole))
+    return list(accumulate(chunks, lambda before, chunk: hash((before, chunk)), initial=0))[1:]
+
+
+class PrefixTable:
+    """Remembers which replicas have been sent which beginnings, the latest ones."""
+
+    def __init__(self, most_keys: int = _MOST_KEYS) -> None:
+        self._holders: OrderedDict[int, set[str]] = OrderedDict()  # replicas by key, the oldest use first
+        self._most_keys = most_keys
+        self._turns: dict[str, int] = {}  # when a replica was chosen last
+        self._turn = 0
+
+    def choose(self, keys: Seq[int], load: Mapping[str, int]) -> str:
+        """The replica for a prompt, given the number of requests that each one has.
+
+        That with the longest known beginning; then the idlest; then the one that was not chosen for longest.
+        """
+        limit = _SPARE + _RATIO * min(load.values())
+        known = self._known(keys)
+        chosen = min(
+            (replica for replica in load if load[replica] <= limit),
+            key=lambda replica: (-known.get(replica, 0), load[replica], self._turns.get(replica, 0)),
+        )
+        self._turn += 1
+        self._turns[chosen] = self._turn
+        self._remember(keys, chosen)
+        return chosen
+
+    def _known(self, keys: Iterable[int]) -> dict[str, int]:
+        """How many chunks each replica knows."""
+        known: dict[str, int] = {}
+        for length, key in enumerate(keys, 1):
+            holders = self._holders.get(key)
+            if holders is None:
+                break
+            known |= dict.fromkeys(holders, length)
+        return known
+
+    def _remember(self, keys: Seq[int], replica: str) -> None:
+        for key in reversed(keys):  # ends are forgotten before beginnings
+            self._holders.setdefault(key, set()).add(replica)
+            self._holders.move_to_end(key)
+        while len(self._holders) > self._most_keys:
+            self._holders.popitem(last=False)
