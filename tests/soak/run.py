@@ -91,13 +91,13 @@ def drive(server: Target, llm: LLM, plan: Plan, on_progress: Callable[[], object
     draw = random.Random(plan.seed)
     asks = [random_ask(draw) for _ in range(plan.distinct)]
     longs = [long_ask(draw) for _ in range(5)]
-    expected = asyncio.run(_answers(llm, [*asks, *longs]))
+    expected = asyncio.run(answers_alone(llm, [*asks, *longs]))
     report = Report()
     asyncio.run(_Run(server, plan, report, asks, longs, expected, draw, on_progress).run())
     return report
 
 
-async def _answers(llm: LLM, asks: list[Ask]) -> dict[int, list[Choice]]:
+async def answers_alone(llm: LLM, asks: list[Ask]) -> dict[int, list[Choice]]:
     """What an engine without drafts writes for each request alone; by the request's identity."""
     app = create_app(llm, ServerOptions(served_model_name="tiny-llama", access_log=False))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://oracle") as client:
