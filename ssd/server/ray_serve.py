@@ -89,12 +89,12 @@ class RayReplicas:
         from ray import serve
         from ray.serve.config import RequestRouterConfig
 
-        self._name = f"ssd-{secrets.token_hex(4)}"  # a cluster may have several
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         config = with_device(config, nodes)
         wanted = needs(config, nodes, replicas)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location="Disabled", logging_config={"log_level": "CRITICAL"})
+        self._name = f"ssd-{secrets.token_hex(4)}"  # a cluster may have several
         deployment = serve.deployment(
             Replica,
             name=_DEPLOYMENT,
@@ -178,9 +178,11 @@ class RayReplicas:
         from ray import serve
 
         if ray.is_initialized():
-            if hasattr(self, "_name"):
-                serve.delete(self._name)
-            ray.shutdown()
+            try:
+                if hasattr(self, "_name"):
+                    serve.delete(self._name)
+            finally:
+                ray.shutdown()
 
     def __enter__(self) -> Self:
         return self
