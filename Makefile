@@ -25,6 +25,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
 test-all: $(READY)
+	$(BIN)/pip install --quiet --editable '.[ray]'
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 fuzz: $(READY)  # MINUTES=10 SEED=123
