@@ -26,7 +26,8 @@ from ssd.server.metrics import Metrics
 from ssd.server.options import ServerOptions
 from ssd.server.tracing import Tracer
 
-_NO_RETRY: Final = {"x-should-retry": "false"}  # the openai client repeats requests after a 5xx otherwise
+TIMED_OUT: Final = "the request took longer than this server allows"
+NO_RETRY: Final = {"x-should-retry": "false"}  # the openai client repeats requests after a 5xx otherwise
 
 
 @dataclass
@@ -105,8 +106,7 @@ class Generation:
                     delta.outcomes,
                 )
         except TimeoutError:
-            message = "the request took longer than this server allows"
-            raise ApiError(504, message, code="timeout", headers=_NO_RETRY) from None
+            raise ApiError(504, TIMED_OUT, code="timeout", headers=NO_RETRY) from None
         finally:
             self.abort()
         if self.output.error is not None:

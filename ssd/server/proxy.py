@@ -28,6 +28,7 @@ from ssd.server import errors, middleware
 from ssd.server.admission import RETRY_AFTER, Admission
 from ssd.server.answers import last_events
 from ssd.server.errors import ApiError
+from ssd.server.generation import NO_RETRY, TIMED_OUT
 from ssd.server.metrics import CONTENT_TYPE
 from ssd.server.options import ServerOptions
 
@@ -161,13 +162,21 @@ class _Forward:
     async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
         avoid: list[str] = []
         request_id, sent = scope["state"]["request_id"], _scope(scope)
+        timeout = self._state.options.request_timeout
+        deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         for _ in range(_ATTEMPTS):
             answer = _Answer(scope, send)
             try:
-                async with aclosing(self._state.replicas.answer(sent, body, avoid)) as messages:
+                async with (
+                    asyncio.timeout_at(deadline) as limit,
+                    aclosing(self._state.replicas.answer(sent, body, avoid)) as messages,
+                ):
                     async for message in messages:
+                        limit.reschedule(None)  # from now on the replica keeps it
                         await answer.add(message)
                 return
+            except TimeoutError:  # no replica was there
+                raise ApiError(504, TIMED_OUT, code="timeout", headers=NO_RETRY) from None
             except ReplicaLost as lost:
                 log.warning("%s: request %s %s", lost, request_id, "ends" if answer.begun else "is sent to another one")
                 error = ApiError(500, f"{lost}: send the request again", code="replica_lost")

@@ -22,7 +22,7 @@ from prometheus_client.core import Metric
 from starlette.types import Message, Scope
 
 from ssd.config import EngineConfig
-from ssd.errors import ConfigError, EngineFailed
+from ssd.errors import ConfigError, EngineFailed, one_line
 from ssd.server.errors import ApiError
 from ssd.server.options import ServerOptions
 from ssd.server.prefixes import chunk_keys
@@ -207,4 +207,5 @@ def _connect(address: str) -> None:
     try:
         ray.init(address=address, logging_level=logging.WARNING, **own)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"ray_address={address!r}: cannot be joined ({str(error).splitlines()[0]})") from error
+        what = "a Ray cluster cannot be started here" if own else f"ray_address={address!r}: cannot be joined"
+        raise ConfigError(f"{what} ({one_line(error)})") from error

@@ -25,6 +25,7 @@ from ssd.server.playground import state_of
 
 FAILED: Final = "ssd.engine_failed"  # type of a message that is not ASGI's: the request can be sent to another replica
 HEALTH_CHECK_SECONDS: Final = memory.SECONDS
+_MOST_PARTS: Final = 2000  # of streams, a second, from all replicas: the proxy needs up to 0.5 ms for each
 
 
 class Replica:
@@ -38,6 +39,7 @@ class Replica:
         logging.getLogger("ssd").setLevel(log_level)
         context = serve.get_replica_context()
         self._id, self._name = context.replica_id.unique_id, str(context.rank.rank)
+        self._pause = context.world_size / _MOST_PARTS  # seconds for each request in flight
         self._llm = LLM(**vars(config))
         # the proxy knows keys and origins, and writes the access log
         self._app = create_app(self._llm, replace(options, api_keys=(), cors_origins=(), access_log=False))
@@ -79,6 +81,7 @@ class Replica:
                 yield gathered
                 if message is None:
                     return
+                await asyncio.sleep(self._pause * len(self._tasks))  # more gathers meanwhile
         finally:
             gone.set()
 

@@ -28,13 +28,13 @@ def body(text: str, more: bool = False) -> dict[str, Any]:
 
 
 class Scripted:
-    """Replicas that play scripts, one for each call: messages, and errors that are raised."""
+    """Replicas that play scripts, one for each call: messages, errors, pauses in seconds, None: for ever."""
 
     def __init__(self, *scripts: list[Any]) -> None:
         self.scripts = list(scripts)
         self.calls: list[tuple[dict[str, Any], bytes, list[str]]] = []
         self.closed = 0
-        self.silent = asyncio.Event()  # a script that has ended with None waits for it
+        self.silent = asyncio.Event()
 
     async def answer(self, scope: Any, body: bytes, avoid: Sequence[str]) -> AsyncGenerator[Any]:
         self.calls.append((scope, body, list(avoid)))
@@ -44,7 +44,10 @@ class Scripted:
                     raise step
                 if step is None:
                     await self.silent.wait()
-                yield dict(step)
+                elif isinstance(step, float):
+                    await asyncio.sleep(step)
+                else:
+                    yield dict(step)
         finally:
             self.closed += 1
 
@@ -94,6 +97,16 @@ def test_a_request_that_ends_three_replicas_is_not_sent_to_a_fourth() -> None:
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "replica_lost"
     assert len(replicas.calls) == 3
+
+
+def test_a_request_waits_for_a_replica_as_long_as_the_server_allows() -> None:
+    """And an answer that has begun goes on."""
+    late = Scripted([None])
+    answer = ask(proxy(late, request_timeout=0.01))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+    assert late.closed == 1
+    slow = Scripted([START, 0.05, body("{}")])
+    assert ask(proxy(slow, request_timeout=0.02)).text == "{}"
 
 
 def test_a_stream_that_has_begun_ends_with_an_error_in_the_shape_of_its_api() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import AsyncGenerator, Iterator
 from types import ModuleType, SimpleNamespace
@@ -32,7 +33,7 @@ NODE = {"CPU": 8.0, "GPU": 4.0}
 
 @pytest.fixture
 def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replica]:
-    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="abc"), rank=SimpleNamespace(rank=1))
+    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="abc"), rank=SimpleNamespace(rank=1), world_size=2)
     ray, serve = ModuleType("ray"), ModuleType("ray.serve")
     serve.get_replica_context = lambda: context  # type: ignore[attr-defined]
     ray.serve = serve  # type: ignore[attr-defined]
@@ -95,6 +96,27 @@ def test_a_call_that_is_cancelled_ends_its_request(replica: Replica) -> None:
         assert replica._llm.engine.metrics.output_tokens < 240
 
     asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_parts_of_a_stream_gather_while_the_proxy_is_busy(replica: Replica) -> None:
+    """The proxy could not keep up with a message for every token of many streams. Nothing is lost or reordered."""
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 30, "ignore_eos": True, "stream": True, "seed": 1}
+
+    async def run() -> list[list[Any]]:
+        return [messages async for messages in call(replica, "/v1/completions", body)]
+
+    singly: list[list[Any]] = []
+    gathered: list[list[Any]] = []
+    for pause, parts in ((0.0, singly), (0.03, gathered)):
+        replica._pause = pause
+        parts += asyncio.run(run())
+    assert len(gathered) < len(singly) / 2
+    texts = [
+        re.findall(r'"text":"(.*?)"', "".join(message.get("body", b"").decode() for part in parts for message in part))
+        for parts in (singly, gathered)
+    ]
+    assert len(texts[0]) >= 15
+    assert "".join(texts[0]) == "".join(texts[1])
 
 
 async def _read(stream: AsyncGenerator[list[Any]]) -> None:
