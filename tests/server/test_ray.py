@@ -7,6 +7,8 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -237,6 +239,41 @@ def test_ctrl_c_lets_requests_end_and_leaves_nothing_behind() -> None:
         assert not still_run(below)
         assert "Traceback" not in served.log
     assert set(os.listdir("/dev/shm")) <= shared
+
+
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+node = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
+cluster = Cluster(initialize_head=True, head_node_args=node)
+cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""  # two nodes on this machine
+
+
+def test_a_cluster_of_two_nodes_is_joined_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica has all that it needs on one node."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", CLUSTER], stdin=pipe, stdout=pipe, text=True) as cluster:
+        assert cluster.stdout is not None
+        address = next(line.strip() for line in cluster.stdout if re.fullmatch(r"[\d.]+:\d+\n", line))
+
+        def replicas() -> list[str]:
+            return [command for command in descendants(cluster.pid).values() if "ServeReplica" in command]
+
+        with serve(*OPTIONS, "--ray-address", address) as served:
+            assert len(replicas()) == 2
+            body = {"model": MODEL, "prompt": "The sea", "max_tokens": 3}
+            assert httpx.post(f"{served.url}/v1/completions", json=body).status_code == 200
+            assert served.stop() == 0
+        until(lambda: not replicas())
+        assert sum("raylet/raylet" in command for command in descendants(cluster.pid).values()) == 2
+        cluster.communicate("")
 
 
 def test_a_command_that_is_killed_leaves_no_engine_behind() -> None:
