@@ -212,6 +212,8 @@ def serve(
         else:
             with _started(EngineConfig(model, **engine), options, replicas, ray_address) as started:
                 _run(create_proxy(started, options), sockets, note)
+                if started.lost is not None:
+                    raise EngineFailed(started.lost)
 
 
 def _started(config: EngineConfig, options: ServerOptions, count: int, address: str | None) -> RayReplicas:

@@ -50,6 +50,8 @@ class ReplicaLost(Exception):
 class Replicas(Protocol):
     """Servers of one model."""
 
+    lost: str | None  # why none of them will answer again; one that ends is replaced
+
     def answer(self, scope: Scope, body: bytes, avoid: Seq[str]) -> AsyncGenerator[Message]:
         """The answer of a replica, best not one of `avoid`, as ASGI messages; its start may have a `user`."""
 
@@ -70,7 +72,10 @@ class ProxyState:
     options: ServerOptions
     admission: Admission
     replicas: Replicas
-    lost: None = None  # replicas are replaced
+
+    @property
+    def lost(self) -> str | None:
+        return self.replicas.lost
 
     @classmethod
     def of(cls, request: Request) -> ProxyState:

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import secrets
+import threading
 import time
 from collections.abc import AsyncGenerator, Mapping
 from collections.abc import Sequence as Seq
@@ -28,6 +29,8 @@ from ssd.server.options import ServerOptions
 from ssd.server.prefixes import chunk_keys
 from ssd.server.proxy import ReplicaLost
 from ssd.server.replica import FAILED, HEALTH_CHECK_SECONDS, Replica
+
+log = logging.getLogger("ssd")
 
 LOCAL: Final = "local"  # the address of a cluster of one's own
 _OBJECT_STORE: Final = 128 << 20  # bytes: requests above 100 kB go through it
@@ -77,12 +80,15 @@ class RayReplicas:
             raise ConfigError(f"replicas={replicas}: must be at least 1")
         if address.startswith("ray://"):
             raise ConfigError(f"ray_address={address!r}: run this command on a node of the cluster, with its HOST:PORT")
+        self.lost: str | None = None
+        self._closed = threading.Event()
         _connect(address)
         try:
             self._deploy(config, options, replicas)
         except BaseException:
             self.close()
             raise
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def _deploy(self, config: EngineConfig, options: ServerOptions, replicas: int) -> None:
         import ray
@@ -110,7 +116,9 @@ class RayReplicas:
             request_router_config=RequestRouterConfig(request_router_class="ssd.server.ray_router:PrefixRouter"),
             logging_config={"log_level": "WARNING", "enable_access_log": False},
         )
-        app = deployment.bind(config, options, int(time.time()), logging.getLogger("ssd").level)
+        # the proxy checks keys and origins, and writes the access log
+        within = replace(options, api_keys=(), cors_origins=(), access_log=False)
+        app = deployment.bind(config, within, int(time.time()), log.level)
         try:
             self._handle = serve.run(app, name=self._name, route_prefix=None)
         except RuntimeError as error:
@@ -172,14 +180,29 @@ class RayReplicas:
             raise ApiError(503, "no replica is running") from error
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
+    def _watch(self) -> None:
+        """Finds out that this machine's node of the cluster has ended: calls of replicas wait for ever then."""
+        import ray
+
+        own, alive = ray.get_runtime_context().get_node_id(), True
+        while alive and not self._closed.wait(HEALTH_CHECK_SECONDS):
+            try:
+                alive = any(node["Alive"] and node["NodeID"] == own for node in ray.nodes())
+            except Exception as error:
+                log.warning("Ray does not answer: %s", one_line(error))
+                alive = False
+        if not alive:
+            self.lost = "the Ray cluster has lost the node of this machine: start the server again"
+
     def close(self) -> None:
         """Ends the replicas, and a cluster of one's own. Idempotent."""
         import ray
         from ray import serve
 
+        self._closed.set()
         if ray.is_initialized():
             try:
-                if hasattr(self, "_name"):
+                if hasattr(self, "_name") and self.lost is None:
                     serve.delete(self._name)
             finally:
                 ray.shutdown()

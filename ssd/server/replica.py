@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 from typing import Any, Final
 
 from prometheus_client.core import Metric
@@ -41,8 +40,7 @@ class Replica:
         self._id, self._name = context.replica_id.unique_id, str(context.rank.rank)
         self._pause = context.world_size / _MOST_PARTS  # seconds for each request in flight
         self._llm = LLM(**vars(config))
-        # the proxy knows keys and origins, and writes the access log
-        self._app = create_app(self._llm, replace(options, api_keys=(), cors_origins=(), access_log=False))
+        self._app = create_app(self._llm, options)
         self._state: ServerState = self._app.state.server
         self._state.started = started
         self._tasks: set[asyncio.Task[None]] = set()  # the event loop refers to its tasks weakly

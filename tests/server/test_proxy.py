@@ -30,6 +30,8 @@ def body(text: str, more: bool = False) -> dict[str, Any]:
 class Scripted:
     """Replicas that play scripts, one for each call: messages, errors, pauses in seconds, None: for ever."""
 
+    lost = None
+
     def __init__(self, *scripts: list[Any]) -> None:
         self.scripts = list(scripts)
         self.calls: list[tuple[dict[str, Any], bytes, list[str]]] = []
