@@ -34,6 +34,8 @@ ends it at once. Needs the extra [cyan]serve[/].
 
   ssd serve MODEL --host 0.0.0.0 --api-key KEY
 
+  ssd serve MODEL --replicas 8
+
   curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \
 -d '{"model": "tiny-llama", "prompt": "Once upon a time"}'
 """

@@ -220,6 +220,15 @@ def test_a_replica_whose_engine_has_failed_is_replaced_and_no_text_is_lost(asks:
         assert "Traceback" not in served.log
 
 
+def test_a_server_that_loses_ray_s_node_exits_with_an_error() -> None:
+    """Catches a proxy whose requests wait for ever."""
+    with serve(*OPTIONS) as served:
+        below = descendants(served.process.pid)
+        os.kill(next(pid for pid, command in below.items() if "raylet/raylet" in command), signal.SIGKILL)
+        assert served.process.wait(60) == 1
+        assert "error: the Ray cluster has lost the node of this machine" in served.log
+
+
 def test_ctrl_c_lets_requests_end_and_leaves_nothing_behind() -> None:
     """A terminal sends it to every process of the command."""
     shared = set(os.listdir("/dev/shm"))

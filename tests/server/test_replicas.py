@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from live_server import MODEL
 from serve_process import free_port
 from typer.testing import CliRunner
 
+import ssd
 from ssd import LLM, SamplingParams
 from ssd.cli.main import app
 from ssd.config import EngineConfig
@@ -182,6 +184,13 @@ def test_the_device_is_that_of_the_cluster() -> None:
     assert with_device(EngineConfig("m", device="cpu"), [NODE]).device == "cpu"
     with pytest.raises(ConfigError, match="cuda:1"):
         with_device(EngineConfig("m", device="cuda:1"), [NODE])
+
+
+def test_ray_is_imported_by_functions_only() -> None:
+    """Neither `import ssd` nor a server without replicas imports it; its router is a module that only Ray imports."""
+    imports = re.compile(r"^(from|import) ray\b", re.MULTILINE)
+    files = Path(ssd.__file__).parent.rglob("*.py")
+    assert [file.name for file in files if imports.search(file.read_text())] == ["ray_router.py"]
 
 
 @pytest.mark.parametrize(
