@@ -6,11 +6,12 @@ Nobody is asked what is cached where. A table remembers which replica has been s
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
-from itertools import accumulate
-from typing import Final
+from itertools import accumulate, count
+from threading import Lock
+from typing import Final, NamedTuple
 
 _CHUNK: Final = 64  # characters: some 16 tokens, a KV block on a CPU
 _MOST_CHUNKS: Final = 512  # of a prompt; what comes later decides no more
@@ -36,30 +37,55 @@ def chunk_keys(body: bytes) -> list[int]:
     return list(accumulate(chunks, lambda before, chunk: hash((before, chunk)), initial=0))[1:]
 
 
+class Route(NamedTuple):
+    """What a replica is chosen by."""
+
+    request: int  # its number, of `PrefixTable.enter`
+    keys: list[int]
+    avoid: list[str]  # replicas that have failed it
+
+
 class PrefixTable:
-    """Remembers which replicas have been sent which beginnings, the latest ones."""
+    """Knows which replicas have been sent which beginnings, the latest ones, and how many requests they have."""
 
     def __init__(self, most_keys: int = _MOST_KEYS) -> None:
         self._holders: OrderedDict[int, set[str]] = OrderedDict()  # replicas by key, the oldest use first
         self._most_keys = most_keys
         self._turns: dict[str, int] = {}  # when a replica was chosen last
-        self._turn = 0
+        self._running: dict[int, str | None] = {}  # the replicas of requests, once chosen
+        self._numbers = count(1)
+        self._lock = Lock()  # requests come and go on one thread, and replicas are chosen on another
 
-    def choose(self, keys: Seq[int], load: Mapping[str, int]) -> str:
-        """The replica for a prompt, given the number of requests that each one has.
+    def enter(self) -> int:
+        """A new request's number. It counts from its choice on, until it leaves."""
+        with self._lock:
+            number = next(self._numbers)
+            self._running[number] = None
+            return number
 
-        That with the longest known beginning; then the idlest; then the one that was not chosen for longest.
+    def leave(self, request: int) -> None:
+        with self._lock:
+            self._running.pop(request, None)
+
+    def choose(self, route: Route, replicas: Collection[str]) -> str:
+        """The replica for a request: of those that are not busy, the one that knows the longest beginning.
+
+        Among equals the idlest, then the one that was not chosen for longest. One to be avoided if there is no other.
         """
-        limit = _SPARE + _RATIO * min(load.values())
-        known = self._known(keys)
-        chosen = min(
-            (replica for replica in load if load[replica] <= limit),
-            key=lambda replica: (-known.get(replica, 0), load[replica], self._turns.get(replica, 0)),
-        )
-        self._turn += 1
-        self._turns[chosen] = self._turn
-        self._remember(keys, chosen)
-        return chosen
+        with self._lock:
+            load = Counter(self._running.values())
+            usable = [replica for replica in replicas if replica not in route.avoid] or replicas
+            limit = _SPARE + _RATIO * min(load[replica] for replica in usable)
+            known = self._known(route.keys)
+            chosen = min(
+                (replica for replica in usable if load[replica] <= limit),
+                key=lambda replica: (-known.get(replica, 0), load[replica], self._turns.get(replica, 0)),
+            )
+            self._turns[chosen] = next(self._numbers)
+            self._remember(route.keys, chosen)
+            if route.request in self._running:  # its client is still there
+                self._running[route.request] = chosen
+            return chosen
 
     def _known(self, keys: Iterable[int]) -> dict[str, int]:
         """How many chunks each replica knows."""
@@ -77,3 +103,6 @@ class PrefixTable:
             self._holders.move_to_end(key)
         while len(self._holders) > self._most_keys:
             self._holders.popitem(last=False)
+
+
+TABLE: Final = PrefixTable()  # the proxy's; Ray makes the router, from a copy of its module

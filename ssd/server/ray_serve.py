@@ -26,7 +26,7 @@ from ssd.config import EngineConfig
 from ssd.errors import ConfigError, EngineFailed, one_line
 from ssd.server.errors import ApiError
 from ssd.server.options import ServerOptions
-from ssd.server.prefixes import chunk_keys
+from ssd.server.prefixes import TABLE, Route, chunk_keys
 from ssd.server.proxy import ReplicaLost
 from ssd.server.replica import FAILED, HEALTH_CHECK_SECONDS, Replica
 
@@ -139,7 +139,8 @@ class RayReplicas:
         from ray.exceptions import RayActorError
         from ray.serve.exceptions import DeploymentUnavailableError
 
-        call = self._calls.answer.remote(scope, body, prefix=chunk_keys(body), avoid=list(avoid))
+        request = TABLE.enter()
+        call = self._calls.answer.remote(scope, body, Route(request, chunk_keys(body), list(avoid)))
         ended = False
         try:
             async for messages in call:
@@ -155,6 +156,7 @@ class RayReplicas:
             ended = True
             raise ApiError(503, "no replica can be started", code="engine_failed") from error
         finally:
+            TABLE.leave(request)
             if not ended:
                 call.cancel()
 

@@ -21,6 +21,7 @@ from ssd.server.app import create_app
 from ssd.server.generation import ServerState
 from ssd.server.options import ServerOptions
 from ssd.server.playground import state_of
+from ssd.server.prefixes import Route
 
 FAILED: Final = "ssd.engine_failed"  # type of a message that is not ASGI's: the request can be sent to another replica
 HEALTH_CHECK_SECONDS: Final = memory.SECONDS
@@ -45,10 +46,8 @@ class Replica:
         self._state.started = started
         self._tasks: set[asyncio.Task[None]] = set()  # the event loop refers to its tasks weakly
 
-    async def answer(
-        self, scope: Scope, body: bytes, *, prefix: list[int], avoid: list[str]
-    ) -> AsyncGenerator[list[Message]]:
-        """The answer to a request, as ASGI messages that have gathered. `prefix` and `avoid` are for the router.
+    async def answer(self, scope: Scope, body: bytes, route: Route) -> AsyncGenerator[list[Message]]:
+        """The answer to a request, as ASGI messages that have gathered. The router has read `route`.
 
         The request ends when the caller cancels the call.
         """

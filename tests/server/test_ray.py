@@ -112,7 +112,8 @@ def test_answers_are_those_of_one_engine_and_both_replicas_give_some(
     assert found == expected
     after = metric(served_by_two, "generation_tokens_total")
     assert sorted(after) == ["0", "1"]
-    assert all(after[replica] > before[replica] for replica in after)
+    shares = [after[replica] - before[replica] for replica in after]
+    assert min(shares) > sum(shares) / 4, "requests that come at once are shared"
 
 
 def test_every_endpoint_answers_as_one_server_does(served_by_two: ServeProcess, served: Any) -> None:
@@ -203,6 +204,8 @@ def test_a_replica_that_is_killed_is_replaced_and_no_text_is_lost(
     assert len(cut) < len(found)
     until(lambda: replicas_run(served_by_two), START_SECONDS)
     assert victim not in engines(served_by_two)
+    again = re.search("the replica that computed this request has ended: request .* another one", served_by_two.log)
+    assert again or cut, "it had requests"
     assert served_by_two.process.poll() is None
 
 

@@ -25,6 +25,7 @@ from ssd.cli.main import app
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError, EngineFailed
 from ssd.server.options import ServerOptions
+from ssd.server.prefixes import Route
 from ssd.server.ray_serve import needs, with_device
 from ssd.server.replica import FAILED, Replica
 
@@ -58,7 +59,7 @@ def call(replica: Replica, path: str, body: dict[str, Any] | None = None) -> Asy
         "query_string": b"",
         "headers": headers,
     }
-    return replica.answer(scope, json.dumps(body).encode() if body else b"", prefix=[], avoid=[])
+    return replica.answer(scope, json.dumps(body).encode() if body else b"", Route(1, [], []))
 
 
 def answer(replica: Replica, path: str, body: dict[str, Any] | None = None) -> list[Any]:

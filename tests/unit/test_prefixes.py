@@ -9,9 +9,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
-from ssd.server.prefixes import PrefixTable, chunk_keys
-
-IDLE = {"a": 0, "b": 0}
+from ssd.server.prefixes import PrefixTable, Route, chunk_keys
 
 
 def keys(text: str, **more: Any) -> list[int]:
@@ -49,41 +47,74 @@ def test_a_body_without_a_prompt_has_no_keys(body: bytes) -> None:
     assert chunk_keys(body) == []
 
 
+class Table(PrefixTable):
+    """Requests end at once unless they `stay`."""
+
+    def send(self, text: str, replicas: str = "ab", *, avoid: str = "", stay: bool = False) -> str:
+        request = self.enter()
+        chosen = self.choose(Route(request, keys(text), list(avoid)), replicas)
+        if not stay:
+            self.leave(request)
+        return chosen
+
+
+def other(replica: str) -> str:
+    return "b" if replica == "a" else "a"
+
+
 def test_equal_beginnings_meet_the_same_replica_and_others_spread() -> None:
-    table = PrefixTable()
-    chosen = {text: table.choose(keys(text * 400), IDLE) for text in "tuvwxyz"}
+    table = Table()
+    chosen = {text: table.send(text * 400) for text in "tuvwxyz"}
     assert set(chosen.values()) == {"a", "b"}
     for text, replica in chosen.items():
-        assert table.choose(keys(text * 300), IDLE) == replica
+        assert table.send(text * 300) == replica
 
 
 def test_a_replica_that_is_clearly_busier_is_passed_over_and_the_other_one_is_remembered() -> None:
-    """A common system prompt does not keep every request on one replica."""
-    table = PrefixTable()
-    first = table.choose(keys("x" * 400), IDLE)
-    other = "b" if first == "a" else "a"
-    assert table.choose(keys("x" * 400), {first: 4, other: 0}) == first
-    assert table.choose(keys("x" * 400), {first: 5, other: 0}) == other
-    assert table.choose(keys("x" * 400), {first: 1, other: 0}) == other, "both know it: the idler one"
+    """A common system prompt does not keep every request on one replica, and requests that come at once spread."""
+    table = Table()
+    chosen = [table.send("x" * 400, stay=True) for _ in range(40)]
+    first = chosen[0]
+    assert chosen[:5] == [first] * 5
+    assert chosen[5] == other(first)
+    assert 18 <= chosen.count(first) <= 22, "both know it: the idler one"
+
+
+def test_short_prompts_that_come_at_once_spread() -> None:
+    table = Table()
+    chosen = [table.send("x", stay=True) for _ in range(40)]
+    assert chosen.count("a") == 20
+
+
+def test_requests_that_have_left_do_not_count() -> None:
+    """Not even one that leaves before a replica is chosen for it."""
+    table = Table()
+    first = table.send("x" * 400)
+    for _ in range(20):
+        gone = table.enter()
+        table.leave(gone)
+        assert table.choose(Route(gone, keys("x" * 400), []), "ab") == first
+    assert table.send("x" * 400) == first
+    assert table._running == {}
 
 
 def test_the_longest_known_beginning_wins() -> None:
-    table = PrefixTable()
-    long = table.choose(keys("x" * 400 + "y" * 400), IDLE)
-    other = "b" if long == "a" else "a"
-    table.choose(keys("x" * 400), {long: 9, other: 0})
-    assert table.choose(keys("x" * 400 + "y" * 400), {long: 1, other: 0}) == long
+    table = Table()
+    long = table.send("x" * 400 + "y" * 400)
+    assert table.send("x" * 400, avoid=long) == other(long)
+    assert table.send("x" * 400 + "y" * 400) == long
 
 
-def test_a_replica_that_has_gone_is_never_chosen() -> None:
-    table = PrefixTable()
-    gone = table.choose(keys("x" * 400), IDLE)
-    assert table.choose(keys("x" * 400), {"c": 3}) == "c"
-    assert gone != "c"
+def test_a_replica_that_has_failed_a_request_or_has_gone_is_not_chosen() -> None:
+    table = Table()
+    first = table.send("x" * 400)
+    assert table.send("x" * 400, avoid=first) == other(first)
+    assert table.send("x" * 400, "c") == "c"
+    assert table.send("x" * 400, "c", avoid="c") == "c", "there is no other"
 
 
 def test_only_the_latest_beginnings_are_remembered() -> None:
-    table = PrefixTable(most_keys=20)
+    table = Table(most_keys=20)
     for i in range(50):
-        table.choose(keys(f"{i}" * 400), IDLE)
+        table.send(f"{i}" * 400)
     assert len(table._holders) == 20
