@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final, Self
@@ -24,6 +25,7 @@ from starlette.types import Message, Scope
 
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError, EngineFailed, one_line
+from ssd.server.admission import RETRY_AFTER
 from ssd.server.errors import ApiError
 from ssd.server.options import ServerOptions
 from ssd.server.prefixes import TABLE, Route, chunk_keys
@@ -76,8 +78,6 @@ class RayReplicas:
 
     def __init__(self, config: EngineConfig, options: ServerOptions, replicas: int, address: str = LOCAL) -> None:
         """Returns when they are ready. `address`: of a cluster to join; LOCAL starts one that ends with the process."""
-        if replicas < 1:
-            raise ConfigError(f"replicas={replicas}: must be at least 1")
         if address.startswith("ray://"):
             raise ConfigError(f"ray_address={address!r}: run this command on a node of the cluster, with its HOST:PORT")
         self.lost: str | None = None
@@ -154,7 +154,7 @@ class RayReplicas:
             raise ReplicaLost("the replica that computed this request has ended") from error
         except DeploymentUnavailableError as error:
             ended = True
-            raise ApiError(503, "no replica can be started", code="engine_failed") from error
+            raise ApiError(503, "no replica can be started", headers=RETRY_AFTER) from error
         finally:
             TABLE.leave(request)
             if not ended:
@@ -175,12 +175,14 @@ class RayReplicas:
         """What replicas return; those that are lost meanwhile are left out."""
         from ray.serve.exceptions import DeploymentUnavailableError
 
-        try:
+        answers: list[Any] = []
+        with suppress(DeploymentUnavailableError, TimeoutError):
             asked = self._handle.broadcast(method)
             answers = await asked.results_async(timeout_s=_ASK_SECONDS, return_exceptions=True)
-        except (DeploymentUnavailableError, TimeoutError) as error:
-            raise ApiError(503, "no replica is running") from error
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
+        found = [answer for answer in answers if not isinstance(answer, BaseException)]
+        if not found:
+            raise ApiError(503, "no replica answers", headers=RETRY_AFTER)
+        return found
 
     def _watch(self) -> None:
         """Finds out that this machine's node of the cluster has ended: calls of replicas wait for ever then."""
@@ -190,9 +192,8 @@ class RayReplicas:
         while alive and not self._closed.wait(HEALTH_CHECK_SECONDS):
             try:
                 alive = any(node["Alive"] and node["NodeID"] == own for node in ray.nodes())
-            except Exception as error:
+            except Exception as error:  # after a minute without its GCS, Ray ends this process
                 log.warning("Ray does not answer: %s", one_line(error))
-                alive = False
         if not alive:
             self.lost = "the Ray cluster has lost the node of this machine: start the server again"
 
