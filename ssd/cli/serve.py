@@ -14,6 +14,7 @@ from ssd.cli import speculation
 from ssd.cli.console import Device, DType, Eager, TensorParallelSize, errors, explained, follow, load, print_note
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError, EngineFailed
+from ssd.parallel.launch import Launch
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -199,8 +200,9 @@ def serve(
         }
         if ray_address is not None and replicas is None:
             raise ConfigError("--ray-address: only with --replicas")
-        if replicas is None:
-            follow(tensor_parallel_size)
+        if replicas is not None and Launch.found() is not None:
+            raise ConfigError("--replicas: not with torchrun: Ray starts the engines")
+        follow(tensor_parallel_size)
         sockets = listen(host, port)  # first: a model may take minutes to load
         if not options.api_keys and host not in LOOPBACK:
             errors.print(f"[yellow]no --api-key: whoever reaches {host}:{port} is served[/]", highlight=False)

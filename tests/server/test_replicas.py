@@ -24,6 +24,7 @@ from ssd import LLM, SamplingParams
 from ssd.cli.main import app
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError, EngineFailed
+from ssd.parallel.launch import Launch
 from ssd.server.options import ServerOptions
 from ssd.server.prefixes import Route
 from ssd.server.ray_serve import needs, with_device
@@ -185,6 +186,13 @@ def test_the_device_is_that_of_the_cluster() -> None:
     assert with_device(EngineConfig("m", device="cpu"), [NODE]).device == "cpu"
     with pytest.raises(ConfigError, match="cuda:1"):
         with_device(EngineConfig("m", device="cuda:1"), [NODE])
+
+
+def test_replicas_are_not_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Launch, "found", lambda: Launch)
+    done = CliRunner().invoke(app, ["serve", MODEL, "--replicas", "2"])
+    assert done.exit_code == 1
+    assert "--replicas: not with torchrun" in done.stderr
 
 
 def test_ray_is_imported_by_functions_only() -> None:
