@@ -24,7 +24,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 NGRAM = "ngram"
 K_MAX = 8  # largest k of k="auto"
 BUDGETS = (8, 16, 32)  # choices of budget="auto"
-_AHEAD = {"fan_out", "fan_out_hit", "fan_out_miss", "budget", "backup", "placement"}  # options of mode="ssd"
+_AHEAD = {"fan_out", "fan_out_hit", "fan_out_miss", "budget", "backup", "placement", "draft_replicas"}  # of mode="ssd"
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class SpeculationConfig:
     budget: int | Literal["auto"] = 16  # ssd: branches per sequence; "auto": chosen by measured speed
     backup: Literal["jit", "fast", "auto"] = "auto"  # ssd, after a miss: write a draft now, use a sibling's, or either
     placement: Literal["auto", "inline", "stream", "process"] = "auto"  # ssd: where the draft model runs
+    draft_replicas: int = 1  # ssd, placement "process": draft models, each of which prepares `budget` branches
 
     def __post_init__(self) -> None:
         _normalise(self)
@@ -77,6 +78,8 @@ class SpeculationConfig:
                 f"speculation draft_tensor_parallel_size={self.draft_tensor_parallel_size!r}: a draft runs on one GPU, "
                 "where its steps take less time than exchanges between GPUs would; leave it out, or give 1"
             )
+        if not is_int(self.draft_replicas) or not 1 <= self.draft_replicas <= 4:
+            raise ConfigError(f"speculation draft_replicas={self.draft_replicas!r}: must be an integer from 1 to 4")
         c = self.saguaro_c
         if not (is_int(c) or isinstance(c, float)) or not 0 <= c <= 1:
             raise ConfigError(f"speculation saguaro_c={c!r}: must be a number from 0 to 1")
@@ -116,6 +119,16 @@ class SpeculationConfig:
             raise ConfigError(f'speculation draft={NGRAM!r} has nothing to prepare: use mode="sd", or a draft model')
         if self.draft == NGRAM and self.draft_quantization is not None:
             raise ConfigError(f"speculation draft_quantization is for draft models, not for {NGRAM!r}: leave it out")
+        if self.draft_replicas > 1 and self.placement != "process":
+            raise ConfigError(
+                f"speculation draft_replicas={self.draft_replicas}: replicas have processes of their own; use "
+                'placement="process", or leave it out'
+            )
+        if self.draft_replicas > 1 and self.acceptance == "rejection":
+            raise ConfigError(
+                f"speculation draft_replicas={self.draft_replicas}: replicas send no distributions, which "
+                'acceptance="rejection" needs; leave one of them out'
+            )
         if self.saguaro_c != 1.0 and self.acceptance != "rejection":
             raise ConfigError('speculation saguaro_c is for acceptance="rejection": leave it out, or use that rule')
         if self.fan_out_hit is not None and self.fan_out != "adaptive":

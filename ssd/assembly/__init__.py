@@ -58,7 +58,8 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     config = replace(config, device=str(device), speculation=speculation)
     here = draft if config.speculation.placement != "process" else None
     beside = draft if device.type == "cpu" else here  # a process of its own shares the CPU's memory, not the GPU's
-    check_fits(config, [checkpoint, beside] if beside is not None else [checkpoint], device)
+    drafts = [beside] * speculation.draft_replicas if beside is not None else []
+    check_fits(config, [checkpoint, *drafts], device)
     ranks = Ranks(config, device) if config.tensor_parallel_size > 1 else None
     try:
         with torch.cuda.device(device) if device.index is not None else nullcontext():
@@ -136,6 +137,7 @@ def _log_choices(config: EngineConfig, runners: Seq[ModelRunner]) -> None:
     else:
         form = f", draft_quantization={speculation.draft_quantization}" if speculation.draft_quantization else ""
         placement = f", placement={speculation.placement}" if speculation.mode == "ssd" else ""
+        placement += f", draft_replicas={speculation.draft_replicas}" if speculation.draft_replicas > 1 else ""
         log.info(
             "drafter: mode=%s, draft=%s, k=%s%s%s",
             *(speculation.mode, speculation.draft, speculation.k, form, placement),

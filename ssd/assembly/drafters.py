@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -19,7 +20,7 @@ from ssd.decoding.drafter import Drafter
 from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.controller import DepthController, make_arms
 from ssd.drafting.eagle import EagleModel, EagleRunner, private_blocks
-from ssd.drafting.fan_out import Adaptive, FanOut, Geometric, Listed
+from ssd.drafting.fan_out import Adaptive, FanOut, Geometric, Listed, Share
 from ssd.drafting.model import DraftModel, DraftSource, ModelDrafter
 from ssd.drafting.ngram import NgramDrafter
 from ssd.drafting.process import ProcessDrafter
@@ -83,11 +84,11 @@ def placed(
         )
     if placement == "stream" and device.type != "cuda":
         raise ConfigError('speculation placement="stream" is for GPUs: use "process", or "inline"')
-    if (
-        placement == "process"
-        and device.type == "cuda"
-        and rank_device(device, ranks).index >= torch.cuda.device_count()
-    ):
+    replicas = speculation.draft_replicas
+    last = rank_device(device, ranks + replicas - 1)
+    if placement == "process" and device.type == "cuda" and last.index >= torch.cuda.device_count():
+        if replicas > 1:
+            raise ConfigError(f"speculation draft_replicas={replicas} needs a GPU for each replica: lower it")
         raise ConfigError('speculation placement="process" needs another GPU for the draft: use "stream"')
     if placement == "process" and speculation.budget == "auto":
         raise ConfigError(
@@ -100,12 +101,12 @@ def make_drafter(config: EngineConfig, runner: ModelRunner | None, target: Model
     """`runner`: that of the draft model or head, if it is in this process."""
     speculation = config.speculation
     if speculation.placement == "process":
-        return controlled(start_worker(config, target.vocab_size), speculation)
+        return controlled(start_workers(config, target.vocab_size), speculation)
     model: DraftSource | None = None
     if runner is not None and target.features is not None:
         model = make_eagle_model(config, runner, target.features)
     elif runner is not None:
-        model = make_draft_model(config, runner)
+        model = make_draft_model(config, runner, make_fan_out(speculation))
     return controlled(drafter_with(model, speculation), speculation)
 
 
@@ -117,7 +118,7 @@ def controlled(drafter: Drafter, speculation: SpeculationConfig) -> Drafter:
     return DepthController(drafter, make_arms(None if speculation.k == "auto" else speculation.lookahead, widths))
 
 
-def drafter_with(model: DraftSource | None, speculation: SpeculationConfig) -> Drafter:
+def drafter_with(model: DraftSource | None, speculation: SpeculationConfig, fan_out: FanOut | None = None) -> Drafter:
     """The drafter in this process."""
     if speculation.mode == "ar":
         return Drafter()
@@ -127,7 +128,7 @@ def drafter_with(model: DraftSource | None, speculation: SpeculationConfig) -> D
         return ModelDrafter(model, speculation.lookahead)
     return AheadDrafter(
         model,
-        make_fan_out(speculation),
+        fan_out or make_fan_out(speculation),
         lookahead=speculation.lookahead,
         budget=max(speculation.budgets),
         backup=speculation.backup,
@@ -135,13 +136,14 @@ def drafter_with(model: DraftSource | None, speculation: SpeculationConfig) -> D
     )
 
 
-def make_fan_out(speculation: SpeculationConfig) -> FanOut:
+def make_fan_out(speculation: SpeculationConfig, replica: int = 0) -> FanOut:
+    share = Share(replica, speculation.draft_replicas)
     if speculation.fan_out_hit is not None and speculation.fan_out_miss is not None:
-        return Listed(tuple(speculation.fan_out_hit), tuple(speculation.fan_out_miss))
+        return Listed(tuple(speculation.fan_out_hit), tuple(speculation.fan_out_miss), share)
     if is_int(speculation.fan_out):
         each = (int(speculation.fan_out),) * (speculation.lookahead + 1)
-        return Listed(each, each)
-    return Geometric() if speculation.fan_out == "geometric" else Adaptive()
+        return Listed(each, each, share)
+    return Geometric(share) if speculation.fan_out == "geometric" else Adaptive(share)
 
 
 def make_eagle_model(config: EngineConfig, runner: ModelRunner, features: Features) -> EagleModel:
@@ -166,10 +168,10 @@ def _run_options(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def make_draft_model(config: EngineConfig, runner: ModelRunner) -> DraftModel:
+def make_draft_model(config: EngineConfig, runner: ModelRunner, fan_out: FanOut) -> DraftModel:
     draft_runner = DraftRunner(runner, **_run_options(config))
     if draft_runner.on_cuda:
-        _warm_up(config, draft_runner)
+        _warm_up(config, draft_runner, fan_out)
     return DraftModel(
         draft_runner,
         max_len=runner.decoder.config.max_position,
@@ -178,8 +180,8 @@ def make_draft_model(config: EngineConfig, runner: ModelRunner) -> DraftModel:
     )
 
 
-def _warm_up(config: EngineConfig, draft: DraftRunner) -> None:
-    runner, usual = draft.runner, (row_buckets(config.max_num_seqs), make_fan_out(config.speculation))
+def _warm_up(config: EngineConfig, draft: DraftRunner, fan_out: FanOut) -> None:
+    runner, usual = draft.runner, (row_buckets(config.max_num_seqs), fan_out)
     max_tokens = min(batched_tokens(config, draft.device), runner.decoder.config.max_position)
     if not config.eager:
         runner.plan_graphs(prefill_only=True)
@@ -224,18 +226,21 @@ def load_draft(
     )
 
 
-def start_worker(config: EngineConfig, vocab_size: int) -> Drafter:
-    """A drafter in a worker, which gets the GPU after those of the target on this host, or one of the CPU's cores."""
+def start_workers(config: EngineConfig, vocab_size: int) -> Drafter:
+    """A drafter in workers, one for each replica, which get the GPUs after the target's on this host, or a core each."""
     draft = absolute_path(str(config.speculation.draft))  # for a worker that is started again from another directory
     config = replace(config, speculation=replace(config.speculation, draft=draft))
     device, threads = resolve_device(config.device), torch.get_num_threads()
-    if device.type == "cuda":
-        config = replace(config, device=str(rank_device(device, local_size(config.tensor_parallel_size))))
-    else:
-        torch.set_num_threads(max(1, min(threads, num_cores() - 1)))
-    setup = {"config": asdict(config), "vocab_size": vocab_size}
+    before, replicas = local_size(config.tensor_parallel_size), config.speculation.draft_replicas
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, min(threads, num_cores() - replicas)))
+
+    def start(replica: int) -> Worker:
+        own = replace(config, device=str(rank_device(device, before + replica)))
+        return Worker({"config": asdict(own), "vocab_size": vocab_size, "replica": replica})
+
     drafter = ProcessDrafter(
-        lambda: Worker(setup),
+        [functools.partial(start, replica) for replica in range(replicas)],
         config.speculation.lookahead,
         vocab_size,
         ended=lambda: torch.set_num_threads(threads),
@@ -248,7 +253,6 @@ def start_worker(config: EngineConfig, vocab_size: int) -> Drafter:
 def build_worker_drafter(setup: Mapping[str, Any]) -> WorkerDrafter:
     """Builds the same drafter inside a worker, with a SequenceState of its own."""
     config = build(EngineConfig, dict(setup["config"]))
-    config = replace(config, speculation=replace(config.speculation, placement="inline"))
     device = resolve_device(config.device)
     make_current(device)
     if device.type == "cpu":
@@ -258,4 +262,5 @@ def build_worker_drafter(setup: Mapping[str, Any]) -> WorkerDrafter:
     state = make_state(config, limit, int(setup["vocab_size"]), device)
     loaded = load_draft(config, draft, state, limit)
     runner = make_runner(config, loaded, state, kv_blocks(config, [loaded], loaded.max_len))
-    return WorkerDrafter(drafter_with(make_draft_model(config, runner), config.speculation), state)
+    fan_out = make_fan_out(config.speculation, int(setup["replica"]))
+    return WorkerDrafter(drafter_with(make_draft_model(config, runner, fan_out), config.speculation, fan_out), state)

@@ -60,8 +60,9 @@ class Place:
 
 
 def num_threads(config: EngineConfig) -> int:
-    """A rank's share of the CPU's cores; a draft in a process of its own has another one."""
-    left = num_cores() - (config.speculation.placement == "process")
+    """A rank's share of the CPU's cores; drafts in processes of their own have others."""
+    speculation = config.speculation
+    left = num_cores() - (speculation.draft_replicas if speculation.placement == "process" else 0)
     return max(1, left // local_size(config.tensor_parallel_size))
 
 

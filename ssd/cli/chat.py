@@ -107,6 +107,7 @@ def chat(
     budget: speculation.Budget = None,
     backup: speculation.Backup = None,
     placement: speculation.Placement = None,
+    draft_replicas: speculation.DraftReplicas = None,
     speculation_json: speculation.Speculation = None,
     device: Device = "auto",
     dtype: DType = "auto",
@@ -149,6 +150,7 @@ def chat(
             "budget": budget,
             "backup": backup,
             "placement": placement,
+            "draft_replicas": draft_replicas,
         }
         read = typed(history)
         if model.startswith(("http://", "https://")):

@@ -81,6 +81,7 @@ def generate(
     budget: speculation.Budget = None,
     backup: speculation.Backup = None,
     placement: speculation.Placement = None,
+    draft_replicas: speculation.DraftReplicas = None,
     speculation_json: speculation.Speculation = None,
     device: Device = "auto",
     dtype: DType = "auto",
@@ -138,6 +139,7 @@ def generate(
             budget=budget,
             backup=backup,
             placement=placement,
+            draft_replicas=draft_replicas,
         )
         with load(
             model,

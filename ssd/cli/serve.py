@@ -121,6 +121,7 @@ def serve(
     budget: speculation.Budget = None,
     backup: speculation.Backup = None,
     placement: speculation.Placement = None,
+    draft_replicas: speculation.DraftReplicas = None,
     speculation_json: speculation.Speculation = None,
     device: Device = "auto",
     dtype: DType = "auto",
@@ -186,6 +187,7 @@ def serve(
             budget=budget,
             backup=backup,
             placement=placement,
+            draft_replicas=draft_replicas,
         )
         engine: dict[str, Any] = {
             "device": device,

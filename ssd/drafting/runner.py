@@ -313,6 +313,12 @@ class DraftRunner:
             value=origin,
         )
 
+    def confidence(self, run: DraftRun, first: int, last: int) -> list[list[float]]:
+        """How sure the draft model was of each token of the rows first..last-1 of the last run."""
+        run.ended.wait()
+        found: list[list[float]] = self._confidence[first:last, 1 : run.depth + 1].tolist()
+        return found
+
     def distributions(self, row: int, first: int, last: int) -> torch.Tensor:
         """Distributions that a row's tokens first..last-1 of the last run were sampled from: float64 [tokens, V]."""
         return self._distributions[first:last, row].clone()

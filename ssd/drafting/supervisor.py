@@ -124,8 +124,7 @@ class Supervisor:
     """Keeps one worker running; `start` launches it, at first and after every loss.
 
     A worker is lost (killed) if a due message is not transferred for `hang_limit` seconds (`start_limit` before it is
-    ready), or if it sends anything invalid. Callbacks: `on_prepared` takes unsolicited messages, `on_loss` follows a
-    loss, `on_close` the end.
+    ready), or if it sends anything invalid. Callbacks: `on_prepared` takes PREPARED messages, `on_loss` follows a loss.
     """
 
     def __init__(
@@ -134,7 +133,6 @@ class Supervisor:
         *,
         on_prepared: Callable[[Message], None],
         on_loss: Callable[[], None],
-        on_close: Callable[[], None],
         clock: Callable[[], float],
         hang_limit: float,
         start_limit: float,
@@ -147,7 +145,7 @@ class Supervisor:
         self.busy_seconds = 0.0  # computing time that the workers reported, in all
         self._busy_before = 0.0  # of earlier workers
         self._start, self._clock = start, clock
-        self._on_prepared, self._on_loss, self._on_close = on_prepared, on_loss, on_close
+        self._on_prepared, self._on_loss = on_prepared, on_loss
         self._worker: Worker | None = None
         self._awaited: _Awaited | None = None
         self._ready_since: float | None = None
@@ -176,7 +174,7 @@ class Supervisor:
             self._lose(str(error))
 
     def settled(self, timeout: float = 0.0) -> bool:
-        """Whether there is a worker and no message is due from it; a late one is received and dropped.
+        """Whether there is a worker and no proposals are due from it; late ones are received and dropped.
 
         A lost worker is replaced here, once its pause is over. Raises WireError or OSError.
         """
@@ -186,28 +184,30 @@ class Supervisor:
             self._relaunch_when_due()
             return False
         channel = self._worker.channel
-        if self._awaited is not None:
+        if self._awaited is not None and self._awaited.kind is not Kind.PREPARED:
             drain = _DRAIN if channel.arriving else 0.0
             if self.receive(max(timeout, drain)) is None:
                 return False
         while channel.waiting() and (message := channel.receive(self.limit, 0.0)) is not None:
-            self._take_unsolicited(message)
+            self._take_prepared(message)
+        if self._awaited is not None:
+            self._check_silence(channel, self._awaited)
         return True
 
-    def post(self, message: Message) -> None:
-        """Sends a round; PROPOSALS are due for it."""
+    def post(self, message: Message, due: Kind) -> None:
+        """Sends a round; `due`: the first message that must come for it."""
         channel = self._channel()
         channel.post(message)
-        self._awaited = _Awaited(Kind.PROPOSALS, message.round, channel.num_bytes, self._clock())
+        self._awaited = _Awaited(due, message.round, channel.num_bytes, self._clock())
 
     def receive(self, timeout: float) -> Message | None:
-        """The message that is due, if it comes in time. A PREPARED message for an earlier round may come first."""
+        """The message that is due, if it comes in time. PREPARED messages for earlier rounds may come first."""
         channel, awaited = self._channel(), self._awaited
         if awaited is None:
             raise AssertionError("no message is due from the worker")
         message = channel.receive(self.limit, timeout)
-        if message is not None and message.kind is Kind.PREPARED:
-            self._take_unsolicited(message)
+        while message is not None and message.kind is Kind.PREPARED:
+            self._take_prepared(message)
             message = channel.receive(self.limit, timeout)
         if message is None:
             self._check_silence(channel, awaited)
@@ -228,17 +228,20 @@ class Supervisor:
             if worker is not None:
                 worker.close()
         self._worker = self._lost = None
-        self._on_close()
 
     def _channel(self) -> Channel:
         if self._worker is None:
             raise AssertionError("there is no worker")
         return self._worker.channel
 
-    def _take_unsolicited(self, message: Message) -> None:
+    def _take_prepared(self, message: Message) -> None:
         if message.kind is not Kind.PREPARED:
             raise WireError(f"it sent {message.kind.name} {message.round} without being asked")
         self._on_prepared(message)
+        self.busy_seconds = self._busy_before + message.times[0] / 1e9
+        awaited = self._awaited
+        if awaited is not None and (awaited.kind, awaited.round) == (message.kind, message.round):
+            self._awaited = None
 
     def _check_silence(self, channel: Channel, awaited: _Awaited) -> None:
         now = self._clock()

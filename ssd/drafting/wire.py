@@ -18,18 +18,18 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ssd.core import Origin, Proposal, SamplingParams, Sequence
-from ssd.decoding.drafter import Prepared
+from ssd.decoding.drafter import Confidence, Prepared
 from ssd.errors import RequestError, SSDError
 
 Words = npt.NDArray[np.int64]
 
-MAGIC = 0x5353_4457_0000_0003  # "SSDW", version 3
+MAGIC = 0x5353_4457_0000_0004  # "SSDW", version 4
 HEADER_WORDS = 6
 MAX_WORDS = 1 << 26  # of a payload: half a gigabyte
 MAX_OUTCOMES = 256  # prepared for a sequence
@@ -52,8 +52,8 @@ class Kind(IntEnum):
     SETUP = 1  # to the worker, once: its configuration
     READY = 2  # from the worker, once: it can take rounds
     ROUND = 3  # to the worker: sequences to draft for
-    PROPOSALS = 4  # from the worker: the answer to a round
-    PREPARED = 5  # from the worker, unsolicited: the drafts it has prepared for the outcomes of a round
+    PROPOSALS = 4  # from the worker: the drafts that a round asks for
+    PREPARED = 5  # from the worker, at the end of a round: the drafts it has prepared for the round's outcomes
     TABLES = 6  # to another rank of the target: new entries of its block tables
     FORWARD = 7  # to another rank of the target: the forward pass to launch
     START = 8  # to a process of torchrun: start a rank, which gets a connection to this port
@@ -68,10 +68,7 @@ class Message:
     kind: Kind
     round: int = 0
     payload: Words = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    times: tuple[int, int] = (
-        0,
-        0,
-    )  # ns. ROUND: time of the last round; PROPOSALS: computing in all, and for this one
+    times: tuple[int, int] = (0, 0)  # ns. ROUND: time of the last round; from the worker: computing in all, for this
 
 
 @dataclass(frozen=True)
@@ -90,6 +87,16 @@ class SequenceSetup:
         return cls(sequence.seed, sequence.num_prompt, sequence.max_tokens, stops, sequence.params)
 
 
+class Draft(NamedTuple):
+    """A draft that was prepared."""
+
+    token_ids: tuple[int, ...] = ()
+    confidence: tuple[float, ...] = ()  # of each token, where it is known
+
+    def cut(self, length: int) -> Draft:
+        return Draft(self.token_ids[:length], self.confidence[:length])
+
+
 @dataclass(frozen=True)
 class Entry:
     """One sequence of a round, with its tokens since the last message."""
@@ -98,8 +105,27 @@ class Entry:
     known: int  # number of tokens that the worker has
     new_tokens: list[int]
     lookahead: int
-    accepted: int = -1  # accepted draft tokens among the new ones; -1: they are not the outcome of the last proposal
+    draft: Draft | None = None  # that the round verifies; None: the worker is asked for it
     setup: SequenceSetup | None = None  # of a new sequence
+
+
+@dataclass(frozen=True)
+class PreparedDrafts:
+    """The drafts that a worker has prepared for a sequence."""
+
+    verified: tuple[int, ...]  # the draft under verification
+    outcomes: list[list[int]]  # accepted tokens of it, the target's own token, length of the draft, its tokens
+    confidence: npt.NDArray[np.float16]  # of these tokens
+
+    def find(self, decided: tuple[int, ...]) -> Draft | None:
+        """The draft for the outcome that decided these tokens."""
+        if not decided or self.verified[: len(decided) - 1] != decided[:-1]:
+            return None
+        wanted = [len(decided) - 1, decided[-1]]
+        for i, row in enumerate(self.outcomes):
+            if row[:2] == wanted:
+                return Draft(tuple(row[3 : 3 + row[2]]), tuple(self.confidence[i, : row[2]].tolist()))
+        return None
 
 
 # --- payloads ---------------------------------------------------------------------------------------------------------
@@ -128,7 +154,8 @@ def decode_setup(payload: Words) -> dict[str, Any]:
 def encode_round(forgotten: Seq[int], entries: Seq[Entry]) -> Words:
     words = [len(forgotten), *forgotten, len(entries)]
     for entry in entries:
-        words += [entry.id, entry.known, len(entry.new_tokens), *entry.new_tokens, entry.lookahead, entry.accepted]
+        words += [entry.id, entry.known, len(entry.new_tokens), *entry.new_tokens, entry.lookahead]
+        words += [-1] if entry.draft is None else _draft_words(entry.draft)
         words.append(entry.setup is not None)
         if entry.setup is not None:
             words += _setup_words(entry.setup)
@@ -170,37 +197,62 @@ def most_proposal_words(num_works: int, lookahead: int, vocab_size: int) -> int:
     return 1 + num_works * (3 + lookahead * (1 + vocab_size))
 
 
-def encode_prepared(prepared: Mapping[int, Prepared]) -> Words:
-    """One table per sequence, drafts padded to one length: fast to decode, since the target waits for it."""
-    words = [len(prepared)]
-    for sequence_id, outcomes in prepared.items():
+def encode_prepared(
+    prepared: Mapping[int, tuple[Seq[int], Prepared]], confidence: Mapping[int, Confidence] | None = None
+) -> Words:
+    """By sequence id: the draft under verification, and what was prepared for its outcomes.
+
+    One table per sequence, drafts padded to one length: fast to decode, since the target waits for it.
+    """
+    parts = [_words([len(prepared)])]
+    for sequence_id, (verified, outcomes) in prepared.items():
         depth = max(map(len, outcomes.values()), default=0)
-        words += [sequence_id, depth, len(outcomes)]
-        for (accepted, token), draft in outcomes.items():
-            words += [accepted, token, len(draft), *draft, *([0] * (depth - len(draft)))]
-    return _words(words)
+        table = np.zeros((len(outcomes), 3 + depth), dtype=np.int32)
+        sure = np.zeros((len(outcomes), depth), dtype=np.float16)
+        known = (confidence or {}).get(sequence_id, {})
+        for i, ((accepted, token), draft) in enumerate(outcomes.items()):
+            table[i, : 3 + len(draft)] = [accepted, token, len(draft), *draft]
+            sure[i, : len(draft)] = known.get((accepted, token), 0.0)
+        parts.append(_words([sequence_id, len(verified), *verified, depth, len(outcomes)]))
+        parts += [_packed(table), _packed(sure)]
+    return np.concatenate(parts)
 
 
-def decode_prepared(payload: Words, vocab_size: int) -> dict[int, Prepared]:
+def decode_prepared(payload: Words, vocab_size: int) -> dict[int, PreparedDrafts]:
     """By sequence id; token ids are validated."""
     reader = _Reader(payload)
-    found: dict[int, Prepared] = {}
+    found: dict[int, PreparedDrafts] = {}
     for _ in range(reader.number(0, reader.left)):
-        sequence_id, depth, count = reader.number(0), reader.number(0, reader.left), reader.number(0, reader.left)
-        table = reader.array(count * (3 + depth)).reshape(count, 3 + depth)
+        sequence_id = reader.number(0)
+        verified = tuple(reader.numbers(reader.count(), low=0, high=vocab_size - 1))
+        depth, count = reader.number(0, 2 * reader.left), reader.number(0, 2 * reader.left)
+        table = reader.packed((count, 3 + depth), np.int32)
+        confidence = reader.packed((count, depth), np.float16)
         if table.min(initial=0) < 0 or max(table[:, 1].max(initial=0), table[:, 3:].max(initial=0)) >= vocab_size:
             raise WireError(f"a number is negative, or a token not in 0..{vocab_size - 1}")
-        if table[:, 2].max(initial=0) > depth:
-            raise WireError("a draft is longer than its table is wide")
-        rows = table.tolist()
-        found[sequence_id] = {(row[0], row[1]): tuple(row[3 : 3 + row[2]]) for row in rows}
+        if table[:, 0].max(initial=0) > len(verified) or table[:, 2].max(initial=0) > depth:
+            raise WireError("more tokens are accepted than were drafted, or a draft is longer than its table is wide")
+        if not ((confidence >= 0) & np.isfinite(confidence)).all():
+            raise WireError("a confidence is negative or no number")
+        found[sequence_id] = PreparedDrafts(verified, table.tolist(), confidence)
     reader.finish()
     return found
 
 
 def most_prepared_words(num_works: int, lookahead: int) -> int:
     """Maximum length of a valid PREPARED payload."""
-    return 1 + num_works * (3 + MAX_OUTCOMES * (3 + lookahead))
+    return 1 + num_works * (6 + lookahead + MAX_OUTCOMES * (3 + lookahead))
+
+
+def _draft_words(draft: Draft) -> list[int]:
+    confidence = draft.confidence or (0.0,) * len(draft.token_ids)
+    return [len(draft.token_ids), *draft.token_ids, *map(_bits, confidence)]
+
+
+def _packed(values: npt.NDArray[Any]) -> Words:
+    """The bytes of an array, padded to words."""
+    data = values.tobytes()
+    return np.frombuffer(data + bytes(-len(data) % _BYTES), dtype=np.int64)
 
 
 def _setup_words(setup: SequenceSetup) -> list[int]:
@@ -216,11 +268,14 @@ def _setup_words(setup: SequenceSetup) -> list[int]:
 def _read_entry(reader: _Reader) -> Entry:
     sequence_id, known = reader.number(0), reader.number(0)
     tokens = reader.numbers(reader.count(), low=0)
-    lookahead, accepted, new = reader.number(0), reader.number(-1, len(tokens)), reader.number(0, 1)
-    setup = _read_setup(reader) if new else None
+    lookahead, drafted = reader.number(0), reader.number(-1, reader.left)
+    draft = None
+    if drafted >= 0:
+        draft = Draft(tuple(reader.numbers(drafted, low=0)), tuple(reader.real() for _ in range(drafted)))
+    setup = _read_setup(reader) if reader.number(0, 1) else None
     if setup and (known or setup.num_prompt > len(tokens)):
         raise WireError(f"sequence {sequence_id} is new, but not told from its first token on")
-    return Entry(sequence_id, known, tokens, lookahead, accepted, setup)
+    return Entry(sequence_id, known, tokens, lookahead, draft, setup)
 
 
 def _read_setup(reader: _Reader) -> SequenceSetup:
@@ -290,6 +345,12 @@ class _Reader:
             raise WireError(f"{count} words are announced, {self.left} are left")
         self._at += count
         return self._payload[self._at - count : self._at]
+
+    def packed(self, shape: tuple[int, ...], dtype: type) -> npt.NDArray[Any]:
+        """An array of `_packed`."""
+        count = math.prod(shape)
+        words = self.array(-(-count * np.dtype(dtype).itemsize // _BYTES))
+        return words.view(dtype)[:count].reshape(shape)
 
     def numbers(self, count: int, low: int = _LOWEST, high: int = _HIGHEST) -> list[int]:
         values: list[int] = self.array(count).tolist()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -246,6 +247,8 @@ def test_a_gpu_can_be_chosen_by_its_index(monkeypatch: pytest.MonkeyPatch) -> No
     assert placed(speculation, first, ranks=3) == speculation  # cuda:4
     with pytest.raises(ConfigError, match="needs another GPU for the draft"):
         placed(speculation, first, ranks=4)
+    with pytest.raises(ConfigError, match="draft_replicas=2 needs a GPU for each replica"):
+        placed(replace(speculation, draft_replicas=2), first, ranks=3)
     with pytest.raises(ConfigError, match="tensor_parallel_size=5 from device='cuda:1' on needs more GPUs than the 5"):
         Ranks(EngineConfig("x", device="cuda:1", tensor_parallel_size=5), first)
     with pytest.raises(ConfigError, match="device='cuda:5', but torch sees 5 GPUs"):
@@ -257,12 +260,16 @@ def test_the_draft_s_process_gets_the_gpu_after_those_of_the_target(monkeypatch:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
     ready = SimpleNamespace(wait_ready=lambda _: True)
-    monkeypatch.setattr(drafters, "ProcessDrafter", lambda start, *_, **__: start() or ready)
+    monkeypatch.setattr(drafters, "ProcessDrafter", lambda starts, *_, **__: [start() for start in starts] and ready)
     monkeypatch.setattr(drafters, "Worker", setups.append)
     speculation = SpeculationConfig(mode="ssd", draft="x", placement="process")
     config = EngineConfig("x", device="cuda", tensor_parallel_size=4, speculation=speculation)
-    drafters.start_worker(config, 10)
+    drafters.start_workers(config, 10)
     assert setups[0]["config"]["device"] == "cuda:4"
+    config = replace(config, tensor_parallel_size=2, speculation=replace(speculation, draft_replicas=3))
+    drafters.start_workers(config, 10)
+    assert [setup["config"]["device"] for setup in setups[1:]] == ["cuda:2", "cuda:3", "cuda:4"]
+    assert [setup["replica"] for setup in setups[1:]] == [0, 1, 2]
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------

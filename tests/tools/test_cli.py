@@ -40,7 +40,7 @@ def test_help_teaches() -> None:
     assert "ssd demo" in done.stdout
     assert "ssd explain" in done.stdout
     flags = CliRunner().invoke(app, ["generate", "--help"]).stdout
-    for flag in ("--temperature", "--mode", "--draft", "--k", "--fan-out", "--budget", "--backup", "--placement"):
+    for flag in ("--mode", "--draft", "--k", "--fan-out", "--budget", "--backup", "--placement", "--draft-replicas"):
         assert flag in flags
     for command in ("generate", "chat", "bench", "explain"):
         assert "--draft-quantiz" in CliRunner().invoke(app, [command, "--help"]).stdout

@@ -19,6 +19,7 @@ from ssd.drafting.wire import (
     MAGIC,
     Channel,
     ChannelClosed,
+    Draft,
     Entry,
     Kind,
     Message,
@@ -64,11 +65,14 @@ sequences = st.builds(
     st.frozensets(st.integers(0, 1 << 40), max_size=3),
     st.integers(1, 1 << 40),
 )
+given_drafts = st.lists(st.tuples(st.integers(0, 1 << 40), st.floats(0, 1e4)), max_size=LOOKAHEAD).map(
+    lambda pairs: Draft(tuple(token for token, _ in pairs), tuple(sure for _, sure in pairs))
+)
 entries = st.lists(
     st.builds(lambda s, k: Entry(s.id, 0, s.tokens, k, setup=SequenceSetup.of(s)), sequences, st.integers(0, 9))
     | st.builds(
-        lambda id, known, new, k, accepted: Entry(id, known, new, k, min(accepted, len(new))),
-        *(st.integers(0, 9), st.integers(0, 99), tokens, st.integers(0, 9), st.integers(-1, 9)),
+        lambda id, known, new, k, draft: Entry(id, known, new, k, draft),
+        *(st.integers(0, 9), st.integers(0, 99), tokens, st.integers(0, 9), st.none() | given_drafts),
     ),
     max_size=4,
 )
@@ -77,7 +81,8 @@ rounds = st.tuples(st.lists(st.integers(0, 1 << 40), max_size=4), entries)
 
 drafts = st.lists(st.integers(0, VOCAB - 1), max_size=LOOKAHEAD).map(tuple)
 outcomes = st.dictionaries(st.tuples(st.integers(0, LOOKAHEAD), st.integers(0, VOCAB - 1)), drafts, max_size=5)
-prepared = st.dictionaries(st.integers(0, 1 << 40), outcomes, max_size=3)
+verified = st.lists(st.integers(0, VOCAB - 1), min_size=LOOKAHEAD, max_size=LOOKAHEAD).map(tuple)
+prepared = st.dictionaries(st.integers(0, 1 << 40), st.tuples(verified, outcomes), max_size=3)
 
 
 @st.composite
@@ -123,7 +128,7 @@ def test_a_round_crosses_unchanged(round_: tuple[list[int], list[Entry]]) -> Non
     for got, wanted in zip(sent, round_[1], strict=True):
         assert got.id == wanted.id
         assert (got.known, got.new_tokens, got.lookahead) == (wanted.known, wanted.new_tokens, wanted.lookahead)
-        assert got.accepted == wanted.accepted
+        assert got.draft == wanted.draft
         assert (got.setup is None) == (wanted.setup is None)
         if got.setup is not None and wanted.setup is not None:
             assert relevant(got.setup.params) == relevant(wanted.setup.params)
@@ -134,18 +139,17 @@ def test_a_round_crosses_unchanged(round_: tuple[list[int], list[Entry]]) -> Non
 @pytest.mark.parametrize(
     "entry",
     [
-        Entry(0, 3, [1, 2], 4, accepted=3),
-        Entry(0, 3, [1, 2], 4, accepted=-2),
+        Entry(0, 3, [1, 2], 4, Draft((1, -2), (0.0, 0.0))),
         Entry(0, 3, [1, 2], -1),
         Entry(0, -1, [1, 2], 4),
         Entry(0, 3, [1, -2], 4),
         Entry(0, 1, [1, 2], 4, setup=SequenceSetup.of(make_sequence([1, 2]))),
         Entry(0, 0, [1], 4, setup=SequenceSetup.of(make_sequence([1, 2]))),
     ],
-    ids=range(7),
+    ids=range(6),
 )
 def test_senseless_entries_are_refused(entry: Entry) -> None:
-    """Catches more accepted tokens than new ones, and a new sequence that is not told from its beginning."""
+    """Catches tokens that there are not, and a new sequence that is not told from its beginning."""
     with pytest.raises(WireError):
         decode_round(encode_round([], [entry]))
 
@@ -159,10 +163,22 @@ def test_proposals_cross_unchanged(sent: list[Proposal]) -> None:
         assert a.distributions is None or torch.equal(a.distributions, b.distributions)
 
 
+Sent = dict[int, tuple[tuple[int, ...], dict[tuple[int, int], tuple[int, ...]]]]
+
+
 @given(prepared)
-def test_what_is_prepared_crosses_unchanged(sent: dict[int, dict[tuple[int, int], tuple[int, ...]]]) -> None:
-    payload = encode_prepared(sent)
-    assert decode_prepared(carried(payload, Kind.PREPARED), VOCAB) == sent
+def test_what_is_prepared_crosses_unchanged(sent: Sent) -> None:
+    """Every draft is found by the tokens that its outcome decides, and by no others."""
+    confidence = {i: {key: (0.5,) * len(draft) for key, draft in sent[i][1].items()} for i in sent}
+    payload = encode_prepared(sent, confidence)
+    found = decode_prepared(carried(payload, Kind.PREPARED), VOCAB)
+    assert found.keys() == sent.keys()
+    for i, (draft, prepared) in sent.items():
+        for (accepted, token), following in prepared.items():
+            assert found[i].find((*draft[:accepted], token)) == Draft(following, (0.5,) * len(following))
+            assert not accepted or found[i].find((draft[0] + 1, *draft[1:accepted], token)) is None
+        assert found[i].find(()) is None
+        assert found[i].find((*draft, 1, 2)) is None
     for wrong in (payload[:-1], np.append(payload, 0)):
         with pytest.raises(WireError):
             decode_prepared(wrong, VOCAB)
@@ -170,11 +186,12 @@ def test_what_is_prepared_crosses_unchanged(sent: dict[int, dict[tuple[int, int]
 
 def test_lengths_may_be_beyond_a_small_vocabulary() -> None:
     """Only tokens have to be in it: a truthful worker with more draft tokens than that is not lost."""
-    sent = {7: {(4, 1): (0, 1, 0, 1), (3, 0): (1, 1, 1)}}
-    assert decode_prepared(encode_prepared(sent), 2) == sent
-    for wrong in ({7: {(4, 2): (0,)}}, {7: {(4, 1): (0, 2)}}, {7: {(-1, 1): (0,)}}):
+    draft = (0, 1, 1, 0)
+    found = decode_prepared(encode_prepared({7: (draft, {(4, 1): (0, 1, 0, 1), (3, 0): (1, 1, 1)})}), 2)
+    assert found[7].outcomes == [[4, 1, 4, 0, 1, 0, 1], [3, 0, 3, 1, 1, 1, 0]]
+    for wrong in ({(4, 2): (0,)}, {(4, 1): (0, 2)}, {(-1, 1): (0,)}, {(5, 1): (0,)}):
         with pytest.raises(WireError):
-            decode_prepared(encode_prepared(wrong), 2)
+            decode_prepared(encode_prepared({7: (draft, wrong)}), 2)
 
 
 @given(st.dictionaries(st.text(), st.none() | st.integers() | st.text() | st.lists(st.floats(0, 1))))
