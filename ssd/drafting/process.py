@@ -109,10 +109,14 @@ class ProcessDrafter(Drafter):
         return draft.cut(work.lookahead) if draft is not None else None
 
     def _ask(self, replicas: Seq[Replica], asked: Seq[int], found: list[Proposal]) -> None:
-        """Fills in the first reply's proposals; none, if all are late, counts as a reply after `patience` seconds."""
+        """Fills in the first reply's proposals; none, if all are late, counts as a reply after `patience` seconds.
+
+        They write the same drafts. Another one comes first each time: one that is wrong does not spoil all of them.
+        """
         began = self._clock()
         deadline = began + self.patience
-        for each in replicas:
+        first = self.replies % len(replicas)
+        for each in (*replicas[first:], *replicas[:first]):
             reply = each.receive(max(0.0, deadline - self._clock()))
             if reply is not None:
                 break

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -13,15 +15,27 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from conftest import TestModel
-from random_requests import MAX_LEN, Asked, Models, check_answers, check_idle, make_models, play, random_requests
+from conftest import VOCAB, TestModel
+from draft_workers import HONEST, LIAR, LIES
+from random_requests import (
+    MAX_LEN,
+    Asked,
+    Models,
+    check_answers,
+    check_empty,
+    check_idle,
+    make_models,
+    play,
+    random_requests,
+)
 from serve_process import ServeProcess, serve
 
 from ssd import LLM, SamplingParams
@@ -30,10 +44,13 @@ from ssd.assembly.device import rank_device, resolve_device
 from ssd.assembly.drafters import drafter_with, placed
 from ssd.assembly.ranks import Place, Ranks
 from ssd.config import EngineConfig, SpeculationConfig
-from ssd.core import Outcome, RequestOutput, Work
+from ssd.core import Outcome, Proposal, RequestOutput, Work
 from ssd.decoding.drafter import Drafter
 from ssd.drafting.ahead import AheadDrafter
+from ssd.drafting.process import ProcessDrafter
+from ssd.drafting.supervisor import Worker
 from ssd.drafting.wire import Channel
+from ssd.engine.engine import Engine
 from ssd.errors import ConfigError, EngineFailed, RequestFailed
 from ssd.parallel.tensor import TensorParallel
 
@@ -379,6 +396,128 @@ def test_nothing_is_left_of_a_closed_engine(models: Models) -> None:
         assert not runs(pid)
     assert threading.active_count() == threads
     assert len(os.listdir("/proc/self/fd")) <= files + 1
+
+
+# --- faults of the draft's processes ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Load:
+    """Many requests, and what plain decoding writes for each alone, on the same ranks."""
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    answers: list[list[int]]
+
+    @property
+    def texts(self) -> list[list[int]]:
+        return [prompt + answer for prompt, answer in zip(self.prompts, self.answers, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def load(two: LLM) -> Load:
+    prompts = [[(11 * i + 3 * j) % VOCAB for j in range(2 + i)] for i in range(20)]  # 4 of them wait
+    params = [SamplingParams(max_new_tokens=24, temperature=0.8 * (i % 2), seed=i, ignore_eos=True) for i in range(20)]
+    with mode(two, "ar"):
+        outputs = [two.generate([prompt], each)[0] for prompt, each in zip(prompts, params, strict=True)]
+    return Load(prompts, params, [output.token_ids for output in outputs])
+
+
+@contextmanager
+def drafting_with(llm: LLM, *workers: tuple[str, dict[str, Any]]) -> Iterator[ProcessDrafter]:
+    """The engine with a drafter in such processes; of them nothing may be left in the end."""
+    before, shared, started = len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm"), list[int]()
+
+    def start(code: str, setup: dict[str, Any]) -> Worker:
+        worker = Worker(setup, [sys.executable, "-c", code])
+        started.append(worker.pid)
+        return worker
+
+    starts = [partial(start, *each) for each in workers]
+    drafter, built = ProcessDrafter(starts, 3, VOCAB, patience=0.1, hang_limit=0.2), llm.engine.round.drafter
+    assert drafter.wait_ready(30)
+    llm.driver.call(lambda engine: setattr(engine.round, "drafter", drafter))
+    yield drafter
+    llm.driver.call(lambda engine: setattr(engine.round, "drafter", built))
+    drafter.close()
+    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
+    assert (len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm")) == (before, shared)
+
+
+def from_round(number: int, drafter: Drafter, fault: Callable[[], None]) -> None:
+    """Something happens before the drafter is asked for that round."""
+    propose, rounds = drafter.propose, itertools.count()
+
+    def proposing(works: Seq[Work]) -> list[Proposal]:
+        if next(rounds) == number:
+            fault()
+        return propose(works)
+
+    drafter.propose = proposing  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("fault", ["killed", "stopped", "malformed", "wrong"])
+def test_faults_of_a_draft_s_process_under_load_cost_no_text(two: LLM, load: Load, fault: str, replicas: int) -> None:
+    """Two ranks, 20 requests, and a draft's process that dies, hangs or lies, alone or beside another one.
+
+    Catches a text that changes, a request that is lost, and processes or memory that are left.
+    """
+    honest = {"texts": load.texts, "ahead": True}
+    workers = [(HONEST, honest | {"share": (i, replicas)}) for i in range(replicas)]
+    if fault == "wrong":
+        workers[0] = HONEST, honest | {"shift": 1}
+    elif fault == "malformed":
+        workers[0] = LIAR.replace("READY", "send(2, 0)").replace("ROUND", LIES["noise"]), {}
+    with drafting_with(two, *workers) as drafter:
+        victim = drafter.replicas[0].supervisor
+        if fault in ("killed", "stopped"):
+            pid = victim.pid or 0
+            from_round(6, drafter, lambda: os.kill(pid, signal.SIGKILL if fault == "killed" else signal.SIGSTOP))
+            from_round(9, drafter, lambda: time.sleep(0.3))  # beyond the hang limit
+        outputs = two.generate(load.prompts, load.params)
+        assert [output.token_ids for output in outputs] == load.answers
+        assert all(output.finish_reason == "length" for output in outputs)
+        assert (victim.failures > 0) == (fault != "wrong")
+        assert sum(each.supervisor.failures for each in drafter.replicas[1:]) == 0
+        assert sum(output.metrics.accepted for output in outputs) > 0 or replicas == 1
+        two.driver.call(check_empty)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_draft_models_that_die_and_hang_again_and_again(two: LLM, models: Models, load: Load, replicas: int) -> None:
+    """Real draft models beside two ranks. Every few rounds one of them is killed or stopped; their successors draft."""
+    speculation = AHEAD | {"draft": models.drafts["noisy"], "placement": "process", "draft_replicas": replicas}
+    files, shared = len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm")
+    dice, hit = random.Random(1), set[int]()
+    with split(models, 2, speculation=speculation) as llm:
+        drafter = llm.engine.round.drafter
+        assert isinstance(drafter, ProcessDrafter)
+
+        def strike(engine: Engine) -> bool:
+            """Between any two rounds; pauses of a lost worker are tested elsewhere."""
+            for each in drafter.replicas:
+                supervisor = each.supervisor
+                supervisor.hang_limit, supervisor._restart_at = 0.2, 0.0
+                if supervisor.ready and supervisor.pid not in hit and dice.random() < 0.1:
+                    hit.add(supervisor.pid or 0)
+                    os.kill(supervisor.pid or 0, dice.choice([signal.SIGKILL, signal.SIGSTOP]))
+            return engine.has_work
+
+        deadline = time.monotonic() + 60
+        while len(hit) < 6:
+            assert time.monotonic() < deadline
+            submissions = llm.driver.submit_many(list(zip(load.prompts, load.params, strict=True)))
+            while llm.driver.call(strike):
+                pass
+            assert [submission.result().token_ids for submission in submissions] == load.answers
+        llm.driver.call(check_empty)
+        assert llm.engine.metrics.drafter_failures >= 5
+        assert llm.engine.metrics.spec_decode_num_accepted_tokens > 0
+    for pid in hit:
+        wait_for_end(pid)
+    assert (len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm")) == (files, shared)
 
 
 def test_a_rank_that_dies_ends_all_requests_with_the_reason(two: LLM) -> None:

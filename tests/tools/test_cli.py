@@ -40,8 +40,9 @@ def test_help_teaches() -> None:
     assert "ssd demo" in done.stdout
     assert "ssd explain" in done.stdout
     flags = CliRunner().invoke(app, ["generate", "--help"]).stdout
-    for flag in ("--mode", "--draft", "--k", "--fan-out", "--budget", "--backup", "--placement", "--draft-replicas"):
+    for flag in ("--temperature", "--mode", "--draft", "--k", "--fan-out", "--budget", "--backup", "--placement"):
         assert flag in flags
+    assert "--draft-replicas" in flags
     for command in ("generate", "chat", "bench", "explain"):
         assert "--draft-quantiz" in CliRunner().invoke(app, [command, "--help"]).stdout
 
