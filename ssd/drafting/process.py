@@ -1,8 +1,9 @@
 """A drafter in processes of its own, the workers, which prepare drafts while the target verifies.
 
 Each worker (replica) prepares its share of the outcomes of every sequence, and sends the drafts before the next round.
-A round whose outcomes they cover uses them without waiting for a reply. A worker that is slow, hangs, crashes or sends
-invalid messages costs speed, never a request.
+A round whose outcomes they cover uses them without waiting for a reply. Where most rounds have to ask all the same, as
+in large batches, a single worker keeps its drafts and looks them up itself. A worker that is slow, hangs, crashes or
+sends invalid messages costs speed, never a request.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ssd.drafting.wire import Draft
 
 LEAST_PATIENCE, MOST_PATIENCE = 0.05, 1.0  # seconds
 _PATIENCE_PER_REPLY = 8  # times the mean reply
+_MOST_HIT = 0.5  # share of rounds that need no reply, above which one worker's drafts are sent ahead
 
 
 class ProcessDrafter(Drafter):
@@ -53,6 +55,7 @@ class ProcessDrafter(Drafter):
         self._ended = ended
         self._reply = Average(7 / 8, patience / _PATIENCE_PER_REPLY, 1.0)  # seconds
         self._round_seconds = 0.0  # of the last round
+        self._all_hit = Average(15 / 16, 4.0, 4.0)  # share of rounds in which every draft had been prepared
         self.replicas = [
             Replica(start, lookahead, vocab_size, clock=clock, hang_limit=hang_limit, start_limit=start_limit)
             for start in starts
@@ -74,15 +77,20 @@ class ProcessDrafter(Drafter):
             return [Proposal()] * len(works)
         available = [each for each in self.replicas if each.available()]
         drafts = [self._look_up(work, available) for work in works]
+        ahead = len(self.replicas) > 1 or bool(self._all_hit.value > _MOST_HIT)
         for each in available:
-            each.send(works, drafts, self._round_seconds)
+            each.send(works, drafts, self._round_seconds, ahead)
         found = [Proposal() if draft is None else _proposal(draft) for draft in drafts]
         if not available:
             self.late += any(each.supervisor.ready for each in self.replicas)
-        elif None in drafts:
+            return found
+        if None in drafts:
             self._ask(available, [i for i, draft in enumerate(drafts) if draft is None], found)
         else:
             self.at_hand += 1
+        origins = {proposal.origin for proposal in found} - {Origin.NONE}
+        if origins:
+            self._all_hit.add(origins == {Origin.HIT})
         return found
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:

@@ -196,13 +196,13 @@ class Supervisor:
 
     def post(self, message: Message, due: Kind) -> None:
         """Sends a round; `due`: the first message that must come for it."""
-        channel = self._channel()
+        channel = self.channel
         channel.post(message)
         self._awaited = _Awaited(due, message.round, channel.num_bytes, self._clock())
 
     def receive(self, timeout: float) -> Message | None:
         """The message that is due, if it comes in time. PREPARED messages for earlier rounds may come first."""
-        channel, awaited = self._channel(), self._awaited
+        channel, awaited = self.channel, self._awaited
         if awaited is None:
             raise AssertionError("no message is due from the worker")
         message = channel.receive(self.limit, timeout)
@@ -229,7 +229,9 @@ class Supervisor:
                 worker.close()
         self._worker = self._lost = None
 
-    def _channel(self) -> Channel:
+    @property
+    def channel(self) -> Channel:
+        """To the worker, while there is one."""
         if self._worker is None:
             raise AssertionError("there is no worker")
         return self._worker.channel

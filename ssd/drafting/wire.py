@@ -7,6 +7,7 @@ is allocated by a length that was not checked. Knows nothing of processes or of 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import select
@@ -37,6 +38,7 @@ MAX_OUTCOMES = 256  # prepared for a sequence
 _LOWEST, _HIGHEST = -(1 << 63), (1 << 63) - 1
 _BYTES = 8  # of a word
 _CHUNK = 1 << 20  # bytes of one read
+_CONFIDENCE_STEPS = 18.0  # of a code, while 1 + confidence doubles
 _GRACE = 0.005  # seconds after the timeout in which a message that is arriving is still read
 
 
@@ -114,17 +116,18 @@ class PreparedDrafts:
     """The drafts that a worker has prepared for a sequence."""
 
     verified: tuple[int, ...]  # the draft under verification
-    outcomes: list[list[int]]  # accepted tokens of it, the target's own token, length of the draft, its tokens
-    confidence: npt.NDArray[np.float16]  # of these tokens
+    outcomes: list[list[int]]  # accepted tokens of it, the target's own token, the draft, then -1
+    confidence: npt.NDArray[np.uint8]  # of these drafts' tokens, as `_confidence_codes`
 
     def find(self, decided: tuple[int, ...]) -> Draft | None:
         """The draft for the outcome that decided these tokens."""
         if not decided or self.verified[: len(decided) - 1] != decided[:-1]:
             return None
         wanted = [len(decided) - 1, decided[-1]]
-        for i, row in enumerate(self.outcomes):
+        for row, codes in zip(self.outcomes, self.confidence, strict=True):
             if row[:2] == wanted:
-                return Draft(tuple(row[3 : 3 + row[2]]), tuple(self.confidence[i, : row[2]].tolist()))
+                tokens = tuple(itertools.takewhile(lambda token: token >= 0, row[2:]))
+                return Draft(tokens, _confidence(codes[: len(tokens)]))
         return None
 
 
@@ -151,8 +154,9 @@ def decode_setup(payload: Words) -> dict[str, Any]:
     return config
 
 
-def encode_round(forgotten: Seq[int], entries: Seq[Entry]) -> Words:
-    words = [len(forgotten), *forgotten, len(entries)]
+def encode_round(forgotten: Seq[int], entries: Seq[Entry], ahead: bool = True) -> Words:
+    """`ahead`: what is prepared is to be sent; else it is kept, and looked up in when the next round asks."""
+    words = [ahead, len(forgotten), *forgotten, len(entries)]
     for entry in entries:
         words += [entry.id, entry.known, len(entry.new_tokens), *entry.new_tokens, entry.lookahead]
         words += [-1] if entry.draft is None else _draft_words(entry.draft)
@@ -162,13 +166,14 @@ def encode_round(forgotten: Seq[int], entries: Seq[Entry]) -> Words:
     return _words(words)
 
 
-def decode_round(payload: Words) -> tuple[list[int], list[Entry]]:
-    """The ids of sequences to drop, and the sequences to draft for."""
+def decode_round(payload: Words) -> tuple[list[int], list[Entry], bool]:
+    """The ids of sequences to drop, the sequences to draft for, and whether to send what is prepared."""
     reader = _Reader(payload)
+    ahead = bool(reader.number(0, 1))
     forgotten = reader.numbers(reader.count())
     entries = [_read_entry(reader) for _ in range(reader.count())]
     reader.finish()
-    return forgotten, entries
+    return forgotten, entries, ahead
 
 
 def encode_proposals(proposals: Seq[Proposal]) -> Words:
@@ -207,14 +212,14 @@ def encode_prepared(
     parts = [_words([len(prepared)])]
     for sequence_id, (verified, outcomes) in prepared.items():
         depth = max(map(len, outcomes.values()), default=0)
-        table = np.zeros((len(outcomes), 3 + depth), dtype=np.int32)
-        sure = np.zeros((len(outcomes), depth), dtype=np.float16)
+        table = np.full((len(outcomes), 2 + depth), -1, dtype=np.int32)
+        sure = np.zeros((len(outcomes), depth))
         known = (confidence or {}).get(sequence_id, {})
         for i, ((accepted, token), draft) in enumerate(outcomes.items()):
-            table[i, : 3 + len(draft)] = [accepted, token, len(draft), *draft]
+            table[i, : 2 + len(draft)] = [accepted, token, *draft]
             sure[i, : len(draft)] = known.get((accepted, token), 0.0)
-        parts.append(_words([sequence_id, len(verified), *verified, depth, len(outcomes)]))
-        parts += [_packed(table), _packed(sure)]
+        parts.append(_words([sequence_id, len(verified), depth, len(outcomes)]))
+        parts += [_packed(np.array(verified, dtype=np.int32)), _packed(table), _packed(_confidence_codes(sure))]
     return np.concatenate(parts)
 
 
@@ -224,29 +229,38 @@ def decode_prepared(payload: Words, vocab_size: int) -> dict[int, PreparedDrafts
     found: dict[int, PreparedDrafts] = {}
     for _ in range(reader.number(0, reader.left)):
         sequence_id = reader.number(0)
-        verified = tuple(reader.numbers(reader.count(), low=0, high=vocab_size - 1))
-        depth, count = reader.number(0, 2 * reader.left), reader.number(0, 2 * reader.left)
-        table = reader.packed((count, 3 + depth), np.int32)
-        confidence = reader.packed((count, depth), np.float16)
-        if table.min(initial=0) < 0 or max(table[:, 1].max(initial=0), table[:, 3:].max(initial=0)) >= vocab_size:
+        drafted, depth, count = (reader.number(0, 2 * reader.left) for _ in range(3))
+        verified = reader.packed((drafted,), np.int32)
+        table = reader.packed((count, 2 + depth), np.int32)
+        confidence = reader.packed((count, depth), np.uint8)
+        least = min(numbers.min(initial=0) for numbers in (verified, table[:, :2]))
+        if least < 0 or max(tokens.max(initial=0) for tokens in (verified, table[:, 1:])) >= vocab_size:
             raise WireError(f"a number is negative, or a token not in 0..{vocab_size - 1}")
-        if table[:, 0].max(initial=0) > len(verified) or table[:, 2].max(initial=0) > depth:
-            raise WireError("more tokens are accepted than were drafted, or a draft is longer than its table is wide")
-        if not ((confidence >= 0) & np.isfinite(confidence)).all():
-            raise WireError("a confidence is negative or no number")
-        found[sequence_id] = PreparedDrafts(verified, table.tolist(), confidence)
+        if table[:, 0].max(initial=0) > drafted:
+            raise WireError("more tokens are accepted than were drafted")
+        found[sequence_id] = PreparedDrafts(tuple(verified.tolist()), table.tolist(), confidence)
     reader.finish()
     return found
 
 
 def most_prepared_words(num_works: int, lookahead: int) -> int:
     """Maximum length of a valid PREPARED payload."""
-    return 1 + num_works * (6 + lookahead + MAX_OUTCOMES * (3 + lookahead))
+    return 1 + num_works * (6 + lookahead + MAX_OUTCOMES * (2 + lookahead))
 
 
 def _draft_words(draft: Draft) -> list[int]:
-    confidence = draft.confidence or (0.0,) * len(draft.token_ids)
-    return [len(draft.token_ids), *draft.token_ids, *map(_bits, confidence)]
+    confidence = _confidence_codes(np.array(draft.confidence or (0.0,) * len(draft.token_ids)))
+    tokens = _packed(np.array(draft.token_ids, dtype=np.int32))
+    return [len(draft.token_ids), *tokens.tolist(), *_packed(confidence).tolist()]
+
+
+def _confidence_codes(confidence: npt.NDArray[np.float64]) -> npt.NDArray[np.uint8]:
+    """One byte each, to about 2 percent of 1 + confidence."""
+    return np.round(_CONFIDENCE_STEPS * np.log2(1.0 + confidence)).clip(0, 255).astype(np.uint8)
+
+
+def _confidence(codes: npt.NDArray[np.uint8]) -> tuple[float, ...]:
+    return tuple((np.exp2(codes / _CONFIDENCE_STEPS) - 1.0).tolist())
 
 
 def _packed(values: npt.NDArray[Any]) -> Words:
@@ -268,14 +282,19 @@ def _setup_words(setup: SequenceSetup) -> list[int]:
 def _read_entry(reader: _Reader) -> Entry:
     sequence_id, known = reader.number(0), reader.number(0)
     tokens = reader.numbers(reader.count(), low=0)
-    lookahead, drafted = reader.number(0), reader.number(-1, reader.left)
-    draft = None
-    if drafted >= 0:
-        draft = Draft(tuple(reader.numbers(drafted, low=0)), tuple(reader.real() for _ in range(drafted)))
+    lookahead, drafted = reader.number(0), reader.number(-1, 2 * reader.left)
+    draft = _read_draft(reader, drafted) if drafted >= 0 else None
     setup = _read_setup(reader) if reader.number(0, 1) else None
     if setup and (known or setup.num_prompt > len(tokens)):
         raise WireError(f"sequence {sequence_id} is new, but not told from its first token on")
     return Entry(sequence_id, known, tokens, lookahead, draft, setup)
+
+
+def _read_draft(reader: _Reader, length: int) -> Draft:
+    tokens, codes = reader.packed((length,), np.int32), reader.packed((length,), np.uint8)
+    if tokens.min(initial=0) < 0:
+        raise WireError("a draft has a token below 0")
+    return Draft(tuple(tokens.tolist()), _confidence(codes))
 
 
 def _read_setup(reader: _Reader) -> SequenceSetup:
@@ -382,15 +401,28 @@ class _Reader:
 # --- the channel ------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Traffic:
+    """What went over a channel in one direction."""
+
+    num_messages: int = 0
+    num_bytes: int = 0
+
+
 class Channel:
     """Complete messages over one end of a connection; non-blocking, partial messages are buffered."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
-        self.num_bytes = 0  # transferred, in both directions
+        self.sent, self.received = Traffic(), Traffic()
         self._socket = end
         self._unsent: deque[memoryview] = deque()
         self._partial = bytearray()  # of the message that is arriving
+
+    @property
+    def num_bytes(self) -> int:
+        """Transferred, in both directions."""
+        return self.sent.num_bytes + self.received.num_bytes
 
     @property
     def arriving(self) -> bool:
@@ -414,6 +446,7 @@ class Channel:
         """Sends without blocking; the rest is sent by `receive` or `flush`."""
         header = _words([MAGIC, message.kind, message.round, *message.times, len(message.payload)])
         self._unsent.append(np.concatenate((header, message.payload)).data.cast("B"))
+        self.sent.num_messages += 1
         self._write()
 
     def flush(self) -> None:
@@ -449,7 +482,7 @@ class Channel:
         try:
             while self._unsent:
                 sent = self._socket.send(self._unsent[0])
-                self.num_bytes += sent
+                self.sent.num_bytes += sent
                 rest = self._unsent.popleft()[sent:]
                 if rest:
                     self._unsent.appendleft(rest)
@@ -468,7 +501,7 @@ class Channel:
             raise ChannelClosed("the other end is closed") from error
         if not data:
             raise ChannelClosed("the other end is closed")
-        self.num_bytes += len(data)
+        self.received.num_bytes += len(data)
         self._partial += data
         return True
 
@@ -486,6 +519,7 @@ class Channel:
 
     def _take(self) -> Message:
         data, self._partial = self._partial, bytearray()
+        self.received.num_messages += 1
         words = np.frombuffer(data, np.int64)
         kind, number, *times = (int(word) for word in words[1:5])
         return Message(Kind(kind), number, words[HEADER_WORDS:], (times[0], times[1]))

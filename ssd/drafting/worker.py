@@ -160,7 +160,7 @@ def serve(drafter: WorkerDrafter, channel: Channel) -> None:
 
 def _serve_round(worker: WorkerDrafter, channel: Channel) -> None:
     message = _receive(channel, Kind.ROUND)
-    forgotten, entries = decode_round(message.payload)
+    forgotten, entries, ahead = decode_round(message.payload)
     for sequence_id in forgotten:
         worker.forget(sequence_id)
     began = time.perf_counter_ns()
@@ -171,6 +171,8 @@ def _serve_round(worker: WorkerDrafter, channel: Channel) -> None:
         times = _busy(worker), time.perf_counter_ns() - began
         _send(channel, Message(Kind.PROPOSALS, message.round, encode_proposals(asked), times))
     worker.drafter.prepare(works, channel.waiting)
+    if asked and not ahead:
+        return
     payload = encode_prepared({}) if channel.waiting() else _prepared(worker, works)  # the next round is here: too late
     if not asked or payload.any():
         _send(channel, Message(Kind.PREPARED, message.round, payload, (_busy(worker), 0)))

@@ -131,8 +131,8 @@ def test_the_worker_tells_its_drafter_what_it_heard() -> None:
         assert (prepared.kind, prepared.round) == (Kind.PREPARED, number)
         [(sequence_id, found)] = decode_prepared(prepared.payload, VOCAB).items()
         assert (sequence_id, found.verified) == (1, (1, 2))
-        assert found.outcomes == [[0, 3, 2, 4, 5], [1, 6, 1, 7, 0]]
-        assert found.confidence.tolist() == [[0.5, 0.25], [0.0, 0.0]]
+        assert found.outcomes == [[0, 3, 4, 5], [1, 6, 7, -1]]
+        assert found.find((3,)) == Draft((4, 5), pytest.approx((0.5, 0.25), abs=0.05))
     here.post(Message(Kind.ROUND, 3, encode_round([], [Entry(1, 9, [1, 2, 6], 2, Draft((7,), (0.5,)))])))
     assert received(here).kind is Kind.PREPARED  # the round has its draft: no proposals
     here.close()
@@ -256,7 +256,7 @@ class Listener:
             self._theirs.post(Message(Kind.READY))
             prepared: Message | None = None
             while message := self._theirs.receive():
-                forgotten, entries = decode_round(message.payload)
+                forgotten, entries, _ = decode_round(message.payload)
                 self.rounds.append((forgotten, entries, message.times[0] / 1e9))
                 if prepared is not None:
                     self._theirs.post(prepared)
@@ -469,6 +469,32 @@ def test_what_was_prepared_is_at_hand(nursery: Nursery) -> None:
     commit(drafter, work_for(sequence).with_proposal(proposal), [VOCAB - 1])  # nothing is prepared for that
     assert propose_soon(drafter, [work_for(sequence)]) == [Proposal()]  # the worker knows no such text
     assert (drafter.replies, drafter.replicas[0].supervisor.failures, drafter.late) == (2, 0, 0)
+
+
+def test_one_message_each_way_where_most_rounds_hit(nursery: Nursery) -> None:
+    """Catches proposals that are sent though the engine has the draft. The first round's are asked for."""
+    drafter = nursery.honest(TEXT, ahead=True, patience=8.0)
+    channel = drafter.replicas[0].supervisor.channel
+    sequence = make_sequence(TEXT[:2])
+    for _ in range(6):
+        work = work_for(sequence)
+        work = work.with_proposal(propose_soon(drafter, [work])[0])
+        until(lambda: bool(drafter.replicas[0].available() and drafter.replicas[0]._prepared))
+        commit(drafter, work, TEXT[len(sequence.tokens) :][:2], 1)
+    assert channel.sent.num_messages == 6 + 1  # and the setup
+    assert channel.received.num_messages == 6 + 2  # READY, and the first round's proposals
+
+
+def test_one_message_each_way_where_most_rounds_miss(nursery: Nursery) -> None:
+    """Catches drafts that are sent ahead in vain: some sequence has to be asked for in each round."""
+    drafter = nursery.honest(TEXT, ahead=True, patience=8.0)
+    channel = drafter.replicas[0].supervisor.channel
+    sequences = [make_sequence(TEXT[:2]), make_sequence([9, 9, 9], id=1)]  # the worker has only heard of the first
+    for number in range(20):
+        before = channel.sent.num_messages, channel.received.num_messages
+        propose_soon(drafter, [work_for(sequence) for sequence in sequences])
+        if number > 10:
+            assert (channel.sent.num_messages, channel.received.num_messages) == (before[0] + 1, before[1] + 1)
 
 
 def test_what_was_prepared_is_for_the_outcome_of_its_own_round(nursery: Nursery) -> None:
