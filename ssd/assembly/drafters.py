@@ -227,7 +227,7 @@ def load_draft(
 
 
 def start_workers(config: EngineConfig, vocab_size: int) -> Drafter:
-    """A drafter in workers, one for each replica, which get the GPUs after the target's on this host, or a core each."""
+    """A drafter in workers, one for each replica, with the GPUs after the target's on this host, or a core each."""
     draft = absolute_path(str(config.speculation.draft))  # for a worker that is started again from another directory
     config = replace(config, speculation=replace(config.speculation, draft=draft))
     device, threads = resolve_device(config.device), torch.get_num_threads()
