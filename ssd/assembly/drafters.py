@@ -13,6 +13,7 @@ import torch
 from ssd.assembly.device import batched_tokens, kv_block_size, make_current, num_cores, rank_device, resolve_device
 from ssd.assembly.memory import Loaded, kv_blocks
 from ssd.assembly.models import load_decoder, make_runner, make_state
+from ssd.assembly.ranks import Follower, Place, Ranks
 from ssd.assembly.warm_up import warm_up
 from ssd.config import NGRAM, EngineConfig, SpeculationConfig, build
 from ssd.core import is_int
@@ -38,6 +39,7 @@ from ssd.models.eagle import EagleCheckpoint
 from ssd.models.open import absolute_path, open_checkpoint, open_eagle
 from ssd.models.persistent import use_persistent_step
 from ssd.parallel.launch import local_size
+from ssd.parallel.tensor import TensorParallel
 from ssd.text.tokenizer import Tokenizer
 
 log = logging.getLogger("ssd")
@@ -84,17 +86,20 @@ def placed(
         )
     if placement == "stream" and device.type != "cuda":
         raise ConfigError('speculation placement="stream" is for GPUs: use "process", or "inline"')
-    replicas = speculation.draft_replicas
-    last = rank_device(device, ranks + replicas - 1)
+    speculation = replace(speculation, placement=placement)
+    last = rank_device(device, ranks + speculation.draft_ranks - 1)
     if placement == "process" and device.type == "cuda" and last.index >= torch.cuda.device_count():
-        if replicas > 1:
-            raise ConfigError(f"speculation draft_replicas={replicas} needs a GPU for each replica: lower it")
+        if speculation.draft_ranks > 1:
+            raise ConfigError(
+                f"speculation draft_replicas={speculation.draft_replicas} and draft_tensor_parallel_size="
+                f"{speculation.draft_tensor_parallel_size} need {speculation.draft_ranks} more GPUs: lower one of them"
+            )
         raise ConfigError('speculation placement="process" needs another GPU for the draft: use "stream"')
     if placement == "process" and speculation.budget == "auto":
         raise ConfigError(
             'speculation budget="auto" is for a draft beside the target on its GPU (placement="stream"): give a number'
         )
-    return replace(speculation, placement=placement)
+    return speculation
 
 
 def make_drafter(config: EngineConfig, runner: ModelRunner | None, target: ModelRunner) -> Drafter:
@@ -206,6 +211,7 @@ def load_draft(
     state: SequenceState,
     limit: int,
     target: Decoder | None = None,
+    tp: TensorParallel = TensorParallel(),  # noqa: B008 (frozen)
 ) -> Loaded:
     """Loads the draft model or head. Its batches read K + 1 tokens per sequence, and its positions go K + 1 further."""
     lookahead, rows = config.speculation.lookahead, draft_rows(config)
@@ -223,6 +229,7 @@ def load_draft(
         scratch_slots=scratch,
         quantization=config.speculation.draft_quantization,
         target=target if isinstance(draft, EagleCheckpoint) else None,
+        tp=tp,
     )
 
 
@@ -231,17 +238,18 @@ def start_workers(config: EngineConfig, vocab_size: int) -> Drafter:
     draft = absolute_path(str(config.speculation.draft))  # for a worker that is started again from another directory
     config = replace(config, speculation=replace(config.speculation, draft=draft))
     device, threads = resolve_device(config.device), torch.get_num_threads()
-    before, replicas = local_size(config.tensor_parallel_size), config.speculation.draft_replicas
+    before, speculation = local_size(config.tensor_parallel_size), config.speculation
     if device.type == "cpu":
-        torch.set_num_threads(max(1, min(threads, num_cores() - replicas)))
+        torch.set_num_threads(max(1, min(threads, num_cores() - speculation.draft_ranks)))
 
     def start(replica: int) -> Worker:
-        own = replace(config, device=str(rank_device(device, before + replica)))
+        first = before + replica * speculation.draft_tensor_parallel_size
+        own = replace(config, device=str(rank_device(device, first)))
         return Worker({"config": asdict(own), "vocab_size": vocab_size, "replica": replica})
 
     drafter = ProcessDrafter(
-        [functools.partial(start, replica) for replica in range(replicas)],
-        config.speculation.lookahead,
+        [functools.partial(start, replica) for replica in range(speculation.draft_replicas)],
+        speculation.lookahead,
         vocab_size,
         ended=lambda: torch.set_num_threads(threads),
     )
@@ -251,16 +259,37 @@ def start_workers(config: EngineConfig, vocab_size: int) -> Drafter:
 
 
 def build_worker_drafter(setup: Mapping[str, Any]) -> WorkerDrafter:
-    """Builds the same drafter inside a worker, with a SequenceState of its own."""
+    """Builds the same drafter inside a worker, with a SequenceState of its own. It is rank 0 of a split draft model."""
     config = build(EngineConfig, dict(setup["config"]))
-    device = resolve_device(config.device)
+    device, size = resolve_device(config.device), config.speculation.draft_tensor_parallel_size
     make_current(device)
     if device.type == "cpu":
         torch.set_num_threads(1)
+    vocab_size, replica = int(setup["vocab_size"]), int(setup["replica"])
+    fan_out = make_fan_out(config.speculation, replica)
+    ranks = None
+    if size > 1:
+        split = replace(config, tensor_parallel_size=size)
+        ranks = Ranks(split, device, draft={"vocab_size": vocab_size, "replica": replica})
+    runner = _worker_runner(config, vocab_size, device, ranks.place if ranks is not None else Place())
+    if ranks is not None:
+        ranks.attach(runner)
+    drafter = drafter_with(make_draft_model(config, runner, fan_out), config.speculation, fan_out)
+    return WorkerDrafter(drafter, runner.state, close=runner.close)
+
+
+def follow_draft(rank: Follower, setup: Mapping[str, Any]) -> None:
+    """Another rank of a split draft model; returns when the socket to rank 0 is closed."""
+    runner = _worker_runner(rank.config, int(setup["vocab_size"]), rank.device, rank.place)
+    fan_out = make_fan_out(rank.config.speculation, int(setup["replica"]))
+    draft = make_draft_model(rank.config, runner, fan_out).runner
+    rank.serve(runner, lambda key: draft.follow(key, fan_out))
+
+
+def _worker_runner(config: EngineConfig, vocab_size: int, device: torch.device, place: Place) -> ModelRunner:
+    """The draft model of a worker, or a rank's share of it."""
     draft = open_checkpoint(str(config.speculation.draft))
     limit = config.max_model_len or draft.config.max_position
-    state = make_state(config, limit, int(setup["vocab_size"]), device)
-    loaded = load_draft(config, draft, state, limit)
-    runner = make_runner(config, loaded, state, kv_blocks(config, [loaded], loaded.max_len))
-    fan_out = make_fan_out(config.speculation, int(setup["replica"]))
-    return WorkerDrafter(drafter_with(make_draft_model(config, runner, fan_out), config.speculation, fan_out), state)
+    state = make_state(config, limit, vocab_size, device)
+    loaded = load_draft(config, draft, state, limit, tp=place.tp)
+    return make_runner(config, loaded, state, place.agree(kv_blocks(config, [loaded], loaded.max_len)))

@@ -108,6 +108,7 @@ def chat(
     backup: speculation.Backup = None,
     placement: speculation.Placement = None,
     draft_replicas: speculation.DraftReplicas = None,
+    draft_tensor_parallel_size: speculation.DraftTensorParallelSize = None,
     speculation_json: speculation.Speculation = None,
     device: Device = "auto",
     dtype: DType = "auto",
@@ -151,6 +152,7 @@ def chat(
             "backup": backup,
             "placement": placement,
             "draft_replicas": draft_replicas,
+            "draft_tensor_parallel_size": draft_tensor_parallel_size,
         }
         read = typed(history)
         if model.startswith(("http://", "https://")):

@@ -82,6 +82,7 @@ def generate(
     backup: speculation.Backup = None,
     placement: speculation.Placement = None,
     draft_replicas: speculation.DraftReplicas = None,
+    draft_tensor_parallel_size: speculation.DraftTensorParallelSize = None,
     speculation_json: speculation.Speculation = None,
     device: Device = "auto",
     dtype: DType = "auto",
@@ -140,6 +141,7 @@ def generate(
             backup=backup,
             placement=placement,
             draft_replicas=draft_replicas,
+            draft_tensor_parallel_size=draft_tensor_parallel_size,
         )
         with load(
             model,

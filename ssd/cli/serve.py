@@ -122,6 +122,7 @@ def serve(
     backup: speculation.Backup = None,
     placement: speculation.Placement = None,
     draft_replicas: speculation.DraftReplicas = None,
+    draft_tensor_parallel_size: speculation.DraftTensorParallelSize = None,
     speculation_json: speculation.Speculation = None,
     device: Device = "auto",
     dtype: DType = "auto",
@@ -188,6 +189,7 @@ def serve(
             backup=backup,
             placement=placement,
             draft_replicas=draft_replicas,
+            draft_tensor_parallel_size=draft_tensor_parallel_size,
         )
         engine: dict[str, Any] = {
             "device": device,

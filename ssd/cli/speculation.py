@@ -92,6 +92,15 @@ DraftReplicas = Annotated[
         rich_help_panel=PANEL,
     ),
 ]
+DraftTensorParallelSize = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="ssd, --placement process: GPUs (or processes of a CPU) that each draft model is split over.",
+        show_default="1",
+        rich_help_panel=PANEL,
+    ),
+]
 Speculation = Annotated[
     str | None,
     typer.Option(

@@ -7,13 +7,15 @@ lost worker is replaced after a pause.
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import socket
 import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,21 +47,22 @@ def _command(main: str) -> tuple[str, ...]:
 
 
 WORKER_COMMAND = _command("main")
-FOLLOWER_COMMAND = _command("follow")  # another rank of the target
+FOLLOWER_COMMAND = _command("follow")  # another rank of a model
 
 
 class Worker:
     """A process and the channel to it. The process ends with this object.
 
-    `argv` gets the file descriptor of the socket as its last argument; `setup` is sent as the first message.
+    `argv` gets the file descriptor of the socket as its last argument; `setup` is sent as the first message. With
+    `own_group` a kill takes its own processes along that have none.
     """
 
-    def __init__(self, setup: Mapping[str, Any], argv: Seq[str] = WORKER_COMMAND) -> None:
+    def __init__(self, setup: Mapping[str, Any], argv: Seq[str] = WORKER_COMMAND, *, own_group: bool = True) -> None:
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
         with theirs:
             try:
-                self._process = spawn(argv, theirs, alone())
+                self._process = spawn(argv, theirs, alone(), own_group=own_group)
             except OSError:
                 ours.close()
                 raise
@@ -78,21 +81,23 @@ class Worker:
     def kill(self) -> None:
         """Kills the process without waiting for it."""
         self.channel.close()
-        self._process.kill()
+        _kill(self._process)
 
     def close(self) -> None:
         """Closes the channel, and kills the process if it does not exit within GRACE seconds."""
         self._end()
 
 
-def spawn(argv: Seq[str], end: socket.socket, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+def spawn(
+    argv: Seq[str], end: socket.socket, env: Mapping[str, str] | None = None, *, own_group: bool = True
+) -> subprocess.Popen[bytes]:
     """Starts a process with one end of a connection, which it gets as a file descriptor, its last argument."""
     return subprocess.Popen(
         [*argv, str(end.fileno())],
         stdin=subprocess.DEVNULL,
         pass_fds=(end.fileno(),),
         env=env,
-        start_new_session=True,  # Ctrl-C is for the engine
+        start_new_session=own_group,  # Ctrl-C is for the engine
     )
 
 
@@ -106,8 +111,15 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(GRACE)
     except subprocess.TimeoutExpired:
-        process.kill()
+        _kill(process)
         process.wait()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Also what it has started in its own group: a process that was stopped does not notice its end."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
 
 
 @dataclass

@@ -56,10 +56,11 @@ class Kind(IntEnum):
     ROUND = 3  # to the worker: sequences to draft for
     PROPOSALS = 4  # from the worker: the drafts that a round asks for
     PREPARED = 5  # from the worker, at the end of a round: the drafts it has prepared for the round's outcomes
-    TABLES = 6  # to another rank of the target: new entries of its block tables
-    FORWARD = 7  # to another rank of the target: the forward pass to launch
+    TABLES = 6  # to another rank of a model: new entries of its block tables
+    FORWARD = 7  # to another rank of a model: the forward pass to launch
     START = 8  # to a process of torchrun: start a rank, which gets a connection to this port
     END = 9  # to a process of torchrun: an engine was closed
+    DRAFT = 10  # to another rank of a draft model: the piece of a draft run to launch
 
 
 _KINDS = frozenset(Kind)

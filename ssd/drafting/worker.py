@@ -44,6 +44,7 @@ class WorkerDrafter:
     sequences: dict[int, Sequence] = field(default_factory=dict)
     last: list[Work] = field(default_factory=list)  # works of the last round, with their proposals
     free_slots: list[int] = field(default_factory=list)
+    close: Callable[[], None] = lambda: None  # ends what it has started
 
     def __post_init__(self) -> None:
         if self.state is not None:
@@ -147,8 +148,11 @@ def run(fd: int, build: Callable[[dict[str, Any]], WorkerDrafter]) -> None:
     channel = Channel(socket.socket(fileno=fd))
     with suppress(ChannelClosed):
         drafter = build(decode_setup(_receive(channel, Kind.SETUP).payload))
-        _send(channel, Message(Kind.READY))
-        serve(drafter, channel)
+        try:
+            _send(channel, Message(Kind.READY))
+            serve(drafter, channel)
+        finally:
+            drafter.close()
 
 
 def serve(drafter: WorkerDrafter, channel: Channel) -> None:

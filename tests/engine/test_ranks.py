@@ -124,6 +124,10 @@ def pids(llm: LLM) -> list[int]:
     return [worker.pid for worker in ranks._workers]
 
 
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def runs(pid: int) -> bool:
     """Whether a process is there (one that has ended and is not reaped is not)."""
     try:
@@ -246,11 +250,17 @@ def test_what_cannot_be_split_is_refused_at_once(models: Models, monkeypatch: py
         LLM(models.target, device="cpu", tensor_parallel_size=0)
 
 
-def test_a_draft_is_not_split() -> None:
-    assert SpeculationConfig(mode="sd", draft="x", draft_tensor_parallel_size=1).draft_tensor_parallel_size == 1
-    for wrong in (0, 2, True, "1", None):
-        with pytest.raises(ConfigError, match=r"draft_tensor_parallel_size=.*: a draft runs on one GPU"):
+def test_a_draft_is_split_in_processes_of_its_own_only(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong in (0, True, "1", None):
+        with pytest.raises(ConfigError, match=r"draft_tensor_parallel_size=.*: must be a positive integer"):
             SpeculationConfig(mode="sd", draft="x", draft_tensor_parallel_size=wrong)  # type: ignore[arg-type]
+    for given in ({"mode": "sd"}, {"mode": "ssd"}, {"mode": "ssd", "placement": "inline"}):
+        with pytest.raises(ConfigError, match=r'draft_tensor_parallel_size=2 is for .* use placement="process"'):
+            SpeculationConfig(draft="x", draft_tensor_parallel_size=2, **given)  # type: ignore[arg-type]
+    monkeypatch.setattr(drafters, "Worker", lambda *_: pytest.fail("a process was started"))
+    speculation = AHEAD | {"draft": models.drafts["noisy"], "placement": "process", "draft_tensor_parallel_size": 4}
+    with pytest.raises(ConfigError, match="draft_tensor_parallel_size=4 cannot split a model with num_heads=6"):
+        LLM(models.target, device="cpu", speculation=speculation)
 
 
 def test_a_gpu_can_be_chosen_by_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,8 +274,10 @@ def test_a_gpu_can_be_chosen_by_its_index(monkeypatch: pytest.MonkeyPatch) -> No
     assert placed(speculation, first, ranks=3) == speculation  # cuda:4
     with pytest.raises(ConfigError, match="needs another GPU for the draft"):
         placed(speculation, first, ranks=4)
-    with pytest.raises(ConfigError, match="draft_replicas=2 needs a GPU for each replica"):
+    with pytest.raises(ConfigError, match="draft_replicas=2 and draft_tensor_parallel_size=1 need 2 more GPUs"):
         placed(replace(speculation, draft_replicas=2), first, ranks=3)
+    with pytest.raises(ConfigError, match="draft_replicas=2 and draft_tensor_parallel_size=2 need 4 more GPUs"):
+        placed(replace(speculation, draft_replicas=2, draft_tensor_parallel_size=2), first, ranks=1)
     with pytest.raises(ConfigError, match="tensor_parallel_size=5 from device='cuda:1' on needs more GPUs than the 5"):
         Ranks(EngineConfig("x", device="cuda:1", tensor_parallel_size=5), first)
     with pytest.raises(ConfigError, match="device='cuda:5', but torch sees 5 GPUs"):
@@ -287,6 +299,9 @@ def test_the_draft_s_process_gets_the_gpu_after_those_of_the_target(monkeypatch:
     drafters.start_workers(config, 10)
     assert [setup["config"]["device"] for setup in setups[1:]] == ["cuda:2", "cuda:3", "cuda:4"]
     assert [setup["replica"] for setup in setups[1:]] == [0, 1, 2]
+    split = replace(speculation, draft_replicas=2, draft_tensor_parallel_size=2)
+    drafters.start_workers(replace(config, tensor_parallel_size=1, speculation=split), 10)
+    assert [setup["config"]["device"] for setup in setups[4:]] == ["cuda:1", "cuda:3"]
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
@@ -518,6 +533,40 @@ def test_draft_models_that_die_and_hang_again_and_again(two: LLM, models: Models
     for pid in hit:
         wait_for_end(pid)
     assert (len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm")) == (files, shared)
+
+
+@pytest.mark.slow
+def test_a_draft_model_on_two_ranks_beside_a_target_on_two(models: Models, load: Load) -> None:
+    """The same text. A rank of the draft that is killed or stopped takes the others along; then they are back."""
+    speculation = AHEAD | {"draft": models.drafts["noisy"], "placement": "process", "draft_tensor_parallel_size": 2}
+    with split(models, 2, speculation=speculation) as llm:
+        drafter = llm.engine.round.drafter
+        assert isinstance(drafter, ProcessDrafter)
+        [supervisor] = [each.supervisor for each in drafter.replicas]
+        started = list[int]()
+        for fault in (None, signal.SIGKILL, signal.SIGSTOP):
+            assert drafter.wait_ready(30)
+            started += [supervisor.pid or 0, *(ranks := children(supervisor.pid or 0))]
+            assert len(ranks) == 1
+            if fault is not None:
+                supervisor.hang_limit, supervisor._restart_at = 1.0, 0.0
+                os.kill(ranks[0], fault)
+            before, lost = llm.engine.metrics.spec_decode_num_accepted_tokens, supervisor.failures
+            outputs = llm.generate(load.prompts, load.params)
+            assert [output.token_ids for output in outputs] == load.answers
+            if fault is None:
+                assert llm.engine.metrics.spec_decode_num_accepted_tokens > before
+                continue
+            deadline = time.monotonic() + 20
+            while supervisor.failures == lost or supervisor.pid is None:
+                assert time.monotonic() < deadline
+                llm.generate(load.prompts[:1], load.params[:1])
+            for pid in started:
+                wait_for_end(pid)
+        assert drafter.wait_ready(30)
+        started += [supervisor.pid or 0, *children(supervisor.pid or 0)]
+    for pid in started:
+        wait_for_end(pid)
 
 
 def test_a_rank_that_dies_ends_all_requests_with_the_reason(two: LLM) -> None:
