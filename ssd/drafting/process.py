@@ -109,8 +109,8 @@ class ProcessDrafter(Drafter):
         self._ended()
 
     def _look_up(self, work: Work, replicas: Seq[Replica]) -> Draft | None:
-        """The draft that one of them has prepared; None: they have to be asked."""
-        if work.lookahead == 0:
+        """The draft that one of them has prepared; None: they have to be asked. A first token waits for no draft."""
+        if work.lookahead == 0 or not work.sequence.num_output:
             return Draft()
         found = (each.find(work.sequence) for each in replicas)
         draft = next((draft for draft in found if draft is not None), None)

@@ -288,7 +288,7 @@ def test_what_the_worker_is_told() -> None:
     now = 0.0
     drafter = ProcessDrafter([start], LOOKAHEAD, VOCAB, clock=lambda: now, patience=8.0)
     assert drafter.wait_ready(10)
-    first, second = make_sequence([5, 6], id=1), make_sequence([8, 9], id=2)
+    first, second = begun([5, 6], id=1), begun([8, 9], id=2)
 
     def told(*sequences: Sequence, forgotten: Seq[int] = ()) -> list[tuple[Any, ...]]:
         heard = len(listeners[-1].rounds)
@@ -421,6 +421,11 @@ def nursery() -> Iterator[Nursery]:
     assert not [pid for pid in nursery.pids if Path(f"/proc/{pid}").exists()]
 
 
+def begun(tokens: Seq[int], id: int = 0) -> Sequence:
+    """A sequence whose first token is decided: before that it gets no draft."""
+    return make_sequence(tokens[:-1], tokens[-1:], id=id)
+
+
 def work_for(sequence: Sequence, lookahead: int = LOOKAHEAD) -> Work:
     return Work(sequence, sequence.num_pending, sequence.kv.num_computed, lookahead=lookahead)
 
@@ -451,7 +456,7 @@ def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 def test_what_was_prepared_is_at_hand(nursery: Nursery) -> None:
     """Catches a round that waits for what it has, and one that takes what was prepared for another text."""
     drafter = nursery.honest(TEXT, ahead=True, patience=8.0)
-    sequence = make_sequence(TEXT[:2])
+    sequence = begun(TEXT[:2])
     asked = 0
     for number, accepted in enumerate([0, 2, 1, LOOKAHEAD]):
         work = work_for(sequence)
@@ -475,7 +480,7 @@ def test_one_message_each_way_where_most_rounds_hit(nursery: Nursery) -> None:
     """Catches proposals that are sent though the engine has the draft. The first round's are asked for."""
     drafter = nursery.honest(TEXT, ahead=True, patience=8.0)
     channel = drafter.replicas[0].supervisor.channel
-    sequence = make_sequence(TEXT[:2])
+    sequence = begun(TEXT[:2])
     for _ in range(6):
         work = work_for(sequence)
         work = work.with_proposal(propose_soon(drafter, [work])[0])
@@ -489,7 +494,7 @@ def test_one_message_each_way_where_most_rounds_miss(nursery: Nursery) -> None:
     """Catches drafts that are sent ahead in vain: some sequence has to be asked for in each round."""
     drafter = nursery.honest(TEXT, ahead=True, patience=8.0)
     channel = drafter.replicas[0].supervisor.channel
-    sequences = [make_sequence(TEXT[:2]), make_sequence([9, 9, 9], id=1)]  # the worker has only heard of the first
+    sequences = [begun(TEXT[:2]), begun([9, 9, 9], id=1)]  # the worker has only heard of the first
     for number in range(20):
         before = channel.sent.num_messages, channel.received.num_messages
         propose_soon(drafter, [work_for(sequence) for sequence in sequences])
@@ -501,7 +506,7 @@ def test_what_was_prepared_is_for_the_outcome_of_its_own_round(nursery: Nursery)
     """Catches a draft that is taken for its last token alone: after two rounds, or after another number of tokens."""
     text = [3, 1, 7, 7, 8, 9, 2, 6, 5, 3, 5, 8]
     drafter = nursery.honest(text, ahead=True, patience=8.0)
-    sequence = make_sequence(text[:2])
+    sequence = begun(text[:2])
     propose_soon(drafter, [work_for(sequence)])
     until(lambda: bool(drafter.replicas[0].supervisor.settled() and drafter.replicas[0]._prepared))
     commit(drafter, work_for(sequence), [7])  # prepared for, but then the same once more
@@ -516,11 +521,24 @@ def test_what_was_prepared_is_for_the_outcome_of_its_own_round(nursery: Nursery)
     assert (proposal.origin, proposal.token_ids) == (Origin.HIT, (2, 6, 5, 3))
 
 
+def test_the_first_token_of_a_sequence_waits_for_no_draft(nursery: Nursery) -> None:
+    """The worker reads a long prompt meanwhile, and prepares for what the target may decide."""
+    drafter = nursery.honest(TEXT, ahead=True, sleeps=[0.5], patience=8.0)
+    sequence = make_sequence(TEXT[:2])
+    began = time.monotonic()
+    assert drafter.propose([work_for(sequence)]) == [Proposal()]
+    assert time.monotonic() - began < 0.4
+    until(lambda: bool(drafter.replicas[0].available() and drafter.replicas[0]._prepared))
+    commit(drafter, work_for(sequence), TEXT[2:3])
+    assert propose_soon(drafter, [work_for(sequence)]) == [Proposal(tuple(TEXT[3:7]))]
+    assert (drafter.replies, drafter.at_hand) == (0, 2)
+
+
 def test_drafts_come_from_the_process(nursery: Nursery) -> None:
     """Catches sequences that the worker does not follow: several at once, growing, joining and leaving."""
     texts = [TEXT, TEXT[::-1]]
     drafter = nursery.honest(*texts, patience=8.0)
-    sequences = [make_sequence(text[:2], id=i) for i, text in enumerate(texts)]
+    sequences = [begun(text[:2], id=i) for i, text in enumerate(texts)]
     rounds: list[list[int]] = [[0], [0, 1], [1], [1, 0], [0]]
     for number, ids in enumerate(rounds):
         wanted = [tuple(texts[i][len(sequences[i].tokens) :][:LOOKAHEAD]) for i in ids]
@@ -539,13 +557,13 @@ def test_drafts_come_from_the_process(nursery: Nursery) -> None:
 def test_rounds_that_want_nothing_do_not_wait(nursery: Nursery) -> None:
     drafter = nursery.honest(TEXT)
     assert drafter.propose([]) == []
-    assert drafter.propose([work_for(make_sequence(TEXT[:3]), lookahead=0)]) == [Proposal()]
+    assert drafter.propose([work_for(begun(TEXT[:3]), lookahead=0)]) == [Proposal()]
     assert (drafter.replies, drafter.late, drafter.wait_seconds) == (0, 0, 0.0)
 
 
 def test_nothing_waits_for_a_worker_that_starts(nursery: Nursery) -> None:
     drafter = nursery.drafter(f"import time; time.sleep(1){HONEST}", {"texts": [TEXT]})
-    works = [work_for(make_sequence(TEXT[:3]))]
+    works = [work_for(begun(TEXT[:3]))]
     assert propose_soon(drafter, works) == [Proposal()]
     assert not drafter.wait_ready(0.0)
     assert drafter.wait_ready(30)
@@ -556,7 +574,7 @@ def test_nothing_waits_for_a_worker_that_starts(nursery: Nursery) -> None:
 def test_a_late_reply_is_dropped(nursery: Nursery) -> None:
     """Catches a stale reply that is taken for the present one, and rounds that wait for what is late already."""
     drafter = nursery.honest(TEXT, sleeps=[2.0], patience=0.1)
-    sequence = make_sequence(TEXT[:3])
+    sequence = begun(TEXT[:3])
     began = time.monotonic()
     assert propose_soon(drafter, [work_for(sequence)]) == [Proposal()]
     commit(drafter, work_for(sequence), TEXT[3:4])
@@ -573,7 +591,7 @@ def test_a_late_reply_is_dropped(nursery: Nursery) -> None:
 def test_patience_follows_the_replies(nursery: Nursery) -> None:
     """Catches a patience that is stuck: below what the replies take, or far above."""
     drafter = nursery.honest(TEXT, sleeps=[0.2] * 4, patience=0.06)
-    works = [work_for(make_sequence(TEXT[:3]))]
+    works = [work_for(begun(TEXT[:3]))]
     until(lambda: propose_soon(drafter, works) != [Proposal()])
     assert drafter.late > 0
     slow = drafter.patience
@@ -586,7 +604,7 @@ def test_preparing_is_interrupted_by_the_next_round(nursery: Nursery) -> None:
     """Catches a worker that cannot be asked while it prepares."""
     drafter = nursery.honest(TEXT, prepare="until interrupted", patience=8.0)
     for _ in range(3):
-        assert propose_soon(drafter, [work_for(make_sequence(TEXT[:3]))]) == [Proposal(tuple(TEXT[3:7]))]
+        assert propose_soon(drafter, [work_for(begun(TEXT[:3]))]) == [Proposal(tuple(TEXT[3:7]))]
 
 
 @pytest.mark.parametrize("size", [3, 1 << 20])
@@ -594,7 +612,7 @@ def test_a_hung_worker_is_replaced(nursery: Nursery, size: int) -> None:
     """Catches rounds that wait for it, also with a prompt that its socket does not take, and a kill that it ignores."""
     prompt = (TEXT * (size // len(TEXT) + 1))[:size]
     drafter = nursery.honest(prompt + TEXT, patience=0.1, hang_limit=0.5)
-    works = [work_for(make_sequence(prompt))]
+    works = [work_for(begun(prompt))]
     os.kill(nursery.pids[0], signal.SIGSTOP)
     until(lambda: propose_soon(drafter, works) == [Proposal()] and drafter.replicas[0].supervisor.failures == 1)
     drafter.replicas[0].supervisor.hang_limit = 5.0
@@ -613,7 +631,7 @@ def test_lies_cost_no_text(nursery: Nursery, lie: str, caplog: pytest.LogCapture
     params = SamplingParams(max_new_tokens=20)
     output = make_harness(drafter=drafter).run(TEXT[:5], params)
     assert output.token_ids == naive(TEXT[:5], params, max_model_len=64).token_ids
-    works = [work_for(make_sequence(TEXT[:5]))]
+    works = [work_for(begun(TEXT[:5]))]
     until(lambda: bool(propose_soon(drafter, works)) and drafter.replicas[0].supervisor.failures >= 2)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * drafter.replicas[0].supervisor.failures
 
@@ -624,7 +642,7 @@ def test_the_health_of_the_process_is_logged(nursery: Nursery, caplog: pytest.Lo
     with caplog.at_level(logging.INFO, logger="ssd"):
         drafter = nursery.drafter(code, patience=0.1, hang_limit=0.2)
         assert drafter.wait_ready(30)
-        works = [work_for(make_sequence(TEXT[:5]))]
+        works = [work_for(begun(TEXT[:5]))]
         until(lambda: bool(propose_soon(drafter, works)) and drafter.replicas[0].supervisor.restarts > 0)
     first, second = nursery.pids[:2]
     said = [record.getMessage() for record in caplog.records]
@@ -638,13 +656,13 @@ def test_a_worker_that_fails_at_its_start_is_replaced(nursery: Nursery, start: s
     drafter = nursery.drafter(LIAR.replace("READY", start).replace("ROUND", GOOD))
     assert not drafter.wait_ready(30)
     assert drafter.replicas[0].supervisor.failures == 1
-    works = [work_for(make_sequence(TEXT[:5]))]
+    works = [work_for(begun(TEXT[:5]))]
     until(lambda: propose_soon(drafter, works) == [Proposal()] and drafter.replicas[0].supervisor.failures >= 2)
 
 
 def test_a_worker_that_never_gets_ready_is_replaced(nursery: Nursery) -> None:
     drafter = nursery.drafter("import time; time.sleep(60)", start_limit=30.0)
-    works = [work_for(make_sequence(TEXT[:5]))]
+    works = [work_for(begun(TEXT[:5]))]
     assert propose_soon(drafter, works) == [Proposal()]
     assert drafter.replicas[0].supervisor.failures == 0
     nursery.clock.leaps += 31
@@ -662,7 +680,7 @@ def test_pauses_double_up_to_a_limit() -> None:
         raise OSError("no such program")
 
     drafter = ProcessDrafter([start], LOOKAHEAD, VOCAB, clock=lambda: now)
-    works = [work_for(make_sequence(TEXT[:5]))]
+    works = [work_for(begun(TEXT[:5]))]
     while len(attempts) < 10:
         now += 0.01
         assert drafter.propose(works) == [Proposal()]
@@ -692,7 +710,7 @@ def test_a_round_takes_the_draft_of_the_replica_that_has_it(nursery: Nursery) ->
     """
     drafter = nursery.replicas(honest_share(0, TEXT), honest_share(1, TEXT), patience=8.0)
     assert drafter.wait_ready(30)
-    sequence = make_sequence(TEXT[:2])
+    sequence = begun(TEXT[:2])
     work = work_for(sequence).with_proposal(propose_soon(drafter, [work_for(sequence)])[0])
     for accepted in [0, 1, 3, 2, 1]:
         wait_prepared(drafter, 0, 1)
@@ -713,7 +731,7 @@ def test_a_replica_that_is_lost_is_a_smaller_cache_until_it_is_back(
     drafter = nursery.replicas(honest_share(0, TEXT), honest_share(1, TEXT), patience=0.1, hang_limit=0.3)
     assert drafter.wait_ready(30)
     lost, other = drafter.replicas[victim], drafter.replicas[1 - victim]
-    sequence = make_sequence(TEXT[:2])
+    sequence = begun(TEXT[:2])
     works = [work_for(sequence)]
     until(lambda: propose_soon(drafter, works) == [Proposal(tuple(TEXT[2:6]))])
     os.kill(nursery.pids[victim], fault)
@@ -752,7 +770,7 @@ def test_a_slow_replica_is_not_sent_more_and_more_rounds(nursery: Nursery) -> No
     slow = HONEST, {"texts": [TEXT], "prepare": 0.5}
     drafter = nursery.replicas(fast, slow, patience=8.0)
     assert drafter.wait_ready(30)
-    sequence = make_sequence(TEXT[:2])
+    sequence = begun(TEXT[:2])
     work = work_for(sequence)
     for _ in range(8):
         [proposal] = propose_soon(drafter, [work])
@@ -766,7 +784,7 @@ def test_a_slow_replica_is_not_sent_more_and_more_rounds(nursery: Nursery) -> No
 def test_two_drafters_do_not_meet(nursery: Nursery) -> None:
     """Catches anything that two engines on a host would share, and an end of one that the other one's worker holds."""
     first, second = nursery.honest(TEXT), nursery.honest(TEXT[::-1])
-    works = [work_for(make_sequence(TEXT[:3])), work_for(make_sequence(TEXT[::-1][:3], id=1))]
+    works = [work_for(begun(TEXT[:3])), work_for(begun(TEXT[::-1][:3], id=1))]
     until(lambda: [p.token_ids for p in propose_soon(first, works)] == [tuple(TEXT[3:7]), ()])
     first.close()
     assert not alive(nursery.pids[0])
@@ -785,8 +803,8 @@ code, end = sys.argv[1:]
 setup = {"texts": [[1, 2, 3, 4]], "prepare": 0.5}
 drafter = ProcessDrafter([lambda: Worker(setup, [sys.executable, "-c", code])], 4, 32)
 assert drafter.wait_ready(30)
-sequence = Sequence(0, Request("0", (1, 2), SamplingParams()), 0, 0, frozenset(), 99, tokens=[1, 2])
-while not drafter.propose([Work(sequence, 2, 0, lookahead=4)])[0].token_ids:
+sequence = Sequence(0, Request("0", (1,), SamplingParams()), 0, 0, frozenset(), 99, tokens=[1, 2])
+while not drafter.propose([Work(sequence, 1, 1, lookahead=4)])[0].token_ids:
     time.sleep(0.01)
 print(drafter.replicas[0].supervisor.pid, flush=True)
 eval(end)
