@@ -24,7 +24,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 NGRAM = "ngram"
 K_MAX = 8  # largest k of k="auto"
 BUDGETS = (8, 16, 32)  # choices of budget="auto"
-_AHEAD = {"fan_out", "fan_out_hit", "fan_out_miss", "budget", "backup", "placement"}  # options of mode="ssd"
+_AHEAD = {"fan_out", "fan_out_hit", "fan_out_miss", "budget", "backup", "placement", "draft_replicas"}  # of mode="ssd"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,6 @@ class SpeculationConfig:
     draft: str | None = None  # a small model with the same tokenizer, an EAGLE-3 head, or (sd) "ngram": n-gram look-up
     k: int | Literal["auto"] = 4  # draft tokens per round; "auto": chosen by measured speed, at most K_MAX
     draft_quantization: Literal["fp8", "int8", "int4"] | None = None  # the draft's weights in 8 or 4 bits
-    draft_tensor_parallel_size: int = 1  # as vLLM calls it; 1 only: the draft is not split
     acceptance: Literal["coupled", "rejection"] = "coupled"
     saguaro_c: float = 1.0  # rejection: factor on the draft's likeliest tokens; below 1: more hits, fewer accepted
     fan_out: int | Literal["geometric", "adaptive"] = "adaptive"  # ssd: which outcomes; a number: branches per position
@@ -48,6 +47,8 @@ class SpeculationConfig:
     budget: int | Literal["auto"] = 16  # ssd: branches per sequence; "auto": chosen by measured speed
     backup: Literal["jit", "fast", "auto"] = "auto"  # ssd, after a miss: write a draft now, use a sibling's, or either
     placement: Literal["auto", "inline", "stream", "process"] = "auto"  # ssd: where the draft model runs
+    draft_replicas: int = 1  # ssd, placement "process": draft models, each of which prepares `budget` branches
+    draft_tensor_parallel_size: int = 1  # ssd, placement "process": ranks that each draft model is split over
 
     def __post_init__(self) -> None:
         _normalise(self)
@@ -72,11 +73,11 @@ class SpeculationConfig:
             raise ConfigError(f"speculation k={self.k!r}: must be an integer from 1 to 64, or 'auto'")
         if self.budget != "auto" and (not is_int(self.budget) or not 1 <= self.budget <= 256):
             raise ConfigError(f"speculation budget={self.budget!r}: must be an integer from 1 to 256, or 'auto'")
-        if not is_int(self.draft_tensor_parallel_size) or self.draft_tensor_parallel_size != 1:
-            raise ConfigError(
-                f"speculation draft_tensor_parallel_size={self.draft_tensor_parallel_size!r}: a draft runs on one GPU, "
-                "where its steps take less time than exchanges between GPUs would; leave it out, or give 1"
-            )
+        degree = self.draft_tensor_parallel_size
+        if not is_int(degree) or degree < 1:
+            raise ConfigError(f"speculation draft_tensor_parallel_size={degree!r}: must be a positive integer")
+        if not is_int(self.draft_replicas) or not 1 <= self.draft_replicas <= 4:
+            raise ConfigError(f"speculation draft_replicas={self.draft_replicas!r}: must be an integer from 1 to 4")
         c = self.saguaro_c
         if not (is_int(c) or isinstance(c, float)) or not 0 <= c <= 1:
             raise ConfigError(f"speculation saguaro_c={c!r}: must be a number from 0 to 1")
@@ -116,6 +117,17 @@ class SpeculationConfig:
             raise ConfigError(f'speculation draft={NGRAM!r} has nothing to prepare: use mode="sd", or a draft model')
         if self.draft == NGRAM and self.draft_quantization is not None:
             raise ConfigError(f"speculation draft_quantization is for draft models, not for {NGRAM!r}: leave it out")
+        for name in ("draft_replicas", "draft_tensor_parallel_size"):
+            if getattr(self, name) > 1 and self.placement != "process":
+                raise ConfigError(
+                    f"speculation {name}={getattr(self, name)} is for drafts in processes of their own: use "
+                    'placement="process" with mode="ssd", or leave it out'
+                )
+        if self.draft_replicas > 1 and self.acceptance == "rejection":
+            raise ConfigError(
+                f"speculation draft_replicas={self.draft_replicas}: replicas send no distributions, which "
+                'acceptance="rejection" needs; leave one of them out'
+            )
         if self.saguaro_c != 1.0 and self.acceptance != "rejection":
             raise ConfigError('speculation saguaro_c is for acceptance="rejection": leave it out, or use that rule')
         if self.fan_out_hit is not None and self.fan_out != "adaptive":
@@ -132,6 +144,11 @@ class SpeculationConfig:
     def budgets(self) -> tuple[int, ...]:
         """The possible numbers of branches per sequence."""
         return BUDGETS if self.budget == "auto" else (int(self.budget),)
+
+    @property
+    def draft_ranks(self) -> int:
+        """The ranks of all draft models in processes of their own: GPUs, or cores of the CPU, that they have."""
+        return self.draft_replicas * self.draft_tensor_parallel_size if self.placement == "process" else 0
 
     @classmethod
     def of(cls, value: SpeculationConfig | Mapping[str, Any] | None) -> SpeculationConfig:

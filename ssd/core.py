@@ -282,7 +282,7 @@ class Sequence:
     in_flight: Work | None = None  # its share of the last round that was launched and not yet collected
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
-    last_accepted: int = 0  # draft tokens accepted in the last round
+    last_accepted: int = 0  # draft tokens accepted in the last round; -1 (a worker's copy): not known
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     constraint: Constraint | None = None  # of `params.structured`; it has consumed the output

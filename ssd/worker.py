@@ -1,6 +1,6 @@
 """`python -P -m ssd.worker FD`: the entry point of a drafter's process; FD is its end of a socket pair.
 
-`follow` is that of a rank of the target.
+`follow` is that of a rank of a model besides the first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from ssd.drafting.wire import ChannelClosed
 from ssd.drafting.worker import WorkerDrafter, run
-from ssd.errors import one_line
+from ssd.errors import EngineFailed, one_line
 
 log = logging.getLogger("ssd")
 
@@ -25,7 +25,10 @@ def build(config: dict[str, Any]) -> WorkerDrafter:
 
 def main() -> None:
     with suppress(KeyboardInterrupt):
-        run(int(sys.argv[1]), build)
+        try:
+            run(int(sys.argv[1]), build)
+        except EngineFailed:  # a rank of a split draft model was lost, which has been logged
+            sys.exit(1)
 
 
 def follow() -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from ssd.assembly.device import batched_tokens, kv_block_size, resolve_device
-from ssd.assembly.drafters import load_draft, make_drafter, open_draft, placed
+from ssd.assembly.drafters import follow_draft, load_draft, make_drafter, open_draft, placed
 from ssd.assembly.fit import check_fits
 from ssd.assembly.memory import fitting_length, gib, kv_blocks, possible_length
 from ssd.assembly.models import load_decoder, make_runner, make_state, num_slots
@@ -49,6 +49,9 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     if device.type == "cuda":
         compiling.prepare()  # while weights are read
     draft = open_draft(config.speculation, checkpoint, tokenizer)
+    if draft is not None:
+        degree = config.speculation.draft_tensor_parallel_size
+        check_split(draft.config, degree, "speculation draft_tensor_parallel_size")
     speculation = placed(
         config.speculation,
         device,
@@ -58,7 +61,8 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     config = replace(config, device=str(device), speculation=speculation)
     here = draft if config.speculation.placement != "process" else None
     beside = draft if device.type == "cpu" else here  # a process of its own shares the CPU's memory, not the GPU's
-    check_fits(config, [checkpoint, beside] if beside is not None else [checkpoint], device)
+    drafts = [beside] * speculation.draft_replicas if beside is not None else []
+    check_fits(config, [checkpoint, *drafts], device)
     ranks = Ranks(config, device) if config.tensor_parallel_size > 1 else None
     try:
         with torch.cuda.device(device) if device.index is not None else nullcontext():
@@ -136,6 +140,8 @@ def _log_choices(config: EngineConfig, runners: Seq[ModelRunner]) -> None:
     else:
         form = f", draft_quantization={speculation.draft_quantization}" if speculation.draft_quantization else ""
         placement = f", placement={speculation.placement}" if speculation.mode == "ssd" else ""
+        for name in ("draft_replicas", "draft_tensor_parallel_size"):
+            placement += f", {name}={getattr(speculation, name)}" if getattr(speculation, name) > 1 else ""
         log.info(
             "drafter: mode=%s, draft=%s, k=%s%s%s",
             *(speculation.mode, speculation.draft, speculation.k, form, placement),
@@ -171,8 +177,11 @@ def build_runners(
 
 
 def run_follower(fd: int) -> None:
-    """A rank of the target besides the first; returns when the socket `fd` to rank 0 is closed."""
+    """A rank of a model besides the first; returns when the socket `fd` to rank 0 is closed."""
     rank = Follower.at(fd)
+    if rank.draft is not None:
+        follow_draft(rank, rank.draft)
+        return
     runner, _, limit = build_runners(rank.config, open_checkpoint(rank.config.model), None, rank.device, rank.place)
     if rank.device.type == "cuda":
         _warm_up(rank.config, runner, limit)

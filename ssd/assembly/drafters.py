@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -12,6 +13,7 @@ import torch
 from ssd.assembly.device import batched_tokens, kv_block_size, make_current, num_cores, rank_device, resolve_device
 from ssd.assembly.memory import Loaded, kv_blocks
 from ssd.assembly.models import load_decoder, make_runner, make_state
+from ssd.assembly.ranks import Follower, Place, Ranks
 from ssd.assembly.warm_up import warm_up
 from ssd.config import NGRAM, EngineConfig, SpeculationConfig, build
 from ssd.core import is_int
@@ -19,7 +21,7 @@ from ssd.decoding.drafter import Drafter
 from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.controller import DepthController, make_arms
 from ssd.drafting.eagle import EagleModel, EagleRunner, private_blocks
-from ssd.drafting.fan_out import Adaptive, FanOut, Geometric, Listed
+from ssd.drafting.fan_out import Adaptive, FanOut, Geometric, Listed, Share
 from ssd.drafting.model import DraftModel, DraftSource, ModelDrafter
 from ssd.drafting.ngram import NgramDrafter
 from ssd.drafting.process import ProcessDrafter
@@ -37,6 +39,7 @@ from ssd.models.eagle import EagleCheckpoint
 from ssd.models.open import absolute_path, open_checkpoint, open_eagle
 from ssd.models.persistent import use_persistent_step
 from ssd.parallel.launch import local_size
+from ssd.parallel.tensor import TensorParallel
 from ssd.text.tokenizer import Tokenizer
 
 log = logging.getLogger("ssd")
@@ -83,29 +86,32 @@ def placed(
         )
     if placement == "stream" and device.type != "cuda":
         raise ConfigError('speculation placement="stream" is for GPUs: use "process", or "inline"')
-    if (
-        placement == "process"
-        and device.type == "cuda"
-        and rank_device(device, ranks).index >= torch.cuda.device_count()
-    ):
+    speculation = replace(speculation, placement=placement)
+    last = rank_device(device, ranks + speculation.draft_ranks - 1)
+    if placement == "process" and device.type == "cuda" and last.index >= torch.cuda.device_count():
+        if speculation.draft_ranks > 1:
+            raise ConfigError(
+                f"speculation draft_replicas={speculation.draft_replicas} and draft_tensor_parallel_size="
+                f"{speculation.draft_tensor_parallel_size} need {speculation.draft_ranks} more GPUs: lower one of them"
+            )
         raise ConfigError('speculation placement="process" needs another GPU for the draft: use "stream"')
     if placement == "process" and speculation.budget == "auto":
         raise ConfigError(
             'speculation budget="auto" is for a draft beside the target on its GPU (placement="stream"): give a number'
         )
-    return replace(speculation, placement=placement)
+    return speculation
 
 
 def make_drafter(config: EngineConfig, runner: ModelRunner | None, target: ModelRunner) -> Drafter:
     """`runner`: that of the draft model or head, if it is in this process."""
     speculation = config.speculation
     if speculation.placement == "process":
-        return controlled(start_worker(config, target.vocab_size), speculation)
+        return controlled(start_workers(config, target.vocab_size), speculation)
     model: DraftSource | None = None
     if runner is not None and target.features is not None:
         model = make_eagle_model(config, runner, target.features)
     elif runner is not None:
-        model = make_draft_model(config, runner)
+        model = make_draft_model(config, runner, make_fan_out(speculation))
     return controlled(drafter_with(model, speculation), speculation)
 
 
@@ -117,7 +123,7 @@ def controlled(drafter: Drafter, speculation: SpeculationConfig) -> Drafter:
     return DepthController(drafter, make_arms(None if speculation.k == "auto" else speculation.lookahead, widths))
 
 
-def drafter_with(model: DraftSource | None, speculation: SpeculationConfig) -> Drafter:
+def drafter_with(model: DraftSource | None, speculation: SpeculationConfig, fan_out: FanOut | None = None) -> Drafter:
     """The drafter in this process."""
     if speculation.mode == "ar":
         return Drafter()
@@ -127,7 +133,7 @@ def drafter_with(model: DraftSource | None, speculation: SpeculationConfig) -> D
         return ModelDrafter(model, speculation.lookahead)
     return AheadDrafter(
         model,
-        make_fan_out(speculation),
+        fan_out or make_fan_out(speculation),
         lookahead=speculation.lookahead,
         budget=max(speculation.budgets),
         backup=speculation.backup,
@@ -135,13 +141,14 @@ def drafter_with(model: DraftSource | None, speculation: SpeculationConfig) -> D
     )
 
 
-def make_fan_out(speculation: SpeculationConfig) -> FanOut:
+def make_fan_out(speculation: SpeculationConfig, replica: int = 0) -> FanOut:
+    share = Share(replica, speculation.draft_replicas)
     if speculation.fan_out_hit is not None and speculation.fan_out_miss is not None:
-        return Listed(tuple(speculation.fan_out_hit), tuple(speculation.fan_out_miss))
+        return Listed(tuple(speculation.fan_out_hit), tuple(speculation.fan_out_miss), share)
     if is_int(speculation.fan_out):
         each = (int(speculation.fan_out),) * (speculation.lookahead + 1)
-        return Listed(each, each)
-    return Geometric() if speculation.fan_out == "geometric" else Adaptive()
+        return Listed(each, each, share)
+    return Geometric(share) if speculation.fan_out == "geometric" else Adaptive(share)
 
 
 def make_eagle_model(config: EngineConfig, runner: ModelRunner, features: Features) -> EagleModel:
@@ -166,10 +173,10 @@ def _run_options(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def make_draft_model(config: EngineConfig, runner: ModelRunner) -> DraftModel:
+def make_draft_model(config: EngineConfig, runner: ModelRunner, fan_out: FanOut) -> DraftModel:
     draft_runner = DraftRunner(runner, **_run_options(config))
     if draft_runner.on_cuda:
-        _warm_up(config, draft_runner)
+        _warm_up(config, draft_runner, fan_out)
     return DraftModel(
         draft_runner,
         max_len=runner.decoder.config.max_position,
@@ -178,8 +185,8 @@ def make_draft_model(config: EngineConfig, runner: ModelRunner) -> DraftModel:
     )
 
 
-def _warm_up(config: EngineConfig, draft: DraftRunner) -> None:
-    runner, usual = draft.runner, (row_buckets(config.max_num_seqs), make_fan_out(config.speculation))
+def _warm_up(config: EngineConfig, draft: DraftRunner, fan_out: FanOut) -> None:
+    runner, usual = draft.runner, (row_buckets(config.max_num_seqs), fan_out)
     max_tokens = min(batched_tokens(config, draft.device), runner.decoder.config.max_position)
     if not config.eager:
         runner.plan_graphs(prefill_only=True)
@@ -204,6 +211,7 @@ def load_draft(
     state: SequenceState,
     limit: int,
     target: Decoder | None = None,
+    tp: TensorParallel = TensorParallel(),  # noqa: B008 (frozen)
 ) -> Loaded:
     """Loads the draft model or head. Its batches read K + 1 tokens per sequence, and its positions go K + 1 further."""
     lookahead, rows = config.speculation.lookahead, draft_rows(config)
@@ -221,22 +229,27 @@ def load_draft(
         scratch_slots=scratch,
         quantization=config.speculation.draft_quantization,
         target=target if isinstance(draft, EagleCheckpoint) else None,
+        tp=tp,
     )
 
 
-def start_worker(config: EngineConfig, vocab_size: int) -> Drafter:
-    """A drafter in a worker, which gets the GPU after those of the target on this host, or one of the CPU's cores."""
+def start_workers(config: EngineConfig, vocab_size: int) -> Drafter:
+    """A drafter in workers, one for each replica, with the GPUs after the target's on this host, or a core each."""
     draft = absolute_path(str(config.speculation.draft))  # for a worker that is started again from another directory
     config = replace(config, speculation=replace(config.speculation, draft=draft))
     device, threads = resolve_device(config.device), torch.get_num_threads()
-    if device.type == "cuda":
-        config = replace(config, device=str(rank_device(device, local_size(config.tensor_parallel_size))))
-    else:
-        torch.set_num_threads(max(1, min(threads, num_cores() - 1)))
-    setup = {"config": asdict(config), "vocab_size": vocab_size}
+    before, speculation = local_size(config.tensor_parallel_size), config.speculation
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, min(threads, num_cores() - speculation.draft_ranks)))
+
+    def start(replica: int) -> Worker:
+        first = before + replica * speculation.draft_tensor_parallel_size
+        own = replace(config, device=str(rank_device(device, first)))
+        return Worker({"config": asdict(own), "vocab_size": vocab_size, "replica": replica})
+
     drafter = ProcessDrafter(
-        lambda: Worker(setup),
-        config.speculation.lookahead,
+        [functools.partial(start, replica) for replica in range(speculation.draft_replicas)],
+        speculation.lookahead,
         vocab_size,
         ended=lambda: torch.set_num_threads(threads),
     )
@@ -246,16 +259,37 @@ def start_worker(config: EngineConfig, vocab_size: int) -> Drafter:
 
 
 def build_worker_drafter(setup: Mapping[str, Any]) -> WorkerDrafter:
-    """Builds the same drafter inside a worker, with a SequenceState of its own."""
+    """Builds the same drafter inside a worker, with a SequenceState of its own. It is rank 0 of a split draft model."""
     config = build(EngineConfig, dict(setup["config"]))
-    config = replace(config, speculation=replace(config.speculation, placement="inline"))
-    device = resolve_device(config.device)
+    device, size = resolve_device(config.device), config.speculation.draft_tensor_parallel_size
     make_current(device)
     if device.type == "cpu":
         torch.set_num_threads(1)
+    vocab_size, replica = int(setup["vocab_size"]), int(setup["replica"])
+    fan_out = make_fan_out(config.speculation, replica)
+    ranks = None
+    if size > 1:
+        split = replace(config, tensor_parallel_size=size)
+        ranks = Ranks(split, device, draft={"vocab_size": vocab_size, "replica": replica})
+    runner = _worker_runner(config, vocab_size, device, ranks.place if ranks is not None else Place())
+    if ranks is not None:
+        ranks.attach(runner)
+    drafter = drafter_with(make_draft_model(config, runner, fan_out), config.speculation, fan_out)
+    return WorkerDrafter(drafter, runner.state, close=runner.close)
+
+
+def follow_draft(rank: Follower, setup: Mapping[str, Any]) -> None:
+    """Another rank of a split draft model; returns when the socket to rank 0 is closed."""
+    runner = _worker_runner(rank.config, int(setup["vocab_size"]), rank.device, rank.place)
+    fan_out = make_fan_out(rank.config.speculation, int(setup["replica"]))
+    draft = make_draft_model(rank.config, runner, fan_out).runner
+    rank.serve(runner, lambda key: draft.follow(key, fan_out))
+
+
+def _worker_runner(config: EngineConfig, vocab_size: int, device: torch.device, place: Place) -> ModelRunner:
+    """The draft model of a worker, or a rank's share of it."""
     draft = open_checkpoint(str(config.speculation.draft))
     limit = config.max_model_len or draft.config.max_position
-    state = make_state(config, limit, int(setup["vocab_size"]), device)
-    loaded = load_draft(config, draft, state, limit)
-    runner = make_runner(config, loaded, state, kv_blocks(config, [loaded], loaded.max_len))
-    return WorkerDrafter(drafter_with(make_draft_model(config, runner), config.speculation), state)
+    state = make_state(config, limit, vocab_size, device)
+    loaded = load_draft(config, draft, state, limit, tp=place.tp)
+    return make_runner(config, loaded, state, place.agree(kv_blocks(config, [loaded], loaded.max_len)))

@@ -28,14 +28,14 @@ def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint | EagleCheckpoi
     """
     available = available_bytes(config, device)
     free = f"{gib(max(0, available))} of {'GPU ' if device.type == 'cuda' else ''}memory are free"
-    forms = [None, config.speculation.draft_quantization]
+    forms = [None, *[config.speculation.draft_quantization] * (len(checkpoints) - 1)]
     models = [
-        (c.config, resolve_dtype(config, c.config, device), form) for c, form in zip(checkpoints, forms, strict=False)
+        (c.config, resolve_dtype(config, c.config, device), form) for c, form in zip(checkpoints, forms, strict=True)
     ]
     # A GPU has one rank's share of the target; the ranks of a CPU share its memory.
-    shares = [config.tensor_parallel_size if device.type == "cuda" else 1, 1]
-    weights = sum(weight_bytes(*model) // ranks for model, ranks in zip(models, shares, strict=False))
-    per_token = (kv_bytes_per_token(*model[:2], ranks) for model, ranks in zip(models, shares, strict=False))
+    shares = [config.tensor_parallel_size if device.type == "cuda" else 1, *[1] * (len(models) - 1)]
+    weights = sum(weight_bytes(*model) // ranks for model, ranks in zip(models, shares, strict=True))
+    per_token = (kv_bytes_per_token(*model[:2], ranks) for model, ranks in zip(models, shares, strict=True))
     per_block = sum(per_token) * kv_block_size(config, device)
     if weights + per_block > available:
         remedies = " or ".join(_remedies(config, checkpoints, models, available, device))

@@ -13,7 +13,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -60,9 +60,8 @@ class Place:
 
 
 def num_threads(config: EngineConfig) -> int:
-    """A rank's share of the CPU's cores; a draft in a process of its own has another one."""
-    left = num_cores() - (config.speculation.placement == "process")
-    return max(1, left // local_size(config.tensor_parallel_size))
+    """A rank's share of the CPU's cores; drafts in processes of their own have others."""
+    return max(1, (num_cores() - config.speculation.draft_ranks) // local_size(config.tensor_parallel_size))
 
 
 # --- rank 0 -----------------------------------------------------------------------------------------------------------
@@ -71,8 +70,11 @@ def num_threads(config: EngineConfig) -> int:
 class Ranks:
     """The processes of all ranks but the first (`Followers`); `place` is that of rank 0."""
 
-    def __init__(self, config: EngineConfig, device: torch.device) -> None:
-        """Returns when all of them are there; they load their shares of the model meanwhile."""
+    def __init__(self, config: EngineConfig, device: torch.device, draft: Mapping[str, Any] | None = None) -> None:
+        """Returns when all of them are there; they load their shares of the model meanwhile.
+
+        `draft`: what the ranks of a draft model need to know besides the config.
+        """
         size = config.tensor_parallel_size
         self._hosts = join(size)
         if device.type == "cuda" and rank_device(device, local_size(size) - 1).index >= torch.cuda.device_count():
@@ -84,7 +86,7 @@ class Ranks:
         port = listening.getsockname()[1]
         config = replace(config, model=absolute_path(config.model))
         host = LOOPBACK if self._hosts is None else self._hosts.host
-        setup = {"config": asdict(config), "size": size, "host": host, "port": port}
+        setup = {"config": asdict(config), "size": size, "host": host, "port": port, "draft": draft}
         self.failure: str | None = None
         self._lost = threading.Event()
         self._lock = threading.Lock()
@@ -98,7 +100,8 @@ class Ranks:
             if self._hosts is not None:
                 self._workers += self._hosts.start(setup)
             else:
-                self._workers += (Worker({**setup, "rank": rank}, FOLLOWER_COMMAND) for rank in range(1, size))
+                own = draft is None  # those of a draft are killed together with its first rank
+                self._workers += (Worker({**setup, "rank": r}, FOLLOWER_COMMAND, own_group=own) for r in range(1, size))
             self._channels = [worker.channel for worker in self._workers]
             for rank, channel in enumerate(self._channels, 1):
                 with _explained(rank):
@@ -121,10 +124,10 @@ class Ranks:
         runner.tables.on_write = self.write_tables
 
     @contextmanager
-    def launching(self, key: Seq[int]) -> Iterator[None]:
+    def launching(self, key: Seq[int], *, draft: bool = False) -> Iterator[None]:
         self._check()
         try:
-            self._post(Message(Kind.FORWARD, payload=_words(key)))
+            self._post(Message(Kind.DRAFT if draft else Kind.FORWARD, payload=_words(key)))
             yield
         except Exception as error:  # the ranks are no longer at the same place
             raise self._failed(error) from error
@@ -232,6 +235,7 @@ class Follower:
     device: torch.device
     place: Place
     channel: Channel
+    draft: Mapping[str, Any] | None  # of the ranks of a draft model
 
     @classmethod
     def at(cls, fd: int) -> Follower:
@@ -247,14 +251,16 @@ class Follower:
         config, rank, size = build(EngineConfig, dict(setup["config"])), int(setup["rank"]), int(setup["size"])
         device = resolve_device(str(rank_device(resolve_device(config.device), local_rank(rank))))
         make_current(device)
-        if device.type == "cpu":
+        if device.type == "cpu" and setup["draft"] is None:
             _take_cores(local_rank(rank), num_threads(config))
+        elif device.type == "cpu":
+            torch.set_num_threads(1)
         where = {"host": setup["host"], "port": int(setup["port"]), "address": channel.address or LOOPBACK}
         group = make_group(rank, size, device, **where)
-        return cls(config, device, Place(TensorParallel(rank, size, group), [channel]), channel)
+        return cls(config, device, Place(TensorParallel(rank, size, group), [channel]), channel, setup["draft"])
 
-    def serve(self, runner: ModelRunner) -> None:
-        """Launches what rank 0 says, until the socket closes."""
+    def serve(self, runner: ModelRunner, draft: Callable[[tuple[int, ...]], None] | None = None) -> None:
+        """Launches what rank 0 says, until the socket closes; `draft` launches the pieces of draft runs."""
         while True:
             message = self.channel.receive()
             if message is None:
@@ -264,6 +270,8 @@ class Follower:
                 runner.tables.write(places, values)
             elif message.kind is Kind.FORWARD:
                 runner.run(runner.staged(tuple(message.payload.tolist())))
+            elif message.kind is Kind.DRAFT and draft is not None:
+                draft(tuple(message.payload.tolist()))
             else:
                 raise WireError(f"a message of kind {message.kind.name} is not for a rank")
 

@@ -60,6 +60,8 @@ def bench(
     budget: speculation.Budget = None,
     backup: speculation.Backup = None,
     placement: speculation.Placement = None,
+    draft_replicas: speculation.DraftReplicas = None,
+    draft_tensor_parallel_size: speculation.DraftTensorParallelSize = None,
     sets: Annotated[str, typer.Option(help="Prompt sets, by commas; random: tokens at random.")] = ",".join(OWN_SETS),
     folder: Annotated[Path | None, typer.Option(help="Of prompt sets.", show_default="$SSD_DATASET_DIR")] = None,
     prompts: Annotated[int, typer.Option(help="Of each set.")] = 8,
@@ -92,13 +94,15 @@ def bench(
 
         drafter = draft or speculation.bundled_draft(model)
         flags = {"acceptance": acceptance, "fan_out": fan_out, "budget": budget, "backup": backup}
+        flags |= {"placement": placement, "draft_quantization": draft_quantization}
+        degrees = {"draft_replicas": draft_replicas, "draft_tensor_parallel_size": draft_tensor_parallel_size}
         config = BenchConfig(
             model,
             drafter,
             methods=compare or ("ar,sd,ssd" if drafter else "ar,ngram"),
             peers=_listed(peer),
             k=int(k) if k.isdecimal() else k,
-            speculation=speculation.given(**flags, placement=placement, draft_quantization=draft_quantization),
+            speculation=speculation.given(**flags, **degrees),
             sets=_listed(sets),
             num_prompts=prompts,
             input_len=input_len,

@@ -107,6 +107,8 @@ def chat(
     budget: speculation.Budget = None,
     backup: speculation.Backup = None,
     placement: speculation.Placement = None,
+    draft_replicas: speculation.DraftReplicas = None,
+    draft_tensor_parallel_size: speculation.DraftTensorParallelSize = None,
     speculation_json: speculation.Speculation = None,
     device: Device = "auto",
     dtype: DType = "auto",
@@ -149,6 +151,8 @@ def chat(
             "budget": budget,
             "backup": backup,
             "placement": placement,
+            "draft_replicas": draft_replicas,
+            "draft_tensor_parallel_size": draft_tensor_parallel_size,
         }
         read = typed(history)
         if model.startswith(("http://", "https://")):

@@ -81,6 +81,8 @@ def generate(
     budget: speculation.Budget = None,
     backup: speculation.Backup = None,
     placement: speculation.Placement = None,
+    draft_replicas: speculation.DraftReplicas = None,
+    draft_tensor_parallel_size: speculation.DraftTensorParallelSize = None,
     speculation_json: speculation.Speculation = None,
     device: Device = "auto",
     dtype: DType = "auto",
@@ -138,6 +140,8 @@ def generate(
             budget=budget,
             backup=backup,
             placement=placement,
+            draft_replicas=draft_replicas,
+            draft_tensor_parallel_size=draft_tensor_parallel_size,
         )
         with load(
             model,

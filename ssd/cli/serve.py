@@ -121,6 +121,8 @@ def serve(
     budget: speculation.Budget = None,
     backup: speculation.Backup = None,
     placement: speculation.Placement = None,
+    draft_replicas: speculation.DraftReplicas = None,
+    draft_tensor_parallel_size: speculation.DraftTensorParallelSize = None,
     speculation_json: speculation.Speculation = None,
     device: Device = "auto",
     dtype: DType = "auto",
@@ -186,6 +188,8 @@ def serve(
             budget=budget,
             backup=backup,
             placement=placement,
+            draft_replicas=draft_replicas,
+            draft_tensor_parallel_size=draft_tensor_parallel_size,
         )
         engine: dict[str, Any] = {
             "device": device,

@@ -82,6 +82,25 @@ Placement = Annotated[
         rich_help_panel=PANEL,
     ),
 ]
+DraftReplicas = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="ssd, --placement process: draft models, each on a core or GPU of its own; each prepares for other "
+        "outcomes, --budget of them.",
+        show_default="1",
+        rich_help_panel=PANEL,
+    ),
+]
+DraftTensorParallelSize = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="ssd, --placement process: GPUs (or processes of a CPU) that each draft model is split over.",
+        show_default="1",
+        rich_help_panel=PANEL,
+    ),
+]
 Speculation = Annotated[
     str | None,
     typer.Option(

@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 # Drafts prepared for the outcomes of a verification: (number of accepted tokens, the target's own token) -> draft.
 Prepared = Mapping[tuple[int, int], tuple[int, ...]]
+Confidence = Mapping[tuple[int, int], tuple[float, ...]]  # of these drafts' tokens, by outcome
 
 
 @dataclass
@@ -88,6 +89,10 @@ class Drafter:
 
     def prepared(self, sequence: Sequence) -> Prepared:
         """The drafts that were prepared for a sequence; on a GPU this waits for them."""
+        return {}
+
+    def prepared_confidence(self, sequence: Sequence) -> Confidence:
+        """How sure the draft model was of the drafts of `prepared`, where it says so."""
         return {}
 
     def forget(self, sequence: Sequence) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ssd.core import MODEL_WRITTEN, Origin, Outcome, Proposal, Sequence, Work
-from ssd.decoding.drafter import Drafter, PerRound, Prepared, never
+from ssd.decoding.drafter import Confidence, Drafter, PerRound, Prepared, never
 from ssd.drafting.estimate import Average
 from ssd.drafting.fan_out import FanOut, OutcomeStatistics
 from ssd.drafting.model import DraftSequence, DraftSource, wants_draft, write_drafts
@@ -97,7 +97,8 @@ class AheadDrafter(Drafter):
         run, places = self._run, self._places
         self._written, self._looked_up = None, []
         able = [(w, own) for w in works if wants_draft(w) and (own := self.model.state_of(w, works))]
-        prepared = places if run is not None and run.depth else {}
+        known = {work.sequence.id for work, _ in able if work.sequence.last_accepted >= 0}
+        prepared = known & places.keys() if run is not None and run.depth else set()
         unprepared = [(work, own) for work, own in able if work.sequence.id not in prepared]
         proposals: dict[int, Proposal] = {}
         missed: list[tuple[Work, DraftSequence]] = []
@@ -228,6 +229,17 @@ class AheadDrafter(Drafter):
         found: dict[tuple[int, int], tuple[int, ...]] = {}
         for after, (root, *draft) in zip(run.after[place], rows, strict=True):
             found.setdefault((after, root), tuple(draft))
+        return found
+
+    def prepared_confidence(self, sequence: Sequence) -> Confidence:
+        run, place = self._run, self._places.get(sequence.id)
+        if run is None or place is None or self.model.runner.rejection:
+            return {}
+        first = place * run.width
+        rows = self.model.runner.confidence(run, first, first + run.width)
+        found: dict[tuple[int, int], tuple[float, ...]] = {}
+        for after, (root, *_), sure in zip(run.after[place], run.tokens[first:], rows, strict=False):
+            found.setdefault((after, root), tuple(sure))
         return found
 
     def forget(self, sequence: Sequence) -> None:

@@ -3,6 +3,7 @@
 An outcome is written (after, rank): the first `after` draft tokens are accepted, then the target adds the token which
 the draft model ranks `rank`-th there (not counting the draft token: had the target chosen it, it would be accepted).
 A policy plans on the device, from the draft's confidence; the host uploads the constants it has learned.
+Several drafters can share the outcomes: a `Share` of one has those that no other one has.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import bisect
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -65,6 +66,20 @@ class OutcomeStatistics:
         return min(3.0, max(0.1, math.log(one / eight) / math.log(8)))
 
 
+class Share(NamedTuple):
+    """The outcomes of one of several replicas. Every replica has a part of each position's, and of each rank's."""
+
+    replica: int = 0
+    replicas: int = 1
+
+    def has(self, after: Any, rank: Any) -> Any:
+        """Also of arrays and tensors."""
+        return (after + rank) % self.replicas == self.replica
+
+
+_ALL = Share()
+
+
 class FanOut(Protocol):
     """A fan-out policy."""
 
@@ -88,6 +103,8 @@ class FanOut(Protocol):
 class Adaptive:
     """The likeliest outcomes of each draft: acceptance from the confidence of its tokens, ranks by frequency."""
 
+    share: Share = _ALL
+
     def width(self, budget: int) -> int:
         return budget
 
@@ -108,7 +125,10 @@ class Adaptive:
         reject = torch.nn.functional.pad(1.0 - accept, (0, 1))
         rejected = (reached * reject)[:, :, None] * recovery
         weight = torch.where((place == drafted)[:, :, None], reached[:, :, None] * bonus, rejected)
-        weight = weight.masked_fill((place > drafted)[:, :, None], -1.0).flatten(1)
+        weight = weight.masked_fill((place > drafted)[:, :, None], -1.0)
+        if self.share.replicas > 1:
+            weight = weight.masked_fill(~self.share.has(place[:, None], torch.arange(RANKS, device=place.device)), -1.0)
+        weight = weight.flatten(1)
         chosen = weight.topk(width, dim=-1).indices
         real = weight.gather(-1, chosen) >= 0
         chosen = torch.where(real, chosen, chosen[:, :1])
@@ -118,7 +138,10 @@ class Adaptive:
 class _Table:
     """A policy whose outcomes depend on the draft's length and on hit or miss only: a table, uploaded as constants."""
 
-    def outcomes(self, statistics: OutcomeStatistics, drafted: int, hit: bool, width: int) -> list[tuple[int, int]]:
+    share: Share
+
+    def outcomes(self, statistics: OutcomeStatistics, drafted: int, hit: bool, budget: int) -> list[tuple[int, int]]:
+        """Those of all replicas, whose branches are `budget` together."""
         raise NotImplementedError
 
     def width(self, budget: int) -> int:
@@ -128,7 +151,8 @@ class _Table:
         table = np.zeros((2, lookahead + 1, width, 2), dtype=np.float32)
         for hit in (False, True):
             for drafted in range(lookahead + 1):
-                found = self.outcomes(statistics, drafted, hit, width)
+                everyone = self.outcomes(statistics, drafted, hit, width * self.share.replicas)
+                found = [outcome for outcome in everyone if self.share.has(*outcome)] or everyone[:1]
                 table[int(hit), drafted] = (found * width)[:width]
         return table.ravel()
 
@@ -147,24 +171,27 @@ class Listed(_Table):
 
     hit: tuple[int, ...]
     miss: tuple[int, ...]
+    share: Share = _ALL  # of as many times these numbers as there are replicas
 
     def width(self, budget: int) -> int:
         return min(budget, max(sum(self.hit), sum(self.miss)))
 
-    def outcomes(self, statistics: OutcomeStatistics, drafted: int, hit: bool, width: int) -> list[tuple[int, int]]:
-        counts = list(self.hit if hit else self.miss)[: drafted + 1]
-        return _within(counts if any(counts) else [*counts[:-1], 1], width)
+    def outcomes(self, statistics: OutcomeStatistics, drafted: int, hit: bool, budget: int) -> list[tuple[int, int]]:
+        counts = [self.share.replicas * n for n in (self.hit if hit else self.miss)[: drafted + 1]]
+        return _by_rank(counts if any(counts) else [*counts[:-1], self.share.replicas])
 
 
 @dataclass(frozen=True)
 class Geometric(_Table):
     """The SSD paper's split: optimal if all tokens have the same acceptance rate and P(miss) ~ F^-r."""
 
-    def outcomes(self, statistics: OutcomeStatistics, drafted: int, hit: bool, width: int) -> list[tuple[int, int]]:
+    share: Share = _ALL
+
+    def outcomes(self, statistics: OutcomeStatistics, drafted: int, hit: bool, budget: int) -> list[tuple[int, int]]:
         a, power = min(0.98, max(0.02, statistics.acceptance.value)), 1 / (1 + statistics.tail_exponent)
         weights = [a ** (k * power) for k in range(drafted + 1)]
         weights[-1] *= (1 - a) ** -power
-        return _within(_shared(weights, width), width)
+        return _by_rank(_shared(weights, budget))
 
 
 def _shared(weights: Seq[float], budget: int) -> list[int]:
@@ -176,7 +203,7 @@ def _shared(weights: Seq[float], budget: int) -> list[int]:
     return counts
 
 
-def _within(counts: Seq[int], budget: int) -> list[tuple[int, int]]:
-    """The outcomes of `counts[after]` branches per position, ordered by rank, cut to the budget."""
+def _by_rank(counts: Seq[int]) -> list[tuple[int, int]]:
+    """The outcomes of `counts[after]` branches per position, ordered by rank."""
     found = [(after, rank) for after, count in enumerate(counts) for rank in range(min(count, RANKS))]
-    return sorted(found, key=lambda outcome: outcome[1])[:budget]
+    return sorted(found, key=lambda outcome: outcome[1])

@@ -1,8 +1,9 @@
-"""A drafter in a process of its own, the worker, which prepares drafts while the target verifies.
+"""A drafter in processes of its own, the workers, which prepare drafts while the target verifies.
 
-The worker sends all drafts it has prepared before the next round. If they cover the outcomes of all sequences, the
-next round uses them without waiting for a reply. A worker that is slow, hangs, crashes or sends invalid messages costs
-speed, never a request.
+Each worker (replica) prepares its share of the outcomes of every sequence, and sends the drafts before the next round.
+A round whose outcomes they cover uses them without waiting for a reply. Where most rounds have to ask all the same, as
+in large batches, a single worker keeps its drafts and looks them up itself. A worker that is slow, hangs, crashes or
+sends invalid messages costs speed, never a request.
 """
 
 from __future__ import annotations
@@ -12,39 +13,29 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from ssd.core import Origin, Outcome, Proposal, Sequence, Work
-from ssd.decoding.drafter import Drafter, Prepared
+from ssd.decoding.drafter import Drafter
 from ssd.drafting.estimate import Average
-from ssd.drafting.supervisor import Supervisor, Worker
-from ssd.drafting.wire import (
-    Entry,
-    Kind,
-    Message,
-    SequenceSetup,
-    WireError,
-    Words,
-    decode_prepared,
-    decode_proposals,
-    encode_round,
-    most_prepared_words,
-    most_proposal_words,
-)
+from ssd.drafting.replica import Replica
+from ssd.drafting.supervisor import Worker
+from ssd.drafting.wire import Draft
 
 LEAST_PATIENCE, MOST_PATIENCE = 0.05, 1.0  # seconds
 _PATIENCE_PER_REPLY = 8  # times the mean reply
+_MOST_HIT = 0.5  # share of rounds that need no reply, above which one worker's drafts are sent ahead
 
 
 class ProcessDrafter(Drafter):
-    """Drafts in a worker that `start` launches, and that is launched again whenever it is lost.
+    """Drafts in the workers that `starts` launch, one each.
 
     A round waits for proposals at most 8 times as long as for the average reply (at first `patience` seconds), and not
-    at all while an earlier reply is overdue.
+    for workers of which an earlier reply is overdue.
     """
 
     needs_tokens = True
 
     def __init__(
         self,
-        start: Callable[[], Worker],
+        starts: Seq[Callable[[], Worker]],
         lookahead: int,
         vocab_size: int,
         *,
@@ -56,29 +47,19 @@ class ProcessDrafter(Drafter):
     ) -> None:
         super().__init__()
         self.lookahead = lookahead
-        self.vocab_size = vocab_size
         self.replies = 0  # rounds whose reply came in time
         self.at_hand = 0  # rounds that needed no reply
         self.late = 0  # rounds that went on without a reply
         self.wait_seconds = 0.0  # total wait for replies
         self._clock = clock
+        self._ended = ended
         self._reply = Average(7 / 8, patience / _PATIENCE_PER_REPLY, 1.0)  # seconds
-        self._round = 0
         self._round_seconds = 0.0  # of the last round
-        self._last_prepared = 0  # the round of the last PREPARED message
-        self._known: dict[int, int] = {}  # by sequence id: number of tokens that the worker has
-        self._decided: dict[int, tuple[int, int] | None] = {}  # outcome of its last proposal; None: several rounds
-        self._prepared: dict[int, Prepared] = {}  # by sequence id
-        self._forgotten: list[int] = []  # sequences that the worker has to drop
-        self.supervisor = Supervisor(
-            start,
-            on_prepared=self._keep,
-            on_loss=self._forget_all,
-            on_close=ended,
-            clock=clock,
-            hang_limit=hang_limit,
-            start_limit=start_limit,
-        )
+        self._all_hit = Average(15 / 16, 4.0, 4.0)  # share of rounds in which every draft had been prepared
+        self.replicas = [
+            Replica(start, lookahead, vocab_size, clock=clock, hang_limit=hang_limit, start_limit=start_limit)
+            for start in starts
+        ]
 
     @property
     def patience(self) -> float:
@@ -86,106 +67,79 @@ class ProcessDrafter(Drafter):
         return float(min(MOST_PATIENCE, max(LEAST_PATIENCE, _PATIENCE_PER_REPLY * self._reply.value)))
 
     def wait_ready(self, timeout: float) -> bool:
-        """Waits until the worker can take rounds; False on timeout or if it is lost."""
-        with self.supervisor.losing_on_error():
-            return self.supervisor.settled(timeout)
-        return False
+        """Waits until the workers can take rounds; False on timeout or if one is lost."""
+        deadline = time.monotonic() + timeout
+        return all([each.available(max(0.0, deadline - time.monotonic())) for each in self.replicas])
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
-        """Empty proposals while the worker is starting or still owes a reply, and if it does not reply in time."""
-        nothing = [Proposal()] * len(works)
+        """Empty proposals while the workers are starting or still owe a reply, and if none replies in time."""
         if not any(work.lookahead for work in works):
-            return nothing
-        with self.supervisor.losing_on_error():
-            if self.supervisor.settled():
-                return self._look_up(works) or self._ask(works) or nothing
-            self.late += self.supervisor.ready
-        return nothing
+            return [Proposal()] * len(works)
+        available = [each for each in self.replicas if each.available()]
+        drafts = [self._look_up(work, available) for work in works]
+        ahead = len(self.replicas) > 1 or bool(self._all_hit.value > _MOST_HIT)
+        for each in available:
+            each.send(works, drafts, self._round_seconds, ahead)
+        found = [Proposal() if draft is None else _proposal(draft) for draft in drafts]
+        if not available:
+            self.late += any(each.supervisor.ready for each in self.replicas)
+            return found
+        if None in drafts:
+            self._ask(available, [i for i, draft in enumerate(drafts) if draft is None], found)
+        else:
+            self.at_hand += 1
+        origins = {proposal.origin for proposal in found} - {Origin.NONE}
+        if origins:
+            self._all_hit.add(origins == {Origin.HIT})
+        return found
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
         self._round_seconds = seconds
-        for work, outcome in zip(works, outcomes, strict=True):
-            sequence_id = work.sequence.id
-            if outcome is not None and sequence_id in self._known:
-                again = sequence_id in self._decided
-                self._decided[sequence_id] = None if again else (outcome.num_accepted, outcome.token_ids[-1])
-        self.stats.failures = self.supervisor.failures
-        self.stats.busy_seconds = self.supervisor.busy_seconds
+        supervisors = [each.supervisor for each in self.replicas]
+        self.stats.failures = sum(supervisor.failures for supervisor in supervisors)
+        self.stats.busy_seconds = sum(supervisor.busy_seconds for supervisor in supervisors)
 
     def forget(self, sequence: Sequence) -> None:
-        if self._known.pop(sequence.id, None) is not None:
-            self._forgotten.append(sequence.id)
-        self._decided.pop(sequence.id, None)
-        self._prepared.pop(sequence.id, None)
+        for each in self.replicas:
+            each.forget(sequence)
 
     def close(self) -> None:
-        self.supervisor.close()
+        for each in self.replicas:
+            each.close()
+        self._ended()
 
-    def _look_up(self, works: Seq[Work]) -> list[Proposal] | None:
-        """The prepared drafts, if every work has one; the worker is informed. None: it has to be asked."""
-        proposals = []
-        for work in works:
-            decided = self._decided.get(work.sequence.id)
-            draft = self._prepared.get(work.sequence.id, {}).get(decided) if decided is not None else None
-            if draft is None or work.lookahead == 0:
-                return None
-            proposals.append(Proposal(draft[: work.lookahead], None, Origin.HIT))
-        self._send_round(works)
-        self.at_hand += 1
-        return proposals
+    def _look_up(self, work: Work, replicas: Seq[Replica]) -> Draft | None:
+        """The draft that one of them has prepared; None: they have to be asked. A first token waits for no draft."""
+        if work.lookahead == 0 or not work.sequence.num_output:
+            return Draft()
+        found = (each.find(work.sequence) for each in replicas)
+        draft = next((draft for draft in found if draft is not None), None)
+        return draft.cut(work.lookahead) if draft is not None else None
 
-    def _ask(self, works: Seq[Work]) -> list[Proposal] | None:
-        """The worker's proposals; None if they are late, which counts as a reply after `patience` seconds."""
+    def _ask(self, replicas: Seq[Replica], asked: Seq[int], found: list[Proposal]) -> None:
+        """Fills in the first reply's proposals; none, if all are late, counts as a reply after `patience` seconds.
+
+        They write the same drafts. Another one comes first each time: one that is wrong does not spoil all of them.
+        """
         began = self._clock()
-        self._send_round(works)
-        message = self.supervisor.receive(self.patience)
+        deadline = began + self.patience
+        first = self.replies % len(replicas)
+        for each in (*replicas[first:], *replicas[:first]):
+            reply = each.receive(max(0.0, deadline - self._clock()))
+            if reply is not None:
+                break
         waited = self._clock() - began
         self.wait_seconds += waited
         self._reply.add(min(waited, MOST_PATIENCE))
-        if message is None:
+        if reply is None:
             self.late += 1
-            return None
+            return
+        proposals, seconds = reply
+        for i, proposal in zip(asked, proposals, strict=True):
+            found[i] = proposal
         self.replies += 1
-        self.stats.hand_over_seconds += max(0.0, waited - message.times[1] / 1e9)
-        return decode_proposals(message.payload, len(works), self.vocab_size)
+        self.stats.hand_over_seconds += max(0.0, waited - seconds)
 
-    def _send_round(self, works: Seq[Work]) -> None:
-        """Sends a round; a reply to it is due."""
-        self._round += 1
-        self._prepared = {}
-        proposals = most_proposal_words(len(works), self.lookahead, self.vocab_size)
-        self.supervisor.limit = max(proposals, most_prepared_words(len(works), self.lookahead))
-        times = int(self._round_seconds * 1e9), 0
-        self.supervisor.post(Message(Kind.ROUND, self._round, self._round_payload(works), times))
 
-    def _round_payload(self, works: Seq[Work]) -> Words:
-        """The round's payload: what the worker does not know yet of the sequences."""
-        entries = []
-        for work in works:
-            sequence = work.sequence
-            known = self._known.get(sequence.id, 0)
-            decided = self._decided.pop(sequence.id, None)
-            setup = None if known else SequenceSetup.of(sequence)
-            accepted = decided[0] if decided is not None else -1
-            entries.append(Entry(sequence.id, known, sequence.tokens[known:], work.lookahead, accepted, setup))
-            self._known[sequence.id] = len(sequence.tokens)
-        forgotten, self._forgotten = self._forgotten, []
-        return encode_round(forgotten, entries)
-
-    def _keep(self, message: Message) -> None:
-        """Takes a PREPARED message: at most one per round, kept if it is for the current one."""
-        if not self._round - 1 <= message.round <= self._round:
-            raise WireError(f"it sent {message.kind.name} {message.round} without being asked")
-        if message.round <= self._last_prepared:
-            raise WireError(f"it sent PREPARED {message.round} twice")
-        self._last_prepared = message.round
-        prepared = decode_prepared(message.payload, self.vocab_size)
-        if message.round == self._round:
-            self._prepared = prepared
-
-    def _forget_all(self) -> None:
-        """Called when the worker is lost: its successor has no sequences."""
-        self._known.clear()
-        self._decided.clear()
-        self._prepared.clear()
-        self._forgotten.clear()
+def _proposal(draft: Draft) -> Proposal:
+    return Proposal(draft.token_ids, origin=Origin.HIT if draft.token_ids else Origin.NONE)

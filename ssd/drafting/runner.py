@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -313,6 +313,12 @@ class DraftRunner:
             value=origin,
         )
 
+    def confidence(self, run: DraftRun, first: int, last: int) -> list[list[float]]:
+        """How sure the draft model was of each token of the rows first..last-1 of the last run."""
+        run.ended.wait()
+        found: list[list[float]] = self._confidence[first:last, 1 : run.depth + 1].tolist()
+        return found
+
     def distributions(self, row: int, first: int, last: int) -> torch.Tensor:
         """Distributions that a row's tokens first..last-1 of the last run were sampled from: float64 [tokens, V]."""
         return self._distributions[first:last, row].clone()
@@ -404,7 +410,21 @@ class DraftRunner:
         """Piece -1 reads and chooses each row's first token; piece s extends every row by one token."""
         if piece >= 0:  # does not depend on the number of tokens read, nor on the policy
             shape = shape._replace(reads=self.reads if self.on_cuda else shape.reads, fan_out=None)
-        (launch or self._launch)((shape, piece), lambda: self._compute(shape, piece))
+        with self._announced(shape, piece) if launch is None else nullcontext():
+            (launch or self._launch)((shape, piece), lambda: self._compute(shape, piece))
+
+    def _announced(self, shape: RunShape, piece: int) -> AbstractContextManager[object]:
+        """Makes the other ranks of a split draft model launch the same piece (`follow`)."""
+        followers = self.runner.followers
+        if followers is None:
+            return nullcontext()
+        return followers.launching((shape.sequences, shape.reads, shape.width, piece), draft=True)
+
+    def follow(self, key: tuple[int, ...], fan_out: FanOut) -> None:
+        """On another rank: launches a piece. It knows no sequences: the forward pass has rank 0's inputs, and what is
+        chosen from its logits is of no use."""
+        sequences, reads, width, piece = key
+        self._piece(RunShape(sequences, reads, width, Needs(), fan_out if width else None), piece)
 
     def _launch(self, key: Hashable, compute: Callable[[], None]) -> None:
         """Runs `compute`, which launches the same kernels for the same key: from the second time on as a graph."""
@@ -414,7 +434,8 @@ class DraftRunner:
             self._graphs[key].replay()
         else:
             compute()  # eagerly the first time; the graph is for later
-            self._capture(key, compute)
+            if self.runner.decoder.tp.size == 1:  # ranks must capture together
+                self._capture(key, compute)
 
     def _capture(self, key: Hashable, compute: Callable[[], None]) -> None:
         if self._graphs is None or key in self._graphs:
@@ -584,11 +605,24 @@ class DraftRunner:
 
     def _logits(self, batch: DeviceBatch) -> torch.Tensor:
         """Logits of a forward, padded or cut to the target's vocabulary."""
-        logits = self.runner.decoder(batch, self.runner.kv)
+        logits = self.runner.decoder(self._of_first_rank(batch), self.runner.kv)
         missing = self.vocab_size - logits.shape[-1]
         if missing > 0:
             logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
         return logits[:, : self.vocab_size]
+
+    def _of_first_rank(self, batch: DeviceBatch) -> DeviceBatch:
+        """Rank 0's batch, on all ranks of a split model."""
+        tp = self.runner.decoder.tp
+        if tp.size == 1:
+            return batch
+        names = ("token_ids", "positions", "slot_mapping", "context_len", "table_rows", "logit_rows")
+        own = {name: found for name in names if (found := getattr(batch, name)) is not None}
+        packed = torch.cat([tensor.int() for tensor in own.values()])
+        tp.broadcast(packed)
+        parts = torch.split(packed, [len(tensor) for tensor in own.values()])
+        shared: dict[str, Any] = {name: part.to(own[name].dtype) for name, part in zip(own, parts, strict=True)}
+        return replace(batch, **shared)
 
     def _constants(self, shape: RunShape) -> _Constants:
         """Cached, so that graphs find them at the same address."""

@@ -7,13 +7,15 @@ lost worker is replaced after a pause.
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import socket
 import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,21 +47,22 @@ def _command(main: str) -> tuple[str, ...]:
 
 
 WORKER_COMMAND = _command("main")
-FOLLOWER_COMMAND = _command("follow")  # another rank of the target
+FOLLOWER_COMMAND = _command("follow")  # another rank of a model
 
 
 class Worker:
     """A process and the channel to it. The process ends with this object.
 
-    `argv` gets the file descriptor of the socket as its last argument; `setup` is sent as the first message.
+    `argv` gets the file descriptor of the socket as its last argument; `setup` is sent as the first message. With
+    `own_group` a kill takes its own processes along that have none.
     """
 
-    def __init__(self, setup: Mapping[str, Any], argv: Seq[str] = WORKER_COMMAND) -> None:
+    def __init__(self, setup: Mapping[str, Any], argv: Seq[str] = WORKER_COMMAND, *, own_group: bool = True) -> None:
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
         with theirs:
             try:
-                self._process = spawn(argv, theirs, alone())
+                self._process = spawn(argv, theirs, alone(), own_group=own_group)
             except OSError:
                 ours.close()
                 raise
@@ -78,21 +81,23 @@ class Worker:
     def kill(self) -> None:
         """Kills the process without waiting for it."""
         self.channel.close()
-        self._process.kill()
+        _kill(self._process)
 
     def close(self) -> None:
         """Closes the channel, and kills the process if it does not exit within GRACE seconds."""
         self._end()
 
 
-def spawn(argv: Seq[str], end: socket.socket, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+def spawn(
+    argv: Seq[str], end: socket.socket, env: Mapping[str, str] | None = None, *, own_group: bool = True
+) -> subprocess.Popen[bytes]:
     """Starts a process with one end of a connection, which it gets as a file descriptor, its last argument."""
     return subprocess.Popen(
         [*argv, str(end.fileno())],
         stdin=subprocess.DEVNULL,
         pass_fds=(end.fileno(),),
         env=env,
-        start_new_session=True,  # Ctrl-C is for the engine
+        start_new_session=own_group,  # Ctrl-C is for the engine
     )
 
 
@@ -106,8 +111,15 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(GRACE)
     except subprocess.TimeoutExpired:
-        process.kill()
+        _kill(process)
         process.wait()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Also what it has started in its own group: a process that was stopped does not notice its end."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
 
 
 @dataclass
@@ -124,8 +136,7 @@ class Supervisor:
     """Keeps one worker running; `start` launches it, at first and after every loss.
 
     A worker is lost (killed) if a due message is not transferred for `hang_limit` seconds (`start_limit` before it is
-    ready), or if it sends anything invalid. Callbacks: `on_prepared` takes unsolicited messages, `on_loss` follows a
-    loss, `on_close` the end.
+    ready), or if it sends anything invalid. Callbacks: `on_prepared` takes PREPARED messages, `on_loss` follows a loss.
     """
 
     def __init__(
@@ -134,7 +145,6 @@ class Supervisor:
         *,
         on_prepared: Callable[[Message], None],
         on_loss: Callable[[], None],
-        on_close: Callable[[], None],
         clock: Callable[[], float],
         hang_limit: float,
         start_limit: float,
@@ -147,7 +157,7 @@ class Supervisor:
         self.busy_seconds = 0.0  # computing time that the workers reported, in all
         self._busy_before = 0.0  # of earlier workers
         self._start, self._clock = start, clock
-        self._on_prepared, self._on_loss, self._on_close = on_prepared, on_loss, on_close
+        self._on_prepared, self._on_loss = on_prepared, on_loss
         self._worker: Worker | None = None
         self._awaited: _Awaited | None = None
         self._ready_since: float | None = None
@@ -176,7 +186,7 @@ class Supervisor:
             self._lose(str(error))
 
     def settled(self, timeout: float = 0.0) -> bool:
-        """Whether there is a worker and no message is due from it; a late one is received and dropped.
+        """Whether there is a worker and no proposals are due from it; late ones are received and dropped.
 
         A lost worker is replaced here, once its pause is over. Raises WireError or OSError.
         """
@@ -186,28 +196,30 @@ class Supervisor:
             self._relaunch_when_due()
             return False
         channel = self._worker.channel
-        if self._awaited is not None:
+        if self._awaited is not None and self._awaited.kind is not Kind.PREPARED:
             drain = _DRAIN if channel.arriving else 0.0
             if self.receive(max(timeout, drain)) is None:
                 return False
         while channel.waiting() and (message := channel.receive(self.limit, 0.0)) is not None:
-            self._take_unsolicited(message)
+            self._take_prepared(message)
+        if self._awaited is not None:
+            self._check_silence(channel, self._awaited)
         return True
 
-    def post(self, message: Message) -> None:
-        """Sends a round; PROPOSALS are due for it."""
-        channel = self._channel()
+    def post(self, message: Message, due: Kind) -> None:
+        """Sends a round; `due`: the first message that must come for it."""
+        channel = self.channel
         channel.post(message)
-        self._awaited = _Awaited(Kind.PROPOSALS, message.round, channel.num_bytes, self._clock())
+        self._awaited = _Awaited(due, message.round, channel.num_bytes, self._clock())
 
     def receive(self, timeout: float) -> Message | None:
-        """The message that is due, if it comes in time. A PREPARED message for an earlier round may come first."""
-        channel, awaited = self._channel(), self._awaited
+        """The message that is due, if it comes in time. PREPARED messages for earlier rounds may come first."""
+        channel, awaited = self.channel, self._awaited
         if awaited is None:
             raise AssertionError("no message is due from the worker")
         message = channel.receive(self.limit, timeout)
-        if message is not None and message.kind is Kind.PREPARED:
-            self._take_unsolicited(message)
+        while message is not None and message.kind is Kind.PREPARED:
+            self._take_prepared(message)
             message = channel.receive(self.limit, timeout)
         if message is None:
             self._check_silence(channel, awaited)
@@ -228,17 +240,22 @@ class Supervisor:
             if worker is not None:
                 worker.close()
         self._worker = self._lost = None
-        self._on_close()
 
-    def _channel(self) -> Channel:
+    @property
+    def channel(self) -> Channel:
+        """To the worker, while there is one."""
         if self._worker is None:
             raise AssertionError("there is no worker")
         return self._worker.channel
 
-    def _take_unsolicited(self, message: Message) -> None:
+    def _take_prepared(self, message: Message) -> None:
         if message.kind is not Kind.PREPARED:
             raise WireError(f"it sent {message.kind.name} {message.round} without being asked")
         self._on_prepared(message)
+        self.busy_seconds = self._busy_before + message.times[0] / 1e9
+        awaited = self._awaited
+        if awaited is not None and (awaited.kind, awaited.round) == (message.kind, message.round):
+            self._awaited = None
 
     def _check_silence(self, channel: Channel, awaited: _Awaited) -> None:
         now = self._clock()

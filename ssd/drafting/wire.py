@@ -7,6 +7,7 @@ is allocated by a length that was not checked. Knows nothing of processes or of 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import select
@@ -18,18 +19,18 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ssd.core import Origin, Proposal, SamplingParams, Sequence
-from ssd.decoding.drafter import Prepared
+from ssd.decoding.drafter import Confidence, Prepared
 from ssd.errors import RequestError, SSDError
 
 Words = npt.NDArray[np.int64]
 
-MAGIC = 0x5353_4457_0000_0003  # "SSDW", version 3
+MAGIC = 0x5353_4457_0000_0004  # "SSDW", version 4
 HEADER_WORDS = 6
 MAX_WORDS = 1 << 26  # of a payload: half a gigabyte
 MAX_OUTCOMES = 256  # prepared for a sequence
@@ -37,6 +38,7 @@ MAX_OUTCOMES = 256  # prepared for a sequence
 _LOWEST, _HIGHEST = -(1 << 63), (1 << 63) - 1
 _BYTES = 8  # of a word
 _CHUNK = 1 << 20  # bytes of one read
+_CONFIDENCE_STEPS = 18.0  # of a code, while 1 + confidence doubles
 _GRACE = 0.005  # seconds after the timeout in which a message that is arriving is still read
 
 
@@ -52,12 +54,13 @@ class Kind(IntEnum):
     SETUP = 1  # to the worker, once: its configuration
     READY = 2  # from the worker, once: it can take rounds
     ROUND = 3  # to the worker: sequences to draft for
-    PROPOSALS = 4  # from the worker: the answer to a round
-    PREPARED = 5  # from the worker, unsolicited: the drafts it has prepared for the outcomes of a round
-    TABLES = 6  # to another rank of the target: new entries of its block tables
-    FORWARD = 7  # to another rank of the target: the forward pass to launch
+    PROPOSALS = 4  # from the worker: the drafts that a round asks for
+    PREPARED = 5  # from the worker, at the end of a round: the drafts it has prepared for the round's outcomes
+    TABLES = 6  # to another rank of a model: new entries of its block tables
+    FORWARD = 7  # to another rank of a model: the forward pass to launch
     START = 8  # to a process of torchrun: start a rank, which gets a connection to this port
     END = 9  # to a process of torchrun: an engine was closed
+    DRAFT = 10  # to another rank of a draft model: the piece of a draft run to launch
 
 
 _KINDS = frozenset(Kind)
@@ -68,10 +71,7 @@ class Message:
     kind: Kind
     round: int = 0
     payload: Words = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    times: tuple[int, int] = (
-        0,
-        0,
-    )  # ns. ROUND: time of the last round; PROPOSALS: computing in all, and for this one
+    times: tuple[int, int] = (0, 0)  # ns. ROUND: time of the last round; from the worker: computing in all, for this
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,16 @@ class SequenceSetup:
         return cls(sequence.seed, sequence.num_prompt, sequence.max_tokens, stops, sequence.params)
 
 
+class Draft(NamedTuple):
+    """A draft that was prepared."""
+
+    token_ids: tuple[int, ...] = ()
+    confidence: tuple[float, ...] = ()  # of each token, where it is known
+
+    def cut(self, length: int) -> Draft:
+        return Draft(self.token_ids[:length], self.confidence[:length])
+
+
 @dataclass(frozen=True)
 class Entry:
     """One sequence of a round, with its tokens since the last message."""
@@ -98,8 +108,28 @@ class Entry:
     known: int  # number of tokens that the worker has
     new_tokens: list[int]
     lookahead: int
-    accepted: int = -1  # accepted draft tokens among the new ones; -1: they are not the outcome of the last proposal
+    draft: Draft | None = None  # that the round verifies; None: the worker is asked for it
     setup: SequenceSetup | None = None  # of a new sequence
+
+
+@dataclass(frozen=True)
+class PreparedDrafts:
+    """The drafts that a worker has prepared for a sequence."""
+
+    verified: tuple[int, ...]  # the draft under verification
+    outcomes: list[list[int]]  # accepted tokens of it, the target's own token, the draft, then -1
+    confidence: npt.NDArray[np.uint8]  # of these drafts' tokens, as `_confidence_codes`
+
+    def find(self, decided: tuple[int, ...]) -> Draft | None:
+        """The draft for the outcome that decided these tokens."""
+        if not decided or self.verified[: len(decided) - 1] != decided[:-1]:
+            return None
+        wanted = [len(decided) - 1, decided[-1]]
+        for row, codes in zip(self.outcomes, self.confidence, strict=True):
+            if row[:2] == wanted:
+                tokens = tuple(itertools.takewhile(lambda token: token >= 0, row[2:]))
+                return Draft(tokens, _confidence(codes[: len(tokens)]))
+        return None
 
 
 # --- payloads ---------------------------------------------------------------------------------------------------------
@@ -125,23 +155,26 @@ def decode_setup(payload: Words) -> dict[str, Any]:
     return config
 
 
-def encode_round(forgotten: Seq[int], entries: Seq[Entry]) -> Words:
-    words = [len(forgotten), *forgotten, len(entries)]
+def encode_round(forgotten: Seq[int], entries: Seq[Entry], ahead: bool = True) -> Words:
+    """`ahead`: what is prepared is to be sent; else it is kept, and looked up in when the next round asks."""
+    words = [ahead, len(forgotten), *forgotten, len(entries)]
     for entry in entries:
-        words += [entry.id, entry.known, len(entry.new_tokens), *entry.new_tokens, entry.lookahead, entry.accepted]
+        words += [entry.id, entry.known, len(entry.new_tokens), *entry.new_tokens, entry.lookahead]
+        words += [-1] if entry.draft is None else _draft_words(entry.draft)
         words.append(entry.setup is not None)
         if entry.setup is not None:
             words += _setup_words(entry.setup)
     return _words(words)
 
 
-def decode_round(payload: Words) -> tuple[list[int], list[Entry]]:
-    """The ids of sequences to drop, and the sequences to draft for."""
+def decode_round(payload: Words) -> tuple[list[int], list[Entry], bool]:
+    """The ids of sequences to drop, the sequences to draft for, and whether to send what is prepared."""
     reader = _Reader(payload)
+    ahead = bool(reader.number(0, 1))
     forgotten = reader.numbers(reader.count())
     entries = [_read_entry(reader) for _ in range(reader.count())]
     reader.finish()
-    return forgotten, entries
+    return forgotten, entries, ahead
 
 
 def encode_proposals(proposals: Seq[Proposal]) -> Words:
@@ -170,37 +203,71 @@ def most_proposal_words(num_works: int, lookahead: int, vocab_size: int) -> int:
     return 1 + num_works * (3 + lookahead * (1 + vocab_size))
 
 
-def encode_prepared(prepared: Mapping[int, Prepared]) -> Words:
-    """One table per sequence, drafts padded to one length: fast to decode, since the target waits for it."""
-    words = [len(prepared)]
-    for sequence_id, outcomes in prepared.items():
+def encode_prepared(
+    prepared: Mapping[int, tuple[Seq[int], Prepared]], confidence: Mapping[int, Confidence] | None = None
+) -> Words:
+    """By sequence id: the draft under verification, and what was prepared for its outcomes.
+
+    One table per sequence, drafts padded to one length: fast to decode, since the target waits for it.
+    """
+    parts = [_words([len(prepared)])]
+    for sequence_id, (verified, outcomes) in prepared.items():
         depth = max(map(len, outcomes.values()), default=0)
-        words += [sequence_id, depth, len(outcomes)]
-        for (accepted, token), draft in outcomes.items():
-            words += [accepted, token, len(draft), *draft, *([0] * (depth - len(draft)))]
-    return _words(words)
+        table = np.full((len(outcomes), 2 + depth), -1, dtype=np.int32)
+        sure = np.zeros((len(outcomes), depth))
+        known = (confidence or {}).get(sequence_id, {})
+        for i, ((accepted, token), draft) in enumerate(outcomes.items()):
+            table[i, : 2 + len(draft)] = [accepted, token, *draft]
+            sure[i, : len(draft)] = known.get((accepted, token), 0.0)
+        parts.append(_words([sequence_id, len(verified), depth, len(outcomes)]))
+        parts += [_packed(np.array(verified, dtype=np.int32)), _packed(table), _packed(_confidence_codes(sure))]
+    return np.concatenate(parts)
 
 
-def decode_prepared(payload: Words, vocab_size: int) -> dict[int, Prepared]:
+def decode_prepared(payload: Words, vocab_size: int) -> dict[int, PreparedDrafts]:
     """By sequence id; token ids are validated."""
     reader = _Reader(payload)
-    found: dict[int, Prepared] = {}
+    found: dict[int, PreparedDrafts] = {}
     for _ in range(reader.number(0, reader.left)):
-        sequence_id, depth, count = reader.number(0), reader.number(0, reader.left), reader.number(0, reader.left)
-        table = reader.array(count * (3 + depth)).reshape(count, 3 + depth)
-        if table.min(initial=0) < 0 or max(table[:, 1].max(initial=0), table[:, 3:].max(initial=0)) >= vocab_size:
+        sequence_id = reader.number(0)
+        drafted, depth, count = (reader.number(0, 2 * reader.left) for _ in range(3))
+        verified = reader.packed((drafted,), np.int32)
+        table = reader.packed((count, 2 + depth), np.int32)
+        confidence = reader.packed((count, depth), np.uint8)
+        least = min(numbers.min(initial=0) for numbers in (verified, table[:, :2]))
+        if least < 0 or max(tokens.max(initial=0) for tokens in (verified, table[:, 1:])) >= vocab_size:
             raise WireError(f"a number is negative, or a token not in 0..{vocab_size - 1}")
-        if table[:, 2].max(initial=0) > depth:
-            raise WireError("a draft is longer than its table is wide")
-        rows = table.tolist()
-        found[sequence_id] = {(row[0], row[1]): tuple(row[3 : 3 + row[2]]) for row in rows}
+        if table[:, 0].max(initial=0) > drafted:
+            raise WireError("more tokens are accepted than were drafted")
+        found[sequence_id] = PreparedDrafts(tuple(verified.tolist()), table.tolist(), confidence)
     reader.finish()
     return found
 
 
 def most_prepared_words(num_works: int, lookahead: int) -> int:
     """Maximum length of a valid PREPARED payload."""
-    return 1 + num_works * (3 + MAX_OUTCOMES * (3 + lookahead))
+    return 1 + num_works * (6 + lookahead + MAX_OUTCOMES * (2 + lookahead))
+
+
+def _draft_words(draft: Draft) -> list[int]:
+    confidence = _confidence_codes(np.array(draft.confidence or (0.0,) * len(draft.token_ids)))
+    tokens = _packed(np.array(draft.token_ids, dtype=np.int32))
+    return [len(draft.token_ids), *tokens.tolist(), *_packed(confidence).tolist()]
+
+
+def _confidence_codes(confidence: npt.NDArray[np.float64]) -> npt.NDArray[np.uint8]:
+    """One byte each, to about 2 percent of 1 + confidence."""
+    return np.round(_CONFIDENCE_STEPS * np.log2(1.0 + confidence)).clip(0, 255).astype(np.uint8)
+
+
+def _confidence(codes: npt.NDArray[np.uint8]) -> tuple[float, ...]:
+    return tuple((np.exp2(codes / _CONFIDENCE_STEPS) - 1.0).tolist())
+
+
+def _packed(values: npt.NDArray[Any]) -> Words:
+    """The bytes of an array, padded to words."""
+    data = values.tobytes()
+    return np.frombuffer(data + bytes(-len(data) % _BYTES), dtype=np.int64)
 
 
 def _setup_words(setup: SequenceSetup) -> list[int]:
@@ -216,11 +283,19 @@ def _setup_words(setup: SequenceSetup) -> list[int]:
 def _read_entry(reader: _Reader) -> Entry:
     sequence_id, known = reader.number(0), reader.number(0)
     tokens = reader.numbers(reader.count(), low=0)
-    lookahead, accepted, new = reader.number(0), reader.number(-1, len(tokens)), reader.number(0, 1)
-    setup = _read_setup(reader) if new else None
+    lookahead, drafted = reader.number(0), reader.number(-1, 2 * reader.left)
+    draft = _read_draft(reader, drafted) if drafted >= 0 else None
+    setup = _read_setup(reader) if reader.number(0, 1) else None
     if setup and (known or setup.num_prompt > len(tokens)):
         raise WireError(f"sequence {sequence_id} is new, but not told from its first token on")
-    return Entry(sequence_id, known, tokens, lookahead, accepted, setup)
+    return Entry(sequence_id, known, tokens, lookahead, draft, setup)
+
+
+def _read_draft(reader: _Reader, length: int) -> Draft:
+    tokens, codes = reader.packed((length,), np.int32), reader.packed((length,), np.uint8)
+    if tokens.min(initial=0) < 0:
+        raise WireError("a draft has a token below 0")
+    return Draft(tuple(tokens.tolist()), _confidence(codes))
 
 
 def _read_setup(reader: _Reader) -> SequenceSetup:
@@ -291,6 +366,12 @@ class _Reader:
         self._at += count
         return self._payload[self._at - count : self._at]
 
+    def packed(self, shape: tuple[int, ...], dtype: type) -> npt.NDArray[Any]:
+        """An array of `_packed`."""
+        count = math.prod(shape)
+        words = self.array(-(-count * np.dtype(dtype).itemsize // _BYTES))
+        return words.view(dtype)[:count].reshape(shape)
+
     def numbers(self, count: int, low: int = _LOWEST, high: int = _HIGHEST) -> list[int]:
         values: list[int] = self.array(count).tolist()
         if values and not (low <= min(values) and max(values) <= high):
@@ -321,15 +402,28 @@ class _Reader:
 # --- the channel ------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Traffic:
+    """What went over a channel in one direction."""
+
+    num_messages: int = 0
+    num_bytes: int = 0
+
+
 class Channel:
     """Complete messages over one end of a connection; non-blocking, partial messages are buffered."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
-        self.num_bytes = 0  # transferred, in both directions
+        self.sent, self.received = Traffic(), Traffic()
         self._socket = end
         self._unsent: deque[memoryview] = deque()
         self._partial = bytearray()  # of the message that is arriving
+
+    @property
+    def num_bytes(self) -> int:
+        """Transferred, in both directions."""
+        return self.sent.num_bytes + self.received.num_bytes
 
     @property
     def arriving(self) -> bool:
@@ -353,6 +447,7 @@ class Channel:
         """Sends without blocking; the rest is sent by `receive` or `flush`."""
         header = _words([MAGIC, message.kind, message.round, *message.times, len(message.payload)])
         self._unsent.append(np.concatenate((header, message.payload)).data.cast("B"))
+        self.sent.num_messages += 1
         self._write()
 
     def flush(self) -> None:
@@ -388,7 +483,7 @@ class Channel:
         try:
             while self._unsent:
                 sent = self._socket.send(self._unsent[0])
-                self.num_bytes += sent
+                self.sent.num_bytes += sent
                 rest = self._unsent.popleft()[sent:]
                 if rest:
                     self._unsent.appendleft(rest)
@@ -407,7 +502,7 @@ class Channel:
             raise ChannelClosed("the other end is closed") from error
         if not data:
             raise ChannelClosed("the other end is closed")
-        self.num_bytes += len(data)
+        self.received.num_bytes += len(data)
         self._partial += data
         return True
 
@@ -425,6 +520,7 @@ class Channel:
 
     def _take(self) -> Message:
         data, self._partial = self._partial, bytearray()
+        self.received.num_messages += 1
         words = np.frombuffer(data, np.int64)
         kind, number, *times = (int(word) for word in words[1:5])
         return Message(Kind(kind), number, words[HEADER_WORDS:], (times[0], times[1]))

@@ -18,11 +18,13 @@ from ssd.decoding.drafter import Drafter
 from ssd.drafting.wire import (
     Channel,
     ChannelClosed,
+    Draft,
     Entry,
     Kind,
     Message,
     SequenceSetup,
     WireError,
+    Words,
     decode_round,
     decode_setup,
     encode_prepared,
@@ -42,6 +44,7 @@ class WorkerDrafter:
     sequences: dict[int, Sequence] = field(default_factory=dict)
     last: list[Work] = field(default_factory=list)  # works of the last round, with their proposals
     free_slots: list[int] = field(default_factory=list)
+    close: Callable[[], None] = lambda: None  # ends what it has started
 
     def __post_init__(self) -> None:
         if self.state is not None:
@@ -56,38 +59,50 @@ class WorkerDrafter:
 
     def update(self, entries: Seq[Entry], seconds: float) -> list[Work]:
         """Updates the sequences, passes the last round's outcomes to the drafter, and returns the new works."""
-        works = [self._work(entry) for entry in entries]
-        decided = {entry.id: entry for entry in entries if entry.accepted >= 0 and entry.setup is None}
+        last = {work.sequence.id: work for work in self.last}
+        works = [self._work(entry, last.get(entry.id)) for entry in entries]
+        decided = {entry.id: entry.new_tokens for entry in entries if entry.setup is None}
         outcomes: list[Outcome | None] = []
         for work in self.last:
-            entry = decided.get(work.sequence.id)
-            if entry is None:
-                outcomes.append(None)
-                continue
-            drafted, tokens = work.proposal.token_ids, tuple(entry.new_tokens)
-            outcomes.append(Outcome(tokens, (), drafted, work.proposal.origin))
+            tokens, known = decided.get(work.sequence.id), work.sequence.last_accepted >= 0
+            outcome = Outcome(tuple(tokens), (), work.proposal.token_ids, work.proposal.origin) if tokens else None
+            outcomes.append(outcome if known else None)
         if self.last:
             self.drafter.observe(self.last, outcomes, seconds)
         return works
 
-    def propose(self, works: Seq[Work]) -> list[Work]:
-        """The works with their proposals, whose tokens are copied to the host."""
-        drafter = self.drafter
-        found = [work.with_proposal(p) for work, p in zip(works, drafter.propose(works), strict=True)]
+    def propose(self, works: Seq[Work], drafts: Seq[Draft | None]) -> list[Work]:
+        """The works with the drafts to be verified: the given ones, and where there is none (None) the drafter's own.
+
+        Its tokens are copied to the host.
+        """
+        drafter, state = self.drafter, self.state
+        given = [(work.slot, draft) for work, draft in zip(works, drafts, strict=True) if draft and draft.token_ids]
+        own = iter(drafter.propose([work for work, draft in zip(works, drafts, strict=True) if draft is None]))
+        found = [
+            work.with_proposal(next(own) if draft is None else _looked_up(draft))
+            for work, draft in zip(works, drafts, strict=True)
+        ]
+        if state is not None and given:
+            slots = [slot for slot, _ in given]
+            state.set_prepared(slots, [draft.token_ids for _, draft in given], [draft.confidence for _, draft in given])
         drafter.settle(found)
-        state = self.state
         if state is not None and any(work.proposal.num_on_device for work in found):
             slots = [work.slot for work in found]
-            drafts, origins = state.drafts[slots].tolist(), state.origin[slots].tolist()
+            tokens, origins = state.drafts[slots].tolist(), state.origin[slots].tolist()
             found = [
                 work.with_proposal(_fetched(work.proposal, draft, origin))
-                for work, draft, origin in zip(found, drafts, origins, strict=True)
+                for work, draft, origin in zip(found, tokens, origins, strict=True)
             ]
         self.last = found
         return found
 
-    def _work(self, entry: Entry) -> Work:
-        """Updates a sequence and returns its work. As in the engine, one token is pending once there is output."""
+    def _work(self, entry: Entry, last: Work | None) -> Work:
+        """Updates a sequence and returns its work. As in the engine, one token is pending once there is output.
+
+        `last`: its work in the last round. Whether the new tokens are the outcome of what was proposed then shows in
+        them: other drafts may have been verified since.
+        """
         if entry.setup is not None:
             sequence = self.sequences[entry.id] = _sequence(entry.id, entry.setup, entry.new_tokens)
             if self.state is not None:
@@ -101,12 +116,18 @@ class WorkerDrafter:
                 raise WireError(f"sequence {entry.id}: {entry.known} tokens should be known of it")
             sequence = known
             sequence.tokens += entry.new_tokens
-            sequence.last_accepted = max(0, entry.accepted)
+            accepted = len(entry.new_tokens) - 1
+            drafted = last.proposal.token_ids[: max(0, accepted)] if last is not None else None
+            sequence.last_accepted = accepted if drafted == tuple(entry.new_tokens[:-1]) else -1
             if self.state is not None:
                 self.state.append(sequence.slot, entry.known, entry.new_tokens, sequence.last_accepted)
         pending = 1 if sequence.num_output else len(sequence.tokens)
         start = len(sequence.tokens) - pending
         return Work(sequence, pending, start, lookahead=entry.lookahead, slot=sequence.slot)
+
+
+def _looked_up(draft: Draft) -> Proposal:
+    return Proposal(draft.token_ids, origin=Origin.HIT if draft.token_ids else Origin.NONE)
 
 
 def _fetched(proposal: Proposal, draft: Seq[int], origin: int) -> Proposal:
@@ -127,8 +148,11 @@ def run(fd: int, build: Callable[[dict[str, Any]], WorkerDrafter]) -> None:
     channel = Channel(socket.socket(fileno=fd))
     with suppress(ChannelClosed):
         drafter = build(decode_setup(_receive(channel, Kind.SETUP).payload))
-        _send(channel, Message(Kind.READY))
-        serve(drafter, channel)
+        try:
+            _send(channel, Message(Kind.READY))
+            serve(drafter, channel)
+        finally:
+            drafter.close()
 
 
 def serve(drafter: WorkerDrafter, channel: Channel) -> None:
@@ -140,20 +164,36 @@ def serve(drafter: WorkerDrafter, channel: Channel) -> None:
 
 def _serve_round(worker: WorkerDrafter, channel: Channel) -> None:
     message = _receive(channel, Kind.ROUND)
-    forgotten, entries = decode_round(message.payload)
+    forgotten, entries, ahead = decode_round(message.payload)
     for sequence_id in forgotten:
         worker.forget(sequence_id)
     began = time.perf_counter_ns()
-    works = worker.propose(worker.update(entries, message.times[0] / 1e9))
-    payload = encode_proposals([work.proposal for work in works])
-    times = int(worker.drafter.stats.busy_seconds * 1e9), time.perf_counter_ns() - began
-    _send(channel, Message(Kind.PROPOSALS, message.round, payload, times))
+    drafts = [entry.draft for entry in entries]
+    works = worker.propose(worker.update(entries, message.times[0] / 1e9), drafts)
+    asked = [work.proposal for work, draft in zip(works, drafts, strict=True) if draft is None]
+    if asked:
+        times = _busy(worker), time.perf_counter_ns() - began
+        _send(channel, Message(Kind.PROPOSALS, message.round, encode_proposals(asked), times))
     worker.drafter.prepare(works, channel.waiting)
-    if channel.waiting():  # the next round is here: too late
+    if asked and not ahead:
         return
-    prepared = {work.sequence.id: found for work in works if (found := worker.drafter.prepared(work.sequence))}
-    if prepared:
-        _send(channel, Message(Kind.PREPARED, message.round, encode_prepared(prepared)))
+    payload = encode_prepared({}) if channel.waiting() else _prepared(worker, works)  # the next round is here: too late
+    if not asked or payload.any():
+        _send(channel, Message(Kind.PREPARED, message.round, payload, (_busy(worker), 0)))
+
+
+def _busy(worker: WorkerDrafter) -> int:
+    """Computing time of the drafter, in ns."""
+    return int(worker.drafter.stats.busy_seconds * 1e9)
+
+
+def _prepared(worker: WorkerDrafter, works: Seq[Work]) -> Words:
+    drafter = worker.drafter
+    prepared = [(work, found) for work in works if (found := drafter.prepared(work.sequence))]
+    return encode_prepared(
+        {work.sequence.id: (work.proposal.token_ids, found) for work, found in prepared},
+        {work.sequence.id: drafter.prepared_confidence(work.sequence) for work, _ in prepared},
+    )
 
 
 def _receive(channel: Channel, kind: Kind) -> Message:

@@ -29,8 +29,8 @@ class Followers(Protocol):
     def failure(self) -> str | None:
         """Why they compute no longer; None while they do."""
 
-    def launching(self, key: Seq[int]) -> AbstractContextManager[None]:
-        """Makes them launch a forward pass (`Staged.key`); EngineFailed if it fails anywhere."""
+    def launching(self, key: Seq[int], *, draft: bool = False) -> AbstractContextManager[None]:
+        """Makes them launch a forward pass (`Staged.key`), or a piece of a draft run; EngineFailed if it fails."""
 
     def awaited(self) -> AbstractContextManager[None]:
         """Around a wait for the device; EngineFailed if one of them was lost, or takes too long."""

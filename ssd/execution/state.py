@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from ssd.core import Sequence
+from ssd.core import Origin, Sequence
 from ssd.kernels.transfers import to_device
 from ssd.sampling.sampler import SamplingColumns
 
@@ -72,6 +72,16 @@ class SequenceState:
         for row, draft in zip(rows, drafts, strict=True):
             row[: len(draft)] = draft
         self.drafts[to_device(np.array(slots), self.device)] = to_device(rows, self.device)
+
+    def set_prepared(self, slots: Seq[int], drafts: Seq[Seq[int]], confidence: Seq[Seq[float]]) -> None:
+        """Uploads drafts that were looked up on the host."""
+        self.set_drafts(slots, drafts)
+        rows = np.zeros((len(slots), self.confidence.shape[1]), dtype=np.float32)
+        for row, values in zip(rows, confidence, strict=True):
+            row[: len(values)] = values
+        index = to_device(np.array(slots), self.device)
+        self.confidence[index] = to_device(rows, self.device)
+        self.origin[index] = int(Origin.HIT)
 
     def _write(self, slot: int, start: int, tokens: Seq[int]) -> None:
         row = to_device(np.array([len(tokens) + start, *tokens], dtype=np.int32), self.device)

@@ -255,12 +255,12 @@ def splits(config: DecoderConfig, size: int) -> bool:
     return not (config.num_heads % size or config.intermediate_size % size or more % fewer)
 
 
-def check_split(config: DecoderConfig, size: int) -> None:
+def check_split(config: DecoderConfig, size: int, option: str = "tensor_parallel_size") -> None:
     """ConfigError, with the degrees that are possible, for a model that cannot be split over so many ranks."""
     if not splits(config, size):
         possible = [str(n) for n in range(1, config.num_heads + 1) if splits(config, n)]
         raise ConfigError(
-            f"tensor_parallel_size={size} cannot split a model with num_heads={config.num_heads}, num_kv_heads="
+            f"{option}={size} cannot split a model with num_heads={config.num_heads}, num_kv_heads="
             f"{config.num_kv_heads}, intermediate_size={config.intermediate_size}: use one of {', '.join(possible)}"
         )
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from ssd.core import Origin, Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Drafter, PerRound, never
 from ssd.drafting.ahead import AheadDrafter, BackupPolicy
 from ssd.drafting.estimate import Average
-from ssd.drafting.fan_out import RANKS, Adaptive, FanOut, Geometric, Listed, OutcomeStatistics
+from ssd.drafting.fan_out import RANKS, Adaptive, FanOut, Geometric, Listed, OutcomeStatistics, Share
 from ssd.drafting.model import DraftModel, ModelDrafter
 from ssd.drafting.ngram import NgramDrafter
 from ssd.drafting.runner import DraftRunner
@@ -479,6 +480,29 @@ def test_plans_are_within_their_means(
             assert len(distinct) == min(budget, RANKS * (len(confidence) + 1))
         if not isinstance(policy, Adaptive):  # which goes by what it has seen
             assert all(rank == 0 or (after, rank - 1) in distinct for after, rank in distinct)
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+def test_replicas_share_the_outcomes(policy: Any, replicas: int) -> None:
+    """Catches outcomes that two replicas prepare for, and a share that is less than what one alone would have."""
+    statistics, drafts, hits = OutcomeStatistics(), [[9.0, 0.1, 2.0, 9.0], [1.0] * 4], [True, True]
+    shares = [
+        plan(dataclasses.replace(policy, share=Share(replica, replicas)), statistics, drafts, hits, 6)
+        for replica in range(replicas)
+    ]
+    for alone, *parts in zip(plan(policy, statistics, drafts, hits, 6), *shares, strict=True):
+        together = [outcome for part in parts for outcome in set(part)]
+        assert len(set(together)) == len(together)
+        assert replicas * (len(set(alone)) - 1) < len(together) <= replicas * len(set(alone))
+        assert set(alone) <= set(together)
+
+
+def test_a_share_without_outcomes_has_one_all_the_same() -> None:
+    policy = Listed((0, 1, 0, 0, 0), (0, 0, 0, 0, 0), Share(1, 2))
+    for hit in (True, False):
+        [found] = plan(policy, OutcomeStatistics(), [[1.0] * 4], [hit], 3)
+        assert len(set(found)) == 1
 
 
 def test_lists_differ_after_a_miss() -> None:

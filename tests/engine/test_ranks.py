@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -13,14 +15,27 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from conftest import TestModel
-from random_requests import MAX_LEN, Asked, Models, check_answers, check_idle, make_models, play, random_requests
+from conftest import VOCAB, TestModel
+from draft_workers import HONEST, LIAR, LIES
+from random_requests import (
+    MAX_LEN,
+    Asked,
+    Models,
+    check_answers,
+    check_empty,
+    check_idle,
+    make_models,
+    play,
+    random_requests,
+)
 from serve_process import ServeProcess, serve
 
 from ssd import LLM, SamplingParams
@@ -29,10 +44,13 @@ from ssd.assembly.device import rank_device, resolve_device
 from ssd.assembly.drafters import drafter_with, placed
 from ssd.assembly.ranks import Place, Ranks
 from ssd.config import EngineConfig, SpeculationConfig
-from ssd.core import Outcome, RequestOutput, Work
+from ssd.core import Outcome, Proposal, RequestOutput, Work
 from ssd.decoding.drafter import Drafter
 from ssd.drafting.ahead import AheadDrafter
+from ssd.drafting.process import ProcessDrafter
+from ssd.drafting.supervisor import Worker
 from ssd.drafting.wire import Channel
+from ssd.engine.engine import Engine
 from ssd.errors import ConfigError, EngineFailed, RequestFailed
 from ssd.parallel.tensor import TensorParallel
 
@@ -104,6 +122,10 @@ def pids(llm: LLM) -> list[int]:
     ranks = llm.engine.round.target.runner.followers  # type: ignore[attr-defined]
     assert isinstance(ranks, Ranks)
     return [worker.pid for worker in ranks._workers]
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def runs(pid: int) -> bool:
@@ -228,11 +250,17 @@ def test_what_cannot_be_split_is_refused_at_once(models: Models, monkeypatch: py
         LLM(models.target, device="cpu", tensor_parallel_size=0)
 
 
-def test_a_draft_is_not_split() -> None:
-    assert SpeculationConfig(mode="sd", draft="x", draft_tensor_parallel_size=1).draft_tensor_parallel_size == 1
-    for wrong in (0, 2, True, "1", None):
-        with pytest.raises(ConfigError, match=r"draft_tensor_parallel_size=.*: a draft runs on one GPU"):
+def test_a_draft_is_split_in_processes_of_its_own_only(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong in (0, True, "1", None):
+        with pytest.raises(ConfigError, match=r"draft_tensor_parallel_size=.*: must be a positive integer"):
             SpeculationConfig(mode="sd", draft="x", draft_tensor_parallel_size=wrong)  # type: ignore[arg-type]
+    for given in ({"mode": "sd"}, {"mode": "ssd"}, {"mode": "ssd", "placement": "inline"}):
+        with pytest.raises(ConfigError, match=r'draft_tensor_parallel_size=2 is for .* use placement="process"'):
+            SpeculationConfig(draft="x", draft_tensor_parallel_size=2, **given)  # type: ignore[arg-type]
+    monkeypatch.setattr(drafters, "Worker", lambda *_: pytest.fail("a process was started"))
+    speculation = AHEAD | {"draft": models.drafts["noisy"], "placement": "process", "draft_tensor_parallel_size": 4}
+    with pytest.raises(ConfigError, match="draft_tensor_parallel_size=4 cannot split a model with num_heads=6"):
+        LLM(models.target, device="cpu", speculation=speculation)
 
 
 def test_a_gpu_can_be_chosen_by_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,6 +274,10 @@ def test_a_gpu_can_be_chosen_by_its_index(monkeypatch: pytest.MonkeyPatch) -> No
     assert placed(speculation, first, ranks=3) == speculation  # cuda:4
     with pytest.raises(ConfigError, match="needs another GPU for the draft"):
         placed(speculation, first, ranks=4)
+    with pytest.raises(ConfigError, match="draft_replicas=2 and draft_tensor_parallel_size=1 need 2 more GPUs"):
+        placed(replace(speculation, draft_replicas=2), first, ranks=3)
+    with pytest.raises(ConfigError, match="draft_replicas=2 and draft_tensor_parallel_size=2 need 4 more GPUs"):
+        placed(replace(speculation, draft_replicas=2, draft_tensor_parallel_size=2), first, ranks=1)
     with pytest.raises(ConfigError, match="tensor_parallel_size=5 from device='cuda:1' on needs more GPUs than the 5"):
         Ranks(EngineConfig("x", device="cuda:1", tensor_parallel_size=5), first)
     with pytest.raises(ConfigError, match="device='cuda:5', but torch sees 5 GPUs"):
@@ -257,12 +289,19 @@ def test_the_draft_s_process_gets_the_gpu_after_those_of_the_target(monkeypatch:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
     ready = SimpleNamespace(wait_ready=lambda _: True)
-    monkeypatch.setattr(drafters, "ProcessDrafter", lambda start, *_, **__: start() or ready)
+    monkeypatch.setattr(drafters, "ProcessDrafter", lambda starts, *_, **__: [start() for start in starts] and ready)
     monkeypatch.setattr(drafters, "Worker", setups.append)
     speculation = SpeculationConfig(mode="ssd", draft="x", placement="process")
     config = EngineConfig("x", device="cuda", tensor_parallel_size=4, speculation=speculation)
-    drafters.start_worker(config, 10)
+    drafters.start_workers(config, 10)
     assert setups[0]["config"]["device"] == "cuda:4"
+    config = replace(config, tensor_parallel_size=2, speculation=replace(speculation, draft_replicas=3))
+    drafters.start_workers(config, 10)
+    assert [setup["config"]["device"] for setup in setups[1:]] == ["cuda:2", "cuda:3", "cuda:4"]
+    assert [setup["replica"] for setup in setups[1:]] == [0, 1, 2]
+    split = replace(speculation, draft_replicas=2, draft_tensor_parallel_size=2)
+    drafters.start_workers(replace(config, tensor_parallel_size=1, speculation=split), 10)
+    assert [setup["config"]["device"] for setup in setups[4:]] == ["cuda:1", "cuda:3"]
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
@@ -372,6 +411,162 @@ def test_nothing_is_left_of_a_closed_engine(models: Models) -> None:
         assert not runs(pid)
     assert threading.active_count() == threads
     assert len(os.listdir("/proc/self/fd")) <= files + 1
+
+
+# --- faults of the draft's processes ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Load:
+    """Many requests, and what plain decoding writes for each alone, on the same ranks."""
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    answers: list[list[int]]
+
+    @property
+    def texts(self) -> list[list[int]]:
+        return [prompt + answer for prompt, answer in zip(self.prompts, self.answers, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def load(two: LLM) -> Load:
+    prompts = [[(11 * i + 3 * j) % VOCAB for j in range(2 + i)] for i in range(20)]  # 4 of them wait
+    params = [SamplingParams(max_new_tokens=24, temperature=0.8 * (i % 2), seed=i, ignore_eos=True) for i in range(20)]
+    with mode(two, "ar"):
+        outputs = [two.generate([prompt], each)[0] for prompt, each in zip(prompts, params, strict=True)]
+    return Load(prompts, params, [output.token_ids for output in outputs])
+
+
+@contextmanager
+def drafting_with(llm: LLM, *workers: tuple[str, dict[str, Any]]) -> Iterator[ProcessDrafter]:
+    """The engine with a drafter in such processes; of them nothing may be left in the end."""
+    before, shared, started = len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm"), list[int]()
+
+    def start(code: str, setup: dict[str, Any]) -> Worker:
+        worker = Worker(setup, [sys.executable, "-c", code])
+        started.append(worker.pid)
+        return worker
+
+    starts = [partial(start, *each) for each in workers]
+    drafter, built = ProcessDrafter(starts, 3, VOCAB, patience=0.1, hang_limit=0.2), llm.engine.round.drafter
+    assert drafter.wait_ready(30)
+    llm.driver.call(lambda engine: setattr(engine.round, "drafter", drafter))
+    yield drafter
+    llm.driver.call(lambda engine: setattr(engine.round, "drafter", built))
+    drafter.close()
+    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
+    assert (len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm")) == (before, shared)
+
+
+def from_round(number: int, drafter: Drafter, fault: Callable[[], None]) -> None:
+    """Something happens before the drafter is asked for that round."""
+    propose, rounds = drafter.propose, itertools.count()
+
+    def proposing(works: Seq[Work]) -> list[Proposal]:
+        if next(rounds) == number:
+            fault()
+        return propose(works)
+
+    drafter.propose = proposing  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("fault", ["killed", "stopped", "malformed", "wrong"])
+def test_faults_of_a_draft_s_process_under_load_cost_no_text(two: LLM, load: Load, fault: str, replicas: int) -> None:
+    """Two ranks, 20 requests, and a draft's process that dies, hangs or lies, alone or beside another one.
+
+    Catches a text that changes, a request that is lost, and processes or memory that are left.
+    """
+    honest = {"texts": load.texts, "ahead": True}
+    workers = [(HONEST, honest | {"share": (i, replicas)}) for i in range(replicas)]
+    if fault == "wrong":
+        workers[0] = HONEST, honest | {"shift": 1}
+    elif fault == "malformed":
+        workers[0] = LIAR.replace("READY", "send(2, 0)").replace("ROUND", LIES["noise"]), {}
+    with drafting_with(two, *workers) as drafter:
+        victim = drafter.replicas[0].supervisor
+        if fault in ("killed", "stopped"):
+            pid = victim.pid or 0
+            from_round(6, drafter, lambda: os.kill(pid, signal.SIGKILL if fault == "killed" else signal.SIGSTOP))
+            from_round(9, drafter, lambda: time.sleep(0.3))  # beyond the hang limit
+        outputs = two.generate(load.prompts, load.params)
+        assert [output.token_ids for output in outputs] == load.answers
+        assert all(output.finish_reason == "length" for output in outputs)
+        assert (victim.failures > 0) == (fault != "wrong")
+        assert sum(each.supervisor.failures for each in drafter.replicas[1:]) == 0
+        assert sum(output.metrics.accepted for output in outputs) > 0 or replicas == 1
+        two.driver.call(check_empty)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_draft_models_that_die_and_hang_again_and_again(two: LLM, models: Models, load: Load, replicas: int) -> None:
+    """Real draft models beside two ranks. Every few rounds one of them is killed or stopped; their successors draft."""
+    speculation = AHEAD | {"draft": models.drafts["noisy"], "placement": "process", "draft_replicas": replicas}
+    files, shared = len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm")
+    dice, hit = random.Random(1), set[int]()
+    with split(models, 2, speculation=speculation) as llm:
+        drafter = llm.engine.round.drafter
+        assert isinstance(drafter, ProcessDrafter)
+
+        def strike(engine: Engine) -> bool:
+            """Between any two rounds; pauses of a lost worker are tested elsewhere."""
+            for each in drafter.replicas:
+                supervisor = each.supervisor
+                supervisor.hang_limit, supervisor._restart_at = 0.2, 0.0
+                if supervisor.ready and supervisor.pid not in hit and dice.random() < 0.1:
+                    hit.add(supervisor.pid or 0)
+                    os.kill(supervisor.pid or 0, dice.choice([signal.SIGKILL, signal.SIGSTOP]))
+            return engine.has_work
+
+        deadline = time.monotonic() + 60
+        while len(hit) < 6:
+            assert time.monotonic() < deadline
+            submissions = llm.driver.submit_many(list(zip(load.prompts, load.params, strict=True)))
+            while llm.driver.call(strike):
+                pass
+            assert [submission.result().token_ids for submission in submissions] == load.answers
+        llm.driver.call(check_empty)
+        assert llm.engine.metrics.drafter_failures >= 5
+        assert llm.engine.metrics.spec_decode_num_accepted_tokens > 0
+    for pid in hit:
+        wait_for_end(pid)
+    assert (len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm")) == (files, shared)
+
+
+@pytest.mark.slow
+def test_a_draft_model_on_two_ranks_beside_a_target_on_two(models: Models, load: Load) -> None:
+    """The same text. A rank of the draft that is killed or stopped takes the others along; then they are back."""
+    speculation = AHEAD | {"draft": models.drafts["noisy"], "placement": "process", "draft_tensor_parallel_size": 2}
+    with split(models, 2, speculation=speculation) as llm:
+        drafter = llm.engine.round.drafter
+        assert isinstance(drafter, ProcessDrafter)
+        [supervisor] = [each.supervisor for each in drafter.replicas]
+        started = list[int]()
+        for fault in (None, signal.SIGKILL, signal.SIGSTOP):
+            assert drafter.wait_ready(30)
+            started += [supervisor.pid or 0, *(ranks := children(supervisor.pid or 0))]
+            assert len(ranks) == 1
+            if fault is not None:
+                supervisor.hang_limit, supervisor._restart_at = 1.0, 0.0
+                os.kill(ranks[0], fault)
+            before, lost = llm.engine.metrics.spec_decode_num_accepted_tokens, supervisor.failures
+            outputs = llm.generate(load.prompts, load.params)
+            assert [output.token_ids for output in outputs] == load.answers
+            if fault is None:
+                assert llm.engine.metrics.spec_decode_num_accepted_tokens > before
+                continue
+            deadline = time.monotonic() + 20
+            while supervisor.failures == lost or supervisor.pid is None:
+                assert time.monotonic() < deadline
+                llm.generate(load.prompts[:1], load.params[:1])
+            for pid in started:
+                wait_for_end(pid)
+        assert drafter.wait_ready(30)
+        started += [supervisor.pid or 0, *children(supervisor.pid or 0)]
+    for pid in started:
+        wait_for_end(pid)
 
 
 def test_a_rank_that_dies_ends_all_requests_with_the_reason(two: LLM) -> None:

@@ -12,6 +12,7 @@ import itertools
 import os
 import random
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -521,12 +522,40 @@ def test_same_answers_from_a_process(target: str, stranger: str, alone: Answers)
     threads = torch.get_num_threads()
     with LLM(target, device="cpu", max_num_seqs=16, speculation=speculation) as llm:
         drafter: Any = llm.engine.round.drafter
-        worker = drafter.supervisor.pid
+        worker = drafter.replicas[0].supervisor.pid
         assert answers(llm, PROMPTS, PARAMS, 16) == alone
         assert llm.engine.metrics.spec_decode_num_accepted_tokens > 0
         assert Path(f"/proc/{worker}").exists()
     assert not Path(f"/proc/{worker}").exists()
     assert torch.get_num_threads() == threads
+
+
+@pytest.mark.slow
+def test_two_replicas_have_more_hits_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bundled pair, both with 4 branches a replica. Each round waits for what is being prepared: no luck in it."""
+    monkeypatch.setattr("ssd.drafting.process._MOST_HIT", -1.0)  # drafts are always sent ahead
+    prompts = bundled_prompts(8)
+    params = [SamplingParams(max_new_tokens=32, temperature=i % 2, seed=i, ignore_eos=True) for i in range(8)]
+    rates, texts = list[float](), list[Any]()
+    for replicas in (1, 2):
+        speculation = {"mode": "ssd", "draft": "tiny-llama-draft", "placement": "process", "budget": 4}
+        speculation["draft_replicas"] = replicas
+        with LLM("tiny-llama", device="cpu", max_model_len=512, speculation=speculation) as llm:
+            drafter: Any = llm.engine.round.drafter
+            propose = drafter.propose
+
+            def patient(works: Any, drafter: Any = drafter, propose: Any = propose) -> Any:
+                deadline = time.monotonic() + 10
+                while any(not each.available() or each._last_prepared < each._round for each in drafter.replicas):
+                    assert time.monotonic() < deadline
+                    time.sleep(0.0005)
+                return propose(works)
+
+            drafter.propose = patient
+            texts.append(answers(llm, prompts, params, 8))
+            rates.append(llm.engine.metrics.ssd_hit_rate)
+    assert texts[0] == texts[1]
+    assert rates[1] > rates[0] + 0.02
 
 
 @pytest.mark.slow  # tests/engine/test_drafter_process.py does so to a fake target
@@ -539,7 +568,7 @@ def test_a_worker_that_is_killed_again_and_again() -> None:
     speculation = {"mode": "ssd", "draft": "tiny-llama-draft", "k": 4, "placement": "process"}
     with LLM("tiny-llama", device="cpu", max_model_len=512, max_num_seqs=4, speculation=speculation) as llm:
         drafter: Any = llm.engine.round.drafter
-        supervisor, killed = drafter.supervisor, set()
+        supervisor, killed = drafter.replicas[0].supervisor, set()
 
         def kill(engine: Engine) -> bool:
             """Between any two rounds; and does not wait out the pauses of a lost worker, which are tested elsewhere."""
@@ -796,6 +825,17 @@ def test_a_request_may_do_without(target: str) -> None:
         ({"mode": "sd", "draft": "tiny-llama-draft", "draft_quantization": 8}, "draft_quantization=8: must be one of"),
         ({"mode": "sd", "draft": "ngram", "draft_quantization": "int8"}, "draft_quantization is for draft models"),
         ({"mode": "ar", "draft_quantization": "int8"}, 'use mode="sd" with a draft'),
+        (
+            {"mode": "ssd", "draft": "tiny-llama-draft", "draft_replicas": 5},
+            "draft_replicas=5: must be an integer from 1",
+        ),
+        ({"mode": "ssd", "draft": "tiny-llama-draft", "draft_replicas": True}, "draft_replicas=True: must be an"),
+        ({"mode": "ssd", "draft": "tiny-llama-draft", "draft_replicas": 2}, 'use placement="process"'),
+        ({"mode": "sd", "draft": "tiny-llama-draft", "draft_replicas": 2}, "no option draft_replicas"),
+        (
+            {"mode": "ssd", "draft": "x", "placement": "process", "draft_replicas": 2, "acceptance": "rejection"},
+            "draft_replicas=2: replicas send no distributions",
+        ),
         ({"mode": "ssd", "draft": "tiny-llama-draft", "placement": "stream"}, "for GPUs"),
         ({"mode": "ssd", "draft": "tiny-llama-draft", "placement": "moon"}, "inline, stream, process"),
         ("sd", "mapping"),

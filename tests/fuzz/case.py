@@ -109,7 +109,7 @@ def random_case(seed: int, *, processes: bool = True) -> Case:
     """`processes`: whether a draft may be in a process of its own, which takes seconds to start."""
     dice = random.Random(seed)
     model = dice.choice([*KINDS, *KINDS, *BUNDLED])
-    speculation = _with_head(_speculation(dice, model, processes), model, seed)
+    speculation = _with_replicas(_with_head(_speculation(dice, model, processes), model, seed), seed)
     calls = [_call(dice, asked) for asked in random_requests(dice.randint(1, 10), dice.randrange(1 << 30))]
     calls = [_with_order_and_form(call, model) for call in calls]
     if speculation.get("acceptance") == "rejection":  # at T > 0 the text is another sample
@@ -170,6 +170,13 @@ def _with_head(speculation: dict[str, Any], model: str, seed: int) -> dict[str, 
     if speculation.get("draft") not in DRAFTS or random.Random(f"head {seed}").random() < 0.7:
         return speculation
     return speculation | {"draft": "head"} | ({"placement": "inline"} if "placement" in speculation else {})
+
+
+def _with_replicas(speculation: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Perhaps with several draft models. A seed gives the same case as before they were known."""
+    if speculation.get("placement") != "process" or "acceptance" in speculation:
+        return speculation
+    return speculation | {"draft_replicas": random.Random(f"replicas {seed}").choice([1, 2, 3])}
 
 
 def _call(dice: random.Random, asked: Asked) -> Call:

@@ -89,6 +89,7 @@ class Faults:
         self._once(self._drafter, "propose", lie)
 
     def drafter_killed(self, dice: random.Random) -> None:
-        pid = getattr(self._drafter, "inner", self._drafter).supervisor.pid  # type: ignore[attr-defined]
+        drafter: Any = getattr(self._drafter, "inner", self._drafter)
+        pid = dice.choice(drafter.replicas).supervisor.pid
         if pid is not None:
             os.kill(pid, signal.SIGKILL)

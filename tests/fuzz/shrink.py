@@ -75,7 +75,14 @@ def _smaller(number: int, least: int) -> Iterator[int]:
 
 
 def _simpler_speculation(speculation: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for names in ({"acceptance"}, {"budget"}, {"backup"}, {"fan_out"}, {"fan_out_hit", "fan_out_miss"}):
+    for names in (
+        {"draft_replicas"},
+        {"acceptance"},
+        {"budget"},
+        {"backup"},
+        {"fan_out"},
+        {"fan_out_hit", "fan_out_miss"},
+    ):
         if names & speculation.keys():
             yield {key: value for key, value in speculation.items() if key not in names}
     if speculation["k"] == "auto":

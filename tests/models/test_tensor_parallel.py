@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import math
+import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from fakes import make_sequence
 
 from ssd.assembly.device import make_ops
+from ssd.core import Work
+from ssd.drafting.ahead import AheadDrafter
+from ssd.drafting.fan_out import Adaptive
+from ssd.drafting.model import DraftModel
+from ssd.drafting.runner import DraftRunner
 from ssd.errors import ConfigError
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
@@ -81,6 +90,71 @@ def test_ranks_equal_one(make_model: Callable[[str], TestModel], kind: str, size
     checkpoint = opened(make_model, kind)
     split = on_ranks(size, lambda tp: logits(checkpoint, tp))[0]
     assert (split - logits(checkpoint, TensorParallel())).abs().max() < 1e-4
+
+
+class Queued:
+    """Rank 0's messages to another rank that is a thread."""
+
+    failure = None
+
+    def __init__(self) -> None:
+        self.messages: queue.Queue[Any] = queue.Queue()
+
+    @contextmanager
+    def launching(self, key: Seq[int], *, draft: bool = False) -> Iterator[None]:
+        self.messages.put((draft, tuple(key)))
+        yield
+
+    def follow(self, runner: ModelRunner, draft: DraftRunner) -> None:
+        while (message := self.messages.get()) is not None:
+            kind, argument = message
+            if kind == "tables":
+                runner.tables.write(*argument)
+            elif kind:
+                draft.follow(argument, Adaptive())
+            else:
+                runner.run(runner.staged(argument))
+
+
+def drafted(checkpoint: HFCheckpoint, tp: TensorParallel, queued: Queued) -> torch.Tensor:
+    """On rank 0: the drafts of three sequences, and all that is prepared while they are verified."""
+    decoder, k, rows = loaded(checkpoint, tp), 3, 15
+    state = SequenceState(3, max_len=32, lookahead=k, vocab_size=decoder.config.vocab_size, device=CPU)
+    scratch = DraftRunner.scratch_slots(rows, k)
+    runner = ModelRunner(decoder, state, num_blocks=16, block_size=4, max_decode_rows=rows, scratch_slots=scratch)
+    draft = DraftRunner(runner, lookahead=k, max_sequences=3, max_rows=rows, widths=(5,))
+    if tp.rank:
+        queued.follow(runner, draft)
+        return torch.zeros(0)
+    if tp.size > 1:
+        runner.followers = queued  # type: ignore[assignment]
+        runner.tables.on_write = lambda *written: queued.messages.put(("tables", written))
+    drafter = AheadDrafter(DraftModel(draft, max_len=32, max_num_batched_tokens=8), Adaptive(), lookahead=k, budget=5)
+    sequences = [make_sequence(TOKENS[i : 4 * i + 5], TOKENS[:1], id=i) for i in range(3)]
+    for slot, sequence in enumerate(sequences):
+        state.admit(slot, sequence)
+    works = [Work(s, 1, len(s.tokens) - 1, lookahead=k, slot=i) for i, s in enumerate(sequences)]
+    works = [work.with_proposal(proposal) for work, proposal in zip(works, drafter.propose(works), strict=True)]
+    drafter.settle(works)
+    drafter.prepare(works)
+    queued.messages.put(None)
+    found = [drafter.prepared(sequence) for sequence in sequences]
+    assert all(len(outcomes) == 5 for outcomes in found)
+    prepared = [[*outcome, *tokens] for outcomes in found for outcome, tokens in outcomes.items()]
+    return torch.cat((state.drafts[:3].flatten(), torch.tensor(prepared).flatten()))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama-tied"])
+def test_a_draft_model_on_two_ranks_drafts_what_it_drafts_on_one(
+    make_model: Callable[[str], TestModel], kind: str
+) -> None:
+    """Catches inputs of reading or of branches that do not reach the other rank, and KV that it has elsewhere.
+
+    Random weights are decisive: no two scores are as close as the sums.
+    """
+    checkpoint, queued = opened(make_model, kind), Queued()
+    split = on_ranks(2, lambda tp: drafted(checkpoint, tp, queued))[0]
+    assert split.tolist() == drafted(checkpoint, TensorParallel(), Queued()).tolist()
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -42,6 +42,8 @@ def test_help_teaches() -> None:
     flags = CliRunner().invoke(app, ["generate", "--help"]).stdout
     for flag in ("--temperature", "--mode", "--draft", "--k", "--fan-out", "--budget", "--backup", "--placement"):
         assert flag in flags
+    assert "--draft-replicas" in flags
+    assert "--draft-tensor-parall" in flags  # cut off: the panel is narrow
     for command in ("generate", "chat", "bench", "explain"):
         assert "--draft-quantiz" in CliRunner().invoke(app, [command, "--help"]).stdout
 

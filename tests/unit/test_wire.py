@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 
 from ssd.core import Origin, Proposal, SamplingParams
 from ssd.drafting.wire import (
+    HEADER_WORDS,
     MAGIC,
     Channel,
     ChannelClosed,
+    Draft,
     Entry,
     Kind,
     Message,
@@ -64,20 +66,24 @@ sequences = st.builds(
     st.frozensets(st.integers(0, 1 << 40), max_size=3),
     st.integers(1, 1 << 40),
 )
+given_drafts = st.lists(st.tuples(st.integers(0, (1 << 31) - 1), st.floats(0, 1e4)), max_size=LOOKAHEAD).map(
+    lambda pairs: Draft(tuple(token for token, _ in pairs), tuple(sure for _, sure in pairs))
+)
 entries = st.lists(
     st.builds(lambda s, k: Entry(s.id, 0, s.tokens, k, setup=SequenceSetup.of(s)), sequences, st.integers(0, 9))
     | st.builds(
-        lambda id, known, new, k, accepted: Entry(id, known, new, k, min(accepted, len(new))),
-        *(st.integers(0, 9), st.integers(0, 99), tokens, st.integers(0, 9), st.integers(-1, 9)),
+        lambda id, known, new, k, draft: Entry(id, known, new, k, draft),
+        *(st.integers(0, 9), st.integers(0, 99), tokens, st.integers(0, 9), st.none() | given_drafts),
     ),
     max_size=4,
 )
-rounds = st.tuples(st.lists(st.integers(0, 1 << 40), max_size=4), entries)
+rounds = st.tuples(st.lists(st.integers(0, 1 << 40), max_size=4), entries, st.booleans())
 
 
 drafts = st.lists(st.integers(0, VOCAB - 1), max_size=LOOKAHEAD).map(tuple)
 outcomes = st.dictionaries(st.tuples(st.integers(0, LOOKAHEAD), st.integers(0, VOCAB - 1)), drafts, max_size=5)
-prepared = st.dictionaries(st.integers(0, 1 << 40), outcomes, max_size=3)
+verified = st.lists(st.integers(0, VOCAB - 1), min_size=LOOKAHEAD, max_size=LOOKAHEAD).map(tuple)
+prepared = st.dictionaries(st.integers(0, 1 << 40), st.tuples(verified, outcomes), max_size=3)
 
 
 @st.composite
@@ -109,6 +115,11 @@ def carried(payload: Words, kind: Kind = Kind.ROUND, number: int = 7) -> Words:
     return message.payload
 
 
+def about(confidence: tuple[float, ...]) -> Any:
+    """One byte each is sent of them."""
+    return pytest.approx(confidence, rel=0.03, abs=0.03)
+
+
 def relevant(params: SamplingParams) -> dict[str, Any]:
     reals = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     exact = {name: getattr(params, name) for name in (*reals, "min_tokens", "speculate", "logit_bias")}
@@ -116,14 +127,18 @@ def relevant(params: SamplingParams) -> dict[str, Any]:
 
 
 @given(rounds)
-def test_a_round_crosses_unchanged(round_: tuple[list[int], list[Entry]]) -> None:
+def test_a_round_crosses_unchanged(round_: tuple[list[int], list[Entry], bool]) -> None:
     """Catches a field that is lost, swapped or rounded on the way: also seeds of 64 bits and biases of -inf."""
-    forgotten, sent = decode_round(carried(encode_round(*round_)))
+    forgotten, sent, ahead = decode_round(carried(encode_round(*round_)))
+    assert ahead is round_[2]
     assert forgotten == round_[0]
     for got, wanted in zip(sent, round_[1], strict=True):
         assert got.id == wanted.id
         assert (got.known, got.new_tokens, got.lookahead) == (wanted.known, wanted.new_tokens, wanted.lookahead)
-        assert got.accepted == wanted.accepted
+        assert (got.draft is None) == (wanted.draft is None)
+        if got.draft is not None and wanted.draft is not None:
+            assert got.draft.token_ids == wanted.draft.token_ids
+            assert got.draft.confidence == about(wanted.draft.confidence)
         assert (got.setup is None) == (wanted.setup is None)
         if got.setup is not None and wanted.setup is not None:
             assert relevant(got.setup.params) == relevant(wanted.setup.params)
@@ -134,18 +149,17 @@ def test_a_round_crosses_unchanged(round_: tuple[list[int], list[Entry]]) -> Non
 @pytest.mark.parametrize(
     "entry",
     [
-        Entry(0, 3, [1, 2], 4, accepted=3),
-        Entry(0, 3, [1, 2], 4, accepted=-2),
+        Entry(0, 3, [1, 2], 4, Draft((1, -2), (0.0, 0.0))),
         Entry(0, 3, [1, 2], -1),
         Entry(0, -1, [1, 2], 4),
         Entry(0, 3, [1, -2], 4),
         Entry(0, 1, [1, 2], 4, setup=SequenceSetup.of(make_sequence([1, 2]))),
         Entry(0, 0, [1], 4, setup=SequenceSetup.of(make_sequence([1, 2]))),
     ],
-    ids=range(7),
+    ids=range(6),
 )
 def test_senseless_entries_are_refused(entry: Entry) -> None:
-    """Catches more accepted tokens than new ones, and a new sequence that is not told from its beginning."""
+    """Catches tokens that there are not, and a new sequence that is not told from its beginning."""
     with pytest.raises(WireError):
         decode_round(encode_round([], [entry]))
 
@@ -159,22 +173,47 @@ def test_proposals_cross_unchanged(sent: list[Proposal]) -> None:
         assert a.distributions is None or torch.equal(a.distributions, b.distributions)
 
 
+Sent = dict[int, tuple[tuple[int, ...], dict[tuple[int, int], tuple[int, ...]]]]
+
+
 @given(prepared)
-def test_what_is_prepared_crosses_unchanged(sent: dict[int, dict[tuple[int, int], tuple[int, ...]]]) -> None:
-    payload = encode_prepared(sent)
-    assert decode_prepared(carried(payload, Kind.PREPARED), VOCAB) == sent
+def test_what_is_prepared_crosses_unchanged(sent: Sent) -> None:
+    """Every draft is found by the tokens that its outcome decides, and by no others."""
+    confidence = {i: {key: (0.5,) * len(draft) for key, draft in sent[i][1].items()} for i in sent}
+    payload = encode_prepared(sent, confidence)
+    found = decode_prepared(carried(payload, Kind.PREPARED), VOCAB)
+    assert found.keys() == sent.keys()
+    for i, (draft, prepared) in sent.items():
+        for (accepted, token), following in prepared.items():
+            assert found[i].find((*draft[:accepted], token)) == Draft(following, about((0.5,) * len(following)))
+            assert not accepted or found[i].find((draft[0] + 1, *draft[1:accepted], token)) is None
+        assert found[i].find(()) is None
+        assert found[i].find((*draft, 1, 2)) is None
     for wrong in (payload[:-1], np.append(payload, 0)):
         with pytest.raises(WireError):
             decode_prepared(wrong, VOCAB)
 
 
+def test_a_round_of_a_sequence_is_less_than_a_kilobyte_each_way() -> None:
+    """Of the largest vocabularies, K = 7 and 16 branches, whatever the tokens are; with the header of a message."""
+    last, k = (1 << 20) - 1, 7
+    outcomes = {(i % (k + 1), last - i): (last,) * k for i in range(16)}
+    confidence = {key: (1e4,) * k for key in outcomes}
+    back = encode_prepared({1 << 40: ((last,) * k, outcomes)}, {1 << 40: confidence})
+    there = encode_round([], [Entry(1 << 40, 10**6, [last] * (k + 1), k, Draft((last,) * k, (1e4,) * k))])
+    assert decode_prepared(back, last + 1)[1 << 40].find((last,)) is not None
+    assert 8 * (HEADER_WORDS + len(back)) < 900
+    assert 8 * (HEADER_WORDS + len(there)) < 300
+
+
 def test_lengths_may_be_beyond_a_small_vocabulary() -> None:
     """Only tokens have to be in it: a truthful worker with more draft tokens than that is not lost."""
-    sent = {7: {(4, 1): (0, 1, 0, 1), (3, 0): (1, 1, 1)}}
-    assert decode_prepared(encode_prepared(sent), 2) == sent
-    for wrong in ({7: {(4, 2): (0,)}}, {7: {(4, 1): (0, 2)}}, {7: {(-1, 1): (0,)}}):
+    draft = (0, 1, 1, 0)
+    found = decode_prepared(encode_prepared({7: (draft, {(4, 1): (0, 1, 0, 1), (3, 0): (1, 1, 1)})}), 2)
+    assert found[7].outcomes == [[4, 1, 0, 1, 0, 1], [3, 0, 1, 1, 1, -1]]
+    for wrong in ({(4, 2): (0,)}, {(4, 1): (0, 2)}, {(-1, 1): (0,)}, {(5, 1): (0,)}):
         with pytest.raises(WireError):
-            decode_prepared(encode_prepared(wrong), 2)
+            decode_prepared(encode_prepared({7: (draft, wrong)}), 2)
 
 
 @given(st.dictionaries(st.text(), st.none() | st.integers() | st.text() | st.lists(st.floats(0, 1))))
@@ -191,7 +230,7 @@ def decode_anything(payload: Words, num_works: int) -> None:
 
 @given(rounds, proposals(), st.data())
 def test_truncated_payloads_are_refused(
-    round_: tuple[list[int], list[Entry]], sent: list[Proposal], data: st.DataObject
+    round_: tuple[list[int], list[Entry], bool], sent: list[Proposal], data: st.DataObject
 ) -> None:
     """Catches reading past the end, and what is left over."""
     for payload, decode in (
@@ -208,7 +247,7 @@ def test_truncated_payloads_are_refused(
 @settings(max_examples=100)
 @given(rounds, proposals(), st.data())
 def test_corrupted_payloads_do_no_harm(
-    round_: tuple[list[int], list[Entry]], sent: list[Proposal], data: st.DataObject
+    round_: tuple[list[int], list[Entry], bool], sent: list[Proposal], data: st.DataObject
 ) -> None:
     """Catches any error but a WireError, and memory that a corrupted number asks for."""
     for payload in (encode_round(*round_), encode_proposals(sent)):

@@ -1,0 +1,128 @@
+"""The engine's side of one worker, a replica of the drafter: what it knows, what it has prepared, what it is sent.
+
+A worker that is slow, hangs, crashes or sends invalid messages raises nothing here; it has no drafts then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from ssd.core import Proposal, Sequence, Work
+from ssd.drafting.supervisor import Supervisor, Worker
+from ssd.drafting.wire import (
+    Draft,
+    Entry,
+    Kind,
+    Message,
+    PreparedDrafts,
+    SequenceSetup,
+    WireError,
+    decode_prepared,
+    decode_proposals,
+    encode_round,
+    most_prepared_words,
+    most_proposal_words,
+)
+
+
+class Replica:
+    """A worker that `start` launches, and that is launched again whenever it is lost."""
+
+    def __init__(
+        self,
+        start: Callable[[], Worker],
+        lookahead: int,
+        vocab_size: int,
+        *,
+        clock: Callable[[], float],
+        hang_limit: float,
+        start_limit: float,
+    ) -> None:
+        self.lookahead = lookahead
+        self.vocab_size = vocab_size
+        self._round = 0
+        self._answered = 0  # the last round that the worker has sent anything for
+        self._last_prepared = 0  # the round of the last PREPARED message
+        self._num_asked = 0  # proposals that the last round asks for
+        self._known: dict[int, int] = {}  # by sequence id: number of tokens that the worker has
+        self._prepared: dict[int, PreparedDrafts] = {}  # by sequence id
+        self._forgotten: list[int] = []  # sequences that the worker has to drop
+        self.supervisor = Supervisor(
+            start,
+            on_prepared=self._keep,
+            on_loss=self._forget_all,
+            clock=clock,
+            hang_limit=hang_limit,
+            start_limit=start_limit,
+        )
+
+    def available(self, timeout: float = 0.0) -> bool:
+        """Whether it can take a round: it is ready, owes no proposals, and has begun the last round."""
+        with self.supervisor.losing_on_error():
+            return self.supervisor.settled(timeout) and self._round - self._answered <= 1
+        return False
+
+    def find(self, sequence: Sequence) -> Draft | None:
+        """The draft that was prepared for what has been decided since the last round."""
+        prepared, known = self._prepared.get(sequence.id), self._known.get(sequence.id)
+        return prepared.find(tuple(sequence.tokens[known:])) if prepared is not None and known is not None else None
+
+    def send(self, works: Seq[Work], drafts: Seq[Draft | None], seconds: float, ahead: bool) -> None:
+        """Sends a round: the drafts that it verifies (None: asked for), and how long the last one took.
+
+        `ahead`: what is prepared will be sent, for `find`; else the worker keeps it and is asked in the next round.
+        """
+        self._round += 1
+        self._prepared = {}
+        self._num_asked = sum(draft is None for draft in drafts)
+        proposals = most_proposal_words(len(works), self.lookahead, self.vocab_size)
+        self.supervisor.limit = max(proposals, most_prepared_words(len(works), self.lookahead))
+        forgotten, self._forgotten = self._forgotten, []
+        payload = encode_round(forgotten, [self._entry(*each) for each in zip(works, drafts, strict=True)], ahead)
+        due = Kind.PROPOSALS if self._num_asked else Kind.PREPARED
+        with self.supervisor.losing_on_error():
+            self.supervisor.post(Message(Kind.ROUND, self._round, payload, (int(seconds * 1e9), 0)), due)
+
+    def receive(self, timeout: float) -> tuple[list[Proposal], float] | None:
+        """The proposals asked for, if they come in time, and how many seconds the worker took for them."""
+        with self.supervisor.losing_on_error():
+            message = self.supervisor.receive(timeout) if self.supervisor.ready else None
+            if message is not None:
+                self._answered = message.round
+                return decode_proposals(message.payload, self._num_asked, self.vocab_size), message.times[1] / 1e9
+        return None
+
+    def forget(self, sequence: Sequence) -> None:
+        if self._known.pop(sequence.id, None) is not None:
+            self._forgotten.append(sequence.id)
+        self._prepared.pop(sequence.id, None)
+
+    def close(self) -> None:
+        self.supervisor.close()
+
+    def _entry(self, work: Work, draft: Draft | None) -> Entry:
+        """What the worker does not know yet of a sequence."""
+        sequence = work.sequence
+        known = self._known.get(sequence.id, 0)
+        self._known[sequence.id] = len(sequence.tokens)
+        setup = None if known else SequenceSetup.of(sequence)
+        return Entry(sequence.id, known, sequence.tokens[known:], work.lookahead, draft, setup)
+
+    def _keep(self, message: Message) -> None:
+        """Takes a PREPARED message: at most one per round, kept if it is for the current one."""
+        if not self._round - 2 <= message.round <= self._round:
+            raise WireError(f"it sent {message.kind.name} {message.round} without being asked")
+        if message.round <= self._last_prepared:
+            raise WireError(f"it sent PREPARED {message.round} twice")
+        self._last_prepared = self._answered = message.round
+        prepared = decode_prepared(message.payload, self.vocab_size)
+        if message.round == self._round:
+            self._prepared = prepared
+
+    def _forget_all(self) -> None:
+        """Called when the worker is lost: its successor has no sequences."""
+        self._answered = self._round
+        self._known.clear()
+        self._prepared.clear()
+        self._forgotten.clear()
