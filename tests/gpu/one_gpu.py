@@ -56,7 +56,7 @@ class HostGroup:
 
 def share_the_gpu(patch: Callable[[Any, str, Any], None] = setattr) -> None:
     patch(ranks, "make_group", HostGroup)
-    patch(ranks, "rank_device", lambda device, rank: device)
+    patch(ranks, "rank_device", lambda device, rank: torch.device(device.type, 0))
     patch(ranks, "FOLLOWER_COMMAND", COMMAND)
 
 
