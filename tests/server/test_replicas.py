@@ -33,6 +33,7 @@ from ssd.server.replica import FAILED, Replica
 STARTED = 1_700_000_000
 SCOPE = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http"}
 NODE = {"CPU": 8.0, "GPU": 4.0}
+APART = {"mode": "ssd", "draft": "d", "placement": "process"}  # a draft has GPUs of its own
 
 
 @pytest.fixture
@@ -151,10 +152,16 @@ def test_a_replica_whose_engine_has_failed_says_so_in_place_of_an_answer(
         ({"device": "cuda"}, [NODE], 4, {"CPU": 1, "GPU": 1}),
         ({"device": "cuda", "tensor_parallel_size": 4}, [NODE, {"CPU": 8.0}, NODE], 2, {"CPU": 1, "GPU": 4}),
         (
-            {"device": "cuda", "speculation": {"mode": "ssd", "draft": "d", "placement": "process"}},
+            {"device": "cuda", "speculation": APART},
             [NODE],
             2,
             {"CPU": 1, "GPU": 2},
+        ),
+        (
+            {"device": "cuda", "speculation": {**APART, "draft_replicas": 2}},
+            [NODE],
+            1,
+            {"CPU": 1, "GPU": 3},
         ),
         ({"device": "cuda", "speculation": {"mode": "ssd", "draft": "d"}}, [NODE], 4, {"CPU": 1, "GPU": 1}),
     ],
