@@ -51,8 +51,7 @@ def needs(config: EngineConfig, nodes: Seq[Resources], replicas: int) -> dict[st
         cores = next((n for n in range(most, 0, -1) if _room({"CPU": n}, nodes) >= replicas), 1)
         wanted: dict[str, float] = {"CPU": cores}
     else:
-        apart = config.speculation.mode == "ssd" and config.speculation.placement == "process"
-        wanted = {"CPU": 1, "GPU": config.tensor_parallel_size + apart}
+        wanted = {"CPU": 1, "GPU": config.tensor_parallel_size + config.speculation.draft_ranks}
     if (room := _room(wanted, nodes)) < replicas:
         each = ", ".join(f"{number} {name}" for name, number in wanted.items())
         raise ConfigError(f"replicas={replicas}: the Ray cluster has room for {room} ({each} each): use fewer")

@@ -121,7 +121,7 @@ def test_the_worker_tells_its_drafter_what_it_heard() -> None:
         ([], [Entry(1, 5, [1, 2, 3, 4], 2)]),
     ]
     for number, round_ in enumerate(script):
-        here.post(Message(Kind.ROUND, number, encode_round(*round_), times=(number * 10**9, 0)))
+        here.post(Message(Kind.ROUND, number, encode_round(*round_[:2]), times=(number * 10**9, 0)))
         reply = received(here)
         assert (reply.kind, reply.round) == (Kind.PROPOSALS, number)
         for proposal in decode_proposals(reply.payload, len(round_[1]), VOCAB):
@@ -256,7 +256,7 @@ class Listener:
             self._theirs.post(Message(Kind.READY))
             prepared: Message | None = None
             while message := self._theirs.receive():
-                forgotten, entries, _ = decode_round(message.payload)
+                forgotten, entries, *_ = decode_round(message.payload)
                 self.rounds.append((forgotten, entries, message.times[0] / 1e9))
                 if prepared is not None:
                     self._theirs.post(prepared)

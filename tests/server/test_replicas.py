@@ -156,6 +156,15 @@ def test_a_replica_whose_engine_has_failed_says_so_in_place_of_an_answer(
             2,
             {"CPU": 1, "GPU": 2},
         ),
+        (
+            {
+                "device": "cuda",
+                "speculation": {"mode": "ssd", "draft": "d", "placement": "process", "draft_replicas": 3},
+            },
+            [NODE],
+            1,
+            {"CPU": 1, "GPU": 4},
+        ),
         ({"device": "cuda", "speculation": {"mode": "ssd", "draft": "d"}}, [NODE], 4, {"CPU": 1, "GPU": 1}),
     ],
 )
