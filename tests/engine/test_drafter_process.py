@@ -821,6 +821,23 @@ def test_a_worker_does_not_outlive_its_engine(end: str) -> None:
     assert done.stderr == b""
 
 
+def test_a_kill_takes_the_worker_s_own_processes_along(tmp_path: Path) -> None:
+    """Catches a rank of a split draft model that is stopped when its worker is killed: it cannot notice that."""
+    code = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"])
+open({str(tmp_path / "pid")!r}, "w").write(f"{{child.pid}}\\n")
+time.sleep(60)
+"""
+    worker, file = Worker({}, [sys.executable, "-c", code]), tmp_path / "pid"
+    until(lambda: file.exists() and file.read_text().endswith("\n"))
+    pid = int(file.read_text())
+    until(lambda: "\nState:\tT" in Path(f"/proc/{pid}/status").read_text())
+    worker.kill()
+    until(lambda: not alive(pid))
+    worker.close()
+
+
 def test_a_drafter_that_is_dropped_takes_its_worker_along(nursery: Nursery) -> None:
     nursery.honest(TEXT)
     nursery.drafters.clear()
