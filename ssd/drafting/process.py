@@ -76,18 +76,19 @@ class ProcessDrafter(Drafter):
         if not any(work.lookahead for work in works):
             return [Proposal()] * len(works)
         available = [each for each in self.replicas if each.available()]
-        drafts = [self._look_up(work, available) for work in works]
-        ahead = len(self.replicas) > 1 or bool(self._all_hit.value > _MOST_HIT)
-        for each in available:
-            each.send(works, drafts, self._round_seconds, ahead)
-        found = [Proposal() if draft is None else _proposal(draft) for draft in drafts]
         if not available:
             self.late += any(each.supervisor.ready for each in self.replicas)
-            return found
+            return [Proposal()] * len(works)
+        drafts = [self._look_up(work, available) for work in works]
+        asked = available[self.replies % len(available)]  # each in turn, and all write the same: one may be wrong
+        ahead = len(self.replicas) > 1 or bool(self._all_hit.value > _MOST_HIT)
+        for each in available:
+            each.send(works, drafts, self._round_seconds, reply=each is asked, ahead=ahead)
         if None in drafts:
-            self._ask(available, [i for i, draft in enumerate(drafts) if draft is None], found)
+            written = iter(self._ask(asked) or [Proposal()] * len(works))
         else:
             self.at_hand += 1
+        found = [next(written) if draft is None else draft.proposal for draft in drafts]
         origins = {proposal.origin for proposal in found} - {Origin.NONE}
         if origins:
             self._all_hit.add(origins == {Origin.HIT})
@@ -116,30 +117,17 @@ class ProcessDrafter(Drafter):
         draft = next((draft for draft in found if draft is not None), None)
         return draft.cut(work.lookahead) if draft is not None else None
 
-    def _ask(self, replicas: Seq[Replica], asked: Seq[int], found: list[Proposal]) -> None:
-        """Fills in the first reply's proposals; none, if all are late, counts as a reply after `patience` seconds.
-
-        They write the same drafts. Another one comes first each time: one that is wrong does not spoil all of them.
-        """
+    def _ask(self, replica: Replica) -> list[Proposal] | None:
+        """The proposals asked for; None if they are late, which counts as a reply after `patience` seconds."""
         began = self._clock()
-        deadline = began + self.patience
-        first = self.replies % len(replicas)
-        for each in (*replicas[first:], *replicas[:first]):
-            reply = each.receive(max(0.0, deadline - self._clock()))
-            if reply is not None:
-                break
+        reply = replica.receive(self.patience)
         waited = self._clock() - began
         self.wait_seconds += waited
         self._reply.add(min(waited, MOST_PATIENCE))
         if reply is None:
             self.late += 1
-            return
+            return None
         proposals, seconds = reply
-        for i, proposal in zip(asked, proposals, strict=True):
-            found[i] = proposal
         self.replies += 1
         self.stats.hand_over_seconds += max(0.0, waited - seconds)
-
-
-def _proposal(draft: Draft) -> Proposal:
-    return Proposal(draft.token_ids, origin=Origin.HIT if draft.token_ids else Origin.NONE)
+        return proposals

@@ -68,18 +68,20 @@ class Replica:
         prepared, known = self._prepared.get(sequence.id), self._known.get(sequence.id)
         return prepared.find(tuple(sequence.tokens[known:])) if prepared is not None and known is not None else None
 
-    def send(self, works: Seq[Work], drafts: Seq[Draft | None], seconds: float, ahead: bool) -> None:
-        """Sends a round: the drafts that it verifies (None: asked for), and how long the last one took.
+    def send(self, works: Seq[Work], drafts: Seq[Draft | None], seconds: float, *, reply: bool, ahead: bool) -> None:
+        """Sends a round: the drafts that it verifies (None: to be written), and how long the last one took.
 
-        `ahead`: what is prepared will be sent, for `find`; else the worker keeps it and is asked in the next round.
+        `reply`: what is written will be sent, for `receive`. `ahead`: so will what is prepared, for `find`; else the
+        worker keeps it and is asked in the next round.
         """
         self._round += 1
         self._prepared = {}
-        self._num_asked = sum(draft is None for draft in drafts)
+        self._num_asked = sum(draft is None for draft in drafts) if reply else 0
         proposals = most_proposal_words(len(works), self.lookahead, self.vocab_size)
         self.supervisor.limit = max(proposals, most_prepared_words(len(works), self.lookahead))
         forgotten, self._forgotten = self._forgotten, []
-        payload = encode_round(forgotten, [self._entry(*each) for each in zip(works, drafts, strict=True)], ahead)
+        entries = [self._entry(*each) for each in zip(works, drafts, strict=True)]
+        payload = encode_round(forgotten, entries, reply=reply, ahead=ahead)
         due = Kind.PROPOSALS if self._num_asked else Kind.PREPARED
         with self.supervisor.losing_on_error():
             self.supervisor.post(Message(Kind.ROUND, self._round, payload, (int(seconds * 1e9), 0)), due)

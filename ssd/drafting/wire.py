@@ -1,7 +1,7 @@
 """The protocol between the engine and a worker: messages of 64-bit integers over a socket.
 
 A message is a header (magic with version, kind, round, two times, length of the payload) and a payload in a fixed
-layout; floats are sent as their bits. Decoding validates everything: an invalid message raises WireError, and no buffer
+layout; floats are sent as their bits, tables of drafts packed. Decoding validates everything: an invalid message raises WireError, and no buffer
 is allocated by a length that was not checked. Knows nothing of processes or of how drafts are made.
 """
 
@@ -96,6 +96,10 @@ class Draft(NamedTuple):
     token_ids: tuple[int, ...] = ()
     confidence: tuple[float, ...] = ()  # of each token, where it is known
 
+    @property
+    def proposal(self) -> Proposal:
+        return Proposal(self.token_ids, origin=Origin.HIT if self.token_ids else Origin.NONE)
+
     def cut(self, length: int) -> Draft:
         return Draft(self.token_ids[:length], self.confidence[:length])
 
@@ -155,9 +159,12 @@ def decode_setup(payload: Words) -> dict[str, Any]:
     return config
 
 
-def encode_round(forgotten: Seq[int], entries: Seq[Entry], ahead: bool = True) -> Words:
-    """`ahead`: what is prepared is to be sent; else it is kept, and looked up in when the next round asks."""
-    words = [ahead, len(forgotten), *forgotten, len(entries)]
+def encode_round(forgotten: Seq[int], entries: Seq[Entry], *, reply: bool = True, ahead: bool = True) -> Words:
+    """`reply`: the drafts asked for are to be sent; else they are only prepared for, and another worker sends them.
+
+    `ahead`: what is prepared is to be sent, too; else it is kept, and looked up in when the next round asks.
+    """
+    words = [reply + 2 * ahead, len(forgotten), *forgotten, len(entries)]
     for entry in entries:
         words += [entry.id, entry.known, len(entry.new_tokens), *entry.new_tokens, entry.lookahead]
         words += [-1] if entry.draft is None else _draft_words(entry.draft)
@@ -167,14 +174,14 @@ def encode_round(forgotten: Seq[int], entries: Seq[Entry], ahead: bool = True) -
     return _words(words)
 
 
-def decode_round(payload: Words) -> tuple[list[int], list[Entry], bool]:
-    """The ids of sequences to drop, the sequences to draft for, and whether to send what is prepared."""
+def decode_round(payload: Words) -> tuple[list[int], list[Entry], bool, bool]:
+    """The ids of sequences to drop, the sequences to draft for, `reply` and `ahead`."""
     reader = _Reader(payload)
-    ahead = bool(reader.number(0, 1))
+    flags = reader.number(0, 3)
     forgotten = reader.numbers(reader.count())
     entries = [_read_entry(reader) for _ in range(reader.count())]
     reader.finish()
-    return forgotten, entries, ahead
+    return forgotten, entries, bool(flags & 1), bool(flags & 2)
 
 
 def encode_proposals(proposals: Seq[Proposal]) -> Words:

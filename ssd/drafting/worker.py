@@ -80,7 +80,7 @@ class WorkerDrafter:
         given = [(work.slot, draft) for work, draft in zip(works, drafts, strict=True) if draft and draft.token_ids]
         own = iter(drafter.propose([work for work, draft in zip(works, drafts, strict=True) if draft is None]))
         found = [
-            work.with_proposal(next(own) if draft is None else _looked_up(draft))
+            work.with_proposal(next(own) if draft is None else draft.proposal)
             for work, draft in zip(works, drafts, strict=True)
         ]
         if state is not None and given:
@@ -126,10 +126,6 @@ class WorkerDrafter:
         return Work(sequence, pending, start, lookahead=entry.lookahead, slot=sequence.slot)
 
 
-def _looked_up(draft: Draft) -> Proposal:
-    return Proposal(draft.token_ids, origin=Origin.HIT if draft.token_ids else Origin.NONE)
-
-
 def _fetched(proposal: Proposal, draft: Seq[int], origin: int) -> Proposal:
     if not proposal.num_on_device:
         return proposal
@@ -164,13 +160,13 @@ def serve(drafter: WorkerDrafter, channel: Channel) -> None:
 
 def _serve_round(worker: WorkerDrafter, channel: Channel) -> None:
     message = _receive(channel, Kind.ROUND)
-    forgotten, entries, ahead = decode_round(message.payload)
+    forgotten, entries, reply, ahead = decode_round(message.payload)
     for sequence_id in forgotten:
         worker.forget(sequence_id)
     began = time.perf_counter_ns()
     drafts = [entry.draft for entry in entries]
     works = worker.propose(worker.update(entries, message.times[0] / 1e9), drafts)
-    asked = [work.proposal for work, draft in zip(works, drafts, strict=True) if draft is None]
+    asked = [work.proposal for work, draft in zip(works, drafts, strict=True) if draft is None and reply]
     if asked:
         times = _busy(worker), time.perf_counter_ns() - began
         _send(channel, Message(Kind.PROPOSALS, message.round, encode_proposals(asked), times))

@@ -121,7 +121,7 @@ def test_the_worker_tells_its_drafter_what_it_heard() -> None:
         ([], [Entry(1, 5, [1, 2, 3, 4], 2)]),
     ]
     for number, round_ in enumerate(script):
-        here.post(Message(Kind.ROUND, number, encode_round(*round_), times=(number * 10**9, 0)))
+        here.post(Message(Kind.ROUND, number, encode_round(*round_[:2]), times=(number * 10**9, 0)))
         reply = received(here)
         assert (reply.kind, reply.round) == (Kind.PROPOSALS, number)
         for proposal in decode_proposals(reply.payload, len(round_[1]), VOCAB):
@@ -256,7 +256,7 @@ class Listener:
             self._theirs.post(Message(Kind.READY))
             prepared: Message | None = None
             while message := self._theirs.receive():
-                forgotten, entries, _ = decode_round(message.payload)
+                forgotten, entries, *_ = decode_round(message.payload)
                 self.rounds.append((forgotten, entries, message.times[0] / 1e9))
                 if prepared is not None:
                     self._theirs.post(prepared)
@@ -819,6 +819,23 @@ def test_a_worker_does_not_outlive_its_engine(end: str) -> None:
     pid = int(done.stdout)
     until(lambda: not alive(pid), seconds=10)
     assert done.stderr == b""
+
+
+def test_a_kill_takes_the_worker_s_own_processes_along(tmp_path: Path) -> None:
+    """Catches a rank of a split draft model that is stopped when its worker is killed: it cannot notice that."""
+    code = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"])
+open({str(tmp_path / "pid")!r}, "w").write(f"{{child.pid}}\\n")
+time.sleep(60)
+"""
+    worker, file = Worker({}, [sys.executable, "-c", code]), tmp_path / "pid"
+    until(lambda: file.exists() and file.read_text().endswith("\n"))
+    pid = int(file.read_text())
+    until(lambda: "\nState:\tT" in Path(f"/proc/{pid}/status").read_text())
+    worker.kill()
+    until(lambda: not alive(pid))
+    worker.close()
 
 
 def test_a_drafter_that_is_dropped_takes_its_worker_along(nursery: Nursery) -> None:

@@ -538,8 +538,8 @@ def test_two_replicas_have_more_hits_than_one(monkeypatch: pytest.MonkeyPatch) -
     params = [SamplingParams(max_new_tokens=32, temperature=i % 2, seed=i, ignore_eos=True) for i in range(8)]
     rates, texts = list[float](), list[Any]()
     for replicas in (1, 2):
-        speculation = {"mode": "ssd", "draft": "tiny-llama-draft", "placement": "process", "budget": 4}
-        speculation["draft_replicas"] = replicas
+        speculation: dict[str, Any] = {"mode": "ssd", "draft": "tiny-llama-draft", "placement": "process"}
+        speculation |= {"draft_replicas": replicas, "budget": 4, "backup": "jit"}
         with LLM("tiny-llama", device="cpu", max_model_len=512, speculation=speculation) as llm:
             drafter: Any = llm.engine.round.drafter
             propose = drafter.propose
