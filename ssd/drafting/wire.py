@@ -1,8 +1,9 @@
 """The protocol between the engine and a worker: messages of 64-bit integers over a socket.
 
 A message is a header (magic with version, kind, round, two times, length of the payload) and a payload in a fixed
-layout; floats are sent as their bits, tables of drafts packed. Decoding validates everything: an invalid message raises WireError, and no buffer
-is allocated by a length that was not checked. Knows nothing of processes or of how drafts are made.
+layout; floats are sent as their bits, tables of drafts packed. Decoding validates everything: an invalid message raises
+WireError, and no buffer is allocated by a length that was not checked. Knows nothing of processes or of how drafts are
+made.
 """
 
 from __future__ import annotations
