@@ -42,7 +42,6 @@ class Replica:
         self.lookahead = lookahead
         self.vocab_size = vocab_size
         self._round = 0
-        self._answered = 0  # the last round that the worker has sent anything for
         self._last_prepared = 0  # the round of the last PREPARED message
         self._num_asked = 0  # proposals that the last round asks for
         self._known: dict[int, int] = {}  # by sequence id: number of tokens that the worker has
@@ -58,9 +57,9 @@ class Replica:
         )
 
     def available(self, timeout: float = 0.0) -> bool:
-        """Whether it can take a round: it is ready, owes no proposals, and has begun the last round."""
+        """Whether it can take a round."""
         with self.supervisor.losing_on_error():
-            return self.supervisor.settled(timeout) and self._round - self._answered <= 1
+            return self.supervisor.settled(timeout)
         return False
 
     def find(self, sequence: Sequence) -> Draft | None:
@@ -91,7 +90,6 @@ class Replica:
         with self.supervisor.losing_on_error():
             message = self.supervisor.receive(timeout) if self.supervisor.ready else None
             if message is not None:
-                self._answered = message.round
                 return decode_proposals(message.payload, self._num_asked, self.vocab_size), message.times[1] / 1e9
         return None
 
@@ -117,14 +115,13 @@ class Replica:
             raise WireError(f"it sent {message.kind.name} {message.round} without being asked")
         if message.round <= self._last_prepared:
             raise WireError(f"it sent PREPARED {message.round} twice")
-        self._last_prepared = self._answered = message.round
+        self._last_prepared = message.round
         prepared = decode_prepared(message.payload, self.vocab_size)
         if message.round == self._round:
             self._prepared = prepared
 
     def _forget_all(self) -> None:
         """Called when the worker is lost: its successor has no sequences."""
-        self._answered = self._round
         self._known.clear()
         self._prepared.clear()
         self._forgotten.clear()

@@ -158,6 +158,7 @@ class Supervisor:
         self._busy_before = 0.0  # of earlier workers
         self._start, self._clock = start, clock
         self._on_prepared, self._on_loss = on_prepared, on_loss
+        self._posted = self._answered = 0  # the last round sent, and the last one that anything came back for
         self._worker: Worker | None = None
         self._awaited: _Awaited | None = None
         self._ready_since: float | None = None
@@ -186,7 +187,9 @@ class Supervisor:
             self._lose(str(error))
 
     def settled(self, timeout: float = 0.0) -> bool:
-        """Whether there is a worker and no proposals are due from it; late ones are received and dropped.
+        """Whether there is a worker that can take a round; late proposals are received and dropped.
+
+        It owes no proposals, and has begun the last round: one that others' drafts make superfluous may be slower.
 
         A lost worker is replaced here, once its pause is over. Raises WireError or OSError.
         """
@@ -204,12 +207,13 @@ class Supervisor:
             self._take_prepared(message)
         if self._awaited is not None:
             self._check_silence(channel, self._awaited)
-        return True
+        return self._posted - self._answered <= 1
 
     def post(self, message: Message, due: Kind) -> None:
         """Sends a round; `due`: the first message that must come for it."""
         channel = self.channel
         channel.post(message)
+        self._posted = message.round
         self._awaited = _Awaited(due, message.round, channel.num_bytes, self._clock())
 
     def receive(self, timeout: float) -> Message | None:
@@ -229,6 +233,8 @@ class Supervisor:
         if message.kind is Kind.READY:
             self._ready_since = self._clock()
             log.info("the drafter's process %s is ready", self.pid)
+        else:
+            self._answered = message.round
         self.busy_seconds = self._busy_before + message.times[0] / 1e9
         self._awaited = None
         return message
@@ -252,6 +258,7 @@ class Supervisor:
         if message.kind is not Kind.PREPARED:
             raise WireError(f"it sent {message.kind.name} {message.round} without being asked")
         self._on_prepared(message)
+        self._answered = message.round
         self.busy_seconds = self._busy_before + message.times[0] / 1e9
         awaited = self._awaited
         if awaited is not None and (awaited.kind, awaited.round) == (message.kind, message.round):
@@ -289,6 +296,7 @@ class Supervisor:
             self._worker.kill()
         self._lost, self._worker = self._worker, None
         self._awaited = self._ready_since = None
+        self._answered = self._posted
         self._restart_at = now + self._pause
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
         self._busy_before = self.busy_seconds

@@ -588,6 +588,16 @@ def test_a_late_reply_is_dropped(nursery: Nursery) -> None:
     assert drafter.replicas[0].supervisor.failures == 0
 
 
+def test_a_worker_that_is_late_again_and_again_is_asked_again(nursery: Nursery) -> None:
+    """Catches late replies that are dropped and still counted as due: the worker would never be sent a round again."""
+    drafter = nursery.honest(TEXT, sleeps=[0.3] * 4, patience=0.1)
+    drafter._reply.add = lambda _: None  # patience stays as it is
+    works = [work_for(begun(TEXT[:3]))]
+    until(lambda: propose_soon(drafter, works) == [Proposal(tuple(TEXT[3:7]))])
+    assert drafter.late >= 4
+    assert drafter.replicas[0].supervisor.failures == 0
+
+
 def test_patience_follows_the_replies(nursery: Nursery) -> None:
     """Catches a patience that is stuck: below what the replies take, or far above."""
     drafter = nursery.honest(TEXT, sleeps=[0.2] * 4, patience=0.06)
