@@ -77,7 +77,8 @@ class Replica:
         self._prepared = {}
         self._num_asked = sum(draft is None for draft in drafts) if reply else 0
         proposals = most_proposal_words(len(works), self.lookahead, self.vocab_size)
-        self.supervisor.limit = max(proposals, most_prepared_words(len(works), self.lookahead))
+        prepared = most_prepared_words(len(works), self.lookahead)
+        self.supervisor.limit = max(self.supervisor.limit, proposals, prepared)  # that of a larger round may be to come
         forgotten, self._forgotten = self._forgotten, []
         entries = [self._entry(*each) for each in zip(works, drafts, strict=True)]
         payload = encode_round(forgotten, entries, reply=reply, ahead=ahead)

@@ -33,6 +33,7 @@ from ssd.config import EngineConfig, SpeculationConfig
 from ssd.core import Origin, Outcome, Proposal, SamplingParams, Sequence, Work
 from ssd.decoding.drafter import Drafter, never
 from ssd.drafting.process import ProcessDrafter
+from ssd.drafting.replica import Replica
 from ssd.drafting.supervisor import LONGEST_PAUSE, WORKER_COMMAND, Supervisor, Worker
 from ssd.drafting.wire import (
     MAGIC,
@@ -772,6 +773,29 @@ def test_a_replica_that_lies_costs_no_text_and_not_the_drafts_of_the_other(nurse
     assert harness.run(TEXT[:5], params).token_ids == expected
     assert harness.engine.metrics.spec_decode_num_accepted_tokens > 0
     assert drafter.replicas[1].supervisor.failures == 0
+
+
+def test_what_was_prepared_for_a_large_round_may_come_in_a_small_one() -> None:
+    """Catches a truthful worker that is lost because its message is longer than the present round allows."""
+    ours, theirs = socket.socketpair()
+    worker: Any = SimpleNamespace(channel=Channel(ours), pid=0, exited=True, close=ours.close, kill=ours.close)
+    replica = Replica(lambda: worker, LOOKAHEAD, VOCAB, clock=time.monotonic, hang_limit=9.0, start_limit=9.0)
+    there = Channel(theirs)
+    there.post(Message(Kind.READY))
+    assert replica.available(9.0)
+    works = [work_for(begun(TEXT[:3], id=i)) for i in range(8)]
+    outcomes = {(i % 5, i // 5): (1, 2, 3, 4) for i in range(150)}
+    for sent in (works, works[:1]):
+        assert replica.available()
+        replica.send(sent, [Draft((1, 2, 3, 4))] * len(sent), 0.0, reply=False, ahead=True)
+    there.post(Message(Kind.PREPARED, 1, encode_prepared({i: ((1, 2, 3, 4), outcomes) for i in range(8)})))
+    there.post(Message(Kind.PREPARED, 2, encode_prepared({0: ((1, 2, 3, 4), {(0, 7): (8,)})})))
+    assert replica.available()
+    assert replica.supervisor.failures == 0
+    works[0].sequence.tokens.append(7)
+    assert replica.find(works[0].sequence) == Draft((8,), (0.0,))
+    replica.close()
+    there.close()
 
 
 def test_a_slow_replica_is_not_sent_more_and_more_rounds(nursery: Nursery) -> None:
