@@ -96,7 +96,8 @@ def test_gpus_are_counted_on_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ssd.assembly.ranks.make_group", lambda *_, **__: None)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        setup = {"rank": 5, "size": 8, "host": "first", "port": 1, "config": {"model": "x", "device": "cuda"}}
+        setup = {"rank": 5, "size": 8, "host": "first", "port": 1, "draft": None}
+        setup |= {"config": {"model": "x", "device": "cuda"}}
         assert str(Follower._of(setup, Channel(ours)).device) == "cuda:1"
 
     setups: list[Any] = []

@@ -112,7 +112,7 @@ def test_parts_of_a_stream_gather_while_the_proxy_is_busy(replica: Replica) -> N
 
     singly: list[list[Any]] = []
     gathered: list[list[Any]] = []
-    for pause, parts in ((0.0, singly), (0.03, gathered)):
+    for pause, parts in ((0.0, singly), (0.2, gathered)):
         replica._pause = pause
         parts += asyncio.run(run())
     assert len(gathered) < len(singly) / 2
