@@ -102,10 +102,10 @@ def test_gpus_are_counted_on_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
     setups: list[Any] = []
     ready = SimpleNamespace(wait_ready=lambda _: True)
-    monkeypatch.setattr(drafters, "ProcessDrafter", lambda start, *_, **__: start() or ready)
+    monkeypatch.setattr(drafters, "ProcessDrafter", lambda starts, *_, **__: starts[0]() or ready)
     monkeypatch.setattr(drafters, "Worker", setups.append)
     speculation = SpeculationConfig(mode="ssd", draft="x", placement="process")
-    drafters.start_worker(EngineConfig("x", device="cuda", tensor_parallel_size=8, speculation=speculation), 10)
+    drafters.start_workers(EngineConfig("x", device="cuda", tensor_parallel_size=8, speculation=speculation), 10)
     assert setups[0]["config"]["device"] == "cuda:4"
 
 
