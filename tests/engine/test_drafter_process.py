@@ -733,8 +733,15 @@ def test_a_round_takes_the_draft_of_the_replica_that_has_it(nursery: Nursery) ->
     assert (drafter.replies, drafter.at_hand, drafter.late) == (1, 5, 0)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("victim", "fault"),
+    [
+        (0, signal.SIGKILL),
+        (1, signal.SIGSTOP),
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
+)
 def test_a_replica_that_is_lost_is_a_smaller_cache_until_it_is_back(
     nursery: Nursery, victim: int, fault: signal.Signals
 ) -> None:

@@ -175,7 +175,7 @@ def test_a_controller_and_quantised_heads_change_no_token(
         assert answers(llm) == alone
 
 
-@pytest.mark.parametrize("mode", ["sd", "ssd"])
+@pytest.mark.parametrize("mode", [pytest.param("sd", marks=pytest.mark.slow), "ssd"])
 def test_the_rejection_rule_gets_distributions_over_the_targets_vocabulary(
     target: TestModel, head: Head, alone: Answers, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

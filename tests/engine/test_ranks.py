@@ -472,7 +472,9 @@ def from_round(number: int, drafter: Drafter, fault: Callable[[], None]) -> None
 
 
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("fault", ["killed", "stopped", "malformed", "wrong"])
+@pytest.mark.parametrize(
+    "fault", ["killed", "wrong", *(pytest.param(fault, marks=pytest.mark.slow) for fault in ("stopped", "malformed"))]
+)
 def test_faults_of_a_draft_s_process_under_load_cost_no_text(two: LLM, load: Load, fault: str, replicas: int) -> None:
     """Two ranks, 20 requests, and a draft's process that dies, hangs or lies, alone or beside another one.
 
