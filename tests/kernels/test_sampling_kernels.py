@@ -94,7 +94,12 @@ def real(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("kind", "count"),
-    [pytest.param("random", 1, marks=SLOW), ("ties", 3), pytest.param("holes", 3, marks=SLOW), ("nothing", 1)],
+    [
+        pytest.param("random", 1, marks=SLOW),
+        ("ties", 3),
+        pytest.param("holes", 3, marks=SLOW),
+        pytest.param("nothing", 1, marks=SLOW),
+    ],
 )
 def test_best_tokens(kind: str, count: int) -> None:
     case = Case(MIXES, VOCAB)

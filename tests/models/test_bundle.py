@@ -200,6 +200,7 @@ def choices(model: str, answers: list[Answer]) -> list[list[int]]:
     return [chosen[i] for i in range(len(answers))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_transformers_generates_the_same_tokens(target: str, greedy: Callable[[str, int], list[Answer]]) -> None:
     options = {"do_sample": False, "max_new_tokens": 32, "min_new_tokens": 32, "eos_token_id": None, "pad_token_id": 0}
@@ -267,9 +268,8 @@ def grafted(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:
     return name
 
 
-@pytest.mark.parametrize(
-    ("target", "shape"), [("tiny-llama", "wide-64"), pytest.param("tiny-qwen3", "wide-128", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "shape"), [("tiny-llama", "wide-64"), ("tiny-qwen3", "wide-128")])
 def test_grafts_write_the_same_text(
     target: str, shape: str, grafted: Callable[[str, str], str], greedy: Callable[[str, int], list[Answer]]
 ) -> None:

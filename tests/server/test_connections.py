@@ -330,6 +330,7 @@ def test_a_drain_that_takes_too_long_cuts_requests_off() -> None:
         assert "Traceback" not in served.log
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_the_process_at_once() -> None:
     with serve() as served:
         endless = body(3000) | {"stream": True, "n": 8}

@@ -37,6 +37,7 @@ class Local:
         return []
 
 
+@pytest.mark.slow
 def test_a_server_survives_clients_that_vanish_and_read_slowly(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every answer is that of plain decoding."""
     monkeypatch.setattr(serve_process, "GIVE_BACK_SECONDS", 0.0)

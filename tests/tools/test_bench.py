@@ -210,6 +210,7 @@ def test_peers_are_checked_before_a_model_is_loaded(
         run(BenchConfig(*TINY, peers=peers, batch=2))
 
 
+@pytest.mark.slow
 def test_a_report_with_peers(tmp_path: Path) -> None:
     """transformers and a server beside the engine, in one table, as JSON, as a picture and as a page."""
     files = {kind: tmp_path / f"report.{kind}" for kind in ("json", "png", "svg", "html")}

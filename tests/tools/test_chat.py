@@ -486,6 +486,7 @@ def stop_answer(session: Any, question: str) -> None:
     prompted(session)
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
     """Stops an answer, not the chat; hints at an empty prompt; twice in a row it ends the chat."""
     file = tmp_path / "chat.json"

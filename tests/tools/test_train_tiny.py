@@ -106,7 +106,7 @@ def shop(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Worksh
     return Workshop(script, data, work, bundle)
 
 
-@pytest.mark.parametrize("kind", ["target", "draft"])
+@pytest.mark.parametrize("kind", ["target", pytest.param("draft", marks=pytest.mark.slow)])
 def test_a_training_that_was_stopped_ends_like_one_that_was_not(shop: Workshop, tmp_path: Path, kind: str) -> None:
     """Catches any state that a checkpoint forgets: momentum, the place in the data, the learning rate, random noise."""
     kept = ["tokenizer.json", "corpus.npz"]
