@@ -33,6 +33,7 @@ from ssd.models.eagle import EagleConfig, EagleHead, eagle_shapes
 from ssd.models.persistent import use_persistent_step
 from ssd.models.random_weights import RandomCheckpoint, fill_random
 from ssd.models.shapes import SHAPES
+from ssd.parallel.tensor import TensorParallel
 
 CUDA = torch.device("cuda")
 BLOCK, CONTEXT, DEPTH, SLOTS = 64, 512, 3, 8  # of a block, a sequence, a branch; KV slots of a branch
@@ -64,9 +65,13 @@ def main() -> None:
     Console(width=120).print(table)
 
 
-def make(shape: str, form: Format | None) -> tuple[Decoder, KVCache]:
+def make(
+    shape: str,
+    form: Format | None = None,
+    tp: TensorParallel = TensorParallel(),  # noqa: B008 (frozen)
+) -> tuple[Decoder, KVCache]:
     config, ops = SHAPES[shape], make_ops(CUDA, form)
-    decoder = Decoder(config, ops, device=CUDA, dtype=torch.bfloat16, max_positions=2 * CONTEXT)
+    decoder = Decoder(config, ops, device=CUDA, dtype=torch.bfloat16, max_positions=2 * CONTEXT, tp=tp)
     decoder.load(RandomCheckpoint(config).weights(CUDA, torch.bfloat16))
     ops.reserve(decoder.layers[0].heads, CUDA)
     return decoder, decoder.make_kv_cache(2 * CONTEXT // BLOCK, BLOCK)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 from rich.console import Console
@@ -19,6 +20,7 @@ from rich.progress import track
 from rich.table import Table
 
 from ssd import LLM, SamplingParams
+from ssd.core import RequestMetrics
 from ssd.prompts import OWN_SETS, load_prompts
 
 MODES = ("sd", "ssd")
@@ -27,50 +29,41 @@ _COLOURS = ("#e07a1f", "#4c8bf5", "#0b9e6b", "#a259c4")  # of drafts
 
 @dataclass
 class Tally:
-    """Counts over the answers of some prompts."""
+    """Answers to some prompts. Each begins with a round that has no draft, which is left out."""
 
-    tokens: int = 0
-    rounds: int = 0
+    answers: list[RequestMetrics] = field(default_factory=list)
     drafts: int = 0
-    look_ups: int = 0
-    hits: int = 0
-    accepted: list[int] = field(default_factory=list)  # by position
 
     def add(self, other: Tally) -> None:
-        self.tokens, self.rounds, self.drafts = (
-            self.tokens + other.tokens,
-            self.rounds + other.rounds,
-            self.drafts + other.drafts,
-        )
-        self.look_ups, self.hits = self.look_ups + other.look_ups, self.hits + other.hits
-        longest = max(len(self.accepted), len(other.accepted))
-        both = [each.accepted + [0] * (longest - len(each.accepted)) for each in (self, other)]
-        self.accepted = [a + b for a, b in zip(*both, strict=True)]
+        self.answers += other.answers
+        self.drafts += other.drafts
 
     @property
     def tokens_per_round(self) -> float:
-        return self.tokens / max(1, self.rounds)
+        rounds = sum(answer.rounds - 1 for answer in self.answers)
+        return sum(answer.output_tokens - 1 for answer in self.answers) / max(1, rounds)
+
+    @property
+    def hit_rate(self) -> float:
+        return sum(answer.hits for answer in self.answers) / max(1, sum(answer.look_ups for answer in self.answers))
 
     def acceptance(self) -> list[float]:
-        before = [self.drafts, *self.accepted]
-        return [n / max(1, m) for n, m in zip(self.accepted, before, strict=False)]
+        """By position."""
+        columns = zip_longest(*(answer.accepted_per_position for answer in self.answers), fillvalue=0)
+        accepted = [sum(column) for column in columns]
+        return [n / max(1, before) for n, before in zip(accepted, [self.drafts, *accepted], strict=False)]
 
     def cells(self, mode: str) -> list[str]:
-        hits = f"{self.hits / max(1, self.look_ups):.2f}" if mode == "ssd" else ""
+        hits = f"{self.hit_rate:.2f}" if mode == "ssd" else ""
         return [f"{self.tokens_per_round:.2f}", hits, " ".join(f"{rate:.2f}" for rate in self.acceptance())]
 
 
 def play(llm: LLM, name: str, args: argparse.Namespace, temperature: float) -> Tally:
-    """Answers to the prompts of a set. Every one begins with a round that has no draft, which is left out."""
+    """Answers to the prompts of a set."""
     params = SamplingParams(temperature=temperature, seed=1, max_new_tokens=args.tokens, ignore_eos=True)
-    drafts = llm.engine.metrics.spec_decode_num_drafts
-    found = Tally()
-    for output in llm.generate(load_prompts(name).asked(args.prompts), params):
-        counts = output.metrics
-        tokens, rounds = counts.output_tokens - 1, counts.rounds - 1
-        found.add(Tally(tokens, rounds, 0, counts.look_ups, counts.hits, counts.accepted_per_position))
-    found.drafts = llm.engine.metrics.spec_decode_num_drafts - drafts
-    return found
+    before = llm.engine.metrics.spec_decode_num_drafts
+    outputs = llm.generate(load_prompts(name).asked(args.prompts), params)
+    return Tally([output.metrics for output in outputs], llm.engine.metrics.spec_decode_num_drafts - before)
 
 
 def engine(args: argparse.Namespace, draft: str, mode: str) -> LLM:

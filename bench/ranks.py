@@ -12,14 +12,10 @@ from __future__ import annotations
 
 import argparse
 
-import torch
-from draft import BLOCK, CONTEXT, CUDA, milliseconds, rows  # bench/draft.py
+from draft import CUDA, make, milliseconds, rows  # bench/draft.py
 from rich.console import Console
 from rich.table import Table
 
-from ssd.assembly.device import make_ops
-from ssd.models.decoder import Decoder
-from ssd.models.random_weights import RandomCheckpoint
 from ssd.models.shapes import SHAPES
 from ssd.parallel.group import listener, make_group
 from ssd.parallel.tensor import TensorParallel
@@ -38,11 +34,7 @@ def main() -> None:
 
 
 def times(args: argparse.Namespace, tp: TensorParallel) -> list[float]:
-    config, ops = SHAPES[args.shape], make_ops(CUDA)
-    decoder = Decoder(config, ops, device=CUDA, dtype=torch.bfloat16, max_positions=2 * CONTEXT, tp=tp)
-    decoder.load(RandomCheckpoint(config).weights(CUDA, torch.bfloat16))
-    ops.reserve(decoder.layers[0].heads, CUDA)
-    kv = decoder.make_kv_cache(2 * CONTEXT // BLOCK, BLOCK)
+    decoder, kv = make(args.shape, tp=tp)
     return [milliseconds(decoder, kv, rows(decoder, count, None)) for count in args.rows]
 
 
