@@ -19,9 +19,10 @@ from ssd.assembly.device import make_current
 from ssd.assembly.torchrun import join
 from ssd.config import EngineConfig, EngineOptions, build
 from ssd.core import BINARY, RequestOutput, SamplingParams, is_int, plain
-from ssd.engine.driver import Driver, Submission
+from ssd.engine.driver import Driver
 from ssd.engine.engine import Engine
 from ssd.engine.outputs import refused
+from ssd.engine.submission import Submission
 from ssd.errors import EngineClosed, RequestError, RequestFailed
 from ssd.models.open import open_checkpoint
 from ssd.text.tokenizer import Tokenizer, check_messages
@@ -98,7 +99,8 @@ class LLM:
 
         def submit(asked: dict[int, tuple[list[int], SamplingParams]]) -> None:
             group = next((submission.request_id for submission in submissions.values()), "")
-            submissions.update(zip(asked, self.driver.submit_checked(list(asked.values()), group=group), strict=True))
+            new = self.driver.submit_many(list(asked.values()), group=group, checked=True)
+            submissions.update(zip(asked, new, strict=True))
 
         try:
             num_tokens = 0
@@ -221,7 +223,7 @@ class LLM:
 
 
 def _set_num_threads(count: int) -> None:
-    """Of the calling thread, for torch's operators and for our CPU kernels."""
+    """Sets the calling thread's number of threads, for torch's operators and for our CPU kernels."""
     torch.get_num_threads()  # a thread's first call, of whatever needs the number, sets it to that of the process
     torch.set_num_threads(count)
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 from fastapi import Request
 
 from ssd.core import FinishReason, Outcome, RequestOutput, SamplingParams, TokenLogprobs
-from ssd.engine.driver import AsyncSubmission
+from ssd.engine.submission import AsyncSubmission
 from ssd.errors import EngineFailed, RequestFailed
 from ssd.llm import LLM, Prompt
 from ssd.server.admission import Admission, Ticket

@@ -24,8 +24,9 @@ from fakes import VOCAB, Harness, ScriptedDrafter, SeenBatch, StateDrafter, make
 
 from ssd import LLM, SamplingParams
 from ssd.core import Delta
-from ssd.engine.driver import AsyncSubmission, Driver, Submission
+from ssd.engine.driver import Driver
 from ssd.engine.engine import Engine
+from ssd.engine.submission import AsyncSubmission, Submission
 from ssd.errors import EngineClosed, EngineFailed, RequestError
 
 LONG = SamplingParams(max_new_tokens=60, temperature=0.8, seed=3)

@@ -22,7 +22,7 @@ from fakes import wait_until_idle
 
 from ssd import LLM, ConfigError, ModelNotFound, RequestError, SamplingParams, UnsupportedModel
 from ssd.config import EngineConfig, EngineOptions
-from ssd.engine.driver import Submission
+from ssd.engine.submission import Submission
 from ssd.errors import EngineClosed, RequestFailed
 from ssd.llm import TextStream
 
@@ -307,13 +307,13 @@ def test_a_full_batch_is_computed_while_other_prompts_are_read(path: str, monkey
     params, prompts = SamplingParams(max_new_tokens=3), [[i + 1] * 20 for i in range(5)]
     with LLM(path, device="cpu", max_num_batched_tokens=40, max_num_seqs=8) as llm:
         expected = [llm.generate(prompt, params)[0].token_ids for prompt in prompts]
-        submit, sizes = llm.driver.submit_checked, list[int]()
+        submit, sizes = llm.driver.submit_many, list[int]()
 
-        def watched(requests: Seq[tuple[Seq[int], SamplingParams]], group: str) -> list[Submission]:
+        def watched(requests: Seq[tuple[Seq[int], SamplingParams]], **options: Any) -> list[Submission]:
             sizes.append(len(requests))
-            return submit(requests, group=group)
+            return submit(requests, **options)
 
-        monkeypatch.setattr(llm.driver, "submit_checked", watched)
+        monkeypatch.setattr(llm.driver, "submit_many", watched)
         outputs = llm.generate([*prompts[:3], [-1], *prompts[3:]], params)
         assert sizes == [2, 2, 1]
         assert [output.token_ids for output in outputs if output.error is None] == expected

@@ -26,8 +26,8 @@ from fuzz.faults import Faults
 from fuzz.oracle import Oracle, check_answer, check_deltas
 from ssd import LLM, RequestOutput, SamplingParams
 from ssd.core import Delta
-from ssd.engine.driver import Submission
 from ssd.engine.engine import Engine
+from ssd.engine.submission import Submission
 from ssd.errors import ConfigError, EngineFailed
 
 MOST_ROUNDS = 5000

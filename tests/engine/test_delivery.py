@@ -1,4 +1,4 @@
-"""Deltas on their way to an event loop: brought at once, or less often when the event loop has too much to do."""
+"""Deltas on their way to an event loop: delivered at once, or less often when the event loop has too much to do."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from ssd.core import Delta
-from ssd.engine import driver
-from ssd.engine.driver import _Courier
+from ssd.engine import submission
+from ssd.engine.submission import LoopDelivery
 
 ROUND = 0.005  # seconds
 ROUNDS, STREAMS = 200, 64
 
 
 class SimulatedLoop:
-    """An event loop whose time is simulated. Whatever is brought to a stream at a time costs `cost` seconds to read."""
+    """An event loop whose time is simulated. What a stream is delivered at a time costs `cost` seconds to read."""
 
     def __init__(self, cost: float) -> None:
         self.cost = cost
@@ -66,15 +66,15 @@ def delta(number: int) -> Delta:
 
 def play(loop: SimulatedLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every round sends a delta to each stream; its index is the round's number."""
-    monkeypatch.setattr(driver, "time", loop)
-    courier = _Courier(loop)  # type: ignore[arg-type]
+    monkeypatch.setattr(submission, "time", loop)
+    delivery = LoopDelivery(loop)  # type: ignore[arg-type]
     for i in range(ROUNDS):
         for stream in range(STREAMS):
-            courier.send(partial(loop.put, stream), delta(i))
+            delivery.send(partial(loop.put, stream), delta(i))
         loop.run_until(100.0 + (i + 1) * ROUND)
 
 
-def test_deltas_that_cost_little_are_brought_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deltas_that_cost_little_are_delivered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = SimulatedLoop(cost=10e-6)
     play(loop, monkeypatch)
     assert len(loop.read) == ROUNDS * STREAMS
@@ -84,19 +84,19 @@ def test_deltas_that_cost_little_are_brought_at_once(monkeypatch: pytest.MonkeyP
 def test_an_event_loop_gets_its_share_of_a_core_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = SimulatedLoop(cost=100e-6)  # 6.4 ms for all streams, in rounds of 5 ms
     play(loop, monkeypatch)
-    assert (loop.cpu - 3.0) / (loop.now - 100.0) == pytest.approx(driver._LOOP_SHARE, rel=0.2)
+    assert (loop.cpu - 3.0) / (loop.now - 100.0) == pytest.approx(submission._LOOP_SHARE, rel=0.2)
     loop.run_until(1000.0)
     assert [i for _, i in loop.read] == sorted(i for i in range(ROUNDS) for _ in range(STREAMS))
     assert all(at - (100.0 + i * ROUND) < 0.04 for at, i in loop.read)
 
 
-def test_no_delta_waits_longer_than_the_limit_to_be_brought(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_delta_waits_longer_than_the_limit_to_be_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = SimulatedLoop(cost=0.0)
-    monkeypatch.setattr(driver, "time", loop)
-    courier = _Courier(loop)  # type: ignore[arg-type]
-    courier.send(partial(loop.put, 0), delta(0))
+    monkeypatch.setattr(submission, "time", loop)
+    delivery = LoopDelivery(loop)  # type: ignore[arg-type]
+    delivery.send(partial(loop.put, 0), delta(0))
     loop.run_until(100.001)
     loop.cpu += 10.0  # the event loop did other things
-    courier.send(partial(loop.put, 0), delta(1))
+    delivery.send(partial(loop.put, 0), delta(1))
     loop.run_until(200.0)
-    assert loop.read[1][0] == pytest.approx(100.001 + driver._MAX_GATHERING_SECONDS)
+    assert loop.read[1][0] == pytest.approx(100.001 + submission._MAX_DELAY_SECONDS)
