@@ -11,9 +11,9 @@ from typing import Any, Final
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
-from ssd.core import RequestOutput, TokenLogprobs
-from ssd.server.errors import ApiError, api_error
-from ssd.server.generation import Piece, ServerState
+from ssd.core import Delta, RequestOutput, TokenLogprobs
+from ssd.server.errors import ApiError, api_error, invalid
+from ssd.server.generation import ServerState
 from ssd.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 
 STREAMED: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {"text/event-stream": {}}}}  # beside JSON
@@ -26,7 +26,7 @@ def check_common(request: Request, body: GenerationRequest) -> None:
     request.state.user = body.user
     check_model(ServerState.of(request), body.model)
     if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options: only with stream=true", param="stream_options")
+        raise invalid("stream_options", "only with stream=true")
 
 
 def check_model(state: ServerState, model: str | None) -> None:
@@ -61,7 +61,7 @@ def usage(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
 
 
 def chat_logprobs(entries: Iterable[TokenLogprobs]) -> dict[str, Any]:
-    """In the shape of chats."""
+    """Log-probabilities in the shape of chats."""
     content = [
         _token(entry, entry.token_id, entry.logprob)
         | {"top_logprobs": [_token(entry, token_id, value) for token_id, value in entry.top.items()]}
@@ -79,7 +79,7 @@ def _token(entry: TokenLogprobs, token_id: int, logprob: float) -> dict[str, Any
 
 @dataclass
 class CompletionLogprobs:
-    """In the shape of completions, whose offsets go on from piece to piece."""
+    """Log-probabilities in the shape of completions, whose offsets continue from chunk to chunk."""
 
     offset: int = 0  # characters before
 
@@ -96,29 +96,24 @@ class CompletionLogprobs:
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
 
-def worth_sending(body: ChatRequest | CompletionRequest, piece: Piece) -> bool:
+def worth_sending(body: ChatRequest | CompletionRequest, delta: Delta) -> bool:
     """False for tokens without text yet (parts of a character, of a stop string), unless tokens were asked for."""
     wants_tokens = body.return_token_ids or body.logprobs not in (None, False)
-    return bool(piece.text or piece.finish_reason or wants_tokens)
+    return bool(delta.text or delta.finish_reason or wants_tokens)
 
 
-def event_stream(chunks: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
-    """Chunks as server-sent events; an error is the last one."""
-    return _streaming(_events(chunks))
+def event_stream(events: AsyncIterator[dict[str, Any]], *, named: bool = False) -> StreamingResponse:
+    """Server-sent events. `named`: an event's `type` is its name, and the iterator reports errors itself.
 
-
-def named_event_stream(events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
-    """Events with their `type` as the name. The iterator reports errors itself."""
-    return _streaming(_named_events(events))
-
-
-def _streaming(events: AsyncIterator[bytes]) -> StreamingResponse:
+    Otherwise an error and `[DONE]` are the last events.
+    """
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not collect events
-    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+    encoded = _named_events(events) if named else _events(events)
+    return StreamingResponse(encoded, media_type="text/event-stream", headers=headers)
 
 
 def last_events(path: str, error: ApiError, request_id: str, number: int) -> bytes:
-    """Ends a stream of this path that has begun and cannot go on. `number`: of the events before."""
+    """Ends a stream of this path that has begun and cannot go on, after `number` events."""
     if path.startswith("/v1/messages"):
         return _named_event(error.messages_body(request_id))
     if path == "/v1/responses":

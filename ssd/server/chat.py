@@ -6,19 +6,18 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from ssd.core import Sample, SamplingParams
+from ssd.core import Delta, RequestOutput, Sample, SamplingParams
 from ssd.errors import RequestError
 from ssd.llm import LLM, Prompt
 from ssd.server.answers import STREAMED, chat_logprobs, check_common, event_stream, usage, worth_sending
 from ssd.server.chat_messages import message_delta, message_fields, template_message
-from ssd.server.constraints import constrained
-from ssd.server.errors import ApiError, AsciiJSON
-from ssd.server.generation import Generation, Piece, ServerState, start
+from ssd.server.errors import ApiError, AsciiJSON, api_error, invalid, renaming
+from ssd.server.generation import Generation, ServerState, start
 from ssd.server.parsing import Event, MessageFormat, parse
 from ssd.server.protocol import ChatRequest
 from ssd.server.tool_use import ToolUse, message_format, read_tools, special_tags
@@ -40,7 +39,11 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     if body.stream:
         return event_stream(_chunks(head, body, generation, form))
     output = await generation.finish()
-    choices = [_choice(body, sample, form) for sample in output.samples]
+    messages = [message_fields(parse(sample.text, form)) for sample in output.samples]
+    choices = [
+        _choice(body, sample, {"message": {"role": "assistant", **fields}}, called="tool_calls" in fields)
+        for sample, fields in zip(output.samples, messages, strict=True)
+    ]
     answer = {**head, "object": "chat.completion", "choices": choices, "usage": usage([output])}
     return AsciiJSON(answer | ({"prompt_token_ids": generation.prompt_token_ids} if body.return_token_ids else {}))
 
@@ -48,12 +51,14 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 async def start_chat(state: ServerState, body: ChatRequest, request: Request) -> tuple[Generation, MessageFormat]:
     """Submits a chat; also returns how its messages are parsed. Other endpoints translate their requests to chats."""
     check_common(request, body)
-    params = constrained(body, _params(body, state.llm.driver.limits.max_model_len))
-    prompt, options, template, tools = await asyncio.to_thread(_read, state, body)
-    if tools is not None:
-        params = tools.constrained(params)
-    params = replace(params, shown_token_ids=special_tags(template, tools, state.llm.tokenizer))
-    generation = await start(state, prompt, params, chat_options=options, request=request, stream=bool(body.stream))
+    with renaming(body.field_names):
+        params = _params(body, state.llm.driver.limits.max_model_len)
+        prompt, options, template, tools = await asyncio.to_thread(_read, state, body)
+        if tools is not None:
+            params = tools.constrained(params)
+        params = replace(params, shown_token_ids=special_tags(template, tools, state.llm.tokenizer))
+        stream = bool(body.stream)
+        [generation] = await start(state, [prompt], params, request=request, stream=stream, chat_options=options)
     prompt_end = state.llm.decode(generation.prompt_token_ids[-_PROMPT_END:], skip_special_tokens=False)
     return generation, message_format(template, prompt_end, tools)
 
@@ -65,11 +70,51 @@ async def prompt_tokens(state: ServerState, body: ChatRequest, request: Request)
     return await asyncio.to_thread(state.llm.encode, prompt, options)
 
 
-async def parsed(generation: Generation, form: MessageFormat) -> AsyncIterator[Event]:
-    """The events of a chat with one sample."""
+class MessageWriter(Protocol):
+    """Turns the events of one message into those of another API. Each method returns what a stream sends then."""
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        """The whole answer, after `end`."""
+
+    def begin(self) -> list[dict[str, Any]]: ...
+    def add(self, event: Event) -> list[dict[str, Any]]: ...
+    def end(self, output: RequestOutput) -> list[dict[str, Any]]: ...
+    def fail(self, error: ApiError) -> list[dict[str, Any]]: ...
+
+
+async def respond(
+    generation: Generation, form: MessageFormat, writer: MessageWriter, *, stream: bool | None
+) -> Response:
+    """The answer to a chat with one sample, in the shape of another API."""
+    if stream:
+        return event_stream(_written(generation, form, writer), named=True)
+    output = await generation.finish()
+    for event in parse(output.text, form):
+        writer.add(event)
+    writer.end(output)
+    return AsciiJSON(writer.answer)
+
+
+async def _written(generation: Generation, form: MessageFormat, writer: MessageWriter) -> AsyncIterator[dict[str, Any]]:
+    for sent in writer.begin():
+        yield sent
+    try:
+        async for event in _parsed(generation, form):
+            for sent in writer.add(event):
+                yield sent
+    except Exception as error:
+        for sent in writer.fail(api_error(error)):
+            yield sent
+        return
+    for sent in writer.end(generation.output):
+        yield sent
+
+
+async def _parsed(generation: Generation, form: MessageFormat) -> AsyncIterator[Event]:
     parser = form.parser()
-    async for piece in generation.pieces():
-        for event in parser.feed(piece.text):
+    async for delta in generation.deltas():
+        for event in parser.feed(delta.text):
             yield event
     for event in parser.finish():
         yield event
@@ -78,9 +123,9 @@ async def parsed(generation: Generation, form: MessageFormat) -> AsyncIterator[E
 def _params(body: ChatRequest, max_model_len: int) -> SamplingParams:
     given = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
     if len(given) > 1:
-        raise ApiError(400, "max_completion_tokens: differs from max_tokens", param="max_completion_tokens")
+        raise invalid("max_completion_tokens", "differs from max_tokens")
     if body.top_logprobs is not None and not body.logprobs:
-        raise ApiError(400, "top_logprobs: only with logprobs=true", param="top_logprobs")
+        raise invalid("top_logprobs", "only with logprobs=true")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return body.sampling_params(max_tokens=next(iter(given), max_model_len), logprobs=logprobs)
 
@@ -99,14 +144,14 @@ def _prompt(llm: LLM, body: ChatRequest) -> tuple[Prompt, dict[str, Any]]:
         options["tools"] = body.tools
     messages = [template_message(f"messages[{i}]", message) for i, message in enumerate(body.messages)]
     if not body.messages:
-        raise ApiError(400, "messages: the list is empty", param="messages")
+        raise invalid("messages", "the list is empty")
     for name in ("chat_template", "add_generation_prompt"):
         if (value := getattr(body, name)) is not None:
             options[name] = value
     if not body.continue_final_message:
         return messages, options
     if body.add_generation_prompt:
-        raise ApiError(400, "continue_final_message: contradicts add_generation_prompt", param="continue_final_message")
+        raise invalid("continue_final_message", "contradicts add_generation_prompt")
     return _continued(llm, messages, options), {}
 
 
@@ -122,14 +167,13 @@ def _continued(llm: LLM, messages: list[dict[str, Any]], options: dict[str, Any]
     return llm.tokenizer.encode(text, add_special_tokens=False)
 
 
-def _choice(body: ChatRequest, sample: Sample, form: MessageFormat) -> dict[str, Any]:
-    fields = message_fields(parse(sample.text, form))
-    called = sample.finish_reason == "stop" and "tool_calls" in fields
+def _choice(body: ChatRequest, sample: Sample | Delta, message: dict[str, Any], *, called: bool) -> dict[str, Any]:
+    """`message`: its field in the choice; `called`: the sample has called a tool so far."""
     choice = {
         "index": sample.index,
-        "message": {"role": "assistant", **fields},
-        "logprobs": None if sample.logprobs is None else chat_logprobs(sample.logprobs),
-        "finish_reason": "tool_calls" if called else sample.finish_reason,
+        **message,
+        "logprobs": chat_logprobs(sample.logprobs or ()) if body.logprobs else None,
+        "finish_reason": "tool_calls" if called and sample.finish_reason == "stop" else sample.finish_reason,
     }
     return choice | ({"token_ids": sample.token_ids} if body.return_token_ids else {})
 
@@ -140,31 +184,14 @@ async def _chunks(
     head = {**head, "object": "chat.completion.chunk"}
     more = {"usage": None} if body.include_usage else {}
     role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-    samples = [_StreamedSample(form) for _ in range(body.n or 1)]
-    for index in range(len(samples)):
+    parsers, called = [form.parser() for _ in range(body.n or 1)], set[int]()
+    for index in range(len(parsers)):
         yield {**head, "choices": [{"index": index, **role}], **more}
-    async for piece in generation.pieces():
-        if worth_sending(body, piece):
-            yield {**head, "choices": [samples[piece.index].choice(body, piece)], **more}
+    async for delta in generation.deltas():
+        if worth_sending(body, delta):
+            parser = parsers[delta.index]
+            fields = message_delta(parser.feed(delta.text) + (parser.finish() if delta.finish_reason else []))
+            called |= {delta.index} if "tool_calls" in fields else set()
+            yield {**head, "choices": [_choice(body, delta, {"delta": fields}, called=delta.index in called)], **more}
     if body.include_usage:
         yield {**head, "choices": [], "usage": usage([generation.output])}
-
-
-class _StreamedSample:
-    """The chunks of one sample."""
-
-    def __init__(self, form: MessageFormat) -> None:
-        self._parser = form.parser()
-        self._called = False
-
-    def choice(self, body: ChatRequest, piece: Piece) -> dict[str, Any]:
-        events = self._parser.feed(piece.text) + (self._parser.finish() if piece.finish_reason else [])
-        delta = message_delta(events)
-        self._called |= "tool_calls" in delta
-        choice = {
-            "index": piece.index,
-            "delta": delta,
-            "logprobs": chat_logprobs(piece.logprobs) if body.logprobs else None,
-            "finish_reason": "tool_calls" if self._called and piece.finish_reason == "stop" else piece.finish_reason,
-        }
-        return choice | ({"token_ids": piece.token_ids} if body.return_token_ids else {})

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-from ssd.server.errors import ApiError
-from ssd.server.parsing import Event, Reasoning, message
+from ssd.server.errors import invalid
+from ssd.server.parsing import Event, Reasoning
+from ssd.server.protocol import Json
 from ssd.server.tools import CallArguments, CallBegin, Text
-
-Json = dict[str, Any]
 
 
 def template_message(where: str, given: Json) -> Json:
@@ -19,36 +17,30 @@ def template_message(where: str, given: Json) -> Json:
     if not calls:
         return given
     if not isinstance(calls, list):
-        raise ApiError(400, f"{where}.tool_calls: expected a list", param="messages")
+        raise invalid(f"{where}.tool_calls", "expected a list", "messages")
     return {**given, "tool_calls": [_template_call(f"{where}.tool_calls[{j}]", call) for j, call in enumerate(calls)]}
 
 
 def _template_call(where: str, call: object) -> Json:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ApiError(400, f"{where}: expected a function with its name and arguments", param="messages")
+        raise invalid(where, "expected a function with its name and arguments", "messages")
     arguments = function.get("arguments", {})
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, Mapping):
-        raise ApiError(400, f"{where}.function.arguments: expected a JSON object as text", param="messages")
+        raise invalid(f"{where}.function.arguments", "expected a JSON object as text", "messages")
     return {**call, "function": {**function, "arguments": arguments}}
 
 
 def message_fields(events: Iterable[Event]) -> Json:
-    """An answer's message, without its role."""
-    whole = message(events)
-    fields: Json = {"content": whole.text if whole.text or not whole.calls else None}
-    if whole.reasoning:
-        fields["reasoning_content"] = whole.reasoning
-    if whole.calls:
-        fields["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in whole.calls
-        ]
-    return fields
+    """An answer's message, without its role: one delta of everything, with other defaults."""
+    delta = message_delta(events)
+    for call in delta.get("tool_calls", ()):
+        del call["index"]
+    return {"content": None if "tool_calls" in delta else "", **delta}
 
 
 def message_delta(events: Iterable[Event]) -> Json:

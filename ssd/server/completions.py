@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any, Final
@@ -11,11 +12,10 @@ from typing import Any, Final
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from ssd.core import FinishReason
+from ssd.core import Delta, Sample
 from ssd.server.answers import STREAMED, CompletionLogprobs, check_common, event_stream, usage, worth_sending
-from ssd.server.constraints import constrained
-from ssd.server.errors import AsciiJSON, unsupported
-from ssd.server.generation import Generation, Piece, ServerState, start_all
+from ssd.server.errors import AsciiJSON, renaming, unsupported
+from ssd.server.generation import Generation, ServerState, start
 from ssd.server.protocol import CompletionRequest
 
 router = APIRouter()
@@ -28,8 +28,9 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     check_common(request, body)
     if body.echo and body.logprobs is not None:
         raise unsupported("echo", "log-probabilities of prompts are not supported: leave out echo or logprobs")
-    params = constrained(body, body.sampling_params(max_tokens=_MAX_TOKENS, logprobs=body.logprobs))
-    generations = await start_all(state, body.prompts, params, request=request, stream=bool(body.stream))
+    with renaming(body.field_names):
+        params = body.sampling_params(max_tokens=_MAX_TOKENS, logprobs=body.logprobs)
+        generations = await start(state, body.prompts, params, request=request, stream=bool(body.stream))
     echoes = [_echo(state, prompt) if body.echo else "" for prompt in body.prompts]
     head = {
         "id": f"cmpl-{request.state.request_id}",
@@ -40,13 +41,11 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     if body.stream:
         return event_stream(_chunks(head, body, generations, echoes))
     outputs = list(await asyncio.gather(*(generation.finish() for generation in generations)))
-    choices = []
-    for i, (output, echo) in enumerate(zip(outputs, echoes, strict=True)):
-        for sample in output.samples:
-            logprobs = None if sample.logprobs is None else CompletionLogprobs().of(sample.logprobs)
-            index = i * params.n + sample.index
-            ids = _token_ids(body, sample.token_ids, output.prompt_token_ids)
-            choices.append(_choice(index, echo + sample.text, logprobs, sample.finish_reason) | ids)
+    choices = [
+        _choice(body, i, echoes[i], sample, CompletionLogprobs(), output.prompt_token_ids)
+        for i, output in enumerate(outputs)
+        for sample in output.samples
+    ]
     return AsciiJSON({**head, "choices": choices, "usage": usage(outputs)})
 
 
@@ -55,48 +54,48 @@ def _echo(state: ServerState, prompt: str | list[int]) -> str:
 
 
 def _choice(
-    index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: FinishReason | None
+    body: CompletionRequest, i: int, echo: str, sample: Sample | Delta, logprobs: CompletionLogprobs, prompt: list[int]
 ) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-
-
-def _token_ids(body: CompletionRequest, token_ids: list[int], prompt: list[int]) -> dict[str, Any]:
-    return {"token_ids": token_ids, "prompt_token_ids": prompt} if body.return_token_ids else {}
+    """A sample of prompt `i`, or the new part of it."""
+    choice = {
+        "index": i * (body.n or 1) + sample.index,
+        "text": echo + sample.text,
+        "logprobs": None if body.logprobs is None else logprobs.of(sample.logprobs or ()),
+        "finish_reason": sample.finish_reason,
+    }
+    return choice | ({"token_ids": sample.token_ids, "prompt_token_ids": prompt} if body.return_token_ids else {})
 
 
 async def _chunks(
     head: dict[str, Any], body: CompletionRequest, generations: list[Generation], echoes: list[str]
 ) -> AsyncIterator[dict[str, Any]]:
-    more, n = {"usage": None} if body.include_usage else {}, body.n or 1
-    written = [CompletionLogprobs() for _ in range(n * len(generations))]
-    pending = {i: echoes[i // n] for i in range(n * len(generations)) if echoes[i // n]}  # before the first piece
-    async with aclosing(_merged(generations)) as pieces:  # type: ignore[type-var]
-        async for i, piece in pieces:
-            if not worth_sending(body, piece):
-                continue
-            index = i * n + piece.index
-            logprobs = None if body.logprobs is None else written[index].of(piece.logprobs)
-            text = pending.pop(index, "") + piece.text
-            ids = _token_ids(body, piece.token_ids, generations[i].prompt_token_ids)
-            yield {**head, "choices": [_choice(index, text, logprobs, piece.finish_reason) | ids], **more}
+    more = {"usage": None} if body.include_usage else {}
+    logprobs: defaultdict[tuple[int, int], CompletionLogprobs] = defaultdict(CompletionLogprobs)  # by prompt and sample
+    async with aclosing(_merged(generations)) as deltas:  # type: ignore[type-var]
+        async for i, delta in deltas:
+            if worth_sending(body, delta):
+                echo = "" if (i, delta.index) in logprobs else echoes[i]  # before the first chunk
+                offsets = logprobs[i, delta.index]
+                choice = _choice(body, i, echo, delta, offsets, generations[i].prompt_token_ids)
+                yield {**head, "choices": [choice], **more}
     if body.include_usage:
         yield {**head, "choices": [], "usage": usage(generation.output for generation in generations)}
 
 
-async def _merged(generations: list[Generation]) -> AsyncIterator[tuple[int, Piece]]:
-    """The pieces of all generations as they come, each with the number of its generation."""
+async def _merged(generations: list[Generation]) -> AsyncIterator[tuple[int, Delta]]:
+    """The deltas of all generations as they come, each with the number of its generation."""
     if len(generations) == 1:
-        async with aclosing(generations[0].pieces()) as pieces:  # type: ignore[type-var]
-            async for piece in pieces:
-                yield 0, piece
+        async with aclosing(generations[0].deltas()) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                yield 0, delta
         return
-    # No more than one waits here: what a slow reader has not read is merged where it comes from.
-    queue: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue(maxsize=1)
+    # No more than one waits here: deltas that a slow reader has not read are merged in their submission's queue.
+    queue: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue(maxsize=1)
 
     async def forward(i: int) -> None:
         try:
-            async for piece in generations[i].pieces():
-                await queue.put((i, piece))
+            async for delta in generations[i].deltas():
+                await queue.put((i, delta))
             await queue.put((i, None))
         except Exception as error:
             await queue.put((i, error))

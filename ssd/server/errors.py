@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any, Final, Literal
 
@@ -16,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from ssd.errors import STRUCTURED_FAILED, EngineClosed, EngineFailed, RequestError, RequestFailed
+from ssd.errors import STRUCTURED_FAILED, EngineClosed, EngineFailed, RequestError, RequestFailed, SSDError
 
 log = logging.getLogger("ssd")
 
@@ -38,7 +39,7 @@ _MESSAGES_TYPES: Final = {
 }
 _PARAM: Final = re.compile(r"[a-z_]+(?=[=:\[.])|[a-z]+_[a-z_]+")  # what a RequestError's message begins with
 _UNION_TAG: Final = re.compile(r"str|int|float|bool|.*\[.*")  # pydantic's name of an alternative in a path
-_MOST_CHARS: Final = 1000  # of a message
+_MOST_CHARS: Final = 1000  # longest message
 _INTERNAL: Final = "internal error: the server's log has the details"
 
 
@@ -115,6 +116,14 @@ class ApiError(Exception):
         kind = _MESSAGES_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id}
 
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """The same error under the name that a field has for this client."""
+        name = names.get(self.param) if self.param is not None else None
+        if name is None:
+            return self
+        message = re.sub(f"^{self.param}", name, self.message)
+        return ApiError(self.status, message, param=name, code=self.code, headers=self.headers)
+
     def response(self, scope: Scope) -> AsciiJSON:
         """In the shape that the client of this path expects."""
         messages = scope["path"].startswith("/v1/messages")
@@ -122,8 +131,28 @@ class ApiError(Exception):
         return AsciiJSON(body, self.status, self.headers)
 
 
+def invalid(where: str, why: str, param: str | None = None) -> ApiError:
+    """`where`: the path of a value in the request; `param`: the parameter, if it is another text."""
+    return ApiError(400, f"{where}: {why}", param=where if param is None else param)
+
+
+def check_fields(where: str, value: Mapping[str, Any], known: Collection[str]) -> None:
+    """Refuses an object with a field that is not known; null counts as left out."""
+    if unknown := {name for name in value if value[name] is not None} - set(known):
+        raise unsupported(f"{where}.{min(unknown):.60}", "is not a known field")
+
+
 def unsupported(param: str, why: str = "is not supported") -> ApiError:
     return ApiError(400, f"{param}: {why}", param=param, code="unsupported_parameter")
+
+
+@contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors of requests name the fields as the client does: `names` maps a name used here to the client's."""
+    try:
+        yield
+    except (ApiError, RequestError) as error:
+        raise api_error(error).renamed(names) from error
 
 
 def api_error(error: Exception) -> ApiError:
@@ -135,19 +164,17 @@ def api_error(error: Exception) -> ApiError:
             return _refused(str(error))
         case RequestFailed() if str(error).startswith(STRUCTURED_FAILED):
             return ApiError(400, str(error), code="structured_output_failed")
-        case RequestFailed() | EngineFailed() | EngineClosed():
-            return ApiError(500, str(error), code=_code(error))
+        case RequestFailed():
+            return ApiError(500, str(error), code="request_failed")
+        case EngineFailed() | EngineClosed():
+            return ApiError(500, str(error), code="engine_failed")
         case RequestValidationError() | ValidationError():
-            return _invalid(error.errors())
+            return _invalid_body(error.errors())
         case HTTPException():
             name = HTTPStatus(error.status_code).phrase
             return ApiError(error.status_code, str(error.detail or name), headers=error.headers)
     log.error("a handler failed, which is a bug", exc_info=error)
     return ApiError(500, _INTERNAL)
-
-
-def _code(error: Exception) -> str:
-    return "request_failed" if isinstance(error, RequestFailed) else "engine_failed"
 
 
 def _refused(message: str) -> ApiError:
@@ -157,7 +184,7 @@ def _refused(message: str) -> ApiError:
     return ApiError(400, message, param=found[0] if found else None)
 
 
-def _invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+def _invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first validation error; a union reports one for every alternative, of which the closest is the best."""
     error = max(errors, key=_closeness, default=None)
     if error is None or error["type"] == "json_invalid":
@@ -180,7 +207,5 @@ async def _respond(request: Request, error: Exception) -> AsciiJSON:
 
 def install(app: FastAPI) -> None:
     """Makes every error of the app's handlers an answer in this shape."""
-    for kind in (ApiError, RequestError, RequestFailed, EngineFailed, EngineClosed):
+    for kind in (ApiError, SSDError, RequestValidationError, ValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _respond)
-    for other in (RequestValidationError, ValidationError, HTTPException, Exception):
-        app.add_exception_handler(other, _respond)

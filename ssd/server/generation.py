@@ -1,7 +1,7 @@
 """From a request to the engine and back: the one path that every endpoint takes.
 
-Admission, tokenization, submission; then pieces of text as the engine decides them, until the request ends, times out
-or its client goes away. Knows nothing of the shapes of requests and answers.
+Admission, tokenization, submission; then deltas as the engine decides them, until the request ends, times out or its
+client goes away. Knows nothing of the shapes of requests and answers.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from fastapi import Request
 
-from ssd.core import FinishReason, Outcome, RequestOutput, SamplingParams, TokenLogprobs
+from ssd.core import Delta, RequestOutput, SamplingParams
 from ssd.engine.submission import AsyncSubmission
 from ssd.errors import EngineFailed, RequestFailed
 from ssd.llm import LLM, Prompt
-from ssd.server.admission import Admission, Ticket
+from ssd.server.admission import Admission
 from ssd.server.errors import ApiError
 from ssd.server.metrics import Metrics
 from ssd.server.options import ServerOptions
@@ -53,35 +52,22 @@ class ServerState:
         return state
 
 
-@dataclass(frozen=True)
-class Piece:
-    """The next part of one sample: what was decided since the piece before."""
-
-    index: int  # of the sample
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs]
-    num_accepted: int  # accepted draft tokens among `token_ids`
-    finish_reason: FinishReason | None  # None: the sample goes on
-    outcomes: list[Outcome] = field(default_factory=list)  # of the rounds, if streamed; the last may be cut by a stop
-
-
 class Generation:
-    """A submitted prompt: its pieces, then its output."""
+    """A submitted prompt: its deltas, then its output."""
 
     def __init__(self, submission: AsyncSubmission, prompt_token_ids: list[int], deadline: float | None) -> None:
         self.prompt_token_ids = prompt_token_ids
         self._submission = submission
-        self._deadline = deadline  # of the event loop's clock
+        self._deadline = deadline  # in the event loop's time; None: no limit
 
     @property
     def request_id(self) -> str:
-        """The engine's."""
+        """The id of the request in the engine."""
         return self._submission.request_id
 
     @property
     def output(self) -> RequestOutput:
-        """Once all pieces are read."""
+        """The complete output, once all deltas are read."""
         if self._submission.output is None:
             raise AssertionError("the request has not ended")
         return self._submission.output
@@ -90,21 +76,13 @@ class Generation:
         """Ends the request after the current round. Nothing happens if it has ended."""
         self._submission.abort()
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """Leaving the iteration aborts the request. Pieces that a slow reader has not read become one."""
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Leaving the iteration aborts the request. Deltas that a slow reader has not read are merged."""
         try:
             while not self._submission.ended:
-                async with asyncio.timeout_at(self._deadline) if self._deadline is not None else nullcontext():
+                async with asyncio.timeout_at(self._deadline):
                     delta = await anext(self._submission)
-                yield Piece(
-                    delta.index,
-                    delta.text,
-                    delta.token_ids,
-                    delta.logprobs,
-                    delta.num_accepted,
-                    delta.finish_reason,
-                    delta.outcomes,
-                )
+                yield delta
         except TimeoutError:
             raise ApiError(504, TIMED_OUT, code="timeout", headers=NO_RETRY) from None
         finally:
@@ -114,53 +92,49 @@ class Generation:
 
     async def finish(self) -> RequestOutput:
         """Waits for the whole output."""
-        async for _ in self.pieces():
+        async for _ in self.deltas():
             pass
         return self.output
 
 
 async def start(
     state: ServerState,
-    prompt: Prompt,
-    params: SamplingParams,
-    *,
-    chat_options: Mapping[str, Any] | None = None,
-    request: Request,
-    stream: bool = True,
-) -> Generation:
-    """Submits one prompt. Without `stream` there is one piece per sample, at its end."""
-    [generation] = await start_all(state, [prompt], params, chat_options=chat_options, request=request, stream=stream)
-    return generation
-
-
-async def start_all(
-    state: ServerState,
     prompts: Seq[Prompt],
     params: SamplingParams,
     *,
-    chat_options: Mapping[str, Any] | None = None,
     request: Request,
-    stream: bool = True,
+    stream: bool,
+    chat_options: Mapping[str, Any] | None = None,
 ) -> list[Generation]:
-    """Submits all prompts of an HTTP request, or none. They end when its client goes away."""
+    """Submits all prompts of an HTTP request, or none. They end when its client goes away.
+
+    Without `stream` there is one delta per sample, at its end.
+    """
     driver, limit = state.llm.driver, state.options.max_n
     if driver.failure is not None:
         raise EngineFailed(driver.failure)
     if params.n > limit:
         raise ApiError(400, f"n={params.n}: the limit is {limit}", param="n")
-    ticket = state.admission.admit(len(prompts) * params.n, "prompt" if len(prompts) > 1 else "n")
+    permit = state.admission.admit(len(prompts) * params.n, "prompt" if len(prompts) > 1 else "n")
     submissions: list[AsyncSubmission] = []
     try:
         encoded = [await asyncio.to_thread(state.llm.encode, prompt, chat_options) for prompt in prompts]
         for token_ids in encoded:
             await asyncio.to_thread(driver.check, token_ids, params)  # may compile a grammar
-        ticket.add_tokens(sum(_cost(state, token_ids, params) for token_ids in encoded))
+        permit.add_tokens(sum(_cost(state, token_ids, params) for token_ids in encoded))
         for token_ids in encoded:
             group = submissions[0].request_id if submissions else ""
             submissions.append(driver.submit_async(token_ids, params, stream=stream, group=group, checked=True))
     finally:
-        _release_at_end(ticket, submissions)
-    _watch(state, request, submissions)
+        ended = asyncio.gather(*(submission.done for submission in submissions))  # in the engine, read or not
+        if submissions:
+            ended.add_done_callback(lambda _: permit.release())
+        else:
+            permit.release()
+    watcher = asyncio.create_task(_abort_on_disconnect(request, submissions))
+    state.watchers.add(watcher)
+    watcher.add_done_callback(state.watchers.discard)
+    ended.add_done_callback(lambda _: watcher.cancel())
     if state.tracer is not None:
         _trace(state.tracer, request, submissions)
     timeout = state.options.request_timeout
@@ -173,21 +147,6 @@ def _cost(state: ServerState, token_ids: Seq[int], params: SamplingParams) -> in
     return params.n * min(len(token_ids) + params.max_new_tokens, state.llm.driver.limits.max_model_len)
 
 
-def _release_at_end(ticket: Ticket, submissions: Seq[AsyncSubmission]) -> None:
-    """Releases the ticket when the engine has finished, whether anybody has read the output or not."""
-    left = {submission.done for submission in submissions}
-    if not left:
-        ticket.release()
-
-    def ended(future: asyncio.Future[RequestOutput | None]) -> None:
-        left.discard(future)
-        if not left:
-            ticket.release()
-
-    for future in tuple(left):
-        future.add_done_callback(ended)
-
-
 def _trace(tracer: Tracer, request: Request, submissions: Seq[AsyncSubmission]) -> None:
     """A span for every submission when it has ended."""
     operation = "text_completion" if request.url.path == "/v1/completions" else "chat"
@@ -198,17 +157,9 @@ def _trace(tracer: Tracer, request: Request, submissions: Seq[AsyncSubmission]) 
         )
 
 
-def _watch(state: ServerState, request: Request, submissions: Seq[AsyncSubmission]) -> None:
+async def _abort_on_disconnect(request: Request, submissions: Seq[AsyncSubmission]) -> None:
     """Aborts the submissions when the client goes away."""
-
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        for submission in submissions:
-            submission.abort()
-
-    task = asyncio.create_task(watch())
-    state.watchers.add(task)
-    task.add_done_callback(state.watchers.discard)
-    ends = asyncio.gather(*(submission.done for submission in submissions))
-    ends.add_done_callback(lambda _: task.cancel())
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    for submission in submissions:
+        submission.abort()

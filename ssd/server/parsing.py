@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ssd.server import tools
 from ssd.server.reasoning import ReasoningSplitter
@@ -19,7 +18,7 @@ Event = Reasoning | tools.Event
 
 
 class MessageParser:
-    """Fed the text of one message in pieces, it returns events."""
+    """Incremental parser of one message: takes its text in pieces of any size, returns events."""
 
     def __init__(self, reasoning: ReasoningSplitter | None, tools: ToolParser | None) -> None:
         self._reasoning = reasoning
@@ -58,22 +57,6 @@ class MessageFormat:
         return MessageParser(splitter, self.tool_parser(self.tool_names, self.parallel_tool_calls))
 
 
-@dataclass
-class ToolCall:
-    id: str
-    name: str
-    arguments: str  # JSON text
-
-
-@dataclass
-class Message:
-    """A complete message."""
-
-    text: str = ""
-    reasoning: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
-
-
 def parse(text: str, format: MessageFormat) -> list[Event]:
     """The events of a complete message. A call that is broken is text."""
     parser = format.parser()
@@ -86,22 +69,3 @@ def parse(text: str, format: MessageFormat) -> list[Event]:
         elif isinstance(event, CallEnd):
             whole.append(broken[event.index])
     return whole
-
-
-def message(events: Iterable[Event]) -> Message:
-    """Puts the events of a message together."""
-    result, calls = Message(), dict[int, ToolCall]()
-    for event in events:
-        match event:
-            case Text(text):
-                result.text += text
-            case Reasoning(text):
-                result.reasoning += text
-            case CallBegin(index, id_, name):
-                calls[index] = ToolCall(id_, name, "")
-            case CallArguments(index, text):
-                calls[index].arguments += text
-            case _:
-                pass
-    result.calls = list(calls.values())
-    return result

@@ -38,17 +38,17 @@ _HEADERS: Final = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-_MOST_BRANCHES: Final = 12  # of a round that are sent: the likeliest, and the one that came true
+_MOST_BRANCHES: Final = 12  # branches that are sent per round: the likeliest, and the one that came true
 _DEFAULT_TOKENS: Final = 256
 
 
-class Message(Strict):
+class PlaygroundMessage(Strict):
     role: Literal["system", "user", "assistant"]
     content: str
 
 
 class PlaygroundRequest(Strict):
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+    messages: Annotated[list[PlaygroundMessage], Field(fail_fast=True, min_length=1)]
     temperature: float = 0.0
     seed: int | None = None
     max_tokens: int = _DEFAULT_TOKENS
@@ -72,7 +72,7 @@ def router(llm: LLM) -> APIRouter:
             temperature=body.temperature, seed=body.seed, max_tokens=body.max_tokens, speculate=body.speculate
         )
         prompt = [message.model_dump() for message in body.messages]
-        generation = await start(ServerState.of(request), prompt, params, request=request)
+        [generation] = await start(ServerState.of(request), [prompt], params, request=request, stream=True)
         return event_stream(_events(generation, llm.tokenizer, watch if body.branches else None))
 
     @made.get("/playground/state")
@@ -123,21 +123,21 @@ def state_of(server: ServerState) -> dict[str, Any]:
 async def _events(
     generation: Generation, tokenizer: Tokenizer, watch: BranchWatch | None
 ) -> AsyncIterator[dict[str, Any]]:
-    """One event per piece with its rounds, and at the end one with the counts of the request."""
+    """One event per delta with its rounds, and at the end one with the counts of the request."""
     decoder, written = IncrementalDecoder(tokenizer, generation.prompt_token_ids), 0
     request_id = generation.request_id
     if watch is not None:
         watch.watch(request_id)
     try:
-        async for piece in generation.pieces():
-            left, rounds = len(piece.token_ids), []
-            for outcome in piece.outcomes:
+        async for delta in generation.deltas():
+            left, rounds = len(delta.token_ids), []
+            for outcome in delta.outcomes:
                 prepared = watch.take(request_id, written) if watch is not None else {}
                 tokens = outcome.token_ids[:left]
                 texts = [decoder.push(token) for token in tokens]
                 rounds.append(_round(outcome, texts, prepared, tokenizer))
                 written, left = written + len(tokens), left - len(tokens)
-            if piece.finish_reason is not None and rounds and rounds[-1]["tokens"]:
+            if delta.finish_reason is not None and rounds and rounds[-1]["tokens"]:
                 rounds[-1]["tokens"][-1] += decoder.flush()
             yield {"rounds": rounds}
         yield _summary(generation.output)

@@ -1,6 +1,7 @@
 """Requests of the OpenAI-compatible endpoints. A field that is not listed here is refused.
 
-Types and choices are checked here, ranges by `SamplingParams`.
+Types and choices are checked here, ranges by `SamplingParams`; `GenerationRequest.sampling_params` is the one way from
+a request to those.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, model_validator
 
+from ssd.constraints.structured import StructuredOutput
 from ssd.core import SamplingParams
+from ssd.errors import RequestError
+from ssd.server.errors import ApiError, invalid, unsupported
 
 MAX_TOP_LOGPROBS: Final = 20
 MAX_STOPS: Final = 1000
@@ -17,7 +21,7 @@ TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
 def one_invalid(*types: type) -> BeforeValidator:
-    """`fail_fast` for a dict: of values of other types, the first one is left."""
+    """`fail_fast` for a dict: drops all values of other types but the first."""
 
     def checked(value: Any) -> Any:
         items = value.items() if isinstance(value, dict) else ()
@@ -41,7 +45,7 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_unknown(cls, fields: Any) -> Any:
-        """Of unknown fields, the first one is left."""
+        """Drops all unknown fields but the first, for the same reason."""
         unknown = [name for name in fields if name not in cls.model_fields] if isinstance(fields, dict) else []
         dropped = set(unknown[1:])
         return {name: value for name, value in fields.items() if name not in dropped} if dropped else fields
@@ -86,20 +90,35 @@ class GenerationRequest(SamplingRequest):
 
     def sampling_params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """`max_tokens`: the default of the endpoint; `logprobs`: how many per token."""
-        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        same = SamplingParams.__dataclass_fields__.keys() & GenerationRequest.model_fields
+        given = {name: value for name in same if (value := getattr(self, name)) is not None}
         given["top_k"] = max(0, given.get("top_k", 0))
-        return SamplingParams(**{"temperature": 1.0, "max_tokens": max_tokens, **given, "logprobs": logprobs})
+        given = {"temperature": 1.0, "max_tokens": max_tokens, **given}
+        return SamplingParams(**given, logprobs=logprobs, structured=self._structured())
+
+    @property
+    def field_names(self) -> dict[str, str]:
+        """The client's names of parameters that the library calls otherwise."""
+        return {"structured": "response_format" if self.structured_outputs is None else "structured_outputs"}
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-
-_SAMPLING: Final = (
-    *("n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "min_tokens"),
-    *("ignore_eos", "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty", "speculate"),
-    "priority",
-)
+    def _structured(self) -> StructuredOutput | None:
+        name, value = "response_format", self.response_format
+        if self.structured_outputs is not None:
+            name = "structured_outputs"
+            if self.response_format is not None:
+                raise unsupported(name, "cannot be combined with response_format: give one of them")
+            if "type" in self.structured_outputs:
+                raise invalid(name, "type: is not one of its fields")
+            value = {"json_schema" if kind == "json" else kind: text for kind, text in self.structured_outputs.items()}
+        try:
+            return StructuredOutput.of(value)
+        except RequestError as error:
+            message = str(error)
+            raise ApiError(400, message if message.startswith(name) else f"{name}: {message}", param=name) from error
 
 
 class ChatRequest(GenerationRequest):
@@ -114,6 +133,15 @@ class ChatRequest(GenerationRequest):
     tools: Jsons | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
+
+    @property
+    def field_names(self) -> dict[str, str]:
+        names = super().field_names
+        if self.max_tokens is None:
+            names["max_tokens"] = "max_completion_tokens"
+        if self.response_format is None and self.structured_outputs is None:
+            names["structured"] = "tools"  # the grammar of forced and strict calls
+        return names
 
 
 class CompletionRequest(GenerationRequest):

@@ -148,7 +148,7 @@ class _Forward:
         self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        ticket = self._state.admission.admit(1, "")
+        permit = self._state.admission.admit(1, "")
         try:
             body = b"".join([part async for part in _parts(receive)])
             answering = asyncio.create_task(self._answer(scope, body, send))
@@ -162,7 +162,7 @@ class _Forward:
             if not gone:
                 answering.result()
         finally:
-            ticket.release()
+            permit.release()
 
     async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
         avoid: list[str] = []

@@ -1,34 +1,29 @@
-"""The output of `/v1/responses`: items, and the events that announce them."""
+"""The answer of `/v1/responses`: its items, and the events of a stream."""
 
 from __future__ import annotations
 
 import uuid
 from typing import Any
 
+from ssd.core import RequestOutput
+from ssd.server.answers import usage
+from ssd.server.errors import ApiError
 from ssd.server.parsing import Event, Reasoning
+from ssd.server.protocol import Json
 from ssd.server.tools import CallArguments, CallBegin, CallEnd, Text
-
-Json = dict[str, Any]
+from ssd.text.tokenizer import Tokenizer
 
 
 class ResponseWriter:
-    """Turns the events of one message into the events of a response, and keeps the response's state."""
+    """Turns the events of one message into the events of a response, and keeps the response."""
 
-    def __init__(self, response: Json) -> None:
+    def __init__(self, response: Json, tokenizer: Tokenizer) -> None:
         """`response`: the fields that stay the same."""
-        self._response: Json = {**response, "status": "in_progress", "output": []}
-        self._output: list[Json] = self._response["output"]
-        self._number = 0  # of the next event
-        self._open = False  # whether the last item goes on
-
-    @property
-    def response(self) -> Json:
-        return self._response
-
-    @property
-    def reasoning(self) -> str:
-        """The text of all reasoning."""
-        return "".join(item["content"][0]["text"] for item in self._output if item["type"] == "reasoning")
+        self._output: list[Json] = []
+        self.answer: Json = {**response, "status": "in_progress", "output": self._output}
+        self._tokenizer = tokenizer
+        self._num_events = 0
+        self._open = False  # whether the last item is open
 
     def begin(self) -> list[Json]:
         return [self._event(f"response.{name}", response=self._snapshot()) for name in ("created", "in_progress")]
@@ -44,23 +39,34 @@ class ResponseWriter:
                 return [*self._close(), self._add_item(item)]
             case CallArguments(_, text):
                 self._output[-1]["arguments"] += text
-                return [self._of_item("response.function_call_arguments.delta", delta=text)]
+                return [self._item("response.function_call_arguments.delta", delta=text)]
             case CallEnd():
                 return self._close(complete=event.broken is None)
 
-    def end(self, complete: bool, usage: Json) -> list[Json]:
-        """`complete`: the model has ended its message; False: the limit of tokens has."""
+    def end(self, output: RequestOutput) -> list[Json]:
+        complete = output.finish_reason != "length"
         events = self._close(complete)
-        self._response["status"] = "completed" if complete else "incomplete"
-        self._response["incomplete_details"] = None if complete else {"reason": "max_output_tokens"}
-        self._response["usage"] = usage
-        return [*events, self._event(f"response.{self._response['status']}", response=self._snapshot())]
+        self.answer["status"] = "completed" if complete else "incomplete"
+        self.answer["incomplete_details"] = None if complete else {"reason": "max_output_tokens"}
+        self.answer["usage"] = self._usage(output)
+        return [*events, self._event(f"response.{self.answer['status']}", response=self._snapshot())]
 
-    def fail(self, code: str, message: str) -> list[Json]:
-        """The response ends with an error."""
+    def fail(self, error: ApiError) -> list[Json]:
         events = self._close(complete=False)
-        self._response |= {"status": "failed", "error": {"code": code, "message": message}}
+        self.answer |= {"status": "failed", "error": {"code": "server_error", "message": error.message}}
         return [*events, self._event("response.failed", response=self._snapshot())]
+
+    def _usage(self, output: RequestOutput) -> Json:
+        counts = usage([output])
+        reasoning = "".join(item["content"][0]["text"] for item in self._output if item["type"] == "reasoning")
+        num_reasoning = len(self._tokenizer.encode(reasoning, add_special_tokens=False)) if reasoning else 0
+        return {
+            "input_tokens": counts["prompt_tokens"],
+            "input_tokens_details": counts["prompt_tokens_details"],
+            "output_tokens": counts["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": num_reasoning, **counts["completion_tokens_details"]},
+            "total_tokens": counts["total_tokens"],
+        }
 
     def _add_text(self, kind: str, text: str) -> list[Json]:
         events: list[Json] = []
@@ -69,7 +75,7 @@ class ResponseWriter:
         part = self._output[-1]["content"][0]
         part["text"] += text
         logprobs: Json = {"logprobs": []} if kind == "message" else {}
-        return [*events, self._of_item(f"response.{part['type']}.delta", content_index=0, delta=text, **logprobs)]
+        return [*events, self._item(f"response.{part['type']}.delta", content_index=0, delta=text, **logprobs)]
 
     def _open_text(self, kind: str) -> list[Json]:
         if kind == "message":
@@ -78,7 +84,10 @@ class ResponseWriter:
         else:
             item = {"type": "reasoning", "id": _new_id("rs"), "summary": [], "content": []}
             part = {"type": "reasoning_text", "text": ""}
-        events = [self._add_item(item), self._of_item("response.content_part.added", content_index=0, part=dict(part))]
+        events = [
+            self._add_item(item),
+            self._item("response.content_part.added", content_index=0, part=dict(part)),
+        ]
         item["content"].append(part)
         return events
 
@@ -97,27 +106,27 @@ class ResponseWriter:
         item["status"] = "completed" if complete else "incomplete"
         if item["type"] == "function_call":
             fields = {"name": item["name"], "arguments": item["arguments"]}
-            events = [self._of_item("response.function_call_arguments.done", **fields)]
+            events = [self._item("response.function_call_arguments.done", **fields)]
         else:
             [part] = item["content"]
             logprobs: Json = {"logprobs": []} if item["type"] == "message" else {}
             text = {"content_index": 0, "text": part["text"], **logprobs}
             events = [
-                self._of_item(f"response.{part['type']}.done", **text),
-                self._of_item("response.content_part.done", content_index=0, part=dict(part)),
+                self._item(f"response.{part['type']}.done", **text),
+                self._item("response.content_part.done", content_index=0, part=dict(part)),
             ]
         index = len(self._output) - 1
         return [*events, self._event("response.output_item.done", output_index=index, item=_copy(item))]
 
-    def _of_item(self, kind: str, **fields: Any) -> Json:
+    def _item(self, kind: str, **fields: Any) -> Json:
         return self._event(kind, item_id=self._output[-1]["id"], output_index=len(self._output) - 1, **fields)
 
     def _event(self, kind: str, **fields: Any) -> Json:
-        self._number += 1
-        return {"type": kind, "sequence_number": self._number - 1, **fields}
+        self._num_events += 1
+        return {"type": kind, "sequence_number": self._num_events - 1, **fields}
 
     def _snapshot(self) -> Json:
-        return {**self._response, "output": [_copy(item) for item in self._output]}
+        return {**self.answer, "output": [_copy(item) for item in self._output]}
 
 
 def _copy(item: Json) -> Json:

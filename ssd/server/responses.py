@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
 from typing import Annotated, Final, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field
 
-from ssd.core import RequestOutput
-from ssd.errors import RequestError
-from ssd.server.answers import STREAMED, named_event_stream, usage
-from ssd.server.chat import parsed, start_chat
-from ssd.server.errors import ApiError, AsciiJSON, api_error, unsupported
-from ssd.server.generation import Generation, ServerState
-from ssd.server.parsing import MessageFormat, parse
+from ssd.server.answers import STREAMED
+from ssd.server.chat import respond, start_chat
+from ssd.server.errors import check_fields, invalid, renaming, unsupported
+from ssd.server.generation import ServerState
 from ssd.server.protocol import ChatRequest, Json, Jsons, SamplingRequest, one_invalid
 from ssd.server.response_events import ResponseWriter
-from ssd.text.tokenizer import Tokenizer
 
 router = APIRouter()
 _STATELESS: Final = "is not supported: nothing is kept here; send the whole conversation as `input`"
@@ -31,9 +26,7 @@ _ITEM_FIELDS: Final = {
     "reasoning": {"type", "id", "status", "summary", "content"},
 }
 _TEXT_PARTS: Final = ("input_text", "output_text", "text")
-
-
-_CHAT_NAMES: Final = {"response_format": "text.format", "max_tokens": "max_output_tokens", "messages": "input"}
+_FIELD_NAMES: Final = {"response_format": "text.format", "max_tokens": "max_output_tokens", "messages": "input"}
 
 
 class ResponsesRequest(SamplingRequest):
@@ -43,7 +36,7 @@ class ResponsesRequest(SamplingRequest):
     tools: Jsons | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
-    text: Json | None = None  # its format
+    text: Json | None = None  # with `format`
     chat_template_kwargs: Json | None = None
     metadata: Annotated[dict[str, str], one_invalid(str)] | None = None  # returned with the response
     truncation: Literal["disabled"] | None = None
@@ -59,50 +52,10 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     for name in ("store", "background", "previous_response_id", "conversation"):
         if getattr(body, name) not in (None, False):
             raise unsupported(name, _STATELESS)
-    try:
+    with renaming(_FIELD_NAMES):
         generation, form = await start_chat(state, _chat(body), request)
-    except (ApiError, RequestError) as error:
-        raise _renamed(api_error(error)) from error
-    writer = ResponseWriter(_fields(body, state.options.served_model_name))
-    if body.stream:
-        return named_event_stream(_events(writer, generation, form, state.llm.tokenizer))
-    output = await generation.finish()
-    for event in parse(output.text, form):
-        writer.add(event)
-    _end(writer, output, state.llm.tokenizer)
-    return AsciiJSON(writer.response)
-
-
-async def _events(
-    writer: ResponseWriter, generation: Generation, form: MessageFormat, tokenizer: Tokenizer
-) -> AsyncIterator[Json]:
-    for sent in writer.begin():
-        yield sent
-    try:
-        async for event in parsed(generation, form):
-            for sent in writer.add(event):
-                yield sent
-    except Exception as error:
-        for sent in writer.fail("server_error", api_error(error).message):
-            yield sent
-        return
-    for sent in _end(writer, generation.output, tokenizer):
-        yield sent
-
-
-def _end(writer: ResponseWriter, output: RequestOutput, tokenizer: Tokenizer) -> list[Json]:
-    counts = usage([output])
-    reasoning = len(tokenizer.encode(writer.reasoning, add_special_tokens=False)) if writer.reasoning else 0
-    return writer.end(
-        output.finish_reason != "length",
-        {
-            "input_tokens": counts["prompt_tokens"],
-            "input_tokens_details": counts["prompt_tokens_details"],
-            "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": reasoning, **counts["completion_tokens_details"]},
-            "total_tokens": counts["total_tokens"],
-        },
-    )
+    writer = ResponseWriter(_fields(body, state.options.served_model_name), state.llm.tokenizer)
+    return await respond(generation, form, writer, stream=body.stream)
 
 
 def _fields(body: ResponsesRequest, model: str) -> Json:
@@ -130,15 +83,6 @@ def _fields(body: ResponsesRequest, model: str) -> Json:
     }
 
 
-def _renamed(error: ApiError) -> ApiError:
-    """An error of the chat under the name that the field has here."""
-    if error.param not in _CHAT_NAMES:
-        return error
-    name = _CHAT_NAMES[error.param]
-    message = name + error.message.removeprefix(error.param) if error.message.startswith(error.param) else error.message
-    return ApiError(error.status, message, param=name, code=error.code, headers=error.headers)
-
-
 # --- the request as a chat --------------------------------------------------------------------------------------------
 
 
@@ -147,7 +91,7 @@ def _chat(body: ResponsesRequest) -> ChatRequest:
     return ChatRequest(
         **same,
         messages=_messages(body),
-        max_completion_tokens=body.max_output_tokens,
+        max_tokens=body.max_output_tokens,
         response_format=_response_format(body.text),
         tools=[_tool(i, tool) for i, tool in enumerate(body.tools or [])] or None,
         tool_choice=_tool_choice(body.tool_choice),
@@ -159,13 +103,12 @@ def _chat(body: ResponsesRequest) -> ChatRequest:
 def _response_format(text: Json | None) -> Json | None:
     if text is None:
         return None
-    if set(text) - {"format"}:
-        raise unsupported(f"text.{min(set(text) - {'format'})}")
+    check_fields("text", text, ("format",))
     form = text.get("format")
     if isinstance(form, dict) and form.get("type") == "json_schema":
         return {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
     if form is not None and not isinstance(form, dict):
-        raise _invalid("text.format", "expected an object")
+        raise invalid("text.format", "expected an object")
     return form
 
 
@@ -185,13 +128,12 @@ def _messages(body: ResponsesRequest) -> list[Json]:
     messages: list[Json] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
-    reasoning = ""  # of the assistant's message that follows it
+    reasoning = ""  # belongs to the assistant's message that follows it
     for index, item in enumerate(body.input):
         where, kind = f"input[{index}]", str(item.get("type", "message"))
         if kind not in _ITEM_FIELDS:
             raise unsupported(f"{where}.type", f"items of type {kind!r:.60} are not supported")
-        if unknown := {name for name in item if item[name] is not None} - _ITEM_FIELDS[kind]:
-            raise unsupported(f"{where}.{min(unknown):.60}")
+        check_fields(where, item, _ITEM_FIELDS[kind])
         if kind == "message":
             messages.append(_message(where, item))
         elif kind == "function_call":
@@ -213,7 +155,7 @@ def _messages(body: ResponsesRequest) -> list[Json]:
 def _message(where: str, item: Json) -> Json:
     role = item.get("role")
     if role not in ("user", "assistant", "system", "developer"):
-        raise _invalid(f"{where}.role", f"{role!r:.60} is not user, assistant, system or developer")
+        raise invalid(f"{where}.role", f"{role!r:.60} is not user, assistant, system or developer")
     return {
         "role": "system" if role == "developer" else role,
         "content": _text(f"{where}.content", item.get("content")),
@@ -230,7 +172,7 @@ def _text(where: str, content: object, kinds: tuple[str, ...] = _TEXT_PARTS) -> 
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _invalid(where, "expected text or a list of parts")
+        raise invalid(where, "expected text or a list of parts")
     for index, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
             raise unsupported(f"{where}[{index}]", f"only parts of type {kinds[0]!r} are supported")
@@ -240,9 +182,5 @@ def _text(where: str, content: object, kinds: tuple[str, ...] = _TEXT_PARTS) -> 
 def _string(where: str, item: Json, name: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise _invalid(f"{where}.{name}", "expected text")
+        raise invalid(f"{where}.{name}", "expected text")
     return value
-
-
-def _invalid(where: str, why: str) -> ApiError:
-    return ApiError(400, f"{where}: {why}", param=where)

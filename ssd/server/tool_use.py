@@ -10,18 +10,17 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 from ssd.constraints.structured import StructuredOutput
 from ssd.core import SamplingParams
-from ssd.server.errors import ApiError, unsupported
+from ssd.server.errors import check_fields, invalid, unsupported
 from ssd.server.parsing import MessageFormat
-from ssd.server.protocol import ChatRequest
+from ssd.server.protocol import ChatRequest, Json
 from ssd.server.reasoning import CLOSING, OPENING, marks_reasoning, opens_reasoning
 from ssd.server.tools import PARSERS, ToolParser, parser_for
 from ssd.text.tokenizer import Tokenizer
 
-Json = dict[str, Any]
 _MAX_DEPTH: Final = 64
 _NAME: Final = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 # JSON as `json.dumps` writes it, and as models do: no other white space
@@ -33,7 +32,7 @@ class ToolUse:
     """What a request's tools mean for its answer."""
 
     parser: type[ToolParser]
-    schemas: Mapping[str, Json]  # of the arguments, by the name of the tool
+    schemas: Mapping[str, Json]  # JSON Schema of the arguments, by tool name
     strict: frozenset[str]  # tools whose arguments must follow their schema
     forced: bool  # the answer is a call
     parallel: bool
@@ -92,14 +91,14 @@ def read_tools(body: ChatRequest, chat_template: str, tool_parser: str, tokenize
     if not body.tools:
         for name in ("tool_choice", "parallel_tool_calls"):
             if getattr(body, name) not in (None, "none"):
-                raise ApiError(400, f"{name}: only with tools", param=name)
+                raise invalid(name, "only with tools")
         return None
     if _is_deep(body.tools):
-        raise ApiError(400, f"tools: nested more than {_MAX_DEPTH} levels deep", param="tools")
+        raise invalid("tools", f"nested more than {_MAX_DEPTH} levels deep")
     functions = [_function(f"tools[{i}]", tool) for i, tool in enumerate(body.tools)]
     schemas = {function["name"]: function.get("parameters") or {"type": "object"} for function in functions}
     if len(schemas) < len(functions):
-        raise ApiError(400, "tools: two tools have the same name", param="tools")
+        raise invalid("tools", "two tools have the same name")
     choice = _choice(body.tool_choice, schemas)
     if choice == "none":
         return None
@@ -135,16 +134,14 @@ def _function(where: str, tool: Json) -> Json:
     if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
         raise unsupported(where, "only {'type': 'function', 'function': {…}} is supported")
     function: Json = tool["function"]
-    if unknown := (set(tool) - {"type", "function"}) | (
-        set(function) - {"name", "description", "parameters", "strict"}
-    ):
-        raise unsupported(f"{where}.{min(unknown):.60}", "is not a known field")
+    check_fields(where, tool, ("type", "function"))
+    check_fields(where, function, ("name", "description", "parameters", "strict"))
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ApiError(400, f"{where}.function.name: expected 1 to 64 letters, digits, '_', '-' or '.'", param="tools")
+        raise invalid(f"{where}.function.name", "expected 1 to 64 letters, digits, '_', '-' or '.'", "tools")
     for field, kinds in (("description", str), ("parameters", dict), ("strict", bool)):
         if not isinstance(function.get(field), (kinds, type(None))):
-            raise ApiError(400, f"{where}.function.{field}: has another type", param="tools")
+            raise invalid(f"{where}.function.{field}", "has another type", "tools")
     return function
 
 
@@ -164,7 +161,7 @@ def _choice(choice: str | Json | None, schemas: Mapping[str, Json]) -> str:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         what = "expected 'auto', 'none', 'required' or {'type': 'function', 'function': {'name': …}}"
-        raise ApiError(400, f"tool_choice: {what}", param="tool_choice")
+        raise invalid("tool_choice", what)
     if name not in schemas:
-        raise ApiError(400, f"tool_choice: there is no tool {name!r:.80}", param="tool_choice")
+        raise invalid("tool_choice", f"there is no tool {name!r:.80}")
     return name

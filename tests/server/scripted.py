@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ssd
-from ssd.core import RequestMetrics, RequestOutput, Sample, SamplingParams
-from ssd.server.generation import Piece
+from ssd.core import Delta, RequestMetrics, RequestOutput, Sample, SamplingParams
 
 TEMPLATE = """\
 {% if tools %}<|im_start|>system
@@ -62,11 +61,11 @@ class Scripted:
         sample = Sample(0, text, [5] * len(text), reason, None, RequestMetrics())
         self.output = RequestOutput("scripted", prompt_token_ids, [sample], None, params)
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def deltas(self) -> AsyncIterator[Delta]:
         text = self.output.text
         for i in range(0, len(text), 3):
-            yield Piece(0, text[i : i + 3], [5], [], 0, None)
-        yield Piece(0, "", [], [], 0, self.output.finish_reason)
+            yield Delta("scripted", 0, [5], text[i : i + 3], [])
+        yield Delta("scripted", 0, [], "", [], finish_reason=self.output.finish_reason)
 
     async def finish(self) -> RequestOutput:
         return self.output
@@ -81,9 +80,9 @@ class Script:
         self.prompt = ""
 
     def start(self) -> Callable[..., Any]:
-        async def start(state: Any, prompt: Any, params: SamplingParams, *, chat_options: Any, **_: Any) -> Scripted:
-            ids = state.llm.encode(prompt, chat_options)
+        async def start(state: Any, prompts: Any, params: SamplingParams, *, chat_options: Any, **_: Any) -> Any:
+            [ids] = [state.llm.encode(prompt, chat_options) for prompt in prompts]
             self.prompt = state.llm.decode(ids, skip_special_tokens=False)
-            return Scripted(self.text, ids, params, self.finish_reason)
+            return [Scripted(self.text, ids, params, self.finish_reason)]
 
         return start

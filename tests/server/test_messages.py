@@ -139,6 +139,7 @@ def test_count_tokens_refusals(served: Served) -> None:
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"metadata": {"other": "x"}}, "metadata.other"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
     ],
 )
 def test_refusals_name_the_field(served: Served, more: dict[str, Any], named: str) -> None:

@@ -200,6 +200,7 @@ def test_health_version_and_request_ids(served: Served) -> None:
         ({"top_p": 0}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_completion_tokens": 3, "max_tokens": 4}, "max_completion_tokens"),
+        ({"max_completion_tokens": 0, "max_tokens": None}, "max_completion_tokens"),
         ({"n": 0}, "n"),
         ({"n": 65}, "n"),
         ({"seed": 1.5}, "seed"),

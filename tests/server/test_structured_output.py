@@ -74,11 +74,12 @@ def test_other_kinds(served: Served, asked: dict[str, Any], pattern: str) -> Non
     ("change", "param"),
     [
         ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"structured_outputs": {"regex": "("}}, "structured"),
-        ({"structured_outputs": {"regex": r"[^\s\S]"}}, "structured"),  # no text is valid
-        ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured"),  # an endless schema
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": r"[^\s\S]"}}, "structured_outputs"),  # no text is valid
+        ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs"),  # an endless schema
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
         ({"structured_outputs": {"yaml": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "min_tokens": 2}, "min_tokens"),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
     ],
 )

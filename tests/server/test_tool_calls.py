@@ -22,7 +22,7 @@ from live_server import MODEL, Served, serving
 from server.scripted import ARGUMENTS, CALL, LLAMA_TEMPLATE, TEMPLATE, WEATHER, Script, checkpoint
 from ssd import LLM, SamplingParams
 from ssd.core import RequestMetrics, RequestOutput, Sample
-from ssd.server.messages import _stop_sequence
+from ssd.server.message_events import stop_sequence
 
 CHAT_TOOL: Any = {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}
 RESPONSES_TOOL: Any = {"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": False}
@@ -235,7 +235,7 @@ def test_a_stop_sequence_behind_a_special_token_is_named(llama_server: Served) -
     params = SamplingParams(stop=["look"], shown_token_ids=[tag])
     ids = [tag, *tokenizer.encode("We look at", add_special_tokens=False)]
     sample = Sample(0, "<|python_tag|>We ", ids, "stop", None, RequestMetrics())
-    assert _stop_sequence(RequestOutput("x", [1], [sample], None, params), tokenizer) == "look"
+    assert stop_sequence(RequestOutput("x", [1], [sample], None, params), tokenizer) == "look"
 
 
 def test_special_tokens_are_no_text_without_tools(llama_server: Served) -> None:

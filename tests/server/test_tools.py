@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.server.parsing import MessageFormat, message, parse
+from ssd.server.chat_messages import message_fields
+from ssd.server.parsing import Event, MessageFormat, parse
 from ssd.server.tools import PARSERS, CallArguments, CallBegin, Text, parser_for
 
 NAMES = frozenset({"get_weather", "add"})
@@ -23,15 +24,22 @@ def format_of(kind: str, **options: Any) -> MessageFormat:
 
 
 def parsed(kind: str, text: str, **options: Any) -> tuple[str, list[tuple[str, str]]]:
-    whole = message(parse(text, format_of(kind, **options)))
-    return whole.text, [(call.name, call.arguments) for call in whole.calls]
+    content, _, calls = contents(parse(text, format_of(kind, **options)))
+    return content, calls
 
 
 def streamed(format: MessageFormat, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
     parser = format.parser()
     events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
-    whole = message(events)
-    return whole.text, whole.reasoning, [(call.name, call.arguments) for call in whole.calls]
+    return contents(events)
+
+
+def contents(events: list[Event]) -> tuple[str, str, list[tuple[str, str]]]:
+    """Text, reasoning and calls of a message."""
+    fields = message_fields(events)
+    functions = [call["function"] for call in fields.get("tool_calls", [])]
+    calls = [(function["name"], function["arguments"]) for function in functions]
+    return fields["content"] or "", fields.get("reasoning_content", ""), calls
 
 
 CALL = '{"name": "add", "arguments": {"a": 1}}'
