@@ -285,7 +285,7 @@ class Sequence:
     last_accepted: int = 0  # draft tokens accepted in the last round; -1 (a worker's copy): not known
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    constraint: Constraint | None = None  # of `params.structured`; it has consumed the output
+    constraint: Constraint | None = None  # state of the grammar of `params.structured`, after the output so far
 
     @classmethod
     def of(
@@ -389,7 +389,7 @@ class Outcome(NamedTuple):
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if requested
     draft: tuple[int, ...] = ()  # the draft that was verified
-    origin: Origin = Origin.NONE  # of the draft
+    origin: Origin = Origin.NONE  # where the draft came from
 
     @property
     def num_accepted(self) -> int:
@@ -505,14 +505,14 @@ class Delta:
     """
 
     request_id: str
-    index: int  # of the sample
+    index: int  # which sample
     token_ids: list[int]
     text: str  # may lag behind the tokens: incomplete characters, the beginning of a stop string
     logprobs: list[TokenLogprobs]  # one per token, if requested
     num_accepted: int = 0  # accepted draft tokens; in each round they come before the target's own token
     finish_reason: FinishReason | None = None  # None: the sample goes on
     output: RequestOutput | None = None  # the complete output, on the last delta of the request
-    outcomes: list[Outcome] = field(default_factory=list)  # of its rounds, if streamed; the last may be cut by a stop
+    outcomes: list[Outcome] = field(default_factory=list)  # one per round, if streamed; a stop may cut the last
 
     def extend(self, later: Delta) -> None:
         """Appends the next delta of the same sample."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence as Seq
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
 
 from rich.box import SIMPLE
 from rich.table import Table
 
-from ssd.errors import ConfigError
+from ssd.bench import drawing
 
 KINDS: Final = (".png", ".svg")
 _COLOURS: Final = ("#4c8bf5", "#e07a1f", "#0b9e6b", "#a259c4", "#c43d4b", "#7a6a4f", "#2bb3c0", "#9aa5b1")
@@ -20,27 +20,14 @@ Row = dict[str, Any]
 
 
 def check_file(file: Path) -> None:
-    """Checks file type, folder and matplotlib before anything is measured."""
-    if file.suffix not in KINDS:
-        raise ConfigError(f"plot {file}: the name must end in {' or '.join(KINDS)}")
-    if not file.parent.is_dir():
-        raise ConfigError(f"plot {file}: there is no folder {file.parent}")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"plot {file}: drawing needs matplotlib: pip install 'ssd-engine[plots]'") from error
+    drawing.check_file("plot", file, KINDS)
 
 
 def draw(rows: Seq[Row], file: Path) -> None:
     """A panel per latency: output tokens/s against the median (line) and the 99th percentile (dashed)."""
-    import matplotlib
-
-    matplotlib.rcParams["svg.hashsalt"] = "ssd"
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4), layout="constrained")
+    figure = drawing.new_figure(12, 4)
     for axes, (latency, title) in zip(figure.subplots(1, len(_PANELS)), _PANELS, strict=True):
-        for colour, server in zip(_cycled(rows), dict.fromkeys(row["server"] for row in rows), strict=False):
+        for colour, server in zip(cycle(_COLOURS), dict.fromkeys(row["server"] for row in rows), strict=False):
             points = [row for row in rows if row["server"] == server and row[latency]]
             speed = [row["output_throughput"] for row in points]
             median, slow = ([row[latency][name] for row in points] for name in ("p50", "p99"))
@@ -55,13 +42,7 @@ def draw(rows: Seq[Row], file: Path) -> None:
         axes.set_xlim(left=0)
         axes.spines[["top", "right"]].set_visible(False)
     figure.get_axes()[0].legend(fontsize=7, frameon=False)
-    out, kind = io.BytesIO(), file.suffix[1:]
-    figure.savefig(out, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else None)
-    file.write_bytes(out.getvalue())
-
-
-def _cycled(rows: Seq[Row]) -> list[str]:
-    return [_COLOURS[i % len(_COLOURS)] for i in range(len(rows))]
+    file.write_bytes(drawing.encode(figure, file.suffix[1:], dpi=120))
 
 
 def point_name(row: Row) -> str:

@@ -49,7 +49,7 @@ class ServerContender:
             "trust_env": place.host not in _LOOPBACK,  # no proxy for this machine
         }
         self._knows_extras = True
-        self.finish_reason: str | None = None  # of the last `stream_chat`, if the server said it
+        self.finish_reason: str | None = None  # the last `stream_chat`'s, if the server sent one
         self.model = model or ""
         self.model = self.model or self._first_model()
 
@@ -77,7 +77,7 @@ class ServerContender:
                     self.finish_reason = choice.get("finish_reason") or self.finish_reason
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Does nothing: the server was not started here."""
 
     def _first_model(self) -> str:
         with self._explained(), httpx.Client(**self._connection) as client:

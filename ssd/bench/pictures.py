@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import html
-import io
 import json
 from pathlib import Path
 from typing import Any, Final
 
+from ssd.bench import drawing
 from ssd.bench.measure import MEAN
 from ssd.bench.report import LATENCIES, PERCENTILES, SPEEDS, Report, cells
-from ssd.errors import ConfigError
 
 KINDS: Final = (".png", ".svg", ".html")
 _CJK: Final = (
@@ -22,15 +21,7 @@ _COLOURS: Final = ("#9aa5b1", "#4c8bf5", "#0b9e6b", "#e07a1f", "#a259c4", "#c43d
 
 
 def check_file(file: Path) -> None:
-    """Checks file type, folder and matplotlib before anything is measured."""
-    if file.suffix not in KINDS:
-        raise ConfigError(f"plot {file}: the name must end in {', '.join(KINDS)}")
-    if not file.parent.is_dir():
-        raise ConfigError(f"plot {file}: there is no folder {file.parent}")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"plot {file}: drawing needs matplotlib: pip install 'ssd-engine[plots]'") from error
+    drawing.check_file("plot", file, KINDS)
 
 
 def write_picture(report: Report, file: Path) -> None:
@@ -44,14 +35,11 @@ def _drawn(report: Report, kind: str) -> bytes:
     """Bars per set and contender, with the range of the repeats and the speed-up."""
     import matplotlib
 
-    matplotlib.rcParams["svg.hashsalt"] = "ssd"
-    from matplotlib.figure import Figure
-
     fonts = _fonts()
     matplotlib.rcParams["font.family"] = fonts
     groups = [*report.sets, *([MEAN] if len(report.sets) > 1 else [])]
     contenders = report.contenders
-    figure = Figure(figsize=(max(7.0, 0.42 * len(groups) * len(contenders) + 2), 4.2), layout="constrained")
+    figure = drawing.new_figure(max(7.0, 0.42 * len(groups) * len(contenders) + 2), 4.2)
     axes = figure.subplots()
     width = 0.8 / len(contenders)
     for i, contender in enumerate(contenders):
@@ -73,9 +61,7 @@ def _drawn(report: Report, kind: str) -> bytes:
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(y=0.12)
     axes.legend(fontsize=8, frameon=False, ncols=min(4, len(contenders)), loc="upper left", bbox_to_anchor=(0, -0.08))
-    out = io.BytesIO()
-    figure.savefig(out, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-    return out.getvalue()
+    return drawing.encode(figure, kind)
 
 
 def _fonts() -> list[str]:

@@ -42,12 +42,12 @@ class BenchConfig:
     k: int | str = 4  # draft tokens of methods without a number
     speculation: dict[str, Any] = field(default_factory=dict)  # options of ssd: fan_out, budget, backup, placement, …
     sets: tuple[str, ...] = tuple(OWN_SETS)
-    num_prompts: int = 8  # of each set
+    num_prompts: int = 8  # prompts per set
     prompt_offset: int = 0
     input_len: int | None = None  # tokens at which prompts are cut
     output_len: int = 128
     chat: bool = True  # questions are put through the chat template
-    folder: Path | None = None  # of prompt sets
+    folder: Path | None = None  # where prompt sets are
     batch: int = 1
     temperature: float = 0.0
     seed: int = 0

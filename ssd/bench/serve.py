@@ -27,7 +27,7 @@ SHAREGPT: Final = "sharegpt"
 PERCENTILES: Final = (50, 90, 99)
 LATENCIES: Final = ("ttft", "tpot", "itl", "e2e")  # first token, per token after it, between two chunks, whole request
 GOALS: Final = ("ttft", "tpot", "e2e")  # those that a single request has
-_SIGMA: Final = 1.0  # of the logarithm of a length: about that of ShareGPT's conversations
+_SIGMA: Final = 1.0  # standard deviation of the logarithm of a length, about that of ShareGPT's conversations
 _ERRORS_SHOWN: Final = 5
 _WORDS_OF: Final = "alpaca"  # the own prompt set whose words make up random prompts
 
@@ -40,14 +40,14 @@ class Requests:
 
     dataset: str = SHAREGPT  # or the name of a prompt set
     num_prompts: int = 100
-    input_len: int = 80  # of `sharegpt`: words, which are about as many tokens
+    input_len: int = 80  # for `sharegpt`: words, which are about as many tokens
     output_len: int = 160
     max_input_len: int = 1024
     max_output_len: int = 1024
     temperature: float = 0.0
     seed: int = 0
     ignore_eos: bool = True
-    folder: Path | None = None  # of prompt sets
+    folder: Path | None = None  # where prompt sets are
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "input_len", "output_len", "max_input_len", "max_output_len"):
@@ -106,7 +106,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Result:
-    """One request. `began`: when its latency begins."""
+    """A request and its answer, or why there is none. `began`: the time from which its latencies count."""
 
     began: float
     answer: Answer | None
@@ -114,7 +114,7 @@ class Result:
 
     @property
     def latencies(self) -> dict[str, float]:
-        """In seconds, by the names of GOALS; `tpot` for two tokens and more."""
+        """Seconds, by the names of GOALS; `tpot` for two tokens and more."""
         if self.answer is None or not self.answer.deliveries:
             return {}
         first, last = self.answer.deliveries[0][0], self.answer.deliveries[-1][0]
@@ -174,7 +174,7 @@ async def _run(
 
 
 def figures(load: Load, results: Seq[Result], goals: Mapping[str, float]) -> Row:
-    """Latencies are in milliseconds."""
+    """Counts, throughput and latencies (milliseconds) of one load."""
     answers = [result.answer for result in results if result.answer is not None]
     ends = [answer.deliveries[-1][0] for answer in answers if answer.deliveries]
     seconds = max(ends) - min(result.began for result in results) if ends else 0.0
@@ -231,5 +231,5 @@ def parse_goals(texts: Seq[str]) -> dict[str, float]:
 
 
 def settings(requests: Requests, goals: Mapping[str, float]) -> dict[str, Any]:
-    """For a report."""
+    """The settings, for a report."""
     return {**asdict(requests), "folder": str(requests.folder) if requests.folder else None, "goodput": dict(goals)}

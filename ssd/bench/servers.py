@@ -213,7 +213,9 @@ def _llama_cpp(setup: Setup) -> list[str]:
         if path.suffix.lower() != ".gguf":
             raise ConfigError(f"model={path}: llama.cpp reads .gguf files only; pass one, or measure another engine")
     layers = "999" if setup.gpus else "0"
-    command = [_llama_server(), "--model", str(setup.model), "--host", _HOST, "--port", str(setup.port)]
+    missing = "llama-server is not on the PATH: build llama.cpp, and set SSD_LLAMA_SERVER to its server"
+    command = [_program("SSD_LLAMA_SERVER", shutil.which("llama-server"), missing), "--model", str(setup.model)]
+    command += ["--host", _HOST, "--port", str(setup.port)]
     command += ["--parallel", str(setup.batch), "--ctx-size", str(setup.batch * setup.max_model_len)]
     command += ["--n-gpu-layers", layers, "--no-cache-prompt", "--top-k", "0", "--top-p", "1", "--min-p", "0"]
     if setup.draft is not None:
@@ -228,30 +230,22 @@ COMMANDS: Final[Mapping[str, Callable[[Setup], list[str]]]] = MappingProxyType(
 
 
 def _python_with(package: str, variable: str) -> str:
-    """The interpreter that has the package: that of the environment variable, else this one."""
-    chosen = os.environ.get(variable)
-    if chosen:
-        return _program(chosen, variable)
-    if importlib.util.find_spec(package) is not None:
-        return sys.executable
-    raise ConfigError(
+    """An interpreter that has the package: the environment variable's, else this one."""
+    installed = importlib.util.find_spec(package) is not None
+    return _program(
+        variable,
+        sys.executable if installed else None,
         f"{package} is not installed here: give it an environment of its own "
         f"(`python -m venv {package}-env && {package}-env/bin/pip install {package}`) "
-        f"and set {variable}={package}-env/bin/python"
+        f"and set {variable}={package}-env/bin/python",
     )
 
 
-def _llama_server() -> str:
-    chosen = os.environ.get("SSD_LLAMA_SERVER")
-    if chosen:
-        return _program(chosen, "SSD_LLAMA_SERVER")
-    found = shutil.which("llama-server")
-    if found is None:
-        raise ConfigError("llama-server is not on the PATH: build llama.cpp, and set SSD_LLAMA_SERVER to its server")
-    return found
-
-
-def _program(path: str, variable: str) -> str:
-    if shutil.which(path) is None:
-        raise ConfigError(f"{variable}={path}: there is no such program; correct the variable, or unset it")
-    return path
+def _program(variable: str, default: str | None, missing: str) -> str:
+    """The program that an environment variable names, else the default; `missing`: the error if there is neither."""
+    chosen = os.environ.get(variable)
+    if chosen and shutil.which(chosen) is None:
+        raise ConfigError(f"{variable}={chosen}: there is no such program; correct the variable, or unset it")
+    if not chosen and default is None:
+        raise ConfigError(missing)
+    return chosen or str(default)

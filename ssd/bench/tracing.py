@@ -18,11 +18,12 @@ from typing import Any, Final
 
 import torch
 
+from ssd.bench import drawing
 from ssd.bench.answers import Asked, Prompt
 from ssd.bench.ours import OurContender
 from ssd.core import SamplingParams
 from ssd.engine.engine import Engine
-from ssd.errors import ConfigError, SSDError
+from ssd.errors import SSDError
 
 KINDS: Final = (".json", ".svg", ".png")
 _ROUNDS: Final = 2  # that are shown
@@ -57,10 +58,7 @@ class MethodTrace:
 
 
 def check_file(file: Path) -> None:
-    if file.suffix not in KINDS:
-        raise ConfigError(f"trace {file}: the name must end in {', '.join(KINDS)}")
-    if not file.parent.is_dir():
-        raise ConfigError(f"trace {file}: there is no folder {file.parent}")
+    drawing.check_file("trace", file, KINDS)
 
 
 def record(contender: OurContender, prompts: Seq[Prompt], asked: Asked) -> MethodTrace:
@@ -191,14 +189,7 @@ def _chrome_events(traces: Seq[MethodTrace]) -> Iterator[dict[str, Any]]:
 
 def _drawn(traces: Seq[MethodTrace], kind: str) -> bytes:
     """One panel per method, with three rows: host, target and draft."""
-    import io
-
-    import matplotlib
-
-    matplotlib.rcParams["svg.hashsalt"] = "ssd"
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 1.5 * len(traces) + 0.6), layout="constrained")
+    figure = drawing.new_figure(10, 1.5 * len(traces) + 0.6)
     for axes, trace in zip(figure.subplots(len(traces), squeeze=False)[:, 0], traces, strict=True):
         for row, track in enumerate(("draft", "target", "host")):
             for name, spans in _by_colour([s for s in trace.spans if s.track == track]).items():
@@ -209,12 +200,9 @@ def _drawn(traces: Seq[MethodTrace], kind: str) -> bytes:
         axes.tick_params(axis="x", labelsize=8)
         idle = f"{trace.idle_before_verify:.0f} µs idle before a verification" if trace.device_busy else "on a CPU"
         axes.set_title(f"{trace.method}: {idle}", fontsize=9, loc="left")
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("ms", fontsize=8)
-    out = io.BytesIO()
-    figure.savefig(out, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-    return out.getvalue()
+    return drawing.encode(figure, kind)
 
 
 def _by_colour(spans: Seq[Span]) -> dict[str, list[Span]]:

@@ -27,10 +27,10 @@ import jinja2.visitor
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_SECONDS: Final = 10.0
-MAX_CHARS: Final = 1 << 23  # of a prompt, and of any value
-_MAX_TOTAL: Final = 64 * MAX_CHARS  # of all values that are made
+MAX_CHARS: Final = 1 << 23  # longest prompt, and largest value
+_MAX_TOTAL: Final = 64 * MAX_CHARS  # characters of all values that a rendering makes
 _ITEM: Final = 32  # an item of a list counts as this many characters
-_MAX_BITS: Final = 4096  # of an integer
+_MAX_BITS: Final = 4096  # largest integer
 _MAX_SOURCE: Final = 1 << 20  # characters of a template
 _NEEDLESS: Final = ("urlize", "striptags", "wordwrap", "pprint")  # filters for HTML, slow on long texts
 _WIDE: Final = re.compile(r"%[^%a-zA-Z]*(\d{4}|\*)")  # a field of a % format, or of strftime's
@@ -78,7 +78,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals |= {"namespace": _Namespace, "raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
     def start(self) -> None:
-        """Of one rendering."""
+        """Resets this thread's account, at the beginning of a rendering."""
         self._account.left = _MAX_TOTAL
         self._account.end = time.monotonic() + MAX_SECONDS
 
@@ -102,7 +102,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             yield item
 
     def concat(self, pieces: Iterable[str]) -> str:  # type: ignore[override]
-        """Of a template's output, a macro's or a block's."""
+        """Joins the output of a template, a macro or a block, within the limits."""
         kept, size = [], 0
         for piece in pieces:
             size += len(piece)
@@ -237,7 +237,7 @@ def _joined(separator: Any, items: Any) -> int:
 
 
 def _braces(text: str, *args: Any, **kwargs: Any) -> int:
-    """Of str.format: every field may be the longest of the arguments."""
+    """Upper bound for str.format: every field may be the longest of the arguments."""
     for _, _, layout, _ in string.Formatter().parse(text):
         if layout and re.search(r"\d{4}|\{", layout):
             raise LimitError(f"the format {layout[:20]!r} is too wide")
@@ -245,7 +245,7 @@ def _braces(text: str, *args: Any, **kwargs: Any) -> int:
 
 
 def _percents(text: Any, *args: Any, **kwargs: Any) -> int:
-    """Of the % operator: names may occur several times, positions occur once."""
+    """Upper bound for the % operator: names may occur several times, positions occur once."""
     if not isinstance(text, (str, bytes)):
         return 0
     text = text if isinstance(text, str) else text.decode("latin-1")
