@@ -84,33 +84,24 @@ async def _chunks(
 
 async def _merged(generations: list[Generation]) -> AsyncIterator[tuple[int, Delta]]:
     """The deltas of all generations as they come, each with the number of its generation."""
-    if len(generations) == 1:
+    if len(generations) == 1:  # without a task per delta
         async with aclosing(generations[0].deltas()) as deltas:  # type: ignore[type-var]
             async for delta in deltas:
                 yield 0, delta
         return
-    # No more than one waits here: deltas that a slow reader has not read are merged in their submission's queue.
-    queue: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue(maxsize=1)
-
-    async def forward(i: int) -> None:
-        try:
-            async for delta in generations[i].deltas():
-                await queue.put((i, delta))
-            await queue.put((i, None))
-        except Exception as error:
-            await queue.put((i, error))
-
-    tasks = [asyncio.create_task(forward(i)) for i in range(len(generations))]
+    streams = [generation.deltas() for generation in generations]
+    # One read per stream at a time: deltas that a slow reader has not read are merged in their submission's queue.
+    reads = {asyncio.ensure_future(anext(stream, None)): i for i, stream in enumerate(streams)}
     try:
-        left = len(generations)
-        while left:
-            i, item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                left -= 1
-            else:
-                yield i, item
+        while reads:
+            done, _ = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
+            for read in done:
+                i, read_delta = reads.pop(read), read.result()
+                if read_delta is not None:
+                    yield i, read_delta
+                    reads[asyncio.ensure_future(anext(streams[i], None))] = i
     finally:
-        for task in tasks:
-            task.cancel()
+        for read in reads:
+            read.cancel()
+        for generation in generations:
+            generation.abort()

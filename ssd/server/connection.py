@@ -14,7 +14,7 @@ from ssd.server.admission import RETRY_AFTER
 from ssd.server.errors import ApiError, AsciiJSON
 from ssd.server.options import ServerOptions
 
-_REFUSED_SECONDS: Final = 1.0  # that a connection beyond the limit may be silent; when it sends, it gets 503
+_REFUSED_SECONDS: Final = 1.0  # how long a connection beyond the limit may send nothing; it gets 503 when it sends
 
 
 class _Timer:

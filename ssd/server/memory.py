@@ -16,6 +16,6 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # None: another C libra
 
 
 async def give_back() -> None:
-    """Does not wait for it."""
+    """Starts malloc_trim on another thread, without waiting for it."""
     if _trim is not None:
         asyncio.get_running_loop().run_in_executor(None, _trim, 0)

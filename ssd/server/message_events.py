@@ -110,7 +110,7 @@ def _usage(output: RequestOutput) -> Json:
 
 
 def stop_sequence(output: RequestOutput, tokenizer: Tokenizer) -> str | None:
-    """The stop string that has cut the text: what its tokens say after it."""
+    """The stop string that ended the text: the tokens' text continues with it after the output's."""
     if not output.params.stop:
         return None
     shown = output.params.shown_token_ids

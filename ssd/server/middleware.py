@@ -1,4 +1,4 @@
-"""What happens to every HTTP request before its handler: request id, access log, size limit, API key."""
+"""Middleware for every HTTP request: request id, access log, size limit, API key, CORS."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ OPEN_PATHS: Final = frozenset({"/health", "/health/ready", *PAGE})  # served wit
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
-class RequestIds:
-    """Takes over or makes `x-request-id`, and writes the access log. Ends connections while the server drains."""
+class RequestIdMiddleware:
+    """Sets `x-request-id` (the client's, or a new one) and writes the access log. Closes connections while draining."""
 
     def __init__(self, app: ASGIApp, *, log: bool) -> None:
         self._app, self._log = app, log
@@ -57,14 +57,14 @@ class RequestIds:
 
     @staticmethod
     def _write_log(scope: Scope, status: int, seconds: float) -> None:
-        """What clients have sent is quoted: no line breaks of theirs get into the log."""
+        """Values from clients are escaped, so that they cannot add lines to the log."""
         client, state = (scope.get("client") or ("-",))[0], scope["state"]
         by = f", user {state['user']!a:.80}" if state.get("user") is not None else ""
         what = f"{scope['method']} {scope['path']!a:.200}"
         access_log.info("%s %s %d %.3f s, request %s%s", client, what, status, seconds, state["request_id"], by)
 
 
-class Gate:
+class AuthAndSizeMiddleware:
     """Refuses requests without a valid API key (401) and with bodies that are too large (413)."""
 
     def __init__(self, app: ASGIApp, *, options: ServerOptions) -> None:
@@ -117,10 +117,10 @@ class Gate:
 
 
 def install(app: FastAPI, options: ServerOptions) -> None:
-    """The last one that is added is the outermost."""
-    app.add_middleware(Gate, options=options)
+    """Adds the middleware to the app; the last one that is added is the outermost."""
+    app.add_middleware(AuthAndSizeMiddleware, options=options)
     if options.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(options.cors_origins), allow_methods=["*"], allow_headers=["*"]
         )
-    app.add_middleware(RequestIds, log=options.access_log)
+    app.add_middleware(RequestIdMiddleware, log=options.access_log)

@@ -1,6 +1,6 @@
-"""Which replica should get a request: one that has the beginning of its prompt in its prefix cache, unless it is busy.
+"""Prefix-aware routing: a request goes to a replica that has the beginning of its prompt in its prefix cache, if idle.
 
-Nobody is asked what is cached where. A table remembers which replica has been sent which beginnings.
+Replicas are not asked what they have cached: a table keeps which of them was sent which prefixes.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from threading import Lock
 from typing import Final, NamedTuple
 
 _CHUNK: Final = 64  # characters: some 16 tokens, a KV block on a CPU
-_MOST_CHUNKS: Final = 512  # of a prompt; what comes later decides no more
-_MOST_KEYS: Final = 1 << 17  # that are remembered
-_PROMPT_FIELDS: Final = ("tools", "system", "instructions", "prompt", "messages", "input")  # of all endpoints
+_MOST_CHUNKS: Final = 512  # chunks of a prompt that are compared
+_MOST_KEYS: Final = 1 << 17  # keys that the table keeps
+_PROMPT_FIELDS: Final = ("tools", "system", "instructions", "prompt", "messages", "input")  # in any endpoint
 _SPARE, _RATIO = 4, 1.5  # a replica is busy with more requests than SPARE + RATIO times those of the idlest
 
 
 def chunk_keys(body: bytes) -> list[int]:
     """A key for each chunk of a request's prompt: prompts with n equal chunks at the beginning have n equal keys.
 
-    Of this process: Python's hashes are salted. Empty where there is no prompt.
+    Keys are valid in this process only, because Python's hashes are salted. Empty where there is no prompt.
     """
     try:
         fields = json.loads(body)
@@ -40,13 +40,13 @@ def chunk_keys(body: bytes) -> list[int]:
 class Route(NamedTuple):
     """What a replica is chosen by."""
 
-    request: int  # its number, of `PrefixTable.enter`
+    request: int  # number returned by `PrefixTable.enter`
     keys: list[int]
     avoid: list[str]  # replicas that have failed it
 
 
 class PrefixTable:
-    """Knows which replicas have been sent which beginnings, the latest ones, and how many requests they have."""
+    """Recently used prefixes with the replicas they were sent to (LRU), and the number of requests of each replica."""
 
     def __init__(self, most_keys: int = _MOST_KEYS) -> None:
         self._holders: OrderedDict[int, set[str]] = OrderedDict()  # replicas by key, the oldest use first
@@ -57,7 +57,7 @@ class PrefixTable:
         self._lock = Lock()  # requests come and go on one thread, and replicas are chosen on another
 
     def enter(self) -> int:
-        """A new request's number. It counts from its choice on, until it leaves."""
+        """A new request's number. It counts as load of its replica from `choose` to `leave`."""
         with self._lock:
             number = next(self._numbers)
             self._running[number] = None
@@ -68,9 +68,9 @@ class PrefixTable:
             self._running.pop(request, None)
 
     def choose(self, route: Route, replicas: Collection[str]) -> str:
-        """The replica for a request: of those that are not busy, the one that knows the longest beginning.
+        """The replica for a request: among those that are not busy, the one with the longest known prefix.
 
-        Among equals the idlest, then the one that was not chosen for longest. One to be avoided if there is no other.
+        Ties go to the least loaded, then to the least recently chosen. Replicas of `route.avoid` are a last resort.
         """
         with self._lock:
             load = Counter(self._running.values())
@@ -88,7 +88,7 @@ class PrefixTable:
             return chosen
 
     def _known(self, keys: Iterable[int]) -> dict[str, int]:
-        """How many chunks each replica knows."""
+        """Length of the longest known prefix by replica, in chunks."""
         known: dict[str, int] = {}
         for length, key in enumerate(keys, 1):
             holders = self._holders.get(key)
@@ -98,11 +98,11 @@ class PrefixTable:
         return known
 
     def _remember(self, keys: Seq[int], replica: str) -> None:
-        for key in reversed(keys):  # ends are forgotten before beginnings
+        for key in reversed(keys):  # longer prefixes are evicted before shorter ones
             self._holders.setdefault(key, set()).add(replica)
             self._holders.move_to_end(key)
         while len(self._holders) > self._most_keys:
             self._holders.popitem(last=False)
 
 
-TABLE: Final = PrefixTable()  # the proxy's; Ray makes the router, from a copy of its module
+TABLE: Final = PrefixTable()  # the proxy's; global, because Ray constructs the router from a copy of its module

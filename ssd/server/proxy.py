@@ -34,9 +34,10 @@ from ssd.server.options import ServerOptions
 
 log = logging.getLogger("ssd")
 
-_ATTEMPTS: Final = 3  # a request that ends every engine it meets must not end them all
+_ATTEMPTS: Final = 3  # replicas that a request is sent to: one that makes engines fail must not reach all of them
 _SENT: Final = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers")
-_SUMS: Final = ("running", "waiting", "output_tokens", "drafted", "accepted", "look_ups", "hits")  # of the playground
+# fields of the playground's state that are summed over replicas
+_SUMMED: Final = ("running", "waiting", "output_tokens", "drafted", "accepted", "look_ups", "hits")
 
 
 class ReplicaLost(Exception):
@@ -59,10 +60,10 @@ class Replicas(Protocol):
         """How many replicas take requests."""
 
     async def metrics(self) -> dict[str, list[Metric]]:
-        """By replica."""
+        """Metrics by replica."""
 
     async def states(self) -> list[dict[str, Any]]:
-        """For the playground."""
+        """`/playground/state` of each replica."""
 
 
 @dataclass
@@ -113,7 +114,7 @@ async def _ready(request: Request) -> dict[str, str]:
 
 
 async def _metrics(request: Request) -> Response:
-    """Those of all replicas, told apart by the label `replica`."""
+    """Metrics of all replicas, with the label `replica`."""
     registry = CollectorRegistry()
     registry.register(_Merged(await ProxyState.of(request).replicas.metrics()))
     return Response(generate_latest(registry), media_type=CONTENT_TYPE)
@@ -136,7 +137,7 @@ class _Merged(Collector):
 async def _playground_state(request: Request) -> dict[str, Any]:
     """Totals of all replicas."""
     states = await ProxyState.of(request).replicas.states()
-    sums = {name: sum(state[name] for state in states) for name in _SUMS}
+    sums = {name: sum(state[name] for state in states) for name in _SUMMED}
     usage = sum(state["kv_usage"] for state in states) / len(states)
     return {**states[0], **sums, "kv_usage": usage, "seconds": time.perf_counter()}
 
@@ -194,12 +195,12 @@ class _Forward:
 
 
 class _Answer:
-    """What a client gets of an answer: nothing before the first part of its body."""
+    """Forwards a replica's answer from the first part of its body on: before that, another replica may answer."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope, self._send = scope, send
         self._start: Message = {}
-        self._events = 0  # of a stream, sent so far
+        self._num_events = 0  # server-sent events forwarded so far
         self.begun = False
 
     async def add(self, message: Message) -> None:
@@ -210,14 +211,14 @@ class _Answer:
         if not self.begun:
             self.begun = True
             await self._send(self._start)
-        self._events += message.get("body", b"").count(b"\n\n")
+        self._num_events += message.get("body", b"").count(b"\n\n")
         await self._send(message)
 
     async def fail(self, error: ApiError) -> None:
         """The last event of a stream. What is not a stream comes as a whole."""
         if not Headers(raw=self._start["headers"]).get("content-type", "").startswith("text/event-stream"):
             raise error
-        body = last_events(self._scope["path"], error, self._scope["state"]["request_id"], self._events)
+        body = last_events(self._scope["path"], error, self._scope["state"]["request_id"], self._num_events)
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
 

@@ -1,4 +1,4 @@
-"""Ray Serve's choice of a replica, by the beginnings of prompts (`ssd.server.prefixes`). Only Ray's users import it."""
+"""Ray Serve's request router, by prompt prefixes (`ssd.server.prefixes`). Imported by Ray only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ssd.server import prefixes
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
-    """Of calls of `Replica.answer`."""
+    """Chooses the replica for each call of `Replica.answer`."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

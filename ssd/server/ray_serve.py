@@ -34,14 +34,14 @@ from ssd.server.replica import FAILED, HEALTH_CHECK_SECONDS, Replica
 
 log = logging.getLogger("ssd")
 
-LOCAL: Final = "local"  # the address of a cluster of one's own
+LOCAL: Final = "local"  # Ray's address for a new cluster on this machine
 _OBJECT_STORE: Final = 128 << 20  # bytes: requests above 100 kB go through it
-_LAST_SECONDS: Final = 10  # that a replica has to close its engine
-_ASK_SECONDS: Final = 5  # that replicas have to tell their metrics
+_SHUTDOWN_SECONDS: Final = 10  # time for a replica to close its engine
+_BROADCAST_SECONDS: Final = 5  # time for replicas to return their metrics or state
 _DEPLOYMENT: Final = "replica"
 _REASON: Final = re.compile(r"^ssd\.errors\.\w+: (.*)$", re.MULTILINE)  # in a traceback
 
-Resources = Mapping[str, float]  # of Ray: by name, such as CPU and GPU
+Resources = Mapping[str, float]  # Ray's, by name: CPU, GPU, …
 
 
 def needs(config: EngineConfig, nodes: Seq[Resources], replicas: int) -> dict[str, float]:
@@ -109,7 +109,7 @@ class RayReplicas:
             placement_group_strategy="STRICT_PACK",
             max_ongoing_requests=options.max_connections,  # the replica's own limits come first
             health_check_period_s=HEALTH_CHECK_SECONDS,
-            graceful_shutdown_timeout_s=_LAST_SECONDS,
+            graceful_shutdown_timeout_s=_SHUTDOWN_SECONDS,
             graceful_shutdown_wait_loop_s=0.1,
             max_constructor_retry_count=1,
             request_router_config=RequestRouterConfig(request_router_class="ssd.server.ray_router:PrefixRouter"),
@@ -177,7 +177,7 @@ class RayReplicas:
         answers: list[Any] = []
         with suppress(DeploymentUnavailableError, TimeoutError):
             asked = self._handle.broadcast(method)
-            answers = await asked.results_async(timeout_s=_ASK_SECONDS, return_exceptions=True)
+            answers = await asked.results_async(timeout_s=_BROADCAST_SECONDS, return_exceptions=True)
         found = [answer for answer in answers if not isinstance(answer, BaseException)]
         if not found:
             raise ApiError(503, "no replica answers", headers=RETRY_AFTER)

@@ -36,7 +36,7 @@ def partial_length(text: str, tag: str) -> int:
 
 
 class ReasoningSplitter:
-    """Fed a message in pieces, it returns (reasoning, text) pairs. White space around the tags is dropped."""
+    """Incremental: takes a message in pieces, returns (reasoning, text) pairs. Drops white space around the tags."""
 
     def __init__(self, opened: bool = False) -> None:
         """`opened`: the prompt ends with the opening tag."""

@@ -25,7 +25,7 @@ from ssd.server.prefixes import Route
 
 FAILED: Final = "ssd.engine_failed"  # type of a message that is not ASGI's: the request can be sent to another replica
 HEALTH_CHECK_SECONDS: Final = memory.SECONDS
-_MOST_PARTS: Final = 2000  # of streams, a second, from all replicas: the proxy needs up to 0.5 ms for each
+_MOST_PARTS: Final = 2000  # parts of streams per second, from all replicas: each costs the proxy up to 0.5 ms
 
 
 class Replica:
@@ -83,11 +83,11 @@ class Replica:
             gone.set()
 
     async def metrics(self) -> tuple[str, list[Metric]]:
-        """Its name, and its metrics."""
+        """The replica's name and metrics."""
         return self._name, list(self._state.metrics.collect())
 
     async def state(self) -> dict[str, Any]:
-        """For the playground."""
+        """`/playground/state` of this replica."""
         return state_of(self._state)
 
     async def check_health(self) -> None:

@@ -22,7 +22,7 @@ from ssd.server.options import ServerOptions
 
 log = logging.getLogger("ssd")
 
-_LAST_SECONDS: Final = 5  # for handlers whose connection is gone
+_LAST_SECONDS: Final = 5  # time for handlers whose connection is closed
 _OTHER_FILES: Final = 256  # file handles of a server beside its connections
 _NO_SUCH_ADDRESS: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # a name may have addresses that a host has not
 
@@ -67,7 +67,7 @@ def _bound(family: int, address: tuple[Any, ...]) -> socket.socket:
 
 
 class _State(Protocol):
-    """What a server needs of `app.state.server`."""
+    """The part of `app.state.server` that a server uses."""
 
     options: ServerOptions
     admission: Admission
@@ -135,7 +135,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def _abort_connections(self) -> None:
-        """Their requests end, as those of clients that go away do."""
+        """Closes all connections; their requests are aborted, as when a client disconnects."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 

@@ -98,7 +98,7 @@ def _response(output: RequestOutput) -> dict[str, Any]:
 
 
 def _latencies(samples: list[RequestMetrics]) -> dict[str, float]:
-    """Of the sample that began first, up to the end of the last."""
+    """Latencies of the first sample; `e2e` ends with the last sample."""
     first, arrival = samples[0], samples[0].arrival
     times = {
         "gen_ai.latency.time_in_queue": (arrival, first.first_scheduled),
