@@ -199,11 +199,13 @@ class ServerContender:
         try:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise ServerError(f"no server answers at {self.url} ({error}): start it, or mend the URL") from error
+            raise ServerError(f"no server answers at {self.url} ({error}): start it, or correct the URL") from error
         except httpx.TimeoutException as error:
-            raise ServerError(f"{self.url} kept silent for too long ({error}): look at its log") from error
+            raise ServerError(f"{self.url} sent nothing for too long ({error}): look at its log") from error
         except httpx.TransportError as error:
-            raise ServerError(f"{self.url} hung up in the middle of an answer ({error}): look at its log") from error
+            raise ServerError(
+                f"{self.url} closed the connection within an answer ({error}): look at its log"
+            ) from error
 
     def _refusal(self, status: int, content: bytes) -> _Refusal:
         remedies: dict[int, str] = {

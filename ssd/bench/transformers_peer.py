@@ -94,7 +94,7 @@ class HFContender:
         return model.to(self._device).eval()
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        """As `LLM.encode`."""
+        """Token ids of a prompt, as from `LLM.encode`."""
         if not prompt:
             raise RequestError("the prompt is empty: pass text, token ids or chat messages")
         return encode(self._tokenizer, prompt)
@@ -107,7 +107,7 @@ class HFContender:
             torch.manual_seed(asked.seed)
         if asked.ignore_eos:
             options["min_new_tokens"] = asked.max_new_tokens
-        clock = _Clock(len(prompts))
+        streamer = _TimedStreamer(len(prompts))
         began = time.perf_counter()
         longest = max(map(len, prompts))
         rows = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
@@ -118,10 +118,10 @@ class HFContender:
             max_new_tokens=asked.max_new_tokens,
             eos_token_id=list(stops) or None,
             assistant_model=self._draft,
-            streamer=clock,
+            streamer=streamer,
             **options,
         )
-        return [self._answer(began, prompt, clock.row(i, stops)) for i, prompt in enumerate(prompts)]
+        return [self._answer(began, prompt, streamer.row(i, stops)) for i, prompt in enumerate(prompts)]
 
     def _answer(self, began: float, prompt: list[int], came: Seq[tuple[float, list[int]]]) -> Answer:
         ids = [token for _, tokens in came for token in tokens]
@@ -155,7 +155,7 @@ def _check_batch(batch: int) -> None:
         )
 
 
-class _Clock:
+class _TimedStreamer:
     """A streamer that stores tokens with their times. The tokens are on the CPU: a GPU has computed them."""
 
     def __init__(self, rows: int) -> None:
@@ -166,7 +166,7 @@ class _Clock:
         self._steps.append((time.perf_counter(), value))
 
     def end(self) -> None:
-        """All steps are kept already."""
+        """Nothing to do: `put` has stored all steps."""
 
     def row(self, index: int, stops: Seq[int]) -> list[tuple[float, list[int]]]:
         """Times and tokens of one request, up to its stop token; padding follows it."""

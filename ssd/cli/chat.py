@@ -322,7 +322,7 @@ class Origins:
     """Splits the text of an answer into drafted and other text; accepted draft tokens come first in a round."""
 
     def __init__(self, prompt_token_ids: list[int], tokenizer: Tokenizer) -> None:
-        from ssd.text.tokenizer import IncrementalDecoder
+        from ssd.text.detokenizer import IncrementalDecoder
 
         self._decoder = IncrementalDecoder(tokenizer, prompt_token_ids)
         self._drafted: deque[bool] = deque()  # per pending character: whether its token was drafted

@@ -130,7 +130,7 @@ def record(llm: LLM, prompt: Prompt, params: SamplingParams) -> tuple[RequestOut
 
 def spelling(tokenizer: Tokenizer | None) -> Spelling:
     """A function that decodes single tokens, as in the middle of a text; their ids without a tokenizer."""
-    from ssd.text.tokenizer import IncrementalDecoder
+    from ssd.text.detokenizer import IncrementalDecoder
 
     def spell(token: int) -> str:
         if tokenizer is None:
@@ -206,7 +206,7 @@ def _places(step: Step, shown: set[Branch], hit: bool, spell: Spelling) -> Text:
 
 def tinted(trace: Trace, tokenizer: Tokenizer | None, output: RequestOutput) -> Text:
     """The text, with accepted draft tokens in green."""
-    from ssd.text.tokenizer import IncrementalDecoder
+    from ssd.text.detokenizer import IncrementalDecoder
 
     text = Text()
     if tokenizer is None:

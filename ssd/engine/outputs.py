@@ -19,7 +19,8 @@ from ssd.core import (
     Status,
     TokenLogprobs,
 )
-from ssd.text.tokenizer import IncrementalDecoder, Tokenizer
+from ssd.text.detokenizer import IncrementalDecoder
+from ssd.text.tokenizer import Tokenizer
 
 
 class StopStrings:

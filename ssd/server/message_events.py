@@ -11,7 +11,8 @@ from ssd.server.errors import ApiError
 from ssd.server.parsing import Event, Reasoning
 from ssd.server.protocol import Json
 from ssd.server.tools import CallArguments, CallBegin, CallEnd, Text
-from ssd.text.tokenizer import IncrementalDecoder, Tokenizer
+from ssd.text.detokenizer import IncrementalDecoder
+from ssd.text.tokenizer import Tokenizer
 
 
 class AnthropicMessageWriter:

@@ -23,7 +23,8 @@ from ssd.server.branches import BranchWatch
 from ssd.server.errors import unsupported
 from ssd.server.generation import Generation, ServerState, start
 from ssd.server.protocol import Strict
-from ssd.text.tokenizer import IncrementalDecoder, Tokenizer
+from ssd.text.detokenizer import IncrementalDecoder
+from ssd.text.tokenizer import Tokenizer
 
 PAGE: Final = {  # by path: open without an API key, which the page asks for
     "/": ("index.html", "text/html"),

@@ -8,7 +8,7 @@ from ssd.server import prefixes
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
-    """Chooses the replica for each call of `Replica.answer`."""
+    """Chooses the replica for each call of `ServerReplica.answer`."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -30,7 +30,7 @@ from ssd.server.errors import ApiError
 from ssd.server.options import ServerOptions
 from ssd.server.prefixes import TABLE, Route, chunk_keys
 from ssd.server.proxy import ReplicaLost
-from ssd.server.replica import FAILED, HEALTH_CHECK_SECONDS, Replica
+from ssd.server.replica import FAILED, HEALTH_CHECK_SECONDS, ServerReplica
 
 log = logging.getLogger("ssd")
 
@@ -101,7 +101,7 @@ class RayReplicas:
         serve.start(proxy_location="Disabled", logging_config={"log_level": "CRITICAL"})
         self._name = f"ssd-{secrets.token_hex(4)}"  # a cluster may have several
         deployment = serve.deployment(
-            Replica,
+            ServerReplica,
             name=_DEPLOYMENT,
             num_replicas=replicas,
             ray_actor_options={"num_cpus": wanted["CPU"], "num_gpus": wanted.get("GPU", 0)},

@@ -28,7 +28,7 @@ HEALTH_CHECK_SECONDS: Final = memory.SECONDS
 _MOST_PARTS: Final = 2000  # parts of streams per second, from all replicas: each costs the proxy up to 0.5 ms
 
 
-class Replica:
+class ServerReplica:
     """An engine behind the server's application."""
 
     def __init__(self, config: EngineConfig, options: ServerOptions, started: int, log_level: int) -> None:

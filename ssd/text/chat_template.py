@@ -32,7 +32,7 @@ _MAX_TOTAL: Final = 64 * MAX_CHARS  # characters of all values that a rendering 
 _ITEM: Final = 32  # an item of a list counts as this many characters
 _MAX_BITS: Final = 4096  # largest integer
 _MAX_SOURCE: Final = 1 << 20  # characters of a template
-_NEEDLESS: Final = ("urlize", "striptags", "wordwrap", "pprint")  # filters for HTML, slow on long texts
+_EXCLUDED: Final = ("urlize", "striptags", "wordwrap", "pprint")  # for HTML, and slow on long texts
 _WIDE: Final = re.compile(r"%[^%a-zA-Z]*(\d{4}|\*)")  # a field of a % format, or of strftime's
 
 
@@ -58,7 +58,7 @@ def _environment() -> _Environment:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """A sandbox with limits; each thread has its own account of what is left."""
+    """A sandbox with limits; each thread has a budget of characters and time."""
 
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
@@ -70,23 +70,23 @@ class _Environment(ImmutableSandboxedEnvironment):
             finalize=_measure_output,
             extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
         )
-        self._account = threading.local()
+        self._budget = threading.local()
         self.filters["tojson"] = self._tojson
-        self.filters = {name: self._limited(name, f) for name, f in self.filters.items() if name not in _NEEDLESS}
+        self.filters = {name: self._limited(name, f) for name, f in self.filters.items() if name not in _EXCLUDED}
         self.filters |= {"_counted": self._counted, "_measured": self.measured}
         del self.globals["lipsum"]
         self.globals |= {"namespace": _Namespace, "raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
     def start(self) -> None:
-        """Resets this thread's account, at the beginning of a rendering."""
-        self._account.left = _MAX_TOTAL
-        self._account.end = time.monotonic() + MAX_SECONDS
+        """Resets this thread's budget, at the beginning of a rendering."""
+        self._budget.left = _MAX_TOTAL
+        self._budget.end = time.monotonic() + MAX_SECONDS
 
     def spend(self, size: int) -> None:
-        self._account.left -= size
-        if self._account.left < 0:
+        self._budget.left -= size
+        if self._budget.left < 0:
             raise LimitError(f"the template makes values of more than {_MAX_TOTAL} characters in all")
-        if time.monotonic() > self._account.end:
+        if time.monotonic() > self._budget.end:
             raise LimitError(f"the template takes more than {MAX_SECONDS:g} seconds")
 
     def measured(self, value: Any) -> Any:
@@ -308,7 +308,7 @@ _FILTER_SIZES: Final[Mapping[str, Callable[..., float]]] = {
 }
 
 
-# --- what templates find ----------------------------------------------------------------------------------------------
+# --- globals and extensions -------------------------------------------------------------------------------------------
 
 
 class _Namespace(jinja2.utils.Namespace):

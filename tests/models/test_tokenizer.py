@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from ssd.errors import RequestError, SSDError
-from ssd.text.tokenizer import IncrementalDecoder, Tokenizer, load_tokenizer
+from ssd.text.detokenizer import IncrementalDecoder
+from ssd.text.tokenizer import Tokenizer, load_tokenizer
 
 CHAT = [
     {"role": "system", "content": "Be brief. "},

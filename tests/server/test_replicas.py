@@ -28,7 +28,7 @@ from ssd.parallel.launch import Launch
 from ssd.server.options import ServerOptions
 from ssd.server.prefixes import Route
 from ssd.server.ray_serve import needs, with_device
-from ssd.server.replica import FAILED, Replica
+from ssd.server.replica import FAILED, ServerReplica
 
 STARTED = 1_700_000_000
 SCOPE = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http"}
@@ -37,7 +37,7 @@ APART = {"mode": "ssd", "draft": "d", "placement": "process"}  # a draft has GPU
 
 
 @pytest.fixture
-def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replica]:
+def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerReplica]:
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="abc"), rank=SimpleNamespace(rank=1), world_size=2)
     ray, serve = ModuleType("ray"), ModuleType("ray.serve")
     serve.get_replica_context = lambda: context  # type: ignore[attr-defined]
@@ -45,12 +45,12 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replica]:
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.serve", serve)
     options = ServerOptions(served_model_name=MODEL, access_log=False)
-    made = Replica(EngineConfig(MODEL, device="cpu", max_model_len=256), options, STARTED, 30)
+    made = ServerReplica(EngineConfig(MODEL, device="cpu", max_model_len=256), options, STARTED, 30)
     yield made
     made.__del__()
 
 
-def call(replica: Replica, path: str, body: dict[str, Any] | None = None) -> AsyncGenerator[list[Any]]:
+def call(replica: ServerReplica, path: str, body: dict[str, Any] | None = None) -> AsyncGenerator[list[Any]]:
     method = "POST" if body is not None else "GET"
     headers = [(b"content-type", b"application/json"), (b"x-request-id", b"r1")]
     scope = {
@@ -64,14 +64,14 @@ def call(replica: Replica, path: str, body: dict[str, Any] | None = None) -> Asy
     return replica.answer(scope, json.dumps(body).encode() if body else b"", Route(1, [], []))
 
 
-def answer(replica: Replica, path: str, body: dict[str, Any] | None = None) -> list[Any]:
+def answer(replica: ServerReplica, path: str, body: dict[str, Any] | None = None) -> list[Any]:
     async def run() -> list[Any]:
         return [message async for messages in call(replica, path, body) for message in messages]
 
     return asyncio.run(run())
 
 
-def test_a_replica_answers_as_the_server_does(replica: Replica, llm: LLM) -> None:
+def test_a_replica_answers_as_the_server_does(replica: ServerReplica, llm: LLM) -> None:
     """Under the proxy's request id, and with its start time."""
     start, *bodies = answer(replica, "/v1/completions", {"model": MODEL, "prompt": "The sea", "seed": 3, "user": "me"})
     assert (start["status"], start["user"]) == (200, "me")
@@ -87,7 +87,7 @@ def test_a_replica_answers_as_the_server_does(replica: Replica, llm: LLM) -> Non
     assert asyncio.run(replica.state())["output_tokens"] == 16
 
 
-def test_a_call_that_is_cancelled_ends_its_request(replica: Replica) -> None:
+def test_a_call_that_is_cancelled_ends_its_request(replica: ServerReplica) -> None:
     async def run() -> None:
         body = {"model": MODEL, "prompt": "x", "max_tokens": 240, "ignore_eos": True, "stream": True}
         stream = call(replica, "/v1/completions", body)
@@ -103,7 +103,7 @@ def test_a_call_that_is_cancelled_ends_its_request(replica: Replica) -> None:
     asyncio.run(asyncio.wait_for(run(), 20))
 
 
-def test_parts_of_a_stream_gather_while_the_proxy_is_busy(replica: Replica) -> None:
+def test_parts_of_a_stream_gather_while_the_proxy_is_busy(replica: ServerReplica) -> None:
     """The proxy could not keep up with a message for every token of many streams. Nothing is lost or reordered."""
     body = {"model": MODEL, "prompt": "x", "max_tokens": 30, "ignore_eos": True, "stream": True, "seed": 1}
 
@@ -130,7 +130,7 @@ async def _read(stream: AsyncGenerator[list[Any]]) -> None:
 
 
 def test_a_replica_whose_engine_has_failed_says_so_in_place_of_an_answer(
-    replica: Replica, monkeypatch: pytest.MonkeyPatch
+    replica: ServerReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray asks for its health, too, and replaces it."""
     asyncio.run(replica.check_health())
