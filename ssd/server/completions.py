@@ -101,7 +101,7 @@ async def _merged(generations: list[Generation]) -> AsyncIterator[tuple[int, Del
                     yield i, read_delta
                     reads[asyncio.ensure_future(anext(streams[i], None))] = i
     finally:
-        for read in reads:
-            read.cancel()
         for generation in generations:
             generation.abort()
+        for read in reads:
+            read.cancel()

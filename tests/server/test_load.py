@@ -109,6 +109,18 @@ def test_a_client_that_vanishes_ends_its_request(served: Served, stream: bool) -
     until(lambda: served.admission.sequences == 0)
 
 
+def test_a_client_that_leaves_a_stream_of_several_prompts_ends_all_of_them(served: Served) -> None:
+    """Catches the prompt whose chunk was sent last: its stream is not being read at that moment."""
+    engine, before = served.llm.engine, served.llm.engine.metrics.num_aborted
+    connection = _post(served, ENDLESS | {"prompt": ["a", "b", "c"], "stream": True})
+    while b"data: " not in connection.recv(4096):
+        pass
+    connection.close()
+    until(lambda: engine.num_unfinished_requests == 0, seconds=5)
+    assert engine.metrics.num_aborted == before + 3
+    until(lambda: served.admission.sequences == 0)
+
+
 @pytest.mark.slow
 def test_200_clients_that_vanish_leave_nothing_behind(served: Served) -> None:
     """Catches threads, file handles, tasks or admission that leak."""
