@@ -191,7 +191,7 @@ def config(monkeypatch: pytest.MonkeyPatch, flags: str) -> Any:
     ("flags", "expected"),
     [
         ("--method ar", {"methods": "ar", "draft": None, "sets": ("gsm8k",), "num_prompts": 128, "output_len": 512}),
-        ("--spec", {"methods": "sd", "k": 6}),
+        ("--spec", {"methods": "sd", "k": 4}),
         ("--compare ar,sd:2,ssd:3", {"methods": "ar,sd:2,ssd:3", "draft": "tiny-llama-draft"}),
         ("--method ssd --f 2 --k 4", {"speculation": {"fan_out": 2, "budget": 10}}),
         (
@@ -206,7 +206,7 @@ def config(monkeypatch: pytest.MonkeyPatch, flags: str) -> Any:
         ("--alpaca --ultrafeedback --gsm", {"sets": ("alpaca", "gsm8k", "ultrafeedback")}),
         ("--b 4 --temp 0.7 --dtemp 0.7 --input_len 9", {"batch": 4, "temperature": 0.7, "input_len": 9}),
         ("--eager --block_sz 8 --device cpu", {"engine": {"eager": True, "block_size": 8, "device": "cpu"}}),
-        ("--max_model_len 64", {"engine": {"eager": False, "block_size": None, "device": "auto", "max_model_len": 64}}),
+        ("--max_model_len 64", {"engine": {"max_model_len": 64}}),
         ("--prompt_offset 3 --chat_template --max-steps 5", {"prompt_offset": 3, "chat": True, "max_rounds": 5}),
         ("--peer hf,http://127.0.0.1:1 --repeats 3", {"peers": ("hf", "http://127.0.0.1:1"), "repeats": 3}),
         ("--peer vllm:4", {"methods": "ar", "draft": "tiny-llama-draft"}),
