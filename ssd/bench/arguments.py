@@ -54,33 +54,20 @@ def add_model_flags(parser: Parser, sizes: Seq[str] | None = None) -> None:
 def pair_of(
     args: argparse.Namespace, *, size: str | None, drafted: bool, eagle: bool = False
 ) -> tuple[str, str | None]:
-    family: models.Family = "qwen" if args.qwen else "llama"
-    given = {"size": size, "model": args.model, "draft": args.draft, "graft": args.graft}
-    return pair(family, **given, drafted=drafted, eagle=eagle)
-
-
-def pair(
-    family: models.Family,
-    *,
-    size: str | None,
-    model: str | None,
-    draft: str | None,
-    graft: bool,
-    drafted: bool,
-    eagle: bool = False,
-) -> tuple[str, str | None]:
     """The model, and the draft that belongs to it if it is to have one; without a size or a model the bundled pair.
 
     `model` may spell a family and a size (`llama-3-8b`), and `draft` be a size. SSD_TARGET_MODEL and SSD_DRAFT_MODEL
     stand for any size; what `model` and `draft` name otherwise goes before them. `eagle`: the draft is an EAGLE-3 head,
     and SSD_EAGLE3_SPECFORGE may name it.
     """
+    family: models.Family = "qwen" if args.qwen else "llama"
+    model, draft = args.model, args.draft
     spelled = models.spelled(model) if model else None
     if spelled is not None:
         (family, size), model = spelled, None
 
     def sized(number: str, is_draft: bool) -> str:
-        return models.graft(family, number, draft=is_draft) if graft else models.find(family, number)
+        return models.graft(family, number, draft=is_draft) if args.graft else models.find(family, number)
 
     model = model or os.environ.get(models.TARGET_VARIABLE)
     found = model or (sized(size, False) if size else models.BUNDLED[family])
@@ -88,7 +75,7 @@ def pair(
         return found, None
     if eagle:
         named = draft or os.environ.get(models.HEAD_VARIABLE)
-        return found, named or _head(family, None if model else size, found, graft)
+        return found, named or _head(family, None if model else size, found, args.graft)
     number = draft or (models.DEFAULT_DRAFT[family] if size else "")
     if not re.fullmatch(r"\d+(\.\d+)?|", number):
         return found, draft

@@ -39,8 +39,6 @@ decoding, SSD). The texts must be the same, token for token. Exits with 1 if the
   ssd demo
 
   ssd demo --seed 11 --prompt "Can a fish ride a bicycle?"
-
-  ssd demo --model tiny-qwen3 --temperature 0
 """
 EXPLANATION: Final = """\
 [bold]The same text.[/] A text is a function of the model, the prompt, the parameters and the seed, and of nothing \
@@ -50,14 +48,12 @@ else. So all {count} prompts gave the same text {ways} times, token for token, a
 next tokens, and the model verifies them in one pass. A wrong guess costs time, never text.
 
 [bold]SSD.[/] In SD the model waits while the draft is written. In SSD the draft model prepares the next draft for \
-every likely outcome while the model verifies; if the outcome is among them, the next draft is there at once. \
-[cyan]ssd explain[/] shows it round by round.{caveat}
-"""
-NO_MODEL: Final = " SSD needs a draft model: name one with [cyan]--draft[/]."
-ONE_CORE: Final = " Here the two took turns, because there is no second core: SSD cannot be faster."
-SPEEDS: Final = """
-[dim]A rough measure of short work; [cyan]ssd bench[/] is the accurate one. Below 1, drafting took more time than it \
-saved: it pays where the model is much slower than its draft model, and other programs leave a core to the draft.[/]
+every likely outcome while the model verifies, on a core or GPU of its own; if the outcome is among them, the next \
+draft is there at once. [cyan]ssd explain[/] shows it round by round.
+
+[bold]Speed.[/] The ratios are a rough measure of short work; [cyan]ssd bench[/] is accurate. Below 1, drafting \
+took more time than it saved: it pays where the model is much slower than its draft model, and other programs leave a \
+core to the draft.
 """
 NEXT: Final = """\
 [bold]What to try next[/]{activate}
@@ -69,11 +65,10 @@ NEXT: Final = """\
   [cyan]ssd serve tiny-llama --draft tiny-llama-draft --mode ssd[/]
 
   [dim]# in Python; `pip install ssd-engine` in an environment of your own[/]
-  [cyan]from ssd import LLM, SamplingParams
+  [cyan]from ssd import LLM
 
   with LLM("tiny-llama") as llm:
-      params = SamplingParams(temperature=0.8, seed=4, max_new_tokens=64)
-      print(llm.generate("Once upon a time, there was", params)[0].text)[/]"""
+      print(llm.generate("Once upon a time, there was")[0].text)[/]"""
 MAX_WIDTH: Final = 100  # columns
 
 
@@ -82,6 +77,9 @@ class Question(NamedTuple):
     text: str
     chat: bool = True  # sent through the chat template, or plain text to be continued
     stop: tuple[str, ...] = ()
+
+    def prompt(self, as_chat: bool) -> Prompt:
+        return [{"role": "user", "content": self.text}] if self.chat and as_chat else self.text
 
 
 class Asked(NamedTuple):
@@ -132,24 +130,19 @@ def demo(
         chats = knows_chats(llm)
         _print_heading(llm, params, chats, console)
         questions = [*(Question("your question", text) for text in prompt or ()), *QUESTIONS]
-        asked = [ask(question, params, chats) for question in questions]
+        asked = [Asked(each, each.prompt(chats), replace(params, stop=each.stop)) for each in questions]
         runs = [one_at_a_time(llm, asked, console, "one at a time (AR)", shown=len(asked)), as_one_batch(llm, asked)]
     draft = speculation.get("draft") or bundled_draft(model) or NGRAM
     methods = {"sd": "with a draft (SD)"} | ({"ssd": "draft prepared ahead (SSD)"} if draft != NGRAM else {})
-    caveat = NO_MODEL if draft == NGRAM else ""
     for mode, method in methods.items():  # one engine at a time: each has all cores
         with load(model, {**engine, "speculation": {**speculation, "mode": mode, "draft": draft}}) as llm:
             runs.append(one_at_a_time(llm, asked, console, method, shown=1))
-            caveat = caveat or (ONE_CORE if _takes_turns(llm) else "")
-    conclude(model, asked, runs, caveat, console)
+    if draft == NGRAM:
+        console.print("SSD needs a draft model: name one with [cyan]--draft[/].\n")
+    conclude(model, asked, runs, console)
 
 
-def ask(question: Question, params: SamplingParams, chats: bool) -> Asked:
-    prompt: Prompt = [{"role": "user", "content": question.text}] if question.chat and chats else question.text
-    return Asked(question, prompt, replace(params, stop=question.stop))
-
-
-def conclude(model: str, asked: list[Asked], runs: list[Run], caveat: str, console: Console) -> None:
+def conclude(model: str, asked: list[Asked], runs: list[Run], console: Console) -> None:
     """Compares the runs and prints the summary. SSDError if their texts differ."""
     from ssd.models.open import bundled_models
 
@@ -157,7 +150,7 @@ def conclude(model: str, asked: list[Asked], runs: list[Run], caveat: str, conso
     _print_speeds(runs, differences, console)
     for found in filter(None, differences):
         raise SSDError(found)
-    console.print(EXPLANATION.format(count=len(asked), ways=len(runs), caveat=caveat))
+    console.print(EXPLANATION.format(count=len(asked), ways=len(runs)))
     if model in bundled_models():
         console.print(A_DEMO)
     script = activation()
@@ -225,15 +218,6 @@ def difference(asked: list[Asked], reference: Run, other: Run) -> str | None:
     return None
 
 
-def _takes_turns(llm: LLM) -> bool:
-    """Whether SSD's draft model runs in turns with the target."""
-    from ssd.assembly.device import resolve_device
-    from ssd.assembly.drafters import placed
-
-    wanted = llm.config.speculation
-    return wanted.mode == "ssd" and placed(wanted, resolve_device(llm.config.device)).placement == "inline"
-
-
 # --- what the reader sees ---------------------------------------------------------------------------------------------
 
 
@@ -259,4 +243,4 @@ def _print_speeds(runs: list[Run], differences: list[str | None], console: Conso
         same = "" if run is runs[0] else "[bold red]no[/]" if differs else "[green]yes[/]"
         table.add_row(run.method, f"{run.speed:.1f}", f"{run.speed / runs[0].speed:.2f}", accepted, hits, same)
     console.print(table)
-    console.print(SPEEDS)
+    console.print()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import io
 import json
@@ -15,7 +16,7 @@ import pytest
 from eagle_heads import make_tiny_head
 
 from ssd.bench import models
-from ssd.bench.arguments import GPUs, pair
+from ssd.bench.arguments import GPUs, pair_of
 from ssd.errors import ConfigError, ModelNotFound
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -145,12 +146,15 @@ def test_bench_with_an_eagle_head(command: str, tmp_path: Path, monkeypatch: pyt
 
 
 def test_heads_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    named = {"graft": False, "draft": None, "drafted": True, "eagle": True}
-    assert pair("llama", size="8", model=None, **named)[1] == "tiny-llama-eagle"
-    assert pair("qwen", size="32", model=None, **named | {"graft": True})[1] == "graft:tiny-qwen3-eagle@qwen3-32b"
-    assert pair("llama", size="70", model=None, **named | {"draft": "here"})[1] == "here"
+    def head(size: str | None, **given: Any) -> str | None:
+        args = argparse.Namespace(**{"qwen": False, "model": None, "draft": None, "graft": False} | given)
+        return pair_of(args, size=size, drafted=True, eagle=True)[1]
+
+    assert head("8") == "tiny-llama-eagle"
+    assert head("32", qwen=True, graft=True) == "graft:tiny-qwen3-eagle@qwen3-32b"
+    assert head("70", draft="here") == "here"
     with pytest.raises(ConfigError, match="name the EAGLE-3 head of here with --draft, or in SSD_EAGLE3_SPECFORGE"):
-        pair("llama", size=None, model="here", **named)
+        head(None, model="here")
     monkeypatch.delenv("SSD_TINY_MODELS")
     monkeypatch.setenv("SSD_HF_CACHE", str(tmp_path))
     with pytest.raises(ModelNotFound, match=r"lmsys/SGLang-EAGLE3-Llama-3\.3-70B-Instruct-SpecForge"):
