@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import math
 import os
 import re
 import sys
@@ -27,9 +28,9 @@ class Description:
     """What the metadata of a field says about an option."""
 
     help: str
-    least: float | None = None
-    above: float | None = None  # in place of `least`: a bound that is not allowed itself
-    most: float | None = None
+    least: float = -math.inf
+    above: float = -math.inf  # in place of `least`: a bound that is not allowed itself
+    most: float = math.inf
     pattern: str = ""  # regular expression of texts
     expects: str = ""  # what error messages ask for; "": derived
     flags: tuple[str, ...] = ()  # names on the command line; (): derived
@@ -82,29 +83,20 @@ class Option:
     @property
     def _range(self) -> str:
         least, above, most = self.description.least, self.description.above, self.description.most
-        if least is not None and most is not None:
-            return f" from {least} to {most}"
-        low = f" of at least {least}" if least is not None else f" above {above}" if above is not None else ""
-        return low + ("" if most is None else f"{' and' if low else ' of'} at most {most}")
+        if math.isfinite(least):
+            return f" from {least} to {most}" if math.isfinite(most) else f" of at least {least}"
+        low = f" above {above}" if math.isfinite(above) else ""
+        return low + (f" and at most {most}" if math.isfinite(most) else "")
 
-    def accepts(self, value: object) -> bool:
+    def accepts(self, value: Any) -> bool:
+        known = self.description
         if value is None or isinstance(value, bool):
             return self.optional if value is None else self.switch
         if isinstance(value, str):
-            return value in self.words or (
-                self.text and bool(re.fullmatch(self.description.pattern or "(?s).+", value))
-            )
+            matches = re.fullmatch(known.pattern or "(?s).+", value) is not None
+            return value in self.words or (self.text and matches)
         right = is_int(value) if self.number is int else self.number is float and isinstance(value, (int, float))
-        return right and self._in_range(value)  # type: ignore[arg-type]
-
-    def _in_range(self, value: float) -> bool:
-        least, above, most = self.description.least, self.description.above, self.description.most
-        return not (
-            value != value  # not a number
-            or (least is not None and value < least)
-            or (above is not None and value <= above)
-            or (most is not None and value > most)
-        )
+        return right and known.least <= value <= known.most and value > known.above
 
     def parse(self, text: str) -> Any:
         """The value that a text spells; the text itself if it spells none, which a check then refuses."""
