@@ -150,7 +150,7 @@ def _value(option: Option, value: Any) -> Any:
 def _nested(option: Option, text: str | None, flags: Given) -> Given:
     """The options of a nested config, from its flags or from its JSON; nothing if neither was given."""
     if text is None:
-        return {option.name: {"mode": "sd", **flags}} if flags else {}
+        return {option.name: {**flags, "mode": flags.get("mode", "sd")}} if flags else {}
     if flags:
         names = ", ".join(map(flag_of, flags))
         raise ConfigError(f"{flag_of(option.name)} says it all: leave out {names}, or put it into the JSON")
