@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ssd.errors import ConfigError
-from ssd.options import build, described, is_int, option, validate
+from ssd.options import build, described, is_int, option, plain, validate
 
 NGRAM = "ngram"
 K_DEFAULT = 4  # draft tokens per round
@@ -101,12 +101,14 @@ class SpeculationConfig:
             value = getattr(self, name)
             if value is None:
                 continue
-            numbers = isinstance(value, tuple) and all(is_int(n) and 0 <= n <= MAX_FAN_OUT for n in value)
-            if not numbers or not any(value) or self.k == "auto" or len(value) != self.k + 1:
+            counts = tuple(map(plain, value)) if isinstance(value, (list, tuple)) else ()
+            right = all(is_int(count) and 0 <= count <= MAX_FAN_OUT for count in counts) and any(counts)
+            if not right or self.k == "auto" or len(counts) != self.k + 1:
                 raise ConfigError(
                     f"speculation {name}={value!r}: must be a list of k + 1 numbers from 0 to {MAX_FAN_OUT} (after 0, "
                     "1, …, k accepted tokens), not all of them 0, and k a number"
                 )
+            object.__setattr__(self, name, counts)
         if (self.fan_out_hit is None) != (self.fan_out_miss is None):
             raise ConfigError("speculation fan_out_hit and fan_out_miss belong together: give both, or neither")
 

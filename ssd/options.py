@@ -148,14 +148,13 @@ def validate(config: Any, error: type[SSDError] = ConfigError, owner: str = "") 
     """
     for name, each in options_of(type(config)).items():
         given = getattr(config, name)
-        if given is each.default:
+        if given is each.default or not each.simple:
             continue
-        value: Any = tuple(map(plain, given)) if isinstance(given, (list, tuple)) else plain(given)
-        if each.simple:
-            value = os.fspath(value) if each.text and isinstance(value, os.PathLike) else value
-            if not each.accepts(value):
-                raise error(f"{owner}{name}={given!r}: must be {each.expected}")
-            value = each.number(value) if each.number is not None and not isinstance(value, (str, NoneType)) else value
+        value = os.fspath(given) if each.text and isinstance(given, os.PathLike) else plain(given)
+        if not each.accepts(value):
+            raise error(f"{owner}{name}={given!r}: must be {each.expected}")
+        if each.number is not None and not isinstance(value, (str, NoneType)):
+            value = each.number(value)
         object.__setattr__(config, name, value)
 
 
