@@ -59,7 +59,7 @@ def connect(args: argparse.Namespace) -> ServerContender:
 
     kind = "sglang" if args.sglang else "vllm"
     model, draft = pair_of(args, size=args.size, drafted=not args.ar)
-    sizes = {"k": args.k or K_DEFAULT} | ({"max_model_len": args.max_model_len} if args.max_model_len else {})
+    sizes = {name: value for name in ("k", "max_model_len") if (value := getattr(args, name)) is not None}
     note(f"starting {kind}: this takes a while")
     return launch(kind, model, draft=draft, gpus=args.gpus, **sizes)
 
@@ -92,10 +92,10 @@ def arguments() -> argparse.Namespace:
     drafts.add_argument("--f", type=int, help="branches per draft position (default: adaptive)")
     drafts.add_argument("--ar", action="store_true", help="servers: no draft model")
 
-    add_options(parser, SamplingParams, "seed", temperature="--temp", max_new_tokens="--max_tokens")
+    add_options(parser, SamplingParams, "seed", temperature="--temp", max_new_tokens="--max_tokens --output_len")
     add_options(parser, EngineConfig, "device", "eager", "max_model_len")
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    parser.add_argument("--gpus", type=int, default=1, help="the model is split over them, SSD's draft has one")
+    parser.add_argument("--gpus", "--tp", type=int, default=1, help="the model is split over them, SSD's draft has one")
     parser.add_argument("--metrics", action="store_true", help="times and speed after every answer")
     parser.add_argument("--colour", action="store_true", help="in green what the draft had guessed")
     args = parser.parse_args()

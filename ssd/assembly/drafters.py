@@ -32,6 +32,7 @@ from ssd.execution.features import Features
 from ssd.execution.graphs import row_buckets
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
+from ssd.layers.formats.rounded import rounded
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.decoder import Decoder
 from ssd.models.eagle import EagleCheckpoint
@@ -227,7 +228,7 @@ def load_draft(
         max(rows, config.max_num_seqs * reads),
         beyond=2 * reads,
         scratch_slots=scratch,
-        quantization=config.speculation.draft_quantization,
+        format_of=rounded(config.speculation.draft_quantization),
         target=target if isinstance(draft, EagleCheckpoint) else None,
         tp=tp,
     )

@@ -19,7 +19,7 @@ Parser = argparse.ArgumentParser | argparse._ArgumentGroup
 
 
 def add_options(parser: Parser, config: type, *names: str, **spelled: str) -> None:
-    """Adds arguments for fields of a config, described as the fields are. `spelled`: fields with a flag of their own.
+    """Adds arguments for fields of a config, described as the fields are. `spelled`: the flags of fields that have other names.
 
     Arguments that are not given are None.
     """
@@ -29,7 +29,7 @@ def add_options(parser: Parser, config: type, *names: str, **spelled: str) -> No
         described: dict[str, Any] = {"dest": name, "default": None, "help": known.description.help + shown}
         parsed = {"type": known.parse, "choices": known.words if known.words and known.number is None else None}
         how = {"action": "store_true"} if known.switch else parsed
-        parser.add_argument(spelled.get(name, f"--{name}"), **described, **how)
+        parser.add_argument(*spelled.get(name, f"--{name}").split(), **described, **how)
 
 
 def given(args: argparse.Namespace, config: type) -> dict[str, Any]:
