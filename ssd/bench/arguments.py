@@ -19,9 +19,9 @@ Parser = argparse.ArgumentParser | argparse._ArgumentGroup
 
 
 def add_options(parser: Parser, config: type, *names: str, **spelled: str) -> None:
-    """Adds arguments for fields of a config, described as the fields are. `spelled`: the flags of fields that have other names.
+    """Adds arguments for fields of a config, described as the fields are; None if they are not given.
 
-    Arguments that are not given are None.
+    `spelled`: fields with other flags than their names.
     """
     for name in (*names, *spelled):
         known = options_of(config)[name]
