@@ -83,7 +83,7 @@ class AheadDrafter(Drafter):
         self.overlap = overlap
         self.policy = BackupPolicy(backup)
         self.statistics = OutcomeStatistics()
-        self._in_time = float(model.runner.max_width)  # branches per sequence that are prepared in time
+        self._in_time = float(model.runner.shapes.max_width)  # branches per sequence that are prepared in time
         self._run: DraftRun | None = None  # the last preparation
         self._places: dict[int, int] = {}  # by sequence id: its index in that run
         self._looked_up: list[tuple[Work, DraftSequence]] = []  # works whose drafts were looked up in that run
@@ -187,7 +187,7 @@ class AheadDrafter(Drafter):
             [work.slot for work in works],
             [work.proposal.num_tokens for work in works],
             [work.sequence.params for work in works],
-            budget=max(1, min(budget, runner.width_of(len(works)), int(self._in_time))),
+            budget=max(1, min(budget, runner.shapes.width_of(len(works)), int(self._in_time))),
             fan_out=self.fan_out,
             statistics=self.statistics,
         )
@@ -201,10 +201,10 @@ class AheadDrafter(Drafter):
             count = max(work.lookahead for work in works)
             runner = self.model.runner
             self._run = runner.branch(staged, count, overlap=self.overlap, interrupted=interrupted)
-            late, width = interrupted(), staged.shape.width
-            self._in_time = (
-                max(_MIN_BRANCHES, _DECREASE * width) if late else min(runner.max_width, self._in_time + _INCREASE)
-            )
+            if interrupted():
+                self._in_time = max(_MIN_BRANCHES, _DECREASE * staged.shape.width)
+            else:
+                self._in_time = min(runner.shapes.max_width, self._in_time + _INCREASE)
         self._rounds.put(works, _Round(self._run, self._written))
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:

@@ -113,7 +113,7 @@ class Fake(AheadDrafter):
     """Drafts nothing that is real; `stands` says how many tokens of a draft stand."""
 
     def __init__(self) -> None:
-        runner = SimpleNamespace(max_width=16, rejection=False)
+        runner = SimpleNamespace(shapes=SimpleNamespace(max_width=16), rejection=False)
         super().__init__(SimpleNamespace(runner=runner), Adaptive(), lookahead=8, budget=16)  # type: ignore[arg-type]
         self.controller: DepthController | None = None
         self.calls: list[str] = []
