@@ -121,7 +121,7 @@ def controlled(drafter: Drafter, speculation: SpeculationConfig) -> Drafter:
     """Wraps the drafter in a DepthController if `k` or `budget` is "auto"."""
     if "auto" not in (speculation.k, speculation.budget):
         return drafter
-    widths = speculation.budgets if isinstance(drafter, AheadDrafter) else (0,)
+    widths = speculation.budgets if drafter.budget else (0,)
     return DepthController(drafter, make_arms(None if speculation.k == "auto" else speculation.lookahead, widths))
 
 

@@ -16,7 +16,6 @@ from ssd.bench.answers import Answer, Asked, Prompt
 from ssd.config import NGRAM, SpeculationConfig
 from ssd.core import RequestOutput, SamplingParams
 from ssd.decoding.drafter import Drafter
-from ssd.decoding.round import RoundStats
 from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.controller import DepthController
 from ssd.drafting.eagle import EagleModel
@@ -90,9 +89,7 @@ class OurContender:
 
     def take_over(self, engine: Engine, batch: int) -> None:
         """Installs this contender's drafter and resets all counters."""
-        engine.flush()
-        engine.round.drafter, engine.round.stats, engine.metrics = self.drafter, RoundStats(), EngineMetrics()
-        engine.scheduler.max_num_seqs = batch
+        engine.use(self.drafter, batch)
         torch.set_num_threads(self.threads)  # of the engine's thread
 
     def close(self) -> None:

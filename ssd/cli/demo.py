@@ -245,9 +245,9 @@ def with_a_draft(llm: LLM, asked: list[Asked], console: Console) -> Writing:
     from ssd.cli.trace import Recorder
 
     wanted = placed(llm.config.speculation, resolve_device(llm.config.device))
-    recorder = llm.driver.call(lambda engine: Recorder(engine, branches=False))
+    recorder = Recorder(branches=False)
     way = "with a draft (SD)" if wanted.mode == "sd" else "draft runs ahead (SSD)"
-    with console.status(f"and once more, {way}"):
+    with console.status(f"and once more, {way}"), llm.driver.observing(recorder):
         started = time.perf_counter()
         outputs = [llm.generate(each.prompt, each.params)[0] for each in asked]
         seconds = time.perf_counter() - started

@@ -141,13 +141,12 @@ class AheadDrafter(Drafter):
                 missed.append((work, own))
         return found, missed
 
-    def settle(self, works: Seq[Work], budget: int | None = None) -> None:
+    def settle(self, works: Seq[Work]) -> None:
         """Uses the backup after misses, then copies what branches are prepared from out of the SequenceState."""
-        budget = self.budget if budget is None else budget
         self._run, self._places = None, {}
         branching: list[Work] = []
         for work in works:
-            prepares = work.decides and budget > 0
+            prepares = work.decides and self.budget > 0
             if not work.sequence.params.speculate or not (prepares or work.num_tokens > 1):
                 continue
             own = self.model.state_of(work, works)
@@ -157,7 +156,7 @@ class AheadDrafter(Drafter):
                 self.model.read_prompt(work, own)
             if prepares and self.model.can_branch(work, own):
                 branching.append(work)
-        self._staged = self._stage(branching, budget) if any(work.lookahead for work in branching) else None
+        self._staged = self._stage(branching) if any(work.lookahead for work in branching) else None
         for work in works:
             if work.proposal.origin is Origin.DRAFT:
                 self.model.mark_read(work, branched=False)
@@ -181,13 +180,13 @@ class AheadDrafter(Drafter):
             self.model.mark_read(work, branched=False)
         return True
 
-    def _stage(self, works: Seq[Work], budget: int) -> StagedBranches:
+    def _stage(self, works: Seq[Work]) -> StagedBranches:
         runner = self.model.runner
         staged = runner.stage_branches(
             [work.slot for work in works],
             [work.proposal.num_tokens for work in works],
             [work.sequence.params for work in works],
-            budget=max(1, min(budget, runner.shapes.width_of(len(works)), int(self._in_time))),
+            budget=max(1, min(self.budget, runner.shapes.width_of(len(works)), int(self._in_time))),
             fan_out=self.fan_out,
             statistics=self.statistics,
         )

@@ -18,12 +18,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Final, TypeVar
 
 from ssd.core import Delta, RequestOutput, SamplingParams
+from ssd.decoding.observer import RoundObserver
 from ssd.engine.engine import Engine
 from ssd.engine.validation import check_request
 from ssd.errors import EngineClosed, EngineFailed, RequestError
@@ -324,6 +326,15 @@ class Driver:
         future: Future[T] = Future()
         self._post(_Call(function, future))
         return future.result()
+
+    @contextmanager
+    def observing(self, observer: RoundObserver) -> Iterator[None]:
+        """Tells the observer of all rounds inside of the context."""
+        self.call(lambda engine: engine.round.observers.append(observer))
+        try:
+            yield
+        finally:
+            self.call(lambda engine: engine.round.observers.remove(observer))
 
     def close(self, timeout: float | None = None) -> None:
         """Ends all requests (with EngineClosed), the engine and its thread. Idempotent; for any thread."""
