@@ -105,7 +105,7 @@ def placed(
 
 
 def make_drafter(config: EngineConfig, runner: ModelRunner | None, target: ModelRunner) -> Drafter:
-    """`runner`: that of the draft model or head, if it is in this process."""
+    """`config`: the user's, with the target's `max_model_len`. `runner`: that of a draft in this process."""
     speculation = config.speculation
     if speculation.placement == "process":
         return controlled(start_workers(config, target.vocab_size), speculation)
@@ -231,7 +231,10 @@ def load_draft(
 
 
 def start_workers(config: EngineConfig, vocab_size: int) -> Drafter:
-    """A drafter in workers, one for each replica, with the GPUs after the target's on this host, or a core each."""
+    """A drafter in workers, one for each replica, with the GPUs after the target's on this host, or a core each.
+
+    What `config` leaves open (dtype, KV blocks, batch size) a worker chooses for its own device.
+    """
     draft = absolute_path(str(config.speculation.draft))  # for a worker that is started again from another directory
     config = replace(config, speculation=replace(config.speculation, draft=draft))
     device, threads = resolve_device(config.device), torch.get_num_threads()
