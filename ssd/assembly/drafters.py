@@ -18,7 +18,6 @@ from ssd.assembly.warm_up import warm_up
 from ssd.config import NGRAM, EngineConfig, SpeculationConfig, build
 from ssd.core import is_int
 from ssd.decoding.drafter import Drafter
-from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.controller import DepthController, make_arms
 from ssd.drafting.eagle import EagleModel, EagleStep, private_blocks
 from ssd.drafting.fan_out import Adaptive, FanOut, Geometric, Listed, Share
@@ -27,6 +26,7 @@ from ssd.drafting.ngram import NgramDrafter
 from ssd.drafting.process import ProcessDrafter
 from ssd.drafting.runner import DraftRunner
 from ssd.drafting.shapes import RunShapes
+from ssd.drafting.ssd import SSDDrafter
 from ssd.drafting.step import DraftStep, ModelStep
 from ssd.drafting.supervisor import Worker
 from ssd.drafting.worker import WorkerDrafter
@@ -133,7 +133,7 @@ def drafter_with(model: DraftSource | None, speculation: SpeculationConfig, fan_
         return NgramDrafter(speculation.lookahead)
     if speculation.mode == "sd":
         return ModelDrafter(model, speculation.lookahead)
-    return AheadDrafter(
+    return SSDDrafter(
         model,
         fan_out or make_fan_out(speculation),
         lookahead=speculation.lookahead,

@@ -46,8 +46,8 @@ from ssd.assembly.ranks import Place, Ranks
 from ssd.config import EngineConfig, SpeculationConfig
 from ssd.core import Outcome, RequestOutput, Work
 from ssd.decoding.observer import RoundObserver
-from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.process import ProcessDrafter
+from ssd.drafting.ssd import SSDDrafter
 from ssd.drafting.supervisor import Worker
 from ssd.drafting.wire import Channel
 from ssd.engine.engine import Engine
@@ -82,7 +82,7 @@ def two(models: Models) -> Iterator[LLM]:
 def mode(llm: LLM, name: str) -> Iterator[None]:
     """The engine in another mode."""
     built = llm.engine.round.drafter
-    assert isinstance(built, AheadDrafter)
+    assert isinstance(built, SSDDrafter)
     options = {"mode": name, "draft": "noisy", "k": 3} if name != "ar" else {"mode": name}
     speculation = SpeculationConfig(**options)  # type: ignore[arg-type]
     drafter = built if name == "ssd" else drafter_with(built.model, speculation)

@@ -38,12 +38,12 @@ from ssd.decoding import rejection
 from ssd.decoding.drafter import Drafter
 from ssd.decoding.rejection import RejectionTarget
 from ssd.decoding.round import Round
-from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.fan_out import Adaptive, FanOut, Geometric
 from ssd.drafting.model import DraftModel, ModelDrafter
 from ssd.drafting.ngram import NgramDrafter
 from ssd.drafting.runner import DraftRunner
 from ssd.drafting.shapes import RunShapes
+from ssd.drafting.ssd import SSDDrafter
 from ssd.drafting.step import ModelStep
 from ssd.engine.engine import Engine
 from ssd.engine.scheduler import Scheduler
@@ -492,7 +492,7 @@ class Trial:
         model = DraftModel(runner, max_len=64, max_num_batched_tokens=1 << 20, prefix_caching=False)
         if self.ahead is None:
             return ModelDrafter(model, self.k)
-        return AheadDrafter(model, self.ahead, lookahead=self.k, budget=8)
+        return SSDDrafter(model, self.ahead, lookahead=self.k, budget=8)
 
 
 PAIRS = tuple(t for pair in itertools.product(range(4), repeat=2) for t in pair)  # a look-up never fails for long

@@ -18,11 +18,11 @@ from fakes import make_sequence
 
 from ssd.assembly.device import make_ops
 from ssd.core import Work
-from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.fan_out import Adaptive
 from ssd.drafting.model import DraftModel
 from ssd.drafting.runner import DraftRunner
 from ssd.drafting.shapes import RunShapes
+from ssd.drafting.ssd import SSDDrafter
 from ssd.drafting.step import ModelStep
 from ssd.errors import ConfigError
 from ssd.execution.runner import ModelRunner
@@ -132,7 +132,7 @@ def drafted(checkpoint: HFCheckpoint, tp: TensorParallel, queued: Queued) -> tor
     if tp.size > 1:
         runner.followers = queued  # type: ignore[assignment]
         runner.tables.on_write = lambda *written: queued.messages.put(("tables", written))
-    drafter = AheadDrafter(DraftModel(draft, max_len=32, max_num_batched_tokens=8), Adaptive(), lookahead=k, budget=5)
+    drafter = SSDDrafter(DraftModel(draft, max_len=32, max_num_batched_tokens=8), Adaptive(), lookahead=k, budget=5)
     sequences = [make_sequence(TOKENS[i : 4 * i + 5], TOKENS[:1], id=i) for i in range(3)]
     for slot, sequence in enumerate(sequences):
         state.admit(slot, sequence)

@@ -1,4 +1,4 @@
-"""Speculative speculative decoding (SSD): the draft model runs ahead of the verification.
+"""Speculative speculative decoding (SSD): drafts are prepared during the verification before.
 
 While the target verifies, the draft model prepares the next draft for each of its likely outcomes. If the outcome is
 among them (a hit), the next round's draft is ready. If not (a miss), the backup is used: `jit`, a draft that is written
@@ -58,7 +58,7 @@ class _Round(NamedTuple):
     written: DraftRun | None  # drafts that the target waited for
 
 
-class AheadDrafter(Drafter):
+class SSDDrafter(Drafter):
     """The drafter of SSD.
 
     `budget`: maximum number of branches per sequence; 0: drafts are written in `propose`, as in SD. `overlap`: on a GPU
@@ -221,25 +221,26 @@ class AheadDrafter(Drafter):
 
     def prepared(self, sequence: Sequence) -> Prepared:
         """Empty under the rejection rule: drafts are of no use without their distributions."""
-        run, place = self._run, self._places.get(sequence.id)
-        if run is None or place is None or self.model.runner.rejection:
-            return {}
-        rows = run.tokens[place * run.width : (place + 1) * run.width]
-        found: dict[tuple[int, int], tuple[int, ...]] = {}
-        for after, (root, *draft) in zip(run.after[place], rows, strict=True):
-            found.setdefault((after, root), tuple(draft))
-        return found
+        run, rows = self._run, self._rows(sequence)
+        return {} if run is None else {outcome: tuple(run.tokens[row][1:]) for outcome, row in rows.items()}
 
     def prepared_confidence(self, sequence: Sequence) -> Confidence:
+        run, rows = self._run, self._rows(sequence)
+        if run is None or not rows:
+            return {}
+        first = min(rows.values())
+        sure = self.model.runner.confidence(run, first, max(rows.values()) + 1)
+        return {outcome: tuple(sure[row - first]) for outcome, row in rows.items()}
+
+    def _rows(self, sequence: Sequence) -> dict[tuple[int, int], int]:
+        """By outcome: the row of its branch in the last preparation."""
         run, place = self._run, self._places.get(sequence.id)
         if run is None or place is None or self.model.runner.rejection:
             return {}
-        first = place * run.width
-        rows = self.model.runner.confidence(run, first, first + run.width)
-        found: dict[tuple[int, int], tuple[float, ...]] = {}
-        for after, (root, *_), sure in zip(run.after[place], run.tokens[first:], rows, strict=False):
-            found.setdefault((after, root), tuple(sure))
-        return found
+        rows: dict[tuple[int, int], int] = {}
+        for row, after in enumerate(run.after[place], place * run.width):
+            rows.setdefault((after, run.tokens[row][0]), row)
+        return rows
 
     def forget(self, sequence: Sequence) -> None:
         self._places.pop(sequence.id, None)
