@@ -83,12 +83,13 @@ def used_kernel(x: torch.Tensor, weight: Any, *, gated: bool) -> str:
 
 def products(shape: DecoderConfig) -> list[tuple[str, int, int]]:
     """Name, columns and depth of every product of a layer, and of the head."""
-    heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    attention = shape.attention
+    heads, kv_heads = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
     return [
         ("qkv", heads + 2 * kv_heads, shape.hidden_size),
         ("output", shape.hidden_size, heads),
-        ("gate/up", 2 * shape.intermediate_size, shape.hidden_size),
-        ("down", shape.hidden_size, shape.intermediate_size),
+        ("gate/up", 2 * shape.mlp.intermediate_size, shape.hidden_size),
+        ("down", shape.hidden_size, shape.mlp.intermediate_size),
         ("head", shape.vocab_size, shape.hidden_size),
     ]
 

@@ -10,7 +10,6 @@ from ssd.config import EngineConfig
 from ssd.errors import ConfigError
 from ssd.kernels.launching import shared_memory
 from ssd.kernels.ops import Ops
-from ssd.kernels.quantized import Format, QuantizedOps
 from ssd.models.config import DecoderConfig
 
 _LARGE_GPU = 40 << 30  # bytes
@@ -47,9 +46,10 @@ def resolve_dtype(config: EngineConfig, model: DecoderConfig, device: torch.devi
         name = "float32" if device.type == "cpu" else "float16" if model.dtype == "float16" else "bfloat16"
     if name == "float16" and device.type == "cpu":
         raise ConfigError("dtype='float16' is for GPUs: on the CPU use float32 (exact) or bfloat16 (half the memory)")
-    if name == "float32" and device.type == "cuda" and model.head_dim > 64 and shared_memory(device) < _WIDE_ATTENTION:
+    dim = max(layer.attention.head_dim for layer in model.layers)
+    if name == "float32" and device.type == "cuda" and dim > 64 and shared_memory(device) < _WIDE_ATTENTION:
         raise ConfigError(
-            f"dtype='float32': attention with heads of {model.head_dim} dimensions does not fit this GPU's shared "
+            f"dtype='float32': attention with heads of {dim} dimensions does not fit this GPU's shared "
             "memory; use bfloat16"
         )
     dtype: torch.dtype = getattr(torch, name)
@@ -61,26 +61,21 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def make_ops(device: torch.device, quantization: Format | None = None) -> Ops:
+def make_ops(device: torch.device) -> Ops:
     """The kernels of a device: Triton on CUDA; C on the CPU, or plain torch where there is no C compiler."""
     if device.type == "cuda":
-        from ssd.kernels.quantized_linear import TritonQuantizedOps
         from ssd.kernels.triton_ops import TritonOps
 
-        return TritonQuantizedOps(TritonOps(), quantization) if quantization is not None else TritonOps()
-    from ssd.kernels.cpu_ops import CpuOps, CpuQuantizedOps
+        return TritonOps()
+    from ssd.kernels.cpu_ops import CpuOps
     from ssd.kernels.reference import ReferenceOps
 
-    ops = CpuOps.load()
-    if quantization is None:
-        return ops or ReferenceOps()
-    return CpuQuantizedOps(ops, quantization) if ops is not None else QuantizedOps(ReferenceOps(), quantization)
+    return CpuOps.load() or ReferenceOps()
 
 
 def kernels_of(ops: Ops) -> str:
     """The kind of kernels, in words."""
-    base = ops.ops if isinstance(ops, QuantizedOps) else ops
-    return {"TritonOps": "Triton", "CpuOps": "C"}.get(type(base).__name__, "plain torch")
+    return {"TritonOps": "Triton", "CpuOps": "C"}.get(type(ops).__name__, "plain torch")
 
 
 def device_name(device: torch.device) -> str:

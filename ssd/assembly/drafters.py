@@ -35,6 +35,7 @@ from ssd.execution.features import Features
 from ssd.execution.graphs import row_buckets
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
+from ssd.layers.formats.rounded import rounded
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.decoder import Decoder
 from ssd.models.eagle import EagleCheckpoint
@@ -198,8 +199,7 @@ def run_shapes(config: EngineConfig, device: torch.device) -> RunShapes:
     if speculation.mode == "ssd":
         widths = speculation.budgets
         rows = max(rows, min(_MAX_BRANCHES, rows * max(widths)))
-    rounded = device.type == "cuda"
-    return RunShapes(speculation.lookahead, config.max_num_seqs, rows, widths, rounded=rounded)
+    return RunShapes(speculation.lookahead, config.max_num_seqs, rows, widths, bucketed=device.type == "cuda")
 
 
 def load_draft(
@@ -224,7 +224,7 @@ def load_draft(
         max(shapes.max_rows, config.max_num_seqs * shapes.reads),
         beyond=2 * shapes.reads,
         scratch_slots=scratch,
-        quantization=config.speculation.draft_quantization,
+        format_of=rounded(config.speculation.draft_quantization),
         target=target if head else None,
         tp=tp,
     )

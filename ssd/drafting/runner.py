@@ -218,7 +218,7 @@ class DraftRunner:
     @torch.inference_mode()
     def rehearse(self, sequences: Seq[int], fan_out: FanOut) -> None:
         """Runs on padding, of all shapes that have kernels of their own."""
-        with self.runner.first_layers(), self.state.sampling.tables():
+        with self.runner.decoder.distinct_layers(), self.state.sampling.tables():
             for shape in self.shapes.usual(sequences, fan_out):
                 self._upload([self.state.padding] * shape.sequences, [0] * shape.sequences, shape)
                 self._compute_stage(shape.sequences, shape.branches)

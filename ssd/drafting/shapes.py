@@ -34,14 +34,14 @@ class RunShape(NamedTuple):
 
 @dataclass(frozen=True)
 class RunShapes:
-    """The shapes that runs can have: their limits, and whether they are `rounded` up to those with graphs."""
+    """The shapes that runs can have: their limits; `bucketed`: rounded up to those with graphs."""
 
     lookahead: int  # tokens of a draft
     max_sequences: int
     max_rows: int  # one per sequence, or its branches
     widths: Seq[int] = ()  # branches per sequence; each number has graphs
     most_written_reads: int | None = None  # tokens that `write` reads of a sequence, if fewer than `branch`
-    rounded: bool = False
+    bucketed: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "widths", sorted({min(width, RANKS * self.reads) for width in self.widths}))
@@ -68,7 +68,7 @@ class RunShapes:
         return min(self.max_width, self.max_rows // self.bucket(sequences))
 
     def bucket(self, sequences: int) -> int:
-        return min(self.max_sequences, 1 << (sequences - 1).bit_length()) if self.rounded else sequences
+        return min(self.max_sequences, 1 << (sequences - 1).bit_length()) if self.bucketed else sequences
 
     def of(
         self,
@@ -82,13 +82,13 @@ class RunShapes:
         width = 0
         if fan_out is not None:
             width = min(fan_out.width(budget), self.width_of(sequences))
-            if self.rounded:
+            if self.bucketed:
                 width = min(self.width_of(sequences), next(each for each in self.widths if each >= width))
         return RunShape(self.bucket(sequences), self._padded(reads, width > 0), width, Needs.of(params), fan_out)
 
     def after_reading(self, shape: RunShape) -> RunShape:
         """The shape of a later step, which depends neither on the number of tokens read nor on the policy."""
-        return shape._replace(reads=self.reads if self.rounded else shape.reads, fan_out=None)
+        return shape._replace(reads=self.reads if self.bucketed else shape.reads, fan_out=None)
 
     def usual(self, sequences: Seq[int], fan_out: FanOut) -> Iterator[RunShape]:
         """The largest first: the graphs of the others reuse its memory."""
@@ -98,7 +98,7 @@ class RunShapes:
                     yield RunShape(count, reads, width, Needs(), fan_out if width else None)
 
     def _padded(self, reads: int, branches: bool) -> int:
-        if not self.rounded:
+        if not self.bucketed:
             return reads
         most = self.most_reads(branches)
         return min(_FEW_READS, most) if reads <= _FEW_READS else most
