@@ -120,7 +120,7 @@ class EagleModel(DraftSource):
 
     def state_of(self, work: Work, works: Seq[Work]) -> DraftSequence | None:
         """None before the feature that a draft begins with is there: for prompts, and for the first token of a text."""
-        if not work.decodes or work.sequence.least_len < 2:
+        if not work.is_decode or work.sequence.least_len < 2:
             return None
         self.runner.runner.tables.update([(work.slot, work.sequence.kv.blocks)])
         return DraftSequence(work.slot)
