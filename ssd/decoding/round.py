@@ -12,7 +12,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -26,7 +26,6 @@ from ssd.execution.target import Hook, Verification
 
 log = logging.getLogger("ssd")
 T = TypeVar("T")
-_NOTHING = nullcontext()
 
 
 class Verifier(Protocol):
@@ -105,14 +104,14 @@ class Round:
         """Goes on with another drafter, while no round is in flight; its statistics begin at 0."""
         self.drafter, self.stats, self.isolation = drafter, RoundStats(), Isolation()
 
-    def part(self, name: str) -> AbstractContextManager[object]:
-        """Around a part of a round, for the observers."""
+    def part(self, name: str, call: Callable[[], T]) -> T:
+        """Calls a part of a round, inside of the observers' contexts."""
         if not self.observers:
-            return _NOTHING
-        stack = ExitStack()
-        for observer in self.observers:
-            stack.enter_context(observer.part(name) or _NOTHING)
-        return stack
+            return call()
+        with ExitStack() as stack:
+            for observer in self.observers:
+                stack.enter_context(observer.part(name) or nullcontext())
+            return call()
 
     def admit(self, sequence: Sequence) -> None:
         """Writes a sequence, which has just got a slot, to the SequenceState."""
@@ -127,8 +126,7 @@ class Round:
         self._asked.put(works, asked)
         settle = functools.partial(self._guarded, asked, "settle", self.drafter.settle, None)
         prepare = functools.partial(self._guarded, asked, "prepare", self.drafter.prepare, None)
-        with self.part("verify"):
-            verification = self.target.launch(works, settle, prepare)
+        verification = self.part("verify", functools.partial(self.target.launch, works, settle, prepare))
         self._last_end = self._before = verification.ended
         for observer in self.observers:
             observer.launched(works, self._prepared)
@@ -140,8 +138,7 @@ class Round:
 
     def collect(self, round_: InFlight) -> tuple[list[Outcome | None], float]:
         """Waits for the device; returns the outcomes and how many seconds the round took."""
-        with self.part("collect"):
-            outcomes = round_.verification.collect()
+        outcomes = self.part("collect", round_.verification.collect)
         verification = round_.verification
         if self._last_end is verification.ended:  # nothing was launched after it
             self._last_end = None
@@ -243,8 +240,7 @@ class Round:
         if not asked.works:
             return otherwise
         try:
-            with self.part(part):
-                return call(asked.works)
+            return self.part(part, functools.partial(call, asked.works))
         except Exception as error:
             self.stats.drafter_failures += 1
             self.isolation.failed(asked.works)

@@ -173,8 +173,7 @@ class Engine:
 
     def _schedule(self) -> list[Work]:
         self.scheduler.lookahead = self.round.drafter.lookahead
-        with self.round.part("schedule"):
-            works = self.scheduler.schedule()
+        works = self.round.part("schedule", self.scheduler.schedule)
         if works is None:  # KV blocks are short: collect the round in flight before preempting
             self.flush()
             works = self.scheduler.schedule() or []
