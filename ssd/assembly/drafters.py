@@ -15,8 +15,7 @@ from ssd.assembly.memory import Loaded, kv_blocks
 from ssd.assembly.models import load_decoder, make_runner, make_state
 from ssd.assembly.ranks import Follower, Place, Ranks
 from ssd.assembly.warm_up import warm_up
-from ssd.config import NGRAM, EngineConfig, SpeculationConfig, build
-from ssd.core import is_int
+from ssd.config import NGRAM, EngineConfig, SpeculationConfig
 from ssd.decoding.drafter import Drafter
 from ssd.drafting.controller import DepthController, make_arms
 from ssd.drafting.eagle import EagleModel, EagleStep, private_blocks
@@ -41,6 +40,7 @@ from ssd.models.decoder import Decoder
 from ssd.models.eagle import EagleCheckpoint
 from ssd.models.open import absolute_path, open_checkpoint, open_eagle
 from ssd.models.persistent import use_persistent_step
+from ssd.options import build, is_int
 from ssd.parallel.launch import local_size
 from ssd.parallel.tensor import TensorParallel
 from ssd.text.tokenizer import Tokenizer
