@@ -22,8 +22,8 @@ from rich.progress import track
 from rich.table import Table
 
 from ssd import LLM, SamplingParams
-from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.fan_out import RANKS, Adaptive, FanOut, Geometric, Listed, OutcomeStatistics
+from ssd.drafting.ssd import SSDDrafter
 from ssd.engine.engine import Engine
 from ssd.prompts import OWN_SETS, load_prompts
 
@@ -53,7 +53,7 @@ def play(args: argparse.Namespace, name: str, temperature: float, rule: str, c: 
 
 def record_rounds(engine: Engine) -> RecordedRounds:
     drafter = engine.round.drafter
-    if not isinstance(drafter, AheadDrafter):
+    if not isinstance(drafter, SSDDrafter):
         raise AssertionError("the engine was built for another mode")
     drafter.statistics = recorded = RecordedRounds()
     return recorded

@@ -17,7 +17,7 @@ from rich.table import Table
 from ssd import LLM
 from ssd.core import Request, SamplingParams, Sequence
 from ssd.decoding.drafter import Drafter
-from ssd.drafting.ahead import AheadDrafter
+from ssd.drafting.ssd import SSDDrafter
 from ssd.engine.engine import Engine
 from ssd.execution.batch import Batch
 from ssd.execution.target import Target
@@ -48,7 +48,7 @@ def alone_and_beside(llm: LLM, drafter: Drafter, k: int) -> tuple[float, float, 
 def timings(engine: Engine, drafter: Drafter, k: int, temperature: float) -> list[float]:
     """Milliseconds: verify, draft, prepare, prepare beside verify. For an engine that is idle."""
     target = engine.round.target
-    if not isinstance(drafter, AheadDrafter) or not isinstance(target, Target):
+    if not isinstance(drafter, SSDDrafter) or not isinstance(target, Target):
         raise AssertionError("the engine was built for another mode")
     runner, params = drafter.model.runner, SamplingParams(temperature=temperature)
     prompt = (1,) * CONTEXT

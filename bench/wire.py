@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence as Seq
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from ssd import LLM, SamplingParams
-from ssd.core import Proposal, Work
-from ssd.decoding.drafter import Drafter
+from ssd.decoding.observer import RoundObserver
 from ssd.drafting.process import ProcessDrafter
 from ssd.prompts import load_prompts
 
@@ -28,25 +26,26 @@ def main() -> None:
     args = _arguments()
     columns = ("rounds", "hits", "messages to a worker", "from it", "bytes a sequence to it", "from it")
     table = Table("k", "replicas", "batch", *columns, title="per round and replica")
+    pause = Pause(args.pause)
     for k in args.k:
         for replicas in args.replicas:
             speculation = {"mode": "ssd", "draft": args.draft, "placement": "process", "k": k}
             speculation |= {"draft_replicas": replicas, "budget": args.budget}
-            with LLM(args.model, max_model_len=1024, speculation=speculation) as llm:
-                llm.driver.call(lambda engine: pause_before_rounds(engine.round.drafter, args.pause))
+            with LLM(args.model, max_model_len=1024, speculation=speculation) as llm, llm.driver.observing(pause):
                 for batch in args.batches:
                     table.add_row(str(k), str(replicas), str(batch), *measured(llm, batch, args.tokens))
     Console(width=120).print(table)
 
 
-def pause_before_rounds(drafter: Drafter, seconds: float) -> None:
-    propose = drafter.propose
+class Pause(RoundObserver):
+    """Pauses before the drafter is asked."""
 
-    def proposing(works: Seq[Work]) -> list[Proposal]:
-        time.sleep(seconds)
-        return propose(works)
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
 
-    drafter.propose = proposing  # type: ignore[method-assign]
+    def part(self, name: str) -> None:
+        if name == "propose":
+            time.sleep(self.seconds)
 
 
 def measured(llm: LLM, batch: int, tokens: int) -> list[str]:

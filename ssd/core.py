@@ -384,7 +384,7 @@ class Work(NamedTuple):
     proposal: Proposal = Proposal()
 
     @property
-    def decodes(self) -> bool:
+    def is_decode(self) -> bool:
         """Whether it computes just the last decided token (and a draft): no prefill."""
         return self.decides and self.num_tokens == 1
 

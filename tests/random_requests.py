@@ -23,6 +23,7 @@ from eagle_heads import make_head
 from ssd import SamplingParams
 from ssd.core import Origin, Outcome, RequestOutput, Status, Work
 from ssd.decoding.drafter import Drafter
+from ssd.decoding.observer import RoundObserver
 from ssd.drafting.model import DraftModel
 from ssd.engine.engine import Engine
 
@@ -172,21 +173,18 @@ def check_answers(requests: Seq[Asked], outputs: Seq[RequestOutput], expected: S
             assert sample.logprobs == (None if full.logprobs is None else full.logprobs[:end])
 
 
-def watch_drafts(engine: Engine) -> list[tuple[Origin, int, int]]:
-    """Origin, length and accepted tokens of every draft that is verified from now on, as long as its sequence runs."""
-    verified: list[tuple[Origin, int, int]] = []
-    observe = engine.round.drafter.observe
+class VerifiedDrafts(RoundObserver):
+    """Origin, length and accepted tokens of every draft that is verified, as long as its sequence runs."""
 
-    def watching(works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
-        verified.extend(
+    def __init__(self) -> None:
+        self.drafts: list[tuple[Origin, int, int]] = []
+
+    def decided(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
+        self.drafts.extend(
             (outcome.origin, len(outcome.draft), outcome.num_accepted)
             for work, outcome in zip(works, outcomes, strict=True)
             if outcome is not None and outcome.draft and work.sequence.status is Status.RUNNING
         )
-        observe(works, outcomes, seconds)
-
-    engine.round.drafter.observe = watching  # type: ignore[method-assign]
-    return verified
 
 
 @dataclass(frozen=True)

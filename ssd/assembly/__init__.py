@@ -111,11 +111,13 @@ def _assemble(
         num_slots=num_slots(config),
     )
     longest = possible_length(config, checkpoint.config.max_position, max_model_len, device)
+    # A draft on another device chooses its own dtype and memory; sequences are as long as the target's.
+    drafter = make_drafter(replace(config, max_model_len=max_model_len), draft_runner, runner)
     dtype = str(runner.decoder.dtype).removeprefix("torch.")
     config = replace(config, dtype=dtype, max_model_len=max_model_len, num_kv_blocks=runner.num_blocks)  # type: ignore[arg-type]
     config = replace(config, max_num_batched_tokens=scheduler.max_num_batched_tokens, block_size=runner.block_size)
     engine = Engine(
-        Round(target, make_drafter(config, draft_runner, runner)),
+        Round(target, drafter),
         scheduler,
         max_model_len=max_model_len,
         longest=longest,

@@ -17,14 +17,16 @@ from ssd.assembly.ranks import Follower, Place, Ranks
 from ssd.assembly.warm_up import warm_up
 from ssd.config import NGRAM, EngineConfig, SpeculationConfig
 from ssd.decoding.drafter import Drafter
-from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.controller import DepthController, make_arms
-from ssd.drafting.eagle import EagleModel, EagleRunner, private_blocks
+from ssd.drafting.eagle import EagleModel, EagleStep, private_blocks
 from ssd.drafting.fan_out import Adaptive, FanOut, Geometric, Listed, Share
 from ssd.drafting.model import DraftModel, DraftSource, ModelDrafter
 from ssd.drafting.ngram import NgramDrafter
 from ssd.drafting.process import ProcessDrafter
 from ssd.drafting.runner import DraftRunner
+from ssd.drafting.shapes import RunShapes
+from ssd.drafting.ssd import SSDDrafter
+from ssd.drafting.step import DraftStep, ModelStep
 from ssd.drafting.supervisor import Worker
 from ssd.drafting.worker import WorkerDrafter
 from ssd.errors import ConfigError
@@ -104,7 +106,7 @@ def placed(
 
 
 def make_drafter(config: EngineConfig, runner: ModelRunner | None, target: ModelRunner) -> Drafter:
-    """`runner`: that of the draft model or head, if it is in this process."""
+    """`config`: the user's, with the target's `max_model_len`. `runner`: that of a draft in this process."""
     speculation = config.speculation
     if speculation.placement == "process":
         return controlled(start_workers(config, target.vocab_size), speculation)
@@ -120,7 +122,7 @@ def controlled(drafter: Drafter, speculation: SpeculationConfig) -> Drafter:
     """Wraps the drafter in a DepthController if `k` or `budget` is "auto"."""
     if "auto" not in (speculation.k, speculation.budget):
         return drafter
-    widths = speculation.budgets if isinstance(drafter, AheadDrafter) else (0,)
+    widths = speculation.budgets if drafter.budget else (0,)
     return DepthController(drafter, make_arms(None if speculation.k == "auto" else speculation.lookahead, widths))
 
 
@@ -132,7 +134,7 @@ def drafter_with(model: DraftSource | None, speculation: SpeculationConfig, fan_
         return NgramDrafter(speculation.lookahead)
     if speculation.mode == "sd":
         return ModelDrafter(model, speculation.lookahead)
-    return AheadDrafter(
+    return SSDDrafter(
         model,
         fan_out or make_fan_out(speculation),
         lookahead=speculation.lookahead,
@@ -153,37 +155,28 @@ def make_fan_out(speculation: SpeculationConfig, replica: int = 0) -> FanOut:
 
 
 def make_eagle_model(config: EngineConfig, runner: ModelRunner, features: Features) -> EagleModel:
-    head = EagleRunner(runner, features, **_run_options(config))
+    head = _make_runner(config, EagleStep(runner, features, run_shapes(config, runner.decoder.device)))
     if head.on_cuda:
         usual = row_buckets(config.max_num_seqs), make_fan_out(config.speculation)
         warm_up("head", [lambda: head.rehearse(*usual)], [] if config.eager else [lambda: head.capture(*usual)])
     return EagleModel(head)
 
 
-def _run_options(config: EngineConfig) -> dict[str, Any]:
-    """Options of a DraftRunner."""
-    speculation = config.speculation
-    return {
-        "lookahead": speculation.lookahead,
-        "max_sequences": config.max_num_seqs,
-        "max_rows": draft_rows(config),
-        "widths": speculation.budgets if speculation.mode == "ssd" else (),
-        "rejection": speculation.acceptance == "rejection",
-        "saguaro_c": speculation.saguaro_c,
-        "graphs": not config.eager,
-    }
-
-
 def make_draft_model(config: EngineConfig, runner: ModelRunner, fan_out: FanOut) -> DraftModel:
-    draft_runner = DraftRunner(runner, **_run_options(config))
-    if draft_runner.on_cuda:
-        _warm_up(config, draft_runner, fan_out)
+    draft = _make_runner(config, ModelStep(runner, run_shapes(config, runner.decoder.device)))
+    if draft.on_cuda:
+        _warm_up(config, draft, fan_out)
     return DraftModel(
-        draft_runner,
+        draft,
         max_len=runner.decoder.config.max_position,
         max_num_batched_tokens=batched_tokens(config, runner.decoder.device),
         prefix_caching=config.prefix_caching,
     )
+
+
+def _make_runner(config: EngineConfig, step: DraftStep) -> DraftRunner:
+    rejection, c = config.speculation.acceptance == "rejection", config.speculation.saguaro_c
+    return DraftRunner(step, rejection=rejection, saguaro_c=c, graphs=not config.eager)
 
 
 def _warm_up(config: EngineConfig, draft: DraftRunner, fan_out: FanOut) -> None:
@@ -199,11 +192,14 @@ def _warm_up(config: EngineConfig, draft: DraftRunner, fan_out: FanOut) -> None:
     warm_up("draft", rehearsals, captures)
 
 
-def draft_rows(config: EngineConfig) -> int:
-    """Maximum rows of a draft run: one per sequence, or its branches, up to _MAX_BRANCHES."""
-    if config.speculation.mode == "sd":
-        return config.max_num_seqs
-    return max(config.max_num_seqs, min(_MAX_BRANCHES, config.max_num_seqs * max(config.speculation.budgets)))
+def run_shapes(config: EngineConfig, device: torch.device) -> RunShapes:
+    """Rows of a draft run: one per sequence, or its branches, up to _MAX_BRANCHES."""
+    speculation, rows = config.speculation, config.max_num_seqs
+    widths: tuple[int, ...] = ()
+    if speculation.mode == "ssd":
+        widths = speculation.budgets
+        rows = max(rows, min(_MAX_BRANCHES, rows * max(widths)))
+    return RunShapes(speculation.lookahead, config.max_num_seqs, rows, widths, bucketed=device.type == "cuda")
 
 
 def load_draft(
@@ -215,27 +211,30 @@ def load_draft(
     tp: TensorParallel = TensorParallel(),  # noqa: B008 (frozen)
 ) -> Loaded:
     """Loads the draft model or head. Its batches read K + 1 tokens per sequence, and its positions go K + 1 further."""
-    lookahead, rows = config.speculation.lookahead, draft_rows(config)
-    reads, scratch = 1 + lookahead, DraftRunner.scratch_slots(rows, lookahead)
-    if isinstance(draft, EagleCheckpoint) and config.speculation.mode == "ssd":
+    shapes, head = run_shapes(config, state.device), isinstance(draft, EagleCheckpoint)
+    scratch = shapes.scratch_slots
+    if head and shapes.max_width:
         size = kv_block_size(config, state.device)
-        scratch += config.max_num_seqs * private_blocks(lookahead, size) * size
+        scratch += config.max_num_seqs * private_blocks(shapes.lookahead, size) * size
     return load_decoder(
         config,
         draft,
         state,
-        limit if isinstance(draft, EagleCheckpoint) else min(limit, draft.config.max_position),
-        max(rows, config.max_num_seqs * reads),
-        beyond=2 * reads,
+        limit if head else min(limit, draft.config.max_position),
+        max(shapes.max_rows, config.max_num_seqs * shapes.reads),
+        beyond=2 * shapes.reads,
         scratch_slots=scratch,
         format_of=rounded(config.speculation.draft_quantization),
-        target=target if isinstance(draft, EagleCheckpoint) else None,
+        target=target if head else None,
         tp=tp,
     )
 
 
 def start_workers(config: EngineConfig, vocab_size: int) -> Drafter:
-    """A drafter in workers, one for each replica, with the GPUs after the target's on this host, or a core each."""
+    """A drafter in workers, one for each replica, with the GPUs after the target's on this host, or a core each.
+
+    What `config` leaves open (dtype, KV blocks, batch size) a worker chooses for its own device.
+    """
     draft = absolute_path(str(config.speculation.draft))  # for a worker that is started again from another directory
     config = replace(config, speculation=replace(config.speculation, draft=draft))
     device, threads = resolve_device(config.device), torch.get_num_threads()

@@ -16,11 +16,10 @@ from ssd.bench.answers import Answer, Asked, Prompt
 from ssd.config import NGRAM, SpeculationConfig
 from ssd.core import RequestOutput, SamplingParams
 from ssd.decoding.drafter import Drafter
-from ssd.decoding.round import RoundStats
-from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.controller import DepthController
 from ssd.drafting.eagle import EagleModel
 from ssd.drafting.model import DraftSource, ModelDrafter
+from ssd.drafting.ssd import SSDDrafter
 from ssd.engine.engine import Engine
 from ssd.engine.metrics import EngineMetrics
 from ssd.errors import ConfigError
@@ -90,9 +89,7 @@ class OurContender:
 
     def take_over(self, engine: Engine, batch: int) -> None:
         """Installs this contender's drafter and resets all counters."""
-        engine.flush()
-        engine.round.drafter, engine.round.stats, engine.metrics = self.drafter, RoundStats(), EngineMetrics()
-        engine.scheduler.max_num_seqs = batch
+        engine.use(self.drafter, batch)
         torch.set_num_threads(self.threads)  # of the engine's thread
 
     def close(self) -> None:
@@ -161,7 +158,7 @@ def _drafter(llm: LLM, speculation: SpeculationConfig) -> Drafter:
     """A drafter for an existing engine and its draft model."""
     built = llm.engine.round.drafter
     inner = built.inner if isinstance(built, DepthController) else built
-    model: DraftSource | None = inner.model if isinstance(inner, (AheadDrafter, ModelDrafter)) else None
+    model: DraftSource | None = inner.model if isinstance(inner, (SSDDrafter, ModelDrafter)) else None
     speculation = placed(speculation, resolve_device(llm.config.device), head=isinstance(model, EagleModel))
     if speculation.draft == NGRAM:
         model = None

@@ -5,13 +5,12 @@ Recorded by torch's profiler. Written in Chrome's trace format, for Perfetto (ui
 
 from __future__ import annotations
 
-import functools
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +21,7 @@ from ssd.bench import drawing
 from ssd.bench.answers import Asked, Prompt
 from ssd.bench.ours import OurContender
 from ssd.core import SamplingParams
-from ssd.engine.engine import Engine
+from ssd.decoding.observer import RoundObserver
 from ssd.errors import SSDError
 
 KINDS: Final = (".json", ".svg", ".png")
@@ -73,7 +72,7 @@ def record(contender: OurContender, prompts: Seq[Prompt], asked: Asked) -> Metho
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         _wait_for_rounds(contender, _BEFORE)
-        with annotated(contender):
+        with driver.observing(Annotations()):
             driver.call(lambda _: profiler.start())
             _wait_for_rounds(contender, _BEFORE + _RECORDED)
             driver.call(lambda _: profiler.stop())
@@ -89,33 +88,11 @@ def _wait_for_rounds(contender: OurContender, count: int) -> None:
         pass
 
 
-@contextmanager
-def annotated(contender: OurContender) -> Iterator[None]:
-    """Annotates the calls of a round for the profiler."""
+class Annotations(RoundObserver):
+    """Annotates the parts of rounds for the profiler."""
 
-    def wrap(owner: object, name: str, label: str) -> Callable[[], None]:
-        method = getattr(owner, name)
-
-        @functools.wraps(method)
-        def named(*args: Any, **options: Any) -> Any:
-            with torch.profiler.record_function(label):
-                return method(*args, **options)
-
-        setattr(owner, name, named)
-        return lambda: delattr(owner, name)  # uncovers the method of the class
-
-    def begin(engine: Engine) -> list[Callable[[], None]]:
-        round_ = engine.round
-        parts: list[tuple[object, str, str]]
-        parts = [(round_.drafter, name, name) for name in ("propose", "settle", "prepare", "observe")]
-        parts += [(round_.target, "launch", "verify"), (engine.scheduler, "schedule", "schedule")]
-        return [wrap(*part) for part in [*parts, (round_, "collect", "collect")]]
-
-    undo = contender.llm.driver.call(begin)
-    try:
-        yield
-    finally:
-        contender.llm.driver.call(lambda _: [each() for each in undo])
+    def part(self, name: str) -> AbstractContextManager[object]:
+        return torch.profiler.record_function(name)
 
 
 def read_events(method: str, events: Iterable[dict[str, Any]]) -> MethodTrace:

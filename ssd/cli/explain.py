@@ -128,8 +128,9 @@ def record(llm: LLM, prompt: Prompt, params: SamplingParams) -> tuple[RequestOut
     """Generates a text and records its rounds."""
     from ssd.cli.trace import Recorder
 
-    recorder = llm.driver.call(Recorder)
-    [output] = llm.generate(prompt, params)
+    recorder = Recorder()
+    with llm.driver.observing(recorder):
+        [output] = llm.generate(prompt, params)
     return output, recorder.trace(output.request_id, len(output.token_ids))
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-from ssd.core import LOOKED_UP, Origin, Outcome, Work
-from ssd.decoding.drafter import DrafterWrapper, PerRound, Prepared, never
-from ssd.engine.engine import Engine
+from ssd.core import LOOKED_UP, Origin, Outcome, Sequence, Work
+from ssd.decoding.drafter import PerRound, Prepared
+from ssd.decoding.observer import RoundObserver
 
 
 @dataclass(frozen=True)
@@ -77,30 +77,22 @@ class Trace:
         return sum(step.hit for step in self.steps)
 
 
-class Recorder(DrafterWrapper):
-    """Wraps an engine's drafter and records its rounds.
+class Recorder(RoundObserver):
+    """Records rounds (`Driver.observing`).
 
     `branches`: records prepared branches, which makes target and draft take turns: not for measurements of speed.
     """
 
-    def __init__(self, engine: Engine, *, branches: bool = True) -> None:
-        """Installs itself in place of the engine's drafter."""
-        super().__init__(engine.round.drafter)
-        self.needs_tokens = self.inner.needs_tokens or branches
-        engine.flush()
-        engine.round.drafter = self
-        self._with_branches = branches
+    def __init__(self, *, branches: bool = True) -> None:
+        self.synchronous = branches
         self._prepared: PerRound[dict[int, Prepared]] = PerRound()  # by sequence id
         self._steps: dict[str, list[Step]] = {}  # by request
 
-    def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
-        super().prepare(works, interrupted)
-        if self._with_branches:
-            found = {w.sequence.id: self.inner.prepared(w.sequence) for w in works if w.decides}
-            self._prepared.put(works, found)
+    def launched(self, works: Seq[Work], prepared: Callable[[Sequence], Prepared]) -> None:
+        if self.synchronous:
+            self._prepared.put(works, {w.sequence.id: prepared(w.sequence) for w in works if w.decides})
 
-    def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
-        super().observe(works, outcomes, seconds)
+    def decided(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
         prepared = self._prepared.pop(works) or {}
         for work, outcome in zip(works, outcomes, strict=True):
             if outcome is not None:

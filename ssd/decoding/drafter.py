@@ -61,8 +61,9 @@ class Drafter:
     SequenceState.
     """
 
-    lookahead = 0  # maximum draft length of the next round; KV slots are reserved for it
-    needs_tokens = False  # True: it proposes from `Sequence.tokens`, so every earlier round must be committed first
+    lookahead: int = 0  # maximum draft length of the next round; KV slots are reserved for it
+    budget: int = 0  # maximum number of branches per sequence that the next round prepares; 0: none
+    needs_tokens: bool = False  # True: it proposes from `Sequence.tokens`: every earlier round must be committed first
 
     def __init__(self) -> None:
         self.stats = DrafterStats()
@@ -100,37 +101,3 @@ class Drafter:
 
     def close(self) -> None:
         """Releases what the drafter holds (such as its process)."""
-
-
-class DrafterWrapper(Drafter):
-    """Passes every call on to another drafter; subclasses look at what it does."""
-
-    def __init__(self, inner: Drafter) -> None:
-        super().__init__()
-        self.inner = inner
-        self.stats = inner.stats
-
-    @property
-    def lookahead(self) -> int:  # type: ignore[override]
-        return self.inner.lookahead
-
-    def propose(self, works: Seq[Work]) -> list[Proposal]:
-        return self.inner.propose(works)
-
-    def settle(self, works: Seq[Work]) -> None:
-        self.inner.settle(works)
-
-    def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
-        self.inner.prepare(works, interrupted)
-
-    def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
-        self.inner.observe(works, outcomes, seconds)
-
-    def prepared(self, sequence: Sequence) -> Prepared:
-        return self.inner.prepared(sequence)
-
-    def forget(self, sequence: Sequence) -> None:
-        self.inner.forget(sequence)
-
-    def close(self) -> None:
-        self.inner.close()

@@ -12,12 +12,14 @@ import itertools
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from ssd.core import Outcome, Proposal, Sequence, Work
-from ssd.decoding.drafter import Drafter, PerRound
+from ssd.decoding.drafter import Drafter, PerRound, Prepared
 from ssd.decoding.isolation import Isolation
+from ssd.decoding.observer import RoundObserver
 from ssd.execution.clock import Clock, now
 from ssd.execution.state import SequenceState
 from ssd.execution.target import Hook, Verification
@@ -84,6 +86,7 @@ class Round:
         self.target = target
         self.drafter = drafter
         self.stats = RoundStats()
+        self.observers: list[RoundObserver] = []  # to be changed on the engine's thread
         self.run_ahead = target.state.device.type == "cuda"  # on a CPU a call returns when its work is done
         self.isolation = Isolation()
         self._asked: PerRound[_Asked] = PerRound()
@@ -93,7 +96,22 @@ class Round:
     @property
     def synchronous(self) -> bool:
         """Whether a round must be collected before the next one is launched."""
-        return not self.run_ahead or self.target.synchronous or self.drafter.needs_tokens
+        if not self.run_ahead or self.target.synchronous or self.drafter.needs_tokens:
+            return True
+        return any(observer.synchronous for observer in self.observers)
+
+    def use(self, drafter: Drafter) -> None:
+        """Goes on with another drafter, while no round is in flight; its statistics begin at 0."""
+        self.drafter, self.stats, self.isolation = drafter, RoundStats(), Isolation()
+
+    def part(self, name: str, call: Callable[[], T]) -> T:
+        """Calls a part of a round, inside of the observers' contexts."""
+        if not self.observers:
+            return call()
+        with ExitStack() as stack:
+            for observer in self.observers:
+                stack.enter_context(observer.part(name) or nullcontext())
+            return call()
 
     def admit(self, sequence: Sequence) -> None:
         """Writes a sequence, which has just got a slot, to the SequenceState."""
@@ -106,10 +124,12 @@ class Round:
         asked = _Asked(self.isolation.asked(works), self.stats.drafter_failures)
         works = self._propose(works, asked)
         self._asked.put(works, asked)
-        settle = functools.partial(self._guarded, asked, self.drafter.settle, None)
-        prepare = functools.partial(self._guarded, asked, self.drafter.prepare, None)
-        verification = self.target.launch(works, settle, prepare)
+        settle = functools.partial(self._guarded, asked, "settle", self.drafter.settle, None)
+        prepare = functools.partial(self._guarded, asked, "prepare", self.drafter.prepare, None)
+        verification = self.part("verify", functools.partial(self.target.launch, works, settle, prepare))
         self._last_end = self._before = verification.ended
+        for observer in self.observers:
+            observer.launched(works, self._prepared)
         return InFlight(works, began, verification, before, drafting)
 
     def rest(self) -> None:
@@ -118,7 +138,7 @@ class Round:
 
     def collect(self, round_: InFlight) -> tuple[list[Outcome | None], float]:
         """Waits for the device; returns the outcomes and how many seconds the round took."""
-        outcomes = round_.verification.collect()
+        outcomes = self.part("collect", round_.verification.collect)
         verification = round_.verification
         if self._last_end is verification.ended:  # nothing was launched after it
             self._last_end = None
@@ -153,13 +173,15 @@ class Round:
             self.target.close()
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
-        """Passes the outcomes of a committed round to the drafter."""
+        """Passes the outcomes of a committed round to the observers and to the drafter."""
+        for observer in self.observers:
+            observer.decided(works, outcomes, seconds)
         asked = self._asked.pop(works)
         if asked is None or asked.failures_before != self.stats.drafter_failures:
             return  # it has raised since, and starts afresh
         ids = {id(work) for work in asked.works}
         decided = [outcome for work, outcome in zip(works, outcomes, strict=True) if id(work) in ids]
-        self._guarded(asked, lambda works: self.drafter.observe(works, decided, seconds), None)
+        self._guarded(asked, "observe", lambda works: self.drafter.observe(works, decided, seconds), None)
         self.isolation.succeeded(asked.works)
 
     def forget(self, sequence: Sequence) -> None:
@@ -173,11 +195,18 @@ class Round:
         except Exception as error:
             log.debug("the drafter could not forget a sequence", exc_info=error)
 
+    def _prepared(self, sequence: Sequence) -> Prepared:
+        try:
+            return self.drafter.prepared(sequence)
+        except Exception as error:
+            log.debug("the drafter does not tell what it has prepared", exc_info=error)
+            return {}
+
     def _propose(self, works: Seq[Work], asked: _Asked) -> list[Work]:
         """The works, and those asked for, with their proposals."""
         deciding = [work for work in asked.works if work.decides]
         nothing: list[Proposal] = []
-        proposals = self._guarded(asked, lambda _: self.drafter.propose(deciding), nothing)
+        proposals = self._guarded(asked, "propose", lambda _: self.drafter.propose(deciding), nothing)
         if len(proposals) != len(deciding):
             proposals = [Proposal()] * len(deciding)
         drafted = {id(work): self._usable(work, p) for work, p in zip(deciding, proposals, strict=True)}
@@ -206,12 +235,12 @@ class Round:
             return work
         return work.with_proposal(replace(proposal, token_ids=usable))
 
-    def _guarded(self, asked: _Asked, call: Callable[[Seq[Work]], T], otherwise: T) -> T:
+    def _guarded(self, asked: _Asked, part: str, call: Callable[[Seq[Work]], T], otherwise: T) -> T:
         """Calls the drafter for the works that it is asked for; `otherwise` if there are none or it raises."""
         if not asked.works:
             return otherwise
         try:
-            return call(asked.works)
+            return self.part(part, functools.partial(call, asked.works))
         except Exception as error:
             self.stats.drafter_failures += 1
             self.isolation.failed(asked.works)

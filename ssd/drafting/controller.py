@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from ssd.config import K_MAX
 from ssd.core import MODEL_WRITTEN, Outcome, Proposal, Sequence, Work
-from ssd.decoding.drafter import Drafter, PerRound, Prepared, never
-from ssd.drafting.ahead import AheadDrafter
+from ssd.decoding.drafter import Confidence, Drafter, PerRound, Prepared, never
 from ssd.drafting.estimate import Average
 
 log = logging.getLogger("ssd")
@@ -183,10 +182,7 @@ class DepthController(Drafter):
         return self.inner.propose(works)
 
     def settle(self, works: Seq[Work]) -> None:
-        if isinstance(self.inner, AheadDrafter):
-            self.inner.settle(works, budget=self.arm.width)
-        else:
-            self.inner.settle(works)
+        self.inner.settle(works)
 
     def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
         self.inner.prepare(works, interrupted)
@@ -213,6 +209,9 @@ class DepthController(Drafter):
 
     def prepared(self, sequence: Sequence) -> Prepared:
         return self.inner.prepared(sequence)
+
+    def prepared_confidence(self, sequence: Sequence) -> Confidence:
+        return self.inner.prepared_confidence(sequence)
 
     def forget(self, sequence: Sequence) -> None:
         self.inner.forget(sequence)
@@ -249,6 +248,7 @@ class DepthController(Drafter):
     def _take(self, arm: Arm) -> None:
         """Sets the arm of the rounds scheduled next."""
         self.arm, self.lookahead = arm, arm.k
+        self.inner.budget = self.budget = arm.width
 
     def _times_of(self, size: int) -> ArmTimes:
         if size not in self._times:

@@ -73,7 +73,7 @@ class Share(NamedTuple):
     replicas: int = 1
 
     def has(self, after: Any, rank: Any) -> Any:
-        """Also of arrays and tensors."""
+        """Whether an outcome is its own; for numbers, arrays and tensors."""
         return (after + rank) % self.replicas == self.replica
 
 

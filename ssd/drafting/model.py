@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from ssd.core import Origin, Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Drafter, never
@@ -29,40 +28,47 @@ class DraftSequence:
     last_branched: Work | None = None  # the same for the draft under verification: the last round with a preparation
 
 
-class DraftSource(Protocol):
-    """What drafters need of a draft model or head: runs, and whether a work can have them."""
+class DraftSource:
+    """What drafters need of a draft model or head: its runs, and whether a work can have them.
 
-    @property
-    def runner(self) -> DraftRunner: ...
+    The defaults are for one that keeps no KV of its own.
+    """
+
+    def __init__(self, runner: DraftRunner) -> None:
+        self.runner = runner
 
     def state_of(self, work: Work, works: Seq[Work]) -> DraftSequence | None:
         """Its state of a work's sequence; None: it cannot draft for it now."""
+        raise NotImplementedError
 
     def num_unread(self, work: Work, own: DraftSequence) -> int:
         """Upper bound of the tokens that a run has to read of a sequence."""
+        return 1
 
     def can_branch(self, work: Work, own: DraftSequence) -> bool:
         """Whether branches can be prepared while this work is verified."""
+        return True
 
     def mark_read(self, work: Work, *, branched: bool) -> None:
         """Records that the round of this work reads all tokens decided before it; `branched`: and its draft."""
 
     def read_prompt(self, work: Work, own: DraftSequence) -> None:
-        """Reads the tokens of a prefill chunk."""
+        """Reads the tokens of a prefill chunk, except for the sequence's last one."""
 
     def observe(self, work: Work, outcome: Outcome | None, branched: bool) -> None:
         """What a committed round decided."""
 
-    def forget(self, sequence: Sequence) -> None: ...
+    def forget(self, sequence: Sequence) -> None:
+        """Drops all state of a sequence."""
 
 
-class DraftModel:
+class DraftModel(DraftSource):
     """Runs a draft model for works, and does its KV bookkeeping."""
 
     def __init__(
         self, runner: DraftRunner, *, max_len: int, max_num_batched_tokens: int, prefix_caching: bool = True
     ) -> None:
-        self.runner = runner
+        super().__init__(runner)
         self.max_len = max_len  # positions of the draft model
         self.max_num_batched_tokens = max_num_batched_tokens
         model = runner.runner
@@ -80,7 +86,7 @@ class DraftModel:
             own = DraftSequence(work.slot)
             self.pool.attach_prefix(own.kv, sequence.tokens)
             model.tables.reset(work.slot)
-            self.runner.computed[work.slot].fill_(own.kv.num_computed)
+            self.runner.buffers.computed[work.slot].fill_(own.kv.num_computed)
         self._sequences[sequence.id] = own
         length = sequence.most_len + work.lookahead
         if not self._in_vocabulary(own, sequence) or length > self.max_len or not self._grow(own, length, works):
@@ -89,11 +95,11 @@ class DraftModel:
         return own
 
     def num_unread(self, work: Work, own: DraftSequence) -> int:
-        """Upper bound of the tokens that a run has to read of a sequence; tokens beyond `runner.reads` are read now."""
+        """Tokens beyond those that a run can read are read now."""
         sequence, deciding = work.sequence, _deciding(work)
         if deciding is not None and deciding is own.last_read:
             return deciding.num_logits
-        self._read(own, len(sequence.tokens) - (self.runner.reads if deciding is None else 0))
+        self._read(own, len(sequence.tokens) - (self.runner.shapes.reads if deciding is None else 0))
         return sequence.most_len - own.kv.num_computed
 
     def can_branch(self, work: Work, own: DraftSequence) -> bool:
@@ -107,7 +113,6 @@ class DraftModel:
         return True
 
     def mark_read(self, work: Work, *, branched: bool) -> None:
-        """Records that the round of this work reads all tokens decided before it; `branched`: and its draft."""
         own = self._sequences.get(work.sequence.id)
         if own is not None:
             own.last_read = work
@@ -115,7 +120,6 @@ class DraftModel:
                 own.last_branched = work
 
     def read_prompt(self, work: Work, own: DraftSequence) -> None:
-        """Reads the tokens of a prefill chunk, except for the sequence's last one."""
         if work.proposal.origin is not Origin.DRAFT:  # which was written after all of them
             self._read(own, min(work.end, len(work.sequence.tokens) - 1))
 
@@ -154,7 +158,7 @@ class DraftModel:
                     count = min(end - own.kv.num_computed, self.max_num_batched_tokens)
                     self.runner.runner.forward(Batch([own.slot], [own.kv.num_computed], [count], [0]))
                     own.kv.num_computed += count
-        self.runner.computed[own.slot].fill_(own.kv.num_computed)
+        self.runner.buffers.computed[own.slot].fill_(own.kv.num_computed)
 
     def _in_vocabulary(self, own: DraftSequence, sequence: Sequence) -> bool:
         """Whether all committed tokens are in the draft's vocabulary."""

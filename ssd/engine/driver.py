@@ -14,13 +14,15 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Final, TypeVar
 
 from ssd.core import RequestOutput, SamplingParams
+from ssd.decoding.observer import RoundObserver
 from ssd.engine.engine import Engine
 from ssd.engine.submission import AsyncSubmission, Item, LoopDelivery, Sink, Submission
 from ssd.engine.validation import check_request
@@ -135,6 +137,15 @@ class Driver:
         future: Future[T] = Future()
         self._post(lambda loop: loop.call(function, future))
         return future.result()
+
+    @contextmanager
+    def observing(self, observer: RoundObserver) -> Iterator[None]:
+        """Tells the observer of all rounds inside of the context."""
+        self.call(lambda engine: engine.round.observers.append(observer))
+        try:
+            yield
+        finally:
+            self.call(lambda engine: engine.round.observers.remove(observer))
 
     def close(self, timeout: float | None = None) -> None:
         """Ends all requests (with EngineClosed), the engine and its thread. Idempotent; for any thread."""

@@ -22,6 +22,7 @@ from ssd.core import (
     Status,
     Work,
 )
+from ssd.decoding.drafter import Drafter
 from ssd.decoding.round import InFlight, Round
 from ssd.engine.metrics import EngineMetrics
 from ssd.engine.outputs import OutputProcessor, RunningRequest
@@ -157,6 +158,13 @@ class Engine:
         deltas, self._deltas = self._deltas, []
         return deltas
 
+    def use(self, drafter: Drafter, max_num_seqs: int) -> None:
+        """Goes on with another drafter and batch size, and with all counters at 0: for measurements."""
+        self.flush()
+        self.round.use(drafter)
+        self.scheduler.max_num_seqs = max_num_seqs
+        self.metrics = EngineMetrics()
+
     def flush(self) -> None:
         """Commits the round in flight, if there is one."""
         round_, self._in_flight = self._in_flight, None
@@ -165,7 +173,7 @@ class Engine:
 
     def _schedule(self) -> list[Work]:
         self.scheduler.lookahead = self.round.drafter.lookahead
-        works = self.scheduler.schedule()
+        works = self.round.part("schedule", self.scheduler.schedule)
         if works is None:  # KV blocks are short: collect the round in flight before preempting
             self.flush()
             works = self.scheduler.schedule() or []

@@ -38,7 +38,7 @@ class Batch:
     def of(cls, works: Seq[Work]) -> Batch:
         return cls(
             [work.slot for work in works],
-            [-1 if work.decodes or work.start is None else work.start for work in works],
+            [-1 if work.is_decode or work.start is None else work.start for work in works],
             [work.num_queries for work in works],
             [work.num_logits for work in works],
         )

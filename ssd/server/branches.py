@@ -5,24 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from ssd.core import Work
-from ssd.decoding.drafter import DrafterWrapper, Prepared, never
-from ssd.engine.engine import Engine
+from ssd.core import Sequence, Work
+from ssd.decoding.drafter import Prepared
+from ssd.decoding.observer import RoundObserver
 
 
-class BranchWatch(DrafterWrapper):
-    """Wraps an engine's drafter and keeps the branches that it prepares for watched requests.
+class BranchWatch(RoundObserver):
+    """Keeps the branches that the drafter prepares for watched requests.
 
     While a request is watched, a round is collected before the next one is launched, because a later round would
     overwrite the branches: on a GPU that costs some speed, for every request. Nothing changes while none is watched.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        """Installs itself in place of the engine's drafter; to be called on the engine's thread."""
-        super().__init__(engine.round.drafter)
+    def __init__(self) -> None:
         self._found: dict[str, dict[int, Prepared]] = {}  # by request, then by the number of output tokens before
-        engine.flush()
-        engine.round.drafter = self
 
     def watch(self, request_id: str) -> None:
         """For any thread, as are `take` and `unwatch`."""
@@ -36,13 +32,12 @@ class BranchWatch(DrafterWrapper):
         self._found.pop(request_id, None)
 
     @property
-    def needs_tokens(self) -> bool:  # type: ignore[override]
-        return self.inner.needs_tokens or bool(self._found)
+    def synchronous(self) -> bool:  # type: ignore[override]
+        return bool(self._found)
 
-    def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
-        super().prepare(works, interrupted)
+    def launched(self, works: Seq[Work], prepared: Callable[[Sequence], Prepared]) -> None:
         for work in works if self._found else ():
             found = self._found.get(work.sequence.request.id)
-            ahead = work.sequence.in_flight is not None  # launched before the request was watched
-            if found is not None and work.decides and work.sequence.index == 0 and not ahead:
-                found[work.sequence.num_output] = self.inner.prepared(work.sequence)
+            earlier = work.sequence.in_flight is not None  # launched before the request was watched
+            if found is not None and work.decides and work.sequence.index == 0 and not earlier:
+                found[work.sequence.num_output] = prepared(work.sequence)

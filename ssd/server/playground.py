@@ -58,9 +58,11 @@ class PlaygroundRequest(Strict):
 
 
 def router(llm: LLM) -> APIRouter:
-    """The playground's endpoints. Watches the LLM's drafter if its branches can be seen."""
+    """The playground's endpoints. Observes the LLM's rounds if its branches can be seen."""
     made = APIRouter(include_in_schema=False)
-    watch = llm.driver.call(BranchWatch) if _branches_visible(llm) else None
+    watch = BranchWatch() if _branches_visible(llm) else None
+    if watch is not None:
+        llm.driver.call(lambda engine: engine.round.observers.append(watch))
 
     for path, (name, kind) in PAGE.items():
         made.add_api_route(path, _static(name, kind), methods=["GET"])

@@ -945,6 +945,23 @@ def test_a_worker_runs_no_code_of_the_current_directory(tmp_path: Path) -> None:
     assert (done.stdout.strip(), done.stderr) == (ssd.__file__, "")
 
 
+def test_a_worker_chooses_for_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a draft that gets the target's dtype, block size or number of blocks; what the user says is for both."""
+    configs: list[EngineConfig] = []
+    monkeypatch.setattr(drafters, "start_workers", lambda config, _: configs.append(config) or Drafter())
+    speculation = {"mode": "ssd", "draft": "tiny-llama-draft", "placement": "process"}
+    said = {"dtype": "bfloat16", "block_size": 8, "num_kv_blocks": 40, "max_num_batched_tokens": 100}
+    lengths = []
+    for options in ({}, said):
+        with ssd.LLM("tiny-llama", device="cpu", max_num_seqs=3, speculation=speculation, **options) as llm:
+            lengths.append(llm.engine.max_model_len)
+            assert llm.config.num_kv_blocks is not None
+    found = [{name: getattr(config, name) for name in said} for config in configs]
+    assert found == [dict.fromkeys(said) | {"dtype": "auto"}, said]
+    assert [config.max_model_len for config in configs] == lengths
+    assert lengths[1] == 40 * 8
+
+
 def test_a_worker_finds_a_relative_draft_after_a_change_of_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

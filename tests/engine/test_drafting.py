@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from ssd import LLM, SamplingParams
 from ssd.core import Origin, Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Drafter, PerRound, never
-from ssd.drafting.ahead import AheadDrafter, BackupPolicy
 from ssd.drafting.estimate import Average
 from ssd.drafting.fan_out import RANKS, Adaptive, FanOut, Geometric, Listed, OutcomeStatistics, Share
 from ssd.drafting.model import DraftModel, ModelDrafter
 from ssd.drafting.ngram import NgramDrafter
 from ssd.drafting.runner import DraftRunner
+from ssd.drafting.ssd import BackupPolicy, SSDDrafter
 from ssd.execution.state import SequenceState
 
 K = 4
@@ -39,7 +39,7 @@ def runner() -> Iterator[DraftRunner]:
     speculation = {"mode": "ssd", "draft": "tiny-llama-draft", "k": K, "placement": "inline", "budget": 16}
     with LLM("tiny-llama", device="cpu", max_model_len=256, max_num_seqs=3, speculation=speculation) as llm:
         drafter = llm.engine.round.drafter
-        assert isinstance(drafter, AheadDrafter)
+        assert isinstance(drafter, SSDDrafter)
         yield drafter.model.runner
 
 
@@ -125,8 +125,8 @@ class Rounds:
         assert self.model.num_sequences == 0
 
 
-def ahead(model: DraftModel, fan_out: FanOut | None = None, *, budget: int = 16, backup: str = "jit") -> AheadDrafter:
-    return AheadDrafter(model, fan_out or Adaptive(), lookahead=K, budget=budget, backup=backup)
+def ahead(model: DraftModel, fan_out: FanOut | None = None, *, budget: int = 16, backup: str = "jit") -> SSDDrafter:
+    return SSDDrafter(model, fan_out or Adaptive(), lookahead=K, budget=budget, backup=backup)
 
 
 SOME_PARAMS = [

@@ -7,6 +7,7 @@ chunked prompts, with prefixes from the cache, at block borders, after preemptio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from eagle_heads import Head, make_head
 from fakes import wait_until_idle
 
 from ssd import LLM, SamplingParams
-from ssd.core import Outcome, Work
-from ssd.drafting.ahead import AheadDrafter
-from ssd.drafting.model import ModelDrafter
+from ssd.core import Outcome, Sequence, Work
+from ssd.decoding.drafter import Prepared
+from ssd.decoding.observer import RoundObserver
 from ssd.drafting.runner import DraftRunner
 
 PROMPTS = ragged_prompts(10, longest=40)
@@ -100,22 +101,22 @@ def before_round(work: Work, outcome: Outcome) -> tuple[list[int], tuple[int, ..
 
 
 @pytest.mark.parametrize("case", mostly_slow(OPTIONS, fast={"one at a time", "chunked prompts", "preempted"}))
-def test_drafts_are_those_of_a_plain_implementation(
-    target: TestModel, head: Head, alone: Answers, case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of greedy requests: every draft of every round."""
-    k, seen = 3, list[tuple[tuple[int, ...], list[int]]]()
-    observe = ModelDrafter.observe
+def test_drafts_are_those_of_a_plain_implementation(target: TestModel, head: Head, alone: Answers, case: str) -> None:
+    """Every draft of every round of greedy requests."""
+    seen = list[tuple[tuple[int, ...], list[int]]]()
 
-    def spy(self: ModelDrafter, works: list[Work], outcomes: Any, seconds: float) -> None:
-        for work, outcome in zip(works, outcomes, strict=True):
-            if outcome is not None and outcome.draft and work.sequence.params.greedy:
-                before, allowed = before_round(work, outcome)
-                seen.append((outcome.draft, head.draft(before, len(outcome.draft), allowed)[0]))
-        observe(self, works, outcomes, seconds)
+    class Drafts(RoundObserver):
+        def decided(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
+            for work, outcome in zip(works, outcomes, strict=True):
+                if outcome is not None and outcome.draft and work.sequence.params.greedy:
+                    before, allowed = before_round(work, outcome)
+                    seen.append((outcome.draft, head.draft(before, len(outcome.draft), allowed)[0]))
 
-    monkeypatch.setattr(ModelDrafter, "observe", spy)
-    with LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": head.path, "k": k}, **OPTIONS[case]) as llm:
+    speculation = {"mode": "sd", "draft": head.path, "k": 3}
+    with (
+        LLM(target.path, device="cpu", speculation=speculation, **OPTIONS[case]) as llm,
+        llm.driver.observing(Drafts()),
+    ):
         assert answers(llm) == alone
         if case == "preempted":
             assert llm.engine.metrics.num_preemptions > 0
@@ -139,26 +140,28 @@ def test_every_k_writes_the_same_when_it_is_prepared_ahead(
 
 
 @pytest.mark.parametrize("case", mostly_slow(["one at a time", "chunked prompts", "preempted"], fast={"preempted"}))
-def test_branches_are_those_of_a_plain_implementation(
-    target: TestModel, head: Head, alone: Answers, case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of greedy requests: every branch begins with the head's states of the draft under verification."""
-    k, seen = 3, list[tuple[list[int], list[int]]]()
-    observe = AheadDrafter.observe
+def test_branches_are_those_of_a_plain_implementation(target: TestModel, head: Head, alone: Answers, case: str) -> None:
+    """Every branch of greedy requests begins with the head's states of the draft under verification."""
+    seen = list[tuple[list[int], list[int]]]()
 
-    def spy(self: AheadDrafter, works: list[Work], outcomes: Any, seconds: float) -> None:
-        for work, outcome in zip(works, outcomes, strict=True):
-            if outcome is not None and work.sequence.params.greedy and len(seen) < 60:
-                before, allowed = before_round(work, outcome)
-                for (after, root), draft in self.prepared(work.sequence).items():
-                    path = [*outcome.draft[:after], root]
-                    wanted = head.draft(before, len(path) + len(draft), allowed, path)[0]
-                    seen.append((list(draft), wanted[len(path) :]))
-        observe(self, works, outcomes, seconds)
+    class Branches(RoundObserver):
+        def launched(self, works: Seq[Work], prepared: Callable[[Sequence], Prepared]) -> None:
+            self.prepared = {work.sequence.id: prepared(work.sequence) for work in works}
 
-    monkeypatch.setattr(AheadDrafter, "observe", spy)
-    speculation = {"mode": "ssd", "draft": head.path, "k": k, "budget": 8, "backup": "jit"}
-    with LLM(target.path, device="cpu", speculation=speculation, **OPTIONS[case]) as llm:
+        def decided(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
+            for work, outcome in zip(works, outcomes, strict=True):
+                if outcome is not None and work.sequence.params.greedy and len(seen) < 60:
+                    before, allowed = before_round(work, outcome)
+                    for (after, root), draft in self.prepared[work.sequence.id].items():
+                        path = [*outcome.draft[:after], root]
+                        wanted = head.draft(before, len(path) + len(draft), allowed, path)[0]
+                        seen.append((list(draft), wanted[len(path) :]))
+
+    speculation = {"mode": "ssd", "draft": head.path, "k": 3, "budget": 8, "backup": "jit"}
+    with (
+        LLM(target.path, device="cpu", speculation=speculation, **OPTIONS[case]) as llm,
+        llm.driver.observing(Branches()),
+    ):
         assert answers(llm) == alone
     assert len(seen) >= 60
     assert [draft for draft, _ in seen] == [wanted for _, wanted in seen]

@@ -94,8 +94,9 @@ def test_a_text_that_ends_in_the_middle_of_a_round(ahead: LLM) -> None:
 
 
 def test_a_recorder_may_leave_the_branches_out(ahead: LLM) -> None:
-    recorder = ahead.driver.call(lambda engine: Recorder(engine, branches=False))
-    [output] = ahead.generate(PROMPT, SamplingParams(max_new_tokens=16))
+    recorder = Recorder(branches=False)
+    with ahead.driver.observing(recorder):
+        [output] = ahead.generate(PROMPT, SamplingParams(max_new_tokens=16))
     trace = recorder.trace(output.request_id, 16)
     assert trace.token_ids == output.token_ids
     assert not any(step.branches for step in trace.steps)

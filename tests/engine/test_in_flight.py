@@ -25,11 +25,11 @@ from random_requests import (
     UNPENALISED,
     Asked,
     Models,
+    VerifiedDrafts,
     check_answers,
     make_models,
     play,
     random_requests,
-    watch_drafts,
 )
 
 from ssd import LLM, SamplingParams
@@ -286,13 +286,13 @@ def test_what_the_target_drafts_for_itself_stands(models: Models, speculation: d
 
     A model's own drafts all stand where no penalty counts drafted tokens. Rounds with and without drafts alternate.
     """
-    with engine_with(models, speculation) as llm:
+    verified = VerifiedDrafts()
+    with engine_with(models, speculation) as llm, llm.driver.observing(verified):
         llm.driver.call(lambda engine: setattr(engine.round, "run_ahead", run_ahead))
-        verified = llm.driver.call(watch_drafts)
         for seed in range(2):
             requests = [replace(r, params=replace(r.params, **UNPENALISED)) for r in random_requests(12, seed)]
             llm.driver.call(lambda e, r=requests, s=seed: play(e, r, preempt=0.03, seed=s, depths=(0, 0, 1, 2, 3)))
-    written = [each for each in verified if each[0] in MODEL_WRITTEN]
+    written = [each for each in verified.drafts if each[0] in MODEL_WRITTEN]
     assert len(written) > 50
     assert [each for each in written if each[1] != each[2]] == []
     if speculation["mode"] == "ssd" and speculation["k"] != "auto":

@@ -44,10 +44,10 @@ from ssd.assembly.device import rank_device, resolve_device
 from ssd.assembly.drafters import drafter_with, placed
 from ssd.assembly.ranks import Place, Ranks
 from ssd.config import EngineConfig, SpeculationConfig
-from ssd.core import Outcome, Proposal, RequestOutput, Work
-from ssd.decoding.drafter import Drafter
-from ssd.drafting.ahead import AheadDrafter
+from ssd.core import Outcome, RequestOutput, Work
+from ssd.decoding.observer import RoundObserver
 from ssd.drafting.process import ProcessDrafter
+from ssd.drafting.ssd import SSDDrafter
 from ssd.drafting.supervisor import Worker
 from ssd.drafting.wire import Channel
 from ssd.engine.engine import Engine
@@ -82,13 +82,13 @@ def two(models: Models) -> Iterator[LLM]:
 def mode(llm: LLM, name: str) -> Iterator[None]:
     """The engine in another mode."""
     built = llm.engine.round.drafter
-    assert isinstance(built, AheadDrafter)
+    assert isinstance(built, SSDDrafter)
     options = {"mode": name, "draft": "noisy", "k": 3} if name != "ar" else {"mode": name}
     speculation = SpeculationConfig(**options)  # type: ignore[arg-type]
     drafter = built if name == "ssd" else drafter_with(built.model, speculation)
-    llm.driver.call(lambda engine: setattr(engine.round, "drafter", drafter))
+    llm.driver.call(lambda engine: engine.round.use(drafter))
     yield
-    llm.driver.call(lambda engine: setattr(engine.round, "drafter", built))
+    llm.driver.call(lambda engine: engine.round.use(built))
 
 
 def one_by_one(llm: LLM, requests: list[Asked]) -> list[RequestOutput]:
@@ -107,15 +107,14 @@ def check_modes(llm: LLM, count: int, seed: int) -> None:
             check_answers(requests, outputs, expected)
 
 
-def collect_drafts(drafter: Drafter, found: list[tuple[int, ...]]) -> None:
-    """Collects all drafts that are verified from now on."""
-    observe = drafter.observe
+class Drafts(RoundObserver):
+    """All drafts that are verified."""
 
-    def observing(works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
-        found.extend(outcome.draft for outcome in outcomes if outcome is not None)
-        observe(works, outcomes, seconds)
+    def __init__(self) -> None:
+        self.found: list[tuple[int, ...]] = []
 
-    drafter.observe = observing  # type: ignore[method-assign]
+    def decided(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
+        self.found.extend(outcome.draft for outcome in outcomes if outcome is not None)
 
 
 def pids(llm: LLM) -> list[int]:
@@ -181,10 +180,10 @@ def test_a_head_drafts_at_degree_two_what_it_drafts_at_one(models: Models) -> No
     drafts: list[list[tuple[int, ...]]] = []
     for size in (1, 2):
         with split(models, size, speculation={"mode": "sd", "draft": models.drafts["head"], "k": 3}) as llm:
-            drafter, found = llm.engine.round.drafter, list[tuple[int, ...]]()
-            collect_drafts(drafter, found)
-            llm.generate([[5, 6, 7, 8], [9, 10, 11]], SamplingParams(max_new_tokens=20, temperature=0.0))
-            drafts.append(found)
+            seen = Drafts()
+            with llm.driver.observing(seen):
+                llm.generate([[5, 6, 7, 8], [9, 10, 11]], SamplingParams(max_new_tokens=20, temperature=0.0))
+            drafts.append(seen.found)
     assert any(drafts[0])
     assert drafts[0] == drafts[1]
 
@@ -451,24 +450,24 @@ def drafting_with(llm: LLM, *workers: tuple[str, dict[str, Any]]) -> Iterator[Pr
     starts = [partial(start, *each) for each in workers]
     drafter, built = ProcessDrafter(starts, 3, VOCAB, patience=0.1, hang_limit=0.2), llm.engine.round.drafter
     assert drafter.wait_ready(30)
-    llm.driver.call(lambda engine: setattr(engine.round, "drafter", drafter))
+    llm.driver.call(lambda engine: engine.round.use(drafter))
     yield drafter
-    llm.driver.call(lambda engine: setattr(engine.round, "drafter", built))
+    llm.driver.call(lambda engine: engine.round.use(built))
     drafter.close()
     assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
     assert (len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm")) == (before, shared)
 
 
-def from_round(number: int, drafter: Drafter, fault: Callable[[], None]) -> None:
-    """Something happens before the drafter is asked for that round."""
-    propose, rounds = drafter.propose, itertools.count()
+class Faults(RoundObserver):
+    """Something happens before the drafter is asked, by the number of the round."""
 
-    def proposing(works: Seq[Work]) -> list[Proposal]:
-        if next(rounds) == number:
-            fault()
-        return propose(works)
+    def __init__(self) -> None:
+        self.by_round: dict[int, Callable[[], None]] = {}
+        self._rounds = itertools.count()
 
-    drafter.propose = proposing  # type: ignore[method-assign]
+    def part(self, name: str) -> None:
+        if name == "propose":
+            self.by_round.get(next(self._rounds), lambda: None)()
 
 
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -486,12 +485,13 @@ def test_faults_of_a_draft_s_process_under_load_cost_no_text(two: LLM, load: Loa
         workers[0] = HONEST, honest | {"shift": 1}
     elif fault == "malformed":
         workers[0] = LIAR.replace("READY", "send(2, 0)").replace("ROUND", LIES["noise"]), {}
-    with drafting_with(two, *workers) as drafter:
+    faults = Faults()
+    with drafting_with(two, *workers) as drafter, two.driver.observing(faults):
         victim = drafter.replicas[0].supervisor
         if fault in ("killed", "stopped"):
             pid = victim.pid or 0
-            from_round(6, drafter, lambda: os.kill(pid, signal.SIGKILL if fault == "killed" else signal.SIGSTOP))
-            from_round(9, drafter, lambda: time.sleep(0.3))  # beyond the hang limit
+            faults.by_round[6] = lambda: os.kill(pid, signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
+            faults.by_round[9] = lambda: time.sleep(0.3)  # beyond the hang limit
         outputs = two.generate(load.prompts, load.params)
         assert [output.token_ids for output in outputs] == load.answers
         assert all(output.finish_reason == "length" for output in outputs)

@@ -38,11 +38,13 @@ from ssd.decoding import rejection
 from ssd.decoding.drafter import Drafter
 from ssd.decoding.rejection import RejectionTarget
 from ssd.decoding.round import Round
-from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.fan_out import Adaptive, FanOut, Geometric
 from ssd.drafting.model import DraftModel, ModelDrafter
 from ssd.drafting.ngram import NgramDrafter
 from ssd.drafting.runner import DraftRunner
+from ssd.drafting.shapes import RunShapes
+from ssd.drafting.ssd import SSDDrafter
+from ssd.drafting.step import ModelStep
 from ssd.engine.engine import Engine
 from ssd.engine.scheduler import Scheduler
 from ssd.execution.state import SequenceState
@@ -484,20 +486,13 @@ class Trial:
     def drafter(self, state: SequenceState) -> Drafter:
         if self.c is None:
             return NgramDrafter(self.k)
-        rows = 8 * MOST_RUNNING
-        runner = DraftRunner(
-            make_runner(self.draft, state, scratch_slots=DraftRunner.scratch_slots(rows, self.k)),
-            lookahead=self.k,
-            max_sequences=MOST_RUNNING,
-            max_rows=rows,
-            widths=(8,),
-            rejection=True,
-            saguaro_c=self.c,
-        )
+        shapes = RunShapes(self.k, max_sequences=MOST_RUNNING, max_rows=8 * MOST_RUNNING, widths=(8,))
+        step = ModelStep(make_runner(self.draft, state, scratch_slots=shapes.scratch_slots), shapes)
+        runner = DraftRunner(step, rejection=True, saguaro_c=self.c)
         model = DraftModel(runner, max_len=64, max_num_batched_tokens=1 << 20, prefix_caching=False)
         if self.ahead is None:
             return ModelDrafter(model, self.k)
-        return AheadDrafter(model, self.ahead, lookahead=self.k, budget=8)
+        return SSDDrafter(model, self.ahead, lookahead=self.k, budget=8)
 
 
 PAIRS = tuple(t for pair in itertools.product(range(4), repeat=2) for t in pair)  # a look-up never fails for long

@@ -28,6 +28,7 @@ from ssd import LLM, RequestOutput, SamplingParams
 from ssd.core import MODEL_WRITTEN, Origin, Outcome, Proposal, Status, Work
 from ssd.core import Sequence as Text
 from ssd.decoding.drafter import Drafter, never
+from ssd.decoding.observer import RoundObserver
 from ssd.engine.engine import Engine
 from ssd.errors import ConfigError, RequestError, SSDError
 from ssd.kv.blocks import BlockPool, BlockTable
@@ -163,7 +164,7 @@ def test_same_answers(target: str, stranger: str, alone: Answers, draft: str, k:
     ) as llm:
         if draft == "liar":
             known = {tuple(p): a[0] for p, a in zip(PROMPTS, alone, strict=True)}
-            llm.engine.round.drafter = Liar(known, k)
+            llm.engine.round.use(Liar(known, k))
         assert answers(llm, PROMPTS, PARAMS, batch) == alone
         if options:
             assert llm.engine.metrics.num_preemptions > 0
@@ -530,6 +531,19 @@ def test_same_answers_from_a_process(target: str, stranger: str, alone: Answers)
     assert torch.get_num_threads() == threads
 
 
+class Patience(RoundObserver):
+    """Rounds wait until all replicas of the drafter have sent what they prepare."""
+
+    def __init__(self, drafter: Any) -> None:
+        self.replicas = drafter.replicas
+
+    def part(self, name: str) -> None:
+        deadline = time.monotonic() + 10
+        while name == "propose" and any(not r.available() or r._last_prepared < r._round for r in self.replicas):
+            assert time.monotonic() < deadline
+            time.sleep(0.0005)
+
+
 @pytest.mark.slow
 def test_two_replicas_have_more_hits_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bundled pair, both with 4 branches a replica. Each round waits for what is being prepared: no luck in it."""
@@ -541,18 +555,8 @@ def test_two_replicas_have_more_hits_than_one(monkeypatch: pytest.MonkeyPatch) -
         speculation: dict[str, Any] = {"mode": "ssd", "draft": "tiny-llama-draft", "placement": "process"}
         speculation |= {"draft_replicas": replicas, "budget": 4, "backup": "jit"}
         with LLM("tiny-llama", device="cpu", max_model_len=512, speculation=speculation) as llm:
-            drafter: Any = llm.engine.round.drafter
-            propose = drafter.propose
-
-            def patient(works: Any, drafter: Any = drafter, propose: Any = propose) -> Any:
-                deadline = time.monotonic() + 10
-                while any(not each.available() or each._last_prepared < each._round for each in drafter.replicas):
-                    assert time.monotonic() < deadline
-                    time.sleep(0.0005)
-                return propose(works)
-
-            drafter.propose = patient
-            texts.append(answers(llm, prompts, params, 8))
+            with llm.driver.observing(Patience(llm.engine.round.drafter)):
+                texts.append(answers(llm, prompts, params, 8))
             rates.append(llm.engine.metrics.ssd_hit_rate)
     assert texts[0] == texts[1]
     assert rates[1] > rates[0] + 0.02
@@ -633,7 +637,7 @@ class Broken(Drafter):
 @pytest.mark.parametrize("where", [*CALLS, "forget", "count"])
 def test_a_drafter_that_raises_costs_no_request(target: str, alone: Answers, where: str, run_ahead: bool) -> None:
     with LLM(target, device="cpu", max_num_seqs=5, speculation={"mode": "sd", "draft": "ngram"}) as llm:
-        llm.engine.round.drafter = Broken(where)
+        llm.engine.round.use(Broken(where))
         llm.engine.round.run_ahead = run_ahead
         outputs = llm.generate(PROMPTS[:24], PARAMS[:24])
         assert [output.token_ids for output in outputs] == [answer[0] for answer in alone[:24]]

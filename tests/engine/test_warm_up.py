@@ -12,6 +12,8 @@ from ssd.assembly.drafters import make_fan_out
 from ssd.config import SpeculationConfig
 from ssd.decoding.rejection import RejectionTarget
 from ssd.drafting.runner import DraftRunner
+from ssd.drafting.shapes import RunShapes
+from ssd.drafting.step import ModelStep
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
 from ssd.execution.target import Target
@@ -23,6 +25,7 @@ from ssd.models.open import open_checkpoint
 
 CPU = torch.device("cpu")
 K = 2
+SHAPES = RunShapes(lookahead=K, max_sequences=4, max_rows=16, widths=(2, 4))
 
 
 @pytest.fixture
@@ -31,7 +34,7 @@ def runner(make_model: Callable[[str], TestModel]) -> ModelRunner:
     decoder = Decoder(checkpoint.config, Build(ReferenceOps(), CPU, torch.float32), max_positions=128)
     decoder.load(checkpoint.weights(CPU, torch.float32))
     state = SequenceState(4, max_len=64, lookahead=K, vocab_size=checkpoint.config.vocab_size, device=CPU)
-    slots = DraftRunner.scratch_slots(16, K)
+    slots = SHAPES.scratch_slots
     made = ModelRunner(decoder, state, num_blocks=8, block_size=16, max_decode_rows=16, scratch_slots=slots)
     for pair in made.kv:
         for tensor in pair:
@@ -58,7 +61,7 @@ def test_a_rehearsal_of_the_target_leaves_nothing_behind(runner: ModelRunner, ki
 
 
 def test_a_rehearsal_of_the_draft_leaves_nothing_behind(runner: ModelRunner) -> None:
-    draft = DraftRunner(runner, lookahead=K, max_sequences=4, max_rows=16, widths=(2, 4))
+    draft = DraftRunner(ModelStep(runner, SHAPES))
     runner.rehearse(48)
     draft.rehearse((1, 3, 4), make_fan_out(SpeculationConfig(mode="ssd", draft="any", k=K)))
     check_untouched(runner)

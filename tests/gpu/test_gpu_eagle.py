@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from eagle_heads import make_head
 from fakes import wait_until_idle
 
 from ssd import LLM, SamplingParams
-from ssd.core import Work
-from ssd.drafting.ahead import AheadDrafter
-from ssd.drafting.model import ModelDrafter
+from ssd.core import Outcome, Sequence, Work
+from ssd.decoding.drafter import Prepared
+from ssd.decoding.observer import RoundObserver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 PROMPTS = ragged_prompts(12, longest=100)
@@ -26,36 +27,38 @@ SHARE = 0.98  # of the drafts: sums are taken in another order, so a close choic
 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 def test_drafts_are_those_of_a_plain_implementation(
-    make_model: Callable[[str], TestModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+    make_model: Callable[[str], TestModel], tmp_path: Path, mode: str
 ) -> None:
     """Catches KV or features of another position or sequence, and what is missing in a graph."""
     target = make_model("llama-tied")
     head = make_head(target, tmp_path / "head")
-    kind: type[Any] = ModelDrafter if mode == "sd" else AheadDrafter
-    observe, right = kind.observe, list[bool]()
+    right = list[bool]()
 
-    def spy(self: Any, works: list[Work], outcomes: Any, seconds: float) -> None:
-        for work, outcome in zip(works, outcomes, strict=True):
-            tokens = work.sequence.tokens
-            if outcome is None or outcome.token_ids != tuple(tokens[-len(outcome.token_ids) :]) or len(right) > 400:
-                continue  # a prompt, or cut at the end of the text
-            before = tokens[: len(tokens) - len(outcome.token_ids)]
-            if mode == "sd" and outcome.draft:
-                right.append(list(outcome.draft) == head.draft(before, len(outcome.draft), FEW)[0])
-            for (after, root), draft in self.prepared(work.sequence).items() if not work.sequence.in_flight else ():
-                path = [*outcome.draft[:after], root]
-                right.append(list(draft) == head.draft(before, len(path) + len(draft), FEW, path)[0][len(path) :])
-        observe(self, works, outcomes, seconds)
+    class Compared(RoundObserver):
+        synchronous = mode == "ssd"  # so that what was prepared last is for the round that is decided
+        prepared: dict[int, Prepared]
+
+        def launched(self, works: Seq[Work], prepared: Callable[[Sequence], Prepared]) -> None:
+            self.prepared = {work.sequence.id: prepared(work.sequence) for work in works if self.synchronous}
+
+        def decided(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
+            for work, outcome in zip(works, outcomes, strict=True):
+                tokens = work.sequence.tokens
+                if outcome is None or outcome.token_ids != tuple(tokens[-len(outcome.token_ids) :]) or len(right) > 400:
+                    continue  # a prompt, or cut at the end of the text
+                before = tokens[: len(tokens) - len(outcome.token_ids)]
+                if mode == "sd" and outcome.draft:
+                    right.append(list(outcome.draft) == head.draft(before, len(outcome.draft), FEW)[0])
+                for (after, root), draft in self.prepared.get(work.sequence.id, {}).items():
+                    path = [*outcome.draft[:after], root]
+                    right.append(list(draft) == head.draft(before, len(path) + len(draft), FEW, path)[0][len(path) :])
 
     options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_num_seqs": 4, "num_kv_blocks": 512}
     options |= {"block_size": 16, "max_model_len": 200, "max_num_batched_tokens": 48}
     with LLM(target.path, **options) as llm:
         expected = [output.token_ids for output in llm.generate(PROMPTS, PARAMS)]
-    monkeypatch.setattr(kind, "observe", spy)
     speculation = {"mode": mode, "draft": head.path, "k": 3} | ({"budget": 6} if mode == "ssd" else {})
-    with LLM(target.path, speculation=speculation, **options) as llm:
-        if mode == "ssd":  # so that what was prepared last is for the round that is observed
-            llm.driver.call(lambda engine: setattr(engine.round, "run_ahead", False))
+    with LLM(target.path, speculation=speculation, **options) as llm, llm.driver.observing(Compared()):
         outputs = llm.generate(PROMPTS, PARAMS)
         wait_until_idle(llm.driver)
         assert llm.engine.metrics.drafter_failures == 0

@@ -15,11 +15,11 @@ from random_requests import (
     UNPENALISED,
     Asked,
     Models,
+    VerifiedDrafts,
     check_answers,
     make_models,
     play,
     random_requests,
-    watch_drafts,
 )
 
 from ssd import LLM
@@ -105,12 +105,12 @@ def test_what_the_target_drafts_for_itself_stands(models: Models, speculation: s
     """
     chosen = SPECULATIONS[speculation]
     assert chosen is not None
-    with engine_with(models, chosen | {"draft": "self"}) as llm:
-        verified = llm.driver.call(watch_drafts)
+    verified = VerifiedDrafts()
+    with engine_with(models, chosen | {"draft": "self"}) as llm, llm.driver.observing(verified):
         for seed in SEEDS:
             requests = [replace(r, params=replace(r.params, **UNPENALISED)) for r in random_requests(COUNT, seed)]
             llm.driver.call(lambda e, r=requests, s=seed: play(e, r, preempt=0.03, seed=s, depths=(0, 0, 1, 2, 3)))
-    written = [each for each in verified if each[0] in MODEL_WRITTEN]
+    written = [each for each in verified.drafts if each[0] in MODEL_WRITTEN]
     assert len(written) > 200
     assert sum(drafted == accepted for _, drafted, accepted in written) > 0.97 * len(written)
     if chosen["mode"] == "ssd":

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from ssd import LLM, SamplingParams
 from ssd.cli.main import app
-from ssd.drafting.eagle import EagleRunner
+from ssd.drafting.runner import DraftRunner
 from ssd.errors import ConfigError, SSDError, UnsupportedModel
 from ssd.layers.spec import RopeConfig
 from ssd.models.config import equal_layers
@@ -60,7 +60,7 @@ def test_hidden_states_and_logits_are_those_of_a_plain_implementation(
     monkeypatch.setattr(EagleHead, "__call__", spy)
     with LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": head.path, "k": K}) as llm:
         drafter: Any = llm.engine.round.drafter
-        runner: EagleRunner = drafter.model.runner
+        runner: DraftRunner = drafter.model.runner
         llm.engine.round.target.runner.logits_of(TOKENS[:-1], 1)  # type: ignore[attr-defined]
         runner.state.append(0, len(TOKENS) - 1, TOKENS[-1:], 0)
         runner.write([0], [SamplingParams(temperature=0.0)], K, 1)
@@ -144,7 +144,7 @@ def test_a_grafted_head_drafts_what_the_small_one_drafts(
         with LLM(form.format(target.path), device="cpu", max_model_len=100, speculation=speculation) as llm:
             outputs = llm.generate([TOKENS, TOKENS[:7]], params)
             drafter: Any = llm.engine.round.drafter
-            sizes = drafter.model.runner.head.eagle
+            sizes = drafter.model.runner.step.head.eagle
         found.append([(each.token_ids, each.metrics.accepted_per_position) for each in outputs])
     assert found[0] == found[1]
     assert sum(found[0][0][1]) > 0
@@ -224,6 +224,6 @@ def test_an_embedding_that_is_a_copy_of_the_targets_is_not_kept(
     with LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": head.path, "k": K}) as llm:
         drafter: Any = llm.engine.round.drafter
         runner: Any = llm.engine.round.target
-        assert (drafter.model.runner.head.embedding is runner.runner.decoder.embedding) == copied
+        assert (drafter.model.runner.step.head.embedding is runner.runner.decoder.embedding) == copied
         outputs = llm.generate(TOKENS, SamplingParams(max_new_tokens=4))
         assert outputs[0].metrics.drafted > 0

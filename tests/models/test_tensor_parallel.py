@@ -18,10 +18,12 @@ from fakes import make_sequence
 
 from ssd.assembly.device import make_ops
 from ssd.core import Work
-from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.fan_out import Adaptive
 from ssd.drafting.model import DraftModel
 from ssd.drafting.runner import DraftRunner
+from ssd.drafting.shapes import RunShapes
+from ssd.drafting.ssd import SSDDrafter
+from ssd.drafting.step import ModelStep
 from ssd.errors import ConfigError
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
@@ -121,16 +123,17 @@ def drafted(checkpoint: HFCheckpoint, tp: TensorParallel, queued: Queued) -> tor
     """On rank 0: the drafts of three sequences, and all that is prepared while they are verified."""
     decoder, k, rows = loaded(checkpoint, tp), 3, 15
     state = SequenceState(3, max_len=32, lookahead=k, vocab_size=decoder.config.vocab_size, device=CPU)
-    scratch = DraftRunner.scratch_slots(rows, k)
+    shapes = RunShapes(lookahead=k, max_sequences=3, max_rows=rows, widths=(5,))
+    scratch = shapes.scratch_slots
     runner = ModelRunner(decoder, state, num_blocks=16, block_size=4, max_decode_rows=rows, scratch_slots=scratch)
-    draft = DraftRunner(runner, lookahead=k, max_sequences=3, max_rows=rows, widths=(5,))
+    draft = DraftRunner(ModelStep(runner, shapes))
     if tp.rank:
         queued.follow(runner, draft)
         return torch.zeros(0)
     if tp.size > 1:
         runner.followers = queued  # type: ignore[assignment]
         runner.tables.on_write = lambda *written: queued.messages.put(("tables", written))
-    drafter = AheadDrafter(DraftModel(draft, max_len=32, max_num_batched_tokens=8), Adaptive(), lookahead=k, budget=5)
+    drafter = SSDDrafter(DraftModel(draft, max_len=32, max_num_batched_tokens=8), Adaptive(), lookahead=k, budget=5)
     sequences = [make_sequence(TOKENS[i : 4 * i + 5], TOKENS[:1], id=i) for i in range(3)]
     for slot, sequence in enumerate(sequences):
         state.admit(slot, sequence)

@@ -66,7 +66,7 @@ def test_a_hit_was_among_the_branches(drafted: Served) -> None:
 
 def test_watching_ends_with_the_request(drafted: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the client goes away in the middle."""
-    watch: Any = drafted.llm.engine.round.drafter
+    watch: Any = drafted.llm.engine.round.observers[0]
     begin, watched = watch.watch, []
     monkeypatch.setattr(watch, "watch", lambda request_id: (watched.append(request_id), begin(request_id)))
     body = {"messages": MESSAGES, "max_tokens": 400, "branches": True}

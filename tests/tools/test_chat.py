@@ -261,8 +261,9 @@ def test_colours_are_those_of_explain(llm: LLM, stop: tuple[str, ...]) -> None:
     params = SamplingParams(max_new_tokens=40, stop=stop)
     pieces: list[tuple[str, bool]] = []
     answer = EngineBackend(llm, params, colour=True).answer(STORY, lambda *piece: pieces.append(piece))
-    recorder = llm.driver.call(lambda engine: Recorder(engine, branches=False))
-    [output] = llm.generate(STORY, params)
+    recorder = Recorder(branches=False)
+    with llm.driver.observing(recorder):
+        [output] = llm.generate(STORY, params)
     expected = tinted(recorder.trace(output.request_id, len(output.token_ids)), llm.engine.tokenizer, output)
     assert "".join(text for text, _ in pieces) == answer.text == expected.plain == output.text
     shown = "".join(("1" if drafted else "0") * len(text) for text, drafted in pieces)

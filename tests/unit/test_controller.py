@@ -7,16 +7,13 @@ import logging
 import random
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from types import SimpleNamespace
 
 import pytest
 from fakes import make_sequence
 
 from ssd.core import Origin, Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Drafter, never
-from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.controller import PLAIN, Arm, ArmTimes, DepthController, make_arms
-from ssd.drafting.fan_out import Adaptive
 
 ARMS = make_arms(None, (16,))
 
@@ -109,33 +106,28 @@ def test_a_fixed_depth_has_the_widths_to_choose_from() -> None:
 # --- the controller in rounds -----------------------------------------------------------------------------------------
 
 
-class Fake(AheadDrafter):
+class Fake(Drafter):
     """Drafts nothing that is real; `stands` says how many tokens of a draft stand."""
 
+    lookahead, budget = 8, 16
+
     def __init__(self) -> None:
-        runner = SimpleNamespace(max_width=16, rejection=False)
-        super().__init__(SimpleNamespace(runner=runner), Adaptive(), lookahead=8, budget=16)  # type: ignore[arg-type]
-        self.controller: DepthController | None = None
+        super().__init__()
         self.calls: list[str] = []
-        self.budgets: list[int | None] = []
+        self.budgets: list[int] = []
         self.told: list[Outcome | None] = []
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
         self.calls.append("propose")
-        origin = Origin.HIT if self.width else Origin.DRAFT
+        origin = Origin.HIT if self.budget else Origin.DRAFT
         return [Proposal((7,) * work.lookahead, origin=origin) for work in works]
-
-    @property
-    def width(self) -> int:
-        """Branches that the controller wants in this round."""
-        return self.budget if self.controller is None else self.controller.arm.width
 
     def stands(self, work: Work) -> int:
         return work.proposal.num_tokens
 
-    def settle(self, works: Seq[Work], budget: int | None = None) -> None:
+    def settle(self, works: Seq[Work]) -> None:
         self.calls.append("settle")
-        self.budgets.append(budget)
+        self.budgets.append(self.budget)
 
     def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
         self.calls.append("prepare")
@@ -149,7 +141,7 @@ class Fake(AheadDrafter):
 
 
 def arm_of(controller: DepthController) -> Arm:
-    assert controller.lookahead == controller.arm.k
+    assert (controller.lookahead, controller.budget) == controller.arm
     return controller.arm
 
 
@@ -200,7 +192,7 @@ def test_it_learns_how_often_each_token_stands(in_flight: int) -> None:
             return min(2, work.proposal.num_tokens)
 
     inner = Two()
-    controller = inner.controller = DepthController(inner, make_arms(4, (0,)))
+    controller = DepthController(inner, make_arms(4, (0,)))
     assert set(rounds(inner, controller, lambda arm: 1.0, 200, in_flight=in_flight)) == {Arm(4, 0)}
     times = ArmTimes(make_arms(4, (0,)))
     assert controller.tokens(Arm(1, 0), times) == pytest.approx(2.0, abs=0.1)
@@ -215,7 +207,7 @@ def test_it_finds_the_best_arm(in_flight: int) -> None:
     They are those of two arms at once, and here they take very long.
     """
     inner = Fake()
-    controller = inner.controller = DepthController(inner, ARMS)
+    controller = DepthController(inner, ARMS)
     last = [PLAIN] * 2
 
     def seconds(arm: Arm) -> float:
@@ -230,7 +222,7 @@ def test_it_finds_the_best_arm(in_flight: int) -> None:
 def test_a_new_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """Catches a line for every round or measurement, and a choice that nobody is told."""
     inner = Fake()
-    controller = inner.controller = DepthController(inner, ARMS)
+    controller = DepthController(inner, ARMS)
     with caplog.at_level(logging.INFO, logger="ssd"):
         list(rounds(inner, controller, lambda arm: 1.0 + 0.05 * arm.k + 0.5 * (arm.width > 0), 400, batch=2))
     said = [record.getMessage() for record in caplog.records]
@@ -241,7 +233,7 @@ def test_a_new_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_every_size_of_the_batch_has_a_choice_of_its_own() -> None:
     inner = Fake()
-    controller = inner.controller = DepthController(inner, ARMS)
+    controller = DepthController(inner, ARMS)
     for _ in range(4):
         alone = list(rounds(inner, controller, lambda arm: 1.0, 300))
         many = list(rounds(inner, controller, lambda arm: 1.0 + 2.0 * arm.k, 300, batch=16))
@@ -252,7 +244,7 @@ def test_every_size_of_the_batch_has_a_choice_of_its_own() -> None:
 def test_rounds_that_read_prompts_do_not_count() -> None:
     """They take as long as their prompts; and nothing is chosen after a round that decides nothing."""
     inner = Fake()
-    controller = inner.controller = DepthController(inner, ARMS)
+    controller = DepthController(inner, ARMS)
     prompt = make_sequence(range(100), id=9)
     for arm in rounds(inner, controller, lambda arm: 1.0 + 0.05 * arm.k, 400):
         chunk = launch(controller, [Work(prompt, 50, 0, decides=False, slot=9)])
@@ -265,7 +257,7 @@ def test_rounds_that_read_prompts_do_not_count() -> None:
 def test_a_plain_round_is_told_to_the_drafter_too() -> None:
     """What it had prepared before is out of date then, and it reads the prompts of plain rounds."""
     inner = Fake()
-    controller = inner.controller = DepthController(inner, [PLAIN])
+    controller = DepthController(inner, [PLAIN])
     works = launch(controller, [Work(make_sequence([1, 2], [3], id=1), 1, 2)])
     assert [work.proposal for work in works] == [Proposal()]
     assert {"settle", "prepare"} <= set(inner.calls)
@@ -274,7 +266,7 @@ def test_a_plain_round_is_told_to_the_drafter_too() -> None:
 
 def test_what_it_is_told_goes_on_to_its_drafter() -> None:
     inner = Fake()
-    controller = inner.controller = DepthController(inner, make_arms(4, (16,)))
+    controller = DepthController(inner, make_arms(4, (16,)))
     works = launch(controller, [Work(make_sequence([1, 2], [3]), 1, 2, lookahead=4)])
     outcome = decided(inner, works[0])
     controller.observe(works, [outcome], 1.0)
@@ -285,6 +277,15 @@ def test_what_it_is_told_goes_on_to_its_drafter() -> None:
     controller.observe([], [], 1.0)  # of a round that it knows nothing of: the drafter was left alone
 
 
+def test_the_whole_interface_is_forwarded() -> None:
+    """Catches a method that is new in the interface, and answered by the base class instead of the drafter."""
+    inner = Fake()
+    inner.needs_tokens = True
+    assert DepthController(inner, ARMS).needs_tokens
+    methods = {name for name, value in vars(Drafter).items() if callable(value)}
+    assert methods <= set(vars(DepthController))
+
+
 def test_prepared_drafts_that_are_not_there_count() -> None:
     """Catches arms that are judged by their rounds' times alone: quick rounds without drafts yield little."""
 
@@ -293,13 +294,13 @@ def test_prepared_drafts_that_are_not_there_count() -> None:
 
         def propose(self, works: Seq[Work]) -> list[Proposal]:
             found = super().propose(works)
-            return [Proposal(p.token_ids, None, Origin.SIBLING) for p in found] if self.width else found
+            return [Proposal(p.token_ids, None, Origin.SIBLING) for p in found] if self.budget else found
 
         def stands(self, work: Work) -> int:
             return 0 if work.proposal.origin is Origin.SIBLING else work.proposal.num_tokens
 
     inner = Missing()
-    controller = inner.controller = DepthController(inner, ARMS)
+    controller = DepthController(inner, ARMS)
     taken = list(rounds(inner, controller, lambda arm: 1.0 if arm.width else 1.1 + 0.05 * arm.k, 300))
     assert sum(arm.width == 0 for arm in taken[100:]) > 180
 
@@ -314,7 +315,7 @@ def test_a_change_of_text_is_not_taken_for_a_difference_of_arms(seed: int) -> No
 
         def propose(self, works: Seq[Work]) -> list[Proposal]:
             found = super().propose(works)
-            missed = [self.width and dice.random() >= 0.85 for _ in works]
+            missed = [self.budget and dice.random() >= 0.85 for _ in works]
             return [Proposal(p.token_ids, None, Origin.SIBLING) if m else p for p, m in zip(found, missed, strict=True)]
 
         def stands(self, work: Work) -> int:
@@ -326,7 +327,7 @@ def test_a_change_of_text_is_not_taken_for_a_difference_of_arms(seed: int) -> No
         return (0.96 if arm.width else 1.0) * (1.0 + 0.15 * arm.k) * dice.gauss(1.0, 0.02)
 
     inner, taken = Often(), list[Arm]()
-    controller = inner.controller = DepthController(inner, ARMS)
+    controller = DepthController(inner, ARMS)
     for i, arm in enumerate(rounds(inner, controller, seconds, 1200, batch=8)):
         stands = 0.9 if i // 60 % 2 else 0.6
         taken.append(arm)

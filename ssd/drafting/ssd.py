@@ -1,4 +1,4 @@
-"""Speculative speculative decoding (SSD): the draft model runs ahead of the verification.
+"""Speculative speculative decoding (SSD): drafts are prepared during the verification before.
 
 While the target verifies, the draft model prepares the next draft for each of its likely outcomes. If the outcome is
 among them (a hit), the next round's draft is ready. If not (a miss), the backup is used: `jit`, a draft that is written
@@ -58,7 +58,7 @@ class _Round(NamedTuple):
     written: DraftRun | None  # drafts that the target waited for
 
 
-class AheadDrafter(Drafter):
+class SSDDrafter(Drafter):
     """The drafter of SSD.
 
     `budget`: maximum number of branches per sequence; 0: drafts are written in `propose`, as in SD. `overlap`: on a GPU
@@ -83,7 +83,7 @@ class AheadDrafter(Drafter):
         self.overlap = overlap
         self.policy = BackupPolicy(backup)
         self.statistics = OutcomeStatistics()
-        self._in_time = float(model.runner.max_width)  # branches per sequence that are prepared in time
+        self._in_time = float(model.runner.shapes.max_width)  # branches per sequence that are prepared in time
         self._run: DraftRun | None = None  # the last preparation
         self._places: dict[int, int] = {}  # by sequence id: its index in that run
         self._looked_up: list[tuple[Work, DraftSequence]] = []  # works whose drafts were looked up in that run
@@ -141,13 +141,12 @@ class AheadDrafter(Drafter):
                 missed.append((work, own))
         return found, missed
 
-    def settle(self, works: Seq[Work], budget: int | None = None) -> None:
+    def settle(self, works: Seq[Work]) -> None:
         """Uses the backup after misses, then copies what branches are prepared from out of the SequenceState."""
-        budget = self.budget if budget is None else budget
         self._run, self._places = None, {}
         branching: list[Work] = []
         for work in works:
-            prepares = work.decides and budget > 0
+            prepares = work.decides and self.budget > 0
             if not work.sequence.params.speculate or not (prepares or work.num_tokens > 1):
                 continue
             own = self.model.state_of(work, works)
@@ -157,7 +156,7 @@ class AheadDrafter(Drafter):
                 self.model.read_prompt(work, own)
             if prepares and self.model.can_branch(work, own):
                 branching.append(work)
-        self._staged = self._stage(branching, budget) if any(work.lookahead for work in branching) else None
+        self._staged = self._stage(branching) if any(work.lookahead for work in branching) else None
         for work in works:
             if work.proposal.origin is Origin.DRAFT:
                 self.model.mark_read(work, branched=False)
@@ -181,13 +180,13 @@ class AheadDrafter(Drafter):
             self.model.mark_read(work, branched=False)
         return True
 
-    def _stage(self, works: Seq[Work], budget: int) -> StagedBranches:
+    def _stage(self, works: Seq[Work]) -> StagedBranches:
         runner = self.model.runner
         staged = runner.stage_branches(
             [work.slot for work in works],
             [work.proposal.num_tokens for work in works],
             [work.sequence.params for work in works],
-            budget=max(1, min(budget, runner.width_of(len(works)), int(self._in_time))),
+            budget=max(1, min(self.budget, runner.shapes.width_of(len(works)), int(self._in_time))),
             fan_out=self.fan_out,
             statistics=self.statistics,
         )
@@ -201,10 +200,10 @@ class AheadDrafter(Drafter):
             count = max(work.lookahead for work in works)
             runner = self.model.runner
             self._run = runner.branch(staged, count, overlap=self.overlap, interrupted=interrupted)
-            late, width = interrupted(), staged.shape.width
-            self._in_time = (
-                max(_MIN_BRANCHES, _DECREASE * width) if late else min(runner.max_width, self._in_time + _INCREASE)
-            )
+            if interrupted():
+                self._in_time = max(_MIN_BRANCHES, _DECREASE * staged.shape.width)
+            else:
+                self._in_time = min(runner.shapes.max_width, self._in_time + _INCREASE)
         self._rounds.put(works, _Round(self._run, self._written))
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
@@ -222,25 +221,26 @@ class AheadDrafter(Drafter):
 
     def prepared(self, sequence: Sequence) -> Prepared:
         """Empty under the rejection rule: drafts are of no use without their distributions."""
-        run, place = self._run, self._places.get(sequence.id)
-        if run is None or place is None or self.model.runner.rejection:
-            return {}
-        rows = run.tokens[place * run.width : (place + 1) * run.width]
-        found: dict[tuple[int, int], tuple[int, ...]] = {}
-        for after, (root, *draft) in zip(run.after[place], rows, strict=True):
-            found.setdefault((after, root), tuple(draft))
-        return found
+        run, rows = self._run, self._rows(sequence)
+        return {} if run is None else {outcome: tuple(run.tokens[row][1:]) for outcome, row in rows.items()}
 
     def prepared_confidence(self, sequence: Sequence) -> Confidence:
+        run, rows = self._run, self._rows(sequence)
+        if run is None or not rows:
+            return {}
+        first = min(rows.values())
+        sure = self.model.runner.confidence(run, first, max(rows.values()) + 1)
+        return {outcome: tuple(sure[row - first]) for outcome, row in rows.items()}
+
+    def _rows(self, sequence: Sequence) -> dict[tuple[int, int], int]:
+        """By outcome: the row of its branch in the last preparation."""
         run, place = self._run, self._places.get(sequence.id)
         if run is None or place is None or self.model.runner.rejection:
             return {}
-        first = place * run.width
-        rows = self.model.runner.confidence(run, first, first + run.width)
-        found: dict[tuple[int, int], tuple[float, ...]] = {}
-        for after, (root, *_), sure in zip(run.after[place], run.tokens[first:], rows, strict=False):
-            found.setdefault((after, root), tuple(sure))
-        return found
+        rows: dict[tuple[int, int], int] = {}
+        for row, after in enumerate(run.after[place], place * run.width):
+            rows.setdefault((after, run.tokens[row][0]), row)
+        return rows
 
     def forget(self, sequence: Sequence) -> None:
         self._places.pop(sequence.id, None)

@@ -1,0 +1,238 @@
+"""The device tensors of draft runs, at fixed addresses, and the kernels between them and the SequenceState.
+
+In the order of a run: `upload` and `stage` fill its inputs, then come a batch for reading and one for every depth. The
+tokens of its rows are in `chain`; `store` and `look_up` make them the sequences' drafts. Computes no logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ssd.core import Origin
+from ssd.drafting.fan_out import RANKS
+from ssd.drafting.shapes import RunShape, RunShapes
+from ssd.execution.batch import round_kernels
+from ssd.execution.runner import ModelRunner
+from ssd.kernels.ops import Branches, DeviceBatch
+from ssd.kernels.transfers import upload
+from ssd.sampling.sampler import Rows
+
+
+class Tables(NamedTuple):
+    """Block tables of a run."""
+
+    blocks: torch.Tensor  # column 0: number of blocks
+    rows: torch.Tensor  # [sequences]: the row of each
+
+
+class Indices(NamedTuple):
+    """Index tensors of a shape."""
+
+    place: torch.Tensor  # [reads]
+    before: torch.Tensor  # [sequences]: the row before each sequence's first token
+    read_sequence: torch.Tensor  # [sequences * reads]: of each token that is read
+    read_start: torch.Tensor  # [sequences + 1]
+    read_tiles: torch.Tensor
+    start: torch.Tensor  # [sequences + 1], of the rows
+    tiles: torch.Tensor
+
+
+class Inputs:
+    """Inputs of a run: what the host uploads, and what is read from the SequenceState."""
+
+    def __init__(self, max_sequences: int, reads: int, device: torch.device) -> None:
+        self.meta, self.first, self.count, self.tokens = (
+            torch.zeros(shape, dtype=torch.int32, device=device)
+            for shape in (2 * max_sequences, max_sequences, max_sequences, (max_sequences, reads + 1))
+        )  # first: position of the first token that is read; count: how many tokens are
+
+    def slots(self, n: int) -> torch.Tensor:
+        return self.meta[:n]
+
+    def drafted(self, n: int) -> torch.Tensor:
+        """Length of each sequence's draft under verification."""
+        return self.meta[n : 2 * n]
+
+
+class DraftBuffers:
+    """The tensors of the runs of one draft model or head."""
+
+    def __init__(self, runner: ModelRunner, shapes: RunShapes) -> None:
+        self.runner, self.state, self.shapes = runner, runner.state, shapes
+        self.device = runner.state.device
+        n, rows, width, reads = shapes.max_sequences, shapes.max_rows, max(1, shapes.max_width), shapes.reads
+        self.computed = self._ints(self.state.num_slots + 1)  # by slot: tokens with KV in the blocks, drafts included
+        self._inputs = {branches: Inputs(n, shapes.most_reads(branches), self.device) for branches in (False, True)}
+        self.after = self._ints(n, width)  # per branch: accepted draft tokens before it
+        self.plan_constants = self._floats(4 * reads * width + 64)
+        self.verified_confidence = self._floats(n, self.state.drafts.shape[1])
+        self.hit = self._ints(n)
+        self.chain = self._ints(rows, reads)  # tokens of every row; column 0: the outcome's own token (`branch`)
+        self.confidence = self._floats(rows, reads)
+        self.likeliest = self._ints(n * reads, RANKS)
+        self._rows = tuple(self._ints(rows) for _ in range(5))  # see `rounds.extend_rows`
+        self._branch_slots = runner.scratch_slot  # the first; after those of all rows comes one for padding
+        self.padding_slot = runner.scratch_slot + shapes.scratch_slots - 1
+        self._indices: dict[RunShape, Indices] = {}
+
+    def inputs(self, *, branches: bool) -> Inputs:
+        """Those of `branch`, or of `write`."""
+        return self._inputs[branches]
+
+    def upload(self, slots: Seq[int], drafted: Seq[int], shape: RunShape) -> None:
+        """Uploads slots and draft lengths of a run."""
+        padding = shape.sequences - len(slots)
+        both = [*slots, *[self.state.padding] * padding, *drafted, *[0] * padding]
+        upload(np.array(both, dtype=np.int32), self._inputs[shape.branches].meta[: len(both)])
+
+    def stage(self, n: int, *, branches: bool) -> None:
+        """Copies the inputs of a run for n sequences out of the SequenceState."""
+        inputs = self._inputs[branches]
+        round_kernels(self.device).stage(
+            slots=inputs.slots(n),
+            num_drafted=inputs.drafted(n),
+            length=self.state.length,
+            token_ids=self.state.token_ids,
+            drafts=self.state.drafts,
+            confidence=self.state.confidence,
+            origin=self.state.origin,
+            computed=self.computed,
+            first=inputs.first[:n],
+            count=inputs.count[:n],
+            tokens=inputs.tokens[:n],
+            verified_confidence=self.verified_confidence[:n],
+            hit=self.hit[:n],
+            hit_origin=Origin.HIT,
+            vocab_size=self.runner.vocab_size,
+            fork=branches,
+        )
+
+    def look_up(self, n: int, width: int, depth: int) -> None:
+        """Looks up the outcomes of n sequences in the branches; what is found, or a sibling, becomes their drafts."""
+        round_kernels(self.device).look_up(
+            slots=self._inputs[True].slots(n),
+            after=self.after[:n, :width],
+            chain=self.chain,
+            chain_confidence=self.confidence,
+            depth=depth,
+            length=self.state.length,
+            token_ids=self.state.token_ids,
+            num_accepted=self.state.num_accepted,
+            drafts=self.state.drafts,
+            confidence=self.state.confidence,
+            origin=self.state.origin,
+            hit=Origin.HIT,
+            miss=Origin.SIBLING,
+        )
+
+    def store(self, n: int, count: int, origin: Origin) -> None:
+        """Copies `count` tokens written for each of n sequences to their drafts."""
+        round_kernels(self.device).store(
+            slots=self._inputs[False].slots(n),
+            chain=self.chain,
+            chain_confidence=self.confidence,
+            count=count,
+            drafts=self.state.drafts,
+            confidence=self.state.confidence,
+            origin=self.state.origin,
+            value=origin,
+        )
+
+    def tables(self, shape: RunShape) -> Tables:
+        """The model's own block tables."""
+        return Tables(self.runner.tables.tensor, self._inputs[shape.branches].slots(shape.sequences))
+
+    def read_batch(self, shape: RunShape, tables: Tables, logit_rows: torch.Tensor | None) -> DeviceBatch:
+        """Every sequence's new tokens, whose KV goes to the blocks."""
+        n, reads, indices = shape.sequences, shape.reads, self.indices(shape)
+        inputs, place, size = self._inputs[shape.branches], indices.place, self.runner.block_size
+        positions = inputs.first[:n, None] + place
+        index = positions // size
+        blocks = tables.blocks[tables.rows[:, None], 1 + index]
+        real = (place < inputs.count[:n, None]) & (index < tables.blocks[tables.rows, :1])
+        mapping = torch.where(real, blocks * size + positions % size, self.padding_slot)
+        context = inputs.first[:n] + reads
+        return DeviceBatch(
+            token_ids=inputs.tokens[:n, :reads].flatten().contiguous(),
+            positions=positions.flatten(),
+            slot_mapping=mapping.flatten(),
+            query_start=indices.read_start,
+            context_len=context,
+            logit_rows=logit_rows,
+            tiles=indices.read_tiles,
+            prefill_tiles=None,
+            block_tables=tables.blocks[:, 1:],
+            table_rows=tables.rows,
+        )
+
+    def row_batch(self, shape: RunShape, depth: int, tables: Tables) -> DeviceBatch:
+        """The newest token of every row, whose KV goes to the row's branch slots."""
+        n, indices, inputs = shape.sequences, self.indices(shape), self._inputs[shape.branches]
+        tokens, positions, mapping, _, _ = out = tuple(column[: shape.rows] for column in self._rows)
+        round_kernels(self.device).extend_rows(
+            slots=inputs.slots(n),
+            first=inputs.first[:n],
+            count=inputs.count[:n],
+            after=self.after[:n, : shape.width] if shape.branches else None,
+            chain=self.chain,
+            depth=depth,
+            reads=self.shapes.reads,
+            first_slot=self._branch_slots,
+            slots_per_branch=self.shapes.lookahead,
+            vocab_size=self.runner.vocab_size,
+            out=out,
+        )
+        return DeviceBatch(
+            token_ids=tokens,
+            positions=positions,
+            slot_mapping=mapping,
+            query_start=indices.start,
+            context_len=positions,  # not used for branches
+            logit_rows=None,
+            tiles=indices.tiles,
+            prefill_tiles=None,
+            branches=Branches(depth, self.shapes.lookahead),
+            block_tables=tables.blocks[:, 1:],
+            table_rows=tables.rows,
+        )
+
+    def decided(self, shape: RunShape) -> Rows:
+        """The positions that the logits of the last `row_batch` decide."""
+        *_, decided, slots = (column[: shape.rows] for column in self._rows)
+        return Rows(slots, decided)
+
+    def indices(self, shape: RunShape) -> Indices:
+        """Cached, so that graphs find them at the same address."""
+        if shape not in self._indices:
+            width = max(1, shape.width)
+            sequences, place = (
+                torch.arange(n, dtype=torch.int32, device=self.device) for n in (shape.sequences + 1, shape.reads)
+            )
+            self._indices[shape] = Indices(
+                place=place,
+                before=sequences[:-1].long() * shape.reads - 1,
+                read_sequence=sequences[:-1].long().repeat_interleave(shape.reads),
+                read_start=sequences * shape.reads,
+                read_tiles=self._tiles(shape.sequences, shape.reads),
+                start=sequences * width,
+                tiles=self._tiles(shape.sequences, width),
+            )
+        return self._indices[shape]
+
+    def _tiles(self, sequences: int, queries: int) -> torch.Tensor:
+        """Attention tiles of sequences with `queries` rows each."""
+        tile = self.runner.tile_sizes().decode
+        each = -(-queries // tile)
+        sequence = torch.arange(sequences, dtype=torch.int32, device=self.device).repeat_interleave(each)
+        first = (torch.arange(each, dtype=torch.int32, device=self.device) * min(tile, queries)).repeat(sequences)
+        return torch.stack((sequence, first))
+
+    def _ints(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+    def _floats(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.float32, device=self.device)

@@ -1,0 +1,44 @@
+"""CUDA graphs of the pieces of a draft run: what a key launches is captured once, and replayed from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from ssd.execution.graphs import capture
+
+Compute = Callable[[], None]
+
+
+class PieceGraphs:
+    """Graphs by key, which share one memory pool. A key stands for the same kernels over the same tensors each time.
+
+    `enabled`: False where everything is launched eagerly. `on_use`: a key without a graph gets one when it is launched;
+    False for the ranks of a split model, which have to capture together.
+    """
+
+    def __init__(self, *, enabled: bool, on_use: bool) -> None:
+        self.enabled = enabled
+        self._on_use = on_use
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+
+    def launch(self, key: Hashable, compute: Compute) -> None:
+        """Replays the key's graph; without one it runs `compute`, and captures it for the next time."""
+        if self.enabled and key in self._graphs:
+            self._graphs[key].replay()
+            return
+        compute()
+        if self._on_use:
+            self.capture(key, compute)
+
+    def capture(self, key: Hashable, compute: Compute) -> None:
+        """Captures a graph, unless there is one. The kernels must have been compiled."""
+        if not self.enabled or key in self._graphs:
+            return
+        stream = torch.cuda.current_stream()
+        own = stream if stream != torch.cuda.default_stream() else None
+        self._graphs[key], _ = capture(compute, self._pool, stream=own)
+        self._pool = self._graphs[key].pool()
