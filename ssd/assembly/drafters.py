@@ -26,7 +26,6 @@ from ssd.drafting.model import DraftModel, DraftSource, ModelDrafter
 from ssd.drafting.ngram import NgramDrafter
 from ssd.drafting.process import ProcessDrafter
 from ssd.drafting.runner import DraftRunner
-from ssd.drafting.supervisor import Worker
 from ssd.drafting.worker import WorkerDrafter
 from ssd.errors import ConfigError
 from ssd.execution.features import Features
@@ -39,6 +38,7 @@ from ssd.models.eagle import EagleCheckpoint
 from ssd.models.open import absolute_path, open_checkpoint, open_eagle
 from ssd.models.persistent import use_persistent_step
 from ssd.parallel.launch import local_size
+from ssd.parallel.process import Worker
 from ssd.parallel.tensor import TensorParallel
 from ssd.text.tokenizer import Tokenizer
 

@@ -1,8 +1,8 @@
 """The ranks of a model that is split by tensor parallelism.
 
-Rank 0 is the engine, which schedules and samples. Each other rank is a process that follows it: a message names the
-forward pass to launch, whose inputs rank 0 broadcasts inside of it, and a message has the new entries of the block
-tables. The ranks live and die together: one that is lost ends the engine, and rank 0 takes the others with it.
+Rank 0 is the engine, which schedules and samples. Each other rank is a process, a follower: a message names the forward
+pass to launch, whose inputs rank 0 broadcasts inside of it, and a message has the new entries of the block tables. If
+one rank is lost, all of them end.
 """
 
 from __future__ import annotations
@@ -17,26 +17,34 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from enum import IntEnum
 from typing import Any
 
-import numpy as np
 import torch
 
 from ssd.assembly.device import make_current, num_cores, rank_device, resolve_device
-from ssd.assembly.torchrun import Remote, join
+from ssd.assembly.torchrun import join
 from ssd.config import EngineConfig, build
-from ssd.drafting.supervisor import FOLLOWER_COMMAND, Worker
-from ssd.drafting.wire import Channel, Kind, Message, WireError, decode_setup
 from ssd.errors import ConfigError, EngineFailed, one_line
 from ssd.execution.runner import ModelRunner
 from ssd.models.open import absolute_path
 from ssd.parallel.group import HANG_SECONDS, LOOPBACK, listener, make_group
 from ssd.parallel.launch import local_rank, local_size
+from ssd.parallel.process import FOLLOWER_COMMAND, HANG_UP, Worker, connect, exit_with
 from ssd.parallel.tensor import TensorParallel
+from ssd.parallel.transport import READY, Channel, Message, Reader, WireError, words
 
 log = logging.getLogger("ssd")
-_HANG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)  # the former where there is one, as on Linux
 _NOTICE_SECONDS = 1.0  # within which a process that has ended is noticed
+
+
+class Kind(IntEnum):
+    """Messages after SETUP and READY."""
+
+    BLOCKS = 3  # to rank 0: the number of KV blocks that a rank has memory for; from rank 0: the least of all
+    TABLES = 4  # from rank 0: new entries of the block tables, first their places, then their values
+    FORWARD = 5  # from rank 0: the forward pass to launch
+    DRAFT = 6  # from rank 0 of a draft model: the piece of a draft run to launch
 
 
 @dataclass(frozen=True)
@@ -49,14 +57,21 @@ class Place:
     def agree(self, num_blocks: int) -> int:
         """The least of all ranks' numbers."""
         if self.tp.rank:
-            _send(self.channels[0], Message(Kind.READY, payload=_words([num_blocks])))
-            return int(_receive(self.channels[0], Kind.READY).payload[0])
+            self._send_blocks(num_blocks)
+            return _receive_blocks(self.channels[0])
         for rank, channel in enumerate(self.channels, 1):
             with _explained(rank):
-                num_blocks = min(num_blocks, int(_receive(channel, Kind.READY).payload[0]))
-        for channel in self.channels:
-            _send(channel, Message(Kind.READY, payload=_words([num_blocks])))
+                num_blocks = min(num_blocks, _receive_blocks(channel))
+        self._send_blocks(num_blocks)
         return num_blocks
+
+    def _send_blocks(self, num_blocks: int) -> None:
+        for channel in self.channels:
+            channel.send(Message(Kind.BLOCKS, payload=words([num_blocks])))
+
+
+def _receive_blocks(channel: Channel) -> int:
+    return Reader(channel.expect(Kind.BLOCKS, limit=1).payload).number(0)
 
 
 def num_threads(config: EngineConfig) -> int:
@@ -94,18 +109,19 @@ class Ranks:
         self._on_cuda = device.type == "cuda"
         self._threads = torch.get_num_threads()
         self._wake, self._woken = socket.socketpair()
-        self._workers: list[Worker | Remote] = []
+        self._workers: list[Worker] = []  # on this host, unless torchrun has started the ranks
+        self._channels: list[Channel] = []
         self._thread = threading.Thread(target=self._watch, name="ssd-ranks", daemon=True)
         try:
             if self._hosts is not None:
-                self._workers += self._hosts.start(setup)
+                self._channels = self._hosts.start(setup)
             else:
                 own = draft is None  # those of a draft are killed together with its first rank
                 self._workers += (Worker({**setup, "rank": r}, FOLLOWER_COMMAND, own_group=own) for r in range(1, size))
-            self._channels = [worker.channel for worker in self._workers]
+                self._channels = [worker.channel for worker in self._workers]
             for rank, channel in enumerate(self._channels, 1):
                 with _explained(rank):
-                    _receive(channel, Kind.READY)
+                    channel.expect(READY)
             address = self._channels[-1].address or LOOPBACK  # by which the last rank, on the last host, reaches it
             self._group = make_group(0, size, device, port=port, listening=listening, address=address)
         except BaseException:
@@ -127,7 +143,7 @@ class Ranks:
     def launching(self, key: Seq[int], *, draft: bool = False) -> Iterator[None]:
         self._check()
         try:
-            self._post(Message(Kind.DRAFT if draft else Kind.FORWARD, payload=_words(key)))
+            self._post(Message(Kind.DRAFT if draft else Kind.FORWARD, payload=words(key)))
             yield
         except Exception as error:  # the ranks are no longer at the same place
             raise self._failed(error) from error
@@ -144,7 +160,7 @@ class Ranks:
     def write_tables(self, places: Seq[int], values: Seq[int]) -> None:
         self._check()
         try:
-            self._post(Message(Kind.TABLES, payload=_words([*places, *values])))
+            self._post(Message(Kind.TABLES, payload=words([*places, *values])))
         except (OSError, WireError) as error:
             raise self._failed(error) from error
 
@@ -161,8 +177,8 @@ class Ranks:
         torch.set_num_threads(self._threads)
 
     def _end(self) -> None:
-        for worker in self._workers:
-            worker.channel.close()  # of all of them first: each takes a moment to end
+        for channel in self._channels:
+            channel.close()  # all of them first: each process takes a moment to end
         for worker in self._workers:
             worker.close()
         self._wake.close()
@@ -191,7 +207,7 @@ class Ranks:
         if self._hosts is not None:
             ranks |= {channel.fileno(): rank for rank, channel in enumerate(self._hosts.channels, 1)}
         for end in (*ranks, self._woken.fileno()):
-            poller.register(end, _HANG_UP)
+            poller.register(end, HANG_UP)
         while self.failure is None:
             found = poller.poll(500)
             if any(end == self._woken.fileno() for end, _ in found):
@@ -209,6 +225,8 @@ class Ranks:
             self.failure = reason
         self._lost.set()
         log.error("%s", reason)
+        for channel in self._channels:
+            channel.close()
         for worker in self._workers:
             worker.kill()
         if self._on_cuda:
@@ -240,10 +258,9 @@ class Follower:
     @classmethod
     def at(cls, fd: int) -> Follower:
         """Receives its setup over the socket `fd`, and joins the group. The process ends when that socket does."""
-        channel = Channel(socket.socket(fileno=fd))
-        threading.Thread(target=_exit_with, args=(fd,), daemon=True).start()
-        setup = decode_setup(_receive(channel, Kind.SETUP).payload)
-        _send(channel, Message(Kind.READY))
+        channel, setup = connect(fd)
+        exit_with(channel)
+        channel.send(Message(READY))
         return cls._of(setup, channel)
 
     @classmethod
@@ -265,15 +282,16 @@ class Follower:
             message = self.channel.receive()
             if message is None:
                 continue
-            if message.kind is Kind.TABLES:
-                places, values = message.payload.reshape(2, -1).tolist()
-                runner.tables.write(places, values)
-            elif message.kind is Kind.FORWARD:
-                runner.run(runner.staged(tuple(message.payload.tolist())))
-            elif message.kind is Kind.DRAFT and draft is not None:
-                draft(tuple(message.payload.tolist()))
+            numbers = message.payload.tolist()
+            if message.kind == Kind.TABLES and len(numbers) % 2 == 0:
+                half = len(numbers) // 2
+                runner.tables.write(numbers[:half], numbers[half:])
+            elif message.kind == Kind.FORWARD:
+                runner.run(runner.staged(tuple(numbers)))
+            elif message.kind == Kind.DRAFT and draft is not None:
+                draft(tuple(numbers))
             else:
-                raise WireError(f"a message of kind {message.kind.name} is not for a rank")
+                raise WireError(f"a message of kind {message.kind} with {len(numbers)} numbers is not for a rank")
 
 
 def _take_cores(rank: int, count: int) -> None:
@@ -283,27 +301,3 @@ def _take_cores(rank: int, count: int) -> None:
         cores = sorted(os.sched_getaffinity(0))
         with suppress(OSError):
             os.sched_setaffinity(0, {cores[(rank * count + i) % len(cores)] for i in range(count)})
-
-
-def _exit_with(fd: int) -> None:
-    """Ends this process with the other end of its socket, whatever it is computing or waiting for."""
-    poller = select.poll()
-    poller.register(fd, _HANG_UP)
-    poller.poll()
-    os._exit(0)
-
-
-def _receive(channel: Channel, kind: Kind) -> Message:
-    message = channel.receive()
-    if message is None or message.kind is not kind:
-        raise WireError(f"a message of kind {kind.name} was due")
-    return message
-
-
-def _send(channel: Channel, message: Message) -> None:
-    channel.post(message)
-    channel.flush()
-
-
-def _words(numbers: Seq[int]) -> np.ndarray:
-    return np.array(numbers, dtype=np.int64)

@@ -23,15 +23,14 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from datetime import timedelta
+from enum import IntEnum
 from typing import Any
 
-import numpy as np
-
-from ssd.drafting.supervisor import FOLLOWER_COMMAND, end_process, spawn
-from ssd.drafting.wire import Channel, Kind, Message, WireError, encode_setup
 from ssd.errors import EngineFailed, SSDError, one_line
 from ssd.parallel.group import listener
 from ssd.parallel.launch import Launch
+from ssd.parallel.process import FOLLOWER_COMMAND, end_process, setup_message, spawn
+from ssd.parallel.transport import Channel, Message, Reader, WireError, words
 
 log = logging.getLogger("ssd")
 _JOIN_SECONDS = 600.0  # in which all processes come to the point where they need each other
@@ -41,6 +40,14 @@ _LOST_MILLISECONDS = 6000  # without a sign of the other host
 _KEY = "ssd"
 _PR_SET_PDEATHSIG = 1
 _hosts: Hosts | None = None  # of this process, which is rank 0
+
+
+class Kind(IntEnum):
+    """Messages between the processes of torchrun."""
+
+    HELLO = 3  # to rank 0, first on every connection: the sender's rank, the token
+    START = 4  # from rank 0: start a follower, and connect it to this port
+    END = 5  # from rank 0: an engine was closed
 
 
 def join(size: int) -> Hosts | None:
@@ -79,12 +86,14 @@ class Hosts:
         """The name of rank 0's host."""
         return self._launch.host
 
-    def start(self, setup: Mapping[str, Any]) -> list[Remote]:
-        """Starts a follower on each of them."""
+    def start(self, setup: Mapping[str, Any]) -> list[Channel]:
+        """Starts a follower on each of them, which ends when its channel is closed."""
         with listener("") as listening:
-            self._tell(Message(Kind.START, payload=np.array([listening.getsockname()[1]])))
-            ends = self._accept(listening, _ANSWER_SECONDS)
-        return [Remote(end, {**setup, "rank": rank}) for rank, end in enumerate(ends, 1)]
+            self._tell(Message(Kind.START, payload=words([listening.getsockname()[1]])))
+            channels = self._accept(listening, _ANSWER_SECONDS)
+        for rank, channel in enumerate(channels, 1):
+            channel.post(setup_message({**setup, "rank": rank}))
+        return channels
 
     def engine_closed(self) -> None:
         """Tells them that an engine ended as it should; else they exit with an error."""
@@ -95,8 +104,7 @@ class Hosts:
         for rank, channel in enumerate(self.channels, 1):
             try:
                 with self._lock:  # engines may be closed by several threads
-                    channel.post(message)
-                    channel.flush()
+                    channel.send(message)
             except (OSError, WireError) as error:
                 raise EngineFailed(f"rank {rank} of torchrun has ended: start all of them again") from error
 
@@ -123,27 +131,11 @@ class Hosts:
     def _introduced(self, channel: Channel) -> int:
         """The rank that a connection is of; 0 if it does not have the token."""
         try:
-            hello = channel.receive(1 + len(self._token), _HELLO_SECONDS)
+            hello = channel.expect(Kind.HELLO, 1 + len(self._token), _HELLO_SECONDS).payload
         except (OSError, WireError):
             return 0
-        expected = np.array(self._token, dtype=np.int64).tobytes()
-        if hello is None or not hmac.compare_digest(hello.payload[1:].tobytes(), expected):
-            return 0
-        return int(hello.payload[0])
-
-
-class Remote:
-    """A follower that another process has started. It ends when its channel closes."""
-
-    def __init__(self, channel: Channel, setup: Mapping[str, Any]) -> None:
-        self.channel = channel
-        channel.post(Message(Kind.SETUP, payload=encode_setup(setup)))
-
-    def kill(self) -> None:
-        self.channel.close()
-
-    def close(self) -> None:
-        self.channel.close()
+        shown = hmac.compare_digest(hello[1:].tobytes(), words(self._token).tobytes())
+        return int(hello[0]) if shown else 0
 
 
 # --- the others -------------------------------------------------------------------------------------------------------
@@ -160,10 +152,10 @@ def _follow(launch: Launch) -> int:
             channel = Channel(end)
             while (message := channel.receive()) is not None:
                 followers = [follower for follower in followers if follower.poll() is None]
-                if message.kind is Kind.START:
-                    with _connect(launch, int(message.payload[0]), token) as own:
+                if message.kind == Kind.START:
+                    with _connect(launch, Reader(message.payload).number(1, 65535), token) as own:
                         followers.append(spawn(FOLLOWER_COMMAND, own))
-                num_open += 1 if message.kind is Kind.START else -1
+                num_open += 1 if message.kind == Kind.START else -1
                 status = int(num_open > 0)
     except (OSError, RuntimeError, SSDError) as error:
         if status:
@@ -177,9 +169,7 @@ def _follow(launch: Launch) -> int:
 def _connect(launch: Launch, port: int, token: Seq[int]) -> socket.socket:
     """A connection to rank 0."""
     end = _watched(socket.create_connection((launch.host, port), _ANSWER_SECONDS))
-    channel = Channel(end)
-    channel.post(Message(Kind.READY, payload=np.array([launch.rank, *token])))
-    channel.flush()
+    Channel(end).send(Message(Kind.HELLO, payload=words([launch.rank, *token])))
     return end
 
 

@@ -48,11 +48,11 @@ from ssd.core import Outcome, Proposal, RequestOutput, Work
 from ssd.decoding.drafter import Drafter
 from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.process import ProcessDrafter
-from ssd.drafting.supervisor import Worker
-from ssd.drafting.wire import Channel
 from ssd.engine.engine import Engine
 from ssd.errors import ConfigError, EngineFailed, RequestFailed
+from ssd.parallel.process import Worker
 from ssd.parallel.tensor import TensorParallel
+from ssd.parallel.transport import Channel
 
 SMALL: dict[str, Any] = {"max_num_seqs": 16, "block_size": 4, "num_kv_blocks": 60, "max_num_batched_tokens": 24}
 AHEAD = {"mode": "ssd", "draft": "noisy", "k": 3, "placement": "inline"}
