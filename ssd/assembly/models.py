@@ -8,11 +8,12 @@ from collections.abc import Iterable
 
 import torch
 
-from ssd.assembly.device import device_name, kernels_of, kv_block_size, make_ops, resolve_dtype
+from ssd.assembly.device import device_name, kv_block_size, resolve_dtype
 from ssd.assembly.memory import Loaded, gib, weight_bytes
 from ssd.config import EngineConfig
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import DeviceBlockTables, SequenceState
+from ssd.kernels.device import kernels, name_of
 from ssd.kernels.quantized import Format
 from ssd.layers.linear import Embedding
 from ssd.models.checkpoint import Checkpoint, HFCheckpoint
@@ -57,7 +58,7 @@ def load_decoder(
     `target`: the model whose hidden states an EAGLE head reads. `tp`: the rank whose share is loaded.
     """
     device = state.device
-    ops, dtype = make_ops(device, quantization), resolve_dtype(config, (target or checkpoint).config, device)
+    ops, dtype = kernels(device).ops(quantization), resolve_dtype(config, (target or checkpoint).config, device)
     positions = state.max_positions + beyond
     began = time.perf_counter()
     decoder: Decoder
@@ -75,7 +76,7 @@ def load_decoder(
     log.info(
         "%s: %s of weights in %s on %s, %s kernels, loaded in %.1f s",
         *(checkpoint.path.name, gib(weight_bytes(checkpoint.config, dtype, quantization) // tp.size)),
-        *(quantization or str(dtype).removeprefix("torch."), device_name(device), kernels_of(ops)),
+        *(quantization or str(dtype).removeprefix("torch."), device_name(device), name_of(ops)),
         time.perf_counter() - began,
     )
     ops.reserve(decoder.layers[0].heads, device)

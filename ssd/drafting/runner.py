@@ -23,11 +23,11 @@ import torch
 from ssd.core import Origin, SamplingParams
 from ssd.decoding.drafter import never
 from ssd.drafting.fan_out import RANKS, FanOut, OutcomeStatistics
-from ssd.execution.batch import round_kernels
 from ssd.execution.clock import Clock, StreamClock, now
 from ssd.execution.graphs import capture
 from ssd.execution.runner import ModelRunner
 from ssd.kernels.compiling import compiling
+from ssd.kernels.device import kernels
 from ssd.kernels.ops import Branches, DeviceBatch
 from ssd.kernels.transfers import to_host, upload
 from ssd.sampling.noise import Stream
@@ -284,7 +284,7 @@ class DraftRunner:
         self._origins_fetched = now(self.device)
 
     def _look_up(self, n: int, width: int, depth: int) -> None:
-        round_kernels(self.device).look_up(
+        kernels(self.device).rounds.look_up(
             slots=self._inputs[True].slots(n),
             after=self._after[:n, :width],
             chain=self._chain,
@@ -302,7 +302,7 @@ class DraftRunner:
 
     def _store(self, n: int, count: int, origin: Origin) -> None:
         """Copies what was written to the sequences' drafts."""
-        round_kernels(self.device).store(
+        kernels(self.device).rounds.store(
             slots=self._inputs[False].slots(n),
             chain=self._chain,
             chain_confidence=self._confidence,
@@ -459,7 +459,7 @@ class DraftRunner:
 
     def _compute_stage(self, n: int, branches: bool) -> None:
         inputs = self._inputs[branches]
-        round_kernels(self.device).stage(
+        kernels(self.device).rounds.stage(
             slots=inputs.slots(n),
             num_drafted=inputs.drafted(n),
             length=self.state.length,
@@ -548,7 +548,7 @@ class DraftRunner:
         n, constants, inputs = shape.sequences, self._constants(shape), self._inputs[shape.width > 0]
         tables, table_rows = self._tables(shape)
         tokens, positions, mapping, decided, slots = out = tuple(column[: shape.rows] for column in self._rows)
-        round_kernels(self.device).extend_rows(
+        kernels(self.device).rounds.extend_rows(
             slots=inputs.slots(n),
             first=inputs.first[:n],
             count=inputs.count[:n],
@@ -581,7 +581,7 @@ class DraftRunner:
         """One token per row, and its confidence (at least 0): the margin of its score, or -log(1 - q)."""
         if not self.rejection:
             best, scores = self.sampler.best(logits, rows, shape.needs, 2)
-            keep = round_kernels(self.device).keep_best
+            keep = kernels(self.device).rounds.keep_best
             keep(best, scores, self._chain, self._confidence, column, _MAX_CONFIDENCE)
             return
         q = self.sampler.distribution(logits, rows, shape.needs)

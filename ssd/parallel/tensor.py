@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ssd.kernels.device import kernels
+
 MESSAGE_BYTES = 4 << 20  # that NVLink moves while a message of NCCL gets under way, about 10 us (not measured)
 
 
@@ -57,9 +59,8 @@ class TensorParallel:
 
     def _added(self, parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The ranks' parts, added in order of rank and rounded. May overwrite the first."""
-        if parts.is_cuda:
-            from ssd.kernels.elementwise import add_parts
-
+        add_parts = kernels(parts.device).add_parts
+        if add_parts is not None:
             return add_parts(parts, self.size, dtype)
         total, *others = parts.chunk(self.size)
         for other in others:

@@ -18,12 +18,12 @@ from one_gpu import share_the_gpu
 from random_requests import MAX_LEN, Asked, Models, check_answers, make_models, play, random_requests
 
 from ssd import LLM, SamplingParams
-from ssd.assembly.device import make_ops
 from ssd.assembly.ranks import Ranks
 from ssd.errors import EngineFailed, RequestFailed
 from ssd.execution.graphs import capture
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
+from ssd.kernels.device import kernels
 from ssd.models.checkpoint import HFCheckpoint
 from ssd.models.decoder import Decoder
 from ssd.parallel import tensor
@@ -86,7 +86,7 @@ def test_bits_of_a_row_do_not_depend_on_the_batch_when_split(
     tokens = list(range(40))
 
     def logits(tp: TensorParallel, lengths: Seq[int]) -> list[torch.Tensor]:
-        ops = make_ops(DEVICE)
+        ops = kernels(DEVICE).ops(None)
         decoder = Decoder(checkpoint.config, ops, device=DEVICE, dtype=torch.bfloat16, max_positions=64, tp=tp)
         decoder.load(checkpoint.stored())
         ops.reserve(decoder.layers[0].heads, DEVICE)

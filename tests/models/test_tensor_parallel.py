@@ -16,7 +16,6 @@ import pytest
 import torch
 from fakes import make_sequence
 
-from ssd.assembly.device import make_ops
 from ssd.core import Work
 from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.fan_out import Adaptive
@@ -25,6 +24,7 @@ from ssd.drafting.runner import DraftRunner
 from ssd.errors import ConfigError
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
+from ssd.kernels.device import kernels
 from ssd.models.checkpoint import FileTensor, HFCheckpoint
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import Decoder, check_split, parameter_shapes
@@ -61,7 +61,9 @@ def on_ranks(size: int, run: Callable[[TensorParallel], torch.Tensor]) -> list[t
 
 
 def loaded(checkpoint: HFCheckpoint | RandomCheckpoint, tp: TensorParallel) -> Decoder:
-    decoder = Decoder(checkpoint.config, make_ops(CPU), device=CPU, dtype=torch.float32, max_positions=64, tp=tp)
+    decoder = Decoder(
+        checkpoint.config, kernels(CPU).ops(None), device=CPU, dtype=torch.float32, max_positions=64, tp=tp
+    )
     lazily = tp.size > 1 and isinstance(checkpoint, HFCheckpoint)
     decoder.load(checkpoint.stored() if lazily else checkpoint.weights(CPU, torch.float32))
     decoder.ops.reserve(decoder.layers[0].heads, CPU)
