@@ -86,9 +86,9 @@ class Ranks:
     """The processes of all ranks but the first (`Followers`); `place` is that of rank 0."""
 
     def __init__(self, config: EngineConfig, device: torch.device, draft: Mapping[str, Any] | None = None) -> None:
-        """Returns when all of them are there; they load their shares of the model meanwhile.
+        """Returns when all of them have joined the group; they load their shares of the model after that.
 
-        `draft`: what the ranks of a draft model need to know besides the config.
+        `draft`: for the ranks of a draft model, what `follow_draft` needs besides the config.
         """
         size = config.tensor_parallel_size
         self._hosts = join(size)
@@ -135,7 +135,7 @@ class Ranks:
         self._thread.start()
 
     def attach(self, runner: ModelRunner) -> None:
-        """From now on they follow this runner."""
+        """Makes them launch what this runner launches."""
         runner.followers = self
         runner.tables.on_write = self.write_tables
 
@@ -169,7 +169,7 @@ class Ranks:
         self._wake.close()
         self._thread.join(_NOTICE_SECONDS)
         if self._on_cuda and self.failure is None:
-            self._group.abort()  # alone: to end it in order would take the other ranks
+            self._group.abort()  # an orderly end would need the other ranks
         hosts, self._hosts = self._hosts, None
         if hosts is not None and self.failure is None:
             hosts.engine_closed()
@@ -200,8 +200,10 @@ class Ranks:
         return EngineFailed(self.failure)
 
     def _watch(self) -> None:
-        """Gives up when a process ends, or when the GPU waits for too long. Makes no call of CUDA: this thread would
-        disturb a graph that is being captured."""
+        """Ends all ranks when a process ends, or when a wait for the GPU takes too long.
+
+        Makes no CUDA calls: they would invalidate a graph that another thread captures.
+        """
         poller = select.poll()
         ranks = {channel.fileno(): rank for rank, channel in enumerate(self._channels, 1)}
         if self._hosts is not None:
@@ -230,12 +232,12 @@ class Ranks:
         for worker in self._workers:
             worker.kill()
         if self._on_cuda:
-            self._group.abort()  # else rank 0's GPU would wait for ever
+            self._group.abort()  # else the kernels of rank 0 would wait without end
 
 
 @contextmanager
 def _explained(rank: int) -> Iterator[None]:
-    """A process that ends while it starts."""
+    """Turns the loss of a process that is starting into an error that names its rank."""
     try:
         yield
     except (OSError, WireError) as error:
@@ -247,13 +249,13 @@ def _explained(rank: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Follower:
-    """What a rank is built from."""
+    """A rank besides the first: what its runner is built from, and the loop that it serves."""
 
     config: EngineConfig
     device: torch.device
     place: Place
     channel: Channel
-    draft: Mapping[str, Any] | None  # of the ranks of a draft model
+    draft: Mapping[str, Any] | None  # `Ranks.draft`, for a rank of a draft model
 
     @classmethod
     def at(cls, fd: int) -> Follower:
@@ -277,7 +279,7 @@ class Follower:
         return cls(config, device, Place(TensorParallel(rank, size, group), [channel]), channel, setup["draft"])
 
     def serve(self, runner: ModelRunner, draft: Callable[[tuple[int, ...]], None] | None = None) -> None:
-        """Launches what rank 0 says, until the socket closes; `draft` launches the pieces of draft runs."""
+        """Launches what rank 0 launches, until the socket closes; `draft` launches the pieces of draft runs."""
         while True:
             message = self.channel.receive()
             if message is None:
@@ -295,7 +297,7 @@ class Follower:
 
 
 def _take_cores(rank: int, count: int) -> None:
-    """The cores of a rank: the first ones are left to rank 0."""
+    """Binds a rank to its own cores; the first ones are left to rank 0."""
     torch.set_num_threads(count)
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))

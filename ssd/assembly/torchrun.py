@@ -33,13 +33,13 @@ from ssd.parallel.process import FOLLOWER_COMMAND, end_process, setup_message, s
 from ssd.parallel.transport import Channel, Message, Reader, WireError, words
 
 log = logging.getLogger("ssd")
-_JOIN_SECONDS = 600.0  # in which all processes come to the point where they need each other
-_ANSWER_SECONDS = 10.0  # in which a process that has joined connects again
-_HELLO_SECONDS = 2.0  # in which a connection shows its token
-_LOST_MILLISECONDS = 6000  # without a sign of the other host
+_JOIN_SECONDS = 600.0  # timeout of the first connection of every process
+_ANSWER_SECONDS = 10.0  # timeout of a further connection of a process that has joined
+_HELLO_SECONDS = 2.0  # timeout of the token on a new connection
+_LOST_MILLISECONDS = 6000  # without an answer, after which the other host is lost
 _KEY = "ssd"
 _PR_SET_PDEATHSIG = 1
-_hosts: Hosts | None = None  # of this process, which is rank 0
+_hosts: Hosts | None = None  # on rank 0, once the other processes have joined
 
 
 class Kind(IntEnum):
@@ -51,8 +51,10 @@ class Kind(IntEnum):
 
 
 def join(size: int) -> Hosts | None:
-    """On rank 0 of torchrun's processes: the others, for the ranks of a model. None if torchrun has not started this
-    one. All others follow rank 0 here, and exit."""
+    """On rank 0 of torchrun: the other processes. None if torchrun has not started this one.
+
+    The other processes do not return: they start followers for rank 0, and exit when it does.
+    """
     global _hosts
     launch = Launch.found()
     if launch is None:
@@ -96,7 +98,7 @@ class Hosts:
         return channels
 
     def engine_closed(self) -> None:
-        """Tells them that an engine ended as it should; else they exit with an error."""
+        """Reports the regular end of an engine; without it they exit with an error."""
         with suppress(EngineFailed):
             self._tell(Message(Kind.END))
 
@@ -109,7 +111,7 @@ class Hosts:
                 raise EngineFailed(f"rank {rank} of torchrun has ended: start all of them again") from error
 
     def _accept(self, listening: socket.socket, seconds: float) -> list[Channel]:
-        """A connection of each of them, in order of rank."""
+        """One connection from each of them, in order of rank."""
         found: dict[int, Channel] = {}
         ranks, deadline = range(1, self._launch.size), time.monotonic() + seconds
         while missing := [rank for rank in ranks if rank not in found]:
@@ -129,7 +131,7 @@ class Hosts:
         return [found[rank] for rank in ranks]
 
     def _introduced(self, channel: Channel) -> int:
-        """The rank that a connection is of; 0 if it does not have the token."""
+        """Rank of the sender of HELLO; 0 if it does not have the token."""
         try:
             hello = channel.expect(Kind.HELLO, 1 + len(self._token), _HELLO_SECONDS).payload
         except (OSError, WireError):
@@ -142,7 +144,7 @@ class Hosts:
 
 
 def _follow(launch: Launch) -> int:
-    """Starts followers for rank 0 until it ends. The status to exit with: 0 if it had engines, and closed them all."""
+    """Starts followers for rank 0 until it ends. Exit status: 0 if it had engines and has closed them all."""
     _leave_signals_to_rank_0(launch)
     followers: list[subprocess.Popen[bytes]] = []
     num_open, status = 0, 1
@@ -208,6 +210,6 @@ def _watched(end: socket.socket) -> socket.socket:
 
 
 def _end_with_torchrun() -> None:
-    """Torchrun that is killed would leave its processes behind."""
+    """Makes the kernel kill this process when torchrun is killed."""
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A drafter in processes of its own, the workers, which prepare drafts while the target verifies.
+"""A drafter in other processes, the workers, which prepare drafts while the target verifies.
 
 Each worker (replica) prepares its share of the outcomes of every sequence, and sends the drafts before the next round.
 A round whose outcomes they cover uses them without waiting for a reply. Where most rounds have to ask all the same, as
@@ -54,7 +54,7 @@ class ProcessDrafter(Drafter):
         self._clock = clock
         self._ended = ended
         self._reply = Average(7 / 8, patience / _PATIENCE_PER_REPLY, 1.0)  # seconds
-        self._round_seconds = 0.0  # of the last round
+        self._round_seconds = 0.0  # duration of the last round
         self._all_hit = Average(15 / 16, 4.0, 4.0)  # share of rounds in which every draft had been prepared
         self.replicas = [
             DraftReplica(start, lookahead, vocab_size, clock=clock, hang_limit=hang_limit, start_limit=start_limit)

@@ -24,8 +24,6 @@ from ssd.parallel.process import Worker
 from ssd.parallel.supervisor import Supervisor
 from ssd.parallel.transport import Message, WireError
 
-_DRAIN = 0.005  # seconds that a round waits for the rest of a late reply
-
 
 class DraftReplica:
     """A worker that `start` launches, and that is launched again whenever it is lost."""
@@ -43,7 +41,7 @@ class DraftReplica:
         self.lookahead = lookahead
         self.vocab_size = vocab_size
         self.busy_seconds = 0.0  # computing time that the workers reported, in all
-        self._busy_before = 0.0  # that of earlier workers
+        self._busy_before = 0.0  # its part up to the last loss
         self._round = self._answered = 0  # the last round sent, and the last one that anything came back for
         self._last_prepared = 0  # the round of the last PREPARED message
         self._num_asked = 0  # proposals that the last round asks for
@@ -61,18 +59,16 @@ class DraftReplica:
         )
 
     def available(self, timeout: float = 0.0) -> bool:
-        """Whether it can take a round; late proposals are received and dropped.
+        """Whether it can take a round: no proposals are due, and it has begun the last one. Late proposals are dropped.
 
-        It owes no proposals, and has begun the last round: one that others' drafts make superfluous may be slower.
+        A worker may be a round behind, where the drafts of other replicas made its own unnecessary.
         """
         supervisor = self.supervisor
         with supervisor.losing_on_error():
             if not supervisor.running():
                 return False
-            if supervisor.due not in (None, Kind.PREPARED):
-                drain = _DRAIN if supervisor.channel.arriving else 0.0
-                if self._receive(max(timeout, drain)) is None:
-                    return False
+            if supervisor.due not in (None, Kind.PREPARED) and self._receive(timeout) is None:
+                return False
             self._receive(0.0)
             return self._round - self._answered <= 1
         return False
@@ -128,7 +124,7 @@ class DraftReplica:
         return None
 
     def _entry(self, work: Work, draft: Draft | None) -> Entry:
-        """What the worker does not know yet of a sequence."""
+        """The tokens of a sequence that the worker does not have, and for a new sequence its parameters."""
         sequence = work.sequence
         known = self._known.get(sequence.id, 0)
         self._known[sequence.id] = len(sequence.tokens)

@@ -23,7 +23,7 @@ from ssd.parallel.transport import HIGHEST, Reader, WireError, Words, float_bits
 
 MAX_OUTCOMES = 256  # prepared for a sequence
 
-_CONFIDENCE_STEPS = 18.0  # of a code, while 1 + confidence doubles
+_CONFIDENCE_STEPS = 18.0  # codes per doubling of 1 + confidence
 # Sampling parameters that a draft depends on, in the order in which they are sent. `logit_bias` follows them.
 _COUNTS = ("top_k", "min_tokens")
 _REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -41,7 +41,7 @@ class Draft(NamedTuple):
     """A draft that was prepared."""
 
     token_ids: tuple[int, ...] = ()
-    confidence: tuple[float, ...] = ()  # of each token, where it is known
+    confidence: tuple[float, ...] = ()  # per token, where it is known
 
     @property
     def proposal(self) -> Proposal:
@@ -59,7 +59,7 @@ class Entry:
     known: int  # number of tokens that the worker has
     new_tokens: list[int]
     lookahead: int
-    draft: Draft | None = None  # that the round verifies; None: the worker is asked for it
+    draft: Draft | None = None  # the draft under verification; None: the worker is asked for it
     sequence: Sequence | None = None  # a new one: its parameters are sent, too
 
 
@@ -69,7 +69,7 @@ class PreparedDrafts:
 
     verified: tuple[int, ...]  # the draft under verification
     outcomes: list[list[int]]  # accepted tokens of it, the target's own token, the draft, then -1
-    confidence: npt.NDArray[np.uint8]  # of these drafts' tokens, as `_confidence_codes`
+    confidence: npt.NDArray[np.uint8]  # `_confidence_codes` of the drafts' tokens
 
     def find(self, decided: tuple[int, ...]) -> Draft | None:
         """The draft for the outcome that decided these tokens."""
@@ -194,7 +194,7 @@ def _confidence(codes: npt.NDArray[np.uint8]) -> tuple[float, ...]:
 
 
 def _parameter_numbers(sequence: Sequence) -> list[int]:
-    """What a draft of a sequence depends on besides its tokens."""
+    """Encodes what a draft depends on besides the tokens: seed, lengths, sampling parameters, stop tokens."""
     params, stops, bias = sequence.params, sequence.stop_token_ids, sequence.params.logit_bias
     seed = sequence.seed - (1 << 64) if sequence.seed > HIGHEST else sequence.seed  # the same bits
     counts = [min(getattr(params, name), HIGHEST) for name in _COUNTS]
@@ -210,7 +210,7 @@ def _read_entry(reader: Reader) -> Entry:
     draft = _read_draft(reader, drafted) if drafted >= 0 else None
     sequence = _read_sequence(reader, sequence_id, tokens) if reader.number(0, 1) else None
     if sequence is not None and known:
-        raise WireError(f"sequence {sequence_id} is new, but not told from its first token on")
+        raise WireError(f"sequence {sequence_id} is new, but does not begin with its first token")
     return Entry(sequence_id, known, tokens, lookahead, draft, sequence)
 
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ssd.parallel.launch import alone
+from ssd.parallel.launch import environment_without_torchrun
 from ssd.parallel.transport import SETUP, Channel, Message, decode_json, encode_json
 
 GRACE = 1.0  # seconds that a process has to exit by itself
@@ -58,7 +58,7 @@ class Worker:
         self.channel = Channel(ours)
         with theirs:
             try:
-                self._process = spawn(argv, theirs, alone(), own_group=own_group)
+                self._process = spawn(argv, theirs, environment_without_torchrun(), own_group=own_group)
             except OSError:
                 ours.close()
                 raise

@@ -1,6 +1,6 @@
 """Tensor parallelism for the layers: a rank's share of a weight, and sums and gathers over the ranks.
 
-Knows nothing of models, processes or algorithms. A rank that is alone has no group, and does nothing.
+Knows nothing of models, processes or algorithms. A single rank has no group, and these are no-ops.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from ssd.kernels.device import kernels
 
-MESSAGE_BYTES = 4 << 20  # that NVLink moves while a message of NCCL gets under way, about 10 us (not measured)
+MESSAGE_BYTES = 4 << 20  # bytes that NVLink moves in the latency of one NCCL call, about 10 us (not measured)
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,13 @@ Words = npt.NDArray[np.int64]
 
 MAGIC = 0x5353_4457_0000_0005  # "SSDW", version 5
 HEADER_WORDS = 6
-MAX_WORDS = 1 << 26  # of a payload: half a gigabyte
+MAX_WORDS = 1 << 26  # longest payload: half a gigabyte
 LOWEST, HIGHEST = -(1 << 63), (1 << 63) - 1
 SETUP, READY = 1, 2  # kinds in every protocol: the configuration of a process, and its answer; others begin at 3
 
-_BYTES = 8  # of a word
+_BYTES = 8  # per word
 _CHUNK = 1 << 20  # bytes of one read
-_GRACE = 0.005  # seconds after the timeout in which a message that is arriving is still read
+_GRACE = 0.005  # seconds after the timeout in which the rest of a message is still read
 
 
 class WireError(SSDError):
@@ -162,17 +162,12 @@ class Channel:
         self.sent, self.received = Traffic(), Traffic()
         self._socket = end
         self._unsent: deque[memoryview] = deque()
-        self._partial = bytearray()  # of the message that is arriving
+        self._partial = bytearray()  # the message that is arriving
 
     @property
     def num_bytes(self) -> int:
         """Transferred, in both directions."""
         return self.sent.num_bytes + self.received.num_bytes
-
-    @property
-    def arriving(self) -> bool:
-        """Whether part of a message has arrived."""
-        return bool(self._partial)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -213,12 +208,11 @@ class Channel:
             moved = self._read(limit)
             if not self._missing(limit):
                 return self._take()
-            left = deadline - time.monotonic()
-            if moved and left > -_GRACE:
-                continue
+            left = deadline - time.monotonic() + (_GRACE if self._partial else 0.0)
             if left <= 0:
                 return None
-            self._poll(select.POLLIN | (select.POLLOUT if self._unsent else 0), left)
+            if not moved:
+                self._poll(select.POLLIN | (select.POLLOUT if self._unsent else 0), left)
 
     def expect(self, kind: int, limit: int = MAX_WORDS, timeout: float = math.inf) -> Message:
         """The next message; WireError if it is not complete in time, or of another kind."""
