@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import Any
@@ -139,14 +139,8 @@ class Ranks:
         runner.followers = self
         runner.tables.on_write = self.write_tables
 
-    @contextmanager
-    def launching(self, key: Seq[int], *, draft: bool = False) -> Iterator[None]:
-        self._check()
-        try:
-            self._post(Message(Kind.DRAFT if draft else Kind.FORWARD, payload=words(key)))
-            yield
-        except Exception as error:  # the ranks are no longer at the same place
-            raise self._failed(error) from error
+    def launching(self, key: Seq[int], *, draft: bool = False) -> AbstractContextManager[None]:
+        return self._in_step(Kind.DRAFT if draft else Kind.FORWARD, key)
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
@@ -158,11 +152,8 @@ class Ranks:
         self._check()
 
     def write_tables(self, places: Seq[int], values: Seq[int]) -> None:
-        self._check()
-        try:
-            self._post(Message(Kind.TABLES, payload=words([*places, *values])))
-        except (OSError, WireError) as error:
-            raise self._failed(error) from error
+        with self._in_step(Kind.TABLES, [*places, *values]):
+            pass
 
     def close(self) -> None:
         """Ends the processes. Safe to call twice."""
@@ -184,20 +175,25 @@ class Ranks:
         self._wake.close()
         self._woken.close()
 
-    def _post(self, message: Message) -> None:
-        for channel in self._channels:
-            channel.post(message)
-        for channel in self._channels:
-            channel.flush()
+    @contextmanager
+    def _in_step(self, kind: Kind, numbers: Seq[int]) -> Iterator[None]:
+        """Sends a message to all ranks. An error of that or of the block ends them: they are no longer in step."""
+        self._check()
+        message = Message(kind, payload=words(numbers))
+        try:
+            for channel in self._channels:
+                channel.post(message)
+            for channel in self._channels:
+                channel.flush()
+            yield
+        except Exception as error:
+            self._lost.wait(_NOTICE_SECONDS)  # for the reason, if a process has ended
+            self._give_up(f"a forward pass failed, and with it all ranks ({one_line(error)})")
+            raise EngineFailed(self.failure) from error
 
     def _check(self) -> None:
         if self.failure is not None:
             raise EngineFailed(self.failure)
-
-    def _failed(self, error: Exception) -> EngineFailed:
-        self._lost.wait(_NOTICE_SECONDS)
-        self._give_up(f"a forward pass failed, and with it all ranks ({one_line(error)})")
-        return EngineFailed(self.failure)
 
     def _watch(self) -> None:
         """Ends all ranks when a process ends, or when a wait for the GPU takes too long.

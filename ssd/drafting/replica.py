@@ -17,8 +17,7 @@ from ssd.drafting.wire import (
     decode_prepared,
     decode_proposals,
     encode_round,
-    most_prepared_words,
-    most_proposal_words,
+    max_reply_words,
 )
 from ssd.parallel.process import Worker
 from ssd.parallel.supervisor import Supervisor
@@ -87,9 +86,8 @@ class DraftReplica:
         self._round += 1
         self._prepared = {}
         self._num_asked = sum(draft is None for draft in drafts) if reply else 0
-        proposals = most_proposal_words(len(works), self.lookahead, self.vocab_size)
-        prepared = most_prepared_words(len(works), self.lookahead)
-        self._limit = max(self._limit, proposals, prepared)  # a message for a larger round may be to come
+        limit = max_reply_words(len(works), self.lookahead, self.vocab_size)
+        self._limit = max(self._limit, limit)  # a reply to a larger round may be to come
         forgotten, self._forgotten = self._forgotten, []
         entries = [self._entry(*each) for each in zip(works, drafts, strict=True)]
         payload = encode_round(forgotten, entries, reply=reply, ahead=ahead)

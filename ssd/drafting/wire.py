@@ -109,11 +109,11 @@ def decode_round(payload: Words) -> tuple[list[int], list[Entry], bool, bool]:
 def encode_proposals(proposals: Seq[Proposal]) -> Words:
     parts = [words([len(proposals)])]
     for proposal in proposals:
-        tokens, distributions = proposal.token_ids, proposal.distributions
-        if not tokens or distributions is None:
-            parts.append(words([int(proposal.origin), len(tokens), 0, *tokens]))
-        else:
-            parts.append(words([int(proposal.origin), len(tokens), distributions.shape[-1], *tokens]))
+        tokens = proposal.token_ids
+        distributions = proposal.distributions if tokens else None
+        columns = distributions.shape[-1] if distributions is not None else 0
+        parts.append(words([proposal.origin, len(tokens), columns, *tokens]))
+        if distributions is not None:
             parts.append(distributions[: len(tokens)].double().cpu().contiguous().numpy().view(np.int64).ravel())
     return np.concatenate(parts)
 
@@ -125,11 +125,6 @@ def decode_proposals(payload: Words, num_works: int, vocab_size: int) -> list[Pr
     proposals = [_read_proposal(reader, vocab_size) for _ in range(num_works)]
     reader.finish()
     return proposals
-
-
-def most_proposal_words(num_works: int, lookahead: int, vocab_size: int) -> int:
-    """Maximum length of a valid PROPOSALS payload."""
-    return 1 + num_works * (3 + lookahead * (1 + vocab_size))
 
 
 def encode_prepared(
@@ -173,9 +168,11 @@ def decode_prepared(payload: Words, vocab_size: int) -> dict[int, PreparedDrafts
     return found
 
 
-def most_prepared_words(num_works: int, lookahead: int) -> int:
-    """Maximum length of a valid PREPARED payload."""
-    return 1 + num_works * (6 + lookahead + MAX_OUTCOMES * (2 + lookahead))
+def max_reply_words(num_works: int, lookahead: int, vocab_size: int) -> int:
+    """Maximum length of a valid PROPOSALS or PREPARED payload."""
+    proposal = 3 + lookahead * (1 + vocab_size)
+    prepared = 6 + lookahead + MAX_OUTCOMES * (2 + lookahead)
+    return 1 + num_works * max(proposal, prepared)
 
 
 def _draft_numbers(draft: Draft) -> list[int]:
