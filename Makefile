@@ -21,12 +21,18 @@ $(READY): pyproject.toml
 demo: $(READY)
 	@$(BIN)/ssd demo $${PROMPT:+--prompt="$$PROMPT"}
 
+# Engines of several processes do not fit one GPU: the tests of the CPU do not see it, and its own run in one process.
+PYTEST   = $(BIN)/python -m pytest
+HAS_GPU  = $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"
+
 test: $(READY)
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
+	CUDA_VISIBLE_DEVICES= $(PYTEST) -n auto --dist worksteal -m "not slow and not gpu"
+	if $(HAS_GPU); then $(PYTEST) -m "not slow" tests/gpu tests/kernels; fi
 
 test-all: $(READY)
 	$(BIN)/pip install --quiet --editable '.[ray]'
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	CUDA_VISIBLE_DEVICES= $(PYTEST) -n auto --dist worksteal -m "not gpu"
+	if $(HAS_GPU); then $(PYTEST) tests/gpu tests/kernels; fi
 
 fuzz: $(READY)  # MINUTES=10 SEED=123
 	PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))

@@ -70,8 +70,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Processes of `pytest -n auto`: one for each core, but a GPU is not shared."""
-    return 1 if torch.cuda.is_available() else min(os.cpu_count() or 1, 8)
+    """Processes of `pytest -n auto`: one for each core. A GPU is not shared (see the Makefile)."""
+    return 1 if torch.cuda.is_available() else min(os.cpu_count() or 1, 16)
 
 
 def pytest_collection_finish() -> None:
