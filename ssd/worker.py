@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from contextlib import suppress
-from typing import Any
 
-from ssd.drafting.worker import WorkerDrafter, run
+from ssd.drafting.worker import run
 from ssd.errors import EngineFailed, one_line
 from ssd.parallel.transport import ChannelClosed
 
@@ -16,17 +14,14 @@ log = logging.getLogger("ssd")
 
 def main() -> None:
     """A drafter's process."""
-    with suppress(KeyboardInterrupt):
-        try:
-            run(int(sys.argv[1]), _build)
-        except EngineFailed:  # a rank of a split draft model was lost, which has been logged
-            sys.exit(1)
+    try:
+        from ssd.assembly.drafters import build_worker_drafter  # imports torch
 
-
-def _build(setup: dict[str, Any]) -> WorkerDrafter:
-    from ssd.assembly.drafters import build_worker_drafter  # imports torch
-
-    return build_worker_drafter(setup)
+        run(int(sys.argv[1]), build_worker_drafter)
+    except KeyboardInterrupt:
+        return
+    except EngineFailed:  # a rank of a split draft model was lost, which has been logged
+        sys.exit(1)
 
 
 def follow() -> None:

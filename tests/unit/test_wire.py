@@ -285,6 +285,18 @@ def test_senseless_headers_are_refused(header: list[int]) -> None:
             Channel(right).receive(limit=100, timeout=0.0)
 
 
+def test_a_message_of_another_kind_or_none_at_all_is_refused() -> None:
+    """Catches a READY that is taken for a round, and a wait without end for a peer that says nothing."""
+    here, there = channels()
+    here.post(Message(READY))
+    with pytest.raises(WireError, match=r"kind <Kind\.ROUND: 3> was due"):
+        there.expect(Kind.ROUND)
+    with pytest.raises(WireError, match=r"kind <Kind\.ROUND: 3> was due"):
+        there.expect(Kind.ROUND, timeout=0.01)
+    here.close()
+    there.close()
+
+
 def test_a_long_message_never_blocks_its_sender() -> None:
     """Catches a send that waits for the reader, and a message that comes in pieces and is put together wrongly."""
     here, there = channels()
