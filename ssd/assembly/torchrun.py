@@ -73,7 +73,8 @@ class Hosts:
 
     def __init__(self, launch: Launch) -> None:
         """Returns when all of them have joined."""
-        self._launch = launch
+        self.host = launch.host
+        self._ranks = range(1, launch.size)
         self._lock = threading.Lock()
         self._token = [secrets.randbits(63), secrets.randbits(63)]
         self._store = _store()
@@ -82,11 +83,6 @@ class Hosts:
             log.info("waiting for ranks 1 to %d of torchrun", launch.size - 1)
             self.channels = self._accept(listening, _JOIN_SECONDS)
         self._store.delete_key(_KEY)  # torchrun may start all of them again
-
-    @property
-    def host(self) -> str:
-        """The name of rank 0's host."""
-        return self._launch.host
 
     def start(self, setup: Mapping[str, Any]) -> list[Channel]:
         """Starts a follower on each of them, which ends when its channel is closed."""
@@ -113,8 +109,8 @@ class Hosts:
     def _accept(self, listening: socket.socket, seconds: float) -> list[Channel]:
         """One connection from each of them, in order of rank."""
         found: dict[int, Channel] = {}
-        ranks, deadline = range(1, self._launch.size), time.monotonic() + seconds
-        while missing := [rank for rank in ranks if rank not in found]:
+        deadline = time.monotonic() + seconds
+        while missing := [rank for rank in self._ranks if rank not in found]:
             listening.settimeout(max(0.01, deadline - time.monotonic()))
             try:
                 end, _ = listening.accept()
@@ -128,7 +124,7 @@ class Hosts:
                 found[rank] = channel
             else:
                 channel.close()
-        return [found[rank] for rank in ranks]
+        return [found[rank] for rank in self._ranks]
 
     def _introduced(self, channel: Channel) -> int:
         """Rank of the sender of HELLO; 0 if it does not have the token."""
