@@ -18,6 +18,7 @@ from ssd.drafting.estimate import Average
 from ssd.drafting.replica import DraftReplica
 from ssd.drafting.wire import Draft
 from ssd.parallel.process import Worker
+from ssd.parallel.supervisor import Supervisor
 
 LEAST_PATIENCE, MOST_PATIENCE = 0.05, 1.0  # seconds
 _PATIENCE_PER_REPLY = 8  # times the mean reply
@@ -56,10 +57,9 @@ class ProcessDrafter(Drafter):
         self._reply = Average(7 / 8, patience / _PATIENCE_PER_REPLY, 1.0)  # seconds
         self._round_seconds = 0.0  # duration of the last round
         self._all_hit = Average(15 / 16, 4.0, 4.0)  # share of rounds in which every draft had been prepared
-        self.replicas = [
-            DraftReplica(start, lookahead, vocab_size, clock=clock, hang_limit=hang_limit, start_limit=start_limit)
-            for start in starts
-        ]
+        limits = {"hang_limit": hang_limit, "start_limit": start_limit}
+        supervisors = [Supervisor("the drafter's process", start, clock=clock, **limits) for start in starts]
+        self.replicas = [DraftReplica(each, lookahead, vocab_size) for each in supervisors]
 
     @property
     def patience(self) -> float:

@@ -5,8 +5,9 @@ A process that is slow, hangs, crashes or sends invalid messages raises nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 
 from ssd.core import Proposal, Sequence, Work
 from ssd.drafting.wire import (
@@ -19,24 +20,15 @@ from ssd.drafting.wire import (
     encode_round,
     max_reply_words,
 )
-from ssd.parallel.process import Worker
 from ssd.parallel.supervisor import Supervisor
 from ssd.parallel.transport import Message, WireError
 
 
 class DraftReplica:
-    """A worker that `start` launches, and that is launched again whenever it is lost."""
+    """A worker, which `supervisor` launches, and launches again whenever it is lost."""
 
-    def __init__(
-        self,
-        start: Callable[[], Worker],
-        lookahead: int,
-        vocab_size: int,
-        *,
-        clock: Callable[[], float],
-        hang_limit: float,
-        start_limit: float,
-    ) -> None:
+    def __init__(self, supervisor: Supervisor, lookahead: int, vocab_size: int) -> None:
+        self.supervisor = supervisor
         self.lookahead = lookahead
         self.vocab_size = vocab_size
         self.busy_seconds = 0.0  # computing time that the workers reported, in all
@@ -48,14 +40,6 @@ class DraftReplica:
         self._known: dict[int, int] = {}  # by sequence id: number of tokens that the worker has
         self._prepared: dict[int, PreparedDrafts] = {}  # by sequence id
         self._forgotten: list[int] = []  # sequences that the worker has to drop
-        self.supervisor = Supervisor(
-            "the drafter's process",
-            start,
-            on_loss=self._forget_all,
-            clock=clock,
-            hang_limit=hang_limit,
-            start_limit=start_limit,
-        )
 
     def available(self, timeout: float = 0.0) -> bool:
         """Whether it can take a round: no proposals are due, and it has begun the last one. Late proposals are dropped.
@@ -63,7 +47,7 @@ class DraftReplica:
         A worker may be a round behind, where the drafts of other replicas made its own unnecessary.
         """
         supervisor = self.supervisor
-        with supervisor.losing_on_error():
+        with self._losing_on_error():
             if not supervisor.running():
                 return False
             if supervisor.due not in (None, Kind.PREPARED) and self._receive(timeout) is None:
@@ -92,12 +76,12 @@ class DraftReplica:
         entries = [self._entry(*each) for each in zip(works, drafts, strict=True)]
         payload = encode_round(forgotten, entries, reply=reply, ahead=ahead)
         due = Kind.PROPOSALS if self._num_asked else Kind.PREPARED
-        with self.supervisor.losing_on_error():
+        with self._losing_on_error():
             self.supervisor.send(Message(Kind.ROUND, self._round, payload, (int(seconds * 1e9), 0)), due)
 
     def receive(self, timeout: float) -> tuple[list[Proposal], float] | None:
         """The proposals asked for, if they come in time, and how many seconds the worker took for them."""
-        with self.supervisor.losing_on_error():
+        with self._losing_on_error():
             message = self._receive(timeout) if self.supervisor.ready else None
             if message is not None:
                 return decode_proposals(message.payload, self._num_asked, self.vocab_size), message.times[1] / 1e9
@@ -140,9 +124,14 @@ class DraftReplica:
         if message.round == self._round:
             self._prepared = prepared
 
-    def _forget_all(self) -> None:
-        """Called when the worker is lost: its successor has no sequences."""
-        self._known.clear()
-        self._prepared.clear()
-        self._forgotten.clear()
-        self._answered, self._limit, self._busy_before = self._round, 0, self.busy_seconds
+    @contextmanager
+    def _losing_on_error(self) -> Iterator[None]:
+        """Kills the worker on an invalid message or a failing channel. Its successor has no sequences."""
+        try:
+            yield
+        except (WireError, OSError) as error:
+            self.supervisor.lose(str(error))
+            self._known.clear()
+            self._prepared.clear()
+            self._forgotten.clear()
+            self._answered, self._limit, self._busy_before = self._round, 0, self.busy_seconds

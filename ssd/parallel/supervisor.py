@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ssd.parallel.process import Worker
@@ -29,9 +28,9 @@ class _Due:
 class Supervisor:
     """Keeps one process running; `start` launches it, at first and after every loss. `name`: for the log.
 
-    A process is lost (killed) if the message that is due is not transferred for `hang_limit` seconds (`start_limit`
-    before it is ready), or if a block of `losing_on_error` raises. `on_loss` is called after that. Nothing is raised to
-    the caller.
+    `send` and `receive` raise WireError or OSError if the channel fails, if an invalid message comes, or if the message
+    that is due is not transferred for `hang_limit` seconds (`start_limit` before the process is ready). The caller then
+    calls `lose`.
     """
 
     def __init__(
@@ -39,7 +38,6 @@ class Supervisor:
         name: str,
         start: Callable[[], Worker],
         *,
-        on_loss: Callable[[], None],
         clock: Callable[[], float],
         hang_limit: float,
         start_limit: float,
@@ -48,7 +46,7 @@ class Supervisor:
         self.start_limit = start_limit
         self.failures = 0
         self.restarts = 0
-        self._name, self._start, self._on_loss, self._clock = name, start, on_loss, clock
+        self._name, self._start, self._clock = name, start, clock
         self._worker: Worker | None = None
         self._lost: Worker | None = None  # killed, may not have exited yet
         self._due: _Due | None = None
@@ -91,14 +89,6 @@ class Supervisor:
             self._launch()
         return False
 
-    @contextmanager
-    def losing_on_error(self) -> Iterator[None]:
-        """Kills the process on an invalid message or a failing channel."""
-        try:
-            yield
-        except (WireError, OSError) as error:
-            self._lose(str(error))
-
     def send(self, message: Message, due: int) -> None:
         """Sends a message; `due`: the kind of the answer to it, with the same round."""
         self.channel.post(message)
@@ -119,6 +109,20 @@ class Supervisor:
             raise WireError(f"it sent a message of kind {message.kind} of round {message.round}{wanted}")
         return message
 
+    def lose(self, reason: str) -> None:
+        """Kills the process and schedules a new one."""
+        now = self._clock()
+        if self._ready_since is not None and now - self._ready_since >= HEALTHY:
+            self._pause = SHORTEST_PAUSE
+        self.failures += 1
+        log.warning("%s was lost (%s): the next one starts in %.1f s", self._name, reason, self._pause)
+        if self._worker is not None:
+            self._worker.kill()
+        self._lost, self._worker = self._worker, None
+        self._due = self._ready_since = None
+        self._restart_at = now + self._pause
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
     def close(self) -> None:
         """Stops the process for good."""
         self._closed = True
@@ -138,22 +142,10 @@ class Supervisor:
             raise WireError(f"it has been silent for {now - due.since:.1f} s")
 
     def _launch(self) -> None:
-        with self.losing_on_error():
+        try:
             self._worker = self._start()
-            log.info("%s %s was started", self._name, self.pid)
-            self._expect(READY, 0)
-
-    def _lose(self, reason: str) -> None:
-        """Kills the process and schedules a new one."""
-        now = self._clock()
-        if self._ready_since is not None and now - self._ready_since >= HEALTHY:
-            self._pause = SHORTEST_PAUSE
-        self.failures += 1
-        log.warning("%s was lost (%s): the next one starts in %.1f s", self._name, reason, self._pause)
-        if self._worker is not None:
-            self._worker.kill()
-        self._lost, self._worker = self._worker, None
-        self._due = self._ready_since = None
-        self._restart_at = now + self._pause
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
-        self._on_loss()
+        except (WireError, OSError) as error:
+            self.lose(str(error))
+            return
+        log.info("%s %s was started", self._name, self.pid)
+        self._expect(READY, 0)

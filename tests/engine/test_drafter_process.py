@@ -48,7 +48,7 @@ from ssd.drafting.wire import (
 from ssd.drafting.worker import WorkerDrafter, serve
 from ssd.execution.state import SequenceState
 from ssd.parallel.process import WORKER_COMMAND, Worker
-from ssd.parallel.supervisor import LONGEST_PAUSE
+from ssd.parallel.supervisor import LONGEST_PAUSE, Supervisor
 from ssd.parallel.transport import MAGIC, READY, Channel, ChannelClosed, Message, WireError
 
 LOOKAHEAD = 4
@@ -327,7 +327,8 @@ def test_a_message_that_arrives_in_pieces_is_a_sign_of_life(caplog: pytest.LogCa
     ours, theirs = socket.socketpair()
     worker: Any = SimpleNamespace(channel=Channel(ours), pid=0, exited=True, close=ours.close, kill=ours.close)
     now = 0.0
-    replica = DraftReplica(lambda: worker, LOOKAHEAD, VOCAB, clock=lambda: now, hang_limit=1.0, start_limit=2.0)
+    supervisor = Supervisor("it", lambda: worker, clock=lambda: now, hang_limit=1.0, start_limit=2.0)
+    replica = DraftReplica(supervisor, LOOKAHEAD, VOCAB)
     ready = struct.pack("=6q", MAGIC, READY, 0, 0, 0, 0)
     for i in range(0, len(ready), 8):
         theirs.sendall(ready[i : i + 8])
@@ -780,7 +781,8 @@ def test_what_was_prepared_for_a_large_round_may_come_in_a_small_one() -> None:
     """Catches a truthful worker that is lost because its message is longer than the present round allows."""
     ours, theirs = socket.socketpair()
     worker: Any = SimpleNamespace(channel=Channel(ours), pid=0, exited=True, close=ours.close, kill=ours.close)
-    replica = DraftReplica(lambda: worker, LOOKAHEAD, VOCAB, clock=time.monotonic, hang_limit=9.0, start_limit=9.0)
+    supervisor = Supervisor("it", lambda: worker, clock=time.monotonic, hang_limit=9.0, start_limit=9.0)
+    replica = DraftReplica(supervisor, LOOKAHEAD, VOCAB)
     there = Channel(theirs)
     there.post(Message(READY))
     assert replica.available(9.0)
