@@ -23,10 +23,12 @@ from typing import Any
 
 from rich.console import Console
 
-from ssd.bench.arguments import GPUs, add_model_flags, options_of_ssd, pair_of, use_cuda_arch
+from ssd.bench.arguments import GPUs, add_model_flags, add_options, given, options_of_ssd, pair_of, use_cuda_arch
 from ssd.bench.run import BenchConfig
 from ssd.bench.workload import EXAMPLE, RANDOM
 from ssd.cli.bench import benchmark
+from ssd.config import K_DEFAULT, EngineConfig, SpeculationConfig
+from ssd.core import SamplingParams
 from ssd.errors import ConfigError, SSDError
 from ssd.prompts import OWN_SETS
 
@@ -36,7 +38,8 @@ DEFAULT_SIZE = "8"
 
 def config_of(args: argparse.Namespace) -> BenchConfig:
     """What the flags ask for, in the library's words."""
-    if args.dtemp is not None and args.dtemp != args.temp:
+    temperature = args.temperature or SamplingParams.temperature
+    if args.dtemp is not None and args.dtemp != temperature:
         raise ConfigError(
             f"--dtemp {args.dtemp:g}: drafts are drawn at the target's temperature, with its noise, because then they "
             "are right most often; leave it out"
@@ -47,15 +50,13 @@ def config_of(args: argparse.Namespace) -> BenchConfig:
     drafted = drafted or any(re.fullmatch(r"\w+:\d+", peer) for peer in peers)
     size = args.size or (None if args.model else DEFAULT_SIZE)
     model, draft = pair_of(args, size=size, drafted=drafted, eagle=args.eagle)
-    gpus = GPUs.of(args.gpus, args.device, ahead="ssd" in methods, head=args.eagle)
-    engine = {"device": args.device, "eager": args.eager, "block_size": args.block_sz}
-    engine |= {"tensor_parallel_size": gpus.ranks} if gpus.ranks > 1 else {}
+    gpus = GPUs.of(args.gpus, args.device or EngineConfig.device, ahead="ssd" in methods, head=args.eagle)
     return BenchConfig(
         model,
         draft,
         methods=methods,
         peers=peers,
-        k=args.k,
+        k=args.k or K_DEFAULT,
         speculation=speculation_of(args, methods) | gpus.placement,
         sets=sets_of(args),
         num_prompts=args.numseqs,
@@ -64,10 +65,10 @@ def config_of(args: argparse.Namespace) -> BenchConfig:
         output_len=args.output_len,
         chat=args.chat_template,
         batch=args.b,
-        temperature=args.temp,
+        temperature=temperature,
         repeats=args.repeats,
         max_rounds=args.max_steps,
-        engine=engine | ({"max_model_len": args.max_model_len} if args.max_model_len else {}),
+        engine=given(args, EngineConfig) | ({"tensor_parallel_size": gpus.ranks} if gpus.ranks > 1 else {}),
         notes=(gpus.note,) if gpus.note else (),
     )
 
@@ -86,7 +87,7 @@ def speculation_of(args: argparse.Namespace, methods: str) -> dict[str, Any]:
     hit, miss = args.flh or args.fl, args.flm or args.fl
     rule: dict[str, Any] = {"acceptance": "rejection", "saguaro_c": args.x} if args.x is not None else {}
     rule |= {"draft_quantization": args.draft_quantization} if args.draft_quantization else {}
-    options = options_of_ssd(args.k, f=args.f, hit=hit, miss=miss, backup=args.backup, **rule)
+    options = options_of_ssd(args.k or K_DEFAULT, f=args.f, hit=hit, miss=miss, backup=args.backup, **rule)
     unused = set(options) - set(rule)
     if unused and "ssd" not in methods:
         raise ConfigError("--f, --fl, --flh, --flm and --backup are for SSD: add --spec --async, or leave them out")
@@ -117,7 +118,7 @@ def sweep_of(args: argparse.Namespace) -> list[argparse.Namespace]:
         ) from None
     if not isinstance(changes, list) or not changes or any(not isinstance(change, dict) for change in changes):
         raise ConfigError("--sweep: must be a JSON list of objects, each the flags that change: '[{\"k\": 4}]'")
-    names = {"async": "run_ahead", "max-steps": "max_steps"}
+    names = {"async": "run_ahead", "max-steps": "max_steps", "block_sz": "block_size", "temp": "temperature"}
     runs = []
     for change in changes:
         one = copy.copy(args)
@@ -135,10 +136,7 @@ def arguments() -> argparse.Namespace:
     models = parser.add_argument_group(f"models (default: size {DEFAULT_SIZE})")
     add_model_flags(models, sizes=["0.6", "1.7", "4", "8", "14", "32", "1", "3", "70"])
     models.add_argument("--gpus", type=int, default=1, help="the target is split over them, SSD's draft has one")
-    models.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    models.add_argument("--eager", action="store_true", help="no CUDA graphs")
-    models.add_argument("--block_sz", type=int, help="tokens of a KV block")
-    models.add_argument("--max_model_len", type=int, help="longest prompt and answer (default: what the prompts need)")
+    add_options(models, EngineConfig, "device", "eager", "max_model_len", block_size="--block_sz")
 
     how = parser.add_argument_group("how to decode (default: autoregressive)")
     how.add_argument("--spec", action="store_true", help="a draft proposes, the target waits for it (SD)")
@@ -146,16 +144,14 @@ def arguments() -> argparse.Namespace:
     how.add_argument("--eagle", action="store_true", help="drafts by an EAGLE-3 head: that of the size, or --draft")
     how.add_argument("--method", choices=["ar", "sd", "ssd"], help="the same in one word")
     how.add_argument("--compare", metavar="METHODS", help="several in turns, such as ar,sd:4,ssd:6,ngram:5")
-    how.add_argument("--k", type=int, default=6, help="drafted tokens a round (default: 6)")
-    how.add_argument("--f", type=int, help="SSD: prepared tokens after every place of the draft (default: adaptive)")
-    how.add_argument("--fl", type=int, nargs="+", help="SSD: the same, place by place (k + 1 numbers)")
-    how.add_argument("--flh", type=int, nargs="+", help="SSD: of drafts that had been prepared")
-    how.add_argument("--flm", type=int, nargs="+", help="SSD: of drafts that had not")
-    how.add_argument("--backup", choices=["jit", "fast", "auto"], help="SSD: who drafts after a miss (default: auto)")
-    how.add_argument("--draft_quantization", choices=["fp8", "int8", "int4"], help="of the draft's weights")
-    how.add_argument("--temp", type=float, default=0.0, help="temperature")
-    how.add_argument("--dtemp", type=float, help="of the draft: must be the target's")
-    how.add_argument("--x", type=float, help="Saguaro's C, 0 to 1: decides by the rejection rule")
+    add_options(how, SpeculationConfig, "k", "backup", "draft_quantization")
+    how.add_argument("--f", type=int, help="SSD: branches per draft position (default: adaptive)")
+    how.add_argument("--fl", type=int, nargs="+", help="SSD: branches at each of the k + 1 draft positions")
+    how.add_argument("--flh", type=int, nargs="+", help="SSD: the same, for drafts that were hits")
+    how.add_argument("--flm", type=int, nargs="+", help="SSD: the same, for drafts that were misses")
+    add_options(how, SamplingParams, temperature="--temp")
+    how.add_argument("--dtemp", type=float, help="temperature of the draft: must be the target's")
+    how.add_argument("--x", type=float, help="Saguaro's C, 0 to 1: tokens are accepted by the rejection rule")
 
     work = parser.add_argument_group("what to answer")
     for flag in (*SETS, RANDOM):
@@ -177,8 +173,8 @@ def arguments() -> argparse.Namespace:
     out.add_argument("--plot", type=Path, action="append", default=[], help="draw: a .png, .svg or .html file")
     out.add_argument("--verbose", action="store_true", help="log what the engine does, print the first set's answers")
     out.add_argument("--wandb", action="store_true", help="log to Weights & Biases")
-    out.add_argument("--group", help="of the wandb run")
-    out.add_argument("--name", help="of the wandb run")
+    out.add_argument("--group", help="group of the wandb run")
+    out.add_argument("--name", help="name of the wandb run")
     out.add_argument("--sweep", metavar="JSON", help="several runs: a list of the flags that change, or @FILE")
     return parser.parse_args()
 

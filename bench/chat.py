@@ -16,9 +16,10 @@ import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from ssd.bench.arguments import DEFAULT_K, GPUs, add_model_flags, options_of_ssd, pair_of
+from ssd.bench.arguments import GPUs, add_model_flags, add_options, given, options_of_ssd, pair_of
 from ssd.cli.chat import talk, talk_to_server
 from ssd.cli.conversation import note
+from ssd.config import K_DEFAULT, EngineConfig, SpeculationConfig
 from ssd.core import SamplingParams
 from ssd.errors import SSDError
 
@@ -27,12 +28,11 @@ if TYPE_CHECKING:
 
 
 def with_engine(args: argparse.Namespace) -> None:
-    gpus = GPUs.of(args.gpus, args.device, ahead=args.run_ahead)
+    gpus = GPUs.of(args.gpus, args.device or EngineConfig.device, ahead=args.run_ahead)
     if gpus.note:
         note(gpus.note)
     model, draft = pair_of(args, size=args.size, drafted=args.spec)
-    options = {"device": args.device, "eager": args.eager, "max_model_len": args.max_model_len}
-    options |= {"tensor_parallel_size": gpus.ranks}
+    options = given(args, EngineConfig) | {"tensor_parallel_size": gpus.ranks}
     wanted = drafting(args, draft)
     wanted = None if wanted is None else wanted | gpus.placement
     shown = {"system": args.system, "metrics": args.metrics, "colour": args.colour}
@@ -46,7 +46,7 @@ def with_server(args: argparse.Namespace) -> None:
 
 
 def sampling_of(args: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(temperature=args.temp, max_new_tokens=args.max_tokens, seed=args.seed)
+    return SamplingParams(**{"max_new_tokens": 512, **given(args, SamplingParams)})
 
 
 def connect(args: argparse.Namespace) -> ServerContender:
@@ -59,17 +59,16 @@ def connect(args: argparse.Namespace) -> ServerContender:
 
     kind = "sglang" if args.sglang else "vllm"
     model, draft = pair_of(args, size=args.size, drafted=not args.ar)
-    sizes = {"k": args.k, "max_model_len": args.max_model_len}
-    given = {name: value for name, value in sizes.items() if value is not None}
+    sizes = {name: value for name in ("k", "max_model_len") if (value := getattr(args, name)) is not None}
     note(f"starting {kind}: this takes a while")
-    return launch(kind, model, draft=draft, gpus=args.gpus, **given)
+    return launch(kind, model, draft=draft, gpus=args.gpus, **sizes)
 
 
 def drafting(args: argparse.Namespace, draft: str | None) -> dict[str, Any] | None:
     """The engine's options of speculation."""
     if not args.spec:
         return None
-    k = args.k or DEFAULT_K
+    k = args.k or K_DEFAULT
     ahead = options_of_ssd(k, f=args.f, backup=args.backup)
     return {"mode": "ssd" if args.run_ahead else "sd", "draft": draft, "k": k, **ahead}
 
@@ -89,19 +88,14 @@ def arguments() -> argparse.Namespace:
     drafts = parser.add_argument_group("speculation (this engine)")
     drafts.add_argument("--spec", action="store_true", help="a draft model proposes tokens (SD)")
     drafts.add_argument("--async", dest="run_ahead", action="store_true", help="and runs ahead of the target (SSD)")
-    drafts.add_argument("--k", type=int, help="drafted tokens a round (default: 4)")
-    drafts.add_argument("--f", type=int, help="prepared outcomes for every place of the draft (default: adaptive)")
-    drafts.add_argument("--backup", choices=["jit", "fast", "auto"], help="who drafts when none was prepared")
-    drafts.add_argument("--ar", action="store_true", help="of a server: no draft model")
+    add_options(drafts, SpeculationConfig, "k", "backup")
+    drafts.add_argument("--f", type=int, help="branches per draft position (default: adaptive)")
+    drafts.add_argument("--ar", action="store_true", help="servers: no draft model")
 
-    parser.add_argument("--temp", type=float, default=0.0, help="0: greedy")
-    parser.add_argument("--max_tokens", "--output_len", type=int, default=512, help="longest answer")
-    parser.add_argument("--max_model_len", type=int, help="longest conversation that the model sees")
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told before all else")
+    add_options(parser, SamplingParams, "seed", temperature="--temp", max_new_tokens="--max_tokens --output_len")
+    add_options(parser, EngineConfig, "device", "eager", "max_model_len")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--gpus", "--tp", type=int, default=1, help="the model is split over them, SSD's draft has one")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--metrics", action="store_true", help="times and speed after every answer")
     parser.add_argument("--colour", action="store_true", help="in green what the draft had guessed")
     args = parser.parse_args()

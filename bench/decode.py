@@ -30,6 +30,7 @@ from ssd.engine.driver import Driver
 from ssd.execution.batch import Batch
 from ssd.execution.runner import ModelRunner
 from ssd.execution.target import Target
+from ssd.layers.linear import Linear
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.config import DecoderConfig
 from ssd.models.open import open_checkpoint
@@ -237,11 +238,11 @@ def hf_model(shape: DecoderConfig, dtype: torch.dtype, device: torch.device) -> 
     config = make_config(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
+        intermediate_size=shape.mlp.intermediate_size,
         num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        num_attention_heads=shape.attention.num_heads,
+        num_key_value_heads=shape.attention.num_kv_heads,
+        head_dim=shape.attention.head_dim,
         max_position_embeddings=shape.max_position,
         rms_norm_eps=shape.rms_eps,
         tie_word_embeddings=shape.tie_embeddings,
@@ -305,8 +306,8 @@ def copy_bandwidth(device: torch.device, size: int = 4 << 30) -> float:
 def streamed_bytes(runner: ModelRunner) -> int:
     """Weights that every decode step reads: the layers and the head, not the input embedding."""
     decoder = runner.decoder
-    weights = [w for l in decoder.layers for w in (l.qkv.weight, l.output.weight, l.gate_up.weight, l.down.weight)]
-    return sum(w.numel() * w.element_size() for w in [*weights, decoder.head.weight])
+    linear = [each for layer in decoder.layers for each in layer.parameters() if isinstance(each, Linear)]
+    return sum(each.weight.nbytes for each in (*linear, decoder.head))
 
 
 def _arguments() -> argparse.Namespace:

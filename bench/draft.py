@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from dataclasses import asdict
 from typing import get_args
 
 import torch
@@ -23,11 +22,12 @@ from decode import copy_bandwidth, device_seconds  # bench/decode.py
 from rich.console import Console
 from rich.table import Table
 
-from ssd.assembly.memory import weight_bytes
 from ssd.execution.graphs import capture
 from ssd.kernels.device import kernels
 from ssd.kernels.ops import Branches, DeviceBatch
 from ssd.kernels.quantized import Format
+from ssd.layers.formats.rounded import rounded
+from ssd.layers.parameter import Build
 from ssd.models.decoder import Decoder, KVCache
 from ssd.models.eagle import EagleConfig, EagleHead, eagle_shapes
 from ssd.models.persistent import use_persistent_step
@@ -53,7 +53,7 @@ def main() -> None:
     for shape in args.shape if not args.eagle else ():
         for form in (None, *args.quantization):
             decoder, kv = make(shape, form)
-            floor = weight_bytes(decoder.config, torch.bfloat16, form) / bandwidth
+            floor = decoder.num_bytes() / bandwidth
             batches = batches_of(decoder)
             several = {name: milliseconds(decoder, kv, batch) for name, batch in batches.items()}
             use_persistent_step(decoder, kv)
@@ -70,27 +70,27 @@ def make(
     form: Format | None = None,
     tp: TensorParallel = TensorParallel(),  # noqa: B008 (frozen)
 ) -> tuple[Decoder, KVCache]:
-    config, ops = SHAPES[shape], kernels(CUDA).ops(form)
-    decoder = Decoder(config, ops, device=CUDA, dtype=torch.bfloat16, max_positions=2 * CONTEXT, tp=tp)
+    config, ops = SHAPES[shape], kernels(CUDA).ops()
+    decoder = Decoder(config, Build(ops, CUDA, torch.bfloat16, tp, rounded(form)), max_positions=2 * CONTEXT)
     decoder.load(RandomCheckpoint(config).weights(CUDA, torch.bfloat16))
-    ops.reserve(decoder.layers[0].heads, CUDA)
+    ops.reserve(decoder.heads, CUDA)
     return decoder, decoder.make_kv_cache(2 * CONTEXT // BLOCK, BLOCK)
 
 
 def make_head(shape: str) -> tuple[EagleHead, KVCache]:
     """With random weights, and as many draft tokens as published heads have."""
-    target, ops = SHAPES[shape], kernels(CUDA).ops(None)
-    fields = asdict(target) | {"rope": target.rope, "family": "eagle3", "num_layers": 1, "tie_embeddings": False}
+    target, ops = SHAPES[shape], kernels(CUDA).ops()
+    fields = vars(target.with_layers(1, first_position=1)) | {"family": "eagle3", "tie_embeddings": False}
     sizes = {"draft_vocab_size": DRAFT_VOCAB, "target_hidden_size": target.hidden_size}
     config = EagleConfig(**fields, **sizes, own_embedding=True).for_target(target)
-    head = EagleHead(config, ops, device=CUDA, dtype=torch.bfloat16, max_positions=2 * CONTEXT)
+    head = EagleHead(config, Build(ops, CUDA, torch.bfloat16), max_positions=2 * CONTEXT)
     head.load(
         (name, fill_random(torch.empty(size, dtype=torch.bfloat16, device=CUDA), name))
         for name, size in eagle_shapes(config).items()
     )
     head.map_tokens(torch.arange(DRAFT_VOCAB))
     head.hidden = torch.zeros((16, config.hidden_size), dtype=torch.bfloat16, device=CUDA)
-    ops.reserve(head.layer.heads, CUDA)
+    ops.reserve(head.heads, CUDA)
     return head, head.make_kv_cache(2 * CONTEXT // BLOCK, BLOCK)
 
 
@@ -106,7 +106,7 @@ def batches_of(decoder: Decoder) -> dict[str, DeviceBatch]:
 
 def rows(decoder: Decoder, count: int, branches: Branches | None) -> DeviceBatch:
     """The newest tokens of one sequence; branches have their KV in the second half of the cache."""
-    tile = decoder.ops.tile_tokens(decoder.layers[0].heads, False)
+    tile = decoder.ops.tile_tokens(decoder.heads, False)
 
     def ints(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=CUDA)

@@ -195,7 +195,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7, 1.0])
     parser.add_argument("--prompts", type=int, default=8, help="of each set")
-    parser.add_argument("--max-tokens", "--tokens", dest="tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--max-tokens", dest="tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--picture", type=Path, default=Path("docs/pictures/hit-rates.svg"))
     return parser.parse_args()
 

@@ -88,9 +88,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="graft:tiny-llama@llama-3.1-8b")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--context", type=int, default=300, help="tokens of a sequence at the end")
-    parser.add_argument(
-        "--max-tokens", "--tokens", dest="tokens", type=int, default=100, help="generated tokens of a sequence"
-    )
+    parser.add_argument("--max-tokens", dest="tokens", type=int, default=100, help="generated tokens of a sequence")
     parser.add_argument("--rounds", type=int, default=64, help="rounds that are timed")
     return parser.parse_args()
 

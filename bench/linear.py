@@ -41,7 +41,7 @@ def main() -> None:
 @torch.inference_mode()
 def bench(shape: str, row_counts: list[int], device: torch.device) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    ops = kernels(device).ops(None)
+    ops = kernels(device).ops()
     titles = f"{'product':<10} {'columns':>8} {'depth':>6} {'rows':>5} {'ours, us':>9} {'torch, us':>9}"
     print(f"{shape}\n{titles} {'used, us':>9} {'used':>7} {'GB/s':>6} {'TFLOP/s':>8}")
     for name, columns, depth in products(SHAPES[shape]):
@@ -83,12 +83,13 @@ def used_kernel(x: torch.Tensor, weight: Any, *, gated: bool) -> str:
 
 def products(shape: DecoderConfig) -> list[tuple[str, int, int]]:
     """Name, columns and depth of every product of a layer, and of the head."""
-    heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    attention = shape.attention
+    heads, kv_heads = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
     return [
         ("qkv", heads + 2 * kv_heads, shape.hidden_size),
         ("output", shape.hidden_size, heads),
-        ("gate/up", 2 * shape.intermediate_size, shape.hidden_size),
-        ("down", shape.hidden_size, shape.intermediate_size),
+        ("gate/up", 2 * shape.mlp.intermediate_size, shape.hidden_size),
+        ("down", shape.hidden_size, shape.mlp.intermediate_size),
         ("head", shape.vocab_size, shape.hidden_size),
     ]
 

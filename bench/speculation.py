@@ -23,9 +23,11 @@ from rich.progress import track
 from rich.table import Table
 
 from ssd.bench.answers import Asked
+from ssd.bench.arguments import add_options, given
 from ssd.bench.measure import MEAN, Measured, figures, measure, same_text
 from ssd.bench.ours import OurContender, methods_of, our_contenders
 from ssd.bench.workload import Workload, load_workload
+from ssd.config import K_DEFAULT, EngineConfig, SpeculationConfig
 from ssd.models.open import open_checkpoint
 from ssd.prompts import OWN_SETS
 
@@ -117,10 +119,9 @@ def show(title: str, found: list[Measured], with_model: bool) -> None:
 
 def main() -> None:
     args = arguments()
-    options = {"budget": args.budget, "backup": args.backup, "placement": args.placement}
-    options |= {"draft_quantization": args.draft_quantization} if args.draft_quantization else {}
-    methods = methods_of(args.methods, args.draft, 4, options)
-    engine = {"device": args.device, "prefix_caching": False, "max_model_len": 1024}
+    options = {"backup": "jit", **given(args, SpeculationConfig)}
+    methods = methods_of(args.methods, args.draft, K_DEFAULT, options)
+    engine = {"prefix_caching": False, "max_model_len": 1024, **given(args, EngineConfig)}
     contenders = our_contenders(args.target, methods, batch=args.batch, **engine)
     if args.placement == "process":
         contenders = with_fewer_cores(contenders)
@@ -145,16 +146,13 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="tiny-llama")
     parser.add_argument("--draft", default="tiny-llama-draft")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--methods", default="ar,sd:1,sd:2,sd:3,sd:4,ngram:5", help="as of `ssd bench --compare`")
-    parser.add_argument("--budget", type=int, default=16, help="outcomes prepared for a sequence")
-    parser.add_argument("--backup", default="jit")
-    parser.add_argument("--placement", default="auto", help="process: the draft of ssd on a core of its own (CPU)")
-    parser.add_argument("--draft-quantization", choices=["fp8", "int8", "int4"])
+    parser.add_argument("--methods", default="ar,sd:1,sd:2,sd:3,sd:4,ngram:5", help="as for `ssd bench --compare`")
+    add_options(parser, EngineConfig, "device")
+    add_options(parser, SpeculationConfig, "budget", "backup", "placement", draft_quantization="--draft-quantization")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--prompts", type=int, default=4, help="of each set")
-    parser.add_argument("--max-tokens", "--tokens", dest="tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--max-tokens", dest="tokens", type=int, default=64, help="maximum length of an answer")
     parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args()
 

@@ -6,24 +6,19 @@ Knows nothing of how they are used.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import os
-import re
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
+from typing import Any, Literal
 
-from ssd.core import is_int, plain
 from ssd.errors import ConfigError
-
-T = TypeVar("T")
-DType = Literal["auto", "float32", "bfloat16", "float16"]
-
+from ssd.options import build, described, is_int, option, plain, validate
 
 NGRAM = "ngram"
+K_DEFAULT = 4  # draft tokens per round
 K_MAX = 8  # largest k of k="auto"
 BUDGETS = (8, 16, 32)  # choices of budget="auto"
+MAX_FAN_OUT = 16  # branches per draft position
 _AHEAD = {"fan_out", "fan_out_hit", "fan_out_miss", "budget", "backup", "placement", "draft_replicas"}  # of mode="ssd"
 
 
@@ -35,69 +30,85 @@ class SpeculationConfig:
     `ssd`: while the target verifies, the draft model prepares the next draft for each likely outcome.
     """
 
-    mode: Literal["ar", "sd", "ssd"] = "ar"
-    draft: str | None = None  # a small model with the same tokenizer, an EAGLE-3 head, or (sd) "ngram": n-gram look-up
-    k: int | Literal["auto"] = 4  # draft tokens per round; "auto": chosen by measured speed, at most K_MAX
-    draft_quantization: Literal["fp8", "int8", "int4"] | None = None  # the draft's weights in 8 or 4 bits
-    acceptance: Literal["coupled", "rejection"] = "coupled"
-    saguaro_c: float = 1.0  # rejection: factor on the draft's likeliest tokens; below 1: more hits, fewer accepted
-    fan_out: int | Literal["geometric", "adaptive"] = "adaptive"  # ssd: which outcomes; a number: branches per position
-    fan_out_hit: Seq[int] | None = None  # ssd: branches after 0, 1, … accepted tokens, for drafts that were hits
-    fan_out_miss: Seq[int] | None = None  # ssd: the same for other drafts
-    budget: int | Literal["auto"] = 16  # ssd: branches per sequence; "auto": chosen by measured speed
-    backup: Literal["jit", "fast", "auto"] = "auto"  # ssd, after a miss: write a draft now, use a sibling's, or either
-    placement: Literal["auto", "inline", "stream", "process"] = "auto"  # ssd: where the draft model runs
-    draft_replicas: int = 1  # ssd, placement "process": draft models, each of which prepares `budget` branches
-    draft_tensor_parallel_size: int = 1  # ssd, placement "process": ranks that each draft model is split over
+    mode: Literal["ar", "sd", "ssd"] = option(
+        "ar",
+        "ar: no drafts. sd: the draft model proposes tokens while the target waits. ssd: while the target verifies, "
+        "the draft model prepares the next draft for every likely outcome.",
+    )
+    draft: str | None = option(
+        None,
+        "A small model with the same tokenizer, an EAGLE-3 head of the model, or (sd) 'ngram': n-gram look-up.",
+        expects=f"a model, or {NGRAM!r}",
+    )
+    k: int | Literal["auto"] = option(
+        K_DEFAULT, f"Draft tokens per round. auto: chosen by measured speed, at most {K_MAX}.", least=1, most=64
+    )
+    draft_quantization: Literal["fp8", "int8", "int4"] | None = option(
+        None, "Weights of the draft model in 8 or 4 bits: drafts are faster, and slightly fewer tokens are accepted."
+    )
+    acceptance: Literal["coupled", "rejection"] = option(
+        "coupled",
+        "How draft tokens are accepted. coupled: the text is that of plain decoding. rejection: another sample of the "
+        "same distribution.",
+    )
+    saguaro_c: float = option(
+        1.0,
+        "acceptance rejection: factor on the draft's most likely tokens. Below 1: more hits, fewer accepted tokens.",
+        least=0,
+        most=1,
+    )
+    fan_out: int | Literal["adaptive", "geometric"] = option(
+        "adaptive",
+        "ssd: which outcomes are prepared. A number: branches per draft position.",
+        least=1,
+        most=MAX_FAN_OUT,
+    )
+    fan_out_hit: Seq[int] | None = option(
+        None, "ssd: branches after 0, 1, …, k accepted tokens, for drafts that were hits. Needs fan_out_miss."
+    )
+    fan_out_miss: Seq[int] | None = option(None, "ssd: the same for drafts that were misses. Needs fan_out_hit.")
+    budget: int | Literal["auto"] = option(
+        16, "ssd: branches per sequence. auto: chosen by measured speed.", least=1, most=256
+    )
+    backup: Literal["jit", "fast", "auto"] = option(
+        "auto",
+        "ssd: the draft after a miss. jit: the draft model writes one while the target waits. fast: the draft of a "
+        "sibling branch, without waiting. auto: whichever is faster.",
+    )
+    placement: Literal["auto", "inline", "stream", "process"] = option(
+        "auto",
+        "ssd: where the draft model runs. process: on a core or GPU of its own. stream: on the target's GPU, "
+        "concurrently. inline: in turns with the target, which gains no speed.",
+    )
+    draft_replicas: int = option(
+        1,
+        "ssd, placement process: number of draft models. Each has a core or GPU of its own and prepares `budget` "
+        "branches.",
+        least=1,
+        most=4,
+    )
+    draft_tensor_parallel_size: int = option(
+        1, "ssd, placement process: GPUs (or processes on a CPU) that each draft model is split over.", least=1
+    )
 
     def __post_init__(self) -> None:
-        _normalise(self)
-        for name in ("mode", "acceptance", "backup", "placement"):
-            known = get_args(get_type_hints(SpeculationConfig)[name])
-            if getattr(self, name) not in known:
-                raise ConfigError(f"speculation {name}={getattr(self, name)!r}: must be one of {', '.join(known)}")
-        if self.draft is not None and (not isinstance(self.draft, (str, os.PathLike)) or not str(self.draft)):
-            raise ConfigError(f"speculation draft={self.draft!r}: must be a model, or {NGRAM!r}")
-        if self.draft_quantization not in (None, "fp8", "int8", "int4"):
-            raise ConfigError(
-                f"speculation draft_quantization={self.draft_quantization!r}: must be one of fp8, int8, int4, or None"
-            )
-        self._check_numbers()
-        self._check_fan_out()
+        validate(self, owner="speculation ")
+        self._check_fan_out_lists()
         self._check_together()
-        if self.draft is not None:
-            object.__setattr__(self, "draft", str(self.draft))
 
-    def _check_numbers(self) -> None:
-        if self.k != "auto" and (not is_int(self.k) or not 1 <= self.k <= 64):
-            raise ConfigError(f"speculation k={self.k!r}: must be an integer from 1 to 64, or 'auto'")
-        if self.budget != "auto" and (not is_int(self.budget) or not 1 <= self.budget <= 256):
-            raise ConfigError(f"speculation budget={self.budget!r}: must be an integer from 1 to 256, or 'auto'")
-        degree = self.draft_tensor_parallel_size
-        if not is_int(degree) or degree < 1:
-            raise ConfigError(f"speculation draft_tensor_parallel_size={degree!r}: must be a positive integer")
-        if not is_int(self.draft_replicas) or not 1 <= self.draft_replicas <= 4:
-            raise ConfigError(f"speculation draft_replicas={self.draft_replicas!r}: must be an integer from 1 to 4")
-        c = self.saguaro_c
-        if not (is_int(c) or isinstance(c, float)) or not 0 <= c <= 1:
-            raise ConfigError(f"speculation saguaro_c={c!r}: must be a number from 0 to 1")
-        object.__setattr__(self, "saguaro_c", float(c))
-
-    def _check_fan_out(self) -> None:
-        fan_out = self.fan_out
-        if not (1 <= fan_out <= 16 if is_int(fan_out) else fan_out in ("geometric", "adaptive")):  # type: ignore[operator]
-            raise ConfigError(f"speculation fan_out={self.fan_out!r}: must be 'adaptive', 'geometric' or 1 to 16")
+    def _check_fan_out_lists(self) -> None:
         for name in ("fan_out_hit", "fan_out_miss"):
             value = getattr(self, name)
             if value is None:
                 continue
-            right = isinstance(value, (list, tuple)) and all(is_int(n) and 0 <= n <= 16 for n in value) and any(value)
-            if not right or self.k == "auto" or len(value) != self.k + 1:
+            counts = tuple(map(plain, value)) if isinstance(value, (list, tuple)) else ()
+            right = all(is_int(count) and 0 <= count <= MAX_FAN_OUT for count in counts) and any(counts)
+            if not right or self.k == "auto" or len(counts) != self.k + 1:
                 raise ConfigError(
-                    f"speculation {name}={value!r}: must be a list of k + 1 numbers from 0 to 16 (after 0, 1, …, k "
-                    "accepted tokens), not all of them 0, and k a number"
+                    f"speculation {name}={value!r}: must be a list of k + 1 numbers from 0 to {MAX_FAN_OUT} (after 0, "
+                    "1, …, k accepted tokens), not all of them 0, and k a number"
                 )
-            object.__setattr__(self, name, tuple(value))
+            object.__setattr__(self, name, counts)
         if (self.fan_out_hit is None) != (self.fan_out_miss is None):
             raise ConfigError("speculation fan_out_hit and fan_out_miss belong together: give both, or neither")
 
@@ -167,88 +178,49 @@ class SpeculationConfig:
 class EngineConfig:
     """All options of an engine. None: chosen from the model and the device."""
 
-    model: str
-    device: str = "auto"  # auto, cpu, cuda, or a GPU's index: cuda:1
-    dtype: DType = "auto"
-    max_model_len: int | None = None  # prompt and output of one sequence together
-    max_num_seqs: int = 64  # sequences decoded at the same time
-    max_num_batched_tokens: int | None = None  # tokens of one batch; longer prefills are chunked
-    block_size: int | None = None  # tokens of one KV block
-    num_kv_blocks: int | None = None
-    gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, activations and KV
-    tensor_parallel_size: int = 1  # ranks that the model is split over: GPUs from `device` on, or processes on the CPU
-    prefix_caching: bool = True
-    eager: bool = False  # no CUDA graphs
-    trust_request_chat_template: bool = False  # whether chat_options may bring a chat_template of their own
-    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    model: str = field(
+        metadata=described(
+            "A bundled model, a directory, a .gguf file, a hub id, or graft:MODEL@SHAPE.",
+            expects="a bundled model, a directory, a .gguf file or a hub id",
+        )
+    )
+    device: str = option(
+        "auto",
+        "auto, cpu, cuda, or one GPU: cuda:1.",
+        pattern=r"auto|cpu|cuda(:\d{1,3})?",
+        expects="one of auto, cpu, cuda, or a GPU such as cuda:1",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto", "Type of weights and activations.")
+    max_model_len: int | None = option(
+        None, "Maximum length of a sequence, prompt and output together, in tokens.", least=1
+    )
+    max_num_seqs: int = option(64, "Maximum number of sequences decoded at the same time.", least=1)
+    max_num_batched_tokens: int | None = option(
+        None, "Maximum number of tokens in a batch; longer prefills are chunked.", least=1
+    )
+    block_size: int | None = option(None, "Tokens of one KV block.", least=1)
+    num_kv_blocks: int | None = option(None, "Number of KV blocks.", least=1)
+    gpu_memory_utilization: float = option(
+        0.9, "Share of the GPU's memory for weights, activations and KV.", above=0, most=1
+    )
+    tensor_parallel_size: int = option(
+        1, "Ranks that the model is split over: GPUs from `device` on, or processes on a CPU.", least=1
+    )
+    prefix_caching: bool = option(True, "Reuse the KV of prompts that begin with the same tokens.")
+    eager: bool = option(False, "No CUDA graphs: starts sooner, decodes slower.")
+    trust_request_chat_template: bool = option(False, "Allow requests to bring a chat template of their own.")
+    speculation: SpeculationConfig = field(
+        default_factory=SpeculationConfig,
+        metadata=described(
+            """All options of speculation as JSON, or @FILE: '{"mode": "ssd", "draft": "tiny-llama-draft", "k": 4}'."""
+        ),
+    )
 
     def __post_init__(self) -> None:
-        _normalise(self)
-        if not isinstance(self.model, (str, os.PathLike)) or not str(self.model):
-            raise ConfigError(f"model={self.model!r}: must be a directory, a .gguf file or a hub id")
-        object.__setattr__(self, "model", str(self.model))
+        validate(self)
         object.__setattr__(self, "speculation", SpeculationConfig.of(self.speculation))
-        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
-            raise ConfigError(f"device={self.device!r}: must be one of auto, cpu, cuda, or a GPU such as cuda:1")
-        if self.dtype not in get_args(DType):
-            raise ConfigError(f"dtype={self.dtype!r}: must be one of {', '.join(get_args(DType))}")
-        self._check_numbers()
-        for name in ("prefix_caching", "eager", "trust_request_chat_template"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
-
-    def _check_numbers(self) -> None:
-        chosen = ("max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks")  # where they are None
-        for name in (*chosen, "max_num_seqs", "tensor_parallel_size"):
-            value = getattr(self, name)
-            if not (value is None and name in chosen) and (not is_int(value) or value < 1):
-                raise ConfigError(f"{name}={value!r}: must be a positive integer")
-        share = self.gpu_memory_utilization
-        if not (is_int(share) or isinstance(share, float)) or not 0.0 < share <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization={share!r}: must be a number above 0 and at most 1")
-        object.__setattr__(self, "gpu_memory_utilization", float(share))
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
                 "every decoding sequence needs a token a round; raise the former or lower the latter"
             )
-
-
-class EngineOptions(TypedDict, total=False):
-    """The fields of EngineConfig besides the model, as keywords of `LLM` (for editors and type checkers)."""
-
-    device: str
-    dtype: DType
-    max_model_len: int | None
-    max_num_seqs: int
-    max_num_batched_tokens: int | None
-    block_size: int | None
-    num_kv_blocks: int | None
-    tensor_parallel_size: int
-    gpu_memory_utilization: float
-    prefix_caching: bool
-    eager: bool
-    trust_request_chat_template: bool
-    speculation: SpeculationConfig | Mapping[str, Any] | None
-
-
-def _normalise(config: SpeculationConfig | EngineConfig) -> None:
-    """Numpy's numbers become Python's own, in lists too."""
-    for name, value in list(vars(config).items()):
-        listed = isinstance(value, (list, tuple))
-        object.__setattr__(config, name, tuple(map(plain, value)) if listed else plain(value))
-
-
-def build(cls: type[T], options: dict[str, Any]) -> T:
-    """Builds a config from a dict of options; an unknown one raises ConfigError with the nearest known name."""
-    known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    for name in options:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
-            raise ConfigError(f"{name!r} is not an option of {cls.__name__}: {hint}")
-    required = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory]  # type: ignore[arg-type]
-    for name in required:
-        if name not in options:
-            raise ConfigError(f"{name} is missing: {cls.__name__} cannot do without it")
-    return cls(**options)

@@ -10,7 +10,6 @@ import hashlib
 import math
 import os
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import InitVar, dataclass, field, replace
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from ssd.constraints.structured import StructuredOutput
 from ssd.errors import RequestError
 from ssd.kv.blocks import BlockTable
+from ssd.options import described, is_int, option, options_of, plain, validate
 
 if TYPE_CHECKING:
     from ssd.constraints.grammars import Constraint
@@ -41,45 +41,51 @@ class SamplingParams:
     `structured`: what the text must look like; a dict has the fields of `StructuredOutput`.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0  # 0: all tokens
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0  # over prompt and output
-    presence_penalty: float = 0.0  # over the output
-    frequency_penalty: float = 0.0  # over the output
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None  # None: one is drawn for every request, and reported in its output
-    stop: str | Seq[str] = ()
-    stop_token_ids: Seq[int] = ()
-    max_new_tokens: int = _Default(256)
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    n: int = 1
-    speculate: bool = True  # False: no drafts for this request, one token a round
-    structured: StructuredOutput | Mapping[str, Any] | None = None
-    shown_token_ids: Seq[int] = ()  # special tokens that the text has; it leaves out the others
-    priority: int = 0  # lower is served earlier; never changes the text
+    temperature: float = option(
+        0.0, "0: greedy decoding; higher: more varied text.", least=0, most=100, flags=("--temperature", "-t")
+    )
+    top_k: int = option(0, "Sample from the k most likely tokens; 0: from all.", least=0)
+    top_p: float = option(1.0, "Sample from the most likely tokens whose probabilities sum to this.", above=0, most=1)
+    min_p: float = option(0.0, "Exclude tokens below this share of the largest probability.", least=0, most=1)
+    repetition_penalty: float = option(
+        1.0, "Above 1: tokens of the prompt and the output become less likely.", above=0, most=100
+    )
+    presence_penalty: float = option(0.0, "Above 0: tokens of the output become less likely.", least=-100, most=100)
+    frequency_penalty: float = option(
+        0.0, "Above 0: tokens of the output become less likely, by how often they occur.", least=-100, most=100
+    )
+    logit_bias: Mapping[int, float] = field(
+        default_factory=dict,
+        metadata=described("Values that are added to the logits of tokens, by token id; -inf excludes a token."),
+    )
+    seed: int | None = option(None, "The same seed gives the same text; None: drawn for every request, and reported.")
+    stop: str | Seq[str] = option((), "The text ends before this string.")
+    stop_token_ids: Seq[int] = option((), "The text ends before these tokens.")
+    max_new_tokens: int = option(
+        _Default(256), "Maximum length of the output, in tokens.", least=1, flags=("--max-tokens", "-m")
+    )
+    min_tokens: int = option(0, "Minimum length of the output, in tokens.", least=0)
+    ignore_eos: bool = option(False, "Continue after the model's own stop tokens.")
+    logprobs: int | None = option(
+        None, "Report the log-probability of each token, and of this many most likely ones.", least=0, most=100
+    )
+    n: int = option(1, "Number of samples.", least=1, most=1024, flags=("-n",))
+    speculate: bool = option(True, "False: no drafts for this request, one token per round.")
+    structured: StructuredOutput | Mapping[str, Any] | None = option(
+        None, "What the text must be: a JSON schema, a regular expression, a choice or a grammar."
+    )
+    shown_token_ids: Seq[int] = option((), "Special tokens that the text includes; others are left out.")
+    priority: int = option(0, "Requests with lower numbers are served earlier. Never changes the text.")
 
     max_tokens: InitVar[int | None] = None
 
     def __post_init__(self, max_tokens: int | None) -> None:
         if max_tokens is not None:
             self._rename(max_tokens)
-        for name, kind, low, high in _RANGES:
-            self._set(name, _number(name, getattr(self, name), kind, low, high))
+        validate(self, RequestError)
+        self._set("max_new_tokens", int(self.max_new_tokens))
         if self.min_tokens > self.max_new_tokens:
             raise RequestError(f"min_tokens={self.min_tokens}: must not exceed max_new_tokens={self.max_new_tokens}")
-        if self.seed is not None:
-            self._set("seed", _number("seed", self.seed, int, -math.inf, math.inf))
-        self._set("priority", _number("priority", self.priority, int, -math.inf, math.inf))
-        if self.logprobs is not None:
-            self._set("logprobs", _number("logprobs", self.logprobs, int, 0, 100))
-        for name in ("ignore_eos", "speculate"):
-            self._set(name, plain(getattr(self, name)))
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name}={getattr(self, name)!r}: must be True or False")
         self._set("top_k", min(self.top_k, _MOST_TOP_K))
         self._set("stop", _stop_strings(self.stop))
         for name in ("stop_token_ids", "shown_token_ids"):
@@ -91,7 +97,9 @@ class SamplingParams:
             raise RequestError(f"{name}: cannot be combined with structured, whose text ends where it is complete")
 
     def _rename(self, max_tokens: int) -> None:
-        _number("max_tokens", max_tokens, int, 1, math.inf)
+        known = options_of(SamplingParams)["max_new_tokens"]
+        if not known.accepts(plain(max_tokens)):
+            raise RequestError(f"max_tokens={max_tokens!r}: must be {known.expected}")
         if not isinstance(self.max_new_tokens, _Default) and self.max_new_tokens != max_tokens:
             raise RequestError(
                 f"max_tokens={max_tokens} and max_new_tokens={self.max_new_tokens!r} are the same parameter: give one"
@@ -112,42 +120,7 @@ class SamplingParams:
 
 BINARY = (bytes, bytearray, memoryview)  # sequences of ints that are no token ids
 _ID = re.compile("[0-9]{1,18}")  # a token id as text
-_ABOVE_ZERO = math.nextafter(0.0, 1.0)
 _MOST_TOP_K = 2**31 - 1  # no vocabulary is larger: more keeps all tokens, too
-_RANGES: tuple[tuple[str, type, float, float], ...] = (
-    ("temperature", float, 0, 100),
-    ("top_k", int, 0, math.inf),
-    ("top_p", float, _ABOVE_ZERO, 1),
-    ("min_p", float, 0, 1),
-    ("repetition_penalty", float, _ABOVE_ZERO, 100),
-    ("presence_penalty", float, -100, 100),
-    ("frequency_penalty", float, -100, 100),
-    ("max_new_tokens", int, 1, math.inf),
-    ("min_tokens", int, 0, math.inf),
-    ("n", int, 1, 1024),
-)
-
-
-def is_int(value: object) -> bool:
-    """Whether a value is an int and not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def plain(value: Any) -> Any:
-    """A numpy scalar as Python's own number; anything else as it is."""
-    numpy = sys.modules.get("numpy")
-    return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
-
-
-def _number(name: str, value: object, kind: type, low: float, high: float) -> Any:
-    """The value as an int or float; RequestError for anything else, and outside the range."""
-    number = plain(value)
-    right = is_int(number) or (kind is float and isinstance(number, float))
-    if not right or not low <= number <= high:
-        least = "" if low == -math.inf else ", above 0" if low == _ABOVE_ZERO else f", at least {low}"
-        most = "" if high == math.inf else f" and at most {high}"
-        raise RequestError(f"{name}={value!r}: must be {'an integer' if kind is int else 'a number'}{least}{most}")
-    return kind(number)
 
 
 def _stop_strings(stop: object) -> tuple[str, ...]:
@@ -181,8 +154,11 @@ def _biases(bias: object) -> dict[int, float]:
 
 
 def _bias(value: object) -> float:
-    forbids = plain(value) == -math.inf
-    return -math.inf if forbids else float(_number("logit_bias value", value, float, -1000, 1000))
+    number = plain(value)
+    right = isinstance(number, (int, float)) and not isinstance(number, bool)
+    if not right or not (number == -math.inf or -1000 <= number <= 1000):
+        raise RequestError(f"logit_bias value={value!r}: must be a number from -1000 to 1000, or -inf")
+    return float(number)
 
 
 class Status(Enum):

@@ -10,20 +10,21 @@ import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from types import TracebackType
-from typing import Any, Literal, Unpack, cast
+from typing import Any, Literal, cast
 
 import torch
 
 from ssd.assembly import build_engine
 from ssd.assembly.device import make_current
 from ssd.assembly.torchrun import join
-from ssd.config import EngineConfig, EngineOptions, build
-from ssd.core import BINARY, RequestOutput, SamplingParams, is_int, plain
+from ssd.config import EngineConfig
+from ssd.core import BINARY, RequestOutput, SamplingParams
 from ssd.engine.driver import Driver, Submission
 from ssd.engine.engine import Engine
 from ssd.engine.outputs import refused
 from ssd.errors import EngineClosed, RequestError, RequestFailed
 from ssd.models.open import open_checkpoint
+from ssd.options import build, is_int, plain
 from ssd.text.tokenizer import Tokenizer, check_messages
 
 log = logging.getLogger("ssd")
@@ -37,14 +38,16 @@ class LLM:
 
     `model` is a bundled model, a Hugging Face directory, a `.gguf` file or a hub id, or `graft:BASE@SHAPE`: one of them
     in the shape of a published model. Every other keyword is a field of `ssd.config.EngineConfig` (device, dtype,
-    max_model_len, max_num_seqs, …). `config`: the options, with what was chosen for those left out. `note`: a caveat to
-    print with every measurement of the model, or "".
+    max_model_len, max_num_seqs, …). `LLM(EngineConfig(…))` is the same, and checked by editors and type checkers.
+    `config`: the options, with what was chosen for those left out. `note`: a caveat to print with every measurement of
+    the model, or "".
 
     In processes of torchrun other than rank 0 it does not return: they compute for rank 0, and exit when it does.
     """
 
-    def __init__(self, model: str | os.PathLike[str], **options: Unpack[EngineOptions]) -> None:
-        self.config = build(EngineConfig, {"model": model, **options})
+    def __init__(self, model: str | os.PathLike[str] | EngineConfig, **options: Any) -> None:
+        given = vars(model) if isinstance(model, EngineConfig) else {"model": model}
+        self.config = build(EngineConfig, {**given, **options})
         join(self.config.tensor_parallel_size)
         checkpoint, before = open_checkpoint(self.config.model), torch.get_num_threads()
         self.note = checkpoint.note

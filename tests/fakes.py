@@ -118,7 +118,7 @@ class BareDecoder:
     device = CPU
     dtype = torch.float32
     ops = SimpleNamespace(tile_tokens=lambda heads, prefill: 64)
-    layers = (SimpleNamespace(heads=None),)
+    heads = None
     kv_bytes_per_token = 1
 
     def __init__(self, vocab_size: int, max_position: int = 1 << 20) -> None:

@@ -45,9 +45,10 @@ def resolve_dtype(config: EngineConfig, model: DecoderConfig, device: torch.devi
         name = "float32" if device.type == "cpu" else "float16" if model.dtype == "float16" else "bfloat16"
     if name == "float16" and device.type == "cpu":
         raise ConfigError("dtype='float16' is for GPUs: on the CPU use float32 (exact) or bfloat16 (half the memory)")
-    if name == "float32" and device.type == "cuda" and model.head_dim > 64 and shared_memory(device) < _WIDE_ATTENTION:
+    dim = max(layer.attention.head_dim for layer in model.layers)
+    if name == "float32" and device.type == "cuda" and dim > 64 and shared_memory(device) < _WIDE_ATTENTION:
         raise ConfigError(
-            f"dtype='float32': attention with heads of {model.head_dim} dimensions does not fit this GPU's shared "
+            f"dtype='float32': attention with heads of {dim} dimensions does not fit this GPU's shared "
             "memory; use bfloat16"
         )
     dtype: torch.dtype = getattr(torch, name)

@@ -15,8 +15,7 @@ from ssd.assembly.memory import Loaded, kv_blocks
 from ssd.assembly.models import load_decoder, make_runner, make_state
 from ssd.assembly.ranks import Follower, Place, Ranks
 from ssd.assembly.warm_up import warm_up
-from ssd.config import NGRAM, EngineConfig, SpeculationConfig, build
-from ssd.core import is_int
+from ssd.config import NGRAM, EngineConfig, SpeculationConfig
 from ssd.decoding.drafter import Drafter
 from ssd.drafting.ahead import AheadDrafter
 from ssd.drafting.controller import DepthController, make_arms
@@ -32,11 +31,13 @@ from ssd.execution.features import Features
 from ssd.execution.graphs import row_buckets
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
+from ssd.layers.formats.rounded import rounded
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.decoder import Decoder
 from ssd.models.eagle import EagleCheckpoint
 from ssd.models.open import absolute_path, open_checkpoint, open_eagle
 from ssd.models.persistent import use_persistent_step
+from ssd.options import build, is_int
 from ssd.parallel.launch import local_size
 from ssd.parallel.process import Worker
 from ssd.parallel.tensor import TensorParallel
@@ -227,7 +228,7 @@ def load_draft(
         max(rows, config.max_num_seqs * reads),
         beyond=2 * reads,
         scratch_slots=scratch,
-        quantization=config.speculation.draft_quantization,
+        format_of=rounded(config.speculation.draft_quantization),
         target=target if isinstance(draft, EagleCheckpoint) else None,
         tp=tp,
     )

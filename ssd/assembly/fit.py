@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import torch
 
@@ -12,13 +13,22 @@ from ssd.assembly.memory import available_bytes, gib, weight_bytes
 from ssd.assembly.models import num_slots
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError
-from ssd.kernels.quantized import Format
+from ssd.layers.formats import FormatOf
+from ssd.layers.formats.dense import dense
+from ssd.layers.formats.rounded import rounded
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.config import DecoderConfig
-from ssd.models.decoder import splits
 from ssd.models.eagle import EagleCheckpoint
 from ssd.models.graft import GraftCheckpoint
 from ssd.models.shapes import SHAPES
+
+
+class Model(NamedTuple):
+    """A model whose memory is estimated."""
+
+    config: DecoderConfig
+    dtype: torch.dtype
+    format_of: FormatOf
 
 
 def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint | EagleCheckpoint], device: torch.device) -> None:
@@ -28,15 +38,17 @@ def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint | EagleCheckpoi
     """
     available = available_bytes(config, device)
     free = f"{gib(max(0, available))} of {'GPU ' if device.type == 'cuda' else ''}memory are free"
-    forms = [None, *[config.speculation.draft_quantization] * (len(checkpoints) - 1)]
+    formats = [dense, *[rounded(config.speculation.draft_quantization)] * (len(checkpoints) - 1)]
     models = [
-        (c.config, resolve_dtype(config, c.config, device), form) for c, form in zip(checkpoints, forms, strict=True)
+        Model(c.config, resolve_dtype(config, c.config, device), format_of)
+        for c, format_of in zip(checkpoints, formats, strict=True)
     ]
     # A GPU has one rank's share of the target; the ranks of a CPU share its memory.
     shares = [config.tensor_parallel_size if device.type == "cuda" else 1, *[1] * (len(models) - 1)]
-    weights = sum(weight_bytes(*model) // ranks for model, ranks in zip(models, shares, strict=True))
-    per_token = (kv_bytes_per_token(*model[:2], ranks) for model, ranks in zip(models, shares, strict=True))
-    per_block = sum(per_token) * kv_block_size(config, device)
+    each = list(zip(models, shares, strict=True))
+    weights = sum(weight_bytes(*model) // ranks for model, ranks in each)
+    per_token = sum(model.config.kv_bytes_per_token(model.dtype, ranks) for model, ranks in each)
+    per_block = per_token * kv_block_size(config, device)
     if weights + per_block > available:
         remedies = " or ".join(_remedies(config, checkpoints, models, available, device))
         dtypes = " and ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for _, dtype, _ in models))
@@ -44,7 +56,8 @@ def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint | EagleCheckpoi
             f"model={config.model!r}{' and its draft need' if len(models) > 1 else ' needs'} {gib(weights)} for the "
             f"weights in {dtypes}, but {free}: use {remedies}"
         )
-    limit = min(config.max_model_len or models[0][0].max_position, models[0][0].max_position)
+    positions = models[0].config.max_position
+    limit = min(config.max_model_len or positions, positions)
     state = num_slots(config) * limit * 4  # token ids of every slot
     if weights + per_block + state > available:
         raise ConfigError(
@@ -70,15 +83,10 @@ def _check_kv(config: EngineConfig, limit: int, left: int, per_block: int, size:
         )
 
 
-def kv_bytes_per_token(model: DecoderConfig, dtype: torch.dtype, ranks: int = 1) -> int:
-    """Of one of the ranks; each has a KV head at least."""
-    return 2 * model.num_layers * max(1, model.num_kv_heads // ranks) * model.head_dim * dtype.itemsize
-
-
 def _remedies(
     config: EngineConfig,
     checkpoints: Seq[Checkpoint | EagleCheckpoint],
-    models: Seq[tuple[DecoderConfig, torch.dtype, Format | None]],
+    models: Seq[Model],
     available: int,
     device: torch.device,
 ) -> Iterator[str]:
@@ -89,13 +97,13 @@ def _remedies(
         if target_bytes // size + beside < torch.cuda.mem_get_info(device)[0]:
             yield "a higher gpu_memory_utilization"
         more = range(size + 1, torch.cuda.device_count() - (device.index or 0) + 1)
-        for n in (n for n in more if target_bytes // n + beside <= available and splits(models[0][0], n)):
+        for n in (n for n in more if target_bytes // n + beside <= available and models[0].config.splits(n)):
             yield f"tensor_parallel_size={n}"
             return
-    halved = sum(weight_bytes(model, torch.bfloat16, form) for model, _, form in models)
+    halved = sum(weight_bytes(model, torch.bfloat16, format_of) for model, _, format_of in models)
     if halved <= available and any(dtype == torch.float32 for _, dtype, _ in models):
         yield f"dtype='bfloat16' ({gib(halved)})"
-    target, dtype = checkpoints[0], models[0][1]
+    target, dtype = checkpoints[0], models[0].dtype
     fitting = _fitting_shapes(target, dtype, available - beside) if isinstance(target, GraftCheckpoint) else []
     yield f"the shape {fitting[-1]}" if fitting else "a smaller model"
 

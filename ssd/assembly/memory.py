@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -16,10 +15,11 @@ from ssd.assembly.device import batched_tokens, kv_block_size
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError
 from ssd.execution.graphs import PREFILL_BUCKETS, row_buckets
-from ssd.kernels.quantized import Format, quantized_bytes
+from ssd.layers.formats import FormatOf
+from ssd.layers.formats.dense import dense
 from ssd.models.config import DecoderConfig
-from ssd.models.decoder import Decoder, parameter_shapes
-from ssd.models.eagle import EagleConfig, eagle_shapes
+from ssd.models.decoder import Decoder, outline
+from ssd.models.eagle import EagleConfig, EagleHead
 
 log = logging.getLogger("ssd")
 _CPU_KV_BYTES = 4 << 30
@@ -78,18 +78,11 @@ def _left_in(folder: Path, limit: str, usage: str, cache: str) -> int | None:
     return None if most == "max" else max(0, int(most) - used)
 
 
-def weight_bytes(model: DecoderConfig, dtype: torch.dtype, quantization: Format | None = None) -> int:
-    """Bytes of a model's weights. Quantised ones: vectors keep their type, and so does the embedding (its rows are
-    looked up), which a model with a tied head has in both forms."""
-    total = 0
-    shapes = eagle_shapes(model) if isinstance(model, EagleConfig) else parameter_shapes(model)
-    for name, shape in shapes.items():
-        embedding = "embed_tokens" in name
-        if quantization is None or len(shape) == 1 or embedding:
-            total += math.prod(shape) * dtype.itemsize
-        if quantization is not None and len(shape) == 2 and (model.tie_embeddings or not embedding):
-            total += quantized_bytes(*shape, quantization)
-    return total
+def weight_bytes(model: DecoderConfig, dtype: torch.dtype, format_of: FormatOf = dense) -> int:
+    """Bytes of a model's weights, on all ranks together."""
+    build = outline(dtype, format_of)
+    decoder = EagleHead if isinstance(model, EagleConfig) else Decoder
+    return decoder(model, build, max_positions=1).num_bytes()  # type: ignore[arg-type]
 
 
 def gib(size: int) -> str:
@@ -139,7 +132,7 @@ def kv_blocks(config: EngineConfig, models: Seq[Loaded], limit: int) -> int:
 def _activation_bytes(config: EngineConfig, loaded: Loaded) -> int:
     """Upper estimate of the memory of a model's largest batch, besides weights and KV."""
     decoder, model, tokens = loaded.decoder, loaded.decoder.config, batched_tokens(config, loaded.decoder.device)
-    width = 8 * model.hidden_size + 3 * model.intermediate_size + 4 * model.num_heads * model.head_dim
+    width = max(layer.activation_width(model.hidden_size) for layer in set(model.layers))
     rows = sum(row_buckets(loaded.max_rows)) + sum(min(rows, loaded.max_rows) for rows in PREFILL_BUCKETS)
     graphs = rows * model.vocab_size * 4  # every graph keeps its logits
     sampling = loaded.max_rows * model.vocab_size * 48  # sorted, summed and perturbed copies

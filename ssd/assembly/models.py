@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
 
 import torch
 
 from ssd.assembly.device import device_name, kv_block_size, resolve_dtype
-from ssd.assembly.memory import Loaded, gib, weight_bytes
+from ssd.assembly.memory import Loaded, gib
 from ssd.config import EngineConfig
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import DeviceBlockTables, SequenceState
 from ssd.kernels.device import kernels, name_of
-from ssd.kernels.quantized import Format
+from ssd.layers.formats import FormatOf
+from ssd.layers.formats.dense import DENSE, dense
 from ssd.layers.linear import Embedding
-from ssd.models.checkpoint import Checkpoint, HFCheckpoint
-from ssd.models.decoder import Decoder, LazyTensor
+from ssd.layers.parameter import Build
+from ssd.models.checkpoint import Checkpoint, HFCheckpoint, Weights
+from ssd.models.decoder import Decoder
 from ssd.models.eagle import EagleCheckpoint, EagleHead
 from ssd.models.open import open_checkpoint
 from ssd.parallel.tensor import TensorParallel
@@ -49,7 +50,7 @@ def load_decoder(
     *,
     beyond: int = 0,
     scratch_slots: int = 0,
-    quantization: Format | None = None,
+    format_of: FormatOf = dense,
     target: Decoder | None = None,
     tp: TensorParallel = TensorParallel(),  # noqa: B008 (frozen)
 ) -> Loaded:
@@ -58,34 +59,32 @@ def load_decoder(
     `target`: the model whose hidden states an EAGLE head reads. `tp`: the rank whose share is loaded.
     """
     device = state.device
-    ops, dtype = kernels(device).ops(quantization), resolve_dtype(config, (target or checkpoint).config, device)
+    ops, dtype = kernels(device).ops(), resolve_dtype(config, (target or checkpoint).config, device)
+    build = Build(ops, device, dtype, tp, format_of)
     positions = state.max_positions + beyond
     began = time.perf_counter()
     decoder: Decoder
     if isinstance(checkpoint, EagleCheckpoint):
         shared = _embedding(config, target) if target is not None else None
-        decoder = EagleHead(
-            checkpoint.config, ops, device=device, dtype=dtype, max_positions=positions, embedding=shared
-        )
+        decoder = EagleHead(checkpoint.config, build, max_positions=positions, embedding=shared)
         decoder.map_tokens(checkpoint.target_ids())
     else:
-        decoder = Decoder(checkpoint.config, ops, device=device, dtype=dtype, max_positions=positions, tp=tp)
+        decoder = Decoder(checkpoint.config, build, max_positions=positions)
     decoder.load(_weights(checkpoint, decoder))
-    if quantization is not None and device.type == "cuda":
+    formats = decoder.formats - {DENSE.name}
+    if formats and device.type == "cuda":
         torch.cuda.empty_cache()  # the weights as they were before: memory for KV
     log.info(
         "%s: %s of weights in %s on %s, %s kernels, loaded in %.1f s",
-        *(checkpoint.path.name, gib(weight_bytes(checkpoint.config, dtype, quantization) // tp.size)),
-        *(quantization or str(dtype).removeprefix("torch."), device_name(device), name_of(ops)),
+        *(checkpoint.path.name, gib(decoder.num_bytes() // tp.size)),
+        *(", ".join(sorted(formats)) or str(dtype).removeprefix("torch."), device_name(device), name_of(ops)),
         time.perf_counter() - began,
     )
-    ops.reserve(decoder.layers[0].heads, device)
+    ops.reserve(decoder.heads, device)
     return Loaded(decoder, max_len, max_rows, scratch_slots)
 
 
-def _weights(
-    checkpoint: Checkpoint | EagleCheckpoint, decoder: Decoder
-) -> Iterable[tuple[str, torch.Tensor | LazyTensor]]:
+def _weights(checkpoint: Checkpoint | EagleCheckpoint, decoder: Decoder) -> Weights:
     """The checkpoint's tensors; where a rank needs a share of them only, they are not read yet if that is possible."""
     if decoder.tp.size > 1 and isinstance(checkpoint, HFCheckpoint):
         return checkpoint.stored()
@@ -97,10 +96,10 @@ def _embedding(config: EngineConfig, target: Decoder) -> Embedding:
     if target.tp.size == 1:
         return target.embedding
     name, model = "model.embed_tokens", target.config
-    whole = Embedding(target.ops, TensorParallel(), {name: model.vocab_size}, model.hidden_size, embedding=True)
+    build = Build(target.ops, target.device, target.dtype)
+    whole = Embedding(build, name, model.vocab_size, model.hidden_size, embedding=True)
     tensors = _weights(open_checkpoint(config.model), target)
-    found = next(tensor for each, tensor in tensors if each == f"{name}.weight")
-    whole.load(f"{name}.weight", found[(slice(None),)].to(target.device, target.dtype))
+    whole.load(f"{name}.weight", next(tensor for each, tensor in tensors if each == f"{name}.weight"))
     return whole
 
 

@@ -24,10 +24,11 @@ import torch
 
 from ssd.assembly.device import make_current, num_cores, rank_device, resolve_device
 from ssd.assembly.torchrun import join
-from ssd.config import EngineConfig, build
+from ssd.config import EngineConfig
 from ssd.errors import ConfigError, EngineFailed, one_line
 from ssd.execution.runner import ModelRunner
 from ssd.models.open import absolute_path
+from ssd.options import build
 from ssd.parallel.group import HANG_SECONDS, LOOPBACK, listener, make_group
 from ssd.parallel.launch import local_rank, local_size
 from ssd.parallel.process import FOLLOWER_COMMAND, HANG_UP, Worker, connect, exit_with

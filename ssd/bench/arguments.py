@@ -6,17 +6,36 @@ import argparse
 import os
 import re
 from collections.abc import Sequence as Seq
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ssd.bench import models
-from ssd.config import SpeculationConfig
 from ssd.errors import ConfigError
 from ssd.models.open import bundled_draft, bundled_heads, head_of
+from ssd.options import options_of
 
 Parser = argparse.ArgumentParser | argparse._ArgumentGroup
-DEFAULT_K: Final = int(SpeculationConfig.k)
+
+
+def add_options(parser: Parser, config: type, *names: str, **spelled: str) -> None:
+    """Adds arguments for fields of a config, described as the fields are; None if they are not given.
+
+    `spelled`: fields with other flags than their names.
+    """
+    for name in (*names, *spelled):
+        known = options_of(config)[name]
+        shown = "" if known.default is None or known.switch else f" (default: {known.default})"
+        described: dict[str, Any] = {"dest": name, "default": None, "help": known.description.help + shown}
+        parsed = {"type": known.parse, "choices": known.words if known.words and known.number is None else None}
+        how = {"action": "store_true"} if known.switch else parsed
+        parser.add_argument(*spelled.get(name, f"--{name}").split(), **described, **how)
+
+
+def given(args: argparse.Namespace, config: type) -> dict[str, Any]:
+    """The options of a config that were given, without model and draft: `pair_of` finds those."""
+    found = {name: getattr(args, name, None) for name in options_of(config) if name not in ("model", "draft")}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def add_model_flags(parser: Parser, sizes: Seq[str] | None = None) -> None:
@@ -24,29 +43,16 @@ def add_model_flags(parser: Parser, sizes: Seq[str] | None = None) -> None:
     family = parser.add_mutually_exclusive_group()
     family.add_argument("--llama", action="store_true", help="Llama 3 (the default)")
     family.add_argument("--qwen", action="store_true", help="Qwen 3")
-    parser.add_argument("--size", choices=sizes, help="in billions of parameters: 1, 3, 8, 70; 0.6, 1.7, 4, 8, 14, 32")
-    parser.add_argument("--draft", metavar="SIZE|PATH", help="of the draft model or head (default: the smallest size)")
-    parser.add_argument("--model", help="any model instead: llama-3-8b, a directory, a hub id, a bundled name")
-    parser.add_argument("--graft", action="store_true", help="that size's speed, the small models' text: no weights")
+    parser.add_argument("--size", choices=sizes, help="billions of parameters: 1, 3, 8, 70; 0.6, 1.7, 4, 8, 14, 32")
+    parser.add_argument("--draft", metavar="SIZE|PATH", help="the draft model or head (default: the smallest size)")
+    parser.add_argument("--model", help="any other model: llama-3-8b, a directory, a hub id, a bundled name")
+    parser.add_argument(
+        "--graft", action="store_true", help="no weights: the speed of that size, the text of a small model"
+    )
 
 
 def pair_of(
     args: argparse.Namespace, *, size: str | None, drafted: bool, eagle: bool = False
-) -> tuple[str, str | None]:
-    family: models.Family = "qwen" if args.qwen else "llama"
-    given = {"size": size, "model": args.model, "draft": args.draft, "graft": args.graft}
-    return pair(family, **given, drafted=drafted, eagle=eagle)
-
-
-def pair(
-    family: models.Family,
-    *,
-    size: str | None,
-    model: str | None,
-    draft: str | None,
-    graft: bool,
-    drafted: bool,
-    eagle: bool = False,
 ) -> tuple[str, str | None]:
     """The model, and the draft that belongs to it if it is to have one; without a size or a model the bundled pair.
 
@@ -54,12 +60,14 @@ def pair(
     stand for any size; what `model` and `draft` name otherwise goes before them. `eagle`: the draft is an EAGLE-3 head,
     and SSD_EAGLE3_SPECFORGE may name it.
     """
+    family: models.Family = "qwen" if args.qwen else "llama"
+    model, draft = args.model, args.draft
     spelled = models.spelled(model) if model else None
     if spelled is not None:
         (family, size), model = spelled, None
 
     def sized(number: str, is_draft: bool) -> str:
-        return models.graft(family, number, draft=is_draft) if graft else models.find(family, number)
+        return models.graft(family, number, draft=is_draft) if args.graft else models.find(family, number)
 
     model = model or os.environ.get(models.TARGET_VARIABLE)
     found = model or (sized(size, False) if size else models.BUNDLED[family])
@@ -67,7 +75,7 @@ def pair(
         return found, None
     if eagle:
         named = draft or os.environ.get(models.HEAD_VARIABLE)
-        return found, named or _head(family, None if model else size, found, graft)
+        return found, named or _head(family, None if model else size, found, args.graft)
     number = draft or (models.DEFAULT_DRAFT[family] if size else "")
     if not re.fullmatch(r"\d+(\.\d+)?|", number):
         return found, draft
@@ -84,12 +92,14 @@ def _head(family: models.Family, size: str | None, model: str, graft: bool) -> s
 
 
 def options_of_ssd(
-    k: int, *, f: int | None = None, hit: Seq[int] | None = None, miss: Seq[int] | None = None, **others: Any
+    k: int | str, *, f: int | None = None, hit: Seq[int] | None = None, miss: Seq[int] | None = None, **others: Any
 ) -> dict[str, Any]:
     """`f` branches at each of the K + 1 draft positions, or lists of K + 1 numbers; the budget is their sum."""
     options = {name: value for name, value in others.items() if value is not None}
+    if f is not None and not isinstance(k, int):
+        raise ConfigError(f"--f {f}: needs a number of draft tokens, not --k {k}")
     if f is not None:
-        options |= {"fan_out": f, "budget": f * (k + 1)}
+        options |= {"fan_out": f, "budget": f * (int(k) + 1)}
     if hit is not None or miss is not None:
         lists = {"fan_out_hit": hit or miss, "fan_out_miss": miss or hit}
         options |= lists | {"budget": max(1, *(sum(counts or ()) for counts in lists.values()))}

@@ -26,6 +26,7 @@ from ssd.engine.metrics import EngineMetrics
 from ssd.errors import ConfigError
 from ssd.llm import LLM, check_served
 from ssd.models.open import open_eagle
+from ssd.options import options_of
 
 
 @dataclass(frozen=True)
@@ -38,22 +39,21 @@ class Method:
     @classmethod
     def parse(cls, text: str, draft: str | None, k: int | str, options: Mapping[str, Any]) -> Method:
         """`options` are those of mode="ssd", of the acceptance rule, or of the draft model."""
-        mode, _, depth = text.partition(":")
-        if mode not in ("ar", "sd", "ssd", NGRAM) or (mode == "ar" and depth):
+        mode, _, number = text.partition(":")
+        if mode not in ("ar", "sd", "ssd", NGRAM) or (mode == "ar" and number):
             raise ConfigError(
                 f"method {text!r}: must be ar, sd, ssd or {NGRAM}, with a number of drafted tokens if need be: ssd:6"
             )
         if mode == "ar":
             return cls("ar", {"mode": "ar"})
-        tokens: int | str = depth or k
-        tokens = int(tokens) if str(tokens).isdecimal() else tokens
+        k = options_of(SpeculationConfig)["k"].parse(number) if number else k
         if mode != NGRAM and draft is None:
             raise ConfigError(f"method {text!r} needs a draft: name one with --draft")
         both = ("acceptance", "saguaro_c", "draft_quantization")
         rule = {name: value for name, value in options.items() if name in both}
         chosen: dict[str, Any] = {"mode": "sd" if mode == NGRAM else mode, "draft": NGRAM if mode == NGRAM else draft}
-        chosen |= {"k": tokens} | (dict(options) if mode == "ssd" else {} if mode == NGRAM else rule)
-        return cls(f"{mode} k={tokens}", chosen)
+        chosen |= {"k": k} | (dict(options) if mode == "ssd" else {} if mode == NGRAM else rule)
+        return cls(f"{mode} k={k}", chosen)
 
 
 @dataclass

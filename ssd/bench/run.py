@@ -21,7 +21,7 @@ from ssd.bench.measure import figures, measure, same_text
 from ssd.bench.ours import OurContender, methods_of, our_contenders
 from ssd.bench.report import Report
 from ssd.bench.workload import Workload, load_workload
-from ssd.config import NGRAM
+from ssd.config import K_DEFAULT, NGRAM
 from ssd.errors import ConfigError
 from ssd.models.open import open_checkpoint
 from ssd.prompts import OWN_SETS
@@ -39,7 +39,7 @@ class BenchConfig:
     draft: str | None = None
     methods: str = "ar,sd,ssd"  # with or without a number of draft tokens: ar,sd:4,ssd:auto,ngram:5
     peers: tuple[str, ...] = ()  # other systems: PEERS (`vllm:4`: with the draft), or URLs of servers
-    k: int | str = 4  # draft tokens of methods without a number
+    k: int | str = K_DEFAULT  # draft tokens of methods without a number
     speculation: dict[str, Any] = field(default_factory=dict)  # options of ssd: fan_out, budget, backup, placement, …
     sets: tuple[str, ...] = tuple(OWN_SETS)
     num_prompts: int = 8  # of each set

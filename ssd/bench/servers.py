@@ -30,6 +30,7 @@ import httpx
 from ssd.bench.answers import Answer, Asked, Prompt
 from ssd.bench.openai import ServerContender
 from ssd.bench.transformers_peer import files_of
+from ssd.config import K_DEFAULT
 from ssd.errors import ConfigError, ServerError
 
 READY_SECONDS: Final = 1200.0  # for loading weights and compiling kernels
@@ -60,7 +61,7 @@ def launch(
     model: str,
     *,
     draft: str | None = None,
-    k: int = 4,
+    k: int = K_DEFAULT,
     batch: int = 1,
     max_model_len: int = 4096,
     gpus: int = 1,

@@ -16,10 +16,11 @@ import torch
 from ssd.assembly.device import resolve_device, resolve_dtype
 from ssd.bench.answers import Answer, Asked, Prompt
 from ssd.bench.workload import encode
-from ssd.config import EngineConfig, build
+from ssd.config import K_DEFAULT, EngineConfig
 from ssd.errors import ConfigError, RequestError, UnsupportedModel
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.open import GRAFT_PREFIX, open_checkpoint
+from ssd.options import build
 
 
 class HFContender:
@@ -33,7 +34,7 @@ class HFContender:
         model: str,
         draft: str | None = None,
         *,
-        k: int = 4,
+        k: int = K_DEFAULT,
         device: str = "auto",
         dtype: str = "auto",
         name: str = "",

@@ -11,8 +11,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ssd.cli import speculation
-from ssd.cli.console import Device, DType, Eager, Temperature, TensorParallelSize, errors, explained, follow
+from ssd.cli.console import bundled_draft, errors, follow
+from ssd.cli.options import MODEL, Flags, Given, command
+from ssd.config import K_DEFAULT, EngineConfig, SpeculationConfig
+from ssd.core import SamplingParams
 from ssd.errors import ConfigError
 from ssd.prompts import OWN_SETS
 
@@ -43,40 +45,29 @@ SSD_DATASET_DIR (or [cyan]--folder[/]) if it has the set, else from those that c
 """
 
 
+@command
 def bench(
-    model: Annotated[str, typer.Argument(help="Any MODEL, as `ssd --help` describes them.")] = "tiny-llama",
-    draft: speculation.Draft = None,
-    compare: Annotated[str, typer.Option(metavar="METHODS", help="What is measured; ratios are to the first.")] = "",
+    model: Annotated[str, MODEL] = "tiny-llama",
+    compare: Annotated[
+        str, typer.Option(metavar="METHODS", help="Methods to measure, separated by commas; ratios are to the first.")
+    ] = "",
     peer: Annotated[
         str,
         typer.Option(
-            help="Others, by commas: hf, vllm, sglang, llamacpp (vllm:4: drafting), URLs of OpenAI-like servers."
+            help="Other engines, separated by commas: hf, vllm, sglang, llamacpp (vllm:4: with 4 draft tokens), or "
+            "URLs of OpenAI-compatible servers."
         ),
     ] = "",
-    k: Annotated[str, typer.Option("--k", metavar="N|auto", help="Draft tokens of methods without a number.")] = "4",
-    draft_quantization: speculation.DraftQuantization = None,
-    acceptance: speculation.Acceptance = None,
-    fan_out: speculation.FanOut = None,
-    budget: speculation.Budget = None,
-    backup: speculation.Backup = None,
-    placement: speculation.Placement = None,
-    draft_replicas: speculation.DraftReplicas = None,
-    draft_tensor_parallel_size: speculation.DraftTensorParallelSize = None,
-    sets: Annotated[str, typer.Option(help="Prompt sets, by commas; random: tokens at random.")] = ",".join(OWN_SETS),
-    folder: Annotated[Path | None, typer.Option(help="Of prompt sets.", show_default="$SSD_DATASET_DIR")] = None,
-    prompts: Annotated[int, typer.Option(help="Of each set.")] = 8,
+    sets: Annotated[str, typer.Option(help="Prompt sets, separated by commas; random: random tokens.")] = ",".join(
+        OWN_SETS
+    ),
+    folder: Annotated[Path | None, typer.Option(help="Folder of prompt sets.", show_default="$SSD_DATASET_DIR")] = None,
+    prompts: Annotated[int, typer.Option(help="Number of prompts of each set.")] = 8,
     input_len: Annotated[int | None, typer.Option(help="Truncate prompts to this number of tokens.")] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Of each answer.")] = 128,
-    chat: Annotated[bool, typer.Option(help="Put questions through the chat template.")] = True,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Maximum length of an answer.")] = 128,
+    chat: Annotated[bool, typer.Option(help="Send questions through the chat template.")] = True,
     batch: Annotated[int, typer.Option(help="Requests at the same time.")] = 1,
-    temperature: Temperature = 0.0,
-    seed: Annotated[int, typer.Option(help="Of all answers.")] = 0,
-    repeats: Annotated[int, typer.Option(help="Turns of every contender on every set.")] = 2,
-    device: Device = "auto",
-    dtype: DType = "auto",
-    gpu_memory: Annotated[float, typer.Option(help="Share of the GPU's memory for ssd: leave some to peers.")] = 0.9,
-    tensor_parallel_size: TensorParallelSize = 1,
-    eager: Eager = False,
+    repeats: Annotated[int, typer.Option(help="Turns of every method on every set.")] = 2,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures here; -: to stdout.")] = None,
     plot: Annotated[
         list[Path] | None, typer.Option(help="Draw the report: a .png, .svg or .html file. May be repeated.")
@@ -86,45 +77,38 @@ def bench(
         typer.Option(help="Two rounds of every method on a time line: a .json file for Perfetto, or .svg, .png."),
     ] = None,
     wandb: Annotated[bool, typer.Option("--wandb", help="Log to Weights & Biases, too.")] = False,
-    group: Annotated[str | None, typer.Option(help="Of the wandb run.")] = None,
-    name: Annotated[str | None, typer.Option(help="Of the wandb run.")] = None,
+    group: Annotated[str | None, typer.Option(help="Group of the wandb run.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the wandb run.")] = None,
+    *,
+    sampling: Annotated[Given, Flags(SamplingParams, only={"temperature", "seed"}, defaults={"seed": 0})],
+    speculation: Annotated[Given, Flags(SpeculationConfig, without={"mode"})],
+    engine: Annotated[Given, Flags(EngineConfig, without={"max_num_seqs", "speculation"})],
 ) -> None:
-    with explained():
-        from ssd.bench.run import BenchConfig
+    from ssd.bench.run import BenchConfig
 
-        drafter = draft or speculation.bundled_draft(model)
-        flags = {"acceptance": acceptance, "fan_out": fan_out, "budget": budget, "backup": backup}
-        flags |= {"placement": placement, "draft_quantization": draft_quantization}
-        degrees = {"draft_replicas": draft_replicas, "draft_tensor_parallel_size": draft_tensor_parallel_size}
-        config = BenchConfig(
-            model,
-            drafter,
-            methods=compare or ("ar,sd,ssd" if drafter else "ar,ngram"),
-            peers=_listed(peer),
-            k=int(k) if k.isdecimal() else k,
-            speculation=speculation.given(**flags, **degrees),
-            sets=_listed(sets),
-            num_prompts=prompts,
-            input_len=input_len,
-            output_len=max_tokens,
-            chat=chat,
-            folder=folder,
-            batch=batch,
-            temperature=temperature,
-            seed=seed,
-            repeats=repeats,
-            engine={
-                "device": device,
-                "dtype": dtype,
-                "tensor_parallel_size": tensor_parallel_size,
-                "eager": eager,
-                "gpu_memory_utilization": gpu_memory,
-            },
-        )
-        follow(tensor_parallel_size)
-        report = benchmark(config, json_file, plot or [], trace or [], wandb=wandb, group=group, name=name)
-        if report.same_text is False:
-            raise typer.Exit(1)
+    draft = speculation.pop("draft", None) or bundled_draft(model)
+    config = BenchConfig(
+        model,
+        draft,
+        methods=compare or ("ar,sd,ssd" if draft else "ar,ngram"),
+        peers=_listed(peer),
+        k=speculation.pop("k", K_DEFAULT),
+        speculation=speculation,
+        sets=_listed(sets),
+        num_prompts=prompts,
+        input_len=input_len,
+        output_len=max_tokens,
+        chat=chat,
+        folder=folder,
+        batch=batch,
+        repeats=repeats,
+        engine=engine,
+        **sampling,
+    )
+    follow(engine)
+    report = benchmark(config, json_file, plot or [], trace or [], wandb=wandb, group=group, name=name)
+    if report.same_text is False:
+        raise typer.Exit(1)
 
 
 def benchmark(

@@ -21,27 +21,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 from rich.text import Text
 
-from ssd.cli import speculation
-from ssd.cli.console import (
-    Device,
-    DType,
-    Eager,
-    FrequencyPenalty,
-    MinP,
-    PresencePenalty,
-    RepetitionPenalty,
-    Seed,
-    Stop,
-    Temperature,
-    TensorParallelSize,
-    TopK,
-    TopP,
-    explained,
-    load,
-    seeded,
-)
-from ssd.cli.conversation import Answer, Backend, Conversation, Message, Write, note
-from ssd.cli.demo import A_DEMO, knows_chats
+from ssd.cli.console import bundled_draft, load, seeded
+from ssd.cli.conversation import SETTABLE, Answer, Backend, Conversation, Message, Write, note
+from ssd.cli.options import Flags, Given, command, flag_of
+from ssd.config import EngineConfig
 from ssd.core import Delta, SamplingParams
 from ssd.errors import ConfigError, RequestError
 
@@ -75,6 +58,10 @@ Over a pipe every line is a message; the answers go to standard output, everythi
 
   ssd chat http://127.0.0.1:8000   [dim]# a running ssd serve, or any OpenAI-like server; its key: OPENAI_API_KEY[/]
 """
+A_DEMO: Final = """\
+The models that come with ssd are a demo, not an oracle: 12.7 million parameters (their drafts: 1.9), trained for \
+minutes. They write recognisable English, small Python functions and short arithmetic, and they are usually wrong.
+"""
 Read = Callable[[str], str]  # reads an entry, after a prompt
 
 PLAIN: Final = """\
@@ -83,89 +70,33 @@ PLAIN: Final = """\
 PLAIN_STOP: Final = "\nUser:"
 
 
+@command
 def chat(
     model: Annotated[
         str, typer.Argument(help="Any MODEL, as `ssd --help` describes them, or the URL of a server.")
     ] = "tiny-llama",
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told before all else.")] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Longest answer, in tokens.")] = 512,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    presence_penalty: PresencePenalty = 0.0,
-    frequency_penalty: FrequencyPenalty = 0.0,
-    stop: Stop = None,
-    seed: Seed = None,
-    mode: speculation.Mode = None,
-    draft: speculation.Draft = None,
-    k: speculation.K = None,
-    draft_quantization: speculation.DraftQuantization = None,
-    acceptance: speculation.Acceptance = None,
-    fan_out: speculation.FanOut = None,
-    budget: speculation.Budget = None,
-    backup: speculation.Backup = None,
-    placement: speculation.Placement = None,
-    draft_replicas: speculation.DraftReplicas = None,
-    draft_tensor_parallel_size: speculation.DraftTensorParallelSize = None,
-    speculation_json: speculation.Speculation = None,
-    device: Device = "auto",
-    dtype: DType = "auto",
-    max_model_len: Annotated[int | None, typer.Option(help="Longest conversation that the model sees.")] = None,
-    tensor_parallel_size: TensorParallelSize = 1,
-    eager: Eager = False,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
     history: Annotated[
         Path | None, typer.Option(help="Keep what is typed in this file, for the arrow keys of later chats.")
     ] = None,
     metrics: Annotated[bool, typer.Option("--metrics", help="Report times and speed after every answer.")] = False,
-    colour: Annotated[bool, typer.Option("--colour", help="Show in green what the draft had guessed.")] = False,
+    colour: Annotated[bool, typer.Option("--colour", help="Show accepted draft tokens in green.")] = False,
+    *,
+    sampling: Annotated[Given, Flags(SamplingParams, only={*SETTABLE.values()}, defaults={"max_new_tokens": 512})],
+    engine: Annotated[Given, Flags(EngineConfig, without={"max_num_seqs"})],
 ) -> None:
-    with explained():
-        params = SamplingParams(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            stop=stop or (),
-            seed=seed,
-            max_new_tokens=max_tokens,
-        )
-        options = {
-            "device": device,
-            "dtype": dtype,
-            "max_model_len": max_model_len,
-            "tensor_parallel_size": tensor_parallel_size,
-            "eager": eager,
-        }
-        drafting = {
-            "mode": mode,
-            "draft": draft,
-            "k": k,
-            "draft_quantization": draft_quantization,
-            "acceptance": acceptance,
-            "fan_out": fan_out,
-            "budget": budget,
-            "backup": backup,
-            "placement": placement,
-            "draft_replicas": draft_replicas,
-            "draft_tensor_parallel_size": draft_tensor_parallel_size,
-        }
-        read = typed(history)
-        if model.startswith(("http://", "https://")):
-            from ssd.bench.openai import ServerContender
+    params, read = SamplingParams(**sampling), typed(history)
+    if model.startswith(("http://", "https://")):
+        from ssd.bench.openai import ServerContender
 
-            _refuse({**drafting, "speculation": speculation_json, **options, "colour": colour})
-            talk_to_server(ServerContender(model), params, read, system=system, metrics=metrics)
-            return
-        if speculation_json is None and draft is None and mode != "ar":
-            drafting["draft"] = draft = speculation.bundled_draft(model)
-            drafting["k"] = k or (draft and "auto")
-        wanted = speculation.options(speculation_json, **drafting)
-        talk(model, params, read, system=system, metrics=metrics, colour=colour, speculation=wanted, **options)
+        for name in (*engine.pop("speculation", {}), *engine, *(["colour"] if colour else [])):
+            raise ConfigError(f"{flag_of(name)}: a server answers, which has its own: leave it out")
+        talk_to_server(ServerContender(model), params, read, system=system, metrics=metrics)
+        return
+    drafting = engine.get("speculation", {})
+    if "draft" not in drafting and drafting.get("mode") != "ar" and (draft := bundled_draft(model)):
+        engine["speculation"] = {"mode": "sd", "draft": draft, "k": "auto", **drafting}
+    talk(model, params, read, system=system, metrics=metrics, colour=colour, **engine)
 
 
 def talk(
@@ -176,10 +107,10 @@ def talk(
     system: str | None,
     metrics: bool,
     colour: bool,
-    **options: Any,
+    **engine: Any,
 ) -> None:
     """Loads a model and runs a conversation with it. Further keywords are options of the engine."""
-    with load(model, max_num_seqs=1, **options) as llm:
+    with load(model, {"max_num_seqs": 1, **engine}) as llm:
         backend = EngineBackend(llm, params, colour)
         if interactive():
             _print_greeting(llm, params, colour)
@@ -188,14 +119,6 @@ def talk(
         if backend.plain:
             note(f"{model} has no chat template: the turns are marked in plain text, which it may not understand.")
         converse(backend, system, metrics, read)
-
-
-def _refuse(options: dict[str, Any]) -> None:
-    """Raises ConfigError for an option of the engine, which a server has chosen itself."""
-    usual = {"device": "auto", "dtype": "auto", "tensor_parallel_size": 1, "eager": False, "colour": False}
-    for name, value in options.items():
-        if value != usual.get(name):
-            raise ConfigError(f"--{name.replace('_', '-')}: a server answers, which has its own: leave it out")
 
 
 def talk_to_server(
@@ -316,6 +239,15 @@ class EngineBackend:
             return self._llm.encode(messages)
         text = self._tokenizer.apply_chat_template(messages, chat_template=PLAIN)
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def knows_chats(llm: LLM) -> bool:
+    """Whether the model has a chat template; False for a base model."""
+    try:
+        messages = [{"role": "user", "content": "Hello!"}]
+        return llm.engine.tokenizer is not None and bool(llm.engine.tokenizer.apply_chat_template(messages))
+    except RequestError:
+        return False
 
 
 class Origins:

@@ -1,17 +1,18 @@
-"""Shared by the commands: options, error messages, loading a model, formatting speeds."""
+"""Shared by the commands: error messages, loading a model, summaries of metrics."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ssd.config import EngineConfig
 from ssd.core import RequestMetrics, SamplingParams
 from ssd.errors import SSDError
 from ssd.parallel.launch import Launch
@@ -20,22 +21,6 @@ if TYPE_CHECKING:
     from ssd.llm import LLM
 
 errors = Console(stderr=True)
-
-Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0: greedy; higher: more varied.")]
-TopK = Annotated[int, typer.Option(help="Sample among the k likeliest tokens; 0: all.")]
-TopP = Annotated[float, typer.Option(help="Sample among the likeliest tokens that hold this much mass.")]
-MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest one.")]
-RepetitionPenalty = Annotated[float, typer.Option(help="Above 1: avoid tokens of prompt and output.")]
-PresencePenalty = Annotated[float, typer.Option(help="Above 0: avoid tokens that the output has.")]
-FrequencyPenalty = Annotated[float, typer.Option(help="Above 0: avoid tokens by how often the output has them.")]
-Stop = Annotated[list[str] | None, typer.Option(help="End the text before this string. May be repeated.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed writes the same text.", show_default="drawn at random")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, or a GPU: cuda:1.")]
-TensorParallelSize = Annotated[
-    int, typer.Option(help="Split the model over so many GPUs, from --device on (or processes of the CPU).")
-]
-DType = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Eager = Annotated[bool, typer.Option("--eager", help="No CUDA graphs: starts sooner, decodes slower.")]
 
 
 @contextmanager
@@ -50,21 +35,21 @@ def explained() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def follow(tensor_parallel_size: int) -> None:
+def follow(engine: Mapping[str, Any]) -> None:
     """In processes of torchrun other than rank 0: computes for rank 0, and exits when it does."""
     if Launch.found() is not None:  # else not worth the import of torch
         from ssd.assembly.torchrun import join
 
-        join(tensor_parallel_size)
+        join(engine.get("tensor_parallel_size", EngineConfig.tensor_parallel_size))
 
 
-def load(model: str, **options: Any) -> LLM:
-    """Loads a model, with a spinner."""
-    follow(options.get("tensor_parallel_size", 1))
+def load(model: str, engine: Mapping[str, Any]) -> LLM:
+    """Loads a model, with a spinner. `engine`: options of EngineConfig."""
+    follow(engine)
     with errors.status(f"loading {escape(model)}"):
         from ssd.llm import LLM
 
-        return LLM(model, **options)
+        return LLM(model, **engine)
 
 
 def seeded(params: SamplingParams) -> SamplingParams:
@@ -72,9 +57,11 @@ def seeded(params: SamplingParams) -> SamplingParams:
     return params if params.seed is not None else replace(params, seed=secrets.randbits(32))
 
 
-def option_name(name: str) -> str:
-    """An option's name in use; `tokens` and `max-new-tokens` are former names of `max-tokens`."""
-    return "max-tokens" if name in ("tokens", "max-new-tokens") else name
+def bundled_draft(model: str) -> str | None:
+    """The draft of a bundled model. Imports torch."""
+    from ssd.models.open import bundled_draft as draft_of
+
+    return draft_of(model)
 
 
 def speed_summary(metrics: RequestMetrics) -> str:
@@ -83,6 +70,24 @@ def speed_summary(metrics: RequestMetrics) -> str:
         f"first after {'-' if first is None else f'{first:.3f} s'}, "
         f"then {'-' if speed is None else f'{speed:.1f} tokens/s'}"
     )
+
+
+def total(metrics: Iterable[RequestMetrics]) -> RequestMetrics:
+    """The sums of all counts; times are left out."""
+    counts = ("prompt_tokens", "cached_tokens", "output_tokens", "rounds", "drafted", "accepted", "look_ups", "hits")
+    found = list(metrics)
+    return RequestMetrics(**{name: sum(getattr(each, name) for each in found) for name in counts})
+
+
+def draft_summary(metrics: RequestMetrics) -> str:
+    """Acceptance and hits; "" without drafts."""
+    if not metrics.drafted:
+        return ""
+    share = metrics.accepted / metrics.drafted
+    per_round = metrics.output_tokens / max(1, metrics.rounds)
+    kept = f"{metrics.accepted} of {metrics.drafted} drafted tokens accepted ({share:.0%})"
+    hits = f", {metrics.hits} of {metrics.look_ups} drafts prepared in time" if metrics.look_ups else ""
+    return f"{kept}, {per_round:.2f} tokens a round{hits}"
 
 
 def print_note(note: str, console: Console = errors) -> None:

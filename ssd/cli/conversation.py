@@ -17,8 +17,7 @@ from typing import Any, Final, Protocol
 import typer
 from rich.text import Text
 
-from ssd.cli.console import errors
-from ssd.cli.speculation import drafting
+from ssd.cli.console import draft_summary, errors, total
 from ssd.core import FinishReason, RequestMetrics, SamplingParams
 from ssd.errors import RequestError, SSDError
 
@@ -48,16 +47,6 @@ SETTABLE: Final = {  # by the name in /set, in a saved conversation and in a ser
 ENDINGS: Final[dict[FinishReason | None, str]] = {"length": "(cut off: the length limit)", "abort": "(stopped)"}
 LEAVE: Final = "Ctrl-C once more ends the chat, and so do /exit and Ctrl-D"
 SPARE_ANSWERS: Final = 4  # freed at once when old turns are dropped, so that the next turns keep their prefix
-COUNTS: Final = (
-    "prompt_tokens",
-    "cached_tokens",
-    "output_tokens",
-    "rounds",
-    "drafted",
-    "accepted",
-    "look_ups",
-    "hits",
-)
 
 
 class Command(str):
@@ -352,13 +341,13 @@ def note(text: str | Text) -> None:
 
 def report(metrics: Seq[RequestMetrics], unit: str) -> str:
     """A summary of the metrics of some answers."""
-    total = RequestMetrics(**{name: sum(getattr(m, name) for m in metrics) for name in COUNTS})
+    counts = total(metrics)
     waits = [m.time_to_first_token for m in metrics if m.time_to_first_token is not None]
     timed = [m for m in metrics if m.decode_tokens_per_second is not None]
     seconds = sum((m.output_tokens - 1) / (m.decode_tokens_per_second or 1.0) for m in timed)
     speed = f"{sum(m.output_tokens - 1 for m in timed) / seconds:.1f}" if timed else "-"
     first = f"{sum(waits) / len(waits):.3f}" if waits else "-"
-    parts = [f"{total.output_tokens} {unit}, {speed} {unit}/s, first after {first} s"]
-    if total.prompt_tokens:
-        parts.append(f"{total.cached_tokens} of {total.prompt_tokens} prompt tokens cached")
-    return "; ".join([*parts, *filter(None, [drafting(total)])])
+    parts = [f"{counts.output_tokens} {unit}, {speed} {unit}/s, first after {first} s"]
+    if counts.prompt_tokens:
+        parts.append(f"{counts.cached_tokens} of {counts.prompt_tokens} prompt tokens cached")
+    return "; ".join([*parts, *filter(None, [draft_summary(counts)])])

@@ -17,9 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ssd.cli import paths, speculation
-from ssd.cli.console import Device, Temperature, explained, load, print_note
+from ssd.cli import paths
+from ssd.cli.console import bundled_draft, load, print_note
+from ssd.cli.options import MODEL, Flags, Given, command
 from ssd.cli.paths import visible
+from ssd.config import EngineConfig, SpeculationConfig
 from ssd.core import Origin, RequestOutput, SamplingParams
 from ssd.errors import ConfigError
 
@@ -70,44 +72,47 @@ SOURCES: Final = {
 }
 
 
+@command
 def explain(
-    model: Annotated[str, typer.Argument(help="Any MODEL, as `ssd --help` describes them.")] = "tiny-llama",
+    model: Annotated[str, MODEL] = "tiny-llama",
     prompt: Annotated[str, typer.Argument(help="The text to continue.")] = "There was once a poor woodcutter who",
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Stop after this many tokens.")] = 40,
-    temperature: Temperature = 0.0,
-    seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
     out: Annotated[
         Path | None, typer.Option(help="Draw the forking paths into this .svg or .html file.", show_default=False)
     ] = None,
-    draft: speculation.Draft = None,
-    k: speculation.K = None,
-    draft_quantization: speculation.DraftQuantization = None,
-    fan_out: speculation.FanOut = None,
-    budget: speculation.Budget = None,
-    device: Device = "auto",
+    *,
+    sampling: Annotated[
+        Given,
+        Flags(
+            SamplingParams,
+            only={"temperature", "seed", "max_new_tokens"},
+            defaults={"seed": 0, "max_new_tokens": 40},
+        ),
+    ],
+    speculation: Annotated[
+        Given, Flags(SpeculationConfig, only={"draft", "k", "draft_quantization", "fan_out", "budget"})
+    ],
+    engine: Annotated[Given, Flags(EngineConfig, only={"device", "dtype"})],
 ) -> None:
-    with explained():
+    if out is not None:
+        paths.check(out)
+    params = SamplingParams(**sampling)
+    draft = speculation.get("draft") or bundled_draft(model)
+    if draft is None:
+        _check_name(model)
+        raise ConfigError(f"{model} has no draft of its own: name a small model of its tokenizer with --draft")
+    wanted = {**speculation, "draft": draft, "mode": "ssd", "placement": "inline"}
+    with load(model, {**engine, "speculation": wanted}) as llm:
+        console = Console(highlight=False)
+        _print_heading(llm, params, console)
+        output, trace = record(llm, prompt, params)
+        spell = spelling(llm.engine.tokenizer)
+        console.print(rounds(trace, spell, console.width))
+        console.print(Text.assemble("\n", (prompt, "dim"), tinted(trace, llm.engine.tokenizer, output), "\n"))
+        console.print(summary(trace))
         if out is not None:
-            paths.check(out)
-        params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=max_tokens)
-        drafter = draft or speculation.bundled_draft(model)
-        if drafter is None:
-            _check_name(model)
-            raise ConfigError(f"{model} has no draft of its own: name a small model of its tokenizer with --draft")
-        flags = {"draft": drafter, "k": k, "fan_out": fan_out, "budget": budget}
-        wanted = speculation.options(mode="ssd", placement="inline", draft_quantization=draft_quantization, **flags)
-        with load(model, device=device, speculation=wanted) as llm:
-            console = Console(highlight=False)
-            _print_heading(llm, params, console)
-            output, trace = record(llm, prompt, params)
-            spell = spelling(llm.engine.tokenizer)
-            console.print(rounds(trace, spell, console.width))
-            console.print(Text.assemble("\n", (prompt, "dim"), tinted(trace, llm.engine.tokenizer, output), "\n"))
-            console.print(summary(trace))
-            if out is not None:
-                title = f"“{set_cell_size(visible(prompt, ' '), 60).strip()}…”: {model} writes, {drafter} drafts"
-                paths.write(out, trace, spell, title, " ".join([summary(trace), llm.note]))
-                console.print(Text(f"the forking paths are drawn in {out}", style="dim"), soft_wrap=True)
+            title = f"“{set_cell_size(visible(prompt, ' '), 60).strip()}…”: {model} writes, {draft} drafts"
+            paths.write(out, trace, spell, title, " ".join([summary(trace), llm.note]))
+            console.print(Text(f"the forking paths are drawn in {out}", style="dim"), soft_wrap=True)
 
 
 def _check_name(model: str) -> None:

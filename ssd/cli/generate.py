@@ -14,83 +14,28 @@ from rich.box import SIMPLE
 from rich.table import Table
 from rich.text import Text
 
-from ssd.cli import speculation
-from ssd.cli.console import (
-    Device,
-    DType,
-    Eager,
-    FrequencyPenalty,
-    MinP,
-    PresencePenalty,
-    RepetitionPenalty,
-    Seed,
-    Stop,
-    Temperature,
-    TensorParallelSize,
-    TopK,
-    TopP,
-    errors,
-    explained,
-    follow,
-    load,
-    print_note,
-    seeded,
-    speed_summary,
-)
+from ssd.cli.console import draft_summary, errors, follow, load, print_note, seeded, speed_summary
 from ssd.cli.explain import spelling
+from ssd.cli.options import Flags, Given, command
 from ssd.cli.paths import visible
+from ssd.config import EngineConfig
 from ssd.core import RequestOutput, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from ssd.llm import LLM, Prompt
 
 
+@command
 def generate(
     model: Annotated[str, typer.Argument(help="Bundled model, directory, .gguf file, hub id or graft:MODEL@SHAPE.")],
     prompt: Annotated[str, typer.Argument(help="The text to continue. '-' reads standard input.")],
-    chat: Annotated[bool, typer.Option("--chat", help="Ask through the model's chat template.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt through the model's chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message (with --chat).")] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Stop after this many tokens.")] = 256,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    presence_penalty: PresencePenalty = 0.0,
-    frequency_penalty: FrequencyPenalty = 0.0,
-    logit_bias: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ID=VALUE",
-            help="Add a value to the logit of a token, by its id; -inf forbids it. May be repeated.",
-        ),
-    ] = None,
-    stop: Stop = None,
-    seed: Seed = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own stop tokens.")] = False,
-    n: Annotated[int, typer.Option("-n", help="How many samples to write.")] = 1,
-    logprobs: Annotated[
-        int | None, typer.Option(metavar="N", help="Report the log-probabilities of each token and of the N likeliest.")
-    ] = None,
-    mode: speculation.Mode = None,
-    draft: speculation.Draft = None,
-    k: speculation.K = None,
-    draft_quantization: speculation.DraftQuantization = None,
-    acceptance: speculation.Acceptance = None,
-    fan_out: speculation.FanOut = None,
-    budget: speculation.Budget = None,
-    backup: speculation.Backup = None,
-    placement: speculation.Placement = None,
-    draft_replicas: speculation.DraftReplicas = None,
-    draft_tensor_parallel_size: speculation.DraftTensorParallelSize = None,
-    speculation_json: speculation.Speculation = None,
-    device: Device = "auto",
-    dtype: DType = "auto",
-    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and output together.")] = None,
-    tensor_parallel_size: TensorParallelSize = 1,
-    eager: Eager = False,
     metrics: Annotated[bool, typer.Option("--metrics", help="Report times and speed (on stderr).")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
+    *,
+    sampling: Annotated[Given, Flags(SamplingParams, without={"speculate", "shown_token_ids", "priority"})],
+    engine: Annotated[Given, Flags(EngineConfig)],
 ) -> None:
     """Continue a prompt and print the text as it comes.
 
@@ -106,66 +51,19 @@ def generate(
 
       ssd generate MODEL "A pull request is" --draft DRAFT --mode ssd --k 3
     """
-    with explained():
-        params = SamplingParams(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            logit_bias=dict(map(_bias, logit_bias or ())),
-            seed=seed,
-            stop=stop or (),
-            ignore_eos=ignore_eos,
-            max_new_tokens=max_tokens,
-            logprobs=logprobs,
-            n=n,
-        )
-        params = seeded(params)
-        follow(tensor_parallel_size)
-        text = sys.stdin.read() if prompt == "-" else prompt
-        if system is not None and not chat:
-            raise typer.BadParameter("--system needs --chat")
-        question: Prompt = _messages(text, system) if chat else text
-        wanted = speculation.options(
-            speculation_json,
-            mode=mode,
-            draft=draft,
-            k=k,
-            draft_quantization=draft_quantization,
-            acceptance=acceptance,
-            fan_out=fan_out,
-            budget=budget,
-            backup=backup,
-            placement=placement,
-            draft_replicas=draft_replicas,
-            draft_tensor_parallel_size=draft_tensor_parallel_size,
-        )
-        with load(
-            model,
-            device=device,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            tensor_parallel_size=tensor_parallel_size,
-            eager=eager,
-            speculation=wanted,
-        ) as llm:
-            if json_output:
-                _print_json(llm, question, params, metrics)
-            elif n > 1:
-                _print_samples(llm, question, params, metrics)
-            else:
-                _print_stream(llm, question, params, metrics)
-
-
-def _bias(text: str) -> tuple[int, float]:
-    token, _, value = text.partition("=")
-    try:
-        return int(token), float(value)
-    except ValueError:
-        raise typer.BadParameter(f"--logit-bias {text}: must be ID=VALUE, such as 42=-5 or 42=-inf") from None
+    params = seeded(SamplingParams(**sampling))
+    follow(engine)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if system is not None and not chat:
+        raise typer.BadParameter("--system needs --chat")
+    question: Prompt = _messages(text, system) if chat else text
+    with load(model, engine) as llm:
+        if json_output:
+            _print_json(llm, question, params, metrics)
+        elif params.n > 1:
+            _print_samples(llm, question, params, metrics)
+        else:
+            _print_stream(llm, question, params, metrics)
 
 
 def _messages(text: str, system: str | None) -> list[dict[str, str]]:
@@ -229,5 +127,5 @@ def _print_metrics(output: RequestOutput, params: SamplingParams, note: str) -> 
         f"[dim]{m.prompt_tokens} prompt tokens ({m.cached_tokens} cached), {m.output_tokens} new, {speed_summary(m)}; "
         f"finished by {output.finish_reason}{seed}[/]"
     )
-    print_note(speculation.drafting(m))
+    print_note(draft_summary(m))
     print_note(note)

@@ -10,7 +10,6 @@ import typer
 import typer.core
 
 from ssd.cli import bench, bench_serve, chat, demo, explain, export_eagle, generate, graft, serve
-from ssd.cli.console import option_name
 from ssd.version import VERSION
 
 HELP: Final = """\
@@ -56,7 +55,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
-    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": option_name},
+    context_settings={"help_option_names": ["-h", "--help"]},
     help=HELP,
 )
 

@@ -326,7 +326,7 @@ class DraftRunner:
     @torch.inference_mode()
     def rehearse(self, sequences: Seq[int], fan_out: FanOut) -> None:
         """Runs on padding, of all shapes that have kernels of their own."""
-        with self.runner.first_layers(), self.state.sampling.tables():
+        with self.runner.decoder.distinct_layers(), self.state.sampling.tables():
             for shape in self._usual_shapes(sequences, fan_out):
                 self._upload([self.state.padding] * shape.sequences, [0] * shape.sequences, shape)
                 self._compute_stage(shape.sequences, shape.width > 0)
@@ -645,7 +645,7 @@ class DraftRunner:
     def _tiles(self, sequences: int, queries: int) -> torch.Tensor:
         """Attention tiles of sequences with `queries` rows each."""
         decoder = self.runner.decoder
-        tile = decoder.ops.tile_tokens(decoder.layers[0].heads, prefill=False)
+        tile = decoder.ops.tile_tokens(decoder.heads, prefill=False)
         each = -(-queries // tile)
         sequence = torch.arange(sequences, dtype=torch.int32, device=self.device).repeat_interleave(each)
         first = (torch.arange(each, dtype=torch.int32, device=self.device) * min(tile, queries)).repeat(sequences)

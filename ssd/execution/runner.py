@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -99,18 +98,9 @@ class ModelRunner:
         most = 1 if prefill_only else self.max_decode_rows
         self.prefill_graphs = make(PREFILL_BUCKETS, most=most, prefill=True)
 
-    @contextmanager
-    def first_layers(self) -> Iterator[None]:
-        """Forward passes inside run two layers only, which launch the same kernels as the others."""
-        kv, self.kv = self.kv, self.kv[:2]
-        try:
-            yield
-        finally:
-            self.kv = kv
-
     def rehearse(self, max_tokens: int) -> None:
         """Forward passes of padding, of all sizes that have kernels of their own, up to `max_tokens` rows."""
-        with self.first_layers():
+        with self.decoder.distinct_layers():
             for graphs in (self.graphs, self.prefill_graphs):
                 for inputs in graphs.inputs.values() if graphs is not None else ():
                     self._compute(inputs)
@@ -231,5 +221,5 @@ class ModelRunner:
             return logits
 
     def tile_sizes(self) -> TileSizes:
-        ops, heads = self.decoder.ops, self.decoder.layers[0].heads
+        ops, heads = self.decoder.ops, self.decoder.heads
         return TileSizes(decode=ops.tile_tokens(heads, prefill=False), prefill=ops.tile_tokens(heads, prefill=True))

@@ -422,7 +422,7 @@ def paged_attention(
             **shape,
             BLOCK_M=tile_rows(heads.group_size, False),
             WIDTH=width,
-            FIRST=batch.first,
+            FIRST=heads.first_position,
             STAGES=decode_stages,
             num_warps=_DECODE_WARPS,
         )

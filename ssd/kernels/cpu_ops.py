@@ -6,7 +6,7 @@ import torch
 
 from ssd.kernels import cpu
 from ssd.kernels.ops import DeviceBatch, HeadShape, Rope
-from ssd.kernels.quantized import Codes, Format, QuantizedOps, QuantizedWeight
+from ssd.kernels.quantized import Codes
 
 
 class CpuOps:
@@ -24,10 +24,23 @@ class CpuOps:
         kernels = cpu.load()
         return None if kernels is None else cls(kernels)
 
-    def prepare(
-        self, weight: torch.Tensor, *, gated: bool = False, embedding: bool = False, product: bool = True
-    ) -> cpu.PackedWeight:
+    def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> cpu.PackedWeight:
         return self.kernels.pack_linear(weight, gated)
+
+    def prepare_codes(self, codes: Codes, dtype: torch.dtype, *, gated: bool = False) -> cpu.PackedWeight:
+        return self.kernels.pack_codes(codes, dtype, gated)
+
+    def codes_linear(
+        self,
+        x: torch.Tensor,
+        weight: cpu.PackedWeight,
+        bias: torch.Tensor | None = None,
+        *,
+        gated: bool = False,
+        float32: bool = False,
+    ) -> torch.Tensor:
+        """Widened in registers."""
+        return self.kernels.linear(x, weight, bias, float32=float32)
 
     def reserve(self, heads: HeadShape, device: torch.device) -> None:
         return
@@ -59,25 +72,6 @@ class CpuOps:
             *(q, k_cache, v_cache, batch.query_start, batch.context_len, batch.block_tables, batch.table_rows),
             heads.scale,
             branches,
-            batch.first,
+            heads.first_position,
         )
         return out.view(len(out), -1)
-
-
-class CpuQuantizedOps(QuantizedOps):
-    """Quantised weights on the CPU: widened in registers."""
-
-    def __init__(self, ops: CpuOps, form: Format) -> None:
-        super().__init__(ops, form)
-        self._kernels = ops.kernels
-
-    def pack(self, codes: Codes, dtype: torch.dtype, gated: bool) -> cpu.PackedWeight:
-        return self._kernels.pack_codes(codes, dtype, gated)
-
-    def linear(
-        self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None, *, float32: bool = False
-    ) -> torch.Tensor:
-        return self._kernels.linear(x, weight.product, bias, float32=float32)
-
-    def gated_linear(self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return self._kernels.linear(x, weight.product, bias)

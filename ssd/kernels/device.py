@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ssd.kernels.ops import Ops
-from ssd.kernels.quantized import Format, QuantizedOps
 
 
 class Kernels(NamedTuple):
     """Modules, and functions, of the same interface on all devices; None: the caller computes it in plain torch."""
 
-    ops: Callable[[Format | None], Ops]  # the operations of a model; their argument is the draft's quantization
+    ops: Callable[[], Ops]  # makes the operations of a model
     rounds: Any  # functions of `ssd.kernels.rounds`
     features: Any  # functions of `ssd.kernels.features`
     sampling: Any = None  # functions of `ssd.kernels.sampling`
@@ -32,33 +31,20 @@ def _cuda_kernels() -> Kernels:
     from ssd.kernels import features, rounds, sampling  # Triton is imported for GPUs only
     from ssd.kernels.elementwise import add_parts
     from ssd.kernels.noise import gumbel
-    from ssd.kernels.quantized_linear import TritonQuantizedOps
     from ssd.kernels.triton_ops import TritonOps
 
-    def ops(quantization: Format | None) -> Ops:
-        return TritonQuantizedOps(TritonOps(), quantization) if quantization is not None else TritonOps()
-
-    return Kernels(ops, rounds, features, sampling, gumbel, add_parts)
+    return Kernels(TritonOps, rounds, features, sampling, gumbel, add_parts)
 
 
 @functools.cache
 def _cpu_kernels() -> Kernels:
     from ssd.kernels import features_cpu, rounds_cpu
-    from ssd.kernels.cpu_ops import CpuOps, CpuQuantizedOps
+    from ssd.kernels.cpu_ops import CpuOps
     from ssd.kernels.reference import ReferenceOps
 
-    def ops(quantization: Format | None) -> Ops:
-        compiled = CpuOps.load()  # None where there is no C compiler
-        if quantization is None:
-            return compiled or ReferenceOps()
-        if compiled is None:
-            return QuantizedOps(ReferenceOps(), quantization)
-        return CpuQuantizedOps(compiled, quantization)
-
-    return Kernels(ops, rounds_cpu, features_cpu)
+    return Kernels(lambda: CpuOps.load() or ReferenceOps(), rounds_cpu, features_cpu)  # the latter without a C compiler
 
 
 def name_of(ops: Ops) -> str:
     """The kind of kernels, in words."""
-    base = ops.ops if isinstance(ops, QuantizedOps) else ops
-    return {"TritonOps": "Triton", "CpuOps": "C"}.get(type(base).__name__, "plain torch")
+    return {"TritonOps": "Triton", "CpuOps": "C"}.get(type(ops).__name__, "plain torch")

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ssd.kernels.quantized import Codes
+
 
 @dataclass(frozen=True)
 class Branches:
@@ -36,7 +38,6 @@ class DeviceBatch:
     prefill_tiles: torch.Tensor | None  # likewise, of larger tiles for sequences with many query tokens
     logit_rows: torch.Tensor | None  # int64 [rows]; None: all rows in order
     branches: Branches | None = None  # every row is a branch (without prefill_tiles; context_len is not used)
-    first: int = 0  # positions before it are not seen: 0, or 1 (without prefill_tiles)
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class HeadShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    first_position: int = 0  # positions before it are not seen: 0, or 1 (in batches without prefill_tiles)
 
     @functools.cached_property
     def scale(self) -> float:
@@ -76,13 +78,8 @@ class Ops(Protocol):
     def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
         """Query tokens of one attention tile."""
 
-    def prepare(
-        self, weight: torch.Tensor, *, gated: bool = False, embedding: bool = False, product: bool = True
-    ) -> Any:
-        """Lays out a weight [out, in]. `gated`: its first half are gate rows, its second half up rows.
-
-        What it is for: `embedding`: its rows are looked up; `product`: it is multiplied with.
-        """
+    def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> Any:
+        """Lays out a weight [out, in]. `gated`: its first half are gate rows, its second half up rows."""
 
     def embedding(self, weight: Any, token_ids: torch.Tensor) -> torch.Tensor:
         """Rows of a prepared weight."""
@@ -94,6 +91,20 @@ class Ops(Protocol):
 
     def gated_linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         """silu(gate) * up of a weight prepared with `gated`."""
+
+    def prepare_codes(self, codes: Codes, dtype: torch.dtype, *, gated: bool = False) -> Any:
+        """Lays out a quantised weight for products with rows of type `dtype`."""
+
+    def codes_linear(
+        self,
+        x: torch.Tensor,
+        weight: Any,
+        bias: torch.Tensor | None = None,
+        *,
+        gated: bool = False,
+        float32: bool = False,
+    ) -> torch.Tensor:
+        """`linear` or `gated_linear` with a weight of `prepare_codes`. For drafts: not row-invariant everywhere."""
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None

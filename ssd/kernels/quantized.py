@@ -4,17 +4,15 @@
 * `int8`: integers from -127 to 127, one scale per output channel.
 * `int4`: integers from -8 to 7, one scale for each group of up to 128 weights of an output channel.
 
-`QuantizedOps` stands between a decoder and the kernels of its device, which the decoder does not notice.
+A weight is rounded to `Codes`, which the kernels of a device lay out as they need (`Ops.prepare_codes`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
-
-from ssd.kernels.ops import Ops
 
 Format = Literal["fp8", "int8", "int4"]
 _FP8_MAX: Final = 448.0
@@ -95,50 +93,3 @@ def _encode_int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _nonzero(scale: torch.Tensor) -> torch.Tensor:
     """One where it is zero, or too small to divide by."""
     return torch.where(scale.abs() < torch.finfo(torch.float32).tiny, 1.0, scale)
-
-
-@dataclass(frozen=True)
-class QuantizedWeight:
-    """A prepared weight. The rows of an embedding are looked up unrounded: that reads no more than one row a token."""
-
-    product: Any  # for `linear`; None for an embedding that no product needs
-    rows: Any  # for `embedding`, as the device's own kernels prepare it; None for others
-
-
-class QuantizedOps:
-    """`Ops` with quantised weights, over the kernels of a device.
-
-    This one widens the whole weight for every product, with plain torch.
-    """
-
-    def __init__(self, ops: Ops, form: Format) -> None:
-        self.ops = ops
-        self.format: Format = form
-        self.reserve = ops.reserve
-        self.tile_tokens = ops.tile_tokens
-        self.rms_norm = ops.rms_norm
-        self.rope_and_store = ops.rope_and_store
-        self.attention = ops.attention
-
-    def prepare(
-        self, weight: torch.Tensor, *, gated: bool = False, embedding: bool = False, product: bool = True
-    ) -> QuantizedWeight:
-        packed = self.pack(quantize(weight, self.format), weight.dtype, gated) if product else None
-        return QuantizedWeight(packed, self.ops.prepare(weight, embedding=True) if embedding else None)
-
-    def embedding(self, weight: QuantizedWeight, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.ops.embedding(weight.rows, token_ids)
-
-    def pack(self, codes: Codes, dtype: torch.dtype, gated: bool) -> Any:
-        """Lays out a weight for this device's product with rows of type `dtype`."""
-        return codes
-
-    def linear(
-        self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None, *, float32: bool = False
-    ) -> torch.Tensor:
-        wide = self.ops.prepare(dequantize(weight.product, x.dtype))
-        return self.ops.linear(x, wide, bias, float32=float32)
-
-    def gated_linear(self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        wide = self.ops.prepare(dequantize(weight.product, x.dtype), gated=True)
-        return self.ops.gated_linear(x, wide, bias)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ssd.kernels.launching import shared_memory
-from ssd.kernels.quantized import Codes, Format, QuantizedOps, QuantizedWeight
+from ssd.kernels.quantized import Codes, Format
 
 # Two words to pairs of bfloat16, part by part. Integers are set as the last bits of 128, then 128 (and the zero point)
 # is subtracted. fp8's exponent is not moved, which divides by 2^120.
@@ -373,26 +373,3 @@ def quantized_linear(
         num_warps=tile.warps,
     )
     return y
-
-
-class TritonQuantizedOps(QuantizedOps):
-    """Quantised weights on CUDA."""
-
-    def prepare(
-        self, weight: torch.Tensor, *, gated: bool = False, embedding: bool = False, product: bool = True
-    ) -> QuantizedWeight:
-        return super().prepare(self.ops.prepare(weight, gated=gated), embedding=embedding, product=product)
-
-    def pack(self, codes: Codes, dtype: torch.dtype, gated: bool) -> PackedCodes:
-        return pack(codes)
-
-    def linear(
-        self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None, *, float32: bool = False
-    ) -> torch.Tensor:
-        return quantized_linear(x, weight.product, bias, out_dtype=torch.float32 if float32 else None)
-
-    def gated_linear(self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if bias is not None:
-            gate, up = bias.chunk(2)
-            bias = torch.stack((gate, up), dim=1).flatten()
-        return quantized_linear(x, weight.product, bias, gated=True)

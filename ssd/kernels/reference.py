@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ssd.kernels.ops import DeviceBatch, HeadShape, Rope
+from ssd.kernels.quantized import Codes, dequantize
 
 
 class ReferenceOps:
@@ -19,9 +20,7 @@ class ReferenceOps:
     def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
         return 1 << 30  # one tile per sequence: tiles are not used here
 
-    def prepare(
-        self, weight: torch.Tensor, *, gated: bool = False, embedding: bool = False, product: bool = True
-    ) -> torch.Tensor:
+    def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
         return weight
 
     def embedding(self, weight: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -36,6 +35,21 @@ class ReferenceOps:
     def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         gate, up = self.linear(x, weight, bias).chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def prepare_codes(self, codes: Codes, dtype: torch.dtype, *, gated: bool = False) -> Codes:
+        return codes
+
+    def codes_linear(
+        self,
+        x: torch.Tensor,
+        weight: Codes,
+        bias: torch.Tensor | None = None,
+        *,
+        gated: bool = False,
+        float32: bool = False,
+    ) -> torch.Tensor:
+        wide = dequantize(weight, x.dtype)
+        return self.gated_linear(x, wide, bias) if gated else self.linear(x, wide, bias, float32=float32)
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
@@ -76,7 +90,7 @@ class ReferenceOps:
         for s, length in enumerate(lengths):
             rows = slice(starts[s], starts[s + 1])
             table = batch.block_tables[places[s], : -(-length // k_cache.shape[1])]
-            k, v = (_gather(cache, table, length)[:, batch.first :] for cache in (k_cache, v_cache))
+            k, v = (_gather(cache, table, length)[:, heads.first_position :] for cache in (k_cache, v_cache))
             out[rows] = _attend(q[rows], k, v, heads)
         return out.flatten(1)
 
@@ -112,7 +126,7 @@ def _attend_branches(
             if slots[row] < 0:
                 continue
             own = torch.arange(slots[row] - depth, slots[row] + 1, device=q.device)
-            seen = torch.cat((shared[batch.first : positions[row] - depth], own))
+            seen = torch.cat((shared[heads.first_position : positions[row] - depth], own))
             k, v = (cache.flatten(0, 1)[seen].transpose(0, 1) for cache in (k_cache, v_cache))
             out[row] = _attend(q[row : row + 1], k, v, heads)[0]
     return out.flatten(1)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 
-from ssd.kernels import attention, cublaslt, elementwise, linear
+from ssd.kernels import attention, cublaslt, elementwise, linear, quantized_linear
 from ssd.kernels.ops import DeviceBatch, HeadShape, Rope
+from ssd.kernels.quantized import Codes
 
 
 class TritonOps:
@@ -28,13 +30,8 @@ class TritonOps:
     def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
         return attention.tile_rows(heads.group_size, prefill) // heads.group_size
 
-    def prepare(
-        self, weight: torch.Tensor, *, gated: bool = False, embedding: bool = False, product: bool = True
-    ) -> torch.Tensor:
-        if not gated:
-            return weight
-        gate, up = weight.chunk(2)
-        return torch.stack((gate, up), dim=1).flatten(0, 1)  # alternating, so that one tile holds both
+    def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
+        return _alternating(weight) if gated else weight
 
     def embedding(self, weight: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.embedding(token_ids, weight)
@@ -51,10 +48,25 @@ class TritonOps:
         product = None if bias is not None else _library(x, weight, x.dtype, gated=True)
         if product is not None:
             return product
-        if bias is not None:
-            gate, up = bias.chunk(2)
-            bias = torch.stack((gate, up), dim=1).flatten()
-        return linear.linear(x, weight, bias, gated=True)
+        return linear.linear(x, weight, None if bias is None else _alternating(bias), gated=True)
+
+    def prepare_codes(self, codes: Codes, dtype: torch.dtype, *, gated: bool = False) -> quantized_linear.PackedCodes:
+        if gated:
+            codes = replace(codes, values=_alternating(codes.values), scales=_alternating(codes.scales))
+        return quantized_linear.pack(codes)
+
+    def codes_linear(
+        self,
+        x: torch.Tensor,
+        weight: quantized_linear.PackedCodes,
+        bias: torch.Tensor | None = None,
+        *,
+        gated: bool = False,
+        float32: bool = False,
+    ) -> torch.Tensor:
+        bias = _alternating(bias) if gated and bias is not None else bias
+        out_dtype = torch.float32 if float32 else None
+        return quantized_linear.quantized_linear(x, weight, bias, gated=gated, out_dtype=out_dtype)
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
@@ -78,6 +90,11 @@ class TritonOps:
         if self._workspace is None:
             raise AssertionError("reserve() comes before attention()")
         return attention.paged_attention(q, batch, heads, k_cache, v_cache, self._workspace, self._prefill)
+
+
+def _alternating(rows: torch.Tensor) -> torch.Tensor:
+    """Gate and up rows in turns, so that one tile holds both."""
+    return torch.stack(rows.chunk(2), dim=1).flatten(0, 1)
 
 
 def _library(

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ssd.errors import ModelNotFound, SSDError, UnsupportedModel
+from ssd.layers.parameter import LazyTensor
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import check_fits
 from ssd.models.families import DTYPES, decoder_config
@@ -24,6 +25,8 @@ from ssd.models.fields import TOKEN_ID, check_field, shown
 from ssd.models.streaming import StoredTensor, read_tensors, stored_tensors
 from ssd.text.json_file import read_json
 from ssd.text.tokenizer import Tokenizer, load_tokenizer
+
+Weights = Iterator[tuple[str, torch.Tensor | LazyTensor]]
 
 
 class Checkpoint(Protocol):
@@ -43,8 +46,11 @@ class Checkpoint(Protocol):
         """A caveat to print with every measurement of this model; "" for an ordinary one."""
         ...
 
-    def weights(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter under its Hugging Face name, on that device and in that type, one at a time."""
+    def weights(self, device: torch.device, dtype: torch.dtype) -> Weights:
+        """Every parameter under its Hugging Face name, as it is stored, one at a time.
+
+        On that device if it is read there, and of that type if it is made when it is asked for.
+        """
         ...
 
     def tokenizer(self) -> Tokenizer: ...
@@ -60,6 +66,18 @@ class FileTensor:
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
         part: torch.Tensor = self._stored[index]
         return part
+
+
+class Stored(Protocol):
+    """A checkpoint, or an EAGLE head's."""
+
+    def weights(self, device: torch.device, dtype: torch.dtype) -> Weights: ...
+
+
+def all_weights(checkpoint: Stored, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """All weights on the device, converted to one type."""
+    every = (slice(None),)
+    return {name: tensor[every].to(device, dtype) for name, tensor in checkpoint.weights(device, dtype)}
 
 
 def graft_note(base: str, shape: str) -> str:
@@ -92,12 +110,11 @@ class HFCheckpoint:
         note = graft_note(graft.get("base"), graft.get("shape")) if graft else ""
         return cls(path=path, config=config, stop_token_ids=stops, note=note)
 
-    def weights(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, device: torch.device, dtype: torch.dtype) -> Weights:
         files = weight_files(self.path)
-        for name, tensor in _read_to_gpu(files, device) if device.type == "cuda" else read_safetensors(files):
-            yield name, tensor.to(device, dtype)
+        return _read_to_gpu(files, device) if device.type == "cuda" else read_safetensors(files)
 
-    def stored(self) -> Iterator[tuple[str, FileTensor]]:
+    def stored(self) -> Weights:
         """Every parameter, of which a rank reads its share only."""
         for file in weight_files(self.path):
             with whole(file), safe_open(file, framework="pt", device="cpu") as tensors:

@@ -5,43 +5,84 @@ Knows nothing of files, devices or the engine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding: base frequency and, for long-context models, how it is stretched."""
-
-    theta: float = 10000.0
-    scaling: Literal["default", "linear", "llama3", "yarn"] = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    original_max_position: int = 8192  # llama3, yarn
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn; None: computed from `factor`
+from ssd.errors import UnsupportedModel
+from ssd.layers.spec import AttentionSpec, LayerSpec, MLPSpec, RopeConfig
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Shape and switches of one decoder-only transformer (RMS norms, gated MLP, grouped-query attention)."""
+    """One decoder-only transformer: its layers and what is around them."""
 
     family: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[LayerSpec, ...]
     max_position: int
     rms_eps: float = 1e-5
-    rope: RopeConfig = field(default_factory=RopeConfig)
     tie_embeddings: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False  # bias on the attention's output projection
-    mlp_bias: bool = False
-    qk_norm: bool = False  # RMS norm over each head of q and k before the rotary embedding
     dtype: str = "bfloat16"  # what the checkpoint was saved in
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def layer(self) -> LayerSpec:
+        """The description of every layer, for what is made for models of equal layers (grafts, GGUF, EAGLE heads)."""
+        first, *others = self.layers
+        if any(other != first for other in others):
+            raise UnsupportedModel(f"the layers of this {self.family} model differ, and equal ones are needed here")
+        return first
+
+    @property
+    def attention(self) -> AttentionSpec:
+        return self.layer.attention
+
+    @property
+    def mlp(self) -> MLPSpec:
+        return self.layer.mlp
+
+    def with_layers(self, count: int | None = None, **attention: Any) -> DecoderConfig:
+        """The same with `count` equal layers, and changes of their attention."""
+        layer = replace(self.layer, attention=replace(self.attention, **attention))
+        return replace(self, layers=(layer,) * (self.num_layers if count is None else count))
+
+    def kv_bytes_per_token(self, dtype: torch.dtype, ranks: int = 1) -> int:
+        """KV memory of one token in all layers, on one of the ranks."""
+        return sum(layer.attention.kv_layout(dtype, ranks).bytes_per_token for layer in self.layers)
+
+    def splits(self, ranks: int) -> bool:
+        """Whether the model can be split over so many ranks."""
+        return all(layer.splits(ranks) for layer in set(self.layers))
+
+
+def equal_layers(
+    family: str,
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_position: int,
+    rms_eps: float = 1e-5,
+    rope: RopeConfig = RopeConfig(),  # noqa: B008 (frozen)
+    tie_embeddings: bool = False,
+    *,
+    mlp_bias: bool = False,
+    dtype: str = "bfloat16",
+    **attention: Any,
+) -> DecoderConfig:
+    """A decoder whose layers are all the same; `attention`: further fields of `AttentionSpec`."""
+    layer = LayerSpec(
+        AttentionSpec(num_heads, num_kv_heads, head_dim, rope, **attention), MLPSpec(intermediate_size, mlp_bias)
+    )
+    return DecoderConfig(
+        family, vocab_size, hidden_size, (layer,) * num_layers, max_position, rms_eps, tie_embeddings, dtype
+    )

@@ -1,192 +1,162 @@
-"""The one decoder: every family is this, with the switches of its `DecoderConfig`.
+"""The one decoder: every family is this, with the layers of its `DecoderConfig`.
 
 A batch of query tokens in, logits out. Knows nothing of requests, schedulers or files.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from ssd.errors import ConfigError, UnsupportedModel
-from ssd.kernels.ops import DeviceBatch, HeadShape, Ops, Rope
+from ssd.kernels.ops import DeviceBatch, HeadShape
 from ssd.kernels.persistent import PersistentStep
 from ssd.kernels.reference import ReferenceOps
-from ssd.layers.linear import ColumnLinear, Embedding, Linear, RowLinear
+from ssd.layers.attention import Attention, LayerKV
+from ssd.layers.formats import FormatOf
+from ssd.layers.formats.dense import dense
+from ssd.layers.linear import Embedding, Linear
+from ssd.layers.mlp import MLP
+from ssd.layers.norm import RMSNorm
+from ssd.layers.parameter import Build, LazyTensor, Parameter
+from ssd.layers.rotary import rope_tables
+from ssd.layers.spec import KVLayout, LayerSpec, RopeConfig
 from ssd.models.config import DecoderConfig
-from ssd.models.rotary import rope_tables
-from ssd.parallel.tensor import TensorParallel
+
+KVCache = Seq[LayerKV]  # one entry per layer
 
 
-class LazyTensor(Protocol):
-    """A tensor in a file, of which only what is indexed is read."""
+class RopeTables(dict[tuple[RopeConfig, int], tuple[torch.Tensor, torch.Tensor]]):
+    """Cosines and sines by rotary embedding and head size, made when they are first asked for."""
 
-    @property
-    def shape(self) -> tuple[int, ...]: ...
+    def __init__(self, num_positions: int, device: torch.device) -> None:
+        super().__init__()
+        self._num_positions, self._device = num_positions, device
 
-    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor: ...
-
-
-KVCache = list[tuple[torch.Tensor, torch.Tensor]]  # per layer: keys and values [blocks, block_size, kv_heads, dim]
-
-
-class Vector:
-    """A norm's weight."""
-
-    def __init__(self, width: int) -> None:
-        self.width = width
-        self.value: torch.Tensor = torch.empty(0, dtype=torch.float32, device="cpu")
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {"weight": (self.width,)}
-
-    def index(self, name: str) -> tuple[slice, ...]:
-        """Every rank has all of it."""
-        return (slice(None),)
-
-    def load(self, name: str, tensor: torch.Tensor) -> None:
-        self.value = tensor
+    def __missing__(self, key: tuple[RopeConfig, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = rope_tables(*key, self._num_positions)
+        self[key] = cos.to(self._device), sin.to(self._device)
+        return self[key]
 
 
 class DecoderLayer:
-    """Attention and gated MLP, each behind an RMS norm and added to the residual stream.
+    """Attention and MLP, each behind an RMS norm and added to the residual stream.
 
     `width`: of what q, k and v are computed from, where that is not the residual stream.
     """
 
-    def __init__(self, config: DecoderConfig, ops: Ops, tp: TensorParallel, width: int | None = None) -> None:
-        c = config
-        self.ops = ops
-        self.eps = c.rms_eps
-        self.heads = HeadShape(c.num_heads // tp.size, max(1, c.num_kv_heads // tp.size), c.head_dim)
-        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        self.input_norm = Vector(c.hidden_size)
-        parts = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        self.qkv = ColumnLinear(ops, tp, parts, width or c.hidden_size, bias=c.qkv_bias, unit=c.head_dim)
-        self.q_norm = Vector(c.head_dim) if c.qk_norm else None
-        self.k_norm = Vector(c.head_dim) if c.qk_norm else None
-        self.output = RowLinear(ops, tp, {"o_proj": c.hidden_size}, q, bias=c.output_bias)
-        self.mlp_norm = Vector(c.hidden_size)
-        gate_up = {"gate_proj": c.intermediate_size, "up_proj": c.intermediate_size}
-        self.gate_up = ColumnLinear(ops, tp, gate_up, c.hidden_size, bias=c.mlp_bias, gated=True)
-        self.down = RowLinear(ops, tp, {"down_proj": c.hidden_size}, c.intermediate_size, bias=c.mlp_bias)
+    def __init__(
+        self,
+        build: Build,
+        name: str,
+        spec: LayerSpec,
+        config: DecoderConfig,
+        tables: RopeTables,
+        width: int | None = None,
+    ) -> None:
+        size, eps, attention = config.hidden_size, config.rms_eps, spec.attention
+        self.spec = spec
+        self.input_norm = RMSNorm(build, f"{name}.input_layernorm", size, eps)
+        cos_sin = tables[attention.rope, attention.head_dim]
+        self.attention = Attention(build, f"{name}.self_attn", attention, size, eps, cos_sin, width)
+        self.mlp_norm = RMSNorm(build, f"{name}.post_attention_layernorm", size, eps)
+        self.mlp = MLP(build, f"{name}.mlp", spec.mlp, size)
 
-    def modules(self) -> Iterator[tuple[str, Linear | Vector]]:
-        """Checkpoint prefix of every parameter holder."""
-        yield "input_layernorm", self.input_norm
-        yield "self_attn", self.qkv
-        yield "self_attn", self.output
-        if self.q_norm is not None and self.k_norm is not None:
-            yield "self_attn.q_norm", self.q_norm
-            yield "self_attn.k_norm", self.k_norm
-        yield "post_attention_layernorm", self.mlp_norm
-        yield "mlp", self.gate_up
-        yield "mlp", self.down
+    def parameters(self) -> Iterator[Parameter]:
+        yield from (self.input_norm, *self.attention.parameters(), self.mlp_norm, *self.mlp.parameters())
 
-    def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Rope:
-        if self.q_norm is None or self.k_norm is None:
-            return Rope(cos, sin)
-        return Rope(cos, sin, self.q_norm.value, self.k_norm.value, self.eps)
+    @property
+    def kernels(self) -> tuple[object, ...]:
+        """What decides which kernels the layer launches: its description, and the formats of its weights."""
+        return (self.spec, *(each.format for each in self.parameters() if isinstance(each, Linear)))
 
     def __call__(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        batch: DeviceBatch,
-        rope: Rope,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: DeviceBatch, kv: LayerKV
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes and returns the last product and the residual stream without it (None before the first layer).
 
         They are added by the RMS norm that follows, in the same kernel.
         """
-        normed = self.ops.rms_norm(x, self.input_norm.value, self.eps, residual)
+        normed = self.input_norm(x, residual)
         residual = x if residual is None else residual
-        return self.after_norm(normed, residual, batch, rope, k_cache, v_cache), residual
+        return self.after_norm(normed, residual, batch, kv), residual
 
-    def after_norm(
-        self,
-        normed: torch.Tensor,
-        residual: torch.Tensor,
-        batch: DeviceBatch,
-        rope: Rope,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-    ) -> torch.Tensor:
+    def after_norm(self, normed: torch.Tensor, residual: torch.Tensor, batch: DeviceBatch, kv: LayerKV) -> torch.Tensor:
         """The layer after its first norm; adds the attention's output to `residual` and returns the MLP's."""
-        q = self.ops.rope_and_store(self.qkv(normed), batch, rope, self.heads, k_cache, v_cache)
-        x = self.output(self.ops.attention(q, batch, self.heads, k_cache, v_cache))
-        return self.down(self.gate_up(self.ops.rms_norm(x, self.mlp_norm.value, self.eps, residual)))
+        return self.mlp(self.mlp_norm(self.attention(normed, batch, kv), residual))
 
 
 class Decoder:
     """Embedding, layers, final norm, head. `load` it before use."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        ops: Ops,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        max_positions: int,
-        tp: TensorParallel = TensorParallel(),  # noqa: B008 (frozen)
-    ) -> None:
-        check_split(config, tp.size)
+    def __init__(self, config: DecoderConfig, build: Build, *, max_positions: int) -> None:
+        check_split(config, build.tp.size)
         self.config = config
-        self.ops = ops
-        self.device = device
-        self.dtype = dtype
-        self.tp = tp
-        self.layers = [DecoderLayer(config, ops, tp) for _ in range(config.num_layers)]
-        vocabulary, width, tied = config.vocab_size, config.hidden_size, config.tie_embeddings
-        self.embedding = Embedding(ops, tp, {"model.embed_tokens": vocabulary}, width, embedding=True, head=tied)
-        self.norm = Vector(config.hidden_size)
-        self.head = self.embedding
-        if not tied:
-            self.head = Embedding(ops, tp, {"lm_head": vocabulary}, width, head=True)
-        cos, sin = rope_tables(config.rope, config.head_dim, max_positions)
-        self.cos, self.sin = cos.to(device), sin.to(device)
-        self._ropes: list[Rope] = []
-        self.step: PersistentStep | None = None  # of a draft, for small batches
+        self.ops, self.device, self.dtype, self.tp = build.ops, build.device, build.dtype, build.tp
+        self.rope_tables = RopeTables(max_positions, build.device)
+        self.layers = self._make_layers(build)
+        size, tied = config.hidden_size, config.tie_embeddings
+        self.embedding = Embedding(build, "model.embed_tokens", config.vocab_size, size, embedding=True, head=tied)
+        self.norm = RMSNorm(build, "model.norm", size, config.rms_eps)
+        self.head = self.embedding if tied else Embedding(build, "lm_head", config.vocab_size, size, head=True)
+        self.step: PersistentStep | None = None  # a draft's, for small batches
+        self._run: Seq[int] = range(len(self.layers))  # the layers of a forward pass
 
-    def holders(self) -> Iterator[tuple[str, Linear | Vector]]:
-        """Checkpoint prefix of every parameter holder."""
-        yield from (("", self.embedding), ("model.norm", self.norm))
-        for i, layer in enumerate(self.layers):
-            yield from ((f"model.layers.{i}.{prefix}", holder) for prefix, holder in layer.modules())
+    def _make_layers(self, build: Build) -> Seq[DecoderLayer]:
+        return [
+            DecoderLayer(build, f"model.layers.{i}", spec, self.config, self.rope_tables)
+            for i, spec in enumerate(self.config.layers)
+        ]
+
+    @functools.cached_property
+    def heads(self) -> HeadShape:
+        """The heads of this rank. The same in all layers, since a batch is cut into tiles of queries for them."""
+        [heads] = {layer.attention.heads for layer in self.layers}
+        return heads
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield from (self.embedding, self.norm)
+        for layer in self.layers:
+            yield from layer.parameters()
         if self.head is not self.embedding:
-            yield "", self.head
+            yield self.head
 
-    def parameters(self) -> dict[str, tuple[tuple[int, ...], Linear | Vector, str]]:
-        """Every checkpoint tensor of this decoder: its full shape, the layer that loads it, and its name there."""
-        wanted: dict[str, tuple[tuple[int, ...], Linear | Vector, str]] = {}
-        for prefix, holder in self.holders():
-            for name, shape in holder.shapes().items():
-                wanted[f"{prefix}.{name}" if prefix else name] = (shape, holder, name)
-        return wanted
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor that a checkpoint of this decoder holds."""
+        return {name: shape for parameter in self.parameters() for name, shape in parameter.shapes().items()}
+
+    @property
+    def formats(self) -> set[str]:
+        """Names of the weights' formats."""
+        return {each.format.name for each in self.parameters() if isinstance(each, Linear)}
+
+    def num_bytes(self) -> int:
+        """Memory of the weights, on all ranks together."""
+        return sum(parameter.num_bytes() for parameter in self.parameters())
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor | LazyTensor]]) -> None:
         """Loads this rank's share of the tensors, in any order; raises for missing ones and wrong shapes."""
-        wanted = self.parameters()
+        wanted = {
+            name: (shape, parameter) for parameter in self.parameters() for name, shape in parameter.shapes().items()
+        }
         for name, tensor in weights:
             if name not in wanted:
                 self._check_needless(name)
                 continue
-            shape, holder, own = wanted.pop(name)
+            shape, parameter = wanted.pop(name)
             if tuple(tensor.shape) != shape:
                 raise UnsupportedModel(f"{name} has shape {tuple(tensor.shape)}, the config says {shape}")
-            share = tensor[holder.index(own)].to(device=self.device, dtype=self.dtype)
-            holder.load(own, share if share.shape == shape else share.clone())  # a view would keep the whole tensor
+            parameter.load(name, tensor)
         if wanted:
             raise UnsupportedModel(f"the checkpoint lacks {len(wanted)} tensors, among them {sorted(wanted)[:4]}")
-        self._ropes = [layer.rope(self.cos, self.sin) for layer in self.layers]
 
     def _check_needless(self, name: str) -> None:
         """Ignores a tied head and rotary tables; any other unknown tensor would change the output, and is refused."""
@@ -196,26 +166,41 @@ class Decoder:
                 f"the checkpoint holds {name}, which its {self.config.family} config does not mention"
             )
 
-    def make_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        heads = self.layers[0].heads
-        shape = (num_blocks, block_size, heads.num_kv_heads, heads.head_dim)
-
-        def zeros() -> torch.Tensor:  # not `empty`: attention multiplies values of positions that it does not see by 0
-            if self.device.type != "cpu":
-                return torch.zeros(shape, dtype=self.dtype, device=self.device)
-            return _lazy_zeros(shape, self.dtype)
-
-        return [(zeros(), zeros()) for _ in self.layers]
+    @property
+    def kv_layouts(self) -> list[KVLayout]:
+        """What each layer keeps of a token on this rank."""
+        return [spec.attention.kv_layout(self.dtype, self.tp.size) for spec in self.config.layers]
 
     @property
     def kv_bytes_per_token(self) -> int:
-        heads = self.layers[0].heads
-        return 2 * len(self.layers) * heads.num_kv_heads * heads.head_dim * self.dtype.itemsize
+        return self.config.kv_bytes_per_token(self.dtype, self.tp.size)
+
+    def make_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """Zeros, not `empty`: attention multiplies values of positions that it does not see by 0."""
+
+        def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            shape = (num_blocks, block_size, *shape)
+            if self.device.type != "cpu":
+                return torch.zeros(shape, dtype=dtype, device=self.device)
+            return _lazy_zeros(shape, dtype)
+
+        return [tuple(zeros(shape, layout.dtype) for shape in layout.shapes) for layout in self.kv_layouts]
+
+    @contextmanager
+    def distinct_layers(self) -> Iterator[None]:
+        """Forward passes inside run the first layer, which has no residual yet, and one of each kind of the others:
+        they launch all kernels of a whole pass."""
+        kinds = {layer.kernels: i for i, layer in reversed(list(enumerate(self.layers))[1:])}
+        self._run = [0, *sorted(kinds.values())]
+        try:
+            yield
+        finally:
+            self._run = range(len(self.layers))
 
     def __call__(
         self, batch: DeviceBatch, kv: KVCache, features: Mapping[int, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Float32 logits of the batch's logit rows. Runs as many layers as `kv` has.
+        """Float32 logits of the batch's logit rows.
 
         `features`: by number of layers, where to write the hidden states after so many of them.
         """
@@ -223,13 +208,13 @@ class Decoder:
             return self.step(batch)
         wanted = features or {}
         x, residual = self.embedding.embed(batch.token_ids), None
-        for done, (layer, rope, (k_cache, v_cache)) in enumerate(zip(self.layers, self._ropes, kv, strict=False), 1):
-            x, residual = layer(x, residual, batch, rope, k_cache, v_cache)
-            if done in wanted:
-                torch.add(x, residual, out=wanted[done])
+        for i in self._run:
+            x, residual = self.layers[i](x, residual, batch, kv[i])
+            if i + 1 in wanted:
+                torch.add(x, residual, out=wanted[i + 1])
         if batch.logit_rows is not None:
             x, residual = x[batch.logit_rows], residual[batch.logit_rows] if residual is not None else None
-        return self.head.logits(self.ops.rms_norm(x, self.norm.value, self.config.rms_eps, residual))
+        return self.head.logits(self.norm(x, residual))
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -240,39 +225,39 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(memory[first : first + size]).view(dtype).view(shape)
 
 
+def outline(dtype: torch.dtype = torch.float32, format_of: FormatOf = dense) -> Build:
+    """For a decoder that is never loaded: its tensors' names, shapes and bytes are what is asked for."""
+    return Build(ReferenceOps(), torch.device("cpu"), dtype, format_of=format_of)
+
+
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a checkpoint of this config holds, under its Hugging Face name."""
-    outline = Decoder(config, ReferenceOps(), device=torch.device("cpu"), dtype=torch.float32, max_positions=1)
-    return {name: shape for name, (shape, *_) in outline.parameters().items()}
-
-
-def splits(config: DecoderConfig, size: int) -> bool:
-    """Whether the heads and the MLP can be split over so many ranks.
-
-    KV heads may be fewer than ranks: several ranks then have the same one, and their own of its query heads.
-    """
-    fewer, more = sorted((size, config.num_kv_heads))
-    return not (config.num_heads % size or config.intermediate_size % size or more % fewer)
+    return Decoder(config, outline(), max_positions=1).shapes()
 
 
 def check_split(config: DecoderConfig, size: int, option: str = "tensor_parallel_size") -> None:
     """ConfigError, with the degrees that are possible, for a model that cannot be split over so many ranks."""
-    if not splits(config, size):
-        possible = [str(n) for n in range(1, config.num_heads + 1) if splits(config, n)]
-        raise ConfigError(
-            f"{option}={size} cannot split a model with num_heads={config.num_heads}, num_kv_heads="
-            f"{config.num_kv_heads}, intermediate_size={config.intermediate_size}: use one of {', '.join(possible)}"
+    if not config.splits(size):
+        most = max(layer.attention.num_heads for layer in config.layers)
+        possible = [str(n) for n in range(1, most + 1) if config.splits(n)]
+        shapes = " or ".join(
+            f"num_heads={layer.attention.num_heads}, num_kv_heads={layer.attention.num_kv_heads}, "
+            f"intermediate_size={layer.mlp.intermediate_size}"
+            for layer in dict.fromkeys(config.layers)
         )
+        raise ConfigError(f"{option}={size} cannot split a model with {shapes}: use one of {', '.join(possible)}")
 
 
 def check_fits(config: DecoderConfig, num_stored: int) -> None:
     """Refuses a config of more parameters than files can hold (`num_stored`), before layers are built from it."""
-    none, one = (
-        sum(map(math.prod, parameter_shapes(replace(config, num_layers=layers)).values())) for layers in (0, 1)
-    )
-    count = none + config.num_layers * (one - none)
-    if count > num_stored:
+
+    def count(layers: tuple[LayerSpec, ...]) -> int:
+        return sum(map(math.prod, parameter_shapes(replace(config, layers=layers)).values()))
+
+    around = count(())
+    total = around + sum(times * (count((spec,)) - around) for spec, times in Counter(config.layers).items())
+    if total > num_stored:
         raise UnsupportedModel(
             f"num_layers={config.num_layers}, hidden_size={config.hidden_size}, vocab_size={config.vocab_size}, …: "
-            f"the config describes {count} parameters, the files hold {num_stored} at most; download them again"
+            f"the config describes {total} parameters, the files hold {num_stored} at most; download them again"
         )

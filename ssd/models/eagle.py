@@ -11,7 +11,8 @@ sequences, KV blocks or drafting.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,15 +20,15 @@ import torch
 from safetensors import safe_open
 
 from ssd.errors import ConfigError, UnsupportedModel
-from ssd.kernels.ops import DeviceBatch, Ops
-from ssd.kernels.reference import ReferenceOps
-from ssd.layers.linear import ColumnLinear, Embedding, Linear
-from ssd.models.checkpoint import Checkpoint, read_safetensors, weight_files, whole
+from ssd.kernels.ops import DeviceBatch
+from ssd.layers.linear import ColumnLinear, Embedding
+from ssd.layers.norm import RMSNorm
+from ssd.layers.parameter import Build, LazyTensor, Parameter
+from ssd.models.checkpoint import Checkpoint, Weights, read_safetensors, weight_files, whole
 from ssd.models.config import DecoderConfig
-from ssd.models.decoder import Decoder, DecoderLayer, KVCache, LazyTensor, Vector
+from ssd.models.decoder import Decoder, DecoderLayer, KVCache, RopeTables, outline
 from ssd.models.families import decoder_config
 from ssd.models.fields import FLAG, LIST, OBJECT, TEXT, VOCABULARY, WIDTH, Field, check_fields, shown
-from ssd.parallel.tensor import TensorParallel
 from ssd.text.json_file import read_json
 
 _FIELDS: Final[Mapping[str, Field]] = {
@@ -43,7 +44,8 @@ _FIELDS: Final[Mapping[str, Field]] = {
 }
 _CHUNK: Final = 8192  # tokens that are compared at a time
 _MAPS: Final = ("d2t", "t2d")
-_OLD_PREFIX, _PREFIX = "midlayer.", "layers.0."
+_LAYER: Final = "layers.0"
+_OLD_PREFIX, _PREFIX = "midlayer.", f"{_LAYER}."
 
 
 @dataclass(frozen=True)
@@ -86,18 +88,18 @@ def _misfit(field: str, own: int, target: int) -> ConfigError:
 class EagleLayer(DecoderLayer):
     """A decoder layer whose q, k and v read the embedding and the hidden states, each behind a norm of its own."""
 
-    def __init__(self, config: EagleConfig, ops: Ops, tp: TensorParallel) -> None:
-        super().__init__(config, ops, tp, width=2 * config.hidden_size)
-        self.hidden_norm = Vector(config.hidden_size)
+    def __init__(self, build: Build, config: EagleConfig, tables: RopeTables) -> None:
+        super().__init__(build, _LAYER, config.layer, config, tables, width=2 * config.hidden_size)
+        self.hidden_norm = RMSNorm(build, f"{_LAYER}.hidden_norm", config.hidden_size, config.rms_eps)
 
-    def modules(self) -> Iterator[tuple[str, Linear | Vector]]:
-        yield from super().modules()
-        yield "hidden_norm", self.hidden_norm
+    def parameters(self) -> Iterator[Parameter]:
+        yield from super().parameters()
+        yield self.hidden_norm
 
     def norms(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The input of q, k and v, and its second half: the normed hidden states."""
-        normed = self.ops.rms_norm(hidden, self.hidden_norm.value, self.eps)
-        return torch.cat((self.ops.rms_norm(embedded, self.input_norm.value, self.eps), normed), dim=1), normed
+        normed = self.hidden_norm(hidden)
+        return torch.cat((self.input_norm(embedded), normed), dim=1), normed
 
 
 class EagleHead(Decoder):
@@ -110,34 +112,29 @@ class EagleHead(Decoder):
     hidden: torch.Tensor  # [rows, hidden_size]
 
     def __init__(
-        self,
-        config: EagleConfig,
-        ops: Ops,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        max_positions: int,
-        embedding: Embedding | None = None,
+        self, config: EagleConfig, build: Build, *, max_positions: int, embedding: Embedding | None = None
     ) -> None:
         """`embedding`: the target's."""
-        super().__init__(config, ops, device=device, dtype=dtype, max_positions=max_positions)
-        tp, width = TensorParallel(), config.hidden_size
         self.eagle = config
-        self.layer = EagleLayer(config, ops, tp)
-        self.layers = [self.layer]
-        inputs = (len(config.feature_layers) or 3) * config.target_hidden_size
-        self.fc = ColumnLinear(ops, tp, {"fc": width}, inputs, bias=config.fc_bias)
-        self._own = Embedding(ops, tp, {"embed_tokens": config.vocab_size}, width, embedding=True)
+        super().__init__(config, build, max_positions=max_positions)
+        width, inputs = config.hidden_size, (len(config.feature_layers) or 3) * config.target_hidden_size
+        self.fc = ColumnLinear(build, {"fc": width}, inputs, bias=config.fc_bias)
+        self.norm = RMSNorm(build, "norm", width, config.rms_eps)
+        self._own = Embedding(build, "embed_tokens", config.vocab_size, width, embedding=True)
         self._shared = embedding
         self.embedding = self._own if embedding is None or config.own_embedding else embedding
-        self.head = Embedding(ops, tp, {"lm_head": config.draft_vocab_size}, width, head=True)
+        self.head = Embedding(build, "lm_head", config.draft_vocab_size, width, head=True)
         self._target_ids: torch.Tensor | None = None  # of the tokens in the draft vocabulary
 
-    def holders(self) -> Iterator[tuple[str, Linear | Vector]]:
-        yield from (("", self.fc), ("norm", self.norm), ("", self.head))
+    def _make_layers(self, build: Build) -> Seq[DecoderLayer]:
+        self.layer = EagleLayer(build, self.eagle, self.rope_tables)
+        return [self.layer]
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield from (self.fc, self.norm, self.head)
         if self.eagle.own_embedding:
-            yield "", self._own
-        yield from ((_PREFIX + prefix, holder) for prefix, holder in self.layer.modules())
+            yield self._own
+        yield from self.layer.parameters()
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor | LazyTensor]]) -> None:
         """Loads the checkpoint's tensors. An embedding that is a copy of the target's is not kept."""
@@ -160,7 +157,8 @@ class EagleHead(Decoder):
     def store(self, batch: DeviceBatch, hidden: torch.Tensor, kv: KVCache) -> None:
         """Writes K and V of tokens with the hidden states before them, and computes nothing else."""
         joined, _ = self.layer.norms(self.embedding.embed(batch.token_ids), hidden)
-        self.ops.rope_and_store(self.layer.qkv(joined), batch, self._ropes[0], self.layer.heads, *kv[0])
+        [own] = kv
+        self.layer.attention.store(joined, batch, own)
 
     def __call__(
         self, batch: DeviceBatch, kv: KVCache, features: Mapping[int, torch.Tensor] | None = None
@@ -173,8 +171,8 @@ class EagleHead(Decoder):
         hidden = self.hidden[: len(batch.token_ids)]
         joined, normed = self.layer.norms(self.embedding.embed(batch.token_ids), hidden)
         residual = normed if self.eagle.norm_before_residual else hidden
-        x = self.layer.after_norm(joined, residual, replace(batch, first=1), self._ropes[0], *kv[0])
-        x = self.ops.rms_norm(x, self.norm.value, self.config.rms_eps, residual)  # residual: now its hidden states
+        [own] = kv
+        x = self.norm(self.layer.after_norm(joined, residual, batch, own), residual)  # residual: now its hidden states
         if residual is not hidden:
             hidden.copy_(residual)
         return x
@@ -190,8 +188,7 @@ class EagleHead(Decoder):
 
 def eagle_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that is loaded for a head of this config (of speculators' layout), but for the token maps."""
-    outline = EagleHead(config, ReferenceOps(), device=torch.device("cpu"), dtype=torch.float32, max_positions=1)
-    return {name: shape for name, (shape, *_) in outline.parameters().items()}
+    return EagleHead(config, outline(), max_positions=1).shapes()
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -221,11 +218,11 @@ class EagleCheckpoint:
         """The head with the layers that are its features; ConfigError if it does not fit the target."""
         return replace(self, config=self.config.for_target(target.config))
 
-    def weights(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter under its name in speculators' layout."""
+    def weights(self, device: torch.device, dtype: torch.dtype) -> Weights:
+        """Every parameter under its name in speculators' layout, as it is stored."""
         for name, tensor in read_safetensors(weight_files(self.path)):
             if name not in _MAPS:
-                yield _modern(name), tensor.to(device, dtype)
+                yield _modern(name), tensor
 
     def target_ids(self) -> torch.Tensor | None:
         """The target's ids of the draft vocabulary; None: it has no map."""
@@ -256,10 +253,10 @@ def eagle_config(raw: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) 
         raise UnsupportedModel(f"num_hidden_layers={shown(layer['num_hidden_layers'])}: ssd runs heads of one layer")
     layer |= {"architectures": None, "model_type": layer.get("model_type") or "llama", "num_hidden_layers": 1}
     layer.pop("draft_vocab_size", None)
-    decoder = decoder_config(layer)
+    decoder = decoder_config(layer).with_layers(first_position=1)
     layers, fc_inputs = _feature_layers(raw), (shapes["fc.weight"] or (0,))[-1]
     return EagleConfig(
-        **asdict(decoder) | {"rope": decoder.rope, "family": "eagle3", "tie_embeddings": False},
+        **vars(decoder) | {"family": "eagle3", "tie_embeddings": False},
         draft_vocab_size=raw.get("draft_vocab_size") or decoder.vocab_size,
         target_hidden_size=raw.get("target_hidden_size") or fc_inputs // (len(layers) or 3),
         feature_layers=layers,

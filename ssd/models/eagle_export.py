@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from ssd.models.checkpoint import all_weights
 from ssd.models.eagle import EagleCheckpoint, EagleConfig, authors_name, eagle_shapes
 from ssd.models.export import new_directory, rope_parameters, tensor_bytes, write_json
 
@@ -16,7 +17,9 @@ def write_eagle(head: EagleCheckpoint, out: Path, dtype: torch.dtype, device: to
     """Writes a head, which may be in another layout, or a graft."""
     config = head.config
     with new_directory(out, tensor_bytes(eagle_shapes(config), dtype)) as folder:
-        weights = {authors_name(name): tensor.cpu().contiguous() for name, tensor in head.weights(device, dtype)}
+        weights = {
+            authors_name(name): tensor.cpu().contiguous() for name, tensor in all_weights(head, device, dtype).items()
+        }
         ids = head.target_ids()
         if ids is not None:
             weights["d2t"] = ids - torch.arange(len(ids), device=ids.device)
@@ -29,29 +32,30 @@ def write_eagle(head: EagleCheckpoint, out: Path, dtype: torch.dtype, device: to
 
 def eagle_json(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
     """A head's config.json; without feature layers where they are the default ones."""
-    rope = rope_parameters(config.rope)
+    spec = config.attention
+    rope = rope_parameters(spec.rope)
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
     layers = {"eagle_aux_hidden_state_layer_ids": [n - 1 for n in config.feature_layers]}
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "qwen3" if config.qk_norm else "llama",
+        "model_type": "qwen3" if spec.qk_norm else "llama",
         "vocab_size": config.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
         "hidden_size": config.hidden_size,
         "target_hidden_size": config.target_hidden_size,
-        "intermediate_size": config.intermediate_size,
+        "intermediate_size": config.mlp.intermediate_size,
         "num_hidden_layers": 1,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": config.max_position,
         "rms_norm_eps": config.rms_eps,
-        "rope_theta": config.rope.theta,
-        "rope_scaling": scaling if config.rope.scaling != "default" else None,
+        "rope_theta": spec.rope.theta,
+        "rope_scaling": scaling if spec.rope.scaling != "default" else None,
         "tie_word_embeddings": False,
-        "attention_bias": config.qkv_bias,
-        "mlp_bias": config.mlp_bias,
+        "attention_bias": spec.qkv_bias,
+        "mlp_bias": config.mlp.bias,
         "norm_before_residual": config.norm_before_residual,
         **({"eagle_config": layers} if config.feature_layers else {}),
         "dtype": str(dtype).removeprefix("torch."),

@@ -13,7 +13,8 @@ from typing import Final
 import torch
 
 from ssd.errors import ConfigError
-from ssd.models.checkpoint import Checkpoint, graft_note
+from ssd.layers.spec import LayerSpec
+from ssd.models.checkpoint import Checkpoint, all_weights, graft_note
 from ssd.models.config import DecoderConfig
 from ssd.models.eagle import EagleCheckpoint, EagleConfig, eagle_shapes
 from ssd.models.graft import (
@@ -24,6 +25,7 @@ from ssd.models.graft import (
     GraftCheckpoint,
     blocks_of,
     copies,
+    grafted_rope,
     obstacles,
     place,
     same,
@@ -65,7 +67,7 @@ class EagleGraft(EagleCheckpoint):
     def weights(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """Made on the device: only the base's tensors travel there."""
         small, big = self.base.config, self.config
-        base, blocks = dict(self.base.weights(device, torch.float32)), _head_blocks(small, big)
+        base, blocks = all_weights(self.base, device, torch.float32), _head_blocks(small, big)
         for name, shape in eagle_shapes(big).items():
             part = name.removeprefix("layers.0.").removesuffix(".weight")
             tensor = torch.zeros(shape, dtype=dtype, device=device)
@@ -92,15 +94,20 @@ def _grafted(small: EagleConfig, target: GraftCheckpoint) -> EagleConfig:
     big, base = target.config, target.base.config
     added = _DRAFT_VOCABULARY - small.draft_vocab_size
     fits = big.vocab_size > base.vocab_size and 0 < added <= big.vocab_size - base.vocab_size
+    wide = big.attention
+    attention = replace(
+        small.attention,
+        num_heads=wide.num_heads,
+        num_kv_heads=wide.num_kv_heads,
+        head_dim=wide.head_dim,
+        rope=grafted_rope(small, big),
+    )
+    mlp = replace(small.mlp, intermediate_size=big.mlp.intermediate_size)
     return replace(
         small,
         vocab_size=big.vocab_size,
         hidden_size=big.hidden_size,
-        intermediate_size=big.intermediate_size,
-        num_heads=big.num_heads,
-        num_kv_heads=big.num_kv_heads,
-        head_dim=big.head_dim,
-        rope=replace(small.rope, theta=small.rope.theta ** (big.head_dim // small.head_dim)),
+        layers=(LayerSpec(attention, mlp),),
         draft_vocab_size=small.draft_vocab_size + (added if fits else 0),
         target_hidden_size=big.hidden_size,
         feature_layers=tuple(n * big.num_layers // base.num_layers for n in small.feature_layers),

@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ssd.errors import ConfigError, SSDError
-from ssd.models.config import DecoderConfig, RopeConfig
+from ssd.layers.spec import RopeConfig
+from ssd.models.config import DecoderConfig
 from ssd.models.decoder import parameter_shapes
 from ssd.models.graft import GraftCheckpoint
 
@@ -136,20 +137,20 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
 
 def graft_config(graft: GraftCheckpoint, dtype: torch.dtype) -> dict[str, Any]:
     """config.json in the spelling of transformers 5, with where the weights come from."""
-    config = graft.config
+    config, attention = graft.config, graft.config.attention
     return {
         "architectures": [_ARCHITECTURES[config.family]],
         "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        "intermediate_size": config.mlp.intermediate_size,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
         "max_position_embeddings": config.max_position,
         "rms_norm_eps": config.rms_eps,
-        "rope_parameters": rope_parameters(config.rope),
+        "rope_parameters": rope_parameters(attention.rope),
         "tie_word_embeddings": config.tie_embeddings,
         "hidden_act": "silu",
         "attention_bias": False,

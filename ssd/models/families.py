@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
 from ssd.errors import UnsupportedModel
-from ssd.models.config import DecoderConfig, RopeConfig
+from ssd.layers.spec import RopeConfig
+from ssd.models.config import DecoderConfig, equal_layers
 from ssd.models.fields import (
     EPSILON,
     FACTOR,
@@ -62,6 +65,7 @@ _FIELDS: Final[Mapping[str, Field]] = MappingProxyType(
         "attention_bias": FLAG,
         "mlp_bias": FLAG,
         "use_sliding_window": FLAG,
+        "sliding_window": Field("an integer", (int,), 0, 1 << 23),
         "max_window_layers": Field("an integer", (int,)),
         "layer_types": LIST,
         "hidden_act": TEXT,
@@ -94,28 +98,29 @@ def llama(raw: Raw) -> DecoderConfig:
 
 
 def mistral(raw: Raw) -> DecoderConfig:
-    """Mistral without its sliding window (from 7B v0.2 on) is Llama under another name."""
-    window = raw.get("sliding_window", 4096)
-    if window is not None:
-        raise UnsupportedModel(
-            f"sliding_window={shown(window)}: ssd attends to the whole context only; use a Mistral whose config.json "
-            "has sliding_window null (7B v0.2 and later)"
-        )
-    return _decoder(raw, "mistral", max_position=131072, kv_heads=8)
+    """Mistral: Llama under another name, with a sliding window before 7B v0.2."""
+    windows = [raw.get("sliding_window", 4096)] * _size(raw, "num_hidden_layers")
+    return _decoder(raw, "mistral", max_position=131072, kv_heads=8, windows=windows)
 
 
 def qwen2(raw: Raw) -> DecoderConfig:
     """Qwen 2 and 2.5: biases on q, k and v, and nowhere else."""
-    _refuse_sliding_window(raw)
-    return _decoder(raw, "qwen2", max_position=32768, kv_heads=32, qkv_bias=True)
+    return _decoder(raw, "qwen2", max_position=32768, kv_heads=32, qkv_bias=True, windows=_qwen_windows(raw))
 
 
 def qwen3(raw: Raw) -> DecoderConfig:
     """Qwen 3: norms on q and k, and a head size of its own."""
-    _refuse_sliding_window(raw)
     bias = bool(raw.get("attention_bias", False))
     return _decoder(
-        raw, "qwen3", max_position=32768, kv_heads=32, head_dim=128, qk_norm=True, qkv_bias=bias, output_bias=bias
+        raw,
+        "qwen3",
+        max_position=32768,
+        kv_heads=32,
+        head_dim=128,
+        qk_norm=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        windows=_qwen_windows(raw),
     )
 
 
@@ -187,14 +192,16 @@ def _decoder(
     output_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    windows: Seq[int | None] = (),
 ) -> DecoderConfig:
-    """What all families share. The keywords are the family's own defaults (None: derived) and switches."""
+    """What all families share. The keywords are the family's own defaults (None: derived) and switches; `windows`: of
+    each layer, where a family has any."""
     heads, hidden = _size(raw, "num_attention_heads"), _size(raw, "hidden_size")
     max_position = _size(raw, "max_position_embeddings", max_position)
     rope = rope_config(raw, max_position)
     if rope.scaling == "yarn":  # published configs state the length before stretching
         max_position = max(max_position, int(rope.original_max_position * rope.factor))
-    return DecoderConfig(
+    config = equal_layers(
         family=family,
         vocab_size=_size(raw, "vocab_size"),
         hidden_size=hidden,
@@ -213,6 +220,10 @@ def _decoder(
         qk_norm=qk_norm,
         dtype=_dtype(raw),
     )
+    if not any(windows):
+        return config
+    attention = [replace(config.attention, window=window) for window in windows]
+    return replace(config, layers=tuple(replace(config.layer, attention=each) for each in attention))
 
 
 def _size(raw: Raw, key: str, default: int | None = None) -> int:
@@ -232,18 +243,20 @@ def _dtype(raw: Raw) -> str:
     return name
 
 
-def _refuse_sliding_window(raw: Raw) -> None:
-    """Qwen switches its sliding window per layer: refuse as soon as one layer uses it."""
-    layers = _size(raw, "num_hidden_layers")
-    first = 28 if raw.get("max_window_layers") is None else raw["max_window_layers"]
-    windowed = raw.get("use_sliding_window", False) and raw.get("sliding_window", 4096) is not None and first < layers
-    types = raw.get("layer_types") or (["sliding_attention"] if windowed else [])
-    other = [kind for kind in types if kind != "full_attention"]
-    if other:
-        raise UnsupportedModel(
-            f"layer type {shown(other[0])} (use_sliding_window={raw.get('use_sliding_window')}): ssd attends to the "
-            "whole context only; set use_sliding_window to false in config.json if the context stays below the window"
-        )
+def _qwen_windows(raw: Raw) -> list[int | None]:
+    """The sliding window of each layer, None for the whole context: by `layer_types`, else by `max_window_layers`."""
+    count, window = _size(raw, "num_hidden_layers"), raw.get("sliding_window", 4096)
+    types = raw.get("layer_types")
+    if types is None:
+        full = 28 if raw.get("max_window_layers") is None else raw["max_window_layers"]
+        return [window if raw.get("use_sliding_window") and i >= full else None for i in range(count)]
+    known: dict[object, int | None] = {"full_attention": None, "sliding_attention": window or 4096}
+    for kind in types:
+        if not isinstance(kind, str) or kind not in known:
+            raise UnsupportedModel(f"layer type {shown(kind)}: ssd knows {', '.join(map(str, known))}")
+    if len(types) != count:
+        raise UnsupportedModel(f"layer_types has {len(types)} entries, num_hidden_layers is {count}")
+    return [known[kind] for kind in types]
 
 
 def rope_config(raw: Raw, max_position: int) -> RopeConfig:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ssd.errors import UnsupportedModel
+from ssd.layers.spec import AttentionSpec
 from ssd.models.config import DecoderConfig
 
 _SHOWN: Final = 60  # characters of a value in an error message
@@ -76,16 +77,30 @@ def check_fields(values: Mapping[str, Any], fields: Mapping[str, Field], where: 
 
 
 def check_shape(config: DecoderConfig) -> None:
-    """Refuse head counts that grouped-query attention and the rotary embedding cannot use, and impossible scalings."""
-    if config.num_heads % config.num_kv_heads:
-        raise UnsupportedModel(
-            f"num_key_value_heads={config.num_kv_heads} does not divide num_attention_heads={config.num_heads}"
-        )
-    check_field("head_dim", config.head_dim, HEAD_DIM, "the config")
-    if config.head_dim % 2:
-        raise UnsupportedModel(f"head_dim={config.head_dim}: the rotary embedding needs an even head size")
+    """Refuse what the kernels cannot compute: see `_check_attention`; and heads that differ from layer to layer."""
     check_field("number of positions", config.max_position, POSITIONS, "the config")
-    rope = config.rope
+    kinds = dict.fromkeys(layer.attention for layer in config.layers)
+    for attention in kinds:
+        _check_attention(attention)
+    if len(found := {attention.heads() for attention in kinds}) > 1:
+        raise UnsupportedModel(f"layers with different heads ({', '.join(map(str, found))}): ssd needs equal ones")
+
+
+def _check_attention(spec: AttentionSpec) -> None:
+    """Refuse head counts that grouped-query attention and the rotary embedding cannot use, and impossible scalings."""
+    if spec.num_heads % spec.num_kv_heads:
+        raise UnsupportedModel(
+            f"num_key_value_heads={spec.num_kv_heads} does not divide num_attention_heads={spec.num_heads}"
+        )
+    check_field("head_dim", spec.head_dim, HEAD_DIM, "the config")
+    if spec.head_dim % 2:
+        raise UnsupportedModel(f"head_dim={spec.head_dim}: the rotary embedding needs an even head size")
+    if spec.window is not None:
+        raise UnsupportedModel(
+            f"a sliding window of {spec.window} tokens: ssd attends to the whole context only; if the context stays "
+            "below the window, take it out of the model's config (sliding_window, layer_types)"
+        )
+    rope = spec.rope
     if rope.scaling == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
         raise UnsupportedModel(
             f"high_freq_factor={rope.high_freq_factor}: expected more than low_freq_factor={rope.low_freq_factor}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +19,9 @@ import numpy.typing as npt
 import torch
 
 from ssd.errors import UnsupportedModel
-from ssd.models.config import DecoderConfig, RopeConfig
+from ssd.layers.spec import RopeConfig
+from ssd.models.checkpoint import Weights
+from ssd.models.config import DecoderConfig, equal_layers
 from ssd.models.decoder import check_fits
 from ssd.models.fields import (
     EPSILON,
@@ -37,7 +39,7 @@ from ssd.models.fields import (
     number,
     shown,
 )
-from ssd.models.gguf_file import Header, quantisation_types, read_header, read_tensor, tensor_type
+from ssd.models.gguf_file import Header, TensorInfo, quantisation_types, read_header, read_tensor, tensor_type
 from ssd.models.gguf_tokenizer import load_tokenizer, stop_token_ids
 from ssd.text.tokenizer import Tokenizer
 
@@ -75,6 +77,7 @@ _FIELDS: Final[Mapping[str, Field]] = MappingProxyType(  # behind the architectu
         "attention.head_count_kv": HEADS,
         "attention.key_length": HEAD_DIM,
         "attention.value_length": HEAD_DIM,
+        "attention.sliding_window": Field("an integer", (int,), 0, 1 << 23),  # 0: none
         "attention.layer_norm_rms_epsilon": EPSILON,
         "rope.dimension_count": HEAD_DIM,
         "rope.freq_base": THETA,
@@ -89,6 +92,22 @@ _FIELDS: Final[Mapping[str, Field]] = MappingProxyType(  # behind the architectu
 )
 _LAYER_TENSOR: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ROPE_FACTORS: Final = "rope_freqs.weight"
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """A tensor of a file, which is widened to float32 when it is indexed."""
+
+    data: npt.NDArray[np.uint8]
+    info: TensorInfo
+    restored: Callable[[str, npt.NDArray[np.float32]], npt.NDArray[np.float32]]  # to Hugging Face's order of rows
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.info.shape)
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        return torch.from_numpy(self.restored(self.info.name, read_tensor(self.data, self.info)))[index]
 
 
 @dataclass(frozen=True)
@@ -112,25 +131,25 @@ class GGUFCheckpoint:
             raise UnsupportedModel(f"{path}: {error}") from None
         return cls(path, config, stop_token_ids(header.metadata, path), header)
 
-    def weights(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, device: torch.device, dtype: torch.dtype) -> Weights:
         data = np.memmap(self.path, dtype=np.uint8, mode="r")
         for info in self.header.tensors.values():
             if info.name != _ROPE_FACTORS:
-                weight = self._unpermuted(info.name, read_tensor(data, info))
-                yield _hf_name(info.name, self.config), torch.from_numpy(weight).to(device, dtype)
+                yield _hf_name(info.name, self.config), GGUFTensor(data, info, self._unpermuted)
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.header.metadata, self.path)
 
     def _unpermuted(self, name: str, weight: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Llama's q and k rows are stored with the two halves of each head interleaved (rotary by pairs)."""
-        heads = {"attn_q": self.config.num_heads, "attn_k": self.config.num_kv_heads}
+        spec = self.config.attention
+        heads = {"attn_q": spec.num_heads, "attn_k": spec.num_kv_heads}
         part = name.split(".")[-2]
         if self.config.family != "llama" or part not in heads:
             return weight
-        if weight.shape[0] != heads[part] * self.config.head_dim:
+        if weight.shape[0] != heads[part] * spec.head_dim:
             return weight  # its shape is refused on loading
-        pairs = weight.reshape(heads[part], self.config.head_dim // 2, 2, *weight.shape[1:])
+        pairs = weight.reshape(heads[part], spec.head_dim // 2, 2, *weight.shape[1:])
         return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weight.shape)
 
 
@@ -145,7 +164,7 @@ def _decoder_config(header: Header, path: Path) -> DecoderConfig:
     _refuse_variants(metadata, family)
     heads, hidden = _size(metadata, f"{family}.attention.head_count"), _size(metadata, f"{family}.embedding_length")
     head_dim = _size(metadata, f"{family}.attention.key_length", hidden // heads)
-    config = DecoderConfig(
+    config = equal_layers(
         family=family,
         vocab_size=_rows(header, "token_embd.weight"),
         hidden_size=hidden,
@@ -162,6 +181,7 @@ def _decoder_config(header: Header, path: Path) -> DecoderConfig:
         output_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
         qk_norm=family == "qwen3",
+        window=metadata.get(f"{family}.attention.sliding_window") or None,
         dtype=_dtype(header),
     )
     check_shape(config)
@@ -181,18 +201,14 @@ def _check_metadata(metadata: Mapping[str, Any], family: str) -> None:
 
 
 def _refuse_variants(metadata: Mapping[str, Any], family: str) -> None:
-    """Refuse variants under the same architecture name: experts, sliding windows, files in several parts."""
+    """Refuse variants under the same architecture name: experts, files in several parts."""
     if metadata.get("split.count", 1) > 1:
         raise UnsupportedModel(
             f"split.count={metadata['split.count']}: ssd reads GGUF models of one file; join the parts with "
             "`llama-gguf-split --merge`"
         )
-    for key in ("expert_count", "attention.sliding_window"):
-        if metadata.get(f"{family}.{key}"):
-            raise UnsupportedModel(
-                f"{family}.{key}={shown(metadata[f'{family}.{key}'])}: ssd runs dense models only, "
-                "with attention to the whole context"
-            )
+    if experts := metadata.get(f"{family}.expert_count"):
+        raise UnsupportedModel(f"{family}.expert_count={shown(experts)}: ssd runs dense models only")
     head_dim, value_dim = (
         metadata.get(f"{family}.attention.key_length"),
         metadata.get(f"{family}.attention.value_length"),
@@ -231,7 +247,11 @@ def _hf_name(name: str, config: DecoderConfig) -> str:
         return _MODEL_NAMES.get(name, name)
     match = _LAYER_TENSOR.fullmatch(name)
     part = match.group(2) if match else ""
-    if match is None or part not in _LAYER_NAMES or (part.endswith(("q_norm", "k_norm")) and not config.qk_norm):
+    if (
+        match is None
+        or part not in _LAYER_NAMES
+        or (part.endswith(("q_norm", "k_norm")) and not config.attention.qk_norm)
+    ):
         raise UnsupportedModel(f"tensor {name[:60]}: unknown in the {config.family} architecture")
     return f"model.layers.{match.group(1)}.{_LAYER_NAMES[part]}.{match.group(3)}"
 

@@ -28,7 +28,8 @@ from typing import Final
 import torch
 
 from ssd.errors import ConfigError, UnsupportedModel
-from ssd.models.checkpoint import Checkpoint, graft_note
+from ssd.layers.spec import AttentionSpec, RopeConfig
+from ssd.models.checkpoint import Checkpoint, all_weights, graft_note
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import parameter_shapes
 from ssd.models.random_weights import fill_random
@@ -84,8 +85,7 @@ class GraftCheckpoint:
     def config(self) -> DecoderConfig:
         base = self.base.config
         return replace(
-            self.shape,
-            rope=replace(base.rope, theta=base.rope.theta ** (self.shape.head_dim // base.head_dim)),
+            self.shape.with_layers(rope=grafted_rope(base, self.shape)),
             rms_eps=base.rms_eps,
             max_position=base.max_position,
             dtype="bfloat16" if base.dtype == "float16" else base.dtype,
@@ -122,7 +122,7 @@ class GraftCheckpoint:
             yield name, tensor
 
     def _base_weights(self, device: torch.device) -> dict[str, torch.Tensor]:
-        weights = dict(self.base.weights(device, torch.float32))
+        weights = all_weights(self.base, device, torch.float32)
         shapes = parameter_shapes(self.base.config)
         wrong = [name for name, shape in shapes.items() if name not in weights or weights[name].shape != shape]
         if wrong:
@@ -164,21 +164,27 @@ def obstacles(small: DecoderConfig, big: DecoderConfig) -> Iterator[str]:
     """Why `small` cannot be grafted into `big`."""
     if small.family != big.family:
         yield f"the shape's family is {big.family}, the base's is {small.family}"
-    for name in ("qkv_bias", "output_bias", "mlp_bias"):
-        if getattr(small, name):
-            yield f"the base's {name} is true, and a graft holds no biases"
-    if small.rope.scaling == "yarn":
+    own, wide = small.attention, big.attention
+    biases = {"qkv_bias": own.qkv_bias, "output_bias": own.output_bias, "mlp_bias": small.mlp.bias}
+    yield from (f"the base's {name} is true, and a graft holds no biases" for name, there in biases.items() if there)
+    if own.rope.scaling == "yarn":
         yield "the base's rope scaling is yarn, which depends on the head size"
-    for name in ("hidden_size", "head_dim"):
-        if getattr(big, name) % getattr(small, name):
-            yield f"the shape's {name}={getattr(big, name)} is no multiple of the base's {getattr(small, name)}"
-    if big.head_dim // small.head_dim * math.log(small.rope.theta) > math.log(torch.finfo(torch.float32).max):
-        yield f"the shape's head_dim={big.head_dim} is too large for the base's {small.head_dim}: its rope overflows"
-    for name in ("intermediate_size", "num_layers", "vocab_size"):
-        if getattr(big, name) < getattr(small, name):
-            yield f"the shape's {name}={getattr(big, name)} is below the base's {getattr(small, name)}"
-    if big.num_kv_heads < (needed := len(_seats(small, big)[1])):
-        yield f"the shape's num_kv_heads={big.num_kv_heads} is below the {needed} that the base's heads need in it"
+    multiples = {"hidden_size": (big.hidden_size, small.hidden_size), "head_dim": (wide.head_dim, own.head_dim)}
+    for name, (shape, base) in multiples.items():
+        if shape % base:
+            yield f"the shape's {name}={shape} is no multiple of the base's {base}"
+    if wide.head_dim // own.head_dim * math.log(own.rope.theta) > math.log(torch.finfo(torch.float32).max):
+        yield f"the shape's head_dim={wide.head_dim} is too large for the base's {own.head_dim}: its rope overflows"
+    least = {
+        "intermediate_size": (big.mlp.intermediate_size, small.mlp.intermediate_size),
+        "num_layers": (big.num_layers, small.num_layers),
+        "vocab_size": (big.vocab_size, small.vocab_size),
+    }
+    for name, (shape, base) in least.items():
+        if shape < base:
+            yield f"the shape's {name}={shape} is below the base's {base}"
+    if wide.num_kv_heads < (needed := len(_seats(own, wide)[1])):
+        yield f"the shape's num_kv_heads={wide.num_kv_heads} is below the {needed} that the base's heads need in it"
     if big.tie_embeddings and not small.tie_embeddings:
         yield "the shape's tie_embeddings is true, and the base's head is not its embedding"
     if big.vocab_size > small.vocab_size and big.hidden_size < 4 * small.hidden_size:
@@ -186,6 +192,12 @@ def obstacles(small: DecoderConfig, big: DecoderConfig) -> Iterator[str]:
             f"the shape's vocab_size={big.vocab_size} is above the base's {small.vocab_size}, which needs a spare "
             f"dimension: its hidden_size={big.hidden_size} must be at least four times the base's {small.hidden_size}"
         )
+
+
+def grafted_rope(small: DecoderConfig, big: DecoderConfig) -> RopeConfig:
+    """The base's rotary embedding, in the big head: its dimensions turn as they do in the small one."""
+    rope, ratio = small.attention.rope, big.attention.head_dim // small.attention.head_dim
+    return replace(rope, theta=rope.theta**ratio)
 
 
 # --- layout -----------------------------------------------------------------------------------------------------------
@@ -218,9 +230,9 @@ def blocks_of(small: DecoderConfig, big: DecoderConfig, attended: Axis | None = 
     scales = copy_scales(big.hidden_size // small.hidden_size)
     read, written = same(small.hidden_size), _copies(small.hidden_size, scales)
     norm = read.times(1 / scales[0])
-    mlp, vocabulary, one = same(small.intermediate_size), same(small.vocab_size), same(1)
+    mlp, vocabulary, one = same(small.mlp.intermediate_size), same(small.vocab_size), same(1)
     return {
-        **_attention_blocks(small, big, attended or read, written),
+        **_attention_blocks(small.attention, big.attention, attended or read, written),
         "input_layernorm": (one, norm),
         "post_attention_layernorm": (one, norm),
         "mlp.gate_proj": (mlp, read),
@@ -233,7 +245,7 @@ def blocks_of(small: DecoderConfig, big: DecoderConfig, attended: Axis | None = 
 
 
 def _attention_blocks(
-    small: DecoderConfig, big: DecoderConfig, read: Axis, written: Axis
+    small: AttentionSpec, big: AttentionSpec, read: Axis, written: Axis
 ) -> dict[str, tuple[Axis, Axis]]:
     ratio = big.head_dim // small.head_dim
     sharper = math.sqrt(ratio)  # attention divides by the square root of the head size
@@ -321,7 +333,7 @@ def _head(positions: torch.Tensor, scales: list[int], small_dim: int) -> Axis:
     return Axis(positions, source, scale)
 
 
-def _seats(small: DecoderConfig, big: DecoderConfig) -> tuple[list[int], list[int]]:
+def _seats(small: AttentionSpec, big: AttentionSpec) -> tuple[list[int], list[int]]:
     """The big head of every small one; and the small KV head in each of the first big ones."""
     small_group, group = small.num_heads // small.num_kv_heads, big.num_heads // big.num_kv_heads
     seats: list[int] = []

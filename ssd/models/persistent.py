@@ -8,6 +8,8 @@ import torch
 
 from ssd.kernels.ops import DeviceBatch
 from ssd.kernels.persistent import MAX_ROWS, BuildError, PersistentStep, StepLayer
+from ssd.layers.formats.dense import DENSE
+from ssd.layers.linear import Linear
 from ssd.models.decoder import Decoder, KVCache
 
 log = logging.getLogger("ssd")
@@ -34,44 +36,53 @@ def use_persistent_step(decoder: Decoder, kv: KVCache) -> None:
         )
 
 
-def _build(decoder: Decoder, kv: KVCache) -> PersistentStep:
-    config = decoder.config
-    if config.output_bias or config.mlp_bias or decoder.embedding.tp.size > 1:
-        raise BuildError("it is for one GPU, and has no biases of the output projection and the MLP")
-    products = [part for layer in decoder.layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-    if not all(isinstance(part.weight, torch.Tensor) for part in (decoder.embedding, decoder.head, *products)):
+def _accept(decoder: Decoder) -> None:
+    """BuildError for layers and weight formats that the kernel does not have."""
+    if decoder.tp.size > 1:
+        raise BuildError("it is for one GPU")
+    if len(kinds := set(decoder.config.layers)) > 1:
+        raise BuildError("it is for models whose layers are all equal")
+    for spec in kinds:
+        if spec.attention.output_bias or spec.mlp.bias or spec.attention.window is not None:
+            raise BuildError("it has no biases of the output projection and the MLP, and no windows")
+    if any(each.format is not DENSE for each in decoder.parameters() if isinstance(each, Linear)):
         raise BuildError("it is for weights that are not quantised")
+
+
+def _build(decoder: Decoder, kv: KVCache) -> PersistentStep:
+    _accept(decoder)
     layers = [
         StepLayer(
-            qkv=layer.qkv.weight,
-            output=layer.output.weight,
-            gate_up=layer.gate_up.weight,
-            down=layer.down.weight,
-            input_norm=layer.input_norm.value,
-            mlp_norm=layer.mlp_norm.value,
-            q_norm=None if layer.q_norm is None else layer.q_norm.value,
-            k_norm=None if layer.k_norm is None else layer.k_norm.value,
-            qkv_bias=layer.qkv.bias,
+            qkv=layer.attention.qkv.weight,
+            output=layer.attention.output.weight,
+            gate_up=layer.mlp.gate_up.weight,
+            down=layer.mlp.down.weight,
+            input_norm=layer.input_norm.weight,
+            mlp_norm=layer.mlp_norm.weight,
+            q_norm=layer.attention.rope.q_norm,
+            k_norm=layer.attention.rope.k_norm,
+            qkv_bias=layer.attention.qkv.bias,
             k_cache=k_cache,
             v_cache=v_cache,
         )
         for layer, (k_cache, v_cache) in zip(decoder.layers, kv, strict=True)
     ]
+    [(cos, sin)] = decoder.rope_tables.values()
     return PersistentStep(
         layers,
-        decoder.layers[0].heads,
+        decoder.heads,
         embedding=decoder.embedding.weight,
-        norm=decoder.norm.value,
+        norm=decoder.norm.weight,
         head=decoder.head.weight,
-        cos=decoder.cos,
-        sin=decoder.sin,
-        eps=config.rms_eps,
+        cos=cos,
+        sin=sin,
+        eps=decoder.config.rms_eps,
     )
 
 
 @torch.inference_mode()
 def _difference(decoder: Decoder, step: PersistentStep, kv: KVCache) -> float:
-    """Of the logits after the first tokens of a text, read together, and after one more."""
+    """Relative difference of the logits after the first tokens of a text, read together, and after one more."""
     largest = 0.0
     for first, count in ((0, _CHECKED_TOKENS), (_CHECKED_TOKENS, 1)):
         batch = _batch(decoder, kv[0][0].shape[1], first, count)
@@ -83,7 +94,7 @@ def _difference(decoder: Decoder, step: PersistentStep, kv: KVCache) -> float:
 
 def _batch(decoder: Decoder, block_size: int, first: int, count: int) -> DeviceBatch:
     """Tokens at positions first..first + count - 1 of a sequence in the first blocks."""
-    tile = decoder.ops.tile_tokens(decoder.layers[0].heads, False)
+    tile = decoder.ops.tile_tokens(decoder.heads, False)
 
     def ints(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=decoder.device)

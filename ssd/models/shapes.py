@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from ssd.models.config import DecoderConfig, RopeConfig
+from ssd.layers.spec import RopeConfig
+from ssd.models.config import DecoderConfig, equal_layers
 
 _LLAMA3 = RopeConfig(theta=500000.0, scaling="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 _LLAMA32 = RopeConfig(theta=500000.0, scaling="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
 
 
 def _llama(hidden: int, mlp: int, layers: int, heads: int, dim: int, rope: RopeConfig, tied: bool) -> DecoderConfig:
-    return DecoderConfig("llama", 128256, hidden, mlp, layers, heads, 8, dim, 131072, 1e-5, rope, tied)
+    return equal_layers("llama", 128256, hidden, mlp, layers, heads, 8, dim, 131072, 1e-5, rope, tied)
 
 
 def _qwen3(hidden: int, mlp: int, layers: int, heads: int, tied: bool) -> DecoderConfig:
     rope = RopeConfig(theta=1000000.0)
-    return DecoderConfig("qwen3", 151936, hidden, mlp, layers, heads, 8, 128, 40960, 1e-6, rope, tied, qk_norm=True)
+    return equal_layers("qwen3", 151936, hidden, mlp, layers, heads, 8, 128, 40960, 1e-6, rope, tied, qk_norm=True)
 
 
 def _qwen25(hidden: int, mlp: int, layers: int, heads: int, dim: int) -> DecoderConfig:
     rope = RopeConfig(theta=1000000.0)
-    return DecoderConfig("qwen2", 151936, hidden, mlp, layers, heads, 2, dim, 32768, 1e-6, rope, True, qkv_bias=True)
+    return equal_layers("qwen2", 151936, hidden, mlp, layers, heads, 2, dim, 32768, 1e-6, rope, True, qkv_bias=True)
 
 
 SHAPES = {
-    "cpu-7m": DecoderConfig("llama", 8192, 256, 896, 6, 8, 4, 32, 4096, 1e-5, RopeConfig(10000.0), True),
-    "cpu-75m": DecoderConfig("llama", 8192, 768, 1792, 12, 12, 4, 64, 4096, 1e-5, RopeConfig(10000.0), True),
-    "smollm2-135m": DecoderConfig("llama", 49152, 576, 1536, 30, 9, 3, 64, 8192, 1e-5, RopeConfig(100000.0), True),
+    "cpu-7m": equal_layers("llama", 8192, 256, 896, 6, 8, 4, 32, 4096, 1e-5, RopeConfig(10000.0), True),
+    "cpu-75m": equal_layers("llama", 8192, 768, 1792, 12, 12, 4, 64, 4096, 1e-5, RopeConfig(10000.0), True),
+    "smollm2-135m": equal_layers("llama", 49152, 576, 1536, 30, 9, 3, 64, 8192, 1e-5, RopeConfig(100000.0), True),
     "llama-3.2-1b": _llama(2048, 8192, 16, 32, 64, _LLAMA32, True),
     "llama-3.2-3b": _llama(3072, 8192, 28, 24, 128, _LLAMA32, True),
     "llama-3.1-8b": _llama(4096, 14336, 32, 32, 128, _LLAMA3, False),

@@ -243,7 +243,7 @@ def test_a_page_is_well_formed_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["paths.svg", "paths.html"])
 def test_it_explains_and_draws(tmp_path: Path, name: str) -> None:
-    options = ("--tokens", "12", "--k", "3", "--budget", "5", "--fan-out", "2", "-t", "0.5", "--seed", "7")
+    options = ("--max-tokens", "12", "--k", "3", "--budget", "5", "--fan-out", "2", "-t", "0.5", "--seed", "7")
     done = explain("tiny-llama", "Once upon a time", *options, "--device", "cpu", "--out", str(tmp_path / name))
     assert done.exit_code == 0, done.output
     said = " ".join(done.stdout.split())
@@ -262,7 +262,7 @@ def test_it_explains_and_draws(tmp_path: Path, name: str) -> None:
         (("--draft", "ngram"), "nothing to prepare"),
         (("--k", "none"), "k='none'"),
         (("--fan-out", "99"), "fan_out=99"),
-        (("--tokens", "0"), "max_new_tokens=0"),
+        (("--max-tokens", "0"), "max_new_tokens=0"),
         (("tiny-lama",), "did you mean tiny-llama?"),
         (("org/name",), "name a small model"),
     ],

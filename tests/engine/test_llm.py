@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from conftest import TestModel
 from fakes import wait_until_idle
 
 from ssd import LLM, ConfigError, ModelNotFound, RequestError, SamplingParams, UnsupportedModel
-from ssd.config import EngineConfig, EngineOptions
+from ssd.config import EngineConfig
 from ssd.engine.driver import Submission
 from ssd.errors import EngineClosed, RequestFailed
 from ssd.llm import TextStream
@@ -210,12 +210,10 @@ def test_the_config_has_what_was_chosen(path: str) -> None:
         assert not [name for name, value in chosen.items() if value in (None, "auto")]
 
 
-def test_the_typed_options_are_those_of_the_config() -> None:
-    """Catches an option that editors and type checkers do not know, or know by another type."""
-    options, wanted = get_type_hints(EngineOptions), get_type_hints(EngineConfig)
-    assert wanted.pop("model") is str
-    assert options.keys() == wanted.keys()
-    assert {name for name in wanted if options[name] != wanted[name]} == {"speculation"}
+def test_a_config_stands_for_its_options(path: str) -> None:
+    """Catches a config whose options are dropped, and keywords beside it that are ignored."""
+    with LLM(EngineConfig(path, max_num_seqs=2, device="cpu"), max_model_len=64) as llm:
+        assert (llm.config.max_num_seqs, llm.config.max_model_len) == (2, 64)
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import torch
 from conftest import TestModel
 
 from ssd import LLM, SamplingParams
-from ssd.models.config import RopeConfig
-from ssd.models.rotary import rope_tables
+from ssd.layers.rotary import rope_tables
+from ssd.layers.spec import RopeConfig
 from ssd.sampling.sampler import Needs, Rows, Sampler, SamplingColumns
 
 PROMPTS = [[5, 6, 7, 8], [300, 2, 9]]

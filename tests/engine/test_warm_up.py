@@ -17,6 +17,7 @@ from ssd.execution.state import SequenceState
 from ssd.execution.target import Target
 from ssd.kernels.ops import DeviceBatch
 from ssd.kernels.reference import ReferenceOps
+from ssd.layers.parameter import Build
 from ssd.models.decoder import Decoder, KVCache
 from ssd.models.open import open_checkpoint
 
@@ -27,7 +28,7 @@ K = 2
 @pytest.fixture
 def runner(make_model: Callable[[str], TestModel]) -> ModelRunner:
     checkpoint = open_checkpoint(make_model("qwen3").path)
-    decoder = Decoder(checkpoint.config, ReferenceOps(), device=CPU, dtype=torch.float32, max_positions=128)
+    decoder = Decoder(checkpoint.config, Build(ReferenceOps(), CPU, torch.float32), max_positions=128)
     decoder.load(checkpoint.weights(CPU, torch.float32))
     state = SequenceState(4, max_len=64, lookahead=K, vocab_size=checkpoint.config.vocab_size, device=CPU)
     slots = DraftRunner.scratch_slots(16, K)

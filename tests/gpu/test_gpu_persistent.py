@@ -12,7 +12,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
 
 from ssd.kernels.ops import Branches, DeviceBatch
 from ssd.kernels.triton_ops import TritonOps
-from ssd.models.config import DecoderConfig
+from ssd.layers.parameter import Build
+from ssd.models.config import equal_layers
 from ssd.models.decoder import Decoder, KVCache
 from ssd.models.persistent import use_persistent_step
 from ssd.models.random_weights import RandomCheckpoint
@@ -20,15 +21,15 @@ from tests.device_batches import make_device_batch
 
 CUDA = torch.device("cuda")
 BLOCK, BLOCKS = 16, 64
-LLAMA = DecoderConfig("llama", 1024, 2048, 4096, 3, 32, 8, 64, 512, tie_embeddings=True)
-QWEN3 = DecoderConfig("qwen3", 1000, 512, 1536, 2, 4, 2, 128, 512, qk_norm=True)
-QWEN2 = DecoderConfig("qwen2", 2048, 1536, 8960, 2, 12, 2, 128, 512, qkv_bias=True, tie_embeddings=True)
+LLAMA = equal_layers("llama", 1024, 2048, 4096, 3, 32, 8, 64, 512, tie_embeddings=True)
+QWEN3 = equal_layers("qwen3", 1000, 512, 1536, 2, 4, 2, 128, 512, qk_norm=True)
+QWEN2 = equal_layers("qwen2", 2048, 1536, 8960, 2, 12, 2, 128, 512, qkv_bias=True, tie_embeddings=True)
 
 
 @pytest.fixture(scope="module", params=[QWEN2, QWEN3, LLAMA], ids=lambda config: config.family)
 def model(request: pytest.FixtureRequest) -> tuple[Decoder, KVCache]:
     config, ops = request.param, TritonOps()
-    decoder = Decoder(config, ops, device=CUDA, dtype=torch.bfloat16, max_positions=512)
+    decoder = Decoder(config, Build(ops, CUDA, torch.bfloat16), max_positions=512)
     generator = torch.Generator(CUDA).manual_seed(0)
     decoder.load(
         (
@@ -38,7 +39,7 @@ def model(request: pytest.FixtureRequest) -> tuple[Decoder, KVCache]:
         )
         for name, weight in RandomCheckpoint(config).weights(CUDA, torch.bfloat16)
     )
-    ops.reserve(decoder.layers[0].heads, CUDA)
+    ops.reserve(decoder.heads, CUDA)
     kv = decoder.make_kv_cache(BLOCKS, BLOCK)
     use_persistent_step(decoder, kv)
     assert decoder.step is not None
@@ -79,7 +80,7 @@ def _batch(
     tables: list[list[int]],
     kind: Branches | None,
 ) -> DeviceBatch:
-    tile = decoder.ops.tile_tokens(decoder.layers[0].heads, False)
+    tile = decoder.ops.tile_tokens(decoder.heads, False)
     batch = make_device_batch(positions, slots, starts, lengths, tables, tile_tokens=tile, device=CUDA, branches=kind)
     return replace(batch, token_ids=batch.positions * 7 % decoder.config.vocab_size)
 

@@ -14,7 +14,7 @@ from fakes import wait_until_idle
 
 from ssd import LLM, SamplingParams
 from ssd.kernels.quantized import Format, dequantize, quantize
-from ssd.kernels.quantized_linear import TritonQuantizedOps, pack, quantized_linear
+from ssd.kernels.quantized_linear import pack, quantized_linear
 from ssd.kernels.triton_ops import TritonOps
 from ssd.prompts import load_prompts
 
@@ -32,8 +32,8 @@ def test_products_of_any_number_of_rows(columns: int, depth: int, dtype: torch.d
     weight = (torch.randn(columns, depth, device="cuda") * depth**-0.5).to(dtype)
     codes = quantize(weight, form)
     packed, rounded = pack(codes), dequantize(codes, torch.float32)
-    ops = TritonQuantizedOps(TritonOps(), form)
-    gated = ops.prepare(weight, gated=True)
+    ops = TritonOps()
+    gated = ops.prepare_codes(codes, dtype, gated=True)
     for rows in ROWS:
         x = torch.randn(rows, depth, device="cuda").to(dtype)
         expected = x.float() @ rounded.t()
@@ -41,7 +41,7 @@ def test_products_of_any_number_of_rows(columns: int, depth: int, dtype: torch.d
         assert (found - expected).norm() < 2e-3 * expected.norm(), rows
         gate, up = expected.chunk(2, dim=1)
         expected = torch.nn.functional.silu(gate) * up
-        assert (ops.gated_linear(x, gated).float() - expected).norm() < 1e-2 * expected.norm(), rows
+        assert (ops.codes_linear(x, gated, gated=True).float() - expected).norm() < 1e-2 * expected.norm(), rows
 
 
 WAYS: list[dict[str, Any]] = [

@@ -24,6 +24,7 @@ from ssd.execution.graphs import capture
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
 from ssd.kernels.device import kernels
+from ssd.layers.parameter import Build
 from ssd.models.checkpoint import HFCheckpoint
 from ssd.models.decoder import Decoder
 from ssd.parallel import tensor
@@ -86,10 +87,10 @@ def test_bits_of_a_row_do_not_depend_on_the_batch_when_split(
     tokens = list(range(40))
 
     def logits(tp: TensorParallel, lengths: Seq[int]) -> list[torch.Tensor]:
-        ops = kernels(DEVICE).ops(None)
-        decoder = Decoder(checkpoint.config, ops, device=DEVICE, dtype=torch.bfloat16, max_positions=64, tp=tp)
+        ops = kernels(DEVICE).ops()
+        decoder = Decoder(checkpoint.config, Build(ops, DEVICE, torch.bfloat16, tp), max_positions=64)
         decoder.load(checkpoint.stored())
-        ops.reserve(decoder.layers[0].heads, DEVICE)
+        ops.reserve(decoder.heads, DEVICE)
         state = SequenceState(1, max_len=48, lookahead=0, vocab_size=decoder.config.vocab_size, device=DEVICE)
         runner = ModelRunner(decoder, state, num_blocks=1, block_size=64, max_decode_rows=8)
         return [runner.logits_of(tokens[:length], length).clone() for length in lengths]

@@ -6,6 +6,7 @@ Tensors have no memory (torch's device `meta`), and no kernel is run.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def ints(*shape: int) -> torch.Tensor:
     return empty(*shape, dtype=torch.int32)
 
 
-def batch(*, prefill: bool = False, branches: Branches | None = None, first: int = 0) -> DeviceBatch:
+def batch(*, prefill: bool = False, branches: Branches | None = None) -> DeviceBatch:
     return DeviceBatch(
         token_ids=ints(8),
         positions=ints(8),
@@ -67,7 +68,6 @@ def batch(*, prefill: bool = False, branches: Branches | None = None, first: int
         prefill_tiles=ints(2, 2) if prefill else None,
         logit_rows=None,
         branches=branches,
-        first=first,
     )
 
 
@@ -89,9 +89,10 @@ def test_attention(architecture: int, dtype: torch.dtype, heads: HeadShape) -> N
     q = empty(8, heads.num_heads, heads.head_dim, dtype=dtype)
     for block_size in (16, 64):
         kv = empty(64, block_size, heads.num_kv_heads, heads.head_dim, dtype=dtype)
-        whole = (batch(), batch(prefill=True), batch(branches=Branches(3, 8)))
-        for each in (*whole, batch(first=1), batch(branches=Branches(3, 8), first=1)):
-            attention.paged_attention(q, each, heads, kv, kv, workspace)
+        attention.paged_attention(q, batch(prefill=True), heads, kv, kv, workspace)
+        for own in (heads, replace(heads, first_position=1)):
+            for each in (batch(), batch(branches=Branches(3, 8))):
+                attention.paged_attention(q, each, own, kv, kv, workspace)
     if architecture == 90:
         from ssd.kernels.prefill import prefill_attention
 

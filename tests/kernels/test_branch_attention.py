@@ -164,6 +164,7 @@ def test_padding_alone(cpu: CpuOps) -> None:
 def test_positions_before_the_first_are_not_seen(kernels: str, request: pytest.FixtureRequest) -> None:
     """As an EAGLE head needs it, whose first position has no feature: in branches, and in a plain decode step."""
     heads, forks = HeadShape(6, 2, 16), [[1, 40], [2], [130]]
+    from_one = dataclasses.replace(heads, first_position=1)
     ops: Ops = ReferenceOps()
     if kernels == "C":
         ops = request.getfixturevalue("cpu")
@@ -175,7 +176,7 @@ def test_positions_before_the_first_are_not_seen(kernels: str, request: pytest.F
     for cache in (trees.k, trees.v):
         cache.nan_to_num_(7.0)  # what is not seen must be finite
     q, batch = trees.batch(ops, [(s, list(range(len(own)))) for s, own in enumerate(forks)], 0)
-    out = ops.attention(q, dataclasses.replace(batch, first=1), heads, trees.k, trees.v)
+    out = ops.attention(q, batch, from_one, trees.k, trees.v)
     expected = [trees.dense(s, j, first=1) for s, own in enumerate(forks) for j in range(len(own))]
     close([out], [torch.stack(expected)])
 
@@ -185,7 +186,7 @@ def test_positions_before_the_first_are_not_seen(kernels: str, request: pytest.F
     tile = ops.tile_tokens(heads, prefill=False)
     plain = make_device_batch(positions, slots, [0, 2, 4, 6], lengths, trees.tables, tile_tokens=tile, device=device)
     q = torch.randn(6, heads.num_heads, heads.head_dim, device=device)
-    out = ops.attention(q, dataclasses.replace(plain, first=1), heads, trees.k, trees.v)
+    out = ops.attention(q, plain, from_one, trees.k, trees.v)
     trees.q, trees.forks = list(q.split(2)), [[n - 2, n - 1] for n in lengths]
     for s, own in enumerate(trees.forks):
         for j, position in enumerate(own):

@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from ssd.kernels import persistent as kernel
-from ssd.kernels.ops import DeviceBatch, HeadShape, Ops
-from ssd.kernels.quantized import QuantizedOps
+from ssd.kernels.ops import DeviceBatch, HeadShape
 from ssd.kernels.reference import ReferenceOps
+from ssd.layers.formats import FormatOf
+from ssd.layers.formats.dense import dense
+from ssd.layers.formats.rounded import rounded
+from ssd.layers.parameter import Build
 from ssd.models import persistent
-from ssd.models.config import DecoderConfig
+from ssd.models.config import equal_layers
 from ssd.models.decoder import Decoder, KVCache
 from ssd.models.random_weights import RandomCheckpoint
 
@@ -38,9 +41,9 @@ def test_the_source_is_package_data() -> None:
     assert f"kernels/*{kernel.SOURCES[0].suffix}" in project
 
 
-def make_decoder(ops: Ops | None = None) -> tuple[Decoder, KVCache]:
-    config = DecoderConfig("llama", 64, 32, 64, 2, 4, 2, 8, 64)
-    decoder = Decoder(config, ops or ReferenceOps(), device=CPU, dtype=torch.float32, max_positions=64)
+def make_decoder(format_of: FormatOf = dense) -> tuple[Decoder, KVCache]:
+    config = equal_layers("llama", 64, 32, 64, 2, 4, 2, 8, 64)
+    decoder = Decoder(config, Build(ReferenceOps(), CPU, torch.float32, format_of=format_of), max_positions=64)
     decoder.load(RandomCheckpoint(config).weights(CPU, torch.float32))
     return decoder, decoder.make_kv_cache(2, 16)
 
@@ -95,7 +98,7 @@ def test_a_model_without_a_kernel_keeps_its_own(caplog: pytest.LogCaptureFixture
 
 
 def test_a_quantised_model_keeps_its_own(caplog: pytest.LogCaptureFixture) -> None:
-    decoder, kv = make_decoder(QuantizedOps(ReferenceOps(), "int8"))
+    decoder, kv = make_decoder(rounded("int8"))
     with caplog.at_level("INFO", logger="ssd"):
         persistent.use_persistent_step(decoder, kv)
     assert decoder.step is None

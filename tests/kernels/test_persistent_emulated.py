@@ -16,7 +16,8 @@ import torch
 from ssd.kernels import persistent as kernel
 from ssd.kernels.ops import Branches, DeviceBatch
 from ssd.kernels.reference import ReferenceOps
-from ssd.models.config import DecoderConfig
+from ssd.layers.parameter import Build
+from ssd.models.config import DecoderConfig, equal_layers
 from ssd.models.decoder import Decoder, KVCache, parameter_shapes
 from tests.device_batches import make_device_batch
 
@@ -24,9 +25,9 @@ HERE, CPU, BLOCK, BLOCKS = Path(__file__).parent, torch.device("cpu"), 16, 40
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
-LLAMA = DecoderConfig("llama", 128, 64, 128, 3, 4, 1, 64, 512, tie_embeddings=True)
-QWEN3 = DecoderConfig("qwen3", 96, 96, 160, 2, 2, 2, 128, 512, qk_norm=True)
-DEEP = DecoderConfig("qwen2", 128, 64, 3104, 2, 6, 1, 64, 512, qkv_bias=True)  # an MLP whose x is read in pieces
+LLAMA = equal_layers("llama", 128, 64, 128, 3, 4, 1, 64, 512, tie_embeddings=True)
+QWEN3 = equal_layers("qwen3", 96, 96, 160, 2, 2, 2, 128, 512, qk_norm=True)
+DEEP = equal_layers("qwen2", 128, 64, 3104, 2, 6, 1, 64, 512, qkv_bias=True)  # an MLP whose x is read in pieces
 SMALL_RING = {"CHUNK": 64, "STAGES": 3, "IN_FLIGHT": 2}
 
 
@@ -40,21 +41,27 @@ class Emulated:
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator, dtype=torch.float32, device=CPU).bfloat16()
 
-        self.decoder = Decoder(config, ReferenceOps(), device=CPU, dtype=torch.float32, max_positions=512)
+        self.decoder = Decoder(config, Build(ReferenceOps(), CPU, torch.float32), max_positions=512)
         self.decoder.load(
             (name, random(*shape) * shape[-1] ** -0.5 if len(shape) > 1 else 1 + random(*shape) / 10)
             for name, shape in parameter_shapes(config).items()
         )
-        shape = (BLOCKS, BLOCK, config.num_kv_heads, config.head_dim)
+        shape = (BLOCKS, BLOCK, config.attention.num_kv_heads, config.attention.head_dim)
         self.kv = [(random(*shape), random(*shape)) for _ in range(config.num_layers)]
         self.library = functools.cache(lambda halves: self._compile(folder, {**tuning, "HALVES": halves}))
         self.buffers = torch.full((self.library(1).size_of_buffers(),), 255, dtype=torch.uint8, device=CPU)
 
     def _compile(self, folder: Path, tuning: dict[str, int]) -> Any:
-        c, (macros, library) = self.config, ({}, folder / f"{self.config.family}{tuning['HALVES']}.so")
-        macros |= {"HIDDEN": c.hidden_size, "INTER": c.intermediate_size, "LAYERS": c.num_layers, "VOCAB": c.vocab_size}
-        macros |= {"HEADS": c.num_heads, "KV_HEADS": c.num_kv_heads, "DIM": c.head_dim, "BLOCK_SIZE": BLOCK}
-        macros |= {"QK_NORM": int(c.qk_norm), "QKV_BIAS": int(c.qkv_bias), **kernel._TUNING, "MAX_POLLS": 1 << 20}
+        c, a = self.config, self.config.attention
+        macros, library = ({}, folder / f"{self.config.family}{tuning['HALVES']}.so")
+        macros |= {
+            "HIDDEN": c.hidden_size,
+            "INTER": c.mlp.intermediate_size,
+            "LAYERS": c.num_layers,
+            "VOCAB": c.vocab_size,
+        }
+        macros |= {"HEADS": a.num_heads, "KV_HEADS": a.num_kv_heads, "DIM": a.head_dim, "BLOCK_SIZE": BLOCK}
+        macros |= {"QK_NORM": int(a.qk_norm), "QKV_BIAS": int(a.qkv_bias), **kernel._TUNING, "MAX_POLLS": 1 << 20}
         code = f'#include "emulated_ptx.h"\n#include "{kernel.SOURCES[-1]}"\n#include "emulated_main.h"\n'
         options = [f"-D{name}={value}" for name, value in (macros | tuning).items()]
         command = [str(COMPILER), "-O1", "-w", "-std=c++17", "-fPIC", "-shared", f"-I{HERE}", *options, "-xc++", "-"]
@@ -74,17 +81,19 @@ class Emulated:
 
         rows = []
         for layer, caches in zip(decoder.layers, kv, strict=True):
-            gate, up = layer.gate_up.weight.chunk(2)
-            weights = (layer.qkv.weight, layer.output.weight, torch.stack((gate, up), dim=1).flatten(0, 1))
-            norms = (None if norm is None else norm.value for norm in (layer.q_norm, layer.k_norm))
-            vectors = (layer.input_norm.value, layer.mlp_norm.value, *norms, layer.qkv.bias)
-            rows.append([at(tensor) or 0 for tensor in (*weights, layer.down.weight, *vectors, *caches)])
+            attention, mlp = layer.attention, layer.mlp
+            gate, up = mlp.gate_up.weight.chunk(2)
+            weights = (attention.qkv.weight, attention.output.weight, torch.stack((gate, up), dim=1).flatten(0, 1))
+            norms = (attention.rope.q_norm, attention.rope.k_norm)
+            vectors = (layer.input_norm.weight, layer.mlp_norm.weight, *norms, attention.qkv.bias)
+            rows.append([at(tensor) or 0 for tensor in (*weights, mlp.down.weight, *vectors, *caches)])
         count = len(batch.token_ids) if batch.logit_rows is None else len(batch.logit_rows)
         logits = torch.zeros((count, self.config.vocab_size), dtype=torch.float32, device=CPU)
+        [(cos, sin)] = decoder.rope_tables.values()
         params = kernel.Params(
             layers=at(torch.tensor(rows, dtype=torch.int64, device=CPU)),
-            **{"embedding": at(decoder.embedding.weight), "norm": at(decoder.norm.value)},
-            **{"head": at(decoder.head.weight), "cos": decoder.cos.data_ptr(), "sin": decoder.sin.data_ptr()},
+            **{"embedding": at(decoder.embedding.weight), "norm": at(decoder.norm.weight)},
+            **{"head": at(decoder.head.weight), "cos": cos.data_ptr(), "sin": sin.data_ptr()},
             **{"token_ids": at(batch.token_ids), "positions": at(batch.positions), "slots": at(batch.slot_mapping)},
             **{"query_start": at(batch.query_start), "tables": at(batch.block_tables), "tiles": at(batch.tiles)},
             **{"table_rows": at(batch.table_rows), "logit_rows": at(batch.logit_rows), "logits": logits.data_ptr()},
@@ -92,7 +101,7 @@ class Emulated:
             **{"num_tiles": batch.tiles.shape[1], "sequences": len(batch.table_rows)},
             **{"table_stride": batch.block_tables.stride(0), "eps": self.config.rms_eps},
             depth=-1 if batch.branches is None else batch.branches.depth,
-            scale=decoder.layers[0].heads.scale * 1.4426950408889634,
+            scale=decoder.heads.scale * 1.4426950408889634,
         )
         launch = self.library(1 if len(batch.token_ids) <= 8 else 2).launch
         assert launch(ctypes.byref(params), self.blocks, seed), "a value never came"
@@ -111,7 +120,7 @@ class Emulated:
             slots = [BLOCKS // 2 * BLOCK + row * 16 + branches.depth for row in range(len(rows) - 1)] + [-1]
         batch = make_device_batch(
             *(positions, slots, [i * queries for i in range(count + 1)], lengths, tables),
-            tile_tokens=16 // self.decoder.layers[0].heads.group_size,
+            tile_tokens=16 // self.decoder.heads.group_size,
             device=CPU,
             branches=branches,
         )

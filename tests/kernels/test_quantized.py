@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ssd.kernels.cpu_ops import CpuOps, CpuQuantizedOps
+from ssd.kernels.cpu_ops import CpuOps
 from ssd.kernels.ops import Ops
-from ssd.kernels.quantized import Format, QuantizedOps, dequantize, quantize, quantized_bytes
+from ssd.kernels.quantized import Format, dequantize, quantize, quantized_bytes
 from ssd.kernels.reference import ReferenceOps
+from ssd.layers.formats import Use
+from ssd.layers.formats.rounded import Rounded
 
 FORMATS: tuple[Format, ...] = ("fp8", "int8", "int4")
 CUDA = torch.cuda.is_available()
@@ -22,20 +24,19 @@ ODD_SHAPES = [
 ]  # rows, outputs, depth
 
 
-def make_ops(kind: str, form: Format) -> tuple[QuantizedOps, torch.device, list[torch.dtype]]:
+def make_ops(kind: str) -> tuple[Ops, torch.device, list[torch.dtype]]:
     """Kernels of a kind, where they run, and the types that they run with there."""
     if kind == "plain":
-        return QuantizedOps(ReferenceOps(), form), torch.device("cpu"), [torch.float32, torch.bfloat16]
+        return ReferenceOps(), torch.device("cpu"), [torch.float32, torch.bfloat16]
     if kind == "c":
         ops = CpuOps.load()
         if ops is None:
             pytest.skip("no C compiler")
-        return CpuQuantizedOps(ops, form), torch.device("cpu"), [torch.float32, torch.bfloat16]
-    quantized_linear = pytest.importorskip("ssd.kernels.quantized_linear", reason="triton is not installed")
-    triton_ops = pytest.importorskip("ssd.kernels.triton_ops")
+        return ops, torch.device("cpu"), [torch.float32, torch.bfloat16]
+    triton_ops = pytest.importorskip("ssd.kernels.triton_ops", reason="triton is not installed")
     types = [torch.float32, torch.bfloat16, torch.float16] if CUDA else [torch.float32]  # as in test_triton_kernels
     device = torch.device("cuda" if CUDA else "cpu")
-    return quantized_linear.TritonQuantizedOps(triton_ops.TritonOps(), form), device, types
+    return triton_ops.TritonOps(), device, types
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> None:
@@ -80,34 +81,37 @@ def test_bytes(form: Format, rows: int, depth: int) -> None:
 @pytest.mark.parametrize(("rows", "columns", "depth"), ODD_SHAPES)
 def test_products(kind: str, form: Format, rows: int, columns: int, depth: int) -> None:
     """Odd sizes in every direction; bias and gate; rows of x that are not contiguous."""
-    ops, device, types = make_ops(kind, form)
+    ops, device, types = make_ops(kind)
     torch.manual_seed(0)
     for dtype in types:
         x = torch.randn(rows, depth + 8).to(device, dtype)[:, :depth]
         weight, bias = torch.randn(columns, depth).to(device, dtype), torch.randn(columns).to(device, dtype)
-        rounded, reference = dequantize(quantize(weight, form), torch.float32), ReferenceOps()
+        codes, reference = quantize(weight, form), ReferenceOps()
+        rounded = dequantize(codes, torch.float32)
         wide, bias32 = x.float(), bias.float()
-        prepared, gated = ops.prepare(weight), ops.prepare(weight, gated=True)
-        close(ops.linear(x, prepared), reference.linear(wide, rounded), dtype)
-        close(ops.linear(x, prepared, bias), reference.linear(wide, rounded, bias32), dtype)
-        sums = ops.linear(x, prepared, float32=True)
+        prepared, gated = (ops.prepare_codes(codes, dtype, gated=each) for each in (False, True))
+        close(ops.codes_linear(x, prepared), reference.linear(wide, rounded), dtype)
+        close(ops.codes_linear(x, prepared, bias), reference.linear(wide, rounded, bias32), dtype)
+        sums = ops.codes_linear(x, prepared, float32=True)
         assert sums.dtype is torch.float32
         close(sums, reference.linear(wide, rounded), dtype)
-        close(ops.gated_linear(x, gated), reference.gated_linear(wide, rounded), dtype)
-        close(ops.gated_linear(x, gated, bias), reference.gated_linear(wide, rounded, bias32), dtype)
+        close(ops.codes_linear(x, gated, gated=True), reference.gated_linear(wide, rounded), dtype)
+        close(ops.codes_linear(x, gated, bias, gated=True), reference.gated_linear(wide, rounded, bias32), dtype)
 
 
 @pytest.mark.parametrize("kind", ["plain", "c", "triton"])
 def test_an_embedding_is_looked_up_unrounded(kind: str) -> None:
     """And is not quantised at all where no head shares it."""
-    ops, device, _ = make_ops(kind, "int4")
+    ops, device, _ = make_ops(kind)
+    rounded = Rounded("int4")
     weight, tokens = torch.randn(50, 64, device=device), torch.tensor([3, 49, 0], device=device)
     for head in (True, False):
-        prepared = ops.prepare(weight, embedding=True, product=head)
-        assert torch.equal(ops.embedding(prepared, tokens), weight[tokens])
+        use = Use(embedding=True, product=head)
+        prepared = rounded.prepare([{"weight": weight}], ops, torch.float32, use)
+        assert torch.equal(rounded.embedding(ops, prepared, tokens), weight[tokens])
         assert (prepared.product is not None) == head
 
 
 def test_every_kind_is_an_implementation_of_the_interface() -> None:
-    ops: list[Ops] = [make_ops(kind, "int8")[0] for kind in ("plain", "c")]
+    ops: list[Ops] = [make_ops(kind)[0] for kind in ("plain", "c")]
     assert all(hasattr(each, name) for each in ops for name in vars(Ops) if not name.startswith("_"))

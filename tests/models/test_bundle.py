@@ -18,8 +18,9 @@ import torch
 import transformers
 
 from ssd import LLM, SamplingParams
+from ssd.layers.spec import RopeConfig
 from ssd.llm import Prompt
-from ssd.models.config import DecoderConfig, RopeConfig
+from ssd.models.config import DecoderConfig, equal_layers
 from ssd.models.open import BUNDLE, bundled_heads, bundled_models, open_checkpoint
 from ssd.models.shapes import SHAPES
 from ssd.prompts import FOLDER_VARIABLE, OWN_SETS, load_prompts
@@ -249,7 +250,7 @@ def is_body(function: str, text: str) -> bool:
 
 def sizes(mlp: int, layers: int, heads: int, kv_heads: int, head_dim: int, tied: bool) -> DecoderConfig:
     """Width 1024 and 9000 tokens; rope, epsilon and positions must be replaced by the base's."""
-    return DecoderConfig("llama", 9000, 1024, mlp, layers, heads, kv_heads, head_dim, 99, 0.1, RopeConfig(7.0), tied)
+    return equal_layers("llama", 9000, 1024, mlp, layers, heads, kv_heads, head_dim, 99, 0.1, RopeConfig(7.0), tied)
 
 
 WIDE = {"wide-64": sizes(960, 13, 10, 5, 64, True), "wide-128": sizes(960, 13, 15, 5, 128, False)}
@@ -262,7 +263,7 @@ def grafted(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:
 
     def name(target: str, shape: str) -> str:
         family = target.removeprefix("tiny-")
-        monkeypatch.setitem(SHAPES, shape, replace(WIDE[shape], family=family, qk_norm=family == "qwen3"))
+        monkeypatch.setitem(SHAPES, shape, replace(WIDE[shape].with_layers(qk_norm=family == "qwen3"), family=family))
         return f"graft:{target}@{shape}"
 
     return name

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from ssd.errors import ModelNotFound, SSDError, UnsupportedModel
-from ssd.models.config import RopeConfig
+from ssd.layers.spec import RopeConfig
+from ssd.models.checkpoint import all_weights
 from ssd.models.families import decoder_config
 from ssd.models.open import open_checkpoint
 
@@ -142,18 +143,18 @@ def test_every_weight_of_every_shard_comes_out(family: str, changes: dict[str, A
     model = save(family, tmp_path, **changes)
     assert (tmp_path / "model.safetensors.index.json").exists()
     checkpoint = open_checkpoint(tmp_path)
-    loaded = dict(checkpoint.weights(CPU, torch.float32))
+    loaded = all_weights(checkpoint, CPU, torch.float32)
     expected = model.state_dict()
     tied = {"lm_head.weight"} if checkpoint.config.tie_embeddings else set()
     assert set(loaded) == set(expected) - tied
     assert all(torch.equal(loaded[name], expected[name]) for name in loaded)
     layer = "model.layers.0."
-    assert checkpoint.config.qkv_bias == (layer + "self_attn.q_proj.bias" in loaded)
-    assert checkpoint.config.output_bias == (layer + "self_attn.o_proj.bias" in loaded)
-    assert checkpoint.config.mlp_bias == (layer + "mlp.up_proj.bias" in loaded)
-    assert checkpoint.config.qk_norm == (layer + "self_attn.q_norm.weight" in loaded)
+    assert checkpoint.config.attention.qkv_bias == (layer + "self_attn.q_proj.bias" in loaded)
+    assert checkpoint.config.attention.output_bias == (layer + "self_attn.o_proj.bias" in loaded)
+    assert checkpoint.config.mlp.bias == (layer + "mlp.up_proj.bias" in loaded)
+    assert checkpoint.config.attention.qk_norm == (layer + "self_attn.q_norm.weight" in loaded)
     rows = loaded[layer + "self_attn.k_proj.weight"].shape[0]
-    assert rows == checkpoint.config.num_kv_heads * checkpoint.config.head_dim
+    assert rows == checkpoint.config.attention.num_kv_heads * checkpoint.config.attention.head_dim
 
 
 def test_a_single_file_without_an_index(tmp_path: Path) -> None:
@@ -230,13 +231,15 @@ def test_the_tokenizers_eos_is_the_last_resort(llama_dir: Path) -> None:
 
 def test_published_configs() -> None:
     llama = decoder_config(LLAMA_32_1B)
-    assert (llama.family, llama.head_dim, llama.num_kv_heads, llama.tie_embeddings) == ("llama", 64, 8, True)
-    assert llama.rope == RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 8192)
-    qwen2 = decoder_config(QWEN25_05B)
-    assert (qwen2.head_dim, qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm) == (64, True, False, False)
+    spec = llama.attention
+    assert (llama.family, spec.head_dim, spec.num_kv_heads, llama.tie_embeddings) == ("llama", 64, 8, True)
+    assert spec.rope == RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 8192)
+    spec = decoder_config(QWEN25_05B).attention
+    assert (spec.head_dim, spec.qkv_bias, spec.output_bias, spec.qk_norm) == (64, True, False, False)
     qwen3 = decoder_config(QWEN3_06B)
-    assert (qwen3.head_dim, qwen3.qkv_bias, qwen3.qk_norm) == (128, False, True)
-    assert (qwen3.rope, qwen3.max_position, qwen3.dtype) == (RopeConfig(1000000.0), 40960, "bfloat16")
+    spec = qwen3.attention
+    assert (spec.head_dim, spec.qkv_bias, spec.qk_norm) == (128, False, True)
+    assert (spec.rope, qwen3.max_position, qwen3.dtype) == (RopeConfig(1000000.0), 40960, "bfloat16")
 
 
 @pytest.mark.parametrize("raw", [LLAMA_32_1B, QWEN25_05B, QWEN3_06B], ids=["llama", "qwen2", "qwen3"])
@@ -256,20 +259,20 @@ def test_defaults_are_those_of_transformers(name: str) -> None:
     raw = {key: getattr(transformers, f"{name}Config")().to_dict()[key] for key in sizes}
     ours = decoder_config({"architectures": [f"{name}ForCausalLM"], **raw})
     theirs = getattr(transformers, f"{name}Config")(**raw)
-    assert ours.num_kv_heads == theirs.num_key_value_heads
-    assert ours.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.attention.num_kv_heads == theirs.num_key_value_heads
+    assert ours.attention.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
     assert ours.max_position == theirs.max_position_embeddings
     assert ours.rms_eps == theirs.rms_norm_eps
-    assert ours.rope == RopeConfig(theirs.rope_parameters["rope_theta"])
+    assert ours.attention.rope == RopeConfig(theirs.rope_parameters["rope_theta"])
     assert ours.tie_embeddings == theirs.tie_word_embeddings
-    assert ours.output_bias == getattr(theirs, "attention_bias", False)
-    assert ours.mlp_bias == getattr(theirs, "mlp_bias", False)
+    assert ours.attention.output_bias == getattr(theirs, "attention_bias", False)
+    assert ours.mlp.bias == getattr(theirs, "mlp_bias", False)
 
 
 def test_null_head_dim_and_missing_kv_heads_are_derived() -> None:
     raw = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
     config = decoder_config({**raw, "head_dim": None})
-    assert (config.head_dim, config.num_kv_heads) == (8, 4)
+    assert (config.attention.head_dim, config.attention.num_kv_heads) == (8, 4)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +291,7 @@ def test_null_head_dim_and_missing_kv_heads_are_derived() -> None:
     ],
 )
 def test_rope_scaling(scaling: dict[str, Any], expected: RopeConfig) -> None:
-    assert decoder_config({**LLAMA, "rope_scaling": scaling}).rope == expected
+    assert decoder_config({**LLAMA, "rope_scaling": scaling}).attention.rope == expected
 
 
 def test_yarn_lengthens_the_context() -> None:
@@ -311,9 +314,10 @@ def test_yarn_lengthens_the_context() -> None:
         ({**LLAMA, "num_key_value_heads": 3}, "num_key_value_heads=3"),
         ({**LLAMA, "hidden_size": "32"}, "hidden_size='32'"),
         ({"architectures": ["LlamaForCausalLM"]}, "num_attention_heads is missing"),
-        ({**QWEN3, "use_sliding_window": True, "max_window_layers": 1}, "sliding_attention"),
-        ({**QWEN3, "layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ({**LLAMA, "architectures": ["MistralForCausalLM"]}, "sliding_window=4096"),
+        ({**QWEN3, "use_sliding_window": True, "max_window_layers": 1}, "window of 4096"),
+        ({**QWEN3, "layer_types": ["full_attention", "sliding_attention"]}, "window of 4096"),
+        ({**QWEN3, "layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({**LLAMA, "architectures": ["MistralForCausalLM"]}, "window of 4096.*sliding_window"),
     ],
 )
 def test_what_is_not_supported_is_named(raw: dict[str, Any], message: str) -> None:

@@ -19,7 +19,8 @@ from ssd import LLM, SamplingParams
 from ssd.cli.main import app
 from ssd.drafting.eagle import EagleRunner
 from ssd.errors import ConfigError, SSDError, UnsupportedModel
-from ssd.models.config import DecoderConfig, RopeConfig
+from ssd.layers.spec import RopeConfig
+from ssd.models.config import equal_layers
 from ssd.models.eagle import EagleCheckpoint, EagleHead
 from ssd.models.shapes import SHAPES
 
@@ -131,7 +132,7 @@ def test_a_grafted_head_drafts_what_the_small_one_drafts(
     make_model: Callable[[str], TestModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab: int
 ) -> None:
     """For a grafted target, with the draft vocabulary of published heads where the shape's vocabulary has room."""
-    big = DecoderConfig("llama", vocab, 256, 150, 7, 8, 4, 32, 99, 0.1, RopeConfig(7.0))
+    big = equal_layers("llama", vocab, 256, 150, 7, 8, 4, 32, 99, 0.1, RopeConfig(7.0))
     monkeypatch.setitem(SHAPES, "big", big)
     target = make_model("llama-tied")
     head = make_head(target, tmp_path / "head", head_dim=16)
@@ -154,7 +155,7 @@ def test_a_grafted_head_drafts_what_the_small_one_drafts(
 def test_a_grafted_head_needs_the_graft_of_its_target(
     make_model: Callable[[str], TestModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    big = DecoderConfig("llama", 1000, 256, 150, 7, 8, 4, 32, 99, 0.1, RopeConfig(7.0))
+    big = equal_layers("llama", 1000, 256, 150, 7, 8, 4, 32, 99, 0.1, RopeConfig(7.0))
     monkeypatch.setitem(SHAPES, "big", big)
     target = make_model("llama-tied")
     plain, biased = (make_head(target, tmp_path / str(bias), head_dim=16, fc_bias=bias) for bias in (False, True))
@@ -191,7 +192,7 @@ def test_an_exported_head_is_the_same_head_in_the_authors_layout(
 def test_a_graft_of_a_head_is_exported_as_a_head_for_the_graft(
     make_model: Callable[[str], TestModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(SHAPES, "big", DecoderConfig("llama", 1000, 256, 150, 7, 8, 4, 32, 99, 0.1, RopeConfig(7.0)))
+    monkeypatch.setitem(SHAPES, "big", equal_layers("llama", 1000, 256, 150, 7, 8, 4, 32, 99, 0.1, RopeConfig(7.0)))
     target = make_model("llama-tied")
     head = make_head(target, tmp_path / "head", head_dim=16)
     command = ["export-eagle", f"graft:{head.path}@big", "--out", str(tmp_path / "out"), "--dtype", "float32"]

@@ -17,7 +17,8 @@ import torch
 from conftest import REAL_TOKENIZERS
 
 from ssd.errors import RequestError, SSDError, UnsupportedModel
-from ssd.models.config import RopeConfig
+from ssd.layers.spec import RopeConfig
+from ssd.models.checkpoint import all_weights
 from ssd.models.gguf import GGUFCheckpoint, llama3_rope
 from ssd.models.gguf_file import read_header
 from ssd.models.gguf_tokenizer import load_tokenizer
@@ -49,14 +50,19 @@ def real(smollm2: str) -> GGUFCheckpoint:
 @pytest.mark.slow
 def test_the_real_config(real: GGUFCheckpoint, smollm2_reference: Any) -> None:
     ours, theirs = real.config, smollm2_reference.config
-    assert (ours.family, ours.num_layers, ours.num_heads, ours.num_kv_heads) == ("llama", 30, 9, 3)
-    assert (ours.vocab_size, ours.hidden_size, ours.intermediate_size, ours.head_dim) == (49152, 576, 1536, 64)
-    assert (ours.rope, ours.max_position) == (RopeConfig(100000.0), theirs.max_position_embeddings)
-    assert theirs.rope_parameters["rope_theta"] == ours.rope.theta
+    assert (ours.family, ours.num_layers, ours.attention.num_heads, ours.attention.num_kv_heads) == ("llama", 30, 9, 3)
+    assert (ours.vocab_size, ours.hidden_size, ours.mlp.intermediate_size, ours.attention.head_dim) == (
+        49152,
+        576,
+        1536,
+        64,
+    )
+    assert (ours.attention.rope, ours.max_position) == (RopeConfig(100000.0), theirs.max_position_embeddings)
+    assert theirs.rope_parameters["rope_theta"] == ours.attention.rope.theta
     assert ours.rms_eps == pytest.approx(theirs.rms_norm_eps)
     assert ours.rms_eps == 1e-5
     assert ours.tie_embeddings
-    assert [ours.qkv_bias, ours.output_bias, ours.mlp_bias, ours.qk_norm] == [False] * 4
+    assert [ours.attention.qkv_bias, ours.attention.output_bias, ours.mlp.bias, ours.attention.qk_norm] == [False] * 4
     assert real.stop_token_ids == (2,)
 
 
@@ -65,7 +71,7 @@ def test_every_real_weight_equals_transformers(real: GGUFCheckpoint, smollm2_ref
     """Catches wrong names, a wrong order of dimensions, and q and k left permuted."""
     expected = smollm2_reference.state_dict()
     seen = set()
-    for name, tensor in real.weights(CPU, torch.float32):
+    for name, tensor in all_weights(real, CPU, torch.float32).items():
         assert tensor.dtype == torch.float32, name
         assert torch.equal(tensor, expected[name]), name
         seen.add(name)
@@ -175,10 +181,19 @@ def test_qwen_files(family: str, kind: str, dtype: str, error: float, tmp_path: 
     arrays = tensors(family)
     checkpoint = open_checkpoint(write(tmp_path / "m.gguf", family, metadata(family), arrays, kind))
     config = checkpoint.config
-    assert (config.family, config.head_dim, config.num_kv_heads, config.dtype) == (family, HEAD_DIM, KV_HEADS, dtype)
-    assert (config.qk_norm, config.qkv_bias, config.output_bias) == (family == "qwen3", family == "qwen2", False)
-    assert (config.rope, config.tie_embeddings, config.rms_eps) == (RopeConfig(1e6), True, 1e-6)
-    weights = dict(checkpoint.weights(CPU, torch.float32))
+    assert (config.family, config.attention.head_dim, config.attention.num_kv_heads, config.dtype) == (
+        family,
+        HEAD_DIM,
+        KV_HEADS,
+        dtype,
+    )
+    assert (config.attention.qk_norm, config.attention.qkv_bias, config.attention.output_bias) == (
+        family == "qwen3",
+        family == "qwen2",
+        False,
+    )
+    assert (config.attention.rope, config.tie_embeddings, config.rms_eps) == (RopeConfig(1e6), True, 1e-6)
+    weights = all_weights(checkpoint, CPU, torch.float32)
     assert len(weights) == len(arrays)
     for ours, theirs in (
         ("self_attn.q_proj", "attn_q"),
@@ -199,7 +214,7 @@ def test_llama_rows_are_put_back(tmp_path: Path) -> None:
             halves = rows.reshape(heads, 2, HEAD_DIM // 2, *rows.shape[1:])
             stored[f"blk.0.attn_{part}.{suffix}"] = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
     checkpoint = open_checkpoint(write(tmp_path / "m.gguf", "llama", metadata("llama"), stored))
-    weights = dict(checkpoint.weights(CPU, torch.float32))
+    weights = all_weights(checkpoint, CPU, torch.float32)
     for part in "qkv":
         for suffix in ("weight", "bias"):
             restored = weights[f"model.layers.0.self_attn.{part}_proj.{suffix}"].numpy()
@@ -234,7 +249,7 @@ def test_other_divisors_are_refused() -> None:
 def test_a_file_with_divisors_yields_no_weight_for_them(tmp_path: Path) -> None:
     arrays = {**tensors("llama"), "rope_freqs.weight": divisors(1e6, 8.0, HEAD_DIM // 2)}
     checkpoint = open_checkpoint(write(tmp_path / "m.gguf", "llama", metadata("llama"), arrays))
-    assert checkpoint.config.rope == RopeConfig(1e6, "llama3", 8.0)
+    assert checkpoint.config.attention.rope == RopeConfig(1e6, "llama3", 8.0)
     assert len(dict(checkpoint.weights(CPU, torch.float32))) == len(arrays) - 1
 
 
@@ -242,10 +257,10 @@ def test_yarn_and_linear_scaling(tmp_path: Path) -> None:
     yarn = {"type": "yarn", "factor": 4.0, "original_context_length": 32}
     values = {**metadata("qwen2"), **{f"qwen2.rope.scaling.{key}": value for key, value in yarn.items()}}
     path = write(tmp_path / "yarn.gguf", "qwen2", values, tensors("qwen2"))
-    assert open_checkpoint(path).config.rope == RopeConfig(1e6, "yarn", 4.0, original_max_position=32)
+    assert open_checkpoint(path).config.attention.rope == RopeConfig(1e6, "yarn", 4.0, original_max_position=32)
     values = metadata("qwen2", qwen2__rope__scaling__type="linear", qwen2__rope__scaling__factor=2.0)
     path = write(tmp_path / "linear.gguf", "qwen2", values, tensors("qwen2"))
-    assert open_checkpoint(path).config.rope == RopeConfig(1e6, "linear", 2.0)
+    assert open_checkpoint(path).config.attention.rope == RopeConfig(1e6, "linear", 2.0)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +268,7 @@ def test_yarn_and_linear_scaling(tmp_path: Path) -> None:
     [
         ("gemma2", {}, "gemma2.*llama, qwen2, qwen3"),
         ("llama", {"llama__expert_count": 8}, "expert_count=8"),
-        ("llama", {"llama__attention__sliding_window": 16}, "sliding_window=16"),
+        ("llama", {"llama__attention__sliding_window": 16}, "window of 16 tokens"),
         ("llama", {"llama__rope__scaling__type": "longrope"}, "longrope"),
         ("llama", {"llama__rope__dimension_count": 8}, "dimension_count=8"),
         ("llama", {"llama__attention__value_length": 8}, "value_length=8"),
@@ -285,7 +300,7 @@ def test_types_that_cannot_be_dequantised_are_named(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(gguf.quants, "dequantize", none)
     with pytest.raises(UnsupportedModel, match=r"token_embd\.weight is stored as Q8_0"):
-        list(open_checkpoint(path).weights(CPU, torch.float32))
+        all_weights(open_checkpoint(path), CPU, torch.float32)
 
 
 def test_broken_files_are_named(tmp_path: Path) -> None:
@@ -297,7 +312,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
             open_checkpoint(path)
     path.write_bytes(whole[:-500])
     with pytest.raises(SSDError, match="ends inside of tensor"):
-        list(open_checkpoint(path).weights(CPU, torch.float32))
+        all_weights(open_checkpoint(path), CPU, torch.float32)
 
 
 def test_a_missing_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

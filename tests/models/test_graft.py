@@ -24,12 +24,13 @@ from typer.testing import CliRunner
 
 from ssd import LLM, ConfigError, ModelNotFound, SamplingParams, SSDError
 from ssd.cli.main import app
+from ssd.layers.rotary import rope_tables
+from ssd.layers.spec import MLPSpec, RopeConfig
 from ssd.models import export
 from ssd.models import open as open_module
-from ssd.models.config import DecoderConfig, RopeConfig
+from ssd.models.config import DecoderConfig, equal_layers
 from ssd.models.graft import GraftCheckpoint, copy_scales
 from ssd.models.open import open_checkpoint, open_graft
-from ssd.models.rotary import rope_tables
 from ssd.models.shapes import SHAPES
 
 CPU = torch.device("cpu")
@@ -53,7 +54,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def sizes(hidden: int, mlp: int, layers: int, heads: int, kv: int, dim: int, vocab: int, tied: bool) -> DecoderConfig:
     """A shape whose other values (rope, epsilon, positions) must be replaced by the base's."""
-    return DecoderConfig("llama", vocab, hidden, mlp, layers, heads, kv, dim, 99, 0.1, RopeConfig(7.0), tied)
+    return equal_layers("llama", vocab, hidden, mlp, layers, heads, kv, dim, 99, 0.1, RopeConfig(7.0), tied)
 
 
 TARGETS = {
@@ -93,7 +94,7 @@ def _shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The targets under names of their own, `llama-2x-heads` and so on."""
     for family in FAMILIES:
         for name, shape in TARGETS.items():
-            known = replace(shape, family=family, qk_norm=family == "qwen3")
+            known = replace(shape.with_layers(qk_norm=family == "qwen3"), family=family)
             monkeypatch.setitem(SHAPES, f"{family}-{name}", known)
 
 
@@ -211,7 +212,7 @@ def test_the_rest_is_random_and_a_function_of_the_name(family: str, make_base: C
     """Catches matrices of zeros in additional layers, and weights that depend on the order in which they are made."""
     base = open_checkpoint(make_base(family))
     graft = GraftCheckpoint.of(base, f"{family}-everything")
-    deeper = replace(SHAPES[f"{family}-everything"], num_layers=9)
+    deeper = SHAPES[f"{family}-everything"].with_layers(9)
     weights = dict(graft.weights(CPU, torch.bfloat16))
     others = dict(GraftCheckpoint(base, "tiny", deeper, "deeper").weights(CPU, torch.bfloat16))
     additional = [name for name in weights if name.startswith("model.layers.1.")]
@@ -227,6 +228,14 @@ def test_the_rest_is_random_and_a_function_of_the_name(family: str, make_base: C
 
 
 # --- what cannot be grafted -------------------------------------------------------------------------------------------
+
+
+def changed(config: DecoderConfig, **changes: Any) -> DecoderConfig:
+    """Changes of fields of the config, its attention or its MLP, or of the number of layers."""
+    attention = {name: changes.pop(name) for name in ("head_dim", "num_heads", "num_kv_heads") if name in changes}
+    layers = config.with_layers(changes.pop("num_layers", None), **attention).layers
+    size = changes.pop("intermediate_size", config.mlp.intermediate_size)
+    return replace(config, layers=tuple(replace(layer, mlp=MLPSpec(size)) for layer in layers), **changes)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +258,7 @@ def test_shapes_that_do_not_fit_are_refused(
 ) -> None:
     base = open_checkpoint(make_base("llama"))
     with pytest.raises(ConfigError, match=f"{message}.*use a shape that fits: .*llama-everything"):
-        GraftCheckpoint(base, "tiny", replace(TARGETS["larger-groups"], **changes), "other")
+        GraftCheckpoint(base, "tiny", changed(TARGETS["larger-groups"], **changes), "other")
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,9 @@ from test_gguf import metadata, tensors, write
 
 from ssd.errors import SSDError, UnsupportedModel
 from ssd.kernels.reference import ReferenceOps
+from ssd.layers.parameter import Build
 from ssd.models import gguf_tokenizer
-from ssd.models.config import DecoderConfig
+from ssd.models.config import equal_layers
 from ssd.models.decoder import Decoder, parameter_shapes
 from ssd.models.open import open_checkpoint
 
@@ -93,7 +94,7 @@ HOSTILE: list[Any] = [
 def make_directory(path: Path) -> Path:
     path.mkdir()
     shapes = parameter_shapes(
-        DecoderConfig("llama", 320, 8, 8, 2, 2, 1, 4, 64, tie_embeddings=True),
+        equal_layers("llama", 320, 8, 8, 2, 2, 1, 4, 64, tie_embeddings=True),
     )
     save_file({name: torch.ones(shape) for name, shape in shapes.items()}, path / "model-1.safetensors")
     index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(shapes, "model-1.safetensors")}
@@ -129,7 +130,7 @@ def load(path: Path) -> None:
     tokenizer = checkpoint.tokenizer()
     if tokenizer.available:
         tokenizer.encode("Hello <|im_end|>")
-    decoder = Decoder(checkpoint.config, ReferenceOps(), device=CPU, dtype=torch.float32, max_positions=16)
+    decoder = Decoder(checkpoint.config, Build(ReferenceOps(), CPU, torch.float32), max_positions=16)
     decoder.load(checkpoint.weights(CPU, torch.float32))
 
 

@@ -25,8 +25,9 @@ from ssd.errors import ConfigError
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
 from ssd.kernels.device import kernels
+from ssd.layers.parameter import Build
 from ssd.models.checkpoint import FileTensor, HFCheckpoint
-from ssd.models.config import DecoderConfig
+from ssd.models.config import DecoderConfig, equal_layers
 from ssd.models.decoder import Decoder, check_split, parameter_shapes
 from ssd.models.random_weights import RandomCheckpoint
 from ssd.models.shapes import SHAPES
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 TOKENS = torch.randint(0, 320, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 CPU = torch.device("cpu")
-ODD = DecoderConfig("llama", 1003, 48, 60, 2, 6, 2, 8, 64)  # 6 heads of 2 KV heads, a vocabulary that nothing divides
+ODD = equal_layers("llama", 1003, 48, 60, 2, 6, 2, 8, 64)  # 6 heads of 2 KV heads, a vocabulary that nothing divides
 
 
 def on_ranks(size: int, run: Callable[[TensorParallel], torch.Tensor]) -> list[torch.Tensor]:
@@ -61,12 +62,10 @@ def on_ranks(size: int, run: Callable[[TensorParallel], torch.Tensor]) -> list[t
 
 
 def loaded(checkpoint: HFCheckpoint | RandomCheckpoint, tp: TensorParallel) -> Decoder:
-    decoder = Decoder(
-        checkpoint.config, kernels(CPU).ops(None), device=CPU, dtype=torch.float32, max_positions=64, tp=tp
-    )
+    decoder = Decoder(checkpoint.config, Build(kernels(CPU).ops(), CPU, torch.float32, tp), max_positions=64)
     lazily = tp.size > 1 and isinstance(checkpoint, HFCheckpoint)
     decoder.load(checkpoint.stored() if lazily else checkpoint.weights(CPU, torch.float32))
-    decoder.ops.reserve(decoder.layers[0].heads, CPU)
+    decoder.ops.reserve(decoder.heads, CPU)
     return decoder
 
 
@@ -161,7 +160,7 @@ def test_a_draft_model_on_two_ranks_drafts_what_it_drafts_on_one(
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_vocabulary_that_does_not_divide_is_padded(size: int) -> None:
-    config = ODD if size == 2 else replace(ODD, num_kv_heads=3, tie_embeddings=True)
+    config = ODD if size == 2 else replace(ODD.with_layers(num_kv_heads=3), tie_embeddings=True)
     checkpoint = RandomCheckpoint(config)
     tokens = [0, 1002, 501, 502, 334, 335, 668, 669]  # at the borders of the shares
     split = on_ranks(size, lambda tp: logits(checkpoint, tp, tokens))[0]

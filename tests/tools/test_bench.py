@@ -214,7 +214,18 @@ def test_peers_are_checked_before_a_model_is_loaded(
 def test_a_report_with_peers(tmp_path: Path) -> None:
     """transformers and a server beside the engine, in one table, as JSON, as a picture and as a page."""
     files = {kind: tmp_path / f"report.{kind}" for kind in ("json", "png", "svg", "html")}
-    flags = ["bench", *TINY[:1], "--compare", "ar,sd:2", "--sets", "gsm8k,alpaca", "--prompts", "1", "--tokens", "8"]
+    flags = [
+        "bench",
+        *TINY[:1],
+        "--compare",
+        "ar,sd:2",
+        "--sets",
+        "gsm8k,alpaca",
+        "--prompts",
+        "1",
+        "--max-tokens",
+        "8",
+    ]
     flags += ["--repeats", "1", "--device", "cpu", "--json", str(files["json"])]
     flags += [part for kind in ("png", "svg", "html") for part in ("--plot", str(files[kind]))]
     with serving() as server:
@@ -280,14 +291,14 @@ def test_different_texts_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     import ssd.bench.run as module
 
     monkeypatch.setattr(module, "same_text", lambda found: False)
-    flags = ["bench", "--compare", "ar,ngram:2", "--sets", "example", "--prompts", "1", "--tokens", "4"]
+    flags = ["bench", "--compare", "ar,ngram:2", "--sets", "example", "--prompts", "1", "--max-tokens", "4"]
     result = CliRunner().invoke(app, [*flags, "--repeats", "1", "--device", "cpu"])
     assert result.exit_code == 1
     assert "this is a bug" in result.output
 
 
 def test_json_alone_goes_to_stdout() -> None:
-    flags = ["bench", "--compare", "ar", "--sets", "random", "--prompts", "1", "--tokens", "4", "--input-len", "8"]
+    flags = ["bench", "--compare", "ar", "--sets", "random", "--prompts", "1", "--max-tokens", "4", "--input-len", "8"]
     result = CliRunner().invoke(app, [*flags, "--repeats", "1", "--json", "-"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)

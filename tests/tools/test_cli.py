@@ -16,9 +16,6 @@ from conftest import TestModel
 from typer.testing import CliRunner
 
 from ssd.cli.main import app
-from ssd.cli.speculation import options
-from ssd.config import SpeculationConfig
-from ssd.errors import ConfigError
 from ssd.version import VERSION
 
 
@@ -135,13 +132,7 @@ def test_log_probabilities_are_shown(path: str) -> None:
     assert "log-probability" not in done.stdout
 
 
-@pytest.mark.parametrize("name", ["--max-tokens", "--max-new-tokens", "--tokens", "-m"])
-def test_the_length_of_a_text_has_one_name_and_its_former_ones_still_work(path: str, name: str) -> None:
-    done = CliRunner().invoke(app, ["generate", path, "hi", name, "3", "--ignore-eos", "--json", "--device", "cpu"])
-    assert len(json.loads(done.stdout)["samples"][0]["token_ids"]) == 3
-
-
-@pytest.mark.parametrize("command", ["generate", "chat", "explain", "bench"])
+@pytest.mark.parametrize("command", ["generate", "chat", "explain", "bench", "demo"])
 def test_every_command_calls_it_max_tokens(command: str) -> None:
     shown = CliRunner().invoke(app, [command, "--help"]).stdout
     assert "--max-tokens" in shown
@@ -202,27 +193,6 @@ def test_wrong_flags_are_explained(flags: tuple[str, ...], code: int, message: s
     done = CliRunner().invoke(app, ["generate", "tiny-llama", "hi", *flags])
     assert done.exit_code == code
     assert message in done.stderr.replace("\n", " ")
-
-
-@pytest.mark.parametrize(
-    ("flags", "wanted"),
-    [
-        ({}, None),
-        ({"draft": "ngram"}, {"mode": "sd", "draft": "ngram"}),
-        ({"draft": "7", "mode": "ssd", "k": "3"}, {"mode": "ssd", "draft": "7", "k": 3}),
-        ({"mode": "ssd", "draft": "d", "k": "auto", "fan_out": "2", "budget": 8, "backup": "fast"}, {"fan_out": 2}),
-        ({"mode": "ssd", "draft": "d", "fan_out": "geometric", "placement": "process"}, {"fan_out": "geometric"}),
-    ],
-)
-def test_flags_are_options_of_the_configuration(flags: dict[str, str], wanted: dict[str, object] | None) -> None:
-    found = options(None, **flags)
-    SpeculationConfig.of(found)  # takes them
-    assert found is None if wanted is None else found is not None and wanted.items() <= found.items()
-
-
-def test_flags_beside_the_json_are_refused() -> None:
-    with pytest.raises(ConfigError, match="leave out --fan-out, --k"):
-        options('{"mode": "ssd"}', fan_out="2", k="3")
 
 
 def test_ctrl_c_ends_cleanly(path: str) -> None:

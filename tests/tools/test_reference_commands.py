@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import io
 import json
@@ -15,7 +16,7 @@ import pytest
 from eagle_heads import make_tiny_head
 
 from ssd.bench import models
-from ssd.bench.arguments import GPUs, pair
+from ssd.bench.arguments import GPUs, pair_of
 from ssd.errors import ConfigError, ModelNotFound
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -145,12 +146,15 @@ def test_bench_with_an_eagle_head(command: str, tmp_path: Path, monkeypatch: pyt
 
 
 def test_heads_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    named = {"graft": False, "draft": None, "drafted": True, "eagle": True}
-    assert pair("llama", size="8", model=None, **named)[1] == "tiny-llama-eagle"
-    assert pair("qwen", size="32", model=None, **named | {"graft": True})[1] == "graft:tiny-qwen3-eagle@qwen3-32b"
-    assert pair("llama", size="70", model=None, **named | {"draft": "here"})[1] == "here"
+    def head(size: str | None, **given: Any) -> str | None:
+        args = argparse.Namespace(**{"qwen": False, "model": None, "draft": None, "graft": False} | given)
+        return pair_of(args, size=size, drafted=True, eagle=True)[1]
+
+    assert head("8") == "tiny-llama-eagle"
+    assert head("32", qwen=True, graft=True) == "graft:tiny-qwen3-eagle@qwen3-32b"
+    assert head("70", draft="here") == "here"
     with pytest.raises(ConfigError, match="name the EAGLE-3 head of here with --draft, or in SSD_EAGLE3_SPECFORGE"):
-        pair("llama", size=None, model="here", **named)
+        head(None, model="here")
     monkeypatch.delenv("SSD_TINY_MODELS")
     monkeypatch.setenv("SSD_HF_CACHE", str(tmp_path))
     with pytest.raises(ModelNotFound, match=r"lmsys/SGLang-EAGLE3-Llama-3\.3-70B-Instruct-SpecForge"):
@@ -191,7 +195,7 @@ def config(monkeypatch: pytest.MonkeyPatch, flags: str) -> Any:
     ("flags", "expected"),
     [
         ("--method ar", {"methods": "ar", "draft": None, "sets": ("gsm8k",), "num_prompts": 128, "output_len": 512}),
-        ("--spec", {"methods": "sd", "k": 6}),
+        ("--spec", {"methods": "sd", "k": 4}),
         ("--compare ar,sd:2,ssd:3", {"methods": "ar,sd:2,ssd:3", "draft": "tiny-llama-draft"}),
         ("--method ssd --f 2 --k 4", {"speculation": {"fan_out": 2, "budget": 10}}),
         (
@@ -206,7 +210,7 @@ def config(monkeypatch: pytest.MonkeyPatch, flags: str) -> Any:
         ("--alpaca --ultrafeedback --gsm", {"sets": ("alpaca", "gsm8k", "ultrafeedback")}),
         ("--b 4 --temp 0.7 --dtemp 0.7 --input_len 9", {"batch": 4, "temperature": 0.7, "input_len": 9}),
         ("--eager --block_sz 8 --device cpu", {"engine": {"eager": True, "block_size": 8, "device": "cpu"}}),
-        ("--max_model_len 64", {"engine": {"eager": False, "block_size": None, "device": "auto", "max_model_len": 64}}),
+        ("--max_model_len 64", {"engine": {"max_model_len": 64}}),
         ("--prompt_offset 3 --chat_template --max-steps 5", {"prompt_offset": 3, "chat": True, "max_rounds": 5}),
         ("--peer hf,http://127.0.0.1:1 --repeats 3", {"peers": ("hf", "http://127.0.0.1:1"), "repeats": 3}),
         ("--peer vllm:4", {"methods": "ar", "draft": "tiny-llama-draft"}),

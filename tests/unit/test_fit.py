@@ -15,6 +15,7 @@ from ssd.assembly import fit, memory
 from ssd.assembly.fit import check_fits
 from ssd.assembly.memory import weight_bytes
 from ssd.config import EngineConfig
+from ssd.layers.formats.rounded import rounded
 from ssd.models.decoder import Decoder
 from ssd.models.open import open_checkpoint
 from ssd.models.random_weights import RandomCheckpoint
@@ -82,7 +83,7 @@ def test_a_quantized_draft_needs_less(free: Any, form: str) -> None:
 )
 def test_bytes_of_quantized_weights(name: str, form: Any, gigabytes: float) -> None:
     """The embedding is kept as it is; a tied head (the 1B's) is a quantised copy of it."""
-    assert weight_bytes(SHAPES[name], torch.bfloat16, form) == pytest.approx(gigabytes * 1e9, rel=0.01)
+    assert weight_bytes(SHAPES[name], torch.bfloat16, rounded(form)) == pytest.approx(gigabytes * 1e9, rel=0.01)
 
 
 @pytest.mark.parametrize(("name", "value", "step"), [("num_kv_blocks", 10**6, 1), ("max_model_len", 4096, 16)])
@@ -188,5 +189,5 @@ def test_a_gpu_needs_memory_for_its_share_of_a_split_model(monkeypatch: pytest.M
         check_fits(config, [checkpoint], CPU)
     with pytest.raises(ConfigError, match=r"needs 65\.7 GiB for the weights.*: use tensor_parallel_size=4$"):
         check_fits(replace(config, tensor_parallel_size=2), [checkpoint], CUDA)
-    one, four, sixteen = (fit.kv_bytes_per_token(checkpoint.config, torch.bfloat16, ranks) for ranks in (1, 4, 16))
+    one, four, sixteen = (checkpoint.config.kv_bytes_per_token(torch.bfloat16, ranks) for ranks in (1, 4, 16))
     assert (one, four, sixteen) == (2 * 80 * 8 * 128 * 2, one // 4, one // 8)

@@ -11,6 +11,7 @@ import ssd
 ROOT = Path(ssd.__file__).parent
 LAYERS = [  # of packages, the lowest first
     {"errors", "version", "kv"},
+    {"options"},
     {"constraints"},
     {"core"},
     {"config", "kernels", "prompts", "text"},

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import ssd
-from ssd.config import EngineConfig, SpeculationConfig, build
+from ssd.config import EngineConfig, SpeculationConfig
 from ssd.core import SamplingParams
 from ssd.errors import ConfigError, EngineClosed, ModelNotFound, RequestError, SSDError, UnsupportedModel
+from ssd.options import build
 from ssd.sampling.sampler import Needs, Rows, Sampler, SamplingColumns
 
 NAN, INF = math.nan, math.inf

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ssd.models.config import RopeConfig
+from ssd.layers.spec import RopeConfig
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,63 @@
+"""Grouped-query attention over paged KV: projections, norms and rotary embedding of one layer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from ssd.kernels.ops import DeviceBatch, Rope
+from ssd.layers.linear import ColumnLinear, RowLinear
+from ssd.layers.norm import RMSNorm
+from ssd.layers.parameter import Build, Parameter
+from ssd.layers.spec import AttentionSpec
+
+LayerKV = tuple[torch.Tensor, ...]  # one layer's KV cache: tensors [blocks, block_size, *shape] of its `KVLayout`
+
+
+class Attention:
+    """`width`: of what q, k and v are computed from, where that is not the residual stream.
+
+    `tables`: cosines and sines of all positions, shared by layers with the same rotary embedding.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        name: str,
+        spec: AttentionSpec,
+        hidden_size: int,
+        eps: float,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        width: int | None = None,
+    ) -> None:
+        self.spec = spec
+        self.heads = spec.heads(build.tp.size)
+        self.ops = build.ops
+        q, kv, dim = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.head_dim
+        parts = {f"{name}.q_proj": q, f"{name}.k_proj": kv, f"{name}.v_proj": kv}
+        self.qkv = ColumnLinear(build, parts, width or hidden_size, bias=spec.qkv_bias, unit=dim)
+        self.output = RowLinear(build, {f"{name}.o_proj": hidden_size}, q, bias=spec.output_bias)
+        self.q_norm = RMSNorm(build, f"{name}.q_norm", dim, eps) if spec.qk_norm else None
+        self.k_norm = RMSNorm(build, f"{name}.k_norm", dim, eps) if spec.qk_norm else None
+        self.tables = tables
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield from (self.qkv, self.output)
+        yield from (norm for norm in (self.q_norm, self.k_norm) if norm is not None)
+
+    @functools.cached_property
+    def rope(self) -> Rope:
+        """Once the weights are loaded."""
+        if self.q_norm is None or self.k_norm is None:
+            return Rope(*self.tables)
+        return Rope(*self.tables, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+
+    def store(self, x: torch.Tensor, batch: DeviceBatch, kv: LayerKV) -> torch.Tensor:
+        """Writes keys and values of a batch to their slots; returns the queries."""
+        return self.ops.rope_and_store(self.qkv(x), batch, self.rope, self.heads, *kv)
+
+    def __call__(self, x: torch.Tensor, batch: DeviceBatch, kv: LayerKV) -> torch.Tensor:
+        q = self.store(x, batch, kv)
+        return self.output(self.ops.attention(q, batch, self.heads, *kv))

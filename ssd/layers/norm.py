@@ -1,0 +1,29 @@
+"""RMS norms."""
+
+from __future__ import annotations
+
+import torch
+
+from ssd.layers.parameter import Build, LazyTensor
+
+
+class RMSNorm:
+    """A norm with one weight per column; every rank has all of it."""
+
+    def __init__(self, build: Build, name: str, width: int, eps: float) -> None:
+        self.name, self.width, self.eps = name, width, eps
+        self.weight = torch.empty(0, dtype=build.dtype, device=build.device)  # until it is loaded
+        self._rms_norm = build.ops.rms_norm
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {f"{self.name}.weight": (self.width,)}
+
+    def load(self, name: str, tensor: torch.Tensor | LazyTensor) -> None:
+        self.weight = tensor[(slice(None),)].to(self.weight)
+
+    def num_bytes(self) -> int:
+        return self.width * self.weight.itemsize
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """The norm of x, or of residual + x, which is written to `residual`."""
+        return self._rms_norm(x, self.weight, self.eps, residual)

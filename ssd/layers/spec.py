@@ -1,0 +1,102 @@
+"""Descriptions of the layers of a decoder, as plain data: sizes of the whole model, of which each rank has a share.
+
+A model family translates its `config.json` into a list of `LayerSpec`. Knows nothing of weights, files or kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ssd.kernels.ops import HeadShape
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding: base frequency and, for long-context models, how it is stretched."""
+
+    theta: float = 10000.0
+    scaling: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    original_max_position: int = 8192  # llama3, yarn
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn; None: computed from `factor`
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """What one layer keeps of a token on one rank: a tensor of each of these shapes."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(map(math.prod, self.shapes)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Grouped-query attention with a rotary embedding."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False  # RMS norm over each head of q and k before the rotary embedding
+    window: int | None = None  # tokens that a query sees; None: the whole context
+    first_position: int = 0  # positions before it have no KV and are not seen
+
+    def heads(self, ranks: int = 1) -> HeadShape:
+        """The heads of one rank, which has a KV head at least."""
+        return HeadShape(
+            self.num_heads // ranks, max(1, self.num_kv_heads // ranks), self.head_dim, self.first_position
+        )
+
+    def kv_layout(self, dtype: torch.dtype, ranks: int = 1) -> KVLayout:
+        """Keys and values of one rank's KV heads."""
+        each = self.heads(ranks).num_kv_heads, self.head_dim
+        return KVLayout((each, each), dtype)
+
+    def splits(self, ranks: int) -> bool:
+        """Whether the heads can be split over so many ranks.
+
+        KV heads may be fewer than ranks: several ranks then have the same one, and their own of its query heads.
+        """
+        fewer, more = sorted((ranks, self.num_kv_heads))
+        return not (self.num_heads % ranks or more % fewer)
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """A gated MLP: down(silu(gate(x)) * up(x))."""
+
+    intermediate_size: int
+    bias: bool = False
+
+    def splits(self, ranks: int) -> bool:
+        return self.intermediate_size % ranks == 0
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Attention and feed-forward of one layer, each behind an RMS norm and added to the residual stream."""
+
+    attention: AttentionSpec
+    mlp: MLPSpec
+
+    def splits(self, ranks: int) -> bool:
+        return self.attention.splits(ranks) and self.mlp.splits(ranks)
+
+    def activation_width(self, hidden_size: int) -> int:
+        """Upper estimate of a layer's intermediate results: numbers per row."""
+        heads = self.attention.num_heads * self.attention.head_dim
+        return 8 * hidden_size + 3 * self.mlp.intermediate_size + 4 * heads

@@ -1,0 +1,145 @@
+"""Layers described as data: a model whose layers differ, its KV, its memory, and the formats of its weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from device_batches import make_device_batch
+
+from ssd.errors import UnsupportedModel
+from ssd.kernels.cpu_ops import CpuOps
+from ssd.kernels.ops import DeviceBatch, Ops
+from ssd.kernels.reference import ReferenceOps
+from ssd.layers.formats import FormatOf, WeightFormat
+from ssd.layers.formats.dense import DENSE, dense
+from ssd.layers.formats.rounded import Rounded
+from ssd.layers.parameter import Build
+from ssd.layers.spec import AttentionSpec, LayerSpec, MLPSpec, RopeConfig
+from ssd.models.config import DecoderConfig
+from ssd.models.decoder import Decoder, check_fits, check_split, parameter_shapes
+from ssd.models.fields import check_shape
+from ssd.models.random_weights import RandomCheckpoint
+from ssd.parallel.tensor import TensorParallel
+
+CPU = torch.device("cpu")
+PLAIN = LayerSpec(AttentionSpec(4, 2, 16, RopeConfig()), MLPSpec(96))
+NORMED = LayerSpec(AttentionSpec(4, 2, 16, RopeConfig(5e5), qk_norm=True), MLPSpec(160))
+BIASED = LayerSpec(AttentionSpec(4, 2, 16, RopeConfig(), qkv_bias=True, output_bias=True), MLPSpec(96, bias=True))
+MIXED = DecoderConfig("mixed", 64, 64, (PLAIN, NORMED, BIASED, NORMED, PLAIN), 128)
+TOKENS = [3, 9, 27, 1, 5, 60]
+
+
+def make(config: DecoderConfig, ops: Ops | None = None, format_of: FormatOf = dense) -> Decoder:
+    decoder = Decoder(config, Build(ops or ReferenceOps(), CPU, torch.float32, format_of=format_of), max_positions=64)
+    weights = RandomCheckpoint(config).weights(CPU, torch.float32)
+    decoder.load((name, weight * 6 if weight.dim() > 1 else weight) for name, weight in weights)  # layers that matter
+    return decoder
+
+
+def batch(first: int, count: int) -> DeviceBatch:
+    positions = list(range(first, first + count))
+    made = make_device_batch(
+        positions, positions, [0, count], [first + count], [[0, 1]], tile_tokens=1 << 30, device=CPU
+    )
+    return replace(made, token_ids=torch.tensor(TOKENS[first : first + count], dtype=torch.int32))
+
+
+def logits(decoder: Decoder, *counts: int) -> torch.Tensor:
+    """After every token of a text that is read in chunks of these sizes."""
+    kv, found, done = decoder.make_kv_cache(2, 16), [], 0
+    for count in counts:
+        found.append(decoder(batch(done, count), kv))
+        done += count
+    return torch.cat(found)
+
+
+def test_a_model_whose_layers_differ() -> None:
+    """Each layer has its own sizes, norms, biases and rotary embedding: the kernels agree with plain torch, and reading
+    a text in chunks, through the KV cache, gives the same bits."""
+    expected, ops = logits(make(MIXED), 6), CpuOps.load()
+    if ops is None:
+        pytest.skip("no C compiler")
+    ours = make(MIXED, ops)
+    torch.testing.assert_close(logits(ours, 6), expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(logits(ours, 1, 3, 2), logits(ours, 6))
+    assert not torch.allclose(logits(make(replace(MIXED, layers=(PLAIN,) * 5)), 6), expected, atol=1e-2)
+
+
+def test_a_rehearsal_runs_one_layer_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer, which has no residual, and one of each kind after it: requests wait for no compiler."""
+    decoder, run = make(MIXED), []
+    for i, layer in enumerate(decoder.layers):
+        monkeypatch.setattr(layer.mlp, "down", lambda x, i=i, down=layer.mlp.down: run.append(i) or down(x))
+    with decoder.distinct_layers():
+        logits(decoder, 2)
+    assert run == [0, 1, 2, 4]
+    run.clear()
+    logits(decoder, 2)
+    assert run == [0, 1, 2, 3, 4]
+
+
+def test_a_rehearsal_knows_the_formats_of_weights() -> None:
+    """Two layers of one description, whose weights have different formats, launch different kernels."""
+    rounded = Rounded("int8")
+
+    def last_is_rounded(name: str) -> WeightFormat:
+        return rounded if ".layers.3.mlp" in name else DENSE
+
+    decoder = make(replace(MIXED, layers=(PLAIN,) * 5), format_of=last_is_rounded)
+    with decoder.distinct_layers():
+        assert list(decoder._run) == [0, 1, 3]
+    assert decoder.formats == {"dense", "int8"}
+
+
+def test_kv_memory_is_the_sum_over_layers() -> None:
+    wide = replace(PLAIN, attention=replace(PLAIN.attention, num_kv_heads=4))
+    config = replace(MIXED, layers=(PLAIN, wide, wide))
+    assert config.kv_bytes_per_token(torch.bfloat16) == (2 + 4 + 4) * 2 * 16 * 2
+    assert config.kv_bytes_per_token(torch.bfloat16, ranks=4) == (1 + 1 + 1) * 2 * 16 * 2
+    cache = make(config).make_kv_cache(3, 8)
+    assert [tensor.shape for tensor in cache[1]] == [(3, 8, 4, 16)] * 2
+    assert sum(tensor.nbytes for layer in cache for tensor in layer) == 3 * 8 * config.kv_bytes_per_token(torch.float32)
+
+
+def test_weights_are_counted_layer_by_layer() -> None:
+    """Catches an estimate that takes one layer for all."""
+    decoder, shapes = make(MIXED), parameter_shapes(MIXED)
+    count = sum(map(math.prod, shapes.values()))
+    assert decoder.num_bytes() == 4 * count
+    check_fits(MIXED, count)
+    with pytest.raises(UnsupportedModel, match=f"describes {count} parameters"):
+        check_fits(MIXED, count - 1)
+
+
+def test_a_split_has_to_fit_every_layer() -> None:
+    odd = replace(PLAIN, mlp=MLPSpec(95))
+    assert MIXED.splits(2)
+    with pytest.raises(Exception, match=r"intermediate_size=95: use one of 1$"):
+        check_split(replace(MIXED, layers=(PLAIN, odd)), 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [({"window": 32}, "window of 32 tokens"), ({"num_kv_heads": 4}, "different heads")]
+)
+def test_what_the_kernels_cannot_do_is_refused(change: dict[str, int], message: str) -> None:
+    changed = replace(PLAIN, attention=replace(PLAIN.attention, **change))
+    with pytest.raises(UnsupportedModel, match=message):
+        check_shape(replace(MIXED, layers=(PLAIN, changed)))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_loads_its_share_of_every_part(rank: int) -> None:
+    """Gate and up, q, k and v are cut each on its own; the weight of a row-parallel layer by its columns."""
+    whole = make(MIXED)
+    build = Build(ReferenceOps(), CPU, torch.float32, TensorParallel(rank, 2))
+    half = Decoder(MIXED, build, max_positions=64)
+    half.load((name, weight * 6) for name, weight in RandomCheckpoint(MIXED).weights(CPU, torch.float32))
+    for ours, theirs in zip(half.layers, whole.layers, strict=True):
+        gate_up, down = theirs.mlp.gate_up.weight.chunk(2), theirs.mlp.down.weight
+        assert torch.equal(ours.mlp.gate_up.weight, torch.cat([each.chunk(2)[rank] for each in gate_up]))
+        assert torch.equal(ours.mlp.down.weight, down.chunk(2, dim=1)[rank])
+        q, k, v = theirs.attention.qkv.weight.split([64, 32, 32])
+        assert torch.equal(ours.attention.qkv.weight, torch.cat([each.chunk(2)[rank] for each in (q, k, v)]))
