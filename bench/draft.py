@@ -22,8 +22,8 @@ from decode import copy_bandwidth, device_seconds  # bench/decode.py
 from rich.console import Console
 from rich.table import Table
 
-from ssd.assembly.device import make_ops
 from ssd.execution.graphs import capture
+from ssd.kernels.device import kernels
 from ssd.kernels.ops import Branches, DeviceBatch
 from ssd.kernels.quantized import Format
 from ssd.layers.formats.rounded import rounded
@@ -70,7 +70,7 @@ def make(
     form: Format | None = None,
     tp: TensorParallel = TensorParallel(),  # noqa: B008 (frozen)
 ) -> tuple[Decoder, KVCache]:
-    config, ops = SHAPES[shape], make_ops(CUDA)
+    config, ops = SHAPES[shape], kernels(CUDA).ops()
     decoder = Decoder(config, Build(ops, CUDA, torch.bfloat16, tp, rounded(form)), max_positions=2 * CONTEXT)
     decoder.load(RandomCheckpoint(config).weights(CUDA, torch.bfloat16))
     ops.reserve(decoder.heads, CUDA)
@@ -79,7 +79,7 @@ def make(
 
 def make_head(shape: str) -> tuple[EagleHead, KVCache]:
     """With random weights, and as many draft tokens as published heads have."""
-    target, ops = SHAPES[shape], make_ops(CUDA)
+    target, ops = SHAPES[shape], kernels(CUDA).ops()
     fields = vars(target.with_layers(1, first_position=1)) | {"family": "eagle3", "tie_embeddings": False}
     sizes = {"draft_vocab_size": DRAFT_VOCAB, "target_hidden_size": target.hidden_size}
     config = EagleConfig(**fields, **sizes, own_embedding=True).for_target(target)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from decode import device_seconds
 
-from ssd.assembly.device import make_ops
+from ssd.kernels.device import kernels
 from ssd.kernels.ops import Ops
 from ssd.models.config import DecoderConfig
 from ssd.models.shapes import SHAPES
@@ -41,7 +41,7 @@ def main() -> None:
 @torch.inference_mode()
 def bench(shape: str, row_counts: list[int], device: torch.device) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    ops = make_ops(device)
+    ops = kernels(device).ops()
     titles = f"{'product':<10} {'columns':>8} {'depth':>6} {'rows':>5} {'ours, us':>9} {'torch, us':>9}"
     print(f"{shape}\n{titles} {'used, us':>9} {'used':>7} {'GB/s':>6} {'TFLOP/s':>8}")
     for name, columns, depth in products(SHAPES[shape]):

@@ -48,7 +48,7 @@ run(int(sys.argv[1]), lambda setup: WorkerDrafter(Honest(setup)))
 LIAR = """
 import os, socket, struct, sys, time
 end = socket.socket(fileno=int(sys.argv[1]))
-MAGIC = 0x5353445700000004
+MAGIC = 0x5353445700000005
 
 def send(kind, number, *words):
     end.sendall(struct.pack(f"={6 + len(words)}q", MAGIC, kind, number, 7, 5, len(words), *words))
@@ -70,6 +70,7 @@ LIES = {
     "noise after a reply": f"{GOOD}; end.sendall(bytes(100))",
     "two replies": f"{GOOD}; {GOOD}",
     "another kind": "send(2, number)",
+    "an unknown kind": "send(99, number)",
     "the round before": "send(4, number - 1, 1, 0, 0, 0)",
     "no proposals": "send(4, number, 0)",
     "too many proposals": "send(4, number, 2, 0, 0, 0, 0, 0, 0)",

@@ -1,4 +1,4 @@
-"""Choice of device, dtype and kernels."""
+"""Choice of device, dtype and sizes that depend on the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError
 from ssd.kernels.launching import shared_memory
-from ssd.kernels.ops import Ops
 from ssd.models.config import DecoderConfig
 
 _LARGE_GPU = 40 << 30  # bytes
@@ -59,23 +58,6 @@ def resolve_dtype(config: EngineConfig, model: DecoderConfig, device: torch.devi
 def num_cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def make_ops(device: torch.device) -> Ops:
-    """The kernels of a device: Triton on CUDA; C on the CPU, or plain torch where there is no C compiler."""
-    if device.type == "cuda":
-        from ssd.kernels.triton_ops import TritonOps
-
-        return TritonOps()
-    from ssd.kernels.cpu_ops import CpuOps
-    from ssd.kernels.reference import ReferenceOps
-
-    return CpuOps.load() or ReferenceOps()
-
-
-def kernels_of(ops: Ops) -> str:
-    """The kind of kernels, in words."""
-    return {"TritonOps": "Triton", "CpuOps": "C"}.get(type(ops).__name__, "plain torch")
 
 
 def device_name(device: torch.device) -> str:

@@ -27,7 +27,6 @@ from ssd.drafting.runner import DraftRunner
 from ssd.drafting.shapes import RunShapes
 from ssd.drafting.ssd import SSDDrafter
 from ssd.drafting.step import DraftStep, ModelStep
-from ssd.drafting.supervisor import Worker
 from ssd.drafting.worker import WorkerDrafter
 from ssd.errors import ConfigError
 from ssd.execution.features import Features
@@ -42,6 +41,7 @@ from ssd.models.open import absolute_path, open_checkpoint, open_eagle
 from ssd.models.persistent import use_persistent_step
 from ssd.options import build, is_int
 from ssd.parallel.launch import local_size
+from ssd.parallel.process import Worker
 from ssd.parallel.tensor import TensorParallel
 from ssd.text.tokenizer import Tokenizer
 

@@ -7,11 +7,12 @@ import time
 
 import torch
 
-from ssd.assembly.device import device_name, kernels_of, kv_block_size, make_ops, resolve_dtype
+from ssd.assembly.device import device_name, kv_block_size, resolve_dtype
 from ssd.assembly.memory import Loaded, gib
 from ssd.config import EngineConfig
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import DeviceBlockTables, SequenceState
+from ssd.kernels.device import kernels, name_of
 from ssd.layers.formats import FormatOf
 from ssd.layers.formats.dense import DENSE, dense
 from ssd.layers.linear import Embedding
@@ -58,7 +59,7 @@ def load_decoder(
     `target`: the model whose hidden states an EAGLE head reads. `tp`: the rank whose share is loaded.
     """
     device = state.device
-    ops, dtype = make_ops(device), resolve_dtype(config, (target or checkpoint).config, device)
+    ops, dtype = kernels(device).ops(), resolve_dtype(config, (target or checkpoint).config, device)
     build = Build(ops, device, dtype, tp, format_of)
     positions = state.max_positions + beyond
     began = time.perf_counter()
@@ -76,7 +77,7 @@ def load_decoder(
     log.info(
         "%s: %s of weights in %s on %s, %s kernels, loaded in %.1f s",
         *(checkpoint.path.name, gib(decoder.num_bytes() // tp.size)),
-        *(", ".join(sorted(formats)) or str(dtype).removeprefix("torch."), device_name(device), kernels_of(ops)),
+        *(", ".join(sorted(formats)) or str(dtype).removeprefix("torch."), device_name(device), name_of(ops)),
         time.perf_counter() - began,
     )
     ops.reserve(decoder.heads, device)

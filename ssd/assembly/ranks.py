@@ -1,8 +1,8 @@
 """The ranks of a model that is split by tensor parallelism.
 
-Rank 0 is the engine, which schedules and samples. Each other rank is a process that follows it: a message names the
-forward pass to launch, whose inputs rank 0 broadcasts inside of it, and a message has the new entries of the block
-tables. The ranks live and die together: one that is lost ends the engine, and rank 0 takes the others with it.
+Rank 0 is the engine, which schedules and samples. Each other rank is a process, a follower: a message names the forward
+pass to launch, whose inputs rank 0 broadcasts inside of it, and a message has the new entries of the block tables. If
+one rank is lost, all of them end.
 """
 
 from __future__ import annotations
@@ -15,29 +15,37 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from enum import IntEnum
 from typing import Any
 
-import numpy as np
 import torch
 
 from ssd.assembly.device import make_current, num_cores, rank_device, resolve_device
-from ssd.assembly.torchrun import Remote, join
+from ssd.assembly.torchrun import join
 from ssd.config import EngineConfig
-from ssd.drafting.supervisor import FOLLOWER_COMMAND, Worker
-from ssd.drafting.wire import Channel, Kind, Message, WireError, decode_setup
 from ssd.errors import ConfigError, EngineFailed, one_line
 from ssd.execution.runner import ModelRunner
 from ssd.models.open import absolute_path
 from ssd.options import build
 from ssd.parallel.group import HANG_SECONDS, LOOPBACK, listener, make_group
 from ssd.parallel.launch import local_rank, local_size
+from ssd.parallel.process import FOLLOWER_COMMAND, HANG_UP, Worker, connect, exit_with
 from ssd.parallel.tensor import TensorParallel
+from ssd.parallel.transport import READY, Channel, Message, Reader, WireError, words
 
 log = logging.getLogger("ssd")
-_HANG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)  # the former where there is one, as on Linux
 _NOTICE_SECONDS = 1.0  # within which a process that has ended is noticed
+
+
+class Kind(IntEnum):
+    """Messages after SETUP and READY."""
+
+    BLOCKS = 3  # to rank 0: the number of KV blocks that a rank has memory for; from rank 0: the least of all
+    TABLES = 4  # from rank 0: new entries of the block tables, first their places, then their values
+    FORWARD = 5  # from rank 0: the forward pass to launch
+    DRAFT = 6  # from rank 0 of a draft model: the piece of a draft run to launch
 
 
 @dataclass(frozen=True)
@@ -50,14 +58,21 @@ class Place:
     def agree(self, num_blocks: int) -> int:
         """The least of all ranks' numbers."""
         if self.tp.rank:
-            _send(self.channels[0], Message(Kind.READY, payload=_words([num_blocks])))
-            return int(_receive(self.channels[0], Kind.READY).payload[0])
+            self._send_blocks(num_blocks)
+            return _receive_blocks(self.channels[0])
         for rank, channel in enumerate(self.channels, 1):
             with _explained(rank):
-                num_blocks = min(num_blocks, int(_receive(channel, Kind.READY).payload[0]))
-        for channel in self.channels:
-            _send(channel, Message(Kind.READY, payload=_words([num_blocks])))
+                num_blocks = min(num_blocks, _receive_blocks(channel))
+        self._send_blocks(num_blocks)
         return num_blocks
+
+    def _send_blocks(self, num_blocks: int) -> None:
+        for channel in self.channels:
+            channel.send(Message(Kind.BLOCKS, payload=words([num_blocks])))
+
+
+def _receive_blocks(channel: Channel) -> int:
+    return Reader(channel.expect(Kind.BLOCKS, limit=1).payload).number(0)
 
 
 def num_threads(config: EngineConfig) -> int:
@@ -72,9 +87,9 @@ class Ranks:
     """The processes of all ranks but the first (`Followers`); `place` is that of rank 0."""
 
     def __init__(self, config: EngineConfig, device: torch.device, draft: Mapping[str, Any] | None = None) -> None:
-        """Returns when all of them are there; they load their shares of the model meanwhile.
+        """Returns when all of them have joined the group; they load their shares of the model after that.
 
-        `draft`: what the ranks of a draft model need to know besides the config.
+        `draft`: for the ranks of a draft model, what `follow_draft` needs besides the config.
         """
         size = config.tensor_parallel_size
         self._hosts = join(size)
@@ -95,18 +110,19 @@ class Ranks:
         self._on_cuda = device.type == "cuda"
         self._threads = torch.get_num_threads()
         self._wake, self._woken = socket.socketpair()
-        self._workers: list[Worker | Remote] = []
+        self._workers: list[Worker] = []  # on this host, unless torchrun has started the ranks
+        self._channels: list[Channel] = []
         self._thread = threading.Thread(target=self._watch, name="ssd-ranks", daemon=True)
         try:
             if self._hosts is not None:
-                self._workers += self._hosts.start(setup)
+                self._channels = self._hosts.start(setup)
             else:
                 own = draft is None  # those of a draft are killed together with its first rank
                 self._workers += (Worker({**setup, "rank": r}, FOLLOWER_COMMAND, own_group=own) for r in range(1, size))
-            self._channels = [worker.channel for worker in self._workers]
+                self._channels = [worker.channel for worker in self._workers]
             for rank, channel in enumerate(self._channels, 1):
                 with _explained(rank):
-                    _receive(channel, Kind.READY)
+                    channel.expect(READY)
             address = self._channels[-1].address or LOOPBACK  # by which the last rank, on the last host, reaches it
             self._group = make_group(0, size, device, port=port, listening=listening, address=address)
         except BaseException:
@@ -120,18 +136,12 @@ class Ranks:
         self._thread.start()
 
     def attach(self, runner: ModelRunner) -> None:
-        """From now on they follow this runner."""
+        """Makes them launch what this runner launches."""
         runner.followers = self
         runner.tables.on_write = self.write_tables
 
-    @contextmanager
-    def launching(self, key: Seq[int], *, draft: bool = False) -> Iterator[None]:
-        self._check()
-        try:
-            self._post(Message(Kind.DRAFT if draft else Kind.FORWARD, payload=_words(key)))
-            yield
-        except Exception as error:  # the ranks are no longer at the same place
-            raise self._failed(error) from error
+    def launching(self, key: Seq[int], *, draft: bool = False) -> AbstractContextManager[None]:
+        return self._in_step(Kind.DRAFT if draft else Kind.FORWARD, key)
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
@@ -143,18 +153,15 @@ class Ranks:
         self._check()
 
     def write_tables(self, places: Seq[int], values: Seq[int]) -> None:
-        self._check()
-        try:
-            self._post(Message(Kind.TABLES, payload=_words([*places, *values])))
-        except (OSError, WireError) as error:
-            raise self._failed(error) from error
+        with self._in_step(Kind.TABLES, [*places, *values]):
+            pass
 
     def close(self) -> None:
         """Ends the processes. Safe to call twice."""
         self._wake.close()
         self._thread.join(_NOTICE_SECONDS)
         if self._on_cuda and self.failure is None:
-            self._group.abort()  # alone: to end it in order would take the other ranks
+            self._group.abort()  # an orderly end would need the other ranks
         hosts, self._hosts = self._hosts, None
         if hosts is not None and self.failure is None:
             hosts.engine_closed()
@@ -162,37 +169,44 @@ class Ranks:
         torch.set_num_threads(self._threads)
 
     def _end(self) -> None:
-        for worker in self._workers:
-            worker.channel.close()  # of all of them first: each takes a moment to end
+        for channel in self._channels:
+            channel.close()  # all of them first: each process takes a moment to end
         for worker in self._workers:
             worker.close()
         self._wake.close()
         self._woken.close()
 
-    def _post(self, message: Message) -> None:
-        for channel in self._channels:
-            channel.post(message)
-        for channel in self._channels:
-            channel.flush()
+    @contextmanager
+    def _in_step(self, kind: Kind, numbers: Seq[int]) -> Iterator[None]:
+        """Sends a message to all ranks. An error of that or of the block ends them: they are no longer in step."""
+        self._check()
+        message = Message(kind, payload=words(numbers))
+        try:
+            for channel in self._channels:
+                channel.post(message)
+            for channel in self._channels:
+                channel.flush()
+            yield
+        except Exception as error:
+            self._lost.wait(_NOTICE_SECONDS)  # for the reason, if a process has ended
+            self._give_up(f"a forward pass failed, and with it all ranks ({one_line(error)})")
+            raise EngineFailed(self.failure) from error
 
     def _check(self) -> None:
         if self.failure is not None:
             raise EngineFailed(self.failure)
 
-    def _failed(self, error: Exception) -> EngineFailed:
-        self._lost.wait(_NOTICE_SECONDS)
-        self._give_up(f"a forward pass failed, and with it all ranks ({one_line(error)})")
-        return EngineFailed(self.failure)
-
     def _watch(self) -> None:
-        """Gives up when a process ends, or when the GPU waits for too long. Makes no call of CUDA: this thread would
-        disturb a graph that is being captured."""
+        """Ends all ranks when a process ends, or when a wait for the GPU takes too long.
+
+        Makes no CUDA calls: they would invalidate a graph that another thread captures.
+        """
         poller = select.poll()
         ranks = {channel.fileno(): rank for rank, channel in enumerate(self._channels, 1)}
         if self._hosts is not None:
             ranks |= {channel.fileno(): rank for rank, channel in enumerate(self._hosts.channels, 1)}
         for end in (*ranks, self._woken.fileno()):
-            poller.register(end, _HANG_UP)
+            poller.register(end, HANG_UP)
         while self.failure is None:
             found = poller.poll(500)
             if any(end == self._woken.fileno() for end, _ in found):
@@ -210,15 +224,17 @@ class Ranks:
             self.failure = reason
         self._lost.set()
         log.error("%s", reason)
+        for channel in self._channels:
+            channel.close()
         for worker in self._workers:
             worker.kill()
         if self._on_cuda:
-            self._group.abort()  # else rank 0's GPU would wait for ever
+            self._group.abort()  # else the kernels of rank 0 would wait without end
 
 
 @contextmanager
 def _explained(rank: int) -> Iterator[None]:
-    """A process that ends while it starts."""
+    """Turns the loss of a process that is starting into an error that names its rank."""
     try:
         yield
     except (OSError, WireError) as error:
@@ -230,21 +246,20 @@ def _explained(rank: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Follower:
-    """What a rank is built from."""
+    """A rank besides the first: what its runner is built from, and the loop that it serves."""
 
     config: EngineConfig
     device: torch.device
     place: Place
     channel: Channel
-    draft: Mapping[str, Any] | None  # of the ranks of a draft model
+    draft: Mapping[str, Any] | None  # `Ranks.draft`, for a rank of a draft model
 
     @classmethod
     def at(cls, fd: int) -> Follower:
         """Receives its setup over the socket `fd`, and joins the group. The process ends when that socket does."""
-        channel = Channel(socket.socket(fileno=fd))
-        threading.Thread(target=_exit_with, args=(fd,), daemon=True).start()
-        setup = decode_setup(_receive(channel, Kind.SETUP).payload)
-        _send(channel, Message(Kind.READY))
+        channel, setup = connect(fd)
+        exit_with(channel)
+        channel.send(Message(READY))
         return cls._of(setup, channel)
 
     @classmethod
@@ -261,50 +276,27 @@ class Follower:
         return cls(config, device, Place(TensorParallel(rank, size, group), [channel]), channel, setup["draft"])
 
     def serve(self, runner: ModelRunner, draft: Callable[[tuple[int, ...]], None] | None = None) -> None:
-        """Launches what rank 0 says, until the socket closes; `draft` launches the pieces of draft runs."""
+        """Launches what rank 0 launches, until the socket closes; `draft` launches the pieces of draft runs."""
         while True:
             message = self.channel.receive()
             if message is None:
                 continue
-            if message.kind is Kind.TABLES:
-                places, values = message.payload.reshape(2, -1).tolist()
-                runner.tables.write(places, values)
-            elif message.kind is Kind.FORWARD:
-                runner.run(runner.staged(tuple(message.payload.tolist())))
-            elif message.kind is Kind.DRAFT and draft is not None:
-                draft(tuple(message.payload.tolist()))
+            numbers = message.payload.tolist()
+            if message.kind == Kind.TABLES and len(numbers) % 2 == 0:
+                half = len(numbers) // 2
+                runner.tables.write(numbers[:half], numbers[half:])
+            elif message.kind == Kind.FORWARD:
+                runner.run(runner.staged(tuple(numbers)))
+            elif message.kind == Kind.DRAFT and draft is not None:
+                draft(tuple(numbers))
             else:
-                raise WireError(f"a message of kind {message.kind.name} is not for a rank")
+                raise WireError(f"a message of kind {message.kind} with {len(numbers)} numbers is not for a rank")
 
 
 def _take_cores(rank: int, count: int) -> None:
-    """The cores of a rank: the first ones are left to rank 0."""
+    """Binds a rank to its own cores; the first ones are left to rank 0."""
     torch.set_num_threads(count)
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         with suppress(OSError):
             os.sched_setaffinity(0, {cores[(rank * count + i) % len(cores)] for i in range(count)})
-
-
-def _exit_with(fd: int) -> None:
-    """Ends this process with the other end of its socket, whatever it is computing or waiting for."""
-    poller = select.poll()
-    poller.register(fd, _HANG_UP)
-    poller.poll()
-    os._exit(0)
-
-
-def _receive(channel: Channel, kind: Kind) -> Message:
-    message = channel.receive()
-    if message is None or message.kind is not kind:
-        raise WireError(f"a message of kind {kind.name} was due")
-    return message
-
-
-def _send(channel: Channel, message: Message) -> None:
-    channel.post(message)
-    channel.flush()
-
-
-def _words(numbers: Seq[int]) -> np.ndarray:
-    return np.array(numbers, dtype=np.int64)

@@ -23,29 +23,38 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from datetime import timedelta
+from enum import IntEnum
 from typing import Any
 
-import numpy as np
-
-from ssd.drafting.supervisor import FOLLOWER_COMMAND, end_process, spawn
-from ssd.drafting.wire import Channel, Kind, Message, WireError, encode_setup
 from ssd.errors import EngineFailed, SSDError, one_line
 from ssd.parallel.group import listener
 from ssd.parallel.launch import Launch
+from ssd.parallel.process import FOLLOWER_COMMAND, end_process, setup_message, spawn
+from ssd.parallel.transport import Channel, Message, Reader, WireError, words
 
 log = logging.getLogger("ssd")
-_JOIN_SECONDS = 600.0  # in which all processes come to the point where they need each other
-_ANSWER_SECONDS = 10.0  # in which a process that has joined connects again
-_HELLO_SECONDS = 2.0  # in which a connection shows its token
-_LOST_MILLISECONDS = 6000  # without a sign of the other host
+_JOIN_SECONDS = 600.0  # timeout of the first connection of every process
+_ANSWER_SECONDS = 10.0  # timeout of a further connection of a process that has joined
+_HELLO_SECONDS = 2.0  # timeout of the token on a new connection
+_LOST_MILLISECONDS = 6000  # without an answer, after which the other host is lost
 _KEY = "ssd"
 _PR_SET_PDEATHSIG = 1
-_hosts: Hosts | None = None  # of this process, which is rank 0
+_hosts: Hosts | None = None  # on rank 0, once the other processes have joined
+
+
+class Kind(IntEnum):
+    """Messages between the processes of torchrun."""
+
+    HELLO = 3  # to rank 0, first on every connection: the sender's rank, the token
+    START = 4  # from rank 0: start a follower, and connect it to this port
+    END = 5  # from rank 0: an engine was closed
 
 
 def join(size: int) -> Hosts | None:
-    """On rank 0 of torchrun's processes: the others, for the ranks of a model. None if torchrun has not started this
-    one. All others follow rank 0 here, and exit."""
+    """On rank 0 of torchrun: the other processes. None if torchrun has not started this one.
+
+    The other processes do not return: they start followers for rank 0, and exit when it does.
+    """
     global _hosts
     launch = Launch.found()
     if launch is None:
@@ -64,7 +73,8 @@ class Hosts:
 
     def __init__(self, launch: Launch) -> None:
         """Returns when all of them have joined."""
-        self._launch = launch
+        self.host = launch.host
+        self._ranks = range(1, launch.size)
         self._lock = threading.Lock()
         self._token = [secrets.randbits(63), secrets.randbits(63)]
         self._store = _store()
@@ -74,20 +84,17 @@ class Hosts:
             self.channels = self._accept(listening, _JOIN_SECONDS)
         self._store.delete_key(_KEY)  # torchrun may start all of them again
 
-    @property
-    def host(self) -> str:
-        """The name of rank 0's host."""
-        return self._launch.host
-
-    def start(self, setup: Mapping[str, Any]) -> list[Remote]:
-        """Starts a follower on each of them."""
+    def start(self, setup: Mapping[str, Any]) -> list[Channel]:
+        """Starts a follower on each of them, which ends when its channel is closed."""
         with listener("") as listening:
-            self._tell(Message(Kind.START, payload=np.array([listening.getsockname()[1]])))
-            ends = self._accept(listening, _ANSWER_SECONDS)
-        return [Remote(end, {**setup, "rank": rank}) for rank, end in enumerate(ends, 1)]
+            self._tell(Message(Kind.START, payload=words([listening.getsockname()[1]])))
+            channels = self._accept(listening, _ANSWER_SECONDS)
+        for rank, channel in enumerate(channels, 1):
+            channel.post(setup_message({**setup, "rank": rank}))
+        return channels
 
     def engine_closed(self) -> None:
-        """Tells them that an engine ended as it should; else they exit with an error."""
+        """Reports the regular end of an engine; without it they exit with an error."""
         with suppress(EngineFailed):
             self._tell(Message(Kind.END))
 
@@ -95,16 +102,15 @@ class Hosts:
         for rank, channel in enumerate(self.channels, 1):
             try:
                 with self._lock:  # engines may be closed by several threads
-                    channel.post(message)
-                    channel.flush()
+                    channel.send(message)
             except (OSError, WireError) as error:
                 raise EngineFailed(f"rank {rank} of torchrun has ended: start all of them again") from error
 
     def _accept(self, listening: socket.socket, seconds: float) -> list[Channel]:
-        """A connection of each of them, in order of rank."""
+        """One connection from each of them, in order of rank."""
         found: dict[int, Channel] = {}
-        ranks, deadline = range(1, self._launch.size), time.monotonic() + seconds
-        while missing := [rank for rank in ranks if rank not in found]:
+        deadline = time.monotonic() + seconds
+        while missing := [rank for rank in self._ranks if rank not in found]:
             listening.settimeout(max(0.01, deadline - time.monotonic()))
             try:
                 end, _ = listening.accept()
@@ -118,39 +124,23 @@ class Hosts:
                 found[rank] = channel
             else:
                 channel.close()
-        return [found[rank] for rank in ranks]
+        return [found[rank] for rank in self._ranks]
 
     def _introduced(self, channel: Channel) -> int:
-        """The rank that a connection is of; 0 if it does not have the token."""
+        """Rank of the sender of HELLO; 0 if it does not have the token."""
         try:
-            hello = channel.receive(1 + len(self._token), _HELLO_SECONDS)
+            hello = channel.expect(Kind.HELLO, 1 + len(self._token), _HELLO_SECONDS).payload
         except (OSError, WireError):
             return 0
-        expected = np.array(self._token, dtype=np.int64).tobytes()
-        if hello is None or not hmac.compare_digest(hello.payload[1:].tobytes(), expected):
-            return 0
-        return int(hello.payload[0])
-
-
-class Remote:
-    """A follower that another process has started. It ends when its channel closes."""
-
-    def __init__(self, channel: Channel, setup: Mapping[str, Any]) -> None:
-        self.channel = channel
-        channel.post(Message(Kind.SETUP, payload=encode_setup(setup)))
-
-    def kill(self) -> None:
-        self.channel.close()
-
-    def close(self) -> None:
-        self.channel.close()
+        shown = hmac.compare_digest(hello[1:].tobytes(), words(self._token).tobytes())
+        return int(hello[0]) if shown else 0
 
 
 # --- the others -------------------------------------------------------------------------------------------------------
 
 
 def _follow(launch: Launch) -> int:
-    """Starts followers for rank 0 until it ends. The status to exit with: 0 if it had engines, and closed them all."""
+    """Starts followers for rank 0 until it ends. Exit status: 0 if it had engines and has closed them all."""
     _leave_signals_to_rank_0(launch)
     followers: list[subprocess.Popen[bytes]] = []
     num_open, status = 0, 1
@@ -160,10 +150,10 @@ def _follow(launch: Launch) -> int:
             channel = Channel(end)
             while (message := channel.receive()) is not None:
                 followers = [follower for follower in followers if follower.poll() is None]
-                if message.kind is Kind.START:
-                    with _connect(launch, int(message.payload[0]), token) as own:
+                if message.kind == Kind.START:
+                    with _connect(launch, Reader(message.payload).number(1, 65535), token) as own:
                         followers.append(spawn(FOLLOWER_COMMAND, own))
-                num_open += 1 if message.kind is Kind.START else -1
+                num_open += 1 if message.kind == Kind.START else -1
                 status = int(num_open > 0)
     except (OSError, RuntimeError, SSDError) as error:
         if status:
@@ -177,9 +167,7 @@ def _follow(launch: Launch) -> int:
 def _connect(launch: Launch, port: int, token: Seq[int]) -> socket.socket:
     """A connection to rank 0."""
     end = _watched(socket.create_connection((launch.host, port), _ANSWER_SECONDS))
-    channel = Channel(end)
-    channel.post(Message(Kind.READY, payload=np.array([launch.rank, *token])))
-    channel.flush()
+    Channel(end).send(Message(Kind.HELLO, payload=words([launch.rank, *token])))
     return end
 
 
@@ -218,6 +206,6 @@ def _watched(end: socket.socket) -> socket.socket:
 
 
 def _end_with_torchrun() -> None:
-    """Torchrun that is killed would leave its processes behind."""
+    """Makes the kernel kill this process when torchrun is killed."""
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -15,8 +15,8 @@ import torch
 from ssd.core import Origin
 from ssd.drafting.fan_out import RANKS
 from ssd.drafting.shapes import RunShape, RunShapes
-from ssd.execution.batch import round_kernels
 from ssd.execution.runner import ModelRunner
+from ssd.kernels.device import kernels
 from ssd.kernels.ops import Branches, DeviceBatch
 from ssd.kernels.transfers import upload
 from ssd.sampling.sampler import Rows
@@ -92,7 +92,7 @@ class DraftBuffers:
     def stage(self, n: int, *, branches: bool) -> None:
         """Copies the inputs of a run for n sequences out of the SequenceState."""
         inputs = self._inputs[branches]
-        round_kernels(self.device).stage(
+        kernels(self.device).rounds.stage(
             slots=inputs.slots(n),
             num_drafted=inputs.drafted(n),
             length=self.state.length,
@@ -113,7 +113,7 @@ class DraftBuffers:
 
     def look_up(self, n: int, width: int, depth: int) -> None:
         """Looks up the outcomes of n sequences in the branches; what is found, or a sibling, becomes their drafts."""
-        round_kernels(self.device).look_up(
+        kernels(self.device).rounds.look_up(
             slots=self._inputs[True].slots(n),
             after=self.after[:n, :width],
             chain=self.chain,
@@ -131,7 +131,7 @@ class DraftBuffers:
 
     def store(self, n: int, count: int, origin: Origin) -> None:
         """Copies `count` tokens written for each of n sequences to their drafts."""
-        round_kernels(self.device).store(
+        kernels(self.device).rounds.store(
             slots=self._inputs[False].slots(n),
             chain=self.chain,
             chain_confidence=self.confidence,
@@ -173,7 +173,7 @@ class DraftBuffers:
         """The newest token of every row, whose KV goes to the row's branch slots."""
         n, indices, inputs = shape.sequences, self.indices(shape), self._inputs[shape.branches]
         tokens, positions, mapping, _, _ = out = tuple(column[: shape.rows] for column in self._rows)
-        round_kernels(self.device).extend_rows(
+        kernels(self.device).rounds.extend_rows(
             slots=inputs.slots(n),
             first=inputs.first[:n],
             count=inputs.count[:n],

@@ -7,7 +7,7 @@ import torch
 from ssd.drafting.buffers import DraftBuffers
 from ssd.drafting.fan_out import RANKS
 from ssd.drafting.shapes import RunShape
-from ssd.execution.batch import round_kernels
+from ssd.kernels.device import kernels
 from ssd.sampling.noise import Stream
 from ssd.sampling.sampler import Needs, Rows, Sampler, reweighted
 
@@ -35,7 +35,7 @@ class TokenChoice:
         chain, confidence = self.buffers.chain, self.buffers.confidence
         if not self.rejection:
             best, scores = self.sampler.best(logits, rows, shape.needs, 2)
-            keep = round_kernels(self.buffers.device).keep_best
+            keep = kernels(self.buffers.device).rounds.keep_best
             keep(best, scores, chain, confidence, column, _MAX_CONFIDENCE)
             return
         q = self.sampler.distribution(logits, rows, shape.needs)

@@ -1,4 +1,4 @@
-"""A drafter in processes of its own, the workers, which prepare drafts while the target verifies.
+"""A drafter in other processes, the workers, which prepare drafts while the target verifies.
 
 Each worker (replica) prepares its share of the outcomes of every sequence, and sends the drafts before the next round.
 A round whose outcomes they cover uses them without waiting for a reply. Where most rounds have to ask all the same, as
@@ -15,9 +15,10 @@ from collections.abc import Sequence as Seq
 from ssd.core import Origin, Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Drafter
 from ssd.drafting.estimate import Average
-from ssd.drafting.replica import Replica
-from ssd.drafting.supervisor import Worker
+from ssd.drafting.replica import DraftReplica
 from ssd.drafting.wire import Draft
+from ssd.parallel.process import Worker
+from ssd.parallel.supervisor import Supervisor
 
 LEAST_PATIENCE, MOST_PATIENCE = 0.05, 1.0  # seconds
 _PATIENCE_PER_REPLY = 8  # times the mean reply
@@ -54,12 +55,11 @@ class ProcessDrafter(Drafter):
         self._clock = clock
         self._ended = ended
         self._reply = Average(7 / 8, patience / _PATIENCE_PER_REPLY, 1.0)  # seconds
-        self._round_seconds = 0.0  # of the last round
+        self._round_seconds = 0.0  # duration of the last round
         self._all_hit = Average(15 / 16, 4.0, 4.0)  # share of rounds in which every draft had been prepared
-        self.replicas = [
-            Replica(start, lookahead, vocab_size, clock=clock, hang_limit=hang_limit, start_limit=start_limit)
-            for start in starts
-        ]
+        limits = {"hang_limit": hang_limit, "start_limit": start_limit}
+        supervisors = [Supervisor("the drafter's process", start, clock=clock, **limits) for start in starts]
+        self.replicas = [DraftReplica(each, lookahead, vocab_size) for each in supervisors]
 
     @property
     def patience(self) -> float:
@@ -96,9 +96,8 @@ class ProcessDrafter(Drafter):
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
         self._round_seconds = seconds
-        supervisors = [each.supervisor for each in self.replicas]
-        self.stats.failures = sum(supervisor.failures for supervisor in supervisors)
-        self.stats.busy_seconds = sum(supervisor.busy_seconds for supervisor in supervisors)
+        self.stats.failures = sum(each.supervisor.failures for each in self.replicas)
+        self.stats.busy_seconds = sum(each.busy_seconds for each in self.replicas)
 
     def forget(self, sequence: Sequence) -> None:
         for each in self.replicas:
@@ -109,7 +108,7 @@ class ProcessDrafter(Drafter):
             each.close()
         self._ended()
 
-    def _look_up(self, work: Work, replicas: Seq[Replica]) -> Draft | None:
+    def _look_up(self, work: Work, replicas: Seq[DraftReplica]) -> Draft | None:
         """The draft that one of them has prepared; None: they have to be asked. A first token waits for no draft."""
         if work.lookahead == 0 or not work.sequence.num_output:
             return Draft()
@@ -117,7 +116,7 @@ class ProcessDrafter(Drafter):
         draft = next((draft for draft in found if draft is not None), None)
         return draft.cut(work.lookahead) if draft is not None else None
 
-    def _ask(self, replica: Replica) -> list[Proposal] | None:
+    def _ask(self, replica: DraftReplica) -> list[Proposal] | None:
         """The proposals asked for; None if they are late, which counts as a reply after `patience` seconds."""
         began = self._clock()
         reply = replica.receive(self.patience)

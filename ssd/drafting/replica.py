@@ -1,65 +1,59 @@
-"""The engine's side of one worker, a replica of the drafter: what it knows, what it has prepared, what it is sent.
+"""The engine's side of one replica of a drafter in another process: the tokens it has, the drafts it has prepared.
 
-A worker that is slow, hangs, crashes or sends invalid messages raises nothing here; it has no drafts then.
+A process that is slow, hangs, crashes or sends invalid messages raises nothing here; it has no drafts then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 
 from ssd.core import Proposal, Sequence, Work
-from ssd.drafting.supervisor import Supervisor, Worker
 from ssd.drafting.wire import (
     Draft,
     Entry,
     Kind,
-    Message,
     PreparedDrafts,
-    SequenceSetup,
-    WireError,
     decode_prepared,
     decode_proposals,
     encode_round,
-    most_prepared_words,
-    most_proposal_words,
+    max_reply_words,
 )
+from ssd.parallel.supervisor import Supervisor
+from ssd.parallel.transport import Message, WireError
 
 
-class Replica:
-    """A worker that `start` launches, and that is launched again whenever it is lost."""
+class DraftReplica:
+    """A worker, which `supervisor` launches, and launches again whenever it is lost."""
 
-    def __init__(
-        self,
-        start: Callable[[], Worker],
-        lookahead: int,
-        vocab_size: int,
-        *,
-        clock: Callable[[], float],
-        hang_limit: float,
-        start_limit: float,
-    ) -> None:
+    def __init__(self, supervisor: Supervisor, lookahead: int, vocab_size: int) -> None:
+        self.supervisor = supervisor
         self.lookahead = lookahead
         self.vocab_size = vocab_size
-        self._round = 0
+        self.busy_seconds = 0.0  # computing time that the workers reported, in all
+        self._busy_before = 0.0  # its part up to the last loss
+        self._round = self._answered = 0  # the last round sent, and the last one that anything came back for
         self._last_prepared = 0  # the round of the last PREPARED message
         self._num_asked = 0  # proposals that the last round asks for
+        self._limit = 0  # maximum payload of a message from the worker, in words
         self._known: dict[int, int] = {}  # by sequence id: number of tokens that the worker has
         self._prepared: dict[int, PreparedDrafts] = {}  # by sequence id
         self._forgotten: list[int] = []  # sequences that the worker has to drop
-        self.supervisor = Supervisor(
-            start,
-            on_prepared=self._keep,
-            on_loss=self._forget_all,
-            clock=clock,
-            hang_limit=hang_limit,
-            start_limit=start_limit,
-        )
 
     def available(self, timeout: float = 0.0) -> bool:
-        """Whether it can take a round."""
-        with self.supervisor.losing_on_error():
-            return self.supervisor.settled(timeout)
+        """Whether it can take a round: no proposals are due, and it has begun the last one. Late proposals are dropped.
+
+        A worker may be a round behind, where the drafts of other replicas made its own unnecessary.
+        """
+        supervisor = self.supervisor
+        with self._losing_on_error():
+            if not supervisor.running():
+                return False
+            if supervisor.due not in (None, Kind.PREPARED) and self._receive(timeout) is None:
+                return False
+            self._receive(0.0)
+            return self._round - self._answered <= 1
         return False
 
     def find(self, sequence: Sequence) -> Draft | None:
@@ -76,20 +70,19 @@ class Replica:
         self._round += 1
         self._prepared = {}
         self._num_asked = sum(draft is None for draft in drafts) if reply else 0
-        proposals = most_proposal_words(len(works), self.lookahead, self.vocab_size)
-        prepared = most_prepared_words(len(works), self.lookahead)
-        self.supervisor.limit = max(self.supervisor.limit, proposals, prepared)  # that of a larger round may be to come
+        limit = max_reply_words(len(works), self.lookahead, self.vocab_size)
+        self._limit = max(self._limit, limit)  # a reply to a larger round may be to come
         forgotten, self._forgotten = self._forgotten, []
         entries = [self._entry(*each) for each in zip(works, drafts, strict=True)]
         payload = encode_round(forgotten, entries, reply=reply, ahead=ahead)
         due = Kind.PROPOSALS if self._num_asked else Kind.PREPARED
-        with self.supervisor.losing_on_error():
-            self.supervisor.post(Message(Kind.ROUND, self._round, payload, (int(seconds * 1e9), 0)), due)
+        with self._losing_on_error():
+            self.supervisor.send(Message(Kind.ROUND, self._round, payload, (int(seconds * 1e9), 0)), due)
 
     def receive(self, timeout: float) -> tuple[list[Proposal], float] | None:
         """The proposals asked for, if they come in time, and how many seconds the worker took for them."""
-        with self.supervisor.losing_on_error():
-            message = self.supervisor.receive(timeout) if self.supervisor.ready else None
+        with self._losing_on_error():
+            message = self._receive(timeout) if self.supervisor.ready else None
             if message is not None:
                 return decode_proposals(message.payload, self._num_asked, self.vocab_size), message.times[1] / 1e9
         return None
@@ -102,27 +95,43 @@ class Replica:
     def close(self) -> None:
         self.supervisor.close()
 
+    def _receive(self, timeout: float) -> Message | None:
+        """READY or PROPOSALS, if they are due and come in time. PREPARED messages are kept on the way."""
+        while (message := self.supervisor.receive(self._limit, timeout, Kind.PREPARED)) is not None:
+            self.busy_seconds = self._busy_before + message.times[0] / 1e9
+            self._answered = max(self._answered, message.round)
+            if message.kind != Kind.PREPARED:
+                return message
+            self._keep(message)
+        return None
+
     def _entry(self, work: Work, draft: Draft | None) -> Entry:
-        """What the worker does not know yet of a sequence."""
+        """The tokens of a sequence that the worker does not have, and for a new sequence its parameters."""
         sequence = work.sequence
         known = self._known.get(sequence.id, 0)
         self._known[sequence.id] = len(sequence.tokens)
-        setup = None if known else SequenceSetup.of(sequence)
-        return Entry(sequence.id, known, sequence.tokens[known:], work.lookahead, draft, setup)
+        new = sequence if not known else None
+        return Entry(sequence.id, known, sequence.tokens[known:], work.lookahead, draft, new)
 
     def _keep(self, message: Message) -> None:
         """Takes a PREPARED message: at most one per round, kept if it is for the current one."""
         if not self._round - 2 <= message.round <= self._round:
-            raise WireError(f"it sent {message.kind.name} {message.round} without being asked")
+            raise WireError(f"it sent PREPARED of round {message.round} without being asked")
         if message.round <= self._last_prepared:
-            raise WireError(f"it sent PREPARED {message.round} twice")
+            raise WireError(f"it sent PREPARED of round {message.round} twice")
         self._last_prepared = message.round
         prepared = decode_prepared(message.payload, self.vocab_size)
         if message.round == self._round:
             self._prepared = prepared
 
-    def _forget_all(self) -> None:
-        """Called when the worker is lost: its successor has no sequences."""
-        self._known.clear()
-        self._prepared.clear()
-        self._forgotten.clear()
+    @contextmanager
+    def _losing_on_error(self) -> Iterator[None]:
+        """Kills the worker on an invalid message or a failing channel. Its successor has no sequences."""
+        try:
+            yield
+        except (WireError, OSError) as error:
+            self.supervisor.lose(str(error))
+            self._known.clear()
+            self._prepared.clear()
+            self._forgotten.clear()
+            self._answered, self._limit, self._busy_before = self._round, 0, self.busy_seconds

@@ -5,7 +5,6 @@ It keeps a copy of every sequence and a SequenceState of its own, which every RO
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -13,23 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ssd.core import Origin, Outcome, Proposal, Request, Sequence, Work
+from ssd.core import Origin, Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Drafter
-from ssd.drafting.wire import (
-    Channel,
-    ChannelClosed,
-    Draft,
-    Entry,
-    Kind,
-    Message,
-    SequenceSetup,
-    WireError,
-    Words,
-    decode_round,
-    decode_setup,
-    encode_prepared,
-    encode_proposals,
-)
+from ssd.drafting.wire import Draft, Entry, Kind, decode_round, encode_prepared, encode_proposals
+from ssd.parallel.process import connect
+from ssd.parallel.transport import READY, Channel, ChannelClosed, Message, WireError, Words
 
 if TYPE_CHECKING:
     from ssd.execution.state import SequenceState  # brings torch
@@ -61,7 +48,7 @@ class WorkerDrafter:
         """Updates the sequences, passes the last round's outcomes to the drafter, and returns the new works."""
         last = {work.sequence.id: work for work in self.last}
         works = [self._work(entry, last.get(entry.id)) for entry in entries]
-        decided = {entry.id: entry.new_tokens for entry in entries if entry.setup is None}
+        decided = {entry.id: entry.new_tokens for entry in entries if entry.sequence is None}
         outcomes: list[Outcome | None] = []
         for work in self.last:
             tokens, known = decided.get(work.sequence.id), work.sequence.last_accepted >= 0
@@ -103,8 +90,8 @@ class WorkerDrafter:
         `last`: its work in the last round. Whether the new tokens are the outcome of what was proposed then shows in
         them: other drafts may have been verified since.
         """
-        if entry.setup is not None:
-            sequence = self.sequences[entry.id] = _sequence(entry.id, entry.setup, entry.new_tokens)
+        if entry.sequence is not None:
+            sequence = self.sequences[entry.id] = entry.sequence
             if self.state is not None:
                 if not self.free_slots:
                     raise WireError("there are more sequences than slots")
@@ -133,19 +120,13 @@ def _fetched(proposal: Proposal, draft: Seq[int], origin: int) -> Proposal:
     return replace(proposal, token_ids=tokens, num_on_device=0, origin=Origin(origin))
 
 
-def _sequence(sequence_id: int, setup: SequenceSetup, tokens: Seq[int]) -> Sequence:
-    request = Request(str(sequence_id), tuple(tokens[: setup.num_prompt]), setup.params)
-    stops, most = setup.stop_token_ids, setup.max_tokens
-    return Sequence(sequence_id, request, 0, setup.seed, stops, most, tokens=list(tokens))
-
-
 def run(fd: int, build: Callable[[dict[str, Any]], WorkerDrafter]) -> None:
     """Main function: receives the setup over the socket `fd`, builds the drafter and serves until the socket closes."""
-    channel = Channel(socket.socket(fileno=fd))
     with suppress(ChannelClosed):
-        drafter = build(decode_setup(_receive(channel, Kind.SETUP).payload))
+        channel, setup = connect(fd)
+        drafter = build(setup)
         try:
-            _send(channel, Message(Kind.READY))
+            channel.send(Message(READY))
             serve(drafter, channel)
         finally:
             drafter.close()
@@ -159,7 +140,7 @@ def serve(drafter: WorkerDrafter, channel: Channel) -> None:
 
 
 def _serve_round(worker: WorkerDrafter, channel: Channel) -> None:
-    message = _receive(channel, Kind.ROUND)
+    message = channel.expect(Kind.ROUND)
     forgotten, entries, reply, ahead = decode_round(message.payload)
     for sequence_id in forgotten:
         worker.forget(sequence_id)
@@ -169,13 +150,13 @@ def _serve_round(worker: WorkerDrafter, channel: Channel) -> None:
     asked = [work.proposal for work, draft in zip(works, drafts, strict=True) if draft is None and reply]
     if asked:
         times = _busy(worker), time.perf_counter_ns() - began
-        _send(channel, Message(Kind.PROPOSALS, message.round, encode_proposals(asked), times))
+        channel.send(Message(Kind.PROPOSALS, message.round, encode_proposals(asked), times))
     worker.drafter.prepare(works, channel.waiting)
     if asked and not ahead:
         return
     payload = encode_prepared({}) if channel.waiting() else _prepared(worker, works)  # the next round is here: too late
     if not asked or payload.any():
-        _send(channel, Message(Kind.PREPARED, message.round, payload, (_busy(worker), 0)))
+        channel.send(Message(Kind.PREPARED, message.round, payload, (_busy(worker), 0)))
 
 
 def _busy(worker: WorkerDrafter) -> int:
@@ -190,15 +171,3 @@ def _prepared(worker: WorkerDrafter, works: Seq[Work]) -> Words:
         {work.sequence.id: (work.proposal.token_ids, found) for work, found in prepared},
         {work.sequence.id: drafter.prepared_confidence(work.sequence) for work, _ in prepared},
     )
-
-
-def _receive(channel: Channel, kind: Kind) -> Message:
-    message = channel.receive()
-    if message is None or message.kind != kind:
-        raise WireError(f"a message of kind {kind.name} was due")
-    return message
-
-
-def _send(channel: Channel, message: Message) -> None:
-    channel.post(message)
-    channel.flush()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,7 @@ import torch
 
 from ssd.core import Work
 from ssd.execution.state import SequenceState
-from ssd.kernels import rounds_cpu
+from ssd.kernels.device import kernels
 from ssd.kernels.ops import DeviceBatch
 from ssd.kernels.transfers import upload
 from ssd.sampling.sampler import Rows
@@ -165,7 +164,7 @@ class BatchInputs:
 
     def prepare(self, state: SequenceState, tables: torch.Tensor, block_size: int) -> None:
         """Computes tokens, positions and KV slots from the SequenceState."""
-        round_kernels(state.device).prepare_rows(
+        kernels(state.device).rounds.prepare_rows(
             row_work=self["row_work"],
             slots=self["slots"],
             starts=self["starts"],
@@ -204,7 +203,7 @@ class BatchInputs:
 
     def accept(self, chosen: torch.Tensor, state: SequenceState, out: torch.Tensor) -> None:
         """Accepts the longest correct prefix of every draft and appends it to the state; `out` is for the host."""
-        round_kernels(state.device).accept(
+        kernels(state.device).rounds.accept(
             chosen,
             slots=self["slots"],
             first_row=self["first_row"],
@@ -236,12 +235,3 @@ def _aligned(sizes: Seq[int]) -> tuple[list[slice], int]:
         places.append(slice(total, total + size))
         total += -(-size // 4) * 4
     return places, total
-
-
-def round_kernels(device: torch.device) -> Any:
-    """The functions of `ssd.kernels.rounds` for a device."""
-    if device.type == "cpu":
-        return rounds_cpu
-    from ssd.kernels import rounds
-
-    return rounds

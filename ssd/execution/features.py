@@ -11,13 +11,12 @@ A cached prefix has KV of the head, but no features: its last token is computed 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from ssd.execution.batch import BatchInputs
 from ssd.execution.state import SequenceState
-from ssd.kernels import features_cpu
+from ssd.kernels.device import kernels
 from ssd.kernels.ops import DeviceBatch
 from ssd.models.decoder import KVCache
 from ssd.models.eagle import EagleHead
@@ -54,7 +53,7 @@ class Features:
 
     def store(self, inputs: BatchInputs, batch: DeviceBatch, buffer: torch.Tensor) -> None:
         """Writes the head's KV of a forward pass, and keeps its last features."""
-        hidden, mapping = _kernels(self.head.device).shift_and_keep(
+        hidden, mapping = kernels(self.head.device).features.shift_and_keep(
             self.head.fuse(buffer),
             row_work=inputs["row_work"],
             slots=inputs["slots"],
@@ -65,12 +64,3 @@ class Features:
             kept=self._fused,
         )
         self.head.store(replace(batch, slot_mapping=mapping), hidden, self.kv)
-
-
-def _kernels(device: torch.device) -> Any:
-    """`ssd.kernels.features` for a device."""
-    if device.type == "cpu":
-        return features_cpu
-    from ssd.kernels import features
-
-    return features

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-HANG_SECONDS = 6.0  # after which a rank that takes no part in a sum is given up
+HANG_SECONDS = 6.0  # timeout of a collective operation: a rank that takes longer is lost
 LOOPBACK = "127.0.0.1"
 _START = timedelta(minutes=2)
 
 
 def listener(address: str = LOOPBACK) -> socket.socket:
-    """A socket for `make_group` of rank 0; the others are told its port. The address "" is that of all devices."""
+    """A socket for `make_group` of rank 0; the others connect to its port. The address "": all network interfaces."""
     made = socket.socket()
     made.bind((address, 0))
     made.listen()

@@ -1,4 +1,4 @@
-"""What torchrun has said, in environment variables, to a process that it has started. Knows nothing of ranks' work."""
+"""The environment variables by which torchrun tells a process its rank. Knows nothing of what ranks compute."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Launch:
     size: int
     local_rank: int  # among those of this host
     local_size: int
-    host: str  # of rank 0
+    host: str  # name or address of rank 0's host
 
     @classmethod
     def found(cls) -> Launch | None:
-        """None for a process that was not started by torchrun, or alone."""
+        """None for a process that torchrun has not started, or has started as the only one."""
         values = [os.environ.get(name, "") for name in _VARIABLES]
         if not all(values):
             return None
@@ -47,8 +47,8 @@ class Launch:
             )
 
 
-def alone() -> dict[str, str]:
-    """The environment of a process that is none of those that were started together."""
+def environment_without_torchrun() -> dict[str, str]:
+    """For a child process, which would otherwise take itself for a rank of torchrun."""
     return {name: value for name, value in os.environ.items() if name not in _VARIABLES}
 
 

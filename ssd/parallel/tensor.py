@@ -1,6 +1,6 @@
 """Tensor parallelism for the layers: a rank's share of a weight, and sums and gathers over the ranks.
 
-Knows nothing of models, processes or algorithms. A rank that is alone has no group, and does nothing.
+Knows nothing of models, processes or algorithms. A single rank has no group, and these are no-ops.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-MESSAGE_BYTES = 4 << 20  # that NVLink moves while a message of NCCL gets under way, about 10 us (not measured)
+from ssd.kernels.device import kernels
+
+MESSAGE_BYTES = 4 << 20  # bytes that NVLink moves in the latency of one NCCL call, about 10 us (not measured)
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,8 @@ class TensorParallel:
 
     def _added(self, parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The ranks' parts, added in order of rank and rounded. May overwrite the first."""
-        if parts.is_cuda:
-            from ssd.kernels.elementwise import add_parts
-
+        add_parts = kernels(parts.device).add_parts
+        if add_parts is not None:
             return add_parts(parts, self.size, dtype)
         total, *others = parts.chunk(self.size)
         for other in others:

@@ -13,6 +13,7 @@ from enum import IntEnum
 import torch
 
 from ssd.kernels import cpu
+from ssd.kernels.device import kernels
 
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
@@ -72,13 +73,12 @@ def gumbel(keys: Sequence[int], vocab_size: int, device: torch.device) -> torch.
 
 def gumbel_of(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """`gumbel` of keys on the device."""
-    if keys.is_cuda:
-        from ssd.kernels import noise
-
-        return noise.gumbel(keys, vocab_size, *constants())
-    kernels = cpu.load() if keys.is_cpu else None
-    if kernels is not None:
-        return kernels.gumbel(keys.contiguous(), vocab_size, *constants())
+    triton = kernels(keys.device).gumbel
+    if triton is not None:
+        return triton(keys, vocab_size, *constants())
+    compiled = cpu.load() if keys.is_cpu else None
+    if compiled is not None:
+        return compiled.gumbel(keys.contiguous(), vocab_size, *constants())
     return gumbel_reference(keys, vocab_size)
 
 

@@ -21,6 +21,7 @@ import torch
 
 from ssd.core import SamplingParams
 from ssd.kernels import cpu
+from ssd.kernels.device import kernels
 from ssd.kernels.transfers import upload
 from ssd.sampling import noise
 from ssd.sampling.noise import Stream
@@ -168,9 +169,8 @@ class Sampler:
         columns = self.columns
         if columns.counts is None or columns.bias is None:
             return  # no sequence has needed it so far
-        if logits.is_cuda:
-            from ssd.kernels import sampling
-
+        sampling = kernels(logits.device).sampling
+        if sampling is not None:
             sampling.adjust(logits, columns, *rows)
             return
         flags = torch.where(rows.slots < 0, 0, columns.flags[rows.slots.clamp(min=0)])
@@ -185,9 +185,8 @@ class Sampler:
         `masks` int32 [M, V / 32]: bit t % 32 of word t // 32 is set if token t is allowed. `rows` int64 [M]: their rows
         of the logits.
         """
-        if logits.is_cuda:
-            from ssd.kernels import sampling
-
+        sampling = kernels(logits.device).sampling
+        if sampling is not None:
             sampling.mask(logits, rows, masks)
             return
         allowed = np.unpackbits(masks.numpy().view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
@@ -209,10 +208,9 @@ class Sampler:
         """
         if needs.adjusted:
             self.adjust(logits, rows)
-        if logits.is_cuda:
-            from ssd.kernels import sampling
-
-            return sampling.best(
+        sampling = kernels(logits.device).sampling
+        if sampling is not None:
+            found: tuple[torch.Tensor, torch.Tensor] = sampling.best(
                 logits,
                 self.columns,
                 rows.slots,
@@ -222,16 +220,17 @@ class Sampler:
                 excluded=excluded,
                 constants=noise.constants(),
             )
+            return found
         return _largest(self._scores(logits, rows, needs), count, excluded)
 
     def distribution(self, logits: torch.Tensor, rows: Rows, needs: Needs) -> torch.Tensor:
         """The distribution of each row: float64 [R, V] (greedy: MIN_TEMPERATURE). `needs.adjusted` changes logits."""
         if needs.adjusted:
             self.adjust(logits, rows)
-        if logits.is_cuda and needs.truncated:
-            from ssd.kernels import sampling
-
-            return sampling.tempered(logits, self.columns, rows.slots, MIN_TEMPERATURE).double().softmax(-1)
+        sampling = kernels(logits.device).sampling
+        if sampling is not None and needs.truncated:
+            tempered: torch.Tensor = sampling.tempered(logits, self.columns, rows.slots, MIN_TEMPERATURE)
+            return tempered.double().softmax(-1)
         temperature = self._temperature(rows).clamp(min=MIN_TEMPERATURE)[:, None]
         z = (logits - logits.amax(-1, keepdim=True)) / temperature
         if needs.truncated:
@@ -369,9 +368,9 @@ def _first(key: np.ndarray, weight: np.ndarray, limit: float) -> np.ndarray:
 
 def _largest(scores: torch.Tensor, count: int, excluded: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """`Sampler.best` of scores on a CPU."""
-    kernels = cpu.load()
-    if kernels is not None:
-        return kernels.best(scores, count, excluded)
+    compiled = cpu.load()
+    if compiled is not None:
+        return compiled.best(scores, count, excluded)
     if excluded is not None:
         named = (excluded >= 0).nonzero()[:, 0]
         scores = scores.clone()

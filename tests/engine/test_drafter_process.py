@@ -33,18 +33,11 @@ from ssd.config import EngineConfig, SpeculationConfig
 from ssd.core import Origin, Outcome, Proposal, SamplingParams, Sequence, Work
 from ssd.decoding.drafter import Drafter, never
 from ssd.drafting.process import ProcessDrafter
-from ssd.drafting.replica import Replica
-from ssd.drafting.supervisor import LONGEST_PAUSE, WORKER_COMMAND, Supervisor, Worker
+from ssd.drafting.replica import DraftReplica
 from ssd.drafting.wire import (
-    MAGIC,
-    Channel,
-    ChannelClosed,
     Draft,
     Entry,
     Kind,
-    Message,
-    SequenceSetup,
-    WireError,
     decode_prepared,
     decode_proposals,
     decode_round,
@@ -54,6 +47,9 @@ from ssd.drafting.wire import (
 )
 from ssd.drafting.worker import WorkerDrafter, serve
 from ssd.execution.state import SequenceState
+from ssd.parallel.process import WORKER_COMMAND, Worker
+from ssd.parallel.supervisor import LONGEST_PAUSE, Supervisor
+from ssd.parallel.transport import MAGIC, READY, Channel, ChannelClosed, Message, WireError
 
 LOOKAHEAD = 4
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6]
@@ -115,9 +111,8 @@ def test_the_worker_tells_its_drafter_what_it_heard() -> None:
     thread.start()
     params = SamplingParams(temperature=0.5)
     first, second = make_sequence([5, 6, 7], id=1, params=params, seed=1 << 63), make_sequence([8], [9], id=2)
-    setups = [SequenceSetup.of(first), SequenceSetup.of(second)]
     script = [
-        ([], [Entry(1, 0, [5, 6, 7], 4, setup=setups[0]), Entry(2, 0, [8, 9], 3, setup=setups[1])]),
+        ([], [Entry(1, 0, [5, 6, 7], 4, sequence=first), Entry(2, 0, [8, 9], 3, sequence=second)]),
         ([2], [Entry(1, 3, [1, 11], 2)]),
         ([], [Entry(1, 5, [1, 2, 3, 4], 2)]),
     ]
@@ -135,7 +130,7 @@ def test_the_worker_tells_its_drafter_what_it_heard() -> None:
         assert found.outcomes == [[0, 3, 4, 5], [1, 6, 7, -1]]
         assert found.find((3,)) == Draft((4, 5), pytest.approx((0.5, 0.25), abs=0.05))
     here.post(Message(Kind.ROUND, 3, encode_round([], [Entry(1, 9, [1, 2, 6], 2, Draft((7,), (0.5,)))])))
-    assert received(here).kind is Kind.PREPARED  # the round has its draft: no proposals
+    assert received(here).kind == Kind.PREPARED  # the round has its draft: no proposals
     here.close()
     thread.join(10)
     assert not thread.is_alive()
@@ -187,10 +182,9 @@ def test_the_worker_keeps_a_state_of_its_own() -> None:
     """Catches slots that two sequences have, tokens at the wrong place, and drafts that are fetched too early."""
     state = SequenceState(2, max_len=32, lookahead=LOOKAHEAD, vocab_size=VOCAB, device=torch.device("cpu"))
     worker = WorkerDrafter(OnDevice(state), state)
-    setups = {i: SequenceSetup.of(make_sequence([5, 6, 7 + i], id=i)) for i in range(3)}
 
     def new(i: int) -> Entry:
-        return Entry(i, 0, [5, 6, 7 + i], 2 + i, setup=setups[i])
+        return Entry(i, 0, [5, 6, 7 + i], 2 + i, sequence=make_sequence([5, 6, 7 + i], id=i))
 
     def told(*entries: Entry) -> dict[int, tuple[int, ...]]:
         works = worker.propose(worker.update(entries, 0.0), [entry.draft for entry in entries])
@@ -223,9 +217,9 @@ def test_a_draft_that_is_given_is_in_the_worker_s_state() -> None:
     """
     state = SequenceState(2, max_len=32, lookahead=LOOKAHEAD, vocab_size=VOCAB, device=torch.device("cpu"))
     worker = WorkerDrafter(Drafter(), state)
-    setup = SequenceSetup.of(make_sequence([5, 6], id=1))
+    sequence = make_sequence([5, 6], id=1)
     given = Draft((7, 8, 9), (0.5, 2.0, 0.25))
-    [work] = worker.propose(worker.update([Entry(1, 0, [5, 6], LOOKAHEAD, given, setup)], 0.0), [given])
+    [work] = worker.propose(worker.update([Entry(1, 0, [5, 6], LOOKAHEAD, given, sequence)], 0.0), [given])
     assert (work.proposal.token_ids, work.proposal.origin) == ((7, 8, 9), Origin.HIT)
     assert state.drafts[work.slot].tolist() == [7, 8, 9, 0]
     assert state.confidence[work.slot].tolist() == [0.5, 2.0, 0.25, 0.0]
@@ -254,7 +248,7 @@ class Listener:
 
     def _listen(self) -> None:
         with suppress(ChannelClosed):
-            self._theirs.post(Message(Kind.READY))
+            self._theirs.post(Message(READY))
             prepared: Message | None = None
             while message := self._theirs.receive():
                 forgotten, entries, *_ = decode_round(message.payload)
@@ -299,7 +293,7 @@ def test_what_the_worker_is_told() -> None:
         assert gone == list(forgotten)
         assert seconds == pytest.approx(drafter._round_seconds)
         assert all(e.draft is None for e in entries)
-        return [(e.known, e.new_tokens, e.setup is not None) for e in entries]
+        return [(e.known, e.new_tokens, e.sequence is not None) for e in entries]
 
     commit(drafter, work_for(first), [1])  # before the worker knows of it
     assert told(first) == [(0, [5, 6, 1], True)]
@@ -328,30 +322,31 @@ def test_what_the_worker_is_told() -> None:
     drafter.close()
 
 
-def test_a_message_that_arrives_in_pieces_is_a_sign_of_life() -> None:
+def test_a_message_that_arrives_in_pieces_is_a_sign_of_life(caplog: pytest.LogCaptureFixture) -> None:
     """Catches a worker that is given up while it sends, and one that is not though it has stopped sending."""
     ours, theirs = socket.socketpair()
     worker: Any = SimpleNamespace(channel=Channel(ours), pid=0, exited=True, close=ours.close, kill=ours.close)
     now = 0.0
-    ignored: dict[str, Any] = {"on_prepared": lambda message: None, "on_loss": list}
-    supervisor = Supervisor(lambda: worker, **ignored, clock=lambda: now, hang_limit=1.0, start_limit=2.0)
-    ready = struct.pack("=6q", MAGIC, Kind.READY, 0, 0, 0, 0)
+    supervisor = Supervisor("it", lambda: worker, clock=lambda: now, hang_limit=1.0, start_limit=2.0)
+    replica = DraftReplica(supervisor, LOOKAHEAD, VOCAB)
+    ready = struct.pack("=6q", MAGIC, READY, 0, 0, 0, 0)
     for i in range(0, len(ready), 8):
         theirs.sendall(ready[i : i + 8])
         now += 1.9
-        assert supervisor.settled() == (i + 8 == len(ready))
-    assert supervisor.ready
-    supervisor.limit = 9
-    supervisor.post(Message(Kind.ROUND, 1), Kind.PROPOSALS)
+        assert replica.available() == (i + 8 == len(ready))
+    assert replica.supervisor.ready
+    replica.send([work_for(begun(TEXT[:3]))], [None], 0.0, reply=True, ahead=True)
     reply = struct.pack("=9q", MAGIC, Kind.PROPOSALS, 1, 0, 0, 3, 1, 2, 3)
     for i in range(0, len(reply) - 8, 8):
         theirs.sendall(reply[i : i + 8])
         now += 0.9
-        assert supervisor.receive(0.0) is None
+        assert replica.receive(0.0) is None
+    assert replica.supervisor.failures == 0
     now += 1.1
-    with pytest.raises(WireError, match="silent"):
-        supervisor.receive(0.0)
-    supervisor.close()
+    assert replica.receive(0.0) is None
+    assert replica.supervisor.failures == 1
+    assert "silent for 1.1 s" in caplog.text
+    replica.close()
     theirs.close()
 
 
@@ -467,11 +462,11 @@ def test_what_was_prepared_is_at_hand(nursery: Nursery) -> None:
         asked += proposal.origin is not Origin.HIT
         assert drafter.replies == asked == 1
         assert drafter.at_hand == number
-        until(lambda: bool(drafter.replicas[0].supervisor.settled() and drafter.replicas[0]._prepared))
+        until(lambda: bool(drafter.replicas[0].available() and drafter.replicas[0]._prepared))
         commit(drafter, work.with_proposal(proposal), rest[: accepted + 1], accepted)
     [proposal] = propose_soon(drafter, [work_for(sequence)])
     assert (proposal.origin, drafter.at_hand) == (Origin.HIT, 4)
-    until(lambda: bool(drafter.replicas[0].supervisor.settled() and drafter.replicas[0]._prepared))
+    until(lambda: bool(drafter.replicas[0].available() and drafter.replicas[0]._prepared))
     commit(drafter, work_for(sequence).with_proposal(proposal), [VOCAB - 1])  # nothing is prepared for that
     assert propose_soon(drafter, [work_for(sequence)]) == [Proposal()]  # the worker knows no such text
     assert (drafter.replies, drafter.replicas[0].supervisor.failures, drafter.late) == (2, 0, 0)
@@ -509,13 +504,13 @@ def test_what_was_prepared_is_for_the_outcome_of_its_own_round(nursery: Nursery)
     drafter = nursery.honest(text, ahead=True, patience=8.0)
     sequence = begun(text[:2])
     propose_soon(drafter, [work_for(sequence)])
-    until(lambda: bool(drafter.replicas[0].supervisor.settled() and drafter.replicas[0]._prepared))
+    until(lambda: bool(drafter.replicas[0].available() and drafter.replicas[0]._prepared))
     commit(drafter, work_for(sequence), [7])  # prepared for, but then the same once more
     commit(drafter, work_for(sequence), [7])
     [proposal] = propose_soon(drafter, [work_for(sequence)])
     assert (proposal.origin, proposal.token_ids) == (Origin.HIT, (8, 9, 2, 6))  # both together are an outcome
     assert (drafter.replies, drafter.at_hand) == (1, 1)
-    until(lambda: bool(drafter.replicas[0].supervisor.settled() and drafter.replicas[0]._prepared))
+    until(lambda: bool(drafter.replicas[0].available() and drafter.replicas[0]._prepared))
     drafter.observe([work_for(sequence)], [None], 0.01)  # a prefill chunk says nothing
     commit(drafter, work_for(sequence).with_proposal(proposal), [8, 9], 1)
     [proposal] = propose_soon(drafter, [work_for(sequence)])
@@ -786,9 +781,10 @@ def test_what_was_prepared_for_a_large_round_may_come_in_a_small_one() -> None:
     """Catches a truthful worker that is lost because its message is longer than the present round allows."""
     ours, theirs = socket.socketpair()
     worker: Any = SimpleNamespace(channel=Channel(ours), pid=0, exited=True, close=ours.close, kill=ours.close)
-    replica = Replica(lambda: worker, LOOKAHEAD, VOCAB, clock=time.monotonic, hang_limit=9.0, start_limit=9.0)
+    supervisor = Supervisor("it", lambda: worker, clock=time.monotonic, hang_limit=9.0, start_limit=9.0)
+    replica = DraftReplica(supervisor, LOOKAHEAD, VOCAB)
     there = Channel(theirs)
-    there.post(Message(Kind.READY))
+    there.post(Message(READY))
     assert replica.available(9.0)
     works = [work_for(begun(TEXT[:3], id=i)) for i in range(8)]
     outcomes = {(i % 5, i // 5): (1, 2, 3, 4) for i in range(150)}
@@ -838,7 +834,7 @@ ORPHANING = """
 import os, signal, sys, time
 from ssd.core import Request, SamplingParams, Sequence, Work
 from ssd.drafting.process import ProcessDrafter
-from ssd.drafting.supervisor import Worker
+from ssd.parallel.process import Worker
 
 code, end = sys.argv[1:]
 setup = {"texts": [[1, 2, 3, 4]], "prepare": 0.5}

@@ -48,11 +48,11 @@ from ssd.core import Outcome, RequestOutput, Work
 from ssd.decoding.observer import RoundObserver
 from ssd.drafting.process import ProcessDrafter
 from ssd.drafting.ssd import SSDDrafter
-from ssd.drafting.supervisor import Worker
-from ssd.drafting.wire import Channel
 from ssd.engine.engine import Engine
 from ssd.errors import ConfigError, EngineFailed, RequestFailed
+from ssd.parallel.process import Worker
 from ssd.parallel.tensor import TensorParallel
+from ssd.parallel.transport import Channel
 
 SMALL: dict[str, Any] = {"max_num_seqs": 16, "block_size": 4, "num_kv_blocks": 60, "max_num_batched_tokens": 24}
 AHEAD = {"mode": "ssd", "draft": "noisy", "k": 3, "placement": "inline"}
@@ -245,13 +245,13 @@ def test_what_cannot_be_split_is_refused_at_once(models: Models, monkeypatch: py
     monkeypatch.setattr("ssd.assembly.Ranks", lambda *_: pytest.fail("a process was started"))
     with pytest.raises(ConfigError, match="tensor_parallel_size=4 cannot split a model with num_heads=6"):
         LLM(models.target, device="cpu", tensor_parallel_size=4)
-    with pytest.raises(ConfigError, match="tensor_parallel_size=0: must be a positive integer"):
+    with pytest.raises(ConfigError, match="tensor_parallel_size=0: must be an integer of at least 1"):
         LLM(models.target, device="cpu", tensor_parallel_size=0)
 
 
 def test_a_draft_is_split_in_processes_of_its_own_only(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (0, True, "1", None):
-        with pytest.raises(ConfigError, match=r"draft_tensor_parallel_size=.*: must be a positive integer"):
+        with pytest.raises(ConfigError, match=r"draft_tensor_parallel_size=.*: must be an integer of at least 1"):
             SpeculationConfig(mode="sd", draft="x", draft_tensor_parallel_size=wrong)  # type: ignore[arg-type]
     for given in ({"mode": "sd"}, {"mode": "ssd"}, {"mode": "ssd", "placement": "inline"}):
         with pytest.raises(ConfigError, match=r'draft_tensor_parallel_size=2 is for .* use placement="process"'):

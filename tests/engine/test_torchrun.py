@@ -18,7 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from serve_process import free_port
@@ -27,12 +26,12 @@ from torchrun_nodes import ROOT, Node, two_nodes
 from ssd import LLM, SamplingParams
 from ssd.assembly import drafters, torchrun
 from ssd.assembly.ranks import Follower
-from ssd.assembly.torchrun import Hosts
+from ssd.assembly.torchrun import Hosts, Kind
 from ssd.config import EngineConfig, SpeculationConfig
-from ssd.drafting.supervisor import Worker
-from ssd.drafting.wire import Channel, ChannelClosed, Kind, Message
 from ssd.errors import ConfigError, EngineFailed
 from ssd.parallel.launch import Launch
+from ssd.parallel.process import Worker
+from ssd.parallel.transport import Channel, ChannelClosed, Message, words
 
 SERVE = ("-m", "ssd", "serve", "tiny-llama", "--device", "cpu", "--tensor-parallel-size", "2", "--port")
 SCRIPT = """
@@ -150,9 +149,9 @@ def said(store: FakeStore) -> tuple[int, list[int]]:
     return port, token
 
 
-def hello(port: int, *words: int) -> Channel:
+def hello(port: int, *numbers: int) -> Channel:
     channel = Channel(socket.create_connection(("127.0.0.1", port)))
-    channel.post(Message(Kind.READY, payload=np.array(words, dtype=np.int64)))
+    channel.post(Message(Kind.HELLO, payload=words(numbers)))
     return channel
 
 
@@ -177,7 +176,7 @@ def test_a_connection_without_the_token_is_dropped(store: FakeStore) -> None:
     for channel in (first, second):
         message = channel.receive(timeout=10)
         assert message is not None
-        assert message.kind is Kind.END
+        assert message.kind == Kind.END
         channel.close()
     for _ in range(2):
         hosts.engine_closed()  # nobody hears it, which is no error

@@ -18,12 +18,12 @@ from one_gpu import share_the_gpu
 from random_requests import MAX_LEN, Asked, Models, check_answers, make_models, play, random_requests
 
 from ssd import LLM, SamplingParams
-from ssd.assembly.device import make_ops
 from ssd.assembly.ranks import Ranks
 from ssd.errors import EngineFailed, RequestFailed
 from ssd.execution.graphs import capture
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
+from ssd.kernels.device import kernels
 from ssd.layers.parameter import Build
 from ssd.models.checkpoint import HFCheckpoint
 from ssd.models.decoder import Decoder
@@ -87,7 +87,7 @@ def test_bits_of_a_row_do_not_depend_on_the_batch_when_split(
     tokens = list(range(40))
 
     def logits(tp: TensorParallel, lengths: Seq[int]) -> list[torch.Tensor]:
-        ops = make_ops(DEVICE)
+        ops = kernels(DEVICE).ops()
         decoder = Decoder(checkpoint.config, Build(ops, DEVICE, torch.bfloat16, tp), max_positions=64)
         decoder.load(checkpoint.stored())
         ops.reserve(decoder.heads, DEVICE)

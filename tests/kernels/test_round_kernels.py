@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,7 +105,7 @@ def test_rows(monkeypatch: pytest.MonkeyPatch, seed: int, gather: bool) -> None:
     padding = seed % 4 * 50  # also more rows than one program has
     ours, theirs = (inputs_of(batch, gather=gather, device=d, padding=p) for d, p in ((DEVICE, padding), (CPU, 0)))
     theirs.prepare(world.state(CPU), world.tables, BLOCK_SIZE)
-    monkeypatch.setattr(batches, "round_kernels", lambda device: rounds)
+    monkeypatch.setattr(batches, "kernels", lambda device: SimpleNamespace(rounds=rounds))
     ours.prepare(world.state(DEVICE), world.tables.to(DEVICE), BLOCK_SIZE)
     for name in ("token_ids", "positions", "slot_mapping", "context_len"):
         expected = getattr(theirs, name)
@@ -125,7 +126,7 @@ def test_nothing_is_written_beyond_the_blocks(monkeypatch: pytest.MonkeyPatch) -
     """Column 0 of a table limits it, whatever stands behind; a position past the table is not looked up."""
     world = World(0)
     state, tables = world.state(DEVICE), world.tables.to(DEVICE)
-    monkeypatch.setattr(batches, "round_kernels", lambda device: rounds)
+    monkeypatch.setattr(batches, "kernels", lambda device: SimpleNamespace(rounds=rounds))
     for blocks in (0, 1, 3, tables.shape[1] - 1):
         tables[2, 0] = blocks
         inputs = inputs_of(Batch([2], [0], [world.columns], [0]), gather=True, device=DEVICE)
@@ -152,7 +153,7 @@ def test_acceptance(monkeypatch: pytest.MonkeyPatch, seed: int, gather: bool) ->
     states, width = (world.state(DEVICE), world.state(CPU)), 3 + 2 * world.width
     outs = [torch.zeros((len(batch.slots) + p, width), dtype=torch.int32) for p in (padding, 0)]
     theirs.accept(chosen[: len(chosen) - padding], states[1], outs[1])
-    monkeypatch.setattr(batches, "round_kernels", lambda device: rounds)
+    monkeypatch.setattr(batches, "kernels", lambda device: SimpleNamespace(rounds=rounds))
     outs[0] = outs[0].to(DEVICE)
     ours.accept(chosen.to(DEVICE), states[0], outs[0])
     assert torch.equal(outs[0].cpu()[: len(batch.slots)], outs[1])
@@ -338,7 +339,8 @@ def test_features(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     found = []
     for kernels, device, padding in ((features, DEVICE, seed % 3 * 4), (features_cpu, CPU, 0), (features_cpu, CPU, 3)):
         inputs = inputs_of(batch, gather=True, device=device, padding=padding)
-        monkeypatch.setattr(batches, "round_kernels", lambda device, k=kernels: rounds if k is features else rounds_cpu)
+        used = SimpleNamespace(rounds=rounds if kernels is features else rounds_cpu)
+        monkeypatch.setattr(batches, "kernels", lambda device, used=used: used)
         inputs.prepare(world.state(device), world.tables.to(device), BLOCK_SIZE)
         torch.manual_seed(seed)
         fused = torch.cat((torch.randn(batch.num_rows, width), torch.full((padding, width), torch.nan))).to(device)

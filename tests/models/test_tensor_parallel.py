@@ -16,7 +16,6 @@ import pytest
 import torch
 from fakes import make_sequence
 
-from ssd.assembly.device import make_ops
 from ssd.core import Work
 from ssd.drafting.fan_out import Adaptive
 from ssd.drafting.model import DraftModel
@@ -27,6 +26,7 @@ from ssd.drafting.step import ModelStep
 from ssd.errors import ConfigError
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
+from ssd.kernels.device import kernels
 from ssd.layers.parameter import Build
 from ssd.models.checkpoint import FileTensor, HFCheckpoint
 from ssd.models.config import DecoderConfig, equal_layers
@@ -64,7 +64,7 @@ def on_ranks(size: int, run: Callable[[TensorParallel], torch.Tensor]) -> list[t
 
 
 def loaded(checkpoint: HFCheckpoint | RandomCheckpoint, tp: TensorParallel) -> Decoder:
-    decoder = Decoder(checkpoint.config, Build(make_ops(CPU), CPU, torch.float32, tp), max_positions=64)
+    decoder = Decoder(checkpoint.config, Build(kernels(CPU).ops(), CPU, torch.float32, tp), max_positions=64)
     lazily = tp.size > 1 and isinstance(checkpoint, HFCheckpoint)
     decoder.load(checkpoint.stored() if lazily else checkpoint.weights(CPU, torch.float32))
     decoder.ops.reserve(decoder.heads, CPU)

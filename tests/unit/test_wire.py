@@ -16,25 +16,28 @@ from hypothesis import strategies as st
 
 from ssd.core import Origin, Proposal, SamplingParams
 from ssd.drafting.wire import (
-    HEADER_WORDS,
-    MAGIC,
-    Channel,
-    ChannelClosed,
     Draft,
     Entry,
     Kind,
-    Message,
-    SequenceSetup,
-    WireError,
-    Words,
     decode_prepared,
     decode_proposals,
     decode_round,
-    decode_setup,
     encode_prepared,
     encode_proposals,
     encode_round,
-    encode_setup,
+)
+from ssd.parallel.transport import (
+    HEADER_WORDS,
+    MAGIC,
+    READY,
+    SETUP,
+    Channel,
+    ChannelClosed,
+    Message,
+    WireError,
+    Words,
+    decode_json,
+    encode_json,
 )
 
 LOOKAHEAD = 4
@@ -70,7 +73,7 @@ given_drafts = st.lists(st.tuples(st.integers(0, (1 << 31) - 1), st.floats(0, 1e
     lambda pairs: Draft(tuple(token for token, _ in pairs), tuple(sure for _, sure in pairs))
 )
 entries = st.lists(
-    st.builds(lambda s, k: Entry(s.id, 0, s.tokens, k, setup=SequenceSetup.of(s)), sequences, st.integers(0, 9))
+    st.builds(lambda s, k: Entry(s.id, 0, s.tokens, k, sequence=s), sequences, st.integers(0, 9))
     | st.builds(
         lambda id, known, new, k, draft: Entry(id, known, new, k, draft),
         *(st.integers(0, 9), st.integers(0, 99), tokens, st.integers(0, 9), st.none() | given_drafts),
@@ -104,7 +107,7 @@ def channels() -> tuple[Channel, Channel]:
     return Channel(left), Channel(right)
 
 
-def carried(payload: Words, kind: Kind = Kind.ROUND, number: int = 7) -> Words:
+def carried(payload: Words, kind: int = Kind.ROUND, number: int = 7) -> Words:
     """The payload, as it comes out at the other end."""
     here, there = channels()
     here.post(Message(kind, number, payload))
@@ -140,11 +143,11 @@ def test_a_round_crosses_unchanged(round_: Told) -> None:
         if got.draft is not None and wanted.draft is not None:
             assert got.draft.token_ids == wanted.draft.token_ids
             assert got.draft.confidence == about(wanted.draft.confidence)
-        assert (got.setup is None) == (wanted.setup is None)
-        if got.setup is not None and wanted.setup is not None:
-            assert relevant(got.setup.params) == relevant(wanted.setup.params)
+        assert (got.sequence is None) == (wanted.sequence is None)
+        if got.sequence is not None and wanted.sequence is not None:
+            assert relevant(got.sequence.params) == relevant(wanted.sequence.params)
             for name in ("seed", "num_prompt", "max_tokens", "stop_token_ids"):
-                assert getattr(got.setup, name) == getattr(wanted.setup, name)
+                assert getattr(got.sequence, name) == getattr(wanted.sequence, name)
 
 
 @pytest.mark.parametrize(
@@ -154,8 +157,8 @@ def test_a_round_crosses_unchanged(round_: Told) -> None:
         Entry(0, 3, [1, 2], -1),
         Entry(0, -1, [1, 2], 4),
         Entry(0, 3, [1, -2], 4),
-        Entry(0, 1, [1, 2], 4, setup=SequenceSetup.of(make_sequence([1, 2]))),
-        Entry(0, 0, [1], 4, setup=SequenceSetup.of(make_sequence([1, 2]))),
+        Entry(0, 1, [1, 2], 4, sequence=make_sequence([1, 2])),
+        Entry(0, 0, [1], 4, sequence=make_sequence([1, 2])),
     ],
     ids=range(6),
 )
@@ -219,11 +222,11 @@ def test_lengths_may_be_beyond_a_small_vocabulary() -> None:
 
 @given(st.dictionaries(st.text(), st.none() | st.integers() | st.text() | st.lists(st.floats(0, 1))))
 def test_a_setup_crosses_unchanged(setup: dict[str, Any]) -> None:
-    assert decode_setup(carried(encode_setup(setup), Kind.SETUP)) == setup
+    assert decode_json(carried(encode_json(setup), SETUP)) == setup
 
 
 def decode_anything(payload: Words, num_works: int) -> None:
-    decoders = (decode_setup, decode_round, lambda p: decode_prepared(p, VOCAB))
+    decoders = (decode_json, decode_round, lambda p: decode_prepared(p, VOCAB))
     for decode in (*decoders, lambda p: decode_proposals(p, num_works, VOCAB)):
         with suppress(WireError):
             decode(payload)
@@ -264,7 +267,7 @@ def test_noise_is_no_payload(words: list[int]) -> None:
     [
         [0, 3, 1, 0, 0, 0],
         [MAGIC + 1, 3, 1, 0, 0, 0],
-        [MAGIC, 99, 1, 0, 0, 0],
+        [MAGIC, -1, 1, 0, 0, 0],
         [MAGIC, 3, -1, 0, 0, 0],
         [MAGIC, 3, 1, -1, 0, 0],
         [MAGIC, 3, 1, 0, -1, 0],
@@ -282,6 +285,18 @@ def test_senseless_headers_are_refused(header: list[int]) -> None:
             Channel(right).receive(limit=100, timeout=0.0)
 
 
+def test_a_message_of_another_kind_or_none_at_all_is_refused() -> None:
+    """Catches a READY that is taken for a round, and a wait without end for a peer that says nothing."""
+    here, there = channels()
+    here.post(Message(READY))
+    with pytest.raises(WireError, match=r"kind <Kind\.ROUND: 3> was due"):
+        there.expect(Kind.ROUND)
+    with pytest.raises(WireError, match=r"kind <Kind\.ROUND: 3> was due"):
+        there.expect(Kind.ROUND, timeout=0.01)
+    here.close()
+    there.close()
+
+
 def test_a_long_message_never_blocks_its_sender() -> None:
     """Catches a send that waits for the reader, and a message that comes in pieces and is put together wrongly."""
     here, there = channels()
@@ -291,7 +306,6 @@ def test_a_long_message_never_blocks_its_sender() -> None:
     here.post(Message(Kind.ROUND, 2))
     message = there.receive(timeout=0.0)
     assert message is None
-    assert there.arriving
     while message is None:
         assert here.receive(timeout=0.0) is None  # sends on what is left
         message = there.receive(timeout=0.0)
@@ -305,5 +319,5 @@ def test_a_long_message_never_blocks_its_sender() -> None:
     with pytest.raises(ChannelClosed):
         there.receive()
     with pytest.raises(ChannelClosed):
-        there.post(Message(Kind.READY))
+        there.post(Message(READY))
     there.close()

@@ -1,0 +1,50 @@
+"""The kernels of a device, chosen here and nowhere else: Triton on CUDA; C, numpy or plain torch on a CPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ssd.kernels.ops import Ops
+
+
+class Kernels(NamedTuple):
+    """Modules, and functions, of the same interface on all devices; None: the caller computes it in plain torch."""
+
+    ops: Callable[[], Ops]  # makes the operations of a model
+    rounds: Any  # functions of `ssd.kernels.rounds`
+    features: Any  # functions of `ssd.kernels.features`
+    sampling: Any = None  # functions of `ssd.kernels.sampling`
+    gumbel: Callable[..., torch.Tensor] | None = None  # `ssd.kernels.noise.gumbel`
+    add_parts: Callable[..., torch.Tensor] | None = None  # `ssd.kernels.elementwise.add_parts`
+
+
+def kernels(device: torch.device) -> Kernels:
+    return _cuda_kernels() if device.type == "cuda" else _cpu_kernels()
+
+
+@functools.cache
+def _cuda_kernels() -> Kernels:
+    from ssd.kernels import features, rounds, sampling  # Triton is imported for GPUs only
+    from ssd.kernels.elementwise import add_parts
+    from ssd.kernels.noise import gumbel
+    from ssd.kernels.triton_ops import TritonOps
+
+    return Kernels(TritonOps, rounds, features, sampling, gumbel, add_parts)
+
+
+@functools.cache
+def _cpu_kernels() -> Kernels:
+    from ssd.kernels import features_cpu, rounds_cpu
+    from ssd.kernels.cpu_ops import CpuOps
+    from ssd.kernels.reference import ReferenceOps
+
+    return Kernels(lambda: CpuOps.load() or ReferenceOps(), rounds_cpu, features_cpu)  # the latter without a C compiler
+
+
+def name_of(ops: Ops) -> str:
+    """The kind of kernels, in words."""
+    return {"TritonOps": "Triton", "CpuOps": "C"}.get(type(ops).__name__, "plain torch")

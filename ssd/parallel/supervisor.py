@@ -1,0 +1,151 @@
+"""Keeps a child process running: notices that it is lost, kills it, and starts another one after a pause."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ssd.parallel.process import Worker
+from ssd.parallel.transport import READY, Channel, Message, WireError
+
+log = logging.getLogger("ssd")
+
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds before a lost process is replaced; doubles with every loss
+HEALTHY = 60.0  # seconds of service after which the pause is short again
+
+
+@dataclass
+class _Due:
+    """The message that is due from the process."""
+
+    kind: int
+    round: int
+    moved: int  # bytes transferred so far, at the last check
+    since: float  # time of the last transfer
+
+
+class Supervisor:
+    """Keeps one process running; `start` launches it, at first and after every loss. `name`: for the log.
+
+    `send` and `receive` raise WireError or OSError if the channel fails, if an invalid message comes, or if the message
+    that is due is not transferred for `hang_limit` seconds (`start_limit` before the process is ready). The caller then
+    calls `lose`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        start: Callable[[], Worker],
+        *,
+        clock: Callable[[], float],
+        hang_limit: float,
+        start_limit: float,
+    ) -> None:
+        self.hang_limit = hang_limit
+        self.start_limit = start_limit
+        self.failures = 0
+        self.restarts = 0
+        self._name, self._start, self._clock = name, start, clock
+        self._worker: Worker | None = None
+        self._lost: Worker | None = None  # killed, may not have exited yet
+        self._due: _Due | None = None
+        self._ready_since: float | None = None
+        self._restart_at = 0.0
+        self._pause = SHORTEST_PAUSE
+        self._closed = False
+        self._launch()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, while there is a process."""
+        return self._worker.pid if self._worker is not None else None
+
+    @property
+    def channel(self) -> Channel:
+        """The channel to the process, while there is one."""
+        if self._worker is None:
+            raise AssertionError("there is no process")
+        return self._worker.channel
+
+    @property
+    def ready(self) -> bool:
+        """Whether the process has answered READY."""
+        return self._ready_since is not None
+
+    @property
+    def due(self) -> int | None:
+        """Kind of the message that is due."""
+        return self._due.kind if self._due is not None else None
+
+    def running(self) -> bool:
+        """Whether there is a process. A lost one is replaced here once its pause is over; False until the next call."""
+        if self._worker is not None:
+            return True
+        exited = self._lost is None or self._lost.exited  # which frees its memory and device
+        if exited and not self._closed and self._clock() >= self._restart_at:
+            self._lost = None
+            self.restarts += 1
+            self._launch()
+        return False
+
+    def send(self, message: Message, due: int) -> None:
+        """Sends a message; `due`: the kind of the answer to it, with the same round."""
+        self.channel.post(message)
+        self._expect(due, message.round)
+
+    def receive(self, limit: int, timeout: float, other: int | None = None) -> Message | None:
+        """The message that is due, or one of the kind `other`; None if neither comes in time."""
+        message, due = self.channel.receive(limit, timeout), self._due
+        if message is None:
+            self._check_silence()
+        elif due is not None and (message.kind, message.round) == (due.kind, due.round):
+            self._due = None
+            if message.kind == READY:
+                self._ready_since = self._clock()
+                log.info("%s %s is ready", self._name, self.pid)
+        elif message.kind != other:
+            wanted = f", not {due.kind} of round {due.round}" if due is not None else ""
+            raise WireError(f"it sent a message of kind {message.kind} of round {message.round}{wanted}")
+        return message
+
+    def lose(self, reason: str) -> None:
+        """Kills the process and schedules a new one."""
+        now = self._clock()
+        if self._ready_since is not None and now - self._ready_since >= HEALTHY:
+            self._pause = SHORTEST_PAUSE
+        self.failures += 1
+        log.warning("%s was lost (%s): the next one starts in %.1f s", self._name, reason, self._pause)
+        if self._worker is not None:
+            self._worker.kill()
+        self._lost, self._worker = self._worker, None
+        self._due = self._ready_since = None
+        self._restart_at = now + self._pause
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+    def close(self) -> None:
+        """Stops the process for good."""
+        self._closed = True
+        for worker in (self._worker, self._lost):
+            if worker is not None:
+                worker.close()
+        self._worker = self._lost = None
+
+    def _expect(self, kind: int, round_: int) -> None:
+        self._due = _Due(kind, round_, self.channel.num_bytes, self._clock())
+
+    def _check_silence(self) -> None:
+        due, now, moved = self._due, self._clock(), self.channel.num_bytes
+        if due is not None and moved != due.moved:
+            due.moved, due.since = moved, now
+        elif due is not None and now - due.since > (self.start_limit if due.kind == READY else self.hang_limit):
+            raise WireError(f"it has been silent for {now - due.since:.1f} s")
+
+    def _launch(self) -> None:
+        try:
+            self._worker = self._start()
+        except (WireError, OSError) as error:
+            self.lose(str(error))
+            return
+        log.info("%s %s was started", self._name, self.pid)
+        self._expect(READY, 0)
