@@ -74,6 +74,13 @@ def test_embedding(kernels: Kernels, dtype: torch.dtype) -> None:
         assert torch.equal(kernels.embedding(packed, given), weight[given.long()])
 
 
+@pytest.mark.parametrize("token", [-1, 101, 1 << 40])
+def test_embedding_of_no_token(kernels: Kernels, token: int) -> None:
+    """The last panel has room for more rows than the weight: those are no tokens either."""
+    with pytest.raises(IndexError, match="vocabulary of 101"):
+        kernels.embedding(kernels.pack_linear(torch.randn(101, 37)), torch.tensor([3, token]))
+
+
 def test_linear_rounds_once_to_bf16(kernels: Kernels) -> None:
     weight, x = torch.randn(40, 96).bfloat16(), torch.randn(5, 96).bfloat16()
     single = kernels.linear(x.float(), kernels.pack_linear(weight.float()))
@@ -150,7 +157,8 @@ def test_silu_at_the_extremes(kernels: Kernels) -> None:
 
 
 def test_pack_refuses(kernels: Kernels) -> None:
-    for weight, gated in ((torch.ones(4), False), (torch.ones(4, 4).half(), False), (torch.ones(3, 4), True)):
+    refused = [(torch.ones(4), False), (torch.ones(4, 4).half(), False), (torch.ones(4, 0), False)]
+    for weight, gated in [*refused, (torch.ones(3, 4), True)]:
         with pytest.raises(ValueError, match=r"pack|even"):
             kernels.pack_linear(weight, gated)
 
@@ -227,6 +235,16 @@ def test_rope_and_store(kernels: Kernels, dtype: torch.dtype, h: int, hkv: int, 
     assert torch.equal(v_again, v_cache)
 
 
+@pytest.mark.parametrize(("position", "slot"), [(512, 0), (-1, 0), (0, 2 * BLOCK), (0, 1 << 30)])
+def test_rope_outside_of_its_tables(kernels: Kernels, position: int, slot: int) -> None:
+    """Refused before anything is written."""
+    k_cache, v_cache = torch.zeros(2, 2, BLOCK, 1, 32)
+    places = torch.tensor([3, position]), *rope_tables(32), torch.tensor([5, slot])
+    with pytest.raises(IndexError):
+        kernels.rope_and_store(torch.randn(2, 4 * 32), *places, k_cache, v_cache, 2)
+    assert not k_cache.any()
+
+
 # ------------------------------------------------------------------------------------------------ paged_attention
 
 
@@ -282,6 +300,31 @@ def test_attention(kernels: Kernels, dtype: torch.dtype, h: int, hkv: int, d: in
     parts = [whole[5][140:], whole[0][129:], whole[2][:0], whole[3][1:], whole[1]]
     for out, expected in zip(mixed, parts, strict=True):
         assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("tables", -1), ("tables", 6), ("rows", 2), ("rows", -1), ("context", 3 * BLOCK + 1)],
+        *[("starts", 3), ("starts", -1), ("slots", 6 * BLOCK), ("slots", 1)],
+    ],
+)
+def test_attention_to_what_is_not_there(kernels: Kernels, name: str, value: int) -> None:
+    """Blocks outside of the cache, rows and columns outside of the tables, queries outside of the batch; branches."""
+    paged = Paged([40, 33], 2, 1, 32, torch.float32)
+    given = {
+        "starts": torch.tensor([0, 1, 2]).int(),
+        "context": torch.tensor([40, 33]).int(),
+        "tables": paged.tables,
+        "rows": torch.tensor([0, 1]).int(),
+        "slots": torch.tensor([2, 3]).int(),
+    }
+    branches = (torch.tensor([10, 10]).int(), given["slots"], 2) if name == "slots" else None
+    places = (given["starts"], given["context"], given["tables"], given["rows"], paged.scale, branches)
+    kernels.paged_attention(torch.randn(2, 2, 32), paged.k_cache, paged.v_cache, *places)
+    given[name].view(-1)[-1] = value
+    with pytest.raises(IndexError):
+        kernels.paged_attention(torch.randn(2, 2, 32), paged.k_cache, paged.v_cache, *places)
 
 
 def test_attention_with_large_scores(kernels: Kernels) -> None:
@@ -446,6 +489,8 @@ def test_wrong_dtypes_are_refused_instead_of_read_as_bytes(kernels: cpu.Kernels)
     packed = kernels.pack_linear(torch.ones(4, 8))
     for call in (
         lambda: kernels.linear(torch.ones(1, 8, dtype=torch.bfloat16), packed),
+        lambda: kernels.linear(torch.ones(1, 12), packed),
+        lambda: kernels.embedding(kernels.pack_linear(torch.ones(4, 8), gated=True), torch.zeros(1, dtype=torch.int32)),
         lambda: kernels.embedding(packed, torch.zeros(1, dtype=torch.int16)),
         lambda: kernels.gumbel(torch.zeros(1, dtype=torch.int32), 8, 1, 2, 3),
         lambda: kernels.best(torch.zeros(1, 8, dtype=torch.float64), 2, None),
