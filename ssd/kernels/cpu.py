@@ -19,7 +19,6 @@ import platform
 import re
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -378,13 +377,8 @@ def _flag_choices(openmp: str | None) -> list[tuple[str, ...]]:
 
 
 def _compiled(compiler: list[str], flags: tuple[str, ...]) -> Path:
-    """The shared library's path in the user's cache, compiling it there first if this machine has not yet."""
-    directory = cache.directory()
-    target = directory / f"cpu-{_key(compiler, flags)}.so"
-    if not cache.is_private(target, stat.S_IFREG):
-        with tempfile.TemporaryDirectory(dir=directory) as scratch:
-            _compile(compiler, flags, Path(scratch), target)
-    return target
+    """The shared library's path, compiling it first if this machine has not yet."""
+    return cache.compiled(f"cpu-{_key(compiler, flags)}", ".so", lambda: _compile(compiler, flags))
 
 
 def _key(compiler: list[str], flags: tuple[str, ...]) -> str:
@@ -406,14 +400,14 @@ def _cpu_identity() -> str:
     return "\n".join([platform.machine(), *kept])
 
 
-def _compile(compiler: list[str], flags: tuple[str, ...], scratch: Path, target: Path) -> None:
-    """Compile and link apart, so that -fopenmp adds no runtime; the rename is atomic, so processes may race."""
-    objects, library = scratch / "cpu.o", scratch / "cpu.so"
-    _run([*compiler, *flags, "-c", str(SOURCE), "-o", str(objects)])
-    undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
-    _run([*compiler, "-shared", *undefined, str(objects), "-o", str(library), "-lm"])
-    library.chmod(0o700)
-    os.replace(library, target)
+def _compile(compiler: list[str], flags: tuple[str, ...]) -> bytes:
+    """Compile and link apart, so that -fopenmp adds no runtime."""
+    with tempfile.TemporaryDirectory() as scratch:
+        objects, library = Path(scratch) / "cpu.o", Path(scratch) / "cpu.so"
+        _run([*compiler, *flags, "-c", str(SOURCE), "-o", str(objects)])
+        undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
+        _run([*compiler, "-shared", *undefined, str(objects), "-o", str(library), "-lm"])
+        return library.read_bytes()
 
 
 def _run(command: list[str]) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ssd.kernels import cache, cpu
+from ssd.kernels import cpu
 from ssd.kernels.cpu import Kernels
 from ssd.sampling import noise
 
@@ -422,56 +420,6 @@ def test_broken_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
         assert cpu.load.__wrapped__() is None
     assert len(caplog.records) == 1
     assert not list((tmp_path / "ssd").iterdir())
-
-
-@pytest.fixture
-def no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Temporary files are in a folder of the test, and the cache is one of them; answers with its place."""
-
-    def home() -> Path:
-        raise RuntimeError
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", home)
-    monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(cache, "_process_directory", functools.cache(cache._process_directory.__wrapped__))
-    return tmp_path / f"ssd-{os.getuid()}"
-
-
-def test_a_cache_without_a_home_is_private(no_home: Path) -> None:
-    assert cache.directory() == no_home
-    assert no_home.stat().st_mode & 0o777 == 0o700
-
-
-@pytest.mark.parametrize("trick", ["writable", "link", "file", "stranger"])
-def test_a_cache_that_others_could_have_made_is_not_used(
-    trick: str, no_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "theirs").mkdir(mode=0o700)
-    if trick == "link":
-        no_home.symlink_to(tmp_path / "theirs")
-    elif trick == "file":
-        no_home.touch()
-    else:
-        no_home.mkdir(mode=0o700)
-        no_home.chmod(0o777 if trick == "writable" else 0o700)
-    if trick == "stranger":
-        monkeypatch.setattr(os, "geteuid", lambda: no_home.stat().st_uid + 1)
-    used = cache.directory()
-    assert used not in (no_home, tmp_path / "theirs")
-    assert used.stat().st_mode & 0o777 == 0o700
-    assert cache.directory() == used
-
-
-def test_a_library_that_others_can_write_to_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cpu, "_run", lambda command: Path(command[command.index("-o") + 1]).write_text("ours"))
-    target = cpu._compiled([sys.executable], ())
-    assert (target.read_text(), target.stat().st_mode & 0o777) == ("ours", 0o700)
-    target.write_text("kept")
-    assert cpu._compiled([sys.executable], ()).read_text() == "kept"
-    target.chmod(0o777)
-    assert cpu._compiled([sys.executable], ()).read_text() == "ours"
 
 
 def test_find_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
