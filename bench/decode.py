@@ -231,11 +231,10 @@ def hf_serve(model: torch.nn.Module, jobs: list[tuple[list[int], int]], batch: i
 
 def hf_model(shape: DecoderConfig, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
     """`transformers`' model of the same shape, randomly initialised."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    kinds = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
-    make_config, make_model = kinds[shape.family]
-    config = make_config(
+    config = AutoConfig.for_model(
+        shape.family,
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.mlp.intermediate_size,
@@ -249,7 +248,7 @@ def hf_model(shape: DecoderConfig, dtype: torch.dtype, device: torch.device) -> 
     )
     torch.manual_seed(0)
     with torch.device(device):
-        model = make_model._from_config(config, dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model

@@ -6,6 +6,9 @@
  * fused only where vfma() says so (compile with -ffp-contract=off and without -ffast-math).
  *
  * Storage is fp32 or bf16 (flag `bf16`), arithmetic is always fp32.  "ld*" arguments are row strides in elements.
+ *
+ * Numbers in tensors that are used as indices (token ids, positions, slots, blocks, rows) are checked: a function that
+ * returns an int returns 0, or 1 if it was given one that is out of range.  Shapes are the caller's business.
  */
 #include <math.h>
 #include <stdint.h>
@@ -194,6 +197,10 @@ static float *scratch(int which, size_t floats) {
 INLINE long ceil_div(long a, long b) { return (a + b - 1) / b; }
 INLINE long min_l(long a, long b) { return a < b ? a : b; }
 INLINE long max_l(long a, long b) { return a > b ? a : b; }
+INLINE int outside(long index, long size) { return index < 0 || index >= size; }
+INLINE long int_at(const void *p, long i, int is64) {
+    return is64 ? (long)((const int64_t *)p)[i] : ((const int32_t *)p)[i];
+}
 
 /* ---------------------------------------------------------------- packing of weights
  * Panels [ceil(N/NR)][K rounded up to 4][NR], zero padded.  bf16 panels hold VL 32-bit words per k: word j has column j
@@ -238,11 +245,12 @@ void ssd_pack(const void *w, long ldw, void *out, long n, long k, int bf16, int 
 
 long ssd_panel_columns(void) { return NR; }
 
-/* rows of a packed (not gated) weight: out[t] = W[ids[t]]; spares a tied embedding its second copy */
-void ssd_embedding(const void *w, const void *ids, int ids64, void *out, long tokens, long k, int bf16) {
+/* rows of a packed (not gated) weight [n, k]: out[t] = W[ids[t]]; spares a tied embedding its second copy */
+int ssd_embedding(const void *w, const void *ids, int ids64, void *out, long tokens, long n, long k, int bf16) {
     long kp = ceil_div(k, 4) * 4;
     for (long t = 0; t < tokens; t++) {
-        long row = ids64 ? (long)((const int64_t *)ids)[t] : ((const int32_t *)ids)[t], j = row % NR;
+        long row = int_at(ids, t, ids64), j = row % NR;
+        if (outside(row, n)) return 1;
         if (bf16) {
             const uint16_t *src = (const uint16_t *)w + row / NR * NR * kp + (j % VL) * 2 + j / VL;
             for (long i = 0; i < k; i++) ((uint16_t *)out)[t * k + i] = src[i * NR];
@@ -251,6 +259,7 @@ void ssd_embedding(const void *w, const void *ids, int ids64, void *out, long to
             for (long i = 0; i < k; i++) ((float *)out)[t * k + i] = src[i * NR];
         }
     }
+    return 0;
 }
 
 /* ---------------------------------------------------------------- linear: the register tile
@@ -602,10 +611,6 @@ struct rope_args {
     int bf16;
 };
 
-INLINE long int_at(const void *p, long i, int is64) {
-    return is64 ? (long)((const int64_t *)p)[i] : ((const int32_t *)p)[i];
-}
-
 static void rotate(float *restrict out, const float *restrict x, const float *cos, const float *sin, long half) {
     for (long i = 0; i < half; i++) {
         out[i] = x[i] * cos[i] - x[i + half] * sin[i];
@@ -635,18 +640,22 @@ static void rope_token(const struct rope_args *a, long t) {
     memcpy((char *)a->v_cache + slot * a->kv_heads * d * size, v, (size_t)(a->kv_heads * d * size));
 }
 
-void ssd_rope_and_store(const void *qkv, long ldqkv, const void *positions, int positions64, const void *slots,
-                        int slots64, const float *cos, const float *sin, const void *q_weight, const void *k_weight,
-                        float eps, void *q_out, void *k_cache, void *v_cache, long tokens, long heads, long kv_heads,
-                        long d, int bf16, int nthreads) {
+/* max_position: rows of cos and sin; cache_slots: those of a cache */
+int ssd_rope_and_store(const void *qkv, long ldqkv, const void *positions, int positions64, const void *slots,
+                       int slots64, const float *cos, const float *sin, const void *q_weight, const void *k_weight,
+                       float eps, void *q_out, void *k_cache, void *v_cache, long tokens, long heads, long kv_heads,
+                       long d, long max_position, long cache_slots, int bf16, int nthreads) {
+    for (long t = 0; t < tokens; t++)
+        if (outside(int_at(positions, t, positions64), max_position) || int_at(slots, t, slots64) >= cache_slots) return 1;
     struct rope_args a = {qkv,      ldqkv, positions, slots,   positions64, slots64, cos,      sin, q_weight,
                           k_weight, eps,   q_out,     k_cache, v_cache,     heads,   kv_heads, d,   bf16};
     if (nthreads == 1 || tokens * (heads + 2 * kv_heads) * d < 32768) {
         for (long t = 0; t < tokens; t++) rope_token(&a, t);
-        return;
+        return 0;
     }
 #pragma omp parallel for schedule(static) num_threads(nthreads)
     for (long t = 0; t < tokens; t++) rope_token(&a, t);
+    return 0;
 }
 
 /* ---------------------------------------------------------------- paged_attention
@@ -667,8 +676,9 @@ struct attention_args {
     int bf16;
     const int32_t *positions, *slots; /* NULL: no branches */
     long depth;
-    long first; /* positions before it are not seen */
-    long rows; /* rows per task at most */
+    long first;                                 /* positions before it are not seen */
+    long tokens, tables, columns, cache_blocks; /* sizes: of q, of the block tables, of a cache */
+    long rows;                                  /* rows per task at most */
 };
 
 struct chunk {
@@ -885,16 +895,36 @@ static void attention_item(const struct attention_args *a, long item) {
     attention_task(a, seq, row, rows, item % a->kv_heads, scratch(ROWS, attention_floats(a)));
 }
 
-void ssd_paged_attention(const void *q, long ldq, const void *k_cache, const void *v_cache, void *out,
-                         const int32_t *query_start, const int32_t *context_len, const int32_t *block_tables,
-                         const int32_t *table_rows, long sequences, long table_stride, long block_size, long heads,
-                         long kv_heads, long d, float scale, const int32_t *positions, const int32_t *slots, long depth,
-                         long first, int bf16, int nthreads) {
+/* whether all that the queries of a sequence see is in the caches */
+static int attention_fits(const struct attention_args *a, long seq) {
+    long begin = a->query_start[seq], stop = a->query_start[seq + 1], end = 0;
+    if (begin < 0 || begin > stop || stop > a->tokens) return 0;
+    for (long row = begin; row < stop; row++) {
+        end = max_l(end, shared_positions(a, seq, row));
+        if (own_slots(a, row) && (a->slots[row] < a->depth || a->slots[row] >= a->cache_blocks * a->block_size)) return 0;
+    }
+    if (end <= a->first) return 1;
+    if (outside(a->table_rows[seq], a->tables) || ceil_div(end, a->block_size) > a->columns) return 0;
+    const int32_t *table = a->block_tables + a->table_rows[seq] * a->table_stride;
+    for (long block = a->first / a->block_size; block < ceil_div(end, a->block_size); block++)
+        if (outside(table[block], a->cache_blocks)) return 0;
+    return 1;
+}
+
+int ssd_paged_attention(const void *q, long ldq, const void *k_cache, const void *v_cache, void *out,
+                        const int32_t *query_start, const int32_t *context_len, const int32_t *block_tables,
+                        const int32_t *table_rows, long tokens, long sequences, long tables, long columns,
+                        long table_stride, long cache_blocks, long block_size, long heads, long kv_heads, long d,
+                        float scale, const int32_t *positions, const int32_t *slots, long depth, long first, int bf16,
+                        int nthreads) {
     struct attention_args a = {q, ldq, k_cache, v_cache, out, query_start, context_len, block_tables, table_rows,
                                table_stride, block_size, heads, kv_heads, d, ceil_div(d, VL) * VL, scale, bf16,
-                               positions, slots, depth, first, 0};
+                               positions, slots, depth, first, tokens, tables, columns, cache_blocks, 0};
     long tasks = 0, longest = 0, work = 0;
-    for (long s = 0; s < sequences; s++) longest = max_l(longest, query_start[s + 1] - query_start[s]);
+    for (long s = 0; s < sequences; s++) {
+        if (!attention_fits(&a, s)) return 1;
+        longest = max_l(longest, query_start[s + 1] - query_start[s]);
+    }
     a.rows = max_l(1, min_l(longest, QUERIES * kv_heads / heads));
     for (long s = 0; s < sequences; s++) {
         tasks += ceil_div(query_start[s + 1] - query_start[s], a.rows);
@@ -903,10 +933,11 @@ void ssd_paged_attention(const void *q, long ldq, const void *k_cache, const voi
     }
     if (nthreads == 1 || work * heads * d < 32768) {
         for (long i = 0; i < tasks * kv_heads; i++) attention_item(&a, i);
-        return;
+        return 0;
     }
 #pragma omp parallel for schedule(dynamic, 1) num_threads(nthreads)
     for (long i = tasks * kv_heads - 1; i >= 0; i--) attention_item(&a, i); /* longest rows first */
+    return 0;
 }
 
 /* ---------------------------------------------------------------- gumbel
@@ -1036,6 +1067,7 @@ static void best_row(const float *x, long vocab, long count, long excluded, int3
 
 void ssd_best(const float *scores, long ld, const int32_t *excluded, int32_t *tokens, float *values, long rows,
               long vocab, long count, int nthreads) {
+    if (count < 1) return;
     if (rows * vocab < 262144) nthreads = 1;
 #pragma omp parallel for schedule(static) num_threads(nthreads) if (nthreads > 1)
     for (long row = 0; row < rows; row++)
@@ -1043,49 +1075,67 @@ void ssd_best(const float *scores, long ld, const int32_t *excluded, int32_t *to
                  values + row * count);
 }
 
-/* ---------------------------------------------------------------- rounds: `prepare_rows` and `accept` of rounds.py */
-void ssd_prepare_rows(const int32_t *row_work, const int32_t *slots, const int32_t *starts, const int32_t *query_start,
-                      const int32_t *logit_rows, const int32_t *length, const int32_t *token_ids, const int32_t *drafts,
-                      const int32_t *tables, int32_t *tokens, int32_t *positions, int32_t *slot_mapping,
-                      int32_t *context_len, int64_t *gather, int32_t *decided_slot, int32_t *decided,
-                      int32_t *num_drafted, long works, long logits, long columns, long width, long table_columns,
-                      long block_size) {
+/* ---------------------------------------------------------------- rounds: `prepare_rows` and `accept` of rounds.py
+ * -1 is padding: as a row's work, as a work's slot, as a logit row, as a work's first row. */
+int ssd_prepare_rows(const int32_t *row_work, const int32_t *slots, const int32_t *starts, const int32_t *query_start,
+                     const int32_t *logit_rows, const int32_t *length, const int32_t *token_ids, const int32_t *drafts,
+                     const int32_t *tables, int32_t *tokens, int32_t *positions, int32_t *slot_mapping,
+                     int32_t *context_len, int64_t *gather, int32_t *decided_slot, int32_t *decided,
+                     int32_t *num_drafted, long rows, long works, long logits, long num_slots, long columns, long width,
+                     long table_columns, long block_size) {
     for (long work = 0; work < works; work++) {
-        long slot = slots[work], known = length[slot], first = starts[work] < 0 ? known - 1 : starts[work];
-        const int32_t *text = token_ids + slot * columns, *draft = drafts + slot * width;
-        const int32_t *table = tables + slot * table_columns;
-        for (long row = query_start[work]; row < query_start[work + 1]; row++) {
-            long position = first + row - query_start[work], block = position / block_size;
-            tokens[row] = position < known ? text[position] : draft[min_l(position - known, width - 1)];
-            positions[row] = (int32_t)position;
-            slot_mapping[row] =
-                block < table[0] ? (int32_t)(table[1 + block] * block_size + position % block_size) : -1;
-        }
+        long slot = slots[work];
+        context_len[work] = 0;
+        if (slot < 0) continue;
+        if (slot >= num_slots || length[slot] < 1 || length[slot] > columns) return 1;
+        long first = starts[work] < 0 ? length[slot] - 1 : starts[work];
         context_len[work] = (int32_t)(first + query_start[work + 1] - query_start[work]);
     }
-    for (long i = 0; i < logits; i++) {
-        long row = logit_rows[i], slot = slots[row_work[row]];
-        gather[i] = row;
-        decided_slot[i] = (int32_t)slot;
-        decided[i] = positions[row] + 1;
-        num_drafted[i] = (int32_t)max_l(0, decided[i] - length[slot]);
+    for (long row = 0; row < rows; row++) {
+        long work = row_work[row];
+        tokens[row] = positions[row] = 0, slot_mapping[row] = -1;
+        if (work < 0) continue;
+        if (work >= works || slots[work] < 0) return 1;
+        long slot = slots[work], position = (long)context_len[work] - query_start[work + 1] + row;
+        if (position < 0) return 1;
+        long behind = min_l(position - length[slot], width - 1), block = position / block_size;
+        const int32_t *table = tables + slot * table_columns;
+        tokens[row] = behind < 0 ? token_ids[slot * columns + position] : drafts[slot * width + behind];
+        positions[row] = (int32_t)position;
+        if (block < min_l(table[0], table_columns - 1))
+            slot_mapping[row] = (int32_t)(table[1 + block] * block_size + position % block_size);
     }
+    for (long i = 0; i < logits; i++) {
+        long row = max_l(0, logit_rows[i]);
+        if (row >= rows) return 1;
+        long work = logit_rows[i] < 0 ? -1 : row_work[row];
+        gather[i] = row, decided_slot[i] = -1, decided[i] = 1, num_drafted[i] = 0;
+        if (work < 0) continue;
+        decided_slot[i] = slots[work];
+        decided[i] = positions[row] + 1;
+        num_drafted[i] = (int32_t)max_l(0, decided[i] - length[slots[work]]);
+    }
+    return 0;
 }
 
-void ssd_accept(const int32_t *chosen, const int32_t *slots, const int32_t *first_row, const int32_t *num_logits,
-                int32_t *length, int32_t *token_ids, const int32_t *drafts, int32_t *num_accepted,
-                const int32_t *origin, int32_t *out, long works, long columns, long width) {
+int ssd_accept(const int32_t *chosen, const int32_t *slots, const int32_t *first_row, const int32_t *num_logits,
+               int32_t *length, int32_t *token_ids, const int32_t *drafts, int32_t *num_accepted,
+               const int32_t *origin, int32_t *out, long rows, long works, long num_slots, long columns, long width,
+               long vocab) {
     for (long work = 0; work < works; work++) {
-        if (first_row[work] < 0) continue;
-        long slot = slots[work], count = num_logits[work], accepted = 0;
-        const int32_t *new_tokens = chosen + first_row[work], *draft = drafts + slot * width;
-        int32_t *text = token_ids + slot * columns, *row = out + work * (3 + 2 * width);
+        long slot = slots[work], first = first_row[work], count = num_logits[work], accepted = 0;
+        if (first < 0) continue;
+        if (outside(slot, num_slots) || count < 1 || count > width + 1 || first + count > rows) return 1;
+        if (length[slot] < 0) return 1;
+        const int32_t *draft = drafts + slot * width;
+        int32_t *text = token_ids + slot * columns, *row = out + work * (3 + 2 * width), *new_tokens = row + 2;
+        for (long i = 0; i < count; i++) new_tokens[i] = (int32_t)min_l(chosen[first + i], vocab - 1);
         while (accepted < count - 1 && draft[accepted] == new_tokens[accepted]) accepted++;
         for (long i = 0; i <= accepted && length[slot] < columns; i++) text[length[slot]++] = (int32_t)max_l(new_tokens[i], 0);
         num_accepted[slot] = (int32_t)accepted;
         row[0] = (int32_t)accepted + 1;
         row[1] = origin[slot];
-        memcpy(row + 2, new_tokens, (size_t)count * 4);
         memcpy(row + 3 + width, draft, (size_t)(count - 1) * 4);
     }
+    return 0;
 }

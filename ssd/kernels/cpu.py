@@ -3,8 +3,9 @@
 Why: torch's CPU matrix products change algorithm, hence bits, with the number of rows. These kernels are row-invariant
 (see `cpu.c`), near memory bandwidth for one row and near the FMA peak for eight and more.
 
-Knows nothing of models, layers, schedulers or cache management. Shapes are not checked. All tensors are on the CPU,
-fp32 or bf16, with contiguous last dimensions; the tensors of one call share a dtype unless stated otherwise.
+Knows nothing of models, layers, schedulers or cache management. All tensors are on the CPU, fp32 or bf16, with
+contiguous last dimensions; the tensors of one call share a dtype unless stated otherwise. That and shapes, which a
+model decides once, are not checked. Token ids, positions, slots and blocks, which requests decide, are: IndexError.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import platform
 import re
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -69,22 +69,21 @@ _SIGNATURES: dict[str, list[type]] = {
     "ssd_packed_bytes": [_L, _L, _I, _I],
     "ssd_panel_columns": [],
     "ssd_pack": [_P, _L, _P, _L, _L, _I, _I, _I],
-    "ssd_embedding": [_P, _P, _I, _P, _L, _L, _I],
+    "ssd_embedding": [_P, _P, _I, _P, _L, _L, _L, _I],
     "ssd_linear": [_P, _L, _P, _P, _P, _L, _L, _L, _I, _I, _I, _I, _P, _L, _I],
     "ssd_rms_norm": [_P, _L, _P, _P, _P, _L, _L, _F, _I, _I],
     "ssd_rope_and_store": [
         *[_P, _L, _P, _I, _P, _I, _P, _P, _P, _P, _F],
-        *[_P, _P, _P, _L, _L, _L, _L, _I, _I],
+        *[_P, _P, _P, _L, _L, _L, _L, _L, _L, _I, _I],
     ],
-    "ssd_paged_attention": [
-        *[_P, _L, _P, _P, _P, _P, _P, _P, _P],
-        *[_L, _L, _L, _L, _L, _L, _F, _P, _P, _L, _L, _I, _I],
-    ],
+    "ssd_paged_attention": [*[_P, _L], *[_P] * 7, *[_L] * 10, *[_F, _P, _P, _L, _L, _I, _I]],
     "ssd_gumbel": [_P, _P, _L, _L, _Q, _Q, _Q, _I],
     "ssd_best": [_P, _L, _P, _P, _P, _L, _L, _L, _I],
-    "ssd_prepare_rows": [*[_P] * 17, *[_L] * 6],
-    "ssd_accept": [*[_P] * 10, *[_L] * 3],
+    "ssd_prepare_rows": [*[_P] * 17, *[_L] * 8],
+    "ssd_accept": [*[_P] * 10, *[_L] * 6],
 }
+_SIZES = ("ssd_packed_bytes", "ssd_panel_columns")  # what they return; others a status, or nothing
+_STATUS = ("ssd_embedding", "ssd_rope_and_store", "ssd_paged_attention", "ssd_prepare_rows", "ssd_accept")
 
 
 class Kernels:
@@ -94,7 +93,7 @@ class Kernels:
         for name, argtypes in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes = argtypes
-            function.restype = _L if name in ("ssd_packed_bytes", "ssd_panel_columns") else None
+            function.restype = _L if name in _SIZES else _I if name in _STATUS else None
         self._packed_bytes = library.ssd_packed_bytes
         self._panel_columns = int(library.ssd_panel_columns())
         self._pack = library.ssd_pack
@@ -110,7 +109,8 @@ class Kernels:
 
     def pack_linear(self, weight: Tensor, gated: bool = False) -> PackedWeight:
         """Repack `weight` [N, K] into panels. `gated`: rows are [gate; up], for a gated `linear`."""
-        if weight.dim() != 2 or weight.dtype not in (torch.float32, torch.bfloat16) or weight.device.type != "cpu":
+        known = weight.dtype in (torch.float32, torch.bfloat16) and weight.device.type == "cpu"
+        if not known or weight.dim() != 2 or not weight.numel():
             raise ValueError(f"cannot pack {tuple(weight.shape)} {weight.dtype} on {weight.device}")
         n, k = weight.shape
         if gated and n % 2:
@@ -142,7 +142,7 @@ class Kernels:
         return torch.stack(parts, dim=1).flatten(0, 1).transpose(1, 2)
 
     def embedding(self, packed: PackedWeight, token_ids: Tensor) -> Tensor:
-        """Rows `token_ids` [T] (int32 or int64, in range) of a weight that is not gated -> [T, K].
+        """Rows `token_ids` [T] (int32 or int64) of a weight -> [T, K].
 
         A model with tied embeddings needs no second, unpacked copy of its largest weight.
         """
@@ -150,8 +150,12 @@ class Kernels:
         wide = token_ids.dtype is torch.int64
         if not (wide or token_ids.dtype is torch.int32):
             raise TypeError(f"token ids are {token_ids.dtype}, not int32 or int64")
+        if packed.gated or packed.form:
+            raise TypeError("rows are looked up in a weight that is neither gated nor quantised")
         out = packed.data.new_empty(tokens, packed.k)
-        self._embedding(packed.address, token_ids.data_ptr(), wide, out.data_ptr(), tokens, packed.k, bf16)
+        size = (tokens, packed.n, packed.k)
+        if self._embedding(packed.address, token_ids.data_ptr(), wide, out.data_ptr(), *size, bf16):
+            raise IndexError(f"token ids {token_ids.tolist()} are not all in a vocabulary of {packed.n}")
         return out
 
     def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None, *, float32: bool = False) -> Tensor:
@@ -160,9 +164,9 @@ class Kernels:
         A weight packed with `gated` gives silu(gate) * up -> [M, I] instead (its bias is [2I]). `float32`: the sums as
         they are, not rounded to the storage type.
         """
-        m, n, dtype = x.shape[0], packed.n // 2 if packed.gated else packed.n, packed.dtype
-        if x.dtype is not dtype:
-            raise TypeError(f"the input is {x.dtype}, the weight {dtype}")
+        (m, k), n, dtype = x.shape, packed.n // 2 if packed.gated else packed.n, packed.dtype
+        if x.dtype is not dtype or k != packed.k:
+            raise TypeError(f"the input is {x.dtype} and {k} wide, the weight {dtype} and {packed.k} wide")
         y = torch.empty(m, n, dtype=torch.float32 if float32 else dtype, device=_CPU)
         self._linear(
             x.data_ptr(),
@@ -170,7 +174,7 @@ class Kernels:
             packed.address,
             None if bias is None else bias.data_ptr(),
             y.data_ptr(),
-            *(m, n, packed.k, dtype is torch.bfloat16, packed.gated, float32, packed.form),
+            *(m, n, k, dtype is torch.bfloat16, packed.gated, float32, packed.form),
             *(None if packed.scales is None else packed.scales.data_ptr(), packed.group, torch.get_num_threads()),
         )
         return y
@@ -208,13 +212,14 @@ class Kernels:
         """
         tokens, kv_heads, d, dtype = qkv.shape[0], k_cache.shape[2], k_cache.shape[3], qkv.dtype
         q = qkv.new_empty(tokens, num_heads, d)
-        self._rope_and_store(
+        if self._rope_and_store(
             *(qkv.data_ptr(), qkv.stride(0), positions.data_ptr(), positions.dtype is torch.int64),
             *(slots.data_ptr(), slots.dtype is torch.int64, cos.data_ptr(), sin.data_ptr()),
             *(None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(), eps),
             *(q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), tokens, num_heads, kv_heads, d),
-            *(dtype is torch.bfloat16, torch.get_num_threads()),
-        )
+            *(len(cos), k_cache.shape[0] * k_cache.shape[1], dtype is torch.bfloat16, torch.get_num_threads()),
+        ):
+            raise IndexError("a token's position is not in the rotary tables, or its slot is not in the KV cache")
         return q
 
     def paged_attention(
@@ -245,12 +250,14 @@ class Kernels:
         positions, slots, depth = None, None, 0
         if branches is not None:
             positions, slots, depth = branches[0].data_ptr(), branches[1].data_ptr(), branches[2]
-        self._paged_attention(
+        if self._paged_attention(
             *(q.data_ptr(), q.stride(0), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()),
             *(query_start.data_ptr(), context_len.data_ptr(), block_tables.data_ptr(), table_rows.data_ptr()),
-            *(len(table_rows), block_tables.stride(0), k_cache.shape[1], heads, k_cache.shape[2], d, scale),
+            *(tokens, len(table_rows), *block_tables.shape, block_tables.stride(0)),
+            *(*k_cache.shape[:2], heads, k_cache.shape[2], d, scale),
             *(positions, slots, depth, first, q.dtype is torch.bfloat16, torch.get_num_threads()),
-        )
+        ):
+            raise IndexError("a query is not in the batch, or sees what is not in its block table or in the KV cache")
         return out
 
     def gumbel(self, keys: Tensor, vocab_size: int, golden: int, mix1: int, mix2: int) -> Tensor:
@@ -370,13 +377,8 @@ def _flag_choices(openmp: str | None) -> list[tuple[str, ...]]:
 
 
 def _compiled(compiler: list[str], flags: tuple[str, ...]) -> Path:
-    """The shared library's path in the user's cache, compiling it there first if this machine has not yet."""
-    directory = cache.directory()
-    target = directory / f"cpu-{_key(compiler, flags)}.so"
-    if not cache.is_private(target, stat.S_IFREG):
-        with tempfile.TemporaryDirectory(dir=directory) as scratch:
-            _compile(compiler, flags, Path(scratch), target)
-    return target
+    """The shared library's path, compiling it first if this machine has not yet."""
+    return cache.compiled(f"cpu-{_key(compiler, flags)}", ".so", lambda: _compile(compiler, flags))
 
 
 def _key(compiler: list[str], flags: tuple[str, ...]) -> str:
@@ -398,14 +400,14 @@ def _cpu_identity() -> str:
     return "\n".join([platform.machine(), *kept])
 
 
-def _compile(compiler: list[str], flags: tuple[str, ...], scratch: Path, target: Path) -> None:
-    """Compile and link apart, so that -fopenmp adds no runtime; the rename is atomic, so processes may race."""
-    objects, library = scratch / "cpu.o", scratch / "cpu.so"
-    _run([*compiler, *flags, "-c", str(SOURCE), "-o", str(objects)])
-    undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
-    _run([*compiler, "-shared", *undefined, str(objects), "-o", str(library), "-lm"])
-    library.chmod(0o700)
-    os.replace(library, target)
+def _compile(compiler: list[str], flags: tuple[str, ...]) -> bytes:
+    """Compile and link apart, so that -fopenmp adds no runtime."""
+    with tempfile.TemporaryDirectory() as scratch:
+        objects, library = Path(scratch) / "cpu.o", Path(scratch) / "cpu.so"
+        _run([*compiler, *flags, "-c", str(SOURCE), "-o", str(objects)])
+        undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
+        _run([*compiler, "-shared", *undefined, str(objects), "-o", str(library), "-lm"])
+        return library.read_bytes()
 
 
 def _run(command: list[str]) -> None:

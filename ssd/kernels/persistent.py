@@ -10,9 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import os
-import stat
-import tempfile
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
@@ -202,14 +199,8 @@ def _compiled(macros: Mapping[str, int], device: torch.device) -> bytes:
     _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     identity = f"{sorted(macros.items())} {architecture} {major.value}.{minor.value}"
     key = hashlib.sha256(source() + identity.encode()).hexdigest()[:20]
-    target = cache.directory() / f"persistent-{key}.cubin"
-    if cache.is_private(target, stat.S_IFREG):
-        return target.read_bytes()
-    cubin = compile_source(macros, architecture)
-    with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as scratch:
-        scratch.write(cubin)
-    os.replace(scratch.name, target)  # atomic: processes may race
-    return cubin
+    made = cache.compiled(f"persistent-{key}", ".cubin", lambda: compile_source(macros, architecture))
+    return made.read_bytes()
 
 
 class _Kernel:

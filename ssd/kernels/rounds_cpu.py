@@ -35,26 +35,29 @@ def prepare_rows(
     kernels = cpu.load()
     if kernels is not None:
         inputs = (row_work, slots, starts, query_start, logit_rows, length, token_ids, drafts, tables)
-        kernels.prepare_rows(
+        if kernels.prepare_rows(
             *(tensor.data_ptr() for tensor in (*inputs, *out)),
-            *(len(slots), len(logit_rows), token_ids.shape[1], drafts.shape[1], tables.shape[1], block_size),
-        )
+            *(len(row_work), len(slots), len(logit_rows)),
+            *(*token_ids.shape, drafts.shape[1], tables.shape[1], block_size),
+        ):
+            raise IndexError("a batch names a work, a slot, a row or a position that is not there")
         return
     tokens, positions, mapping, context, gather, decided_slot, decided, drafted = (t.numpy() for t in out)
     slot, begin, work, table, source = (t.numpy() for t in (slots, query_start, row_work, tables, logit_rows))
     lengths, start = length.numpy()[slot], starts.numpy()
     first = np.where(start < 0, lengths - 1, start)
-    context[:] = first + (begin[1:] - begin[:-1])
-    row_slot = slot[work]
-    positions[:] = (first - begin[:-1])[work] + np.arange(len(work), dtype=np.int32)
-    tokens[:] = _token_at(row_slot, positions, lengths[work], token_ids, drafts)
+    context[:] = np.where(slot < 0, 0, first + (begin[1:] - begin[:-1]))
+    real = work >= 0  # the other rows are padding
+    row_slot = np.where(real, slot[work], -1)
+    positions[:] = np.where(real, (first - begin[:-1])[work] + np.arange(len(work), dtype=np.int32), 0)
+    tokens[:] = np.where(real, _token_at(row_slot, positions, lengths[work], token_ids, drafts), 0)
     block = positions // block_size
     slot_of_block = table[row_slot, np.minimum(block + 1, table.shape[1] - 1)] * block_size + positions % block_size
-    mapping[:] = np.where(block < table[row_slot, 0], slot_of_block, -1)
-    gather[:] = source
-    decided_slot[:] = row_slot[source]
-    decided[:] = positions[source] + 1
-    drafted[:] = np.maximum(decided - lengths[work[source]], 0)
+    mapping[:] = np.where(real & (block < table[row_slot, 0]), slot_of_block, -1)
+    gather[:] = np.maximum(source, 0)
+    decided_slot[:] = np.where(source < 0, -1, row_slot[gather])
+    decided[:] = np.where(decided_slot < 0, 1, positions[gather] + 1)
+    drafted[:] = np.where(decided_slot < 0, 0, np.maximum(decided - lengths[work[gather]], 0))
 
 
 def accept(
@@ -74,10 +77,12 @@ def accept(
     kernels = cpu.load()
     if kernels is not None:
         tensors = (chosen, slots, first_row, num_logits, length, token_ids, drafts, num_accepted, origin, out)
-        kernels.accept(*(t.data_ptr() for t in tensors), len(slots), token_ids.shape[1], drafts.shape[1])
+        sizes = (len(chosen), len(slots), *token_ids.shape, drafts.shape[1], vocab_size)
+        if kernels.accept(*(t.data_ptr() for t in tensors), *sizes):
+            raise IndexError("a decision names a slot, a row or a draft token that is not there")
         return
     width, lengths, texts, results = drafts.shape[1], length.numpy(), token_ids.numpy(), out.numpy()
-    tokens, origins, num_accepted_of = chosen.tolist(), origin.numpy(), num_accepted.numpy()
+    tokens, origins, num_accepted_of = chosen.clamp(max=vocab_size - 1).tolist(), origin.numpy(), num_accepted.numpy()
     works = zip(slots.tolist(), first_row.tolist(), num_logits.tolist(), strict=True)
     for work, (slot, first, count) in enumerate(works):
         if first < 0:

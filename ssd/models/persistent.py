@@ -22,7 +22,7 @@ def use_persistent_step(decoder: Decoder, kv: KVCache) -> None:
     try:
         step = _build(decoder, kv)
         difference = _difference(decoder, step, kv)
-    except BuildError as error:
+    except (BuildError, OSError) as error:
         log.info("the draft's steps are several kernels each, not one: %s", error)
         return
     if difference < _MAX_DIFFERENCE:

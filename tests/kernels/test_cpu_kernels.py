@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ssd.kernels import cache, cpu
+from ssd.kernels import cpu
 from ssd.kernels.cpu import Kernels
 from ssd.sampling import noise
 
@@ -72,6 +70,13 @@ def test_embedding(kernels: Kernels, dtype: torch.dtype) -> None:
     packed = kernels.pack_linear(weight)
     for given in (ids, ids.int(), ids[:1]):
         assert torch.equal(kernels.embedding(packed, given), weight[given.long()])
+
+
+@pytest.mark.parametrize("token", [-1, 101, 1 << 40])
+def test_embedding_of_no_token(kernels: Kernels, token: int) -> None:
+    """The last panel has room for more rows than the weight: those are no tokens either."""
+    with pytest.raises(IndexError, match="vocabulary of 101"):
+        kernels.embedding(kernels.pack_linear(torch.randn(101, 37)), torch.tensor([3, token]))
 
 
 def test_linear_rounds_once_to_bf16(kernels: Kernels) -> None:
@@ -150,7 +155,8 @@ def test_silu_at_the_extremes(kernels: Kernels) -> None:
 
 
 def test_pack_refuses(kernels: Kernels) -> None:
-    for weight, gated in ((torch.ones(4), False), (torch.ones(4, 4).half(), False), (torch.ones(3, 4), True)):
+    refused = [(torch.ones(4), False), (torch.ones(4, 4).half(), False), (torch.ones(4, 0), False)]
+    for weight, gated in [*refused, (torch.ones(3, 4), True)]:
         with pytest.raises(ValueError, match=r"pack|even"):
             kernels.pack_linear(weight, gated)
 
@@ -227,6 +233,16 @@ def test_rope_and_store(kernels: Kernels, dtype: torch.dtype, h: int, hkv: int, 
     assert torch.equal(v_again, v_cache)
 
 
+@pytest.mark.parametrize(("position", "slot"), [(512, 0), (-1, 0), (0, 2 * BLOCK), (0, 1 << 30)])
+def test_rope_outside_of_its_tables(kernels: Kernels, position: int, slot: int) -> None:
+    """Refused before anything is written."""
+    k_cache, v_cache = torch.zeros(2, 2, BLOCK, 1, 32)
+    places = torch.tensor([3, position]), *rope_tables(32), torch.tensor([5, slot])
+    with pytest.raises(IndexError):
+        kernels.rope_and_store(torch.randn(2, 4 * 32), *places, k_cache, v_cache, 2)
+    assert not k_cache.any()
+
+
 # ------------------------------------------------------------------------------------------------ paged_attention
 
 
@@ -282,6 +298,31 @@ def test_attention(kernels: Kernels, dtype: torch.dtype, h: int, hkv: int, d: in
     parts = [whole[5][140:], whole[0][129:], whole[2][:0], whole[3][1:], whole[1]]
     for out, expected in zip(mixed, parts, strict=True):
         assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("tables", -1), ("tables", 6), ("rows", 2), ("rows", -1), ("context", 3 * BLOCK + 1)],
+        *[("starts", 3), ("starts", -1), ("slots", 6 * BLOCK), ("slots", 1)],
+    ],
+)
+def test_attention_to_what_is_not_there(kernels: Kernels, name: str, value: int) -> None:
+    """Blocks outside of the cache, rows and columns outside of the tables, queries outside of the batch; branches."""
+    paged = Paged([40, 33], 2, 1, 32, torch.float32)
+    given = {
+        "starts": torch.tensor([0, 1, 2]).int(),
+        "context": torch.tensor([40, 33]).int(),
+        "tables": paged.tables,
+        "rows": torch.tensor([0, 1]).int(),
+        "slots": torch.tensor([2, 3]).int(),
+    }
+    branches = (torch.tensor([10, 10]).int(), given["slots"], 2) if name == "slots" else None
+    places = (given["starts"], given["context"], given["tables"], given["rows"], paged.scale, branches)
+    kernels.paged_attention(torch.randn(2, 2, 32), paged.k_cache, paged.v_cache, *places)
+    given[name].view(-1)[-1] = value
+    with pytest.raises(IndexError):
+        kernels.paged_attention(torch.randn(2, 2, 32), paged.k_cache, paged.v_cache, *places)
 
 
 def test_attention_with_large_scores(kernels: Kernels) -> None:
@@ -381,56 +422,6 @@ def test_broken_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
     assert not list((tmp_path / "ssd").iterdir())
 
 
-@pytest.fixture
-def no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Temporary files are in a folder of the test, and the cache is one of them; answers with its place."""
-
-    def home() -> Path:
-        raise RuntimeError
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", home)
-    monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(cache, "_process_directory", functools.cache(cache._process_directory.__wrapped__))
-    return tmp_path / f"ssd-{os.getuid()}"
-
-
-def test_a_cache_without_a_home_is_private(no_home: Path) -> None:
-    assert cache.directory() == no_home
-    assert no_home.stat().st_mode & 0o777 == 0o700
-
-
-@pytest.mark.parametrize("trick", ["writable", "link", "file", "stranger"])
-def test_a_cache_that_others_could_have_made_is_not_used(
-    trick: str, no_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "theirs").mkdir(mode=0o700)
-    if trick == "link":
-        no_home.symlink_to(tmp_path / "theirs")
-    elif trick == "file":
-        no_home.touch()
-    else:
-        no_home.mkdir(mode=0o700)
-        no_home.chmod(0o777 if trick == "writable" else 0o700)
-    if trick == "stranger":
-        monkeypatch.setattr(os, "geteuid", lambda: no_home.stat().st_uid + 1)
-    used = cache.directory()
-    assert used not in (no_home, tmp_path / "theirs")
-    assert used.stat().st_mode & 0o777 == 0o700
-    assert cache.directory() == used
-
-
-def test_a_library_that_others_can_write_to_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cpu, "_run", lambda command: Path(command[command.index("-o") + 1]).write_text("ours"))
-    target = cpu._compiled([sys.executable], ())
-    assert (target.read_text(), target.stat().st_mode & 0o777) == ("ours", 0o700)
-    target.write_text("kept")
-    assert cpu._compiled([sys.executable], ()).read_text() == "kept"
-    target.chmod(0o777)
-    assert cpu._compiled([sys.executable], ()).read_text() == "ours"
-
-
 def test_find_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
@@ -446,6 +437,8 @@ def test_wrong_dtypes_are_refused_instead_of_read_as_bytes(kernels: cpu.Kernels)
     packed = kernels.pack_linear(torch.ones(4, 8))
     for call in (
         lambda: kernels.linear(torch.ones(1, 8, dtype=torch.bfloat16), packed),
+        lambda: kernels.linear(torch.ones(1, 12), packed),
+        lambda: kernels.embedding(kernels.pack_linear(torch.ones(4, 8), gated=True), torch.zeros(1, dtype=torch.int32)),
         lambda: kernels.embedding(packed, torch.zeros(1, dtype=torch.int16)),
         lambda: kernels.gumbel(torch.zeros(1, dtype=torch.int32), 8, 1, 2, 3),
         lambda: kernels.best(torch.zeros(1, 8, dtype=torch.float64), 2, None),

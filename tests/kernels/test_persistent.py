@@ -144,3 +144,7 @@ def test_a_cubin_is_compiled_once_per_shape(monkeypatch: pytest.MonkeyPatch, tmp
     for hidden in (1024, 2048, 1024):
         assert kernel._compiled({"HIDDEN": hidden}, CPU) == b"cubin %d" % hidden
     assert compiled == [1024, 2048]
+    for path in (tmp_path / "ssd").iterdir():
+        path.write_bytes(b"cubin")  # cut off: the driver does not know how much is there
+    assert kernel._compiled({"HIDDEN": 1024}, CPU) == b"cubin 1024"
+    assert compiled == [1024, 2048, 1024]

@@ -13,7 +13,7 @@ from ssd.core import Origin
 from ssd.execution import batch as batches
 from ssd.execution.batch import Batch, BatchInputs, TileSizes
 from ssd.execution.state import SequenceState
-from ssd.kernels import features_cpu, rounds_cpu
+from ssd.kernels import cpu, features_cpu, rounds_cpu
 
 rounds = pytest.importorskip("ssd.kernels.rounds", exc_type=ImportError)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -103,23 +103,39 @@ def test_rows(monkeypatch: pytest.MonkeyPatch, seed: int, gather: bool) -> None:
     world = World(seed)
     batch = world.batch()
     padding = seed % 4 * 50  # also more rows than one program has
-    ours, theirs = (inputs_of(batch, gather=gather, device=d, padding=p) for d, p in ((DEVICE, padding), (CPU, 0)))
+    ours, theirs = (inputs_of(batch, gather=gather, device=device, padding=padding) for device in (DEVICE, CPU))
     theirs.prepare(world.state(CPU), world.tables, BLOCK_SIZE)
     monkeypatch.setattr(batches, "kernels", lambda device: SimpleNamespace(rounds=rounds))
     ours.prepare(world.state(DEVICE), world.tables.to(DEVICE), BLOCK_SIZE)
-    for name in ("token_ids", "positions", "slot_mapping", "context_len"):
-        expected = getattr(theirs, name)
-        assert torch.equal(getattr(ours, name).cpu()[: len(expected)], expected), name
+    for name in ("token_ids", "positions", "slot_mapping", "context_len", "_gather"):
+        assert torch.equal(getattr(ours, name).cpu(), getattr(theirs, name)), name
     assert (ours.slot_mapping[batch.num_rows :] == -1).all()
     assert (ours.token_ids[batch.num_rows :] == 0).all()
     assert (ours.positions[batch.num_rows :] == 0).all()
     rows, expected_rows = ours.decided(world.state(DEVICE)), theirs.decided(world.state(CPU))
     for one, other in zip(rows[:3], expected_rows[:3], strict=True):
-        assert torch.equal(one.cpu()[: len(other)], other)
-    assert (rows.slots[len(expected_rows.slots) :] == -1).all()
+        assert torch.equal(one.cpu(), other)
+    assert (rows.slots[batch.num_logit_rows if gather else batch.num_rows :] == -1).all()
     if gather:
-        assert torch.equal(ours._gather.cpu()[: batch.num_logit_rows], theirs._gather)
         assert (ours._gather[batch.num_logit_rows :] == 0).all()
+
+
+@pytest.mark.usefixtures("host_kernels")
+@pytest.mark.parametrize(
+    ("name", "value"), [("slots", 8), ("slots", 1 << 30), ("row_work", 2), ("logit_rows", 99), ("length", 0)]
+)
+def test_rows_that_are_not_there(name: str, value: int) -> None:
+    """Numbers that no batch has are refused, not read as addresses; an empty text has no last token."""
+    world = World(3)
+    state, inputs = world.state(CPU), inputs_of(Batch([2], [-1], [1], [1]), gather=True, device=CPU)
+    if name == "length":
+        state.length[2] = value
+    else:
+        inputs[name][0] = value
+    if name == "length" and cpu.load() is None:
+        pytest.skip("numpy reads the last token of the row")
+    with pytest.raises(IndexError):
+        inputs.prepare(state, world.tables, BLOCK_SIZE)
 
 
 def test_nothing_is_written_beyond_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,36 +156,33 @@ def test_nothing_is_written_beyond_the_blocks(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_acceptance(monkeypatch: pytest.MonkeyPatch, seed: int, gather: bool) -> None:
-    """Any part of a draft stands; texts that are full, works that decide nothing, and padding."""
+    """Any part of a draft is accepted; texts that are full, works that decide nothing, and padding."""
     world = World(seed)
     batch = world.batch()
     padding = seed % 3 * 5
     chosen = torch.randint(0, VOCAB, ((batch.num_logit_rows if gather else batch.num_rows) + padding,)).int()
-    first = (theirs := inputs_of(batch, gather=gather, device=CPU))["first_row"].tolist()
+    first = inputs_of(batch, gather=gather, device=CPU)["first_row"].tolist()
     for slot, row, count in zip(batch.slots, first, batch.num_logits, strict=True):
-        stands = world.rng.randint(0, max(0, count - 1))
-        chosen[row : row + stands] = world.tensors["drafts"][slot, :stands]
-    ours = inputs_of(batch, gather=gather, device=DEVICE, padding=padding)
+        accepted = world.rng.randint(0, max(0, count - 1))
+        chosen[row : row + accepted] = world.tensors["drafts"][slot, :accepted]
+    ours, theirs = (inputs_of(batch, gather=gather, device=device, padding=padding) for device in (DEVICE, CPU))
     states, width = (world.state(DEVICE), world.state(CPU)), 3 + 2 * world.width
-    outs = [torch.zeros((len(batch.slots) + p, width), dtype=torch.int32) for p in (padding, 0)]
-    theirs.accept(chosen[: len(chosen) - padding], states[1], outs[1])
+    outs = [torch.zeros((len(batch.slots) + padding, width), dtype=torch.int32, device=d) for d in (DEVICE, CPU)]
+    theirs.accept(chosen, states[1], outs[1])
     monkeypatch.setattr(batches, "kernels", lambda device: SimpleNamespace(rounds=rounds))
-    outs[0] = outs[0].to(DEVICE)
     ours.accept(chosen.to(DEVICE), states[0], outs[0])
-    assert torch.equal(outs[0].cpu()[: len(batch.slots)], outs[1])
+    assert torch.equal(outs[0].cpu(), outs[1])
     assert (outs[0][len(batch.slots) :] == 0).all()
     world.same(*states)
 
 
-def test_choices_of_garbage_stay_in_the_vocabulary() -> None:
-    """Beyond a text's end logits may be NaN, and a choice anything: it must not be an index of the next round."""
-    world = World(1)
-    state = world.state(DEVICE)
-    state.length.fill_(5)
-    out = torch.zeros((2, 3 + 2 * world.width), dtype=torch.int32, device=DEVICE)
-    integers = torch.tensor([[0, 1], [0, 1], [1, 1]], dtype=torch.int32, device=DEVICE)
-    rounds.accept(
-        torch.tensor([VOCAB + 7, -3], dtype=torch.int32, device=DEVICE),
+def accept_two(kernels: Any, state: SequenceState, slots: list[int], chosen: list[int], counts: list[int]) -> list[int]:
+    """The first choice of both works, as they are passed on to the host."""
+    device = state.device
+    out = torch.zeros((2, 3 + 2 * state.drafts.shape[1]), dtype=torch.int32, device=device)
+    integers = torch.tensor([slots, [0, 1], counts], dtype=torch.int32, device=device)
+    kernels.accept(
+        torch.tensor(chosen, dtype=torch.int32, device=device),
         slots=integers[0],
         first_row=integers[1],
         num_logits=integers[2],
@@ -177,8 +190,28 @@ def test_choices_of_garbage_stay_in_the_vocabulary() -> None:
         out=out,
         vocab_size=VOCAB,
     )
-    assert out[:, 2].tolist() == [VOCAB - 1, -3]
-    assert state.token_ids[:2, 5].tolist() == [VOCAB - 1, 0]
+    return out[:, 2].tolist()
+
+
+@pytest.mark.usefixtures("host_kernels")
+def test_choices_of_garbage_stay_in_the_vocabulary() -> None:
+    """Beyond a text's end logits may be NaN, and a choice anything: it must not be an index of the next round."""
+    for kernels, device in ((rounds, DEVICE), (rounds_cpu, CPU)):
+        state = World(1).state(device)
+        state.length.fill_(5)
+        assert accept_two(kernels, state, [0, 1], [VOCAB + 7, -3], [1, 1]) == [VOCAB - 1, -3]
+        assert state.token_ids[:2, 5].tolist() == [VOCAB - 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("slots", "counts"), [([0, 8], [1, 1]), ([-1, 0], [1, 1]), ([0, 1], [1, 2]), ([0, 1], [1, 0]), ([0, 1], [99, 1])]
+)
+def test_decisions_that_are_not_there(slots: list[int], counts: list[int]) -> None:
+    """Slots and numbers of logit rows that no batch has are refused by the compiled kernel, which reads addresses."""
+    if cpu.load() is None:
+        pytest.skip("no C compiler")
+    with pytest.raises(IndexError):
+        accept_two(rounds_cpu, World(1).state(CPU), slots, [3, 4], counts)
 
 
 def tensors_of(state: SequenceState, *names: str) -> Tensors:
@@ -328,6 +361,7 @@ def test_keeping_the_best_of_two() -> None:
         assert not chain[:, [0, 2]].any()
 
 
+@pytest.mark.usefixtures("host_kernels")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_features(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """The rows before, or what was kept of them; the last positions are kept; padding takes and leaves nothing."""

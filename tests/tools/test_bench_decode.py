@@ -1,0 +1,48 @@
+"""`bench/decode.py`: every published shape has a peer in transformers, and the comparison runs for every family."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ssd.models.decoder import parameter_shapes
+from ssd.models.shapes import SHAPES
+
+FAMILIES = {shape.family: shape for shape in SHAPES.values()}
+
+
+@pytest.fixture
+def decode(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench")
+    return importlib.import_module("decode")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_peer_of_a_shape_has_the_same_parameters(decode: Any, name: str) -> None:
+    """Names and shapes, biases and tied embeddings among them: catches a family without a peer, and another model."""
+    shape = replace(SHAPES[name], num_layers=2)
+    peer = decode.hf_model(shape, torch.bfloat16, torch.device("meta"))
+    parameters = dict(peer.named_parameters())
+    assert {name: tuple(parameter.shape) for name, parameter in parameters.items()} == parameter_shapes(shape)
+    assert {parameter.dtype for parameter in parameters.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_small_shape_of_every_family(
+    decode: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], family: str
+) -> None:
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_layers": 1, "max_position": 256}
+    small = replace(FAMILIES[family], **sizes, num_heads=4, num_kv_heads=2, head_dim=16)
+    monkeypatch.setattr(decode, "SHAPES", {"small": small})
+    flags = ["--shape", "small", "--prompt-len", "4", "--new-tokens", "4", "--repeats", "1"]
+    monkeypatch.setattr(sys, "argv", ["decode.py", *flags])
+    decode.main()
+    said = capsys.readouterr().out
+    assert "batch 8, transformers" in said
+    assert "24 ragged requests" in said
