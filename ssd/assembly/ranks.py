@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from ssd.drafting.supervisor import FOLLOWER_COMMAND, Worker
 from ssd.drafting.wire import Channel, Kind, Message, WireError, decode_setup
 from ssd.errors import ConfigError, EngineFailed, one_line
 from ssd.execution.runner import ModelRunner
+from ssd.execution.threads import ThreadController
 from ssd.models.open import absolute_path
 from ssd.parallel.group import HANG_SECONDS, LOOPBACK, listener, make_group
 from ssd.parallel.launch import local_rank, local_size
@@ -236,6 +237,7 @@ class Follower:
     place: Place
     channel: Channel
     draft: Mapping[str, Any] | None  # of the ranks of a draft model
+    threads: ThreadController | None  # on a CPU
 
     @classmethod
     def at(cls, fd: int) -> Follower:
@@ -256,8 +258,9 @@ class Follower:
         elif device.type == "cpu":
             torch.set_num_threads(1)
         where = {"host": setup["host"], "port": int(setup["port"]), "address": channel.address or LOOPBACK}
-        group = make_group(rank, size, device, **where)
-        return cls(config, device, Place(TensorParallel(rank, size, group), [channel]), channel, setup["draft"])
+        threads = ThreadController() if device.type == "cpu" else None
+        place = Place(TensorParallel(rank, size, make_group(rank, size, device, **where)), [channel])
+        return cls(config, device, place, channel, setup["draft"], threads)
 
     def serve(self, runner: ModelRunner, draft: Callable[[tuple[int, ...]], None] | None = None) -> None:
         """Launches what rank 0 says, until the socket closes; `draft` launches the pieces of draft runs."""
@@ -269,7 +272,8 @@ class Follower:
                 places, values = message.payload.reshape(2, -1).tolist()
                 runner.tables.write(places, values)
             elif message.kind is Kind.FORWARD:
-                runner.run(runner.staged(tuple(message.payload.tolist())))
+                with self.threads.adapted() if self.threads is not None else nullcontext():
+                    runner.run(runner.staged(tuple(message.payload.tolist())))
             elif message.kind is Kind.DRAFT and draft is not None:
                 draft(tuple(message.payload.tolist()))
             else:
