@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ssd.bench.run import BenchConfig
 
 HELP: Final = """\
-Measure how fast a model decodes: [bold]AR, SD, SSD and other engines, in turns[/], so that ratios hold on a busy \
-machine.
+Measure how fast a model decodes: [bold]AR, SD, SSD and other engines, in turns[/], prompt by prompt. The report warns \
+of a machine that was busy meanwhile: ratios are then not to be trusted.
 
 A method is [cyan]ar[/], [cyan]sd[/], [cyan]ssd[/] or [cyan]ngram[/], perhaps with its number of drafted tokens: \
 [cyan]ssd:6[/], [cyan]sd:auto[/]. All methods share the weights, and that they write the same tokens is checked (exit \
@@ -71,7 +71,7 @@ def bench(
     batch: Annotated[int, typer.Option(help="Requests at the same time.")] = 1,
     temperature: Temperature = 0.0,
     seed: Annotated[int, typer.Option(help="Of all answers.")] = 0,
-    repeats: Annotated[int, typer.Option(help="Turns of every contender on every set.")] = 2,
+    repeats: Annotated[int, typer.Option(help="Turns of every contender on every prompt.")] = 2,
     device: Device = "auto",
     dtype: DType = "auto",
     gpu_memory: Annotated[float, typer.Option(help="Share of the GPU's memory for ssd: leave some to peers.")] = 0.9,

@@ -1,7 +1,7 @@
 """How many threads the CPU kernels use: no more than there are cores that other processes leave free.
 
-The threads of a kernel wait for each other at its end, in a loop that keeps their cores busy. If one of them has to share
-its core with another process, all of them wait for it: two threads are then several times slower than one.
+The threads of a kernel wait for each other at its end, in a loop that keeps their cores busy. If one of them has to
+share its core with another process, all of them wait for it: two threads are then several times slower than one.
 """
 
 from __future__ import annotations

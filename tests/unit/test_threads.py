@@ -85,7 +85,7 @@ def test_threads_follow_a_load_that_comes_and_goes() -> None:
 
 
 def test_the_limit_holds() -> None:
-    """A target beside a draft process has fewer threads than the machine has cores, whether the draft computes or not."""
+    """A target beside a draft process has fewer threads than there are cores, whether the draft computes or not."""
     machine = Machine(16, others=1.0)
     machine.idle(0.3)
     assert set(machine.work(1, limit=15)) == {15}
