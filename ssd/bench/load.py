@@ -37,7 +37,7 @@ def load_warning(others: float, needed: int) -> str | None:
         return None
     return (
         f"the machine was busy: other processes used {others:.1f} of its {cores} cores. Speeds are too low, and ratios "
-        "say little, since what waits for more threads loses more: measure again when it is idle"
+        "say little, since methods with more threads lose more: measure again when it is idle"
     )
 
 
