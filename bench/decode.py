@@ -6,7 +6,7 @@
     python bench/decode.py --model graft:tiny-llama@llama-3.1-8b --device cuda
 
 Weights are random, since only the shape counts, unless a model is named: then there is no comparison with
-`transformers`. Runs alternate and medians are taken, so ratios hold on a noisy machine.
+`transformers`. Runs alternate and medians are taken, so ratios hold on a noisy machine; a row warns of a busy one.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from ssd.assembly import build_engine
+from ssd.bench.load import LoadMeter
 from ssd.config import EngineConfig
 from ssd.core import SamplingParams
 from ssd.engine.driver import Driver
@@ -44,10 +45,13 @@ def main() -> None:
     args = _arguments()
     device = torch.device(args.device)
     shape = args.shape or ("llama-3.1-8b" if device.type == "cuda" else "smollm2-135m")
+    meter = LoadMeter()
     if device.type == "cuda":
         rows = bench_gpu(shape, args)
     else:
         rows = bench_cpu_model(args) if args.model else bench_cpu(shape, args)
+    warning = meter.warning(1 if device.type == "cuda" else torch.get_num_threads())
+    rows += [("warning", warning)] if warning else []
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")

@@ -24,8 +24,9 @@ from rich.table import Table
 
 from ssd.bench.answers import Asked
 from ssd.bench.arguments import add_options, given
-from ssd.bench.measure import MEAN, Measured, figures, measure, same_text
+from ssd.bench.measure import MEAN, Measured, figures, measure, same_text, warnings
 from ssd.bench.ours import OurContender, methods_of, our_contenders
+from ssd.bench.report import speed_up
 from ssd.bench.workload import Workload, load_workload
 from ssd.config import K_DEFAULT, EngineConfig, SpeculationConfig
 from ssd.models.open import open_checkpoint
@@ -100,11 +101,10 @@ def show(title: str, found: list[Measured], with_model: bool) -> None:
     for measured in found:
         row = next(row for row in figures([found[0], measured])[::-1] if row["set"] == MEAN)
         mean, model = round_of(measured), predicted(measured, found) if with_model else None
-        low, high = row["ratio_range"]
         table.add_row(
             measured.contender.name,
             f"{row['decode_tokens_per_second']:.1f}",
-            f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})",
+            speed_up(row),
             f"{row['acceptance']:.3f}" if row["acceptance"] else "",
             f"{mean.tokens:.2f}",
             f"{mean.hits:.3f}" if mean.hits else "",
@@ -137,6 +137,8 @@ def main() -> None:
             raise SystemExit("the methods wrote different texts: this is a bug")
         title = f"{args.target} + {args.draft}, batch {args.batch}, temperature {temperature:g}"
         show(title, found, with_model=args.batch == 1)
+        for warning in warnings([measured for measured in found if LESS not in measured.contender.name]):
+            Console().print(f"warning: {warning}")
     Console().print(checkpoint.note)
     for contender in contenders:
         contender.close()

@@ -24,6 +24,7 @@ from ssd.engine.engine import Engine
 from ssd.engine.outputs import refused
 from ssd.engine.submission import Submission
 from ssd.errors import EngineClosed, RequestError, RequestFailed
+from ssd.execution.threads import ThreadController
 from ssd.models.open import open_checkpoint
 from ssd.options import build, is_int, plain
 from ssd.text.tokenizer import Tokenizer, check_messages
@@ -51,10 +52,11 @@ class LLM:
         self.config = build(EngineConfig, {**given, **options})
         join(self.config.tensor_parallel_size)
         checkpoint, before = open_checkpoint(self.config.model), torch.get_num_threads()
+        controller = ThreadController()  # measures the load of the machine while the model is loaded
         self.note = checkpoint.note
         engine, self.config = build_engine(self.config, checkpoint)
         threads = torch.get_num_threads()  # fewer than before if a draft process has a core
-        self._driver: Driver | None = Driver(engine)
+        self._driver: Driver | None = Driver(engine, controller if self.config.device == "cpu" else None)
         self.driver.call(lambda _: _set_num_threads(threads))
         self.driver.call(lambda _: make_current(torch.device(self.config.device)))
         torch.set_num_threads(before)

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import Any
@@ -27,6 +27,7 @@ from ssd.assembly.torchrun import join
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError, EngineFailed, one_line
 from ssd.execution.runner import ModelRunner
+from ssd.execution.threads import ThreadController
 from ssd.models.open import absolute_path
 from ssd.options import build
 from ssd.parallel.group import HANG_SECONDS, LOOPBACK, listener, make_group
@@ -253,6 +254,7 @@ class Follower:
     place: Place
     channel: Channel
     draft: Mapping[str, Any] | None  # `Ranks.draft`, for a rank of a draft model
+    threads: ThreadController | None  # on a CPU
 
     @classmethod
     def at(cls, fd: int) -> Follower:
@@ -272,8 +274,9 @@ class Follower:
         elif device.type == "cpu":
             torch.set_num_threads(1)
         where = {"host": setup["host"], "port": int(setup["port"]), "address": channel.address or LOOPBACK}
-        group = make_group(rank, size, device, **where)
-        return cls(config, device, Place(TensorParallel(rank, size, group), [channel]), channel, setup["draft"])
+        threads = ThreadController() if device.type == "cpu" else None
+        place = Place(TensorParallel(rank, size, make_group(rank, size, device, **where)), [channel])
+        return cls(config, device, place, channel, setup["draft"], threads)
 
     def serve(self, runner: ModelRunner, draft: Callable[[tuple[int, ...]], None] | None = None) -> None:
         """Launches what rank 0 launches, until the socket closes; `draft` launches the pieces of draft runs."""
@@ -286,7 +289,8 @@ class Follower:
                 half = len(numbers) // 2
                 runner.tables.write(numbers[:half], numbers[half:])
             elif message.kind == Kind.FORWARD:
-                runner.run(runner.staged(tuple(numbers)))
+                with self.threads.adapted() if self.threads is not None else nullcontext():
+                    runner.run(runner.staged(tuple(numbers)))
             elif message.kind == Kind.DRAFT and draft is not None:
                 draft(tuple(numbers))
             else:

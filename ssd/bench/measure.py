@@ -1,31 +1,39 @@
 """Runs the contenders in turns, and computes the figures of a report.
 
-They take turns on every prompt set, so that a change of the machine's speed affects all of them: ratios are those of
-one turn. Every contender has a warm-up that is not counted.
+They take turns on every prompt (on every prompt set where several are answered at once), in alternating order, so that
+a change of the machine's speed affects all of them: ratios are those of one turn. Every contender has a warm-up that is
+not counted.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ssd.bench.answers import Answer, Asked, Contender, Speed
+from ssd.bench.answers import Answer, Asked, Contender, Prompt, Speed
+from ssd.bench.load import LoadMeter, load_warning
 from ssd.bench.ours import OurContender
 from ssd.bench.workload import Workload
 from ssd.engine.metrics import EngineMetrics
 
 MEAN: Final = "mean"  # of the sets
+# 97.5 % quantile of Student's t distribution by degrees of freedom, from 1 on; beyond, see `_quantile`.
+_QUANTILES: Final = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 @dataclass
 class Turn:
-    """One run of a contender over one prompt set."""
+    """One run of a contender over one prompt, or over a set of them."""
 
+    repeat: int
+    group: int  # number of the prompt within its set; 0 if all of them were answered at once
     answers: list[Answer]
     speed: Speed
+    others: float  # cores in use by other processes
     metrics: EngineMetrics | None = None  # of this engine's contenders
     waited: float = 0.0  # target_wait_seconds
     verified: float = 0.0  # verify_seconds
@@ -48,7 +56,8 @@ def measure(
 ) -> list[Measured]:
     """`track(steps, count)` displays progress."""
     found = [Measured(contender) for contender in contenders]
-    for _ in track(_steps(found, workloads, asked, repeats), len(found) * (1 + repeats * len(workloads))):
+    count = sum(len(_groups(workload, asked)) for workload in workloads)
+    for _ in track(_steps(found, workloads, asked, repeats), len(found) * (1 + repeats * count)):
         pass
     return found
 
@@ -57,16 +66,25 @@ def _steps(found: list[Measured], workloads: Seq[Workload], asked: Asked, repeat
     for measured in found:
         measured.contender.answer(workloads[0].prompts[: 2 * asked.batch], asked)  # also prefill beside decoding
         yield f"{measured.contender.name} warms up"
-    for _ in range(repeats):
+    for repeat in range(repeats):
         for workload in workloads:
-            for measured in found:
-                measured.turns.setdefault(workload.name, []).append(_turn(measured.contender, workload, asked))
-                yield f"{measured.contender.name}, {workload.name}"
+            for group, prompts in enumerate(_groups(workload, asked)):
+                for measured in found if (repeat + group) % 2 == 0 else found[::-1]:
+                    turn = _turn(measured.contender, prompts, asked, repeat, group)
+                    measured.turns.setdefault(workload.name, []).append(turn)
+                    yield f"{measured.contender.name}, {workload.name}"
 
 
-def _turn(contender: Contender, workload: Workload, asked: Asked) -> Turn:
-    answers = contender.answer(workload.prompts, asked)
-    turn = Turn(answers, Speed.of(answers))
+def _groups(workload: Workload, asked: Asked) -> list[list[Prompt]]:
+    """The prompts of each turn: one; all of a set if they are batched, as requests that end make room for others."""
+    alone = asked.batch == 1 and asked.max_rounds is None
+    return [[prompt] for prompt in workload.prompts] if alone else [workload.prompts]
+
+
+def _turn(contender: Contender, prompts: Seq[Prompt], asked: Asked, repeat: int, group: int) -> Turn:
+    meter = LoadMeter()
+    answers = contender.answer(prompts, asked)
+    turn = Turn(repeat, group, answers, Speed.of(answers), meter.others())
     if isinstance(contender, OurContender):
         turn.metrics = contender.metrics
         turn.waited, turn.verified = turn.metrics.target_wait_seconds, turn.metrics.verify_seconds
@@ -85,6 +103,25 @@ def _tokens(measured: Measured, name: str) -> list[list[list[int] | None]]:
     return [[answer.token_ids for answer in turn.answers] for turn in measured.turns[name]]
 
 
+def warnings(found: Seq[Measured]) -> list[str]:
+    """Why the figures of this engine's methods are not to be trusted: a busy machine, different numbers of cores."""
+    busy: dict[float, str] = {}  # by cores in use by others
+    cores: dict[str, int] = {}
+    for measured in found:
+        contender = measured.contender
+        if isinstance(contender, OurContender):
+            others = statistics.fmean(turn.others for turns in measured.turns.values() for turn in turns)
+            if warning := load_warning(others, contender.cores):
+                busy[others] = warning
+            if contender.on_cpu:
+                cores[contender.name] = contender.cores
+    told = [busy[max(busy)]] if busy else []
+    if len(set(cores.values())) > 1:
+        used = ", ".join(f"{name} {count}" for name, count in cores.items())
+        told.append(f"the methods used different numbers of cores ({used}): allow more threads (OMP_NUM_THREADS)")
+    return told
+
+
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
@@ -92,36 +129,74 @@ def figures(found: Seq[Measured]) -> list[dict[str, Any]]:
     """One row per contender and set, and one for the mean of the sets; ratios are to the first contender."""
     rows = []
     for measured in found:
-        for name, turns in measured.turns.items():
-            rows.append(_row(measured, name, turns, _by_set(measured)[name], _by_set(found[0])[name]))
-        turns = [turn for turns in measured.turns.values() for turn in turns]
-        rows.append(_row(measured, MEAN, turns, _means(measured), _means(found[0])))
+        for name in measured.turns:
+            rows.append(_row(measured, name, [name], found[0]))
+        rows.append(_row(measured, MEAN, list(measured.turns), found[0]))
     return rows
 
 
-def _row(measured: Measured, name: str, turns: Seq[Turn], rates: list[float], others: list[float]) -> dict[str, Any]:
-    """`rates` (tokens/s) and `others` (the first contender's) have one value per repeat; the rest is over all turns."""
-    ratios = [_ratio(rate, other) for rate, other in zip(rates, others, strict=True)]
+def _row(measured: Measured, name: str, sets: Seq[str], first: Measured) -> dict[str, Any]:
+    """Figures over the turns of some sets."""
+    turns = [turn for each in sets for turn in measured.turns[each]]
+    by_repeat = zip(*(_rates(measured.turns[each]) for each in sets), strict=True)
+    rates = [statistics.fmean(each) for each in by_repeat]
+    ratio, interval = _ratio_and_interval(measured, first, sets)
     return {
         "contender": measured.contender.name,
         "set": name,
+        **_threads(measured.contender),
         "decode_tokens_per_second": statistics.median(rates),
         "decode_tokens_per_second_range": [min(rates), max(rates)],
-        "ratio": statistics.median(ratios),
-        "ratio_range": [min(ratios), max(ratios)],
+        "ratio": ratio,
+        "ratio_interval": interval,
+        "other_cores": statistics.fmean(turn.others for turn in turns),
         **_latencies(turns),
         **_counts(turns),
     }
 
 
-def _by_set(measured: Measured) -> dict[str, list[float]]:
-    """Decode rates of the repeats, by set."""
-    return {name: [turn.speed.decode_rate for turn in turns] for name, turns in measured.turns.items()}
+def _threads(contender: Contender) -> dict[str, Any]:
+    if not isinstance(contender, OurContender) or not contender.on_cpu:
+        return {}
+    return {"threads": contender.threads, "draft_processes": contender.draft_processes}
 
 
-def _means(measured: Measured) -> list[float]:
-    """Mean decode rate over the sets, one value per repeat."""
-    return [statistics.fmean(rates) for rates in zip(*_by_set(measured).values(), strict=True)]
+def _rates(turns: Seq[Turn]) -> list[float]:
+    """Decode rate over a set, tokens/s, one value per repeat."""
+    repeats: dict[int, list[Speed]] = {}
+    for turn in turns:
+        repeats.setdefault(turn.repeat, []).append(turn.speed)
+    totals = [(sum(s.decode_tokens for s in each), sum(s.decode_seconds for s in each)) for each in repeats.values()]
+    return [_ratio(tokens, seconds) for tokens, seconds in totals]
+
+
+def _ratio_and_interval(measured: Measured, first: Measured, sets: Seq[str]) -> tuple[float, list[float] | None]:
+    """Geometric mean of the ratios of paired turns to the first contender's, and its 95 % confidence interval.
+
+    Prompts differ more than repeats of one do, and repeats of a prompt are no independent samples of the prompts: the
+    interval is that of the prompts' means. With one prompt (or one set, if its prompts are batched) it is that of the
+    repeats, which says nothing of other prompts; with one of each there is none.
+    """
+    logs: dict[tuple[str, int], list[float]] = {}
+    for name in sets:
+        for turn, other in zip(measured.turns[name], first.turns[name], strict=True):
+            if turn.speed.decode_rate and other.speed.decode_rate:
+                ratio = turn.speed.decode_rate / other.speed.decode_rate
+                logs.setdefault((name, turn.group), []).append(math.log(ratio))
+    if not logs:
+        return 0.0, None
+    samples = [statistics.fmean(each) for each in logs.values()]
+    mean = statistics.fmean(samples)
+    if len(samples) == 1:
+        samples = next(iter(logs.values()))
+    if len(samples) == 1:
+        return math.exp(mean), None
+    half = _quantile(len(samples) - 1) * statistics.stdev(samples) / math.sqrt(len(samples))
+    return math.exp(mean), [math.exp(mean - half), math.exp(mean + half)]
+
+
+def _quantile(freedom: int) -> float:
+    return _QUANTILES[freedom - 1] if freedom <= len(_QUANTILES) else 1.96 + 2.6 / freedom
 
 
 def _ratio(a: float, b: float) -> float:

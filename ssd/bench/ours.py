@@ -62,9 +62,19 @@ class OurContender:
     name: str
     llm: LLM
     drafter: Drafter
-    threads: int  # of the target, on a CPU
+    threads: int  # of the target, at most; on a CPU
+    draft_processes: int = 0
     note: str = ""
     metrics: EngineMetrics = field(default_factory=EngineMetrics)  # of the last answers
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.llm.config.device == "cpu"
+
+    @property
+    def cores(self) -> int:
+        """CPU cores that it keeps busy; on a GPU those of the engine's thread and of drafts in other processes."""
+        return (self.threads if self.on_cpu else 1) + self.draft_processes
 
     def answer(self, prompts: Seq[Prompt], asked: Asked) -> list[Answer]:
         driver = self.llm.driver
@@ -113,8 +123,10 @@ def _answer(output: RequestOutput, began: float) -> Answer:
 
 
 def our_contenders(model: str, methods: Seq[Method], *, batch: int, **options: Any) -> list[OurContender]:
-    """Contenders of all methods, on one engine, plus one engine for every method with a draft in a worker."""
-    threads = torch.get_num_threads()
+    """Contenders of all methods, on one engine, plus one engine for every method with a draft in a worker.
+
+    On a CPU they all have `torch.get_num_threads()` cores: a draft in a process of its own has one of them.
+    """
     apart = [method for method in methods if _in_process(method, str(options.get("device", "auto")))]
     together = [method for method in methods if method not in apart]
     found: dict[str, OurContender] = {}
@@ -122,12 +134,18 @@ def our_contenders(model: str, methods: Seq[Method], *, batch: int, **options: A
         wanted = [SpeculationConfig.of(method.speculation) for method in together]
         llm = LLM(model, max_num_seqs=batch, speculation=_covering(wanted), **options)
         for method, speculation in zip(together, wanted, strict=True):
-            found[method.name] = OurContender(method.name, llm, _drafter(llm, speculation), threads)
+            found[method.name] = OurContender(method.name, llm, _drafter(llm, speculation), _threads(llm))
     for method in apart:
         llm = LLM(model, max_num_seqs=batch, speculation=method.speculation | {"placement": "process"}, **options)
-        fewer = llm.driver.call(lambda _: torch.get_num_threads())
-        found[method.name] = OurContender(method.name, llm, llm.engine.round.drafter, fewer)
+        drafter, ranks = llm.engine.round.drafter, llm.config.speculation.draft_ranks
+        found[method.name] = OurContender(method.name, llm, drafter, _threads(llm, ranks), ranks)
     return [found[method.name] for method in methods]
+
+
+def _threads(llm: LLM, draft_processes: int = 0) -> int:
+    """The most threads of a target: those of its engine, or of this thread less the cores of the draft."""
+    chosen = llm.driver.call(lambda _: torch.get_num_threads())
+    return max(1, min(chosen, torch.get_num_threads() - draft_processes)) if llm.config.device == "cpu" else chosen
 
 
 def _in_process(method: Method, device: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ssd.bench import drawing
 from ssd.bench.measure import MEAN
-from ssd.bench.report import LATENCIES, PERCENTILES, SPEEDS, Report, cells
+from ssd.bench.report import CAPTION, LATENCIES, PERCENTILES, SPEEDS, Report, cells
 
 KINDS: Final = (".png", ".svg", ".html")
 _CJK: Final = (
@@ -57,7 +57,8 @@ def _drawn(report: Report, kind: str) -> bytes:
             axes.bar_label(bars, [f"{row['ratio']:.2f}x" for row in rows], fontsize=7, padding=2)
     axes.set_xticks(range(len(groups)), [_legible(name, fonts) for name in groups])
     axes.set_ylabel("decoded tokens a second")
-    axes.set_title(_legible(report.title, fonts), fontsize=9)
+    title = [report.title, *(f"warning: {warning.partition(':')[0]}" for warning in report.warnings)]
+    axes.set_title("\n".join(_legible(line, fonts) for line in title), fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(y=0.12)
     axes.legend(fontsize=8, frameon=False, ncols=min(4, len(contenders)), loc="upper left", bbox_to_anchor=(0, -0.08))
@@ -89,6 +90,7 @@ def _page(report: Report) -> str:
     summary = _table(headings, [cells(report.row(contender, MEAN), headings, first) for contender in report.contenders])
     details = [[row["set"], *cells(row, headings, first)] for row in report.rows if row["set"] != MEAN]
     same = {True: "Every method wrote the same tokens.", False: "The methods wrote different tokens.", None: ""}
+    warnings = "".join(f"<p><strong>Warning: {html.escape(warning)}</strong></p>\n" for warning in report.warnings)
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in report.notes)
     return f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{html.escape(report.title)}</title>
@@ -103,8 +105,8 @@ pre {{ background: #f4f6f8; padding: 1rem; overflow: auto; }}
 </style>
 <h1>{html.escape(report.title)}</h1>
 <p><code>{html.escape(str(report.header["command"]))}</code></p>
-{drawing}
-<p>Decoding only: prompts, warm-up and loading apart. Latencies in ms: p50 is the median, p90 and p99
+{warnings}{drawing}
+<p>{CAPTION.capitalize()}. Latencies in ms: p50 is the median, p90 and p99
 are the 90th and 99th percentile.
 {same[report.same_text]}</p>
 {summary}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
@@ -24,9 +24,11 @@ class Report:
     notes: list[str]
     same_text: bool | None  # whether all methods of this engine wrote the same tokens; None: not comparable
     texts: list[str]  # answers of the first contender to the first set
+    warnings: list[str] = field(default_factory=list)  # why the figures are not to be trusted
 
     def as_dict(self) -> dict[str, Any]:
-        return {**self.header, "notes": self.notes, "same_text": self.same_text, "results": self.rows}
+        told = {"warnings": self.warnings, "notes": self.notes, "same_text": self.same_text}
+        return {**self.header, **told, "results": self.rows}
 
     def as_json(self) -> str:
         return json.dumps(self.as_dict(), indent=1) + "\n"
@@ -49,7 +51,7 @@ class Report:
         return next(row for row in self.rows if (row["contender"], row["set"]) == (contender, name))
 
     def show(self, console: Console) -> None:
-        console.print(self._means(SPEEDS, self.title, "decoding only: prompts, warm-up and loading apart"))
+        console.print(self._means(SPEEDS, self.title, CAPTION))
         console.print(self._means(LATENCIES, "latency, ms: median, 90th and 99th percentile", ""))
         if len(self.sets) > 1:
             console.print(self._by_set())
@@ -59,6 +61,8 @@ class Report:
                 if self.same_text
                 else "[bold red]the methods wrote different tokens: this is a bug, please report it[/]"
             )
+        for warning in self.warnings:
+            console.print(f"[bold yellow]warning: {escape(warning)}[/]", highlight=False, soft_wrap=True)
         for note in self.notes:
             console.print(f"[dim]{escape(note)}[/]", highlight=False, soft_wrap=True)
 
@@ -83,16 +87,15 @@ class Report:
 SPEEDS = ("", "tokens/s", "speed-up", "accepted", "tokens/round", "hits")
 LATENCIES = ("", "first token", "between deliveries", "a token")
 PERCENTILES = ("p50", "p90", "p99")
+CAPTION = "decoding only: prompts, warm-up and loading apart; speed-up: mean of paired turns, with its 95 % interval"
 
 
 def cells(row: Row, headings: tuple[str, ...], first: str) -> list[str]:
     """A row of a table."""
-    low, high = row["ratio_range"]
-    spread = f" ({low:.2f} to {high:.2f})" if high - low >= 0.005 else ""
     texts = {
         "": row["contender"],
         "tokens/s": f"{row['decode_tokens_per_second']:.1f}",
-        "speed-up": "1" if row["contender"] == first else f"{row['ratio']:.2f}{spread}",
+        "speed-up": "1" if row["contender"] == first else speed_up(row),
         "accepted": _share(row.get("acceptance")),
         "tokens/round": _share(row.get("tokens_per_round")),
         "hits": _share(row.get("hit_rate")),
@@ -101,6 +104,12 @@ def cells(row: Row, headings: tuple[str, ...], first: str) -> list[str]:
         "a token": f"{row['ms_per_token']:.2f}" if row["ms_per_token"] else "",
     }
     return [texts[heading] for heading in headings]
+
+
+def speed_up(row: Row) -> str:
+    """The ratio to the first contender and its interval, if there is one."""
+    interval = row["ratio_interval"]
+    return f"{row['ratio']:.2f}" + ("" if interval is None else f" ({interval[0]:.2f} to {interval[1]:.2f})")
 
 
 def _short(model: str) -> str:

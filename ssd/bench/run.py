@@ -17,7 +17,7 @@ import torch
 from ssd.assembly.device import num_cores
 from ssd.bench import tracing
 from ssd.bench.answers import Asked, Contender
-from ssd.bench.measure import figures, measure, same_text
+from ssd.bench.measure import Measured, figures, measure, same_text, warnings
 from ssd.bench.ours import OurContender, methods_of, our_contenders
 from ssd.bench.report import Report
 from ssd.bench.workload import Workload, load_workload
@@ -106,8 +106,20 @@ def run(
         notes = [*config.notes, *([checkpoint.note] if checkpoint.note else [])]
         notes += [f"{c.name}: {c.note}" for c in contenders if c.note]
         notes += [f"{w.name}: {w.origin}" for w in workloads]
-        answers = found[0].turns[workloads[0].name][0].answers
-        return Report(_header(config), figures(found), notes, same, [answer.text for answer in answers])
+        notes += _threads(found)
+        answers = [a for turn in found[0].turns[workloads[0].name] if turn.repeat == 0 for a in turn.answers]
+        texts = [answer.text for answer in answers]
+        return Report(_header(config), figures(found), notes, same, texts, warnings(found))
+
+
+def _threads(found: Seq[Measured]) -> list[str]:
+    """A note: how many threads each method may use on a CPU. It uses fewer while other processes are busy."""
+    used = []
+    for contender in (measured.contender for measured in found):
+        if isinstance(contender, OurContender) and contender.on_cpu:
+            draft = f" + {contender.draft_processes} for the draft" if contender.draft_processes else ""
+            used.append(f"{contender.name} {contender.threads}{draft}")
+    return [f"threads: {', '.join(used)}"] if used else []
 
 
 def _workloads(config: BenchConfig, tokenizer: Tokenizer) -> list[Workload]:

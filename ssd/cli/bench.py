@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from ssd.bench.run import BenchConfig
 
 HELP: Final = """\
-Measure how fast a model decodes: [bold]AR, SD, SSD and other engines, in turns[/], so that ratios hold on a busy \
-machine.
+Measure how fast a model decodes: [bold]AR, SD, SSD and other engines, in turns[/], prompt by prompt. The report warns \
+of a machine that was busy meanwhile: ratios are then not to be trusted.
 
 A method is [cyan]ar[/], [cyan]sd[/], [cyan]ssd[/] or [cyan]ngram[/], perhaps with its number of drafted tokens: \
 [cyan]ssd:6[/], [cyan]sd:auto[/]. All methods share the weights, and that they write the same tokens is checked (exit \
@@ -67,7 +67,7 @@ def bench(
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Maximum length of an answer.")] = 128,
     chat: Annotated[bool, typer.Option(help="Send questions through the chat template.")] = True,
     batch: Annotated[int, typer.Option(help="Requests at the same time.")] = 1,
-    repeats: Annotated[int, typer.Option(help="Turns of every method on every set.")] = 2,
+    repeats: Annotated[int, typer.Option(help="Turns of every method on every prompt.")] = 2,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures here; -: to stdout.")] = None,
     plot: Annotated[
         list[Path] | None, typer.Option(help="Draw the report: a .png, .svg or .html file. May be repeated.")

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from queue import SimpleQueue
 from typing import Final, TypeVar
 
@@ -27,6 +27,7 @@ from ssd.engine.engine import Engine
 from ssd.engine.submission import AsyncSubmission, Item, LoopDelivery, Sink, Submission
 from ssd.engine.validation import check_request
 from ssd.errors import EngineClosed, EngineFailed, RequestError
+from ssd.execution.threads import ThreadController
 from ssd.kernels.cpu import release_threads
 
 log = logging.getLogger("ssd")
@@ -45,7 +46,8 @@ _EXIT_SECONDS: Final = 10.0  # wait for the current round when the interpreter e
 class Driver:
     """Owns an engine and its thread."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, threads: ThreadController | None = None) -> None:
+        """`threads`: of an engine that computes on a CPU."""
         self.limits = engine.limits
         self._engine: Engine | None = engine
         self._inbox: SimpleQueue[_Command] = SimpleQueue()
@@ -55,7 +57,7 @@ class Driver:
         self._deliveries = weakref.WeakValueDictionary()
         self._lock = threading.Lock()  # no request and no call may follow the stop
         self._listeners: list[Listener] = []
-        loop = _Loop(engine, self._inbox, self._listeners)
+        loop = _Loop(engine, self._inbox, self._listeners, threads)
         self._loop: _Loop | None = loop
         self._thread = threading.Thread(target=loop.run, name="ssd-engine", daemon=True)
         self._thread.start()
@@ -195,8 +197,15 @@ class Driver:
 class _Loop:
     """The loop of the engine's thread. Refers to sinks only, so that dropped submissions are garbage collected."""
 
-    def __init__(self, engine: Engine, inbox: SimpleQueue[_Command], listeners: list[Listener]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        inbox: SimpleQueue[_Command],
+        listeners: list[Listener],
+        threads: ThreadController | None,
+    ) -> None:
         self._engine = engine
+        self._threads = threads
         self._inbox = inbox
         self._sinks: dict[str, Sink] = {}
         self._listeners = listeners
@@ -270,7 +279,9 @@ class _Loop:
 
     def _step(self) -> None:
         if not self._stopped and self._busy:
-            for delta in self._engine.step():
+            with self._threads.adapted() if self._threads is not None else nullcontext():
+                deltas = self._engine.step()
+            for delta in deltas:
                 if delta.output is not None:
                     self._notify(delta.output)
                 find = self._sinks.get if delta.output is None else self._sinks.pop

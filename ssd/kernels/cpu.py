@@ -357,17 +357,23 @@ def release_threads() -> None:
     Every thread has workers of its own, and libgomp lets none of them spin between two kernels (they sleep, which costs
     a third of the speed of small models) while the process has more workers than cores, idle ones included.
     """
-    pause = _omp_pause()
-    if pause is not None:
+    pause = _openmp_function("omp_pause_resource_all", "libgomp")  # others would end the workers of all threads
+    if pause is not None:  # GCC 9 and later
         pause(_OMP_PAUSE_HARD)
 
 
+def set_openmp_threads(count: int) -> None:
+    """`torch.set_num_threads` for the calling thread alone: threads that call torch later for the first time do not get
+    this number."""
+    set_num_threads = _openmp_function("omp_set_num_threads")
+    if set_num_threads is not None:
+        set_num_threads(count)
+
+
 @functools.cache
-def _omp_pause() -> Callable[[int], int] | None:
+def _openmp_function(name: str, runtime: str = "") -> Callable[[int], object] | None:
     library = openmp_library()
-    if library is None or "libgomp" not in library:  # other runtimes would end the workers of all threads
-        return None
-    return getattr(ctypes.CDLL(library), "omp_pause_resource_all", None)  # GCC 9 and later
+    return getattr(ctypes.CDLL(library), name, None) if library is not None and runtime in library else None
 
 
 def _flag_choices(openmp: str | None) -> list[tuple[str, ...]]:

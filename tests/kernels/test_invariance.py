@@ -6,10 +6,12 @@ import random
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from conftest import TestModel, ragged_prompts
 from fakes import wait_until_idle
 
 from ssd import LLM, SamplingParams
+from ssd.execution.threads import ThreadController
 
 PROMPTS = ragged_prompts(32, longest=120)
 SEEDED = SamplingParams(temperature=0.8, seed=11, max_new_tokens=16)
@@ -43,6 +45,28 @@ def expected(model: str) -> Iterator[list[list[int]]]:
 def test_batch_size(model: str, expected: list[list[int]], batch: int) -> None:
     with LLM(model, device="cpu", max_num_seqs=batch) as llm:
         assert answers(llm, batch) == expected
+
+
+def test_a_number_of_threads_that_changes_from_step_to_step(
+    model: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also catches an engine that does not ask for the number, or uses more threads than it may."""
+    seen, source = [], random.Random(0)
+
+    def count(_: ThreadController, limit: int) -> int:
+        seen.append(limit)
+        return source.randint(1, limit)
+
+    monkeypatch.setattr(ThreadController, "count", count)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        with LLM(model, device="cpu") as llm:
+            assert answers(llm, batch=8) == expected
+    finally:
+        torch.set_num_threads(threads)
+    assert set(seen) == {4}
+    assert len(seen) >= 64
 
 
 def test_prefix_cache_cold_and_warm(model: str, expected: list[list[int]]) -> None:

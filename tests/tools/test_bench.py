@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -14,13 +16,15 @@ import pytest
 import torch
 from eagle_heads import make_tiny_head
 from fake_server import PIECES, TOKENS_A_PIECE, serving
+from rich.console import Console
 from typer.testing import CliRunner
 
+from ssd.bench import load
 from ssd.bench.answers import Answer, Asked, Speed
-from ssd.bench.measure import MEAN, figures, measure, same_text
+from ssd.bench.measure import MEAN, Measured, Turn, figures, measure, same_text, warnings
 from ssd.bench.models import spelled
 from ssd.bench.ours import Method, OurContender, methods_of, our_contenders
-from ssd.bench.pictures import _fonts, _legible
+from ssd.bench.pictures import _fonts, _legible, write_picture
 from ssd.bench.report import Report
 from ssd.bench.run import BenchConfig, _header, run
 from ssd.bench.workload import Workload, encode, load_workload
@@ -59,35 +63,126 @@ def test_pauses_between_requests_do_not_count() -> None:
 
 
 class Clockwork:
-    """A contender that delivers every `step` seconds, and twice as fast in its second turn."""
+    """A contender that delivers every `steps[prompt]` seconds; all are twice as slow in their first turn."""
 
     note = ""
 
-    def __init__(self, name: str, step: float) -> None:
-        self.name, self._step, self.turns = name, step, 0
+    def __init__(self, name: str, steps: dict[str, float], log: list[str] | None = None) -> None:
+        self.name, self._steps, self._turns = name, steps, 0
+        self._log: list[str] = [] if log is None else log
 
     def answer(self, prompts: Any, asked: Asked) -> list[Answer]:
-        self.turns += 1
-        step = self._step / (2 if self.turns == 3 else 1)
-        times = [(10 + i * step, 1.0) for i in range(asked.max_new_tokens)]
-        return [Answer(9.0, 3, "", times) for _ in prompts]
+        self._turns += 1
+        self._log.append(f"{self.name} {''.join(prompts)}")
+        steps = [self._steps[prompt] * (2 if self._turns == 2 else 1) for prompt in prompts]  # the first one warms up
+        return [Answer(9.0, 3, "", [(10 + i * step, 1.0) for i in range(asked.max_new_tokens)]) for step in steps]
 
     def close(self) -> None: ...
 
 
-def test_figures_are_medians_and_ratios_of_one_turn() -> None:
-    workloads = [Workload("a", ["x"], "", 1)]
-    found = measure([Clockwork("slow", 1.0), Clockwork("fast", 0.5)], workloads, Asked(11), repeats=2)
-    assert all(measured.contender.turns == 3 for measured in found)  # type: ignore[attr-defined]  # one is to warm up
-    slow, _, fast, mean = figures(found)
-    assert slow["decode_tokens_per_second_range"] == pytest.approx([1.0, 2.0])
-    assert fast["decode_tokens_per_second"] == pytest.approx(3.0)
-    assert fast["ratio_range"] == pytest.approx([2.0, 2.0])
-    assert (mean["set"], mean["ratio"]) == (MEAN, pytest.approx(2.0))
-    assert fast["ttft_ms"]["p50"] == pytest.approx(1000.0)
-    assert fast["gap_ms"]["p99"] == pytest.approx(500.0)
-    assert slow["ms_per_token"] == pytest.approx(750.0)
+def compared(slow: dict[str, float], fast: dict[str, float], repeats: int, batch: int = 1) -> list[dict[str, Any]]:
+    """Rows of the second of two contenders on sets `a` and `b`, which have the prompts `x`, `y` and `z`."""
+    sets = {"a": [p for p in slow if p != "z"], "b": [p for p in slow if p == "z"]}
+    workloads = [Workload(name, list(prompts), "", 1) for name, prompts in sets.items() if prompts]
+    found = measure([Clockwork("slow", slow), Clockwork("fast", fast)], workloads, Asked(11, batch=batch), repeats)
     assert same_text(found) is None
+    return [row for row in figures(found) if row["contender"] == "fast"]
+
+
+def test_figures_are_medians_and_ratios_of_one_turn() -> None:
+    """Both are slower in their first turn: catches ratios of one contender's speed now to another's speed then."""
+    row, mean = compared({"x": 1.0}, {"x": 0.5}, repeats=2)
+    assert row["decode_tokens_per_second_range"] == pytest.approx([1.0, 2.0])
+    assert row["decode_tokens_per_second"] == pytest.approx(1.5)
+    assert (mean["set"], mean["ratio"]) == (MEAN, pytest.approx(2.0))
+    assert mean["ratio_interval"] == pytest.approx([2.0, 2.0])  # of the repeats
+    assert row["ttft_ms"]["p50"] == pytest.approx(1000.0)
+    assert row["gap_ms"]["p99"] == pytest.approx(1000.0)
+    assert row["ms_per_token"] == pytest.approx(750.0)
+
+
+def test_intervals_are_those_of_the_prompts() -> None:
+    """Catches intervals of repeats, which are narrow however much prompts differ, and repeats that count as prompts."""
+    slow, fast = {"x": 1.0, "y": 1.0, "z": 1.0}, {"x": 1.0, "y": 0.5, "z": 0.25}
+    one, _, mean = compared(slow, fast, repeats=5)
+    assert one["ratio"] == pytest.approx(2**0.5)
+    low, high = mean["ratio_interval"]
+    assert mean["ratio"] == pytest.approx(2.0)
+    assert high / 2 == pytest.approx(2 / low)
+    assert high / 2 == pytest.approx(2 ** (4.303 / 3**0.5))  # logs 0, 1, 2: their deviation is 1
+    *_, again = compared(slow, fast, repeats=1)
+    assert again["ratio_interval"] == pytest.approx([low, high])
+
+
+def test_one_turn_has_no_interval() -> None:
+    assert compared({"x": 1.0}, {"x": 0.5}, repeats=1)[0]["ratio_interval"] is None
+    batched = compared({"x": 1.0, "y": 1.0}, {"x": 1.0, "y": 0.5}, repeats=1, batch=2)
+    assert batched[0]["ratio_interval"] is None
+    [*_, nothing] = compared({"x": 0.0}, {"x": 0.5}, repeats=2)  # all tokens at once: there is no decoding
+    assert (nothing["ratio"], nothing["ratio_interval"]) == (0.0, None)
+
+
+def test_contenders_alternate_prompt_by_prompt() -> None:
+    """Catches one that always runs first, or first over a whole set while the machine changes."""
+    log: list[str] = []
+    steps = {"x": 1.0, "y": 1.0}
+    found = [Clockwork(name, steps, log) for name in "AB"]
+    measure(found, [Workload("a", ["x", "y"], "", 1)], Asked(3), repeats=2)
+    assert log == ["A xy", "B xy", *("A x", "B x", "B y", "A y"), *("B x", "A x", "A y", "B y")]
+    log.clear()
+    measure(found, [Workload("a", ["x", "y"], "", 1)], Asked(3, batch=2), repeats=2)
+    assert log == ["A xy", "B xy", "A xy", "B xy", "B xy", "A xy"]
+
+
+def contender_with(name: str, others: float, threads: int, draft_processes: int = 0, device: str = "cpu") -> Measured:
+    """A measurement of one turn beside other processes."""
+    llm: Any = SimpleNamespace(config=SimpleNamespace(device=device))
+    drafter: Any = None
+    turn = Turn(0, 0, [], Speed.of([]), others)
+    return Measured(OurContender(name, llm, drafter, threads, draft_processes), {"a": [turn]})
+
+
+def test_a_busy_machine_and_unequal_cores_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a comparison in which one method waits for a core that another one does not need."""
+    monkeypatch.setattr("ssd.bench.load.own_cores", lambda: frozenset(range(4)))
+    fair = [contender_with("ar", 0.1, 4), contender_with("ssd", 0.2, 3, 1)]
+    assert warnings(fair) == []
+    [busy] = warnings([*fair, contender_with("sd", 0.6, 4), contender_with("sd:2", 0.4, 4)])
+    assert busy.startswith("the machine was busy: other processes used 0.6 of its 4 cores")
+    assert warnings([contender_with("ar", 1.2, 3)]) == []  # one core was free for the others
+    [unequal] = warnings([contender_with("ar", 0.0, 1), contender_with("ssd", 0.0, 1, 1)])
+    assert "(ar 1, ssd 2)" in unequal
+    gpu = [contender_with("ar", 2.5, 4, device="cuda:0"), contender_with("ssd", 2.0, 4, 1, device="cuda:0")]
+    assert warnings(gpu) == []
+    [busy] = warnings([*gpu, contender_with("sd", 3.5, 4, device="cuda:0")])
+    assert "3.5 of its 4 cores" in busy
+
+
+def test_own_children_are_no_load() -> None:
+    """Catches a draft's process that counts as somebody else's."""
+    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    before = load.own_seconds()
+    with subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        running = load.own_seconds()
+        child.communicate(b"\n")
+    assert running - before > 0.25
+    assert load.own_seconds() - before > 0.25  # after its end, too
+
+
+def test_warnings_are_everywhere(tmp_path: Path) -> None:
+    rows = [row | {"contender": "ar"} for row in compared({"x": 1.0, "y": 1.0}, {"x": 0.5, "y": 0.4}, repeats=1)]
+    report = Report(_header(BenchConfig(*TINY)), rows, [], None, [], ["the machine was busy: <others>"])
+    assert report.as_dict()["warnings"] == report.warnings
+    out = io.StringIO()
+    report.show(Console(file=out, width=160))
+    assert "warning: the machine was busy: <others>" in out.getvalue()
+    pytest.importorskip("matplotlib")
+    write_picture(report, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "Warning: the machine was busy: &lt;others&gt;" in page
+    assert "<!-- warning: the machine was busy -->" in page  # the title of the drawing
 
 
 def test_methods_are_spelled() -> None:

@@ -1,0 +1,115 @@
+"""How many threads the CPU kernels use: no more than there are cores that other processes leave free.
+
+The threads of a kernel wait for each other at its end, in a loop that keeps their cores busy. If one of them has to
+share its core with another process, all of them wait for it: two threads are then several times slower than one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from ssd.kernels.cpu import set_openmp_threads
+
+TOLERATED: Final = 0.25  # cores that others may use before one thread less is faster
+_INTERVAL: Final = 0.2  # seconds between two measurements: Linux counts in steps of 10 ms
+_PAUSE: Final = 0.05  # seconds without work after which the measurement starts anew
+_TICKS: Final = os.sysconf("SC_CLK_TCK")  # of Linux's counters, per second
+
+
+def own_cores() -> frozenset[int]:
+    """Numbers of the CPU cores that this process may use."""
+    return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+
+
+def free_seconds(cores: frozenset[int], counters: Path = Path("/proc/stat")) -> float | None:
+    """Time that no process of normal priority has used, summed over `cores`; None if it is not counted.
+
+    That is idle, iowait, nice (processes of a lower priority give way) and steal (another virtual machine had the core,
+    which slows down one thread as much as several).
+    """
+    idle = free = 0
+    try:
+        with counters.open(encoding="ascii") as file:
+            file.readline()  # the sums of all cores
+            for line in file:
+                name, *columns = line.split()
+                if not name.startswith("cpu"):
+                    break
+                if int(name[3:]) in cores:
+                    idle += int(columns[3])
+                    free += sum(int(columns[i]) for i in (1, 3, 4, 7))
+    except (OSError, ValueError, IndexError):
+        return None
+    return free / _TICKS if idle else None  # some sandboxes have zeros
+
+
+@dataclass(frozen=True)
+class CpuTimes:
+    """What the clocks of this process and of its cores show, in seconds."""
+
+    wall: float
+    own: float  # CPU time of this process, all threads
+    free: float | None  # see `free_seconds`
+
+    @classmethod
+    def now(cls, cores: frozenset[int]) -> CpuTimes:
+        return cls(time.perf_counter(), time.process_time(), free_seconds(cores))
+
+    def others_since(self, earlier: CpuTimes, num_cores: int) -> float:
+        """Cores that other processes have used, on average; 0 if it is not known."""
+        seconds = self.wall - earlier.wall
+        if self.free is None or earlier.free is None or seconds <= 0:
+            return 0.0
+        return max(0.0, num_cores - (self.free - earlier.free + self.own - earlier.own) / seconds)
+
+
+@dataclass
+class ThreadController:
+    """Chooses the number of threads for the work of one thread. The first measurement begins with its construction."""
+
+    cores: frozenset[int] = field(default_factory=own_cores)
+    read: Callable[[frozenset[int]], CpuTimes] = CpuTimes.now
+    clock: Callable[[], float] = time.perf_counter
+    _others: float = 0.0  # cores in use by other processes
+    _since: CpuTimes = field(init=False)  # when the current measurement began
+    _left: float | None = None  # end of the last work; None: there was none
+
+    def __post_init__(self) -> None:
+        self._since = self.read(self.cores)
+
+    @contextmanager
+    def adapted(self) -> Iterator[None]:
+        """Work inside uses as many threads as cores are free, `torch.get_num_threads()` at most."""
+        limit = torch.get_num_threads()
+        count = self.count(limit) if limit > 1 else 1
+        if count < limit:
+            set_openmp_threads(count)
+        try:
+            yield
+        finally:
+            if count < limit:
+                set_openmp_threads(limit)
+            self._left = self.clock()
+
+    def count(self, limit: int) -> int:
+        """Number of threads for work that begins now, `limit` at most."""
+        self._measure(self.clock())
+        return max(1, min(limit, math.floor(len(self.cores) - self._others + TOLERATED)))
+
+    def _measure(self, now: float) -> None:
+        paused = self._left is not None and now - self._left > _PAUSE
+        if self._left is not None and not paused and now - self._since.wall < _INTERVAL:
+            return
+        times = self.read(self.cores)
+        if not paused:
+            self._others = times.others_since(self._since, len(self.cores))
+        self._since = times
