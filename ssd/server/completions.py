@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from ssd.core import FinishReason
+from ssd.errors import RequestFailed
 from ssd.server.answers import STREAMED, CompletionLogprobs, check_common, event_stream, usage, worth_sending
 from ssd.server.constraints import constrained
 from ssd.server.errors import AsciiJSON, unsupported
@@ -39,7 +40,10 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     }
     if body.stream:
         return event_stream(_chunks(head, body, generations, echoes))
-    outputs = list(await asyncio.gather(*(generation.finish() for generation in generations)))
+    async with aclosing(_merged(generations)) as pieces:  # type: ignore[type-var]
+        async for _ in pieces:
+            pass
+    outputs = [generation.output for generation in generations]
     choices = []
     for i, (output, echo) in enumerate(zip(outputs, echoes, strict=True)):
         for sample in output.samples:
@@ -84,7 +88,10 @@ async def _chunks(
 
 
 async def _merged(generations: list[Generation]) -> AsyncIterator[tuple[int, Piece]]:
-    """The pieces of all generations as they come, each with the number of its generation."""
+    """The pieces of all generations as they come, each with the number of its generation.
+
+    RequestFailed is raised if all samples of all generations failed.
+    """
     if len(generations) == 1:
         async with aclosing(generations[0].pieces()) as pieces:  # type: ignore[type-var]
             async for piece in pieces:
@@ -92,14 +99,17 @@ async def _merged(generations: list[Generation]) -> AsyncIterator[tuple[int, Pie
         return
     # No more than one waits here: what a slow reader has not read is merged where it comes from.
     queue: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue(maxsize=1)
+    failures: list[RequestFailed] = []
 
     async def forward(i: int) -> None:
         try:
             async for piece in generations[i].pieces():
                 await queue.put((i, piece))
-            await queue.put((i, None))
+        except RequestFailed as error:
+            failures.append(error)
         except Exception as error:
             await queue.put((i, error))
+        await queue.put((i, None))
 
     tasks = [asyncio.create_task(forward(i)) for i in range(len(generations))]
     try:
@@ -112,6 +122,8 @@ async def _merged(generations: list[Generation]) -> AsyncIterator[tuple[int, Pie
                 left -= 1
             else:
                 yield i, item
+        if len(failures) == len(generations):
+            raise failures[0]
     finally:
         for task in tasks:
             task.cancel()

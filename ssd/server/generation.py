@@ -18,8 +18,8 @@ from fastapi import Request
 
 from ssd.core import FinishReason, Outcome, RequestOutput, SamplingParams, TokenLogprobs
 from ssd.engine.driver import AsyncSubmission
-from ssd.errors import EngineFailed, RequestFailed
-from ssd.llm import LLM, Prompt
+from ssd.errors import EngineFailed
+from ssd.llm import LLM, Prompt, check_served
 from ssd.server.admission import Admission, Ticket
 from ssd.server.errors import ApiError
 from ssd.server.metrics import Metrics
@@ -91,7 +91,10 @@ class Generation:
         self._submission.abort()
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Leaving the iteration aborts the request. Pieces that a slow reader has not read become one."""
+        """Leaving the iteration aborts the request. Pieces that a slow reader has not read become one.
+
+        After the last one, RequestFailed is raised if all samples failed.
+        """
         try:
             while not self._submission.ended:
                 async with asyncio.timeout_at(self._deadline) if self._deadline is not None else nullcontext():
@@ -109,11 +112,10 @@ class Generation:
             raise ApiError(504, TIMED_OUT, code="timeout", headers=NO_RETRY) from None
         finally:
             self.abort()
-        if self.output.error is not None:
-            raise RequestFailed(self.output.error)
+        check_served(self.output)
 
     async def finish(self) -> RequestOutput:
-        """Waits for the whole output."""
+        """Waits for the whole output; RequestFailed if all samples failed."""
         async for _ in self.pieces():
             pass
         return self.output
