@@ -76,7 +76,7 @@ class Scheduler:
             return None
         if len(works) < len(planned):  # preempted: they come first now
             turns = self._turns([])
-        return self._top_up(works + self._admit(turns, self._left(works))) if turns else works
+        return self._top_up(works + self._admit(turns, self._left(works)), prompts) if turns else works
 
     def finish(self, sequence: Sequence) -> None:
         """Removes a sequence. `released` frees its blocks once no round in flight writes them."""
@@ -284,16 +284,21 @@ class Scheduler:
                     del waiting[place], missing[place]
         return works
 
-    def _top_up(self, works: list[Work]) -> list[Work]:
-        """Gives the tokens left in the round to prefill chunks that end before their prompt does."""
+    def _top_up(self, works: list[Work], prompts: Seq[Sequence]) -> list[Work]:
+        """Gives the tokens left in the round to prefill chunks that end before their prompt does.
+
+        `prompts` are running; one that was left without a chunk, for a prompt that could not be admitted, gets one.
+        """
         budget = self._left(works)
-        for i, work in enumerate(works):
-            if not work.decides and budget > 0:
-                more = self._work(work.sequence, work.num_tokens + budget)
-                if self.pool.grow(work.sequence.kv, _reach(more)):
-                    works[i] = more
+        found = {work.sequence.id: work for work in works}
+        for sequence in (*(work.sequence for work in works), *prompts):
+            work = found.get(sequence.id, Work(sequence, 0, decides=False))
+            if budget > 0 and not work.decides and sequence.status is Status.RUNNING:
+                more = self._work(sequence, work.num_tokens + budget)
+                if self.pool.grow(sequence.kv, _reach(more)):
+                    found[sequence.id] = more
                     budget -= more.cost - work.cost
-        return works
+        return list(found.values())
 
     def _left(self, works: Iterable[Work]) -> int:
         """Tokens left of `max_num_batched_tokens`."""
