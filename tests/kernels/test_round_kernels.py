@@ -139,7 +139,7 @@ def test_nothing_is_written_beyond_the_blocks(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_acceptance(monkeypatch: pytest.MonkeyPatch, seed: int, gather: bool) -> None:
-    """Any part of a draft stands; texts that are full, works that decide nothing, and padding."""
+    """Any part of a draft stands, then a token or no choice; texts that are full, works without a decision, padding."""
     world = World(seed)
     batch = world.batch()
     padding = seed % 3 * 5
@@ -148,6 +148,8 @@ def test_acceptance(monkeypatch: pytest.MonkeyPatch, seed: int, gather: bool) ->
     for slot, row, count in zip(batch.slots, first, batch.num_logits, strict=True):
         stands = world.rng.randint(0, max(0, count - 1))
         chosen[row : row + stands] = world.tensors["drafts"][slot, :stands]
+        if count and slot % 3 == 0:
+            chosen[row + stands] = -1
     ours = inputs_of(batch, gather=gather, device=DEVICE, padding=padding)
     states, width = (world.state(DEVICE), world.state(CPU)), 3 + 2 * world.width
     outs = [torch.zeros((len(batch.slots) + p, width), dtype=torch.int32) for p in (padding, 0)]
@@ -158,6 +160,10 @@ def test_acceptance(monkeypatch: pytest.MonkeyPatch, seed: int, gather: bool) ->
     assert torch.equal(outs[0].cpu()[: len(batch.slots)], outs[1])
     assert (outs[0][len(batch.slots) :] == 0).all()
     world.same(*states)
+    rows = zip(batch.slots, first, batch.num_logits, outs[1].tolist(), strict=True)
+    for slot, row, count, (num_new, _, *new) in rows:
+        if count and -1 in chosen[row : row + count]:
+            assert new[:num_new] == [*world.tensors["drafts"][slot, : num_new - 1].tolist(), -1]
 
 
 def test_choices_of_garbage_stay_in_the_vocabulary() -> None:
