@@ -362,7 +362,7 @@ class Proposal:
 class Outcome(NamedTuple):
     """What a verification decided for one sequence: the accepted draft tokens, then one token chosen by the target."""
 
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # the last is -1 if there is no token to choose: all are forbidden, or logits are NaN
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if requested
     draft: tuple[int, ...] = ()  # the draft that was verified
     origin: Origin = Origin.NONE  # where the draft came from
@@ -439,7 +439,9 @@ class RequestOutput:
     request_id: str
     prompt_token_ids: list[int]
     samples: list[Sample]
-    error: str | None = None  # why the request was refused (its only sample is empty then) or its round failed
+    error: str | None = (
+        None  # why the request was refused (its only sample is empty then), or its first failed sample failed
+    )
     params: SamplingParams = field(default_factory=SamplingParams)  # with the seed that was drawn, if it was None
     prompt: str | None = None  # its text (a chat's after the template), if `LLM.generate` or `LLM.stream` was given one
 

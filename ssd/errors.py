@@ -16,7 +16,7 @@ class RequestError(SSDError, ValueError):
 
 
 class RequestFailed(SSDError, RuntimeError):
-    """The round that computed a request failed (such as out of memory); every other request goes on."""
+    """All samples of a request failed (out of memory, no token to choose); every other request goes on."""
 
 
 class ModelNotFound(SSDError):

@@ -90,8 +90,9 @@ class LLM:
         """Generates for one prompt or a list of them; outputs are in the order of the prompts.
 
         `params`: one for all prompts, or one per prompt. In a list, a prompt that cannot be served does not affect the
-        others: its output has `error` set and the finish reason "abort", or "error" if its round failed. A single
-        prompt raises RequestError or RequestFailed instead. Thread-safe.
+        others: its output has `error` set and the finish reason "abort". A sample that fails ends with the finish
+        reason "error", and the output's `error` says why; the other samples go on. A single prompt that cannot be
+        served raises RequestError, and RequestFailed if all of its samples fail. Thread-safe.
         `chat_options` are variables for the chat template (`enable_thinking`, `tools`, `date_string`, …), and the name
         of one under `chat_template` (or, with the option `trust_request_chat_template`, a template itself).
         """
@@ -264,8 +265,8 @@ class TextStream(Iterator[str]):
 
 
 def check_served(output: RequestOutput) -> None:
-    """Raises RequestFailed for a request whose round failed."""
-    if output.error is not None:
+    """Raises RequestFailed if all samples of a request failed."""
+    if all(sample.finish_reason == "error" for sample in output.samples):
         raise RequestFailed(output.error)
 
 

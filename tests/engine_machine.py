@@ -1,7 +1,8 @@
 """The random life of an engine over a suspicious decoder, as a hypothesis state machine.
 
 It mixes arrivals, rounds, aborts, forced preemptions, failing rounds and refused requests, with and without drafts,
-with and without a round in flight. Whatever happens, every sample is what a naive loop would write.
+with and without a round in flight, and texts after which there is no token to choose. Whatever happens, every sample is
+what a naive loop would write.
 """
 
 from __future__ import annotations
@@ -64,25 +65,28 @@ class Asked:
     aborted: bool = False
     failed: bool = False  # one of its rounds did: it was repeated, or failed if it was alone in it or in three of them
     ended: bool = False  # its answer was there before that
+    dead_ends: int = 0  # of the decoder
 
     def expected(self, index: int) -> Expected:
-        return naive(self.prompt, self.params, index, max_model_len=MAX_LEN, stop_token_ids=EOS)
+        ends = self.dead_ends
+        return naive(self.prompt, self.params, index, max_model_len=MAX_LEN, stop_token_ids=EOS, dead_ends=ends)
 
 
 def check_output(asked: Asked, output: RequestOutput) -> None:
     assert output.prompt_token_ids == asked.prompt
-    assert output.error is None or asked.failed
+    assert (output.error is not None) == ("error" in {sample.finish_reason for sample in output.samples})
     assert [sample.index for sample in output.samples] == list(range(asked.params.n))
     for sample in output.samples:
         expected = asked.expected(sample.index)
-        if sample.finish_reason in ("abort", "error"):
-            assert asked.aborted if sample.finish_reason == "abort" else asked.failed
+        failed = expected.finish_reason == "error"
+        if (sample.token_ids, sample.finish_reason) != (expected.token_ids, expected.finish_reason):
+            assert (sample.finish_reason == "abort" and asked.aborted) or (
+                sample.finish_reason == "error" and asked.failed
+            )
             assert sample.token_ids == expected.token_ids[: len(sample.token_ids)]
-            assert len(sample.token_ids) < len(expected.token_ids)
-        else:
-            assert (sample.token_ids, sample.finish_reason) == (expected.token_ids, expected.finish_reason)
+            assert len(sample.token_ids) < len(expected.token_ids) + failed
         assert sample.metrics.output_tokens == len(sample.token_ids)
-        assert sample.metrics.rounds <= len(sample.token_ids)
+        assert sample.metrics.rounds <= len(sample.token_ids) + failed
         assert sample.metrics.cached_tokens < sample.metrics.prompt_tokens == len(asked.prompt)
         if asked.params.logprobs is None:
             assert sample.logprobs is None
@@ -105,6 +109,7 @@ class EngineMachine(RuleBasedStateMachine):
         spare_slots=st.integers(0, 2),
         extra_budget=st.integers(0, 20),
         prefix_caching=st.sampled_from([True, True, False]),
+        dead_ends=st.sampled_from([0, 0, 20]),
     )
     def start(
         self,
@@ -117,6 +122,7 @@ class EngineMachine(RuleBasedStateMachine):
         spare_slots: int,
         extra_budget: int,
         prefix_caching: bool,
+        dead_ends: int,
     ) -> None:
         scripted = StateDrafter if self.run_ahead else ScriptedDrafter
         self.drafter = scripted(lookahead, manner, rude=rude) if lookahead else Drafter()
@@ -131,7 +137,9 @@ class EngineMachine(RuleBasedStateMachine):
             prefix_caching=prefix_caching,
             stop_token_ids=EOS,
             run_ahead=self.run_ahead,
+            dead_ends=dead_ends,
         )
+        self.dead_ends = dead_ends
         self.engine = self.harness.engine
         self.asked: dict[str, Asked] = {}
         self.forced = self.refused = self.num_good = self.num_lost = 0
@@ -143,7 +151,7 @@ class EngineMachine(RuleBasedStateMachine):
     def add(self, prompt: list[int], params: SamplingParams) -> None:
         request_id = self.engine.add(prompt, params)
         assert request_id not in self.asked
-        self.asked[request_id] = Asked(list(prompt), params)
+        self.asked[request_id] = Asked(list(prompt), params, dead_ends=self.dead_ends)
         prompt.clear()  # the engine must not depend on the caller's list
 
     @rule(count=st.integers(1, 6))

@@ -64,8 +64,10 @@ def state_of(tokens: Iterable[int]) -> bytes:
     return state
 
 
-def logits_after(state: bytes) -> torch.Tensor:
-    """Pseudo-random float32 logits in [-4, 4)."""
+def logits_after(state: bytes, dead_ends: int = 0) -> torch.Tensor:
+    """Pseudo-random float32 logits in [-4, 4). After so many of 256 prefixes they are -inf: there is no choice."""
+    if state[0] < dead_ends:
+        return torch.full((VOCAB,), -torch.inf)
     raw = hashlib.blake2b(state, digest_size=2 * VOCAB, person=b"logits").digest()
     return torch.from_numpy(np.frombuffer(raw, dtype=np.uint16).astype(np.float32) / 8192 - 4)
 
@@ -93,6 +95,7 @@ def naive(
     *,
     max_model_len: int,
     stop_token_ids: frozenset[int] = frozenset(),
+    dead_ends: int = 0,
 ) -> Expected:
     """One token at a time, no KV, no batch, no engine: what every sample must come out as."""
     stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else stop_token_ids)
@@ -100,7 +103,9 @@ def naive(
     state = state_of(prompt)
     while True:
         allowed = sequence.num_output >= params.min_tokens
-        token = choose(logits_after(state), sequence)
+        token = choose(logits_after(state, dead_ends), sequence)
+        if token < 0:
+            return Expected(sequence.output_token_ids, "error")
         sequence.tokens.append(token)
         state = advance(state, token)
         if allowed and token in stops:
@@ -164,12 +169,13 @@ class FakeDecoder(BareDecoder):
     """A decoder that trusts nobody.
 
     `users` tells it which sequences hold blocks, and `running` which of them are in rounds, for checking only. `before`
-    is called with every batch.
+    is called with every batch. `dead_ends`: see `logits_after`.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, dead_ends: int = 0) -> None:
         super().__init__(VOCAB)
         self.block_size = block_size
+        self.dead_ends = dead_ends
         self.cells: dict[int, Cell] = {}
         self.batches: list[SeenBatch] = []
         self.running: Callable[[], list[Sequence]] = list
@@ -184,7 +190,7 @@ class FakeDecoder(BareDecoder):
         states: dict[int, bytes] = {}
         for i, owner in enumerate(seen.sequences):
             states |= self._read(seen, i, owner)
-        rows = [logits_after(states[row]) for row in seen.logit_rows]
+        rows = [logits_after(states[row], self.dead_ends) for row in seen.logit_rows]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
 
     def _seen(self, batch: DeviceBatch) -> SeenBatch:
@@ -427,9 +433,10 @@ def make_harness(
     stop_token_ids: frozenset[int] = frozenset(),
     tokenizer: Tokenizer | None = None,
     run_ahead: bool = False,
+    dead_ends: int = 0,
 ) -> Harness:
     drafter = drafter or Drafter()
-    decoder = FakeDecoder(block_size)
+    decoder = FakeDecoder(block_size, dead_ends)
     num_slots = max_num_seqs + spare_slots
     state = SequenceState(num_slots, max_len=max_model_len, lookahead=drafter.lookahead, vocab_size=VOCAB, device=CPU)
     if isinstance(drafter, StateDrafter):

@@ -24,6 +24,8 @@ from ssd.sampling.sampler import Needs, Rows
 
 @dataclass
 class _Decided:
+    """A verification whose outcomes are known."""
+
     outcomes: list[Outcome | None]
     began: Clock
     ended: Clock
@@ -81,8 +83,10 @@ class RejectionTarget(Target):
         found = []
         for work, start in zip(works, starts, strict=True):
             own = chosen[start : start + work.num_logits]
-            usual = drawn[id(work)] if id(work) in drawn else _while_equal(work, own)
-            found.append([-1] if -1 in own else usual)
+            tokens = drawn[id(work)] if id(work) in drawn else _while_equal(work, own)
+            if -1 in own[: len(tokens)]:  # there is nothing to draw from
+                tokens = [*tokens[: own.index(-1)], -1]
+            found.append(tokens)
         return found
 
     def _draw(self, trials: Seq[_Trial], logits: torch.Tensor, rows: Rows, needs: Needs) -> dict[int, list[int]]:

@@ -6,7 +6,6 @@ AR, SD and SSD are the same loop and differ in the drafter only. Knows nothing o
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections.abc import Sequence as Seq
 
@@ -24,15 +23,13 @@ from ssd.core import (
 )
 from ssd.decoding.drafter import Drafter
 from ssd.decoding.round import InFlight, Round
+from ssd.engine.failures import RoundFailures
 from ssd.engine.metrics import EngineMetrics
 from ssd.engine.outputs import OutputProcessor, RunningRequest
 from ssd.engine.scheduler import Scheduler
 from ssd.engine.validation import Limits, check_request
-from ssd.errors import NO_CHOICE, STRUCTURED_FAILED, EngineFailed, RequestError, one_line
+from ssd.errors import EngineFailed, RequestError, one_line
 from ssd.text.tokenizer import Tokenizer
-
-log = logging.getLogger("ssd")
-_MOST_FAILURES = 3  # rounds in a row
 
 
 class Engine:
@@ -62,8 +59,7 @@ class Engine:
         self._deltas: list[Delta] = []  # to be returned by the next `step`
         self._ids = itertools.count()
         self._in_flight: InFlight | None = None  # launched, not committed yet
-        self._num_failures = 0  # rounds that failed in a row
-        self._failure: Exception | None = None  # the last error, once _MOST_FAILURES rounds failed in a row
+        self._failures = RoundFailures(round_, scheduler)
 
     @property
     def num_unfinished_requests(self) -> int:
@@ -72,7 +68,7 @@ class Engine:
     @property
     def failure(self) -> str | None:
         """Why no request can be served any more; None while the engine works."""
-        error = self._failure or (None if self.lost is None else EngineFailed(self.lost))
+        error = self._failures.fatal or (None if self.lost is None else EngineFailed(self.lost))
         return None if error is None else f"the engine has failed: load the model again ({one_line(error)})"
 
     @property
@@ -103,7 +99,7 @@ class Engine:
         requests that were made together.
         """
         if self.failure is not None:
-            raise EngineFailed(self.failure) from self._failure
+            raise EngineFailed(self.failure) from self._failures.fatal
         request_id = request_id if request_id is not None else self._new_id()
         try:
             if request_id in self._requests:
@@ -207,7 +203,7 @@ class Engine:
             self._clear_in_flight(works)
             self._round_failed(works, error)
             return
-        self._num_failures = 0
+        self._failures.clear()
         self._clear_in_flight(works)
         now = time.perf_counter()
         for work, outcome in zip(works, outcomes, strict=True):
@@ -254,21 +250,17 @@ class Engine:
         """Commits an outcome to its sequence: KV count, tokens, prefix cache, then finish or delta."""
         sequence, kv = work.sequence, work.sequence.kv
         num_before = len(sequence.tokens)
-        kv.num_computed += work.num_tokens
         if outcome is None:
+            kv.num_computed += work.num_tokens
             self.scheduler.pool.commit(kv, sequence.tokens)
             return
-        self.scheduler.acquit(sequence)
-        if outcome.token_ids[-1] < 0:
-            failed = sequence.constraint.error if sequence.constraint is not None else None
-            self._fail(sequence.request.id, NO_CHOICE if failed is None else f"{STRUCTURED_FAILED}: {failed}")
-            return
+        self.scheduler.clear_isolation(sequence)
         processor = self._processors[sequence.id]
         reason = processor.append(outcome)
         num_new = len(sequence.tokens) - num_before
         self.metrics.count_outcome(sequence, outcome, num_new, now)
         sequence.last_accepted = min(outcome.num_accepted, num_new)
-        kv.num_computed += min(outcome.num_accepted, num_new - 1)
+        kv.num_computed = len(sequence.tokens) - 1
         self.scheduler.pool.commit(kv, sequence.tokens)
         if reason is not None:
             self._finish(processor, reason, now)
@@ -285,50 +277,26 @@ class Engine:
         delta, running = processor.delta(), self._requests[sequence.request.id]
         if running.finished:
             del self._requests[sequence.request.id]
-            self.metrics.num_finished += 1
             delta.output = running.output()
+            self.metrics.num_finished += 1
+            self.metrics.num_failed += delta.output.error is not None
         self._deltas.append(delta)
 
-    def _end(self, request_id: str, reason: FinishReason) -> None:
-        """Finishes the samples of a request that are not finished yet."""
+    def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
+        """Finishes the samples of a request that are not finished yet. `error`: why, if they failed."""
         now = time.perf_counter()
         for processor in self._requests[request_id].processors:
             if processor.sequence.status is not Status.FINISHED:
+                processor.error = error
                 self._finish(processor, reason, now)
 
     def _round_failed(self, works: Seq[Work], error: Exception) -> None:
-        """Handles a round that raised.
-
-        A request that was alone in it fails. Several are computed again from their tokens, one at a time. If
-        _MOST_FAILURES rounds in a row have failed, and one without requests does, too, everything fails; at once if
-        another rank of the model was lost (EngineFailed).
-        """
-        log.error("a round failed: %s", one_line(error))
-        log.debug("how it failed", exc_info=error)
+        """Handles a round that raised: ends the requests that fail, and has the others computed again."""
         if self._in_flight is not None:  # it began with what the failed one left behind
             works = [*works, *self._in_flight.works]
             self.round.discard(self._in_flight)
             self._clear_in_flight(self._in_flight.works)
             self._in_flight = None
-        self._num_failures += 1
-        sequences = list(dict.fromkeys(work.sequence for work in works if work.sequence.status is not Status.FINISHED))
-        involved = {sequence.request.id for sequence in sequences}
-        for request_id in involved:
-            self._requests[request_id].failed_rounds += 1
-        failed = involved
-        lost = isinstance(error, EngineFailed)
-        if lost or (self._num_failures >= _MOST_FAILURES and not self.round.can_compute()):
-            log.error("the engine ends everything and takes no more")
-            self._failure = error.with_traceback(None)  # a traceback keeps the round's tensors alive
-            failed = set(self._requests)
-        elif len({work.sequence.request.id for work in works}) > 1:
-            failed = {id_ for id_ in involved if self._requests[id_].failed_rounds >= _MOST_FAILURES}
-            self.scheduler.suspect(sequences)
-        for request_id in failed:
-            self._fail(request_id, f"the round that computed this request failed: {one_line(error)}")
+        for request_id in self._failures.handle(works, error, self._requests):
+            self._end(request_id, "error", f"the round that computed this request failed: {one_line(error)}")
         self._release()
-
-    def _fail(self, request_id: str, error: str) -> None:
-        self._requests[request_id].error = error
-        self.metrics.num_failed += 1
-        self._end(request_id, "error")

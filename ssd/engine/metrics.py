@@ -17,7 +17,7 @@ class EngineMetrics:
     num_requests: int = 0
     num_finished: int = 0  # aborted and failed ones included
     num_aborted: int = 0
-    num_failed: int = 0  # requests whose round failed
+    num_failed: int = 0  # requests with a sample that failed
     num_refused: int = 0
     num_rounds: int = 0
     num_sequence_rounds: int = 0  # rounds times the sequences that decided in them
@@ -63,8 +63,9 @@ class EngineMetrics:
         drafted, accepted, metrics = len(outcome.draft), min(outcome.num_accepted, num_new), sequence.metrics
         metrics.rounds += 1
         metrics.output_tokens += num_new
-        metrics.deliveries.append((now, num_new))
-        metrics.first_token = now if metrics.first_token is None else metrics.first_token
+        if num_new:
+            metrics.deliveries.append((now, num_new))
+            metrics.first_token = now if metrics.first_token is None else metrics.first_token
         self.output_tokens += num_new
         self.num_sequence_rounds += 1
         if drafted:

@@ -19,6 +19,7 @@ from ssd.core import (
     Status,
     TokenLogprobs,
 )
+from ssd.errors import NO_CHOICE, STRUCTURED_FAILED
 from ssd.text.detokenizer import IncrementalDecoder
 from ssd.text.tokenizer import Tokenizer
 
@@ -64,6 +65,7 @@ class OutputProcessor:
         self.sequence = sequence
         self.stream = stream  # a delta after every round, not only at the end
         self.text = ""
+        self.error: str | None = None  # why the sample failed
         self._tokenizer = tokenizer
         shown = sequence.params.shown_token_ids
         self._decoder = IncrementalDecoder(tokenizer, sequence.tokens, shown_token_ids=shown) if tokenizer else None
@@ -76,10 +78,16 @@ class OutputProcessor:
         self._stops = StopStrings(sequence.params.stop)
 
     def append(self, outcome: Outcome) -> FinishReason | None:
-        """Appends an outcome's tokens to the sequence up to the first stop; returns why it ended, if it did."""
+        """Appends an outcome's tokens to the sequence up to the first stop; returns why it ended, if it did.
+
+        Where the target could choose no token, the sample fails after the accepted tokens, unless it has ended there.
+        """
         if self.stream:
             self._outcomes.append(outcome)
         for i, token in enumerate(outcome.token_ids):
+            if token < 0:
+                self.error = self._no_choice()
+                return "error"
             self.sequence.tokens.append(token)
             self._num_accepted += i < outcome.num_accepted
             if outcome.logprobs:
@@ -124,6 +132,15 @@ class OutputProcessor:
             entry.decoded = {token: self._tokenizer.token_text(token) for token in (entry.token_id, *entry.top)}
         return entry
 
+    def _no_choice(self) -> str:
+        """Why there is no token to choose after those of the sequence."""
+        constraint = self.sequence.constraint
+        if constraint is not None:
+            constraint.masks([])  # a limit that was reached after draft tokens is reached again, and then known
+            if constraint.error is not None:
+                return f"{STRUCTURED_FAILED}: {constraint.error}"
+        return NO_CHOICE
+
     def _step(self, token: int) -> FinishReason | None:
         sequence, params = self.sequence, self.sequence.params
         if token in sequence.stop_token_ids and sequence.num_output > params.min_tokens:
@@ -166,8 +183,7 @@ class RunningRequest:
 
     request: Request
     processors: list[OutputProcessor]  # one per sample
-    error: str | None = None
-    failed_rounds: int = 0  # that it was in
+    failed_rounds: int = 0  # failed rounds that it was in
 
     @property
     def finished(self) -> bool:
@@ -175,7 +191,8 @@ class RunningRequest:
 
     def output(self) -> RequestOutput:
         samples, request = [processor.sample() for processor in self.processors], self.request
-        return RequestOutput(request.id, list(request.prompt_token_ids), samples, self.error, request.params)
+        error = next((processor.error for processor in self.processors if processor.error is not None), None)
+        return RequestOutput(request.id, list(request.prompt_token_ids), samples, error, request.params)
 
 
 def refused(request_id: str, prompt_token_ids: list[int], params: SamplingParams, error: str) -> RequestOutput:

@@ -20,7 +20,7 @@ from typing import Final
 from ssd.core import Sequence, Status, Work
 from ssd.kv.blocks import BlockPool
 
-_SHARE: Final = 4  # while a request has none of the places, another may have one in so many of them
+_MIN_GROUPS: Final = 4  # while a group waits with no running sequence, another may run max_num_seqs / 4 at most
 
 
 class Scheduler:
@@ -42,7 +42,7 @@ class Scheduler:
         self.leaving: list[Sequence] = []  # finished, but a round in flight writes to their blocks
         self.preempted: list[Sequence] = []  # since the list was last cleared by the engine
         self.admitted: list[Sequence] = []  # by the last `schedule`
-        self.suspects: list[Sequence] = []  # of a round that failed: each runs alone until it has decided a token
+        self.isolated: list[Sequence] = []  # from a failed round: each runs alone until it has decided a token
         self.num_preemptions = 0
         self._slots = list(range(num_slots or max_num_seqs))  # that are free
 
@@ -64,9 +64,9 @@ class Scheduler:
         None: a sequence must be preempted, and the round in flight must be collected before that.
         """
         self.admitted = []
-        if self.suspects:
-            return self._schedule_alone(self.suspects[0])
-        if not self._make_way():
+        if self.isolated:
+            return self._schedule_alone(self.isolated[0])
+        if not self._preempt_for_waiting():
             return None
         decoding, prompts = _ready(self.running)
         turns = self._turns(prompts)
@@ -76,7 +76,7 @@ class Scheduler:
             return None
         if len(works) < len(planned):  # preempted: they come first now
             turns = self._turns([])
-        return self._top_up(works + self._admit(turns, self._left(works))) if turns else works
+        return self._top_up(works + self._admit(turns, self._left(works)), prompts) if turns else works
 
     def finish(self, sequence: Sequence) -> None:
         """Removes a sequence. `released` frees its blocks once no round in flight writes them."""
@@ -86,7 +86,7 @@ class Scheduler:
         elif sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
         sequence.status = Status.FINISHED
-        self.acquit(sequence)
+        self.clear_isolation(sequence)
 
     def released(self) -> list[Sequence]:
         """Frees blocks and slots of finished sequences that are in no round in flight; returns those."""
@@ -108,20 +108,20 @@ class Scheduler:
         self.preempted.append(sequence)
         self.add(sequence)
 
-    def suspect(self, sequences: Seq[Sequence]) -> None:
-        """Preempts sequences of a round that failed; each runs alone until `acquit`, so that the one at fault is found.
+    def isolate(self, sequences: Seq[Sequence]) -> None:
+        """Preempts sequences of a failed round; each runs alone until `clear_isolation`, so that the cause is found.
 
         No round is in flight.
         """
         for sequence in sequences:
             if sequence.status is Status.RUNNING:
                 self.preempt(sequence)
-        self.suspects += [s for s in sequences if s.status is Status.WAITING and s not in self.suspects]
+        self.isolated += [s for s in sequences if s.status is Status.WAITING and s not in self.isolated]
 
-    def acquit(self, sequence: Sequence) -> None:
-        """Lets a suspect run together with others again."""
-        if sequence in self.suspects:
-            self.suspects.remove(sequence)
+    def clear_isolation(self, sequence: Sequence) -> None:
+        """Lets an isolated sequence run together with others again."""
+        if sequence in self.isolated:
+            self.isolated.remove(sequence)
 
     def _schedule_alone(self, sequence: Sequence) -> list[Work] | None:
         if sequence.status is Status.RUNNING:
@@ -157,41 +157,42 @@ class Scheduler:
             return 0
         return max(0, min(self.lookahead, sequence.max_tokens - sequence.least_len - 1))
 
-    def _make_way(self) -> bool:
-        """Preempts for those that must not wait; False if the round in flight must be collected before."""
-        while (victim := self._victim()) is not None:
+    def _preempt_for_waiting(self) -> bool:
+        """Preempts for higher priorities and unserved groups; False if the round in flight must be collected before."""
+        while (candidate := self._preemption_candidate()) is not None:
             if self._is_in_flight:
                 return False
-            self.preempt(victim)
+            self.preempt(candidate)
         return True
 
-    def _victim(self) -> Sequence | None:
-        """A running sequence that gives its place to a waiting one, if there is no room for that otherwise.
+    def _preemption_candidate(self) -> Sequence | None:
+        """A running sequence to preempt for a waiting one that cannot be admitted otherwise.
 
-        The last in order, if its priority is lower; or one of a group with more than its share of the places, if the
-        other's group has none.
+        The last in order, if its priority is lower; or the last of a group that runs more than `_group_limit`
+        sequences, if the waiting one's group runs none.
         """
         if not self.waiting or not self.running:
             return None
         head, last = self.waiting[0], self.running[-1]
         if last.params.priority > head.params.priority:
             return None if self._has_room(head) else last
-        held = self._held()
-        [(crowd, count)] = held.most_common(1)
-        if count <= self._share:
+        num_running = self._num_running()
+        [(largest, count)] = num_running.most_common(1)
+        if count <= self._group_limit:
             return None
-        newcomer = next((s for s in self.waiting if s.request.group not in held), None)
-        if newcomer is None or self._has_room(newcomer):
+        unserved = next((s for s in self.waiting if s.request.group not in num_running), None)
+        if unserved is None or self._has_room(unserved):
             return None
-        youngest = next(s for s in reversed(self.running) if s.request.group == crowd)
-        return youngest if youngest.params.priority >= newcomer.params.priority else None
+        last = next(s for s in reversed(self.running) if s.request.group == largest)
+        return last if last.params.priority >= unserved.params.priority else None
 
     @property
-    def _share(self) -> int:
-        return max(1, self.max_num_seqs // _SHARE)
+    def _group_limit(self) -> int:
+        """Running sequences of a group while another group waits and runs none."""
+        return max(1, self.max_num_seqs // _MIN_GROUPS)
 
-    def _held(self) -> Counter[str]:
-        """Places of every group of requests."""
+    def _num_running(self) -> Counter[str]:
+        """Running sequences of every group of requests."""
         return Counter(s.request.group for s in self.running)
 
     def _turns(self, prompts: list[Sequence]) -> list[Sequence]:
@@ -209,18 +210,18 @@ class Scheduler:
         if room <= 0:
             return []
         found: list[Sequence] = []
-        caching, held = self.pool.prefix_caching, self._held()
-        newcomers = {s.request.group for s in self.waiting if s.request.group not in held}
+        caching, num_running = self.pool.prefix_caching, self._num_running()
+        unserved = {s.request.group for s in self.waiting if s.request.group not in num_running}
         prefilling = {s.request.id for s in self.running if caching and s.index == 0 and s.num_pending > 1}
         for sequence in self.waiting:
             if len(found) >= room:
                 break
             request = sequence.request
-            others_wait = len(newcomers) > (request.group in newcomers)
-            most = self._share if others_wait else self.max_num_seqs
-            if held[request.group] < most and (sequence.index == 0 or request.id not in prefilling):
+            others_wait = len(unserved) > (request.group in unserved)
+            limit = self._group_limit if others_wait else self.max_num_seqs
+            if num_running[request.group] < limit and (sequence.index == 0 or request.id not in prefilling):
                 found.append(sequence)
-                held[request.group] += 1
+                num_running[request.group] += 1
                 if caching and sequence.index == 0:
                     prefilling.add(request.id)
         return found
@@ -266,7 +267,7 @@ class Scheduler:
         return [work for work in planned.values() if work.sequence.status is Status.RUNNING]
 
     def _admit(self, turns: Seq[Sequence], budget: int) -> list[Work]:
-        """Admits those that wait. Who overtakes another leaves blocks for it."""
+        """Admits waiting sequences. One admitted out of order leaves the blocks that earlier ones need."""
         works: list[Work] = []
         waiting = sorted((s for s in turns if s.status is Status.WAITING), key=_order)
         missing = [self._blocks_missing(s) for s in waiting]
@@ -283,19 +284,24 @@ class Scheduler:
                     del waiting[place], missing[place]
         return works
 
-    def _top_up(self, works: list[Work]) -> list[Work]:
-        """Gives tokens that were left to others, who could not be admitted or needed fewer, to prompts that go on."""
+    def _top_up(self, works: list[Work], prompts: Seq[Sequence]) -> list[Work]:
+        """Gives the tokens left in the round to prefill chunks that end before their prompt does.
+
+        `prompts` are running; one that was left without a chunk, for a prompt that could not be admitted, gets one.
+        """
         budget = self._left(works)
-        for i, work in enumerate(works):
-            if not work.decides and budget > 0:
-                more = self._work(work.sequence, work.num_tokens + budget)
-                if self.pool.grow(work.sequence.kv, _reach(more)):
-                    works[i] = more
+        found = {work.sequence.id: work for work in works}
+        for sequence in (*(work.sequence for work in works), *prompts):
+            work = found.get(sequence.id, Work(sequence, 0, decides=False))
+            if budget > 0 and not work.decides and sequence.status is Status.RUNNING:
+                more = self._work(sequence, work.num_tokens + budget)
+                if self.pool.grow(sequence.kv, _reach(more)):
+                    found[sequence.id] = more
                     budget -= more.cost - work.cost
-        return works
+        return list(found.values())
 
     def _left(self, works: Iterable[Work]) -> int:
-        """Tokens that may be added to a round."""
+        """Tokens left of `max_num_batched_tokens`."""
         return self.max_num_batched_tokens - sum(work.cost for work in works)
 
     @property
@@ -304,7 +310,7 @@ class Scheduler:
         return sum(self._blocks_missing(s) for s in self.running if s.num_pending > 1)
 
     def _admit_one(self, sequence: Sequence, budget: int, promised: int = 0) -> Work | None:
-        """Admits a waiting sequence; None if there is no room for it now. `promised`: blocks that are not for it."""
+        """Admits a waiting sequence; None if there is no room for it now. `promised`: free blocks that others need."""
         if not self._attach(sequence, promised):
             return None
         cached = sequence.kv.num_computed

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from ssd.core import Delta, Sample
+from ssd.errors import RequestFailed
 from ssd.server.answers import STREAMED, CompletionLogprobs, check_common, event_stream, usage, worth_sending
 from ssd.server.errors import AsciiJSON, renaming, unsupported
 from ssd.server.generation import Generation, ServerState, start
@@ -40,7 +41,10 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     }
     if body.stream:
         return event_stream(_chunks(head, body, generations, echoes))
-    outputs = list(await asyncio.gather(*(generation.finish() for generation in generations)))
+    async with aclosing(_merged(generations)) as deltas:  # type: ignore[type-var]
+        async for _ in deltas:
+            pass
+    outputs = [generation.output for generation in generations]
     choices = [
         _choice(body, i, echoes[i], sample, CompletionLogprobs(), output.prompt_token_ids)
         for i, output in enumerate(outputs)
@@ -83,23 +87,34 @@ async def _chunks(
 
 
 async def _merged(generations: list[Generation]) -> AsyncIterator[tuple[int, Delta]]:
-    """The deltas of all generations as they come, each with the number of its generation."""
+    """The deltas of all generations as they come, each with the number of its generation.
+
+    RequestFailed is raised if all samples of all generations failed.
+    """
     if len(generations) == 1:  # without a task per delta
         async with aclosing(generations[0].deltas()) as deltas:  # type: ignore[type-var]
             async for delta in deltas:
                 yield 0, delta
         return
     streams = [generation.deltas() for generation in generations]
+    failures: list[RequestFailed] = []
     # One read per stream at a time: deltas that a slow reader has not read are merged in their submission's queue.
     reads = {asyncio.ensure_future(anext(stream, None)): i for i, stream in enumerate(streams)}
     try:
         while reads:
             done, _ = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
             for read in done:
-                i, read_delta = reads.pop(read), read.result()
+                i = reads.pop(read)
+                try:
+                    read_delta = read.result()
+                except RequestFailed as error:
+                    failures.append(error)
+                    continue
                 if read_delta is not None:
                     yield i, read_delta
                     reads[asyncio.ensure_future(anext(streams[i], None))] = i
+        if len(failures) == len(generations):
+            raise failures[0]
     finally:
         for generation in generations:
             generation.abort()

@@ -17,8 +17,8 @@ from fastapi import Request
 
 from ssd.core import Delta, RequestOutput, SamplingParams
 from ssd.engine.submission import AsyncSubmission
-from ssd.errors import EngineFailed, RequestFailed
-from ssd.llm import LLM, Prompt
+from ssd.errors import EngineFailed
+from ssd.llm import LLM, Prompt, check_served
 from ssd.server.admission import Admission
 from ssd.server.errors import ApiError
 from ssd.server.metrics import Metrics
@@ -77,7 +77,10 @@ class Generation:
         self._submission.abort()
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """Leaving the iteration aborts the request. Deltas that a slow reader has not read are merged."""
+        """Leaving the iteration aborts the request. Deltas that a slow reader has not read are merged.
+
+        After the last one, RequestFailed is raised if all samples failed.
+        """
         try:
             while not self._submission.ended:
                 async with asyncio.timeout_at(self._deadline):
@@ -87,11 +90,10 @@ class Generation:
             raise ApiError(504, TIMED_OUT, code="timeout", headers=NO_RETRY) from None
         finally:
             self.abort()
-        if self.output.error is not None:
-            raise RequestFailed(self.output.error)
+        check_served(self.output)
 
     async def finish(self) -> RequestOutput:
-        """Waits for the whole output."""
+        """Waits for the whole output; RequestFailed if all samples failed."""
         async for _ in self.deltas():
             pass
         return self.output

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as Backend
 from ssd.core import FinishReason, Outcome, SamplingParams, TokenLogprobs, sequence_seed
 from ssd.engine.driver import Driver
 from ssd.engine.outputs import OutputProcessor, StopStrings, refused
+from ssd.errors import NO_CHOICE, STRUCTURED_FAILED
 from ssd.llm import LLM
 from ssd.text.tokenizer import Tokenizer
 
@@ -92,6 +93,51 @@ class Script:
     def result(self) -> tuple[str, FinishReason | None]:
         assert "".join(self.pieces) == self.writer.text, "the stream and the text disagree"
         return self.writer.text, self.reason
+
+
+# --- no token to choose ----------------------------------------------------------------------------------------------
+
+
+def test_a_failure_comes_after_the_accepted_tokens() -> None:
+    """Catches text that is dropped or held back for a stop string when there is no next token."""
+    script = Script(SamplingParams(stop="END")).write("one ", [*ids("two E"), -1])
+    assert script.result == ("one two E", "error")
+    assert script.writer.error == NO_CHOICE
+
+
+def test_a_stop_among_the_accepted_tokens_is_no_failure() -> None:
+    """Catches a text that has ended, by a stop string, a stop token or its length, and fails all the same."""
+    draft = [*ids("two END"), -1]
+    assert Script(SamplingParams(stop="END")).write("one ", draft).result == ("one two ", "stop")
+    assert Script(SamplingParams(max_new_tokens=11)).write("one ", draft).result == ("one two END", "length")
+    script = Script(SamplingParams()).write("one ", [*ids("two"), EOS, -1])
+    assert (script.result, script.writer.error) == (("one two", "stop"), None)
+
+
+class StuckConstraint:
+    """Reaches a limit in the mask after the tokens "ab". What it finds out about a draft is forgotten."""
+
+    complete = False
+    error: str | None = None
+
+    def __init__(self) -> None:
+        self.consumed: list[int] = []
+
+    def advance(self, token: int) -> None:
+        self.consumed.append(token)
+
+    def masks(self, draft: Seq[int]) -> None:
+        if not draft and self.consumed == ids("ab"):
+            self.error = "too many items"
+
+
+@pytest.mark.parametrize("outcomes", [["a", "b", [-1]], ["a", [*ids("b"), -1]], [[*ids("ab"), -1]]])
+def test_a_limit_of_structured_output_is_named(outcomes: list[Tokens]) -> None:
+    """Catches an error that depends on the draft: its masks were computed before its tokens were accepted."""
+    script = Script(SamplingParams())
+    script.sequence.constraint = StuckConstraint()  # type: ignore[assignment]
+    script.write(*outcomes)
+    assert (script.result, script.writer.error) == (("ab", "error"), f"{STRUCTURED_FAILED}: too many items")
 
 
 # --- stop strings -----------------------------------------------------------------------------------------------------

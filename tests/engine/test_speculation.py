@@ -727,7 +727,7 @@ def test_a_request_that_a_drafter_cannot_serve_leaves_the_others_their_drafts(
 def fail_now_and_then(engine: Engine, where: str, after: bool) -> list[str]:
     """Every fourth call of that method raises, before its work or after it; returns a list of the failures.
 
-    The count of failures is set back, so that rests stay short.
+    The count of failures is set back, so that backoffs stay short.
     """
     drafter, failures, calls = engine.round.drafter, list[str](), itertools.count(1)
     method = getattr(drafter, where)

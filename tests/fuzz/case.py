@@ -5,18 +5,24 @@ Knows nothing of how a case is run.
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from conftest import KINDS
+import tokenizers
+from conftest import KINDS, VOCAB
 from random_requests import MAX_LEN, Asked, random_requests
 
+import ssd
 from ssd import SamplingParams
 from ssd.config import BUDGETS
 
+BUNDLE = Path(ssd.__file__).parent / "bundle"
 BUNDLED = {"tiny-llama": "tiny-llama-draft", "tiny-qwen3": "tiny-qwen3-draft"}
+BUNDLED_VOCAB = 8192
 DRAFTS = ("noisy", "self", "stranger")  # of the random models
 MOST_FAILURES = 2  # rounds that fail in one case: an engine gives up after three in a row
 EXTREMES: list[dict[str, Any]] = [  # parameters that `random_requests` leaves out
@@ -50,6 +56,12 @@ STRUCTURED: list[dict[str, Any]] = [
     {"json_schema": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}}}},
     {"json_schema": {"type": "array", "items": {"type": "boolean"}, "maxItems": 5}},
     {"grammar": 'start: "(" start ")" | "x"+'},
+]
+
+DEAD_ENDS = [  # where "!" is forbidden, some texts come to their end and others have no next token
+    r"(the( old){3}!|(a|one|my)( man){2,30}\.)",
+    r"(la ){9}!|(lo ){5}\.|(li ){3,7}!",
+    r"[A-M][a-z ,']{1,40}!|[N-Z][a-z ,']{1,20}\.",
 ]
 
 
@@ -111,7 +123,7 @@ def random_case(seed: int, *, processes: bool = True) -> Case:
     model = dice.choice([*KINDS, *KINDS, *BUNDLED])
     speculation = _with_replicas(_with_head(_speculation(dice, model, processes), model, seed), seed)
     calls = [_call(dice, asked) for asked in random_requests(dice.randint(1, 10), dice.randrange(1 << 30))]
-    calls = [_with_order_and_form(call, model) for call in calls]
+    calls = [_with_dead_end(_with_order_and_form(call, model), model) for call in calls]
     if speculation.get("acceptance") == "rejection":  # at T > 0 the text is another sample
         calls = [replace(call, params=replace(call.params, temperature=0.0)) for call in calls]
     return Case(
@@ -167,9 +179,10 @@ def _speculation(dice: random.Random, model: str, processes: bool) -> dict[str, 
 
 def _with_head(speculation: dict[str, Any], model: str, seed: int) -> dict[str, Any]:
     """Perhaps with an EAGLE head in place of the draft model. A seed gives the same case as before heads were known."""
-    if speculation.get("draft") not in DRAFTS or random.Random(f"head {seed}").random() < 0.7:
+    if speculation.get("draft", "ngram") == "ngram" or random.Random(f"head {seed}").random() < 0.7:
         return speculation
-    return speculation | {"draft": "head"} | ({"placement": "inline"} if "placement" in speculation else {})
+    head = f"{model}-eagle" if model in BUNDLED else "head"
+    return speculation | {"draft": head} | ({"placement": "inline"} if "placement" in speculation else {})
 
 
 def _with_replicas(speculation: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -196,6 +209,34 @@ def _with_order_and_form(call: Call, model: str) -> Call:
         free = {"ignore_eos": False, "min_tokens": 0, "logit_bias": {}}
         params = replace(params, **free, structured=dice.choice(STRUCTURED))
     return replace(call, params=params)
+
+
+def _with_dead_end(call: Call, model: str) -> Call:
+    """Perhaps with tokens forbidden, so that there is none to choose at some point of some samples, or of all.
+
+    Of a structured output in the midst of the text; otherwise at once: all tokens are forbidden, or all but the stop
+    tokens, which `min_tokens` forbids. Drawn by the prompt: a seed gives the same case as before these were known.
+    """
+    dice, params = random.Random(f"dead end {call.prompt}"), call.params
+    if dice.random() > (0.5 if params.structured is not None else 0.06):
+        return call
+    changes: dict[str, Any] = {"n": dice.choice([1, 2, 4]), "temperature": dice.choice([0.0, 0.7, 1.5])}
+    if params.structured is not None:
+        changes |= {"structured": {"regex": dice.choice(DEAD_ENDS)}, "max_new_tokens": dice.randint(4, 40)}
+        forbidden = set(_tokens_with(model, "!"))
+    else:
+        tokens = range(BUNDLED_VOCAB if model in BUNDLED else VOCAB)
+        changes |= {"stop_token_ids": dice.sample(tokens, dice.choice([0, 3])), "min_tokens": 1}
+        forbidden = set(tokens) - set(changes["stop_token_ids"])
+    changes["logit_bias"] = {token: float("-inf") for token in sorted(forbidden)}
+    return replace(call, params=replace(params, **changes))
+
+
+@functools.cache
+def _tokens_with(model: str, character: str) -> tuple[int, ...]:
+    """The tokens of a bundled model whose text has an ASCII character."""
+    vocabulary = tokenizers.Tokenizer.from_file(str(BUNDLE / model / "tokenizer.json")).get_vocab()
+    return tuple(sorted(token for text, token in vocabulary.items() if character in text))
 
 
 def _events(dice: random.Random, speculation: dict[str, Any]) -> list[Event]:

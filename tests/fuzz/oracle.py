@@ -60,7 +60,7 @@ class Oracle:
                     max_num_seqs=1,
                     prefix_caching=False,
                 )
-            self._answers[key] = self._engines[key[:2]].generate(call.prompt, call.params)[0]
+            self._answers[key] = self._engines[key[:2]].generate([call.prompt], call.params)[0]
         return self._answers[key]
 
 
@@ -70,16 +70,17 @@ def check_answer(output: RequestOutput, whole: RequestOutput, *, left: bool, los
     `left`: the request was aborted before its end; `lost`: one of its rounds was made to fail.
     """
     assert output.prompt_token_ids == whole.prompt_token_ids
-    assert output.error is None or lost, output.error
     reasons = {sample.finish_reason for sample in output.samples}
-    assert "error" not in reasons or lost
+    assert (output.error is not None) == ("error" in reasons)
+    assert output.error == whole.error or left or lost, output.error
     assert ("abort" in reasons) == left or (left and lost), f"aborted: {left}, but it ended with {reasons}"
     for sample, full in zip(output.samples, whole.samples, strict=True):
         what, end = f"sample {sample.index}", len(sample.token_ids)
         assert sample.token_ids == full.token_ids[:end], f"{what}: {sample.token_ids} is not {full.token_ids}"
         assert sample.logprobs == (None if full.logprobs is None else full.logprobs[:end]), f"{what}: log-probabilities"
-        if sample.finish_reason in ("abort", "error"):
-            assert end < len(full.token_ids), f"{what} was complete, and yet it ended with {sample.finish_reason!r}"
+        if sample.finish_reason == "abort" or (lost and sample.finish_reason == "error"):
+            complete = end == len(full.token_ids) and full.finish_reason != "error"
+            assert not complete, f"{what} was complete, and yet it ended with {sample.finish_reason!r}"
         else:
             assert sample.token_ids == full.token_ids, f"{what} ended too early: {sample.token_ids}"
             got, wanted = ((s.text, s.finish_reason) for s in (sample, full))

@@ -171,6 +171,7 @@ class Player:
 
     def covered(self) -> Counter[str]:
         case, metrics = self.case, self.engine.metrics
+        failed = [o for o in self.outputs.values() if o.error is not None and o.request_id not in self.faults.lost]
         happened = {
             "run-ahead": case.run_ahead,
             case.dtype: True,
@@ -184,6 +185,8 @@ class Player:
             "abort": any(call.abort is not None and not call.drop for call in case.calls),
             "dropped stream": any(call.abort is not None and call.drop for call in case.calls),
             "failed request": metrics.num_failed,
+            "no token to choose": failed,
+            "other samples go on": any(len({s.finish_reason for s in output.samples}) > 1 for output in failed),
             "drafter failure": metrics.drafter_failures,
             **self.seen,
         }

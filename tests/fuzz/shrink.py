@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from fuzz.case import BUNDLED, Call, Case
+from fuzz.case import Call, Case
 from ssd import SamplingParams
 
 PLAIN = SamplingParams(seed=0)  # sampling needs a seed to be reproducible
@@ -41,7 +41,7 @@ def simplifications(case: Case) -> Iterator[Case]:
     for events in _fewer(case.events):
         yield replace(case, events=events)
     if case.model != DEFAULT.model:
-        draft = {"draft": "noisy"} if case.speculation.get("draft") in BUNDLED.values() else {}
+        draft = {"draft": "noisy"} if case.speculation.get("draft", "").startswith(case.model) else {}
         yield replace(case, model=DEFAULT.model, speculation=case.speculation | draft)
     for name in ("dtype", "run_ahead"):
         if getattr(case, name) != getattr(DEFAULT, name):

@@ -156,7 +156,7 @@ def test_nothing_is_written_beyond_the_blocks(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_acceptance(monkeypatch: pytest.MonkeyPatch, seed: int, gather: bool) -> None:
-    """Any part of a draft is accepted; texts that are full, works that decide nothing, and padding."""
+    """Any part of a draft is accepted, then a token or no choice; full texts, works that decide nothing, padding."""
     world = World(seed)
     batch = world.batch()
     padding = seed % 3 * 5
@@ -165,6 +165,8 @@ def test_acceptance(monkeypatch: pytest.MonkeyPatch, seed: int, gather: bool) ->
     for slot, row, count in zip(batch.slots, first, batch.num_logits, strict=True):
         accepted = world.rng.randint(0, max(0, count - 1))
         chosen[row : row + accepted] = world.tensors["drafts"][slot, :accepted]
+        if count and slot % 3 == 0:
+            chosen[row + accepted] = -1
     ours, theirs = (inputs_of(batch, gather=gather, device=device, padding=padding) for device in (DEVICE, CPU))
     states, width = (world.state(DEVICE), world.state(CPU)), 3 + 2 * world.width
     outs = [torch.zeros((len(batch.slots) + padding, width), dtype=torch.int32, device=d) for d in (DEVICE, CPU)]
@@ -174,6 +176,10 @@ def test_acceptance(monkeypatch: pytest.MonkeyPatch, seed: int, gather: bool) ->
     assert torch.equal(outs[0].cpu(), outs[1])
     assert (outs[0][len(batch.slots) :] == 0).all()
     world.same(*states)
+    rows = zip(batch.slots, first, batch.num_logits, outs[1].tolist(), strict=False)  # padding is left out
+    for slot, row, count, (num_new, _, *new) in rows:
+        if count and -1 in chosen[row : row + count]:
+            assert new[:num_new] == [*world.tensors["drafts"][slot, : num_new - 1].tolist(), -1]
 
 
 def accept_two(kernels: Any, state: SequenceState, slots: list[int], chosen: list[int], counts: list[int]) -> list[int]:

@@ -287,6 +287,18 @@ def test_tokens_that_nobody_else_can_take_go_to_the_long_prompt() -> None:
     assert shares(play(scheduler)) == {0: 15, 9: 1}
 
 
+def test_a_waiting_prompt_that_does_not_fit_holds_up_no_running_one() -> None:
+    """Catches tokens that are kept for an earlier prompt that cannot be admitted: neither was computed, for ever."""
+    scheduler = make_scheduler(num_blocks=20, tokens=16)
+    scheduler.add(make_sequence(range(60), id=5, max_tokens=64))
+    play(scheduler)
+    scheduler.add(make_sequence(range(100, 144), id=0, max_tokens=64))  # waited while its group had its share
+    assert shares(play(scheduler)) == {5: 16}
+    while scheduler.has_work:
+        assert play(scheduler)
+    assert scheduler.num_preemptions == 0
+
+
 def test_drafts_leave_tokens_for_prompts() -> None:
     """Catches a prompt that waits until those that decode have ended, since their drafts take all tokens."""
     scheduler = make_scheduler(seqs=4, tokens=9, lookahead=7)
