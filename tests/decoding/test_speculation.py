@@ -332,7 +332,7 @@ def test_no_token_beyond_the_drafts_vocabulary_enters_its_embedding(
     assert max(seen) < 20
 
 
-@pytest.mark.slow  # tests/engine/test_rejection.py tests the distributions
+@pytest.mark.slow  # tests/decoding/test_rejection.py tests the distributions
 def test_rejection_keeps_greedy_text_and_finishes(target: str, stranger: str, alone: Answers) -> None:
     sd, inline = {"mode": "sd"}, {"mode": "ssd", "placement": "inline"}
     process: dict[str, Any] = {"mode": "ssd", "placement": "process", "saguaro_c": 0.25}
@@ -562,7 +562,7 @@ def test_two_replicas_have_more_hits_than_one(monkeypatch: pytest.MonkeyPatch) -
     assert rates[1] > rates[0] + 0.02
 
 
-@pytest.mark.slow  # tests/engine/test_drafter_process.py does so to a fake target
+@pytest.mark.slow  # tests/drafting/test_drafter_process.py does so to a fake target
 def test_a_worker_that_is_killed_again_and_again() -> None:
     """32 requests while the drafter's process is killed 20 times: all answered, nothing else changed."""
     prompts = bundled_prompts(32)
