@@ -95,7 +95,7 @@ def make_head(shape: str) -> tuple[EagleHead, KVCache]:
 
 
 def head_bytes(config: EagleConfig) -> int:
-    """Of the weights that a step reads, in bfloat16."""
+    """Bytes of the weights that a step reads, in bfloat16."""
     unread = ("fc.weight", "embed_tokens.weight")
     return sum(2 * math.prod(shape) for name, shape in eagle_shapes(config).items() if name not in unread)
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from ssd.bench.answers import Asked
+from ssd.bench.answers import RequestSettings
 from ssd.bench.arguments import add_options, given
 from ssd.bench.measure import MEAN, Measured, figures, measure, same_text, warnings
 from ssd.bench.ours import OurContender, methods_of, our_contenders
@@ -129,7 +129,7 @@ def main() -> None:
     sets = [load_workload(name, checkpoint.tokenizer(), count=args.prompts) for name in OWN_SETS]
     work = Workload("all", [prompt for one in sets for prompt in one.prompts], "", max(one.longest for one in sets))
     for temperature in args.temperatures:
-        asked = Asked(args.tokens, temperature, batch=args.batch)
+        asked = RequestSettings(args.tokens, temperature, batch=args.batch)
         found = measure(
             contenders, [work], asked, args.repeats, lambda steps, n: track(steps, "measuring", total=n, transient=True)
         )

@@ -14,7 +14,7 @@ Prompt = str | list[int] | list[Message]  # text, token ids, or a chat
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestSettings:
     """Settings of all requests of a benchmark."""
 
     max_new_tokens: int
@@ -50,7 +50,7 @@ class Contender(Protocol):
     name: str
     note: str  # for the report: a version, a limitation; may be empty
 
-    def answer(self, prompts: Seq[Prompt], asked: Asked) -> list[Answer]:
+    def answer(self, prompts: Seq[Prompt], asked: RequestSettings) -> list[Answer]:
         """Answers in the order of the prompts, `asked.batch` at a time."""
         ...
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ssd.bench.answers import Answer, Asked, Contender, Prompt, Speed
+from ssd.bench.answers import Answer, Contender, Prompt, RequestSettings, Speed
 from ssd.bench.load import LoadMeter, load_warning
 from ssd.bench.ours import OurContender
 from ssd.bench.workload import Workload
@@ -50,7 +50,7 @@ class Measured:
 def measure(
     contenders: Seq[Contender],
     workloads: Seq[Workload],
-    asked: Asked,
+    asked: RequestSettings,
     repeats: int,
     track: Callable[[Iterator[str], int], Iterator[str]] = lambda steps, _: steps,
 ) -> list[Measured]:
@@ -62,7 +62,7 @@ def measure(
     return found
 
 
-def _steps(found: list[Measured], workloads: Seq[Workload], asked: Asked, repeats: int) -> Iterator[str]:
+def _steps(found: list[Measured], workloads: Seq[Workload], asked: RequestSettings, repeats: int) -> Iterator[str]:
     for measured in found:
         measured.contender.answer(workloads[0].prompts[: 2 * asked.batch], asked)  # also prefill beside decoding
         yield f"{measured.contender.name} warms up"
@@ -75,13 +75,13 @@ def _steps(found: list[Measured], workloads: Seq[Workload], asked: Asked, repeat
                     yield f"{measured.contender.name}, {workload.name}"
 
 
-def _groups(workload: Workload, asked: Asked) -> list[list[Prompt]]:
+def _groups(workload: Workload, asked: RequestSettings) -> list[list[Prompt]]:
     """The prompts of each turn: one; all of a set if they are batched, as requests that end make room for others."""
     alone = asked.batch == 1 and asked.max_rounds is None
     return [[prompt] for prompt in workload.prompts] if alone else [workload.prompts]
 
 
-def _turn(contender: Contender, prompts: Seq[Prompt], asked: Asked, repeat: int, group: int) -> Turn:
+def _turn(contender: Contender, prompts: Seq[Prompt], asked: RequestSettings, repeat: int, group: int) -> Turn:
     meter = LoadMeter()
     answers = contender.answer(prompts, asked)
     turn = Turn(repeat, group, answers, Speed.of(answers), meter.others())

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import httpx
 
-from ssd.bench.answers import Answer, Asked, Message, Prompt
+from ssd.bench.answers import Answer, Message, Prompt, RequestSettings
 from ssd.errors import ConfigError, ServerError
 
 CONNECT_SECONDS: Final = 5.0
@@ -45,7 +45,7 @@ class ServerContender:
             "base_url": f"{self.url}/v1/",
             "headers": {"Authorization": f"Bearer {key}"} if key else {},
             "timeout": httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS),
-            "limits": httpx.Limits(),  # none: `Asked.batch` says how many
+            "limits": httpx.Limits(),  # none: `RequestSettings.batch` says how many
             "trust_env": place.host not in _LOOPBACK,  # no proxy for this machine
         }
         self._knows_extras = True
@@ -53,7 +53,7 @@ class ServerContender:
         self.model = model or ""
         self.model = self.model or self._first_model()
 
-    def answer(self, prompts: Seq[Prompt], asked: Asked) -> list[Answer]:
+    def answer(self, prompts: Seq[Prompt], asked: RequestSettings) -> list[Answer]:
         """In the order of the prompts, `asked.batch` at a time. The first failure ends all of them."""
         return asyncio.run(self._answer_all(prompts, asked))
 
@@ -91,7 +91,7 @@ class ServerContender:
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
-    async def _answer_all(self, prompts: Seq[Prompt], asked: Asked) -> list[Answer]:
+    async def _answer_all(self, prompts: Seq[Prompt], asked: RequestSettings) -> list[Answer]:
         places = asyncio.Semaphore(asked.batch)
         async with self.connect() as client:
 
@@ -105,7 +105,7 @@ class ServerContender:
         """A client for `ask`, which many requests share."""
         return httpx.AsyncClient(**self._connection)
 
-    async def ask(self, client: httpx.AsyncClient, prompt: Prompt, asked: Asked) -> Answer:
+    async def ask(self, client: httpx.AsyncClient, prompt: Prompt, asked: RequestSettings) -> Answer:
         """One answer; ServerError for a request that failed.
 
         Repeats a request that is refused as malformed without the fields that not every server knows.
@@ -124,7 +124,7 @@ class ServerContender:
             self.note = f"{self.note}; {said}" if self.note else said
         return answer
 
-    def _request(self, prompt: Prompt, asked: Asked) -> tuple[str, dict[str, Any]]:
+    def _request(self, prompt: Prompt, asked: RequestSettings) -> tuple[str, dict[str, Any]]:
         chat = any(isinstance(part, dict) for part in prompt)
         body: dict[str, Any] = {
             "model": self.model,

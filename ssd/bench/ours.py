@@ -12,7 +12,7 @@ import torch
 
 from ssd.assembly.device import resolve_device
 from ssd.assembly.drafters import controlled, drafter_with, placed
-from ssd.bench.answers import Answer, Asked, Prompt
+from ssd.bench.answers import Answer, Prompt, RequestSettings
 from ssd.config import NGRAM, SpeculationConfig
 from ssd.core import RequestOutput, SamplingParams
 from ssd.decoding.drafter import Drafter
@@ -76,7 +76,7 @@ class OurContender:
         """CPU cores that it keeps busy; on a GPU those of the engine's thread and of drafts in other processes."""
         return (self.threads if self.on_cpu else 1) + self.draft_processes
 
-    def answer(self, prompts: Seq[Prompt], asked: Asked) -> list[Answer]:
+    def answer(self, prompts: Seq[Prompt], asked: RequestSettings) -> list[Answer]:
         driver = self.llm.driver
         driver.call(lambda engine: self.take_over(engine, asked.batch))
         params = SamplingParams(

@@ -16,7 +16,7 @@ import torch
 
 from ssd.assembly.device import num_cores
 from ssd.bench import tracing
-from ssd.bench.answers import Asked, Contender
+from ssd.bench.answers import Contender, RequestSettings
 from ssd.bench.measure import Measured, figures, measure, same_text, warnings
 from ssd.bench.ours import OurContender, methods_of, our_contenders
 from ssd.bench.report import Report
@@ -92,7 +92,9 @@ def run(
         _check_peer(config, peer)
     checkpoint = open_checkpoint(config.model)
     workloads = _workloads(config, checkpoint.tokenizer())
-    asked = Asked(config.output_len, config.temperature, config.seed, config.batch, max_rounds=config.max_rounds)
+    asked = RequestSettings(
+        config.output_len, config.temperature, config.seed, config.batch, max_rounds=config.max_rounds
+    )
     with contextlib.ExitStack() as stack:
         contenders = _contenders(config, workloads, stack)
         found = measure(contenders, workloads, asked, config.repeats, track)

@@ -18,7 +18,7 @@ from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from ssd.bench.answers import Answer, Asked, Prompt
+from ssd.bench.answers import Answer, Prompt, RequestSettings
 from ssd.bench.openai import ServerContender
 from ssd.errors import ConfigError, ServerError
 from ssd.prompts import load_prompts, own_set
@@ -54,10 +54,10 @@ class Requests:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
 
-    def draw(self) -> list[tuple[Prompt, Asked]]:
+    def draw(self) -> list[tuple[Prompt, RequestSettings]]:
         """The same requests for the same seed."""
         generator = random.Random(self.seed)
-        asked = Asked(1, self.temperature, ignore_eos=self.ignore_eos)
+        asked = RequestSettings(1, self.temperature, ignore_eos=self.ignore_eos)
         lengths = [_length(generator, self.output_len, self.max_output_len) for _ in range(self.num_prompts)]
         return [
             (prompt, replace(asked, max_new_tokens=length, seed=self.seed + i))
@@ -152,13 +152,17 @@ def sweep(
 
 
 async def _run(
-    server: ServerContender, wanted: Seq[tuple[Prompt, Asked]], load: Load, seed: int, ended: Callable[[], None]
+    server: ServerContender,
+    wanted: Seq[tuple[Prompt, RequestSettings]],
+    load: Load,
+    seed: int,
+    ended: Callable[[], None],
 ) -> list[Result]:
     places = asyncio.Semaphore(load.concurrency or len(wanted))
     start, open_loop = time.perf_counter(), not math.isinf(load.request_rate)
     async with server.connect() as client:
 
-        async def one(prompt: Prompt, asked: Asked, arrival: float) -> Result:
+        async def one(prompt: Prompt, asked: RequestSettings, arrival: float) -> Result:
             await asyncio.sleep(start + arrival - time.perf_counter())
             async with places:
                 began = start + arrival if open_loop else time.perf_counter()

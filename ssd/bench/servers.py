@@ -27,7 +27,7 @@ from typing import Final
 
 import httpx
 
-from ssd.bench.answers import Answer, Asked, Prompt
+from ssd.bench.answers import Answer, Prompt, RequestSettings
 from ssd.bench.openai import ServerContender
 from ssd.bench.transformers_peer import files_of
 from ssd.config import K_DEFAULT
@@ -103,7 +103,7 @@ class LaunchedContender(ServerContender):
         self.command, self.log = server.command, server.log
         self._server = server
 
-    def answer(self, prompts: Seq[Prompt], asked: Asked) -> list[Answer]:
+    def answer(self, prompts: Seq[Prompt], asked: RequestSettings) -> list[Answer]:
         try:
             return super().answer(prompts, asked)
         except ServerError as error:

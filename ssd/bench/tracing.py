@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from ssd.bench import drawing
-from ssd.bench.answers import Asked, Prompt
+from ssd.bench.answers import Prompt, RequestSettings
 from ssd.bench.ours import OurContender
 from ssd.core import SamplingParams
 from ssd.decoding.observer import RoundObserver
@@ -60,7 +60,7 @@ def check_file(file: Path) -> None:
     drawing.check_file("trace", file, KINDS)
 
 
-def record(contender: OurContender, prompts: Seq[Prompt], asked: Asked) -> MethodTrace:
+def record(contender: OurContender, prompts: Seq[Prompt], asked: RequestSettings) -> MethodTrace:
     """Records some rounds while `asked.batch` prompts are decoded."""
     driver = contender.llm.driver
     driver.call(lambda engine: contender.take_over(engine, asked.batch))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ssd.assembly.device import resolve_device, resolve_dtype
-from ssd.bench.answers import Answer, Asked, Prompt
+from ssd.bench.answers import Answer, Prompt, RequestSettings
 from ssd.bench.workload import encode
 from ssd.config import K_DEFAULT, EngineConfig
 from ssd.errors import ConfigError, RequestError, UnsupportedModel
@@ -61,7 +61,7 @@ class HFContender:
             settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = k, "constant"
             settings.assistant_confidence_threshold = 0.0
 
-    def answer(self, prompts: Seq[Prompt], asked: Asked) -> list[Answer]:
+    def answer(self, prompts: Seq[Prompt], asked: RequestSettings) -> list[Answer]:
         """Answers in the order of the prompts. Static batches, padded on the left."""
         if self._draft is not None:
             _check_batch(asked.batch)
@@ -100,7 +100,7 @@ class HFContender:
             raise RequestError("the prompt is empty: pass text, token ids or chat messages")
         return encode(self._tokenizer, prompt)
 
-    def _generate(self, prompts: Seq[list[int]], asked: Asked) -> list[Answer]:
+    def _generate(self, prompts: Seq[list[int]], asked: RequestSettings) -> list[Answer]:
         stops = () if asked.ignore_eos else self._stop_token_ids
         options: dict[str, Any] = {"do_sample": False}
         if asked.temperature > 0:

@@ -72,7 +72,7 @@ class InFlight:
 
 
 @dataclass
-class _Asked:
+class _DraftedWorks:
     """The works of a round that the drafter is asked for; none once it has raised."""
 
     works: Seq[Work]
@@ -89,7 +89,7 @@ class Round:
         self.observers: list[RoundObserver] = []  # to be changed on the engine's thread
         self.run_ahead = target.state.device.type == "cuda"  # on a CPU a call returns when its work is done
         self.isolation = Isolation()
-        self._asked: PerRound[_Asked] = PerRound()
+        self._asked: PerRound[_DraftedWorks] = PerRound()
         self._last_end: Clock | None = None  # end of the last round launched; None: the device is idle
         self._before: Clock | None = None  # the same; None: the engine is idle
 
@@ -121,7 +121,7 @@ class Round:
         """Launches a round without waiting for the device (on a CPU it is complete on return)."""
         began = self._last_end or now(self.target.state.device)
         before, drafting = self._before, now(self.target.state.device) if self.drafter.lookahead else None
-        asked = _Asked(self.isolation.asked(works), self.stats.drafter_failures)
+        asked = _DraftedWorks(self.isolation.asked(works), self.stats.drafter_failures)
         works = self._propose(works, asked)
         self._asked.put(works, asked)
         settle = functools.partial(self._guarded, asked, "settle", self.drafter.settle, None)
@@ -202,7 +202,7 @@ class Round:
             log.debug("the drafter does not tell what it has prepared", exc_info=error)
             return {}
 
-    def _propose(self, works: Seq[Work], asked: _Asked) -> list[Work]:
+    def _propose(self, works: Seq[Work], asked: _DraftedWorks) -> list[Work]:
         """The works, and those asked for, with their proposals."""
         deciding = [work for work in asked.works if work.decides]
         nothing: list[Proposal] = []
@@ -235,7 +235,7 @@ class Round:
             return work
         return work.with_proposal(replace(proposal, token_ids=usable))
 
-    def _guarded(self, asked: _Asked, part: str, call: Callable[[Seq[Work]], T], otherwise: T) -> T:
+    def _guarded(self, asked: _DraftedWorks, part: str, call: Callable[[Seq[Work]], T], otherwise: T) -> T:
         """Calls the drafter for the works that it is asked for; `otherwise` if there are none or it raises."""
         if not asked.works:
             return otherwise

@@ -422,7 +422,7 @@ def _bound_kernel(
     MIX2,
     BLOCK: tl.constexpr,
 ):
-    """Of the largest score of each block of tokens in a sampled row: the lower and the upper bound."""
+    """Lower and upper bound of the largest score of each block of tokens in a sampled row."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     if slot < 0:

@@ -142,7 +142,7 @@ def _check_tensors(header: Header, num_bytes: int, path: Path) -> None:
 
 
 def _num_bytes(info: TensorInfo) -> int:
-    """Of the tensor's data; its rows consist of whole blocks."""
+    """Bytes of a tensor's data; its rows consist of whole blocks."""
     from gguf import GGML_QUANT_SIZES
 
     per_block, block_bytes = GGML_QUANT_SIZES[tensor_type(info)]

@@ -49,7 +49,7 @@ def cache_places(model: str) -> list[Path]:
 
 
 def snapshot_in(entry: Path) -> Path | None:
-    """Of a cache entry, the snapshot that refs/main names, else the newest one; only those that hold a config count."""
+    """The snapshot of a cache entry that refs/main names, else the newest one; only those that hold a config count."""
     snapshots = [path for path in entry.glob("snapshots/*") if (path / "config.json").is_file()]
     ref = entry / "refs" / "main"
     main = ref.read_text(encoding="utf-8").strip() if ref.is_file() else ""

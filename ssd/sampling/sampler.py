@@ -251,7 +251,7 @@ class Sampler:
     # --- on a CPU ----------------------------------------------------------------------------------------------------
 
     def _parts(self, chosen: torch.Tensor) -> Iterator[tuple[list[int], Part]]:
-        """Of chosen rows (bool [R]), some at a time: their numbers, and an index (a slice if it can be: no copy)."""
+        """Numbers of the chosen rows (bool [R]), some at a time, and an index (a slice if it can be: no copy)."""
         numbers, size = chosen.nonzero()[:, 0].tolist(), max(1, _PART // self.columns.vocab_size)
         for part in (numbers[i : i + size] for i in range(0, len(numbers), size)):
             together = part[-1] - part[0] < len(part)

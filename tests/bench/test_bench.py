@@ -20,7 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ssd.bench import load
-from ssd.bench.answers import Answer, Asked, Speed
+from ssd.bench.answers import Answer, RequestSettings, Speed
 from ssd.bench.measure import MEAN, Measured, Turn, figures, measure, same_text, warnings
 from ssd.bench.models import spelled
 from ssd.bench.ours import Method, OurContender, methods_of, our_contenders
@@ -71,7 +71,7 @@ class Clockwork:
         self.name, self._steps, self._turns = name, steps, 0
         self._log: list[str] = [] if log is None else log
 
-    def answer(self, prompts: Any, asked: Asked) -> list[Answer]:
+    def answer(self, prompts: Any, asked: RequestSettings) -> list[Answer]:
         self._turns += 1
         self._log.append(f"{self.name} {''.join(prompts)}")
         steps = [self._steps[prompt] * (2 if self._turns == 2 else 1) for prompt in prompts]  # the first one warms up
@@ -84,7 +84,9 @@ def compared(slow: dict[str, float], fast: dict[str, float], repeats: int, batch
     """Rows of the second of two contenders on sets `a` and `b`, which have the prompts `x`, `y` and `z`."""
     sets = {"a": [p for p in slow if p != "z"], "b": [p for p in slow if p == "z"]}
     workloads = [Workload(name, list(prompts), "", 1) for name, prompts in sets.items() if prompts]
-    found = measure([Clockwork("slow", slow), Clockwork("fast", fast)], workloads, Asked(11, batch=batch), repeats)
+    found = measure(
+        [Clockwork("slow", slow), Clockwork("fast", fast)], workloads, RequestSettings(11, batch=batch), repeats
+    )
     assert same_text(found) is None
     return [row for row in figures(found) if row["contender"] == "fast"]
 
@@ -127,10 +129,10 @@ def test_contenders_alternate_prompt_by_prompt() -> None:
     log: list[str] = []
     steps = {"x": 1.0, "y": 1.0}
     found = [Clockwork(name, steps, log) for name in "AB"]
-    measure(found, [Workload("a", ["x", "y"], "", 1)], Asked(3), repeats=2)
+    measure(found, [Workload("a", ["x", "y"], "", 1)], RequestSettings(3), repeats=2)
     assert log == ["A xy", "B xy", *("A x", "B x", "B y", "A y"), *("B x", "A x", "A y", "B y")]
     log.clear()
-    measure(found, [Workload("a", ["x", "y"], "", 1)], Asked(3, batch=2), repeats=2)
+    measure(found, [Workload("a", ["x", "y"], "", 1)], RequestSettings(3, batch=2), repeats=2)
     assert log == ["A xy", "B xy", "A xy", "B xy", "B xy", "A xy"]
 
 
@@ -218,7 +220,7 @@ def test_all_methods_share_an_engine_and_write_the_same() -> None:
     assert len({id(contender.llm) for contender in ours}) == 1
     tokenizer = open_checkpoint("tiny-llama").tokenizer()
     workload = load_workload("gsm8k", tokenizer, count=3)
-    found = measure(ours, [workload], Asked(12, batch=2), repeats=1)
+    found = measure(ours, [workload], RequestSettings(12, batch=2), repeats=1)
     assert same_text(found)
     rows = {row["contender"]: row for row in figures(found) if row["set"] == MEAN}
     assert rows["ar"]["acceptance"] is None
@@ -240,7 +242,7 @@ def test_methods_with_an_eagle_head_share_an_engine(tmp_path: Path) -> None:
     ours = our_contenders("tiny-llama", methods, batch=1, device="cpu", max_model_len=128)
     assert len({id(contender.llm) for contender in ours}) == 1
     workload = load_workload("gsm8k", open_checkpoint("tiny-llama").tokenizer(), count=1)
-    found = measure(ours, [workload], Asked(8, batch=1), repeats=1)
+    found = measure(ours, [workload], RequestSettings(8, batch=1), repeats=1)
     assert same_text(found)
     assert all(row["drafter_failures"] == 0 for row in figures(found))
     ours[0].close()
@@ -372,7 +374,7 @@ def test_a_draft_in_a_process_is_a_contender_too() -> None:
     try:
         assert len({id(contender.llm) for contender in ours}) == 2
         workload = load_workload("gsm8k", open_checkpoint("tiny-llama").tokenizer(), count=1)
-        assert same_text(measure(ours, [workload], Asked(12), repeats=1))
+        assert same_text(measure(ours, [workload], RequestSettings(12), repeats=1))
         assert isinstance(ours[1], OurContender)
         assert ours[1].metrics.hand_over_seconds > 0
         assert ours[1].metrics.draft_busy_seconds > 0

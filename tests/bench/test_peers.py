@@ -22,7 +22,7 @@ from fake_server import PIECES, PROMPT_TOKENS, TOKENS_A_PIECE, serving
 
 from ssd import LLM, SamplingParams
 from ssd.bench import servers
-from ssd.bench.answers import Answer, Asked, Prompt, Speed
+from ssd.bench.answers import Answer, Prompt, RequestSettings, Speed
 from ssd.bench.openai import ServerContender
 from ssd.bench.servers import LaunchedContender, launch
 from ssd.bench.transformers_peer import HFContender
@@ -46,7 +46,7 @@ def _no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_tokens_are_counted_by_the_servers_usage() -> None:
     """Catches counting chunks, of which every one holds several tokens here."""
     with serving() as server:
-        (answer,) = ServerContender(server.url).answer(["Once"], Asked(12))
+        (answer,) = ServerContender(server.url).answer(["Once"], RequestSettings(12))
     written = TOKENS_A_PIECE * len(PIECES)
     assert answer.output_tokens == written
     assert answer.prompt_tokens == PROMPT_TOKENS
@@ -63,7 +63,7 @@ def test_every_kind_of_prompt_goes_where_it_belongs() -> None:
     """A chat is opened by a chunk without text, which is no delivery."""
     with serving() as server:
         contender = ServerContender(f"{server.url}/v1/", name="fake")
-        answers = contender.answer(["Once", [5, 6, 7], CHAT], Asked(12, temperature=0.5, seed=3))
+        answers = contender.answer(["Once", [5, 6, 7], CHAT], RequestSettings(12, temperature=0.5, seed=3))
         assert server.paths == ["/v1/completions", "/v1/completions", "/v1/chat/completions"]
         text, ids, chat = server.bodies
     assert (contender.name, contender.note, contender.model) == ("fake", "", "fake-model")
@@ -77,9 +77,9 @@ def test_every_kind_of_prompt_goes_where_it_belongs() -> None:
 
 def test_as_many_requests_are_under_way_as_asked_for() -> None:
     with serving() as server:
-        answers = ServerContender(server.url).answer(["Once"] * 6, Asked(12, batch=3))
+        answers = ServerContender(server.url).answer(["Once"] * 6, RequestSettings(12, batch=3))
         assert server.most_under_way == 3
-        ServerContender(server.url).answer(["Once"] * 2, Asked(12, ignore_eos=False))
+        ServerContender(server.url).answer(["Once"] * 2, RequestSettings(12, ignore_eos=False))
         assert "ignore_eos" not in server.bodies[-1]
     assert len(answers) == 6
     assert Speed.of(answers).output_tokens == 6 * TOKENS_A_PIECE * len(PIECES)
@@ -88,7 +88,7 @@ def test_as_many_requests_are_under_way_as_asked_for() -> None:
 def test_fields_that_a_server_does_not_know_are_left_out_and_noted() -> None:
     with serving("strict") as server:
         contender = ServerContender(server.url)
-        assert [a.output_tokens for a in contender.answer(["Once", "Twice"], Asked(12))] == [12, 12]
+        assert [a.output_tokens for a in contender.answer(["Once", "Twice"], RequestSettings(12))] == [12, 12]
         sent = [{"ignore_eos", "seed"} & set(body) for body in server.bodies]
     assert sent == [{"ignore_eos", "seed"}, set(), set()]  # refused once, and never sent again
     assert contender.note == "the server refuses ignore_eos and seed: sent without"
@@ -109,7 +109,7 @@ def test_unusable_answers_are_explained(behaviour: str, said: str) -> None:
     with serving(behaviour) as server:
         contender = ServerContender(server.url)
         with pytest.raises(ServerError, match=said):
-            contender.answer(["Once", "Twice"], Asked(12, batch=2))
+            contender.answer(["Once", "Twice"], RequestSettings(12, batch=2))
         assert contender.note == ""
 
 
@@ -117,15 +117,15 @@ def test_servers_that_are_not_there_or_say_no_are_explained(monkeypatch: pytest.
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with serving(api_key="secret") as server:
         with pytest.raises(ServerError, match=r"401.*OPENAI_API_KEY"):
-            ServerContender(server.url).answer(["Once"], Asked(12))
-        assert ServerContender(server.url, api_key="secret").answer(["Once"], Asked(12))
+            ServerContender(server.url).answer(["Once"], RequestSettings(12))
+        assert ServerContender(server.url, api_key="secret").answer(["Once"], RequestSettings(12))
         monkeypatch.setenv("SSD_API_KEY", "secret another")  # the server of `ssd serve` takes several
-        assert ServerContender(server.url).answer(["Once"], Asked(12))
+        assert ServerContender(server.url).answer(["Once"], RequestSettings(12))
         monkeypatch.setenv("OPENAI_API_KEY", "secret")
         monkeypatch.setenv("SSD_API_KEY", "another")
-        assert ServerContender(server.url).answer(["Once"], Asked(12))
+        assert ServerContender(server.url).answer(["Once"], RequestSettings(12))
         with pytest.raises(ServerError, match=r"404.*model='absent'.*/v1/models"):
-            ServerContender(server.url, "absent").answer(["Once"], Asked(12))
+            ServerContender(server.url, "absent").answer(["Once"], RequestSettings(12))
     with pytest.raises(ServerError, match="no server answers at"):
         ServerContender(server.url)
     for wrong in ("127.0.0.1:8000", "http://", "http://localhost:port"):
@@ -194,7 +194,7 @@ def test_a_server_is_started_asked_and_stopped(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("SSD_VLLM_PYTHON", program(tmp_path, 'sleep 300 &\necho child $!\nSERVE "$@"'))
     with subprocess.Popen(["sleep", "300"]) as bystander, ended(bystander):
         with closing(launch("vllm", "tiny-llama", draft="tiny-llama-draft", k=5, batch=8, max_model_len=512)) as vllm:
-            assert vllm.answer(["Once"], Asked(12))[0].output_tokens == 12
+            assert vllm.answer(["Once"], RequestSettings(12))[0].output_tokens == 12
             assert (vllm.name, vllm.note) == ("vllm sd:5", "vllm 1.2.3")
             child, server = int(logged(vllm, "child")), vllm._server._process.pid
             assert alive(child)
@@ -228,7 +228,7 @@ def test_a_server_that_dies_later_leaves_them_too(tmp_path: Path, monkeypatch: p
     with closing(launch("vllm", "tiny-llama")) as vllm:
         os.kill(vllm._server._process.pid, signal.SIGKILL)
         with pytest.raises(ServerError, match=r"(?s)(no server answers|closed the connection).*illegal memory access"):
-            vllm.answer(["Once"], Asked(12))
+            vllm.answer(["Once"], RequestSettings(12))
 
 
 @linux_only
@@ -336,7 +336,7 @@ def check(answers: list[Answer], ours: list[tuple[list[int], list[int], str]]) -
 
 
 def test_transformers_writes_what_ssd_writes(plain: HFContender, ours: list[tuple[list[int], list[int], str]]) -> None:
-    answers = plain.answer(PROMPTS, Asked(8))
+    answers = plain.answer(PROMPTS, RequestSettings(8))
     check(answers, ours)
     assert [count for _, count in answers[0].deliveries] == [1] * 8
     assert plain.note.startswith("transformers ")
@@ -345,15 +345,15 @@ def test_transformers_writes_what_ssd_writes(plain: HFContender, ours: list[tupl
 def test_batches_are_padded_and_end_each_at_its_own_stop(
     plain: HFContender, ours: list[tuple[list[int], list[int], str]]
 ) -> None:
-    check(plain.answer(PROMPTS, Asked(8, batch=2)), ours)
-    story, chat = plain.answer([PROMPTS[0], CHAT], Asked(8, batch=2, ignore_eos=False))
+    check(plain.answer(PROMPTS, RequestSettings(8, batch=2)), ours)
+    story, chat = plain.answer([PROMPTS[0], CHAT], RequestSettings(8, batch=2, ignore_eos=False))
     assert (story.output_tokens, chat.output_tokens) == (8, 4)
     assert story.deliveries[:4] == chat.deliveries  # the same steps
 
 
 def test_sampling_follows_its_seed(plain: HFContender) -> None:
     first, again, other = (
-        plain.answer([CHAT], Asked(8, temperature=1.0, seed=seed))[0].token_ids for seed in (1, 1, 2)
+        plain.answer([CHAT], RequestSettings(8, temperature=1.0, seed=seed))[0].token_ids for seed in (1, 1, 2)
     )
     assert first == again
     assert first != other
@@ -362,13 +362,13 @@ def test_sampling_follows_its_seed(plain: HFContender) -> None:
 def test_assisted_generation_delivers_several_tokens_at_a_time(
     assisted: HFContender, ours: list[tuple[list[int], list[int], str]]
 ) -> None:
-    answers = assisted.answer(PROMPTS[1:], Asked(8))
+    answers = assisted.answer(PROMPTS[1:], RequestSettings(8))
     check(answers, ours[1:])
     counts = [count for answer in answers for _, count in answer.deliveries]
     assert max(counts) > 1
     assert max(counts) <= 4
     with pytest.raises(ConfigError, match=r"batch=2.*one request at a time"):
-        assisted.answer(PROMPTS, Asked(8, batch=2))
+        assisted.answer(PROMPTS, RequestSettings(8, batch=2))
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
