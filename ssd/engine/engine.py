@@ -11,16 +11,7 @@ from collections.abc import Sequence as Seq
 
 from ssd.constraints.grammars import Constraint, Grammars
 from ssd.constraints.structured import StructuredOutput
-from ssd.core import (
-    Delta,
-    FinishReason,
-    Outcome,
-    Request,
-    SamplingParams,
-    Sequence,
-    Status,
-    Work,
-)
+from ssd.core import Delta, FinishReason, Outcome, Request, SamplingParams, Sequence, Status, Work
 from ssd.decoding.drafter import Drafter
 from ssd.decoding.round import InFlight, Round
 from ssd.engine.failures import RoundFailures
