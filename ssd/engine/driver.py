@@ -40,8 +40,8 @@ FORKED: Final = (
     "this process was forked after the model was loaded, and has no engine: load the model here, or start processes "
     'with multiprocessing\'s method "spawn"'
 )
-_LOOP_SHARE: Final = 0.25  # of a core's time, for reading streams
-_MAX_GATHERING_SECONDS: Final = 0.05  # that items wait to be brought
+_LOOP_SHARE: Final = 0.25  # share of a core that the readers of an event loop may use
+_MAX_DELAY_SECONDS: Final = 0.05  # that items wait for a delivery at most
 _EXIT_SECONDS: Final = 10.0  # wait for the current round when the interpreter exits
 
 
@@ -143,11 +143,11 @@ class Submission(_Handle, Iterator[Delta]):
         return self._complete_output()
 
 
-class _Courier:
-    """Brings items to the mailboxes of one event loop, waking it once for all that have gathered meanwhile.
+class _Dispatcher:
+    """Delivers items to the mailboxes of one event loop, waking it once for all that were sent meanwhile.
 
     The event loop shares the interpreter with the engine's thread. When its readers need more than _LOOP_SHARE of a
-    core (many streams, short rounds), items are brought less often, and mailboxes merge what has gathered.
+    core (many streams, short rounds), deliveries are less frequent, and mailboxes merge the items of each.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -163,7 +163,7 @@ class _Courier:
         self._items.append((put, item))
         if not self._called:
             self._called = True
-            self._loop.call_soon_threadsafe(self._deliver_in_time, time.monotonic() + _MAX_GATHERING_SECONDS)
+            self._loop.call_soon_threadsafe(self._deliver_in_time, time.monotonic() + _MAX_DELAY_SECONDS)
 
     def _deliver_in_time(self, latest: float) -> None:
         used = time.thread_time() - self._cpu_seconds  # since the last delivery
@@ -215,7 +215,7 @@ class AsyncSubmission(_Handle, AsyncIterator[Delta]):
     def __init__(self, driver: Driver, request_id: str) -> None:
         super().__init__(driver, request_id)
         self._mailbox = _Mailbox()
-        self.sink: Sink = partial(driver.courier().send, self._mailbox.put)
+        self.sink: Sink = partial(driver.dispatcher().send, self._mailbox.put)
 
     @property
     def done(self) -> asyncio.Future[RequestOutput | None]:
@@ -242,7 +242,9 @@ class Driver:
         self._inbox: SimpleQueue[_Command] = SimpleQueue()
         self._ids = itertools.count()
         self._pid = os.getpid()
-        self._couriers: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, _Courier] = weakref.WeakValueDictionary()
+        self._dispatchers: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, _Dispatcher] = (
+            weakref.WeakValueDictionary()
+        )
         self._lock = threading.Lock()  # no _Add or _Call may follow _Stop
         self._listeners: list[Listener] = []
         loop = _Loop(engine, self._inbox, self._listeners)
@@ -312,10 +314,10 @@ class Driver:
         """Calls `listener` with the output of every request that ends from now on, whether it is read or not."""
         self._listeners.append(listener)
 
-    def courier(self) -> _Courier:
-        """Of the running event loop."""
+    def dispatcher(self) -> _Dispatcher:
+        """The dispatcher of the running event loop."""
         loop = asyncio.get_running_loop()
-        return self._couriers.setdefault(loop, _Courier(loop))
+        return self._dispatchers.setdefault(loop, _Dispatcher(loop))
 
     def call(self, function: Callable[[Engine], T]) -> T:
         """Calls function(engine) on the engine's thread, between two rounds; returns its result or raises its error."""
@@ -361,7 +363,7 @@ class Driver:
 
     def _post(self, command: _Command) -> None:
         self.check_process()
-        release_threads()  # of the caller, who is about to wait
+        release_threads()  # the caller's: it is about to wait
         with self._lock:
             if self._engine is None:
                 raise EngineClosed(CLOSED)
@@ -447,13 +449,13 @@ class _Loop:
         if not self._stopped and self._busy:
             for delta in self._engine.step():
                 if delta.output is not None:
-                    self._tell(delta.output)
+                    self._notify(delta.output)
                 find = self._sinks.get if delta.output is None else self._sinks.pop
                 sink = find(delta.request_id, None)
                 if sink is not None and not self._deliver(sink, delta):
                     self._engine.abort(delta.request_id)
 
-    def _tell(self, output: RequestOutput) -> None:
+    def _notify(self, output: RequestOutput) -> None:
         for listener in self._listeners:
             try:
                 listener(output)

@@ -1,4 +1,4 @@
-"""Deltas on their way to an event loop: brought at once, or less often when the event loop has too much to do."""
+"""Delivery of deltas to an event loop: at once, or less often when the event loop has too much to do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from ssd.core import Delta
 from ssd.engine import driver
-from ssd.engine.driver import _Courier
+from ssd.engine.driver import _Dispatcher
 
 ROUND = 0.005  # seconds
 ROUNDS, STREAMS = 200, 64
@@ -67,10 +67,10 @@ def delta(number: int) -> Delta:
 def play(loop: SimulatedLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every round sends a delta to each stream; its index is the round's number."""
     monkeypatch.setattr(driver, "time", loop)
-    courier = _Courier(loop)  # type: ignore[arg-type]
+    dispatcher = _Dispatcher(loop)  # type: ignore[arg-type]
     for i in range(ROUNDS):
         for stream in range(STREAMS):
-            courier.send(partial(loop.put, stream), delta(i))
+            dispatcher.send(partial(loop.put, stream), delta(i))
         loop.run_until(100.0 + (i + 1) * ROUND)
 
 
@@ -93,10 +93,10 @@ def test_an_event_loop_gets_its_share_of_a_core_and_loses_nothing(monkeypatch: p
 def test_no_delta_waits_longer_than_the_limit_to_be_brought(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = SimulatedLoop(cost=0.0)
     monkeypatch.setattr(driver, "time", loop)
-    courier = _Courier(loop)  # type: ignore[arg-type]
-    courier.send(partial(loop.put, 0), delta(0))
+    dispatcher = _Dispatcher(loop)  # type: ignore[arg-type]
+    dispatcher.send(partial(loop.put, 0), delta(0))
     loop.run_until(100.001)
     loop.cpu += 10.0  # the event loop did other things
-    courier.send(partial(loop.put, 0), delta(1))
+    dispatcher.send(partial(loop.put, 0), delta(1))
     loop.run_until(200.0)
-    assert loop.read[1][0] == pytest.approx(100.001 + driver._MAX_GATHERING_SECONDS)
+    assert loop.read[1][0] == pytest.approx(100.001 + driver._MAX_DELAY_SECONDS)
