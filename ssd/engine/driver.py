@@ -242,9 +242,7 @@ class Driver:
         self._inbox: SimpleQueue[_Command] = SimpleQueue()
         self._ids = itertools.count()
         self._pid = os.getpid()
-        self._dispatchers: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, _Dispatcher] = (
-            weakref.WeakValueDictionary()
-        )
+        self._dispatchers = weakref.WeakValueDictionary[asyncio.AbstractEventLoop, _Dispatcher]()
         self._lock = threading.Lock()  # no _Add or _Call may follow _Stop
         self._listeners: list[Listener] = []
         loop = _Loop(engine, self._inbox, self._listeners)
