@@ -23,16 +23,17 @@ demo: $(READY)
 
 # Engines of several processes do not fit one GPU: the tests of the CPU do not see it, and its own run in one process.
 PYTEST   = $(BIN)/python -m pytest
+ON_CPU   = CUDA_VISIBLE_DEVICES= $(PYTEST) -n auto --dist worksteal
 HAS_GPU  = $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"
 
 test: $(READY)
-	CUDA_VISIBLE_DEVICES= $(PYTEST) -n auto --dist worksteal -m "not slow and not gpu"
-	if $(HAS_GPU); then $(PYTEST) -m "not slow" tests/gpu tests/kernels; fi
+	@if $(HAS_GPU); then $(ON_CPU) -m "not slow" --ignore=tests/gpu --ignore=tests/kernels && \
+	  $(PYTEST) -m "not slow" tests/gpu tests/kernels; else $(ON_CPU) -m "not slow"; fi
 
 test-all: $(READY)
 	$(BIN)/pip install --quiet --editable '.[ray]'
-	CUDA_VISIBLE_DEVICES= $(PYTEST) -n auto --dist worksteal -m "not gpu"
-	if $(HAS_GPU); then $(PYTEST) tests/gpu tests/kernels; fi
+	@if $(HAS_GPU); then $(ON_CPU) --ignore=tests/gpu --ignore=tests/kernels && $(PYTEST) tests/gpu tests/kernels; \
+	  else $(ON_CPU); fi
 
 fuzz: $(READY)  # MINUTES=10 SEED=123
 	PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 from torch import nn
 from train_tiny import MLP, SHAPES, Model, Norm, Run, Shape, add_training_flags, autocast, rotate, train, written
 
-from ssd.models.config import RopeConfig
+from ssd.layers.spec import AttentionSpec, LayerSpec, MLPSpec, RopeConfig
 from ssd.models.eagle import EagleConfig
 from ssd.models.eagle_export import eagle_json
 from ssd.models.export import write_json
@@ -252,18 +252,15 @@ def export(head: Head, ids: torch.Tensor, s: Shape, family: str, out: Path) -> N
     tensors["d2t"] = ids - torch.arange(len(ids))
     tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    rope = RopeConfig(FAMILIES[family].theta)
+    attention = AttentionSpec(s.heads, s.kv_heads, s.head_dim, rope, first_position=1)
     config = EagleConfig(
         family="eagle3",
         vocab_size=VOCAB,
         hidden_size=s.width,
-        intermediate_size=s.mlp,
-        num_layers=1,
-        num_heads=s.heads,
-        num_kv_heads=s.kv_heads,
-        head_dim=s.head_dim,
+        layers=(LayerSpec(attention, MLPSpec(s.mlp)),),
         max_position=MAX_POSITION,
         rms_eps=FAMILIES[family].eps,
-        rope=RopeConfig(FAMILIES[family].theta),
         draft_vocab_size=len(ids),
         target_hidden_size=s.width,
         feature_layers=FEATURE_LAYERS,

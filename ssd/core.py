@@ -439,9 +439,7 @@ class RequestOutput:
     request_id: str
     prompt_token_ids: list[int]
     samples: list[Sample]
-    error: str | None = (
-        None  # why the request was refused (its only sample is empty then), or its first failed sample failed
-    )
+    error: str | None = None  # why it was refused (its only sample is empty then), or its first failed sample failed
     params: SamplingParams = field(default_factory=SamplingParams)  # with the seed that was drawn, if it was None
     prompt: str | None = None  # its text (a chat's after the template), if `LLM.generate` or `LLM.stream` was given one
 

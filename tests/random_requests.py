@@ -12,7 +12,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,20 @@ def random_params(dice: random.Random) -> SamplingParams:
     )
 
 
+def with_dead_end(asked: Asked) -> Asked:
+    """Perhaps with all tokens forbidden, or all but the stop tokens, which `min_tokens` forbids: no sample has a token.
+
+    Drawn by the prompt: a seed gives the same requests as before these were known.
+    """
+    dice = random.Random(f"dead end {asked.prompt}")
+    if dice.random() > 0.06:
+        return asked
+    stops = dice.sample(range(VOCAB), dice.choice([0, 3]))
+    bias = {token: float("-inf") for token in range(VOCAB) if token not in stops}
+    changes: dict[str, Any] = {"logit_bias": bias, "stop_token_ids": stops, "min_tokens": 1, "n": dice.choice([1, 3])}
+    return replace(asked, params=replace(asked.params, **changes))
+
+
 def random_requests(count: int, seed: int) -> list[Asked]:
     """Prompts of all lengths, which share beginnings; most of them come while others are running."""
     dice = random.Random(seed)
@@ -85,7 +99,7 @@ def random_requests(count: int, seed: int) -> list[Asked]:
         abort = dice.choice([None, None, None, dice.randint(0, 30)])
         return Asked(base[:shared] + own, random_params(dice), dice.randint(0, 4 * count), abort, dice.random() < 0.5)
 
-    return [one() for _ in range(count)]
+    return [with_dead_end(one()) for _ in range(count)]
 
 
 def play(
@@ -160,12 +174,12 @@ def check_empty(engine: Engine) -> None:
 
 def check_answers(requests: Seq[Asked], outputs: Seq[RequestOutput], expected: Seq[RequestOutput]) -> None:
     for asked, output, whole in zip(requests, outputs, expected, strict=True):
-        assert output.error is None
+        assert output.error == whole.error or asked.abort is not None
         for sample, full in zip(output.samples, whole.samples, strict=True):
             end = len(sample.token_ids)
             if sample.finish_reason == "abort":
                 assert asked.abort is not None
-                assert end < len(full.token_ids)
+                assert end < len(full.token_ids) or full.finish_reason == "error"
             else:
                 assert (sample.token_ids, sample.text) == (full.token_ids, full.text)
                 assert sample.finish_reason == full.finish_reason

@@ -133,7 +133,7 @@ class Round:
         return InFlight(works, began, verification, before, drafting)
 
     def rest(self) -> None:
-        """There is nothing to compute: until the next round nobody waits."""
+        """The engine is idle: the time until the next round is not counted as waiting."""
         self._before = None
 
     def collect(self, round_: InFlight) -> tuple[list[Outcome | None], float]:

@@ -196,10 +196,10 @@ class Scheduler:
         return Counter(s.request.group for s in self.running)
 
     def _turns(self, prompts: list[Sequence]) -> list[Sequence]:
-        """Prompts that share the next round, in the order in which they are served.
+        """Prompts to prefill in the next round, in the order in which they get tokens.
 
-        `prompts`, which run, and, in order, as many waiting ones as there is room for. Samples of one request wait for
-        the first one's prefill, and then find the prompt in the prefix cache.
+        The running `prompts`, and as many waiting ones as there is room for. Samples of one request wait for the
+        prefill of the first, and then find the prompt in the prefix cache.
         """
         turns = [*prompts, *self._next_waiting()] if self.waiting else prompts
         turns.sort(key=_order)
@@ -229,7 +229,7 @@ class Scheduler:
     def _plan(self, decoding: Seq[Sequence], turns: Seq[Sequence]) -> list[Work]:
         """Works within `max_num_batched_tokens`: one token per decoding sequence, then drafts, then prefill chunks.
 
-        Drafts leave half of what they share with prompts.
+        If there are prompts, drafts get at most half of the tokens that decoding leaves.
         """
         works: list[Work] = []
         budget = self.max_num_batched_tokens - len(decoding)
@@ -333,7 +333,7 @@ class Scheduler:
         return attached
 
     def _attach(self, sequence: Sequence, promised: int) -> bool:
-        """Gives a waiting sequence its cached prefix; False if it cannot be prefilled without a preemption."""
+        """Attaches the cached prefix of a waiting sequence; False if it cannot be prefilled without a preemption."""
         if len(self.running) >= self.max_num_seqs or not self._slots:
             return False
         self.pool.attach_prefix(sequence.kv, sequence.tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,9 @@ from fuzz.oracle import Oracle
 from fuzz.run import run
 
 from ssd import SamplingParams
+from ssd.core import FinishReason, Outcome
+from ssd.engine.engine import Engine
+from ssd.engine.outputs import OutputProcessor
 from ssd.execution.batch import BatchInputs
 from ssd.execution.state import SequenceState
 from ssd.kv.blocks import BlockPool, BlockTable
@@ -48,6 +52,36 @@ def test_structured_output_is_fuzzed(oracle: Oracle) -> None:
     pytest.importorskip("llguidance")
     covered = run(random_case(116, processes=False), oracle)
     assert {"structured output", "drafts accepted", "prepared drafts hit"} <= covered.keys()
+
+
+APPEND, FINISH = OutputProcessor.append, Engine._finish
+
+
+def drop_accepted(processor: OutputProcessor, outcome: Outcome) -> FinishReason | None:
+    """The draft tokens accepted in a round that finds no token to choose are lost."""
+    return APPEND(processor, outcome._replace(token_ids=(-1,)) if outcome.token_ids[-1] < 0 else outcome)
+
+
+def end_siblings(engine: Engine, processor: OutputProcessor, reason: FinishReason, now: float) -> None:
+    """A sample that fails ends the others of its request."""
+    FINISH(engine, processor, reason, now)
+    if reason == "error" and processor.sequence.request.id in engine._requests:
+        engine._end(processor.sequence.request.id, "error", processor.error)
+
+
+def test_dead_ends_are_fuzzed(
+    oracle: Oracle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches requests that always have a token to choose: how the others fail would not be compared."""
+    pytest.importorskip("llguidance")
+    caplog.set_level(logging.CRITICAL, "ssd")  # records of planned errors would refer to their frames
+    case = random_case(24, processes=False)
+    assert {"no token to choose", "drafts accepted"} <= run(case, oracle).keys()
+    for owner, name, defect in ((OutputProcessor, "append", drop_accepted), (Engine, "_finish", end_siblings)):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, defect)
+            with pytest.raises(AssertionError, match="sample"):
+                run(case, oracle)
 
 
 ACCEPT, GROW = BatchInputs.accept, BlockPool.grow

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from conftest import KINDS, VOCAB
+from conftest import KINDS
 from random_requests import MAX_LEN, Asked, random_requests
 
 import ssd
@@ -22,7 +22,6 @@ from ssd.config import BUDGETS
 
 BUNDLE = Path(ssd.__file__).parent / "bundle"
 BUNDLED = {"tiny-llama": "tiny-llama-draft", "tiny-qwen3": "tiny-qwen3-draft"}
-BUNDLED_VOCAB = 8192
 DRAFTS = ("noisy", "self", "stranger")  # of the random models
 MOST_FAILURES = 2  # rounds that fail in one case: an engine gives up after three in a row
 EXTREMES: list[dict[str, Any]] = [  # parameters that `random_requests` leaves out
@@ -212,23 +211,20 @@ def _with_order_and_form(call: Call, model: str) -> Call:
 
 
 def _with_dead_end(call: Call, model: str) -> Call:
-    """Perhaps with tokens forbidden, so that there is none to choose at some point of some samples, or of all.
+    """With a structured output perhaps one of DEAD_ENDS, where some samples, or all, come to a point without a token.
 
-    Of a structured output in the midst of the text; otherwise at once: all tokens are forbidden, or all but the stop
-    tokens, which `min_tokens` forbids. Drawn by the prompt: a seed gives the same case as before these were known.
+    Drawn by the prompt: a seed gives the same case as before these were known.
     """
     dice, params = random.Random(f"dead end {call.prompt}"), call.params
-    if dice.random() > (0.5 if params.structured is not None else 0.06):
+    if params.structured is None or dice.random() > 0.5:
         return call
-    changes: dict[str, Any] = {"n": dice.choice([1, 2, 4]), "temperature": dice.choice([0.0, 0.7, 1.5])}
-    if params.structured is not None:
-        changes |= {"structured": {"regex": dice.choice(DEAD_ENDS)}, "max_new_tokens": dice.randint(4, 40)}
-        forbidden = set(_tokens_with(model, "!"))
-    else:
-        tokens = range(BUNDLED_VOCAB if model in BUNDLED else VOCAB)
-        changes |= {"stop_token_ids": dice.sample(tokens, dice.choice([0, 3])), "min_tokens": 1}
-        forbidden = set(tokens) - set(changes["stop_token_ids"])
-    changes["logit_bias"] = {token: float("-inf") for token in sorted(forbidden)}
+    changes: dict[str, Any] = {
+        "n": dice.choice([1, 2, 4]),
+        "temperature": dice.choice([0.0, 0.7, 1.5]),
+        "structured": {"regex": dice.choice(DEAD_ENDS)},
+        "max_new_tokens": dice.randint(4, 40),
+        "logit_bias": {token: float("-inf") for token in _tokens_with(model, "!")},
+    }
     return replace(call, params=replace(params, **changes))
 
 

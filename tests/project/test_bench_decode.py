@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ssd.layers.spec import MLPSpec
 from ssd.models.decoder import parameter_shapes
 from ssd.models.shapes import SHAPES
 
@@ -26,7 +27,7 @@ def decode(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_peer_of_a_shape_has_the_same_parameters(decode: Any, name: str) -> None:
     """Names and shapes, biases and tied embeddings among them: catches a family without a peer, and another model."""
-    shape = replace(SHAPES[name], num_layers=2)
+    shape = SHAPES[name].with_layers(2)
     peer = decode.hf_model(shape, torch.bfloat16, torch.device("meta"))
     parameters = dict(peer.named_parameters())
     assert {name: tuple(parameter.shape) for name, parameter in parameters.items()} == parameter_shapes(shape)
@@ -37,8 +38,9 @@ def test_the_peer_of_a_shape_has_the_same_parameters(decode: Any, name: str) -> 
 def test_a_small_shape_of_every_family(
     decode: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], family: str
 ) -> None:
-    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_layers": 1, "max_position": 256}
-    small = replace(FAMILIES[family], **sizes, num_heads=4, num_kv_heads=2, head_dim=16)
+    layer = FAMILIES[family].with_layers(1, num_heads=4, num_kv_heads=2, head_dim=16).layer
+    sizes = {"vocab_size": 96, "hidden_size": 64, "max_position": 256}
+    small = replace(FAMILIES[family], layers=(replace(layer, mlp=MLPSpec(96)),), **sizes)
     monkeypatch.setattr(decode, "SHAPES", {"small": small})
     flags = ["--shape", "small", "--prompt-len", "4", "--new-tokens", "4", "--repeats", "1"]
     monkeypatch.setattr(sys, "argv", ["decode.py", *flags])
