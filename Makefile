@@ -9,7 +9,7 @@ export PROMPT
 
 MINUTES ?= 2
 
-.PHONY: demo test test-all fuzz fuzz-server soak check docs format bench clean
+.PHONY: demo test test-all sanitize fuzz fuzz-server soak check docs format bench clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -34,6 +34,9 @@ test-all: $(READY)
 	$(BIN)/pip install --quiet --editable '.[ray]'
 	@if $(HAS_GPU); then $(ON_CPU) --ignore=tests/gpu --ignore=tests/kernels && $(PYTEST) tests/gpu tests/kernels; \
 	  else $(ON_CPU); fi
+
+sanitize: $(READY)  # TESTS=tests/kernels/test_round_kernels.py
+	CC="$(CC)" PYTHON=$(BIN)/python scripts/sanitize.sh $(TESTS)
 
 fuzz: $(READY)  # MINUTES=10 SEED=123
 	PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))

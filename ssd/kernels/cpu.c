@@ -11,6 +11,7 @@
  * returns an int returns 0, or 1 if it was given one that is out of range.  Shapes are the caller's business.
  */
 #include <math.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -177,21 +178,38 @@ static void store_row(void *dst, long offset, const float *src, long n, int bf16
     for (long i = 0; i < n; i++) d[i] = to_bf16(src[i]);
 }
 
-/* ---------------------------------------------------------------- scratch memory: blocks per thread, kept */
+/* ---------------------------------------------------------------- scratch memory: blocks per thread, kept until it ends
+ * (the workers of an engine end whenever it is idle, see release_threads) */
 enum { ROWS, PANELS, SCRATCHES };
-static _Thread_local struct {
-    float *data;
-    size_t size;
-} pool[SCRATCHES];
+struct pool {
+    float *data[SCRATCHES];
+    size_t size[SCRATCHES];
+};
+static pthread_key_t pool_key;
+
+static void free_pool(void *given) {
+    struct pool *pool = given;
+    for (int i = 0; i < SCRATCHES; i++) free(pool->data[i]);
+    free(pool);
+}
+
+__attribute__((constructor)) static void make_pool_key(void) {
+    if (pthread_key_create(&pool_key, free_pool)) abort();
+}
 
 static float *scratch(int which, size_t floats) {
-    if (floats > pool[which].size) {
-        free(pool[which].data);
-        pool[which].size = (floats + 4095) / 4096 * 4096;
-        pool[which].data = aligned_alloc(64, pool[which].size * 4);
-        if (!pool[which].data) abort();
+    struct pool *pool = pthread_getspecific(pool_key);
+    if (!pool) {
+        pool = calloc(1, sizeof *pool);
+        if (!pool || pthread_setspecific(pool_key, pool)) abort();
     }
-    return pool[which].data;
+    if (floats > pool->size[which]) {
+        free(pool->data[which]);
+        pool->size[which] = (floats + 4095) / 4096 * 4096;
+        pool->data[which] = aligned_alloc(64, pool->size[which] * 4);
+        if (!pool->data[which]) abort();
+    }
+    return pool->data[which];
 }
 
 INLINE long ceil_div(long a, long b) { return (a + b - 1) / b; }

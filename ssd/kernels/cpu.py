@@ -412,7 +412,7 @@ def _compile(compiler: list[str], flags: tuple[str, ...]) -> bytes:
         objects, library = Path(scratch) / "cpu.o", Path(scratch) / "cpu.so"
         _run([*compiler, *flags, "-c", str(SOURCE), "-o", str(objects)])
         undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
-        _run([*compiler, "-shared", *undefined, str(objects), "-o", str(library), "-lm"])
+        _run([*compiler, "-shared", *undefined, str(objects), "-o", str(library), "-lm", "-lpthread"])
         return library.read_bytes()
 
 
