@@ -7,8 +7,8 @@ if [ $# -eq 0 ]; then
     for name in round_kernels cpu_kernels branch_attention quantized sampling_kernels invariance; do
         set -- "$@" "tests/kernels/test_$name.py"
     done
-    set -- "$@" tests/engine/test_speculation.py::test_same_answers
-    set -- "$@" tests/engine/test_speculation.py::test_ahead_up_to_the_last_position
+    set -- "$@" tests/decoding/test_speculation.py::test_same_answers
+    set -- "$@" tests/decoding/test_speculation.py::test_ahead_up_to_the_last_position
 fi
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
