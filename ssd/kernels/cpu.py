@@ -210,14 +210,14 @@ class Kernels:
         Caches: contiguous [num_blocks, block_size, Hkv, D]. `q_norm`, `k_norm` [D]: per-head RMS norm before
         the rotation (Qwen 3).
         """
-        tokens, kv_heads, d, dtype = qkv.shape[0], k_cache.shape[2], k_cache.shape[3], qkv.dtype
+        tokens, (blocks, block_size, kv_heads, d) = qkv.shape[0], k_cache.shape
         q = qkv.new_empty(tokens, num_heads, d)
         if self._rope_and_store(
             *(qkv.data_ptr(), qkv.stride(0), positions.data_ptr(), positions.dtype is torch.int64),
             *(slots.data_ptr(), slots.dtype is torch.int64, cos.data_ptr(), sin.data_ptr()),
             *(None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(), eps),
             *(q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), tokens, num_heads, kv_heads, d),
-            *(len(cos), k_cache.shape[0] * k_cache.shape[1], dtype is torch.bfloat16, torch.get_num_threads()),
+            *(cos.shape[0], blocks * block_size, qkv.dtype is torch.bfloat16, torch.get_num_threads()),
         ):
             raise IndexError("a token's position is not in the rotary tables, or its slot is not in the KV cache")
         return q
@@ -245,7 +245,7 @@ class Kernels:
         branches, and how many tokens each branch has before it. A query sees its sequence up to the branch, then the
         branch; `context_len` is not used. `first`: positions of a sequence before it are not seen.
         """
-        tokens, heads, d = q.shape
+        (tokens, heads, d), (blocks, block_size, kv_heads, _) = q.shape, k_cache.shape
         out = q.new_empty(tokens, heads, d)
         positions, slots, depth = None, None, 0
         if branches is not None:
@@ -253,8 +253,8 @@ class Kernels:
         if self._paged_attention(
             *(q.data_ptr(), q.stride(0), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()),
             *(query_start.data_ptr(), context_len.data_ptr(), block_tables.data_ptr(), table_rows.data_ptr()),
-            *(tokens, len(table_rows), *block_tables.shape, block_tables.stride(0)),
-            *(*k_cache.shape[:2], heads, k_cache.shape[2], d, scale),
+            *(tokens, table_rows.shape[0], *block_tables.shape, block_tables.stride(0)),
+            *(blocks, block_size, heads, kv_heads, d, scale),
             *(positions, slots, depth, first, q.dtype is torch.bfloat16, torch.get_num_threads()),
         ):
             raise IndexError("a query is not in the batch, or sees what is not in its block table or in the KV cache")

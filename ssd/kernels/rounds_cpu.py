@@ -37,7 +37,7 @@ def prepare_rows(
         inputs = (row_work, slots, starts, query_start, logit_rows, length, token_ids, drafts, tables)
         if kernels.prepare_rows(
             *(tensor.data_ptr() for tensor in (*inputs, *out)),
-            *(len(row_work), len(slots), len(logit_rows)),
+            *(row_work.shape[0], slots.shape[0], logit_rows.shape[0]),
             *(*token_ids.shape, drafts.shape[1], tables.shape[1], block_size),
         ):
             raise IndexError("a batch names a work, a slot, a row or a position that is not there")
@@ -77,7 +77,7 @@ def accept(
     kernels = cpu.load()
     if kernels is not None:
         tensors = (chosen, slots, first_row, num_logits, length, token_ids, drafts, num_accepted, origin, out)
-        sizes = (len(chosen), len(slots), *token_ids.shape, drafts.shape[1], vocab_size)
+        sizes = (chosen.shape[0], slots.shape[0], *token_ids.shape, drafts.shape[1], vocab_size)
         if kernels.accept(*(t.data_ptr() for t in tensors), *sizes):
             raise IndexError("a decision names a slot, a row or a draft token that is not there")
         return

@@ -393,14 +393,14 @@ def test_threads_keep_the_bits(kernels: Kernels, dtype: torch.dtype) -> None:
 
 
 def test_a_thread_that_ends_leaves_no_scratch(kernels: Kernels) -> None:
-    """An engine's workers end whenever it is idle: catches 16 MB that each of 60 threads keeps."""
+    """An engine's workers end whenever it is idle: catches 16 MB that each of 32 threads keeps."""
     packed, x = kernels.pack_linear(torch.randn(8, 8192)), torch.randn(512, 8192)
     before = resident_bytes()
-    for _ in range(60):
+    for _ in range(32):
         thread = threading.Thread(target=kernels.linear, args=(x, packed))
         thread.start()
         thread.join()
-    assert resident_bytes() - before < 480e6  # half of it; a sanitizer keeps some of what is freed
+    assert resident_bytes() - before < 400e6  # of 537; a sanitizer keeps 256 of what is freed
 
 
 def resident_bytes() -> int:
