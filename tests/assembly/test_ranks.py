@@ -376,7 +376,8 @@ time.sleep(60) if sys.argv[2] == "idle" else llm.generate([1, 2], SamplingParams
 """
 
 
-@pytest.mark.parametrize("moment", ["busy", pytest.param("idle", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["busy", "idle"])
 def test_no_rank_outlives_a_killed_engine(models: Models, moment: str) -> None:
     """kill -9 of rank 0: nothing of it runs any more."""
     command = [sys.executable, "-c", _KILLED, models.target, moment]
@@ -470,6 +471,7 @@ class Faults(RoundObserver):
             self.by_round.get(next(self._rounds), lambda: None)()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     "fault", ["killed", "wrong", *(pytest.param(fault, marks=pytest.mark.slow) for fault in ("stopped", "malformed"))]

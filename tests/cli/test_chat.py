@@ -419,6 +419,7 @@ def alive(pid: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_chat_in_a_terminal(tmp_path: Path) -> None:
     """Greeting, turns that find the last one in the cache, messages of several lines, commands, and a clean end."""
     file = tmp_path / "chat.json"
@@ -583,7 +584,7 @@ def url() -> Iterator[str]:
     "command",
     [
         pytest.param([*BENCH, "--url"], id="bench", marks=pytest.mark.slow),
-        pytest.param([sys.executable, "-m", "ssd", "chat"], id="ssd"),
+        pytest.param([sys.executable, "-m", "ssd", "chat"], id="ssd", marks=pytest.mark.slow),
     ],
 )
 def test_a_server_answers(url: str, command: list[str]) -> None:

@@ -68,6 +68,7 @@ def test_generate_prints_the_text_and_nothing_else(path: str) -> None:
     assert "INFO" not in done.stderr + piped.stderr
 
 
+@pytest.mark.slow
 def test_verbose_logs_what_the_engine_does_on_stderr(path: str) -> None:
     """Catches a log in the text, and one without device, dtype, kernels, memory, KV blocks or drafter."""
     done = ssd("-v", "generate", path, "hello", "-m", "4", "--ignore-eos", "--device", "cpu", "--draft", "ngram")

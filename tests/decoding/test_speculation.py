@@ -175,7 +175,7 @@ def test_same_answers(target: str, stranger: str, alone: Answers, draft: str, k:
 
 
 @pytest.mark.parametrize(("k", "batch"), whole_table({(4, 16)}))
-@pytest.mark.parametrize("draft", ["target", "stranger"])
+@pytest.mark.parametrize("draft", ["target", pytest.param("stranger", marks=pytest.mark.slow)])
 def test_same_answers_prepared_ahead(
     target: str, stranger: str, alone: Answers, draft: str, k: int, batch: int
 ) -> None:
@@ -487,7 +487,7 @@ FORMS = ["int4", "int8", "fp8"]
 @pytest.mark.parametrize(
     ("form", "mode", "options"),
     [
-        pytest.param(form, *how, id=f"{form}-{name}", marks=[] if i == j == 2 else pytest.mark.slow)
+        pytest.param(form, *how, id=f"{form}-{name}", marks=[] if (i, j) == (2, 0) else pytest.mark.slow)
         for i, form in enumerate(FORMS)
         for j, (how, name) in enumerate(zip(QUANTIZED, ["sd", "inline", "process"], strict=True))
     ],

@@ -28,7 +28,7 @@ FEW = (3, 17, 60, 101, 222)  # tokens that requests are limited to, so that draf
 Answers = list[tuple[Any, ...]]
 
 
-@pytest.fixture(scope="module", params=["llama-tied", "qwen3"])
+@pytest.fixture(scope="module", params=["llama-tied", pytest.param("qwen3", marks=pytest.mark.slow)])
 def target(request: pytest.FixtureRequest, make_model: Callable[[str], TestModel]) -> TestModel:
     return make_model(request.param)
 

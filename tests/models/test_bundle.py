@@ -91,9 +91,11 @@ def test_the_bundle_is_complete_and_small() -> None:
 @pytest.mark.parametrize(
     ("form", "mode", "target"),
     [
-        ("{}", "sd", "tiny-llama"),
         ("{}", "ssd", "tiny-qwen3"),
-        *(pytest.param("{}", *rest, marks=pytest.mark.slow) for rest in (("ssd", "tiny-llama"), ("sd", "tiny-qwen3"))),
+        *(
+            pytest.param("{}", *rest, marks=pytest.mark.slow)
+            for rest in (("sd", "tiny-llama"), ("ssd", "tiny-llama"), ("sd", "tiny-qwen3"))
+        ),
         pytest.param("graft:{}@cpu-75m", "sd", "tiny-llama", marks=pytest.mark.slow),
     ],
 )
@@ -172,7 +174,10 @@ def test_a_prompt_is_cut_like_the_beginning_of_the_whole_text(target: str) -> No
 
 @pytest.mark.parametrize(
     ("model", "step"),
-    [(model, 10) for model in MODELS] + [pytest.param(model, 1, marks=pytest.mark.slow) for model in TARGETS],
+    [
+        *(pytest.param(model, 10, marks=() if model == MODELS[0] else pytest.mark.slow) for model in MODELS),
+        *(pytest.param(model, 1, marks=pytest.mark.slow) for model in TARGETS),
+    ],
 )
 def test_transformers_chooses_the_same_tokens(
     model: str, step: int, greedy: Callable[[str, int], list[Answer]]
@@ -211,6 +216,7 @@ def test_transformers_generates_the_same_tokens(target: str, greedy: Callable[[s
         assert answer.tokens == theirs[0, len(answer.prompt) :].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["tiny-llama", pytest.param("tiny-qwen3", marks=pytest.mark.slow)])
 def test_text_is_what_was_asked_for(target: str) -> None:
     """Catches weights or words that got lost on the way into the package, which transformers would read just as badly.

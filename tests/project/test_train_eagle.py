@@ -55,6 +55,7 @@ def test_unrolled_steps_are_what_a_draft_computes(script: ModuleType) -> None:
                 hidden = torch.cat((hidden, out[-1:]))
 
 
+@pytest.mark.slow
 def test_a_trained_head_runs_with_its_target(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

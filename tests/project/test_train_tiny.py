@@ -106,7 +106,8 @@ def shop(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Worksh
     return Workshop(script, data, work, bundle)
 
 
-@pytest.mark.parametrize("kind", ["target", pytest.param("draft", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["target", "draft"])
 def test_a_training_that_was_stopped_ends_like_one_that_was_not(shop: Workshop, tmp_path: Path, kind: str) -> None:
     """Catches any state that a checkpoint forgets: momentum, the place in the data, the learning rate, random noise."""
     kept = ["tokenizer.json", "corpus.npz"]
@@ -121,6 +122,7 @@ def test_a_training_that_was_stopped_ends_like_one_that_was_not(shop: Workshop, 
         assert torch.equal(weight, resumed["model"][name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["target", "draft"])
 def test_the_loss_falls(shop: Workshop, family: str, kind: str) -> None:
@@ -132,6 +134,7 @@ def test_the_loss_falls(shop: Workshop, family: str, kind: str) -> None:
     assert all(loss < 0.8 * np.log(shop.corpus.VOCAB) for loss in held.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["", "-draft"])
 def test_what_is_exported_is_the_trained_model_to_everybody(shop: Workshop, family: str, kind: str) -> None:
@@ -150,6 +153,7 @@ def test_what_is_exported_is_the_trained_model_to_everybody(shop: Workshop, fami
     assert output.token_ids == theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, 60:].tolist()
 
 
+@pytest.mark.slow
 def test_only_the_exported_target_is_sharpened(shop: Workshop) -> None:
     for kind, name, factor in (("target", "tiny-llama", shop.script.SHARPNESS), ("draft", "tiny-llama-draft", 1.0)):
         trained = torch.load(shop.work / f"llama-{kind}.pt", weights_only=True)["model"]["norm.weight"]
@@ -157,6 +161,7 @@ def test_only_the_exported_target_is_sharpened(shop: Workshop) -> None:
         assert torch.equal(exported, (factor * trained).bfloat16())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_documents_are_dressed_as_the_chat_template_does_it(shop: Workshop, family: str) -> None:
     """Catches a model that is trained on other tokens than a chat with it consists of."""
@@ -179,6 +184,7 @@ def chat_ids(tokenizer: Tokenizer, rows: list[dict[str, str]]) -> list[int]:
     return tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=False), False)
 
 
+@pytest.mark.slow
 def test_held_out_documents_are_not_trained_on(shop: Workshop) -> None:
     tokenizer = shop.tokenizer("llama")
     trained = tokenizer.decode(shop.training("llama"))
@@ -194,6 +200,7 @@ def test_held_out_documents_are_not_trained_on(shop: Workshop) -> None:
             assert held[source].count(words) == kept
 
 
+@pytest.mark.slow
 def test_the_picture_is_one_and_shows_all_four_trainings(shop: Workshop) -> None:
     picture = ET.parse(shop.bundle / "tiny-losses.svg").getroot()
     space = "{http://www.w3.org/2000/svg}"
@@ -218,6 +225,7 @@ def test_orthogonal_matrices_are_nearly_so(script: ModuleType, shape: tuple[int,
     assert cosine.min() > 0.95
 
 
+@pytest.mark.slow
 def test_the_shipped_descriptions_are_what_the_script_writes(shop: Workshop, tmp_path: Path) -> None:
     """Catches a bundle and a script that drift apart; only the sizes and the words are the toy's."""
     module = shop.script
@@ -248,6 +256,7 @@ def test_a_stage_that_lacks_something_says_what_to_do(
         run(script, name, tmp_path, options)
 
 
+@pytest.mark.slow
 def test_an_unfinished_target_teaches_nobody(shop: Workshop, tmp_path: Path) -> None:
     """Catches a draft that is distilled from, or an export of, a training that --minutes stopped."""
     for name in ("tokenizer.json", "corpus.npz", "llama-target.pt"):
@@ -256,6 +265,7 @@ def test_an_unfinished_target_teaches_nobody(shop: Workshop, tmp_path: Path) -> 
         run(shop.script, "draft", tmp_path)
 
 
+@pytest.mark.slow
 def test_too_little_text_for_a_window_is_explained(shop: Workshop) -> None:
     with pytest.raises(SystemExit, match="lower --context"):
         run(shop.script, "target", shop.work, "--context 100000000")

@@ -264,6 +264,7 @@ def body(tokens: int) -> dict[str, Any]:
     return {"model": MODEL, "prompt": "Once upon a time", "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
 
 
+@pytest.mark.slow
 def test_sigterm_under_load_lets_all_requests_end_and_refuses_new_ones() -> None:
     """Answers under way are complete, streamed or not; what comes later gets 503; the process exits with 0."""
     signalled, texts, refused = False, set[str](), list[int]()

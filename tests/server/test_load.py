@@ -64,7 +64,7 @@ def alone(llm: LLM) -> Callable[[int], list[str]]:
 
 
 @pytest.mark.parametrize("count", [16, pytest.param(64, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", [pytest.param("ar", marks=pytest.mark.slow), "sd", "ssd"])
+@pytest.mark.parametrize("mode", [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("ar", "sd")), "ssd"])
 def test_text_under_load_is_that_of_the_library_alone(alone: Callable[[int], list[str]], mode: str, count: int) -> None:
     """Catches text that depends on the batch, on speculation, or on how it is cut into chunks."""
 
