@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ssd.core import Outcome, Proposal, Sequence, Work
+from ssd.execution.clock import Clock
 
 T = TypeVar("T")
 
@@ -83,6 +84,18 @@ class Drafter:
         """Called while the target verifies these works: prepare drafts for likely outcomes. Must not wait for it.
 
         `interrupted()` is polled; True: return early with what is prepared so far.
+        """
+
+    def serve(self, ended: Clock) -> None:
+        """Called when the host has nothing to do until a round has ended: receive what other processes have sent.
+
+        Returns at the latest then; the host waits for the rest of the time.
+        """
+
+    def decided(self, works: Seq[Work], outcomes: Seq[Outcome | None]) -> None:
+        """What a round decided, before it is committed and after the next round was launched.
+
+        With no works: a round was launched and all earlier ones are committed.
         """
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:

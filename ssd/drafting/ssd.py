@@ -16,13 +16,15 @@ from typing import NamedTuple
 
 from ssd.core import MODEL_WRITTEN, Origin, Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Confidence, Drafter, PerRound, Prepared, never
-from ssd.drafting.estimate import Average
+from ssd.drafting.estimate import Average, TypicalSeconds
 from ssd.drafting.fan_out import FanOut, OutcomeStatistics
 from ssd.drafting.model import DraftSequence, DraftSource, wants_draft, write_drafts
 from ssd.drafting.runner import DraftRun, StagedBranches
 
 _DECREASE, _INCREASE = 0.75, 0.25  # AIMD limit of branches: multiplied after an interrupted preparation, else added to
 _MIN_BRANCHES = 2.0
+_MIN_SAMPLES = 3  # times of a backup before it is judged by them
+_RETRY = 64  # decisions against jit before it is tried again
 
 
 def _average() -> Average:
@@ -36,19 +38,26 @@ class BackupPolicy:
 
     backup: str  # "jit", "fast" or "auto"
     yields: dict[Origin, Average] = field(default_factory=lambda: defaultdict(_average))  # tokens per round, by origin
-    round_seconds: Average = field(default_factory=_average)
-    write_seconds: Average = field(default_factory=_average)
+    round_seconds: TypicalSeconds = field(default_factory=TypicalSeconds)
+    write_seconds: TypicalSeconds = field(default_factory=TypicalSeconds)
+    num_declined: int = 0  # times that jit was not used
 
     def waits(self, missed: int, batch: int) -> bool:
-        """Whether to use jit when `missed` of `batch` sequences missed. True until there are measurements."""
+        """Whether to use jit when `missed` of `batch` sequences missed. True until there are measurements.
+
+        From time to time it is tried again: its first times are no measure of what it takes later.
+        """
         if self.backup != "auto":
             return self.backup == "jit"
         written, fast, hit = (self.yields[origin] for origin in (Origin.JIT, Origin.SIBLING, Origin.HIT))
-        if not (written.known and self.round_seconds.known and self.write_seconds.known):
+        if len(self.write_seconds.last) < _MIN_SAMPLES or not (written.known and self.round_seconds.last):
             return True
         added = missed * (written.value - (fast.value if fast.known else 1.0))
         lost = batch * (hit.value if hit.known else written.value)
-        return bool(added * self.round_seconds.value > lost * self.write_seconds.value)
+        if added * self.round_seconds.mean > lost * self.write_seconds.mean:
+            return True
+        self.num_declined += 1
+        return self.num_declined % _RETRY == 0
 
 
 class _Round(NamedTuple):

@@ -214,7 +214,7 @@ def test_lengths_may_be_beyond_a_small_vocabulary() -> None:
     """Only tokens have to be in it: a truthful worker with more draft tokens than that is not lost."""
     draft = (0, 1, 1, 0)
     found = decode_prepared(encode_prepared({7: (draft, {(4, 1): (0, 1, 0, 1), (3, 0): (1, 1, 1)})}), 2)
-    assert found[7].outcomes == [[4, 1, 0, 1, 0, 1], [3, 0, 1, 1, 1, -1]]
+    assert found[7].outcomes.tolist() == [[4, 1, 0, 1, 0, 1], [3, 0, 1, 1, 1, -1]]
     for wrong in ({(4, 2): (0,)}, {(4, 1): (0, 2)}, {(-1, 1): (0,)}, {(5, 1): (0,)}):
         with pytest.raises(WireError):
             decode_prepared(encode_prepared({7: (draft, wrong)}), 2)
