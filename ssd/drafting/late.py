@@ -185,7 +185,7 @@ class LateBindingDrafter(ProcessDrafter):
             return {}
         began = time.perf_counter()
         written = self._ask(asked)
-        self.policy.write_seconds.add(time.perf_counter() - began)
+        self.policy.wrote(time.perf_counter() - began)
         if written is None:
             return {}
         names = [work.sequence.id for work, draft in zip(works, given, strict=True) if draft is None]

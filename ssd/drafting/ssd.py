@@ -23,8 +23,8 @@ from ssd.drafting.runner import DraftRun, StagedBranches
 
 _DECREASE, _INCREASE = 0.75, 0.25  # AIMD limit of branches: multiplied after an interrupted preparation, else added to
 _MIN_BRANCHES = 2.0
-_MIN_SAMPLES = 3  # times of a backup before it is judged by them
-_RETRY = 64  # decisions against jit before it is tried again
+_MIN_SAMPLES = 5  # last times of jit that it is judged by
+_RETRY = 32  # decisions against jit before it is tried again
 
 
 def _average() -> Average:
@@ -39,8 +39,13 @@ class BackupPolicy:
     backup: str  # "jit", "fast" or "auto"
     yields: dict[Origin, Average] = field(default_factory=lambda: defaultdict(_average))  # tokens per round, by origin
     round_seconds: TypicalSeconds = field(default_factory=TypicalSeconds)
-    write_seconds: TypicalSeconds = field(default_factory=TypicalSeconds)
-    num_declined: int = 0  # times that jit was not used
+    write_seconds: TypicalSeconds = field(default_factory=lambda: TypicalSeconds(deque(maxlen=_MIN_SAMPLES)))
+    num_declined: int = 0  # decisions against jit since it was last used
+
+    def wrote(self, seconds: float) -> None:
+        """Adds the time of a jit draft."""
+        self.write_seconds.add(seconds)
+        self.num_declined = 0
 
     def waits(self, missed: int, batch: int) -> bool:
         """Whether to use jit when `missed` of `batch` sequences missed. True until there are measurements.
@@ -54,10 +59,9 @@ class BackupPolicy:
             return True
         added = missed * (written.value - (fast.value if fast.known else 1.0))
         lost = batch * (hit.value if hit.known else written.value)
-        if added * self.round_seconds.mean > lost * self.write_seconds.mean:
-            return True
-        self.num_declined += 1
-        return self.num_declined % _RETRY == 0
+        pays = bool(added * self.round_seconds.mean > lost * self.write_seconds.mean)
+        self.num_declined += not pays
+        return pays or self.num_declined > _RETRY
 
 
 class _Round(NamedTuple):
@@ -260,7 +264,7 @@ class SSDDrafter(Drafter):
         run, written = round_
         if written is not None:
             self.stats.busy_seconds += written.seconds
-            self.policy.write_seconds.add(written.seconds)
+            self.policy.wrote(written.seconds)
         if run is None:
             return
         self.stats.busy_seconds += run.seconds
