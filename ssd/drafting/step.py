@@ -33,28 +33,34 @@ class DraftStep(Protocol):
 
 
 class ModelStep:
-    """A step of an autoregressive draft model: one forward pass."""
+    """A step of an autoregressive draft model: one forward pass.
 
-    def __init__(self, runner: ModelRunner, shapes: RunShapes) -> None:
-        self.runner = runner
+    `shared`: branches are prepared while the target computes on the same GPU.
+    """
+
+    def __init__(self, runner: ModelRunner, shapes: RunShapes, *, shared: bool = False) -> None:
+        self.runner, self._shared = runner, shared
         self.buffers = DraftBuffers(runner, shapes)
 
     def snapshot(self, n: int) -> None:
         return
 
     def read(self, shape: RunShape, logit_rows: torch.Tensor | None) -> torch.Tensor:
-        return forward(self.runner, self.buffers.read_batch(shape, self.buffers.tables(shape), logit_rows))
+        batch = self.buffers.read_batch(shape, self.buffers.tables(shape), logit_rows)
+        return forward(self.runner, batch, shared=self._shared and shape.branches)
 
     def begin_branches(self, shape: RunShape) -> None:
         return
 
     def extend(self, shape: RunShape, depth: int) -> torch.Tensor:
-        return forward(self.runner, self.buffers.row_batch(shape, depth, self.buffers.tables(shape)))
+        batch = self.buffers.row_batch(shape, depth, self.buffers.tables(shape))
+        return forward(self.runner, batch, shared=self._shared and shape.branches)
 
 
-def forward(runner: ModelRunner, batch: DeviceBatch) -> torch.Tensor:
-    """Logits of a forward pass, padded or cut to the target's vocabulary."""
-    logits, vocab_size = runner.decoder(_of_first_rank(runner, batch), runner.kv), runner.state.vocab_size
+def forward(runner: ModelRunner, batch: DeviceBatch, *, shared: bool = False) -> torch.Tensor:
+    """Logits of a forward pass, padded or cut to the target's vocabulary; `shared`: see `Decoder`."""
+    logits = runner.decoder(_of_first_rank(runner, batch), runner.kv, shared=shared)
+    vocab_size = runner.state.vocab_size
     missing = vocab_size - logits.shape[-1]
     if missing > 0:
         logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)

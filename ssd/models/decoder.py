@@ -198,13 +198,19 @@ class Decoder:
             self._run = range(len(self.layers))
 
     def __call__(
-        self, batch: DeviceBatch, kv: KVCache, features: Mapping[int, torch.Tensor] | None = None
+        self,
+        batch: DeviceBatch,
+        kv: KVCache,
+        features: Mapping[int, torch.Tensor] | None = None,
+        *,
+        shared: bool = False,
     ) -> torch.Tensor:
         """Float32 logits of the batch's logit rows.
 
-        `features`: by number of layers, where to write the hidden states after so many of them.
+        `features`: by number of layers, where to write the hidden states after so many of them. `shared`: another model
+        computes on the GPU meanwhile, so it is no time for `step`, which takes all of it.
         """
-        if features is None and self.step is not None and self.step.takes(batch):
+        if features is None and not shared and self.step is not None and self.step.takes(batch):
             return self.step(batch)
         wanted = features or {}
         x, residual = self.embedding.embed(batch.token_ids), None

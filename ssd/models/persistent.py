@@ -6,6 +6,7 @@ import logging
 
 import torch
 
+from ssd.kernels.driver import DriverError
 from ssd.kernels.ops import DeviceBatch
 from ssd.kernels.persistent import MAX_ROWS, BuildError, PersistentStep, StepLayer
 from ssd.layers.formats.dense import DENSE
@@ -22,7 +23,7 @@ def use_persistent_step(decoder: Decoder, kv: KVCache) -> None:
     try:
         step = _build(decoder, kv)
         difference = _difference(decoder, step, kv)
-    except (BuildError, OSError) as error:
+    except (BuildError, DriverError, OSError) as error:
         log.info("the draft's steps are several kernels each, not one: %s", error)
         return
     if difference < _MAX_DIFFERENCE:
