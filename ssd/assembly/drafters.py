@@ -39,7 +39,6 @@ from ssd.models.checkpoint import Checkpoint
 from ssd.models.decoder import Decoder
 from ssd.models.eagle import EagleCheckpoint
 from ssd.models.open import absolute_path, open_checkpoint, open_eagle
-from ssd.models.persistent import use_persistent_step
 from ssd.options import build, is_int
 from ssd.parallel.launch import local_size
 from ssd.parallel.process import Worker
@@ -168,9 +167,10 @@ def make_draft_model(
 ) -> DraftModel:
     """`target`: that of the same process."""
     shared = config.speculation.placement == "stream"
-    draft = _make_runner(config, ModelStep(runner, run_shapes(config, runner.decoder.device), shared=shared))
+    step = ModelStep(runner, run_shapes(config, runner.decoder.device), shared=shared)
+    draft = _make_runner(config, step)
     if draft.on_cuda:
-        _warm_up(config, draft, fan_out, target)
+        _warm_up(config, draft, step, fan_out, target)
     return DraftModel(
         draft,
         max_len=runner.decoder.config.max_position,
@@ -184,13 +184,15 @@ def _make_runner(config: EngineConfig, step: DraftStep) -> DraftRunner:
     return DraftRunner(step, rejection=rejection, saguaro_c=c, graphs=not config.eager)
 
 
-def _warm_up(config: EngineConfig, draft: DraftRunner, fan_out: FanOut, target: ModelRunner | None) -> None:
+def _warm_up(
+    config: EngineConfig, draft: DraftRunner, step: ModelStep, fan_out: FanOut, target: ModelRunner | None
+) -> None:
     runner, usual = draft.runner, (row_buckets(config.max_num_seqs), fan_out)
     max_tokens = min(batched_tokens(config, draft.device), runner.decoder.config.max_position)
     if not config.eager:
         runner.plan_graphs(prefill_only=True)
     rehearsals = [lambda: runner.rehearse(max_tokens), lambda: draft.rehearse(*usual)]
-    captures = [lambda: use_persistent_step(runner.decoder, runner.kv)]
+    captures = [step.use_one_kernel]
     if not config.eager:
         captures.append(runner.capture)
         if target is not None and config.speculation.placement == "stream":

@@ -23,47 +23,50 @@ _REPEATS = 3
 
 @torch.inference_mode()
 def share_gpu(target: ModelRunner, draft: DraftRunner, fan_out: FanOut) -> None:
-    """Measures a round of one sequence on the whole GPU and in parts of several sizes, and keeps the fastest."""
-    width, rows = min(draft.shapes.max_width, MAX_ROWS_IN_PART), 1 + draft.shapes.lookahead
-    if target.followers is not None or draft.runner.decoder.tp.size > 1:
+    """Measures a round of one sequence on the whole GPU and with parts of several sizes, and keeps the fastest."""
+    widths = [width for width in draft.shapes.widths if width <= MAX_ROWS_IN_PART]
+    if target.followers is not None or not widths:
         return
-    best, size = _seconds(target, draft, fan_out, width, in_part=False), None
-    log.debug("a round on the whole GPU: %.2f ms", 1e3 * best)
-    for processors in _SIZES:
-        try:
-            partition = split(draft.device, processors)
-        except DriverError as error:
-            log.info("the target and the draft share all multiprocessors: %s", error)
-            return
-        draft.part = partition.small
-        target.capture_in_part(partition.large.stream, rows)
-        seconds = _seconds(target, draft, fan_out, width, in_part=True)
-        log.debug("a round with %d multiprocessors for the draft: %.2f ms", processors, 1e3 * seconds)
-        if seconds < best:
-            best, size = seconds, processors
+    seconds = {0: _round_seconds(target, draft, fan_out, widths[-1])}  # by size of the draft's part; 0: no parts
+    try:
+        for size in _SIZES:
+            _split(target, draft, size, sequences=1)
+            seconds[size] = _round_seconds(target, draft, fan_out, widths[-1])
+    except DriverError as error:
+        log.info("the GPU cannot be split further: %s", error)
+    best = min(seconds, key=seconds.__getitem__)
     draft.part = None
-    if size is not None:
-        partition = split(draft.device, size)
-        draft.part = partition.small
-        most = max(1, MAX_ROWS_IN_PART // min(draft.shapes.widths))  # sequences
-        target.capture_in_part(partition.large.stream, most * rows)
-        log.info("preparations of up to %d branches have %d multiprocessors", MAX_ROWS_IN_PART, size)
+    if best:
+        _split(target, draft, best, sequences=MAX_ROWS_IN_PART // widths[0])
+    times = ", ".join(f"{1e3 * time:.1f} ms with {size or 'no'} multiprocessors" for size, time in seconds.items())
+    log.info("a round takes %s for the draft alone: it gets %s", times, best or "none")
 
 
-def _seconds(target: ModelRunner, draft: DraftRunner, fan_out: FanOut, width: int, *, in_part: bool) -> float:
-    """Median time of a verification of padding with a preparation beside it."""
-    slot, k = draft.state.padding, draft.shapes.lookahead
-    times = []
-    for _ in range(1 + _REPEATS):  # the first captures graphs
+def _split(target: ModelRunner, draft: DraftRunner, size: int, *, sequences: int) -> None:
+    """Gives the draft that many multiprocessors, and the target the others in rounds of up to so many sequences."""
+    parts = split(draft.device, size)
+    draft.part = parts.small
+    target.capture_in_part(parts.large.stream, sequences * draft.shapes.reads)
+
+
+def _round_seconds(target: ModelRunner, draft: DraftRunner, fan_out: FanOut, width: int) -> float:
+    """Median time of a verification of padding, and of a preparation beside it."""
+    count, times = draft.shapes.lookahead, []
+    for _ in range(1 + _REPEATS):  # the first one captures graphs
         staged = draft.stage_branches(
-            [slot], [k], [SamplingParams()], budget=width, fan_out=fan_out, statistics=OutcomeStatistics()
+            [draft.state.padding],
+            [count],
+            [SamplingParams()],
+            budget=width,
+            fan_out=fan_out,
+            statistics=OutcomeStatistics(),
         )
         draft.snapshot(staged)
-        batch = target.stage(Batch([target.state.padding], [0], [1 + k], [1 + k]))
+        batch = target.stage(Batch([target.state.padding], [0], [1 + count], [1 + count]))
         torch.cuda.synchronize(draft.device)
         began = now(draft.device)
-        target.run(batch, in_part=in_part)
-        draft.branch(staged, k, overlap=True)
+        target.run(batch, in_part=draft.part is not None)
+        draft.branch(staged, count, overlap=True)
         draft.join()
         ended = now(draft.device)
         ended.wait()

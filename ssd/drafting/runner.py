@@ -32,7 +32,7 @@ from ssd.kernels.partition import Part
 from ssd.kernels.transfers import to_host, upload
 from ssd.sampling.sampler import ALL_NEEDS, Needs, Rows
 
-MAX_ROWS_IN_PART = 16  # more branches take longer on a part of the GPU than the target on the other
+MAX_ROWS_IN_PART = 16  # of a preparation; more need more of the GPU than the target can spare
 _READING = -1  # the piece that reads and chooses each row's first token; piece s >= 0 extends every row by one token
 
 

@@ -161,12 +161,7 @@ class EagleHead(Decoder):
         self.layer.attention.store(joined, batch, own)
 
     def __call__(
-        self,
-        batch: DeviceBatch,
-        kv: KVCache,
-        features: Mapping[int, torch.Tensor] | None = None,
-        *,
-        shared: bool = False,
+        self, batch: DeviceBatch, kv: KVCache, features: Mapping[int, torch.Tensor] | None = None
     ) -> torch.Tensor:
         """Float32 logits of all rows."""
         return self.logits(self.states(batch, kv))
