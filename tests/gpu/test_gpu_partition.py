@@ -128,8 +128,9 @@ def test_a_verification_in_its_part_has_the_same_bits(parts: Partition, pair: tu
 
         def logits(engine: Engine, in_part: bool) -> torch.Tensor:
             runner = engine.round.target.runner  # type: ignore[attr-defined]
-            runner.logits_of(PROMPTS[0], 1)
-            staged = runner.stage(Batch([0], [len(PROMPTS[0]) - 8], [8], [8]))
+            prompt = max(PROMPTS, key=len)
+            runner.logits_of(prompt, 1)
+            staged = runner.stage(Batch([0], [len(prompt) - 8], [8], [8]))
             assert staged.graph.in_part is not None
             staged.graph.logits.fill_(torch.nan)
             return runner.run(staged, in_part=in_part).logits[:8].clone()
