@@ -38,8 +38,8 @@ def share_gpu(target: ModelRunner, draft: DraftRunner, fan_out: FanOut) -> None:
     draft.part = None
     if best:
         _split(target, draft, best, sequences=MAX_ROWS_IN_PART // widths[0])
-    times = ", ".join(f"{1e3 * time:.1f} ms with {size or 'no'} multiprocessors" for size, time in seconds.items())
-    log.info("a round takes %s for the draft alone: it gets %s", times, best or "none")
+    times = ", ".join(f"{size}: {1e3 * time:.1f}" for size, time in seconds.items())
+    log.info("multiprocessors for the draft alone, and ms of a round: %s; it gets %d", times, best)
 
 
 def _split(target: ModelRunner, draft: DraftRunner, size: int, *, sequences: int) -> None:

@@ -127,6 +127,7 @@ class ModelRunner:
         for graphs in (self.graphs, self.prefill_graphs):
             pool = graphs.capture(self._compute, pool) if graphs is not None else pool
 
+    @torch.inference_mode()
     def capture_in_part(self, stream: torch.cuda.Stream, most_rows: int) -> None:
         """Captures decode-size batches of up to `most_rows` rows once more, for `run(…, in_part=True)`."""
         if self.graphs is not None:

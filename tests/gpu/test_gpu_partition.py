@@ -126,6 +126,7 @@ def test_a_verification_in_its_part_has_the_same_bits(parts: Partition, pair: tu
     with LLM(path, device="cuda", num_kv_blocks=64, **options) as llm:
         llm.driver.call(force_parts)
 
+        @torch.inference_mode()
         def logits(engine: Engine, in_part: bool) -> torch.Tensor:
             runner = engine.round.target.runner  # type: ignore[attr-defined]
             prompt = max(PROMPTS, key=len)
