@@ -14,6 +14,7 @@ from ssd.assembly.device import batched_tokens, kv_block_size, make_current, num
 from ssd.assembly.memory import Loaded, kv_blocks
 from ssd.assembly.models import load_decoder, make_runner, make_state
 from ssd.assembly.ranks import Follower, Place, Ranks
+from ssd.assembly.sharing import share_gpu
 from ssd.assembly.warm_up import warm_up
 from ssd.config import NGRAM, EngineConfig, SpeculationConfig
 from ssd.decoding.drafter import Drafter
@@ -40,7 +41,6 @@ from ssd.models.checkpoint import Checkpoint
 from ssd.models.decoder import Decoder
 from ssd.models.eagle import EagleCheckpoint
 from ssd.models.open import absolute_path, open_checkpoint, open_eagle
-from ssd.models.persistent import use_persistent_step
 from ssd.options import build, is_int
 from ssd.parallel.process import Worker
 from ssd.parallel.tensor import TensorParallel
@@ -132,7 +132,7 @@ def make_drafter(config: EngineConfig, runner: ModelRunner | None, target: Model
     if runner is not None and target.features is not None:
         model = make_eagle_model(config, runner, target.features)
     elif runner is not None:
-        model = make_draft_model(config, runner, make_fan_out(speculation))
+        model = make_draft_model(config, runner, make_fan_out(speculation), target)
     return controlled(drafter_with(model, speculation), speculation)
 
 
@@ -181,10 +181,15 @@ def make_eagle_model(config: EngineConfig, runner: ModelRunner, features: Featur
     return EagleModel(head)
 
 
-def make_draft_model(config: EngineConfig, runner: ModelRunner, fan_out: FanOut) -> DraftModel:
-    draft = _make_runner(config, ModelStep(runner, run_shapes(config, runner.decoder.device)))
+def make_draft_model(
+    config: EngineConfig, runner: ModelRunner, fan_out: FanOut, target: ModelRunner | None = None
+) -> DraftModel:
+    """`target`: that of the same process."""
+    shared = config.speculation.placement == "stream"
+    step = ModelStep(runner, run_shapes(config, runner.decoder.device), shared=shared)
+    draft = _make_runner(config, step)
     if draft.on_cuda:
-        _warm_up(config, draft, fan_out)
+        _warm_up(config, draft, step, fan_out, target)
     return DraftModel(
         draft,
         max_len=runner.decoder.config.max_position,
@@ -198,16 +203,20 @@ def _make_runner(config: EngineConfig, step: DraftStep) -> DraftRunner:
     return DraftRunner(step, rejection=rejection, saguaro_c=c, graphs=not config.eager)
 
 
-def _warm_up(config: EngineConfig, draft: DraftRunner, fan_out: FanOut) -> None:
+def _warm_up(
+    config: EngineConfig, draft: DraftRunner, step: ModelStep, fan_out: FanOut, target: ModelRunner | None
+) -> None:
     runner, usual = draft.runner, (row_buckets(config.max_num_seqs), fan_out)
     max_tokens = min(batched_tokens(config, draft.device), runner.decoder.config.max_position)
     if not config.eager:
         runner.plan_graphs(prefill_only=True)
     rehearsals = [lambda: runner.rehearse(max_tokens), lambda: draft.rehearse(*usual)]
-    captures = [] if config.eager else [runner.capture, lambda: draft.capture(*usual)]
-    # Not in SSD, where the target computes at the same time: the kernel takes the whole GPU.
-    if config.speculation.mode == "sd":
-        captures.insert(0, lambda: use_persistent_step(runner.decoder, runner.kv))
+    captures = [step.use_one_kernel]
+    if not config.eager:
+        captures.append(runner.capture)
+        if target is not None and config.speculation.placement == "stream":
+            captures.append(lambda: share_gpu(target, draft, fan_out))
+        captures.append(lambda: draft.capture(*usual))
     warm_up("draft", rehearsals, captures)
 
 

@@ -73,12 +73,14 @@ class Drafter:
         """One proposal per work, all of which decide a token; tokens beyond `work.lookahead` are cut off."""
         return [Proposal()] * len(works)
 
-    def settle(self, works: Seq[Work]) -> None:
+    def settle(self, works: Seq[Work]) -> bool:
         """Called right before the verification of these works (prefill chunks included) is launched.
 
         Drafts in the SequenceState may still be changed here, after waiting for the device if need be. What `prepare`
-        needs of the state must be copied here, because the verification changes it.
+        needs of the state must be copied here, because the verification changes it. Returns whether `prepare` computes
+        in one part of the target's GPU, so that the verification is to compute in the other.
         """
+        return False
 
     def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
         """Called while the target verifies these works: prepare drafts for likely outcomes. Must not wait for it.

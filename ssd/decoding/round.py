@@ -22,7 +22,7 @@ from ssd.decoding.isolation import Isolation
 from ssd.decoding.observer import RoundObserver
 from ssd.execution.clock import Clock, now
 from ssd.execution.state import SequenceState
-from ssd.execution.target import Hook, Verification
+from ssd.execution.target import Hook, Settle, Verification
 
 log = logging.getLogger("ssd")
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class Verifier(Protocol):
 
     def admit(self, sequence: Sequence) -> None: ...
 
-    def launch(self, works: Seq[Work], settle: Hook, prepare: Hook) -> Verification: ...
+    def launch(self, works: Seq[Work], settle: Settle, prepare: Hook) -> Verification: ...
 
     @property
     def failure(self) -> str | None:
@@ -127,7 +127,7 @@ class Round:
         works = self._propose(works, asked)
         self._asked.put(works, asked)
         self._newest = asked
-        settle = functools.partial(self._guarded, asked, "settle", self.drafter.settle, None)
+        settle = functools.partial(self._guarded, asked, "settle", self.drafter.settle, False)
         prepare = functools.partial(self._guarded, asked, "prepare", self.drafter.prepare, None)
         verification = self.part("verify", functools.partial(self.target.launch, works, settle, prepare))
         self._last_end = self._before = verification.ended

@@ -168,8 +168,8 @@ class DepthController(Drafter):
     def propose(self, works: Seq[Work]) -> list[Proposal]:
         return self.inner.propose(works)
 
-    def settle(self, works: Seq[Work]) -> None:
-        self.inner.settle(works)
+    def settle(self, works: Seq[Work]) -> bool:
+        return self.inner.settle(works)
 
     def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
         self.inner.prepare(works, interrupted)

@@ -101,16 +101,17 @@ class LateBindingDrafter(ProcessDrafter):
         hit = self.policy.yields[Origin.HIT]
         return min(self._fastest) * max(0.0, (hit.value if hit.known else 2.0) - 1.0)
 
-    def settle(self, works: Seq[Work]) -> None:
+    def settle(self, works: Seq[Work]) -> bool:
         """Launches a wait for the drafts that are written after misses, if that is worth it."""
         launched = self._launched
         if launched is None or not launched.looked_up or any(work.sequence.constraint is not None for work in works):
-            return  # masks need the drafts: the host waits for the device in this round, and could not answer it
+            return False  # masks need the drafts: the host waits for the device in this round, and could not answer it
         batch = len(launched.looked_up)
         missed = max(1, round(batch * (1 - self._hits.value)))
         if self.policy.waits(missed, batch):
             launched.awaits = True
             self.tables.await_answers(launched.number, self.patience + _GRACE)
+        return False
 
     def serve(self, ended: Clock) -> None:
         while not ended.reached and any(each.preparing for each in self.replicas):

@@ -154,7 +154,7 @@ class SSDDrafter(Drafter):
                 missed.append((work, own))
         return found, missed
 
-    def settle(self, works: Seq[Work]) -> None:
+    def settle(self, works: Seq[Work]) -> bool:
         """Uses the backup after misses, then copies what branches are prepared from out of the SequenceState."""
         self._run, self._places = None, {}
         branching: list[Work] = []
@@ -175,9 +175,11 @@ class SSDDrafter(Drafter):
                 self.model.mark_read(work, branched=False)
         if self._back_up() and self._staged is not None:
             self.model.runner.snapshot(self._staged)  # the backup has changed the drafts
-        if self._staged is not None:
-            for work in branching:
-                self.model.mark_read(work, branched=True)
+        if self._staged is None:
+            return False
+        for work in branching:
+            self.model.mark_read(work, branched=True)
+        return self.overlap and self.model.runner.part_of(self._staged.shape) is not None
 
     def _back_up(self) -> bool:
         """Writes drafts after misses if the policy says so (this waits for the look-up); returns whether it did."""
