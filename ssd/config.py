@@ -43,8 +43,10 @@ class SpeculationConfig:
     k: int | Literal["auto"] = option(
         K_DEFAULT, f"Draft tokens per round. auto: chosen by measured speed, at most {K_MAX}.", least=1, most=64
     )
-    draft_quantization: Literal["fp8", "int8", "int4"] | None = option(
-        None, "Weights of the draft model in 8 or 4 bits: drafts are faster, and slightly fewer tokens are accepted."
+    draft_quantization: Literal["none", "fp8", "int8", "int4"] | None = option(
+        None,
+        "Weights of the draft model in 8 or 4 bits: drafts are faster, and slightly fewer tokens are accepted. None: "
+        "int8 for a large draft beside the target on its GPU (ssd), where both read memory at the same time.",
     )
     acceptance: Literal["coupled", "rejection"] = option(
         "coupled",

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from ssd.assembly.device import batched_tokens, kv_block_size, resolve_device
-from ssd.assembly.drafters import follow_draft, load_draft, make_drafter, open_draft, placed
+from ssd.assembly.drafters import follow_draft, load_draft, make_drafter, open_draft, placed, quantized
 from ssd.assembly.fit import check_draft_fits, check_fits
 from ssd.assembly.memory import fitting_length, gib, kv_blocks, possible_length
 from ssd.assembly.models import load_decoder, make_runner, make_state, num_slots
@@ -58,6 +58,7 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
         head=isinstance(draft, EagleCheckpoint),
         ranks=local_size(config.tensor_parallel_size),
     )
+    speculation = quantized(speculation, draft)
     config = replace(config, device=str(device), speculation=speculation)
     here = draft if config.speculation.placement != "process" else None
     own_device = speculation.draft_device is not None and speculation.draft_device != str(device)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ssd.assembly.device import batched_tokens, kv_block_size, make_current, num_cores, rank_device, resolve_device
-from ssd.assembly.memory import Loaded, kv_blocks
+from ssd.assembly.memory import Loaded, kv_blocks, weight_bytes
 from ssd.assembly.models import load_decoder, make_runner, make_state
 from ssd.assembly.ranks import Follower, Place, Ranks
 from ssd.assembly.sharing import share_gpu
@@ -49,6 +49,7 @@ from ssd.text.tokenizer import Tokenizer
 log = logging.getLogger("ssd")
 _MAX_BRANCHES = 256  # of a whole batch
 _WORKER_START_SECONDS = 120.0
+_LARGE_DRAFT = 256 << 20  # bytes in bfloat16, of which a step of the draft reads all
 _DRAFT_THREADS = 4  # of a draft on the CPU beside a target on a GPU: small products gain nothing from more
 
 
@@ -102,6 +103,15 @@ def placed(
     return replace(speculation, draft_device=str(first))
 
 
+def quantized(speculation: SpeculationConfig, draft: Checkpoint | EagleCheckpoint | None) -> SpeculationConfig:
+    """Resolves `draft_quantization`: int8 for a large draft that competes with the target for a GPU's memory."""
+    if speculation.draft_quantization is not None or speculation.placement != "stream":
+        return speculation
+    if draft is None or isinstance(draft, EagleCheckpoint) or weight_bytes(draft.config, torch.bfloat16) < _LARGE_DRAFT:
+        return speculation
+    return replace(speculation, draft_quantization="int8")
+
+
 def _check_draft_devices(speculation: SpeculationConfig, first: torch.device, target: set[torch.device]) -> None:
     """ConfigError if the draft models do not have GPUs of their own; `first`: that of the first one."""
     if first.type == "cpu":
@@ -138,8 +148,7 @@ def make_drafter(config: EngineConfig, runner: ModelRunner | None, target: Model
 
 def controlled(drafter: Drafter, speculation: SpeculationConfig) -> Drafter:
     """Wraps the drafter in a DepthController if `k` or `budget` is "auto"."""
-    chooses_budget = speculation.budget == "auto" and drafter.budget > 0  # a worker chooses its own
-    if speculation.k != "auto" and not chooses_budget:
+    if "auto" not in (speculation.k, speculation.budget):
         return drafter
     widths = speculation.budgets if drafter.budget else (0,)
     return DepthController(drafter, make_arms(None if speculation.k == "auto" else speculation.lookahead, widths))
@@ -281,12 +290,12 @@ def start_workers(config: EngineConfig, state: SequenceState) -> Drafter:
 
     starts = [functools.partial(start, replica) for replica in range(speculation.draft_replicas)]
     drafter: ProcessDrafter
+    k, budget = speculation.lookahead, max(speculation.budgets)
     if in_flight:
-        width = max(speculation.budgets)
-        drafter = LateBindingDrafter(starts, speculation.lookahead, state, width=width, backup=speculation.backup)
+        drafter = LateBindingDrafter(starts, k, state, budget=budget, backup=speculation.backup)
     else:
         ended = functools.partial(torch.set_num_threads, threads)
-        drafter = ProcessDrafter(starts, speculation.lookahead, state.vocab_size, ended=ended)
+        drafter = ProcessDrafter(starts, k, state.vocab_size, budget=budget, ended=ended)
     if not drafter.wait_ready(_WORKER_START_SECONDS):
         log.warning("the drafter's process is not ready yet: decoding begins without it")
     return drafter

@@ -45,7 +45,7 @@ class _Launched:
 class LateBindingDrafter(ProcessDrafter):
     """Drafts in the workers that `starts` launch, for a target on a GPU and the coupled rule.
 
-    `width`: branches that each worker prepares per sequence. `backup`: as `SpeculationConfig.backup`.
+    `budget`: the most branches that each worker prepares per sequence. `backup`: as `SpeculationConfig.backup`.
     """
 
     needs_tokens = False
@@ -56,12 +56,12 @@ class LateBindingDrafter(ProcessDrafter):
         lookahead: int,
         state: SequenceState,
         *,
-        width: int,
+        budget: int,
         backup: str,
         **limits: Any,
     ) -> None:
-        super().__init__(starts, lookahead, state.vocab_size, **limits)
-        self.tables = DraftTables(state, len(starts), width)
+        super().__init__(starts, lookahead, state.vocab_size, budget=budget, **limits)
+        self.tables = DraftTables(state, len(starts), budget)
         self.policy = BackupPolicy(backup)
         self._hits = Average(31 / 32, 8.0, 10.0)  # share of look-ups
         self._number = 0  # of the last round proposed for
@@ -177,7 +177,8 @@ class LateBindingDrafter(ProcessDrafter):
         asked = available[self.replies % len(available)]
         given = [drafts.get(work.sequence.id, Draft()) for work in works]
         for each in available:
-            each.send(works, given, self._round_seconds, reply=each is asked, ahead=True, decided=decided)
+            seconds, reply = self._round_seconds, each is asked
+            each.send(works, given, seconds, budget=self.budget, reply=reply, ahead=True, decided=decided)
             self._sent[self.replicas.index(each)] = number
         self._slots = {work.sequence.id: work.slot for work in works}
         self._told |= dict.fromkeys(self._slots, number)

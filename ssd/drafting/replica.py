@@ -68,14 +68,16 @@ class DraftReplica:
         drafts: Seq[Draft | None],
         seconds: float,
         *,
+        budget: int,
         reply: bool,
         ahead: bool,
         decided: Mapping[int, Seq[int]] = MappingProxyType({}),
     ) -> None:
         """Sends a round: the drafts that it verifies (None: to be written), and how long the last one took.
 
-        `reply`: what is written will be sent, for `receive`. `ahead`: so will what is prepared, for `find`; else the
-        worker keeps it and is asked in the next round. `decided`: tokens that are not committed yet, by sequence id.
+        `budget`: branches per sequence that are to be prepared. `reply`: what is written will be sent, for `receive`.
+        `ahead`: so will what is prepared, for `find`; else the worker keeps it and is asked in the next round.
+        `decided`: tokens that are not committed yet, by sequence id.
         """
         self._round += 1
         self._prepared = {}
@@ -87,7 +89,7 @@ class DraftReplica:
             self._entry(work, draft, decided.get(work.sequence.id, ()))
             for work, draft in zip(works, drafts, strict=True)
         ]
-        payload = encode_round(forgotten, entries, reply=reply, ahead=ahead)
+        payload = encode_round(forgotten, entries, budget=budget, reply=reply, ahead=ahead)
         due = Kind.PROPOSALS if self._num_asked else Kind.PREPARED
         with self._losing_on_error():
             self.supervisor.send(Message(Kind.ROUND, self._round, payload, (int(seconds * 1e9), 0)), due)

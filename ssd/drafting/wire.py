@@ -88,12 +88,15 @@ class PreparedDrafts:
         return Draft(tokens, tuple(_confidence(self.codes[matches[0], : len(tokens)]).tolist()))
 
 
-def encode_round(forgotten: Seq[int], entries: Seq[Entry], *, reply: bool = True, ahead: bool = True) -> Words:
-    """`reply`: the drafts asked for are to be sent; else they are only prepared for, and another worker sends them.
+def encode_round(
+    forgotten: Seq[int], entries: Seq[Entry], *, budget: int = 16, reply: bool = True, ahead: bool = True
+) -> Words:
+    """`budget`: branches per sequence that are to be prepared.
 
+    `reply`: the drafts asked for are to be sent; else they are only prepared for, and another worker sends them.
     `ahead`: what is prepared is to be sent, too; else it is kept, and looked up in when the next round asks.
     """
-    numbers = [reply + 2 * ahead, len(forgotten), *forgotten, len(entries)]
+    numbers = [reply + 2 * ahead, budget, len(forgotten), *forgotten, len(entries)]
     for entry in entries:
         numbers += [entry.id, entry.known, len(entry.new_tokens), *entry.new_tokens, entry.lookahead]
         numbers += [-1] if entry.draft is None else _draft_numbers(entry.draft)
@@ -101,14 +104,23 @@ def encode_round(forgotten: Seq[int], entries: Seq[Entry], *, reply: bool = True
     return words(numbers)
 
 
-def decode_round(payload: Words) -> tuple[list[int], list[Entry], bool, bool]:
-    """The ids of sequences to drop, the sequences to draft for, `reply` and `ahead`."""
+class RoundMessage(NamedTuple):
+    """A decoded ROUND, see `encode_round`."""
+
+    forgotten: list[int]  # ids of sequences to drop
+    entries: list[Entry]  # sequences to draft for
+    budget: int
+    reply: bool
+    ahead: bool
+
+
+def decode_round(payload: Words) -> RoundMessage:
     reader = Reader(payload)
-    flags = reader.number(0, 3)
+    flags, budget = reader.number(0, 3), reader.number(0, MAX_OUTCOMES)
     forgotten = reader.numbers(reader.count())
     entries = [_read_entry(reader) for _ in range(reader.count())]
     reader.finish()
-    return forgotten, entries, bool(flags & 1), bool(flags & 2)
+    return RoundMessage(forgotten, entries, budget, bool(flags & 1), bool(flags & 2))
 
 
 def encode_proposals(proposals: Seq[Proposal]) -> Words:

@@ -133,8 +133,9 @@ def relevant(params: SamplingParams) -> dict[str, Any]:
 @given(rounds)
 def test_a_round_crosses_unchanged(round_: Told) -> None:
     """Catches a field that is lost, swapped or rounded on the way: also seeds of 64 bits and biases of -inf."""
-    forgotten, sent, *how = decode_round(carried(encode_round(*round_[:2], reply=round_[2], ahead=round_[3])))
-    assert how == list(round_[2:])
+    how = {"budget": len(round_[1]), "reply": round_[2], "ahead": round_[3]}
+    forgotten, sent, *found = decode_round(carried(encode_round(*round_[:2], **how)))
+    assert found == list(how.values())
     assert forgotten == round_[0]
     for got, wanted in zip(sent, round_[1], strict=True):
         assert got.id == wanted.id
