@@ -55,7 +55,7 @@ class LLM:
         controller = ThreadController()  # measures the load of the machine while the model is loaded
         self.note = checkpoint.note
         engine, self.config = build_engine(self.config, checkpoint)
-        threads = torch.get_num_threads()  # fewer than before if a draft process has a core
+        threads = torch.get_num_threads()  # fewer than before if the model is split over processes
         self._driver: Driver | None = Driver(engine, controller if self.config.device == "cpu" else None)
         self.driver.call(lambda _: _set_num_threads(threads))
         self.driver.call(lambda _: make_current(torch.device(self.config.device)))

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from ssd.assembly.cores import split_cores
 from ssd.assembly.device import batched_tokens, kv_block_size, resolve_device
 from ssd.assembly.drafters import follow_draft, load_draft, make_drafter, open_draft, placed
 from ssd.assembly.fit import check_fits
@@ -59,9 +60,10 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
         ranks=local_size(config.tensor_parallel_size),
     )
     config = replace(config, device=str(device), speculation=speculation)
-    here = draft if config.speculation.placement != "process" else None
-    beside = draft if device.type == "cpu" else here  # a process of its own shares the CPU's memory, not the GPU's
-    drafts = [beside] * speculation.draft_replicas if beside is not None else []
+    apart = speculation.placement == "process"
+    here = draft if not apart or speculation.mode == "auto" else None
+    copies = speculation.draft_replicas if apart and device.type == "cpu" else 0  # on a GPU they have others
+    drafts = [draft] * (copies + (here is not None)) if draft is not None else []
     check_fits(config, [checkpoint, *drafts], device)
     ranks = Ranks(config, device) if config.tensor_parallel_size > 1 else None
     try:
@@ -111,6 +113,7 @@ def _assemble(
         num_slots=num_slots(config),
     )
     longest = possible_length(config, checkpoint.config.max_position, max_model_len, device)
+    config = replace(config, speculation=split_cores(config, runner, draft_runner))
     # A draft on another device chooses its own dtype and memory; sequences are as long as the target's.
     drafter = make_drafter(replace(config, max_model_len=max_model_len), draft_runner, runner)
     dtype = str(runner.decoder.dtype).removeprefix("torch.")
@@ -141,9 +144,9 @@ def _log_choices(config: EngineConfig, runners: Seq[ModelRunner]) -> None:
         log.info("drafter: none")
     else:
         form = f", draft_quantization={speculation.draft_quantization}" if speculation.draft_quantization else ""
-        placement = f", placement={speculation.placement}" if speculation.mode == "ssd" else ""
-        for name in ("draft_replicas", "draft_tensor_parallel_size"):
-            placement += f", {name}={getattr(speculation, name)}" if getattr(speculation, name) > 1 else ""
+        placement = f", placement={speculation.placement}" if speculation.placement != "auto" else ""
+        for name in ("draft_replicas", "draft_tensor_parallel_size", "draft_threads"):
+            placement += f", {name}={getattr(speculation, name)}" if (getattr(speculation, name) or 1) > 1 else ""
         log.info(
             "drafter: mode=%s, draft=%s, k=%s%s%s",
             *(speculation.mode, speculation.draft, speculation.k, form, placement),

@@ -17,7 +17,7 @@ from ssd.assembly.ranks import Follower, Place, Ranks
 from ssd.assembly.warm_up import warm_up
 from ssd.config import NGRAM, EngineConfig, SpeculationConfig
 from ssd.decoding.drafter import Drafter
-from ssd.drafting.controller import DepthController, make_arms
+from ssd.drafting.controller import DEPTHS, DepthController, make_arms
 from ssd.drafting.eagle import EagleModel, EagleStep, private_blocks
 from ssd.drafting.fan_out import Adaptive, FanOut, Geometric, Listed, Share
 from ssd.drafting.model import DraftModel, DraftSource, ModelDrafter
@@ -74,14 +74,17 @@ def placed(
 ) -> SpeculationConfig:
     """Resolves `placement`: "auto" is a stream on a GPU, a process on a CPU with several cores, else inline.
 
-    `head`: the draft is an EAGLE head, which is where the target is. `ranks`: of the target.
+    `head`: the draft is an EAGLE head, which is where the target is. `ranks`: of the target. With mode="auto" it stays
+    "auto" where nothing can run at the same time, and SSD is not among the modes.
     """
-    if speculation.mode != "ssd":
+    if speculation.mode not in ("ssd", "auto") or speculation.draft == NGRAM:
         return speculation
     placement = speculation.placement
     if placement == "auto":
         apart = num_cores() > 1 and not head
         placement = "stream" if device.type == "cuda" else "process" if apart else "inline"
+        if placement == "inline" and speculation.mode == "auto":
+            return speculation
     if placement == "process" and head:
         raise ConfigError(
             'speculation placement="process": an EAGLE head reads the hidden states of the target, in its process; use '
@@ -90,6 +93,7 @@ def placed(
     if placement == "stream" and device.type != "cuda":
         raise ConfigError('speculation placement="stream" is for GPUs: use "process", or "inline"')
     speculation = replace(speculation, placement=placement)
+    _check_draft_threads(speculation, device)
     last = rank_device(device, ranks + speculation.draft_ranks - 1)
     if placement == "process" and device.type == "cuda" and last.index >= torch.cuda.device_count():
         if speculation.draft_ranks > 1:
@@ -105,38 +109,68 @@ def placed(
     return speculation
 
 
+def _check_draft_threads(speculation: SpeculationConfig, device: torch.device) -> None:
+    threads = speculation.draft_threads
+    if threads is None:
+        return
+    if speculation.placement != "process" or device.type != "cpu":
+        raise ConfigError(
+            f"speculation draft_threads={threads} is for a draft in a process of its own on a CPU "
+            f'(placement="process"), not for placement="{speculation.placement}" on {device.type}: leave it out'
+        )
+    if speculation.draft_cores >= num_cores():
+        raise ConfigError(
+            f"speculation draft_threads={threads} leaves none of the {num_cores()} CPU cores to the target: lower it, "
+            "or leave it out"
+        )
+
+
+def prepares_here(speculation: SpeculationConfig) -> bool:
+    """Whether the draft model of this process prepares branches."""
+    here = speculation.placement in ("stream", "inline")
+    return speculation.mode == "ssd" or (speculation.mode == "auto" and here)
+
+
 def make_drafter(config: EngineConfig, runner: ModelRunner | None, target: ModelRunner) -> Drafter:
     """`config`: the user's, with the target's `max_model_len`. `runner`: that of a draft in this process."""
     speculation = config.speculation
-    if speculation.placement == "process":
-        return controlled(start_workers(config, target.vocab_size), speculation)
     model: DraftSource | None = None
     if runner is not None and target.features is not None:
         model = make_eagle_model(config, runner, target.features)
     elif runner is not None:
         model = make_draft_model(config, runner, make_fan_out(speculation))
-    return controlled(drafter_with(model, speculation), speculation)
+    workers = start_workers(config, target.vocab_size) if speculation.placement == "process" else None
+    return drafter_of(model, speculation, workers)
 
 
-def controlled(drafter: Drafter, speculation: SpeculationConfig) -> Drafter:
-    """Wraps the drafter in a DepthController if `k` or `budget` is "auto"."""
-    if "auto" not in (speculation.k, speculation.budget):
-        return drafter
-    widths = speculation.budgets if drafter.budget else (0,)
-    return DepthController(drafter, make_arms(None if speculation.k == "auto" else speculation.lookahead, widths))
+def drafter_of(model: DraftSource | None, speculation: SpeculationConfig, workers: Drafter | None = None) -> Drafter:
+    """The drafter of these options; `workers`: the one in processes of its own.
 
-
-def drafter_with(model: DraftSource | None, speculation: SpeculationConfig, fan_out: FanOut | None = None) -> Drafter:
-    """The drafter in this process."""
+    A DepthController chooses where `mode`, `k` or `budget` is "auto".
+    """
     if speculation.mode == "ar":
         return Drafter()
-    if model is None:
-        return NgramDrafter(speculation.lookahead)
-    if speculation.mode == "sd":
-        return ModelDrafter(model, speculation.lookahead)
+    drafters: dict[str, Drafter] = {}
+    if workers is None and model is not None and prepares_here(speculation):
+        drafters["sd"] = drafters["ssd"] = ssd_drafter(model, speculation, make_fan_out(speculation))
+    else:
+        if speculation.mode != "ssd":
+            drafters["sd"] = (
+                ModelDrafter(model, speculation.lookahead) if model else NgramDrafter(speculation.lookahead)
+            )
+        if workers is not None:
+            drafters["ssd"] = workers
+    if "auto" not in (speculation.mode, speculation.k, speculation.budget):
+        return drafters[speculation.mode]
+    depths = DEPTHS if speculation.k == "auto" else (speculation.lookahead,)
+    modes = ("ar", *drafters) if "auto" in (speculation.mode, speculation.k) else (speculation.mode,)
+    return DepthController(drafters, make_arms(modes, depths, speculation.budgets))
+
+
+def ssd_drafter(model: DraftSource, speculation: SpeculationConfig, fan_out: FanOut) -> SSDDrafter:
     return SSDDrafter(
         model,
-        fan_out or make_fan_out(speculation),
+        fan_out,
         lookahead=speculation.lookahead,
         budget=max(speculation.budgets),
         backup=speculation.backup,
@@ -186,9 +220,7 @@ def _warm_up(config: EngineConfig, draft: DraftRunner, fan_out: FanOut) -> None:
         runner.plan_graphs(prefill_only=True)
     rehearsals = [lambda: runner.rehearse(max_tokens), lambda: draft.rehearse(*usual)]
     captures = [] if config.eager else [runner.capture, lambda: draft.capture(*usual)]
-    # Not in SSD, where the target computes at the same time: the kernel takes the whole GPU.
-    if config.speculation.mode == "sd":
-        captures.insert(0, lambda: use_persistent_step(runner.decoder, runner.kv))
+    captures.insert(0, lambda: use_persistent_step(runner.decoder, runner.kv))
     warm_up("draft", rehearsals, captures)
 
 
@@ -196,7 +228,7 @@ def run_shapes(config: EngineConfig, device: torch.device) -> RunShapes:
     """Rows of a draft run: one per sequence, or its branches, up to _MAX_BRANCHES."""
     speculation, rows = config.speculation, config.max_num_seqs
     widths: tuple[int, ...] = ()
-    if speculation.mode == "ssd":
+    if prepares_here(speculation):
         widths = speculation.budgets
         rows = max(rows, min(_MAX_BRANCHES, rows * max(widths)))
     return RunShapes(speculation.lookahead, config.max_num_seqs, rows, widths, bucketed=device.type == "cuda")
@@ -236,11 +268,9 @@ def start_workers(config: EngineConfig, vocab_size: int) -> Drafter:
     What `config` leaves open (dtype, KV blocks, batch size) a worker chooses for its own device.
     """
     draft = absolute_path(str(config.speculation.draft))  # for a worker that is started again from another directory
-    config = replace(config, speculation=replace(config.speculation, draft=draft))
-    device, threads = resolve_device(config.device), torch.get_num_threads()
-    before, speculation = local_size(config.tensor_parallel_size), config.speculation
-    if device.type == "cpu":
-        torch.set_num_threads(max(1, min(threads, num_cores() - speculation.draft_ranks)))
+    speculation = replace(config.speculation, mode="ssd", draft=draft)
+    config, device = replace(config, speculation=speculation), resolve_device(config.device)
+    before = local_size(config.tensor_parallel_size)
 
     def start(replica: int) -> Worker:
         first = before + replica * speculation.draft_tensor_parallel_size
@@ -251,7 +281,7 @@ def start_workers(config: EngineConfig, vocab_size: int) -> Drafter:
         [functools.partial(start, replica) for replica in range(speculation.draft_replicas)],
         speculation.lookahead,
         vocab_size,
-        ended=lambda: torch.set_num_threads(threads),
+        cores=speculation.draft_cores if device.type == "cpu" else 0,
     )
     if not drafter.wait_ready(_WORKER_START_SECONDS):
         log.warning("the drafter's process is not ready yet: decoding begins without it")
@@ -264,7 +294,7 @@ def build_worker_drafter(setup: Mapping[str, Any]) -> WorkerDrafter:
     device, size = resolve_device(config.device), config.speculation.draft_tensor_parallel_size
     make_current(device)
     if device.type == "cpu":
-        torch.set_num_threads(1)
+        torch.set_num_threads(config.speculation.draft_threads or 1)
     vocab_size, replica = int(setup["vocab_size"]), int(setup["replica"])
     fan_out = make_fan_out(config.speculation, replica)
     ranks = None
@@ -274,7 +304,7 @@ def build_worker_drafter(setup: Mapping[str, Any]) -> WorkerDrafter:
     runner = _worker_runner(config, vocab_size, device, ranks.place if ranks is not None else Place())
     if ranks is not None:
         ranks.attach(runner)
-    drafter = drafter_with(make_draft_model(config, runner, fan_out), config.speculation, fan_out)
+    drafter = ssd_drafter(make_draft_model(config, runner, fan_out), config.speculation, fan_out)
     return WorkerDrafter(drafter, runner.state, close=runner.close)
 
 

@@ -206,6 +206,10 @@ class SSDDrafter(Drafter):
                 self._in_time = min(runner.shapes.max_width, self._in_time + _INCREASE)
         self._rounds.put(works, _Round(self._run, self._written))
 
+    def catch_up(self, works: Seq[Work]) -> bool:
+        self._run, self._places = None, {}  # prepared for outcomes of an earlier round
+        return self.model.catch_up(works)
+
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
         round_ = self._rounds.pop(works) or _Round(None, None)
         branched = set(round_.run.slots) if round_.run is not None else set()

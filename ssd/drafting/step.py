@@ -43,18 +43,24 @@ class ModelStep:
         return
 
     def read(self, shape: RunShape, logit_rows: torch.Tensor | None) -> torch.Tensor:
-        return forward(self.runner, self.buffers.read_batch(shape, self.buffers.tables(shape), logit_rows))
+        batch = self.buffers.read_batch(shape, self.buffers.tables(shape), logit_rows)
+        return forward(self.runner, batch, beside_target=shape.branches)
 
     def begin_branches(self, shape: RunShape) -> None:
         return
 
     def extend(self, shape: RunShape, depth: int) -> torch.Tensor:
-        return forward(self.runner, self.buffers.row_batch(shape, depth, self.buffers.tables(shape)))
+        batch = self.buffers.row_batch(shape, depth, self.buffers.tables(shape))
+        return forward(self.runner, batch, beside_target=shape.branches)
 
 
-def forward(runner: ModelRunner, batch: DeviceBatch) -> torch.Tensor:
-    """Logits of a forward pass, padded or cut to the target's vocabulary."""
-    logits, vocab_size = runner.decoder(_of_first_rank(runner, batch), runner.kv), runner.state.vocab_size
+def forward(runner: ModelRunner, batch: DeviceBatch, *, beside_target: bool = False) -> torch.Tensor:
+    """Logits of a forward pass, padded or cut to the target's vocabulary.
+
+    `beside_target`: the target computes at the same time, so that it takes no kernel that needs the whole GPU.
+    """
+    batch, vocab_size = _of_first_rank(runner, batch), runner.state.vocab_size
+    logits = (runner.decoder.by_layers if beside_target else runner.decoder)(batch, runner.kv)
     missing = vocab_size - logits.shape[-1]
     if missing > 0:
         logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)

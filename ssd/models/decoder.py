@@ -206,6 +206,12 @@ class Decoder:
         """
         if features is None and self.step is not None and self.step.takes(batch):
             return self.step(batch)
+        return self.by_layers(batch, kv, features)
+
+    def by_layers(
+        self, batch: DeviceBatch, kv: KVCache, features: Mapping[int, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """The same without `step`, which takes the whole GPU."""
         wanted = features or {}
         x, residual = self.embedding.embed(batch.token_ids), None
         for i in self._run:
