@@ -41,7 +41,7 @@ class Method:
         mode, _, number = text.partition(":")
         if mode not in ("ar", "sd", "ssd", "auto", NGRAM) or (mode == "ar" and number):
             raise ConfigError(
-                f"method {text!r}: must be ar, sd, ssd, auto or {NGRAM}, with a number of draft tokens if need be: ssd:6"
+                f"method {text!r}: must be ar, sd, ssd, auto or {NGRAM}, with a number of tokens if need be: ssd:6"
             )
         if mode == "ar":
             return cls("ar", {"mode": "ar"})

@@ -50,6 +50,9 @@ class PerRound(Generic[T]):
     def __init__(self) -> None:
         self._rounds: deque[tuple[Seq[Work], T]] = deque(maxlen=self._MOST)
 
+    def __len__(self) -> int:
+        return len(self._rounds)
+
     def put(self, works: Seq[Work], value: T) -> None:
         self._rounds.append((works, value))
 

@@ -25,13 +25,14 @@ from ssd.drafting.estimate import Average
 log = logging.getLogger("ssd")
 
 _MIN_SAMPLES = 3  # rounds that measure an arm
-_HOPELESS = 0.8  # share of the best arm's speed below which one round is enough
-_SETTLING = 2  # rounds after a change of arm that are not measured
+_HOPELESS = 0.85  # share of the best arm's speed below which one round is enough
+_SETTLING = 1  # rounds after a change of arm that are not measured, besides those in flight
 _MAX_TRIAL = 64  # rounds after which a trial is given up: its drafter has not caught up
 _TRIAL_SHARE = 0.01  # of the time that trials may lose
-_MAX_INTERVAL = 128  # rounds between two trials
-_FIRST_INTERVAL = 24  # rounds before the second trial; doubles with every trial
-_NEW_SIZE_INTERVAL = 8  # rounds before a trial of a mode that was never measured at this batch size
+_MAX_INTERVAL = 128  # rounds between two trials, at least
+_FIRST_INTERVAL = 24  # rounds before the first one that nothing requires; doubles with every trial
+_NEW_SIZE_INTERVAL = 8  # rounds before the trial of each mode at a new batch size
+_DRIFT = 1.4  # change of `level` after which the modes are compared again: all arms need not change alike
 _STRIDE = 4  # rounds between two choices
 _SHORT_REST = 16  # rounds that a drafter may be left out of without catching up before its next one
 _DEPTH_PENALTY = 0.015  # relative speed that each draft token after the shortest draft's must gain
@@ -85,7 +86,11 @@ class AcceptanceRates:
     """How often each position of a draft is accepted. Of all arms together: it depends on the text more than on K."""
 
     def __init__(self, depth: int) -> None:
-        self._rates = [Average(0.99, 3.0, 4.0) for _ in range(depth)]
+        self._depth = depth
+        self.reset()
+
+    def reset(self) -> None:
+        self._rates = [Average(0.99, 3.0, 4.0) for _ in range(self._depth)]
 
     def accepted(self, k: int) -> float:
         """Expected number of accepted tokens of a draft of k tokens."""
@@ -109,6 +114,7 @@ class ArmTimes:
     trial: Arm | None = None  # the arm that is being measured
     level: float | None = 1.0  # slow-down of all arms (longer contexts, a busy machine), relative to the means; None:
     # not known yet, at a new batch size
+    checked_level: float = 1.0  # when the modes were compared
     ready: Average = field(default_factory=lambda: Average(0.998, 9.0, 10.0))  # see `tokens`
     untried: list[Arm] = field(default_factory=list)  # arms that are measured whatever it costs, the first one first
     first_interval: int = 0  # rounds before each of them
@@ -134,9 +140,6 @@ class ArmTimes:
         seconds = {arm: _RoundSeconds(s.mean) for arm, s in self.seconds.items() if s.mean}
         if not seconds:
             return ArmTimes(self.arms, self.accepted)
-        speeds = sorted(((self.speed(arm), arm) for arm in seconds if arm != self.best), reverse=True)
-        first = {arm.mode: arm for _, arm in reversed(speeds)} | {self.best.mode: self.best}
-        untried = sorted(first.values(), key=lambda arm: arm != self.best)
         return ArmTimes(
             self.arms,
             self.accepted,
@@ -144,9 +147,15 @@ class ArmTimes:
             self.best,
             level=None,
             ready=replace(self.ready),
-            untried=untried,
+            untried=self._fastest_of_modes(),
             first_interval=_NEW_SIZE_INTERVAL,
         )
+
+    def _fastest_of_modes(self) -> list[Arm]:
+        """The fastest known arm of each mode, the best one first."""
+        known = sorted((self.speed(arm), arm) for arm, s in self.seconds.items() if s.mean)
+        first = {arm.mode: arm for _, arm in known} | {self.best.mode: self.best}
+        return sorted(first.values(), key=lambda arm: arm != self.best)
 
     def record(self, arm: Arm, seconds: float, *, comparable: bool = True) -> None:
         """Adds a round's time; `comparable`: False for one that was not like the rounds before it.
@@ -154,11 +163,14 @@ class ArmTimes:
         A drift of this arm is assumed to apply to all arms: it changes `level`.
         """
         known = self.seconds.setdefault(arm, _RoundSeconds())
-        if self.level is None:
-            self.level = None if not comparable else seconds / known.mean if known.mean else 1.0
-        elif comparable and len(known.last) >= _MIN_SAMPLES:
+        if self.level is None and comparable:
+            self.level = self.checked_level = seconds / known.mean if known.mean else 1.0
+        elif self.level is not None and comparable and len(known.last) >= _MIN_SAMPLES:
             slower = seconds / self.level / known.mean
             self.level *= 1 + (min(max(slower, 0.8), 1.25) - 1) / 16
+            if not 1 / _DRIFT < self.level / self.checked_level < _DRIFT and not self.untried:
+                self.untried, self.first_interval = self._fastest_of_modes(), _NEW_SIZE_INTERVAL
+                self.checked_level = self.level
         if self.level is None:
             return
         usual = seconds / self.level
@@ -252,7 +264,9 @@ class _Round(NamedTuple):
     drafter: Drafter
     size: int  # ceil(log2(batch size))
     arm: Arm
-    alike: int | None  # rounds in a row of this size and arm before it; None: it has prefill, or another drafter reads
+    settled: (
+        bool  # the rounds before it had the same size and arm, no prefill, and no drafter catches up: it is measured
+    )
 
 
 class DepthController(Drafter):
@@ -311,10 +325,11 @@ class DepthController(Drafter):
         drafter, arm = self._drafter, self.arm
         drafter.prepare(works, interrupted)
         size = (max(1, sum(work.decides for work in works)) - 1).bit_length()
-        reading, key = self._next is not None, None if _has_prefill(works) else (size, arm)
+        key = None if _has_prefill(works) else (size, arm)
         self._num_alike = self._num_alike + 1 if key is not None and key == self._last else 0
         self._last = key
-        self._rounds.put(works, _Round(drafter, size, arm, None if reading or key is None else self._num_alike))
+        settled = self._next is None and self._num_alike >= _SETTLING + len(self._rounds)
+        self._rounds.put(works, _Round(drafter, size, arm, settled))
         self._rested = {each: 0 if each is drafter else rest + 1 for each, rest in self._rested.items()}
         if self._next is not None and self._drafters[self._next.mode].catch_up(works):
             self._rested[self._drafters[self._next.mode]] = 1
@@ -323,6 +338,16 @@ class DepthController(Drafter):
     def catch_up(self, works: Seq[Work]) -> bool:
         return self._drafter.catch_up(works)
 
+    @property
+    def measured(self) -> bool:
+        """Whether all modes have been measured at some batch size."""
+        return any(times.trial is None and not times.untried for times in self._times.values())
+
+    def forget_text(self) -> None:
+        """Keeps the times, and forgets how often the drafts of a text were accepted."""
+        self._rates.reset()
+        self._own_stats.rounds.clear()
+
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
         round_ = self._rounds.pop(works)
         if round_ is None:
@@ -330,12 +355,11 @@ class DepthController(Drafter):
         round_.drafter.observe(works, outcomes, seconds)
         self._own_stats.rounds[round_.arm.mode] += 1
         times = self._times_of(round_.size)
-        settled = round_.alike is not None and round_.alike >= _SETTLING
         for work, outcome in zip(works, outcomes, strict=True):
             if outcome is not None:
-                self._learn(work, outcome, round_.arm, times if settled else None)
+                self._learn(work, outcome, round_.arm, times if round_.settled else None)
         if not _has_prefill(works):
-            times.record(round_.arm, seconds, comparable=settled)
+            times.record(round_.arm, seconds, comparable=round_.settled)
         if any(outcome is not None for outcome in outcomes):
             self._wish(times.choose(), times)
             self._log_choice(round_.size, times)
