@@ -64,8 +64,9 @@ class LLM:
         self.driver.call(lambda _: make_current(torch.device(self.config.device)))
         torch.set_num_threads(before)
         self._refusals = itertools.count()
-        if self.config.speculation.mode == "auto" and isinstance(engine.round.drafter, DepthController):
-            _measure_modes(self.driver, engine.round.drafter)
+        drafter = engine.round.drafter
+        if self.config.speculation.mode == "auto" and isinstance(drafter, DepthController) and engine.max_model_len > 1:
+            _measure_modes(self.driver, drafter)
 
     @property
     def driver(self) -> Driver:
@@ -235,8 +236,9 @@ class LLM:
 
 def _measure_modes(driver: Driver, controller: DepthController) -> None:
     """Decodes any text until the times of all modes are known, so that the first request need not try them."""
-    longest, end = driver.limits.max_model_len, time.monotonic() + _MEASURING_SECONDS
-    params = SamplingParams(max_new_tokens=max(1, min(_MEASURING_TOKENS, longest - 1)), ignore_eos=True)
+    end = time.monotonic() + _MEASURING_SECONDS
+    length = min(_MEASURING_TOKENS, driver.limits.max_model_len - 1)
+    params = SamplingParams(max_new_tokens=length, ignore_eos=True)
     submission = driver.submit([0], params)
     while driver.call(lambda engine: engine.has_work and not controller.measured) and time.monotonic() < end:
         pass
