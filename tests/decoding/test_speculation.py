@@ -15,6 +15,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,37 @@ def test_same_answers_whatever_mode_is_chosen(
         if draft == "target":
             assert metrics.ssd_rounds["hit"] > 10
             assert metrics.spec_decode_num_accepted_tokens > 0.8 * metrics.spec_decode_num_draft_tokens
+
+
+class Parts(RoundObserver):
+    """Counts batches that the kernel for whole draft steps is offered, by part of a round; it takes none."""
+
+    def __init__(self) -> None:
+        self.offered: Counter[str] = Counter()
+        self.now = ""
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        before, self.now = self.now, name
+        yield
+        self.now = before
+
+    def takes(self, batch: Any) -> bool:
+        self.offered[self.now] += 1
+        return False
+
+
+def test_a_kernel_that_takes_the_whole_gpu_is_not_used_beside_the_target(target: str, stranger: str) -> None:
+    """Catches branches that hold up the verification, and drafts of an SSD engine that are slower than those of SD."""
+    speculation = {"mode": "ssd", "draft": stranger, "k": 3, "placement": "inline", "backup": "jit", "budget": 2}
+    parts = Parts()
+    with LLM(target, device="cpu", speculation=speculation) as llm, llm.driver.observing(parts):
+        drafter: Any = llm.engine.round.drafter
+        drafter.model.runner.runner.decoder.step = parts
+        llm.generate(PROMPTS[:4], [SamplingParams(max_new_tokens=16, temperature=1.0, seed=i) for i in range(4)])
+        assert llm.engine.metrics.ssd_rounds["jit"] > 0
+    assert parts.offered["settle"] > 0
+    assert not parts.offered["prepare"]
 
 
 @pytest.mark.slow
