@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -107,7 +108,8 @@ def measure(llm: LLM, drafter: Drafter, prompts: list[Any], args: argparse.Names
 def worker_drafter(llm: LLM, args: argparse.Namespace, k: int, delay: float) -> Iterator[Drafter]:
     """A draft in a process of its own, whose steps take `delay` ms longer."""
     options = {"mode": "ssd", "draft": args.draft, "k": k, "draft_device": args.draft_device, "placement": "process"}
-    speculation = SpeculationConfig(**options, budget=args.budget, backup=args.backup)  # type: ignore[arg-type]
+    wanted = SpeculationConfig(**options, budget=args.budget, backup=args.backup)  # type: ignore[arg-type]
+    speculation = drafters.placed(wanted, torch.device(llm.config.device))
     length = llm.config.max_model_len
     config = EngineConfig(args.model, max_model_len=length, max_num_seqs=max(args.batches), speculation=speculation)
     argv = [sys.executable, __file__, "--worker", str(delay)]

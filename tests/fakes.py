@@ -193,6 +193,8 @@ class FakeDecoder(BareDecoder):
         rows = [logits_after(states[row], self.dead_ends) for row in seen.logit_rows]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
 
+    by_layers = __call__
+
     def _seen(self, batch: DeviceBatch) -> SeenBatch:
         tensors = (batch.token_ids, batch.positions, batch.slot_mapping, batch.query_start, batch.context_len)
         tokens, positions, slots, starts, context = (tensor.tolist() for tensor in tensors)
@@ -297,6 +299,8 @@ class TableModel(BareDecoder):
         """Positions behind the last one are those of lanes' padding."""
         rows = self.table[batch.positions.long().clamp(max=len(self.table) - 1), batch.token_ids.long()]
         return rows if batch.logit_rows is None else rows[batch.logit_rows]
+
+    by_layers = __call__
 
 
 def make_runner(

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from ssd.assembly.cores import split_cores
 from ssd.assembly.device import batched_tokens, kv_block_size, resolve_device
 from ssd.assembly.drafters import follow_draft, load_draft, make_drafter, open_draft, placed, quantized
 from ssd.assembly.fit import check_draft_fits, check_fits
@@ -60,9 +61,10 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     )
     speculation = quantized(speculation, draft)
     config = replace(config, device=str(device), speculation=speculation)
-    here = draft if config.speculation.placement != "process" else None
-    own_device = speculation.draft_device is not None and speculation.draft_device != str(device)
-    drafts = [draft] * speculation.draft_replicas if draft is not None and not own_device else []
+    apart, own_device = speculation.placement == "process", speculation.draft_device not in (None, str(device))
+    here = draft if not apart or speculation.mode == "auto" else None
+    copies = speculation.draft_replicas if apart and not own_device else 0
+    drafts = [draft] * (copies + (here is not None)) if draft is not None else []
     check_fits(config, [checkpoint, *drafts], device)
     if own_device and draft is not None:
         check_draft_fits(config, draft)
@@ -114,6 +116,7 @@ def _assemble(
         num_slots=num_slots(config),
     )
     longest = possible_length(config, checkpoint.config.max_position, max_model_len, device)
+    config = replace(config, speculation=split_cores(config, runner, draft_runner))
     # A draft on another device chooses its own dtype and memory; sequences are as long as the target's.
     drafter = make_drafter(replace(config, max_model_len=max_model_len), draft_runner, runner)
     dtype = str(runner.decoder.dtype).removeprefix("torch.")
@@ -144,8 +147,8 @@ def _log_choices(config: EngineConfig, runners: Seq[ModelRunner]) -> None:
         log.info("drafter: none")
     else:
         form = f", draft_quantization={speculation.draft_quantization}" if speculation.draft_quantization else ""
-        placement = f", placement={speculation.placement}" if speculation.mode == "ssd" else ""
-        for name in ("draft_device", "draft_replicas", "draft_tensor_parallel_size"):
+        placement = f", placement={speculation.placement}" if speculation.placement != "auto" else ""
+        for name in ("draft_device", "draft_replicas", "draft_tensor_parallel_size", "draft_threads"):
             placement += f", {name}={value}" if (value := getattr(speculation, name)) not in (None, 1) else ""
         log.info(
             "drafter: mode=%s, draft=%s, k=%s%s%s",

@@ -26,10 +26,11 @@ HELP: Final = """\
 Measure how fast a model decodes: [bold]AR, SD, SSD and other engines, in turns[/], prompt by prompt. The report warns \
 of a machine that was busy meanwhile: ratios are then not to be trusted.
 
-A method is [cyan]ar[/], [cyan]sd[/], [cyan]ssd[/] or [cyan]ngram[/], perhaps with its number of drafted tokens: \
-[cyan]ssd:6[/], [cyan]sd:auto[/]. All methods share the weights, and that they write the same tokens is checked (exit \
-code 1 if not). Only decoding is compared: prompts are timed apart, warm-up is not counted. Prompts come from \
-SSD_DATASET_DIR (or [cyan]--folder[/]) if it has the set, else from those that come with ssd; the report says which.
+A method is [cyan]ar[/], [cyan]sd[/], [cyan]ssd[/], [cyan]auto[/] or [cyan]ngram[/], perhaps with its number of \
+drafted tokens: [cyan]ssd:6[/], [cyan]sd:auto[/]. All methods share the weights, and that they write the same tokens \
+is checked (exit code 1 if not). Only decoding is compared: prompts are timed apart, warm-up is not counted. Prompts \
+come from SSD_DATASET_DIR (or [cyan]--folder[/]) if it has the set, else from those that come with ssd; the report \
+says which.
 
 [bold]Try[/]
 

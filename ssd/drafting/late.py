@@ -137,6 +137,11 @@ class LateBindingDrafter(ProcessDrafter):
             self.policy.round_seconds.add(seconds)
             self._fastest.append(seconds)
 
+    def catch_up(self, works: Seq[Work]) -> bool:
+        for work in works:  # what was prepared is for the outcome of an earlier round
+            self._told.pop(work.sequence.id, None)
+        return super().catch_up(works)
+
     def forget(self, sequence: Sequence) -> None:
         super().forget(sequence)
         self._last.pop(sequence.id, None)

@@ -39,7 +39,7 @@ class BackupPolicy:
     backup: str  # "jit", "fast" or "auto"
     yields: dict[Origin, Average] = field(default_factory=lambda: defaultdict(_average))  # tokens per round, by origin
     round_seconds: TypicalSeconds = field(default_factory=TypicalSeconds)
-    write_seconds: TypicalSeconds = field(default_factory=lambda: TypicalSeconds(deque(maxlen=_MIN_SAMPLES)))
+    write_seconds: TypicalSeconds = field(default_factory=lambda: TypicalSeconds(last=deque(maxlen=_MIN_SAMPLES)))
     num_declined: int = 0  # decisions against jit since it was last used
 
     def wrote(self, seconds: float) -> None:
@@ -220,6 +220,10 @@ class SSDDrafter(Drafter):
             else:
                 self._in_time = min(runner.shapes.max_width, self._in_time + _INCREASE)
         self._rounds.put(works, _Round(self._run, self._written))
+
+    def catch_up(self, works: Seq[Work]) -> bool:
+        self._run, self._places = None, {}  # prepared for outcomes of an earlier round
+        return self.model.catch_up(works)
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
         round_ = self._rounds.pop(works) or _Round(None, None)

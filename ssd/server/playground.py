@@ -97,7 +97,8 @@ def _static(name: str, kind: str) -> Any:
 def _branches_visible(llm: LLM) -> bool:
     """A drafter in another process keeps its branches there; the rejection rule has none without distributions."""
     wanted = llm.config.speculation
-    return wanted.mode == "ssd" and wanted.placement != "process" and wanted.acceptance == "coupled"
+    prepared_here = wanted.mode in ("ssd", "auto") and wanted.placement in ("stream", "inline")
+    return prepared_here and wanted.acceptance == "coupled"
 
 
 def state_of(server: ServerState) -> dict[str, Any]:

@@ -66,6 +66,16 @@ def test_the_draft_is_counted_too(free: Any) -> None:
         assert "and its draft need" in refusal("tiny-qwen3", speculation=speculation)
 
 
+def test_a_draft_in_two_processes_is_counted_twice(free: Any) -> None:
+    """mode="auto" on a CPU: SD's draft is in the engine's process, SSD's in a worker."""
+    free(4.6)
+    draft = {"draft": "graft:tiny-qwen3-draft@qwen3-0.6b", "placement": "process"}
+    model = "graft:tiny-qwen3@qwen3-0.6b"
+    with pytest.raises(AssertionError, match="weights are loaded"):
+        LLM(model, device="cpu", speculation={"mode": "ssd", **draft})
+    assert "and its draft need 6.7 GiB" in refusal(model, speculation={"mode": "auto", **draft})
+
+
 @pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
 def test_a_quantized_draft_needs_less(free: Any, form: str) -> None:
     """Catches an estimate for weights that are not there: a pair that fits only with a smaller draft is not refused."""

@@ -530,6 +530,21 @@ def test_the_first_token_of_a_sequence_waits_for_no_draft(nursery: Nursery) -> N
     assert (drafter.replies, drafter.at_hand) == (0, 2)
 
 
+def test_a_worker_catches_up_while_nobody_waits(nursery: Nursery) -> None:
+    """Catches rounds that wait until a worker has read what it rested for; few tokens are read by the way."""
+    text = list(range(1, 31)) * 10
+    drafter = nursery.honest(text)
+    sequence = begun(text[:200])
+    commit(drafter, work_for(sequence), text[200:201])
+    assert not drafter.catch_up([work_for(sequence)])
+    assert drafter.wait_seconds == 0
+    until(lambda: drafter.catch_up([work_for(sequence)]))
+    commit(drafter, work_for(sequence), text[201:220], 18)
+    assert drafter.catch_up([work_for(sequence)])  # nothing is sent for these
+    assert drafter.replicas[0].num_unknown(sequence) == 19
+    assert propose_soon(drafter, [work_for(sequence)])[0].token_ids == tuple(text[220 : 220 + LOOKAHEAD])
+
+
 def test_drafts_come_from_the_process(nursery: Nursery) -> None:
     """Catches sequences that the worker does not follow: several at once, growing, joining and leaving."""
     texts = [TEXT, TEXT[::-1]]

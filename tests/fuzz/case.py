@@ -121,6 +121,7 @@ def random_case(seed: int, *, processes: bool = True) -> Case:
     dice = random.Random(seed)
     model = dice.choice([*KINDS, *KINDS, *BUNDLED])
     speculation = _with_replicas(_with_head(_speculation(dice, model, processes), model, seed), seed)
+    speculation = _with_auto(speculation, seed)
     calls = [_call(dice, asked) for asked in random_requests(dice.randint(1, 10), dice.randrange(1 << 30))]
     calls = [_with_dead_end(_with_order_and_form(call, model), model) for call in calls]
     if speculation.get("acceptance") == "rejection":  # at T > 0 the text is another sample
@@ -191,6 +192,13 @@ def _with_replicas(speculation: dict[str, Any], seed: int) -> dict[str, Any]:
     return speculation | {"draft_replicas": random.Random(f"replicas {seed}").choice([1, 2, 3])}
 
 
+def _with_auto(speculation: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Perhaps with the mode left to the engine. A seed gives the same case as before that was known."""
+    if not speculation or random.Random(f"auto {seed}").random() < 0.7:
+        return speculation
+    return speculation | {"mode": "auto"}
+
+
 def _call(dice: random.Random, asked: Asked) -> Call:
     extreme = dice.choice(EXTREMES) if dice.random() < 0.3 else {}
     fields = vars(asked) | {"params": replace(asked.params, **extreme)}
@@ -241,6 +249,8 @@ def _events(dice: random.Random, speculation: dict[str, Any]) -> list[Event]:
         kinds += ["drafter_raises", "drafter_lies"]
     if speculation.get("placement") == "process":
         kinds += ["drafter_killed"] * 4
+    if speculation.get("mode") == "auto":
+        kinds += ["arm_changes"] * 6
     chosen = dice.choices(kinds, k=dice.choice([0, 1, 3, 6]))
     chosen += dice.choices(["launch_fails", "collect_fails"], k=dice.choice([0, 0, 0, 0, 1, MOST_FAILURES]))
     return sorted((Event(dice.randint(0, 40), kind, dice.randrange(1000)) for kind in chosen), key=lambda e: e.round)
