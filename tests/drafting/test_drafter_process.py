@@ -335,7 +335,7 @@ def test_a_message_that_arrives_in_pieces_is_a_sign_of_life(caplog: pytest.LogCa
         now += 1.9
         assert replica.available() == (i + 8 == len(ready))
     assert replica.supervisor.ready
-    replica.send([work_for(begun(TEXT[:3]))], [None], 0.0, reply=True, ahead=True)
+    replica.send([work_for(begun(TEXT[:3]))], [None], 0.0, budget=16, reply=True, ahead=True)
     reply = struct.pack("=9q", MAGIC, Kind.PROPOSALS, 1, 0, 0, 3, 1, 2, 3)
     for i in range(0, len(reply) - 8, 8):
         theirs.sendall(reply[i : i + 8])
@@ -805,7 +805,7 @@ def test_what_was_prepared_for_a_large_round_may_come_in_a_small_one() -> None:
     outcomes = {(i % 5, i // 5): (1, 2, 3, 4) for i in range(150)}
     for sent in (works, works[:1]):
         assert replica.available()
-        replica.send(sent, [Draft((1, 2, 3, 4))] * len(sent), 0.0, reply=False, ahead=True)
+        replica.send(sent, [Draft((1, 2, 3, 4))] * len(sent), 0.0, budget=16, reply=False, ahead=True)
     there.post(Message(Kind.PREPARED, 1, encode_prepared({i: ((1, 2, 3, 4), outcomes) for i in range(8)})))
     there.post(Message(Kind.PREPARED, 2, encode_prepared({0: ((1, 2, 3, 4), {(0, 7): (8,)})})))
     assert replica.available()
