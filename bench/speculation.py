@@ -17,13 +17,13 @@ import argparse
 from dataclasses import dataclass, replace
 
 import torch
+from arguments import add_options, given
 from overlap import alone_and_beside
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from ssd.bench.answers import RequestSettings
-from ssd.bench.arguments import add_options, given
 from ssd.bench.measure import MEAN, Measured, figures, measure, same_text, warnings
 from ssd.bench.ours import OurContender, methods_of, our_contenders
 from ssd.bench.report import speed_up

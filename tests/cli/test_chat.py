@@ -639,11 +639,9 @@ def parsed(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, flags: str) -> An
 def test_bench_flags_name_models_and_a_draft(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, flags: str, model: str, options: dict[str, Any] | None
 ) -> None:
-    monkeypatch.setattr("ssd.bench.models.find", lambda family, size: f"{family}-{size}")
+    monkeypatch.setattr("sizes.find", lambda family, size: f"{family}-{size}")
     grafted = "graft {}-{}{}".format
-    monkeypatch.setattr(
-        "ssd.bench.models.graft", lambda family, size, draft: grafted(family, size, " draft" if draft else "")
-    )
+    monkeypatch.setattr("sizes.graft", lambda family, size, draft: grafted(family, size, " draft" if draft else ""))
     talks: list[tuple[str, Any]] = []
     monkeypatch.setattr(bench, "talk", lambda model, params, **given: talks.append((model, given["speculation"])))
     bench.with_engine(parsed(bench, monkeypatch, f"--ssd {flags}"))
