@@ -8,7 +8,6 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,69 +16,15 @@ import torch
 from ssd.assembly.device import num_cores
 from ssd.bench import tracing
 from ssd.bench.answers import Contender, RequestSettings
+from ssd.bench.config import BenchConfig, is_url
 from ssd.bench.measure import Measured, figures, measure, same_text, warnings
 from ssd.bench.ours import OurContender, methods_of, our_contenders
 from ssd.bench.report import Report
 from ssd.bench.workload import Workload, load_workload
-from ssd.config import K_DEFAULT, NGRAM
-from ssd.errors import ConfigError
+from ssd.config import NGRAM
 from ssd.models.open import open_checkpoint
-from ssd.prompts import OWN_SETS
 from ssd.text.tokenizer import Tokenizer
 from ssd.version import VERSION
-
-PEERS = ("hf", "vllm", "sglang", "llamacpp")
-
-
-@dataclass(frozen=True)
-class BenchConfig:
-    """Settings of a benchmark."""
-
-    model: str
-    draft: str | None = None
-    methods: str = "ar,sd,ssd"  # with or without a number of draft tokens: ar,sd:4,ssd:auto,ngram:5
-    peers: tuple[str, ...] = ()  # other systems: PEERS (`vllm:4`: with the draft), or URLs of servers
-    k: int | str = K_DEFAULT  # draft tokens of methods without a number
-    speculation: dict[str, Any] = field(default_factory=dict)  # options of ssd: fan_out, budget, backup, placement, …
-    sets: tuple[str, ...] = tuple(OWN_SETS)
-    num_prompts: int = 8  # prompts per set
-    prompt_offset: int = 0
-    input_len: int | None = None  # tokens at which prompts are cut
-    output_len: int = 128
-    chat: bool = True  # questions are put through the chat template
-    folder: Path | None = None  # where prompt sets are
-    batch: int = 1
-    temperature: float = 0.0
-    seed: int = 0
-    repeats: int = 2
-    max_rounds: int | None = None
-    engine: dict[str, Any] = field(default_factory=dict)  # other options of the engine: device, dtype, eager, …
-    notes: tuple[str, ...] = ()  # for the report
-
-    def __post_init__(self) -> None:
-        for name in ("num_prompts", "output_len", "batch", "repeats", "input_len", "max_rounds"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value}: must be at least 1")
-        if self.prompt_offset < 0:
-            raise ConfigError(f"prompt_offset={self.prompt_offset}: must be at least 0")
-        if not self.sets:
-            raise ConfigError("sets: name at least one set of prompts")
-        for peer in self.peers:
-            name, _, k = peer.partition(":")
-            if not _is_url(peer) and (name not in PEERS or (k and not k.isdecimal())):
-                raise ConfigError(
-                    f"peer {peer!r}: must be {', '.join(PEERS)}, such as hf or hf:4, or the URL of a server"
-                )
-            if name in PEERS and k and self.draft is None:
-                raise ConfigError(f"peer {peer!r} is to draft, and there is no draft: name one with --draft")
-
-    @property
-    def draft_in_use(self) -> str | None:
-        """The draft model, if a method or a peer drafts with it."""
-        methods = methods_of(self.methods, self.draft, self.k, self.speculation)
-        drafting = any(method.speculation.get("draft", NGRAM) != NGRAM for method in methods)
-        return self.draft if drafting or any(":" in peer for peer in self.peers if not _is_url(peer)) else None
 
 
 def run(
@@ -162,7 +107,7 @@ def _check_peer(config: BenchConfig, peer: str) -> None:
 
     name, _, k = peer.partition(":")
     draft = config.draft if k else None
-    if _is_url(peer):
+    if is_url(peer):
         openai.ServerContender(peer)
     elif name == "hf":
         transformers_peer.check(config.model, draft, config.batch)
@@ -172,7 +117,7 @@ def _check_peer(config: BenchConfig, peer: str) -> None:
 
 def _peer(config: BenchConfig, peer: str, max_model_len: int) -> Contender:
     """A peer; with the draft if it has a number of draft tokens."""
-    if _is_url(peer):
+    if is_url(peer):
         from ssd.bench.openai import ServerContender
 
         return ServerContender(peer)
@@ -188,21 +133,22 @@ def _peer(config: BenchConfig, peer: str, max_model_len: int) -> Contender:
     return launch(name, config.model, batch=config.batch, max_model_len=max_model_len, **drafting)
 
 
-def _is_url(peer: str) -> bool:
-    return peer.startswith(("http://", "https://"))
+def _draft_in_use(config: BenchConfig) -> str | None:
+    """The draft model, if a method or a peer drafts with it."""
+    methods = methods_of(config.methods, config.draft, config.k, config.speculation)
+    drafting = any(method.speculation.get("draft", NGRAM) != NGRAM for method in methods)
+    return config.draft if drafting or any(":" in peer for peer in config.peers if not is_url(peer)) else None
 
 
 def _header(config: BenchConfig) -> dict[str, Any]:
     """Versions, machine and settings."""
     cuda = torch.cuda.is_available() and config.engine.get("device", "auto") != "cpu"
     machine = torch.cuda.get_device_name(0) if cuda else f"{platform.machine()} CPU, {num_cores()} cores"
-    folder = str(config.folder) if config.folder else None
-    settings = dataclasses.asdict(config) | {"draft": config.draft_in_use, "folder": folder}
     return {
         "ssd": VERSION,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": machine,
         "command": " ".join(sys.argv),
-        "settings": settings,
+        "settings": dataclasses.asdict(config) | {"draft": _draft_in_use(config)},
     }

@@ -13,67 +13,21 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass, replace
-from itertools import cycle, islice, pairwise
-from pathlib import Path
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Final
 
 from ssd.bench.answers import Answer, Prompt, RequestSettings
+from ssd.bench.config import Requests
 from ssd.bench.openai import ServerContender
 from ssd.errors import ConfigError, ServerError
-from ssd.prompts import load_prompts, own_set
 
-SHAREGPT: Final = "sharegpt"
 PERCENTILES: Final = (50, 90, 99)
 LATENCIES: Final = ("ttft", "tpot", "itl", "e2e")  # first token, per token after it, between two chunks, whole request
 GOALS: Final = ("ttft", "tpot", "e2e")  # those that a single request has
-_SIGMA: Final = 1.0  # standard deviation of the logarithm of a length, about that of ShareGPT's conversations
 _ERRORS_SHOWN: Final = 5
-_WORDS_OF: Final = "alpaca"  # the own prompt set whose words make up random prompts
 
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Requests:
-    """What is sent at every point of a sweep. Lengths are medians of log-normal distributions, in tokens."""
-
-    dataset: str = SHAREGPT  # or the name of a prompt set
-    num_prompts: int = 100
-    input_len: int = 80  # for `sharegpt`: words, which are about as many tokens
-    output_len: int = 160
-    max_input_len: int = 1024
-    max_output_len: int = 1024
-    temperature: float = 0.0
-    seed: int = 0
-    ignore_eos: bool = True
-    folder: Path | None = None  # where prompt sets are
-
-    def __post_init__(self) -> None:
-        for name in ("num_prompts", "input_len", "output_len", "max_input_len", "max_output_len"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
-
-    def draw(self) -> list[tuple[Prompt, RequestSettings]]:
-        """The same requests for the same seed."""
-        generator = random.Random(self.seed)
-        asked = RequestSettings(1, self.temperature, ignore_eos=self.ignore_eos)
-        lengths = [_length(generator, self.output_len, self.max_output_len) for _ in range(self.num_prompts)]
-        return [
-            (prompt, replace(asked, max_new_tokens=length, seed=self.seed + i))
-            for i, (prompt, length) in enumerate(zip(self._prompts(generator), lengths, strict=True))
-        ]
-
-    def _prompts(self, generator: random.Random) -> list[Prompt]:
-        if self.dataset != SHAREGPT:
-            return list(islice(cycle(load_prompts(self.dataset, self.folder).asked()), self.num_prompts))
-        words = " ".join(own_set(_WORDS_OF).prompts).split()
-        sizes = [_length(generator, self.input_len, self.max_input_len) for _ in range(self.num_prompts)]
-        return [[{"role": "user", "content": " ".join(generator.choices(words, k=size))}] for size in sizes]
-
-
-def _length(generator: random.Random, median: int, most: int) -> int:
-    return max(1, min(most, round(generator.lognormvariate(math.log(median), _SIGMA))))
 
 
 @dataclass(frozen=True)
@@ -232,8 +186,3 @@ def parse_goals(texts: Seq[str]) -> dict[str, float]:
         if name not in GOALS or not found[name] > 0:
             raise ConfigError(f"goodput {text!r}: write {', '.join(GOALS)} with milliseconds, such as ttft:200,tpot:30")
     return found
-
-
-def settings(requests: Requests, goals: Mapping[str, float]) -> dict[str, Any]:
-    """The settings, for a report."""
-    return {**asdict(requests), "folder": str(requests.folder) if requests.folder else None, "goodput": dict(goals)}

@@ -22,11 +22,12 @@ from typer.testing import CliRunner
 
 from ssd.bench import load
 from ssd.bench.answers import Answer, RequestSettings, Speed
+from ssd.bench.config import BenchConfig
 from ssd.bench.measure import MEAN, Measured, Turn, figures, measure, same_text, warnings
 from ssd.bench.ours import Method, OurContender, methods_of, our_contenders
 from ssd.bench.pictures import _fonts, _legible, write_picture
 from ssd.bench.report import Report
-from ssd.bench.run import BenchConfig, _header, run
+from ssd.bench.run import _header, run
 from ssd.bench.workload import Workload, encode, load_workload
 from ssd.cli.main import app
 from ssd.errors import ConfigError, SSDError
