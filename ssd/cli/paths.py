@@ -19,7 +19,7 @@ from rich.cells import cell_len, set_cell_size
 from ssd.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ssd.cli.trace import Step, Trace
+    from ssd.cli.trace import Step
 
 WIDTH: Final = 1280
 MARGIN: Final = 24
@@ -97,8 +97,8 @@ def check(file: Path) -> None:
         raise ConfigError(f"--out {file}: there is no directory {file.parent}: create it first")
 
 
-def write(file: Path, trace: Trace, spell: Callable[[int], str], title: str, summary: str) -> None:
-    picture = svg(trace, spell, title, summary)
+def write(file: Path, steps: list[Step], spell: Callable[[int], str], title: str, summary: str) -> None:
+    picture = svg(steps, spell, title, summary)
     if file.suffix == ".html":
         picture = PAGE.format(title=escape(title), picture=picture, width=WIDTH)
     try:
@@ -113,8 +113,8 @@ def visible(text: str, space: str = "·") -> str:
     return "".join(marks.get(c) or (c if c.isprintable() else ascii(c)[1:-1]) for c in text)
 
 
-def svg(trace: Trace, spell: Callable[[int], str], title: str, summary: str) -> str:
-    pairs = enumerate(zip_longest(trace.steps, trace.steps[1:]), start=1)
+def svg(steps: list[Step], spell: Callable[[int], str], title: str, summary: str) -> str:
+    pairs = enumerate(zip_longest(steps, steps[1:]), start=1)
     blocks = [_block(number, step, following, spell) for number, (step, following) in pairs]
     drawing = _Drawing(max(WIDTH, *(block.width + 2 * MARGIN for block in blocks)), title, summary)
     for row in _rows(blocks, drawing.width - 2 * MARGIN):
