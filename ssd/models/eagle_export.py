@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from ssd.models.checkpoint import all_weights
 from ssd.models.eagle import EagleCheckpoint, EagleConfig, authors_name, eagle_shapes
-from ssd.models.export import new_directory, rope_parameters, tensor_bytes, write_json
+from ssd.models.export import config_json, new_directory, rope_parameters, tensor_bytes, write_json
 
 
 def write_eagle(head: EagleCheckpoint, out: Path, dtype: torch.dtype, device: torch.device) -> None:
@@ -36,27 +36,14 @@ def eagle_json(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
     rope = rope_parameters(spec.rope)
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
     layers = {"eagle_aux_hidden_state_layer_ids": [n - 1 for n in config.feature_layers]}
-    return {
+    return config_json(config, dtype) | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "qwen3" if spec.qk_norm else "llama",
-        "vocab_size": config.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
-        "hidden_size": config.hidden_size,
         "target_hidden_size": config.target_hidden_size,
-        "intermediate_size": config.mlp.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.max_position,
-        "rms_norm_eps": config.rms_eps,
         "rope_theta": spec.rope.theta,
         "rope_scaling": scaling if spec.rope.scaling != "default" else None,
-        "tie_word_embeddings": False,
-        "attention_bias": spec.qkv_bias,
         "mlp_bias": config.mlp.bias,
         "norm_before_residual": config.norm_before_residual,
         **({"eagle_config": layers} if config.feature_layers else {}),
-        "dtype": str(dtype).removeprefix("torch."),
     }

@@ -62,7 +62,7 @@ def write_graft(
     with new_directory(out, stored_bytes(graft.config, dtype)) as folder:
         _write_shards(graft.weights(device, dtype), folder, advance)
         _copy_text_files(graft.path, folder)
-        write_json(folder / "config.json", graft_config(graft, dtype))
+        write_json(folder / "config.json", graft_json(graft, dtype))
 
 
 @contextmanager
@@ -135,12 +135,23 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def graft_config(graft: GraftCheckpoint, dtype: torch.dtype) -> dict[str, Any]:
+def graft_json(graft: GraftCheckpoint, dtype: torch.dtype) -> dict[str, Any]:
     """config.json in the spelling of transformers 5, with where the weights come from."""
-    config, attention = graft.config, graft.config.attention
-    return {
+    config = graft.config
+    return config_json(config, dtype) | {
         "architectures": [_ARCHITECTURES[config.family]],
         "model_type": config.family,
+        "rope_parameters": rope_parameters(config.attention.rope),
+        "eos_token_id": list(graft.stop_token_ids) or None,
+        "bos_token_id": None,
+        "ssd_graft": {"base": graft.base_name, "shape": graft.shape_name},
+    }
+
+
+def config_json(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The fields of a config.json that models and EAGLE heads share."""
+    attention = config.attention
+    return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.mlp.intermediate_size,
@@ -150,14 +161,10 @@ def graft_config(graft: GraftCheckpoint, dtype: torch.dtype) -> dict[str, Any]:
         "head_dim": attention.head_dim,
         "max_position_embeddings": config.max_position,
         "rms_norm_eps": config.rms_eps,
-        "rope_parameters": rope_parameters(attention.rope),
         "tie_word_embeddings": config.tie_embeddings,
         "hidden_act": "silu",
-        "attention_bias": False,
-        "eos_token_id": list(graft.stop_token_ids) or None,
-        "bos_token_id": None,
+        "attention_bias": attention.qkv_bias,
         "dtype": str(dtype).removeprefix("torch."),
-        "ssd_graft": {"base": graft.base_name, "shape": graft.shape_name},
     }
 
 

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -45,51 +44,45 @@ from ssd.text.tokenizer import Tokenizer
 
 ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
 
-_MODEL_NAMES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "token_embd.weight": "model.embed_tokens.weight",
-        "output_norm.weight": "model.norm.weight",
-        "output.weight": "lm_head.weight",
-    }
-)
-_LAYER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "attn_norm": "input_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "attn_q_norm": "self_attn.q_norm",
-        "attn_k_norm": "self_attn.k_norm",
-        "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    }
-)
-_FIELDS: Final[Mapping[str, Field]] = MappingProxyType(  # behind the architecture's name
-    {
-        "block_count": LAYERS,
-        "context_length": POSITIONS,
-        "embedding_length": WIDTH,
-        "feed_forward_length": WIDTH,
-        "attention.head_count": HEADS,
-        "attention.head_count_kv": HEADS,
-        "attention.key_length": HEAD_DIM,
-        "attention.value_length": HEAD_DIM,
-        "attention.sliding_window": Field("an integer", (int,), 0, 1 << 23),  # 0: none
-        "attention.layer_norm_rms_epsilon": EPSILON,
-        "rope.dimension_count": HEAD_DIM,
-        "rope.freq_base": THETA,
-        "rope.scale_linear": FACTOR,
-        "rope.scaling.type": TEXT,
-        "rope.scaling.factor": number(0.0, 1e6),  # 0: none
-        "rope.scaling.original_context_length": POSITIONS,
-        "rope.scaling.yarn_beta_fast": FACTOR,
-        "rope.scaling.yarn_beta_slow": FACTOR,
-        "rope.scaling.attn_factor": FACTOR,
-    }
-)
+_MODEL_NAMES: Final[Mapping[str, str]] = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER_NAMES: Final[Mapping[str, str]] = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_FIELDS: Final[Mapping[str, Field]] = {  # behind the architecture's name
+    "block_count": LAYERS,
+    "context_length": POSITIONS,
+    "embedding_length": WIDTH,
+    "feed_forward_length": WIDTH,
+    "attention.head_count": HEADS,
+    "attention.head_count_kv": HEADS,
+    "attention.key_length": HEAD_DIM,
+    "attention.value_length": HEAD_DIM,
+    "attention.sliding_window": Field("an integer", (int,), 0, 1 << 23),  # 0: none
+    "attention.layer_norm_rms_epsilon": EPSILON,
+    "rope.dimension_count": HEAD_DIM,
+    "rope.freq_base": THETA,
+    "rope.scale_linear": FACTOR,
+    "rope.scaling.type": TEXT,
+    "rope.scaling.factor": number(0.0, 1e6),  # 0: none
+    "rope.scaling.original_context_length": POSITIONS,
+    "rope.scaling.yarn_beta_fast": FACTOR,
+    "rope.scaling.yarn_beta_slow": FACTOR,
+    "rope.scaling.attn_factor": FACTOR,
+}
 _LAYER_TENSOR: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ROPE_FACTORS: Final = "rope_freqs.weight"
 
