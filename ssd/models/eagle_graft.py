@@ -25,13 +25,13 @@ from ssd.models.graft import (
     GraftCheckpoint,
     blocks_of,
     copies,
+    fill_random,
     grafted_rope,
     obstacles,
     place,
     same,
     side_by_side,
 )
-from ssd.models.random_weights import fill_random
 
 _DRAFT_VOCABULARY: Final = 32000
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import re
+import zlib
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -32,7 +33,6 @@ from ssd.layers.spec import AttentionSpec, RopeConfig
 from ssd.models.checkpoint import Checkpoint, all_weights, graft_note
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import parameter_shapes
-from ssd.models.random_weights import fill_random
 from ssd.models.shapes import SHAPES
 from ssd.text.tokenizer import Tokenizer
 
@@ -198,6 +198,12 @@ def grafted_rope(small: DecoderConfig, big: DecoderConfig) -> RopeConfig:
     """The base's rotary embedding, in the big head: its dimensions turn as they do in the small one."""
     rope, ratio = small.attention.rope, big.attention.head_dim // small.attention.head_dim
     return replace(rope, theta=rope.theta**ratio)
+
+
+def fill_random(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Small normal numbers, in place: a function of the name, whatever was made before."""
+    generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(name.encode()))
+    return tensor.normal_(std=0.02, generator=generator)
 
 
 # --- layout -----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import pytest
 import torch
 from eagle_heads import make_tiny_head
 from fake_server import PIECES, TOKENS_A_PIECE, serving
+from random_weights import RandomCheckpoint
 from rich.console import Console
 from sizes import spelled
 from typer.testing import CliRunner
@@ -32,7 +33,6 @@ from ssd.bench.workload import Workload, encode, load_workload
 from ssd.cli.main import app
 from ssd.errors import ConfigError, SSDError
 from ssd.models.open import open_checkpoint
-from ssd.models.random_weights import RandomCheckpoint
 from ssd.models.shapes import SHAPES
 
 TINY = ("tiny-llama", "tiny-llama-draft")

@@ -10,13 +10,14 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs a Hopper GPU or a later one", allow_module_level=True)
 
+from random_weights import RandomCheckpoint
+
 from ssd.kernels.ops import Branches, DeviceBatch
 from ssd.kernels.triton_ops import TritonOps
 from ssd.layers.parameter import Build
 from ssd.models.config import equal_layers
 from ssd.models.decoder import Decoder, KVCache
 from ssd.models.persistent import use_persistent_step
-from ssd.models.random_weights import RandomCheckpoint
 from tests.device_batches import make_device_batch
 
 CUDA = torch.device("cuda")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from random_weights import RandomCheckpoint
 
 from ssd.kernels import persistent as kernel
 from ssd.kernels.ops import DeviceBatch, HeadShape
@@ -19,7 +20,6 @@ from ssd.layers.parameter import Build
 from ssd.models import persistent
 from ssd.models.config import equal_layers
 from ssd.models.decoder import Decoder, KVCache
-from ssd.models.random_weights import RandomCheckpoint
 
 CPU = torch.device("cpu")
 

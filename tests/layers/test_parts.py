@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from device_batches import make_device_batch
+from random_weights import RandomCheckpoint
 
 from ssd.errors import UnsupportedModel
 from ssd.kernels.cpu_ops import CpuOps
@@ -21,7 +22,6 @@ from ssd.layers.spec import AttentionSpec, LayerSpec, MLPSpec, RopeConfig
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import Decoder, check_fits, check_split, parameter_shapes
 from ssd.models.fields import check_shape
-from ssd.models.random_weights import RandomCheckpoint
 from ssd.parallel.tensor import TensorParallel
 
 CPU = torch.device("cpu")
