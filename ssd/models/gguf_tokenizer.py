@@ -63,11 +63,9 @@ def load_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
         raise
     except Exception as error:  # the library raises bare Exception
         raise SSDError(f"the tokenizer in {path} cannot be built ({error}): download the file again") from error
-    special = {
-        f"{name}_token": tokens[metadata[key]]
-        for name, key in _SPECIAL_KEYS.items()
-        if metadata.get(key) is not None and metadata[key] < len(tokens)
-    }
+    named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in named.items()}
+    special = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None and i < len(tokens)}
     sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
     add_bos = metadata.get("tokenizer.ggml.add_bos_token", sentencepiece or splitting in ("llama-bpe", "llama3"))
     add_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
@@ -84,12 +82,6 @@ def _set_bos_eos(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None
     backend.post_processor = processors.TemplateProcessing(single=[*before, "$A", *after], special_tokens=known)
 
 
-_SPECIAL_KEYS: Final[Mapping[str, str]] = {
-    "bos": "tokenizer.ggml.bos_token_id",
-    "eos": "tokenizer.ggml.eos_token_id",
-    "unk": "tokenizer.ggml.unknown_token_id",
-    "pad": "tokenizer.ggml.padding_token_id",
-}
 _CONTROL, _USER_DEFINED = 3, 4  # token types: special, and matched whole without being special
 
 
