@@ -12,7 +12,7 @@ import sizes
 import torch
 
 from ssd.errors import ConfigError
-from ssd.models.open import bundled_draft, bundled_heads, head_of
+from ssd.models.open import HEAD, bundled, bundled_draft
 from ssd.options import options_of
 
 Parser = argparse.ArgumentParser | argparse._ArgumentGroup
@@ -86,8 +86,8 @@ def pair_of(
 def _head(family: sizes.Family, size: str | None, model: str, graft: bool) -> str:
     if size:
         return sizes.graft_head(family, size) if graft else sizes.find_head(family, size)
-    if head_of(model) in bundled_heads():
-        return head_of(model)
+    if model + HEAD in bundled():
+        return model + HEAD
     raise ConfigError(f"--eagle: name the EAGLE-3 head of {model} with --draft, or in {sizes.HEAD_VARIABLE}")
 
 

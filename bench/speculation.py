@@ -53,7 +53,8 @@ def round_of(measured: Measured) -> Round:
     rounds = row["rounds"] - row["requests"]
     seconds = sum(turn.speed.decode_seconds for turn in turns)
     read = sum(turn.speed.prefill_seconds for turn in turns)
-    draft, verify = sum(turn.waited for turn in turns), sum(turn.verified for turn in turns) - read
+    metrics = [turn.metrics for turn in turns if turn.metrics is not None]
+    draft, verify = sum(m.target_wait_seconds for m in metrics), sum(m.verify_seconds for m in metrics) - read
     each = 1e3 / rounds
     tokens = sum(turn.speed.decode_tokens for turn in turns) / rounds
     return Round(seconds * each, draft * each, verify * each, tokens, row["hit_rate"])

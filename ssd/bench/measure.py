@@ -35,8 +35,6 @@ class Turn:
     speed: Speed
     others: float  # cores in use by other processes
     metrics: EngineMetrics | None = None  # of this engine's contenders
-    waited: float = 0.0  # target_wait_seconds
-    verified: float = 0.0  # verify_seconds
 
 
 @dataclass
@@ -84,11 +82,8 @@ def _groups(workload: Workload, asked: RequestSettings) -> list[list[Prompt]]:
 def _turn(contender: Contender, prompts: Seq[Prompt], asked: RequestSettings, repeat: int, group: int) -> Turn:
     meter = LoadMeter()
     answers = contender.answer(prompts, asked)
-    turn = Turn(repeat, group, answers, Speed.of(answers), meter.others())
-    if isinstance(contender, OurContender):
-        turn.metrics = contender.metrics
-        turn.waited, turn.verified = turn.metrics.target_wait_seconds, turn.metrics.verify_seconds
-    return turn
+    metrics = contender.metrics if isinstance(contender, OurContender) else None
+    return Turn(repeat, group, answers, Speed.of(answers), meter.others(), metrics)
 
 
 def same_text(found: Seq[Measured]) -> bool | None:
@@ -241,7 +236,7 @@ def _counts(turns: Seq[Turn]) -> dict[str, Any]:
         "tokens_per_round": _ratio(sum(m.output_tokens for m in metrics), sum(m.num_sequence_rounds for m in metrics)),
         "acceptance": sum(m.spec_decode_num_accepted_tokens for m in metrics) / drafted if drafted else None,
         "hit_rate": sum(sum(m.ssd_hits_after) for m in metrics) / looked_up if looked_up else None,
-        "ms_waiting_for_drafts": _ratio(1e3 * sum(turn.waited for turn in turns), rounds),
-        "ms_verifying": _ratio(1e3 * sum(turn.verified for turn in turns), rounds),
+        "ms_waiting_for_drafts": _ratio(1e3 * sum(m.target_wait_seconds for m in metrics), rounds),
+        "ms_verifying": _ratio(1e3 * sum(m.verify_seconds for m in metrics), rounds),
         "drafter_failures": max(m.drafter_failures for m in metrics),
     }
