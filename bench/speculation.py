@@ -20,7 +20,6 @@ import torch
 from arguments import add_options, given
 from overlap import alone_and_beside
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from ssd.bench.answers import RequestSettings
@@ -28,6 +27,7 @@ from ssd.bench.measure import MEAN, Measured, figures, measure, same_text, warni
 from ssd.bench.ours import OurContender, methods_of, our_contenders
 from ssd.bench.report import speed_up
 from ssd.bench.workload import Workload, load_workload
+from ssd.cli.console import progress_bars
 from ssd.config import K_DEFAULT, EngineConfig, SpeculationConfig
 from ssd.models.open import open_checkpoint
 from ssd.prompts import OWN_SETS
@@ -131,9 +131,8 @@ def main() -> None:
     work = Workload("all", [prompt for one in sets for prompt in one.prompts], "", max(one.longest for one in sets))
     for temperature in args.temperatures:
         asked = RequestSettings(args.tokens, temperature, batch=args.batch)
-        found = measure(
-            contenders, [work], asked, args.repeats, lambda steps, n: track(steps, "measuring", total=n, transient=True)
-        )
+        with progress_bars() as progress:
+            found = measure(contenders, [work], asked, args.repeats, progress)
         if same_text(found) is False:
             raise SystemExit("the methods wrote different texts: this is a bug")
         title = f"{args.target} + {args.draft}, batch {args.batch}, temperature {temperature:g}"

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import platform
 import sys
-from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 
 from ssd.assembly.device import num_cores
 from ssd.bench import tracing
-from ssd.bench.answers import Contender, RequestSettings
+from ssd.bench.answers import Contender, Progress, RequestSettings, no_progress
 from ssd.bench.config import BenchConfig, is_url
 from ssd.bench.measure import Measured, figures, measure, same_text, warnings
 from ssd.bench.ours import OurContender, methods_of, our_contenders
@@ -27,11 +26,7 @@ from ssd.text.tokenizer import Tokenizer
 from ssd.version import VERSION
 
 
-def run(
-    config: BenchConfig,
-    track: Callable[[Iterator[str], int], Iterator[str]] = lambda steps, _: steps,
-    traces: Seq[Path] = (),
-) -> Report:
+def run(config: BenchConfig, progress: Progress = no_progress, traces: Seq[Path] = ()) -> Report:
     """Loads the contenders, measures them in turns, writes traces of this engine's methods, closes everything."""
     for peer in config.peers:
         _check_peer(config, peer)
@@ -42,7 +37,7 @@ def run(
     )
     with contextlib.ExitStack() as stack:
         contenders = _contenders(config, workloads, stack)
-        found = measure(contenders, workloads, asked, config.repeats, track)
+        found = measure(contenders, workloads, asked, config.repeats, progress)
         if traces:
             ours = [contender for contender in contenders if isinstance(contender, OurContender)]
             recorded = [tracing.record(contender, workloads[0].prompts, asked) for contender in ours]

@@ -9,20 +9,17 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, Final
 
-from ssd.bench.answers import Answer, Prompt, RequestSettings
+from ssd.bench.answers import Answer, Progress, Prompt, RequestSettings, no_progress, percentiles
 from ssd.bench.config import Requests
 from ssd.bench.openai import ServerContender
 from ssd.errors import ConfigError, ServerError
 
-PERCENTILES: Final = (50, 90, 99)
 LATENCIES: Final = ("ttft", "tpot", "itl", "e2e")  # first token, per token after it, between two chunks, whole request
 GOALS: Final = ("ttft", "tpot", "e2e")  # those that a single request has
 _ERRORS_SHOWN: Final = 5
@@ -73,13 +70,8 @@ class Result:
             return {}
         first, last = self.answer.deliveries[0][0], self.answer.deliveries[-1][0]
         found = {"ttft": first - self.began, "e2e": last - self.began}
-        if self.answer.output_tokens > 1:
-            found["tpot"] = (last - first) / (self.answer.output_tokens - 1)
-        return found
-
-    @property
-    def gaps(self) -> list[float]:
-        return [b - a for (a, _), (b, _) in pairwise(self.answer.deliveries)] if self.answer else []
+        each = self.answer.seconds_per_token
+        return found if each is None else found | {"tpot": each}
 
     def meets(self, goals: Mapping[str, float]) -> bool:
         """`goals` in milliseconds. A latency that a request does not have meets any goal."""
@@ -92,9 +84,9 @@ def sweep(
     loads: Seq[Load],
     requests: Requests,
     goals: Mapping[str, float],
-    progress: Callable[[str, int], Callable[[], None]] = lambda _name, _count: lambda: None,
+    progress: Progress = no_progress,
 ) -> list[Row]:
-    """One row per server and load. `progress(name, count)` returns what is called at the end of every request."""
+    """One row per server and load."""
     wanted, rows = requests.draw(), []
     for server in servers:
         server.answer([wanted[0][0]], replace(wanted[0][1], max_new_tokens=8))  # warm-up, and an early failure
@@ -110,7 +102,7 @@ async def _run(
     wanted: Seq[tuple[Prompt, RequestSettings]],
     load: Load,
     seed: int,
-    ended: Callable[[], None],
+    ended: Callable[[], object],
 ) -> list[Result]:
     places = asyncio.Semaphore(load.concurrency or len(wanted))
     start, open_loop = time.perf_counter(), not math.isinf(load.request_rate)
@@ -152,9 +144,9 @@ def figures(load: Load, results: Seq[Result], goals: Mapping[str, float]) -> Row
         "total_throughput": _per(written + read, seconds),
     }
     values = {name: [r.latencies[name] for r in results if name in r.latencies] for name in GOALS}
-    values["itl"] = [gap for result in results for gap in result.gaps]
+    values["itl"] = [gap for answer in answers for gap in answer.gaps]
     for name in LATENCIES:
-        row[f"{name}_ms"] = _spread(values[name])
+        row[f"{name}_ms"] = percentiles(values[name])
     if goals:
         good = sum(result.meets(goals) for result in results)
         row |= {"goodput": _per(good, seconds), "good_share": good / len(results)}
@@ -163,15 +155,6 @@ def figures(load: Load, results: Seq[Result], goals: Mapping[str, float]) -> Row
 
 def _per(count: float, seconds: float) -> float:
     return count / seconds if seconds else 0.0
-
-
-def _spread(seconds: Seq[float]) -> dict[str, float] | None:
-    """Mean and percentiles in milliseconds; None without values."""
-    if not seconds:
-        return None
-    ordered = sorted(seconds)
-    found = {f"p{p}": ordered[math.ceil(p / 100 * len(ordered)) - 1] for p in PERCENTILES}
-    return {name: 1000 * value for name, value in {"mean": statistics.fmean(ordered), **found}.items()}
 
 
 def parse_goals(texts: Seq[str]) -> dict[str, float]:

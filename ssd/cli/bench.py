@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from ssd.bench.config import BenchConfig
-from ssd.cli.console import JSON_FILE, bundled_draft, follow, progress_bar, report_console, write_json
+from ssd.cli.console import JSON_FILE, bundled_draft, follow, progress_bars, report_console, write_json
 from ssd.cli.options import MODEL, Flags, Given, command
 from ssd.config import K_DEFAULT, EngineConfig, SpeculationConfig
 from ssd.core import SamplingParams
@@ -91,7 +90,8 @@ def benchmark(
     console = report_console(json_file)
     if wandb:
         weights_and_biases.check_installed()
-    report = run(config, _progress, traces or [])
+    with progress_bars() as progress:
+        report = run(config, progress, traces or [])
     report.show(console)
     write_json(report.as_dict(), json_file)
     for file in plots or []:
@@ -99,11 +99,3 @@ def benchmark(
     if wandb:
         weights_and_biases.log(report, group, name)
     return report
-
-
-def _progress(steps: Iterator[str], count: int) -> Iterator[str]:
-    with progress_bar() as progress:
-        task = progress.add_task("loading", total=count)
-        for step in steps:
-            progress.update(task, advance=1, description=step)
-            yield step

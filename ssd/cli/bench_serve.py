@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
-from rich.markup import escape
-from rich.progress import Progress
 
 from ssd.bench.config import Requests
-from ssd.cli.console import JSON_FILE, print_error, print_note, progress_bar, report_console, write_json
+from ssd.cli.console import JSON_FILE, print_error, print_note, progress_bars, report_console, write_json
 from ssd.cli.options import Flags, Given, command
 from ssd.core import SamplingParams
 from ssd.errors import ConfigError
@@ -74,8 +72,8 @@ def bench_serve(
     out = report_console(json_file)
     before = [row for file in earlier or [] for row in _read(file)]
     servers = [ServerContender(url, model, name) for name, url in map(_named, urls)]
-    with progress_bar() as progress:
-        rows = serve.sweep(servers, loads, requests, goals, _tracked(progress))
+    with progress_bars() as progress:
+        rows = serve.sweep(servers, loads, requests, goals, progress)
     out.print(frontier.table([*before, *rows]))
     for note in dict.fromkeys(server.note for server in servers if server.note):
         print_note(note, out)
@@ -88,14 +86,6 @@ def bench_serve(
         print_error(error)
     if any(row["failed"] for row in rows):
         raise typer.Exit(1)
-
-
-def _tracked(progress: Progress) -> Callable[[str, int], Callable[[], None]]:
-    def begin(name: str, count: int) -> Callable[[], None]:
-        task = progress.add_task(escape(name), total=count)
-        return lambda: progress.advance(task)
-
-    return begin
 
 
 def _loads(request_rate: str, concurrency: str) -> list[Load]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -125,6 +125,14 @@ def write_json(report: Mapping[str, Any], json_file: Path | None) -> None:
         json_file.write_text(text, encoding="utf-8")
 
 
-def progress_bar() -> Progress:
+@contextmanager
+def progress_bars() -> Iterator[Callable[[str, int], Callable[..., object]]]:
+    """Displays the progress of measurements, see `ssd.bench.answers.Progress`."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=errors, transient=True)
+    with Progress(*columns, console=errors, transient=True) as progress:
+
+        def begin(name: str, count: int) -> Callable[..., object]:
+            task = progress.add_task(escape(name), total=count)
+            return lambda name=name: progress.update(task, advance=1, description=escape(name))
+
+        yield begin
