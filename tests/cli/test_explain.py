@@ -213,10 +213,11 @@ def test_nothing_is_written_over_something_else(ahead: LLM) -> None:
     output, steps = record(ahead, PROMPT, SamplingParams(temperature=0.8, seed=3, max_new_tokens=64))
     root = ElementTree.fromstring(paths.svg(steps, spelling(ahead.engine.tokenizer), "title", "summary"))
     boxes = []
-    for text in root.iter(f"{SVG}text"):
+    for group, text in [(each, text) for each in root for text in each.iter(f"{SVG}text")]:
         size = 0.8 if "small" in text.get("class", "") else 1.0
         content = (text.text or "") + "".join(part.text or "" for part in text.iter(f"{SVG}tspan"))
-        x, y = float(text.get("x", "")), float(text.get("y", ""))
+        left, top = map(float, re.findall(r"-?[0-9.]+", group.get("transform", "translate(0 0)")))
+        x, y = left + float(text.get("x", "")), top + float(text.get("y", ""))
         boxes.append((y, x, x + cell_len(content) * paths.CELL * size, content))
         assert x > 0
         assert boxes[-1][2] < float(root.get("width", ""))
