@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import platform
 import sys
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -28,15 +29,14 @@ from ssd.version import VERSION
 
 def run(config: BenchConfig, progress: Progress = no_progress, traces: Seq[Path] = ()) -> Report:
     """Loads the contenders, measures them in turns, writes traces of this engine's methods, closes everything."""
-    for peer in config.peers:
-        _check_peer(config, peer)
+    peers = [_peer(config, peer) for peer in config.peers]
     checkpoint = open_checkpoint(config.model)
     workloads = _workloads(config, checkpoint.tokenizer())
     asked = RequestSettings(
         config.output_len, config.temperature, config.seed, config.batch, max_rounds=config.max_rounds
     )
     with contextlib.ExitStack() as stack:
-        contenders = _contenders(config, workloads, stack)
+        contenders = _contenders(config, workloads, peers, stack)
         found = measure(contenders, workloads, asked, config.repeats, progress)
         if traces:
             ours = [contender for contender in contenders if isinstance(contender, OurContender)]
@@ -80,7 +80,12 @@ def _workloads(config: BenchConfig, tokenizer: Tokenizer) -> list[Workload]:
     ]
 
 
-def _contenders(config: BenchConfig, workloads: list[Workload], stack: contextlib.ExitStack) -> list[Contender]:
+def _contenders(
+    config: BenchConfig,
+    workloads: list[Workload],
+    peers: Seq[Callable[[int], Contender]],
+    stack: contextlib.ExitStack,
+) -> list[Contender]:
     """Contenders, closed with the stack. Prefix caching is off, because prompts are repeated."""
     longest = max(workload.longest for workload in workloads)
     fitting = -(-(longest + config.output_len) // 64) * 64
@@ -90,42 +95,30 @@ def _contenders(config: BenchConfig, workloads: list[Workload], stack: contextli
     for ours in our_contenders(config.model, methods, batch=config.batch, **engine):
         stack.callback(ours.close)
         contenders.append(ours)
-    for peer in config.peers:
-        contenders.append(_peer(config, peer, int(engine["max_model_len"])))
+    for start in peers:
+        contenders.append(start(int(engine["max_model_len"])))
         stack.callback(contenders[-1].close)
     return contenders
 
 
-def _check_peer(config: BenchConfig, peer: str) -> None:
-    """Raises what would keep a peer from starting: a server that does not answer, a program that is not installed."""
+def _peer(config: BenchConfig, peer: str) -> Callable[[int], Contender]:
+    """What starts a peer for sequences of a length; with the draft if it has a number of draft tokens.
+
+    Raises what would keep it from starting: a server that does not answer, a program that is not installed.
+    """
     from ssd.bench import openai, servers, transformers_peer
 
-    name, _, k = peer.partition(":")
-    draft = config.draft if k else None
     if is_url(peer):
-        openai.ServerContender(peer)
-    elif name == "hf":
-        transformers_peer.check(config.model, draft, config.batch)
-    else:
-        servers.check(name, config.model, draft)
-
-
-def _peer(config: BenchConfig, peer: str, max_model_len: int) -> Contender:
-    """A peer; with the draft if it has a number of draft tokens."""
-    if is_url(peer):
-        from ssd.bench.openai import ServerContender
-
-        return ServerContender(peer)
+        server = openai.ServerContender(peer)
+        return lambda _: server
     name, _, k = peer.partition(":")
     drafting: dict[str, Any] = {"draft": config.draft, "k": int(k)} if k else {}
     if name == "hf":
-        from ssd.bench.transformers_peer import HFContender
-
+        transformers_peer.check(config.model, drafting.get("draft"), config.batch)
         device, dtype = str(config.engine.get("device", "auto")), str(config.engine.get("dtype", "auto"))
-        return HFContender(config.model, device=device, dtype=dtype, **drafting)
-    from ssd.bench.servers import launch
-
-    return launch(name, config.model, batch=config.batch, max_model_len=max_model_len, **drafting)
+        return lambda _: transformers_peer.HFContender(config.model, device=device, dtype=dtype, **drafting)
+    servers.check(name, config.model, drafting.get("draft"))
+    return lambda longest: servers.launch(name, config.model, batch=config.batch, max_model_len=longest, **drafting)
 
 
 def _draft_in_use(config: BenchConfig) -> str | None:
