@@ -13,8 +13,7 @@ from random_weights import RandomCheckpoint
 from ssd.kernels import persistent as kernel
 from ssd.kernels.ops import DeviceBatch, HeadShape
 from ssd.kernels.reference import ReferenceOps
-from ssd.layers.formats import FormatOf
-from ssd.layers.formats.dense import dense
+from ssd.layers.formats import FormatOf, dense
 from ssd.layers.formats.rounded import rounded
 from ssd.layers.parameter import Build
 from ssd.models import persistent

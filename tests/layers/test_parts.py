@@ -14,8 +14,7 @@ from ssd.errors import UnsupportedModel
 from ssd.kernels.cpu_ops import CpuOps
 from ssd.kernels.ops import DeviceBatch, Ops
 from ssd.kernels.reference import ReferenceOps
-from ssd.layers.formats import FormatOf, WeightFormat
-from ssd.layers.formats.dense import DENSE, dense
+from ssd.layers.formats import DENSE, FormatOf, WeightFormat, dense
 from ssd.layers.formats.rounded import Rounded
 from ssd.layers.parameter import Build
 from ssd.layers.spec import AttentionSpec, LayerSpec, MLPSpec, RopeConfig
