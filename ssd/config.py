@@ -19,7 +19,7 @@ K_DEFAULT = 4  # draft tokens per round
 K_MAX = 8  # largest k of k="auto"
 BUDGETS = (8, 16, 32)  # choices of budget="auto"
 MAX_FAN_OUT = 16  # branches per draft position
-_AHEAD = {"fan_out", "fan_out_hit", "fan_out_miss", "budget", "backup", "placement", "draft_replicas"}  # of mode="ssd"
+_OF_SSD = {"fan_out", "fan_out_hit", "fan_out_miss", "budget", "backup", "placement", "draft_device", "draft_replicas"}
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,10 @@ class SpeculationConfig:
     k: int | Literal["auto"] = option(
         K_DEFAULT, f"Draft tokens per round. auto: chosen by measured speed, at most {K_MAX}.", least=1, most=64
     )
-    draft_quantization: Literal["fp8", "int8", "int4"] | None = option(
-        None, "Weights of the draft model in 8 or 4 bits: drafts are faster, and slightly fewer tokens are accepted."
+    draft_quantization: Literal["none", "fp8", "int8", "int4"] | None = option(
+        None,
+        "Weights of the draft model in 8 or 4 bits: drafts are faster, and slightly fewer tokens are accepted. None: "
+        "int8 for a large draft beside the target on its GPU (ssd), where both read memory at the same time.",
     )
     acceptance: Literal["coupled", "rejection"] = option(
         "coupled",
@@ -79,6 +81,13 @@ class SpeculationConfig:
         "auto",
         "ssd: where the draft model runs. process: on a core or GPU of its own. stream: on the target's GPU, "
         "concurrently. inline: in turns with the target, which gains no speed.",
+    )
+    draft_device: str | None = option(
+        None,
+        "ssd: device of a draft model in a process of its own: cpu, or a GPU such as cuda:1. None: the next GPU, or a "
+        "core of the CPU.",
+        pattern=r"cpu|cuda:\d{1,3}",
+        expects="cpu, or a GPU such as cuda:1",
     )
     draft_replicas: int = option(
         1,
@@ -115,19 +124,24 @@ class SpeculationConfig:
     def _check_together(self) -> None:
         changed = {f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default} - {"mode"}
         if self.mode == "ar" and changed:
-            mode = "ssd" if changed & _AHEAD else "sd"
+            mode = "ssd" if changed & _OF_SSD else "sd"
             raise ConfigError(
                 f'speculation mode="ar" drafts nothing: leave the other options out, or use mode="{mode}" with a draft'
             )
         if self.mode != "ar" and self.draft is None:
             raise ConfigError(f'speculation mode="{self.mode}" needs a draft: name a model, or (sd) {NGRAM!r}')
-        if self.mode == "sd" and (ahead := sorted(changed & _AHEAD)):
+        if self.mode == "sd" and (ahead := sorted(changed & _OF_SSD)):
             other = "" if self.draft == NGRAM else ', or use mode="ssd"'
             raise ConfigError(f'speculation mode="sd" has no option {", ".join(ahead)}: leave it out{other}')
         if self.mode == "ssd" and self.draft == NGRAM:
             raise ConfigError(f'speculation draft={NGRAM!r} has nothing to prepare: use mode="sd", or a draft model')
         if self.draft == NGRAM and self.draft_quantization is not None:
             raise ConfigError(f"speculation draft_quantization is for draft models, not for {NGRAM!r}: leave it out")
+        if self.draft_device is not None and self.placement not in ("auto", "process"):
+            raise ConfigError(
+                f'speculation placement="{self.placement}" is on the device of the target: leave draft_device out, or '
+                'use placement="process"'
+            )
         for name in ("draft_replicas", "draft_tensor_parallel_size"):
             if getattr(self, name) > 1 and self.placement != "process":
                 raise ConfigError(
@@ -159,7 +173,8 @@ class SpeculationConfig:
     @property
     def draft_ranks(self) -> int:
         """The ranks of all draft models in processes of their own: GPUs, or cores of the CPU, that they have."""
-        return self.draft_replicas * self.draft_tensor_parallel_size if self.placement == "process" else 0
+        apart = self.placement == "process" or self.draft_device is not None
+        return self.draft_replicas * self.draft_tensor_parallel_size if apart else 0
 
     @classmethod
     def of(cls, value: SpeculationConfig | Mapping[str, Any] | None) -> SpeculationConfig:

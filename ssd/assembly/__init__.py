@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 
 from ssd.assembly.device import batched_tokens, kv_block_size, resolve_device
-from ssd.assembly.drafters import follow_draft, load_draft, make_drafter, open_draft, placed
-from ssd.assembly.fit import check_fits
+from ssd.assembly.drafters import follow_draft, load_draft, make_drafter, open_draft, placed, quantized
+from ssd.assembly.fit import check_draft_fits, check_fits
 from ssd.assembly.memory import fitting_length, gib, kv_blocks, possible_length
 from ssd.assembly.models import load_decoder, make_runner, make_state, num_slots
 from ssd.assembly.ranks import Follower, Place, Ranks
@@ -58,11 +58,14 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
         head=isinstance(draft, EagleCheckpoint),
         ranks=local_size(config.tensor_parallel_size),
     )
+    speculation = quantized(speculation, draft)
     config = replace(config, device=str(device), speculation=speculation)
     here = draft if config.speculation.placement != "process" else None
-    beside = draft if device.type == "cpu" else here  # a process of its own shares the CPU's memory, not the GPU's
-    drafts = [beside] * speculation.draft_replicas if beside is not None else []
+    own_device = speculation.draft_device is not None and speculation.draft_device != str(device)
+    drafts = [draft] * speculation.draft_replicas if draft is not None and not own_device else []
     check_fits(config, [checkpoint, *drafts], device)
+    if own_device and draft is not None:
+        check_draft_fits(config, draft)
     ranks = Ranks(config, device) if config.tensor_parallel_size > 1 else None
     try:
         with torch.cuda.device(device) if device.index is not None else nullcontext():
@@ -142,8 +145,8 @@ def _log_choices(config: EngineConfig, runners: Seq[ModelRunner]) -> None:
     else:
         form = f", draft_quantization={speculation.draft_quantization}" if speculation.draft_quantization else ""
         placement = f", placement={speculation.placement}" if speculation.mode == "ssd" else ""
-        for name in ("draft_replicas", "draft_tensor_parallel_size"):
-            placement += f", {name}={getattr(speculation, name)}" if getattr(speculation, name) > 1 else ""
+        for name in ("draft_device", "draft_replicas", "draft_tensor_parallel_size"):
+            placement += f", {name}={value}" if (value := getattr(speculation, name)) not in (None, 1) else ""
         log.info(
             "drafter: mode=%s, draft=%s, k=%s%s%s",
             *(speculation.mode, speculation.draft, speculation.k, form, placement),

@@ -66,6 +66,23 @@ def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint | EagleCheckpoi
     _check_kv(config, limit, available - weights - state, per_block, kv_block_size(config, device))
 
 
+def check_draft_fits(config: EngineConfig, draft: Checkpoint | EagleCheckpoint) -> None:
+    """ConfigError if the replicas of a draft model on a device of their own are too large for it.
+
+    On a CPU they share its memory; each has a GPU of its own.
+    """
+    speculation, device = config.speculation, torch.device(str(config.speculation.draft_device))
+    dtype, format_of = resolve_dtype(config, draft.config, device), rounded(speculation.draft_quantization)
+    shared = speculation.draft_replicas if device.type == "cpu" else 1
+    block = draft.config.kv_bytes_per_token(dtype) * kv_block_size(config, device)
+    needed, available = shared * (weight_bytes(draft.config, dtype, format_of) + block), available_bytes(config, device)
+    if needed > available:
+        raise ConfigError(
+            f"speculation draft={speculation.draft!r} needs {gib(needed)} on draft_device={str(device)!r}, where "
+            f"{gib(max(0, available))} are free: use another device, draft_quantization or a smaller draft"
+        )
+
+
 def _check_kv(config: EngineConfig, limit: int, left: int, per_block: int, size: int) -> None:
     """`left`: bytes that KV can have; `per_block`: bytes of one block of all models; `size`: its tokens."""
     most = left // per_block

@@ -149,7 +149,7 @@ def _threads(llm: LLM, draft_processes: int = 0) -> int:
 
 
 def _in_process(method: Method, device: str) -> bool:
-    placement = method.speculation.get("placement", "auto")
+    placement = "process" if method.speculation.get("draft_device") else method.speculation.get("placement", "auto")
     if method.speculation["mode"] != "ssd" or placement not in ("auto", "process"):
         return False
     draft = method.speculation.get("draft")

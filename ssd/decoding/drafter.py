@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ssd.core import Outcome, Proposal, Sequence, Work
+from ssd.execution.clock import Clock
 
 T = TypeVar("T")
 
@@ -72,17 +73,31 @@ class Drafter:
         """One proposal per work, all of which decide a token; tokens beyond `work.lookahead` are cut off."""
         return [Proposal()] * len(works)
 
-    def settle(self, works: Seq[Work]) -> None:
+    def settle(self, works: Seq[Work]) -> bool:
         """Called right before the verification of these works (prefill chunks included) is launched.
 
         Drafts in the SequenceState may still be changed here, after waiting for the device if need be. What `prepare`
-        needs of the state must be copied here, because the verification changes it.
+        needs of the state must be copied here, because the verification changes it. Returns whether `prepare` computes
+        in one part of the target's GPU, so that the verification is to compute in the other.
         """
+        return False
 
     def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
         """Called while the target verifies these works: prepare drafts for likely outcomes. Must not wait for it.
 
         `interrupted()` is polled; True: return early with what is prepared so far.
+        """
+
+    def serve(self, ended: Clock) -> None:
+        """Called when the host has nothing to do until a round has ended: receive what other processes have sent.
+
+        Returns at the latest then; the host waits for the rest of the time.
+        """
+
+    def decided(self, works: Seq[Work], outcomes: Seq[Outcome | None]) -> None:
+        """What a round decided, before it is committed and after the next round was launched.
+
+        With no works: a round was launched and all earlier ones are committed.
         """
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:

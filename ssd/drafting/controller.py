@@ -19,7 +19,8 @@ from typing import NamedTuple
 from ssd.config import K_MAX
 from ssd.core import MODEL_WRITTEN, Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Confidence, Drafter, PerRound, Prepared, never
-from ssd.drafting.estimate import Average
+from ssd.drafting.estimate import Average, TypicalSeconds
+from ssd.execution.clock import Clock
 
 log = logging.getLogger("ssd")
 
@@ -51,25 +52,11 @@ def make_arms(k: int | None, widths: Seq[int]) -> list[Arm]:
 
 
 @dataclass
-class _RoundSeconds:
-    """Mean time of the last 16 rounds of an arm, in seconds, without those above twice the median."""
-
-    last: deque[float] = field(default_factory=lambda: deque(maxlen=16))
-    mean: float = 0.0
-
-    def add(self, value: float) -> None:
-        self.last.append(value)
-        most = 2 * sorted(self.last)[len(self.last) // 2]
-        usual = [each for each in self.last if each <= most]
-        self.mean = sum(usual) / len(usual)
-
-
-@dataclass
 class ArmTimes:
     """Seconds per round of every arm for one batch size, and the arm chosen by them."""
 
     arms: list[Arm]
-    seconds: dict[Arm, _RoundSeconds] = field(default_factory=dict)  # divided by `level`
+    seconds: dict[Arm, TypicalSeconds] = field(default_factory=dict)  # divided by `level`
     current: Arm = PLAIN
     level: float = 1.0  # current slow-down of all arms (longer contexts, a busy machine), relative to the means
     ready: Average = field(default_factory=lambda: Average(0.998, 9.0, 10.0))  # see `DepthController.tokens`
@@ -81,7 +68,7 @@ class ArmTimes:
     def like(self) -> ArmTimes:
         """A copy to start another batch size with."""
         known = {arm: s.mean for arm, s in self.seconds.items() if s.last}
-        seconds = {arm: _RoundSeconds(deque([mean] * _MIN_SAMPLES, maxlen=16), mean) for arm, mean in known.items()}
+        seconds = {arm: TypicalSeconds(deque([mean] * _MIN_SAMPLES, maxlen=16), mean) for arm, mean in known.items()}
         return ArmTimes(self.arms, seconds, self.current, self.level, replace(self.ready))
 
     def record(self, arm: Arm, seconds: float) -> None:
@@ -89,7 +76,7 @@ class ArmTimes:
         if self._count(arm) >= _MIN_SAMPLES:
             slower = seconds / self.level / self.seconds[arm].mean
             self.level *= 1 + (min(max(slower, 0.8), 1.25) - 1) / 16
-        self.seconds.setdefault(arm, _RoundSeconds()).add(seconds / self.level)
+        self.seconds.setdefault(arm, TypicalSeconds()).add(seconds / self.level)
 
     def choose(self, tokens: Callable[[Arm], float]) -> Arm:
         """The next round's arm; `tokens(arm)` estimates the tokens per round of an arm."""
@@ -119,7 +106,7 @@ class ArmTimes:
         others = [arm for arm in self.arms if arm != self.current] or self.arms
         self.current = max(others, key=lambda arm: optimistic[arm])
         self.reviewed[self.current] = self.reviews
-        self.seconds[self.current] = _RoundSeconds()
+        self.seconds[self.current] = TypicalSeconds()
         self.interval = min(2 * self.interval, _MAX_INTERVAL)
         self.rounds = 0
 
@@ -181,8 +168,8 @@ class DepthController(Drafter):
     def propose(self, works: Seq[Work]) -> list[Proposal]:
         return self.inner.propose(works)
 
-    def settle(self, works: Seq[Work]) -> None:
-        self.inner.settle(works)
+    def settle(self, works: Seq[Work]) -> bool:
+        return self.inner.settle(works)
 
     def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
         self.inner.prepare(works, interrupted)
@@ -191,6 +178,12 @@ class DepthController(Drafter):
         self._num_alike = self._num_alike + 1 if key is not None and key == self._last else 0
         self._last = key
         self._rounds.put(works, _Round(size, self.arm, self._num_alike > 1))  # a new arm needs a round to take effect
+
+    def serve(self, ended: Clock) -> None:
+        self.inner.serve(ended)
+
+    def decided(self, works: Seq[Work], outcomes: Seq[Outcome | None]) -> None:
+        self.inner.decided(works, outcomes)
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
         self.inner.observe(works, outcomes, seconds)

@@ -40,6 +40,7 @@ class ProcessDrafter(Drafter):
         lookahead: int,
         vocab_size: int,
         *,
+        budget: int = 16,
         clock: Callable[[], float] = time.monotonic,
         patience: float = 0.25,
         hang_limit: float = 5.0,
@@ -47,7 +48,7 @@ class ProcessDrafter(Drafter):
         ended: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
-        self.lookahead = lookahead
+        self.lookahead, self.budget = lookahead, budget
         self.replies = 0  # rounds whose reply came in time
         self.at_hand = 0  # rounds that needed no reply
         self.late = 0  # rounds that went on without a reply
@@ -83,7 +84,7 @@ class ProcessDrafter(Drafter):
         asked = available[self.replies % len(available)]  # each in turn, and all write the same: one may be wrong
         ahead = len(self.replicas) > 1 or bool(self._all_hit.value > _MOST_HIT)
         for each in available:
-            each.send(works, drafts, self._round_seconds, reply=each is asked, ahead=ahead)
+            each.send(works, drafts, self._round_seconds, budget=self.budget, reply=each is asked, ahead=ahead)
         if None in drafts:
             written = iter(self._ask(asked) or [Proposal()] * len(works))
         else:

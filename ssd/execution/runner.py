@@ -127,6 +127,12 @@ class ModelRunner:
         for graphs in (self.graphs, self.prefill_graphs):
             pool = graphs.capture(self._compute, pool) if graphs is not None else pool
 
+    @torch.inference_mode()
+    def capture_in_part(self, stream: torch.cuda.Stream, most_rows: int) -> None:
+        """Captures decode-size batches of up to `most_rows` rows once more, for `run(…, in_part=True)`."""
+        if self.graphs is not None:
+            self.graphs.capture_in_part(self._compute, stream, most_rows)
+
     def close(self) -> None:
         """Ends the other ranks."""
         if self.followers is not None:
@@ -193,12 +199,16 @@ class ModelRunner:
             self._last_inputs = sizes, made
         return made
 
-    def run(self, staged: Staged) -> Forward:
-        """Launches the forward pass of an uploaded batch, on all ranks."""
+    def run(self, staged: Staged, *, in_part: bool = False) -> Forward:
+        """Launches the forward pass of an uploaded batch, on all ranks.
+
+        `in_part`: in the target's part of the GPU, if there is a graph for that.
+        """
         with self.followers.launching(staged.key) if self.followers is not None else nullcontext():
             if staged.graph is None:
                 return Forward(staged.inputs, self._compute(staged.inputs))
-            staged.graph.graph.replay()
+            own = staged.graph.in_part if in_part else None
+            (own or staged.graph.graph).replay()
             return Forward(staged.inputs, staged.graph.logits, staged.graph)
 
     def wait(self, clock: Clock) -> None:

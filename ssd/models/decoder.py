@@ -18,7 +18,6 @@ import torch
 
 from ssd.errors import ConfigError, UnsupportedModel
 from ssd.kernels.ops import DeviceBatch, HeadShape
-from ssd.kernels.persistent import PersistentStep
 from ssd.kernels.reference import ReferenceOps
 from ssd.layers.attention import Attention, LayerKV
 from ssd.layers.formats import FormatOf, dense
@@ -106,7 +105,6 @@ class Decoder:
         self.embedding = Embedding(build, "model.embed_tokens", config.vocab_size, size, embedding=True, head=tied)
         self.norm = RMSNorm(build, "model.norm", size, config.rms_eps)
         self.head = self.embedding if tied else Embedding(build, "lm_head", config.vocab_size, size, head=True)
-        self.step: PersistentStep | None = None  # a draft's, for small batches
         self._run: Seq[int] = range(len(self.layers))  # the layers of a forward pass
 
     def _make_layers(self, build: Build) -> Seq[DecoderLayer]:
@@ -203,8 +201,6 @@ class Decoder:
 
         `features`: by number of layers, where to write the hidden states after so many of them.
         """
-        if features is None and self.step is not None and self.step.takes(batch):
-            return self.step(batch)
         wanted = features or {}
         x, residual = self.embedding.embed(batch.token_ids), None
         for i in self._run:

@@ -127,7 +127,7 @@ def test_the_worker_tells_its_drafter_what_it_heard() -> None:
         assert (prepared.kind, prepared.round) == (Kind.PREPARED, number)
         [(sequence_id, found)] = decode_prepared(prepared.payload, VOCAB).items()
         assert (sequence_id, found.verified) == (1, (1, 2))
-        assert found.outcomes == [[0, 3, 4, 5], [1, 6, 7, -1]]
+        assert found.outcomes.tolist() == [[0, 3, 4, 5], [1, 6, 7, -1]]
         assert found.find((3,)) == Draft((4, 5), pytest.approx((0.5, 0.25), abs=0.05))
     here.post(Message(Kind.ROUND, 3, encode_round([], [Entry(1, 9, [1, 2, 6], 2, Draft((7,), (0.5,)))])))
     assert received(here).kind == Kind.PREPARED  # the round has its draft: no proposals
@@ -979,8 +979,9 @@ def test_a_worker_finds_a_relative_draft_after_a_change_of_directory(
     monkeypatch.setattr(drafters.torch, "set_num_threads", lambda _: None)
     monkeypatch.chdir(home)
     for draft in ("draft", "graft:./draft@llama-3.1-8b", "tiny-llama-draft", "org/name"):
-        speculation = SpeculationConfig(mode="ssd", draft=draft)
-        drafters.start_workers(EngineConfig(model="tiny-llama", device="cpu", speculation=speculation), 10)
+        speculation = SpeculationConfig(mode="ssd", draft=draft, draft_device="cpu")
+        state = SequenceState(1, max_len=8, lookahead=2, vocab_size=10, device=torch.device("cpu"))
+        drafters.start_workers(EngineConfig(model="tiny-llama", device="cpu", speculation=speculation), state)
     monkeypatch.chdir(elsewhere)
     for start in starts:
         start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -46,7 +46,7 @@ class Rounded(WeightFormat):
         return looked_up + (quantized_bytes(rows, depth, self.name) if use.product else 0)
 
 
-def rounded(form: Format | None) -> FormatOf:
+def rounded(form: Format | Literal["none"] | None) -> FormatOf:
     """The formats of a float checkpoint that is rounded to `form` when it is loaded; None: that is not rounded."""
-    chosen = DENSE if form is None else Rounded(form)
+    chosen = DENSE if form is None or form == "none" else Rounded(form)
     return lambda name: chosen
