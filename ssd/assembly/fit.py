@@ -13,8 +13,7 @@ from ssd.assembly.memory import available_bytes, gib, weight_bytes
 from ssd.assembly.models import num_slots
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError
-from ssd.layers.formats import FormatOf
-from ssd.layers.formats.dense import dense
+from ssd.layers.formats import FormatOf, dense
 from ssd.layers.formats.rounded import rounded
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.config import DecoderConfig

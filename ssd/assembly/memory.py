@@ -15,8 +15,7 @@ from ssd.assembly.device import batched_tokens, kv_block_size
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError
 from ssd.execution.graphs import PREFILL_BUCKETS, row_buckets
-from ssd.layers.formats import FormatOf
-from ssd.layers.formats.dense import dense
+from ssd.layers.formats import FormatOf, dense
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import Decoder, outline
 from ssd.models.eagle import EagleConfig, EagleHead

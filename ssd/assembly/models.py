@@ -13,8 +13,7 @@ from ssd.config import EngineConfig
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import DeviceBlockTables, SequenceState
 from ssd.kernels.device import kernels, name_of
-from ssd.layers.formats import FormatOf
-from ssd.layers.formats.dense import DENSE, dense
+from ssd.layers.formats import DENSE, FormatOf, dense
 from ssd.layers.linear import Embedding
 from ssd.layers.parameter import Build
 from ssd.models.checkpoint import Checkpoint, HFCheckpoint, Weights

@@ -9,7 +9,7 @@ import torch
 from ssd.kernels.driver import DriverError
 from ssd.kernels.ops import DeviceBatch
 from ssd.kernels.persistent import MAX_ROWS, BuildError, PersistentStep, StepLayer
-from ssd.layers.formats.dense import DENSE
+from ssd.layers.formats import DENSE
 from ssd.layers.linear import Linear
 from ssd.models.decoder import Decoder, KVCache
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_weights import RandomCheckpoint
 
 from ssd import LLM, ConfigError
 from ssd.assembly import fit, memory
@@ -18,7 +19,6 @@ from ssd.config import EngineConfig
 from ssd.layers.formats.rounded import rounded
 from ssd.models.decoder import Decoder
 from ssd.models.open import open_checkpoint
-from ssd.models.random_weights import RandomCheckpoint
 from ssd.models.shapes import SHAPES
 
 GIB = 1 << 30

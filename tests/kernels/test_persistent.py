@@ -8,18 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from random_weights import RandomCheckpoint
 
 from ssd.kernels import persistent as kernel
 from ssd.kernels.ops import DeviceBatch, HeadShape
 from ssd.kernels.reference import ReferenceOps
-from ssd.layers.formats import FormatOf
-from ssd.layers.formats.dense import dense
+from ssd.layers.formats import FormatOf, dense
 from ssd.layers.formats.rounded import rounded
 from ssd.layers.parameter import Build
 from ssd.models import persistent
 from ssd.models.config import equal_layers
 from ssd.models.decoder import Decoder, KVCache
-from ssd.models.random_weights import RandomCheckpoint
 
 CPU = torch.device("cpu")
 

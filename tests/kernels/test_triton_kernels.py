@@ -175,7 +175,7 @@ def test_block_tables_are_looked_up_by_row(ops: triton_ops.TritonOps) -> None:
 
 def test_noise_is_the_same_function() -> None:
     """The kernel and the torch code must not be two different generators."""
-    from ssd.kernels.noise import gumbel
+    from ssd.kernels.sampling import gumbel
     from ssd.sampling import noise
 
     keys = [noise.position_key(seed, position) for seed in (0, 7, 2**64 - 1) for position in (0, 5, 100000)]

@@ -8,20 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 from device_batches import make_device_batch
+from random_weights import RandomCheckpoint
 
 from ssd.errors import UnsupportedModel
 from ssd.kernels.cpu_ops import CpuOps
 from ssd.kernels.ops import DeviceBatch, Ops
 from ssd.kernels.reference import ReferenceOps
-from ssd.layers.formats import FormatOf, WeightFormat
-from ssd.layers.formats.dense import DENSE, dense
+from ssd.layers.formats import DENSE, FormatOf, WeightFormat, dense
 from ssd.layers.formats.rounded import Rounded
 from ssd.layers.parameter import Build
 from ssd.layers.spec import AttentionSpec, LayerSpec, MLPSpec, RopeConfig
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import Decoder, check_fits, check_split, parameter_shapes
 from ssd.models.fields import check_shape
-from ssd.models.random_weights import RandomCheckpoint
 from ssd.parallel.tensor import TensorParallel
 
 CPU = torch.device("cpu")

@@ -11,8 +11,7 @@ import torch
 
 from ssd.kernels.ops import Ops
 from ssd.kernels.quantized import Format, quantize, quantized_bytes
-from ssd.layers.formats import FormatOf, Use
-from ssd.layers.formats.dense import DENSE, Dense, fused
+from ssd.layers.formats import DENSE, FormatOf, Use, WeightFormat, fused
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,8 @@ class RoundedWeight:
     rows: Any  # for look-ups; None for others
 
 
-class Rounded(Dense):
-    """Stored as `Dense`, multiplied as codes of the type `name` with scales (`ssd.kernels.quantized`)."""
+class Rounded(WeightFormat):
+    """Stored as float tensors, multiplied as codes of the type `name` with scales (`ssd.kernels.quantized`)."""
 
     def __init__(self, name: Format) -> None:
         self.name: Format = name
