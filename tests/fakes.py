@@ -484,18 +484,15 @@ def make_sequence(
 
 def cached_prefixes(pool: BlockPool) -> dict[int, tuple[int, ...]]:
     """For every block in the prefix cache whose ancestors are all still there: the tokens up to its end."""
-    blocks = {entry: (block, key) for key, (block, entry) in pool._entries.items()}
-
-    def prefix(entry: int) -> tuple[int, ...] | None:
-        if entry == 0:
-            return ()
-        if entry not in blocks:
-            return None
-        parent, tokens = blocks[entry][1]
-        head = prefix(parent)
-        return None if head is None else head + tokens
-
-    return {block: found for entry, (block, _) in blocks.items() if (found := prefix(entry)) is not None}
+    found: dict[int, tuple[int, ...]] = {}
+    reached = [((), entry) for entry in pool._root.children.values()]
+    while reached:
+        head, entry = reached.pop(0)
+        prefix = (*head, *entry.tokens)
+        if entry.blocks:
+            found |= dict.fromkeys(entry.blocks.values(), prefix)
+            reached += [(prefix, child) for child in entry.children.values()]
+    return found
 
 
 def check_cache(harness: Harness) -> None:
