@@ -39,6 +39,7 @@ from ssd.execution.state import SequenceState
 from ssd.execution.target import Target
 from ssd.kernels.ops import DeviceBatch
 from ssd.kv.blocks import BlockPool
+from ssd.layers.spec import KVGroup
 from ssd.parallel.tensor import TensorParallel
 from ssd.sampling.sampler import Needs, Rows, Sampler, SamplingColumns
 from ssd.text.tokenizer import Tokenizer
@@ -125,6 +126,7 @@ class BareDecoder:
     ops = SimpleNamespace(tile_tokens=lambda heads, prefill: 64)
     heads = None
     kv_bytes_per_token = 1
+    kv_groups = (KVGroup(None, ()),)
 
     def __init__(self, vocab_size: int, max_position: int = 1 << 20) -> None:
         self.tp = TensorParallel()

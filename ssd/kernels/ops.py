@@ -38,6 +38,7 @@ class DeviceBatch:
     prefill_tiles: torch.Tensor | None  # likewise, of larger tiles for sequences with many query tokens
     logit_rows: torch.Tensor | None  # int64 [rows]; None: all rows in order
     branches: Branches | None = None  # every row is a branch (without prefill_tiles; context_len is not used)
+    others: tuple[DeviceBatch, ...] = ()  # the same for further groups of layers, with their own KV slots and blocks
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,14 @@ class KVLayout:
 
 
 @dataclass(frozen=True)
+class KVGroup:
+    """Layers that keep the same of a sequence's KV. They have a block table in common."""
+
+    window: int | None  # last tokens that are kept; None: all
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Grouped-query attention with a rotary embedding."""
 
