@@ -65,9 +65,8 @@ class AttentionSpec:
 
     def heads(self, ranks: int = 1) -> HeadShape:
         """The heads of one rank, which has a KV head at least."""
-        return HeadShape(
-            self.num_heads // ranks, max(1, self.num_kv_heads // ranks), self.head_dim, self.first_position
-        )
+        kv_heads = max(1, self.num_kv_heads // ranks)
+        return HeadShape(self.num_heads // ranks, kv_heads, self.head_dim, self.first_position, self.window or 0)
 
     def kv_layout(self, dtype: torch.dtype, ranks: int = 1) -> KVLayout:
         """Keys and values of one rank's KV heads."""

@@ -123,8 +123,9 @@ class Decoder:
 
     @functools.cached_property
     def heads(self) -> HeadShape:
-        """The heads of this rank. The same in all layers, since a batch is cut into tiles of queries for them."""
-        [heads] = {layer.attention.heads for layer in self.layers}
+        """The heads of this rank. The same in all layers but for windows, since a batch is cut into tiles of queries
+        for them."""
+        [heads] = {replace(layer.attention.heads, window=0) for layer in self.layers}
         return heads
 
     def parameters(self) -> Iterator[Parameter]:
