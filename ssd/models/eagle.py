@@ -64,8 +64,8 @@ class EagleConfig(DecoderConfig):
         layers = self.feature_layers or (2, target.num_layers // 2, target.num_layers - 3)
         if all(layer.attention.window is not None for layer in target.layers):
             raise ConfigError(
-                "all layers of the target have sliding windows, so that no KV is kept for an EAGLE head, which sees the "
-                "whole context: use a draft model"
+                "all layers of the target have sliding windows, but an EAGLE head needs KV of the whole context in the "
+                "target's blocks: use a draft model"
             )
         if self.vocab_size != target.vocab_size:
             raise _misfit("vocab_size", self.vocab_size, target.vocab_size)

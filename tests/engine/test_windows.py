@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import TestModel, ragged_prompts
+from eagle_heads import make_head
 from fakes import wait_until_idle
 
 from ssd import LLM, ConfigError, SamplingParams
+from ssd.core import Outcome, Work
+from ssd.decoding.observer import RoundObserver
 from ssd.engine.engine import Engine
 from ssd.kv.blocks import most_blocks
 
@@ -76,6 +81,40 @@ def test_a_draft_with_windows_is_the_model_that_it_is(make_model: Callable[[str]
             counts = llm.engine.metrics
         accepted, drafted = counts.spec_decode_num_accepted_tokens, counts.spec_decode_num_draft_tokens
         assert accepted > 0.97 * drafted > 0
+
+
+def test_a_head_has_the_blocks_of_full_attention(make_model: Callable[[str], TestModel], tmp_path: Path) -> None:
+    """Catches an EAGLE head whose KV is in the blocks of a window: its drafts are those of a plain implementation."""
+    model = make_model("qwen3-windows")
+    head = make_head(model, tmp_path)
+    tokens, k = PROMPTS[1][:60], 4
+    seen = Drafts()
+    speculation = {"mode": "sd", "draft": head.path, "k": k}
+    with LLM(model.path, max_num_seqs=4, dtype="float32", speculation=speculation, **SIZES) as llm:
+        with llm.driver.observing(seen):
+            output = llm.generate(tokens, SamplingParams(max_new_tokens=40, ignore_eos=True))[0]
+        wait_until_idle(llm.driver)
+    with LLM(model.path, max_num_seqs=1, dtype="float32", device="cpu") as llm:
+        assert llm.generate(tokens, output.params)[0].token_ids == output.token_ids
+    text = [*tokens, *output.token_ids]
+    full = [(end, draft) for end, draft in seen.found if len(draft) == k]
+    assert len(full) > 10
+    for end, draft in full:
+        assert head.draft(text[:end], k)[0] == list(draft)
+    with pytest.raises(ConfigError, match="all layers of the target have sliding windows"):
+        LLM(make_model("mistral-windows").path, speculation=speculation, max_num_seqs=4, **SIZES)
+
+
+class Drafts(RoundObserver):
+    """Every draft that was verified, and how many tokens its sequence had before it."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, tuple[int, ...]]] = []
+
+    def decided(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
+        for work, outcome in zip(works, outcomes, strict=True):
+            if outcome is not None:
+                self.found.append((len(work.sequence.tokens) - len(outcome.token_ids), outcome.draft))
 
 
 def test_a_text_may_be_longer_than_the_pool(make_model: Callable[[str], TestModel]) -> None:
