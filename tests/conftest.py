@@ -88,6 +88,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+WINDOWED = [kind for kind in KINDS if kind.endswith("windows")]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -140,6 +140,10 @@ def _log_choices(config: EngineConfig, runners: Seq[ModelRunner]) -> None:
         gib(tokens * sum(runner.decoder.kv_bytes_per_token for runner in runners)),
         *(config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens),
     )
+    groups = runners[0].decoder.kv_groups
+    if any(group.window for group in groups):
+        kept = [f"{len(g.layers)} keep {f'the last {g.window}' if g.window else 'all'} tokens" for g in groups]
+        log.info("KV groups of layers: %s", ", ".join(kept))
     if speculation.mode == "ar":
         log.info("drafter: none")
     else:
