@@ -10,10 +10,10 @@ from dataclasses import replace
 import torch
 
 from ssd.assembly.cores import split_cores
-from ssd.assembly.device import batched_tokens, kv_block_size, resolve_device
+from ssd.assembly.device import batched_tokens, resolve_device
 from ssd.assembly.drafters import follow_draft, load_draft, make_drafter, open_draft, placed, quantized
 from ssd.assembly.fit import check_draft_fits, check_fits
-from ssd.assembly.memory import fitting_length, gib, kv_blocks, possible_length
+from ssd.assembly.memory import MAX_IN_FLIGHT, fitting_length, gib, kv_blocks, possible_length
 from ssd.assembly.models import load_decoder, make_runner, make_state, num_slots
 from ssd.assembly.ranks import Follower, Place, Ranks
 from ssd.assembly.warm_up import warm_up
@@ -103,16 +103,19 @@ def _assemble(
             "the GPU's memory does not hold the models and their buffers: lower max_num_seqs, max_model_len or "
             f"{kv}, or free memory on the device ({error})"
         ) from error
+    max_tokens = batched_tokens(config, device)
     pool = BlockPool(
         runner.num_blocks,
         runner.block_size,
+        windows=[group.window for group in runner.decoder.kv_groups],
+        most_new=MAX_IN_FLIGHT * max_tokens,
         prefix_caching=config.prefix_caching,
         recomputed=0 if runner.features is None else 1,
     )
     scheduler = Scheduler(
         pool,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=batched_tokens(config, device),
+        max_num_batched_tokens=max_tokens,
         num_slots=num_slots(config),
     )
     longest = possible_length(config, checkpoint.config.max_position, max_model_len, device)
@@ -143,6 +146,10 @@ def _log_choices(config: EngineConfig, runners: Seq[ModelRunner]) -> None:
         gib(tokens * sum(runner.decoder.kv_bytes_per_token for runner in runners)),
         *(config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens),
     )
+    groups = runners[0].decoder.kv_groups
+    if any(group.window for group in groups):
+        kept = [f"{len(g.layers)} keep {f'the last {g.window}' if g.window else 'all'} tokens" for g in groups]
+        log.info("KV groups of layers: %s", ", ".join(kept))
     if speculation.mode == "ar":
         log.info("drafter: none")
     else:
@@ -170,10 +177,10 @@ def build_runners(
         raise ConfigError(f"max_model_len={limit} is beyond the model's positions: use at most {model.max_position}")
     state = make_state(config, limit, model.vocab_size, device)
     rows = config.max_num_seqs * (1 + config.speculation.lookahead)
-    models = [load_decoder(config, checkpoint, state, limit, rows, tp=place.tp)]
+    models = [load_decoder(config, checkpoint, state, limit, rows, tp=place.tp, windowed=True)]
     models += [load_draft(config, draft, state, limit, models[0].decoder)] if draft is not None else []
     num_blocks = place.agree(kv_blocks(config, models, limit))
-    limit = fitting_length(config, limit, num_blocks * kv_block_size(config, device))
+    limit = fitting_length(config, limit, num_blocks, models[0].blocks_for(config))
     runner = make_runner(config, models[0], state, num_blocks)
     if draft is None:
         return runner, None, limit

@@ -61,6 +61,11 @@ class EagleConfig(DecoderConfig):
     def for_target(self, target: DecoderConfig) -> EagleConfig:
         """The head's config with the layers that are its features; ConfigError if it does not fit the target."""
         layers = self.feature_layers or (2, target.num_layers // 2, target.num_layers - 3)
+        if all(layer.attention.window is not None for layer in target.layers):
+            raise ConfigError(
+                "all layers of the target have sliding windows, but an EAGLE head needs KV of the whole context in the "
+                "target's blocks: use a draft model"
+            )
         if self.vocab_size != target.vocab_size:
             raise _misfit("vocab_size", self.vocab_size, target.vocab_size)
         if self.target_hidden_size != target.hidden_size:

@@ -207,7 +207,7 @@ def _decoder(
     )
     if not any(windows):
         return config
-    attention = [replace(config.attention, window=window) for window in windows]
+    attention = [replace(config.attention, window=window or None) for window in windows]
     return replace(config, layers=tuple(replace(config.layer, attention=each) for each in attention))
 
 
@@ -231,14 +231,16 @@ def _dtype(raw: Raw) -> str:
 def _qwen_windows(raw: Raw) -> list[int | None]:
     """The sliding window of each layer, None for the whole context: by `layer_types`, else by `max_window_layers`."""
     count, window = _size(raw, "num_hidden_layers"), raw.get("sliding_window", 4096)
-    types = raw.get("layer_types")
+    types, window = raw.get("layer_types"), window if raw.get("use_sliding_window") else None
     if types is None:
         full = 28 if raw.get("max_window_layers") is None else raw["max_window_layers"]
-        return [window if raw.get("use_sliding_window") and i >= full else None for i in range(count)]
-    known: dict[object, int | None] = {"full_attention": None, "sliding_attention": window or 4096}
+        return [window if i >= full else None for i in range(count)]
+    known: dict[object, int | None] = {"full_attention": None, "sliding_attention": window}
     for kind in types:
         if not isinstance(kind, str) or kind not in known:
             raise UnsupportedModel(f"layer type {shown(kind)}: ssd knows {', '.join(map(str, known))}")
+    if "sliding_attention" in types and not window:
+        raise UnsupportedModel("layer_types has sliding_attention, but use_sliding_window or sliding_window is not set")
     if len(types) != count:
         raise UnsupportedModel(f"layer_types has {len(types)} entries, num_hidden_layers is {count}")
     return [known[kind] for kind in types]

@@ -155,7 +155,7 @@ def _decoder_config(header: Header, path: Path) -> DecoderConfig:
         output_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
         qk_norm=family == "qwen3",
-        window=metadata.get(f"{family}.attention.sliding_window") or None,
+        window=_size(metadata, f"{family}.attention.sliding_window", 0) or None,
         dtype=_dtype(header),
     )
     check_shape(config)

@@ -167,6 +167,8 @@ def obstacles(small: DecoderConfig, big: DecoderConfig) -> Iterator[str]:
     own, wide = small.attention, big.attention
     biases = {"qkv_bias": own.qkv_bias, "output_bias": own.output_bias, "mlp_bias": small.mlp.bias}
     yield from (f"the base's {name} is true, and a graft holds no biases" for name, there in biases.items() if there)
+    if own.window is not None:
+        yield f"the base has a sliding window of {own.window} tokens, and a graft has none"
     if own.rope.scaling == "yarn":
         yield "the base's rope scaling is yarn, which depends on the head size"
     multiples = {"hidden_size": (big.hidden_size, small.hidden_size), "head_dim": (wide.head_dim, own.head_dim)}

@@ -17,6 +17,7 @@ from ssd.assembly.fit import check_fits
 from ssd.assembly.memory import weight_bytes
 from ssd.config import EngineConfig
 from ssd.layers.formats.rounded import rounded
+from ssd.layers.spec import KVGroup
 from ssd.models.decoder import Decoder
 from ssd.models.open import open_checkpoint
 from ssd.models.shapes import SHAPES
@@ -164,21 +165,23 @@ def test_a_machine_without_limits_of_control_groups_has_its_memory(monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("options", "capacity", "said"),
+    ("options", "num_blocks", "said"),
     [
-        ({"max_model_len": 100, "num_kv_blocks": 2}, 32, "lower it to that, or raise num_kv_blocks to at least 7"),
-        ({"max_model_len": 100}, 32, "lower it to that, or raise gpu_memory_utilization"),
+        ({"max_model_len": 100, "num_kv_blocks": 2}, 2, "lower it to that, or raise num_kv_blocks to at least 7"),
+        ({"max_model_len": 100}, 2, "lower it to that, or raise gpu_memory_utilization"),
         ({}, 0, "no memory is left for KV .* raise gpu_memory_utilization"),
     ],
 )
-def test_a_kv_pool_too_small_for_a_sequence_names_the_option_that_helps(options: Any, capacity: int, said: str) -> None:
+def test_a_kv_pool_too_small_for_a_sequence_names_the_option_that_helps(
+    options: Any, num_blocks: int, said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
-        memory.fitting_length(EngineConfig("m", **options), 100, capacity)
+        memory.fitting_length(EngineConfig("m", **options), 100, num_blocks, lambda tokens: -(-tokens // 16))
 
 
 def test_the_kv_pool_of_a_cpu_holds_a_sequence_of_the_wanted_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a pool of the default size that refuses a max_model_len for which there is memory."""
-    decoder: Any = SimpleNamespace(device=CPU, kv_bytes_per_token=1 << 20)
+    decoder: Any = SimpleNamespace(device=CPU, kv_bytes_per_token=1 << 20, kv_groups=[KVGroup(None, ())])
     models = [memory.Loaded(decoder, 8192, 1)]
     for free, default in ((100, 256), (2, 64)):  # blocks of 16 MiB: 4 GiB at most, and half of what is free
         monkeypatch.setattr(memory, "available_bytes", lambda *_, free=free: free * GIB)

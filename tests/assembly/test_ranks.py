@@ -189,6 +189,14 @@ def test_a_head_drafts_at_degree_two_what_it_drafts_at_one(models: Models) -> No
 
 
 @pytest.mark.slow
+def test_layers_with_windows_on_two_ranks(make_model: Callable[[str], TestModel], tmp_path: Path) -> None:
+    """Catches entries of one group's block tables that the other rank writes to another's."""
+    with split(make_models(make_model, tmp_path, "qwen3-windows"), 2, num_kv_blocks=100) as llm:
+        assert [group.window for group in llm.engine.round.target.runner.decoder.kv_groups] == [None, 21]
+        check_modes(llm, 6, seed=1)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama-tied", "llama-biased"])
 def test_degree_four(make_model: Callable[[str], TestModel], kind: str, tmp_path: Path) -> None:
     """llama-tied has 2 KV heads: each is on two ranks."""

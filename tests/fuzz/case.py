@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from conftest import KINDS
+from conftest import KINDS, WINDOWED
 from random_requests import MAX_LEN, Asked, random_requests
 
 import ssd
@@ -119,7 +119,8 @@ def _params(fields: dict[str, Any]) -> SamplingParams:
 def random_case(seed: int, *, processes: bool = True) -> Case:
     """`processes`: whether a draft may be in a process of its own, which takes seconds to start."""
     dice = random.Random(seed)
-    model = dice.choice([*KINDS, *KINDS, *BUNDLED])
+    plain = [kind for kind in KINDS if kind not in WINDOWED]
+    model = _with_windows(dice.choice([*plain, *plain, *BUNDLED]), seed)
     speculation = _with_replicas(_with_head(_speculation(dice, model, processes), model, seed), seed)
     speculation = _with_auto(speculation, seed)
     calls = [_call(dice, asked) for asked in random_requests(dice.randint(1, 10), dice.randrange(1 << 30))]
@@ -131,19 +132,25 @@ def random_case(seed: int, *, processes: bool = True) -> Case:
         events=_events(dice, speculation),
         model=model,
         dtype=dice.choice(["float32", "float32", "bfloat16"]),
-        options=_options(dice),
+        options=_options(dice, model),
         speculation=speculation,
         run_ahead=dice.random() < 0.5,
     )
 
 
-def _options(dice: random.Random) -> dict[str, Any]:
+def _with_windows(model: str, seed: int) -> str:
+    """Perhaps another model, with sliding windows. A seed gives the same case as before they were known."""
+    own = random.Random(f"windows {seed}")
+    return own.choice(WINDOWED) if model not in BUNDLED and own.random() < 0.3 else model
+
+
+def _options(dice: random.Random, model: str) -> dict[str, Any]:
     block_size = dice.choice([1, 2, 4, 5, 16])
     max_num_seqs = dice.choice([1, 2, 4, 4, 8, 8])
     fewest = -(-MAX_LEN // block_size)
     return {
         "block_size": block_size,
-        "num_kv_blocks": fewest + dice.choice([0, 0, 1, fewest // 2, 2 * fewest]),
+        "num_kv_blocks": (fewest + dice.choice([0, 0, 1, fewest // 2, 2 * fewest])) * (1 + (model in WINDOWED)),
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_seqs + dice.choice([0, 3, 20, 200]),
         "prefix_caching": dice.random() < 0.7,
@@ -179,7 +186,9 @@ def _speculation(dice: random.Random, model: str, processes: bool) -> dict[str, 
 
 def _with_head(speculation: dict[str, Any], model: str, seed: int) -> dict[str, Any]:
     """Perhaps with an EAGLE head in place of the draft model. A seed gives the same case as before heads were known."""
-    if speculation.get("draft", "ngram") == "ngram" or random.Random(f"head {seed}").random() < 0.7:
+    if speculation.get("draft", "ngram") == "ngram" or model == "mistral-windows":  # which keeps no KV for a head
+        return speculation
+    if random.Random(f"head {seed}").random() < 0.7:
         return speculation
     head = f"{model}-eagle" if model in BUNDLED else "head"
     return speculation | {"draft": head} | ({"placement": "inline"} if "placement" in speculation else {})
