@@ -34,6 +34,7 @@ from rich.table import Table
 
 from ssd import LLM, SamplingParams
 from ssd.assembly import drafters
+from ssd.bench import drawing
 from ssd.config import EngineConfig, SpeculationConfig
 from ssd.core import Origin, Outcome, Work
 from ssd.decoding.drafter import Drafter
@@ -147,6 +148,19 @@ def main() -> None:
         run_worker(float(sys.argv[2]), int(sys.argv[-1]))
         return
     args = _arguments()
+    if args.picture:
+        drawing.check_file("--picture", args.picture, (".png", ".svg"))
+    rows = json.loads(args.rows.read_text()) if args.rows else measured(args)
+    show(rows, args)
+    if args.out:
+        args.out.write_text(json.dumps(rows, indent=1))
+    if args.picture:
+        draw(rows, args.picture, f"{args.model}, T = {args.temperature:g}")
+    if any(row["differing"] for row in rows):
+        raise SystemExit("some texts differ from plain decoding")
+
+
+def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
     speculation = {"mode": "sd", "draft": args.sd_draft, "k": max(args.k + args.sd_k)}
     longest = 512 + args.tokens
     llm = LLM(args.model, max_model_len=longest, max_num_seqs=max(args.batches), speculation=speculation)
@@ -155,12 +169,7 @@ def main() -> None:
             prompt for each in zip(*(load_prompts(s).asked() for s in args.sets), strict=False) for prompt in each
         ]
         sd = llm.engine.round.drafter
-        rows = [row for batch in args.batches for row in compare(llm, sd, prompts[: args.prompts], args, batch)]
-    show(rows, args)
-    if args.out:
-        Path(args.out).write_text(json.dumps(rows, indent=1))
-    if any(row["differing"] for row in rows):
-        raise SystemExit("some texts differ from plain decoding")
+        return [row for batch in args.batches for row in compare(llm, sd, prompts[: args.prompts], args, batch)]
 
 
 def compare(llm: LLM, sd: Drafter, prompts: list[Any], args: argparse.Namespace, batch: int) -> list[dict[str, Any]]:
@@ -218,6 +227,27 @@ def show(rows: Seq[dict[str, Any]], args: argparse.Namespace) -> None:
     console.print(table)
 
 
+def draw(rows: Seq[dict[str, Any]], file: Path, title: str) -> None:
+    """SSD / SD over the time of a preparation, in verifications; one line per batch size and K."""
+    figure = drawing.new_figure(6.4, 3.8)
+    axes = figure.subplots()
+    for batch in sorted({row["batch"] for row in rows}):
+        own = [row for row in rows if row["batch"] == batch]
+        best = max(row["tokens_per_second"] for row in own if row["method"] == "sd")
+        for k in sorted({row["k"] for row in own if row["method"] == "ssd"}):
+            points = [row for row in own if row["method"] == "ssd" and row["k"] == k]
+            ratios = [row["draft_ms"] / row["verification_ms"] for row in points]
+            speeds = [row["tokens_per_second"] / best for row in points]
+            axes.plot(ratios, speeds, marker="o", label=f"batch {batch}, K = {k}")
+    axes.axhline(1.0, color="#888888", linewidth=0.8)
+    axes.set_xlabel("draft model's time a round / verification")
+    axes.set_ylabel("SSD / SD, tokens per second")
+    axes.set_title(title, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
+    file.write_bytes(drawing.encode(figure, file.suffix[1:]))
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="graft:tiny-qwen3@qwen3-32b")
@@ -234,7 +264,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--sets", nargs="+", default=["humaneval", "gsm8k"])
-    parser.add_argument("--out", help="file for the figures, as JSON")
+    parser.add_argument("--out", type=Path, help="file for the figures, as JSON")
+    parser.add_argument("--rows", type=Path, help="the --out of an earlier run: nothing is measured")
+    parser.add_argument("--picture", type=Path, help="PNG or SVG: SSD / SD over the draft's time")
     parser.add_argument("--smoke", action="store_true", help="small models on this CPU: whether it runs")
     args = parser.parse_args()
     if args.smoke:
