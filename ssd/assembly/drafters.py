@@ -18,7 +18,8 @@ from ssd.assembly.sharing import share_gpu
 from ssd.assembly.warm_up import warm_up
 from ssd.config import NGRAM, EngineConfig, SpeculationConfig
 from ssd.decoding.drafter import Drafter
-from ssd.drafting.controller import DEPTHS, DepthController, make_arms
+from ssd.drafting.arms import DEPTHS, make_arms
+from ssd.drafting.controller import DepthController
 from ssd.drafting.eagle import EagleModel, EagleStep, private_blocks
 from ssd.drafting.fan_out import Adaptive, FanOut, Geometric, Listed, Share
 from ssd.drafting.late import LateBindingDrafter

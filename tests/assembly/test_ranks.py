@@ -41,7 +41,7 @@ from serve_process import ServeProcess, serve
 from ssd import LLM, SamplingParams
 from ssd.assembly import drafters
 from ssd.assembly.device import rank_device, resolve_device
-from ssd.assembly.drafters import drafter_with, placed
+from ssd.assembly.drafters import drafter_of, placed
 from ssd.assembly.ranks import Place, Ranks
 from ssd.config import EngineConfig, SpeculationConfig
 from ssd.core import Outcome, RequestOutput, Work
@@ -85,7 +85,7 @@ def mode(llm: LLM, name: str) -> Iterator[None]:
     assert isinstance(built, SSDDrafter)
     options = {"mode": name, "draft": "noisy", "k": 3} if name != "ar" else {"mode": name}
     speculation = SpeculationConfig(**options)  # type: ignore[arg-type]
-    drafter = built if name == "ssd" else drafter_with(built.model, speculation)
+    drafter = built if name == "ssd" else drafter_of(built.model, speculation)
     llm.driver.call(lambda engine: engine.round.use(drafter))
     yield
     llm.driver.call(lambda engine: engine.round.use(built))

@@ -30,7 +30,7 @@ from ssd.core import MODEL_WRITTEN, Origin, Outcome, Proposal, Status, Work
 from ssd.core import Sequence as Text
 from ssd.decoding.drafter import Drafter, never
 from ssd.decoding.observer import RoundObserver
-from ssd.drafting.controller import Arm, ArmTimes
+from ssd.drafting.arms import Arm, ArmTimes
 from ssd.engine.engine import Engine
 from ssd.errors import ConfigError, RequestError, SSDError
 from ssd.kv.blocks import BlockPool, BlockTable

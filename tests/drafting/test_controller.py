@@ -13,7 +13,8 @@ from fakes import make_sequence
 
 from ssd.core import Origin, Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Drafter, never
-from ssd.drafting.controller import DEPTHS, PLAIN, Arm, ArmTimes, DepthController, make_arms
+from ssd.drafting.arms import DEPTHS, PLAIN, Arm, ArmTimes, make_arms
+from ssd.drafting.controller import DepthController
 from ssd.drafting.estimate import Average
 
 ALL = ("ar", "sd", "ssd")
