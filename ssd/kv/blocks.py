@@ -52,7 +52,7 @@ def most_blocks(num_tokens: int, block_size: int, windows: Windows, most_new: in
 
 
 def _most_of_window(window: int, block_size: int, most_new: int) -> int:
-    """Blocks that so many consecutive positions touch at most, wherever they begin."""
+    """Blocks of `window - 1` committed tokens and `most_new` behind them, at most: wherever the first block begins."""
     return (window + most_new - 3 + block_size) // block_size + 1
 
 
@@ -92,10 +92,11 @@ class BlockPool:
         """Upper bound of the blocks that a table still needs, until its sequence has `num_tokens` tokens."""
         total, new = 0, self._num_new(table, num_tokens)
         for group, window in enumerate(self.windows):
-            total += new
-            if window is not None:
+            if window is None:
+                total += new
+            else:
                 held = len(table.blocks) // len(self.windows) - self._first_seen(table.num_computed, group)
-                total -= max(0, held + new - _most_of_window(window, self.block_size, self._most_new))
+                total += min(new, max(0, _most_of_window(window, self.block_size, self._most_new) - held))
         return total
 
     def attach_prefix(self, table: BlockTable, tokens: Seq[int]) -> int:
