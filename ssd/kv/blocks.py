@@ -52,7 +52,7 @@ def most_blocks(num_tokens: int, block_size: int, windows: Windows, most_new: in
 
 
 def _most_of_window(window: int, block_size: int, most_new: int) -> int:
-    """Blocks that so many consecutive positions touch at most, wherever they begin."""
+    """Blocks of `window - 1` committed tokens and `most_new` behind them, at most: wherever the first block begins."""
     return (window + most_new - 3 + block_size) // block_size + 1
 
 
@@ -78,7 +78,9 @@ class BlockPool:
         self.windows = windows
         self.prefix_caching = prefix_caching
         self.recomputed = recomputed
-        self._most_new = most_new
+        self._groups, self._most_new = len(windows), most_new
+        self._whole = frozenset(group for group, window in enumerate(windows) if window is None)
+        self._sliding = [(group, window) for group, window in enumerate(windows) if window is not None]
         self._users = [0] * num_blocks
         self._unused: OrderedDict[int, None] = OrderedDict((b, None) for b in range(num_blocks))  # LRU order
         self._root = Entry()
@@ -90,12 +92,12 @@ class BlockPool:
 
     def missing(self, table: BlockTable, num_tokens: int) -> int:
         """Upper bound of the blocks that a table still needs, until its sequence has `num_tokens` tokens."""
-        total, new = 0, self._num_new(table, num_tokens)
-        for group, window in enumerate(self.windows):
-            total += new
-            if window is not None:
-                held = len(table.blocks) // len(self.windows) - self._first_seen(table.num_computed, group)
-                total -= max(0, held + new - _most_of_window(window, self.block_size, self._most_new))
+        indices = len(table.blocks) // self._groups
+        new = max(0, -(-num_tokens // self.block_size) - indices)
+        total = new * len(self._whole)
+        for _, window in self._sliding:
+            held = indices - self._first_seen(table.num_computed, window)
+            total += min(new, max(0, _most_of_window(window, self.block_size, self._most_new) - held))
         return total
 
     def attach_prefix(self, table: BlockTable, tokens: Seq[int]) -> int:
@@ -105,18 +107,18 @@ class BlockPool:
         """
         found = self._cached(tokens)
         table.num_computed = max(0, len(found) * self.block_size - self.recomputed)
-        first = [self._first_seen(table.num_computed, group) for group in range(len(self.windows))]
-        for i, entry in enumerate(found):
-            for group in range(len(self.windows)):
-                block = entry.blocks[group] if i >= first[group] else NULL
-                self._use(block)
-                table.blocks.append(block)
         table.entries += found
+        table.blocks = [entry.blocks.get(group, NULL) for entry in found for group in range(self._groups)]
+        for group, window in self._sliding:
+            first = self._first_seen(table.num_computed, window)
+            table.blocks[group : first * self._groups : self._groups] = [NULL] * first
+        for block in table.blocks:
+            self._use(block)
         return table.num_computed
 
     def grow(self, table: BlockTable, num_tokens: int) -> bool:
         """Allocates blocks for `num_tokens` tokens in all; False (and no change) if too few are free."""
-        missing = self._num_new(table, num_tokens) * len(self.windows)
+        missing = -(-num_tokens // self.block_size) * self._groups - len(table.blocks)
         if missing > self.num_free:
             return False
         for _ in range(missing):
@@ -132,7 +134,7 @@ class BlockPool:
 
         A round in flight reads none of these: its first query is behind the committed tokens.
         """
-        groups = len(self.windows)
+        groups = self._groups
         if self.prefix_caching:
             for i in range(len(table.entries), table.num_computed // self.block_size):
                 parent = table.entries[-1] if i else self._root
@@ -143,8 +145,8 @@ class BlockPool:
                         entry.blocks[group] = block
                         self._entry_of[block] = entry, group
                 table.entries.append(entry)
-        for group, window in enumerate(self.windows):
-            i = self._first_seen(table.num_computed, group) * groups + group if window is not None else 0
+        for group, window in self._sliding:
+            i = self._first_seen(table.num_computed, window) * groups + group
             while i >= groups and table.blocks[i - groups] != NULL:
                 i -= groups
                 self._free(table.blocks[i])
@@ -168,8 +170,9 @@ class BlockPool:
         held = [0] * self.num_blocks
         for table in tables:
             for place, block in enumerate(table.blocks):
-                i, group = divmod(place, len(self.windows))
-                if (block == NULL) != (i < self._first_seen(table.num_computed, group)):
+                i, group = divmod(place, self._groups)
+                window = self.windows[group]
+                if (block == NULL) != (window is not None and i < self._first_seen(table.num_computed, window)):
                     raise AssertionError(f"block {i} of group {group} was freed too early, or not at all")
                 if block != NULL:
                     held[block] += 1
@@ -183,10 +186,9 @@ class BlockPool:
     def _cached(self, tokens: Seq[int]) -> list[Entry]:
         """Entries of the longest prefix of which each group has all blocks that the next token sees."""
         found, entry = list[Entry](), self._root
-        whole = [group for group, window in enumerate(self.windows) if window is None]
         for i in range((len(tokens) - 1) // self.block_size if self.prefix_caching else 0):
             child = entry.children.get(self._tokens(tokens, i))
-            if child is None or not all(group in child.blocks for group in whole):
+            if child is None or not self._whole <= child.blocks.keys():
                 break
             found.append(entry := child)
         end = len(found)
@@ -196,21 +198,16 @@ class BlockPool:
 
     def _last_gap(self, found: Seq[Entry], end: int) -> int | None:
         """The last entry without a block that a prefix of `end` blocks needs; no longer prefix can do without it."""
-        for group in range(len(self.windows)):
-            first = self._first_seen(max(0, end * self.block_size - self.recomputed), group)
+        for group, window in self._sliding:
+            first = self._first_seen(max(0, end * self.block_size - self.recomputed), window)
             for i in range(end - 1, first - 1, -1):
                 if group not in found[i].blocks:
                     return i
         return None
 
-    def _first_seen(self, num_computed: int, group: int) -> int:
+    def _first_seen(self, num_computed: int, window: int) -> int:
         """Index of the first block that the token behind the computed ones sees."""
-        window = self.windows[group]
-        return 0 if window is None else max(0, num_computed - window + 1) // self.block_size
-
-    def _num_new(self, table: BlockTable, num_tokens: int) -> int:
-        """Blocks of each group for `num_tokens` tokens that a table has not yet."""
-        return max(0, -(-num_tokens // self.block_size) - len(table.blocks) // len(self.windows))
+        return max(0, num_computed - window + 1) // self.block_size
 
     def _tokens(self, tokens: Seq[int], i: int) -> tuple[int, ...]:
         return tuple(tokens[i * self.block_size : (i + 1) * self.block_size])

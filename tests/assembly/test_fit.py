@@ -204,3 +204,20 @@ def test_a_gpu_needs_memory_for_its_share_of_a_split_model(monkeypatch: pytest.M
         check_fits(replace(config, tensor_parallel_size=2), [checkpoint], CUDA)
     one, four, sixteen = (checkpoint.config.kv_bytes_per_token(torch.bfloat16, ranks) for ranks in (1, 4, 16))
     assert (one, four, sixteen) == (2 * 80 * 8 * 128 * 2, one // 4, one // 8)
+
+
+def test_windows_need_memory_for_a_window() -> None:
+    """Catches an estimate by the whole length: 8 layers, half of them with a window of 1,024 tokens, or all."""
+    plain = RandomCheckpoint(SHAPES["llama-3.2-1b"]).config.with_layers(8)
+    windowed = plain.with_layers(window=1024)
+    mixed = replace(plain, layers=(*plain.layers[:4], *windowed.layers[:4]))
+    whole = plain.kv_bytes_per_token(torch.bfloat16)
+    config = EngineConfig("m", block_size=16, max_num_batched_tokens=512)
+    # A window, the round in flight and the next touch 129 blocks at most.
+    cases = (plain, whole, 300 * 16), (mixed, whole // 2, (300 - 129) * 16), (windowed, whole, 1 << 17)
+    for model, bytes_per_token, longest in cases:
+        assert model.kv_bytes_per_token(torch.bfloat16, windowed=True) == bytes_per_token
+        assert model.kv_bytes_per_token(torch.bfloat16) == whole, "a draft keeps everything"
+        needed = memory.blocks_for(config, model.kv_groups(windowed=True), CPU)
+        assert memory.longest_sequence(300, needed, 1 << 17) == longest
+        assert needed(longest) <= 300 < needed(longest + 1) or longest == 1 << 17
