@@ -50,6 +50,7 @@ from ssd.drafting.process import ProcessDrafter
 from ssd.drafting.ssd import SSDDrafter
 from ssd.engine.engine import Engine
 from ssd.errors import ConfigError, EngineFailed, RequestFailed
+from ssd.execution.state import SequenceState
 from ssd.parallel.process import Worker
 from ssd.parallel.tensor import TensorParallel
 from ssd.parallel.transport import Channel
@@ -278,7 +279,11 @@ def test_a_gpu_can_be_chosen_by_its_index(monkeypatch: pytest.MonkeyPatch) -> No
     assert [str(rank_device(first, rank)) for rank in range(3)] == ["cuda:1", "cuda:2", "cuda:3"]
     assert [str(rank_device(torch.device("cuda"), rank)) for rank in range(2)] == ["cuda", "cuda:1"]
     speculation = SpeculationConfig(mode="ssd", draft="x", placement="process")
-    assert placed(speculation, first, ranks=3) == speculation  # cuda:4
+    assert placed(speculation, first, ranks=3) == replace(speculation, draft_device="cuda:4")
+    named = replace(speculation, draft_device="cuda:4")
+    assert placed(named, first, ranks=2) == named
+    with pytest.raises(ConfigError, match='draft_device="cuda:4" is a GPU of the target'):
+        placed(named, first, ranks=4)
     with pytest.raises(ConfigError, match="needs another GPU for the draft"):
         placed(speculation, first, ranks=4)
     with pytest.raises(ConfigError, match="draft_replicas=2 and draft_tensor_parallel_size=1 need 2 more GPUs"):
@@ -299,15 +304,20 @@ def test_the_draft_s_process_gets_the_gpu_after_those_of_the_target(monkeypatch:
     monkeypatch.setattr(drafters, "ProcessDrafter", lambda starts, *_, **__: [start() for start in starts] and ready)
     monkeypatch.setattr(drafters, "Worker", setups.append)
     speculation = SpeculationConfig(mode="ssd", draft="x", placement="process")
-    config = EngineConfig("x", device="cuda", tensor_parallel_size=4, speculation=speculation)
-    drafters.start_workers(config, 10)
+    state = SequenceState(1, max_len=8, lookahead=2, vocab_size=10, device=torch.device("cpu"))
+
+    def start(ranks: int, speculation: SpeculationConfig) -> None:
+        found = placed(speculation, torch.device("cuda"), ranks=ranks)
+        config = EngineConfig("x", device="cuda", tensor_parallel_size=ranks, speculation=found)
+        drafters.start_workers(config, state)
+
+    start(4, speculation)
     assert setups[0]["config"]["device"] == "cuda:4"
-    config = replace(config, tensor_parallel_size=2, speculation=replace(speculation, draft_replicas=3))
-    drafters.start_workers(config, 10)
+    start(2, replace(speculation, draft_replicas=3))
     assert [setup["config"]["device"] for setup in setups[1:]] == ["cuda:2", "cuda:3", "cuda:4"]
     assert [setup["replica"] for setup in setups[1:]] == [0, 1, 2]
     split = replace(speculation, draft_replicas=2, draft_tensor_parallel_size=2)
-    drafters.start_workers(replace(config, tensor_parallel_size=1, speculation=split), 10)
+    start(1, split)
     assert [setup["config"]["device"] for setup in setups[4:]] == ["cuda:1", "cuda:3"]
 
 

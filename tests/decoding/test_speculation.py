@@ -283,7 +283,8 @@ def test_a_kernel_that_takes_the_whole_gpu_is_not_used_beside_the_target(target:
     parts = Parts()
     with LLM(target, device="cpu", speculation=speculation) as llm, llm.driver.observing(parts):
         drafter: Any = llm.engine.round.drafter
-        drafter.model.runner.runner.decoder.step = parts
+        step = drafter.model.runner.step
+        step.one_kernel, step._shared = parts, True
         llm.generate(PROMPTS[:4], [SamplingParams(max_new_tokens=16, temperature=1.0, seed=i) for i in range(4)])
         assert llm.engine.metrics.ssd_rounds["jit"] > 0
     assert parts.offered["settle"] > 0
@@ -872,7 +873,7 @@ def test_a_request_may_do_without(target: str) -> None:
         ({"mode": "sd", "draft": "tiny-llama-draft", "draft_threads": 2}, "no option draft_threads.*ssd"),
         (
             {"mode": "auto", "draft": "tiny-llama-draft", "placement": "inline", "draft_threads": 1},
-            'draft_threads=1 is for a draft in a process of its own.*not for placement="inline" on cpu: leave it out',
+            'draft_threads=1 is for a draft in a process of its own.*not for placement="inline": leave it out',
         ),
         (
             {"mode": "ssd", "draft": "tiny-llama-draft", "placement": "process", "draft_threads": 9999},
@@ -899,7 +900,7 @@ def test_a_request_may_do_without(target: str) -> None:
         ({"mode": "ssd", "draft": "tiny-llama-draft", "saguaro_c": 2}, "from 0 to 1"),
         (
             {"mode": "sd", "draft": "tiny-llama-draft", "draft_quantization": "int3"},
-            "='int3': must be one of fp8, int8",
+            "='int3': must be one of none, fp8, int8",
         ),
         ({"mode": "sd", "draft": "tiny-llama-draft", "draft_quantization": 8}, "draft_quantization=8: must be one of"),
         ({"mode": "sd", "draft": "ngram", "draft_quantization": "int8"}, "draft_quantization is for draft models"),

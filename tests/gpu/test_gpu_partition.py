@@ -80,7 +80,7 @@ def force_parts(engine: Engine) -> None:
     target, drafter = engine.round.target, engine.round.drafter
     assert isinstance(target, Target)
     assert isinstance(drafter, SSDDrafter)
-    sharing._split(target.runner, drafter.model.runner, SIZE, sequences=2)
+    sharing._split(target.runner, drafter.model.runner, SIZE)
 
 
 @pytest.fixture(scope="module")
@@ -95,29 +95,22 @@ def expected(pair: tuple[str, str]) -> Iterator[list[list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("batch", "options"),
-    [
-        (1, {"k": 4, "backup": "jit"}),
-        (1, {"k": 6, "backup": "fast", "draft_quantization": "int8"}),
-        (3, {"k": 3, "budget": 8}),  # two of them have few enough branches
-        (3, {"k": 3, "budget": 8, "acceptance": "rejection"}),
-    ],
+    "options",
+    [{"k": 4, "backup": "jit"}, {"k": 6, "backup": "fast", "draft_quantization": "int8"}, {"k": 3, "budget": 8}],
     ids=str,
 )
 def test_parts_change_no_text(
-    parts: Partition, pair: tuple[str, str], expected: list[list[int]], batch: int, options: dict[str, Any]
+    parts: Partition, pair: tuple[str, str], expected: list[list[int]], options: dict[str, Any]
 ) -> None:
     path, draft = pair
     speculation = {"mode": "ssd", "draft": draft, **options}
-    rejection = options.get("acceptance") == "rejection"
-    with LLM(path, device="cuda", num_kv_blocks=512, max_num_seqs=batch, speculation=speculation) as llm:
+    with LLM(path, device="cuda", num_kv_blocks=512, max_num_seqs=1, speculation=speculation) as llm:
         llm.driver.call(force_parts)
         found = [out.token_ids for out in llm.generate(PROMPTS, PARAMS)]
         wait_until_idle(llm.driver)
         assert llm.engine.metrics.drafter_failures == 0
         assert sum(llm.engine.metrics.ssd_hits_after) > 0
-    same = [i for i in range(len(PROMPTS)) if not rejection or PARAMS[i].greedy]
-    assert [found[i] for i in same] == [expected[i] for i in same]
+    assert found == expected
 
 
 def test_a_verification_in_its_part_has_the_same_bits(parts: Partition, pair: tuple[str, str]) -> None:
