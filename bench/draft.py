@@ -13,12 +13,15 @@ part of the target's forward pass.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import statistics
+from collections.abc import Callable
 from typing import get_args
 
 import torch
 from decode import copy_bandwidth, device_seconds  # bench/decode.py
+from random_weights import RandomCheckpoint
 from rich.console import Console
 from rich.table import Table
 
@@ -30,8 +33,8 @@ from ssd.layers.formats.rounded import rounded
 from ssd.layers.parameter import Build
 from ssd.models.decoder import Decoder, KVCache
 from ssd.models.eagle import EagleConfig, EagleHead, eagle_shapes
-from ssd.models.persistent import use_persistent_step
-from ssd.models.random_weights import RandomCheckpoint, fill_random
+from ssd.models.graft import fill_random
+from ssd.models.persistent import persistent_step
 from ssd.models.shapes import SHAPES
 from ssd.parallel.tensor import TensorParallel
 
@@ -48,19 +51,19 @@ def main() -> None:
         head, kv = make_head(shape)
         floor = head_bytes(head.eagle) / bandwidth
         for name, batch in batches_of(head).items():
-            times = (1e3 * floor, milliseconds(head, kv, batch))
+            times = (1e3 * floor, milliseconds(functools.partial(head, batch, kv)))
             table.add_row(f"head of {shape}", "bfloat16", name, *(f"{x:.3f}" for x in times), "")
     for shape in args.shape if not args.eagle else ():
         for form in (None, *args.quantization):
             decoder, kv = make(shape, form)
             floor = decoder.num_bytes() / bandwidth
             batches = batches_of(decoder)
-            several = {name: milliseconds(decoder, kv, batch) for name, batch in batches.items()}
-            use_persistent_step(decoder, kv)
+            step = persistent_step(decoder, kv)
             for name, batch in batches.items():
-                one = milliseconds(decoder, kv, batch) if decoder.step is not None else float("nan")
-                table.add_row(shape, form or "bfloat16", name, *(f"{x:.3f}" for x in (1e3 * floor, several[name], one)))
-            decoder = kv = batches = None  # type: ignore[assignment]
+                several = milliseconds(functools.partial(decoder, batch, kv))
+                one = float("nan") if step is None else milliseconds(functools.partial(step, batch))
+                table.add_row(shape, form or "bfloat16", name, *(f"{x:.3f}" for x in (1e3 * floor, several, one)))
+            decoder = kv = step = batches = None  # type: ignore[assignment]
             torch.cuda.empty_cache()
     Console(width=120).print(table)
 
@@ -133,9 +136,9 @@ def rows(decoder: Decoder, count: int, branches: Branches | None) -> DeviceBatch
 
 
 @torch.inference_mode()
-def milliseconds(decoder: Decoder, kv: KVCache, batch: DeviceBatch) -> float:
-    decoder(batch, kv)  # kernels are compiled
-    graph, _ = capture(lambda: decoder(batch, kv), None)
+def milliseconds(step: Callable[[], object]) -> float:
+    step()  # kernels are compiled
+    graph, _ = capture(step, None)
     return 1e3 * statistics.median(device_seconds(graph.replay) for _ in range(50))
 
 

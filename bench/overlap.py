@@ -59,11 +59,11 @@ def timings(engine: Engine, drafter: Drafter, k: int, temperature: float) -> lis
     staged = target.runner.stage(Batch([SLOT], [-1], [k + 1], [k + 1]))
     verify = functools.partial(target.runner.run, staged)
 
-    def prepare(beside: Callable[[], object] = lambda: None) -> None:
+    def prepare(beside: Callable[..., object] = lambda **_: None) -> None:
         branches = runner.stage_branches(
             [SLOT], [k], [params], budget=drafter.budget, fan_out=drafter.fan_out, statistics=drafter.statistics
         )
-        beside()
+        beside(in_part=runner.part_of(branches.shape) is not None)
         runner.branch(branches, k, overlap=drafter.overlap)
 
     runs = (verify, lambda: runner.write([SLOT], [params], k, k + 1), prepare, lambda: prepare(verify))

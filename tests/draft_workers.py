@@ -48,7 +48,7 @@ run(int(sys.argv[1]), lambda setup: WorkerDrafter(Honest(setup)))
 LIAR = """
 import os, socket, struct, sys, time
 end = socket.socket(fileno=int(sys.argv[1]))
-MAGIC = 0x5353445700000005
+MAGIC = 0x5353445700000006
 
 def send(kind, number, *words):
     end.sendall(struct.pack(f"={6 + len(words)}q", MAGIC, kind, number, 7, 5, len(words), *words))

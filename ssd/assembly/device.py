@@ -15,15 +15,16 @@ _LARGE_GPU = 40 << 30  # bytes
 _WIDE_ATTENTION = 160 << 10  # bytes of shared memory that prefill attention in float32 needs
 
 
-def resolve_device(name: str) -> torch.device:
+def resolve_device(name: str, field: str = "device") -> torch.device:
+    """`field`: the option's name, for errors."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         remedy = "check the driver and CUDA_VISIBLE_DEVICES" if torch.version.cuda else "install a CUDA build of torch"
-        raise ConfigError(f"device={name!r}, but torch sees no CUDA device: use device='cpu', or {remedy}")
+        raise ConfigError(f"{field}={name!r}, but torch sees no CUDA device: use {field}='cpu', or {remedy}")
     device = torch.device(name)
     if device.index is not None and device.index >= torch.cuda.device_count():
-        raise ConfigError(f"device={name!r}, but torch sees {torch.cuda.device_count()} GPUs: use a lower index")
+        raise ConfigError(f"{field}={name!r}, but torch sees {torch.cuda.device_count()} GPUs: use a lower index")
     return device
 
 

@@ -11,15 +11,18 @@ from typing import Any
 import torch
 
 from ssd.assembly.device import batched_tokens, kv_block_size, make_current, num_cores, rank_device, resolve_device
-from ssd.assembly.memory import Loaded, kv_blocks
+from ssd.assembly.memory import Loaded, kv_blocks, weight_bytes
 from ssd.assembly.models import load_decoder, make_runner, make_state
 from ssd.assembly.ranks import Follower, Place, Ranks
+from ssd.assembly.sharing import share_gpu
 from ssd.assembly.warm_up import warm_up
 from ssd.config import NGRAM, EngineConfig, SpeculationConfig
 from ssd.decoding.drafter import Drafter
-from ssd.drafting.controller import DepthController, make_arms
+from ssd.drafting.arms import DEPTHS, make_arms
+from ssd.drafting.controller import DepthController
 from ssd.drafting.eagle import EagleModel, EagleStep, private_blocks
 from ssd.drafting.fan_out import Adaptive, FanOut, Geometric, Listed, Share
+from ssd.drafting.late import LateBindingDrafter
 from ssd.drafting.model import DraftModel, DraftSource, ModelDrafter
 from ssd.drafting.ngram import NgramDrafter
 from ssd.drafting.process import ProcessDrafter
@@ -33,14 +36,13 @@ from ssd.execution.features import Features
 from ssd.execution.graphs import row_buckets
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
+from ssd.kernels.device import kernels
 from ssd.layers.formats.rounded import rounded
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.decoder import Decoder
 from ssd.models.eagle import EagleCheckpoint
 from ssd.models.open import absolute_path, open_checkpoint, open_eagle
-from ssd.models.persistent import use_persistent_step
 from ssd.options import build, is_int
-from ssd.parallel.launch import local_size
 from ssd.parallel.process import Worker
 from ssd.parallel.tensor import TensorParallel
 from ssd.text.tokenizer import Tokenizer
@@ -48,6 +50,8 @@ from ssd.text.tokenizer import Tokenizer
 log = logging.getLogger("ssd")
 _MAX_BRANCHES = 256  # of a whole batch
 _WORKER_START_SECONDS = 120.0
+_LARGE_DRAFT = 256 << 20  # bytes in bfloat16, of which a step of the draft reads all
+_DRAFT_THREADS = 4  # of a draft on the CPU beside a target on a GPU: small products gain nothing from more
 
 
 def open_draft(
@@ -72,16 +76,22 @@ def open_draft(
 def placed(
     speculation: SpeculationConfig, device: torch.device, *, head: bool = False, ranks: int = 1
 ) -> SpeculationConfig:
-    """Resolves `placement`: "auto" is a stream on a GPU, a process on a CPU with several cores, else inline.
+    """Resolves `placement` and `draft_device`.
 
+    `placement="auto"` is a process if the draft has a GPU of its own or a core of a CPU, else a stream on a GPU, else
+    inline. With mode="auto" it stays "auto" where nothing can run at the same time, and SSD is not among the modes.
     `head`: the draft is an EAGLE head, which is where the target is. `ranks`: of the target.
     """
-    if speculation.mode != "ssd":
+    if speculation.mode not in ("ssd", "auto") or speculation.draft == NGRAM:
         return speculation
-    placement = speculation.placement
-    if placement == "auto":
-        apart = num_cores() > 1 and not head
-        placement = "stream" if device.type == "cuda" else "process" if apart else "inline"
+    placement, wanted = speculation.placement, speculation.draft_device
+    if placement == "auto" and wanted is not None:
+        placement = "process"
+    elif placement == "auto":
+        own = torch.cuda.device_count() > (device.index or 0) + ranks if device.type == "cuda" else num_cores() > 1
+        placement = "process" if own and not head else "stream" if device.type == "cuda" else "inline"
+        if placement == "inline" and speculation.mode == "auto":
+            return speculation
     if placement == "process" and head:
         raise ConfigError(
             'speculation placement="process": an EAGLE head reads the hidden states of the target, in its process; use '
@@ -89,54 +99,113 @@ def placed(
         )
     if placement == "stream" and device.type != "cuda":
         raise ConfigError('speculation placement="stream" is for GPUs: use "process", or "inline"')
+    if placement != "process":
+        if speculation.draft_threads is not None:
+            raise ConfigError(
+                f"speculation draft_threads={speculation.draft_threads} is for a draft in a process of its own on a "
+                f'CPU (placement="process"), not for placement="{placement}": leave it out'
+            )
+        return replace(speculation, placement=placement)
     speculation = replace(speculation, placement=placement)
-    last = rank_device(device, ranks + speculation.draft_ranks - 1)
-    if placement == "process" and device.type == "cuda" and last.index >= torch.cuda.device_count():
+    first = rank_device(device, ranks) if wanted is None else resolve_device(wanted, "speculation draft_device")
+    _check_draft_devices(speculation, first, {rank_device(device, rank) for rank in range(ranks)})
+    speculation = replace(speculation, draft_device=str(first))
+    if first.type == "cpu" and device.type == "cuda" and speculation.draft_threads is None:
+        threads = max(1, min(_DRAFT_THREADS, num_cores() // (2 * speculation.draft_ranks)))
+        return replace(speculation, draft_threads=threads)
+    return speculation
+
+
+def quantized(speculation: SpeculationConfig, draft: Checkpoint | EagleCheckpoint | None) -> SpeculationConfig:
+    """Resolves `draft_quantization`: int8 for a large draft that competes with the target for a GPU's memory."""
+    if speculation.draft_quantization is not None or speculation.placement != "stream":
+        return speculation
+    if draft is None or isinstance(draft, EagleCheckpoint) or weight_bytes(draft.config, torch.bfloat16) < _LARGE_DRAFT:
+        return speculation
+    return replace(speculation, draft_quantization="int8")
+
+
+def _check_draft_devices(speculation: SpeculationConfig, first: torch.device, target: set[torch.device]) -> None:
+    """ConfigError if the draft models have no GPUs, or cores, of their own; `first`: the device of the first one."""
+    _check_draft_threads(speculation, first)
+    if first.type == "cpu":
+        return
+    last = rank_device(first, speculation.draft_ranks - 1)
+    if (last.index or 0) >= torch.cuda.device_count():
         if speculation.draft_ranks > 1:
             raise ConfigError(
                 f"speculation draft_replicas={speculation.draft_replicas} and draft_tensor_parallel_size="
                 f"{speculation.draft_tensor_parallel_size} need {speculation.draft_ranks} more GPUs: lower one of them"
             )
-        raise ConfigError('speculation placement="process" needs another GPU for the draft: use "stream"')
-    if placement == "process" and speculation.budget == "auto":
         raise ConfigError(
-            'speculation budget="auto" is for a draft beside the target on its GPU (placement="stream"): give a number'
+            'speculation placement="process" needs another GPU for the draft: use "stream", or draft_device="cpu"'
         )
-    return speculation
+    used = {each.index or 0 for each in target}
+    if used & set(range(first.index or 0, (last.index or 0) + 1)):
+        raise ConfigError(
+            f'speculation draft_device="{first}" is a GPU of the target: use placement="stream" for a draft there'
+        )
+
+
+def _check_draft_threads(speculation: SpeculationConfig, device: torch.device) -> None:
+    threads = speculation.draft_threads
+    if threads is None:
+        return
+    if device.type != "cpu":
+        raise ConfigError(f"speculation draft_threads={threads} is for a draft on a CPU, not on {device}: leave it out")
+    if speculation.draft_cores >= num_cores():
+        raise ConfigError(
+            f"speculation draft_threads={threads} leaves none of the {num_cores()} CPU cores to the target: lower it, "
+            "or leave it out"
+        )
+
+
+def prepares_here(speculation: SpeculationConfig) -> bool:
+    """Whether the draft model of this process prepares branches."""
+    here = speculation.placement in ("stream", "inline")
+    return speculation.mode == "ssd" or (speculation.mode == "auto" and here)
 
 
 def make_drafter(config: EngineConfig, runner: ModelRunner | None, target: ModelRunner) -> Drafter:
     """`config`: the user's, with the target's `max_model_len`. `runner`: that of a draft in this process."""
     speculation = config.speculation
-    if speculation.placement == "process":
-        return controlled(start_workers(config, target.vocab_size), speculation)
     model: DraftSource | None = None
     if runner is not None and target.features is not None:
         model = make_eagle_model(config, runner, target.features)
     elif runner is not None:
-        model = make_draft_model(config, runner, make_fan_out(speculation))
-    return controlled(drafter_with(model, speculation), speculation)
+        model = make_draft_model(config, runner, make_fan_out(speculation), target)
+    workers = start_workers(config, target.state) if speculation.placement == "process" else None
+    return drafter_of(model, speculation, workers)
 
 
-def controlled(drafter: Drafter, speculation: SpeculationConfig) -> Drafter:
-    """Wraps the drafter in a DepthController if `k` or `budget` is "auto"."""
-    if "auto" not in (speculation.k, speculation.budget):
-        return drafter
-    widths = speculation.budgets if drafter.budget else (0,)
-    return DepthController(drafter, make_arms(None if speculation.k == "auto" else speculation.lookahead, widths))
+def drafter_of(model: DraftSource | None, speculation: SpeculationConfig, workers: Drafter | None = None) -> Drafter:
+    """The drafter of these options; `workers`: the one in processes of its own.
 
-
-def drafter_with(model: DraftSource | None, speculation: SpeculationConfig, fan_out: FanOut | None = None) -> Drafter:
-    """The drafter in this process."""
+    A DepthController chooses where `mode`, `k` or `budget` is "auto".
+    """
     if speculation.mode == "ar":
         return Drafter()
-    if model is None:
-        return NgramDrafter(speculation.lookahead)
-    if speculation.mode == "sd":
-        return ModelDrafter(model, speculation.lookahead)
+    drafters: dict[str, Drafter] = {}
+    if workers is None and model is not None and prepares_here(speculation):
+        drafters["sd"] = drafters["ssd"] = ssd_drafter(model, speculation, make_fan_out(speculation))
+    else:
+        if speculation.mode != "ssd":
+            drafters["sd"] = (
+                ModelDrafter(model, speculation.lookahead) if model else NgramDrafter(speculation.lookahead)
+            )
+        if workers is not None:
+            drafters["ssd"] = workers
+    if "auto" not in (speculation.mode, speculation.k, speculation.budget):
+        return drafters[speculation.mode]
+    depths = DEPTHS if speculation.k == "auto" else (speculation.lookahead,)
+    modes = ("ar", *drafters) if "auto" in (speculation.mode, speculation.k) else (speculation.mode,)
+    return DepthController(drafters, make_arms(modes, depths, speculation.budgets))
+
+
+def ssd_drafter(model: DraftSource, speculation: SpeculationConfig, fan_out: FanOut) -> SSDDrafter:
     return SSDDrafter(
         model,
-        fan_out or make_fan_out(speculation),
+        fan_out,
         lookahead=speculation.lookahead,
         budget=max(speculation.budgets),
         backup=speculation.backup,
@@ -162,10 +231,15 @@ def make_eagle_model(config: EngineConfig, runner: ModelRunner, features: Featur
     return EagleModel(head)
 
 
-def make_draft_model(config: EngineConfig, runner: ModelRunner, fan_out: FanOut) -> DraftModel:
-    draft = _make_runner(config, ModelStep(runner, run_shapes(config, runner.decoder.device)))
+def make_draft_model(
+    config: EngineConfig, runner: ModelRunner, fan_out: FanOut, target: ModelRunner | None = None
+) -> DraftModel:
+    """`target`: that of the same process."""
+    shared = config.speculation.placement == "stream"
+    step = ModelStep(runner, run_shapes(config, runner.decoder.device), shared=shared)
+    draft = _make_runner(config, step)
     if draft.on_cuda:
-        _warm_up(config, draft, fan_out)
+        _warm_up(config, draft, step, fan_out, target)
     return DraftModel(
         draft,
         max_len=runner.decoder.config.max_position,
@@ -179,16 +253,22 @@ def _make_runner(config: EngineConfig, step: DraftStep) -> DraftRunner:
     return DraftRunner(step, rejection=rejection, saguaro_c=c, graphs=not config.eager)
 
 
-def _warm_up(config: EngineConfig, draft: DraftRunner, fan_out: FanOut) -> None:
+def _warm_up(
+    config: EngineConfig, draft: DraftRunner, step: ModelStep, fan_out: FanOut, target: ModelRunner | None
+) -> None:
     runner, usual = draft.runner, (row_buckets(config.max_num_seqs), fan_out)
     max_tokens = min(batched_tokens(config, draft.device), runner.decoder.config.max_position)
     if not config.eager:
         runner.plan_graphs(prefill_only=True)
     rehearsals = [lambda: runner.rehearse(max_tokens), lambda: draft.rehearse(*usual)]
-    captures = [] if config.eager else [runner.capture, lambda: draft.capture(*usual)]
-    # Not in SSD, where the target computes at the same time: the kernel takes the whole GPU.
-    if config.speculation.mode == "sd":
-        captures.insert(0, lambda: use_persistent_step(runner.decoder, runner.kv))
+    # In SSD both are for one sequence at a time: with several, parts of a GPU have failed in tests.
+    alone = config.max_num_seqs == 1
+    captures = [step.use_one_kernel] if alone or config.speculation.mode == "sd" else []
+    if not config.eager:
+        captures.append(runner.capture)
+        if target is not None and alone and config.speculation.placement == "stream":
+            captures.append(lambda: share_gpu(target, draft, fan_out))
+        captures.append(lambda: draft.capture(*usual))
     warm_up("draft", rehearsals, captures)
 
 
@@ -196,7 +276,7 @@ def run_shapes(config: EngineConfig, device: torch.device) -> RunShapes:
     """Rows of a draft run: one per sequence, or its branches, up to _MAX_BRANCHES."""
     speculation, rows = config.speculation, config.max_num_seqs
     widths: tuple[int, ...] = ()
-    if speculation.mode == "ssd":
+    if prepares_here(speculation):
         widths = speculation.budgets
         rows = max(rows, min(_MAX_BRANCHES, rows * max(widths)))
     return RunShapes(speculation.lookahead, config.max_num_seqs, rows, widths, bucketed=device.type == "cuda")
@@ -230,29 +310,31 @@ def load_draft(
     )
 
 
-def start_workers(config: EngineConfig, vocab_size: int) -> Drafter:
-    """A drafter in workers, one for each replica, with the GPUs after the target's on this host, or a core each.
+def start_workers(config: EngineConfig, state: SequenceState) -> Drafter:
+    """A drafter in workers, one for each replica, on `draft_device` and the GPUs after it. `state`: the target's.
 
     What `config` leaves open (dtype, KV blocks, batch size) a worker chooses for its own device.
     """
     draft = absolute_path(str(config.speculation.draft))  # for a worker that is started again from another directory
-    config = replace(config, speculation=replace(config.speculation, draft=draft))
-    device, threads = resolve_device(config.device), torch.get_num_threads()
-    before, speculation = local_size(config.tensor_parallel_size), config.speculation
-    if device.type == "cpu":
-        torch.set_num_threads(max(1, min(threads, num_cores() - speculation.draft_ranks)))
+    in_flight = kernels(state.device).draft_table is not None and config.speculation.acceptance == "coupled"
+    backup = "jit" if in_flight else config.speculation.backup  # in flight it is chosen here, not by the worker
+    speculation = config.speculation
+    config = replace(config, speculation=replace(speculation, mode="ssd", draft=draft, backup=backup))
+    first = torch.device(str(speculation.draft_device))
 
     def start(replica: int) -> Worker:
-        first = before + replica * speculation.draft_tensor_parallel_size
-        own = replace(config, device=str(rank_device(device, first)))
-        return Worker({"config": asdict(own), "vocab_size": vocab_size, "replica": replica})
+        device = rank_device(first, replica * speculation.draft_tensor_parallel_size)
+        setup = {"config": asdict(replace(config, device=str(device))), "vocab_size": state.vocab_size}
+        return Worker(setup | {"replica": replica})
 
-    drafter = ProcessDrafter(
-        [functools.partial(start, replica) for replica in range(speculation.draft_replicas)],
-        speculation.lookahead,
-        vocab_size,
-        ended=lambda: torch.set_num_threads(threads),
-    )
+    starts = [functools.partial(start, replica) for replica in range(speculation.draft_replicas)]
+    drafter: ProcessDrafter
+    k, budget = speculation.lookahead, max(speculation.budgets)
+    if in_flight:
+        drafter = LateBindingDrafter(starts, k, state, budget=budget, backup=speculation.backup)
+    else:
+        cores = speculation.draft_cores if first.type == state.device.type == "cpu" else 0
+        drafter = ProcessDrafter(starts, k, state.vocab_size, budget=budget, cores=cores)
     if not drafter.wait_ready(_WORKER_START_SECONDS):
         log.warning("the drafter's process is not ready yet: decoding begins without it")
     return drafter
@@ -264,7 +346,7 @@ def build_worker_drafter(setup: Mapping[str, Any]) -> WorkerDrafter:
     device, size = resolve_device(config.device), config.speculation.draft_tensor_parallel_size
     make_current(device)
     if device.type == "cpu":
-        torch.set_num_threads(1)
+        torch.set_num_threads(config.speculation.draft_threads or 1)
     vocab_size, replica = int(setup["vocab_size"]), int(setup["replica"])
     fan_out = make_fan_out(config.speculation, replica)
     ranks = None
@@ -274,7 +356,7 @@ def build_worker_drafter(setup: Mapping[str, Any]) -> WorkerDrafter:
     runner = _worker_runner(config, vocab_size, device, ranks.place if ranks is not None else Place())
     if ranks is not None:
         ranks.attach(runner)
-    drafter = drafter_with(make_draft_model(config, runner, fan_out), config.speculation, fan_out)
+    drafter = ssd_drafter(make_draft_model(config, runner, fan_out), config.speculation, fan_out)
     return WorkerDrafter(drafter, runner.state, close=runner.close)
 
 

@@ -13,8 +13,7 @@ from ssd.config import EngineConfig
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import DeviceBlockTables, SequenceState
 from ssd.kernels.device import kernels, name_of
-from ssd.layers.formats import FormatOf
-from ssd.layers.formats.dense import DENSE, dense
+from ssd.layers.formats import DENSE, FormatOf, dense
 from ssd.layers.linear import Embedding
 from ssd.layers.parameter import Build
 from ssd.models.checkpoint import Checkpoint, HFCheckpoint, Weights
@@ -53,10 +52,12 @@ def load_decoder(
     format_of: FormatOf = dense,
     target: Decoder | None = None,
     tp: TensorParallel = TensorParallel(),  # noqa: B008 (frozen)
+    windowed: bool = False,
 ) -> Loaded:
     """Loads weights and allocates attention scratch; rotary tables have `beyond` more positions than the state.
 
-    `target`: the model whose hidden states an EAGLE head reads. `tp`: the rank whose share is loaded.
+    `target`: the model whose hidden states an EAGLE head reads. `tp`: the rank whose share is loaded. `windowed`: KV
+    behind the windows of its layers is freed.
     """
     device = state.device
     ops, dtype = kernels(device).ops(), resolve_dtype(config, (target or checkpoint).config, device)
@@ -69,7 +70,7 @@ def load_decoder(
         decoder = EagleHead(checkpoint.config, build, max_positions=positions, embedding=shared)
         decoder.map_tokens(checkpoint.target_ids())
     else:
-        decoder = Decoder(checkpoint.config, build, max_positions=positions)
+        decoder = Decoder(checkpoint.config, build, max_positions=positions, windowed=windowed)
     decoder.load(_weights(checkpoint, decoder))
     formats = decoder.formats - {DENSE.name}
     if formats and device.type == "cuda":

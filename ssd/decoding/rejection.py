@@ -16,7 +16,7 @@ import torch
 from ssd.core import Outcome, Work
 from ssd.execution.clock import Clock, now
 from ssd.execution.runner import Forward
-from ssd.execution.target import Hook, Target, Verification, first_logit_rows
+from ssd.execution.target import Hook, Settle, Target, Verification, first_logit_rows
 from ssd.kernels.transfers import to_device
 from ssd.sampling.noise import Stream, uniform
 from ssd.sampling.sampler import Needs, Rows
@@ -40,7 +40,7 @@ class RejectionTarget(Target):
     synchronous = True
 
     @torch.inference_mode()
-    def launch(self, works: Seq[Work], settle: Hook = lambda: None, prepare: Hook = lambda: None) -> Verification:
+    def launch(self, works: Seq[Work], settle: Settle = lambda: False, prepare: Hook = lambda: None) -> Verification:
         began, forward, raw = self._forward(works, settle, prepare)
         self.runner.wait(now(self.state.device))
         starts = first_logit_rows(works, gather=forward.inputs.gather)

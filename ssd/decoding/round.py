@@ -22,7 +22,7 @@ from ssd.decoding.isolation import Isolation
 from ssd.decoding.observer import RoundObserver
 from ssd.execution.clock import Clock, now
 from ssd.execution.state import SequenceState
-from ssd.execution.target import Hook, Verification
+from ssd.execution.target import Hook, Settle, Verification
 
 log = logging.getLogger("ssd")
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class Verifier(Protocol):
 
     def admit(self, sequence: Sequence) -> None: ...
 
-    def launch(self, works: Seq[Work], settle: Hook, prepare: Hook) -> Verification: ...
+    def launch(self, works: Seq[Work], settle: Settle, prepare: Hook) -> Verification: ...
 
     @property
     def failure(self) -> str | None:
@@ -90,6 +90,7 @@ class Round:
         self.run_ahead = target.state.device.type == "cuda"  # on a CPU a call returns when its work is done
         self.isolation = Isolation()
         self._asked: PerRound[_DraftedWorks] = PerRound()
+        self._newest = _DraftedWorks([], 0)  # of the last round launched
         self._last_end: Clock | None = None  # end of the last round launched; None: the device is idle
         self._before: Clock | None = None  # the same; None: the engine is idle
 
@@ -119,15 +120,19 @@ class Round:
 
     def launch(self, works: Seq[Work]) -> InFlight:
         """Launches a round without waiting for the device (on a CPU it is complete on return)."""
+        alone = self._last_end is None
         began = self._last_end or now(self.target.state.device)
         before, drafting = self._before, now(self.target.state.device) if self.drafter.lookahead else None
         asked = _DraftedWorks(self.isolation.asked(works), self.stats.drafter_failures)
         works = self._propose(works, asked)
         self._asked.put(works, asked)
-        settle = functools.partial(self._guarded, asked, "settle", self.drafter.settle, None)
+        self._newest = asked
+        settle = functools.partial(self._guarded, asked, "settle", self.drafter.settle, False)
         prepare = functools.partial(self._guarded, asked, "prepare", self.drafter.prepare, None)
         verification = self.part("verify", functools.partial(self.target.launch, works, settle, prepare))
         self._last_end = self._before = verification.ended
+        if alone:
+            self._decided([], [])
         for observer in self.observers:
             observer.launched(works, self._prepared)
         return InFlight(works, began, verification, before, drafting)
@@ -138,10 +143,13 @@ class Round:
 
     def collect(self, round_: InFlight) -> tuple[list[Outcome | None], float]:
         """Waits for the device; returns the outcomes and how many seconds the round took."""
-        outcomes = self.part("collect", round_.verification.collect)
         verification = round_.verification
+        self._guarded(self._newest, "serve", lambda _: self.drafter.serve(verification.ended), None)
+        outcomes = self.part("collect", verification.collect)
         if self._last_end is verification.ended:  # nothing was launched after it
             self._last_end = None
+        else:
+            self._decided(round_.works, outcomes)
         self.stats.target_wait_seconds += max(0.0, verification.began.since(round_.began))
         self.stats.verify_seconds += verification.ended.since(verification.began)
         if round_.before is not None:
@@ -194,6 +202,9 @@ class Round:
             self.drafter.forget(sequence)
         except Exception as error:
             log.debug("the drafter could not forget a sequence", exc_info=error)
+
+    def _decided(self, works: Seq[Work], outcomes: Seq[Outcome | None]) -> None:
+        self._guarded(self._newest, "decided", lambda _: self.drafter.decided(works, outcomes), None)
 
     def _prepared(self, sequence: Sequence) -> Prepared:
         try:

@@ -1,8 +1,9 @@
-"""A running average in which old observations lose weight."""
+"""Running averages in which old observations lose weight."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -33,3 +34,17 @@ class Average:
         """Adds an observation; `value` is multiplied by its weight already."""
         self.total = self.keep * self.total + value
         self.weight = self.keep * self.weight + weight
+
+
+@dataclass
+class TypicalSeconds:
+    """Mean of the last 16 times, in seconds, without those above twice the median."""
+
+    mean: float = 0.0  # 0: not known
+    last: deque[float] = field(default_factory=lambda: deque(maxlen=16))
+
+    def add(self, value: float) -> None:
+        self.last.append(value)
+        most = 2 * sorted(self.last)[len(self.last) // 2]
+        usual = [each for each in self.last if each <= most]
+        self.mean = sum(usual) / len(usual)

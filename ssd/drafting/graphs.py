@@ -25,20 +25,23 @@ class PieceGraphs:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
 
-    def launch(self, key: Hashable, compute: Compute) -> None:
-        """Replays the key's graph; without one it runs `compute`, and captures it for the next time."""
+    def launch(self, key: Hashable, compute: Compute, stream: torch.cuda.Stream | None = None) -> None:
+        """Replays the key's graph; without one it runs `compute`, and captures it for the next time (`capture`)."""
         if self.enabled and key in self._graphs:
             self._graphs[key].replay()
             return
         compute()
         if self._on_use:
-            self.capture(key, compute)
+            self.capture(key, compute, stream)
 
-    def capture(self, key: Hashable, compute: Compute) -> None:
-        """Captures a graph, unless there is one. The kernels must have been compiled."""
+    def capture(self, key: Hashable, compute: Compute, stream: torch.cuda.Stream | None = None) -> None:
+        """Captures a graph, unless there is one. The kernels must have been compiled.
+
+        `stream`: of a part of the GPU, in which the graph is to run; None: on the whole GPU.
+        """
         if not self.enabled or key in self._graphs:
             return
-        stream = torch.cuda.current_stream()
-        own = stream if stream != torch.cuda.default_stream() else None
+        current = torch.cuda.current_stream()
+        own = stream or (current if current != torch.cuda.default_stream() else None)
         self._graphs[key], _ = capture(compute, self._pool, stream=own)
         self._pool = self._graphs[key].pool()

@@ -5,9 +5,10 @@ A process that is slow, hangs, crashes or sends invalid messages raises nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from types import MappingProxyType
 
 from ssd.core import Proposal, Sequence, Work
 from ssd.drafting.wire import (
@@ -56,16 +57,36 @@ class DraftReplica:
             return self._round - self._answered <= 1
         return False
 
+    @property
+    def idle(self) -> bool:
+        """Whether something came back for the last round."""
+        return self._answered == self._round
+
+    def num_unknown(self, sequence: Sequence) -> int:
+        """Tokens of a sequence that the worker does not have."""
+        return len(sequence.tokens) - self._known.get(sequence.id, 0)
+
     def find(self, sequence: Sequence) -> Draft | None:
         """The draft that was prepared for what has been decided since the last round."""
         prepared, known = self._prepared.get(sequence.id), self._known.get(sequence.id)
         return prepared.find(tuple(sequence.tokens[known:])) if prepared is not None and known is not None else None
 
-    def send(self, works: Seq[Work], drafts: Seq[Draft | None], seconds: float, *, reply: bool, ahead: bool) -> None:
+    def send(
+        self,
+        works: Seq[Work],
+        drafts: Seq[Draft | None],
+        seconds: float,
+        *,
+        budget: int,
+        reply: bool,
+        ahead: bool,
+        decided: Mapping[int, Seq[int]] = MappingProxyType({}),
+    ) -> None:
         """Sends a round: the drafts that it verifies (None: to be written), and how long the last one took.
 
-        `reply`: what is written will be sent, for `receive`. `ahead`: so will what is prepared, for `find`; else the
-        worker keeps it and is asked in the next round.
+        `budget`: branches per sequence that are to be prepared. `reply`: what is written will be sent, for `receive`.
+        `ahead`: so will what is prepared, for `find`; else the worker keeps it and is asked in the next round.
+        `decided`: tokens that are not committed yet, by sequence id.
         """
         self._round += 1
         self._prepared = {}
@@ -73,8 +94,11 @@ class DraftReplica:
         limit = max_reply_words(len(works), self.lookahead, self.vocab_size)
         self._limit = max(self._limit, limit)  # a reply to a larger round may be to come
         forgotten, self._forgotten = self._forgotten, []
-        entries = [self._entry(*each) for each in zip(works, drafts, strict=True)]
-        payload = encode_round(forgotten, entries, reply=reply, ahead=ahead)
+        entries = [
+            self._entry(work, draft, decided.get(work.sequence.id, ()))
+            for work, draft in zip(works, drafts, strict=True)
+        ]
+        payload = encode_round(forgotten, entries, budget=budget, reply=reply, ahead=ahead)
         due = Kind.PROPOSALS if self._num_asked else Kind.PREPARED
         with self._losing_on_error():
             self.supervisor.send(Message(Kind.ROUND, self._round, payload, (int(seconds * 1e9), 0)), due)
@@ -86,6 +110,24 @@ class DraftReplica:
             if message is not None:
                 return decode_proposals(message.payload, self._num_asked, self.vocab_size), message.times[1] / 1e9
         return None
+
+    @property
+    def preparing(self) -> bool:
+        """Whether a PREPARED message of the current round may still come."""
+        return self.supervisor.ready and self._last_prepared < self._round
+
+    @property
+    def overdue(self) -> bool:
+        """Whether nothing has come back for the round before the current one."""
+        return self._round - self._answered > 1
+
+    def take_prepared(self) -> Mapping[int, PreparedDrafts]:
+        """What it has prepared for the current round, by sequence id, if that has come since the last call."""
+        if self.preparing:
+            with self._losing_on_error():
+                self._receive(0.0)
+        prepared, self._prepared = self._prepared, {}
+        return prepared
 
     def forget(self, sequence: Sequence) -> None:
         if self._known.pop(sequence.id, None) is not None:
@@ -105,13 +147,14 @@ class DraftReplica:
             self._keep(message)
         return None
 
-    def _entry(self, work: Work, draft: Draft | None) -> Entry:
+    def _entry(self, work: Work, draft: Draft | None, decided: Seq[int]) -> Entry:
         """The tokens of a sequence that the worker does not have, and for a new sequence its parameters."""
         sequence = work.sequence
         known = self._known.get(sequence.id, 0)
-        self._known[sequence.id] = len(sequence.tokens)
+        tokens = [*sequence.tokens[known:], *decided[max(0, known - len(sequence.tokens)) :]]
+        self._known[sequence.id] = known + len(tokens)
         new = sequence if not known else None
-        return Entry(sequence.id, known, sequence.tokens[known:], work.lookahead, draft, new)
+        return Entry(sequence.id, known, tokens, work.lookahead, draft, new)
 
     def _keep(self, message: Message) -> None:
         """Takes a PREPARED message: at most one per round, kept if it is for the current one."""

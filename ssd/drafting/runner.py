@@ -28,9 +28,11 @@ from ssd.drafting.shapes import RunShape
 from ssd.drafting.step import DraftStep
 from ssd.execution.clock import Clock, StreamClock, now
 from ssd.kernels.compiling import compiling
+from ssd.kernels.partition import Part
 from ssd.kernels.transfers import to_host, upload
 from ssd.sampling.sampler import ALL_NEEDS, Needs, Rows
 
+MAX_ROWS_IN_PART = 16  # of a preparation; more need more of the GPU than the target can spare
 _READING = -1  # the piece that reads and chooses each row's first token; piece s >= 0 extends every row by one token
 
 
@@ -102,6 +104,7 @@ class DraftRunner:
         self.on_cuda = self.device.type == "cuda"
         self.stream = torch.cuda.Stream(priority=-1) if self.on_cuda else None  # type: ignore[no-untyped-call]
         self.graphs = PieceGraphs(enabled=graphs and self.on_cuda, on_use=self.runner.decoder.tp.size == 1)
+        self.part: Part | None = None  # of the GPU, where small preparations compute beside the target
         self._origins = torch.empty(0)  # of the drafts looked up last, being copied to the host
         self._origins_fetched = now(self.device)
 
@@ -239,6 +242,10 @@ class DraftRunner:
             for piece in range(_READING, self.shapes.lookahead if branches else self.shapes.lookahead - 1):
                 self.graphs.capture(*self._piece(shape, piece))
 
+    def part_of(self, shape: RunShape) -> Part | None:
+        """The part of the GPU where a run of this shape computes beside the target; None: the whole GPU."""
+        return self.part if shape.branches and shape.rows <= MAX_ROWS_IN_PART else None
+
     def follow(self, key: tuple[int, ...], fan_out: FanOut) -> None:
         """On another rank: launches a piece. It knows no sequences: the forward pass has rank 0's inputs, and what is
         chosen from its logits is of no use."""
@@ -249,17 +256,21 @@ class DraftRunner:
 
     def _launch(self, shape: RunShape, piece: int) -> None:
         """Launches a piece, on all ranks of a split draft model (`follow`)."""
-        (shape, piece), compute = self._piece(shape, piece)
+        captured = self._piece(shape, piece)
+        shape, piece, _ = captured[0]
         followers = self.runner.followers
         key = shape.sequences, shape.reads, shape.width, piece
         with followers.launching(key, draft=True) if followers is not None else nullcontext():
-            self.graphs.launch((shape, piece), compute)
+            self.graphs.launch(*captured)
 
-    def _piece(self, shape: RunShape, piece: int) -> tuple[tuple[RunShape, int], Callable[[], None]]:
-        """A piece's key, and what it launches."""
+    def _piece(
+        self, shape: RunShape, piece: int
+    ) -> tuple[tuple[RunShape, int, Part | None], Callable[[], None], torch.cuda.Stream | None]:
+        """A piece's key, what it launches, and the stream that it is captured on."""
         if piece != _READING:
             shape = self.shapes.after_reading(shape)
-        return (shape, piece), functools.partial(self._compute, shape, piece)
+        part = self.part_of(shape)
+        return (shape, piece, part), functools.partial(self._compute, shape, piece), part.stream if part else None
 
     def _upload(self, slots: Seq[int], drafted: Seq[int], shape: RunShape) -> None:
         """Uploads the inputs of the next run, after the draft's own stream is done with the last ones."""

@@ -16,13 +16,15 @@ from typing import NamedTuple
 
 from ssd.core import MODEL_WRITTEN, Origin, Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Confidence, Drafter, PerRound, Prepared, never
-from ssd.drafting.estimate import Average
+from ssd.drafting.estimate import Average, TypicalSeconds
 from ssd.drafting.fan_out import FanOut, OutcomeStatistics
 from ssd.drafting.model import DraftSequence, DraftSource, wants_draft, write_drafts
 from ssd.drafting.runner import DraftRun, StagedBranches
 
 _DECREASE, _INCREASE = 0.75, 0.25  # AIMD limit of branches: multiplied after an interrupted preparation, else added to
 _MIN_BRANCHES = 2.0
+_MIN_SAMPLES = 5  # last times of jit that it is judged by
+_RETRY = 32  # decisions against jit before it is tried again
 
 
 def _average() -> Average:
@@ -36,19 +38,30 @@ class BackupPolicy:
 
     backup: str  # "jit", "fast" or "auto"
     yields: dict[Origin, Average] = field(default_factory=lambda: defaultdict(_average))  # tokens per round, by origin
-    round_seconds: Average = field(default_factory=_average)
-    write_seconds: Average = field(default_factory=_average)
+    round_seconds: TypicalSeconds = field(default_factory=TypicalSeconds)
+    write_seconds: TypicalSeconds = field(default_factory=lambda: TypicalSeconds(last=deque(maxlen=_MIN_SAMPLES)))
+    num_declined: int = 0  # decisions against jit since it was last used
+
+    def wrote(self, seconds: float) -> None:
+        """Adds the time of a jit draft."""
+        self.write_seconds.add(seconds)
+        self.num_declined = 0
 
     def waits(self, missed: int, batch: int) -> bool:
-        """Whether to use jit when `missed` of `batch` sequences missed. True until there are measurements."""
+        """Whether to use jit when `missed` of `batch` sequences missed. True until there are measurements.
+
+        From time to time it is tried again: its first times are no measure of what it takes later.
+        """
         if self.backup != "auto":
             return self.backup == "jit"
         written, fast, hit = (self.yields[origin] for origin in (Origin.JIT, Origin.SIBLING, Origin.HIT))
-        if not (written.known and self.round_seconds.known and self.write_seconds.known):
+        if len(self.write_seconds.last) < _MIN_SAMPLES or not (written.known and self.round_seconds.last):
             return True
         added = missed * (written.value - (fast.value if fast.known else 1.0))
         lost = batch * (hit.value if hit.known else written.value)
-        return bool(added * self.round_seconds.value > lost * self.write_seconds.value)
+        pays = bool(added * self.round_seconds.mean > lost * self.write_seconds.mean)
+        self.num_declined += not pays
+        return pays or self.num_declined > _RETRY
 
 
 class _Round(NamedTuple):
@@ -141,7 +154,7 @@ class SSDDrafter(Drafter):
                 missed.append((work, own))
         return found, missed
 
-    def settle(self, works: Seq[Work]) -> None:
+    def settle(self, works: Seq[Work]) -> bool:
         """Uses the backup after misses, then copies what branches are prepared from out of the SequenceState."""
         self._run, self._places = None, {}
         branching: list[Work] = []
@@ -162,9 +175,11 @@ class SSDDrafter(Drafter):
                 self.model.mark_read(work, branched=False)
         if self._back_up() and self._staged is not None:
             self.model.runner.snapshot(self._staged)  # the backup has changed the drafts
-        if self._staged is not None:
-            for work in branching:
-                self.model.mark_read(work, branched=True)
+        if self._staged is None:
+            return False
+        for work in branching:
+            self.model.mark_read(work, branched=True)
+        return self.overlap and self.model.runner.part_of(self._staged.shape) is not None
 
     def _back_up(self) -> bool:
         """Writes drafts after misses if the policy says so (this waits for the look-up); returns whether it did."""
@@ -205,6 +220,10 @@ class SSDDrafter(Drafter):
             else:
                 self._in_time = min(runner.shapes.max_width, self._in_time + _INCREASE)
         self._rounds.put(works, _Round(self._run, self._written))
+
+    def catch_up(self, works: Seq[Work]) -> bool:
+        self._run, self._places = None, {}  # prepared for outcomes of an earlier round
+        return self.model.catch_up(works)
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
         round_ = self._rounds.pop(works) or _Round(None, None)
@@ -251,7 +270,7 @@ class SSDDrafter(Drafter):
         run, written = round_
         if written is not None:
             self.stats.busy_seconds += written.seconds
-            self.policy.write_seconds.add(written.seconds)
+            self.policy.wrote(written.seconds)
         if run is None:
             return
         self.stats.busy_seconds += run.seconds

@@ -11,6 +11,8 @@ from ssd.drafting.buffers import DraftBuffers
 from ssd.drafting.shapes import RunShape, RunShapes
 from ssd.execution.runner import ModelRunner
 from ssd.kernels.ops import DeviceBatch
+from ssd.kernels.persistent import PersistentStep
+from ssd.models.persistent import persistent_step
 
 
 class DraftStep(Protocol):
@@ -33,28 +35,45 @@ class DraftStep(Protocol):
 
 
 class ModelStep:
-    """A step of an autoregressive draft model: one forward pass."""
+    """A step of an autoregressive draft model: one forward pass.
 
-    def __init__(self, runner: ModelRunner, shapes: RunShapes) -> None:
-        self.runner = runner
+    `shared`: branches are prepared while the target computes on the same GPU, so they are several kernels a step.
+    """
+
+    def __init__(self, runner: ModelRunner, shapes: RunShapes, *, shared: bool = False) -> None:
+        self.runner, self._shared = runner, shared
         self.buffers = DraftBuffers(runner, shapes)
+        self.one_kernel: PersistentStep | None = None  # for small batches, takes the whole GPU
+
+    def use_one_kernel(self) -> None:
+        """Makes small steps one kernel each, where there is such a kernel. The KV must be unused."""
+        self.one_kernel = persistent_step(self.runner.decoder, self.runner.kv)
 
     def snapshot(self, n: int) -> None:
         return
 
     def read(self, shape: RunShape, logit_rows: torch.Tensor | None) -> torch.Tensor:
-        return forward(self.runner, self.buffers.read_batch(shape, self.buffers.tables(shape), logit_rows))
+        return self._logits(shape, self.buffers.read_batch(shape, self.buffers.tables(shape), logit_rows))
 
     def begin_branches(self, shape: RunShape) -> None:
         return
 
     def extend(self, shape: RunShape, depth: int) -> torch.Tensor:
-        return forward(self.runner, self.buffers.row_batch(shape, depth, self.buffers.tables(shape)))
+        return self._logits(shape, self.buffers.row_batch(shape, depth, self.buffers.tables(shape)))
+
+    def _logits(self, shape: RunShape, batch: DeviceBatch) -> torch.Tensor:
+        step = None if self._shared and shape.branches else self.one_kernel
+        if step is None or not step.takes(batch):
+            return forward(self.runner, batch)
+        return _fitted(step(batch), self.runner.state.vocab_size)
 
 
 def forward(runner: ModelRunner, batch: DeviceBatch) -> torch.Tensor:
     """Logits of a forward pass, padded or cut to the target's vocabulary."""
-    logits, vocab_size = runner.decoder(_of_first_rank(runner, batch), runner.kv), runner.state.vocab_size
+    return _fitted(runner.decoder(_of_first_rank(runner, batch), runner.kv), runner.state.vocab_size)
+
+
+def _fitted(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
     missing = vocab_size - logits.shape[-1]
     if missing > 0:
         logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)

@@ -68,27 +68,35 @@ class PreparedDrafts:
     """The drafts that a worker has prepared for a sequence."""
 
     verified: tuple[int, ...]  # the draft under verification
-    outcomes: list[list[int]]  # accepted tokens of it, the target's own token, the draft, then -1
-    confidence: npt.NDArray[np.uint8]  # `_confidence_codes` of the drafts' tokens
+    outcomes: npt.NDArray[np.int32]  # per row: accepted tokens of it, the target's own token, the draft, then -1
+    codes: npt.NDArray[np.uint8]  # `_confidence_codes` of the drafts' tokens
+
+    @property
+    def confidence(self) -> npt.NDArray[np.float64]:
+        """Of the drafts' tokens."""
+        return _confidence(self.codes)
 
     def find(self, decided: tuple[int, ...]) -> Draft | None:
         """The draft for the outcome that decided these tokens."""
         if not decided or self.verified[: len(decided) - 1] != decided[:-1]:
             return None
-        wanted = [len(decided) - 1, decided[-1]]
-        for row, codes in zip(self.outcomes, self.confidence, strict=True):
-            if row[:2] == wanted:
-                tokens = tuple(itertools.takewhile(lambda token: token >= 0, row[2:]))
-                return Draft(tokens, _confidence(codes[: len(tokens)]))
-        return None
+        accepted, own = self.outcomes[:, 0], self.outcomes[:, 1]
+        matches = np.flatnonzero((accepted == len(decided) - 1) & (own == decided[-1]))
+        if not len(matches):
+            return None
+        tokens = tuple(itertools.takewhile(lambda token: token >= 0, self.outcomes[matches[0], 2:].tolist()))
+        return Draft(tokens, tuple(_confidence(self.codes[matches[0], : len(tokens)]).tolist()))
 
 
-def encode_round(forgotten: Seq[int], entries: Seq[Entry], *, reply: bool = True, ahead: bool = True) -> Words:
-    """`reply`: the drafts asked for are to be sent; else they are only prepared for, and another worker sends them.
+def encode_round(
+    forgotten: Seq[int], entries: Seq[Entry], *, budget: int = 16, reply: bool = True, ahead: bool = True
+) -> Words:
+    """`budget`: branches per sequence that are to be prepared.
 
+    `reply`: the drafts asked for are to be sent; else they are only prepared for, and another worker sends them.
     `ahead`: what is prepared is to be sent, too; else it is kept, and looked up in when the next round asks.
     """
-    numbers = [reply + 2 * ahead, len(forgotten), *forgotten, len(entries)]
+    numbers = [reply + 2 * ahead, budget, len(forgotten), *forgotten, len(entries)]
     for entry in entries:
         numbers += [entry.id, entry.known, len(entry.new_tokens), *entry.new_tokens, entry.lookahead]
         numbers += [-1] if entry.draft is None else _draft_numbers(entry.draft)
@@ -96,14 +104,23 @@ def encode_round(forgotten: Seq[int], entries: Seq[Entry], *, reply: bool = True
     return words(numbers)
 
 
-def decode_round(payload: Words) -> tuple[list[int], list[Entry], bool, bool]:
-    """The ids of sequences to drop, the sequences to draft for, `reply` and `ahead`."""
+class RoundMessage(NamedTuple):
+    """A decoded ROUND, see `encode_round`."""
+
+    forgotten: list[int]  # ids of sequences to drop
+    entries: list[Entry]  # sequences to draft for
+    budget: int
+    reply: bool
+    ahead: bool
+
+
+def decode_round(payload: Words) -> RoundMessage:
     reader = Reader(payload)
-    flags = reader.number(0, 3)
+    flags, budget = reader.number(0, 3), reader.number(0, MAX_OUTCOMES)
     forgotten = reader.numbers(reader.count())
     entries = [_read_entry(reader) for _ in range(reader.count())]
     reader.finish()
-    return forgotten, entries, bool(flags & 1), bool(flags & 2)
+    return RoundMessage(forgotten, entries, budget, bool(flags & 1), bool(flags & 2))
 
 
 def encode_proposals(proposals: Seq[Proposal]) -> Words:
@@ -163,7 +180,7 @@ def decode_prepared(payload: Words, vocab_size: int) -> dict[int, PreparedDrafts
             raise WireError(f"a number is negative, or a token not in 0..{vocab_size - 1}")
         if table[:, 0].max(initial=0) > drafted:
             raise WireError("more tokens are accepted than were drafted")
-        found[sequence_id] = PreparedDrafts(tuple(verified.tolist()), table.tolist(), confidence)
+        found[sequence_id] = PreparedDrafts(tuple(verified.tolist()), table, confidence)
     reader.finish()
     return found
 
@@ -186,8 +203,9 @@ def _confidence_codes(confidence: npt.NDArray[np.float64]) -> npt.NDArray[np.uin
     return np.round(_CONFIDENCE_STEPS * np.log2(1.0 + confidence)).clip(0, 255).astype(np.uint8)
 
 
-def _confidence(codes: npt.NDArray[np.uint8]) -> tuple[float, ...]:
-    return tuple((np.exp2(codes / _CONFIDENCE_STEPS) - 1.0).tolist())
+def _confidence(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
+    values: npt.NDArray[np.float64] = np.exp2(codes / _CONFIDENCE_STEPS) - 1.0
+    return values
 
 
 def _parameter_numbers(sequence: Sequence) -> list[int]:
@@ -215,7 +233,7 @@ def _read_draft(reader: Reader, length: int) -> Draft:
     tokens, codes = reader.packed((length,), np.int32), reader.packed((length,), np.uint8)
     if tokens.min(initial=0) < 0:
         raise WireError("a draft has a token below 0")
-    return Draft(tuple(tokens.tolist()), _confidence(codes))
+    return Draft(tuple(tokens.tolist()), tuple(_confidence(codes).tolist()))
 
 
 def _read_sequence(reader: Reader, sequence_id: int, tokens: Seq[int]) -> Sequence:

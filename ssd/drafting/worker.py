@@ -141,18 +141,19 @@ def serve(drafter: WorkerDrafter, channel: Channel) -> None:
 
 def _serve_round(worker: WorkerDrafter, channel: Channel) -> None:
     message = channel.expect(Kind.ROUND)
-    forgotten, entries, reply, ahead = decode_round(message.payload)
-    for sequence_id in forgotten:
+    round_ = decode_round(message.payload)
+    worker.drafter.budget = round_.budget
+    for sequence_id in round_.forgotten:
         worker.forget(sequence_id)
     began = time.perf_counter_ns()
-    drafts = [entry.draft for entry in entries]
-    works = worker.propose(worker.update(entries, message.times[0] / 1e9), drafts)
-    asked = [work.proposal for work, draft in zip(works, drafts, strict=True) if draft is None and reply]
+    drafts = [entry.draft for entry in round_.entries]
+    works = worker.propose(worker.update(round_.entries, message.times[0] / 1e9), drafts)
+    asked = [work.proposal for work, draft in zip(works, drafts, strict=True) if draft is None and round_.reply]
     if asked:
         times = _busy(worker), time.perf_counter_ns() - began
         channel.send(Message(Kind.PROPOSALS, message.round, encode_proposals(asked), times))
     worker.drafter.prepare(works, channel.waiting)
-    if asked and not ahead:
+    if asked and not round_.ahead:
         return
     payload = encode_prepared({}) if channel.waiting() else _prepared(worker, works)  # the next round is here: too late
     if not asked or payload.any():

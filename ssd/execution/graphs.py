@@ -6,6 +6,7 @@ padded; kernels skip padding, and row-invariant kernels give the same bits with 
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -29,13 +30,14 @@ PREFILL_BUCKETS = (64, 128, 192, 256, 384, 512)
 _DECODE_TILES = 32  # in graphs of batches with prefill chunks: programs without a tile take time too
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class BatchGraph:
     """A captured forward pass with its inputs and its logits."""
 
     inputs: BatchInputs
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
+    in_part: torch.cuda.CUDAGraph | None = None  # the same, in a part of the GPU beside a draft model
 
 
 class BatchGraphs:
@@ -44,7 +46,9 @@ class BatchGraphs:
     Batches with prefill chunks (`prefill`) have logits of at most `most` rows, decode-size batches of all.
     """
 
-    def __init__(self, buckets: Seq[int], *, most: int, tiles: TileSizes, prefill: bool, device: torch.device) -> None:
+    def __init__(
+        self, buckets: Seq[int], *, most: int, tiles: TileSizes, prefill: bool, device: torch.device, groups: int = 1
+    ) -> None:
         self.buckets = sorted(buckets)
         self.most = most
         self.inputs = {
@@ -57,6 +61,7 @@ class BatchGraphs:
                 device=device,
                 prefill=prefill,
                 decode_tiles=_DECODE_TILES if prefill else None,
+                groups=groups,
             )
             for rows in self.buckets
         }
@@ -70,6 +75,22 @@ class BatchGraphs:
             self._graphs[rows] = BatchGraph(inputs, graph, logits)
             pool = graph.pool()
         return pool
+
+    def capture_in_part(
+        self, forward: Callable[[BatchInputs], torch.Tensor], stream: torch.cuda.Stream, most_rows: int
+    ) -> None:
+        """Captures the graphs for up to `most_rows` rows once more, on a stream of a part of the GPU.
+
+        A graph keeps the part that it was captured in, on whatever stream it is replayed. The logits are at the same
+        place, so the same decision follows.
+        """
+        for rows in self.buckets[: bisect.bisect_left(self.buckets, most_rows) + 1]:
+            found = self._graphs[rows]
+            found.in_part, _ = capture(
+                lambda found=found: found.logits.copy_(forward(found.inputs)),  # type: ignore[misc]
+                found.graph.pool(),
+                stream=stream,
+            )
 
     def takes(self, batch: Batch) -> bool:
         return batch.num_rows <= self.buckets[-1] and max(len(batch.slots), batch.num_logit_rows) <= self.most

@@ -82,7 +82,8 @@ class ModelRunner:
         self.scratch_slot = num_blocks * block_size  # first of the KV slots outside of the pool's blocks
         self.kv = decoder.make_kv_cache(num_blocks - (-scratch_slots // block_size), block_size)
         columns = -(-state.max_positions // block_size)
-        self.tables = tables or DeviceBlockTables(state.num_slots, columns, decoder.device)
+        groups = len(decoder.kv_groups)
+        self.tables = tables or DeviceBlockTables(state.num_slots, columns, decoder.device, groups)
         self.features: Features | None = None  # that an EAGLE head reads
         self.followers: Followers | None = None  # on rank 0 of a split model
         self.graphs: BatchGraphs | None = None  # of decode-size batches
@@ -91,7 +92,8 @@ class ModelRunner:
 
     def plan_graphs(self, *, prefill_only: bool = False) -> None:
         """Graphs of decode-size batches and short prefills, to be captured; `prefill_only`: of single prefills only."""
-        make = functools.partial(BatchGraphs, tiles=self.tile_sizes(), device=self.decoder.device)
+        groups = len(self.decoder.kv_groups)
+        make = functools.partial(BatchGraphs, tiles=self.tile_sizes(), device=self.decoder.device, groups=groups)
         if not prefill_only:
             buckets, most = row_buckets(self.max_decode_rows), self.max_decode_rows
             self.graphs = make(buckets, most=most, prefill=False)
@@ -127,6 +129,12 @@ class ModelRunner:
         for graphs in (self.graphs, self.prefill_graphs):
             pool = graphs.capture(self._compute, pool) if graphs is not None else pool
 
+    @torch.inference_mode()
+    def capture_in_part(self, stream: torch.cuda.Stream, most_rows: int) -> None:
+        """Captures decode-size batches of up to `most_rows` rows once more, for `run(…, in_part=True)`."""
+        if self.graphs is not None:
+            self.graphs.capture_in_part(self._compute, stream, most_rows)
+
     def close(self) -> None:
         """Ends the other ranks."""
         if self.followers is not None:
@@ -139,7 +147,7 @@ class ModelRunner:
 
     def logits_of(self, token_ids: Seq[int], count: int) -> torch.Tensor:
         """Logits after each of the last `count` tokens of a text: for scoring, while no sequence is running."""
-        slot, blocks = 0, list(range(-(-len(token_ids) // self.block_size)))
+        slot, blocks = 0, list(range(-(-len(token_ids) // self.block_size) * len(self.decoder.kv_groups)))
         self.state.append(slot, 0, token_ids, 0)
         self.tables.reset(slot)
         self.tables.update([(slot, blocks)])
@@ -188,17 +196,22 @@ class ModelRunner:
             prefill=bool(prefill),
             decode_tiles=few,
             device=self.decoder.device,
+            groups=len(self.decoder.kv_groups),
         )
         if self.decoder.device.type == "cpu":
             self._last_inputs = sizes, made
         return made
 
-    def run(self, staged: Staged) -> Forward:
-        """Launches the forward pass of an uploaded batch, on all ranks."""
+    def run(self, staged: Staged, *, in_part: bool = False) -> Forward:
+        """Launches the forward pass of an uploaded batch, on all ranks.
+
+        `in_part`: in the target's part of the GPU, if there is a graph for that.
+        """
         with self.followers.launching(staged.key) if self.followers is not None else nullcontext():
             if staged.graph is None:
                 return Forward(staged.inputs, self._compute(staged.inputs))
-            staged.graph.graph.replay()
+            own = staged.graph.in_part if in_part else None
+            (own or staged.graph.graph).replay()
             return Forward(staged.inputs, staged.graph.logits, staged.graph)
 
     def wait(self, clock: Clock) -> None:
@@ -207,7 +220,7 @@ class ModelRunner:
             clock.wait()
 
     def _compute(self, inputs: BatchInputs) -> torch.Tensor:
-        tables, tp = self.tables.tensor, self.decoder.tp
+        tables, tp = self.tables.groups, self.decoder.tp
         if tp.rank == 0:
             inputs.prepare(self.state, tables, self.block_size)
         tp.broadcast(inputs.all)

@@ -23,11 +23,12 @@ from ssd.kernels.compiling import compiling
 from ssd.kernels.transfers import to_device, to_host
 from ssd.sampling.sampler import ALL_NEEDS, Needs, Sampler, top_logprobs
 
-Hook = Callable[[], None]
+Hook = Callable[[], object]
+Settle = Callable[[], bool]  # returns whether the forward pass shares the GPU
 
 
-def _nothing() -> None:
-    return
+def _nothing() -> bool:
+    return False
 
 
 class Verification(Protocol):
@@ -110,10 +111,11 @@ class Target:
             self.runner.features.admit(sequence.slot, sequence.kv.num_computed)
 
     @torch.inference_mode()
-    def launch(self, works: Seq[Work], settle: Hook = _nothing, prepare: Hook = _nothing) -> Verification:
+    def launch(self, works: Seq[Work], settle: Settle = _nothing, prepare: Hook = _nothing) -> Verification:
         """Launches the verification of drafts in proposals (uploaded here) and of drafts in the SequenceState.
 
-        `settle` is called right before the forward pass, after all uploads: it may still change drafts in the state.
+        `settle` is called right before the forward pass, after all uploads: it may still change drafts in the state,
+        and says whether the forward pass shares the GPU with what `prepare` launches.
         `prepare` is called right after the forward pass was launched.
         """
         began, forward, raw = self._forward(works, settle, prepare)
@@ -123,7 +125,7 @@ class Target:
             logprobs = raw.fetch(torch.cat([out[i, 2 : 2 + len(rows)] for i, rows in raw.rows.items()]))
         return _Launched(self.runner, works, to_host(out), logprobs, began, now(self.state.device))
 
-    def _forward(self, works: Seq[Work], settle: Hook, prepare: Hook) -> tuple[Clock, Forward, RawLogits | None]:
+    def _forward(self, works: Seq[Work], settle: Settle, prepare: Hook) -> tuple[Clock, Forward, RawLogits | None]:
         """Uploads what the host knows of a round, launches its forward pass, and masks the logits.
 
         Also returns when it began, and the logits before the masks where they are needed. Masks are computed on the
@@ -132,10 +134,10 @@ class Target:
         upload_drafts(self.state, works)
         self.runner.tables.update([(work.slot, work.sequence.kv.blocks) for work in works])
         ready = self.runner.stage(Batch.of(works))
-        settle()
+        shared = settle()
         constrained = ConstrainedWorks.of(works, self.state)
         began = now(self.state.device)
-        forward = self.runner.run(ready)
+        forward = self.runner.run(ready, in_part=shared)
         prepare()
         raw = RawLogits.of(works, forward)
         if constrained is not None:

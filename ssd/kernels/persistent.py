@@ -20,6 +20,7 @@ from typing import Final
 import torch
 
 from ssd.kernels import cache
+from ssd.kernels.driver import call
 from ssd.kernels.ops import DeviceBatch, HeadShape
 
 MAX_ROWS: Final = 16
@@ -210,33 +211,19 @@ class _Kernel:
         self._module, self._function = _P(), _P()
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # there is a context
-            _call("cuModuleLoadData", ctypes.byref(self._module), cubin)
-            _call("cuModuleGetFunction", ctypes.byref(self._function), self._module, b"step")
+            call("cuModuleLoadData", ctypes.byref(self._module), cubin)
+            call("cuModuleGetFunction", ctypes.byref(self._function), self._module, b"step")
             self.buffer_bytes, self._shared_bytes = self._constant(b"buffer_bytes"), self._constant(b"shared_bytes")
-            _call("cuFuncSetAttribute", self._function, _FUNC_MAX_DYNAMIC_SHARED, self._shared_bytes)
+            call("cuFuncSetAttribute", self._function, _FUNC_MAX_DYNAMIC_SHARED, self._shared_bytes)
 
     def _constant(self, name: bytes) -> int:
         at, size, value = _P(), ctypes.c_size_t(), ctypes.c_uint32()
-        _call("cuModuleGetGlobal_v2", ctypes.byref(at), ctypes.byref(size), self._module, name)
-        _call("cuMemcpyDtoH_v2", ctypes.byref(value), at, size)
+        call("cuModuleGetGlobal_v2", ctypes.byref(at), ctypes.byref(size), self._module, name)
+        call("cuMemcpyDtoH_v2", ctypes.byref(value), at, size)
         return value.value
 
     def launch(self, blocks: int, params: Params) -> None:
         """Cooperative: all blocks run at the same time, or the launch fails."""
         stream, arguments = _P(torch.cuda.current_stream().cuda_stream), (_P * 1)(ctypes.addressof(params))
         grid, block = (blocks, 1, 1), (32 * (_TUNING["WARPS"] + 1), 1, 1)
-        _call("cuLaunchCooperativeKernel", self._function, *grid, *block, self._shared_bytes, stream, arguments)
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _call(name: str, *arguments: object) -> None:
-    """A function of the CUDA driver."""
-    status = getattr(_driver(), name)(*arguments)
-    if status:
-        text = ctypes.c_char_p()
-        _driver().cuGetErrorString(status, ctypes.byref(text))
-        raise BuildError(f"{name}: {(text.value or b'').decode()}")
+        call("cuLaunchCooperativeKernel", self._function, *grid, *block, self._shared_bytes, stream, arguments)

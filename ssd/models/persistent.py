@@ -6,9 +6,10 @@ import logging
 
 import torch
 
+from ssd.kernels.driver import DriverError
 from ssd.kernels.ops import DeviceBatch
 from ssd.kernels.persistent import MAX_ROWS, BuildError, PersistentStep, StepLayer
-from ssd.layers.formats.dense import DENSE
+from ssd.layers.formats import DENSE
 from ssd.layers.linear import Linear
 from ssd.models.decoder import Decoder, KVCache
 
@@ -17,23 +18,26 @@ _MAX_DIFFERENCE = 0.1  # of the logits, relative; that of two orders of bfloat16
 _CHECKED_TOKENS = 15  # all kernels are checked: one is for up to 8 rows, one for up to 16
 
 
-def use_persistent_step(decoder: Decoder, kv: KVCache) -> None:
-    """`decoder` must be a draft's, since the kernel has other bits, and `kv` unused: the check writes to it."""
+def persistent_step(decoder: Decoder, kv: KVCache) -> PersistentStep | None:
+    """None where there is no such kernel, or it differs from the others.
+
+    `decoder` must be a draft's, since the kernel has other bits, and `kv` unused: the check writes to it.
+    """
     try:
         step = _build(decoder, kv)
         difference = _difference(decoder, step, kv)
-    except (BuildError, OSError) as error:
+    except (BuildError, DriverError, OSError) as error:
         log.info("the draft's steps are several kernels each, not one: %s", error)
-        return
+        return None
     if difference < _MAX_DIFFERENCE:
-        decoder.step = step
-        log.info("the draft's steps of up to %d rows are one kernel each", MAX_ROWS)
-    else:
-        log.warning(
-            "the draft's steps are several kernels each, which is slower: the logits of the kernel for whole steps "
-            "differ by %.2g on this GPU",
-            difference,
-        )
+        log.info("the draft's steps of up to %d rows are one kernel each, if it has the GPU to itself", MAX_ROWS)
+        return step
+    log.warning(
+        "the draft's steps are several kernels each, which is slower: the logits of the kernel for whole steps "
+        "differ by %.2g on this GPU",
+        difference,
+    )
+    return None
 
 
 def _accept(decoder: Decoder) -> None:

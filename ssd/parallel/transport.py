@@ -26,7 +26,7 @@ from ssd.errors import SSDError
 
 Words = npt.NDArray[np.int64]
 
-MAGIC = 0x5353_4457_0000_0005  # "SSDW", version 5
+MAGIC = 0x5353_4457_0000_0006  # "SSDW", version 6
 HEADER_WORDS = 6
 MAX_WORDS = 1 << 26  # longest payload: half a gigabyte
 LOWEST, HIGHEST = -(1 << 63), (1 << 63) - 1

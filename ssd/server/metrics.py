@@ -202,4 +202,5 @@ def _labelled_counters(engine: Engine) -> dict[str, tuple[str, str, dict[str, fl
     return {
         "spec_decode_num_accepted_tokens_per_pos": ("Draft tokens accepted, by position.", "position", accepted),
         "draft_rounds": ("Rounds after a look-up, by origin of the draft.", "origin", dict(metrics.ssd_rounds)),
+        "mode_rounds": ("Rounds, by mode, where it is chosen in every round.", "mode", dict(metrics.mode_rounds)),
     }

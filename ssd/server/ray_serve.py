@@ -51,7 +51,8 @@ def needs(config: EngineConfig, nodes: Seq[Resources], replicas: int) -> dict[st
         cores = next((n for n in range(most, 0, -1) if _room({"CPU": n}, nodes) >= replicas), 1)
         wanted: dict[str, float] = {"CPU": cores}
     else:
-        wanted = {"CPU": 1, "GPU": config.tensor_parallel_size + config.speculation.draft_ranks}
+        drafts, on_cpu = config.speculation.draft_ranks, config.speculation.draft_device == "cpu"
+        wanted = {"CPU": 1 + on_cpu * drafts, "GPU": config.tensor_parallel_size + (not on_cpu) * drafts}
     if (room := _room(wanted, nodes)) < replicas:
         each = ", ".join(f"{number} {name}" for name, number in wanted.items())
         raise ConfigError(f"replicas={replicas}: the Ray cluster has room for {room} ({each} each): use fewer")

@@ -24,7 +24,11 @@ from ssd.drafting.model import DraftModel, ModelDrafter
 from ssd.drafting.ngram import NgramDrafter
 from ssd.drafting.runner import DraftRunner
 from ssd.drafting.ssd import BackupPolicy, SSDDrafter
+from ssd.drafting.step import ModelStep
+from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
+from ssd.kernels.ops import DeviceBatch
+from ssd.kernels.partition import Part
 
 K = 4
 TEXTS = [[5, 6, 7, 8, 9, 10, 11] * 5, [900, 12, 77], [2000, 31, 9] * 21]
@@ -72,6 +76,7 @@ class Rounds:
     texts: Seq[Seq[int]] = tuple(map(tuple, TEXTS))
     sequences: list[Sequence] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
+    shared: bool = False  # what `settle` returned
 
     def __post_init__(self) -> None:
         for slot, text in enumerate(self.texts):
@@ -94,7 +99,7 @@ class Rounds:
             proposals = [Proposal(tuple(draft)) for draft in drafts]
             self.state.set_drafts([work.slot for work in works], drafts)
         self.works = [work.with_proposal(proposal) for work, proposal in zip(works, proposals, strict=True)]
-        self.drafter.settle(self.works)
+        self.shared = self.drafter.settle(self.works)
         found = [self._verified(work) for work in self.works]
         self.drafter.prepare(self.works, interrupted)
         return found
@@ -295,6 +300,49 @@ def test_a_preparation_that_is_waited_for_is_narrower_next_time(model: DraftMode
     rounds.end()
 
 
+def test_a_small_preparation_shares_the_gpu(model: DraftModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 branches beside the target are in the draft's part, more of them or some after the target are not."""
+    monkeypatch.setattr(model.runner, "part", Part(8, None))  # type: ignore[arg-type]
+    alone = SSDDrafter(model, Adaptive(), lookahead=K, budget=16, overlap=False)
+    for drafter, texts, shared in (
+        (ahead(model), TEXTS[:1], True),
+        (ahead(model), TEXTS, False),
+        (alone, TEXTS[:1], False),
+    ):
+        rounds = Rounds(drafter, model, texts=texts)
+        rounds.launch()
+        assert rounds.shared is shared
+        rounds.decide(*[(0, 1)] * len(texts))
+        rounds.end()
+
+
+class CountedKernel:
+    """In place of the kernel of a whole step: the model's own logits."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner, self.calls = runner, 0
+
+    def takes(self, _: DeviceBatch) -> bool:
+        return True
+
+    def __call__(self, batch: DeviceBatch) -> torch.Tensor:
+        self.calls += 1
+        return self.runner.decoder(batch, self.runner.kv)
+
+
+@pytest.mark.parametrize(("shared", "calls"), [(False, K + K + 1), (True, K)])
+def test_branches_beside_the_target_are_several_kernels(runner: DraftRunner, shared: bool, calls: int) -> None:
+    """Catches a kernel for the whole GPU that is launched beside the target, and one that is never used."""
+    step = ModelStep(runner.runner, runner.shapes, shared=shared)
+    step.one_kernel = kernel = CountedKernel(runner.runner)  # type: ignore[assignment]
+    model = DraftModel(DraftRunner(step), max_len=256, max_num_batched_tokens=512)
+    rounds = Rounds(ahead(model), model)
+    rounds.launch()
+    assert kernel.calls == calls
+    rounds.decide((0, 1), (0, 1), (0, 1))
+    rounds.end()
+
+
 def test_sequences_share_what_the_draft_model_has_read(model: DraftModel) -> None:
     rounds = Rounds(ModelDrafter(model, K), model, texts=[[8, 9] * 20, [8, 9] * 20])
     first, second = rounds.sequences
@@ -371,15 +419,19 @@ def test_waiting_pays_only_while_it_does() -> None:
     policy = BackupPolicy("auto")
     assert policy.waits(1, 1)  # nothing is known yet
     policy.round_seconds.add(0.020)
-    policy.write_seconds.add(0.005)
+    for _ in range(5):
+        policy.wrote(0.005)
     for origin, tokens in ((Origin.JIT, 3.0), (Origin.SIBLING, 1.2), (Origin.HIT, 3.5)):
         policy.yields[origin].add(tokens)
     assert policy.waits(1, 1)
     assert not policy.waits(1, 16)  # fifteen would wait for one
     assert policy.waits(16, 16)
-    for _ in range(64):
-        policy.write_seconds.add(0.050)
+    for _ in range(5):
+        policy.wrote(0.050)
     assert not policy.waits(16, 16)
+    assert any(policy.waits(16, 16) for _ in range(100))  # it is tried again
+    policy.wrote(0.050)
+    assert not any(policy.waits(16, 16) for _ in range(30))
 
 
 @pytest.mark.parametrize(("backup", "waits"), [("jit", True), ("fast", False)])
@@ -387,7 +439,7 @@ def test_a_backup_that_was_asked_for_is_used(backup: str, waits: bool) -> None:
     policy = BackupPolicy(backup)
     assert policy.waits(1, 64) is waits
     policy.round_seconds.add(1.0)
-    policy.write_seconds.add(1.0 if waits else 1e-6)
+    policy.wrote(1.0 if waits else 1e-6)
     policy.yields[Origin.JIT].add(1.0 if waits else 9.0)
     assert policy.waits(1, 64) is waits
 

@@ -38,6 +38,9 @@ SPECULATIONS: dict[str, dict[str, Any] | None] = {
     "inline": {"mode": "ssd", "draft": "noisy", "k": 3, "backup": "jit", "budget": 6, "placement": "inline"},
     "auto": {"mode": "ssd", "draft": "stranger", "k": 4, "backup": "auto", "budget": 8},
     "ssd-auto": {"mode": "ssd", "draft": "noisy", "k": "auto", "budget": "auto"},
+    "worker-jit": {"mode": "ssd", "draft": "noisy", "k": 3, "backup": "jit", "budget": 6, "draft_device": "cpu"},
+    "worker-fast": {"mode": "ssd", "draft": "noisy", "k": 6, "backup": "fast", "budget": 12, "draft_device": "cpu"},
+    "worker-auto": {"mode": "ssd", "draft": "noisy", "k": "auto", "budget": "auto", "draft_device": "cpu"},
     "head-sd": {"mode": "sd", "draft": "head", "k": 3},
     "head-ssd": {"mode": "ssd", "draft": "head", "k": 3, "backup": "fast", "budget": 6},
 }

@@ -10,15 +10,18 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs a Hopper GPU or a later one", allow_module_level=True)
 
+from random_weights import RandomCheckpoint
+
 from ssd.kernels.ops import Branches, DeviceBatch
+from ssd.kernels.persistent import PersistentStep
 from ssd.kernels.triton_ops import TritonOps
 from ssd.layers.parameter import Build
 from ssd.models.config import equal_layers
 from ssd.models.decoder import Decoder, KVCache
-from ssd.models.persistent import use_persistent_step
-from ssd.models.random_weights import RandomCheckpoint
+from ssd.models.persistent import persistent_step
 from tests.device_batches import make_device_batch
 
+Model = tuple[Decoder, KVCache, PersistentStep]
 CUDA = torch.device("cuda")
 BLOCK, BLOCKS = 16, 64
 LLAMA = equal_layers("llama", 1024, 2048, 4096, 3, 32, 8, 64, 512, tie_embeddings=True)
@@ -27,7 +30,7 @@ QWEN2 = equal_layers("qwen2", 2048, 1536, 8960, 2, 12, 2, 128, 512, qkv_bias=Tru
 
 
 @pytest.fixture(scope="module", params=[QWEN2, QWEN3, LLAMA], ids=lambda config: config.family)
-def model(request: pytest.FixtureRequest) -> tuple[Decoder, KVCache]:
+def model(request: pytest.FixtureRequest) -> Model:
     config, ops = request.param, TritonOps()
     decoder = Decoder(config, Build(ops, CUDA, torch.bfloat16), max_positions=512)
     generator = torch.Generator(CUDA).manual_seed(0)
@@ -41,11 +44,11 @@ def model(request: pytest.FixtureRequest) -> tuple[Decoder, KVCache]:
     )
     ops.reserve(decoder.heads, CUDA)
     kv = decoder.make_kv_cache(BLOCKS, BLOCK)
-    use_persistent_step(decoder, kv)
-    assert decoder.step is not None
+    step = persistent_step(decoder, kv)
+    assert step is not None
     for cache in (cache for pair in kv for cache in pair):
         cache.normal_(generator=generator)
-    return decoder, kv
+    return decoder, kv, step
 
 
 def texts(decoder: Decoder, lengths: list[int], queries: int) -> DeviceBatch:
@@ -100,40 +103,37 @@ def batches(decoder: Decoder) -> list[DeviceBatch]:
     ]
 
 
-def run(decoder: Decoder, kv: KVCache, batch: DeviceBatch, *, fused: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def run(model: Model, batch: DeviceBatch, *, fused: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Logits, and the KV caches afterwards; the caches themselves are left as they were."""
+    decoder, kv, step = model
     before = [cache.clone() for pair in kv for cache in pair]
-    step = decoder.step
-    decoder.step = step if fused else None
     with torch.inference_mode():
-        logits = decoder(batch, kv)
-    decoder.step = step
+        logits = step(batch) if fused else decoder(batch, kv)
     after = [cache.clone() for pair in kv for cache in pair]
     for cache, old in zip((cache for pair in kv for cache in pair), before, strict=True):
         cache.copy_(old)
     return logits, after
 
 
-def test_a_step_agrees_with_the_other_kernels(model: tuple[Decoder, KVCache]) -> None:
-    decoder, kv = model
-    for batch in batches(decoder):
+def test_a_step_agrees_with_the_other_kernels(model: Model) -> None:
+    for batch in batches(model[0]):
         real = batch.slot_mapping >= 0 if batch.logit_rows is None else slice(None)
-        logits, caches = run(decoder, kv, batch, fused=True)
-        expected, expected_caches = run(decoder, kv, batch, fused=False)
+        logits, caches = run(model, batch, fused=True)
+        expected, expected_caches = run(model, batch, fused=False)
         assert (logits - expected)[real].norm() < 0.05 * expected[real].norm()
         for found, wanted in zip(caches, expected_caches, strict=True):
             assert (found.float() - wanted.float()).norm() < 5e-3 * wanted.float().norm()
 
 
-def test_steps_repeat_themselves_in_any_order_and_in_graphs(model: tuple[Decoder, KVCache]) -> None:
-    decoder, kv = model
+def test_steps_repeat_themselves_in_any_order_and_in_graphs(model: Model) -> None:
+    decoder, kv, step = model
     cases = batches(decoder)
-    first = [run(decoder, kv, batch, fused=True)[0] for batch in cases]
+    first = [run(model, batch, fused=True)[0] for batch in cases]
     graphs = []
     for batch in cases:
         graph = torch.cuda.CUDAGraph()
         with torch.inference_mode(), torch.cuda.graph(graph):
-            logits = decoder(batch, kv)
+            logits = step(batch)
         graphs.append((graph, logits))
     order = [i * 5 % len(cases) for i in range(4 * len(cases))]
     saved = [cache.clone() for pair in kv for cache in pair]
@@ -146,10 +146,9 @@ def test_steps_repeat_themselves_in_any_order_and_in_graphs(model: tuple[Decoder
             cache.copy_(old)
 
 
-def test_larger_batches_are_not_taken(model: tuple[Decoder, KVCache]) -> None:
-    decoder, _ = model
-    assert decoder.step is not None
-    assert decoder.step.takes(texts(decoder, [300], 16))
-    assert not decoder.step.takes(texts(decoder, [300], 17))
+def test_larger_batches_are_not_taken(model: Model) -> None:
+    decoder, _, step = model
+    assert step.takes(texts(decoder, [300], 16))
+    assert not step.takes(texts(decoder, [300], 17))
     batch = texts(decoder, [300], 16)
-    assert not decoder.step.takes(replace(batch, prefill_tiles=batch.tiles))
+    assert not step.takes(replace(batch, prefill_tiles=batch.tiles))

@@ -8,18 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from random_weights import RandomCheckpoint
 
 from ssd.kernels import persistent as kernel
 from ssd.kernels.ops import DeviceBatch, HeadShape
 from ssd.kernels.reference import ReferenceOps
-from ssd.layers.formats import FormatOf
-from ssd.layers.formats.dense import dense
+from ssd.layers.formats import FormatOf, dense
 from ssd.layers.formats.rounded import rounded
 from ssd.layers.parameter import Build
 from ssd.models import persistent
 from ssd.models.config import equal_layers
 from ssd.models.decoder import Decoder, KVCache
-from ssd.models.random_weights import RandomCheckpoint
 
 CPU = torch.device("cpu")
 
@@ -54,28 +53,17 @@ class FakeStep:
     def __init__(self, decoder: Decoder, kv: KVCache, error: float) -> None:
         self.decoder, self.kv, self.error, self.calls = decoder, kv, error, 0
 
-    def takes(self, batch: DeviceBatch) -> bool:
-        return len(batch.token_ids) == 1
-
     def __call__(self, batch: DeviceBatch) -> torch.Tensor:
         self.calls += 1
-        step, self.decoder.step = self.decoder.step, None
-        logits = self.decoder(batch, self.kv)
-        self.decoder.step = step
-        return logits * (1 + self.error)
+        return self.decoder(batch, self.kv) * (1 + self.error)
 
 
-def test_a_step_that_agrees_is_used_for_the_batches_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_agrees_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, kv = make_decoder()
     step = FakeStep(decoder, kv, 0.01)
     monkeypatch.setattr(persistent, "_build", lambda *_: step)
-    persistent.use_persistent_step(decoder, kv)
-    assert decoder.step is step  # type: ignore[comparison-overlap]
+    assert persistent.persistent_step(decoder, kv) is step  # type: ignore[comparison-overlap]
     assert step.calls == 2
-    decoder(persistent._batch(decoder, 16, 0, 1), kv)
-    assert step.calls == 3
-    decoder(persistent._batch(decoder, 16, 0, 2), kv)
-    assert step.calls == 3
 
 
 @pytest.mark.parametrize("error", [0.5, float("nan")])
@@ -84,24 +72,21 @@ def test_a_step_that_differs_is_not_used(
 ) -> None:
     decoder, kv = make_decoder()
     monkeypatch.setattr(persistent, "_build", lambda *_: FakeStep(decoder, kv, error))
-    persistent.use_persistent_step(decoder, kv)
-    assert decoder.step is None
+    assert persistent.persistent_step(decoder, kv) is None
     assert "differ" in caplog.text
 
 
 def test_a_model_without_a_kernel_keeps_its_own(caplog: pytest.LogCaptureFixture) -> None:
     decoder, kv = make_decoder()  # float32
     with caplog.at_level("INFO", logger="ssd"):
-        persistent.use_persistent_step(decoder, kv)
-    assert decoder.step is None
+        assert persistent.persistent_step(decoder, kv) is None
     assert "bfloat16" in caplog.text
 
 
 def test_a_quantised_model_keeps_its_own(caplog: pytest.LogCaptureFixture) -> None:
     decoder, kv = make_decoder(rounded("int8"))
     with caplog.at_level("INFO", logger="ssd"):
-        persistent.use_persistent_step(decoder, kv)
-    assert decoder.step is None
+        assert persistent.persistent_step(decoder, kv) is None
     assert "quantised" in caplog.text
 
 

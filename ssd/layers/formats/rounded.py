@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from ssd.kernels.ops import Ops
 from ssd.kernels.quantized import Format, quantize, quantized_bytes
-from ssd.layers.formats import FormatOf, Use
-from ssd.layers.formats.dense import DENSE, Dense, fused
+from ssd.layers.formats import DENSE, FormatOf, Use, WeightFormat, fused
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,8 @@ class RoundedWeight:
     rows: Any  # for look-ups; None for others
 
 
-class Rounded(Dense):
-    """Stored as `Dense`, multiplied as codes of the type `name` with scales (`ssd.kernels.quantized`)."""
+class Rounded(WeightFormat):
+    """Stored as float tensors, multiplied as codes of the type `name` with scales (`ssd.kernels.quantized`)."""
 
     def __init__(self, name: Format) -> None:
         self.name: Format = name
@@ -47,7 +46,7 @@ class Rounded(Dense):
         return looked_up + (quantized_bytes(rows, depth, self.name) if use.product else 0)
 
 
-def rounded(form: Format | None) -> FormatOf:
+def rounded(form: Format | Literal["none"] | None) -> FormatOf:
     """The formats of a float checkpoint that is rounded to `form` when it is loaded; None: that is not rounded."""
-    chosen = DENSE if form is None else Rounded(form)
+    chosen = DENSE if form is None or form == "none" else Rounded(form)
     return lambda name: chosen

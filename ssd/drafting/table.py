@@ -1,0 +1,109 @@
+"""What a drafter in another process has prepared, where a kernel of the target's device finds it: pinned host memory.
+
+The host writes rows while rounds are in flight, and the device reads them when it executes a look-up
+(`ssd.kernels.draft_table`). A row becomes valid by its first word, which is written last. Whatever is read, at most
+speed is lost: the target verifies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from ssd.core import Origin
+from ssd.drafting.wire import Draft, PreparedDrafts
+from ssd.execution.clock import Clock, now
+from ssd.execution.state import SequenceState
+from ssd.kernels.device import kernels
+
+_NO_ROUND = -1  # of a sequence for which nothing was prepared
+
+
+class DraftTables:
+    """Tables of prepared drafts by replica and slot, answers by slot, and the record of the last look-up."""
+
+    def __init__(self, state: SequenceState, replicas: int, width: int) -> None:
+        self.state = state
+        self._kernels = kernels(state.device).draft_table
+        self._k, self._width = state.drafts.shape[1], width
+        entry, slots = 2 + 2 * self._k, state.num_slots + 1
+        self._tables = self._pinned(replicas, slots, 2 + width * entry)
+        self._answers = self._pinned(slots, 2 + 2 * self._k)
+        self._record = self._pinned(slots, 1 + 2 * self._k)
+        self._wanted = self._pinned(2 * slots)
+        self._num_wanted = 0
+        self.looked_up: Clock | None = None  # end of the last look-up
+
+    def write(self, replica: int, slot: int, round_: int, prepared: PreparedDrafts) -> None:
+        """Enters what a replica has prepared for the outcomes of a round."""
+        row, count = self._tables[replica, slot].numpy(), min(len(prepared.outcomes), self._width)
+        entries = row[2:].reshape(self._width, -1)
+        depth = prepared.outcomes.shape[1] - 2
+        row[0] = _NO_ROUND
+        entries[:count, 2:] = -1
+        entries[:count, : 2 + depth] = prepared.outcomes[:count]
+        entries[:count, 2 + self._k : 2 + self._k + depth].view(np.float32)[:] = prepared.confidence[:count]
+        row[1], row[0] = count, round_
+
+    def look_up(self, slots: Seq[int], rounds: Seq[int | None], seconds: float) -> None:
+        """Launches the look-up of these sequences, each in the tables of a round (None: there are none).
+
+        It waits `seconds` at most for tables that are not there yet.
+        """
+        self._num_wanted = len(slots)
+        wanted = self._wanted[: 2 * len(slots)].view(2, -1)
+        wanted.numpy()[:] = [slots, [_NO_ROUND if each is None else each for each in rounds]]
+        state = self.state
+        self._kernels.look_up(
+            wanted,
+            self._tables,
+            self._record,
+            length=state.length,
+            token_ids=state.token_ids,
+            num_accepted=state.num_accepted,
+            drafts=state.drafts,
+            confidence=state.confidence,
+            origin=state.origin,
+            limit=int(seconds * 1e9),
+            hit=Origin.HIT,
+            miss=Origin.SIBLING,
+        )
+        self.looked_up = now(state.device)
+
+    def await_answers(self, round_: int, seconds: float) -> None:
+        """Launches a wait for `answer`, for those of the last look-up that were no hits."""
+        self._kernels.await_answers(
+            self._wanted[: 2 * self._num_wanted].view(2, -1),
+            self._answers,
+            drafts=self.state.drafts,
+            confidence=self.state.confidence,
+            origin=self.state.origin,
+            round_=round_,
+            limit=int(seconds * 1e9),
+            hit=Origin.HIT,
+            written=Origin.JIT,
+        )
+
+    def found(self, slots: Seq[int]) -> list[tuple[Origin, Draft]]:
+        """What the last look-up found for these sequences. Waits for it."""
+        if self.looked_up is not None:
+            self.looked_up.wait()
+        record = self._record.numpy()[list(slots)]
+        tokens, sure = record[:, 1 : 1 + self._k], record[:, 1 + self._k :].view(np.float32)
+        lengths = (tokens >= 0).cumprod(axis=1).sum(axis=1).tolist()
+        drafts = zip(tokens.tolist(), sure.tolist(), lengths, strict=True)
+        origins = map(Origin, record[:, 0].tolist())
+        return [(o, Draft(tuple(t[:n]), tuple(s[:n]))) for o, (t, s, n) in zip(origins, drafts, strict=True)]
+
+    def answer(self, slot: int, round_: int, token_ids: Seq[int]) -> None:
+        """Ends the wait of a sequence, with a draft or without one."""
+        row, count = self._answers[slot].numpy(), min(len(token_ids), self._k)
+        row[2:] = -1
+        row[2 + self._k :] = 0
+        row[2 : 2 + count] = token_ids[:count]
+        row[1], row[0] = count, round_
+
+    def _pinned(self, *shape: int) -> torch.Tensor:
+        return torch.full(shape, _NO_ROUND, dtype=torch.int32, pin_memory=self.state.device.type == "cuda")

@@ -1,0 +1,186 @@
+"""Rounds in flight with a drafter in other processes: every answer stays what it was, whatever the drafter does.
+
+On a CPU, where `reference_tables` stands in for the kernels of the look-up, and `run_ahead` keeps a round in flight.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import reference_tables
+import torch
+from conftest import TestModel
+from draft_workers import LIAR, LIES
+from random_requests import (
+    MAX_LEN,
+    UNPENALISED,
+    Asked,
+    Models,
+    VerifiedDrafts,
+    check_answers,
+    make_models,
+    play,
+    random_requests,
+)
+
+from ssd import LLM
+from ssd.assembly import drafters
+from ssd.core import MODEL_WRITTEN, Origin, RequestOutput, Work
+from ssd.drafting import table
+from ssd.drafting.late import LateBindingDrafter
+from ssd.drafting.table import DraftTables
+from ssd.drafting.wire import PreparedDrafts
+from ssd.engine.engine import Engine
+from ssd.execution.state import SequenceState
+from ssd.kernels.device import kernels
+from ssd.parallel.process import Worker
+
+COUNT = 10
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Targets on a CPU have the kernels; a look-up is made when the workers have prepared, as it is on a GPU."""
+    own = kernels(torch.device("cpu"))._replace(draft_table=reference_tables)
+    for module in (drafters, table):
+        monkeypatch.setattr(module, "kernels", lambda device: own)
+    propose = LateBindingDrafter.propose
+
+    def patient(self: LateBindingDrafter, works: list[Work]) -> Any:
+        deadline = time.monotonic() + 0.3
+        while any(each.preparing for each in self.replicas) and time.monotonic() < deadline:
+            self._enter_prepared()
+        return propose(self, works)
+
+    monkeypatch.setattr(LateBindingDrafter, "propose", patient)
+
+
+@pytest.fixture(scope="module")
+def models(make_model: Callable[[str], TestModel], tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return make_models(make_model, tmp_path_factory.mktemp("noisy"))
+
+
+@pytest.fixture(scope="module")
+def alone(models: Models) -> list[RequestOutput]:
+    with LLM(models.target, device="cpu", max_model_len=MAX_LEN, max_num_seqs=8, prefix_caching=False) as llm:
+        requests = [Asked(asked.prompt, asked.params) for asked in random_requests(COUNT, 0)]
+        return llm.driver.call(lambda engine: play(engine, requests))
+
+
+@contextmanager
+def engine_with(models: Models, draft: str = "noisy", **options: Any) -> Iterator[LLM]:
+    speculation = {"mode": "ssd", "draft": models.drafts[draft], "k": 3, "placement": "process", "budget": 6} | options
+    memory = {"max_num_seqs": 4, "block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 24}
+    with LLM(models.target, device="cpu", max_model_len=MAX_LEN, speculation=speculation, **memory) as llm:
+        llm.driver.call(lambda engine: setattr(engine.round, "run_ahead", True))
+        yield llm
+
+
+def drafter_of(llm: LLM) -> LateBindingDrafter:
+    drafter = llm.engine.round.drafter
+    assert isinstance(drafter, LateBindingDrafter)
+    return drafter
+
+
+@pytest.mark.parametrize("options", [{"backup": "fast"}, {"backup": "jit"}, {"draft_replicas": 2}, {"budget": "auto"}])
+def test_everything_at_once(models: Models, alone: list[RequestOutput], options: dict[str, Any]) -> None:
+    """Catches any difference to plain decoding; requests come, are preempted and aborted while rounds are in flight."""
+    with engine_with(models, **options) as llm:
+        requests = random_requests(COUNT, 0)
+        outputs = llm.driver.call(lambda engine: play(engine, requests, preempt=0.03))
+        check_answers(requests, outputs, alone)
+        assert llm.engine.round.stats.drafter_failures == 0
+        assert not llm.engine.round.synchronous
+
+
+def test_what_the_target_drafts_for_itself_stands(models: Models) -> None:
+    """Catches drafts for another outcome, sequence or round, which cost nothing but speed: so nobody notices."""
+    verified = VerifiedDrafts()
+    with engine_with(models, "self", backup="fast") as llm, llm.driver.observing(verified):
+        requests = [replace(r, params=replace(r.params, **UNPENALISED)) for r in random_requests(12, 0)]
+        llm.driver.call(lambda engine: play(engine, requests, preempt=0.03))
+        assert llm.engine.round.synchronous == verified.synchronous
+    written = [each for each in verified.drafts if each[0] in MODEL_WRITTEN]
+    assert [each for each in written if each[1] != each[2]] == []
+    assert sum(origin is Origin.HIT for origin, _, _ in written) > 50
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_worker_costs_no_text(models: Models, alone: list[RequestOutput], sign: signal.Signals) -> None:
+    """Catches a round that hangs, or an answer that changes, when the worker goes while rounds are in flight."""
+    with engine_with(models, backup="jit") as llm:
+        supervisor = drafter_of(llm).replicas[0].supervisor
+        supervisor.hang_limit = 0.5
+        signals = iter([None] * 8 + [sign])
+
+        def lose(engine: Engine) -> None:
+            if (found := next(signals, None)) is not None and supervisor.pid is not None:
+                os.kill(supervisor.pid, found)
+
+        check_generated(llm, alone, before_step=lose)
+        assert next(signals, None) is None
+        assert supervisor.failures >= (sign == signal.SIGKILL)
+
+
+@pytest.mark.parametrize("lie", ["an id too high", "prepared an id too high", "prepared twice", "noise", "no reply"])
+def test_a_lying_worker_costs_no_text(
+    models: Models, alone: list[RequestOutput], lie: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a message that is believed, and a wait for one that never comes."""
+    source = LIAR.replace("READY", "send(2, 0)").replace("ROUND", LIES[lie])
+    monkeypatch.setattr(drafters, "Worker", lambda setup: Worker(setup, [sys.executable, "-c", source]))
+    with engine_with(models, backup="jit") as llm:
+        check_generated(llm, alone)
+
+
+def check_generated(
+    llm: LLM, alone: list[RequestOutput], before_step: Callable[[Engine], None] = lambda engine: None
+) -> None:
+    """The same requests, all at once: the answers are those of plain decoding."""
+
+    def run(engine: Engine) -> dict[str, RequestOutput]:
+        for i, output in enumerate(alone):
+            engine.add(output.prompt_token_ids, output.params, str(i))
+        outputs: dict[str, RequestOutput] = {}
+        while engine.has_work:
+            before_step(engine)
+            outputs |= {delta.request_id: delta.output for delta in engine.step() if delta.output is not None}
+        return outputs
+
+    outputs = llm.driver.call(run)
+    for i, expected in enumerate(alone):
+        assert [s.token_ids for s in outputs[str(i)].samples] == [s.token_ids for s in expected.samples]
+
+
+def test_tables_are_of_one_round_and_sequence() -> None:
+    """Catches a draft of an earlier round, of the slot's last owner, or for another outcome."""
+    state = SequenceState(3, max_len=16, lookahead=2, vocab_size=50, device=torch.device("cpu"))
+    tables = DraftTables(state, replicas=2, width=4)
+    state.token_ids[1, :3], state.length[1], state.num_accepted[1] = torch.tensor([5, 6, 7]), 3, 1
+    codes = np.full((2, 2), 18, dtype=np.uint8)  # a confidence of 1
+    outcomes = np.array([[1, 9, 30, 31], [1, 7, 40, -1]], dtype=np.int32)
+    tables.write(1, 1, 12, PreparedDrafts((6,), outcomes, codes))
+    tables.look_up([1, 2], [12, None], 0.0)
+    (origin, draft), (other, nothing) = tables.found([1, 2])
+    assert (origin, draft.token_ids, draft.confidence) == (Origin.HIT, (40,), (1.0,))
+    assert (other, nothing.token_ids) == (Origin.NONE, ())
+    assert (state.drafts[1].tolist(), int(state.origin[1])) == ([40, 0], Origin.HIT)
+    tables.look_up([1], [11], 0.0)
+    assert tables.found([1])[0][0] is Origin.NONE
+    state.token_ids[1, 2] = 8
+    tables.look_up([1], [12], 0.0)
+    assert (tables.found([1])[0][0], state.drafts[1].tolist()) == (Origin.SIBLING, [30, 31])
+    tables.answer(1, 13, [20])
+    tables.await_answers(14, 0.0)
+    assert state.drafts[1].tolist() == [30, 31]
+    tables.await_answers(13, 0.0)
+    assert (state.drafts[1].tolist(), int(state.origin[1])) == ([20, 0], Origin.JIT)
