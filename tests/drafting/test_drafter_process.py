@@ -897,6 +897,7 @@ def test_a_drafter_that_is_dropped_takes_its_worker_along(nursery: Nursery) -> N
     assert not alive(nursery.pids[0])
 
 
+@pytest.mark.slow
 def test_texts_stand_while_the_worker_is_killed_again_and_again(nursery: Nursery) -> None:
     """Catches a death that costs text or a request, a worker that does not come back, and drafts after that are wrong.
 
