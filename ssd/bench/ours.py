@@ -138,7 +138,8 @@ def our_contenders(model: str, methods: Seq[Method], *, batch: int, **options: A
     for method in apart:
         llm = LLM(model, max_num_seqs=batch, speculation=method.speculation | {"placement": "process"}, **options)
         drafter = llm.engine.round.drafter
-        found[method.name] = OurContender(method.name, llm, drafter, _threads(llm, drafter.cores), drafter.cores)
+        cores = drafter.cores if method.speculation["mode"] == "ssd" else 0  # "auto" has all of them in rounds of SD
+        found[method.name] = OurContender(method.name, llm, drafter, _threads(llm, cores), cores)
     return [found[method.name] for method in methods]
 
 
