@@ -27,9 +27,8 @@ class _Round(NamedTuple):
     drafter: Drafter
     size: int  # ceil(log2(batch size))
     arm: Arm
-    settled: (
-        bool  # the rounds before it had the same size and arm, no prefill, and no drafter catches up: it is measured
-    )
+    # Whether it is measured: the rounds before it had the same size and arm and no prefill, and no drafter catches up.
+    settled: bool
 
 
 class DepthController(Drafter):

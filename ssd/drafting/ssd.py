@@ -47,6 +47,14 @@ class BackupPolicy:
         self.write_seconds.add(seconds)
         self.num_declined = 0
 
+    def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
+        """Adds the tokens and the time of a committed round."""
+        for outcome in outcomes:
+            if outcome is not None and outcome.origin is not Origin.NONE:
+                self.yields[outcome.origin].add(len(outcome.token_ids))
+        if not any(work.num_tokens > 1 for work in works):  # rounds with prefill take longer
+            self.round_seconds.add(seconds)
+
     def waits(self, missed: int, batch: int) -> bool:
         """Whether to use jit when `missed` of `batch` sequences missed. True until there are measurements.
 
@@ -230,10 +238,7 @@ class SSDDrafter(Drafter):
         branched = set(round_.run.slots) if round_.run is not None else set()
         for work, outcome in zip(works, outcomes, strict=True):
             self.model.observe(work, outcome, branched=work.slot in branched)
-            if outcome is not None and outcome.origin is not Origin.NONE:
-                self.policy.yields[outcome.origin].add(len(outcome.token_ids))
-        if not any(work.num_tokens > 1 for work in works):  # rounds with prefill take longer
-            self.policy.round_seconds.add(seconds)
+        self.policy.observe(works, outcomes, seconds)
         self._ended.append((round_, works, outcomes))
         while self._ended and all(run is None or run.ended.reached for run in self._ended[0][0]):
             self._learn(*self._ended.popleft())
