@@ -18,6 +18,7 @@ All methods take turns on one engine. `round` is the time from one decision to t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -106,10 +107,17 @@ def measure(llm: LLM, drafter: Drafter, prompts: list[Any], args: argparse.Names
 
 
 @contextmanager
-def worker_drafter(llm: LLM, args: argparse.Namespace, k: int, delay: float) -> Iterator[Drafter]:
+def worker_drafter(llm: LLM, args: argparse.Namespace, k: int, budget: int | str, delay: float) -> Iterator[Drafter]:
     """A draft in a process of its own, whose steps take `delay` ms longer."""
-    options = {"mode": "ssd", "draft": args.draft, "k": k, "draft_device": args.draft_device, "placement": "process"}
-    wanted = SpeculationConfig(**options, budget=args.budget, backup=args.backup)  # type: ignore[arg-type]
+    options: dict[str, Any] = {
+        "mode": "ssd",
+        "draft": args.draft,
+        "k": k,
+        "draft_device": args.draft_device,
+        "placement": "process",
+    }
+    options |= {"budget": budget, "backup": args.backup, "draft_threads": args.draft_threads}
+    wanted = SpeculationConfig(**options)
     speculation = drafters.placed(wanted, torch.device(llm.config.device))
     length = llm.config.max_model_len
     config = EngineConfig(args.model, max_model_len=length, max_num_seqs=max(args.batches), speculation=speculation)
@@ -180,9 +188,10 @@ def compare(llm: LLM, sd: Drafter, prompts: list[Any], args: argparse.Namespace,
         sd.lookahead = k
         rows.append(_row("sd", k, 0.0, batch, measure(llm, sd, prompts, args, batch), plain))
     for delay in args.delays:
-        for k in args.k:
-            with worker_drafter(llm, args, k, delay) as drafter:
-                rows.append(_row("ssd", k, delay, batch, measure(llm, drafter, prompts, args, batch), plain))
+        for k, budget in itertools.product(args.k, args.budget):
+            with worker_drafter(llm, args, k, budget, delay) as drafter:
+                figures = measure(llm, drafter, prompts, args, batch)
+            rows.append(_row("ssd", k, delay, batch, figures, plain) | {"budget": budget})
     return rows
 
 
@@ -211,7 +220,19 @@ def _row(method: str, k: int, delay: float, batch: int, figures: Figures, plain:
 
 def show(rows: Seq[dict[str, Any]], args: argparse.Namespace) -> None:
     title = f"{args.model}, SD: {args.sd_draft}, SSD: {args.draft} on {args.draft_device}, T = {args.temperature}"
-    names = ("batch", "method", "k", "delay", "hit ms", "else ms", "verify ms", "draft ms", "host", "tok/round")
+    names = (
+        "batch",
+        "method",
+        "k",
+        "budget",
+        "delay",
+        "hit ms",
+        "else ms",
+        "verify ms",
+        "draft ms",
+        "host",
+        "tok/round",
+    )
     table = Table(*names, "origins: share, tokens", "tok/s", "/ SD", "differ", title=title)
     for row in rows:
         own = [r for r in rows if r["batch"] == row["batch"] and r["method"] == "sd"]
@@ -219,7 +240,7 @@ def show(rows: Seq[dict[str, Any]], args: argparse.Namespace) -> None:
         times = [row[name] for name in ("round_ms_after_a_hit", "round_ms_otherwise", "verification_ms", "draft_ms")]
         origins = ", ".join(f"{o} {s:.2f} {row['tokens_by_origin'][o]}" for o, s in row["origins"].items())
         table.add_row(
-            *(str(row["batch"]), row["method"], str(row["k"]), f"{row['delay_ms']:g}"),
+            *(str(row["batch"]), row["method"], str(row["k"]), str(row.get("budget", "")), f"{row['delay_ms']:g}"),
             *("-" if value is None else f"{value:.2f}" for value in times),
             *(f"{row['host_share']:.1%}", f"{row['tokens_per_round']:.2f}", origins),
             *(f"{row['tokens_per_second']:.1f}", f"{row['tokens_per_second'] / best:.2f}", str(row["differing"])),
@@ -256,7 +277,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--draft-device", default="cpu")
     parser.add_argument("--k", type=int, nargs="+", default=[6, 8], help="SSD's draft lengths")
     parser.add_argument("--sd-k", type=int, nargs="+", default=[4, 6], help="SD's draft lengths")
-    parser.add_argument("--budget", default=16, type=lambda text: text if text == "auto" else int(text))
+    parser.add_argument(
+        "--budget", nargs="+", default=[16], type=lambda text: text if text == "auto" else int(text), help="SSD's"
+    )
+    parser.add_argument("--draft-threads", type=int, help="SSD's, on a CPU")
     parser.add_argument("--backup", default="auto")
     parser.add_argument("--batches", type=int, nargs="+", default=[1])
     parser.add_argument("--delays", type=float, nargs="+", default=[0.0], help="ms added to every step of SSD's draft")

@@ -48,10 +48,11 @@ class SpeculationConfig:
     k: int | Literal["auto"] = option(
         K_DEFAULT, f"Draft tokens per round. auto: chosen by measured speed, at most {K_MAX}.", least=1, most=64
     )
-    draft_quantization: Literal["none", "fp8", "int8", "int4"] | None = option(
+    draft_quantization: Literal["none", "fp8", "int8", "int4", "int8+bf16"] | None = option(
         None,
-        "Weights of the draft model in 8 or 4 bits: drafts are faster, and slightly fewer tokens are accepted. None: "
-        "int8 for a large draft beside the target on its GPU (ssd), where both read memory at the same time.",
+        "Weights of the draft model in 8 or 4 bits: drafts are faster, and slightly fewer tokens are accepted. "
+        "int8+bf16: both are in memory, and steps of more than 64 rows take the latter. None: that, for a large draft "
+        "beside the target on its GPU (ssd), where both read memory at the same time.",
     )
     acceptance: Literal["coupled", "rejection"] = option(
         "coupled",

@@ -47,11 +47,6 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     tokenizer = checkpoint.tokenizer()
     device = resolve_device(config.device)
     check_split(checkpoint.config, config.tensor_parallel_size)
-    if device.type == "cuda" and any(layer.attention.window for layer in checkpoint.config.layers):
-        raise ConfigError(
-            f"model={config.model!r} has layers with a sliding window, whose kernels for GPUs are not proven to be "
-            "exact yet: use device='cpu', or another model"
-        )
     if device.type == "cuda":
         compiling.prepare()  # while weights are read
     draft = open_draft(config.speculation, checkpoint, tokenizer)

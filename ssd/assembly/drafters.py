@@ -117,12 +117,12 @@ def placed(
 
 
 def quantized(speculation: SpeculationConfig, draft: Checkpoint | EagleCheckpoint | None) -> SpeculationConfig:
-    """Resolves `draft_quantization`: int8 for a large draft that competes with the target for a GPU's memory."""
+    """Resolves `draft_quantization`: for a large draft that reads a GPU's memory while the target does."""
     if speculation.draft_quantization is not None or speculation.placement != "stream":
         return speculation
     if draft is None or isinstance(draft, EagleCheckpoint) or weight_bytes(draft.config, torch.bfloat16) < _LARGE_DRAFT:
         return speculation
-    return replace(speculation, draft_quantization="int8")
+    return replace(speculation, draft_quantization="int8+bf16")
 
 
 def _check_draft_devices(speculation: SpeculationConfig, first: torch.device, target: set[torch.device]) -> None:
@@ -261,12 +261,10 @@ def _warm_up(
     if not config.eager:
         runner.plan_graphs(prefill_only=True)
     rehearsals = [lambda: runner.rehearse(max_tokens), lambda: draft.rehearse(*usual)]
-    # In SSD both are for one sequence at a time: with several, parts of a GPU have failed in tests.
-    alone = config.max_num_seqs == 1
-    captures = [step.use_one_kernel] if alone or config.speculation.mode == "sd" else []
+    captures = [step.use_one_kernel]
     if not config.eager:
         captures.append(runner.capture)
-        if target is not None and alone and config.speculation.placement == "stream":
+        if target is not None and config.speculation.placement == "stream":
             captures.append(lambda: share_gpu(target, draft, fan_out))
         captures.append(lambda: draft.capture(*usual))
     warm_up("draft", rehearsals, captures)

@@ -90,7 +90,10 @@ def test_a_quantized_draft_needs_less(free: Any, form: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "form", "gigabytes"),
-    [("llama-3.2-1b", "int8", 1.76), ("llama-3.2-1b", "int4", 1.18), ("llama-3.1-8b", "fp8", 8.56)],
+    [
+        *(("llama-3.2-1b", "int8", 1.76), ("llama-3.2-1b", "int8+bf16", 3.71), ("llama-3.2-1b", "int4", 1.18)),
+        ("llama-3.1-8b", "fp8", 8.56),
+    ],
 )
 def test_bytes_of_quantized_weights(name: str, form: Any, gigabytes: float) -> None:
     """The embedding is kept as it is; a tied head (the 1B's) is a quantised copy of it."""

@@ -13,7 +13,6 @@ from fakes import wait_until_idle
 
 from ssd import LLM, SamplingParams
 from ssd.engine.engine import Engine
-from ssd.errors import ConfigError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -23,12 +22,7 @@ PARAMS = [
 ]
 
 
-def refused(*kinds: str) -> Any:
-    """Models with windows, until their kernels have run on a GPU."""
-    return pytest.param(*kinds, marks=pytest.mark.xfail(raises=ConfigError, strict=True))
-
-
-@pytest.fixture(scope="module", params=["llama3-scaled", "qwen3", *map(refused, ("mistral-windows", "qwen3-windows"))])
+@pytest.fixture(scope="module", params=["llama3-scaled", "qwen3", "mistral-windows", "qwen3-windows"])
 def model(request: pytest.FixtureRequest, make_model: Callable[[str], TestModel]) -> str:
     return make_model(request.param).path
 
@@ -100,9 +94,7 @@ EXTRAS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("target", "draft"), [("llama3-scaled", "llama-tied"), refused("qwen3-windows", "mistral-windows")]
-)
+@pytest.mark.parametrize(("target", "draft"), [("llama3-scaled", "llama-tied"), ("qwen3-windows", "mistral-windows")])
 def test_rounds_in_flight_change_nothing(make_model: Callable[[str], TestModel], target: str, draft: str) -> None:
     """Requests stop, join and are dropped while the next round is under way, under AR, SD and SSD alike."""
     path, draft = make_model(target).path, make_model(draft).path
@@ -129,7 +121,7 @@ def test_rounds_in_flight_change_nothing(make_model: Callable[[str], TestModel],
         assert found == texts[0], way
 
 
-@pytest.mark.parametrize("kind", ["qwen3", refused("qwen3-windows")])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-windows"])
 def test_float32_on_the_gpu_equals_transformers(make_model: Callable[[str], TestModel], kind: str) -> None:
     test_model = make_model(kind)
     prompts, params = PROMPTS[:8], SamplingParams(max_new_tokens=32, ignore_eos=True)
