@@ -115,7 +115,7 @@ def test_parts_change_no_text(
         found = [out.token_ids for out in llm.generate(PROMPTS, PARAMS)]
         wait_until_idle(llm.driver)
         assert llm.engine.metrics.drafter_failures == 0
-        assert sum(llm.engine.metrics.ssd_hits_after) > 0
+        assert rejection or sum(llm.engine.metrics.ssd_hits_after) > 0
     same = [i for i in range(len(PROMPTS)) if not rejection or PARAMS[i].greedy]
     assert [found[i] for i in same] == [expected[i] for i in same]
 

@@ -56,6 +56,10 @@ class WeightFormat:
         """Rows of a weight that was prepared for `Use.embedding`."""
         return ops.embedding(weight, token_ids)
 
+    def dense(self, weight: Any) -> Any:
+        """The prepared weight as `Ops.prepare` lays it out, for kernels that know no formats; None if there is none."""
+        return weight
+
     def num_bytes(self, rows: int, depth: int, dtype: torch.dtype, use: Use) -> int:
         """Memory of the prepared weight, without padding."""
         return rows * depth * dtype.itemsize

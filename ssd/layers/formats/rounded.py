@@ -50,6 +50,9 @@ class Rounded(WeightFormat):
     def embedding(self, ops: Ops, weight: RoundedWeight, token_ids: torch.Tensor) -> torch.Tensor:
         return ops.embedding(weight.dense, token_ids)
 
+    def dense(self, weight: RoundedWeight) -> Any:
+        return weight.dense if self.keeps_dense else None
+
     def num_bytes(self, rows: int, depth: int, dtype: torch.dtype, use: Use) -> int:
         dense = DENSE.num_bytes(rows, depth, dtype, use) if use.embedding or self.keeps_dense else 0
         return dense + (quantized_bytes(rows, depth, self.name) if use.product else 0)
