@@ -14,7 +14,7 @@ pytest.importorskip("prometheus_client", reason="the extra `serve` is not instal
 from prometheus_client.parser import text_string_to_metric_families
 
 from ssd import LLM, SamplingParams
-from ssd.server.metrics import Metrics
+from ssd.server.metrics import Metrics, exposition
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"
 VLLM_NAMES = [
@@ -69,7 +69,7 @@ def exported(llm: LLM) -> set[str]:
 
 def scraped(metrics: Metrics) -> Samples:
     found: Samples = {}
-    for family in text_string_to_metric_families(metrics.render().decode()):
+    for family in text_string_to_metric_families(exposition(metrics).body.decode()):
         for sample in family.samples:
             assert sample.labels.pop("model_name") == "tiny-llama"
             found[sample.name, ",".join(sample.labels.values())] = sample.value
@@ -148,4 +148,4 @@ def test_a_closed_engine_is_no_error() -> None:
     llm = LLM("tiny-llama", device="cpu")
     metrics = Metrics(llm)
     llm.close()
-    assert b"ssd_request_success" in metrics.render()
+    assert b"ssd_request_success" in exposition(metrics).body
