@@ -78,40 +78,47 @@ def serve(
     elif not options.api_keys and not options.allowed_hosts:
         options = replace(options, allowed_hosts=("localhost",))
     follow(engine)
+    sockets = _listen(host, port)  # first: a model may take minutes to load
+    addresses = _addresses(options, host, port)
     if replicas is None:
-        _serve_engine(model, engine, options, host, port)
+        _serve_engine(model, engine, options, sockets, addresses)
     else:
-        _serve_replicas(EngineConfig(model, **engine), options, replicas, ray_address, host, port)
+        cluster = ray_address or os.environ.get("RAY_ADDRESS")
+        _serve_replicas(EngineConfig(model, **engine), options, replicas, cluster, sockets, addresses)
 
 
-def _serve_engine(model: str, engine: Given, options: ServerOptions, host: str, port: int) -> None:
+def _serve_engine(
+    model: str, engine: Given, options: ServerOptions, sockets: list[socket.socket], addresses: list[str]
+) -> None:
     with ExitStack() as stack:
         with stages(f"loading {model}", lines=True):
-            sockets = _listen(host, port)  # first: a model may take minutes to load
             from ssd.llm import LLM
             from ssd.server.app import create_app
 
             llm = stack.enter_context(LLM(model, **engine))
             app = create_app(llm, options)
         print_note(llm.note)
-        _run(app, sockets, [*_summary(llm.config), *_addresses(options, host, port)])
+        _run(app, sockets, [*_summary(llm.config), *addresses])
         if llm.driver.failure is not None:
             raise EngineFailed(llm.driver.failure)
 
 
 def _serve_replicas(
-    config: EngineConfig, options: ServerOptions, count: int, address: str | None, host: str, port: int
+    config: EngineConfig,
+    options: ServerOptions,
+    count: int,
+    cluster: str | None,
+    sockets: list[socket.socket],
+    addresses: list[str],
 ) -> None:
     with ExitStack() as stack:
         with stages(f"starting {count} replicas of {config.model}", lines=True):
-            sockets = _listen(host, port)
             from ssd.server.proxy import create_proxy
             from ssd.server.ray_serve import LOCAL, RayReplicas
 
-            cluster = address or os.environ.get("RAY_ADDRESS") or LOCAL
-            replicas = stack.enter_context(RayReplicas(config, options, count, cluster))
+            replicas = stack.enter_context(RayReplicas(config, options, count, cluster or LOCAL))
             app = create_proxy(replicas, options)
-        _run(app, sockets, [f"{count} replicas", *_addresses(options, host, port)])
+        _run(app, sockets, [f"replicas    {count}", *addresses])
         if replicas.lost is not None:
             raise EngineFailed(replicas.lost)
 
