@@ -31,6 +31,7 @@ from ssd.options import build, is_int, plain
 from ssd.text.tokenizer import Tokenizer, check_messages
 
 log = logging.getLogger("ssd")
+loading = logging.getLogger("ssd.loading")
 
 _MEASURING_SECONDS, _MEASURING_TOKENS = 3.0, 256  # at the start with mode="auto", at most
 
@@ -44,8 +45,8 @@ class LLM:
     `model` is a bundled model, a Hugging Face directory, a `.gguf` file or a hub id, or `graft:BASE@SHAPE`: one of them
     in the shape of a published model. Every other keyword is a field of `ssd.config.EngineConfig` (device, dtype,
     max_model_len, max_num_seqs, …). `LLM(EngineConfig(…))` is the same, and checked by editors and type checkers.
-    `config`: the options, with what was chosen for those left out. `note`: a caveat to print with every measurement of
-    the model, or "".
+    `config`: the options, with what was chosen for those left out. `path`: the model's directory or file. `note`: a
+    caveat to print with every measurement of the model, or "".
 
     In processes of torchrun other than rank 0 it does not return: they compute for rank 0, and exit when it does.
     """
@@ -56,7 +57,7 @@ class LLM:
         join(self.config.tensor_parallel_size)
         checkpoint, before = open_checkpoint(self.config.model), torch.get_num_threads()
         controller = ThreadController()  # measures the load of the machine while the model is loaded
-        self.note = checkpoint.note
+        self.path, self.note = checkpoint.path, checkpoint.note
         engine, self.config = build_engine(self.config, checkpoint)
         threads = torch.get_num_threads()  # fewer than before if the model is split over processes
         self._driver: Driver | None = Driver(engine, controller if self.config.device == "cpu" else None)
@@ -236,6 +237,7 @@ class LLM:
 
 def _measure_modes(driver: Driver, controller: DepthController) -> None:
     """Decodes any text until the times of all modes are known, so that the first request need not try them."""
+    loading.info("measuring the speed of the modes")
     end = time.monotonic() + _MEASURING_SECONDS
     length = min(_MEASURING_TOKENS, driver.limits.max_model_len - 1)
     params = SamplingParams(max_new_tokens=length, ignore_eos=True)

@@ -333,6 +333,7 @@ def start_workers(config: EngineConfig, state: SequenceState) -> Drafter:
     else:
         cores = speculation.draft_cores if first.type == state.device.type == "cpu" else 0
         drafter = ProcessDrafter(starts, k, state.vocab_size, budget=budget, cores=cores)
+    logging.getLogger("ssd.loading").info("starting the drafter's process")
     if not drafter.wait_ready(_WORKER_START_SECONDS):
         log.warning("the drafter's process is not ready yet: decoding begins without it")
     return drafter

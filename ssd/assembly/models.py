@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Final
 
 import torch
 
@@ -23,6 +24,8 @@ from ssd.models.open import open_checkpoint
 from ssd.parallel.tensor import TensorParallel
 
 log = logging.getLogger("ssd")
+loading = logging.getLogger("ssd.loading")  # what takes time before the first request; `ssd serve` shows it
+_REPORT_SECONDS: Final = 1.0  # between two reports of progress
 
 
 def num_slots(config: EngineConfig) -> int:
@@ -71,7 +74,7 @@ def load_decoder(
         decoder.map_tokens(checkpoint.target_ids())
     else:
         decoder = Decoder(checkpoint.config, build, max_positions=positions, windowed=windowed)
-    decoder.load(_weights(checkpoint, decoder))
+    decoder.load(_reported(checkpoint.path.name, _weights(checkpoint, decoder), len(decoder.shapes())))
     formats = decoder.formats - {DENSE.name}
     if formats and device.type == "cuda":
         torch.cuda.empty_cache()  # the weights as they were before: memory for KV
@@ -83,6 +86,17 @@ def load_decoder(
     )
     ops.reserve(decoder.heads, device)
     return Loaded(decoder, max_len, max_rows, scratch_slots)
+
+
+def _reported(model: str, weights: Weights, count: int) -> Weights:
+    """The `count` tensors of a model; reports how many of them are loaded."""
+    loading.info("reading the weights of %s", model)
+    reported = time.monotonic()
+    for i, each in enumerate(weights):
+        yield each
+        if time.monotonic() - reported > _REPORT_SECONDS and i * 10 // count < (i + 1) * 10 // count:
+            reported = time.monotonic()
+            loading.info("reading the weights of %s: %d %%", model, (i + 1) * 100 // count)
 
 
 def _weights(checkpoint: Checkpoint | EagleCheckpoint, decoder: Decoder) -> Weights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -56,10 +57,48 @@ def follow(engine: Mapping[str, Any]) -> None:
 def load(model: str, engine: Mapping[str, Any]) -> LLM:
     """Loads a model, with a spinner. `engine`: options of EngineConfig."""
     follow(engine)
-    with errors.status(f"loading {escape(model)}"):
+    with stages(f"loading {model}"):
         from ssd.llm import LLM
 
         return LLM(model, **engine)
+
+
+class _Stages(logging.Handler):
+    def __init__(self, show: Callable[[str], object]) -> None:
+        super().__init__()
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._show(record.getMessage())
+
+
+@contextmanager
+def stages(title: str, *, lines: bool = False) -> Iterator[None]:
+    """Shows what is being done: beside a spinner on a terminal; elsewhere, with `lines`, in a line each."""
+    logger = logging.getLogger("ssd.loading")
+
+    def show(text: str) -> None:
+        if errors.is_terminal:
+            status.update(escape(f"{title}: {text}"))
+        elif lines:
+            errors.print(escape(text), highlight=False, soft_wrap=True)
+
+    with errors.status(escape(title)) as status:
+        if logger.isEnabledFor(logging.INFO):  # --verbose: the log has it
+            yield
+            return
+        handler = _Stages(show)
+        if lines and not errors.is_terminal:
+            show(title)
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(logging.NOTSET)
+            logger.propagate = True
 
 
 def seeded(params: SamplingParams) -> SamplingParams:

@@ -90,6 +90,7 @@ class Kernels:
     """The compiled kernels. Threads follow `torch.get_num_threads()` and never change a result's bits."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        self.build = Path(library._name).stem.rpartition("-")[2]  # hash of the machine code, see `ssd.kernels.cache`
         for name, argtypes in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes = argtypes
@@ -410,6 +411,7 @@ def _cpu_identity() -> str:
 
 def _compile(compiler: list[str], flags: tuple[str, ...]) -> bytes:
     """Compile and link apart, so that -fopenmp adds no runtime."""
+    logging.getLogger("ssd.loading").info("compiling CPU kernels, once for this machine")
     with tempfile.TemporaryDirectory() as scratch:
         objects, library = Path(scratch) / "cpu.o", Path(scratch) / "cpu.so"
         _run([*compiler, *flags, "-c", str(SOURCE), "-o", str(objects)])
