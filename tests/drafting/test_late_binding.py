@@ -164,6 +164,21 @@ def test_a_lying_worker_costs_no_text(
         check_generated(llm, alone)
 
 
+def test_torn_tables_cost_no_text(models: Models, alone: list[RequestOutput], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a look-up that relies on what it reads: rows of another round are found half written, and valid."""
+    write = DraftTables.write
+
+    def torn(tables: DraftTables, replica: int, slot: int, round_: int, prepared: PreparedDrafts) -> None:
+        half = len(prepared.outcomes) // 2
+        write(tables, replica, slot, round_, replace(prepared, outcomes=np.roll(prepared.outcomes, half, axis=0)))
+        tables._tables[replica, slot, 2::3] = 3
+
+    monkeypatch.setattr(DraftTables, "write", torn)
+    with engine_with(models, backup="fast") as llm:
+        check_generated(llm, alone)
+        assert llm.engine.round.stats.drafter_failures == 0
+
+
 def check_generated(
     llm: LLM, alone: list[RequestOutput], before_step: Callable[[Engine], None] = lambda engine: None
 ) -> None:

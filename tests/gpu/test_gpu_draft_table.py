@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import reference_tables
 import torch
@@ -121,3 +122,31 @@ def test_a_worker_that_goes_costs_no_text(make_model: Callable[[str], TestModel]
         assert [output.token_ids for output in llm.generate(prompts, params)] == expected
         assert time.perf_counter() - began < 20
         assert sum(each.supervisor.failures for each in drafter.replicas) >= (sign == signal.SIGKILL)
+
+
+def test_torn_tables_cost_no_text(make_model: Callable[[str], TestModel]) -> None:
+    """Catches a look-up that relies on what it reads: the rows of all slots change while the GPU reads them."""
+    model = make_model("llama-tied").path
+    prompts, params = [[5, 6, 7, i] for i in range(8)], SamplingParams(max_new_tokens=100, ignore_eos=True)
+    with LLM(model, device="cuda", max_model_len=128, max_num_seqs=4) as llm:
+        expected = [output.token_ids for output in llm.generate(prompts, params)]
+    speculation = {"mode": "ssd", "draft": model, "k": 3, "draft_device": "cpu"}
+    with LLM(model, device="cuda", max_model_len=128, max_num_seqs=4, speculation=speculation) as llm:
+        drafter = llm.engine.round.drafter
+        assert isinstance(drafter, LateBindingDrafter)
+        rows, done = drafter.tables._tables.numpy(), threading.Event()
+
+        def tear() -> None:
+            source = np.random.default_rng(0)
+            while not done.is_set():
+                torn = rows[..., 2:]
+                torn[...] = np.where(source.random(torn.shape) < 0.3, source.integers(0, 100, torn.shape), torn)
+
+        thread = threading.Thread(target=tear)
+        thread.start()
+        try:
+            assert [output.token_ids for output in llm.generate(prompts, params)] == expected
+        finally:
+            done.set()
+            thread.join()
+        assert llm.engine.round.stats.drafter_failures == 0
