@@ -9,10 +9,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ssd.core import Outcome, Proposal, Sequence, Work
-from ssd.execution.clock import Clock
+
+if TYPE_CHECKING:  # a worker's protocol needs no torch
+    from ssd.execution.clock import Clock
 
 T = TypeVar("T")
 

@@ -57,6 +57,7 @@ def test_few_cores_and_a_given_number_are_not_measured(split: Callable[..., int 
     assert split(16, 1.0, 4.0, draft_threads=5) == 5
 
 
+@pytest.mark.slow
 def test_a_split_is_measured_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the real models, as on a machine of four cores: both modes choose a number, the target has the others."""
     monkeypatch.setattr(cores, "num_cores", lambda: 4)

@@ -193,6 +193,7 @@ def test_a_rank_that_does_not_come_is_named(store: FakeStore, monkeypatch: pytes
         Hosts(Launch(0, 3, 0, 1, "127.0.0.1"))
 
 
+@pytest.mark.slow
 def test_a_process_beside_rank_0_computes_for_it_and_exits_when_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 is here, without torchrun itself. Its options are those that count."""
     env = launch(monkeypatch, MASTER_PORT=free_port())

@@ -229,7 +229,7 @@ def test_same_answers_with_a_controller(target: str, stranger: str, alone: Answe
         assert 0 < llm.engine.metrics.spec_decode_num_drafts < llm.engine.metrics.num_rounds * 5
 
 
-@pytest.mark.parametrize("placement", ["inline", "process"])
+@pytest.mark.parametrize("placement", ["inline", pytest.param("process", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("draft", ["target", pytest.param("stranger", marks=pytest.mark.slow)])
 def test_same_answers_whatever_mode_is_chosen(
     target: str, stranger: str, alone: Answers, monkeypatch: pytest.MonkeyPatch, draft: str, placement: str

@@ -628,7 +628,7 @@ def test_preparing_is_interrupted_by_the_next_round(nursery: Nursery) -> None:
         assert propose_soon(drafter, [work_for(begun(TEXT[:3]))]) == [Proposal(tuple(TEXT[3:7]))]
 
 
-@pytest.mark.parametrize("size", [3, 1 << 20])
+@pytest.mark.parametrize("size", [3, pytest.param(1 << 20, marks=pytest.mark.slow)])
 def test_a_hung_worker_is_replaced(nursery: Nursery, size: int) -> None:
     """Catches rounds that wait for it, also with a prompt that its socket does not take, and a kill that it ignores."""
     prompt = (TEXT * (size // len(TEXT) + 1))[:size]
@@ -747,7 +747,7 @@ def test_a_round_takes_the_draft_of_the_replica_that_has_it(nursery: Nursery) ->
     ("victim", "fault"),
     [
         (0, signal.SIGKILL),
-        (1, signal.SIGSTOP),
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
         pytest.param(1, signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow),
     ],

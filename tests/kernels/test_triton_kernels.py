@@ -148,7 +148,7 @@ def test_rope_and_attention(ops: triton_ops.TritonOps, heads: HeadShape, prefill
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [1, 70, pytest.param(64, marks=pytest.mark.slow), 600])
+@pytest.mark.parametrize("window", [1, 70, *(pytest.param(window, marks=pytest.mark.slow) for window in (64, 600))])
 def test_rows_with_a_window_keep_their_bits(ops: triton_ops.TritonOps, window: int, dtype: torch.dtype) -> None:
     """In decode and prefill tiles, alone and in company, however many programs share a tile's pieces; freed blocks are
     null."""
