@@ -244,7 +244,7 @@ def test_a_small_screen_needs_no_sideways_scrolling(page: Any) -> None:
 @pytest.mark.skipif(PICTURES is None, reason="SSD_SCREENSHOTS names no folder")
 def test_screenshots(browser: Any) -> None:
     """A pair in which speculation pays on a CPU with two cores."""
-    speculation = {"mode": "ssd", "draft": "graft:tiny-llama-draft@cpu-7m", "k": 2}
+    speculation = {"mode": "ssd", "draft": "tiny-llama-draft", "k": 3}
     with LLM("graft:tiny-llama@cpu-75m", device="cpu", speculation=speculation) as llm, serving(llm) as served:
         for theme in ("light", "dark"):
             context = browser.new_context(viewport={"width": 1280, "height": 800}, color_scheme=theme)
@@ -252,7 +252,7 @@ def test_screenshots(browser: Any) -> None:
             page.goto(served.url)
             expect(page.locator("#served")).to_contain_text("drafts")
             page.locator("#temperature").fill("0.6")
-            article = ask(page, "Write a Python function that adds two numbers.", mode="ar", tokens=90, seed=1)
+            article = ask(page, QUESTION, mode="ar", tokens=90, seed=1)
             article.get_by_role("button", name="Again with SSD, same seed").click()
             expect(page.locator(".speed .bar")).to_have_count(2)
             idle(page)
