@@ -252,7 +252,7 @@ def test_screenshots(browser: Any) -> None:
             page.goto(served.url)
             expect(page.locator("#served")).to_contain_text("drafts")
             page.locator("#temperature").fill("0.6")
-            article = ask(page, QUESTION, mode="ar", tokens=90, seed=1)
+            article = ask(page, "Write a Python function that adds two numbers.", mode="ar", tokens=90, seed=1)
             article.get_by_role("button", name="Again with SSD, same seed").click()
             expect(page.locator(".speed .bar")).to_have_count(2)
             idle(page)
