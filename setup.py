@@ -1,15 +1,30 @@
-"""The readme of the package: README.md with absolute links. Everything else is in pyproject.toml."""
+"""CPU kernels compiled with the package, for machines without a C compiler; where there is one, ssd compiles its own.
 
-import re
-import tomllib
-from pathlib import Path
+Everything else is in pyproject.toml.
+"""
 
-from setuptools import setup
+import platform
 
-ROOT = Path(__file__).parent
-REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
+from setuptools import Extension, setup
 
-readme = (ROOT / "README.md").read_text(encoding="utf-8")
-readme = re.sub(r"(!\[[^]]*\]\()(?!https?:)", rf"\1{REPOSITORY}/raw/main/", readme)  # pictures
-readme = re.sub(r"((?<!!)\[[^]]*\]\()(?!https?:)", rf"\1{REPOSITORY}/blob/main/", readme)  # pages
-setup(long_description=readme, long_description_content_type="text/markdown")
+FLAGS = [
+    "-std=gnu11",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-Wno-psabi",
+    "-fopenmp",
+]  # see ssd/kernels/cpu.py
+if platform.machine() in ("x86_64", "AMD64"):
+    FLAGS.append("-march=x86-64-v3")  # AVX2 and FMA
+
+# Loaded by ctypes; linked without OpenMP, which torch brings. Without a compiler the package is installed all the same.
+kernels = Extension(
+    "ssd.kernels._cpu",
+    ["ssd/kernels/cpu.c"],
+    extra_compile_args=FLAGS,
+    libraries=["m", "pthread"],
+    py_limited_api=True,
+    optional=True,
+)
+setup(ext_modules=[kernels], options={"bdist_wheel": {"py_limited_api": "cp311"}})

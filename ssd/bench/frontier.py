@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,31 +14,57 @@ from ssd.bench import drawing
 
 KINDS: Final = (".png", ".svg")
 _COLOURS: Final = ("#4c8bf5", "#e07a1f", "#0b9e6b", "#a259c4", "#c43d4b", "#7a6a4f", "#2bb3c0", "#9aa5b1")
+_SHAPES: Final = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
+_STYLES: Final = {"p50": "-", "p99": "--"}
 _PANELS: Final = (("ttft_ms", "time to first token"), ("tpot_ms", "time per output token"), ("e2e_ms", "end to end"))
 
 Row = dict[str, Any]
 
 
 def draw(rows: Seq[Row], file: Path) -> None:
-    """A panel per latency: output tokens/s against the median (line) and the 99th percentile (dashed)."""
-    figure = drawing.new_figure(12, 4)
-    for axes, (latency, title) in zip(figure.subplots(1, len(_PANELS)), _PANELS, strict=True):
-        for colour, server in zip(cycle(_COLOURS), dict.fromkeys(row["server"] for row in rows), strict=False):
-            points = [row for row in rows if row["server"] == server and row[latency]]
-            speed = [row["output_throughput"] for row in points]
-            median, slow = ([row[latency][name] for row in points] for name in ("p50", "p99"))
-            axes.plot(speed, median, "o-", color=colour, label=f"{server}, p50", markersize=4)
-            axes.plot(speed, slow, "o--", color=colour, label=f"{server}, p99", markersize=3, alpha=0.6)
-            for row, x, y in zip(points, speed, median, strict=True):
-                axes.annotate(point_name(row), (x, y), textcoords="offset points", xytext=(4, -9), fontsize=7)
-        axes.set_title(title, fontsize=10)
+    """A panel per latency: output tokens/s against the median (line) and the 99th percentile (dashed).
+
+    The shape of a point is its load: numbers beside points would cover each other.
+    """
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    panels = [panel for panel in _PANELS if any(row[panel[0]] for row in rows)] or _PANELS
+    figure = drawing.new_figure(4 * len(panels), 4.6)
+    colours = dict(zip(dict.fromkeys(row["server"] for row in rows), cycle(_COLOURS), strict=False))
+    known = {name for row in rows for latency, _ in panels for name in row[latency] or {}}
+    styles = {name: style for name, style in _STYLES.items() if name in known}
+    shapes = dict(zip(dict.fromkeys(point_name(row) for row in rows), cycle(_SHAPES), strict=False))
+    every_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (latency, title) in zip(every_axes, panels, strict=True):
+        for (server, colour), (name, style) in product(colours.items(), styles.items()):
+            points = [row for row in rows if row["server"] == server and name in (row[latency] or {})]
+            axes.plot(*_curve(points, latency, name), style, color=colour, linewidth=1.3)
+            for row in points:
+                axes.plot(*_curve([row], latency, name), shapes[point_name(row)], color=colour, markersize=5)
+        axes.set_title(title, fontsize=11)
         axes.set_xlabel("output tokens a second")
         axes.set_ylabel("ms")
-        axes.set_ylim(bottom=0)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_xlim(left=0)
+        axes.grid(axis="y", color="#e3e7ec")
         axes.spines[["top", "right"]].set_visible(False)
-    figure.get_axes()[0].legend(fontsize=7, frameon=False)
+    keys = [Line2D([], [], color=colour, linewidth=3, label=server) for server, colour in colours.items()]
+    keys += [Line2D([], [], color="#333333", linestyle=style, label=name) for name, style in styles.items()]
+    keys += [Line2D([], [], color="#333333", marker=m, linestyle="", label=_load(load)) for load, m in shapes.items()]
+    figure.legend(handles=keys, loc="outside lower center", ncols=-(-len(keys) // 2), frameon=False, fontsize=10)
     file.write_bytes(drawing.encode(figure, file.suffix[1:], dpi=120))
+
+
+def _curve(points: Seq[Row], latency: str, percentile: str) -> tuple[list[float], list[float]]:
+    return [row["output_throughput"] for row in points], [row[latency][percentile] for row in points]
+
+
+def _load(name: str) -> str:
+    return name if name.endswith("/s") else f"{name} in flight"
 
 
 def point_name(row: Row) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ssd.bench import drawing
 from ssd.bench.measure import MEAN
-from ssd.bench.report import CAPTION, LATENCIES, PERCENTILES, SPEEDS, Report, cells
+from ssd.bench.report import CAPTION, LATENCIES, SPEEDS, Report, cells
 
 KINDS: Final = (".png", ".svg", ".html")
 _CJK: Final = (
@@ -81,8 +81,7 @@ def _page(report: Report) -> str:
     drawing = _drawn(report, "svg").decode()
     drawing = drawing[drawing.index("<svg") :]
     first = report.contenders[0]
-    *spread, each = LATENCIES[1:]
-    headings = (*SPEEDS, *(f"{heading} {name}" for heading in spread for name in PERCENTILES), each)
+    headings = (*SPEEDS, *LATENCIES[1:])
     summary = _table(headings, [cells(report.row(contender, MEAN), headings, first) for contender in report.contenders])
     details = [[row["set"], *cells(row, headings, first)] for row in report.rows if row["set"] != MEAN]
     same = {True: "Every method wrote the same tokens.", False: "The methods wrote different tokens.", None: ""}
@@ -93,17 +92,17 @@ def _page(report: Report) -> str:
 <style>
 body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; color: #1d2733; }}
 svg {{ width: 100%; height: auto; }}
-table {{ border-collapse: collapse; margin: 1rem 0; }}
-th, td {{ padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #dde3ea; white-space: nowrap; }}
-th {{ white-space: normal; vertical-align: bottom; }}
+h1, p, li {{ overflow-wrap: anywhere; }}
+table {{ border-collapse: collapse; margin: 1rem 0; width: 100%; }}
+th, td {{ padding: .3rem .5rem; text-align: right; border-bottom: 1px solid #dde3ea; }}
+th {{ vertical-align: bottom; }}
 th:first-child, td:first-child {{ text-align: left; }}
-pre {{ background: #f4f6f8; padding: 1rem; overflow: auto; }}
+pre {{ background: #f4f6f8; padding: 1rem; white-space: pre-wrap; overflow-wrap: anywhere; }}
 </style>
 <h1>{html.escape(report.title)}</h1>
 <p><code>{html.escape(str(report.header["command"]))}</code></p>
 {warnings}{drawing}
-<p>{CAPTION.capitalize()}. Latencies in ms: p50 is the median, p90 and p99
-are the 90th and 99th percentile.
+<p>{CAPTION.capitalize()}. Latencies in ms: median, 90th and 99th percentile.
 {same[report.same_text]}</p>
 {summary}
 <details><summary>Set by set</summary>{_table(("set", *headings), details)}</details>

@@ -95,8 +95,8 @@ def cells(row: Row, headings: tuple[str, ...], first: str) -> list[str]:
         "accepted": _share(row.get("acceptance")),
         "tokens/round": _share(row.get("tokens_per_round")),
         "hits": _share(row.get("hit_rate")),
-        **_percentiles("first token", row["ttft_ms"]),
-        **_percentiles("between deliveries", row["gap_ms"]),
+        "first token": _percentiles(row["ttft_ms"]),
+        "between deliveries": _percentiles(row["gap_ms"]),
         "a token": f"{row['ms_per_token']:.2f}" if row["ms_per_token"] else "",
     }
     return [texts[heading] for heading in headings]
@@ -120,7 +120,6 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
-def _percentiles(heading: str, values: dict[str, float] | None) -> dict[str, str]:
-    """All of them in one cell, and each in one of its own."""
-    texts = {name: f"{values[name]:.1f}" if values else "" for name in PERCENTILES}
-    return {heading: " ".join(texts.values()).strip(), **{f"{heading} {name}": text for name, text in texts.items()}}
+def _percentiles(values: dict[str, float] | None) -> str:
+    """In one cell, with a decimal where it matters."""
+    return " ".join(f"{v:.0f}" if (v := values[name]) >= 100 else f"{v:.1f}" for name in PERCENTILES) if values else ""

@@ -17,9 +17,9 @@ from ssd.assembly.device import num_cores
 from ssd.bench import tracing
 from ssd.bench.answers import Contender, Progress, RequestSettings, no_progress
 from ssd.bench.config import BenchConfig, is_url
-from ssd.bench.measure import Measured, figures, measure, same_text, warnings
+from ssd.bench.measure import MEAN, Measured, figures, measure, same_text, warnings
 from ssd.bench.ours import OurContender, methods_of, our_contenders
-from ssd.bench.report import Report
+from ssd.bench.report import Report, Row
 from ssd.bench.workload import Workload, load_workload
 from ssd.config import NGRAM
 from ssd.models.open import open_checkpoint
@@ -49,9 +49,20 @@ def run(config: BenchConfig, progress: Progress = no_progress, traces: Seq[Path]
         notes += [f"{c.name}: {c.note}" for c in contenders if c.note]
         notes += [f"{w.name}: {w.origin}" for w in workloads]
         notes += _threads(found)
+        rows = figures(found)
+        notes += slower(rows)
         answers = [a for turn in found[0].turns[workloads[0].name] if turn.repeat == 0 for a in turn.answers]
         texts = [answer.text for answer in answers]
-        return Report(_header(config), figures(found), notes, same, texts, warnings(found))
+        return Report(_header(config), rows, notes, same, texts, warnings(found))
+
+
+def slower(rows: Seq[Row]) -> list[str]:
+    """A note on methods whose drafts did not pay."""
+    first = rows[0]["contender"]
+    drafting = [row for row in rows if row["set"] == MEAN and row.get("acceptance") is not None]
+    names = [row["contender"] for row in drafting if (row["ratio_interval"] or [0.0, row["ratio"]])[1] < 1]
+    why = "drafts pay where the target is much slower than its draft model, those of SSD where that has a core or GPU"
+    return [f"slower than {first}: {', '.join(names)}; {why} to spare: docs/benchmarks.md"] if names else []
 
 
 def _threads(found: Seq[Measured]) -> list[str]:

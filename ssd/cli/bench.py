@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from ssd.bench.config import BenchConfig
-from ssd.cli.console import JSON_FILE, bundled_draft, follow, progress_bars, report_console, write_json
+from ssd.cli.console import DEMO_MODEL, JSON_FILE, bundled_draft, follow, progress_bars, report_console, write_json
 from ssd.cli.options import MODEL, Flags, Given, command
 from ssd.config import K_DEFAULT, EngineConfig, SpeculationConfig
 from ssd.core import SamplingParams
@@ -28,7 +28,7 @@ says which.
 
 [bold]Try[/]
 
-  ssd bench
+  ssd bench   (a bundled pair at a size at which drafts pay on a CPU; two minutes)
 
   ssd bench tiny-qwen3 --compare ar,sd:2,ssd:3,ngram:4 --sets gsm8k --plot report.html --json report.json
 
@@ -42,7 +42,7 @@ says which.
 
 @command
 def bench(
-    model: Annotated[str, MODEL] = "tiny-llama",
+    model: Annotated[str, MODEL] = DEMO_MODEL,
     json_file: Annotated[Path | None, JSON_FILE] = None,
     plot: Annotated[
         list[Path] | None, typer.Option(help="Draw the report: a .png, .svg or .html file. May be repeated.")
@@ -61,8 +61,9 @@ def bench(
     engine: Annotated[Given, Flags(EngineConfig, without={"max_num_seqs", "speculation"})],
 ) -> None:
     draft = speculation.pop("draft", None) or bundled_draft(model)
-    settings = {"methods": "ar,sd,ssd" if draft else "ar,ngram", **settings}
-    k = speculation.pop("k", K_DEFAULT)
+    short, best_k = ({"num_prompts": 2}, 3) if model == DEMO_MODEL else ({}, K_DEFAULT)
+    settings = {"methods": "ar,sd,ssd,auto" if draft else "ar,ngram", **short, **settings}
+    k = speculation.pop("k", best_k)
     config = BenchConfig(model, draft, k=k, speculation=speculation, engine=engine, **sampling, **settings)
     follow(engine)
     report = benchmark(config, json_file, plot or [], trace or [], wandb=wandb, group=group, name=name)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 errors = Console(stderr=True)
 JSON_FILE: Final = typer.Option("--json", help="Write all figures here; -: to stdout.")
+# What `ssd demo` and `ssd bench` take if no model is named: the bundled pair, in a size in which drafts pay on a CPU.
+DEMO_MODEL: Final = "graft:tiny-llama@cpu-75m"
+_DEMO_DRAFT: Final = "tiny-llama-draft"
 _STDOUT: Final = Path("-")
 
 
@@ -107,10 +110,10 @@ def seeded(params: SamplingParams) -> SamplingParams:
 
 
 def bundled_draft(model: str) -> str | None:
-    """The draft of a bundled model. Imports torch."""
+    """The draft of a bundled model, or of the demo's. Imports torch."""
     from ssd.models.open import bundled_draft as draft_of
 
-    return draft_of(model)
+    return _DEMO_DRAFT if model == DEMO_MODEL else draft_of(model)
 
 
 def speed_summary(metrics: RequestMetrics) -> str:

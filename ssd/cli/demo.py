@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ssd.cli.chat import A_DEMO, Origins, knows_chats
-from ssd.cli.console import bundled_draft, draft_summary, load, print_note, speed_summary, total
+from ssd.cli.console import DEMO_MODEL, bundled_draft, draft_summary, load, print_note, speed_summary, total
 from ssd.cli.options import Flags, Given, command
 from ssd.config import NGRAM, EngineConfig, SpeculationConfig
 from ssd.core import RequestOutput, SamplingParams
@@ -51,9 +51,10 @@ next tokens, and the model verifies them in one pass. A wrong guess costs time, 
 every likely outcome while the model verifies, on a core or GPU of its own; if the outcome is among them, the next \
 draft is there at once. [cyan]ssd explain[/] shows it round by round.
 
-[bold]Speed.[/] The ratios are a rough measure of short work; [cyan]ssd bench[/] is accurate. Below 1, drafting \
-took more time than it saved: it pays where the model is much slower than its draft model, and other programs leave a \
-core to the draft.
+[bold]Speed.[/] The ratios are a rough measure of short work; [cyan]ssd bench[/] is accurate. SD pays where the model \
+is much slower than its draft model. SSD pays beyond that where the draft model has hardware to spare: here it takes \
+cores that the model could use itself, so with few cores SD can be faster. [cyan]--mode auto[/] measures AR, SD and \
+SSD, and takes the fastest.
 """
 NEXT: Final = """\
 [bold]What to try next[/]{activate}
@@ -62,9 +63,9 @@ NEXT: Final = """\
   [cyan]ssd chat[/]
   [cyan]ssd explain --out paths.html[/]
   [cyan]ssd generate tiny-llama "Once upon a time, there was" -t 0.8 --seed 4 -m 64[/]
-  [cyan]ssd serve tiny-llama --draft tiny-llama-draft --mode ssd[/]
+  [cyan]ssd serve {model} --draft {draft} --mode auto[/]  [dim]# and open http://127.0.0.1:8000[/]
 
-  [dim]# in Python; `pip install ssd-engine` in an environment of your own[/]
+  [dim]# in Python; `pip install .` in an environment of your own[/]
   [cyan]from ssd import LLM
 
   with LLM("tiny-llama") as llm:
@@ -116,11 +117,11 @@ SAMPLING: Final = {"temperature": 0.8, "seed": 4, "max_new_tokens": 64}
 
 @command
 def demo(
-    model: Annotated[str, typer.Option(help="Any MODEL, as `ssd --help` describes them.")] = "tiny-llama",
+    model: Annotated[str, typer.Option(help="Any MODEL, as `ssd --help` describes them.")] = DEMO_MODEL,
     prompt: Annotated[list[str] | None, typer.Option(help="Ask this first, as a chat. May be repeated.")] = None,
     *,
     sampling: Annotated[Given, Flags(SamplingParams, only={*SAMPLING}, defaults=SAMPLING)],
-    speculation: Annotated[Given, Flags(SpeculationConfig, only={"draft", "k"}, defaults={"k": 2})],
+    speculation: Annotated[Given, Flags(SpeculationConfig, only={"draft", "k"}, defaults={"k": 3})],
     engine: Annotated[Given, Flags(EngineConfig, only={"device"})],
 ) -> None:
     params = SamplingParams(**sampling)
@@ -151,11 +152,12 @@ def conclude(model: str, asked: list[Asked], runs: list[Run], console: Console) 
     for found in filter(None, differences):
         raise SSDError(found)
     console.print(EXPLANATION.format(count=len(asked), ways=len(runs)))
-    if model in bundled_models():
+    if model in (DEMO_MODEL, *bundled_models()):
         console.print(A_DEMO)
     script = activation()
     activate = f"\n\n  [cyan]source {escape(script)}[/]  [dim]# `ssd` in this shell[/]" if script else ""
-    console.print(NEXT.format(activate=activate), soft_wrap=True)
+    pair = {"model": DEMO_MODEL, "draft": bundled_draft(DEMO_MODEL)}
+    console.print(NEXT.format(activate=activate, **pair), soft_wrap=True)
 
 
 def activation() -> str | None:

@@ -113,7 +113,7 @@ def explain(
         console.print(summary(output.metrics))
         if out is not None:
             title = f"“{set_cell_size(visible(prompt, ' '), 60).strip()}…”: {model} writes, {draft} drafts"
-            paths.write(out, steps, spell, title, " ".join([summary(output.metrics), llm.note]))
+            paths.write(out, steps, spell, title, ". ".join(filter(None, [summary(output.metrics), llm.note])))
             console.print(Text(f"the forking paths are drawn in {out}", style="dim"), soft_wrap=True)
 
 

@@ -100,8 +100,8 @@ app.command(help=export.EAGLE_HELP)(export.export_eagle)
 
 @app.command("version")
 def versions() -> None:
-    """Print the version of ssd, of torch, and the devices it sees."""
-    import torch
+    """Print what a bug report needs: versions, processor, GPUs, and whether the CPU kernels are compiled."""
+    from ssd.cli.versions import report
 
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["cpu only"]
-    typer.echo(f"ssd {VERSION}, torch {torch.__version__}, {', '.join(devices)}")
+    for heading, found in report().items():
+        typer.echo(f"{heading}: {found}")

@@ -6,6 +6,7 @@ off where its outcome leaves the trunk (downwards) or the rejected draft (upward
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator
 from html import escape
 from itertools import zip_longest
@@ -20,7 +21,7 @@ from ssd.errors import ConfigError
 if TYPE_CHECKING:
     from ssd.cli.trace import Branch, Step
 
-WIDTH: Final = 1280
+WIDTH: Final = 1120  # of a picture, px: with margins and a scroll bar it fits a window of 1200
 MARGIN: Final = 24
 CELL: Final = 7.3  # width of a character
 LINE: Final = 19
@@ -73,7 +74,7 @@ PAGE: Final = """\
 :root {{ color-scheme: light dark; }}
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: {width}px; padding: 0 1rem;
   background: #ffffff; color: #1f2328; }}
-h1 {{ font-size: 1.3rem; }} figure {{ margin: 0; overflow-x: auto; }}
+h1 {{ font-size: 1.3rem; }} figure {{ margin: 0; }} svg {{ max-width: 100%; height: auto; }}
 @media (prefers-color-scheme: dark) {{ body {{ background: #0d1117; color: #e6edf3; }} }}
 </style>
 </head>
@@ -228,16 +229,22 @@ def _add_heading(root: ElementTree.Element, title: str, summary: str) -> float:
     ElementTree.SubElement(root, "title").text = title
     ElementTree.SubElement(root, "style").text = STYLE
     _add(root, "rect", "paper", width="100%", height="100%")
-    _add_text(root, MARGIN, 30, title, "heading")
-    _add_text(root, MARGIN, 48, summary, "faint")
-    x = float(MARGIN)
+    y, longest = 12.0, int((WIDTH - 2 * MARGIN) / CELL)
+    for text, kind in ((title, "heading"), (summary, "faint")):
+        for line in textwrap.wrap(text, longest):
+            y += 18
+            _add_text(root, MARGIN, y, line, kind)
+    x, y = float(MARGIN), y + 28
     for kind, meaning in LEGEND:
-        if kind in ("hit", "miss"):
-            _add(root, "circle", kind, cx=x + 4, cy=72, r=4)
-            x += 14
-        _add_text(root, x, 76, meaning, f"small {kind}")
-        x += 18 + len(meaning) * CELL * 0.83
-    return 90.0
+        marked = kind in ("hit", "miss")
+        width = 14 * marked + len(meaning) * CELL * 0.83
+        if x + width > WIDTH - MARGIN:
+            x, y = float(MARGIN), y + LINE
+        if marked:
+            _add(root, "circle", kind, cx=x + 4, cy=y - 4, r=4)
+        _add_text(root, x + 14 * marked, y, meaning, f"small {kind}")
+        x += width + 18
+    return y + 14
 
 
 def _add_text(parent: ElementTree.Element, x: float, y: float, text: str, kind: str) -> ElementTree.Element:

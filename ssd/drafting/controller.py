@@ -135,10 +135,10 @@ class DepthController(Drafter):
             self._log_choice(round_.size, times)
 
     def prepared(self, sequence: Sequence) -> Prepared:
-        return self._drafter.prepared(sequence)
+        return self._proposer.prepared(sequence)
 
     def prepared_confidence(self, sequence: Sequence) -> Confidence:
-        return self._drafter.prepared_confidence(sequence)
+        return self._proposer.prepared_confidence(sequence)
 
     def forget(self, sequence: Sequence) -> None:
         for each in self.inner:

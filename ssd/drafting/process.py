@@ -13,7 +13,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from ssd.core import Origin, Outcome, Proposal, Sequence, Work
-from ssd.decoding.drafter import Drafter
+from ssd.decoding.drafter import Drafter, Prepared
 from ssd.drafting.estimate import Average
 from ssd.drafting.replica import DraftReplica
 from ssd.drafting.wire import Draft
@@ -59,6 +59,7 @@ class ProcessDrafter(Drafter):
         self._clock = clock
         self._reply = Average(7 / 8, patience / _PATIENCE_PER_REPLY, 1.0)  # seconds
         self._round_seconds = 0.0  # duration of the last round
+        self._watched = False  # an observer has asked for the branches of the last round
         self._all_hit = Average(15 / 16, 4.0, 4.0)  # share of rounds in which every draft had been prepared
         limits = {"hang_limit": hang_limit, "start_limit": start_limit}
         supervisors = [Supervisor("the drafter's process", start, clock=clock, **limits) for start in starts]
@@ -84,7 +85,8 @@ class ProcessDrafter(Drafter):
             return [Proposal()] * len(works)
         drafts = [self._look_up(work, available) for work in works]
         asked = available[self.replies % len(available)]  # each in turn, and all write the same: one may be wrong
-        ahead = len(self.replicas) > 1 or bool(self._all_hit.value > _MOST_HIT)
+        ahead = len(self.replicas) > 1 or self._watched or bool(self._all_hit.value > _MOST_HIT)
+        self._watched = False
         for each in available:
             each.send(works, drafts, self._round_seconds, budget=self.budget, reply=each is asked, ahead=ahead)
         if None in drafts:
@@ -118,6 +120,14 @@ class ProcessDrafter(Drafter):
         self._round_seconds = seconds
         self.stats.failures = sum(each.supervisor.failures for each in self.replicas)
         self.stats.busy_seconds = sum(each.busy_seconds for each in self.replicas)
+
+    def prepared(self, sequence: Sequence) -> Prepared:
+        """Waits for what is prepared in this round, and has what is prepared in the next one sent in any case."""
+        self._watched = True
+        found: dict[tuple[int, int], tuple[int, ...]] = {}
+        for each in self.replicas:
+            found |= each.prepared(sequence, self.patience)
+        return found
 
     def forget(self, sequence: Sequence) -> None:
         for each in self.replicas:

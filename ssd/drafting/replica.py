@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from types import MappingProxyType
 
 from ssd.core import Proposal, Sequence, Work
+from ssd.decoding.drafter import Prepared
 from ssd.drafting.wire import (
     Draft,
     Entry,
@@ -36,6 +37,7 @@ class DraftReplica:
         self._busy_before = 0.0  # its part up to the last loss
         self._round = self._answered = 0  # the last round sent, and the last one that anything came back for
         self._last_prepared = 0  # the round of the last PREPARED message
+        self._waited_for = 0  # the last round whose PREPARED message `prepared` has waited for
         self._num_asked = 0  # proposals that the last round asks for
         self._limit = 0  # maximum payload of a message from the worker, in words
         self._known: dict[int, int] = {}  # by sequence id: number of tokens that the worker has
@@ -129,6 +131,17 @@ class DraftReplica:
         prepared, self._prepared = self._prepared, {}
         return prepared
 
+    def prepared(self, sequence: Sequence, timeout: float) -> Prepared:
+        """What it prepares for the current round, for observers. The first call of a round waits for it."""
+        if self.num_unknown(sequence):
+            return {}  # it was not told of the round
+        wait, self._waited_for = timeout if self._waited_for < self._round else 0.0, self._round
+        with self._losing_on_error():
+            while self.preparing and self._next(wait) is not None:
+                pass
+        found = self._prepared.get(sequence.id)
+        return found.by_outcome if found is not None else {}
+
     def forget(self, sequence: Sequence) -> None:
         if self._known.pop(sequence.id, None) is not None:
             self._forgotten.append(sequence.id)
@@ -139,13 +152,20 @@ class DraftReplica:
 
     def _receive(self, timeout: float) -> Message | None:
         """READY or PROPOSALS, if they are due and come in time. PREPARED messages are kept on the way."""
-        while (message := self.supervisor.receive(self._limit, timeout, Kind.PREPARED)) is not None:
-            self.busy_seconds = self._busy_before + message.times[0] / 1e9
-            self._answered = max(self._answered, message.round)
+        while (message := self._next(timeout)) is not None:
             if message.kind != Kind.PREPARED:
                 return message
-            self._keep(message)
         return None
+
+    def _next(self, timeout: float) -> Message | None:
+        """The next message, if it comes in time. A PREPARED one is kept."""
+        message = self.supervisor.receive(self._limit, timeout, Kind.PREPARED)
+        if message is not None:
+            self.busy_seconds = self._busy_before + message.times[0] / 1e9
+            self._answered = max(self._answered, message.round)
+            if message.kind == Kind.PREPARED:
+                self._keep(message)
+        return message
 
     def _entry(self, work: Work, draft: Draft | None, decided: Seq[int]) -> Entry:
         """The tokens of a sequence that the worker does not have, and for a new sequence its parameters."""

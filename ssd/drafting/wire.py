@@ -84,8 +84,17 @@ class PreparedDrafts:
         matches = np.flatnonzero((accepted == len(decided) - 1) & (own == decided[-1]))
         if not len(matches):
             return None
-        tokens = tuple(itertools.takewhile(lambda token: token >= 0, self.outcomes[matches[0], 2:].tolist()))
+        tokens = _unpadded(self.outcomes[matches[0], 2:].tolist())
         return Draft(tokens, tuple(_confidence(self.codes[matches[0], : len(tokens)]).tolist()))
+
+    @property
+    def by_outcome(self) -> Prepared:
+        return {(accepted, own): _unpadded(draft) for accepted, own, *draft in self.outcomes.tolist()}
+
+
+def _unpadded(draft: Seq[int]) -> tuple[int, ...]:
+    """The tokens before the first -1."""
+    return tuple(itertools.takewhile(lambda token: token >= 0, draft))
 
 
 def encode_round(

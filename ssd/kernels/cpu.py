@@ -305,10 +305,13 @@ def load() -> Kernels | None:
 
 
 def build() -> Kernels:
-    """Compile (or find in the cache) and load the kernels, with torch's own OpenMP runtime where it has one."""
+    """Compile (or find in the cache) and load the kernels, with torch's own OpenMP runtime where it has one.
+
+    Without a compiler: those that came with the package, which are not made for this very processor.
+    """
     compiler = find_compiler()
     if compiler is None:
-        raise BuildError("no C compiler found")
+        return Kernels(ctypes.CDLL(str(prebuilt())))
     failures: list[str] = []
     for flags in _flag_choices(openmp_library()):
         try:
@@ -330,6 +333,17 @@ def find_compiler() -> list[str] | None:
         if path is not None:
             return [path, *command[1:]]
     return None
+
+
+def prebuilt() -> Path:
+    """The library that `setup.py` has compiled, if this processor can run it."""
+    found = next(iter(sorted(SOURCE.parent.glob("_cpu*.so"))), None)
+    if found is None:
+        raise BuildError("no C compiler found, and the package was installed without compiled kernels")
+    if platform.machine() == "x86_64" and not {"avx2", "fma", "bmi2"} <= set(_cpu_identity().split()):
+        raise BuildError("no C compiler found, and the kernels of the package need AVX2 and FMA")
+    openmp_library()
+    return found
 
 
 def openmp_library() -> str | None:

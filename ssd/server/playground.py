@@ -62,7 +62,8 @@ class BranchWatch(RoundObserver):
     """Keeps the branches that the drafter prepares for watched requests.
 
     While a request is watched, a round is collected before the next one is launched, because a later round would
-    overwrite the branches: on a GPU that costs some speed, for every request. Nothing changes while none is watched.
+    overwrite the branches, and waits for those of another process: that costs some speed, for every request. Nothing
+    changes while none is watched.
     """
 
     def __init__(self) -> None:
@@ -129,10 +130,9 @@ def _static(name: str, kind: str) -> Any:
 
 
 def _branches_visible(llm: LLM) -> bool:
-    """A drafter in another process keeps its branches there; the rejection rule has none without distributions."""
+    """Branches are prepared by SSD; under the rejection rule they are of no use without their distributions."""
     wanted = llm.config.speculation
-    prepared_here = wanted.mode in ("ssd", "auto") and wanted.placement in ("stream", "inline")
-    return prepared_here and wanted.acceptance == "coupled"
+    return wanted.mode in ("ssd", "auto") and wanted.placement != "auto" and wanted.acceptance == "coupled"
 
 
 def state_of(server: ServerState) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import pytest
 from fake_server import PAUSE, PIECES, PROMPT_TOKENS, TOKENS_A_PIECE, serving
 from typer.testing import CliRunner
 
+from ssd.bench import frontier
 from ssd.bench.answers import Answer
 from ssd.bench.config import Requests
 from ssd.bench.openai import ServerContender
@@ -26,6 +27,23 @@ TOKENS = TOKENS_A_PIECE * len(PIECES)  # of every answer
 def run(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["bench", "serve", *arguments])
     return result.exit_code, result.output
+
+
+def test_a_frontier_has_no_numbers_that_cover_each_other(tmp_path: Path) -> None:
+    """Loads are shapes that the legend explains once, not numbers at points, which are close to those of others."""
+    pytest.importorskip("matplotlib")
+    latency = {"p50": 5.0, "p99": 9.0}
+    rows = [
+        {"server": server, "concurrency": load, "request_rate": None, "output_throughput": 100.0 * load + i}
+        | {"ttft_ms": latency, "tpot_ms": {"p50": 4.0}, "e2e_ms": None}
+        for i, server in enumerate(("ar", "sd", "ssd"))
+        for load in (1, 4)
+    ]
+    frontier.draw(rows, tmp_path / "frontier.svg")
+    drawn = (tmp_path / "frontier.svg").read_text()
+    for text in ("1 in flight", "4 in flight", "p50", "p99", "ar", "sd", "ssd", "time per output token"):
+        assert drawn.count(f"<!-- {text} -->") == 1, text
+    assert "end to end" not in drawn  # nothing was measured of it
 
 
 def test_a_sweep_counts_by_usage(tmp_path: Path) -> None:

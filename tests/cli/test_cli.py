@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from inspect import getdoc
+from pathlib import Path
 
 import pytest
 from conftest import TestModel
@@ -43,6 +44,17 @@ def test_help_teaches() -> None:
     assert "--draft-tensor-parall" in flags  # cut off: the panel is narrow
     for command in ("generate", "chat", "bench", "explain"):
         assert "--draft-quantiz" in CliRunner().invoke(app, [command, "--help"]).stdout
+
+
+def test_the_version_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches a report from which nobody sees the machine, or that its CPU kernels are not the exact ones."""
+    said = CliRunner().invoke(app, ["version"]).stdout
+    for part in (f"ssd: {VERSION}\n", "Python: 3.", "torch 2.", " cores\n", "CPU kernels: compiled with ", "GPUs: "):
+        assert part in said
+    monkeypatch.setattr("ssd.kernels.cpu.find_compiler", lambda: None)
+    monkeypatch.setattr("ssd.kernels.cpu.SOURCE", tmp_path / "cpu.c")  # no kernels of the package beside it
+    said = CliRunner().invoke(app, ["version"]).stdout
+    assert "CPU kernels: plain torch, which is not exact: no C compiler found, and the package was" in said
 
 
 def test_the_version_is_an_option_too() -> None:

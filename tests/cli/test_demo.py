@@ -8,19 +8,25 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import TestModel
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from ssd.assembly.memory import weight_bytes
+from ssd.cli import demo as demo_command
+from ssd.cli.bench import bench
+from ssd.cli.console import DEMO_MODEL, bundled_draft
 from ssd.cli.demo import QUESTIONS, Asked, Question, Run, activation, conclude, difference, write
 from ssd.cli.main import app
 from ssd.core import RequestMetrics, RequestOutput, Sample, SamplingParams
 from ssd.llm import LLM
-from ssd.models.open import BUNDLE
+from ssd.models.open import BUNDLE, open_checkpoint
 
 SHORT = ("--device", "cpu", "--max-tokens", "8")
 METHODS = ("with a draft (SD)", "draft prepared ahead (SSD)")
@@ -44,7 +50,17 @@ def asked(*titles: str) -> list[Asked]:
     return [Asked(Question(title, "?"), "?", SamplingParams()) for title in titles]
 
 
-@pytest.mark.parametrize("model", ["tiny-llama", pytest.param("tiny-qwen3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("command", [demo_command.demo, bench])
+def test_what_runs_without_arguments_is_a_pair_in_which_drafts_pay(command: Callable[..., None]) -> None:
+    """Catches a first impression of drafts that cost more than they save: the draft has a thirtieth of the weights."""
+    model = signature(command).parameters["model"].default
+    draft = bundled_draft(model)
+    assert draft is not None
+    target, small = (open_checkpoint(name).config for name in (model, draft))
+    assert weight_bytes(target, torch.float32) > 30 * weight_bytes(small, torch.float32)
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", pytest.param(DEMO_MODEL, marks=pytest.mark.slow)])
 def test_it_shows_texts_speeds_and_what_they_mean(model: str) -> None:
     """Catches a section that is lost, and control characters in a pipe."""
     done = demo("--model", model)
@@ -81,7 +97,7 @@ def test_it_says_how_to_get_the_command(
     console = Console(width=100)
     with console.capture() as shown:
         conclude("other", asked("first"), [written([1]), written([1])], console)
-    assert "pip install ssd-engine" in shown.get()
+    assert "pip install ." in shown.get()
     assert (f"source {script}" in shown.get()) == (script is not None)
 
 
@@ -184,7 +200,7 @@ def test_one_other_token_fails_the_demo(monkeypatch: pytest.MonkeyPatch, one_cor
         return outputs
 
     monkeypatch.setattr(LLM, "generate", altered)
-    done = demo()
+    done = demo("--model", "tiny-llama")
     assert done.exit_code == 1
     assert f"{QUESTIONS[2].title}: from token 8 on" in done.stderr
     assert "gave the same text" not in done.stdout

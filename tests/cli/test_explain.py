@@ -211,7 +211,8 @@ def test_the_picture_is_well_formed_and_holds_every_token() -> None:
 
 def test_nothing_is_written_over_something_else(ahead: LLM) -> None:
     output, steps = record(ahead, PROMPT, SamplingParams(temperature=0.8, seed=3, max_new_tokens=64))
-    root = ElementTree.fromstring(paths.svg(steps, spelling(ahead.engine.tokenizer), "title", "summary"))
+    long = "a summary that is longer than a line of the picture, " * 4
+    root = ElementTree.fromstring(paths.svg(steps, spelling(ahead.engine.tokenizer), "title", long))
     boxes = []
     for group, text in [(each, text) for each in root for text in each.iter(f"{SVG}text")]:
         size = 0.8 if "small" in text.get("class", "") else 1.0

@@ -498,6 +498,27 @@ def test_one_message_each_way_where_most_rounds_miss(nursery: Nursery) -> None:
             assert (channel.sent.num_messages, channel.received.num_messages) == (before[0] + 1, before[1] + 1)
 
 
+def test_branches_are_sent_to_whoever_watches_and_waited_for_once_a_round(nursery: Nursery) -> None:
+    """Catches branches that stay in the process where most rounds miss, and an observer that waits for what is late."""
+    drafter = nursery.honest(TEXT, ahead=True, patience=8.0, prepare=0.02)
+    sequence, unknown = begun(TEXT[:2]), begun([9, 9, 9], id=1)
+    for _ in range(12):  # after which what is prepared is not sent ahead
+        propose_soon(drafter, [work_for(sequence), work_for(unknown)])
+    drafter.prepared(sequence)  # the next round's is sent
+    propose_soon(drafter, [work_for(sequence), work_for(unknown)])
+    rest = TEXT[2:]
+    expected = {(i, rest[i]): tuple(rest[i + 1 : i + 5]) for i in range(LOOKAHEAD + 1)}
+    assert drafter.prepared(sequence) == expected
+    assert drafter.prepared(unknown) == {}
+    assert drafter.prepared(begun(TEXT[:4])) == {}, "the worker was not told of a round after these tokens"
+    os.kill(nursery.pids[0], signal.SIGSTOP)
+    propose_soon(drafter, [work_for(sequence), work_for(unknown)], limit=20)
+    drafter.prepared(sequence)
+    began = time.monotonic()
+    assert [drafter.prepared(sequence) for _ in range(20)] == [{}] * 20
+    assert time.monotonic() - began < drafter.patience
+
+
 def test_what_was_prepared_is_for_the_outcome_of_its_own_round(nursery: Nursery) -> None:
     """Catches a draft that is taken for its last token alone: after two rounds, or after another number of tokens."""
     text = [3, 1, 7, 7, 8, 9, 2, 6, 5, 3, 5, 8]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,9 @@ from random_requests import (
     random_requests,
 )
 
-from ssd import LLM
+from ssd import LLM, SamplingParams
 from ssd.assembly import drafters
+from ssd.cli.trace import record
 from ssd.core import MODEL_WRITTEN, Origin, RequestOutput, Work
 from ssd.drafting import table
 from ssd.drafting.late import LateBindingDrafter
@@ -125,6 +127,16 @@ def test_what_the_target_drafts_for_itself_stands(models: Models) -> None:
     written = [each for each in verified.drafts if each[0] in MODEL_WRITTEN]
     assert [each for each in written if each[1] != each[2]] == []
     assert sum(origin is Origin.HIT for origin, _, _ in written) > 50
+
+
+def test_an_observer_sees_the_branches_of_the_round(models: Models) -> None:
+    """Catches branches of another round, and none: the next draft is a hit if and only if a branch came true."""
+    with engine_with(models, "self") as llm:
+        _, steps = record(llm, [5, 6, 7, 8], SamplingParams(max_new_tokens=24, ignore_eos=True))
+    pairs = [(one, two) for one, two in pairwise(steps) if one.branches and two.looked_up]
+    assert len(pairs) > len(steps) / 2
+    assert all(two.hit == any(map(one.came_true, one.branches)) for one, two in pairs)
+    assert any(two.hit for _, two in pairs)
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])

@@ -437,8 +437,38 @@ def test_cached_load_is_quick(kernels: Kernels) -> None:
     assert time.perf_counter() - start < 0.5
 
 
-def test_no_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.slow
+def test_without_a_compiler_the_kernels_of_the_package_are_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Catches a wheel whose kernels are never loaded, or are not row-invariant without the processor's own flags."""
+    compiler = cpu.find_compiler()
+    if compiler is None:
+        pytest.skip("no C compiler")
+    threads = ("-fopenmp",) if cpu.openmp_library() else ()
+    (tmp_path / "_cpu.abi3.so").write_bytes(cpu._compile(compiler, (*cpu.BASE_FLAGS, *threads)))
+    monkeypatch.setattr(cpu, "SOURCE", tmp_path / "cpu.c")
     monkeypatch.setattr(cpu, "find_compiler", lambda: None)
+    found = cpu.build()
+    packed, x = found.pack_linear(torch.randn(70, 96)), torch.randn(9, 96)
+    together = found.linear(x, packed)
+    assert all(torch.equal(found.linear(x[i : i + 1], packed)[0], together[i]) for i in range(9))
+
+
+def test_kernels_of_the_package_are_not_run_by_a_processor_that_cannot(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "_cpu.abi3.so").touch()
+    monkeypatch.setattr(cpu, "SOURCE", tmp_path / "cpu.c")
+    monkeypatch.setattr(cpu, "_cpu_identity", lambda: "flags : fpu sse4_2 avx")
+    monkeypatch.setattr(cpu.platform, "machine", lambda: "x86_64")
+    with pytest.raises(cpu.BuildError, match="need AVX2"):
+        cpu.prebuilt()
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    monkeypatch.setattr(cpu, "find_compiler", lambda: None)
+    monkeypatch.setattr(cpu, "SOURCE", tmp_path / "cpu.c")  # no kernels of the package beside it
     with caplog.at_level(logging.WARNING, logger="ssd"):
         assert cpu.load.__wrapped__() is None
     assert len(caplog.records) == 1

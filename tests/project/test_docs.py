@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from ast import literal_eval
 from inspect import signature
 from pathlib import Path
@@ -15,12 +16,16 @@ from ssd.cli.demo import QUESTIONS
 from ssd.cli.explain import explain
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
-def test_the_readmes_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    [example] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    exec(compile(example, "README.md", "exec"), {})
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_example_runs(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    [example] = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    exec(compile(example, page, "exec"), {})
     assert len(capsys.readouterr().out) > 100
 
 
@@ -54,7 +59,22 @@ def test_the_reference_has_every_public_name() -> None:
         assert {module, f"{module}.{name}"} & listed, name
 
 
-def test_the_site_has_every_page() -> None:
-    navigation = (ROOT / "mkdocs.yml").read_text()
+def test_the_site_has_every_page_and_its_home_names_it() -> None:
+    navigation, home = ((ROOT / name).read_text() for name in ("mkdocs.yml", "docs/index.md"))
     for page in (ROOT / "docs").glob("*.md"):
         assert f" {page.name}\n" in navigation, page.name
+        assert f"({page.name})" in home or page.name == "index.md", page.name
+
+
+def test_the_reference_has_no_name_that_is_not_public() -> None:
+    """Catches helpers and constants of a module that is listed as a whole, and options that have no description."""
+    reference = (ROOT / "docs" / "reference.md").read_text()
+    listed = re.findall(r"^::: (\S+)$", reference, re.MULTILINE)
+    assert all(name.rpartition(".")[2][0].isupper() for name in listed), "classes only"
+    assert {name for name in listed if name.startswith("ssd.errors.")} <= {f"ssd.errors.{name}" for name in ssd.__all__}
+    table = runpy.run_path(str(ROOT / "scripts" / "docs_options.py"))["table"]
+    for name in re.findall(r"<!-- options: (\S+) -->", reference):
+        module, _, owner = name.rpartition(".")
+        shown = table(module, owner).splitlines()[2:]
+        assert shown
+        assert all(re.fullmatch(r"\| `\w+` \| .+ \| .+ \|", line) for line in shown)

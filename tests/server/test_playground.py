@@ -23,6 +23,13 @@ def drafted() -> Iterator[Served]:
         yield served
 
 
+@pytest.fixture(scope="module")
+def drafted_apart() -> Iterator[Served]:
+    speculation = {**SPECULATION["ssd"], "placement": "process"}
+    with LLM("tiny-llama", device="cpu", speculation=speculation) as llm, serving(llm) as served:
+        yield served
+
+
 def streamed(served: Served, **body: Any) -> list[dict[str, Any]]:
     body = {"messages": MESSAGES, "temperature": 0.9, "seed": 5, "max_tokens": 40, **body}
     lines = httpx.post(f"{served.url}/playground/chat", json=body, trust_env=False).text.split("\n\n")
@@ -55,9 +62,13 @@ def test_rounds_are_those_of_the_engine(drafted: Served, settings: dict[str, Any
         assert summary["accepted"] > 0
 
 
-def test_a_hit_was_among_the_branches(drafted: Served) -> None:
-    """Catches branches of another round: the next draft is a hit if and only if a branch came true."""
-    rounds = rounds_of(streamed(drafted, branches=True, max_tokens=80))
+@pytest.mark.parametrize("served", ["drafted", "drafted_apart"])
+def test_a_hit_was_among_the_branches(served: str, request: pytest.FixtureRequest) -> None:
+    """Catches branches of another round: the next draft is a hit if and only if a branch came true.
+
+    Also where they were prepared in a process of the draft model's own.
+    """
+    rounds = rounds_of(streamed(request.getfixturevalue(served), branches=True, max_tokens=80))
     assert sum(bool(round_["branches"]) for round_ in rounds) > len(rounds) / 2
     for before, after in pairwise(rounds):
         if before["branches"] and after["looked_up"]:

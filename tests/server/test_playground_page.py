@@ -99,6 +99,33 @@ def test_chat_shows_branches_and_the_same_text_in_both_modes(page: Any, served: 
     assert re.search(r"AR: [\d.]+ tokens/s, 40 tokens in 40 rounds", article.locator(".speed").text_content())
 
 
+def test_the_answers_of_both_modes_can_be_switched_between(page: Any) -> None:
+    """Catches a second answer that takes the place of the first, with its colours, rounds and speed."""
+    article = ask(page, QUESTION)
+    drafted, rounds = article.locator(".answer .draft").count(), page.locator("#paths > li").count()
+    article.get_by_role("button", name="Again with AR, same seed").click()
+    idle(page)
+    buttons = article.locator("button[aria-pressed]")
+    assert [buttons.nth(i).get_attribute("aria-pressed") for i in range(2)] == ["false", "true"]
+    assert page.locator("#paths > li").count() == 40
+    for mode, marked, shown in (("SSD", drafted, rounds), ("AR", 0, 40), ("SSD", drafted, rounds)):
+        article.get_by_role("button", name=re.compile(f"^{mode}: ")).click()
+        pressed = article.locator("button[aria-pressed=true]")
+        assert pressed.text_content().startswith(f"{mode}: ")
+        assert page.evaluate("document.activeElement.ariaPressed") == "true"
+        assert (article.locator(".answer .draft").count(), page.locator("#paths > li").count()) == (marked, shown)
+    assert page.locator(".branches li").count() > 3
+    page.reload()
+    page.wait_for_selector("article.assistant")
+    assert (article.locator(".answer .draft").count(), page.locator("#paths > li").count()) == (drafted, rounds)
+
+
+def test_the_speed_of_an_answer_stands_once(page: Any) -> None:
+    article = ask(page, QUESTION)
+    assert page.locator("#status").text_content() == ""
+    assert article.text_content().count("tokens/s") == 1
+
+
 def test_a_reload_keeps_the_conversation(page: Any) -> None:
     text = ask(page, "Who are you?").locator(".answer").text_content()
     page.reload()
@@ -199,10 +226,12 @@ def test_dark_mode(browser: Any, served: Served, page: Any) -> None:
     assert other.evaluate(background) == "rgb(18, 23, 29)"
     context.close()
     assert page.evaluate(background) == "rgb(255, 255, 255)"
-    page.get_by_role("button", name="Dark").click()
+    page.get_by_role("button", name="Dark theme").click()
     assert page.evaluate(background) == "rgb(18, 23, 29)"
     page.reload()
     assert page.evaluate(background) == "rgb(18, 23, 29)"
+    page.get_by_role("button", name="Light theme").click()  # it says what it does
+    assert page.evaluate(background) == "rgb(255, 255, 255)"
 
 
 def test_a_small_screen_needs_no_sideways_scrolling(page: Any) -> None:
@@ -213,16 +242,23 @@ def test_a_small_screen_needs_no_sideways_scrolling(page: Any) -> None:
 
 
 @pytest.mark.skipif(PICTURES is None, reason="SSD_SCREENSHOTS names no folder")
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_screenshots(page: Any, theme: str) -> None:
-    page.emulate_media(color_scheme=theme)
-    page.locator("#temperature").fill("0.6")
-    article = ask(page, "Write a Python function that adds two numbers.", mode="ar", tokens=90, seed=1)
-    article.get_by_role("button", name="Again with SSD, same seed").click()
-    expect(page.locator(".speed .bar")).to_have_count(2)
-    idle(page)
-    page.wait_for_timeout(3000)
-    page.screenshot(path=Path(PICTURES or "") / f"playground-{theme}.png")
+def test_screenshots(browser: Any) -> None:
+    """A pair in which speculation pays on a CPU with two cores."""
+    speculation = {"mode": "ssd", "draft": "tiny-llama-draft", "k": 3}
+    with LLM("graft:tiny-llama@cpu-75m", device="cpu", speculation=speculation) as llm, serving(llm) as served:
+        for theme in ("light", "dark"):
+            context = browser.new_context(viewport={"width": 1280, "height": 800}, color_scheme=theme)
+            page = context.new_page()
+            page.goto(served.url)
+            expect(page.locator("#served")).to_contain_text("drafts")
+            page.locator("#temperature").fill("0.6")
+            article = ask(page, QUESTION, mode="ar", tokens=90, seed=1)
+            article.get_by_role("button", name="Again with SSD, same seed").click()
+            expect(page.locator(".speed .bar")).to_have_count(2, timeout=60_000)
+            idle(page)
+            page.wait_for_timeout(3000)
+            page.screenshot(path=Path(PICTURES or "") / f"playground-{theme}.png")
+            context.close()
 
 
 def test_the_page_asks_for_the_api_key(browser: Any, served: Served) -> None:

@@ -5,7 +5,7 @@ const $ = (id) => document.getElementById(id);
 const MINUTE = 60; // samples that a chart shows
 const paths = new Paths($("paths"));
 let server = null; // the last answer of /playground/state
-let conversation = []; // {role, content, runs?}; runs: one per mode in which an answer was written
+let conversation = []; // {role, content, runs?, shown?}; runs: one per mode in which an answer was written
 let samples = []; // one a second: [tokens/s, acceptance, hit rate]
 let running = null; // AbortController of the answer that is being written
 
@@ -31,9 +31,9 @@ async function* events(response) {
   }
 }
 
-// Writes one answer into `shown`; returns its run: {mode, text, speed, …}.
+// Writes one answer into `shown`; returns its run: {mode, text, rounds, …}.
 async function write(messages, settings, shown, signal) {
-  const run = { mode: settings.speculate ? server.mode : "ar", seed: settings.seed, text: "", tokens: 0, ended: "" };
+  const run = { mode: settings.speculate ? server.mode : "ar", seed: settings.seed, text: "", tokens: 0, rounds: [] };
   const response = await fetch("/playground/chat", {
     method: "POST",
     headers: headers({ "Content-Type": "application/json" }),
@@ -46,13 +46,14 @@ async function write(messages, settings, shown, signal) {
   for await (const event of events(response)) {
     if (event.error) throw new Error(event.error.message);
     if (event.finish_reason) {
-      Object.assign(run, event, { ended: event.finish_reason, seed: settings.seed });
+      Object.assign(run, event, { seed: settings.seed });
       continue;
     }
     const now = performance.now();
     for (const round of event.rounds) {
       paths.add(round);
       append(shown, round);
+      run.rounds.push(round);
       run.text += round.tokens.join("");
       run.tokens += round.tokens.length;
     }
@@ -67,10 +68,15 @@ async function write(messages, settings, shown, signal) {
 function append(shown, round) {
   const log = $("log");
   const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
+  colour(shown, round);
+  if (atEnd) log.scrollTop = log.scrollHeight;
+}
+
+// Adds the tokens of a round, in the colours of those who wrote them.
+function colour(shown, round) {
   round.tokens.forEach((text, place) => {
     if (text) shown.append(element("span", place < round.accepted ? round.by : "", text));
   });
-  if (atEnd) log.scrollTop = log.scrollHeight;
 }
 
 // --- the conversation --------------------------------------------------------------------------------------------
@@ -100,17 +106,18 @@ async function send(text) {
 // Writes the answer at `place`, or writes it again in another mode.
 async function answer(place, wanted) {
   const message = conversation[place];
-  const article = show(place);
-  const shown = article.querySelector(".answer");
+  delete message.error;
+  const shown = show(place).querySelector(".answer");
   shown.replaceChildren();
   busy(true);
   try {
     const run = await write(messagesBefore(place), wanted, shown, running.signal);
     message.runs = [...message.runs.filter((other) => other.mode !== run.mode), run];
     message.content = run.text;
-    $("status").textContent = speed(run);
+    message.shown = run.mode;
+    $("status").textContent = "";
   } catch (error) {
-    message.content = shown.textContent;
+    if (!message.runs.length) message.content = shown.textContent; // else the answer that was there stays
     if (error.name === "AbortError") {
       $("status").textContent = "stopped";
     } else {
@@ -120,7 +127,7 @@ async function answer(place, wanted) {
   }
   busy(false);
   save();
-  show(place, true);
+  show(place, !message.runs.length);
 }
 
 function busy(is) {
@@ -132,7 +139,7 @@ function busy(is) {
   for (const button of document.querySelectorAll("article button")) button.disabled = is;
 }
 
-// Shows a message; `keep`: the text of an answer, with its colours, stays.
+// Shows a message, an answer as it was written in the mode `shown`. `keep`: the text that is on the page stays.
 function show(place, keep = false) {
   $("hello").hidden = true;
   const message = conversation[place];
@@ -140,13 +147,23 @@ function show(place, keep = false) {
   const article = element("article", message.role);
   article.id = `message-${place}`;
   article.append(element("h2", "", message.role === "user" ? "You" : server.model));
-  const kept = keep && old ? old.querySelector(".answer") : null;
-  article.append(kept || element("div", message.role === "user" ? "" : "answer", message.content));
+  article.append((keep && old?.querySelector(".answer")) || content(message));
   if (message.error) article.append(element("p", "error", message.error));
   if (message.runs) article.append(speeds(message, place));
   old ? old.replaceWith(article) : $("log").append(article);
   article.scrollIntoView({ block: "end" });
   return article;
+}
+
+function content(message) {
+  const run = shownRun(message);
+  const made = element("div", message.role === "user" ? "" : "answer", run ? "" : message.content);
+  for (const round of run?.rounds || []) colour(made, round);
+  return made;
+}
+
+function shownRun(message) {
+  return message.runs?.find((run) => run.mode === message.shown);
 }
 
 function speed(run) {
@@ -160,7 +177,8 @@ function speeds(message, place) {
   const list = element("ul", "speed faint");
   const best = Math.max(...message.runs.map((run) => run.tokens_per_second || 0));
   for (const run of message.runs) {
-    const item = element("li", "", speed(run));
+    const item = element("li");
+    item.append(message.runs.length > 1 ? switchTo(run, message, place) : speed(run));
     const bar = element("span", "bar");
     bar.style.width = `${(100 * (run.tokens_per_second || 0)) / (best || 1)}%`;
     item.append(bar);
@@ -172,6 +190,23 @@ function speeds(message, place) {
   }
   if (message.runs.length && server.mode !== "ar") list.append(again(message, place));
   return list;
+}
+
+// A button that shows the answer, and its rounds, as it was written in the mode of `run`.
+function switchTo(run, message, place) {
+  const button = element("button", "", speed(run));
+  button.type = "button";
+  button.title = `Show the answer of ${run.mode.toUpperCase()}, and its rounds`;
+  button.disabled = running !== null;
+  button.setAttribute("aria-pressed", String(run.mode === message.shown));
+  button.addEventListener("click", () => {
+    message.shown = run.mode;
+    message.content = run.text;
+    save();
+    show(place).querySelector("[aria-pressed=true]").focus();
+    paths.show(run.rounds);
+  });
+  return button;
 }
 
 function again(message, place) {
@@ -189,8 +224,14 @@ function again(message, place) {
   return item;
 }
 
+// Without branches, of which there are many.
 function save() {
-  sessionStorage.setItem("conversation", JSON.stringify(conversation));
+  const kept = (key, value) => (key === "branches" && Array.isArray(value) ? [] : value);
+  try {
+    sessionStorage.setItem("conversation", JSON.stringify(conversation, kept));
+  } catch {
+    $("status").textContent = "The conversation is too long to survive a reload.";
+  }
 }
 
 // --- the last minute ---------------------------------------------------------------------------------------------
@@ -257,16 +298,16 @@ function begin() {
   if (server.mode === "ar") $("mode").options[1].remove();
   $("branches-label").hidden = !server.branches;
   $("no-branches").hidden = server.mode !== "ssd" || server.branches;
-  $("no-branches").textContent = "Prepared branches are in the draft model's own process: start the server with --placement inline to see them.";
   conversation = JSON.parse(sessionStorage.getItem("conversation") || "[]");
   samples = JSON.parse(sessionStorage.getItem("samples") || "[]");
   conversation.forEach((_, place) => show(place));
+  paths.show(conversation.map(shownRun).findLast(Boolean)?.rounds || []);
   charts();
 }
 
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
-  $("theme").setAttribute("aria-pressed", String(theme === "dark"));
+  $("theme").textContent = theme === "dark" ? "Light theme" : "Dark theme"; // what a click does
 }
 
 const dark = matchMedia("(prefers-color-scheme: dark)");

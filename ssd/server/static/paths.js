@@ -26,6 +26,11 @@ class Paths {
     this.count = 0;
   }
 
+  show(rounds) {
+    this.clear();
+    rounds.forEach((round) => this.add(round));
+  }
+
   add(round) {
     const atEnd = this.list.scrollHeight - this.list.scrollTop - this.list.clientHeight < 40;
     this.count += 1;

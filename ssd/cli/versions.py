@@ -1,0 +1,55 @@
+"""`ssd version`: what a report of a bug needs to say about the machine."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final
+
+from ssd.version import VERSION
+
+_PACKAGES: Final = ("torch", "triton", "tokenizers", "transformers", "fastapi", "llguidance")
+
+
+def report() -> dict[str, str]:
+    """By heading: versions, processor, GPUs, and whether the CPU kernels could be compiled."""
+    import torch
+
+    from ssd.assembly.device import num_cores
+    from ssd.kernels import cpu
+
+    packages = [f"{name} {_version(name)}" for name in _PACKAGES]
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    try:
+        cpu.build()
+        compiler = cpu.find_compiler()
+        kernels = f"compiled with {' '.join(compiler)}" if compiler else f"those of the package, {cpu.prebuilt().name}"
+    except (cpu.BuildError, OSError) as error:
+        kernels = f"plain torch, which is not exact: {error}"
+    return {
+        "ssd": VERSION,
+        "Python": f"{platform.python_version()}, {platform.platform()}",
+        "packages": ", ".join(packages),
+        "CPU": f"{_processor()}, {num_cores()} cores",
+        "CPU kernels": kernels,
+        "GPUs": "; ".join(f"{g.name}, {g.total_memory >> 30} GiB, {g.major}.{g.minor}" for g in gpus) or "none",
+        "CUDA": torch.version.cuda or "none",
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "-"
+
+
+def _processor() -> str:
+    """The model's name where Linux knows it (x86), else the architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
