@@ -231,7 +231,7 @@ class Origin(IntEnum):
     """Where a draft came from."""
 
     NONE = 0  # no draft
-    DRAFT = 1  # SD: written by the draft model while the target waited
+    DRAFT = 1  # SD: written by the draft model, or a drafter of the user's own, while the target waited
     HIT = 2  # SSD: prepared for exactly this outcome
     JIT = 3  # SSD, after a miss: written by the draft model while the target waited
     SIBLING = 4  # SSD, after a miss: prepared for the same number of accepted tokens and another last token

@@ -58,6 +58,7 @@ class Option:
     number: type[int] | type[float] | None
     words: tuple[str, ...]  # those of a Literal
     text: bool  # any str
+    protocols: tuple[type, ...]  # objects of these are allowed, too; not on the command line
     switch: bool
     optional: bool  # None is allowed
     items: type | None  # of a list
@@ -91,6 +92,8 @@ class Option:
 
     def accepts(self, value: Any) -> bool:
         known = self.description
+        if self.protocols and isinstance(value, self.protocols) and not isinstance(value, type):
+            return True
         if value is None or isinstance(value, bool):
             return self.optional if value is None else self.switch
         if isinstance(value, str):
@@ -136,6 +139,7 @@ def _option(each: dataclasses.Field[Any], hint: Any) -> Option:
         number=next((member for member in members if member in (int, float)), None),
         words=tuple(words),
         text=str in members,
+        protocols=tuple(member for member in members if getattr(member, "_is_protocol", False)),
         switch=bool in members,
         optional=NoneType in members,
         items=listed[0] if listed else None,

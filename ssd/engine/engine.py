@@ -159,7 +159,7 @@ class Engine:
             self._commit_round(round_)
 
     def _schedule(self) -> list[Work]:
-        self.scheduler.lookahead = self.round.drafter.lookahead
+        self.scheduler.lookahead = self.round.lookahead
         works = self.round.part("schedule", self.scheduler.schedule)
         if works is None:  # KV blocks are short: collect the round in flight before preempting
             self.flush()
