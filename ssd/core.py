@@ -10,7 +10,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import InitVar, dataclass, field, replace
 from enum import Enum, IntEnum
@@ -23,6 +23,7 @@ from ssd.options import described, is_int, option, options_of, plain, validate
 
 if TYPE_CHECKING:
     from ssd.constraints.grammars import Constraint
+    from ssd.constraints.processors import RowProcessor
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -39,6 +40,11 @@ class SamplingParams:
     the constructor only. `logprobs=k` returns, for every emitted token, its log-probability under the model and those
     of the k most likely tokens (of the model's own distribution: before temperature, truncation and penalties).
     `structured`: what the text must look like; a dict has the fields of `StructuredOutput`.
+    `logits_processor`: called as f(token_ids, logits) for every position, with all tokens before it (prompt and output)
+    and the model's logits (numpy float32 [vocabulary]); returns the logits to use, before bias, penalties and
+    temperature. It is called for positions behind draft tokens as well, so it must depend on its arguments only. If it
+    fails, the sample ends with the finish reason "error". The logits come to the host for it, and the sequence is in
+    every other round at most, as with `structured`.
     """
 
     temperature: float = option(
@@ -76,6 +82,7 @@ class SamplingParams:
     )
     shown_token_ids: Seq[int] = option((), "Special tokens that the text includes; others are left out.")
     priority: int = option(0, "Requests with lower numbers are served earlier. Never changes the text.")
+    logits_processor: Callable[[list[int], Any], Any] | None = None
 
     max_tokens: InitVar[int | None] = None
 
@@ -92,6 +99,8 @@ class SamplingParams:
             self._set(name, _token_ids(name, getattr(self, name)))
         self._set("logit_bias", _biases(self.logit_bias))
         self._set("structured", StructuredOutput.of(self.structured))
+        if self.logits_processor is not None and not callable(self.logits_processor):
+            raise RequestError(f"logits_processor={self.logits_processor!r}: must be a function of tokens and logits")
         if self.structured is not None and (self.ignore_eos or self.min_tokens):
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
             raise RequestError(f"{name}: cannot be combined with structured, whose text ends where it is complete")
@@ -262,6 +271,7 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     constraint: Constraint | None = None  # state of the grammar of `params.structured`, after the output so far
+    processor: RowProcessor | None = None  # of `params.logits_processor`
 
     @classmethod
     def of(
@@ -272,6 +282,7 @@ class Sequence:
         max_model_len: int,
         stop_token_ids: frozenset[int],
         constraint: Constraint | None = None,
+        processor: RowProcessor | None = None,
     ) -> Sequence:
         """A sample of a request; `stop_token_ids`: the model's."""
         params, num_prompt = request.params, len(request.prompt_token_ids)
@@ -285,6 +296,7 @@ class Sequence:
             tokens=list(request.prompt_token_ids),
             metrics=RequestMetrics(prompt_tokens=num_prompt),
             constraint=constraint,
+            processor=processor,
         )
 
     @property
@@ -314,9 +326,14 @@ class Sequence:
         return self.max_tokens - len(self.tokens)
 
     @property
+    def has_host_logits(self) -> bool:
+        """Whether its logits are masked or processed on the host, which needs the tokens before them."""
+        return self.constraint is not None or self.processor is not None
+
+    @property
     def awaits_commit(self) -> bool:
-        """Whether its next round can only be launched once the one in flight is committed: masks need the tokens."""
-        return self.constraint is not None and self.in_flight is not None and self.in_flight.decides
+        """Whether its next round can only be launched once the one in flight is committed."""
+        return self.has_host_logits and self.in_flight is not None and self.in_flight.decides
 
     # The following hold after the round in flight is committed. A round that decides leaves exactly one pending token.
 

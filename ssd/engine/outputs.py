@@ -134,7 +134,9 @@ class OutputProcessor:
 
     def _no_choice(self) -> str:
         """Why there is no token to choose after those of the sequence."""
-        constraint = self.sequence.constraint
+        constraint, processor = self.sequence.constraint, self.sequence.processor
+        if processor is not None and processor.error is not None:
+            return f"logits_processor failed: {processor.error}"
         if constraint is not None:
             constraint.masks([])  # a limit that was reached after draft tokens is reached again, and then known
             if constraint.error is not None:

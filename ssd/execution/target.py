@@ -126,25 +126,22 @@ class Target:
         return _Launched(self.runner, works, to_host(out), logprobs, began, now(self.state.device))
 
     def _forward(self, works: Seq[Work], settle: Settle, prepare: Hook) -> tuple[Clock, Forward, RawLogits | None]:
-        """Uploads what the host knows of a round, launches its forward pass, and masks the logits.
+        """Uploads what the host knows of a round, launches its forward pass, then processes and masks the logits.
 
-        Also returns when it began, and the logits before the masks where they are needed. Masks are computed on the
-        host, while the device computes the logits.
+        Also returns when it began, and the logits before that where they are needed. Masks are computed on the host,
+        while the device computes the logits.
         """
         upload_drafts(self.state, works)
         self.runner.tables.update([(work.slot, work.sequence.kv.blocks) for work in works])
         ready = self.runner.stage(Batch.of(works))
         shared = settle()
-        constrained = ConstrainedWorks.of(works, self.state)
+        on_host = HostLogits.of(works, self.state)
         began = now(self.state.device)
         forward = self.runner.run(ready, in_part=shared)
         prepare()
         raw = RawLogits.of(works, forward)
-        if constrained is not None:
-            starts = first_logit_rows(works, gather=forward.inputs.gather)
-            rows, masks = constrained.masks(starts)
-            device = self.state.device
-            self.sampler.mask(forward.logits, to_device(rows, device), to_device(masks, device))
+        if on_host is not None:
+            on_host.apply(forward.logits, first_logit_rows(works, gather=forward.inputs.gather), self.sampler)
         return began, forward, raw
 
     def _decide(self, forward: Forward, needs: Needs) -> torch.Tensor:
@@ -185,34 +182,41 @@ class Target:
 
 
 @dataclass(frozen=True)
-class ConstrainedWorks:
-    """The works of a round whose sequences have a constraint, and their drafts."""
+class HostLogits:
+    """The works of a round whose logits are masked or processed on the host, and their drafts."""
 
     works: dict[int, Work]  # by index in the round
     fetched: torch.Tensor  # their drafts in the SequenceState, being copied to the host
     arrived: Clock
 
     @classmethod
-    def of(cls, works: Seq[Work], state: SequenceState) -> ConstrainedWorks | None:
+    def of(cls, works: Seq[Work], state: SequenceState) -> HostLogits | None:
         """Copies drafts that only the device knows. Called before the forward pass is launched, so as not to wait for
         it."""
-        found = {i: work for i, work in enumerate(works) if work.decides and work.sequence.constraint is not None}
+        found = {i: work for i, work in enumerate(works) if work.decides and work.sequence.has_host_logits}
         if not found:
             return None
         slots = to_device(np.array([work.slot for work in found.values()]), state.device)
         return cls(found, to_host(state.drafts[slots]), now(state.device))
 
-    def masks(self, starts: Seq[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Masks of all their logit rows, and the numbers of these rows; `starts`: the first row of every work."""
+    def apply(self, logits: torch.Tensor, starts: Seq[int], sampler: Sampler) -> None:
+        """Changes their logits in place, first by the processors; `starts`: the first logit row of every work."""
         self.arrived.wait()
         rows: list[int] = []
         masks: list[np.ndarray] = []
-        for (i, work), draft in zip(self.works.items(), self.fetched.tolist(), strict=True):
-            if work.sequence.constraint is None:
-                raise AssertionError("a work of a sequence without a constraint")
-            masks.append(work.sequence.constraint.masks(draft[: work.proposal.num_tokens]))
-            rows += range(starts[i], starts[i] + work.num_logits)
-        return np.array(rows), np.concatenate(masks)
+        for (i, work), drafted in zip(self.works.items(), self.fetched.tolist(), strict=True):
+            sequence, draft, first = work.sequence, drafted[: work.proposal.num_tokens], starts[i]
+            if sequence.constraint is not None:  # while the device computes the logits
+                masks.append(sequence.constraint.masks(draft))
+                rows += range(first, first + work.num_logits)
+            if sequence.processor is not None:
+                own = logits[first : first + work.num_logits]
+                host = own.to("cpu", copy=True)  # waits for the device
+                sequence.processor.process(sequence.tokens, draft, host.numpy())
+                own.copy_(host)
+        if masks:
+            device = logits.device
+            sampler.mask(logits, to_device(np.array(rows), device), to_device(np.concatenate(masks), device))
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ WRONG_PARAMS: dict[str, list[Any]] = {
     "speculate": ["no", 1, None],
     "shown_token_ids": [[-1], ["1"], [1.0], [None], 5, "12", [True], b"1", {1: 2}],
     "priority": [0.5, "1", NAN, None, True],
+    "logits_processor": [5, "f", [max]],
     "structured": [5, "json", {}, {"json_object": 1}, {"json_object": True, "regex": "a"}, {"pattern": "a"}],
 }
 WRONG_OPTIONS: dict[str, list[Any]] = {
