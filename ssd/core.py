@@ -39,6 +39,8 @@ class SamplingParams:
     Numbers become Python's own int and float, numpy's included. `max_tokens`: another name for `max_new_tokens`, for
     the constructor only. `logprobs=k` returns, for every emitted token, its log-probability under the model and those
     of the k most likely tokens (of the model's own distribution: before temperature, truncation and penalties).
+    `prompt_logprobs=k` does so for the tokens of the prompt. Its KV does not come from the prefix cache then, nor with
+    `pooling="mean"`.
     `structured`: what the text must look like; a dict has the fields of `StructuredOutput`.
     `logits_processor`: called as f(token_ids, logits) for every position, with all tokens before it (prompt and output)
     and the model's logits (numpy float32 [vocabulary]); returns the logits to use, before bias, penalties and
@@ -74,6 +76,12 @@ class SamplingParams:
     ignore_eos: bool = option(False, "Continue after the model's own stop tokens.")
     logprobs: int | None = option(
         None, "Report the log-probability of each token, and of this many most likely ones.", least=0, most=100
+    )
+    prompt_logprobs: int | None = option(
+        None, "Report the same for each token of the prompt, which is then computed as a whole.", least=0, most=100
+    )
+    pooling: Literal["mean", "last"] | None = option(
+        None, "Report the prompt's embedding: the mean of its last hidden states, or that of its last token."
     )
     n: int = option(1, "Number of samples.", least=1, most=1024, flags=("-n",))
     speculate: bool = option(True, "False: no drafts for this request, one token per round.")
@@ -269,6 +277,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     last_accepted: int = 0  # draft tokens accepted in the last round; -1 (a worker's copy): not known
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_prompt_read: int = 0  # prompt tokens of which `prompt_logprobs` and `pooling` have what they need
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     constraint: Constraint | None = None  # state of the grammar of `params.structured`, after the output so far
     processor: RowProcessor | None = None  # of `params.logits_processor`
@@ -324,6 +333,17 @@ class Sequence:
     def num_remaining(self) -> int:
         """How many more tokens may be committed."""
         return self.max_tokens - len(self.tokens)
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether log-probabilities or hidden states of the prompt are still needed: by the first sample only."""
+        wanted = self.params.prompt_logprobs is not None or self.params.pooling is not None
+        return wanted and self.index == 0 and self.num_prompt_read < self.num_prompt
+
+    @property
+    def takes_prefix(self) -> bool:
+        """Whether a cached prefix will do; otherwise all positions of the prompt must be computed."""
+        return not self.reads_prompt or (self.params.prompt_logprobs is None and self.params.pooling == "last")
 
     @property
     def has_host_logits(self) -> bool:
@@ -389,6 +409,15 @@ class Outcome(NamedTuple):
         return len(self.token_ids) - 1
 
 
+class PromptPart(NamedTuple):
+    """What a forward pass has read of a prompt, from position `start` to `end`."""
+
+    start: int
+    end: int
+    logprobs: tuple[TokenLogprobs, ...]  # of the tokens from start + 1 on, if requested
+    pooled: Any  # float64 [hidden], if requested: the sum of the hidden states, or the last one
+
+
 class Work(NamedTuple):
     """One sequence's share of a round, as scheduled. A snapshot: later rounds do not change it."""
 
@@ -411,6 +440,11 @@ class Work(NamedTuple):
         if self.start is None:
             raise AssertionError("only the device knows where this work starts")
         return self.start + self.num_tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many of them are tokens of the prompt."""
+        return 0 if self.start is None else max(0, min(self.num_tokens, self.sequence.num_prompt - self.start))
 
     @property
     def num_queries(self) -> int:
@@ -458,6 +492,8 @@ class RequestOutput:
     samples: list[Sample]
     error: str | None = None  # why it was refused (its only sample is empty then), or its first failed sample failed
     params: SamplingParams = field(default_factory=SamplingParams)  # with the seed that was drawn, if it was None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # one per token, if requested; None for the first
+    embedding: list[float] | None = None  # of length 1, if `pooling` was requested
     prompt: str | None = None  # its text (a chat's after the template), if `LLM.generate` or `LLM.stream` was given one
 
     def __str__(self) -> str:

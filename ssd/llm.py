@@ -181,6 +181,15 @@ class LLM:
             check_messages(conversation)
         return self.generate(messages, params, chat_options)
 
+    def embed(self, prompts: Prompt | Seq[Prompt], pooling: Literal["mean", "last"] = "mean") -> list[list[float]]:
+        """Embeddings of one prompt or a list of them: the pooled hidden states after the last layer, of length 1.
+
+        `pooling`: the mean over all tokens of a prompt, or the state of its last token, which embedding models with
+        this architecture are trained for. RequestError if one of the prompts cannot be served.
+        """
+        outputs = self.generate(prompts, SamplingParams(max_new_tokens=1, pooling=pooling))
+        return [embedding_of(output) for output in outputs]
+
     def stream(
         self,
         prompt: Prompt,
@@ -366,6 +375,14 @@ def check_served(output: RequestOutput) -> None:
     """Raises RequestFailed if all samples of a request failed."""
     if all(sample.finish_reason == "error" for sample in output.samples):
         raise RequestFailed(output.error)
+
+
+def embedding_of(output: RequestOutput) -> list[float]:
+    """The embedding of a request that asked for one; RequestError or RequestFailed if there is none."""
+    check_served(output)
+    if output.embedding is None:
+        raise RequestError(output.error)
+    return output.embedding
 
 
 def _kind(prompt: object) -> Literal["text", "ids", "chat"]:

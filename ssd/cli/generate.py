@@ -24,6 +24,8 @@ from ssd.core import RequestOutput, SamplingParams, TokenLogprobs
 if TYPE_CHECKING:
     from ssd.llm import LLM, Prompt
 
+_NO_FLAGS = frozenset({"speculate", "shown_token_ids", "priority", "prompt_logprobs", "pooling"})
+
 
 @command
 def generate(
@@ -34,7 +36,7 @@ def generate(
     metrics: Annotated[bool, typer.Option("--metrics", help="Report times and speed (on stderr).")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
     *,
-    sampling: Annotated[Given, Flags(SamplingParams, without={"speculate", "shown_token_ids", "priority"})],
+    sampling: Annotated[Given, Flags(SamplingParams, without=_NO_FLAGS)],
     engine: Annotated[Given, Flags(EngineConfig)],
 ) -> None:
     """Continue a prompt and print the text as it comes.

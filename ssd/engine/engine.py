@@ -200,6 +200,9 @@ class Engine:
         self._failures.clear()
         self._clear_in_flight(works)
         now = time.perf_counter()
+        for i, part in round_.verification.prompt_parts().items():
+            if works[i].sequence.status is Status.RUNNING:
+                self._processors[works[i].sequence.id].read_prompt(part)
         for work, outcome in zip(works, outcomes, strict=True):
             if work.sequence.status is Status.RUNNING:  # tokens computed after a stop are dropped
                 self._commit(work, outcome, now)

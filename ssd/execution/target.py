@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,11 +13,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ssd.core import Origin, Outcome, Sequence, TokenLogprobs, Work
+from ssd.core import Origin, Outcome, PromptPart, Sequence, TokenLogprobs, Work
 from ssd.execution.batch import Batch, BatchInputs
 from ssd.execution.clock import Clock, now
 from ssd.execution.graphs import BatchGraph, BatchGraphs, capture
-from ssd.execution.runner import Forward, ModelRunner
+from ssd.execution.prompts import PromptReads
+from ssd.execution.runner import Forward, Keep, ModelRunner
 from ssd.execution.state import SequenceState
 from ssd.kernels.compiling import compiling
 from ssd.kernels.transfers import to_device, to_host
@@ -39,6 +40,9 @@ class Verification(Protocol):
 
     def collect(self) -> list[Outcome | None]:
         """Waits for the outcomes; None for a work that decides nothing (a prefill chunk)."""
+
+    def prompt_parts(self) -> Mapping[int, PromptPart]:
+        """What was read of prompts, by index of the work; after `collect`."""
 
 
 class Target:
@@ -118,31 +122,36 @@ class Target:
         and says whether the forward pass shares the GPU with what `prepare` launches.
         `prepare` is called right after the forward pass was launched.
         """
-        began, forward, raw = self._forward(works, settle, prepare)
+        began, forward, raw, reads = self._forward(works, settle, prepare)
         out = self._decide(forward, Needs.of([work.sequence.params for work in works if work.decides]))
         logprobs = None
         if raw is not None:
             logprobs = raw.fetch(torch.cat([out[i, 2 : 2 + len(rows)] for i, rows in raw.rows.items()]))
-        return _Launched(self.runner, works, to_host(out), logprobs, began, now(self.state.device))
+        return _Launched(self.runner, works, to_host(out), logprobs, reads, began, now(self.state.device))
 
-    def _forward(self, works: Seq[Work], settle: Settle, prepare: Hook) -> tuple[Clock, Forward, RawLogits | None]:
+    def _forward(
+        self, works: Seq[Work], settle: Settle, prepare: Hook
+    ) -> tuple[Clock, Forward, RawLogits | None, PromptReads | None]:
         """Uploads what the host knows of a round, launches its forward pass, then processes and masks the logits.
 
-        Also returns when it began, and the logits before that where they are needed. Masks are computed on the host,
-        while the device computes the logits.
+        Also returns when it began, the logits before that where they are needed, and what is read of prompts. Masks are
+        computed on the host, while the device computes the logits.
         """
+        reads = PromptReads.of(works, self.state)
         upload_drafts(self.state, works)
         self.runner.tables.update([(work.slot, work.sequence.kv.blocks) for work in works])
-        ready = self.runner.stage(Batch.of(works))
+        ready = self.runner.stage(Batch.of(works), Keep.NOTHING if reads is None else reads.keep)
         shared = settle()
         on_host = HostLogits.of(works, self.state)
         began = now(self.state.device)
-        forward = self.runner.run(ready, in_part=shared)
+        forward = self.runner.run(ready, in_part=shared, read=None if reads is None else reads.read_logits)
+        if reads is not None and forward.states is not None:
+            reads.read_states(forward.states)
         prepare()
         raw = RawLogits.of(works, forward)
         if on_host is not None:
             on_host.apply(forward.logits, first_logit_rows(works, gather=forward.inputs.gather), self.sampler)
-        return began, forward, raw
+        return began, forward, raw, reads
 
     def _decide(self, forward: Forward, needs: Needs) -> torch.Tensor:
         """Samples and accepts, as a graph after the first time: one row per work, see `kernels.rounds.accept`."""
@@ -270,8 +279,12 @@ class _Launched:
     works: Seq[Work]
     out: torch.Tensor
     logprobs: FetchedLogprobs | None
+    reads: PromptReads | None
     began: Clock
     ended: Clock
+
+    def prompt_parts(self) -> Mapping[int, PromptPart]:
+        return {} if self.reads is None else self.reads.parts()
 
     def collect(self) -> list[Outcome | None]:
         self.runner.wait(self.ended)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from ssd.llm import LLM
-from ssd.server import chat, completions, errors, info, messages, metrics, middleware, playground, responses
+from ssd.server import chat, completions, embeddings, errors, info, messages, metrics, middleware, playground, responses
 from ssd.server.admission import Admission
 from ssd.server.generation import ServerState
 from ssd.server.metrics import Metrics
@@ -25,7 +25,7 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
     tracer = Tracer(endpoint, options.served_model_name) if endpoint is not None else None
     app.state.server = ServerState(llm, options, admission, Metrics(llm, options.served_model_name), tracer)
     errors.install(app)
-    for module in (info, metrics, chat, completions, responses, messages):
+    for module in (info, metrics, chat, completions, embeddings, responses, messages):
         app.include_router(module.router)
     app.include_router(playground.router(llm))
     middleware.install(app, options)

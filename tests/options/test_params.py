@@ -41,6 +41,8 @@ WRONG_PARAMS: dict[str, list[Any]] = {
     "min_tokens": [-1, 257, 1.5, NAN, "1", None, True],
     "ignore_eos": ["no"],
     "logprobs": [-1, 101, 1.0, "2", True],
+    "prompt_logprobs": [-1, 101, 1.0, "2", True],
+    "pooling": ["max", "", 1, True],
     "n": [0, 1025, 2.0, INF, NAN, "1", None, True],
     "speculate": ["no", 1, None],
     "shown_token_ids": [[-1], ["1"], [1.0], [None], 5, "12", [True], b"1", {1: 2}],
