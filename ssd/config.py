@@ -53,6 +53,11 @@ class SpeculationConfig:
         "ar: no drafts. sd: the draft model proposes tokens while the target waits. ssd: while the target verifies, "
         "the draft model prepares the next draft for every likely outcome. auto: the fastest of them, by measured "
         "speed.",
+        hints={
+            NGRAM: f"n-gram look-up is mode='sd' with draft={NGRAM!r}",
+            **dict.fromkeys(("eagle", "eagle3"), "an EAGLE-3 head is a draft: mode='sd' or 'ssd' with draft=HEAD"),
+            "draft_model": "a draft model is named by draft: mode='sd' or 'ssd' with draft=MODEL",
+        },
     )
     draft: str | Proposer | None = option(
         None,

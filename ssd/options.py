@@ -35,6 +35,7 @@ class Description:
     expects: str = ""  # what error messages ask for; "": derived
     flags: tuple[str, ...] = ()  # names on the command line; (): derived
     env: str = ""  # environment variable that stands for the flag
+    hints: Mapping[str, str] = field(default_factory=dict)  # what to write in place of words that people try
     listed: bool = False  # texts of a list are separated by commas on the command line, not given one by one
 
 
@@ -159,7 +160,8 @@ def validate(config: Any, error: type[SSDError] = ConfigError, owner: str = "") 
             continue
         value = os.fspath(given) if each.text and isinstance(given, os.PathLike) else plain(given)
         if not each.accepts(value):
-            raise error(f"{owner}{name}={given!r}: must be {each.expected}")
+            hint = each.description.hints.get(value) if isinstance(value, str) else None
+            raise error(f"{owner}{name}={given!r}: must be {each.expected}{f'; {hint}' if hint else ''}")
         if each.number is not None and not isinstance(value, (str, NoneType)):
             value = each.number(value)
         object.__setattr__(config, name, value)

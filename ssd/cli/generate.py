@@ -127,7 +127,8 @@ def _print_metrics(output: RequestOutput, params: SamplingParams, note: str) -> 
     seed = "" if params.greedy else f", seed {params.seed}"
     errors.print(
         f"[dim]{m.prompt_tokens} prompt tokens ({m.cached_tokens} cached), {m.output_tokens} new, {speed_summary(m)}; "
-        f"finished by {output.finish_reason}{seed}[/]"
+        f"finished by {output.finish_reason}{seed}[/]",
+        soft_wrap=True,
     )
     print_note(draft_summary(m))
     print_note(note)
