@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ssd.config import Proposer
 from ssd.constraints.structured import StructuredOutput
 from ssd.core import Delta, RequestOutput, Sample, SamplingParams
 from ssd.errors import (
@@ -29,6 +30,7 @@ __all__ = [
     "EngineClosed",
     "EngineFailed",
     "ModelNotFound",
+    "Proposer",
     "RequestError",
     "RequestFailed",
     "RequestOutput",

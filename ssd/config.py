@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from ssd.errors import ConfigError
 from ssd.options import build, described, is_int, option, plain, validate
@@ -23,6 +23,20 @@ _OF_SSD = {
     *("fan_out", "fan_out_hit", "fan_out_miss", "budget", "backup", "placement"),
     *("draft_device", "draft_replicas", "draft_threads"),
 }
+
+
+@runtime_checkable
+class Proposer(Protocol):
+    """A drafter of your own: `LLM(model, speculation={"draft": MyProposer()})`.
+
+    Called once a round, on the engine's thread, after every earlier round is committed. The target verifies what it
+    proposes, so that costs or gains speed and changes no token: proposals are cut to `k` tokens and at the first one
+    outside of the vocabulary. After an exception, or a result of another type, decoding goes on without drafts for a
+    while. There is no time limit: the engine waits for it.
+    """
+
+    def propose(self, sequences: Seq[list[int]], k: int) -> Seq[Seq[int]]:
+        """For each sequence, given as its token ids so far (prompt and output): up to `k` ids that may come next."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +53,16 @@ class SpeculationConfig:
         "ar: no drafts. sd: the draft model proposes tokens while the target waits. ssd: while the target verifies, "
         "the draft model prepares the next draft for every likely outcome. auto: the fastest of them, by measured "
         "speed.",
+        hints={
+            NGRAM: f"n-gram look-up is mode='sd' with draft={NGRAM!r}",
+            **dict.fromkeys(("eagle", "eagle3"), "an EAGLE-3 head is a draft: mode='sd' or 'ssd' with draft=HEAD"),
+            "draft_model": "a draft model is named by draft: mode='sd' or 'ssd' with draft=MODEL",
+        },
     )
-    draft: str | None = option(
+    draft: str | Proposer | None = option(
         None,
         "A small model with the same tokenizer, an EAGLE-3 head of the model, or (not ssd) 'ngram': n-gram look-up.",
-        expects=f"a model, or {NGRAM!r}",
+        expects=f"a model, {NGRAM!r}, or an object with a method propose(sequences, k)",
     )
     k: int | Literal["auto"] = option(
         K_DEFAULT, f"Draft tokens per round. auto: chosen by measured speed, at most {K_MAX}.", least=1, most=64
@@ -142,16 +161,21 @@ class SpeculationConfig:
             )
         if self.mode != "ar" and self.draft is None:
             raise ConfigError(f'speculation mode="{self.mode}" needs a draft: name a model, or (not ssd) {NGRAM!r}')
-        plain = self.mode == "sd" or (self.mode == "auto" and self.draft == NGRAM)
+        modelless = self.draft is not None and self.draft_model is None
+        plain = self.mode == "sd" or (self.mode == "auto" and modelless)
         if plain and (ahead := sorted(changed & _OF_SSD)):
             which, other = f'mode="{self.mode}"', ', or use mode="ssd"'
-            if self.draft == NGRAM:
-                which, other = f"draft={NGRAM!r}", ""
+            if modelless:
+                which, other = f"draft={self.draft!r}", ""
             raise ConfigError(f"speculation {which} has no option {', '.join(ahead)}: leave it out{other}")
-        if self.mode == "ssd" and self.draft == NGRAM:
-            raise ConfigError(f'speculation draft={NGRAM!r} has nothing to prepare: use mode="sd", or a draft model')
-        if self.draft == NGRAM and self.draft_quantization is not None:
-            raise ConfigError(f"speculation draft_quantization is for draft models, not for {NGRAM!r}: leave it out")
+        if self.mode == "ssd" and modelless:
+            raise ConfigError(
+                f'speculation draft={self.draft!r} has nothing to prepare: use mode="sd", or a draft model'
+            )
+        if modelless and self.draft_quantization is not None:
+            raise ConfigError(
+                f"speculation draft_quantization is for draft models, not for {self.draft!r}: leave it out"
+            )
         if self.draft_device is not None and self.placement not in ("auto", "process"):
             raise ConfigError(
                 f'speculation placement="{self.placement}" is on the device of the target: leave draft_device out, or '
@@ -172,6 +196,11 @@ class SpeculationConfig:
             raise ConfigError('speculation saguaro_c is for acceptance="rejection": leave it out, or use that rule')
         if self.fan_out_hit is not None and self.fan_out != "adaptive":
             raise ConfigError("speculation fan_out and fan_out_hit/fan_out_miss are two ways to say it: leave one out")
+
+    @property
+    def draft_model(self) -> str | None:
+        """The draft model or head; None where tokens are proposed without one."""
+        return self.draft if isinstance(self.draft, str) and self.draft != NGRAM else None
 
     @property
     def lookahead(self) -> int:
@@ -206,7 +235,7 @@ class SpeculationConfig:
             raise ConfigError(
                 f'speculation={value!r}: must be None or a mapping such as {{"mode": "sd", "draft": "…", "k": 4}}'
             )
-        return build(cls, dict(value))
+        return build(cls, {**({"mode": "sd"} if "draft" in value else {}), **value})
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import InitVar, dataclass, field, replace
 from enum import Enum, IntEnum
@@ -23,6 +23,7 @@ from ssd.options import described, is_int, option, options_of, plain, validate
 
 if TYPE_CHECKING:
     from ssd.constraints.grammars import Constraint
+    from ssd.constraints.processors import RowProcessor
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -38,7 +39,14 @@ class SamplingParams:
     Numbers become Python's own int and float, numpy's included. `max_tokens`: another name for `max_new_tokens`, for
     the constructor only. `logprobs=k` returns, for every emitted token, its log-probability under the model and those
     of the k most likely tokens (of the model's own distribution: before temperature, truncation and penalties).
+    `prompt_logprobs=k` does so for the tokens of the prompt. Its KV does not come from the prefix cache then, nor with
+    `pooling="mean"`.
     `structured`: what the text must look like; a dict has the fields of `StructuredOutput`.
+    `logits_processor`: called as f(token_ids, logits) for every position, with all tokens before it (prompt and output)
+    and the model's logits (numpy float32 [vocabulary]); returns the logits to use, before bias, penalties and
+    temperature. It is called for positions behind draft tokens as well, so it must depend on its arguments only. If it
+    fails, the sample ends with the finish reason "error". The logits come to the host for it, and the sequence is in
+    every other round at most, as with `structured`.
     """
 
     temperature: float = option(
@@ -69,6 +77,12 @@ class SamplingParams:
     logprobs: int | None = option(
         None, "Report the log-probability of each token, and of this many most likely ones.", least=0, most=100
     )
+    prompt_logprobs: int | None = option(
+        None, "Report the same for each token of the prompt, which is then computed as a whole.", least=0, most=100
+    )
+    pooling: Literal["mean", "last"] | None = option(
+        None, "Report the prompt's embedding: the mean of its last hidden states, or that of its last token."
+    )
     n: int = option(1, "Number of samples.", least=1, most=1024, flags=("-n",))
     speculate: bool = option(True, "False: no drafts for this request, one token per round.")
     structured: StructuredOutput | Mapping[str, Any] | None = option(
@@ -76,6 +90,7 @@ class SamplingParams:
     )
     shown_token_ids: Seq[int] = option((), "Special tokens that the text includes; others are left out.")
     priority: int = option(0, "Requests with lower numbers are served earlier. Never changes the text.")
+    logits_processor: Callable[[list[int], Any], Any] | None = None
 
     max_tokens: InitVar[int | None] = None
 
@@ -92,6 +107,8 @@ class SamplingParams:
             self._set(name, _token_ids(name, getattr(self, name)))
         self._set("logit_bias", _biases(self.logit_bias))
         self._set("structured", StructuredOutput.of(self.structured))
+        if self.logits_processor is not None and not callable(self.logits_processor):
+            raise RequestError(f"logits_processor={self.logits_processor!r}: must be a function of tokens and logits")
         if self.structured is not None and (self.ignore_eos or self.min_tokens):
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
             raise RequestError(f"{name}: cannot be combined with structured, whose text ends where it is complete")
@@ -231,7 +248,7 @@ class Origin(IntEnum):
     """Where a draft came from."""
 
     NONE = 0  # no draft
-    DRAFT = 1  # SD: written by the draft model while the target waited
+    DRAFT = 1  # SD: written by the draft model, or a drafter of the user's own, while the target waited
     HIT = 2  # SSD: prepared for exactly this outcome
     JIT = 3  # SSD, after a miss: written by the draft model while the target waited
     SIBLING = 4  # SSD, after a miss: prepared for the same number of accepted tokens and another last token
@@ -260,8 +277,10 @@ class Sequence:
     finish_reason: FinishReason | None = None
     last_accepted: int = 0  # draft tokens accepted in the last round; -1 (a worker's copy): not known
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_prompt_read: int = 0  # prompt tokens of which `prompt_logprobs` and `pooling` have what they need
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     constraint: Constraint | None = None  # state of the grammar of `params.structured`, after the output so far
+    processor: RowProcessor | None = None  # of `params.logits_processor`
 
     @classmethod
     def of(
@@ -272,6 +291,7 @@ class Sequence:
         max_model_len: int,
         stop_token_ids: frozenset[int],
         constraint: Constraint | None = None,
+        processor: RowProcessor | None = None,
     ) -> Sequence:
         """A sample of a request; `stop_token_ids`: the model's."""
         params, num_prompt = request.params, len(request.prompt_token_ids)
@@ -285,6 +305,7 @@ class Sequence:
             tokens=list(request.prompt_token_ids),
             metrics=RequestMetrics(prompt_tokens=num_prompt),
             constraint=constraint,
+            processor=processor,
         )
 
     @property
@@ -314,9 +335,25 @@ class Sequence:
         return self.max_tokens - len(self.tokens)
 
     @property
+    def reads_prompt(self) -> bool:
+        """Whether log-probabilities or hidden states of the prompt are still needed: by the first sample only."""
+        wanted = self.params.prompt_logprobs is not None or self.params.pooling is not None
+        return wanted and self.index == 0 and self.num_prompt_read < self.num_prompt
+
+    @property
+    def takes_prefix(self) -> bool:
+        """Whether a cached prefix will do; otherwise all positions of the prompt must be computed."""
+        return not self.reads_prompt or (self.params.prompt_logprobs is None and self.params.pooling == "last")
+
+    @property
+    def has_host_logits(self) -> bool:
+        """Whether its logits are masked or processed on the host, which needs the tokens before them."""
+        return self.constraint is not None or self.processor is not None
+
+    @property
     def awaits_commit(self) -> bool:
-        """Whether its next round can only be launched once the one in flight is committed: masks need the tokens."""
-        return self.constraint is not None and self.in_flight is not None and self.in_flight.decides
+        """Whether its next round can only be launched once the one in flight is committed."""
+        return self.has_host_logits and self.in_flight is not None and self.in_flight.decides
 
     # The following hold after the round in flight is committed. A round that decides leaves exactly one pending token.
 
@@ -372,6 +409,15 @@ class Outcome(NamedTuple):
         return len(self.token_ids) - 1
 
 
+class PromptPart(NamedTuple):
+    """What a forward pass has read of a prompt, from position `start` to `end`."""
+
+    start: int
+    end: int
+    logprobs: tuple[TokenLogprobs, ...]  # of the tokens from start + 1 on, if requested
+    pooled: Any  # float64 [hidden], if requested: the sum of the hidden states, or the last one
+
+
 class Work(NamedTuple):
     """One sequence's share of a round, as scheduled. A snapshot: later rounds do not change it."""
 
@@ -394,6 +440,11 @@ class Work(NamedTuple):
         if self.start is None:
             raise AssertionError("only the device knows where this work starts")
         return self.start + self.num_tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many of them are tokens of the prompt."""
+        return 0 if self.start is None else max(0, min(self.num_tokens, self.sequence.num_prompt - self.start))
 
     @property
     def num_queries(self) -> int:
@@ -441,6 +492,8 @@ class RequestOutput:
     samples: list[Sample]
     error: str | None = None  # why it was refused (its only sample is empty then), or its first failed sample failed
     params: SamplingParams = field(default_factory=SamplingParams)  # with the seed that was drawn, if it was None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # one per token, if requested; None for the first
+    embedding: list[float] | None = None  # of length 1, if `pooling` was requested
     prompt: str | None = None  # its text (a chat's after the template), if `LLM.generate` or `LLM.stream` was given one
 
     def __str__(self) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Literal, cast
 
@@ -18,12 +20,12 @@ from ssd.assembly import build_engine
 from ssd.assembly.device import make_current
 from ssd.assembly.torchrun import join
 from ssd.config import EngineConfig
-from ssd.core import BINARY, RequestOutput, SamplingParams
+from ssd.core import BINARY, Delta, RequestOutput, SamplingParams
 from ssd.drafting.controller import DepthController
 from ssd.engine.driver import Driver
 from ssd.engine.engine import Engine
 from ssd.engine.outputs import refused
-from ssd.engine.submission import Submission
+from ssd.engine.submission import AsyncSubmission, Submission
 from ssd.errors import EngineClosed, RequestError, RequestFailed
 from ssd.execution.threads import ThreadController
 from ssd.models.open import open_checkpoint
@@ -103,8 +105,7 @@ class LLM:
         `chat_options` are variables for the chat template (`enable_thinking`, `tools`, `date_string`, …), and the name
         of one under `chat_template` (or, with the option `trust_request_chat_template`, a template itself).
         """
-        single = _is_single(prompts)
-        batch: list[Prompt] = [cast(Prompt, prompts)] if single else list(cast("Seq[Prompt]", prompts))
+        single, batch = _listed(prompts)
         outputs: dict[int, RequestOutput] = {}
         texts: dict[int, str | None] = {}
         asked: dict[int, tuple[list[int], SamplingParams]] = {}  # not submitted yet
@@ -118,16 +119,11 @@ class LLM:
         try:
             num_tokens = 0
             for i, (prompt, p) in enumerate(zip(batch, _per_prompt(params, len(batch)), strict=True)):
-                tokens: list[int] = []
-                try:
-                    texts[i], tokens = self._read(prompt, chat_options)
-                    self.driver.check(tokens, p)
-                except RequestError as error:
-                    if single:
-                        raise
-                    log.warning("a request was refused: %s", error)
-                    outputs[i] = refused(f"refused-{next(self._refusals)}", tokens, p, str(error))
+                read = self._check(prompt, p, chat_options, single)
+                if isinstance(read, RequestOutput):
+                    outputs[i] = read
                     continue
+                texts[i], tokens = read
                 asked[i] = tokens, p
                 num_tokens += len(tokens)
                 if num_tokens >= self.engine.scheduler.max_num_batched_tokens:  # computed while the others are read
@@ -145,6 +141,36 @@ class LLM:
             check_served(outputs[0])
         return [outputs[i] for i in range(len(batch))]
 
+    async def agenerate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        chat_options: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """`generate` for asyncio. Cancelling it (a task, a timeout) aborts its requests."""
+        single, batch = _listed(prompts)
+        outputs: dict[int, RequestOutput] = {}
+        submissions: dict[int, tuple[str | None, AsyncSubmission]] = {}
+        group = ""
+        try:
+            for i, (prompt, p) in enumerate(zip(batch, _per_prompt(params, len(batch)), strict=True)):
+                read = await asyncio.to_thread(self._check, prompt, p, chat_options, single)
+                if isinstance(read, RequestOutput):
+                    outputs[i] = read
+                    continue
+                text, tokens = read
+                submissions[i] = text, self.driver.submit_async(tokens, p, group=group, checked=True)
+                group = group or submissions[i][1].request_id
+            for i, (text, submission) in submissions.items():
+                outputs[i] = await submission.result()
+                outputs[i].prompt = text
+        finally:
+            for _, submission in submissions.values():
+                submission.abort()
+        if single:
+            check_served(outputs[0])
+        return [outputs[i] for i in range(len(batch))]
+
     def chat(
         self,
         messages: Seq[Message] | Seq[Seq[Message]],
@@ -156,6 +182,15 @@ class LLM:
             check_messages(conversation)
         return self.generate(messages, params, chat_options)
 
+    def embed(self, prompts: Prompt | Seq[Prompt], pooling: Literal["mean", "last"] = "mean") -> list[list[float]]:
+        """Embeddings of one prompt or a list of them: the pooled hidden states after the last layer, of length 1.
+
+        `pooling`: the mean over all tokens of a prompt, or the state of its last token, which embedding models with
+        this architecture are trained for. RequestError if one of the prompts cannot be served.
+        """
+        outputs = self.generate(prompts, SamplingParams(max_new_tokens=1, pooling=pooling))
+        return [embedding_of(output) for output in outputs]
+
     def stream(
         self,
         prompt: Prompt,
@@ -164,8 +199,7 @@ class LLM:
     ) -> TextStream:
         """Iterates over the text as it is generated. Dropping the stream aborts the request."""
         [params] = _per_prompt(params, 1)
-        if params.n != 1:
-            raise RequestError(f"n={params.n}: a text is one sample; use stream_deltas() or generate() for several")
+        _check_one_sample(params, "stream_deltas() or generate()")
         text, tokens = self._read(prompt, chat_options)
         return TextStream(self.driver.submit(tokens, params, stream=True), text)
 
@@ -177,6 +211,41 @@ class LLM:
     ) -> Submission:
         """Iterates over the deltas of all `n` samples: new tokens, text, log-probabilities, finish reason."""
         return self.driver.submit(self.encode(prompt, chat_options), *_per_prompt(params, 1), stream=True)
+
+    async def astream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        chat_options: Mapping[str, Any] | None = None,
+    ) -> AsyncIterator[str]:
+        """`stream` for asyncio: `async for piece in llm.astream(prompt)`. Cancelling the task aborts the request."""
+        [params] = _per_prompt(params, 1)
+        _check_one_sample(params, "astream_deltas() or agenerate()")
+        async with aclosing(self.astream_deltas(prompt, params, chat_options)) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                if delta.text:
+                    yield delta.text
+        if delta.output is not None:
+            check_served(delta.output)
+
+    async def astream_deltas(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        chat_options: Mapping[str, Any] | None = None,
+    ) -> AsyncIterator[Delta]:
+        """`stream_deltas` for asyncio; the last delta has the complete `output`. Cancelling aborts the request."""
+        [params] = _per_prompt(params, 1)
+        read = await asyncio.to_thread(self._check, prompt, params, chat_options, True)
+        text, tokens = cast("tuple[str | None, list[int]]", read)
+        submission = self.driver.submit_async(tokens, params, stream=True, checked=True)
+        try:
+            async for delta in submission:
+                if delta.output is not None:
+                    delta.output.prompt = text
+                yield delta
+        finally:
+            submission.abort()
 
     def close(self) -> None:
         """Frees the model, the KV and everything else. Safe to call twice."""
@@ -218,6 +287,24 @@ class LLM:
             return cast(str, prompt), self.tokenizer.encode(cast(str, prompt))
         text = self.render_chat(cast("Seq[Message]", prompt), chat_options)
         return text, self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _check(
+        self, prompt: Prompt, params: SamplingParams, chat_options: Mapping[str, Any] | None, single: bool
+    ) -> tuple[str | None, list[int]] | RequestOutput:
+        """`_read` of a prompt that can be served. Otherwise RequestError if `single`, else the output that says why."""
+        text: str | None = None
+        tokens: list[int] = []
+        try:
+            text, tokens = self._read(prompt, chat_options)
+            self.driver.check(tokens, params)
+        except RequestError as error:
+            if single:
+                raise
+            log.warning("a request was refused: %s", error)
+            output = refused(f"refused-{next(self._refusals)}", tokens, params, str(error))
+            output.prompt = text
+            return output
+        return text, tokens
 
     def _checked_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Variables for the chat template; a template of the request's own is a program, and needs permission."""
@@ -292,6 +379,14 @@ def check_served(output: RequestOutput) -> None:
         raise RequestFailed(output.error)
 
 
+def embedding_of(output: RequestOutput) -> list[float]:
+    """The embedding of a request that asked for one; RequestError or RequestFailed if there is none."""
+    check_served(output)
+    if output.embedding is None:
+        raise RequestError(output.error)
+    return output.embedding
+
+
 def _kind(prompt: object) -> Literal["text", "ids", "chat"]:
     """The type of a prompt; RequestError for anything else."""
     if isinstance(prompt, str):
@@ -323,6 +418,17 @@ def _is_single(prompts: object) -> bool:
     if not isinstance(prompts, Seq):
         raise RequestError(f"prompts of type {type(prompts).__name__} cannot be read: pass one or a list of them")
     return len(prompts) > 0 and isinstance(plain(prompts[0]), (int, Mapping))
+
+
+def _listed(prompts: Prompt | Seq[Prompt]) -> tuple[bool, list[Prompt]]:
+    """Whether it is a single prompt, and the list of all."""
+    single = _is_single(prompts)
+    return single, [cast(Prompt, prompts)] if single else list(cast("Seq[Prompt]", prompts))
+
+
+def _check_one_sample(params: SamplingParams, others: str) -> None:
+    if params.n != 1:
+        raise RequestError(f"n={params.n}: a text is one sample; use {others} for several")
 
 
 def _per_prompt(params: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -35,6 +35,7 @@ class Description:
     expects: str = ""  # what error messages ask for; "": derived
     flags: tuple[str, ...] = ()  # names on the command line; (): derived
     env: str = ""  # environment variable that stands for the flag
+    hints: Mapping[str, str] = field(default_factory=dict)  # what to write in place of words that people try
     listed: bool = False  # texts of a list are separated by commas on the command line, not given one by one
 
 
@@ -58,6 +59,7 @@ class Option:
     number: type[int] | type[float] | None
     words: tuple[str, ...]  # those of a Literal
     text: bool  # any str
+    protocols: tuple[type, ...]  # objects of these are allowed, too; not on the command line
     switch: bool
     optional: bool  # None is allowed
     items: type | None  # of a list
@@ -91,6 +93,8 @@ class Option:
 
     def accepts(self, value: Any) -> bool:
         known = self.description
+        if self.protocols and isinstance(value, self.protocols) and not isinstance(value, type):
+            return True
         if value is None or isinstance(value, bool):
             return self.optional if value is None else self.switch
         if isinstance(value, str):
@@ -136,6 +140,7 @@ def _option(each: dataclasses.Field[Any], hint: Any) -> Option:
         number=next((member for member in members if member in (int, float)), None),
         words=tuple(words),
         text=str in members,
+        protocols=tuple(member for member in members if getattr(member, "_is_protocol", False)),
         switch=bool in members,
         optional=NoneType in members,
         items=listed[0] if listed else None,
@@ -155,7 +160,8 @@ def validate(config: Any, error: type[SSDError] = ConfigError, owner: str = "") 
             continue
         value = os.fspath(given) if each.text and isinstance(given, os.PathLike) else plain(given)
         if not each.accepts(value):
-            raise error(f"{owner}{name}={given!r}: must be {each.expected}")
+            hint = each.description.hints.get(value) if isinstance(value, str) else None
+            raise error(f"{owner}{name}={given!r}: must be {each.expected}{f'; {hint}' if hint else ''}")
         if each.number is not None and not isinstance(value, (str, NoneType)):
             value = each.number(value)
         object.__setattr__(config, name, value)

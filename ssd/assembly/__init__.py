@@ -17,7 +17,7 @@ from ssd.assembly.memory import MAX_IN_FLIGHT, fitting_length, gib, kv_blocks, p
 from ssd.assembly.models import load_decoder, make_runner, make_state, num_slots
 from ssd.assembly.ranks import Follower, Place, Ranks
 from ssd.assembly.warm_up import warm_up
-from ssd.config import EngineConfig
+from ssd.config import NGRAM, EngineConfig
 from ssd.decoding.rejection import RejectionTarget
 from ssd.decoding.round import Round
 from ssd.engine.engine import Engine
@@ -68,7 +68,7 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     check_fits(config, [checkpoint, *drafts], device)
     if own_device and draft is not None:
         check_draft_fits(config, draft)
-    ranks = Ranks(config, device) if config.tensor_parallel_size > 1 else None
+    ranks = Ranks(_for_ranks(config), device) if config.tensor_parallel_size > 1 else None
     try:
         with torch.cuda.device(device) if device.index is not None else nullcontext():
             return _assemble(config, checkpoint, here, tokenizer, device, ranks)
@@ -76,6 +76,13 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
         if ranks is not None:
             ranks.close()
         raise
+
+
+def _for_ranks(config: EngineConfig) -> EngineConfig:
+    """What the other ranks are told, as JSON: a drafter of the user's own is on the first one only."""
+    if config.speculation.draft is None or isinstance(config.speculation.draft, str):
+        return config
+    return replace(config, speculation=replace(config.speculation, draft=NGRAM))
 
 
 def _assemble(

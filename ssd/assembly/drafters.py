@@ -20,6 +20,7 @@ from ssd.config import NGRAM, EngineConfig, SpeculationConfig
 from ssd.decoding.drafter import Drafter
 from ssd.drafting.arms import DEPTHS, make_arms
 from ssd.drafting.controller import DepthController
+from ssd.drafting.custom import CustomDrafter
 from ssd.drafting.eagle import EagleModel, EagleStep, private_blocks
 from ssd.drafting.fan_out import Adaptive, FanOut, Geometric, Listed, Share
 from ssd.drafting.late import LateBindingDrafter
@@ -58,12 +59,12 @@ def open_draft(
     speculation: SpeculationConfig, target: Checkpoint, tokenizer: Tokenizer
 ) -> Checkpoint | EagleCheckpoint | None:
     """The checkpoint of the draft model or head, or None; ConfigError if it does not fit the target."""
-    if speculation.draft is None or speculation.draft == NGRAM:
+    if speculation.draft_model is None:
         return None
-    head = open_eagle(speculation.draft)
+    head = open_eagle(speculation.draft_model)
     if head is not None:
         return head.for_target(target)
-    checkpoint = open_checkpoint(speculation.draft, "speculation draft")
+    checkpoint = open_checkpoint(speculation.draft_model, "speculation draft")
     difference = tokenizer.difference(checkpoint.tokenizer())
     if difference is not None:
         raise ConfigError(
@@ -82,7 +83,7 @@ def placed(
     inline. With mode="auto" it stays "auto" where nothing can run at the same time, and SSD is not among the modes.
     `head`: the draft is an EAGLE head, which is where the target is. `ranks`: of the target.
     """
-    if speculation.mode not in ("ssd", "auto") or speculation.draft == NGRAM:
+    if speculation.mode not in ("ssd", "auto") or speculation.draft_model is None:
         return speculation
     placement, wanted = speculation.placement, speculation.draft_device
     if placement == "auto" and wanted is not None:
@@ -190,9 +191,7 @@ def drafter_of(model: DraftSource | None, speculation: SpeculationConfig, worker
         drafters["sd"] = drafters["ssd"] = ssd_drafter(model, speculation, make_fan_out(speculation))
     else:
         if speculation.mode != "ssd":
-            drafters["sd"] = (
-                ModelDrafter(model, speculation.lookahead) if model else NgramDrafter(speculation.lookahead)
-            )
+            drafters["sd"] = ModelDrafter(model, speculation.lookahead) if model else _modelless(speculation)
         if workers is not None:
             drafters["ssd"] = workers
     if "auto" not in (speculation.mode, speculation.k, speculation.budget):
@@ -200,6 +199,13 @@ def drafter_of(model: DraftSource | None, speculation: SpeculationConfig, worker
     depths = DEPTHS if speculation.k == "auto" else (speculation.lookahead,)
     modes = ("ar", *drafters) if "auto" in (speculation.mode, speculation.k) else (speculation.mode,)
     return DepthController(drafters, make_arms(modes, depths, speculation.budgets))
+
+
+def _modelless(speculation: SpeculationConfig) -> Drafter:
+    draft = speculation.draft
+    if draft is None or isinstance(draft, str):
+        return NgramDrafter(speculation.lookahead)
+    return draft if isinstance(draft, Drafter) else CustomDrafter(draft, speculation.lookahead)
 
 
 def ssd_drafter(model: DraftSource, speculation: SpeculationConfig, fan_out: FanOut) -> SSDDrafter:

@@ -6,11 +6,12 @@ Recorded by torch's profiler. Written in Chrome's trace format, for Perfetto (ui
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import tempfile
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -64,19 +65,36 @@ def record(contender: OurContender, prompts: Seq[Prompt], asked: RequestSettings
     longest = contender.llm.engine.max_model_len // 2
     token_ids = [contender.llm.encode(prompt)[:longest] for prompt in prompts[: asked.batch]]
     submissions = driver.submit_many([(tokens, params) for tokens in token_ids])
-    profiler = driver.call(lambda _: torch.profiler.profile(acc_events=True))
+    with _silent():
+        profiler = driver.call(lambda _: torch.profiler.profile(acc_events=True))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         _wait_for_rounds(contender, _BEFORE)
         with driver.observing(Annotations()):
-            driver.call(lambda _: profiler.start())
+            with _silent():
+                driver.call(lambda _: profiler.start())
             _wait_for_rounds(contender, _BEFORE + _RECORDED)
-            driver.call(lambda _: profiler.stop())
+            with _silent():
+                driver.call(lambda _: profiler.stop())
         for submission in submissions:
             submission.abort()
         profiler.export_chrome_trace(str(file))
         events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     return read_events(contender.name, events)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Nothing is written to standard error inside: the profiler's library prints what it does, at any log level."""
+    before = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+        os.close(nowhere)
 
 
 def _wait_for_rounds(contender: OurContender, count: int) -> None:

@@ -24,6 +24,8 @@ from ssd.core import RequestOutput, SamplingParams, TokenLogprobs
 if TYPE_CHECKING:
     from ssd.llm import LLM, Prompt
 
+_NO_FLAGS = frozenset({"speculate", "shown_token_ids", "priority", "prompt_logprobs", "pooling"})
+
 
 @command
 def generate(
@@ -34,7 +36,7 @@ def generate(
     metrics: Annotated[bool, typer.Option("--metrics", help="Report times and speed (on stderr).")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
     *,
-    sampling: Annotated[Given, Flags(SamplingParams, without={"speculate", "shown_token_ids", "priority"})],
+    sampling: Annotated[Given, Flags(SamplingParams, without=_NO_FLAGS)],
     engine: Annotated[Given, Flags(EngineConfig)],
 ) -> None:
     """Continue a prompt and print the text as it comes.
@@ -125,7 +127,8 @@ def _print_metrics(output: RequestOutput, params: SamplingParams, note: str) -> 
     seed = "" if params.greedy else f", seed {params.seed}"
     errors.print(
         f"[dim]{m.prompt_tokens} prompt tokens ({m.cached_tokens} cached), {m.output_tokens} new, {speed_summary(m)}; "
-        f"finished by {output.finish_reason}{seed}[/]"
+        f"finished by {output.finish_reason}{seed}[/]",
+        soft_wrap=True,
     )
     print_note(draft_summary(m))
     print_note(note)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from typing import Annotated, Any, Final
@@ -43,8 +44,24 @@ in neither). [cyan]graft:MODEL@SHAPE[/] is a small model at the cost of a large 
 """
 
 
+def _without_types(params: list[Any]) -> list[Any]:
+    """Parameters whose flags are shown without a type: they take no value."""
+    for each in params:
+        if getattr(each, "is_flag", False) or getattr(each, "count", False):
+            each.metavar = ""
+    return params
+
+
+class _Command(typer.core.TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_types(super().get_params(ctx))
+
+
 class _Commands(typer.core.TyperGroup):
     """`bench serve` is a command of two words: `bench` itself takes a model."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_types(super().get_params(ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         return super().resolve_command(ctx, [" ".join(args[:2]), *args[2:]] if args[:2] == ["bench", "serve"] else args)
@@ -87,18 +104,19 @@ def main(
     logging.getLogger("ssd").setLevel(levels[min(verbose, 2)])
 
 
-app.command(help=demo.HELP)(demo.demo)
-app.command(help=chat.HELP)(chat.chat)
-app.command()(generate.generate)
-app.command(help=serve.HELP)(serve.serve)
-app.command(help=explain.HELP)(explain.explain)
-app.command(help=bench.HELP)(bench.bench)
-app.command("bench serve", help=bench_serve.HELP)(bench_serve.bench_serve)
-app.command(help=export.GRAFT_HELP)(export.graft)
-app.command(help=export.EAGLE_HELP)(export.export_eagle)
+_add = functools.partial(app.command, cls=_Command)
+_add(help=demo.HELP)(demo.demo)
+_add(help=chat.HELP)(chat.chat)
+_add()(generate.generate)
+_add(help=serve.HELP)(serve.serve)
+_add(help=explain.HELP)(explain.explain)
+_add(help=bench.HELP)(bench.bench)
+_add("bench serve", help=bench_serve.HELP)(bench_serve.bench_serve)
+_add(help=export.GRAFT_HELP)(export.graft)
+_add(help=export.EAGLE_HELP)(export.export_eagle)
 
 
-@app.command("version")
+@_add("version")
 def versions() -> None:
     """Print what a bug report needs: versions, processor, GPUs, and whether the CPU kernels are compiled."""
     from ssd.cli.versions import report

@@ -133,12 +133,13 @@ def _type(option: Option) -> Any:
         return list[str]
     if option.switch or (option.number is not None and not option.words):
         return bool if option.switch else option.number
-    return Literal[option.words] if option.words and option.number is None else str
+    checked_here = option.words and option.number is None and not option.description.hints
+    return Literal[option.words] if checked_here else str
 
 
 def _metavar(option: Option) -> str | None:
-    if option.number is not None and option.words:
-        return "|".join(("N", *option.words))
+    if option.words and (option.number is not None or option.description.hints):
+        return "|".join(("N", *option.words) if option.number is not None else option.words)
     if option.items is int:
         return "N,N,…"
     if option.pairs:

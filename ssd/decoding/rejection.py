@@ -7,14 +7,16 @@ the same seed. Greedy rows, and rows without a draft, are decided as under the c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from ssd.core import Outcome, Work
+from ssd.core import Outcome, PromptPart, Work
 from ssd.execution.clock import Clock, now
+from ssd.execution.prompts import PromptReads
 from ssd.execution.runner import Forward
 from ssd.execution.target import Hook, Settle, Target, Verification, first_logit_rows
 from ssd.kernels.transfers import to_device
@@ -27,8 +29,12 @@ class _Decided:
     """A verification whose outcomes are known."""
 
     outcomes: list[Outcome | None]
+    reads: PromptReads | None
     began: Clock
     ended: Clock
+
+    def prompt_parts(self) -> Mapping[int, PromptPart]:
+        return {} if self.reads is None else self.reads.parts()
 
     def collect(self) -> list[Outcome | None]:
         self.ended.wait()
@@ -42,7 +48,7 @@ class RejectionTarget(Target):
 
     @torch.inference_mode()
     def launch(self, works: Seq[Work], settle: Settle = lambda: False, prepare: Hook = lambda: None) -> Verification:
-        began, forward, raw = self._forward(works, settle, prepare)
+        began, forward, raw, reads = self._forward(works, settle, prepare)
         self.runner.wait(now(self.state.device))
         starts = first_logit_rows(works, gather=forward.inputs.gather)
         decisions = self._tokens(works, starts, forward.logits, forward.inputs.decided(self.state))
@@ -58,7 +64,7 @@ class RejectionTarget(Target):
             self.state.append(work.slot, len(work.sequence.tokens), tokens, len(tokens) - 1)
             logprobs = details.of(i, tokens) if details is not None else ()
             outcomes.append(Outcome(tuple(tokens), logprobs, work.proposal.token_ids, work.proposal.origin))
-        return _Decided(outcomes, began, now(self.state.device))
+        return _Decided(outcomes, reads, began, now(self.state.device))
 
     def _rehearse(self, forward: Forward, needs: Needs) -> None:
         rows = forward.inputs.decided(self.state)

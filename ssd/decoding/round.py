@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import operator
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, nullcontext
@@ -100,6 +101,11 @@ class Round:
         if not self.run_ahead or self.target.synchronous or self.drafter.needs_tokens:
             return True
         return any(observer.synchronous for observer in self.observers)
+
+    @property
+    def lookahead(self) -> int:
+        """Maximum draft length of the next round: what the drafter proposes and the SequenceState has room for."""
+        return min(self.drafter.lookahead, self.target.state.lookahead)
 
     def use(self, drafter: Drafter) -> None:
         """Goes on with another drafter, while no round is in flight; its statistics begin at 0."""
@@ -216,13 +222,17 @@ class Round:
     def _propose(self, works: Seq[Work], asked: _DraftedWorks) -> list[Work]:
         """The works, and those asked for, with their proposals."""
         deciding = [work for work in asked.works if work.decides]
-        nothing: list[Proposal] = []
-        proposals = self._guarded(asked, "propose", lambda _: self.drafter.propose(deciding), nothing)
-        if len(proposals) != len(deciding):
-            proposals = [Proposal()] * len(deciding)
-        drafted = {id(work): self._usable(work, p) for work, p in zip(deciding, proposals, strict=True)}
+        nothing: dict[int, Work] = {}
+        drafted = self._guarded(asked, "propose", lambda _: self._drafted(deciding), nothing)
         asked.works = [drafted.get(id(work), work) for work in asked.works]
         return [drafted.get(id(work), work) for work in works]
+
+    def _drafted(self, works: Seq[Work]) -> dict[int, Work]:
+        """The works with what the drafter proposes, by the id of the work without it."""
+        proposals = self.drafter.propose(works)
+        if len(proposals) != len(works):
+            return {}
+        return {id(work): self._usable(work, proposal) for work, proposal in zip(works, proposals, strict=True)}
 
     def _usable(self, work: Work, proposal: Proposal) -> Work:
         """Cuts a proposal to its KV slots and at the first invalid token; malformed distributions drop it.
@@ -236,7 +246,7 @@ class Round:
         if proposal.num_on_device:
             fits = proposal.num_on_device <= work.lookahead
             return work.with_proposal(proposal if fits else replace(proposal, num_on_device=work.lookahead))
-        tokens = proposal.token_ids[: work.lookahead]
+        tokens = tuple(map(operator.index, proposal.token_ids[: work.lookahead]))
         usable = tuple(itertools.takewhile(lambda t: 0 <= t < self.target.vocab_size, tokens))
         constraint = work.sequence.constraint
         if constraint is not None and proposal.distributions is None:

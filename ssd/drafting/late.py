@@ -104,7 +104,7 @@ class LateBindingDrafter(ProcessDrafter):
     def settle(self, works: Seq[Work]) -> bool:
         """Launches a wait for the drafts that are written after misses, if that is worth it."""
         launched = self._launched
-        if launched is None or not launched.looked_up or any(work.sequence.constraint is not None for work in works):
+        if launched is None or not launched.looked_up or any(work.sequence.has_host_logits for work in works):
             return False  # masks need the drafts: the host waits for the device in this round, and could not answer it
         batch = len(launched.looked_up)
         missed = max(1, round(batch * (1 - self._hits.value)))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence as Seq
 
 from ssd.constraints.grammars import Constraint, Grammars
+from ssd.constraints.processors import RowProcessor
 from ssd.constraints.structured import StructuredOutput
 from ssd.core import Delta, FinishReason, Outcome, Request, SamplingParams, Sequence, Status, Work
 from ssd.decoding.drafter import Drafter
@@ -104,7 +105,7 @@ class Engine:
         arrival = time.perf_counter() if arrival is None else arrival
         stops = frozenset() if params.ignore_eos else self.stop_token_ids
         sequences = [
-            Sequence.of(request, next(self._ids), i, self.max_model_len, stops, self._constraint(params))
+            Sequence.of(request, next(self._ids), i, self.max_model_len, stops, *self._host_logits(params))
             for i in range(params.n)
         ]
         running = RunningRequest(request, [OutputProcessor(s, self.tokenizer, stream=stream) for s in sequences])
@@ -117,10 +118,12 @@ class Engine:
         self.metrics.prompt_tokens += len(prompt_token_ids) * params.n
         return request_id
 
-    def _constraint(self, params: SamplingParams) -> Constraint | None:
+    def _host_logits(self, params: SamplingParams) -> tuple[Constraint | None, RowProcessor | None]:
+        """What masks and processes the logits of one sample on the host."""
+        processor = None if params.logits_processor is None else RowProcessor(params.logits_processor)
         if self.limits.grammars is None or not isinstance(params.structured, StructuredOutput):
-            return None
-        return self.limits.grammars.constraint(params.structured)
+            return None, processor
+        return self.limits.grammars.constraint(params.structured), processor
 
     def step(self) -> list[Delta]:
         """Launches the next round, then commits the one before it, which ran on the device meanwhile.
@@ -159,7 +162,7 @@ class Engine:
             self._commit_round(round_)
 
     def _schedule(self) -> list[Work]:
-        self.scheduler.lookahead = self.round.drafter.lookahead
+        self.scheduler.lookahead = self.round.lookahead
         works = self.round.part("schedule", self.scheduler.schedule)
         if works is None:  # KV blocks are short: collect the round in flight before preempting
             self.flush()
@@ -197,6 +200,9 @@ class Engine:
         self._failures.clear()
         self._clear_in_flight(works)
         now = time.perf_counter()
+        for i, part in round_.verification.prompt_parts().items():
+            if works[i].sequence.status is Status.RUNNING:
+                self._processors[works[i].sequence.id].read_prompt(part)
         for work, outcome in zip(works, outcomes, strict=True):
             if work.sequence.status is Status.RUNNING:  # tokens computed after a stop are dropped
                 self._commit(work, outcome, now)

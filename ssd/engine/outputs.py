@@ -5,11 +5,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
 
 from ssd.core import (
     Delta,
     FinishReason,
     Outcome,
+    PromptPart,
     Request,
     RequestMetrics,
     RequestOutput,
@@ -22,6 +26,8 @@ from ssd.core import (
 from ssd.errors import NO_CHOICE, STRUCTURED_FAILED
 from ssd.text.detokenizer import IncrementalDecoder
 from ssd.text.tokenizer import Tokenizer
+
+_LEAST_NORM: Final = 1e-12  # of a hidden state, so that zeros stay zeros
 
 
 class StopStrings:
@@ -76,6 +82,8 @@ class OutputProcessor:
         self._num_accepted = 0  # accepted draft tokens among those not sent yet
         self._outcomes: list[Outcome] = []  # not sent yet; none unless `stream`
         self._stops = StopStrings(sequence.params.stop)
+        self._prompt_logprobs: list[TokenLogprobs] = []  # of its tokens from the second on
+        self._pooled: np.ndarray | None = None  # of the hidden states of its tokens
 
     def append(self, outcome: Outcome) -> FinishReason | None:
         """Appends an outcome's tokens to the sequence up to the first stop; returns why it ended, if it did.
@@ -96,6 +104,26 @@ class OutputProcessor:
             if reason is not None:
                 return reason
         return None
+
+    def read_prompt(self, part: PromptPart) -> None:
+        """Takes what was read of the prompt. After a preemption it is read from the beginning."""
+        self.sequence.num_prompt_read = part.end
+        self._prompt_logprobs[part.start :] = part.logprobs
+        goes_on = self._pooled is not None and part.start and self.sequence.params.pooling == "mean"
+        self._pooled = self._pooled + part.pooled if goes_on else part.pooled
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        wanted = self.sequence.params.prompt_logprobs is not None
+        return [None, *map(self._decoded, self._prompt_logprobs)] if wanted else None
+
+    @property
+    def embedding(self) -> list[float] | None:
+        """The pooled hidden state, of length 1; the factor 1 / number of tokens of a mean makes no difference."""
+        if self._pooled is None:
+            return None
+        vector: list[float] = (self._pooled / max(np.linalg.norm(self._pooled), _LEAST_NORM)).tolist()
+        return vector
 
     def new_text(self) -> str:
         """Text that was not sent yet, except for an end that may be the beginning of a stop string."""
@@ -134,7 +162,9 @@ class OutputProcessor:
 
     def _no_choice(self) -> str:
         """Why there is no token to choose after those of the sequence."""
-        constraint = self.sequence.constraint
+        constraint, processor = self.sequence.constraint, self.sequence.processor
+        if processor is not None and processor.error is not None:
+            return f"logits_processor failed: {processor.error}"
         if constraint is not None:
             constraint.masks([])  # a limit that was reached after draft tokens is reached again, and then known
             if constraint.error is not None:
@@ -192,7 +222,9 @@ class RunningRequest:
     def output(self) -> RequestOutput:
         samples, request = [processor.sample() for processor in self.processors], self.request
         error = next((processor.error for processor in self.processors if processor.error is not None), None)
-        return RequestOutput(request.id, list(request.prompt_token_ids), samples, error, request.params)
+        output = RequestOutput(request.id, list(request.prompt_token_ids), samples, error, request.params)
+        output.prompt_logprobs, output.embedding = self.processors[0].prompt_logprobs, self.processors[0].embedding
+        return output
 
 
 def refused(request_id: str, prompt_token_ids: list[int], params: SamplingParams, error: str) -> RequestOutput:

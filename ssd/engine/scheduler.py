@@ -336,7 +336,7 @@ class Scheduler:
         """Attaches the cached prefix of a waiting sequence; False if it cannot be prefilled without a preemption."""
         if len(self.running) >= self.max_num_seqs or not self._slots:
             return False
-        self.pool.attach_prefix(sequence.kv, sequence.tokens)
+        self.pool.attach_prefix(sequence.kv, sequence.tokens if sequence.takes_prefix else ())
         if self._blocks_missing(sequence) + promised <= self.pool.num_free:
             return True
         self.pool.release(sequence.kv)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from enum import IntEnum
+from typing import Any, Protocol
 
 import torch
 
@@ -19,6 +21,16 @@ from ssd.models.decoder import Decoder
 
 # Rows of eager batches: one of each number that has kernels of its own (`kernels.linear`, `kernels.cublaslt`).
 _EAGER_SIZES = (1, *range(8, 128, 8), *(n * 2**i // 2 + 1 for i in range(8, 16) for n in (2, 3)))
+_SIZES = 6  # of eager inputs
+_HEAD_ROWS = 128  # whose logits are computed at a time, where those of all rows are wanted
+
+
+class Keep(IntEnum):
+    """What is wanted of a forward pass beside the logits of its logit rows."""
+
+    NOTHING = 0
+    STATES = 1  # the hidden states that the head reads, of all rows
+    LOGITS = 2  # and their logits, some rows at a time
 
 
 class Followers(Protocol):
@@ -47,6 +59,7 @@ class Staged:
     inputs: BatchInputs
     key: tuple[int, ...]  # tells another rank which inputs: kind and rows of a graph, or sizes of eager inputs
     graph: BatchGraph | None = None
+    keep: Keep = Keep.NOTHING
 
 
 @dataclass(frozen=True)
@@ -56,6 +69,10 @@ class Forward:
     inputs: BatchInputs
     logits: torch.Tensor  # float32, one row for each logit row of the inputs
     graph: BatchGraph | None = None  # that was replayed, if any
+    states: torch.Tensor | None = None  # [rows, hidden], if they were to be kept
+
+
+ReadLogits = Callable[[Forward, int, torch.Tensor], None]  # gets the logits of some rows, and the first one's number
 
 
 class ModelRunner:
@@ -153,8 +170,13 @@ class ModelRunner:
         self.tables.update([(slot, blocks)])
         return self.forward(Batch([slot], [0], [len(token_ids)], [count])).logits[:count]
 
-    def stage(self, batch: Batch) -> Staged:
-        """Uploads a batch, into the buffers of a graph where there is one for it."""
+    def stage(self, batch: Batch, keep: Keep = Keep.NOTHING) -> Staged:
+        """Uploads a batch, into the buffers of a graph where there is one for it. Graphs keep nothing."""
+        if keep:
+            sizes = self._sizes(batch, prefill=True)
+            inputs = self._eager_inputs(sizes)
+            inputs.write(batch)
+            return Staged(inputs, (*sizes, int(keep)), keep=keep)
         decode_size = batch.max_queries <= FEW_QUERIES and batch.num_rows <= self.max_decode_rows
         graphs = self.graphs if decode_size and self.graphs is not None else self.prefill_graphs
         if graphs is not None and graphs.takes(batch):
@@ -169,7 +191,7 @@ class ModelRunner:
     def staged(self, key: tuple[int, ...]) -> Staged:
         """What rank 0 has staged under this key, on another rank."""
         if len(key) > 2:
-            return Staged(self._eager_inputs(key), key)
+            return Staged(self._eager_inputs(key[:_SIZES]), key, keep=Keep(sum(key[_SIZES:])))
         graphs = self.prefill_graphs if key[0] else self.graphs
         if graphs is None:
             raise AssertionError("rank 0 has graphs that this rank has not")
@@ -202,34 +224,49 @@ class ModelRunner:
             self._last_inputs = sizes, made
         return made
 
-    def run(self, staged: Staged, *, in_part: bool = False) -> Forward:
+    def run(self, staged: Staged, *, in_part: bool = False, read: ReadLogits | None = None) -> Forward:
         """Launches the forward pass of an uploaded batch, on all ranks.
 
-        `in_part`: in the target's part of the GPU, if there is a graph for that.
+        `in_part`: in the target's part of the GPU, if there is a graph for that. `read` gets the logits that were to be
+        kept, on the first rank.
         """
         with self.followers.launching(staged.key) if self.followers is not None else nullcontext():
+            if staged.keep:
+                return self._run_keeping(staged, read)
             if staged.graph is None:
                 return Forward(staged.inputs, self._compute(staged.inputs))
             own = staged.graph.in_part if in_part else None
             (own or staged.graph.graph).replay()
             return Forward(staged.inputs, staged.graph.logits, staged.graph)
 
+    @torch.inference_mode()
+    def _run_keeping(self, staged: Staged, read: ReadLogits | None) -> Forward:
+        decoder, rows = self.decoder, staged.inputs.rows
+        states = torch.empty((rows, decoder.config.hidden_size), dtype=decoder.dtype, device=decoder.device)
+        forward = Forward(staged.inputs, self._compute(staged.inputs, states), states=states)
+        for first in range(0, rows, _HEAD_ROWS) if staged.keep is Keep.LOGITS else ():
+            logits = decoder.head.logits(states[first : first + _HEAD_ROWS])
+            if read is not None:
+                read(forward, first, logits)
+        return forward
+
     def wait(self, clock: Clock) -> None:
         """Waits for the device."""
         with self.followers.awaited() if self.followers is not None else nullcontext():
             clock.wait()
 
-    def _compute(self, inputs: BatchInputs) -> torch.Tensor:
+    def _compute(self, inputs: BatchInputs, states: torch.Tensor | None = None) -> torch.Tensor:
         tables, tp = self.tables.groups, self.decoder.tp
         if tp.rank == 0:
             inputs.prepare(self.state, tables, self.block_size)
         tp.broadcast(inputs.all)
         batch = inputs.device_batch(tables)
         with torch.inference_mode():
+            kept: dict[str, Any] = {} if states is None else {"states": states}
             if self.features is None:
-                return self.decoder(batch, self.kv)
+                return self.decoder(batch, self.kv, **kept)
             buffer = self.features.buffer(inputs.rows)
-            logits = self.decoder(batch, self.kv, self.features.by_layer(buffer))
+            logits = self.decoder(batch, self.kv, self.features.by_layer(buffer), **kept)
             self.features.store(inputs, batch, buffer)
             return logits
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,11 +13,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ssd.core import Origin, Outcome, Sequence, TokenLogprobs, Work
+from ssd.core import Origin, Outcome, PromptPart, Sequence, TokenLogprobs, Work
 from ssd.execution.batch import Batch, BatchInputs
 from ssd.execution.clock import Clock, now
 from ssd.execution.graphs import BatchGraph, BatchGraphs, capture
-from ssd.execution.runner import Forward, ModelRunner
+from ssd.execution.prompts import PromptReads
+from ssd.execution.runner import Forward, Keep, ModelRunner
 from ssd.execution.state import SequenceState
 from ssd.kernels.compiling import compiling
 from ssd.kernels.transfers import to_device, to_host
@@ -39,6 +40,9 @@ class Verification(Protocol):
 
     def collect(self) -> list[Outcome | None]:
         """Waits for the outcomes; None for a work that decides nothing (a prefill chunk)."""
+
+    def prompt_parts(self) -> Mapping[int, PromptPart]:
+        """What was read of prompts, by index of the work; after `collect`."""
 
 
 class Target:
@@ -118,34 +122,36 @@ class Target:
         and says whether the forward pass shares the GPU with what `prepare` launches.
         `prepare` is called right after the forward pass was launched.
         """
-        began, forward, raw = self._forward(works, settle, prepare)
+        began, forward, raw, reads = self._forward(works, settle, prepare)
         out = self._decide(forward, Needs.of([work.sequence.params for work in works if work.decides]))
         logprobs = None
         if raw is not None:
             logprobs = raw.fetch(torch.cat([out[i, 2 : 2 + len(rows)] for i, rows in raw.rows.items()]))
-        return _Launched(self.runner, works, to_host(out), logprobs, began, now(self.state.device))
+        return _Launched(self.runner, works, to_host(out), logprobs, reads, began, now(self.state.device))
 
-    def _forward(self, works: Seq[Work], settle: Settle, prepare: Hook) -> tuple[Clock, Forward, RawLogits | None]:
-        """Uploads what the host knows of a round, launches its forward pass, and masks the logits.
+    def _forward(
+        self, works: Seq[Work], settle: Settle, prepare: Hook
+    ) -> tuple[Clock, Forward, RawLogits | None, PromptReads | None]:
+        """Uploads what the host knows of a round, launches its forward pass, then processes and masks the logits.
 
-        Also returns when it began, and the logits before the masks where they are needed. Masks are computed on the
-        host, while the device computes the logits.
+        Also returns when it began, the logits before that where they are needed, and what is read of prompts. Masks are
+        computed on the host, while the device computes the logits.
         """
+        reads = PromptReads.of(works, self.state)
         upload_drafts(self.state, works)
         self.runner.tables.update([(work.slot, work.sequence.kv.blocks) for work in works])
-        ready = self.runner.stage(Batch.of(works))
+        ready = self.runner.stage(Batch.of(works), Keep.NOTHING if reads is None else reads.keep)
         shared = settle()
-        constrained = ConstrainedWorks.of(works, self.state)
+        on_host = HostLogits.of(works, self.state)
         began = now(self.state.device)
-        forward = self.runner.run(ready, in_part=shared)
+        forward = self.runner.run(ready, in_part=shared, read=None if reads is None else reads.read_logits)
+        if reads is not None and forward.states is not None:
+            reads.read_states(forward.states)
         prepare()
         raw = RawLogits.of(works, forward)
-        if constrained is not None:
-            starts = first_logit_rows(works, gather=forward.inputs.gather)
-            rows, masks = constrained.masks(starts)
-            device = self.state.device
-            self.sampler.mask(forward.logits, to_device(rows, device), to_device(masks, device))
-        return began, forward, raw
+        if on_host is not None:
+            on_host.apply(forward.logits, first_logit_rows(works, gather=forward.inputs.gather), self.sampler)
+        return began, forward, raw, reads
 
     def _decide(self, forward: Forward, needs: Needs) -> torch.Tensor:
         """Samples and accepts, as a graph after the first time: one row per work, see `kernels.rounds.accept`."""
@@ -185,34 +191,41 @@ class Target:
 
 
 @dataclass(frozen=True)
-class ConstrainedWorks:
-    """The works of a round whose sequences have a constraint, and their drafts."""
+class HostLogits:
+    """The works of a round whose logits are masked or processed on the host, and their drafts."""
 
     works: dict[int, Work]  # by index in the round
     fetched: torch.Tensor  # their drafts in the SequenceState, being copied to the host
     arrived: Clock
 
     @classmethod
-    def of(cls, works: Seq[Work], state: SequenceState) -> ConstrainedWorks | None:
+    def of(cls, works: Seq[Work], state: SequenceState) -> HostLogits | None:
         """Copies drafts that only the device knows. Called before the forward pass is launched, so as not to wait for
         it."""
-        found = {i: work for i, work in enumerate(works) if work.decides and work.sequence.constraint is not None}
+        found = {i: work for i, work in enumerate(works) if work.decides and work.sequence.has_host_logits}
         if not found:
             return None
         slots = to_device(np.array([work.slot for work in found.values()]), state.device)
         return cls(found, to_host(state.drafts[slots]), now(state.device))
 
-    def masks(self, starts: Seq[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Masks of all their logit rows, and the numbers of these rows; `starts`: the first row of every work."""
+    def apply(self, logits: torch.Tensor, starts: Seq[int], sampler: Sampler) -> None:
+        """Changes their logits in place, first by the processors; `starts`: the first logit row of every work."""
         self.arrived.wait()
         rows: list[int] = []
         masks: list[np.ndarray] = []
-        for (i, work), draft in zip(self.works.items(), self.fetched.tolist(), strict=True):
-            if work.sequence.constraint is None:
-                raise AssertionError("a work of a sequence without a constraint")
-            masks.append(work.sequence.constraint.masks(draft[: work.proposal.num_tokens]))
-            rows += range(starts[i], starts[i] + work.num_logits)
-        return np.array(rows), np.concatenate(masks)
+        for (i, work), drafted in zip(self.works.items(), self.fetched.tolist(), strict=True):
+            sequence, draft, first = work.sequence, drafted[: work.proposal.num_tokens], starts[i]
+            if sequence.constraint is not None:  # while the device computes the logits
+                masks.append(sequence.constraint.masks(draft))
+                rows += range(first, first + work.num_logits)
+            if sequence.processor is not None:
+                own = logits[first : first + work.num_logits]
+                host = own.to("cpu", copy=True)  # waits for the device
+                sequence.processor.process(sequence.tokens, draft, host.numpy())
+                own.copy_(host)
+        if masks:
+            device = logits.device
+            sampler.mask(logits, to_device(np.array(rows), device), to_device(np.concatenate(masks), device))
 
 
 @dataclass(frozen=True)
@@ -266,8 +279,12 @@ class _Launched:
     works: Seq[Work]
     out: torch.Tensor
     logprobs: FetchedLogprobs | None
+    reads: PromptReads | None
     began: Clock
     ended: Clock
+
+    def prompt_parts(self) -> Mapping[int, PromptPart]:
+        return {} if self.reads is None else self.reads.parts()
 
     def collect(self) -> list[Outcome | None]:
         self.runner.wait(self.ended)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
+if TYPE_CHECKING:  # `ssd --help` lists shapes, and does not need torch
+    import torch
 
-from ssd.kernels.quantized import Codes
+    from ssd.kernels.quantized import Codes
 
 
 @dataclass(frozen=True)

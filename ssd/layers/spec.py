@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from ssd.kernels.ops import HeadShape
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,13 @@ Knows nothing of files, devices or the engine.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ssd.errors import UnsupportedModel
 from ssd.layers.spec import AttentionSpec, KVGroup, LayerSpec, MLPSpec, RopeConfig
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

@@ -206,11 +206,16 @@ class Decoder:
             self._run = range(len(self.layers))
 
     def __call__(
-        self, batch: DeviceBatch, kv: KVCache, features: Mapping[int, torch.Tensor] | None = None
+        self,
+        batch: DeviceBatch,
+        kv: KVCache,
+        features: Mapping[int, torch.Tensor] | None = None,
+        states: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Float32 logits of the batch's logit rows.
 
-        `features`: by number of layers, where to write the hidden states after so many of them.
+        `features`: by number of layers, where to write the hidden states after so many of them. `states`: where to
+        write those of all rows that the head reads, after the last norm.
         """
         wanted, batches = features or {}, (batch, *batch.others)
         x, residual = self.embedding.embed(batch.token_ids), None
@@ -218,6 +223,9 @@ class Decoder:
             x, residual = self.layers[i](x, residual, batches[self._places[i][0]], kv[i])
             if i + 1 in wanted:
                 torch.add(x, residual, out=wanted[i + 1])
+        if states is not None:
+            states.copy_(self.norm(x, residual))
+            return self.head.logits(states if batch.logit_rows is None else states[batch.logit_rows])
         if batch.logit_rows is not None:
             x, residual = x[batch.logit_rows], residual[batch.logit_rows] if residual is not None else None
         return self.head.logits(self.norm(x, residual))

@@ -165,7 +165,11 @@ class EagleHead(Decoder):
         self.layer.attention.store(joined, batch, own)
 
     def __call__(
-        self, batch: DeviceBatch, kv: KVCache, features: Mapping[int, torch.Tensor] | None = None
+        self,
+        batch: DeviceBatch,
+        kv: KVCache,
+        features: Mapping[int, torch.Tensor] | None = None,
+        states: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Float32 logits of all rows."""
         return self.logits(self.states(batch, kv))

@@ -134,7 +134,10 @@ def decoder_config(raw: Raw) -> DecoderConfig:
     name = _architecture(raw)
     family = FAMILIES.get(name)
     if is_eagle(raw):
-        raise UnsupportedModel(f"architectures={shown(name)}: an EAGLE head is no model; use it as a speculation draft")
+        raise UnsupportedModel(
+            f"architectures={shown(name)}: an EAGLE head is no model, it drafts for one: load its model, with "
+            'speculation={"mode": "sd", "draft": HEAD} (on the command line --draft HEAD)'
+        )
     if family is None:
         raise UnsupportedModel(f"architectures={shown(name)}: ssd runs {', '.join(FAMILIES)}")
     if raw.get("quantization_config"):

@@ -63,11 +63,12 @@ def _directory(name: str, field: str) -> Path:
         return _inside_cache_entry(path)
     if is_hub_id(name):
         return snapshot_of(name, field)
-    close = get_close_matches(name, bundled_models(), n=1)
+    known = bundled_models() if field == "model" else bundled()  # a draft may be a head
+    close = get_close_matches(name, known, n=1)
     raise ModelNotFound(
         f"{field}={name!r}: no such directory or .gguf file, and not a hub id of the form org/name; "
         f"{f'did you mean {close[0]}? Else ' if close else ''}"
-        f"pass an existing path, a hub id or a bundled model ({', '.join(bundled_models()) or 'none is here'})"
+        f"pass an existing path, a hub id or a bundled model ({', '.join(known) or 'none is here'})"
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterable
+import math
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final
@@ -82,18 +83,32 @@ class CompletionLogprobs:
     """Log-probabilities in the shape of completions, whose offsets continue from chunk to chunk."""
 
     offset: int = 0  # characters before
+    prompt: Iterable[TokenLogprobs] = ()  # of an echo, before the others; the first has the value NaN: there is none
+    in_text: Callable[[int], bool] = lambda _: True  # whether the text has a token: an echo has no special ones
 
     def of(self, entries: Iterable[TokenLogprobs]) -> dict[str, Any]:
-        tokens, values, tops, offsets = [], [], [], []
-        for entry in entries:
-            text = entry.decoded.get(entry.token_id, "")
-            top = {entry.token_id: entry.logprob} | entry.top
+        tokens: list[str] = []
+        values: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        offsets: list[int] = []
+        for entry in (*self.prompt, *entries):
+            text, known = entry.decoded.get(entry.token_id, ""), not math.isnan(entry.logprob)
             tokens.append(text)
-            values.append(max(entry.logprob, _LEAST_LOGPROB))
-            tops.append({entry.decoded.get(i, ""): max(value, _LEAST_LOGPROB) for i, value in top.items()})
+            values.append(max(entry.logprob, _LEAST_LOGPROB) if known else None)
+            tops.append(_by_text(entry) if known else None)
             offsets.append(self.offset)
-            self.offset += len(text)
+            self.offset += len(text) if self.in_text(entry.token_id) else 0
+        self.prompt = ()
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def _by_text(entry: TokenLogprobs) -> dict[str, float]:
+    """Its tokens' log-probabilities by text: where several tokens have the same, that of the likeliest."""
+    found: dict[str, float] = {}
+    for token_id, value in ({entry.token_id: entry.logprob} | entry.top).items():
+        text = entry.decoded.get(token_id, "")
+        found[text] = max(value, found.get(text, _LEAST_LOGPROB))
+    return found
 
 
 def worth_sending(body: ChatRequest | CompletionRequest, delta: Delta) -> bool:

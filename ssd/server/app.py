@@ -9,7 +9,19 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from ssd.llm import LLM
-from ssd.server import api_docs, chat, completions, errors, info, messages, metrics, middleware, playground, responses
+from ssd.server import (
+    api_docs,
+    chat,
+    completions,
+    embeddings,
+    errors,
+    info,
+    messages,
+    metrics,
+    middleware,
+    playground,
+    responses,
+)
 from ssd.server.admission import Admission
 from ssd.server.fingerprint import system_fingerprint
 from ssd.server.generation import ServerState
@@ -21,7 +33,7 @@ from ssd.version import VERSION
 
 loading = logging.getLogger("ssd.loading")
 
-ENDPOINTS: Final = (info, metrics, api_docs, chat, completions, responses, messages)
+ENDPOINTS: Final = (info, metrics, api_docs, chat, completions, embeddings, responses, messages)
 PATHS: Final = frozenset(  # of all routes; templates where they have parameters
     {route.path for module in ENDPOINTS for route in module.router.routes if isinstance(route, Route)}
     | {"/openapi.json", *playground.PAGE, "/playground/chat", "/playground/state"}

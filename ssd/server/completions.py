@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Final
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from ssd.core import Delta, Sample
+from ssd.core import Delta, RequestOutput, Sample, TokenLogprobs
 from ssd.errors import RequestFailed
 from ssd.server.answers import STREAMED, CompletionLogprobs, check_common, event_stream, usage, worth_sending
 from ssd.server.errors import AsciiJSON, renaming, unsupported
@@ -27,10 +29,14 @@ _MAX_TOKENS: Final = 16  # OpenAI's default
 async def completions(body: CompletionRequest, request: Request) -> Response:
     state = ServerState.of(request)
     check_common(request, body)
-    if body.echo and body.logprobs is not None:
-        raise unsupported("echo", "log-probabilities of prompts are not supported: leave out echo or logprobs")
+    scored, only = bool(body.echo and body.logprobs is not None), bool(body.echo and body.max_tokens == 0)
+    if body.stream and (scored or only):
+        raise unsupported("stream", "prompts are not scored in a stream: leave out stream, echo or logprobs")
+    if only:  # a token is computed, and left out
+        body = body.model_copy(update={"max_tokens": 1})
     with renaming(body.field_names):
         params = body.sampling_params(state.sampling_defaults, max_tokens=_MAX_TOKENS, logprobs=body.logprobs)
+        params = replace(params, prompt_logprobs=body.logprobs) if scored else params
         generations = await start(state, body.prompts, params, request=request, stream=bool(body.stream))
     echoes = [_echo(state, prompt) if body.echo else "" for prompt in body.prompts]
     head = {
@@ -46,12 +52,24 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         async for _ in deltas:
             pass
     outputs = [generation.output for generation in generations]
+    for output in outputs if only else ():
+        output.samples = [replace(sample, text="", token_ids=[], logprobs=[]) for sample in output.samples]
     choices = [
-        _choice(body, i, echoes[i], sample, CompletionLogprobs(), output.prompt_token_ids)
+        _choice(body, i, echoes[i], sample, _logprobs(state, output), output.prompt_token_ids)
         for i, output in enumerate(outputs)
         for sample in output.samples
     ]
     return AsciiJSON({**head, "choices": choices, "usage": usage(outputs)})
+
+
+def _logprobs(state: ServerState, output: RequestOutput) -> CompletionLogprobs:
+    """Log-probabilities that begin with those of the prompt, if requested; its first token has none."""
+    if output.prompt_logprobs is None:
+        return CompletionLogprobs()
+    first, tokenizer = output.prompt_token_ids[0], state.llm.tokenizer
+    unknown = TokenLogprobs(first, math.nan, {}, {first: tokenizer.token_text(first)})
+    prompt = [unknown, *filter(None, output.prompt_logprobs)]
+    return CompletionLogprobs(prompt=prompt, in_text=lambda token: not tokenizer.is_special(token))
 
 
 def _echo(state: ServerState, prompt: str | list[int]) -> str:

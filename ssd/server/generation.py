@@ -154,7 +154,7 @@ def _cost(state: ServerState, token_ids: Seq[int], params: SamplingParams) -> in
 
 def _trace(tracer: Tracer, request: Request, submissions: Seq[AsyncSubmission]) -> None:
     """A span for every submission when it has ended."""
-    operation = "text_completion" if request.url.path == "/v1/completions" else "chat"
+    operation = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}.get(request.url.path, "chat")
     begin, request_id = time.perf_counter(), request.state.request_id
     for submission in submissions:
         submission.done.add_done_callback(

@@ -6,7 +6,7 @@ a request to those.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, model_validator
 
@@ -37,6 +37,12 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 Stops = Annotated[Texts, Field(max_length=MAX_STOPS)]
 Ids = Annotated[list[NonNegativeInt], Field(fail_fast=True)]
 TokenIds = Annotated[Ids, Field(min_length=1)]
+Prompts = (
+    str
+    | TokenIds
+    | Annotated[Texts, Field(min_length=1)]
+    | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1)]
+)
 
 
 class Strict(BaseModel):
@@ -145,22 +151,32 @@ class ChatRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: (
-        str
-        | TokenIds
-        | Annotated[Texts, Field(min_length=1)]
-        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1)]
-    )
+    prompt: Prompts
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One or several prompts as a list."""
-        prompt = self.prompt
-        if isinstance(prompt, str) or isinstance(prompt[0], int):
-            return [prompt]  # type: ignore[list-item]
-        return prompt  # type: ignore[return-value]
+        return _listed(self.prompt)
+
+
+class EmbeddingRequest(Strict):
+    model: str
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    pooling: Literal["mean", "last"] | None = None
+    user: str | None = None  # for the access log
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        return _listed(self.input)
+
+
+def _listed(prompts: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
+    """One or several prompts as a list."""
+    if isinstance(prompts, str) or isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
 
 
 class TokenizeRequest(Strict):

@@ -442,3 +442,13 @@ def test_every_product_of_a_model_is_timed() -> None:
     weights = RandomCheckpoint(shape).weights(torch.device("cpu"), torch.float32)
     matrices = {name: tensor.numel() for name, tensor in weights if tensor.dim() == 2}
     assert sum(matrices.values()) == layer * shape.num_layers + products["head"]  # the embedding is the head
+
+
+def test_a_trace_prints_nothing_of_the_profiler(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its library writes to the process's own standard error."""
+    file = tmp_path / "rounds.json"
+    arguments = ["bench", "tiny-llama", "--compare", "ar", "--prompts", "1", "--sets", "humaneval", "-m", "8"]
+    done = CliRunner().invoke(app, [*arguments, "--trace", str(file), "--device", "cpu"])
+    assert done.exit_code == 0, done.output
+    assert capfd.readouterr().err == ""
+    assert json.loads(file.read_text())["traceEvents"]

@@ -350,7 +350,7 @@ def test_a_model_without_a_chat_template_is_asked_in_plain_text(make_model: Call
     [
         (("tiny-lama",), 1, "bundled model (tiny-llama"),
         (("-t", "-1"), 1, "temperature=-1.0"),
-        (("--mode", "turbo"), 2, "'ssd'"),
+        (("--mode", "turbo"), 1, "must be one of ar, sd, ssd, auto"),
         (("--k", "2", "--speculation", "{}"), 1, "leave out --k"),
     ],
 )

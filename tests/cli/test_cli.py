@@ -62,6 +62,27 @@ def test_the_version_is_an_option_too() -> None:
     assert (done.exit_code, done.stdout) == (0, f"ssd {VERSION}\n")
 
 
+def test_help_and_version_do_not_wait_for_torch() -> None:
+    """Torch's import takes seconds."""
+    code = "import sys, ssd.cli.main; print({'torch', 'numpy', 'transformers', 'fastapi'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "set()\n", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["serve"], ["bench"], ["bench", "serve"]])
+def test_help_shows_no_type_of_flags_without_a_value(command: list[str]) -> None:
+    shown = CliRunner().invoke(app, [*command, "--help"]).stdout
+    assert "--help" in shown
+    assert "<bool>" not in shown
+    assert "<int>" in shown or not command
+
+
+def test_metrics_are_one_line_in_a_pipe(path: str) -> None:
+    done = CliRunner().invoke(app, ["generate", path, "hello", "-m", "4", "-t", "1", "--metrics"])
+    [line] = [line for line in done.stderr.splitlines() if "prompt tokens" in line]
+    assert "seed" in line
+
+
 def test_help_has_no_line_breaks_inside_a_paragraph() -> None:
     """They would be kept, whatever the width of the terminal."""
     texts = [app.info.help, *(command.help or getdoc(command.callback) for command in app.registered_commands)]
@@ -195,7 +216,10 @@ def test_speculation_changes_the_speed_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        (("--mode", "turbo"), 2, "'ssd'"),
+        (("--mode", "turbo"), 1, "must be one of ar, sd, ssd, auto"),
+        (("--mode", "ngram"), 1, "mode='sd' with draft='ngram'"),
+        (("--mode", "eagle3"), 1, "an EAGLE-3 head is a draft"),
+        (("--draft", "tiny-llama-eagel"), 1, "did you mean tiny-llama-eagle?"),
         (("--mode", "ssd"), 1, "needs a draft"),
         (("--draft", "tiny-llama-draft", "--draft-quantization", "int3"), 2, "'int4'"),
         (("--draft", "tiny-llama-draft", "--budget", "8"), 1, 'use mode="ssd"'),

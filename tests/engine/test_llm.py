@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import gc
 import json
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -22,6 +25,7 @@ from fakes import wait_until_idle
 
 from ssd import LLM, ConfigError, ModelNotFound, RequestError, SamplingParams, UnsupportedModel
 from ssd.config import EngineConfig
+from ssd.core import Delta, RequestOutput
 from ssd.engine.submission import Submission
 from ssd.errors import EngineClosed, RequestFailed
 from ssd.llm import TextStream
@@ -398,3 +402,63 @@ print(time.perf_counter() - start)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 10
+
+
+# --- asyncio ----------------------------------------------------------------------------------------------------------
+
+
+def test_agenerate_answers_as_generate_does(llm: LLM) -> None:
+    """One prompt, several with one that is refused, a chat that cannot be served."""
+    prompts: list[Any] = ["hello", "x" * 100, [1, 2, 3]]
+    expected = llm.generate(prompts, SHORT)
+    found = asyncio.run(llm.agenerate(prompts, SHORT))
+    assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+    assert [output.prompt for output in found] == ["hello", "x" * 100, None]
+    assert [output.error for output in found] == [output.error for output in expected]
+    with pytest.raises(RequestError, match="100 tokens"):
+        asyncio.run(llm.agenerate([5] * 100, SHORT))
+
+
+def test_astream_gives_the_text_and_its_deltas(llm: LLM) -> None:
+    async def read() -> tuple[list[str], list[Delta]]:
+        return [piece async for piece in llm.astream("hello", SHORT)], [
+            delta async for delta in llm.astream_deltas("hello", SHORT)
+        ]
+
+    pieces, deltas = asyncio.run(read())
+    [expected] = llm.generate("hello", SHORT)
+    assert "".join(pieces) == "".join(delta.text for delta in deltas) == expected.text
+    assert deltas[-1].output is not None
+    assert deltas[-1].output.prompt == "hello"
+    with pytest.raises(RequestError, match=r"n=2.*astream_deltas"):
+        asyncio.run(anext(llm.astream("hello", SamplingParams(n=2))))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", ["agenerate", "astream"])
+def test_cancelling_a_task_aborts_its_requests(llm: LLM, method: str) -> None:
+    """Catches a request that goes on when nobody waits for it."""
+    ended = list[RequestOutput]()
+    llm.driver.on_end(ended.append)
+    started = threading.Event()
+
+    def slow(tokens: list[int], logits: Any) -> Any:
+        started.set()
+        time.sleep(0.01)
+        return logits
+
+    params = SamplingParams(max_new_tokens=50, ignore_eos=True, logits_processor=slow)
+
+    async def read() -> None:
+        async for _ in llm.astream("hello", params):
+            pass
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(read() if method == "astream" else llm.agenerate(["hello", "hi"], params))
+        await asyncio.to_thread(started.wait)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    wait_until_idle(llm.driver)
+    assert {output.finish_reason for output in ended} == {"abort"}

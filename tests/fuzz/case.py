@@ -44,6 +44,9 @@ EXTREMES: list[dict[str, Any]] = [  # parameters that `random_requests` leaves o
     {"temperature": 1.0, "logit_bias": {64: 100.0, 102: 100.0, 127: 100.0}},  # of a and the two bytes of é
     {"temperature": 1.0, "logit_bias": {64: 100.0, 102: 100.0, 127: 100.0}, "stop": ["éa"]},
     {"n": 6},
+    {"prompt_logprobs": 2},
+    {"prompt_logprobs": 0, "pooling": "mean", "n": 3},
+    {"pooling": "last"},
 ]
 
 

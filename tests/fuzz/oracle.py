@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from conftest import TestModel, save_model
 from random_requests import MAX_LEN, Models, make_models
 
@@ -74,6 +75,7 @@ def check_answer(output: RequestOutput, whole: RequestOutput, *, left: bool, los
     assert (output.error is not None) == ("error" in reasons)
     assert output.error == whole.error or left or lost, output.error
     assert ("abort" in reasons) == left or (left and lost), f"aborted: {left}, but it ended with {reasons}"
+    check_prompt(output, whole, ended=not left and not lost)
     for sample, full in zip(output.samples, whole.samples, strict=True):
         what, end = f"sample {sample.index}", len(sample.token_ids)
         assert sample.token_ids == full.token_ids[:end], f"{what}: {sample.token_ids} is not {full.token_ids}"
@@ -85,6 +87,16 @@ def check_answer(output: RequestOutput, whole: RequestOutput, *, left: bool, los
             assert sample.token_ids == full.token_ids, f"{what} ended too early: {sample.token_ids}"
             got, wanted = ((s.text, s.finish_reason) for s in (sample, full))
             assert got == wanted, f"{what}: {got} is not {wanted}"
+
+
+def check_prompt(output: RequestOutput, whole: RequestOutput, *, ended: bool) -> None:
+    """What was read of the prompt is the oracle's; all of it, unless the request may have ended before."""
+    read, expected = output.prompt_logprobs or [], whole.prompt_logprobs or []
+    assert read == expected[: len(read)], "log-probabilities of the prompt"
+    assert len(read) == len(expected) or not ended, "the prompt was not read to its end"
+    if ended and whole.embedding is not None:
+        difference = np.array(output.embedding) - np.array(whole.embedding)
+        assert np.abs(difference).max() < 1e-12, "the embedding is another one"
 
 
 def check_deltas(deltas: Iterable[Delta], samples: Iterable[Sample]) -> None:

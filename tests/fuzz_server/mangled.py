@@ -40,6 +40,8 @@ BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
         "/v1/completions",
         {"model": MODEL, "prompt": [[1, 2], [3]], "max_tokens": 4, "echo": True, "stop_token_ids": [3]},
     ),
+    ("/v1/completions", {"model": MODEL, "prompt": "Hello", "max_tokens": 0, "echo": True, "logprobs": 2}),
+    ("/v1/embeddings", {"model": MODEL, "input": ["a", "b"], "encoding_format": "base64", "pooling": "last"}),
     ("/tokenize", {"messages": CHAT, "add_generation_prompt": True}),
     ("/tokenize", {"prompt": "Hello", "add_special_tokens": False}),
     ("/detokenize", {"tokens": [1, 2, 3], "skip_special_tokens": True}),

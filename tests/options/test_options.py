@@ -119,7 +119,11 @@ def test_every_option_is_described(config: type) -> None:
         ("serve", ServerOptions, set()),
         ("generate", EngineConfig, {"model"}),
         ("generate", SpeculationConfig, set()),
-        ("generate", SamplingParams, {"speculate", "shown_token_ids", "priority"}),
+        (
+            "generate",
+            SamplingParams,
+            {"speculate", "shown_token_ids", "priority", "prompt_logprobs", "pooling"},
+        ),
         ("chat", EngineConfig, {"model", "max_num_seqs"}),
         ("chat", SpeculationConfig, set()),
         ("bench", EngineConfig, {"model", "max_num_seqs", "speculation"}),

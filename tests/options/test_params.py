@@ -41,10 +41,13 @@ WRONG_PARAMS: dict[str, list[Any]] = {
     "min_tokens": [-1, 257, 1.5, NAN, "1", None, True],
     "ignore_eos": ["no"],
     "logprobs": [-1, 101, 1.0, "2", True],
+    "prompt_logprobs": [-1, 101, 1.0, "2", True],
+    "pooling": ["max", "", 1, True],
     "n": [0, 1025, 2.0, INF, NAN, "1", None, True],
     "speculate": ["no", 1, None],
     "shown_token_ids": [[-1], ["1"], [1.0], [None], 5, "12", [True], b"1", {1: 2}],
     "priority": [0.5, "1", NAN, None, True],
+    "logits_processor": [5, "f", [max]],
     "structured": [5, "json", {}, {"json_object": 1}, {"json_object": True, "regex": "a"}, {"pattern": "a"}],
 }
 WRONG_OPTIONS: dict[str, list[Any]] = {

@@ -9,6 +9,7 @@ import tomllib
 from email.message import Message
 from email.parser import Parser
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -103,3 +104,15 @@ def test_make_demo_asks_what_was_typed(prompt: str, tmp_path: Path) -> None:
     make = ["make", "-s", "demo", f"VENV={tmp_path}", f"PROMPT={prompt}"]
     done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == (f"demo --prompt={prompt}" if prompt else "demo")
+
+
+def test_type_checkers_find_an_editable_install(tmp_path: Path) -> None:
+    """They follow the paths of .pth files, and do not run import hooks. `py.typed` tells them that there are types."""
+    pytest.importorskip("setuptools", minversion="77")
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    subprocess.run([*command, "editable_wheel", "--dist-dir", str(tmp_path)], cwd=ROOT, check=True)
+    [wheel] = tmp_path.glob("*.whl")
+    with ZipFile(wheel) as files:
+        [hook] = [name for name in files.namelist() if name.endswith(".pth")]
+        assert files.read(hook).decode().strip() == str(ROOT)
+    assert (ROOT / "ssd" / "py.typed").is_file()

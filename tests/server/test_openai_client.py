@@ -233,8 +233,10 @@ def test_errors_of_the_client(served: Served) -> None:
     client = served.client()
     with pytest.raises(openai.NotFoundError, match="is not served here"):
         client.completions.create(model="gpt", prompt="x")
-    with pytest.raises(openai.BadRequestError, match="echo"):
-        client.completions.create(model=MODEL, prompt="x", echo=True, logprobs=1)
+    with pytest.raises(openai.BadRequestError, match="leave out stream, echo or logprobs"):
+        client.completions.create(model=MODEL, prompt="x", echo=True, logprobs=1, stream=True)
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
+        client.completions.create(model=MODEL, prompt="x", max_tokens=0)
     with pytest.raises(openai.BadRequestError, match="max_model_len"):
         client.completions.create(model=MODEL, prompt=[5] * 5000)
     with pytest.raises(openai.BadRequestError, match="token ids outside"):
