@@ -174,7 +174,7 @@ class Metrics(Collector):
             "gpu": "" if config.device == "cpu" else torch.cuda.get_device_name(config.device),
             "dtype": config.dtype,
             "mode": config.speculation.mode,
-            "draft": config.speculation.draft or "",
+            "draft": str(config.speculation.draft or ""),
             "system_fingerprint": self._fingerprint,
         }
         family = GaugeMetricFamily("ssd_build_info", "What is served, and by what; always 1.", labels=list(labels))
