@@ -24,6 +24,7 @@ from ssd.engine.driver import Driver
 from ssd.engine.engine import Engine
 from ssd.engine.outputs import refused
 from ssd.engine.submission import Submission
+from ssd.engine.validation import CheckedRequest
 from ssd.errors import EngineClosed, RequestError, RequestFailed
 from ssd.execution.threads import ThreadController
 from ssd.models.open import open_checkpoint
@@ -106,12 +107,12 @@ class LLM:
         batch: list[Prompt] = [cast(Prompt, prompts)] if single else list(cast("Seq[Prompt]", prompts))
         outputs: dict[int, RequestOutput] = {}
         texts: dict[int, str | None] = {}
-        asked: dict[int, tuple[list[int], SamplingParams]] = {}  # not submitted yet
+        asked: dict[int, CheckedRequest] = {}  # not submitted yet
         submissions: dict[int, Submission] = {}
 
-        def submit(asked: dict[int, tuple[list[int], SamplingParams]]) -> None:
+        def submit(asked: dict[int, CheckedRequest]) -> None:
             group = next((submission.request_id for submission in submissions.values()), "")
-            new = self.driver.submit_many(list(asked.values()), group=group, checked=True)
+            new = self.driver.submit_many(list(asked.values()), group=group)
             submissions.update(zip(asked, new, strict=True))
 
         try:
@@ -120,14 +121,13 @@ class LLM:
                 tokens: list[int] = []
                 try:
                     texts[i], tokens = self._read(prompt, chat_options)
-                    self.driver.check(tokens, p)
+                    asked[i] = self.driver.check(tokens, p)
                 except RequestError as error:
                     if single:
                         raise
                     log.warning("a request was refused: %s", error)
                     outputs[i] = refused(f"refused-{next(self._refusals)}", tokens, p, str(error))
                     continue
-                asked[i] = tokens, p
                 num_tokens += len(tokens)
                 if num_tokens >= self.engine.scheduler.max_num_batched_tokens:  # computed while the others are read
                     submit(asked)

@@ -48,6 +48,12 @@ class StructuredOutput:
         """The name of the field that is given."""
         return next(name for name in _KINDS if getattr(self, name))
 
+    @property
+    def size(self) -> int:
+        """Its characters, without those of JSON around choices."""
+        texts = self.choice or (self.json_schema, self.regex, self.grammar)
+        return sum(len(text) for text in texts if isinstance(text, str))
+
     @classmethod
     def of(cls, value: StructuredOutput | Mapping[str, Any] | None) -> StructuredOutput | None:
         """From a mapping: the fields of this class, or a `response_format` of the OpenAI API; None for plain text.

@@ -30,7 +30,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     if body.echo and body.logprobs is not None:
         raise unsupported("echo", "log-probabilities of prompts are not supported: leave out echo or logprobs")
     with renaming(body.field_names):
-        params = body.sampling_params(max_tokens=_MAX_TOKENS, logprobs=body.logprobs)
+        params = await asyncio.to_thread(body.sampling_params, _MAX_TOKENS, body.logprobs)
         generations = await start(state, body.prompts, params, request=request, stream=bool(body.stream))
     echoes = [_echo(state, prompt) if body.echo else "" for prompt in body.prompts]
     head = {
