@@ -25,7 +25,7 @@ from ssd.engine.engine import Engine
 from ssd.engine.outputs import refused
 from ssd.engine.submission import Submission
 from ssd.engine.validation import CheckedRequest
-from ssd.errors import EngineClosed, RequestError, RequestFailed
+from ssd.errors import ALL_FORBIDDEN, STRUCTURED_FAILED, EngineClosed, ParametersFailed, RequestError, RequestFailed
 from ssd.execution.threads import ThreadController
 from ssd.models.open import open_checkpoint
 from ssd.options import build, is_int, plain
@@ -285,9 +285,10 @@ class TextStream(Iterator[str]):
 
 
 def check_served(output: RequestOutput) -> None:
-    """Raises RequestFailed if all samples of a request failed."""
+    """Raises RequestFailed if all samples of a request failed: ParametersFailed if by its own parameters."""
     if all(sample.finish_reason == "error" for sample in output.samples):
-        raise RequestFailed(output.error)
+        by_parameters = (output.error or "").startswith((ALL_FORBIDDEN, STRUCTURED_FAILED))
+        raise (ParametersFailed if by_parameters else RequestFailed)(output.error)
 
 
 def _kind(prompt: object) -> Literal["text", "ids", "chat"]:
