@@ -22,7 +22,7 @@ from ssd.constraints.trial import MAX_BYTES
 from ssd.errors import EngineClosed, RequestError
 
 QUICK_SECONDS: Final = 0.1  # CPU time of the first lane
-MAX_SECONDS: Final = 4.0  # CPU time of the second lane
+MAX_SECONDS: Final = 2.0  # CPU time of the second lane
 _MAX_QUICK_CHARACTERS: Final = 16 * 1024  # longer definitions begin in the second lane
 _CLOSED: Final = "the engine was closed while a grammar was compiled"
 
