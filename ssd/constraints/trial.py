@@ -12,6 +12,7 @@ import json
 import resource
 import signal
 import sys
+from contextlib import suppress
 from typing import Any, Final
 
 MAX_BYTES: Final = 2 << 30  # of memory; beyond that, an allocation ends the process
@@ -30,8 +31,9 @@ def _tokenizer(llguidance: Any) -> Any:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError, ValueError):  # a system without this limit
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     llguidance = importlib.import_module("llguidance")
     tokenizer = _tokenizer(llguidance)
     for line in sys.stdin:
