@@ -52,7 +52,8 @@ class ServerError(SSDError, RuntimeError):
 
 
 NO_CHOICE = (
-    "there is no token to choose: the model's logits are NaN or infinite (check its weights, or try another dtype)"
+    "there is no token to choose: the model's logits are NaN or infinite (check its weights, or try another dtype), "
+    "or logit_bias, min_tokens and structured output forbid every token"
 )
 ALL_FORBIDDEN = "there is no token to choose: logit_bias, min_tokens and structured output together forbid every token"
 STRUCTURED_FAILED = "structured output failed"  # at a limit that a request's own grammar has reached

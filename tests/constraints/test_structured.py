@@ -308,7 +308,7 @@ def test_a_deep_schema_is_refused(llm: LLM) -> None:
 def test_nothing_to_choose(llm: LLM) -> None:
     """Catches a token that is chosen though a bias forbids the ones that the grammar allows."""
     tokens = {int(t): float("-inf") for t in range(llm.engine.limits.vocab_size)}
-    with pytest.raises(ParametersFailed, match="structured output"):
+    with pytest.raises(RequestFailed, match="structured output"):
         llm.generate(PROMPT, SamplingParams(structured={"choice": ["yes"]}, logit_bias=tokens))
 
 
