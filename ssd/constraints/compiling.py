@@ -111,10 +111,12 @@ class CompilePool:
         trial = Trial(seconds)
         while (task := self._lanes[lane].get()) is not None:
             try:
+                if self._closed:
+                    raise EngineClosed(_CLOSED)
                 definition = task.define()
-                if trial.passes(definition) and not self._closed:
+                if trial.passes(definition):
                     task.result.set_result(task.compile(definition))
-                elif lane == 0 or self._closed:
+                elif lane == 0:
                     with self._lock:
                         self._put(1, task)
                 else:
