@@ -6,13 +6,14 @@ or files.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import InitVar, dataclass, field
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -241,7 +242,9 @@ class Request:
     def __post_init__(self) -> None:
         object.__setattr__(self, "group", self.group or self.id)
         if self.params.seed is None:
-            object.__setattr__(self, "params", replace(self.params, seed=sequence_seed(None, 0)))
+            params = copy.copy(self.params)  # not validated again: it may have as many biases as the vocabulary
+            object.__setattr__(params, "seed", sequence_seed(None, 0))
+            object.__setattr__(self, "params", params)
 
 
 class Origin(IntEnum):
@@ -293,14 +296,14 @@ class Sequence:
         constraint: Constraint | None = None,
         processor: RowProcessor | None = None,
     ) -> Sequence:
-        """A sample of a request; `stop_token_ids`: the model's."""
+        """A sample of a request; `stop_token_ids`: its own and the model's."""
         params, num_prompt = request.params, len(request.prompt_token_ids)
         return cls(
             id=id_,
             request=request,
             index=index,
             seed=sequence_seed(params.seed, index),
-            stop_token_ids=frozenset(params.stop_token_ids) | stop_token_ids,
+            stop_token_ids=stop_token_ids,
             max_tokens=min(num_prompt + params.max_new_tokens, max_model_len),
             tokens=list(request.prompt_token_ids),
             metrics=RequestMetrics(prompt_tokens=num_prompt),

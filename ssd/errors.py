@@ -19,6 +19,10 @@ class RequestFailed(SSDError, RuntimeError):
     """All samples of a request failed (out of memory, no token to choose); every other request goes on."""
 
 
+class ParametersFailed(RequestFailed, RequestError):
+    """All samples of a request failed by its own parameters: they forbid every token, or its grammar is at a limit."""
+
+
 class ModelNotFound(SSDError):
     """No checkpoint was found under the given name."""
 
@@ -51,8 +55,7 @@ NO_CHOICE = (
     "there is no token to choose: the model's logits are NaN or infinite (check its weights, or try another dtype), "
     "or logit_bias, min_tokens and structured output forbid every token"
 )
-
-
+ALL_FORBIDDEN = "there is no token to choose: logit_bias, min_tokens and structured output together forbid every token"
 STRUCTURED_FAILED = "structured output failed"  # at a limit that a request's own grammar has reached
 
 

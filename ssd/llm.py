@@ -26,7 +26,8 @@ from ssd.engine.driver import Driver
 from ssd.engine.engine import Engine
 from ssd.engine.outputs import refused
 from ssd.engine.submission import AsyncSubmission, Submission
-from ssd.errors import EngineClosed, RequestError, RequestFailed
+from ssd.engine.validation import CheckedRequest
+from ssd.errors import ALL_FORBIDDEN, STRUCTURED_FAILED, EngineClosed, ParametersFailed, RequestError, RequestFailed
 from ssd.execution.threads import ThreadController
 from ssd.models.open import open_checkpoint
 from ssd.options import build, is_int, plain
@@ -108,12 +109,12 @@ class LLM:
         single, batch = _listed(prompts)
         outputs: dict[int, RequestOutput] = {}
         texts: dict[int, str | None] = {}
-        asked: dict[int, tuple[list[int], SamplingParams]] = {}  # not submitted yet
+        asked: dict[int, CheckedRequest] = {}  # not submitted yet
         submissions: dict[int, Submission] = {}
 
-        def submit(asked: dict[int, tuple[list[int], SamplingParams]]) -> None:
+        def submit(asked: dict[int, CheckedRequest]) -> None:
             group = next((submission.request_id for submission in submissions.values()), "")
-            new = self.driver.submit_many(list(asked.values()), group=group, checked=True)
+            new = self.driver.submit_many(list(asked.values()), group=group)
             submissions.update(zip(asked, new, strict=True))
 
         try:
@@ -123,9 +124,8 @@ class LLM:
                 if isinstance(read, RequestOutput):
                     outputs[i] = read
                     continue
-                texts[i], tokens = read
-                asked[i] = tokens, p
-                num_tokens += len(tokens)
+                texts[i], asked[i] = read
+                num_tokens += len(asked[i].prompt_token_ids)
                 if num_tokens >= self.engine.scheduler.max_num_batched_tokens:  # computed while the others are read
                     submit(asked)
                     asked, num_tokens = {}, 0
@@ -158,8 +158,8 @@ class LLM:
                 if isinstance(read, RequestOutput):
                     outputs[i] = read
                     continue
-                text, tokens = read
-                submissions[i] = text, self.driver.submit_async(tokens, p, group=group, checked=True)
+                text, checked = read
+                submissions[i] = text, self.driver.submit_checked(checked, group=group)
                 group = group or submissions[i][1].request_id
             for i, (text, submission) in submissions.items():
                 outputs[i] = await submission.result()
@@ -237,8 +237,8 @@ class LLM:
         """`stream_deltas` for asyncio; the last delta has the complete `output`. Cancelling aborts the request."""
         [params] = _per_prompt(params, 1)
         read = await asyncio.to_thread(self._check, prompt, params, chat_options, True)
-        text, tokens = cast("tuple[str | None, list[int]]", read)
-        submission = self.driver.submit_async(tokens, params, stream=True, checked=True)
+        text, checked = cast("tuple[str | None, CheckedRequest]", read)
+        submission = self.driver.submit_checked(checked, stream=True)
         try:
             async for delta in submission:
                 if delta.output is not None:
@@ -290,13 +290,13 @@ class LLM:
 
     def _check(
         self, prompt: Prompt, params: SamplingParams, chat_options: Mapping[str, Any] | None, single: bool
-    ) -> tuple[str | None, list[int]] | RequestOutput:
-        """`_read` of a prompt that can be served. Otherwise RequestError if `single`, else the output that says why."""
+    ) -> tuple[str | None, CheckedRequest] | RequestOutput:
+        """The text and tokens of a prompt that can be served; otherwise RequestError if `single`, or an output."""
         text: str | None = None
         tokens: list[int] = []
         try:
             text, tokens = self._read(prompt, chat_options)
-            self.driver.check(tokens, params)
+            return text, self.driver.check(tokens, params)
         except RequestError as error:
             if single:
                 raise
@@ -304,7 +304,6 @@ class LLM:
             output = refused(f"refused-{next(self._refusals)}", tokens, params, str(error))
             output.prompt = text
             return output
-        return text, tokens
 
     def _checked_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Variables for the chat template; a template of the request's own is a program, and needs permission."""
@@ -374,9 +373,10 @@ class TextStream(Iterator[str]):
 
 
 def check_served(output: RequestOutput) -> None:
-    """Raises RequestFailed if all samples of a request failed."""
+    """Raises RequestFailed if all samples of a request failed: ParametersFailed if by its own parameters."""
     if all(sample.finish_reason == "error" for sample in output.samples):
-        raise RequestFailed(output.error)
+        by_parameters = (output.error or "").startswith((ALL_FORBIDDEN, STRUCTURED_FAILED))
+        raise (ParametersFailed if by_parameters else RequestFailed)(output.error)
 
 
 def embedding_of(output: RequestOutput) -> list[float]:

@@ -83,12 +83,12 @@ class ServeProcess:
         return Held.of(self.process.pid)
 
     def drafters(self) -> list[int]:
-        """Its child processes that run."""
+        """Its child processes that run, without those that compile grammars."""
         found = []
         for task in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
             with suppress(OSError):  # the thread has ended
                 found += [int(pid) for pid in task.read_text().split()]
-        return [pid for pid in found if _runs(pid)]
+        return [pid for pid in found if _runs(pid) and b"trial.py" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     def stop(self, seconds: float = 60.0) -> int:
         """The exit code after SIGTERM."""

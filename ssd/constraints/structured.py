@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 from ssd.errors import RequestError
@@ -47,6 +48,12 @@ class StructuredOutput:
     def kind(self) -> str:
         """The name of the field that is given."""
         return next(name for name in _KINDS if getattr(self, name))
+
+    @cached_property
+    def size(self) -> int:
+        """Its characters, without those of JSON around choices."""
+        texts = self.choice or (self.json_schema, self.regex, self.grammar)
+        return sum(len(text) for text in texts if isinstance(text, str))
 
     @classmethod
     def of(cls, value: StructuredOutput | Mapping[str, Any] | None) -> StructuredOutput | None:

@@ -21,11 +21,13 @@ from contextlib import contextmanager, nullcontext
 from queue import SimpleQueue
 from typing import Final, TypeVar
 
+from ssd.constraints.grammars import Grammar
+from ssd.constraints.structured import StructuredOutput
 from ssd.core import RequestOutput, SamplingParams
 from ssd.decoding.observer import RoundObserver
 from ssd.engine.engine import Engine
 from ssd.engine.submission import AsyncSubmission, Item, LoopDelivery, Sink, Submission
-from ssd.engine.validation import check_request
+from ssd.engine.validation import CheckedRequest, check_request
 from ssd.errors import EngineClosed, EngineFailed, RequestError
 from ssd.execution.threads import ThreadController
 from ssd.kernels.cpu import release_threads
@@ -33,7 +35,7 @@ from ssd.kernels.cpu import release_threads
 log = logging.getLogger("ssd")
 T = TypeVar("T")
 Listener = Callable[[RequestOutput], object]  # called on the engine's thread: must not block
-PromptAndParams = tuple[Seq[int], SamplingParams]
+Asked = tuple[Seq[int], SamplingParams] | CheckedRequest  # prompt and parameters, or what `Driver.check` returns
 
 CLOSED: Final = "the engine was closed: load the model again"
 FORKED: Final = (
@@ -78,10 +80,24 @@ class Driver:
         engine, loop = self._engine, self._loop
         return CLOSED if engine is None or loop is None else loop.failure or engine.failure
 
-    def check(self, prompt_token_ids: Seq[int], params: SamplingParams) -> None:
-        """Raises RequestError for a request that cannot be served."""
+    def check(
+        self, prompt_token_ids: Seq[int], params: SamplingParams, grammar: Grammar | None = None
+    ) -> CheckedRequest:
+        """Raises RequestError for a request that cannot be served. `grammar`: from `compiled`; else it waits for it."""
+        with self._counting_refusals():
+            return check_request(prompt_token_ids, params, self.limits, grammar)
+
+    async def compiled(self, params: SamplingParams) -> Grammar | None:
+        """The compiled grammar of structured output, if any, for asyncio; RequestError if there can be none."""
+        if self.limits.grammars is None or not isinstance(params.structured, StructuredOutput):
+            return None
+        with self._counting_refusals():
+            return await asyncio.wrap_future(self.limits.grammars.compiled(params.structured))
+
+    @contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
         try:
-            check_request(prompt_token_ids, params, self.limits)
+            yield
         except RequestError:
             self._inbox.put(_Loop.count_refusal)
             raise
@@ -90,33 +106,26 @@ class Driver:
         """Queues a request. With `stream` there is a delta for every round, otherwise one per sample at its end."""
         return self.submit_many([(prompt_token_ids, params)], stream=stream)[0]
 
-    def submit_many(
-        self, requests: Seq[PromptAndParams], *, stream: bool = False, group: str = "", checked: bool = False
-    ) -> list[Submission]:
+    def submit_many(self, requests: Seq[Asked], *, stream: bool = False, group: str = "") -> list[Submission]:
         """Queues several requests for the same round. RequestError if one of them cannot be served.
 
-        `group`: id of a request that was made together with them; `checked`: all have passed `check`.
+        `group`: id of a request that was made together with them.
         """
-        for request in () if checked else requests:
-            self.check(*request)
+        checked = [asked if isinstance(asked, CheckedRequest) else self.check(*asked) for asked in requests]
         submissions = [Submission(self._new_id(), self.abort, self._check_process) for _ in requests]
-        self._add(submissions, requests, stream, group)
+        self._add(submissions, checked, stream, group)
         return submissions
 
     def submit_async(
-        self,
-        prompt_token_ids: Seq[int],
-        params: SamplingParams,
-        *,
-        stream: bool = False,
-        group: str = "",
-        checked: bool = False,
+        self, prompt_token_ids: Seq[int], params: SamplingParams, *, stream: bool = False
     ) -> AsyncSubmission:
-        """`submit` for asyncio; `group` and `checked` as in `submit_many`."""
-        if not checked:
-            self.check(prompt_token_ids, params)
+        """`submit` for asyncio. It may wait for a grammar: `submit_checked` does not."""
+        return self.submit_checked(self.check(prompt_token_ids, params), stream=stream)
+
+    def submit_checked(self, checked: CheckedRequest, *, stream: bool = False, group: str = "") -> AsyncSubmission:
+        """Queues a request that `check` has returned, for asyncio; `group` as in `submit_many`."""
         submission = AsyncSubmission(self._new_id(), self.abort, self._delivery())
-        self._add([submission], [(prompt_token_ids, params)], stream, group)
+        self._add([submission], [checked], stream, group)
         return submission
 
     def abort(self, request_id: str) -> None:
@@ -171,14 +180,14 @@ class Driver:
     def _add(
         self,
         submissions: Seq[Submission | AsyncSubmission],
-        requests: Seq[PromptAndParams],
+        requests: Seq[CheckedRequest],
         stream: bool,
         group: str,
     ) -> None:
         arrival, group = time.perf_counter(), group or (submissions[0].request_id if submissions else "")
         added = [  # without the submissions, which are garbage-collected when nobody reads them
-            (submission.request_id, tuple(prompt), params, submission.sink)
-            for submission, (prompt, params) in zip(submissions, requests, strict=True)
+            (submission.request_id, checked, submission.sink)
+            for submission, checked in zip(submissions, requests, strict=True)
         ]
         self._post(lambda loop: loop.add(added, stream, arrival, group))
 
@@ -233,17 +242,17 @@ class _Loop:
 
     def add(
         self,
-        requests: Seq[tuple[str, tuple[int, ...], SamplingParams, Sink]],
+        requests: Seq[tuple[str, CheckedRequest, Sink]],
         stream: bool,
         arrival: float,
         group: str,
     ) -> None:
-        """`requests`: id, prompt, parameters and sink of each."""
-        for request_id, prompt, params, sink in requests:
+        """`requests`: id, request and sink of each."""
+        for request_id, checked, sink in requests:
             try:
                 if self.failure is not None:
                     raise EngineFailed(self.failure)
-                self._engine.add(prompt, params, request_id, stream=stream, arrival=arrival, checked=True, group=group)
+                self._engine.add_checked(checked, request_id, stream=stream, arrival=arrival, group=group)
             except Exception as error:
                 self._deliver(sink, error)
             else:

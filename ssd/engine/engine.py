@@ -9,9 +9,8 @@ import itertools
 import time
 from collections.abc import Sequence as Seq
 
-from ssd.constraints.grammars import Constraint, Grammars
+from ssd.constraints.grammars import Grammars
 from ssd.constraints.processors import RowProcessor
-from ssd.constraints.structured import StructuredOutput
 from ssd.core import Delta, FinishReason, Outcome, Request, SamplingParams, Sequence, Status, Work
 from ssd.decoding.drafter import Drafter
 from ssd.decoding.round import InFlight, Round
@@ -19,7 +18,7 @@ from ssd.engine.failures import RoundFailures
 from ssd.engine.metrics import EngineMetrics
 from ssd.engine.outputs import OutputProcessor, RunningRequest
 from ssd.engine.scheduler import Scheduler
-from ssd.engine.validation import Limits, check_request
+from ssd.engine.validation import CheckedRequest, Limits, check_request
 from ssd.errors import EngineFailed, RequestError, one_line
 from ssd.text.tokenizer import Tokenizer
 
@@ -42,7 +41,7 @@ class Engine:
         self.max_model_len = max_model_len
         vocab_size = round_.target.vocab_size
         grammars = Grammars(tokenizer.backend, vocab_size, stop_token_ids) if tokenizer is not None else None
-        self.limits = Limits(vocab_size, max_model_len, tokenizer is not None, longest, grammars)
+        self.limits = Limits(vocab_size, max_model_len, tokenizer is not None, longest, grammars, stop_token_ids)
         self.stop_token_ids = stop_token_ids
         self.tokenizer = tokenizer
         self.metrics = EngineMetrics()
@@ -80,33 +79,43 @@ class Engine:
         request_id: str | None = None,
         *,
         stream: bool = False,
-        arrival: float | None = None,
-        checked: bool = False,
-        group: str = "",
     ) -> str:
-        """Queues a request and returns its id; raises RequestError when it can never be served.
-
-        With `stream` there is a delta for every round, otherwise one per sample at its end. `arrival`: when the request
-        arrived (seconds, as `time.perf_counter`), if not now. `checked`: it has passed `check_request`. `group`: of
-        requests that were made together.
-        """
-        if self.failure is not None:
-            raise EngineFailed(self.failure) from self._failures.fatal
+        """Checks and queues a request and returns its id; raises RequestError when it can never be served."""
         request_id = request_id if request_id is not None else self._new_id()
         try:
+            checked = check_request(prompt_token_ids, params, self.limits)
             if request_id in self._requests:
                 raise RequestError(f"request_id={request_id!r} is already running: choose another one")
-            if not checked:
-                check_request(prompt_token_ids, params, self.limits)
         except RequestError:
             self.metrics.num_refused += 1
             raise
-        request = Request(request_id, tuple(prompt_token_ids), params, group)
+        self.add_checked(checked, request_id, stream=stream)
+        return request_id
+
+    def add_checked(
+        self,
+        checked: CheckedRequest,
+        request_id: str,
+        *,
+        stream: bool = False,
+        arrival: float | None = None,
+        group: str = "",
+    ) -> None:
+        """Queues a request, whose id no running one has.
+
+        With `stream` there is a delta for every round, otherwise one per sample at its end. `arrival`: when the request
+        arrived (seconds, as `time.perf_counter`), if not now. `group`: of requests that were made together.
+        """
+        if self.failure is not None:
+            raise EngineFailed(self.failure) from self._failures.fatal
+        request = Request(request_id, checked.prompt_token_ids, checked.params, group)
         arrival = time.perf_counter() if arrival is None else arrival
-        stops = frozenset() if params.ignore_eos else self.stop_token_ids
+        stops = checked.stop_token_ids
         sequences = [
-            Sequence.of(request, next(self._ids), i, self.max_model_len, stops, *self._host_logits(params))
-            for i in range(params.n)
+            Sequence.of(
+                request, next(self._ids), i, self.max_model_len, checked.stop_token_ids, constraint, _processor(request)
+            )
+            for i, constraint in enumerate(checked.constraints or [None] * request.params.n)
         ]
         running = RunningRequest(request, [OutputProcessor(s, self.tokenizer, stream=stream) for s in sequences])
         self._requests[request_id] = running
@@ -115,15 +124,7 @@ class Engine:
             self._processors[processor.sequence.id] = processor
             self.scheduler.add(processor.sequence)
         self.metrics.num_requests += 1
-        self.metrics.prompt_tokens += len(prompt_token_ids) * params.n
-        return request_id
-
-    def _host_logits(self, params: SamplingParams) -> tuple[Constraint | None, RowProcessor | None]:
-        """What masks and processes the logits of one sample on the host."""
-        processor = None if params.logits_processor is None else RowProcessor(params.logits_processor)
-        if self.limits.grammars is None or not isinstance(params.structured, StructuredOutput):
-            return None, processor
-        return self.limits.grammars.constraint(params.structured), processor
+        self.metrics.prompt_tokens += len(request.prompt_token_ids) * request.params.n
 
     def step(self) -> list[Delta]:
         """Launches the next round, then commits the one before it, which ran on the device meanwhile.
@@ -228,7 +229,9 @@ class Engine:
             self._release()
 
     def close(self) -> None:
-        """Ends the processes of the drafter and of the target, if they have any."""
+        """Ends the processes of the drafter, of the target and of grammars, if they have any."""
+        if self.limits.grammars is not None:
+            self.limits.grammars.close()
         self.round.close()
 
     def check(self) -> None:
@@ -297,3 +300,9 @@ class Engine:
         for request_id in self._failures.handle(works, error, self._requests):
             self._end(request_id, "error", f"the round that computed this request failed: {one_line(error)}")
         self._release()
+
+
+def _processor(request: Request) -> RowProcessor | None:
+    """The logits processor of one sample."""
+    function = request.params.logits_processor
+    return None if function is None else RowProcessor(function)

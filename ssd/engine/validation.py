@@ -1,11 +1,12 @@
-"""Validation of requests against a model's limits: safe on any thread. Grammars are compiled here."""
+"""Validation of requests against a model's limits: safe on any thread, and done before the engine's gets them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from collections.abc import Sized
 from dataclasses import dataclass
 
-from ssd.constraints.grammars import Grammars
+from ssd.constraints.grammars import Constraint, Grammar, Grammars
 from ssd.constraints.structured import StructuredOutput
 from ssd.core import SamplingParams
 from ssd.errors import RequestError
@@ -20,10 +21,26 @@ class Limits:
     has_tokenizer: bool
     longest: int | None = None  # what max_model_len could be at most
     grammars: Grammars | None = None  # for structured output; None without a tokenizer
+    stop_token_ids: frozenset[int] = frozenset()  # the model's
 
 
-def check_request(prompt_token_ids: Seq[int], params: SamplingParams, limits: Limits) -> None:
-    """Raises RequestError when a request can never be served."""
+@dataclass(frozen=True)
+class CheckedRequest:
+    """A request that can be served, with what is made of its parameters: the engine's thread does not wait for that."""
+
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    stop_token_ids: frozenset[int]  # its own and the model's
+    constraints: tuple[Constraint, ...]  # one per sample, or none
+
+
+def check_request(
+    prompt_token_ids: Seq[int], params: SamplingParams, limits: Limits, grammar: Grammar | None = None
+) -> CheckedRequest:
+    """Raises RequestError when a request can never be served.
+
+    `grammar`: that of its structured output, if it is compiled; otherwise the calling thread waits for it.
+    """
     if not prompt_token_ids:
         raise RequestError("the prompt is empty: pass at least one token (a BOS token, say)")
     if set(map(type, prompt_token_ids)) != {int}:
@@ -36,16 +53,27 @@ def check_request(prompt_token_ids: Seq[int], params: SamplingParams, limits: Li
             f"at least one new token: {_shorter(len(prompt_token_ids), limits)}"
         )
     for name in ("logit_bias", "stop_token_ids"):
-        if any(t >= limits.vocab_size for t in getattr(params, name)):
+        check_count(name, getattr(params, name), limits.vocab_size)
+        if max(getattr(params, name), default=0) >= limits.vocab_size:
             raise RequestError(
                 f"{name} holds token ids beyond the vocabulary of {limits.vocab_size} tokens: leave them out"
             )
     if params.stop and not limits.has_tokenizer:
         raise RequestError("stop strings need a tokenizer, and this checkpoint has none: use stop_token_ids")
+    constraints: tuple[Constraint, ...] = ()
     if isinstance(params.structured, StructuredOutput):
         if limits.grammars is None:
             raise RequestError("structured: needs a tokenizer, and this checkpoint has none")
-        limits.grammars.check(params.structured)
+        grammar = grammar or limits.grammars.compiled(params.structured).result()
+        constraints = tuple(Constraint(grammar) for _ in range(params.n))
+    stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else limits.stop_token_ids)
+    return CheckedRequest(tuple(prompt_token_ids), params, stops, constraints)
+
+
+def check_count(name: str, listed: Sized, vocab_size: int) -> None:
+    """Raises RequestError if a parameter lists more tokens than there are."""
+    if len(listed) > vocab_size:
+        raise RequestError(f"{name}: has {len(listed)} entries, and the vocabulary has {vocab_size}: leave some out")
 
 
 def _shorter(num_tokens: int, limits: Limits) -> str:

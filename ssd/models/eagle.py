@@ -43,6 +43,7 @@ _FIELDS: Final[Mapping[str, Field]] = {
 }
 _CHUNK: Final = 8192  # tokens that are compared at a time
 _MAPS: Final = ("d2t", "t2d")
+_INTEGERS: Final = (torch.int64, torch.int32, torch.int16)
 _LAYER: Final = "layers.0"
 _OLD_PREFIX, _PREFIX = "midlayer.", f"{_LAYER}."
 
@@ -239,11 +240,12 @@ class EagleCheckpoint:
         if offsets is None and size == total:
             return None
         ids = None
-        if offsets is not None and offsets.shape == (size,):
+        if offsets is not None and offsets.shape == (size,) and offsets.dtype in _INTEGERS:
             ids = torch.arange(size, device=offsets.device) + offsets.long()
         if ids is None or int(ids.min()) < 0 or int(ids.max()) >= total or len(set(ids.tolist())) < size:
             raise UnsupportedModel(
-                f"{self.path}: d2t has to map {size} draft tokens to different ones of {total}: download it again"
+                f"{self.path}: d2t has to map {size} draft tokens to different ones of {total}, by integers: download "
+                "it again"
             )
         return ids
 

@@ -11,7 +11,7 @@ On CUDA everything but `SamplingColumns.set` can be captured in a graph. Elsewhe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -87,6 +87,7 @@ class SamplingColumns:
         self.min_length = self._packed[:, 9]  # no stop token at positions below this
         self.flags = self._packed[:, 10]  # which tables are valid for this slot
         self.bias: torch.Tensor | None = None  # float32 [S, V]
+        self._last_biases: tuple[Mapping[int, float] | None, np.ndarray] = None, np.zeros(0, dtype=np.float32)
         self.counts: torch.Tensor | None = None  # int32 [S, V]: occurrences in the output * 4 + stop * 2 + in prompt
 
     def allocate_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,10 +121,7 @@ class SamplingColumns:
         flags = 0
         if params.logit_bias:
             flags |= _HAS_BIAS
-            bias = np.zeros(self.vocab_size, dtype=np.float32)
-            ids = self._in_vocabulary(params.logit_bias)
-            bias[ids] = [params.logit_bias[int(t)] for t in ids]
-            upload(bias, self.allocate_tables()[0][slot])
+            upload(self._biases(params.logit_bias), self.allocate_tables()[0][slot])
         if params.penalised or params.min_tokens:
             flags |= _HAS_COUNTS
             counts = np.bincount(self._in_vocabulary(output), minlength=self.vocab_size).astype(np.int32) * _ONE_OUTPUT
@@ -152,6 +150,15 @@ class SamplingColumns:
         valid = valid & (tokens >= 0) & (tokens < self.vocab_size) & (self.flags[slots] & _HAS_COUNTS > 0)
         index = torch.where(valid, slots * self.vocab_size + tokens, 0)
         self.counts.view(-1).index_add_(0, index, valid.int() * _ONE_OUTPUT)
+
+    def _biases(self, given: Mapping[int, float]) -> np.ndarray:
+        """A bias for every token. Samples of one request have one mapping, which is read once."""
+        if self._last_biases[0] is not given:
+            ids, values = np.fromiter(given, dtype=np.int64), np.fromiter(given.values(), dtype=np.float32)
+            biases, known = np.zeros(self.vocab_size, dtype=np.float32), ids < self.vocab_size
+            biases[ids[known]] = values[known]
+            self._last_biases = given, biases
+        return self._last_biases[1]
 
     def _in_vocabulary(self, ids: Iterable[int]) -> np.ndarray:
         array = np.fromiter(ids, dtype=np.int64)

@@ -13,6 +13,7 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 
 from ssd.core import Delta, RequestOutput, TokenLogprobs
+from ssd.engine.validation import check_count
 from ssd.server.errors import ApiError, api_error, invalid
 from ssd.server.generation import ServerState
 from ssd.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
@@ -25,7 +26,10 @@ _LEAST_LOGPROB: Final = -9999.0  # JSON has no -inf
 def check_common(request: Request, body: GenerationRequest) -> None:
     """Checks what concerns neither sampling nor one endpoint; the access log gets the user."""
     request.state.user = body.user
-    check_model(ServerState.of(request), body.model)
+    state = ServerState.of(request)
+    check_model(state, body.model)
+    for name in ("logit_bias", "stop_token_ids"):
+        check_count(name, getattr(body, name) or (), state.llm.driver.limits.vocab_size)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "only with stream=true")
 

@@ -53,11 +53,7 @@ async def start_chat(state: ServerState, body: ChatRequest, request: Request) ->
     """Submits a chat; also returns how its messages are parsed. Other endpoints translate their requests to chats."""
     check_common(request, body)
     with renaming(body.field_names):
-        params = _params(body, state)
-        prompt, options, template, tools = await asyncio.to_thread(_read, state, body)
-        if tools is not None:
-            params = tools.constrained(params)
-        params = replace(params, shown_token_ids=special_tags(template, tools, state.llm.tokenizer))
+        params, prompt, options, template, tools = await asyncio.to_thread(_read_all, state, body)
         stream = bool(body.stream)
         [generation] = await start(state, [prompt], params, request=request, stream=stream, chat_options=options)
     prompt_end = state.llm.decode(generation.prompt_token_ids[-_PROMPT_END:], skip_special_tokens=False)
@@ -130,6 +126,18 @@ def _params(body: ChatRequest, state: ServerState) -> SamplingParams:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     max_tokens = next(iter(given), state.llm.driver.limits.max_model_len)
     return body.sampling_params(state.sampling_defaults, max_tokens=max_tokens, logprobs=logprobs)
+
+
+def _read_all(
+    state: ServerState, body: ChatRequest
+) -> tuple[SamplingParams, Prompt, dict[str, Any], str, ToolUse | None]:
+    """The sampling parameters, and what `_read` returns."""
+    params = _params(body, state)
+    prompt, options, template, tools = _read(state, body)
+    if tools is not None:
+        params = tools.constrained(params)
+    params = replace(params, shown_token_ids=special_tags(template, tools, state.llm.tokenizer))
+    return params, prompt, options, template, tools
 
 
 def _read(state: ServerState, body: ChatRequest) -> tuple[Prompt, dict[str, Any], str, ToolUse | None]:

@@ -35,7 +35,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     if only:  # a token is computed, and left out
         body = body.model_copy(update={"max_tokens": 1})
     with renaming(body.field_names):
-        params = body.sampling_params(state.sampling_defaults, max_tokens=_MAX_TOKENS, logprobs=body.logprobs)
+        params = await asyncio.to_thread(body.sampling_params, state.sampling_defaults, _MAX_TOKENS, body.logprobs)
         params = replace(params, prompt_logprobs=body.logprobs) if scored else params
         generations = await start(state, body.prompts, params, request=request, stream=bool(body.stream))
     echoes = [_echo(state, prompt) if body.echo else "" for prompt in body.prompts]

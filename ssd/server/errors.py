@@ -17,7 +17,15 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from ssd.errors import STRUCTURED_FAILED, EngineClosed, EngineFailed, RequestError, RequestFailed, SSDError
+from ssd.errors import (
+    STRUCTURED_FAILED,
+    EngineClosed,
+    EngineFailed,
+    ParametersFailed,
+    RequestError,
+    RequestFailed,
+    SSDError,
+)
 
 log = logging.getLogger("ssd")
 
@@ -160,10 +168,11 @@ def api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
+        case ParametersFailed():
+            structured = str(error).startswith(STRUCTURED_FAILED)
+            return ApiError(400, str(error), code="structured_output_failed" if structured else "no_token_allowed")
         case RequestError():
             return _refused(str(error))
-        case RequestFailed() if str(error).startswith(STRUCTURED_FAILED):
-            return ApiError(400, str(error), code="structured_output_failed")
         case RequestFailed():
             return ApiError(500, str(error), code="request_failed")
         case EngineFailed() | EngineClosed():

@@ -121,15 +121,20 @@ async def start(
     if params.n > limit:
         raise ApiError(400, f"n={params.n}: the limit is {limit}", param="n")
     permit = state.admission.admit(len(prompts) * params.n, "prompt" if len(prompts) > 1 else "n")
+    timeout = state.options.request_timeout
+    deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
     submissions: list[AsyncSubmission] = []
     try:
         encoded = [await asyncio.to_thread(state.llm.encode, prompt, chat_options) for prompt in prompts]
-        for token_ids in encoded:
-            await asyncio.to_thread(driver.check, token_ids, params)  # may compile a grammar
+        async with asyncio.timeout_at(deadline):
+            grammar = await driver.compiled(params)  # not on the threads that tokenize
+        checked = [await asyncio.to_thread(driver.check, token_ids, params, grammar) for token_ids in encoded]
         permit.add_tokens(sum(_cost(state, token_ids, params) for token_ids in encoded))
-        for token_ids in encoded:
+        for each in checked:
             group = submissions[0].request_id if submissions else ""
-            submissions.append(driver.submit_async(token_ids, params, stream=stream, group=group, checked=True))
+            submissions.append(driver.submit_checked(each, stream=stream, group=group))
+    except TimeoutError:
+        raise ApiError(504, TIMED_OUT, code="timeout", headers=NO_RETRY) from None
     finally:
         ended = asyncio.gather(*(submission.done for submission in submissions))  # in the engine, read or not
         if submissions:
@@ -142,8 +147,6 @@ async def start(
     ended.add_done_callback(lambda _: watcher.cancel())
     if state.tracer is not None:
         _trace(state.tracer, request, submissions)
-    timeout = state.options.request_timeout
-    deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
     return [Generation(s, token_ids, deadline) for s, token_ids in zip(submissions, encoded, strict=True)]
 
 

@@ -15,6 +15,7 @@ import tokenizers
 
 from ssd.errors import RequestError, SSDError
 from ssd.text.chat_template import compile_template, render
+from ssd.text.growth import check_growth
 from ssd.text.json_file import read_json, read_text
 
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -255,6 +256,7 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer | None:
     """tokenizer.json if there is one; else whatever transformers can convert; else nothing."""
     file = path / "tokenizer.json"
     if file.is_file():
+        check_growth(file)
         try:
             return tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception

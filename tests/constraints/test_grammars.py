@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,11 @@ import tokenizers
 from tokenizers import decoders, models
 
 from ssd import SamplingParams
-from ssd.constraints.grammars import Constraint, Grammars
+from ssd.constraints import grammars as grammars_module
+from ssd.constraints.compiling import Trial
+from ssd.constraints.grammars import Constraint, Grammar, Grammars
 from ssd.constraints.structured import MAX_CHARACTERS, StructuredOutput
-from ssd.errors import RequestError
+from ssd.errors import EngineClosed, RequestError
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 EOS = 2
@@ -113,12 +116,16 @@ def grammars(backend: tokenizers.Tokenizer) -> Grammars:
     return Grammars(backend, backend.get_vocab_size() + 40, [EOS])  # the model's vocabulary is padded
 
 
+def constrained(grammars: Grammars, wanted: StructuredOutput) -> Constraint:
+    return Constraint(grammars.compiled(wanted).result())
+
+
 def ids(backend: tokenizers.Tokenizer, *tokens: str) -> list[int]:
     return [backend.token_to_id(token) for token in tokens]
 
 
 def test_masks(backend: tokenizers.Tokenizer, grammars: Grammars) -> None:
-    constraint = grammars.constraint(StructuredOutput(regex="ab? ?a?"))
+    constraint = constrained(grammars, StructuredOutput(regex="ab? ?a?"))
     [row] = constraint.masks([])
     a, b, ab, space_a, space = ids(backend, "a", "b", "ab", "▁a", "▁")
     byte = {c: backend.token_to_id(f"<0x{ord(c):02X}>") for c in "ab "}
@@ -134,7 +141,7 @@ def test_masks_along_a_draft_are_those_of_its_tokens(backend: tokenizers.Tokeniz
     """Catches a mask of another position, and a constraint that a draft has advanced."""
     wanted = StructuredOutput(json_schema=SCHEMA)
     draft = ids(backend, '{"', "a", '"', ":", "1", "2", "}")
-    constraint, steps = grammars.constraint(wanted), grammars.constraint(wanted)
+    constraint, steps = constrained(grammars, wanted), constrained(grammars, wanted)
     masks = constraint.masks(draft)
     assert masks.shape == (8, -(-(backend.get_vocab_size() + 40) // 32))
     for row, token in zip(masks, draft, strict=False):
@@ -148,7 +155,7 @@ def test_masks_along_a_draft_are_those_of_its_tokens(backend: tokenizers.Tokeniz
 
 
 def test_a_draft_that_breaks_the_grammar(backend: tokenizers.Tokenizer, grammars: Grammars) -> None:
-    constraint = grammars.constraint(StructuredOutput(choice=["ab", "ac"]))
+    constraint = constrained(grammars, StructuredOutput(choice=["ab", "ac"]))
     a, b, c = ids(backend, "a", "b", "c")
     assert constraint.num_valid([a, a, b]) == 1
     masks = constraint.masks([a, a, b])
@@ -159,7 +166,7 @@ def test_a_draft_that_breaks_the_grammar(backend: tokenizers.Tokenizer, grammars
 
 def test_a_text_in_bytes(backend: tokenizers.Tokenizer, grammars: Grammars) -> None:
     """A character of four bytes, one token each."""
-    constraint = grammars.constraint(StructuredOutput(choice=["😀"]))
+    constraint = constrained(grammars, StructuredOutput(choice=["😀"]))
     for byte in "😀".encode():
         [row] = constraint.masks([])
         assert allowed(row) == {backend.token_to_id(f"<0x{byte:02X}>")}
@@ -202,7 +209,7 @@ def test_a_limit_of_the_library_fails_only_where_it_is_reached() -> None:
         def get_error(self) -> str:
             return "too complex"
 
-    constraint = Constraint(Matcher(), 2, 2)
+    constraint = Constraint(Grammar(Matcher(), 2, 2))
     constraint.advance(3)
     assert constraint.masks([5, 7, 5]).any(axis=1).tolist() == [True, True, False, True]
     assert constraint.error is None
@@ -212,11 +219,103 @@ def test_a_limit_of_the_library_fails_only_where_it_is_reached() -> None:
     assert constraint.error == "too complex"
 
 
-def test_compiled_once(backend: tokenizers.Tokenizer, grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars.check(StructuredOutput(regex="a{3}"))
-    monkeypatch.setattr("ssd.constraints.grammars._compile", lambda *_: pytest.fail("compiled again"))
-    grammars.check(StructuredOutput(regex="a{3}"))
-    grammars.constraint(StructuredOutput(regex="a{3}"))
+def test_a_constraint_whose_masks_take_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a grammar that slows down the engine's thread for everybody, for as long as its text."""
+    clock = iter(range(100))
+    monkeypatch.setattr("ssd.constraints.grammars.time.thread_time", lambda: next(clock) * 0.26)
+
+    class Matcher:
+        def deep_copy(self) -> Matcher:
+            return self
+
+        def unsafe_compute_mask_ptr(self, address: int, size: int) -> None: ...
+
+        def is_error(self) -> bool:
+            return False
+
+    constraint = Constraint(Grammar(Matcher(), 1, 1))
+    found = [(bool(constraint.masks([]).any()), constraint.error is None) for _ in range(6)]
+    assert found == [(True, True)] * 4 + [(True, False), (False, False)]  # 0.24 s over, of 1 s
+    assert "0.02 s each" in (constraint.error or "")
+
+
+# --- compiling --------------------------------------------------------------------------------------------------------
+
+ENDLESS = StructuredOutput(
+    json_schema={"allOf": [{"type": "integer", "multipleOf": p} for p in (7, 11, 13, 17, 19, 23)]}
+)
+
+
+def test_many_threads_that_ask_for_one_grammar_compile_it_once(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defined: list[StructuredOutput] = []
+    define = grammars_module._definition
+    monkeypatch.setattr(grammars_module, "_definition", lambda wanted: defined.append(wanted) or define(wanted))
+    with ThreadPoolExecutor(6) as threads:
+        found = list(threads.map(lambda _: grammars.compiled(StructuredOutput(regex="a{3}")).result(), range(12)))
+    assert len(set(map(id, found))) == len(defined) == 1
+
+
+def test_a_grammar_that_is_refused_is_not_kept(grammars: Grammars) -> None:
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"^structured\.regex: "):
+            grammars.compiled(StructuredOutput(regex="(")).result()
+
+
+def test_a_grammar_that_takes_too_long_is_refused_and_others_do_not_wait(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A schema of 200 characters that would be compiled for minutes. Others go on meanwhile, and afterwards."""
+    monkeypatch.setattr("ssd.constraints.compiling.MAX_SECONDS", 1.0)
+    own = Grammars(grammars._backend, 400, [EOS])
+    refused = own.compiled(ENDLESS)
+    constrained(own, StructuredOutput(regex="ab?"))
+    assert not refused.done()
+    with pytest.raises(RequestError, match=r"^structured\.json_schema: takes more than 1 seconds of CPU time"):
+        refused.result(60)
+    constrained(own, StructuredOutput(regex="ab{2}"))
+    own.close()
+
+
+def test_a_grammar_that_would_take_all_memory_ends_another_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = Trial(60.0)
+    assert trial.passes("%llguidance {}\nstart: /a/")
+    assert trial._process is not None
+    trial._process.kill()  # as the system does
+    assert not trial.passes("%llguidance {}\nstart: /a/")
+    assert trial.passes("%llguidance {}\nstart: /a/")
+    trial.close()
+
+
+def test_grammars_that_wait_end_with_the_engine(backend: tokenizers.Tokenizer) -> None:
+    """Catches a request that waits for ever."""
+    pytest.importorskip("llguidance")
+    own = Grammars(backend, 400, [EOS])
+    waiting = [own.compiled(StructuredOutput(regex="x{9}" * i)) for i in range(1, 40)]
+    own.close()
+    ends = [type(future.exception(60)) for future in waiting]
+    assert set(ends) <= {EngineClosed, type(None)}
+    with pytest.raises(EngineClosed):
+        own.compiled(StructuredOutput(regex="y")).result()
+
+
+def test_a_grammar_at_a_limit_fails_at_the_same_token_the_second_time(
+    backend: tokenizers.Tokenizer, grammars: Grammars
+) -> None:
+    """Copies of a compiled grammar share its limits: once one is reached, later requests get a new one."""
+    wanted = StructuredOutput(regex="(ba){4}c{0,3}(a?){5000}a{5000}")
+    text = ids(backend, *"babababa", *"a" * 40)
+
+    def num_tokens() -> int:
+        constraint = constrained(grammars, wanted)
+        for count, token in enumerate(text):
+            if not constraint.masks([]).any():
+                return count
+            constraint.advance(token)
+        return -1
+
+    assert 0 < num_tokens() == num_tokens() < len(text)
 
 
 def test_grammars_are_kept_up_to_a_size(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,20 +323,20 @@ def test_grammars_are_kept_up_to_a_size(grammars: Grammars, monkeypatch: pytest.
     monkeypatch.setattr("ssd.constraints.grammars._MOST_CHARACTERS", 2500)
     first, second, third = (StructuredOutput(regex=letter * 1000) for letter in "abc")
     for wanted in (first, second, first, third):
-        grammars.check(wanted)
+        grammars.compiled(wanted).result()
     assert list(grammars._compiled) == [first, third]
-    large = StructuredOutput(regex="d" * 9000)
-    grammars.check(large)
+    large = StructuredOutput(choice=["d" * 9000, "e"])
+    grammars.compiled(large).result()
     assert list(grammars._compiled) == [large]
 
 
 def test_without_an_end_of_sequence_token(backend: tokenizers.Tokenizer) -> None:
     pytest.importorskip("llguidance")
     with pytest.raises(RequestError, match=r"^structured: the checkpoint names no end-of-sequence token"):
-        Grammars(backend, 300, []).check(StructuredOutput(json_object=True))
+        Grammars(backend, 300, []).compiled(StructuredOutput(json_object=True)).result()
 
 
 def test_without_the_library(backend: tokenizers.Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestError, match="pip install"):
-        Grammars(backend, 300, [EOS]).check(StructuredOutput(json_object=True))
+        Grammars(backend, 300, [EOS]).compiled(StructuredOutput(json_object=True)).result()

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 
 from ssd import LLM, SamplingParams
-from ssd.core import RequestOutput
-from ssd.errors import RequestError, RequestFailed
+from ssd.constraints.grammars import Grammars
+from ssd.core import RequestMetrics, RequestOutput, Sample
+from ssd.errors import ALL_FORBIDDEN, NO_CHOICE, STRUCTURED_FAILED, ParametersFailed, RequestError, RequestFailed
+from ssd.llm import check_served
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -375,3 +377,29 @@ def test_two_hundred_schemas() -> None:
         check(output)
     for speculation in (sd(k=3), ssd(k=4)):
         assert answers(generate(params, speculation=speculation, **options)) == answers(plain)
+
+
+def test_the_engines_thread_compiles_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a request needs travels with it: a grammar that others have pushed out meanwhile is not compiled again."""
+    params = SamplingParams(max_new_tokens=8, n=3, structured={"regex": "[ab]{3}"})
+    checked = llm.driver.check([1, 2, 3], params)
+    monkeypatch.setattr(Grammars, "compiled", lambda *_: pytest.fail("compiled"))
+    [submission] = llm.driver.submit_many([checked])
+    assert all(re.fullmatch("[ab]{3}", sample.text) for sample in submission.result().samples)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (f"{STRUCTURED_FAILED}: too complex", ParametersFailed),
+        (ALL_FORBIDDEN, ParametersFailed),
+        (NO_CHOICE, RequestFailed),
+    ],
+)
+def test_what_a_request_asks_for_is_its_own_error(error: str, kind: type[Exception]) -> None:
+    """Catches a client's error that is reported as one of the engine, which the client would send again."""
+    sample = Sample(0, "", [], "error", None, RequestMetrics())
+    with pytest.raises(RequestFailed) as raised:
+        check_served(RequestOutput("a", [1], [sample], error))
+    assert raised.type is kind
+    assert isinstance(raised.value, RequestError) == (kind is ParametersFailed)

@@ -402,6 +402,20 @@ def test_statistics_follow_what_stands_and_which_rank_comes(model: DraftModel) -
     rounds.end()
 
 
+@pytest.mark.parametrize(("origin", "learns"), [(Origin.HIT, True), (Origin.SIBLING, False)])
+def test_statistics_do_not_learn_from_a_siblings_draft(model: DraftModel, origin: Origin, learns: bool) -> None:
+    """It was written for another outcome: how much of it stands says nothing about drafts for this one."""
+    drafter = ahead(model)
+    rounds = Rounds(drafter, model, texts=TEXTS[:1])
+    before = drafter.statistics.acceptance.value
+    [_, draft] = rounds.launch()[0]
+    rounds.state.append(0, len(rounds.sequences[0].tokens), [1], 0)
+    rounds.sequences[0].tokens.append(1)
+    drafter.observe(rounds.works, [Outcome((1,), (), tuple(draft), origin)], 0.02)
+    assert (drafter.statistics.acceptance.value < before) == learns
+    rounds.end()
+
+
 def test_rounds_are_kept_until_they_are_observed() -> None:
     """By identity of their works, and not for ever: those beyond the last two have failed."""
     kept, works = PerRound[str](), [[Work(make_sequence([1]), 1, 0)] for _ in range(3)]

@@ -346,6 +346,20 @@ def test_samples_that_wait_for_their_prompt_hold_up_nobody() -> None:
     assert first_token(scheduler, other) == 1
 
 
+@pytest.mark.parametrize(("length", "rounds", "cached"), [(25, 2, 24), (7, 1, 4)])
+def test_samples_wait_for_the_prefill_of_the_first_and_reuse_it(length: int, rounds: int, cached: int) -> None:
+    """Catches samples that compute the prompt once more each: while the first one runs, or in its first round."""
+    scheduler = make_scheduler(num_blocks=200, tokens=16, caching=True)
+    made = samples(scheduler, 0, 4, length=length)
+    for _ in range(rounds):
+        assert made[0].num_output == 0
+        assert set(shares(play(scheduler))) == {0}
+    assert made[0].num_output == 1
+    play(scheduler)
+    assert [s.num_output for s in made] == [2, 1, 1, 1]
+    assert [s.metrics.cached_tokens for s in made] == [0] + [cached] * 3
+
+
 # --- priority ---------------------------------------------------------------------------------------------------------
 
 
@@ -390,6 +404,21 @@ def test_a_higher_priority_takes_the_place_of_a_lower_one(in_flight: bool) -> No
     play(scheduler)
     assert equal.status is Status.WAITING
     assert scheduler.num_preemptions == 1
+
+
+def test_a_crowd_of_higher_priority_keeps_its_places() -> None:
+    """Catches the youngest of a large group that makes way for an unserved request of lower priority."""
+    scheduler = make_scheduler(num_blocks=200, seqs=8)
+    crowd = samples(scheduler, 0, 8, priority=-1)
+    while len(scheduler.running) < 8:
+        play(scheduler)
+    [lower] = samples(scheduler, 100, 1, priority=0)
+    play(scheduler)
+    assert (lower.status, scheduler.num_preemptions) == (Status.WAITING, 0)
+    [equal] = samples(scheduler, 200, 1, priority=-1)
+    play(scheduler)
+    assert (equal.status, scheduler.num_preemptions) == (Status.RUNNING, 1)
+    assert crowd[-1].status is Status.WAITING
 
 
 # --- preemption -------------------------------------------------------------------------------------------------------

@@ -76,7 +76,8 @@ def fuzz(
 
 async def _warm_up(server: ServeProcess) -> None:
     """Has the server make what it keeps: its event loop's threads, the tokenizer's (for long texts), and grammars'."""
-    await _post(server, "/v1/completions", {"model": MODEL, "prompt": "x", "structured_outputs": {"regex": "[a-z]+"}})
+    for regex in ("[a-z]+", "x?" * 20_000):  # a short and a long one: compiled by different processes
+        await _post(server, "/v1/completions", {"model": MODEL, "prompt": "x", "structured_outputs": {"regex": regex}})
     prompts = ["x " * 100_000, *["x " * 20_000] * 64]  # long enough to keep all threads busy
     await asyncio.gather(*(_post(server, "/tokenize", {"prompt": prompt}) for prompt in prompts))
 

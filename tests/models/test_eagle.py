@@ -104,6 +104,17 @@ def test_a_head_that_does_not_fit_is_refused_with_the_reason(
         LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": head.path})
 
 
+def test_a_map_of_tokens_that_is_no_integers_is_refused(make_model: Callable[[str], TestModel], tmp_path: Path) -> None:
+    """Catches offsets such as 0.9, 1e30 or NaN that are cut to some integer."""
+    target = make_model("llama-tied")
+    head = make_head(target, tmp_path / "head")
+    file = Path(head.path) / "model.safetensors"
+    weights = load_file(file)
+    save_file({**weights, "d2t": weights["d2t"].float()}, file)
+    with pytest.raises(UnsupportedModel, match=r"d2t has to map .*, by integers: download it again"):
+        LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": head.path})
+
+
 def test_other_uses_of_a_head_are_refused_with_the_reason(
     make_model: Callable[[str], TestModel], tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ from ssd.models import gguf_tokenizer
 from ssd.models.config import equal_layers
 from ssd.models.decoder import Decoder, parameter_shapes
 from ssd.models.open import open_checkpoint
+from ssd.text.tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")
 PATIENCE = 5.0  # seconds for one file
@@ -318,6 +319,39 @@ def test_json_that_is_nested_too_deeply_is_refused(directory: Path) -> None:
     (directory / "config.json").write_text("[" * 100_000)
     with pytest.raises(SSDError, match=r"config\.json cannot be read as JSON"):
         open_checkpoint(directory)
+
+
+def replace_rule(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+@pytest.mark.parametrize("step", ["normalizer", "pre_tokenizer", "decoder"])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [replace_rule({"String": "x"}, "xx")] * 40,
+        [replace_rule({"Regex": ""}, "xyz")] * 4,
+        [replace_rule({"String": "x"}, "x" * 1000)],
+    ],
+)
+def test_a_tokenizer_that_makes_texts_endless_is_refused_before_it_is_loaded(
+    rules: list[dict[str, Any]], step: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a file of 4 kB that takes all memory: each of 40 rules doubles the text. They may be nested."""
+    half = len(rules) // 2
+    nested = {"type": "Sequence", f"{step}s": [{"type": "Sequence", f"{step}s": rules[:half]}, *rules[half:]]}
+    edit(directory / "tokenizer.json", **{step: nested})
+    monkeypatch.setattr("ssd.text.tokenizer.tokenizers", None)
+    with pytest.raises(SSDError, match=f"tokenizer.json: the rules of '{step}' can make a text more than 64 times"):
+        load_tokenizer(directory)
+
+
+def test_the_rules_of_usual_tokenizers_are_accepted(directory: Path) -> None:
+    """Those of Llama 2 and T5, and a regex for runs of spaces."""
+    spaces = [replace_rule({"String": " "}, "▁"), replace_rule({"Regex": " {2,}"}, "▁")]
+    rules = [{"type": "Prepend", "prepend": "▁"}, *spaces]
+    edit(directory / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": rules})
+    assert load_tokenizer(directory).available
 
 
 @pytest.mark.parametrize("field", sorted(TOKENIZER))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
@@ -470,3 +471,23 @@ def test_the_level_of_the_logits_does_not_matter(shift: float) -> None:
     params = SamplingParams(temperature=0.5, top_p=0.9)
     observed = counts(chosen(params, 2000, logits=[x + shift for x in LOGITS]))
     assert chi_squared_p(observed, naive_distribution(LOGITS, params, [], [])) > 1e-7
+
+
+def test_biases_are_read_once_for_all_samples_of_a_request() -> None:
+    """Reading a bias for every token takes milliseconds, on the engine's thread."""
+
+    class Biases(dict[int, float]):
+        reads = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.reads += 1
+            return super().__iter__()
+
+    params, read = SamplingParams(logit_bias={1: 1.5, 9: -2.0, 900: 3.0}), Biases({1: 1.5, 9: -2.0, 900: 3.0})
+    object.__setattr__(params, "logit_bias", read)
+    columns = SamplingColumns(3, 16, torch.device("cpu"))
+    for slot in range(3):
+        columns.set(slot, params, slot, [1], [], ())
+    assert read.reads == 1
+    assert columns.bias is not None
+    assert columns.bias[2].tolist() == [0, 1.5, *[0] * 7, -2.0, *[0] * 6]  # 900 is no token of this model

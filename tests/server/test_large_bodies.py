@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import httpx
@@ -9,6 +10,7 @@ import pytest
 from live_server import MODEL, Served
 from pydantic import ValidationError
 
+from ssd import SamplingParams
 from ssd.server.messages import CountTokensRequest, MessagesRequest
 from ssd.server.playground import PlaygroundRequest
 from ssd.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Strict, TokenizeRequest
@@ -71,6 +73,43 @@ def test_an_error_is_short_and_names_the_field(served: Served, field: str, value
     assert (answer.status_code, error["param"]) == (400, field)
     assert len(error["message"]) < 1100
     assert error["message"].startswith(message)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize("field", ["stop_token_ids", "logit_bias"])
+def test_no_more_tokens_are_listed_than_the_vocabulary_has(
+    served: Served, field: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused before anything is made of them: millions would hold up the event loop and the engine for seconds."""
+    size = served.llm.driver.limits.vocab_size
+    count = size + 1
+    value: Any = [7] * count if field == "stop_token_ids" else {str(i): 0.0 for i in range(count)}
+    prompt: Any = {"prompt": "x"} if path == "completions" else {"messages": [{"role": "user", "content": "x"}]}
+    monkeypatch.setattr("ssd.server.protocol.SamplingParams", None)
+    answer = httpx.post(f"{served.url}/v1/{path}", json={"model": MODEL, **prompt, field: value})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, field)
+    assert f"has {count} entries, and the vocabulary has {size}" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_parameters_are_made_on_other_threads_than_the_event_loops(
+    served: Served, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checking a bias for every token takes a tenth of a second."""
+    threads: list[threading.Thread] = []
+    check = SamplingParams.__post_init__
+
+    def watched(self: SamplingParams, max_tokens: int | None) -> None:
+        threads.append(threading.current_thread())
+        check(self, max_tokens)
+
+    monkeypatch.setattr(SamplingParams, "__post_init__", watched)
+    prompt: Any = {"prompt": "x"} if path == "completions" else {"messages": [{"role": "user", "content": "x"}]}
+    answer = httpx.post(f"{served.url}/v1/{path}", json={"model": MODEL, "max_tokens": 1, **prompt})
+    assert answer.status_code == 200
+    assert threads
+    assert not {thread.name for thread in threads} & {served.thread.name, "ssd-engine"}
 
 
 def test_a_megabyte_of_defects_is_refused_at_once(served: Served) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from live_server import MODEL, SPECULATION, Served, openai, serving
+from live_server import MODEL, SPECULATION, Served, openai, serving, until
 
-from ssd import LLM, SamplingParams
+from ssd import LLM, SamplingParams, StructuredOutput
+from ssd.errors import RequestError
 
 pytest.importorskip("llguidance")
 httpx, jsonschema = pytest.importorskip("httpx"), pytest.importorskip("jsonschema")
@@ -97,3 +100,22 @@ def test_a_grammar_that_reaches_a_limit_is_the_clients_error(served: Served) -> 
     assert (answer.status_code, error["code"]) == (400, "structured_output_failed")
     assert error["message"].startswith("structured output failed: ")
     assert "\n" not in error["message"]
+
+
+def test_requests_that_wait_for_a_grammar_hold_up_no_others(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches compilation on the threads that tokenize, of which there are a few."""
+    grammars: Any = served.llm.driver.limits.grammars
+    pending: Future[Any] = Future()
+    asked: list[StructuredOutput] = []
+    monkeypatch.setattr(grammars, "compiled", lambda wanted: asked.append(wanted) or pending)
+    create, count = served.client().completions.create, 2 * (os.cpu_count() or 1) + 9
+    structured = {"structured_outputs": {"regex": "a"}}
+    with ThreadPoolExecutor(count) as clients:
+        waiting = [
+            clients.submit(create, model=MODEL, prompt="x", max_tokens=1, extra_body=structured) for _ in range(count)
+        ]
+        until(lambda: len(asked) == count)
+        assert create(model=MODEL, prompt="x", max_tokens=1, timeout=20).choices
+        pending.set_exception(RequestError("structured.regex: takes too long"))
+        assert {type(each.exception()) for each in waiting} == {openai.BadRequestError}
+    until(lambda: served.admission.sequences == 0)
