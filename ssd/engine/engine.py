@@ -107,7 +107,9 @@ class Engine:
             Sequence.of(request, next(self._ids), i, self.max_model_len, stops, self._constraint(params))
             for i in range(params.n)
         ]
-        running = RunningRequest(request, [OutputProcessor(s, self.tokenizer, stream=stream) for s in sequences])
+        vocab_size = self.limits.vocab_size
+        processors = [OutputProcessor(s, self.tokenizer, vocab_size, stream=stream) for s in sequences]
+        running = RunningRequest(request, processors)
         self._requests[request_id] = running
         for processor in running.processors:
             processor.sequence.metrics.arrival = arrival

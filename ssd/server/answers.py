@@ -25,7 +25,7 @@ def check_common(request: Request, body: GenerationRequest) -> None:
     """Checks what concerns neither sampling nor one endpoint; the access log gets the user."""
     request.state.user = body.user
     check_model(ServerState.of(request), body.model)
-    if body.stream_options is not None and not body.stream:
+    if body.include_usage and not body.stream:
         raise invalid("stream_options", "only with stream=true")
 
 

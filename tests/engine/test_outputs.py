@@ -67,7 +67,7 @@ class Script:
             stop_token_ids=frozenset(stop_token_ids),
             max_tokens=len(prompt) + params.max_new_tokens,
         )
-        self.writer = OutputProcessor(self.sequence, TOKENIZER)
+        self.writer = OutputProcessor(self.sequence, TOKENIZER, VOCAB)
         self.reason: FinishReason | None = None
         self.pieces: list[str] = []
 
@@ -339,7 +339,7 @@ def test_nothing_is_flushed_after_a_stop_string() -> None:
 def test_without_a_tokenizer_there_are_tokens_only() -> None:
     """Catches a checkpoint without a tokenizer that cannot be served at all."""
     sequence = make_sequence([1], stop_token_ids=frozenset({9}))
-    writer = OutputProcessor(sequence, None)
+    writer = OutputProcessor(sequence, None, 16)
     assert writer.append(Outcome((5, 6))) is None
     assert writer.append(Outcome((9, 7))) == "stop"
     writer.finish()
