@@ -11,7 +11,6 @@ from typing import Any, Final, Protocol
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from ssd.constraints.structured import StructuredOutput
 from ssd.core import Delta, RequestOutput, Sample, SamplingParams
 from ssd.errors import RequestError
 from ssd.llm import LLM, Prompt
@@ -65,7 +64,7 @@ async def start_chat(state: ServerState, body: ChatRequest, request: Request) ->
             [generation] = await start(state, [prompt], params, request=request, stream=stream, chat_options=options)
         except RequestError:
             if tools is not None and params.structured is not None:
-                await asyncio.to_thread(_check_schemas, state.llm, tools, given)
+                await asyncio.to_thread(tools.check_schemas, given, state.llm.driver.limits)
             raise
     prompt_end = state.llm.decode(generation.prompt_token_ids[-_PROMPT_END:], skip_special_tokens=False)
     return generation, message_format(template, prompt_end, tools)
@@ -126,15 +125,6 @@ async def _parsed(generation: Generation, form: MessageFormat) -> AsyncIterator[
             yield event
     for event in parser.finish():
         yield event
-
-
-def _check_schemas(llm: LLM, tools: ToolUse, params: SamplingParams) -> None:
-    """Raises an error for the schema for which a grammar of several could not be compiled, if it is that."""
-    grammars = llm.driver.limits.grammars
-    if grammars is not None:
-        tools.check_schemas(grammars)
-        if isinstance(params.structured, StructuredOutput):
-            grammars.check(params.structured)
 
 
 def _params(body: ChatRequest, max_model_len: int) -> SamplingParams:

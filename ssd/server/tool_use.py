@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ssd.constraints.grammars import Grammars
 from ssd.constraints.structured import StructuredOutput
 from ssd.core import SamplingParams
+from ssd.engine.validation import Limits, check_request
 from ssd.errors import RequestError
 from ssd.server.errors import invalid, unsupported
 from ssd.server.parameters import check_fields
@@ -68,13 +68,14 @@ class ToolUse:
             raise unsupported("tools", f"strict tools cannot be combined with a {answer.kind}")
         return replace(params, structured=StructuredOutput(grammar=self._grammar(answer)))
 
-    def check_schemas(self, grammars: Grammars) -> None:
-        """Raises ApiError with the path of a schema that cannot be compiled."""
+    def check_schemas(self, params: SamplingParams, limits: Limits) -> None:
+        """Raises an error with the path of the schema for which the constraint cannot be compiled, if it is one."""
         for name, schema in self.schemas.items():
             try:
-                grammars.check(StructuredOutput(json_schema=schema))
+                check_request([0], SamplingParams(structured=StructuredOutput(json_schema=schema)), limits)
             except RequestError as error:
                 raise invalid(self.paths[name], str(error).removeprefix("structured.json_schema: ")) from error
+        check_request([0], SamplingParams(structured=params.structured), limits)
 
     def _grammar(self, answer: StructuredOutput | None) -> str:
         """In llguidance's dialect of Lark."""
