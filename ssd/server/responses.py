@@ -126,7 +126,7 @@ def _response_format(text: Json | None) -> Json | None:
 
 def _tool(index: int, tool: Json) -> Json:
     if tool.get("type") != "function":
-        raise unsupported(f"tools[{index}].type", "only tools of type 'function' are supported")
+        raise unsupported(f"tools[{index}].type", "only tools of type 'function' are supported: leave others out")
     known = ("name", "description", "parameters", "strict")
     check_fields(f"tools[{index}]", tool, ("type", *known), parameters.RESPONSES_TOOL)
     return {"type": "function", "function": {name: tool[name] for name in known if name in tool}}

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 Days = Literal[1, 2, 3]
 LONG = 256  # tokens, enough for a call or a structured answer with white space
-SENTENCE = {"stop": ["."]}  # a model that has learned little does not end its text soon
+SHORT = {"stop": ["i"]}  # a letter that no call has: a model that has learned little does not end its text soon
 ASK = "What is the weather in Rome?"
 
 
@@ -22,6 +22,12 @@ class City(BaseModel, extra="forbid"):
     """A city."""
 
     name: Literal["Rome", "Oslo"]
+    days: Days
+
+
+class Weather(BaseModel, extra="forbid"):
+    """The weather of the next days."""
+
     days: Days
 
 
@@ -73,7 +79,7 @@ def openai_client(url: str, model: str) -> None:
     responses.create(model=model, input=[*answer.output, {"role": "user", "content": ASK}], max_output_tokens=8)
     assert responses.parse(model=model, input=ASK, text_format=City, max_output_tokens=LONG).output_parsed.days > 0
     text: Any = {"verbosity": "medium"}
-    with responses.stream(model=model, input=ASK, text=text, extra_body=SENTENCE) as stream:
+    with responses.stream(model=model, input=ASK, text=text, extra_body=SHORT) as stream:
         assert stream.get_final_response().usage.output_tokens > 0
 
 
@@ -97,7 +103,7 @@ async def _openai_agents(url: str, model: str) -> None:
 
     for kind in (agents.OpenAIResponsesModel, agents.OpenAIChatCompletionsModel):
         served = kind(model=model, openai_client=client)
-        forced = agents.ModelSettings(tool_choice="required", parallel_tool_calls=False, extra_body=SENTENCE)
+        forced = agents.ModelSettings(tool_choice="required", parallel_tool_calls=False, extra_body=SHORT)
         agent: Any = agents.Agent(
             "weather", instructions="Use the tool.", model=served, tools=[get_weather], model_settings=forced
         )
@@ -106,7 +112,7 @@ async def _openai_agents(url: str, model: str) -> None:
         assert calls, "the tool was not called"
         assert isinstance(result.final_output, str)
         history: Any = [*result.to_input_list(), {"role": "user", "content": "And tomorrow?"}]
-        settings = agents.ModelSettings(store=False, extra_body=SENTENCE)
+        settings = agents.ModelSettings(store=False, extra_body=SHORT)
         await agents.Runner.run(agents.Agent("plain", model=served, model_settings=settings), history)
         typed: Any = agents.Agent("typed", model=served, tools=[get_weather], output_type=City)
         assert (await agents.Runner.run(typed, ASK)).final_output.days > 0
@@ -153,7 +159,7 @@ def langchain(chat: Any, **structured: Any) -> None:
 
     chat.invoke([("system", "Be brief."), ("human", ASK)])
     assert list(chat.stream(ASK))
-    weather = tool(get_weather)
+    weather = tool(args_schema=Weather)(get_weather)
     bound = chat.bind_tools([weather], tool_choice="any")
     called = bound.invoke(ASK)
     [call, *_] = called.tool_calls
