@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from clients.environment import SESSIONS, build
 from ssd import LLM
 
+_MOST_CHARACTERS = 200  # of a text
 DATA = Path(__file__).parents[1] / "data" / "clients"
 
 
@@ -37,8 +38,17 @@ class Recorder:
 
         await self._app(scope, recorded, send)
         if body:
-            request = {"path": scope["path"], "body": json.loads(body)}
+            request = {"path": scope["path"], "body": _cut(json.loads(body))}
             self.requests.setdefault(f"{request['path']} {_shape(request['body'])}", request)
+
+
+def _cut(value: Any) -> Any:
+    """Without the rest of long texts."""
+    if isinstance(value, dict):
+        return {name: _cut(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_cut(item) for item in value]
+    return value[:_MOST_CHARACTERS] if isinstance(value, str) else value
 
 
 def _shape(value: Any, depth: int = 3) -> str:
