@@ -152,18 +152,19 @@ def anthropic_client(url: str, model: str) -> None:
     )
 
 
-def langchain(chat: Any, **structured: Any) -> None:
-    """A chat, a stream, a tool and a structured answer."""
+def langchain(chat: Any, weather: Any, **structured: Any) -> None:
+    """A chat, a stream, a tool and a structured answer.
+
+    `weather`: the tool's JSON; of a function, langchain would leave out that there are no other arguments.
+    """
     from langchain_core.messages import HumanMessage, ToolMessage
-    from langchain_core.tools import tool
 
     chat.invoke([("system", "Be brief."), ("human", ASK)])
     assert list(chat.stream(ASK))
-    weather = tool(args_schema=Weather)(get_weather)
     bound = chat.bind_tools([weather], tool_choice="any")
     called = bound.invoke(ASK)
     [call, *_] = called.tool_calls
-    result = ToolMessage(weather.invoke(call["args"]), tool_call_id=call["id"])
+    result = ToolMessage(get_weather(**call["args"]), tool_call_id=call["id"])
     others = [ToolMessage("", tool_call_id=other["id"]) for other in called.tool_calls[1:]]
     chat.bind_tools([weather]).invoke([HumanMessage(ASK), called, result, *others])
     assert chat.with_structured_output(City, **structured).invoke(ASK).days > 0
@@ -172,18 +173,21 @@ def langchain(chat: Any, **structured: Any) -> None:
 def langchain_openai(url: str, model: str) -> None:
     from langchain_openai import ChatOpenAI
 
+    weather = {"type": "function", "function": {"name": "get_weather", "parameters": Weather.model_json_schema()}}
     options: dict[str, Any] = {"base_url": f"{url}/v1", "api_key": "none", "max_retries": 0, "max_tokens": LONG}
-    langchain(ChatOpenAI(model=model, temperature=0.5, **options))
-    langchain(ChatOpenAI(model=model, use_responses_api=True, **options), method="json_schema")
-    langchain(ChatOpenAI(model=model, reasoning_effort="low", **options), method="function_calling")
+    langchain(ChatOpenAI(model=model, temperature=0.5, **options), weather)
+    langchain(ChatOpenAI(model=model, use_responses_api=True, **options), weather, method="json_schema")
+    langchain(
+        ChatOpenAI(model=model, reasoning_effort="low", **options), weather, method="function_calling", strict=True
+    )
 
 
 def langchain_anthropic(url: str, model: str) -> None:
     from langchain_anthropic import ChatAnthropic
 
     options: dict[str, Any] = {"base_url": url, "api_key": "none", "max_retries": 0, "max_tokens": LONG}
-    langchain(ChatAnthropic(model=model, **options))
-    langchain(ChatAnthropic(model=model, **options), method="json_schema")
+    weather = {"name": "get_weather", "description": "The weather.", "input_schema": Weather.model_json_schema()}
+    langchain(ChatAnthropic(model=model, **options), weather, method="json_schema")
 
 
 def pydantic_ai(url: str, model: str) -> None:
