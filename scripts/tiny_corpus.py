@@ -35,6 +35,22 @@ VOCAB = 8192
 RESERVED = 8  # ids kept for special tokens
 SHARE = 6_000_000  # characters of each source that the tokenizer learns from
 MAX_POSITION = 4096
+# Tools of a chat, and an assistant's calls, in the format of Hermes. The models have not learned it: they call a tool
+# when a grammar makes them (`tool_choice="required"`).
+TOOLS = """\
+You can call these functions:
+<tools>
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}</tools>
+Write a call as
+<tool_call>
+{"name": "...", "arguments": {...}}
+</tool_call>"""
+CALLS = """\
+{% for call in message['tool_calls'] or [] %}
+{% if not loop.first or message['content'] %}{{ '\\n' }}{% endif %}<tool_call>
+{"name": {{ call['function']['name'] | tojson }}, "arguments": {{ call['function']['arguments'] | tojson }}}
+</tool_call>{% endfor %}"""
 # A space belongs to the word, the digit or the sign after it. Digits stand alone, so that arithmetic is regular. Line
 # ends are words of their own: a prompt that ends with one is cut as it would be in the middle of a text.
 WORDS = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s*\n|\s+(?!\S)|\s+"
@@ -58,10 +74,12 @@ class Family:
 
     @property
     def chat_template(self) -> str:
-        message = self.head.format("{{ message['role'] }}") + "{{ message['content'] | trim }}" + self.tail
+        tools = "{% if tools %}" + self.head.format("system") + TOOLS + self.tail + "{% endif %}"
+        content = "{{ (message['content'] or '') | trim }}" + CALLS
+        message = self.head.format("{{ message['role'] }}") + content + self.tail
         chat = "{% for message in messages %}" + message + "{% endfor %}"
         prompt = "{% if add_generation_prompt %}" + self.head.format("assistant") + "{% endif %}"
-        return ("{{ bos_token }}" if self.begin else "") + chat + prompt
+        return ("{{ bos_token }}" if self.begin else "") + tools + chat + prompt
 
 
 FAMILIES = {

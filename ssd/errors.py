@@ -15,6 +15,10 @@ class RequestError(SSDError, ValueError):
     """One request cannot be served; every other request goes on."""
 
 
+class PromptTooLong(RequestError):
+    """The prompt leaves no room for a token in the model's context."""
+
+
 class RequestFailed(SSDError, RuntimeError):
     """All samples of a request failed (out of memory, no token to choose); every other request goes on."""
 
@@ -52,8 +56,7 @@ class ServerError(SSDError, RuntimeError):
 
 
 NO_CHOICE = (
-    "there is no token to choose: the model's logits are NaN or infinite (check its weights, or try another dtype), "
-    "or logit_bias, min_tokens and structured output forbid every token"
+    "there is no token to choose: the model's logits are NaN or infinite (check its weights, or try another dtype)"
 )
 ALL_FORBIDDEN = "there is no token to choose: logit_bias, min_tokens and structured output together forbid every token"
 STRUCTURED_FAILED = "structured output failed"  # at a limit that a request's own grammar has reached

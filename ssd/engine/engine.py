@@ -110,14 +110,15 @@ class Engine:
             raise EngineFailed(self.failure) from self._failures.fatal
         request = Request(request_id, checked.prompt_token_ids, checked.params, group)
         arrival = time.perf_counter() if arrival is None else arrival
-        stops = checked.stop_token_ids
         sequences = [
             Sequence.of(
                 request, next(self._ids), i, self.max_model_len, checked.stop_token_ids, constraint, _processor(request)
             )
             for i, constraint in enumerate(checked.constraints or [None] * request.params.n)
         ]
-        running = RunningRequest(request, [OutputProcessor(s, self.tokenizer, stream=stream) for s in sequences])
+        vocab_size = self.limits.vocab_size
+        processors = [OutputProcessor(s, self.tokenizer, vocab_size, stream=stream) for s in sequences]
+        running = RunningRequest(request, processors)
         self._requests[request_id] = running
         for processor in running.processors:
             processor.sequence.metrics.arrival = arrival

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from ssd.core import (
     Status,
     TokenLogprobs,
 )
-from ssd.errors import NO_CHOICE, STRUCTURED_FAILED
+from ssd.errors import ALL_FORBIDDEN, NO_CHOICE, STRUCTURED_FAILED
 from ssd.text.detokenizer import IncrementalDecoder
 from ssd.text.tokenizer import Tokenizer
 
@@ -67,8 +68,11 @@ class OutputProcessor:
     when a delta or the sample is built.
     """
 
-    def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None, *, stream: bool = False) -> None:
+    def __init__(
+        self, sequence: Sequence, tokenizer: Tokenizer | None, vocab_size: int, *, stream: bool = False
+    ) -> None:
         self.sequence = sequence
+        self._vocab_size = vocab_size  # of the model
         self.stream = stream  # a delta after every round, not only at the end
         self.text = ""
         self.error: str | None = None  # why the sample failed
@@ -169,7 +173,17 @@ class OutputProcessor:
             constraint.masks([])  # a limit that was reached after draft tokens is reached again, and then known
             if constraint.error is not None:
                 return f"{STRUCTURED_FAILED}: {constraint.error}"
-        return NO_CHOICE
+        return NO_CHOICE if self._allowed_tokens() else ALL_FORBIDDEN
+
+    def _allowed_tokens(self) -> set[int]:
+        """Those that the request's parameters allow after the tokens of the sequence."""
+        params, allowed = self.sequence.params, set(range(self._vocab_size))
+        if self.sequence.constraint is not None:
+            [mask] = self.sequence.constraint.masks([])
+            allowed &= set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+        if self.sequence.num_output < params.min_tokens:
+            allowed -= self.sequence.stop_token_ids
+        return allowed - {token for token, bias in params.logit_bias.items() if bias == -math.inf}
 
     def _step(self, token: int) -> FinishReason | None:
         sequence, params = self.sequence, self.sequence.params

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ssd.constraints.grammars import Constraint, Grammar, Grammars
 from ssd.constraints.structured import StructuredOutput
 from ssd.core import SamplingParams
-from ssd.errors import RequestError
+from ssd.errors import PromptTooLong, RequestError
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,10 @@ def check_request(
     if not 0 <= min(prompt_token_ids) <= max(prompt_token_ids) < limits.vocab_size:
         raise RequestError(f"the prompt holds token ids outside 0..{limits.vocab_size - 1}: use the model's tokenizer")
     if len(prompt_token_ids) >= limits.max_model_len:
-        raise RequestError(
-            f"the prompt has {len(prompt_token_ids)} tokens, but max_model_len={limits.max_model_len} must also hold "
-            f"at least one new token: {_shorter(len(prompt_token_ids), limits)}"
+        raise PromptTooLong(
+            f"the prompt is too long: it has {len(prompt_token_ids)} tokens, and this model's maximum context length "
+            f"is {limits.max_model_len} (max_model_len), with at least one new token: "
+            f"{_shorter(len(prompt_token_ids), limits)}"
         )
     for name in ("logit_bias", "stop_token_ids"):
         check_count(name, getattr(params, name), limits.vocab_size)

@@ -30,7 +30,7 @@ def check_common(request: Request, body: GenerationRequest) -> None:
     check_model(state, body.model)
     for name in ("logit_bias", "stop_token_ids"):
         check_count(name, getattr(body, name) or (), state.llm.driver.limits.vocab_size)
-    if body.stream_options is not None and not body.stream:
+    if body.include_usage and not body.stream:
         raise invalid("stream_options", "only with stream=true")
 
 

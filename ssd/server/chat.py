@@ -19,10 +19,13 @@ from ssd.server.chat_messages import message_delta, message_fields, template_mes
 from ssd.server.errors import ApiError, AsciiJSON, api_error, invalid, renaming
 from ssd.server.generation import Generation, ServerState, start
 from ssd.server.parsing import Event, MessageFormat, parse
-from ssd.server.protocol import ChatRequest
+from ssd.server.protocol import ChatRequest, JsonRoute
+from ssd.server.reasoning import effort_options
+from ssd.server.tool_prompt import as_text
 from ssd.server.tool_use import ToolUse, message_format, read_tools, special_tags
+from ssd.server.tools import PARSERS, has_tools
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 _PROMPT_END: Final = 8  # tokens of the prompt that may open a block of reasoning
 _END: Final = "\x00end of the message\x00"  # marks where a message to be continued ends in the rendered chat
 
@@ -53,9 +56,14 @@ async def start_chat(state: ServerState, body: ChatRequest, request: Request) ->
     """Submits a chat; also returns how its messages are parsed. Other endpoints translate their requests to chats."""
     check_common(request, body)
     with renaming(body.field_names):
-        params, prompt, options, template, tools = await asyncio.to_thread(_read_all, state, body)
+        given, params, prompt, options, template, tools = await asyncio.to_thread(_read_all, state, body)
         stream = bool(body.stream)
-        [generation] = await start(state, [prompt], params, request=request, stream=stream, chat_options=options)
+        try:
+            [generation] = await start(state, [prompt], params, request=request, stream=stream, chat_options=options)
+        except RequestError:
+            if tools is not None and params.structured is not None:
+                await asyncio.to_thread(tools.check_schemas, given, state.llm.driver.limits)
+            raise
     prompt_end = state.llm.decode(generation.prompt_token_ids[-_PROMPT_END:], skip_special_tokens=False)
     return generation, message_format(template, prompt_end, tools)
 
@@ -121,7 +129,7 @@ def _params(body: ChatRequest, state: ServerState) -> SamplingParams:
     given = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
     if len(given) > 1:
         raise invalid("max_completion_tokens", "differs from max_tokens")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "only with logprobs=true")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     max_tokens = next(iter(given), state.llm.driver.limits.max_model_len)
@@ -130,31 +138,39 @@ def _params(body: ChatRequest, state: ServerState) -> SamplingParams:
 
 def _read_all(
     state: ServerState, body: ChatRequest
-) -> tuple[SamplingParams, Prompt, dict[str, Any], str, ToolUse | None]:
-    """The sampling parameters, and what `_read` returns."""
-    params = _params(body, state)
+) -> tuple[SamplingParams, SamplingParams, Prompt, dict[str, Any], str, ToolUse | None]:
+    """The sampling parameters, those with the tools' grammar, and what `_read` returns."""
+    given = _params(body, state)
     prompt, options, template, tools = _read(state, body)
-    if tools is not None:
-        params = tools.constrained(params)
+    params = given if tools is None else tools.constrained(given)
     params = replace(params, shown_token_ids=special_tags(template, tools, state.llm.tokenizer))
-    return params, prompt, options, template, tools
+    return given, params, prompt, options, template, tools
 
 
 def _read(state: ServerState, body: ChatRequest) -> tuple[Prompt, dict[str, Any], str, ToolUse | None]:
     """The prompt, its chat options, the chat template and the tools."""
-    prompt, options = _prompt(state.llm, body)
-    template = state.llm.tokenizer.template_source(body.chat_template, body.tools)
-    return prompt, options, template, read_tools(body, template, state.options.tool_parser, state.llm.tokenizer)
+    named, tokenizer = state.options.tool_parser, state.llm.tokenizer
+    template = tokenizer.template_source(body.chat_template, body.tools)
+    messages = [template_message(f"messages[{i}]", message, template) for i, message in enumerate(body.messages)]
+    tools = read_tools(body, template, named, tokenizer)
+    described = (body.tools or []) if tools is not None else []
+    options: dict[str, Any] = {}
+    if has_tools(template):
+        options = {"tools": described} if described else {}
+    elif named != "auto":
+        messages = as_text(messages, described, PARSERS[named])
+    prompt, more = _prompt(state.llm, body, messages, options)
+    return prompt, more, template, tools
 
 
-def _prompt(llm: LLM, body: ChatRequest) -> tuple[Prompt, dict[str, Any]]:
+def _prompt(
+    llm: LLM, body: ChatRequest, messages: list[dict[str, Any]], options: dict[str, Any]
+) -> tuple[Prompt, dict[str, Any]]:
     """The prompt and its chat options."""
-    options = dict(body.chat_template_kwargs or {})
-    if body.tools and body.tool_choice != "none":
-        options["tools"] = body.tools
-    messages = [template_message(f"messages[{i}]", message) for i, message in enumerate(body.messages)]
-    if not body.messages:
+    if not messages:
         raise invalid("messages", "the list is empty")
+    effort = effort_options("reasoning_effort", body.reasoning_effort)
+    options = {**effort, **(body.chat_template_kwargs or {}), **options}
     for name in ("chat_template", "add_generation_prompt"):
         if (value := getattr(body, name)) is not None:
             options[name] = value

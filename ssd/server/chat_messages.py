@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 from ssd.server.errors import invalid
 from ssd.server.parsing import Event, Reasoning
 from ssd.server.protocol import Json
 from ssd.server.tools import CallArguments, CallBegin, Text
 
+ROLES: Final = ("system", "user", "assistant", "tool")
 
-def template_message(where: str, given: Json) -> Json:
-    """A message as chat templates take it: the arguments of tool calls are objects, not JSON text."""
-    calls = given.get("tool_calls")
+
+def template_message(where: str, given: Json, template: str) -> Json:
+    """A message as chat templates take it: the arguments of tool calls are objects, not JSON text.
+
+    Beside the roles of the API there are those that the model's template names.
+    """
+    role, calls = given.get("role"), given.get("tool_calls")
+    if role == "developer":
+        given = {**given, "role": "system"}
+    elif role not in ROLES and not re.search(f"""["']{re.escape(str(role))}["']""", template):
+        raise invalid(f"{where}.role", f"{role!r:.60} is not one of {', '.join(ROLES)}, developer")
     if not calls:
         return given
     if not isinstance(calls, list):
-        raise invalid(f"{where}.tool_calls", "expected a list", "messages")
+        raise invalid(f"{where}.tool_calls", "expected a list")
     return {**given, "tool_calls": [_template_call(f"{where}.tool_calls[{j}]", call) for j, call in enumerate(calls)]}
 
 
 def _template_call(where: str, call: object) -> Json:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise invalid(where, "expected a function with its name and arguments", "messages")
+        raise invalid(where, "expected a function with its name and arguments")
     arguments = function.get("arguments", {})
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, Mapping):
-        raise invalid(f"{where}.function.arguments", "expected a JSON object as text", "messages")
+        raise invalid(f"{where}.function.arguments", "expected a JSON object as text")
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -19,9 +19,9 @@ from ssd.errors import RequestFailed
 from ssd.server.answers import STREAMED, CompletionLogprobs, check_common, event_stream, usage, worth_sending
 from ssd.server.errors import AsciiJSON, renaming, unsupported
 from ssd.server.generation import Generation, ServerState, start
-from ssd.server.protocol import CompletionRequest
+from ssd.server.protocol import CompletionRequest, JsonRoute
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 _MAX_TOKENS: Final = 16  # OpenAI's default
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any, Final, Literal
@@ -22,6 +22,7 @@ from ssd.errors import (
     EngineClosed,
     EngineFailed,
     ParametersFailed,
+    PromptTooLong,
     RequestError,
     RequestFailed,
     SSDError,
@@ -45,7 +46,9 @@ _MESSAGES_TYPES: Final = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-_PARAM: Final = re.compile(r"[a-z_]+(?=[=:\[.])|[a-z]+_[a-z_]+")  # what a RequestError's message begins with
+_INDEX: Final = re.compile(r"\[\d+\]")
+# what a RequestError's message begins with: the path of a value, or a name
+_PARAM: Final = re.compile(r"[a-z_]+(?:\[\d+\]|\.[a-z_]+)*(?=[=:])|[a-z]+_[a-z_]+")
 _UNION_TAG: Final = re.compile(r"str|int|float|bool|.*\[.*")  # pydantic's name of an alternative in a path
 _MOST_CHARS: Final = 1000  # longest message
 _INTERNAL: Final = "internal error: the server's log has the details"
@@ -125,12 +128,15 @@ class ApiError(Exception):
         return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id}
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """The same error under the name that a field has for this client."""
-        name = names.get(self.param) if self.param is not None else None
-        if name is None:
+        """The same error under the path that a value has for this client. `[]` in `names` is any index."""
+        path = _INDEX.sub("[]", self.param or "")
+        name = max((name for name in names if re.match(rf"{re.escape(name)}(?![a-z_])", path)), key=len, default=None)
+        if self.param is None or name is None:
             return self
-        message = re.sub(f"^{self.param}", name, self.message)
-        return ApiError(self.status, message, param=name, code=self.code, headers=self.headers)
+        indices = iter(_INDEX.findall(self.param))
+        param = re.sub(r"\[\]", lambda _: next(indices), names[name] + path[len(name) :])
+        message = param + self.message[len(self.param) :] if self.message.startswith(self.param) else self.message
+        return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
 
     def response(self, scope: Scope) -> AsciiJSON:
         """In the shape that the client of this path expects."""
@@ -139,19 +145,17 @@ class ApiError(Exception):
         return AsciiJSON(body, self.status, self.headers)
 
 
-def invalid(where: str, why: str, param: str | None = None) -> ApiError:
-    """`where`: the path of a value in the request; `param`: the parameter, if it is another text."""
-    return ApiError(400, f"{where}: {why}", param=where if param is None else param)
+def invalid(path: str, why: str) -> ApiError:
+    """`path`: that of a value in the request."""
+    return ApiError(400, f"{path}: {why}", param=path)
 
 
-def check_fields(where: str, value: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuses an object with a field that is not known; null counts as left out."""
-    if unknown := {name for name in value if value[name] is not None} - set(known):
-        raise unsupported(f"{where}.{min(unknown):.60}", "is not a known field")
+def unsupported(path: str, why: str) -> ApiError:
+    return ApiError(400, f"{path}: {why}", param=path, code="unsupported_parameter")
 
 
-def unsupported(param: str, why: str = "is not supported") -> ApiError:
-    return ApiError(400, f"{param}: {why}", param=param, code="unsupported_parameter")
+def unknown(path: str) -> ApiError:
+    return ApiError(400, f"{path}: is not a known parameter", param=path, code="unknown_parameter")
 
 
 @contextmanager
@@ -171,6 +175,8 @@ def api_error(error: Exception) -> ApiError:
         case ParametersFailed():
             structured = str(error).startswith(STRUCTURED_FAILED)
             return ApiError(400, str(error), code="structured_output_failed" if structured else "no_token_allowed")
+        case PromptTooLong():
+            return ApiError(400, str(error), param="prompt", code="context_length_exceeded")
         case RequestError():
             return _refused(str(error))
         case RequestFailed():
@@ -197,11 +203,12 @@ def _invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first validation error; a union reports one for every alternative, of which the closest is the best."""
     error = max(errors, key=_closeness, default=None)
     if error is None or error["type"] == "json_invalid":
-        return ApiError(400, "the body is not valid JSON", code="invalid_json")
+        reason = error["ctx"]["error"] if error is not None else "it is empty"
+        return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
     path = [str(part) for part in error["loc"][1:] if not _UNION_TAG.fullmatch(str(part))]
     param = path[0] if path else None
     if error["type"] == "extra_forbidden":
-        return unsupported(".".join(path), "is not a known parameter")
+        return unknown(".".join(path))
     return ApiError(400, f"{'.'.join(path) or 'the body'}: {error['msg']}", param=param)
 
 

@@ -11,10 +11,10 @@ from ssd.errors import RequestError
 from ssd.server.answers import check_model
 from ssd.server.errors import ApiError
 from ssd.server.generation import ServerState
-from ssd.server.protocol import DetokenizeRequest, TokenizeRequest
+from ssd.server.protocol import DetokenizeRequest, JsonRoute, TokenizeRequest
 from ssd.version import VERSION
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.get("/v1/models")

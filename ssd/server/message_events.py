@@ -56,7 +56,7 @@ class AnthropicMessageWriter:
 
     def end(self, output: RequestOutput) -> list[Json]:
         events = self._close()
-        stop, counts = self._stop(output), _usage(output)
+        stop, counts = self._stop(output), self._usage(output)
         self.answer |= {**stop, "usage": counts}
         return [*events, {"type": "message_delta", "delta": stop, "usage": counts}, {"type": "message_stop"}]
 
@@ -86,6 +86,19 @@ class AnthropicMessageWriter:
     def _delta(self, kind: str, **fields: str) -> Json:
         return {"type": "content_block_delta", "index": len(self.content) - 1, "delta": {"type": kind, **fields}}
 
+    def _usage(self, output: RequestOutput) -> Json:
+        counts = usage([output])
+        cached = counts["prompt_tokens_details"]["cached_tokens"]
+        thinking = "".join(block["thinking"] for block in self.content if block["type"] == "thinking")
+        num_thinking = len(self._tokenizer.encode(thinking, add_special_tokens=False))
+        return {
+            "input_tokens": counts["prompt_tokens"] - cached,  # the total is the sum of both
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": counts["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": num_thinking, **counts["completion_tokens_details"]},
+        }
+
     def _stop(self, output: RequestOutput) -> Json:
         """Why the message ended."""
         sequence = stop_sequence(output, self._tokenizer) if output.finish_reason == "stop" else None
@@ -96,18 +109,6 @@ class AnthropicMessageWriter:
         else:
             reason = "tool_use" if any(block["type"] == "tool_use" for block in self.content) else "end_turn"
         return {"stop_reason": reason, "stop_sequence": sequence}
-
-
-def _usage(output: RequestOutput) -> Json:
-    counts = usage([output])
-    cached = counts["prompt_tokens_details"]["cached_tokens"]
-    return {
-        "input_tokens": counts["prompt_tokens"] - cached,  # the total is the sum of both
-        "cache_read_input_tokens": cached,
-        "cache_creation_input_tokens": 0,
-        "output_tokens": counts["completion_tokens"],
-        "output_tokens_details": counts["completion_tokens_details"],
-    }
 
 
 def stop_sequence(output: RequestOutput, tokenizer: Tokenizer) -> str | None:

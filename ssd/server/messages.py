@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import json
+from typing import Final
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from ssd.server import parameters
 from ssd.server.answers import STREAMED
 from ssd.server.chat import prompt_tokens, respond, start_chat
-from ssd.server.errors import MESSAGES_ERROR_RESPONSES, check_fields, invalid, renaming, unsupported
+from ssd.server.errors import MESSAGES_ERROR_RESPONSES, invalid, renaming, unsupported
 from ssd.server.generation import ServerState
 from ssd.server.message_events import AnthropicMessageWriter
-from ssd.server.protocol import ChatRequest, Json, Jsons, SamplingRequest, Stops, Strict
+from ssd.server.parameters import check_fields
+from ssd.server.protocol import ChatRequest, Json, JsonRoute, Jsons, PublishedRequest, SamplingRequest, Stops
+from ssd.server.reasoning import effort_options
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
-class CountTokensRequest(Strict):
+_FIELD_NAMES: Final = {
+    "response_format.json_schema": "output_config.format",
+    "tools[].function.parameters": "tools[].input_schema",
+    "tools[].function": "tools[]",
+}
+
+
+class CountTokensRequest(PublishedRequest):
     """What the prompt is made of."""
 
+    published = parameters.MESSAGES
     model: str
     messages: Jsons
     system: str | Jsons | None = None
     tools: Jsons | None = None
     tool_choice: Json | None = None
     thinking: Json | None = None
+    output_config: Json | None = None  # with `format` and `effort`
     chat_template_kwargs: Json | None = None
 
 
@@ -38,7 +51,7 @@ class MessagesRequest(CountTokensRequest, SamplingRequest):
 @router.post("/v1/messages", responses={**STREAMED, **MESSAGES_ERROR_RESPONSES})
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     state = ServerState.of(request)
-    with renaming({} if body.stop_sequences is None else {"stop": "stop_sequences"}):
+    with renaming(_FIELD_NAMES | ({} if body.stop_sequences is None else {"stop": "stop_sequences"})):
         generation, form = await start_chat(state, _chat(body), request)
     model, num_prompt_tokens = state.options.served_model_name, len(generation.prompt_token_ids)
     writer = AnthropicMessageWriter(model, request.state.request_id, num_prompt_tokens, state.llm.tokenizer)
@@ -47,8 +60,9 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens", responses=MESSAGES_ERROR_RESPONSES)
 async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, int]:
-    chat = _chat(MessagesRequest(**body.model_dump(), max_tokens=1))
-    return {"input_tokens": len(await prompt_tokens(ServerState.of(request), chat, request))}
+    with renaming(_FIELD_NAMES):
+        chat = _chat(MessagesRequest(**body.model_dump(), max_tokens=1))
+        return {"input_tokens": len(await prompt_tokens(ServerState.of(request), chat, request))}
 
 
 # --- the request as a chat --------------------------------------------------------------------------------------------
@@ -63,6 +77,9 @@ def _chat(body: MessagesRequest) -> ChatRequest:
         raise invalid("stop_sequences", "give either this or stop")
     messages = _messages(body)
     choice, parallel = _tool_choice(body.tool_choice)
+    output = body.output_config or {}
+    check_fields("output_config", output, ("effort", "format"), parameters.OUTPUT_CONFIG)
+    effort = effort_options("output_config.effort", output.get("effort"))
     return ChatRequest(
         **{**same, "stop": body.stop if body.stop_sequences is None else body.stop_sequences},
         messages=messages,
@@ -71,24 +88,40 @@ def _chat(body: MessagesRequest) -> ChatRequest:
         tools=[_tool(i, tool) for i, tool in enumerate(body.tools or [])] or None,
         tool_choice=choice,
         parallel_tool_calls=parallel,
-        chat_template_kwargs={**_thinking(body.thinking), **(body.chat_template_kwargs or {})} or None,
+        response_format=_response_format(output.get("format")),
+        chat_template_kwargs={**effort, **_thinking(body.thinking), **(body.chat_template_kwargs or {})} or None,
     )
+
+
+def _response_format(form: object) -> Json | None:
+    if not form:
+        return None
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        raise invalid("output_config.format", "expected {'type': 'json_schema', 'schema': {…}}")
+    return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
 
 
 def _thinking(thinking: Json | None) -> Json:
     """As the variable that templates of reasoning models know."""
-    if thinking in (None, {"type": "adaptive"}):
+    if thinking is None:
         return {}
-    if thinking == {"type": "disabled"}:
-        return {"enable_thinking": False}
-    raise unsupported("thinking", "only {'type': 'adaptive'} and {'type': 'disabled'} are supported")
+    check_fields("thinking", thinking, ("type",), parameters.THINKING)
+    kinds: dict[object, Json] = {
+        "adaptive": {},
+        "enabled": {"enable_thinking": True},
+        "disabled": {"enable_thinking": False},
+    }
+    kind = thinking.get("type")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise invalid("thinking.type", f"{kind!r:.60} is not adaptive, enabled or disabled")
+    return kinds[kind]
 
 
 def _tool(index: int, tool: Json) -> Json:
     where = f"tools[{index}]"
     if tool.get("type", "custom") != "custom":
         raise unsupported(f"{where}.type", "only tools with a name and an input_schema are supported")
-    check_fields(where, tool, ("type", "name", "description", "input_schema", "strict", "cache_control"))
+    check_fields(where, tool, ("type", "name", "description", "input_schema", "strict"), parameters.MESSAGES_TOOL)
     function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
     return {"type": "function", "function": {**function, "parameters": tool.get("input_schema")}}
 
@@ -124,8 +157,10 @@ def _messages(body: MessagesRequest) -> list[Json]:
             messages += _user(where, content)
         elif role == "assistant":
             messages.append(_assistant(where, content))
+        elif role == "system":
+            messages.append({"role": "system", "content": _text(f"{where}.content", content)})
         else:
-            raise invalid(f"{where}.role", f"{role!r:.60} is neither user nor assistant")
+            raise invalid(f"{where}.role", f"{role!r:.60} is not user, assistant or system")
     return messages
 
 
@@ -136,7 +171,7 @@ def _user(where: str, content: object) -> list[Json]:
     results, texts = [], []
     for at, block in _blocks(where, content):
         if block.get("type") == "tool_result":
-            check_fields(at, block, ("type", "tool_use_id", "content", "is_error", "cache_control"))
+            check_fields(at, block, ("type", "tool_use_id", "content", "is_error"), parameters.MESSAGES_BLOCK)
             text = _text(f"{at}.content", block.get("content") or "")
             text = f"Error: {text}" if block.get("is_error") else text
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
@@ -151,13 +186,13 @@ def _assistant(where: str, content: object) -> Json:
     message: Json = {"role": "assistant", "content": ""}
     for at, block in _blocks(where, content):
         if block.get("type") == "tool_use":
-            check_fields(at, block, ("type", "id", "name", "input", "cache_control"))
+            check_fields(at, block, ("type", "id", "name", "input"), parameters.MESSAGES_BLOCK)
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
             function = {"name": block.get("name"), "arguments": arguments}
             call = {"id": block.get("id"), "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
         elif block.get("type") == "thinking":
-            check_fields(at, block, ("type", "thinking", "signature"))
+            check_fields(at, block, ("type", "thinking"), parameters.MESSAGES_BLOCK)
             message["reasoning_content"] = message.get("reasoning_content", "") + str(block.get("thinking", ""))
         else:
             message["content"] += _block_text(at, block)
@@ -176,10 +211,9 @@ def _text(where: str, content: object) -> str:
 
 
 def _block_text(where: str, block: Json) -> str:
-    """`cache_control` changes nothing: the prefix cache is always on."""
     if block.get("type") != "text":
         raise unsupported(f"{where}.type", f"blocks of type {block.get('type')!r:.60} are not supported")
-    check_fields(where, block, ("type", "text", "cache_control"))
+    check_fields(where, block, ("type", "text"), parameters.MESSAGES_BLOCK)
     if not isinstance(block.get("text"), str):
         raise invalid(f"{where}.text", "expected text")
     return str(block["text"])

@@ -1,4 +1,4 @@
-"""Requests of the OpenAI-compatible endpoints. A field that is not listed here is refused.
+"""Requests of the OpenAI-compatible endpoints. A field that is listed neither here nor in `parameters.py` is refused.
 
 Types and choices are checked here, ranges by `SamplingParams`; `GenerationRequest.sampling_params` is the one way from
 a request to those.
@@ -6,14 +6,23 @@ a request to those.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+import json
+import math
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any, ClassVar, Final, Literal, NoReturn
 
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, model_validator
+from pydantic.annotated_handlers import GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from ssd.constraints.structured import StructuredOutput
 from ssd.core import SamplingParams
-from ssd.errors import RequestError
-from ssd.server.errors import ApiError, invalid, unsupported
+from ssd.server import parameters
+from ssd.server.errors import unsupported
+from ssd.server.parameters import EMPTY, NONE, Table, check_fields, check_published
 
 MAX_TOP_LOGPROBS: Final = 20
 MAX_STOPS: Final = 1000
@@ -57,11 +66,45 @@ class Strict(BaseModel):
         return {name: value for name, value in fields.items() if name not in dropped} if dropped else fields
 
 
-class StreamOptions(Strict):
-    include_usage: bool = False  # a last chunk with the usage
+class PublishedRequest(Strict):
+    """A request, or a part of one, of a published API: what is null or empty counts as left out."""
+
+    published: ClassVar[Table] = NONE
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, fields: Any) -> Any:
+        """Also drops what is empty, and parameters that nothing here computes with, or refuses them."""
+        if not isinstance(fields, dict):
+            return fields
+        kept: Json = {}
+        unknown: Json = {}
+        for name, value in fields.items():
+            field = cls.model_fields.get(name)
+            if field is not None:
+                kept |= {name: value} if field.is_required() or value not in EMPTY else {}
+            elif name in cls.published:
+                check_published(name, value, cls.published[name])
+            else:
+                unknown = unknown or {name: value}
+        return kept | unknown
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """With those parameters."""
+        schema = handler.resolve_ref_schema(handler(core))
+        for name, parameter in cls.published.items():
+            values = {} if parameter.values is None else {"enum": list(parameter.values)}
+            schema["properties"].setdefault(name, {"description": "changes nothing", **values})
+        return schema
 
 
-class SamplingRequest(Strict):
+class StreamOptions(PublishedRequest):
+    published = parameters.STREAM_OPTIONS
+    include_usage: bool | None = None  # a last chunk with the usage
+
+
+class SamplingRequest(PublishedRequest):
     """What all endpoints that generate share. None: the default, as if the field were left out."""
 
     model: str
@@ -105,29 +148,28 @@ class GenerationRequest(SamplingRequest):
     @property
     def field_names(self) -> dict[str, str]:
         """The client's names of parameters that the library calls otherwise."""
-        return {"structured": "response_format" if self.structured_outputs is None else "structured_outputs"}
+        if self.structured_outputs is not None:
+            return {"structured": "structured_outputs", "structured.json_schema": "structured_outputs.json"}
+        nested = "json_schema" in (self.response_format or {})
+        schema = "response_format.json_schema.schema" if nested else "response_format.schema"
+        return {"structured": "response_format", "structured.json_schema": schema}
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def _structured(self) -> StructuredOutput | None:
-        name, value = "response_format", self.response_format
-        if self.structured_outputs is not None:
-            name = "structured_outputs"
-            if self.response_format is not None:
-                raise unsupported(name, "cannot be combined with response_format: give one of them")
-            if "type" in self.structured_outputs:
-                raise invalid(name, "type: is not one of its fields")
-            value = {"json_schema" if kind == "json" else kind: text for kind, text in self.structured_outputs.items()}
-        try:
-            return StructuredOutput.of(value)
-        except RequestError as error:
-            message = str(error)
-            raise ApiError(400, message if message.startswith(name) else f"{name}: {message}", param=name) from error
+        given = self.structured_outputs
+        if given is None:
+            return StructuredOutput.of(self.response_format)
+        if self.response_format is not None:
+            raise unsupported("structured_outputs", "cannot be combined with response_format: give one of them")
+        check_fields("structured_outputs", given, ("json", "regex", "choice", "grammar"))
+        return StructuredOutput.of({"json_schema" if kind == "json" else kind: text for kind, text in given.items()})
 
 
 class ChatRequest(GenerationRequest):
+    published = parameters.CHAT
     messages: Jsons
     max_completion_tokens: int | None = None  # another name of max_tokens
     logprobs: bool | None = None
@@ -139,18 +181,22 @@ class ChatRequest(GenerationRequest):
     tools: Jsons | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None  # a variable of the chat template
 
     @property
     def field_names(self) -> dict[str, str]:
-        names = super().field_names
+        names = {**super().field_names, "prompt": "messages"}
         if self.max_tokens is None:
             names["max_tokens"] = "max_completion_tokens"
+        if self.tools:
+            names["structured.grammar"] = "tools"
         if self.response_format is None and self.structured_outputs is None:
             names["structured"] = "tools"  # the grammar of forced and strict calls
         return names
 
 
 class CompletionRequest(GenerationRequest):
+    published = parameters.COMPLETIONS
     prompt: Prompts
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
@@ -177,6 +223,31 @@ def _listed(prompts: str | list[int] | list[str] | list[list[int]]) -> list[str 
     if isinstance(prompts, str) or isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
+
+
+class JsonRoute(APIRoute):
+    """Refuses NaN and infinite numbers in a body: they are not JSON, and an answer could not repeat them."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await handler(_JsonRequest(request.scope, request.receive))
+
+        return handle
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        return json.loads(await self.body(), parse_constant=_not_json, parse_float=_finite)
+
+
+def _not_json(constant: str) -> NoReturn:
+    raise json.JSONDecodeError(f"{constant:.60} is not a finite number", "", 0)
+
+
+def _finite(text: str) -> float:
+    return number if math.isfinite(number := float(text)) else _not_json(text)
 
 
 class TokenizeRequest(Strict):

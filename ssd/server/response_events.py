@@ -53,16 +53,17 @@ class ResponseWriter:
 
     def fail(self, error: ApiError) -> list[Json]:
         events = self._close(complete=False)
-        self.answer |= {"status": "failed", "error": {"code": "server_error", "message": error.message}}
+        code = "server_error" if error.status >= 500 else "invalid_prompt"  # two of the API's own
+        self.answer |= {"status": "failed", "error": {"code": code, "message": error.message}}
         return [*events, self._event("response.failed", response=self._snapshot())]
 
     def _usage(self, output: RequestOutput) -> Json:
         counts = usage([output])
         reasoning = "".join(item["content"][0]["text"] for item in self._output if item["type"] == "reasoning")
-        num_reasoning = len(self._tokenizer.encode(reasoning, add_special_tokens=False)) if reasoning else 0
+        num_reasoning = len(self._tokenizer.encode(reasoning, add_special_tokens=False))
         return {
             "input_tokens": counts["prompt_tokens"],
-            "input_tokens_details": counts["prompt_tokens_details"],
+            "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": counts["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": num_reasoning, **counts["completion_tokens_details"]},
             "total_tokens": counts["total_tokens"],

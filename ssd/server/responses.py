@@ -4,32 +4,43 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field
 
+from ssd.server import parameters
 from ssd.server.answers import STREAMED
 from ssd.server.chat import respond, start_chat
-from ssd.server.errors import check_fields, invalid, renaming, unsupported
+from ssd.server.errors import invalid, renaming, unsupported
 from ssd.server.generation import ServerState
-from ssd.server.protocol import ChatRequest, Json, Jsons, SamplingRequest, one_invalid
+from ssd.server.parameters import check_fields
+from ssd.server.protocol import ChatRequest, Json, JsonRoute, Jsons, SamplingRequest, Texts, one_invalid
+from ssd.server.reasoning import effort_options
 from ssd.server.response_events import ResponseWriter
 
-router = APIRouter()
-_STATELESS: Final = "is not supported: nothing is kept here; send the whole conversation as `input`"
+router = APIRouter(route_class=JsonRoute)
 _ITEM_FIELDS: Final = {
-    "message": {"type", "id", "status", "role", "content"},
-    "function_call": {"type", "id", "status", "call_id", "name", "arguments"},
-    "function_call_output": {"type", "id", "status", "call_id", "output"},
-    "reasoning": {"type", "id", "status", "summary", "content"},
+    "message": {"type", "role", "content"},
+    "function_call": {"type", "call_id", "name", "arguments"},
+    "function_call_output": {"type", "call_id", "name", "output"},
+    "reasoning": {"type", "content"},
 }
 _TEXT_PARTS: Final = ("input_text", "output_text", "text")
-_FIELD_NAMES: Final = {"response_format": "text.format", "max_tokens": "max_output_tokens", "messages": "input"}
+_LOGPROBS: Final = "message.output_text.logprobs"
+_FIELD_NAMES: Final = {
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "tools[].function": "tools[]",
+}
 
 
 class ResponsesRequest(SamplingRequest):
+    published = parameters.RESPONSES
     input: str | Annotated[Jsons, Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -37,21 +48,17 @@ class ResponsesRequest(SamplingRequest):
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
     text: Json | None = None  # with `format`
+    reasoning: Json | None = None  # with `effort`
+    include: Texts | None = None  # parts of an answer; most are of tools that are not there
     chat_template_kwargs: Json | None = None
     metadata: Annotated[dict[str, str], one_invalid(str)] | None = None  # returned with the response
-    truncation: Literal["disabled"] | None = None
-    store: bool | None = None
-    background: bool | None = None
-    previous_response_id: str | None = None
-    conversation: str | Json | None = None
 
 
 @router.post("/v1/responses", responses=STREAMED)
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     state = ServerState.of(request)
-    for name in ("store", "background", "previous_response_id", "conversation"):
-        if getattr(body, name) not in (None, False):
-            raise unsupported(name, _STATELESS)
+    if _LOGPROBS in (body.include or ()):
+        raise unsupported("include", f"{_LOGPROBS!r} is not supported: leave it out, or use /v1/chat/completions")
     with renaming(_FIELD_NAMES):
         generation, form = await start_chat(state, _chat(body), request)
     writer = ResponseWriter(_fields(body, state), state.llm.tokenizer)
@@ -97,14 +104,19 @@ def _chat(body: ResponsesRequest) -> ChatRequest:
         tools=[_tool(i, tool) for i, tool in enumerate(body.tools or [])] or None,
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
-        chat_template_kwargs=body.chat_template_kwargs,
+        chat_template_kwargs={**_reasoning(body.reasoning or {}), **(body.chat_template_kwargs or {})} or None,
     )
+
+
+def _reasoning(given: Json) -> Json:
+    check_fields("reasoning", given, ("effort",), parameters.REASONING)
+    return effort_options("reasoning.effort", given.get("effort"))
 
 
 def _response_format(text: Json | None) -> Json | None:
     if text is None:
         return None
-    check_fields("text", text, ("format",))
+    check_fields("text", text, ("format",), parameters.TEXT)
     form = text.get("format")
     if isinstance(form, dict) and form.get("type") == "json_schema":
         return {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
@@ -115,8 +127,10 @@ def _response_format(text: Json | None) -> Json | None:
 
 def _tool(index: int, tool: Json) -> Json:
     if tool.get("type") != "function":
-        raise unsupported(f"tools[{index}].type", "only tools of type 'function' are supported")
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+        raise unsupported(f"tools[{index}].type", "only tools of type 'function' are supported: leave others out")
+    known = ("name", "description", "parameters", "strict")
+    check_fields(f"tools[{index}]", tool, ("type", *known), parameters.RESPONSES_TOOL)
+    return {"type": "function", "function": {name: tool[name] for name in known if name in tool}}
 
 
 def _tool_choice(choice: str | Json | None) -> str | Json | None:
@@ -134,7 +148,7 @@ def _messages(body: ResponsesRequest) -> list[Json]:
         where, kind = f"input[{index}]", str(item.get("type", "message"))
         if kind not in _ITEM_FIELDS:
             raise unsupported(f"{where}.type", f"items of type {kind!r:.60} are not supported")
-        check_fields(where, item, _ITEM_FIELDS[kind])
+        check_fields(where, item, _ITEM_FIELDS[kind], parameters.RESPONSES_ITEM)
         if kind == "message":
             messages.append(_message(where, item))
         elif kind == "function_call":

@@ -14,14 +14,25 @@ from typing import Final
 
 from ssd.constraints.structured import StructuredOutput
 from ssd.core import SamplingParams
-from ssd.server.errors import check_fields, invalid, unsupported
+from ssd.engine.validation import Limits, check_request
+from ssd.errors import RequestError
+from ssd.server.errors import invalid, unsupported
+from ssd.server.parameters import check_fields
 from ssd.server.parsing import MessageFormat
 from ssd.server.protocol import ChatRequest, Json
 from ssd.server.reasoning import CLOSING, OPENING, marks_reasoning, opens_reasoning
-from ssd.server.tools import PARSERS, ToolParser, parser_for
+from ssd.server.tools import PARSERS, ToolParser, has_tools, parser_for
 from ssd.text.tokenizer import Tokenizer
 
 _MAX_DEPTH: Final = 64
+_NO_TOOLS: Final = (
+    "the model's chat template has no tools: start the server with --tool-parser hermes (or llama3, json), and they "
+    "are described in a system message"
+)
+_UNKNOWN_FORMAT: Final = (
+    "the model's chat template has tools, but its format of calls is not known: if it is llama3, hermes or json, start "
+    "the server with --tool-parser and this name"
+)
 _NAME: Final = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 # JSON as `json.dumps` writes it, and as models do: no other white space
 _LAYOUT: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -33,6 +44,7 @@ class ToolUse:
 
     parser: type[ToolParser]
     schemas: Mapping[str, Json]  # JSON Schema of the arguments, by tool name
+    paths: Mapping[str, str]  # where they are in the request
     strict: frozenset[str]  # tools whose arguments must follow their schema
     forced: bool  # the answer is a call
     parallel: bool
@@ -43,15 +55,29 @@ class ToolUse:
         return frozenset(self.schemas)
 
     def constrained(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with the constraint, if one is needed."""
-        if not self.forced and not self.strict:
-            return params
-        if params.structured is not None:
-            name = "tool_choice" if self.forced else "tools"
-            raise unsupported(name, "a constraint on calls cannot be combined with structured output")
-        return replace(params, structured=StructuredOutput(grammar=self._grammar()))
+        """The parameters with the constraint, if one is needed.
 
-    def _grammar(self) -> str:
+        Where an answer in JSON is wanted, too, it is one or the other: calls or the answer. A forced call is a call.
+        """
+        answer = params.structured if isinstance(params.structured, StructuredOutput) else None
+        if answer is None and not self.forced and not self.strict:
+            return params
+        if answer is not None and answer.kind not in ("json_schema", "json_object") and not self.forced:
+            if not self.strict:
+                return params  # no call is of that form
+            raise unsupported("tools", f"strict tools cannot be combined with a {answer.kind}")
+        return replace(params, structured=StructuredOutput(grammar=self._grammar(answer)))
+
+    def check_schemas(self, params: SamplingParams, limits: Limits) -> None:
+        """Raises an error with the path of the schema for which the constraint cannot be compiled, if it is one."""
+        for name, schema in self.schemas.items():
+            try:
+                check_request([0], SamplingParams(structured=StructuredOutput(json_schema=schema)), limits)
+            except RequestError as error:
+                raise invalid(self.paths[name], str(error).removeprefix("structured.json_schema: ")) from error
+        check_request([0], SamplingParams(structured=params.structured), limits)
+
+    def _grammar(self, answer: StructuredOutput | None) -> str:
         """In llguidance's dialect of Lark."""
         parser, names = self.parser, list(self.schemas)
         opening, closing = ("", "") if parser.bare else map(self._tag, (parser.opening, parser.closing))
@@ -65,7 +91,13 @@ class ToolUse:
         calls = f"{opening} call"
         if self.parallel:
             calls += f" ({json.dumps(parser.separator)} {calls})*"
-        return "\n".join([*([f"start: {calls}"] if self.forced else self._free_text(calls)), *rules])
+        if self.forced:
+            return "\n".join([f"start: {calls}", *rules])
+        if answer is None:
+            return "\n".join([*self._free_text(calls), *rules])
+        schema = json.loads(str(answer.json_schema)) if answer.json_schema is not None else {"type": "object"}
+        whole = {**(schema if isinstance(schema, dict) else {}), "x-guidance": _LAYOUT}
+        return "\n".join([f"start: {calls} | answer", f"answer: %json {json.dumps(whole)}", *rules])
 
     def _free_text(self, calls: str) -> list[str]:
         """Text with calls in it, or in place of it."""
@@ -89,9 +121,8 @@ def read_tools(body: ChatRequest, chat_template: str, tool_parser: str, tokenize
     `tool_parser`: a name of `PARSERS`, or "auto" for the one that fits the chat template.
     """
     if not body.tools:
-        for name in ("tool_choice", "parallel_tool_calls"):
-            if getattr(body, name) not in (None, "none"):
-                raise invalid(name, "only with tools")
+        if body.tool_choice not in (None, "none", "auto"):
+            raise invalid("tool_choice", "only with tools")
         return None
     if _is_deep(body.tools):
         raise invalid("tools", f"nested more than {_MAX_DEPTH} levels deep")
@@ -103,14 +134,16 @@ def read_tools(body: ChatRequest, chat_template: str, tool_parser: str, tokenize
     if choice == "none":
         return None
     parser = parser_for(chat_template) if tool_parser == "auto" else PARSERS[tool_parser]
-    if parser is None or not re.search(r"\btools\b", chat_template):
-        raise unsupported("tools", "the model's chat template has none, or writes calls in a format that is not known")
+    if parser is None:
+        raise unsupported("tools", _UNKNOWN_FORMAT if has_tools(chat_template) else _NO_TOOLS)
+    paths = {function["name"]: f"tools[{i}].function.parameters" for i, function in enumerate(functions)}
+    parallel = body.parallel_tool_calls is not False
     if choice not in ("auto", "required"):
-        schemas = {choice: schemas[choice]}
+        schemas, parallel = {choice: schemas[choice]}, False  # exactly one call
     strict = frozenset(function["name"] for function in functions if function.get("strict"))
     tags = (parser.opening, parser.closing, OPENING, CLOSING)
     tokens = frozenset(tag for tag in tags if tokenizer.token_id(tag) is not None)
-    return ToolUse(parser, schemas, strict, choice != "auto", body.parallel_tool_calls is not False, tokens)
+    return ToolUse(parser, schemas, paths, strict, choice != "auto", parallel, tokens)
 
 
 def special_tags(chat_template: str, tools: ToolUse | None, tokenizer: Tokenizer) -> list[int]:
@@ -135,13 +168,13 @@ def _function(where: str, tool: Json) -> Json:
         raise unsupported(where, "only {'type': 'function', 'function': {…}} is supported")
     function: Json = tool["function"]
     check_fields(where, tool, ("type", "function"))
-    check_fields(where, function, ("name", "description", "parameters", "strict"))
+    check_fields(f"{where}.function", function, ("name", "description", "parameters", "strict"))
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise invalid(f"{where}.function.name", "expected 1 to 64 letters, digits, '_', '-' or '.'", "tools")
+        raise invalid(f"{where}.function.name", "expected 1 to 64 letters, digits, '_', '-' or '.'")
     for field, kinds in (("description", str), ("parameters", dict), ("strict", bool)):
         if not isinstance(function.get(field), (kinds, type(None))):
-            raise invalid(f"{where}.function.{field}", "has another type", "tools")
+            raise invalid(f"{where}.function.{field}", "has another type")
     return function
 
 

@@ -205,9 +205,14 @@ class Llama3Parser(JsonParser):
 PARSERS: Final[Mapping[str, type[ToolParser]]] = {"llama3": Llama3Parser, "hermes": HermesParser, "json": JsonParser}
 
 
+def has_tools(chat_template: str) -> bool:
+    """Whether a chat template describes tools to the model."""
+    return re.search(r"\btools\b", chat_template) is not None
+
+
 def parser_for(chat_template: str) -> type[ToolParser] | None:
     """The parser for what a chat template teaches; None if it has no tools, or in a format that is not known."""
-    if not re.search(r"\btools\b", chat_template):
+    if not has_tools(chat_template):
         return None
     if HermesParser.opening in chat_template:
         return HermesParser

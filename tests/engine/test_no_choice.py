@@ -18,7 +18,7 @@ from fakes import Expected, Harness, ScriptedDrafter, StateDrafter, make_harness
 from ssd import LLM, SamplingParams
 from ssd.core import Delta, Outcome, RequestOutput, Work
 from ssd.decoding.rejection import RejectionTarget
-from ssd.errors import NO_CHOICE, RequestFailed
+from ssd.errors import ALL_FORBIDDEN, NO_CHOICE, RequestFailed
 
 # --- over a suspicious decoder ----------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ def test_a_sample_without_a_choice_fails_alone(alone: list[RequestOutput]) -> No
     """The samples after it, and in a larger batch those beside it, come to their own ends."""
     ends = [("a man man man man.", "stop")] + [("the old old old", "error")] * 3
     assert [(sample.text, sample.finish_reason) for sample in alone[0].samples] == ends
-    assert alone[0].error == NO_CHOICE
+    assert alone[0].error == ALL_FORBIDDEN
     assert [output.finish_reason for output in alone[1:]] == ["error", "error", "stop", "length"]
     assert answers(answer(max_num_seqs=8)) == answers(alone)
 
@@ -225,7 +225,7 @@ def test_a_request_fails_if_all_samples_do(llm: LLM) -> None:
     with pytest.raises(RequestFailed, match="there is no token to choose"):
         llm.generate("Once", everything)
     [output] = llm.generate(["Once"], everything)
-    assert (output.error, [sample.finish_reason for sample in output.samples]) == (NO_CHOICE, ["error", "error"])
+    assert (output.error, [sample.finish_reason for sample in output.samples]) == (ALL_FORBIDDEN, ["error", "error"])
     assert [sample.metrics.time_to_first_token for sample in output.samples] == [None, None]
     pytest.importorskip("llguidance")
     some = SamplingParams(1.5, seed=5, n=4, structured={"regex": SIBLINGS}, logit_bias=forbidden(llm))

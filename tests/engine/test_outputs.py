@@ -6,6 +6,7 @@ The tokenizer is made on the spot: ids 0..255 are the bytes, then an end token, 
 from __future__ import annotations
 
 import itertools
+import math
 import timeit
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -20,7 +21,7 @@ from tokenizers import Tokenizer as Backend
 from ssd.core import FinishReason, Outcome, SamplingParams, TokenLogprobs, sequence_seed
 from ssd.engine.driver import Driver
 from ssd.engine.outputs import OutputProcessor, StopStrings, refused
-from ssd.errors import NO_CHOICE, STRUCTURED_FAILED
+from ssd.errors import ALL_FORBIDDEN, NO_CHOICE, STRUCTURED_FAILED
 from ssd.llm import LLM
 from ssd.text.tokenizer import Tokenizer
 
@@ -67,7 +68,7 @@ class Script:
             stop_token_ids=frozenset(stop_token_ids),
             max_tokens=len(prompt) + params.max_new_tokens,
         )
-        self.writer = OutputProcessor(self.sequence, TOKENIZER)
+        self.writer = OutputProcessor(self.sequence, TOKENIZER, VOCAB)
         self.reason: FinishReason | None = None
         self.pieces: list[str] = []
 
@@ -103,6 +104,20 @@ def test_a_failure_comes_after_the_accepted_tokens() -> None:
     script = Script(SamplingParams(stop="END")).write("one ", [*ids("two E"), -1])
     assert script.result == ("one two E", "error")
     assert script.writer.error == NO_CHOICE
+
+
+@pytest.mark.parametrize(
+    ("params", "error"),
+    [
+        (SamplingParams(logit_bias=dict.fromkeys(range(VOCAB), -math.inf)), ALL_FORBIDDEN),
+        (SamplingParams(logit_bias=dict.fromkeys(range(1, VOCAB), -math.inf)), NO_CHOICE),
+        (SamplingParams(logit_bias=dict.fromkeys(range(1, VOCAB), -math.inf), min_tokens=1), ALL_FORBIDDEN),
+    ],
+)
+def test_what_the_request_forbids_is_told_from_what_the_model_computes(params: SamplingParams, error: str) -> None:
+    """Catches a client that is told of bad weights, and an operator who is told of a client's parameters."""
+    script = Script(params, stop_token_ids=[0]).write([-1])
+    assert (script.writer.error, script.reason) == (error, "error")
 
 
 def test_a_stop_among_the_accepted_tokens_is_no_failure() -> None:
@@ -339,7 +354,7 @@ def test_nothing_is_flushed_after_a_stop_string() -> None:
 def test_without_a_tokenizer_there_are_tokens_only() -> None:
     """Catches a checkpoint without a tokenizer that cannot be served at all."""
     sequence = make_sequence([1], stop_token_ids=frozenset({9}))
-    writer = OutputProcessor(sequence, None)
+    writer = OutputProcessor(sequence, None, 16)
     assert writer.append(Outcome((5, 6))) is None
     assert writer.append(Outcome((9, 7))) == "stop"
     writer.finish()

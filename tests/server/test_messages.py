@@ -15,6 +15,7 @@ from live_server import MODEL, Served, serving
 
 from ssd import LLM, SamplingParams
 
+BAD = {"type": "objekt"}
 GREEDY = {"temperature": 0.0}  # newer clients have no such argument
 ASK: Any = [{"role": "user", "content": "Tell me a story."}]
 
@@ -118,7 +119,7 @@ def test_count_tokens_refusals(served: Served) -> None:
     """As those of a message, in this API's shape; sampling parameters are none of its fields."""
     client = client_of(served).messages
     with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].role"):
-        client.count_tokens(model=MODEL, messages=[{"role": "system", "content": "x"}])  # type: ignore[typeddict-item]
+        client.count_tokens(model=MODEL, messages=[{"role": "robot", "content": "x"}])  # type: ignore[typeddict-item]
     with pytest.raises(anthropic.BadRequestError, match="max_tokens") as caught:
         client.count_tokens(model=MODEL, messages=ASK, extra_body={"max_tokens": 5})
     assert caught.value.body["type"] == "error"  # type: ignore[index]
@@ -129,10 +130,14 @@ def test_count_tokens_refusals(served: Served) -> None:
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-        ({"service_tier": "auto"}, "service_tier"),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
+        ({"thinking": {"type": "sometimes"}}, "thinking.type"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": BAD}}}, "output_config.format.schema"),
+        ({"output_config": {"effort": "huge"}}, "output_config.effort"),
+        ({"tools": [{"name": "f", "input_schema": BAD}], "tool_choice": {"type": "any"}}, "tools\\[0\\].input_schema"),
+        ({"extra_body": {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}}, "context_manag"),
         ({"extra_body": {"n": 2}}, "n: "),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages\\[0\\].role"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages\\[0\\].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages\\[0\\].content\\[0\\].type"),
         ({"messages": []}, "messages"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools\\[0\\].type"),

@@ -16,6 +16,8 @@ from live_server import MODEL, Served
 from ssd import SamplingParams
 
 QUESTION = "Tell me a story."
+BAD = {"type": "objekt"}
+FORCED = {"tool_choice": "required"}
 CHAT = [{"role": "user", "content": QUESTION}]
 
 
@@ -95,18 +97,21 @@ def test_items_and_instructions(served: Served) -> None:
 @pytest.mark.parametrize(
     ("more", "param"),
     [
-        ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
-        ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+        ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"extra_body": {"n": 2}}, "n"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": BAD}}}, "text.format.schema"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": BAD}], **FORCED}, "tools[0].parameters"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
-        ({"input": [{"role": "user", "content": "", "phase": "commentary"}]}, "input[0].phase"),
+        ({"input": [{"role": "user", "content": "", "stage": "commentary"}]}, "input[0].stage"),
         ({"input": [{"role": "robot", "content": ""}]}, "input[0].role"),
         ({"input": []}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

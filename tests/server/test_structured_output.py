@@ -24,6 +24,8 @@ SCHEMA: dict[str, Any] = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+BAD = {"type": "objekt"}
+SCHEMAS = "response_format.json_schema"
 CHAT: Any = [{"role": "user", "content": "Who are you?"}]
 
 
@@ -77,11 +79,13 @@ def test_other_kinds(served: Served, asked: dict[str, Any], pattern: str) -> Non
     ("change", "param"),
     [
         ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
-        ({"structured_outputs": {"regex": r"[^\s\S]"}}, "structured_outputs"),  # no text is valid
-        ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs"),  # an endless schema
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": BAD}}}, f"{SCHEMAS}.schema"),
+        ({"structured_outputs": {"json": BAD}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": r"[^\s\S]"}}, "structured_outputs.regex"),  # no text is valid
+        ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs.json"),  # an endless schema
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
-        ({"structured_outputs": {"yaml": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"yaml": "a"}}, "structured_outputs.yaml"),
         ({"structured_outputs": {"regex": "a"}, "min_tokens": 2}, "min_tokens"),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
     ],

@@ -19,15 +19,20 @@ import jsonschema
 import openai
 from live_server import MODEL, Served, serving
 
+import ssd
 from server.scripted import ARGUMENTS, CALL, LLAMA_TEMPLATE, TEMPLATE, WEATHER, Script, checkpoint
 from ssd import LLM, SamplingParams
 from ssd.core import RequestMetrics, RequestOutput, Sample
+from ssd.server.errors import ApiError
 from ssd.server.message_events import stop_sequence
+from ssd.server.protocol import ChatRequest
+from ssd.server.tool_use import read_tools
+from ssd.text.tokenizer import load_tokenizer
 
 CHAT_TOOL: Any = {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}
+BAD_TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "objekt"}}}
 RESPONSES_TOOL: Any = {"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": False}
 MESSAGES_TOOL: Any = {"name": "get_weather", "description": "Forecast", "input_schema": WEATHER}
-BROKEN_CALL: Any = {"function": {"name": "f", "arguments": "{"}}
 ASK: Any = [{"role": "user", "content": "Weather?"}]
 
 
@@ -129,16 +134,16 @@ def test_reasoning_opened_by_the_prompt(tool_server: Served, script: Script) -> 
     ("more", "param"),
     [
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"tools": [{"type": "retrieval"}]}, "tools[0]"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "schema": {}}}]}, "tools[0].schema"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "schema": {}}}]}, "tools[0].function.schema"),
+        ({"tools": [CHAT_TOOL, BAD_TOOL], "tool_choice": "required"}, "tools[1].function.parameters"),
         ({"tools": [CHAT_TOOL, CHAT_TOOL]}, "tools"),
         ({"tools": [CHAT_TOOL], "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [CHAT_TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-            "messages",
+            "messages[0].tool_calls[0].function.arguments",
         ),
     ],
 )
@@ -148,10 +153,106 @@ def test_refusals_name_the_field(tool_server: Served, more: dict[str, Any], para
     assert caught.value.param == param
 
 
-def test_a_template_without_tools_refuses_them(served: Served) -> None:
-    with pytest.raises(openai.BadRequestError, match="chat template") as caught:
-        served.client().chat.completions.create(model=MODEL, messages=ASK, tools=[CHAT_TOOL])
-    assert caught.value.param == "tools"
+# --- templates without tools, or with unknown ones --------------------------------------------------------------------
+
+
+CALLED: Any = [
+    {"role": "system", "content": "Be brief."},
+    *ASK,
+    {
+        "role": "assistant",
+        "content": "I look.",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": ARGUMENTS}}],
+    },
+    {"role": "tool", "tool_call_id": "1", "content": "18 degrees"},
+]
+
+
+@pytest.fixture(scope="module")
+def plain_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """A model whose template knows neither tools nor messages but those of users and assistants."""
+    with LLM(checkpoint(tmp_path_factory.mktemp("plain"), template=PLAIN), device="cpu", max_model_len=1024) as llm:
+        yield llm
+
+
+PLAIN = (
+    "{% for message in messages %}{% if message.role not in ('system', 'user', 'assistant') or not message.content %}"
+    "{{ raise_exception('what is this?') }}{% endif %}[{{ message.role }}]{{ message.content }}{% endfor %}[assistant]"
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "remedy"),
+    [
+        ("", "has no tools: start the server with --tool-parser hermes"),
+        ("{{ tools }}", "its format of calls is not known: if it is llama3, hermes or json, start"),
+    ],
+)
+def test_why_tools_are_refused_is_said_with_a_remedy(plain_llm: LLM, more: str, remedy: str) -> None:
+    """Catches one message for two causes."""
+    body = ChatRequest(model=MODEL, messages=ASK, tools=[CHAT_TOOL])
+    with pytest.raises(ApiError, match=remedy) as caught:
+        read_tools(body, PLAIN + more, "auto", plain_llm.tokenizer)
+    assert (caught.value.status, caught.value.param) == (400, "tools")
+
+
+@pytest.mark.parametrize(
+    ("parser", "call"),
+    [
+        ("hermes", f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'),
+        ("json", f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}'),
+    ],
+)
+def test_a_named_parser_describes_tools_to_a_template_without_any(
+    plain_llm: LLM, monkeypatch: pytest.MonkeyPatch, parser: str, call: str
+) -> None:
+    """Catches tools, calls and results that the model never sees, or a template that is given what it refuses."""
+    script = Script()
+    monkeypatch.setattr("ssd.server.chat.start", script.start())
+    script.text = call
+    with serving(plain_llm, tool_parser=parser) as served:
+        client = served.client().chat.completions
+        message = client.create(model=MODEL, messages=CALLED, tools=[CHAT_TOOL]).choices[0].message
+        assert [c.function.arguments for c in message.tool_calls] == [ARGUMENTS]
+        assert script.prompt.startswith("[system]Be brief.\n\nYou can call functions.")
+        assert json.dumps(CHAT_TOOL) in script.prompt
+        results = f"[assistant]I look.\n{call}[user]<tool_response>\n18 degrees\n</tool_response>[assistant]"
+        assert script.prompt.endswith(results)
+        client.create(model=MODEL, messages=ASK, tools=[CHAT_TOOL])
+        assert script.prompt.startswith("[system]You can call functions.")
+        client.create(model=MODEL, messages=ASK)
+        assert script.prompt == f"[user]{ASK[0]['content']}[assistant]"
+
+
+# --- bundled models ---------------------------------------------------------------------------------------------------
+
+
+def test_bundled_models_call_a_tool_that_is_required(served: Served) -> None:
+    """Catches a bundled template without tools: the first thing that people try."""
+    pytest.importorskip("llguidance")
+    client = served.client().chat.completions
+    options: dict[str, Any] = {"model": MODEL, "tools": [CHAT_TOOL], "seed": 3, "max_tokens": 100}
+    answer = client.create(**options, messages=ASK, tool_choice="required", parallel_tool_calls=False)
+    [call] = answer.choices[0].message.tool_calls
+    jsonschema.validate(json.loads(call.function.arguments), WEATHER)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "18 degrees"}
+    assert client.create(**options, messages=[*ASK, answer.choices[0].message, result]).usage.completion_tokens
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-llama-draft", "tiny-qwen3", "tiny-qwen3-draft"])
+def test_bundled_templates_write_chats_without_tools_as_they_did(model: str) -> None:
+    """Catches other prompts than those that the models were trained and measured with."""
+    tokenizer = load_tokenizer(Path(ssd.__file__).parent / "bundle" / model)
+    chat = [{"role": role, "content": f" {role} \n"} for role in ("system", "user", "assistant", "user")]
+    if "llama" in model:
+        texts = [f"<|start_header_id|>{m['role']}<|end_header_id|>\n\n{m['role']}<|eot_id|>" for m in chat]
+        expected = "<|begin_of_text|>" + "".join(texts) + "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    else:
+        texts = [f"<|im_start|>{m['role']}\n{m['role']}<|im_end|>\n" for m in chat]
+        expected = "".join(texts) + "<|im_start|>assistant\n"
+    assert tokenizer.apply_chat_template(chat) == expected
+    assert tokenizer.apply_chat_template(chat, tools=[]) == expected
+    assert "get_weather" in tokenizer.apply_chat_template(chat, tools=[CHAT_TOOL])
 
 
 # --- forced calls, by the model itself --------------------------------------------------------------------------------

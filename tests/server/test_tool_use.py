@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi", reason="needs the extras serve and dev")
 
 
+import ssd
 from ssd.core import SamplingParams
 from ssd.server.protocol import ChatRequest
 from ssd.server.tool_use import ToolUse, read_tools
@@ -34,7 +36,7 @@ def real_tokenizer(name: str) -> Tokenizer:
     return load_tokenizer(REAL_TOKENIZERS / name)
 
 
-def tools_of(tokenizer: Tokenizer, strict: bool = False, choice: str = "auto", parallel: bool = True) -> ToolUse:
+def tools_of(tokenizer: Tokenizer, strict: bool = False, choice: Any = "auto", parallel: bool = True) -> ToolUse:
     function = {"name": "add", "parameters": SCHEMA, "strict": strict}
     body = ChatRequest(
         model="m",
@@ -48,9 +50,9 @@ def tools_of(tokenizer: Tokenizer, strict: bool = False, choice: str = "auto", p
     return use
 
 
-def follows(tokenizer: Tokenizer, use: ToolUse, text: str) -> bool:
+def follows(tokenizer: Tokenizer, use: ToolUse, text: str, **params: Any) -> bool:
     """Whether every token of the text, as the tokenizer splits it, and then the end are allowed."""
-    structured = use.constrained(SamplingParams()).structured
+    structured = use.constrained(SamplingParams(**params)).structured
     assert structured is not None
     assert tokenizer.eos_token_id is not None
     grammars = Grammars(tokenizer.backend, tokenizer.vocab_size, [tokenizer.eos_token_id])
@@ -81,6 +83,33 @@ def test_strict_calls(name: str) -> None:
     assert not follows(tokenizer, use, call.replace("12", '"x"'))
     if name == "qwen3":
         assert follows(tokenizer, use, f"<think>\nHm.\n</think>\n\nI look.\n{call}\n{call}")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_agent_with_a_structured_answer_can_still_call(strict: bool) -> None:
+    """Catches a schema of the answer that forbids calls, and strict tools that are refused beside one."""
+    tokenizer = load_tokenizer(Path(ssd.__file__).parent / "bundle" / "tiny-qwen3")
+    use = tools_of(tokenizer, strict=strict)
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "additionalProperties": False}
+    for text, allowed in (
+        (CALLS["qwen3"], True),
+        (f"{CALLS['qwen3']}\n{CALLS['qwen3']}", True),
+        ('{"ok": true}', True),
+        ('{"ok": 1}', False),
+        ("Hello", False),
+        (CALLS["qwen3"].replace("12", '"x"'), not strict),
+    ):
+        assert follows(tokenizer, use, text, structured={"json_schema": schema}) == allowed, text
+    forced = tools_of(tokenizer, choice="required")
+    assert not follows(tokenizer, forced, '{"ok": true}', structured={"json_schema": schema})
+
+
+def test_a_named_tool_is_called_once() -> None:
+    """Catches a small model that repeats the call until its tokens are used up."""
+    tokenizer = load_tokenizer(Path(ssd.__file__).parent / "bundle" / "tiny-qwen3")
+    named = tools_of(tokenizer, choice={"type": "function", "function": {"name": "add"}})
+    assert follows(tokenizer, named, CALLS["qwen3"])
+    assert not follows(tokenizer, named, f"{CALLS['qwen3']}\n{CALLS['qwen3']}")
 
 
 def test_without_constraint() -> None:

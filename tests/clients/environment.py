@@ -1,0 +1,32 @@
+"""The clients' environment: a virtual environment with their newest versions, apart from ours."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+SESSIONS = (  # of `sessions.py`
+    "openai",
+    "openai-agents",
+    "anthropic",
+    "langchain-openai",
+    "langchain-anthropic",
+    "pydantic-ai",
+    "instructor",
+    "litellm",
+)
+_PACKAGES = [name.replace("pydantic-ai", "pydantic-ai-slim[openai,anthropic]") for name in SESSIONS]
+
+
+def build(folder: Path) -> Path:
+    """Its interpreter; CalledProcessError, with the reason on standard error, if it cannot be built."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        for command in (
+            [sys.executable, "-m", "venv", folder],
+            [python, "-m", "pip", "install", "--quiet", "uv"],  # pip takes minutes to find versions that fit together
+            [python, "-m", "uv", "pip", "install", "--quiet", "--native-tls", "--python", python, *_PACKAGES],
+        ):
+            subprocess.run(command, check=True, capture_output=True, text=True)
+    return python

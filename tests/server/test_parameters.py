@@ -1,0 +1,187 @@
+"""Parameters of the published APIs: which are accepted, ignored or refused, and that the docs say so."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extras serve and dev")
+pytest.importorskip("openai", reason="needs the extras serve and dev")
+pytest.importorskip("anthropic", reason="needs the extras serve and dev")
+
+import httpx
+from anthropic.types import message_count_tokens_params, message_create_params
+from anthropic.types.beta import message_create_params as beta_message_create_params
+from live_server import MODEL, Served
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
+
+from ssd.server import parameters
+from ssd.server.messages import CountTokensRequest, MessagesRequest
+from ssd.server.parameters import EMPTY, Table
+from ssd.server.protocol import ChatRequest, CompletionRequest, PublishedRequest
+from ssd.server.responses import ResponsesRequest
+
+DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
+CHAT = [{"role": "user", "content": "Hello"}]
+DOORS: dict[str, tuple[type[PublishedRequest], dict[str, Any]]] = {
+    "/v1/chat/completions": (ChatRequest, {"messages": CHAT, "max_tokens": 1}),
+    "/v1/completions": (CompletionRequest, {"prompt": "Hello", "max_tokens": 1}),
+    "/v1/responses": (ResponsesRequest, {"input": "Hello", "max_output_tokens": 1}),
+    "/v1/messages": (MessagesRequest, {"messages": CHAT, "max_tokens": 1}),
+    "/v1/messages/count_tokens": (CountTokensRequest, {"messages": CHAT}),
+}
+PUBLISHED: dict[str, set[str]] = {  # by the APIs' own clients; `betas` is a header
+    "/v1/chat/completions": {*chat_create_params.CompletionCreateParamsBase.__annotations__},
+    "/v1/completions": {*completion_create_params.CompletionCreateParamsBase.__annotations__},
+    "/v1/responses": {*response_create_params.ResponseCreateParamsBase.__annotations__},
+    "/v1/messages": {
+        *message_create_params.MessageCreateParamsBase.__annotations__,
+        *beta_message_create_params.MessageCreateParamsBase.__annotations__,
+    }
+    - {"betas"},
+    "/v1/messages/count_tokens": {*message_count_tokens_params.MessageCountTokensParams.__annotations__},
+}
+
+
+def post(served: Served, path: str, **fields: Any) -> tuple[int, dict[str, Any]]:
+    answer = httpx.post(served.url + path, json={"model": MODEL, **DOORS[path][1], **fields}, timeout=60)
+    return answer.status_code, answer.json().get("error") or {}
+
+
+@pytest.mark.parametrize("path", DOORS)
+def test_every_parameter_of_the_published_api_is_known(path: str) -> None:
+    """Catches a parameter that a newer client sends, and that would be refused as not known."""
+    model, _ = DOORS[path]
+    assert not PUBLISHED[path] - model.model_fields.keys() - model.published.keys()
+    assert not model.model_fields.keys() & model.published.keys()
+
+
+@pytest.mark.parametrize("path", DOORS)
+def test_what_is_null_or_empty_is_accepted(served: Served, path: str) -> None:
+    """Catches `"include": []` and the like, which clients send for what nobody has set."""
+    model, given = DOORS[path]
+    names = [name for name in (*PUBLISHED[path], *model.published) if name not in ("model", *given, "stream")]
+    assert post(served, path, **dict.fromkeys(names)) == (200, {})
+    for empty in EMPTY[1:]:
+        accepted = {
+            n: empty for n in names if n not in model.published or empty in (model.published[n].values or EMPTY)
+        }
+        assert post(served, path, **accepted) == (200, {}), empty
+
+
+@pytest.mark.parametrize("path", DOORS)
+def test_hints_and_defaults_are_accepted_and_others_are_not_supported(served: Served, path: str) -> None:
+    """Catches a hint that is refused, a default that is, and what would change the answer but is ignored."""
+    table = DOORS[path][0].published
+    hints = {name: {"x": 1} for name, parameter in table.items() if parameter.values is None}
+    assert post(served, path, **hints) == (200, {})
+    defaults = {name: parameter.values[-1] for name, parameter in table.items() if parameter.values}
+    assert post(served, path, **defaults) == (200, {})
+    for name in defaults:
+        status, error = post(served, path, **{name: "something else"})
+        assert status == 400
+        assert f"{name}: is not supported: " in error["message"]
+    status, error = post(served, path, nonsense=1)
+    assert status == 400
+    assert "nonsense: is not a known parameter" in error["message"]
+
+
+def test_not_known_and_not_supported_have_codes(served: Served) -> None:
+    path = "/v1/chat/completions"
+    for name, code in (("nonsense", "unknown_parameter"), ("audio", "unsupported_parameter")):
+        _, error = post(served, path, **{name: {"voice": "x"}})
+        assert (error["param"], error["code"]) == (name, code)
+
+
+def listed(table: Table) -> str:
+    """A table of `parameters.py` as the docs write it: hints; then the others, with their values."""
+    hints = [f"`{name}`" for name, parameter in sorted(table.items()) if parameter.values is None]
+    others = []
+    for name, parameter in sorted(table.items()):
+        values = [value for value in parameter.values or () if value not in EMPTY]
+        texts = [f"`{json.dumps(value)}`" for value in values]
+        others += [f"`{name}`" + (f" ({', '.join(texts)})" if texts else "")] if parameter.values is not None else []
+    return f"| {', '.join(hints)} | {', '.join(others)} |"
+
+
+def test_the_docs_list_what_is_ignored_and_what_is_not_supported() -> None:
+    """Catches a table in the code that the docs do not have, or have otherwise."""
+    text = DOCS.read_text()
+    for name, table in vars(parameters).items():
+        if name.isupper() and name[0] != "_" and isinstance(table, dict) and table:
+            assert listed(table) in text, f"{name}: {listed(table)}"
+
+
+@pytest.mark.parametrize("path", DOORS)
+def test_the_schema_has_them(served: Served, path: str) -> None:
+    schema = httpx.get(f"{served.url}/openapi.json").json()
+    body = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    properties = schema["components"]["schemas"][body["$ref"].rpartition("/")[2]]["properties"]
+    assert DOORS[path][0].published.keys() <= properties.keys()
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+def test_numbers_that_are_not_finite_are_no_json(served: Served, number: str) -> None:
+    """Catches a 500 where an answer repeats such a number, and a grammar or a bias that is made of one."""
+    tool = f'{{"type": "function", "name": "f", "parameters": {{"const": {number}}}}}'
+    bodies = {
+        "/v1/chat/completions": f'{{"model": "{MODEL}", "messages": [], "logit_bias": {{"5": {number}}}}}',
+        "/v1/responses": f'{{"model": "{MODEL}", "input": "x", "max_output_tokens": 1, "tools": [{tool}]}}',
+        "/tokenize": f'{{"prompt": {number}}}',
+    }
+    for path, body in bodies.items():
+        answer = httpx.post(served.url + path, content=body, headers={"content-type": "application/json"}, timeout=60)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+        assert f"{number} is not a finite number" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "param"),
+    [
+        ("/v1/chat/completions", "messages", "messages"),
+        ("/v1/completions", "prompt", "prompt"),
+        ("/v1/responses", "input", "input"),
+        ("/v1/messages", "messages", None),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_named_as_clients_expect_it(
+    served: Served, path: str, field: str, param: str | None
+) -> None:
+    """Catches agents that cannot tell when to shorten their history. The wording is that which clients look for."""
+    text = "word " * 5000
+    prompt = text if field in ("prompt", "input") else [{"role": "user", "content": text}]
+    status, error = post(served, path, **{field: prompt})
+    assert status == 400
+    assert re.search("prompt is too long.*this model's maximum context length is", error["message"])
+    if param is not None:
+        assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+
+
+def test_efforts_are_variables_of_the_chat_template(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an effort that is accepted and never reaches the model's template."""
+    seen: list[dict[str, Any]] = []
+    render = served.llm.render_chat
+
+    def watched(messages: Any, options: Any = None) -> str:
+        seen.append(dict(options or {}))
+        return render(messages, options)
+
+    monkeypatch.setattr(served.llm, "render_chat", watched)
+    asked = (
+        ("/v1/chat/completions", {"reasoning_effort": "low"}),
+        ("/v1/responses", {"reasoning": {"effort": "low"}}),
+        ("/v1/messages", {"output_config": {"effort": "low"}}),
+        ("/v1/chat/completions", {"reasoning_effort": "none"}),
+        ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
+    )
+    for path, fields in asked:
+        assert post(served, path, **fields) == (200, {})
+    low: list[dict[str, Any]] = list(itertools.repeat({"reasoning_effort": "low"}, 3))
+    assert seen == [*low, {"reasoning_effort": "none", "enable_thinking": False}, {"enable_thinking": True}]
