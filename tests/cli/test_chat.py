@@ -319,7 +319,7 @@ def test_a_conversation_may_outgrow_the_context() -> None:
     assert done.exit_code == 0, done.output
     said = " ".join(done.stderr.split())
     assert "the model does not see" in said
-    assert "max_model_len=128" in said  # the long one is refused, and the chat goes on
+    assert "maximum context length is 128" in said  # the long one is refused, and the chat goes on
     assert said.count("error:") == 1
 
 

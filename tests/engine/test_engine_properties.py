@@ -367,7 +367,7 @@ def test_an_id_may_be_used_again_when_its_request_is_done() -> None:
     ("prompt", "params", "message"),
     [
         ([], SamplingParams(), "empty"),
-        ([0] * 64, SamplingParams(), "max_model_len=64"),
+        ([0] * 64, SamplingParams(), "maximum context length is 64"),
         ([0, VOCAB], SamplingParams(), "token ids"),
         ([-1], SamplingParams(), "token ids"),
         ([1.5], SamplingParams(), "token ids"),

@@ -265,7 +265,7 @@ def test_up_to_exactly_the_maximum_length(llm: LLM) -> None:
         [out] = llm.generate([5] * length, unlimited)
         assert len(out.token_ids) == 64 - length
         assert out.finish_reason == "length"
-    with pytest.raises(RequestError, match="max_model_len=64"):
+    with pytest.raises(RequestError, match="maximum context length is 64"):
         llm.generate([5] * 64, unlimited)
 
 

@@ -13,6 +13,7 @@ from fakes import wait_until_idle
 
 from ssd import LLM, SamplingParams
 from ssd.engine.engine import Engine
+from ssd.llm import embedding_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -132,6 +133,29 @@ def test_float32_on_the_gpu_equals_transformers(make_model: Callable[[str], Test
         options = {"do_sample": False, "max_new_tokens": 32, "min_new_tokens": 32}
         theirs = test_model.reference.generate(ids, attention_mask=torch.ones_like(ids), **options)
         assert tokens == theirs[0, len(prompt) :].tolist()
+
+
+def test_prompts_are_read_alike_in_every_mode_and_chunk(make_model: Callable[[str], TestModel]) -> None:
+    """Log-probabilities and embeddings of prompts, beside requests that are decoded with a logits processor."""
+
+    def odd_only(tokens: list[int], logits: Any) -> Any:
+        logits[::2] = -torch.inf
+        return logits
+
+    path, draft = make_model("llama3-scaled").path, make_model("llama-tied").path
+    params = [SamplingParams(prompt_logprobs=2, max_new_tokens=8, ignore_eos=True)] * 4
+    params += [SamplingParams(logits_processor=odd_only, temperature=0.5, seed=1, max_new_tokens=24)] * 4
+    chunks: dict[str, Any] = {"max_num_batched_tokens": 40}
+    found = []
+    for options in ({}, chunks, chunks | {"speculation": {"draft": draft, "mode": "ssd", "k": 3}}):
+        with LLM(path, device="cuda", num_kv_blocks=2048, max_num_seqs=8, **options) as llm:
+            outputs = llm.generate(PROMPTS[:8], params)
+            embedded = [embedding_of(output) for output in llm.generate(PROMPTS[:4], SamplingParams(pooling="last"))]
+        assert all(token % 2 for output in outputs[4:] for token in output.token_ids)
+        found.append(([(output.token_ids, output.prompt_logprobs) for output in outputs], embedded))
+    assert found[0][0][0][1][1] is not None
+    assert found[1] == found[0]
+    assert found[2] == found[0]
 
 
 def test_close_frees_the_memory(make_model: Callable[[str], TestModel]) -> None:

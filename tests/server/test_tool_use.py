@@ -19,7 +19,7 @@ from ssd.text.tokenizer import Tokenizer, load_tokenizer
 
 pytest.importorskip("llguidance")
 
-from ssd.constraints.grammars import Grammars
+from ssd.constraints.grammars import Constraint, Grammars
 
 REAL_TOKENIZERS = Path(os.environ.get("SSD_TEST_TOKENIZERS", "tokenizers"))
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -57,7 +57,7 @@ def follows(tokenizer: Tokenizer, use: ToolUse, text: str, **params: Any) -> boo
     assert tokenizer.eos_token_id is not None
     grammars = Grammars(tokenizer.backend, tokenizer.vocab_size, [tokenizer.eos_token_id])
     ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-    return grammars.constraint(structured).num_valid(ids) == len(ids)  # type: ignore[arg-type]
+    return Constraint(grammars.compiled(structured).result()).num_valid(ids) == len(ids)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", CALLS)
