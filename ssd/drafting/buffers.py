@@ -3,8 +3,8 @@
 In the order of a run: `upload` and `stage` fill its inputs, then come a batch for reading and one for every depth. The
 tokens of its rows are in `chain`; `store` and `look_up` make them the sequences' drafts. Computes no logits.
 
-A head also reads hidden states: `states` are those that the tokens of `chain` were chosen from, `draft_states` those of
-the sequences' drafts.
+A head also reads hidden states. `states` has those that a row's draft was written with, one before each of its tokens
+and one before the token that it follows; `draft_states` has those of the sequences' drafts.
 """
 
 from __future__ import annotations
@@ -79,9 +79,10 @@ class DraftBuffers:
         self.confidence = self._floats(rows, reads)
         self.likeliest = self._ints(n * reads, RANKS)
         self._looked_up = self._ints(n)  # the rows whose tokens became drafts
-        shape = (rows, reads, states_width)
-        self.states = torch.zeros(shape, dtype=runner.decoder.dtype, device=self.device)
-        self.draft_states = self.states.new_zeros((self.state.num_slots + 1, shapes.lookahead, states_width))  # by slot
+        self.states, self.draft_states = (
+            torch.zeros((count, reads, states_width), dtype=runner.decoder.dtype, device=self.device)
+            for count in (rows, self.state.num_slots + 1)
+        )
         self._rows = tuple(self._ints(rows) for _ in range(5))  # see `rounds.extend_rows`
         self._branch_slots = runner.scratch_slot  # the first; after those of all rows comes one for padding
         self.padding_slot = runner.scratch_slot + shapes.scratch_slots - 1
@@ -138,7 +139,7 @@ class DraftBuffers:
             miss=Origin.SIBLING,
         )
         if self.states.numel():
-            self.draft_states[self._inputs[True].slots(n)] = self.states[self._looked_up[:n], 1:]
+            self.draft_states[self._inputs[True].slots(n)] = self.states[self._looked_up[:n]]
 
     def store(self, n: int, count: int, origin: Origin) -> None:
         """Copies `count` tokens written for each of n sequences to their drafts."""
@@ -153,7 +154,7 @@ class DraftBuffers:
             value=origin,
         )
         if self.states.numel():
-            self.draft_states[self._inputs[False].slots(n)] = self.states[:n, :-1]
+            self.draft_states[self._inputs[False].slots(n)] = self.states[:n]
 
     def tables(self, shape: RunShape) -> Tables:
         """The model's own block tables."""

@@ -4,10 +4,12 @@ The target's forward passes leave the head's KV of all tokens that they compute 
 begins with the last decided token and the feature before it; from then on the head reads its own hidden states.
 
 In SSD the features of the draft under verification are still to come. In their place the head reads the states that it
-had when it wrote this draft (`DraftBuffers.draft_states`), so that the draft is read in one step; each branch goes on
-from the state where it leaves the draft. Since the verification writes the true KV of these positions meanwhile, theirs
-is in *private blocks*: the block tables of a preparation are copies whose last blocks, from that of the last decided
-token on, belong to it alone.
+wrote this draft with (`DraftBuffers.draft_states`), so that the draft is read in one step; each branch goes on from the
+state where it leaves the draft. A draft that was prepared began with such a state, too. The feature in its place is
+known now; most of the difference between the two is added to the states after it (`CARRIED`).
+
+Since the verification writes the true KV of these positions meanwhile, theirs is in *private blocks*: the block tables
+of a preparation are copies whose last blocks, from that of the last decided token on, belong to it alone.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from ssd.drafting.shapes import RunShape, RunShapes
 from ssd.drafting.step import forward
 from ssd.execution.features import Features
 from ssd.execution.runner import ModelRunner
+
+CARRIED = 0.8  # of a difference in hidden states, by each step: acceptance of the bundled heads is best from 0.7 to 0.8
 
 
 class EagleStep:
@@ -49,6 +53,9 @@ class EagleStep:
         self._private_tables[:, 0] = columns - 1
         self._sequences = torch.arange(n, dtype=torch.int32, device=self.device)
         self._before = torch.zeros((n, width), dtype=head.dtype, device=self.device)  # see `snapshot`
+        carried = 0.0 if head.eagle.norm_before_residual else CARRIED  # there the stream is another after each step
+        powers = [[carried**place] for place in range(shapes.reads)]
+        self._carry = torch.tensor(powers, dtype=head.dtype, device=self.device)
 
     def snapshot(self, n: int) -> None:
         """Copies what the verification overwrites: the feature before the last token, and the block it is in."""
@@ -64,16 +71,19 @@ class EagleStep:
             cache[own[:, 0]] = cache[source]
 
     def read(self, shape: RunShape, logit_rows: torch.Tensor | None) -> torch.Tensor:
-        n, inputs, buffers = shape.sequences, self.buffers.inputs(branches=shape.branches), self.buffers
+        n, inputs = shape.sequences, self.buffers.inputs(branches=shape.branches)
         hidden = self._read_states(shape)
         if shape.branches:
-            hidden[:, 0].copy_(self._before[:n])
-            hidden[:, 1:].copy_(buffers.draft_states[inputs.slots(n), : shape.reads - 1])
+            before, stored = self._before[:n, None], self.buffers.draft_states[inputs.slots(n), : shape.reads]
+            hidden.copy_(stored + self._carry[: shape.reads] * (before - stored[:, :1]))
         else:
-            hidden[:, 0].copy_(self.features.before(inputs.slots(n), inputs.first[:n]))
-        logits = forward(self.runner, buffers.read_batch(shape, self._tables(shape), logit_rows))
+            before = self.features.before(inputs.slots(n), inputs.first[:n])[:, None]
+        hidden[:, :1].copy_(before)
         if not shape.branches:
             self._keep_states(shape, 0)
+        logits = forward(self.runner, self.buffers.read_batch(shape, self._tables(shape), logit_rows))
+        if not shape.branches:
+            self._keep_states(shape, 1)
         return logits
 
     def begin_branches(self, shape: RunShape) -> None:
@@ -81,18 +91,18 @@ class EagleStep:
         n, after = shape.sequences, self.buffers.after[: shape.sequences, : shape.width]
         left = self._read_states(shape)[self._sequences[:n, None], after]
         self.head.hidden[: shape.rows].copy_(left.flatten(0, 1))
+        self._keep_states(shape, 0)
 
     def extend(self, shape: RunShape, depth: int) -> torch.Tensor:
         logits = forward(self.runner, self.buffers.row_batch(shape, depth, self._tables(shape)))
-        self._keep_states(shape, depth + 1)
+        self._keep_states(shape, depth + (1 if shape.branches else 2))
         return logits
 
     def _read_states(self, shape: RunShape) -> torch.Tensor:
-        """The head's input and output of the tokens that are read: [sequences, reads, width]."""
-        return self.head.hidden[: shape.sequences * shape.reads].unflatten(0, (shape.sequences, shape.reads))
+        """The head's hidden states before, then after, the tokens that are read: [sequences, reads, width]."""
+        return self.head.hidden[: shape.sequences * shape.reads].view(shape.sequences, shape.reads, -1)
 
     def _keep_states(self, shape: RunShape, column: int) -> None:
-        """Keeps the states that a column of the chain is chosen from."""
         if self.buffers.states.numel():
             self.buffers.states[: shape.rows, column].copy_(self.head.hidden[: shape.rows])
 
