@@ -18,6 +18,7 @@ All methods take turns on one engine. `round` is the time from one decision to t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -28,11 +29,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from ssd import LLM, SamplingParams
 from ssd.assembly import drafters
+from ssd.bench import drawing
 from ssd.config import EngineConfig, SpeculationConfig
 from ssd.core import Origin, Outcome, Work
 from ssd.decoding.drafter import Drafter
@@ -104,10 +107,18 @@ def measure(llm: LLM, drafter: Drafter, prompts: list[Any], args: argparse.Names
 
 
 @contextmanager
-def worker_drafter(llm: LLM, args: argparse.Namespace, k: int, delay: float) -> Iterator[Drafter]:
+def worker_drafter(llm: LLM, args: argparse.Namespace, k: int, budget: int | str, delay: float) -> Iterator[Drafter]:
     """A draft in a process of its own, whose steps take `delay` ms longer."""
-    options = {"mode": "ssd", "draft": args.draft, "k": k, "draft_device": args.draft_device, "placement": "process"}
-    speculation = SpeculationConfig(**options, budget=args.budget, backup=args.backup)  # type: ignore[arg-type]
+    options: dict[str, Any] = {
+        "mode": "ssd",
+        "draft": args.draft,
+        "k": k,
+        "draft_device": args.draft_device,
+        "placement": "process",
+    }
+    options |= {"budget": budget, "backup": args.backup, "draft_threads": args.draft_threads}
+    wanted = SpeculationConfig(**options)
+    speculation = drafters.placed(wanted, torch.device(llm.config.device))
     length = llm.config.max_model_len
     config = EngineConfig(args.model, max_model_len=length, max_num_seqs=max(args.batches), speculation=speculation)
     argv = [sys.executable, __file__, "--worker", str(delay)]
@@ -145,6 +156,19 @@ def main() -> None:
         run_worker(float(sys.argv[2]), int(sys.argv[-1]))
         return
     args = _arguments()
+    if args.picture:
+        drawing.check_file("--picture", args.picture, (".png", ".svg"))
+    rows = json.loads(args.rows.read_text()) if args.rows else measured(args)
+    show(rows, args)
+    if args.out:
+        args.out.write_text(json.dumps(rows, indent=1))
+    if args.picture:
+        draw(rows, args.picture, f"{args.model}, T = {args.temperature:g}")
+    if any(row["differing"] for row in rows):
+        raise SystemExit("some texts differ from plain decoding")
+
+
+def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
     speculation = {"mode": "sd", "draft": args.sd_draft, "k": max(args.k + args.sd_k)}
     longest = 512 + args.tokens
     llm = LLM(args.model, max_model_len=longest, max_num_seqs=max(args.batches), speculation=speculation)
@@ -153,12 +177,7 @@ def main() -> None:
             prompt for each in zip(*(load_prompts(s).asked() for s in args.sets), strict=False) for prompt in each
         ]
         sd = llm.engine.round.drafter
-        rows = [row for batch in args.batches for row in compare(llm, sd, prompts[: args.prompts], args, batch)]
-    show(rows, args)
-    if args.out:
-        Path(args.out).write_text(json.dumps(rows, indent=1))
-    if any(row["differing"] for row in rows):
-        raise SystemExit("some texts differ from plain decoding")
+        return [row for batch in args.batches for row in compare(llm, sd, prompts[: args.prompts], args, batch)]
 
 
 def compare(llm: LLM, sd: Drafter, prompts: list[Any], args: argparse.Namespace, batch: int) -> list[dict[str, Any]]:
@@ -169,9 +188,10 @@ def compare(llm: LLM, sd: Drafter, prompts: list[Any], args: argparse.Namespace,
         sd.lookahead = k
         rows.append(_row("sd", k, 0.0, batch, measure(llm, sd, prompts, args, batch), plain))
     for delay in args.delays:
-        for k in args.k:
-            with worker_drafter(llm, args, k, delay) as drafter:
-                rows.append(_row("ssd", k, delay, batch, measure(llm, drafter, prompts, args, batch), plain))
+        for k, budget in itertools.product(args.k, args.budget):
+            with worker_drafter(llm, args, k, budget, delay) as drafter:
+                figures = measure(llm, drafter, prompts, args, batch)
+            rows.append(_row("ssd", k, delay, batch, figures, plain) | {"budget": budget})
     return rows
 
 
@@ -200,7 +220,19 @@ def _row(method: str, k: int, delay: float, batch: int, figures: Figures, plain:
 
 def show(rows: Seq[dict[str, Any]], args: argparse.Namespace) -> None:
     title = f"{args.model}, SD: {args.sd_draft}, SSD: {args.draft} on {args.draft_device}, T = {args.temperature}"
-    names = ("batch", "method", "k", "delay", "hit ms", "else ms", "verify ms", "draft ms", "host", "tok/round")
+    names = (
+        "batch",
+        "method",
+        "k",
+        "budget",
+        "delay",
+        "hit ms",
+        "else ms",
+        "verify ms",
+        "draft ms",
+        "host",
+        "tok/round",
+    )
     table = Table(*names, "origins: share, tokens", "tok/s", "/ SD", "differ", title=title)
     for row in rows:
         own = [r for r in rows if r["batch"] == row["batch"] and r["method"] == "sd"]
@@ -208,12 +240,33 @@ def show(rows: Seq[dict[str, Any]], args: argparse.Namespace) -> None:
         times = [row[name] for name in ("round_ms_after_a_hit", "round_ms_otherwise", "verification_ms", "draft_ms")]
         origins = ", ".join(f"{o} {s:.2f} {row['tokens_by_origin'][o]}" for o, s in row["origins"].items())
         table.add_row(
-            *(str(row["batch"]), row["method"], str(row["k"]), f"{row['delay_ms']:g}"),
+            *(str(row["batch"]), row["method"], str(row["k"]), str(row.get("budget", "")), f"{row['delay_ms']:g}"),
             *("-" if value is None else f"{value:.2f}" for value in times),
             *(f"{row['host_share']:.1%}", f"{row['tokens_per_round']:.2f}", origins),
             *(f"{row['tokens_per_second']:.1f}", f"{row['tokens_per_second'] / best:.2f}", str(row["differing"])),
         )
     console.print(table)
+
+
+def draw(rows: Seq[dict[str, Any]], file: Path, title: str) -> None:
+    """SSD / SD over the time of a preparation, in verifications; one line per batch size and K."""
+    figure = drawing.new_figure(6.4, 3.8)
+    axes = figure.subplots()
+    for batch in sorted({row["batch"] for row in rows}):
+        own = [row for row in rows if row["batch"] == batch]
+        best = max(row["tokens_per_second"] for row in own if row["method"] == "sd")
+        for k in sorted({row["k"] for row in own if row["method"] == "ssd"}):
+            points = [row for row in own if row["method"] == "ssd" and row["k"] == k]
+            ratios = [row["draft_ms"] / row["verification_ms"] for row in points]
+            speeds = [row["tokens_per_second"] / best for row in points]
+            axes.plot(ratios, speeds, marker="o", label=f"batch {batch}, K = {k}")
+    axes.axhline(1.0, color="#888888", linewidth=0.8)
+    axes.set_xlabel("draft model's time a round / verification")
+    axes.set_ylabel("SSD / SD, tokens per second")
+    axes.set_title(title, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
+    file.write_bytes(drawing.encode(figure, file.suffix[1:]))
 
 
 def _arguments() -> argparse.Namespace:
@@ -224,7 +277,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--draft-device", default="cpu")
     parser.add_argument("--k", type=int, nargs="+", default=[6, 8], help="SSD's draft lengths")
     parser.add_argument("--sd-k", type=int, nargs="+", default=[4, 6], help="SD's draft lengths")
-    parser.add_argument("--budget", default=16, type=lambda text: text if text == "auto" else int(text))
+    parser.add_argument(
+        "--budget", nargs="+", default=[16], type=lambda text: text if text == "auto" else int(text), help="SSD's"
+    )
+    parser.add_argument("--draft-threads", type=int, help="SSD's, on a CPU")
     parser.add_argument("--backup", default="auto")
     parser.add_argument("--batches", type=int, nargs="+", default=[1])
     parser.add_argument("--delays", type=float, nargs="+", default=[0.0], help="ms added to every step of SSD's draft")
@@ -232,7 +288,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--sets", nargs="+", default=["humaneval", "gsm8k"])
-    parser.add_argument("--out", help="file for the figures, as JSON")
+    parser.add_argument("--out", type=Path, help="file for the figures, as JSON")
+    parser.add_argument("--rows", type=Path, help="the --out of an earlier run: nothing is measured")
+    parser.add_argument("--picture", type=Path, help="PNG or SVG: SSD / SD over the draft's time")
     parser.add_argument("--smoke", action="store_true", help="small models on this CPU: whether it runs")
     args = parser.parse_args()
     if args.smoke:

@@ -21,10 +21,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from arguments import GPUs, add_model_flags, add_options, given, options_of_ssd, pair_of, use_cuda_arch
 from rich.console import Console
 
-from ssd.bench.arguments import GPUs, add_model_flags, add_options, given, options_of_ssd, pair_of, use_cuda_arch
-from ssd.bench.run import BenchConfig
+from ssd.bench.config import BenchConfig
 from ssd.bench.workload import EXAMPLE, RANDOM
 from ssd.cli.bench import benchmark
 from ssd.config import K_DEFAULT, EngineConfig, SpeculationConfig

@@ -16,7 +16,8 @@ import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from ssd.bench.arguments import GPUs, add_model_flags, add_options, given, options_of_ssd, pair_of
+from arguments import GPUs, add_model_flags, add_options, given, options_of_ssd, pair_of
+
 from ssd.cli.chat import talk, talk_to_server
 from ssd.cli.conversation import note
 from ssd.config import K_DEFAULT, EngineConfig, SpeculationConfig

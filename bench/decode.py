@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from random_weights import RandomCheckpoint
 
 from ssd.assembly import build_engine
 from ssd.bench.load import LoadMeter
@@ -35,7 +36,6 @@ from ssd.layers.linear import Linear
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.config import DecoderConfig
 from ssd.models.open import open_checkpoint
-from ssd.models.random_weights import RandomCheckpoint
 from ssd.models.shapes import SHAPES
 
 Row = tuple[str, str]

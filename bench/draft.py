@@ -21,6 +21,7 @@ from typing import get_args
 
 import torch
 from decode import copy_bandwidth, device_seconds  # bench/decode.py
+from random_weights import RandomCheckpoint
 from rich.console import Console
 from rich.table import Table
 
@@ -32,8 +33,8 @@ from ssd.layers.formats.rounded import rounded
 from ssd.layers.parameter import Build
 from ssd.models.decoder import Decoder, KVCache
 from ssd.models.eagle import EagleConfig, EagleHead, eagle_shapes
+from ssd.models.graft import fill_random
 from ssd.models.persistent import persistent_step
-from ssd.models.random_weights import RandomCheckpoint, fill_random
 from ssd.models.shapes import SHAPES
 from ssd.parallel.tensor import TensorParallel
 

@@ -17,17 +17,17 @@ import argparse
 from dataclasses import dataclass, replace
 
 import torch
+from arguments import add_options, given
 from overlap import alone_and_beside
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from ssd.bench.answers import RequestSettings
-from ssd.bench.arguments import add_options, given
 from ssd.bench.measure import MEAN, Measured, figures, measure, same_text, warnings
 from ssd.bench.ours import OurContender, methods_of, our_contenders
 from ssd.bench.report import speed_up
 from ssd.bench.workload import Workload, load_workload
+from ssd.cli.console import progress_bars
 from ssd.config import K_DEFAULT, EngineConfig, SpeculationConfig
 from ssd.models.open import open_checkpoint
 from ssd.prompts import OWN_SETS
@@ -53,7 +53,8 @@ def round_of(measured: Measured) -> Round:
     rounds = row["rounds"] - row["requests"]
     seconds = sum(turn.speed.decode_seconds for turn in turns)
     read = sum(turn.speed.prefill_seconds for turn in turns)
-    draft, verify = sum(turn.waited for turn in turns), sum(turn.verified for turn in turns) - read
+    metrics = [turn.metrics for turn in turns if turn.metrics is not None]
+    draft, verify = sum(m.target_wait_seconds for m in metrics), sum(m.verify_seconds for m in metrics) - read
     each = 1e3 / rounds
     tokens = sum(turn.speed.decode_tokens for turn in turns) / rounds
     return Round(seconds * each, draft * each, verify * each, tokens, row["hit_rate"])
@@ -130,9 +131,8 @@ def main() -> None:
     work = Workload("all", [prompt for one in sets for prompt in one.prompts], "", max(one.longest for one in sets))
     for temperature in args.temperatures:
         asked = RequestSettings(args.tokens, temperature, batch=args.batch)
-        found = measure(
-            contenders, [work], asked, args.repeats, lambda steps, n: track(steps, "measuring", total=n, transient=True)
-        )
+        with progress_bars() as progress:
+            found = measure(contenders, [work], asked, args.repeats, progress)
         if same_text(found) is False:
             raise SystemExit("the methods wrote different texts: this is a bug")
         title = f"{args.target} + {args.draft}, batch {args.batch}, temperature {temperature:g}"

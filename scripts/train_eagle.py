@@ -27,8 +27,7 @@ from train_tiny import MLP, SHAPES, Model, Norm, Run, Shape, add_training_flags,
 
 from ssd.layers.spec import AttentionSpec, LayerSpec, MLPSpec, RopeConfig
 from ssd.models.eagle import EagleConfig
-from ssd.models.eagle_export import eagle_json
-from ssd.models.export import write_json
+from ssd.models.export import eagle_json, write_json
 from ssd.models.open import BUNDLE
 
 FEATURE_LAYERS = (2, 6, 9)  # of 12: EAGLE-3's choice

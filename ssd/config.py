@@ -19,7 +19,10 @@ K_DEFAULT = 4  # draft tokens per round
 K_MAX = 8  # largest k of k="auto"
 BUDGETS = (8, 16, 32)  # choices of budget="auto"
 MAX_FAN_OUT = 16  # branches per draft position
-_OF_SSD = {"fan_out", "fan_out_hit", "fan_out_miss", "budget", "backup", "placement", "draft_device", "draft_replicas"}
+_OF_SSD = {
+    *("fan_out", "fan_out_hit", "fan_out_miss", "budget", "backup", "placement"),
+    *("draft_device", "draft_replicas", "draft_threads"),
+}
 
 
 @dataclass(frozen=True)
@@ -27,26 +30,29 @@ class SpeculationConfig:
     """Options of speculative decoding.
 
     `ar`: autoregressive decoding without drafts. `sd`: `draft` proposes `k` tokens per round while the target waits.
-    `ssd`: while the target verifies, the draft model prepares the next draft for each likely outcome.
+    `ssd`: while the target verifies, the draft model prepares the next draft for each likely outcome. `auto`: the
+    fastest of the three.
     """
 
-    mode: Literal["ar", "sd", "ssd"] = option(
+    mode: Literal["ar", "sd", "ssd", "auto"] = option(
         "ar",
         "ar: no drafts. sd: the draft model proposes tokens while the target waits. ssd: while the target verifies, "
-        "the draft model prepares the next draft for every likely outcome.",
+        "the draft model prepares the next draft for every likely outcome. auto: the fastest of them, by measured "
+        "speed.",
     )
     draft: str | None = option(
         None,
-        "A small model with the same tokenizer, an EAGLE-3 head of the model, or (sd) 'ngram': n-gram look-up.",
+        "A small model with the same tokenizer, an EAGLE-3 head of the model, or (not ssd) 'ngram': n-gram look-up.",
         expects=f"a model, or {NGRAM!r}",
     )
     k: int | Literal["auto"] = option(
         K_DEFAULT, f"Draft tokens per round. auto: chosen by measured speed, at most {K_MAX}.", least=1, most=64
     )
-    draft_quantization: Literal["none", "fp8", "int8", "int4"] | None = option(
+    draft_quantization: Literal["none", "fp8", "int8", "int4", "int8+bf16"] | None = option(
         None,
-        "Weights of the draft model in 8 or 4 bits: drafts are faster, and slightly fewer tokens are accepted. None: "
-        "int8 for a large draft beside the target on its GPU (ssd), where both read memory at the same time.",
+        "Weights of the draft model in 8 or 4 bits: drafts are faster, and slightly fewer tokens are accepted. "
+        "int8+bf16: both are in memory, and steps of more than 64 rows take the latter. None: that, for a large draft "
+        "beside the target on its GPU (ssd), where both read memory at the same time.",
     )
     acceptance: Literal["coupled", "rejection"] = option(
         "coupled",
@@ -96,6 +102,12 @@ class SpeculationConfig:
         least=1,
         most=4,
     )
+    draft_threads: int | None = option(
+        None,
+        "ssd, placement process on a CPU: threads of each draft model, on cores of their own. Chosen by measured times "
+        "if left out.",
+        least=1,
+    )
     draft_tensor_parallel_size: int = option(
         1, "ssd, placement process: GPUs (or processes on a CPU) that each draft model is split over.", least=1
     )
@@ -129,10 +141,13 @@ class SpeculationConfig:
                 f'speculation mode="ar" drafts nothing: leave the other options out, or use mode="{mode}" with a draft'
             )
         if self.mode != "ar" and self.draft is None:
-            raise ConfigError(f'speculation mode="{self.mode}" needs a draft: name a model, or (sd) {NGRAM!r}')
-        if self.mode == "sd" and (ahead := sorted(changed & _OF_SSD)):
-            other = "" if self.draft == NGRAM else ', or use mode="ssd"'
-            raise ConfigError(f'speculation mode="sd" has no option {", ".join(ahead)}: leave it out{other}')
+            raise ConfigError(f'speculation mode="{self.mode}" needs a draft: name a model, or (not ssd) {NGRAM!r}')
+        plain = self.mode == "sd" or (self.mode == "auto" and self.draft == NGRAM)
+        if plain and (ahead := sorted(changed & _OF_SSD)):
+            which, other = f'mode="{self.mode}"', ', or use mode="ssd"'
+            if self.draft == NGRAM:
+                which, other = f"draft={NGRAM!r}", ""
+            raise ConfigError(f"speculation {which} has no option {', '.join(ahead)}: leave it out{other}")
         if self.mode == "ssd" and self.draft == NGRAM:
             raise ConfigError(f'speculation draft={NGRAM!r} has nothing to prepare: use mode="sd", or a draft model')
         if self.draft == NGRAM and self.draft_quantization is not None:
@@ -146,7 +161,7 @@ class SpeculationConfig:
             if getattr(self, name) > 1 and self.placement != "process":
                 raise ConfigError(
                     f"speculation {name}={getattr(self, name)} is for drafts in processes of their own: use "
-                    'placement="process" with mode="ssd", or leave it out'
+                    'placement="process" with mode="ssd" or "auto", or leave it out'
                 )
         if self.draft_replicas > 1 and self.acceptance == "rejection":
             raise ConfigError(
@@ -175,6 +190,11 @@ class SpeculationConfig:
         """The ranks of all draft models in processes of their own: GPUs, or cores of the CPU, that they have."""
         apart = self.placement == "process" or self.draft_device is not None
         return self.draft_replicas * self.draft_tensor_parallel_size if apart else 0
+
+    @property
+    def draft_cores(self) -> int:
+        """CPU cores of draft models in processes of their own."""
+        return self.draft_ranks * (self.draft_threads or 1)
 
     @classmethod
     def of(cls, value: SpeculationConfig | Mapping[str, Any] | None) -> SpeculationConfig:

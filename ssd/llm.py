@@ -19,6 +19,7 @@ from ssd.assembly.device import make_current
 from ssd.assembly.torchrun import join
 from ssd.config import EngineConfig
 from ssd.core import BINARY, RequestOutput, SamplingParams
+from ssd.drafting.controller import DepthController
 from ssd.engine.driver import Driver
 from ssd.engine.engine import Engine
 from ssd.engine.outputs import refused
@@ -30,6 +31,9 @@ from ssd.options import build, is_int, plain
 from ssd.text.tokenizer import Tokenizer, check_messages
 
 log = logging.getLogger("ssd")
+loading = logging.getLogger("ssd.loading")
+
+_MEASURING_SECONDS, _MEASURING_TOKENS = 3.0, 256  # at the start with mode="auto", at most
 
 Message = dict[str, Any]
 Prompt = str | Seq[int] | Seq[Message]  # text, token ids, or chat messages
@@ -41,8 +45,8 @@ class LLM:
     `model` is a bundled model, a Hugging Face directory, a `.gguf` file or a hub id, or `graft:BASE@SHAPE`: one of them
     in the shape of a published model. Every other keyword is a field of `ssd.config.EngineConfig` (device, dtype,
     max_model_len, max_num_seqs, …). `LLM(EngineConfig(…))` is the same, and checked by editors and type checkers.
-    `config`: the options, with what was chosen for those left out. `note`: a caveat to print with every measurement of
-    the model, or "".
+    `config`: the options, with what was chosen for those left out. `path`: the model's directory or file. `note`: a
+    caveat to print with every measurement of the model, or "".
 
     In processes of torchrun other than rank 0 it does not return: they compute for rank 0, and exit when it does.
     """
@@ -53,14 +57,17 @@ class LLM:
         join(self.config.tensor_parallel_size)
         checkpoint, before = open_checkpoint(self.config.model), torch.get_num_threads()
         controller = ThreadController()  # measures the load of the machine while the model is loaded
-        self.note = checkpoint.note
+        self.path, self.note = checkpoint.path, checkpoint.note
         engine, self.config = build_engine(self.config, checkpoint)
-        threads = torch.get_num_threads()  # fewer than before if a draft process has a core
+        threads = torch.get_num_threads()  # fewer than before if the model is split over processes
         self._driver: Driver | None = Driver(engine, controller if self.config.device == "cpu" else None)
         self.driver.call(lambda _: _set_num_threads(threads))
         self.driver.call(lambda _: make_current(torch.device(self.config.device)))
         torch.set_num_threads(before)
         self._refusals = itertools.count()
+        drafter = engine.round.drafter
+        if self.config.speculation.mode == "auto" and isinstance(drafter, DepthController) and engine.max_model_len > 1:
+            _measure_modes(self.driver, drafter)
 
     @property
     def driver(self) -> Driver:
@@ -226,6 +233,21 @@ class LLM:
                 "create the LLM with trust_request_chat_template=True"
             )
         return dict(options)
+
+
+def _measure_modes(driver: Driver, controller: DepthController) -> None:
+    """Decodes any text until the times of all modes are known, so that the first request need not try them."""
+    loading.info("measuring the speed of the modes")
+    end = time.monotonic() + _MEASURING_SECONDS
+    length = min(_MEASURING_TOKENS, driver.limits.max_model_len - 1)
+    params = SamplingParams(max_new_tokens=length, ignore_eos=True)
+    submission = driver.submit([0], params)
+    while driver.call(lambda engine: engine.has_work and not controller.measured) and time.monotonic() < end:
+        pass
+    driver.abort(submission.request_id)
+    submission.result()
+    driver.call(lambda engine: engine.use(controller, engine.scheduler.max_num_seqs))
+    driver.call(lambda _: controller.forget_text())
 
 
 def _set_num_threads(count: int) -> None:

@@ -35,6 +35,7 @@ class Description:
     expects: str = ""  # what error messages ask for; "": derived
     flags: tuple[str, ...] = ()  # names on the command line; (): derived
     env: str = ""  # environment variable that stands for the flag
+    listed: bool = False  # texts of a list are separated by commas on the command line, not given one by one
 
 
 def described(help: str, **others: Any) -> dict[str, Any]:
@@ -103,6 +104,8 @@ class Option:
         try:
             if self.items is int:
                 return tuple(int(part) for part in text.split(","))
+            if self.items is str:
+                return tuple(filter(None, (part.strip() for part in text.split(","))))
             if self.number is not None and text not in self.words:
                 return self.number(text)
         except ValueError:
@@ -111,14 +114,14 @@ class Option:
 
 
 def options_of(config: type) -> dict[str, Option]:
-    """The options of a dataclass, by name."""
+    """The options of a dataclass, by name: its fields that have a description."""
     return _options_of(config)
 
 
 @functools.cache
 def _options_of(config: Any) -> dict[str, Option]:
     hints = get_type_hints(config)
-    return {each.name: _option(each, hints[each.name]) for each in dataclasses.fields(config)}
+    return {each.name: _option(each, hints[each.name]) for each in dataclasses.fields(config) if each.metadata}
 
 
 def _option(each: dataclasses.Field[Any], hint: Any) -> Option:

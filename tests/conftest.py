@@ -65,7 +65,30 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2": ("Qwen2", {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}),
+    "mistral-windows": ("Mistral", {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 37}),
+    "qwen2-windows": (
+        "Qwen2",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "use_sliding_window": True,
+            "sliding_window": 16,
+            "max_window_layers": 2,
+        },
+    ),
+    "qwen3-windows": (
+        "Qwen3",
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "use_sliding_window": True,
+            "sliding_window": 21,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
 }
+WINDOWED = [kind for kind in KINDS if kind.endswith("windows")]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -30,6 +30,7 @@ from ssd.core import RequestOutput, SamplingParams
 from ssd.decoding.drafter import Drafter
 from ssd.decoding.round import InFlight
 from ssd.errors import RequestError
+from ssd.kv.blocks import Windows, most_blocks
 
 MAX_LEN = 24
 EOS = frozenset({7})
@@ -110,6 +111,7 @@ class EngineMachine(RuleBasedStateMachine):
         extra_budget=st.integers(0, 20),
         prefix_caching=st.sampled_from([True, True, False]),
         dead_ends=st.sampled_from([0, 0, 20]),
+        windows=st.sampled_from([(None,), (None,), (None, 5), (6,), (None, 1, 9)]),
     )
     def start(
         self,
@@ -123,21 +125,24 @@ class EngineMachine(RuleBasedStateMachine):
         extra_budget: int,
         prefix_caching: bool,
         dead_ends: int,
+        windows: Windows,
     ) -> None:
+        budget = max_num_seqs + extra_budget
         scripted = StateDrafter if self.run_ahead else ScriptedDrafter
         self.drafter = scripted(lookahead, manner, rude=rude) if lookahead else Drafter()
         self.harness: Harness = make_harness(
             drafter=self.drafter,
             block_size=block_size,
-            num_blocks=-(-MAX_LEN // block_size) + extra_blocks,
+            num_blocks=most_blocks(MAX_LEN, block_size, windows, 2 * budget) + extra_blocks,
             max_num_seqs=max_num_seqs,
             spare_slots=spare_slots,
-            max_num_batched_tokens=max_num_seqs + extra_budget,
+            max_num_batched_tokens=budget,
             max_model_len=MAX_LEN,
             prefix_caching=prefix_caching,
             stop_token_ids=EOS,
             run_ahead=self.run_ahead,
             dead_ends=dead_ends,
+            windows=windows,
         )
         self.dead_ends = dead_ends
         self.engine = self.harness.engine

@@ -38,7 +38,8 @@ from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
 from ssd.execution.target import Target
 from ssd.kernels.ops import DeviceBatch
-from ssd.kv.blocks import BlockPool
+from ssd.kv.blocks import NULL, BlockPool, Windows
+from ssd.layers.spec import KVGroup
 from ssd.parallel.tensor import TensorParallel
 from ssd.sampling.sampler import Needs, Rows, Sampler, SamplingColumns
 from ssd.text.tokenizer import Tokenizer
@@ -125,6 +126,7 @@ class BareDecoder:
     ops = SimpleNamespace(tile_tokens=lambda heads, prefill: 64)
     heads = None
     kv_bytes_per_token = 1
+    kv_groups = (KVGroup(None, ()),)
 
     def __init__(self, vocab_size: int, max_position: int = 1 << 20) -> None:
         self.tp = TensorParallel()
@@ -159,6 +161,7 @@ class SeenBatch:
     block_tables: list[list[int]]
     logit_rows: list[int]
     sequences: list[Sequence]
+    group: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -169,11 +172,13 @@ class FakeDecoder(BareDecoder):
     """A decoder that trusts nobody.
 
     `users` tells it which sequences hold blocks, and `running` which of them are in rounds, for checking only. `before`
-    is called with every batch. `dead_ends`: see `logits_after`.
+    is called with every batch. `dead_ends`: see `logits_after`. `windows`: of its groups of layers, each of which has
+    to see what it needs.
     """
 
-    def __init__(self, block_size: int, dead_ends: int = 0) -> None:
+    def __init__(self, block_size: int, dead_ends: int = 0, windows: Windows = (None,)) -> None:
         super().__init__(VOCAB)
+        self.kv_groups = tuple(KVGroup(window, ()) for window in windows)
         self.block_size = block_size
         self.dead_ends = dead_ends
         self.cells: dict[int, Cell] = {}
@@ -183,17 +188,22 @@ class FakeDecoder(BareDecoder):
         self.before: Callable[[SeenBatch], None] = lambda batch: None
 
     def __call__(self, batch: DeviceBatch, kv: object) -> torch.Tensor:
-        seen = self._seen(batch)
-        self.before(seen)
-        self.batches.append(seen)
-        self._write(seen)
         states: dict[int, bytes] = {}
-        for i, owner in enumerate(seen.sequences):
-            states |= self._read(seen, i, owner)
+        for group, own in enumerate((batch, *batch.others)):
+            seen = self._seen(own, group)
+            if group == 0:
+                self.before(seen)
+                self.batches.append(seen)
+            self._write(seen)
+            for i, owner in enumerate(seen.sequences):
+                states |= self._read(seen, i, owner)
         rows = [logits_after(states[row], self.dead_ends) for row in seen.logit_rows]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
 
-    def _seen(self, batch: DeviceBatch) -> SeenBatch:
+    def _blocks(self, sequence: Sequence, group: int) -> list[int]:
+        return sequence.kv.blocks[group :: len(self.kv_groups)]
+
+    def _seen(self, batch: DeviceBatch, group: int) -> SeenBatch:
         tensors = (batch.token_ids, batch.positions, batch.slot_mapping, batch.query_start, batch.context_len)
         tokens, positions, slots, starts, context = (tensor.tolist() for tensor in tensors)
         if batch.table_rows.tolist() == [len(batch.block_tables) - 1]:  # a probe: the slot of padding
@@ -203,15 +213,13 @@ class FakeDecoder(BareDecoder):
         blocks = [-(-length // self.block_size) for length in context]
         tables = [row[:n] for row, n in zip(batch.block_tables[batch.table_rows].tolist(), blocks, strict=True)]
         rows = list(range(len(tokens))) if batch.logit_rows is None else batch.logit_rows.tolist()
-        return SeenBatch(tokens, positions, slots, starts, context, tables, rows, [self._owner(t) for t in tables])
+        owners = [self._owner(slot) for slot in batch.table_rows.tolist()]
+        return SeenBatch(tokens, positions, slots, starts, context, tables, rows, owners, group)
 
-    def _owner(self, table: list[int]) -> Sequence:
-        """The running sequence with most of these blocks. One that waits for its turn may have the first of them."""
-        owners = [s for s in self.running() if all(a == b for a, b in zip(s.kv.blocks, table, strict=False))]
-        most = max((len(s.kv.blocks[: len(table)]) for s in owners), default=0)
-        owners = [s for s in owners if len(s.kv.blocks[: len(table)]) == most]
+    def _owner(self, slot: int) -> Sequence:
+        owners = [sequence for sequence in self.running() if sequence.slot == slot]
         if len(owners) != 1:
-            raise KVError(f"block table {table} belongs to {len(owners)} running sequences")
+            raise KVError(f"slot {slot} belongs to {len(owners)} running sequences")
         return owners[0]
 
     def _write(self, batch: SeenBatch) -> None:
@@ -232,8 +240,10 @@ class FakeDecoder(BareDecoder):
         rows = range(batch.query_start[i], batch.query_start[i + 1])
         start = self._check_query(batch, i, owner, rows)
         states: dict[int, bytes] = {}
-        state = ROOT
-        for position in range(start + len(rows)):
+        window = self.kv_groups[batch.group].window
+        first = 0 if window is None else min(max(0, start - window + 1), len(owner.tokens))
+        state = state_of(owner.tokens[:first])
+        for position in range(first, start + len(rows)):
             if position >= owner.max_tokens:  # a round that was launched before the sequence's end was known
                 state = BEYOND
             else:
@@ -263,10 +273,11 @@ class FakeDecoder(BareDecoder):
     ) -> bytes:
         """Reads one position; `query` is its row if it is being computed. Returns the state after it."""
         block, place = divmod(position, self.block_size)
-        if block >= len(owner.kv.blocks):
+        blocks = self._blocks(owner, batch.group)
+        if block >= len(blocks) or blocks[block] == NULL:
             raise KVError(f"sequence {owner.id}: position {position} has no block")
-        slot = owner.kv.blocks[block] * self.block_size + place
-        if batch.block_tables[i][block] != owner.kv.blocks[block]:
+        slot = blocks[block] * self.block_size + place
+        if batch.block_tables[i][block] != blocks[block]:
             raise KVError(f"sequence {owner.id}: block {block} of its table is not its own")
         if query is not None and batch.slot_mapping[query] != slot:
             raise KVError(f"sequence {owner.id}: position {position} was written to {batch.slot_mapping[query]}")
@@ -434,16 +445,23 @@ def make_harness(
     tokenizer: Tokenizer | None = None,
     run_ahead: bool = False,
     dead_ends: int = 0,
+    windows: Windows = (None,),
 ) -> Harness:
     drafter = drafter or Drafter()
-    decoder = FakeDecoder(block_size, dead_ends)
+    decoder = FakeDecoder(block_size, dead_ends, windows)
     num_slots = max_num_seqs + spare_slots
     state = SequenceState(num_slots, max_len=max_model_len, lookahead=drafter.lookahead, vocab_size=VOCAB, device=CPU)
     if isinstance(drafter, StateDrafter):
         drafter.state = state
     runner = make_runner(decoder, state, num_blocks=num_blocks, block_size=block_size)
     scheduler = Scheduler(
-        BlockPool(num_blocks, block_size, prefix_caching=prefix_caching),
+        BlockPool(
+            num_blocks,
+            block_size,
+            windows=windows,
+            most_new=2 * max_num_batched_tokens,
+            prefix_caching=prefix_caching,
+        ),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         num_slots=num_slots,
@@ -484,18 +502,15 @@ def make_sequence(
 
 def cached_prefixes(pool: BlockPool) -> dict[int, tuple[int, ...]]:
     """For every block in the prefix cache whose ancestors are all still there: the tokens up to its end."""
-    blocks = {entry: (block, key) for key, (block, entry) in pool._entries.items()}
-
-    def prefix(entry: int) -> tuple[int, ...] | None:
-        if entry == 0:
-            return ()
-        if entry not in blocks:
-            return None
-        parent, tokens = blocks[entry][1]
-        head = prefix(parent)
-        return None if head is None else head + tokens
-
-    return {block: found for entry, (block, _) in blocks.items() if (found := prefix(entry)) is not None}
+    found: dict[int, tuple[int, ...]] = {}
+    reached = [((), entry) for entry in pool._root.children.values()]
+    while reached:
+        head, entry = reached.pop(0)
+        prefix = (*head, *entry.tokens)
+        if entry.blocks:
+            found |= dict.fromkeys(entry.blocks.values(), prefix)
+            reached += [(prefix, child) for child in entry.children.values()]
+    return found
 
 
 def check_cache(harness: Harness) -> None:

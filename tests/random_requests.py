@@ -147,8 +147,8 @@ def play(
 
 
 def draft_model(drafter: Drafter) -> DraftModel | None:
-    found = getattr(getattr(drafter, "inner", drafter), "model", None)
-    return found if isinstance(found, DraftModel) else None
+    models = [getattr(each, "model", None) for each in getattr(drafter, "inner", [drafter])]
+    return next((model for model in models if isinstance(model, DraftModel)), None)
 
 
 def check_idle(engine: Engine) -> None:

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import torch
 
-from ssd.assembly.device import batched_tokens, kv_block_size, resolve_device
+from ssd.assembly.cores import split_cores
+from ssd.assembly.device import batched_tokens, resolve_device
 from ssd.assembly.drafters import follow_draft, load_draft, make_drafter, open_draft, placed, quantized
 from ssd.assembly.fit import check_draft_fits, check_fits
-from ssd.assembly.memory import fitting_length, gib, kv_blocks, possible_length
+from ssd.assembly.memory import MAX_IN_FLIGHT, fitting_length, gib, kv_blocks, possible_length
 from ssd.assembly.models import load_decoder, make_runner, make_state, num_slots
 from ssd.assembly.ranks import Follower, Place, Ranks
 from ssd.assembly.warm_up import warm_up
@@ -60,9 +61,10 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     )
     speculation = quantized(speculation, draft)
     config = replace(config, device=str(device), speculation=speculation)
-    here = draft if config.speculation.placement != "process" else None
-    own_device = speculation.draft_device is not None and speculation.draft_device != str(device)
-    drafts = [draft] * speculation.draft_replicas if draft is not None and not own_device else []
+    apart, own_device = speculation.placement == "process", speculation.draft_device not in (None, str(device))
+    here = draft if not apart or speculation.mode == "auto" else None
+    copies = speculation.draft_replicas if apart and not own_device else 0
+    drafts = [draft] * (copies + (here is not None)) if draft is not None else []
     check_fits(config, [checkpoint, *drafts], device)
     if own_device and draft is not None:
         check_draft_fits(config, draft)
@@ -101,19 +103,23 @@ def _assemble(
             "the GPU's memory does not hold the models and their buffers: lower max_num_seqs, max_model_len or "
             f"{kv}, or free memory on the device ({error})"
         ) from error
+    max_tokens = batched_tokens(config, device)
     pool = BlockPool(
         runner.num_blocks,
         runner.block_size,
+        windows=[group.window for group in runner.decoder.kv_groups],
+        most_new=MAX_IN_FLIGHT * max_tokens,
         prefix_caching=config.prefix_caching,
         recomputed=0 if runner.features is None else 1,
     )
     scheduler = Scheduler(
         pool,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=batched_tokens(config, device),
+        max_num_batched_tokens=max_tokens,
         num_slots=num_slots(config),
     )
     longest = possible_length(config, checkpoint.config.max_position, max_model_len, device)
+    config = replace(config, speculation=split_cores(config, runner, draft_runner))
     # A draft on another device chooses its own dtype and memory; sequences are as long as the target's.
     drafter = make_drafter(replace(config, max_model_len=max_model_len), draft_runner, runner)
     dtype = str(runner.decoder.dtype).removeprefix("torch.")
@@ -140,12 +146,16 @@ def _log_choices(config: EngineConfig, runners: Seq[ModelRunner]) -> None:
         gib(tokens * sum(runner.decoder.kv_bytes_per_token for runner in runners)),
         *(config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens),
     )
+    groups = runners[0].decoder.kv_groups
+    if any(group.window for group in groups):
+        kept = [f"{len(g.layers)} keep {f'the last {g.window}' if g.window else 'all'} tokens" for g in groups]
+        log.info("KV groups of layers: %s", ", ".join(kept))
     if speculation.mode == "ar":
         log.info("drafter: none")
     else:
         form = f", draft_quantization={speculation.draft_quantization}" if speculation.draft_quantization else ""
-        placement = f", placement={speculation.placement}" if speculation.mode == "ssd" else ""
-        for name in ("draft_device", "draft_replicas", "draft_tensor_parallel_size"):
+        placement = f", placement={speculation.placement}" if speculation.placement != "auto" else ""
+        for name in ("draft_device", "draft_replicas", "draft_tensor_parallel_size", "draft_threads"):
             placement += f", {name}={value}" if (value := getattr(speculation, name)) not in (None, 1) else ""
         log.info(
             "drafter: mode=%s, draft=%s, k=%s%s%s",
@@ -167,10 +177,10 @@ def build_runners(
         raise ConfigError(f"max_model_len={limit} is beyond the model's positions: use at most {model.max_position}")
     state = make_state(config, limit, model.vocab_size, device)
     rows = config.max_num_seqs * (1 + config.speculation.lookahead)
-    models = [load_decoder(config, checkpoint, state, limit, rows, tp=place.tp)]
+    models = [load_decoder(config, checkpoint, state, limit, rows, tp=place.tp, windowed=True)]
     models += [load_draft(config, draft, state, limit, models[0].decoder)] if draft is not None else []
     num_blocks = place.agree(kv_blocks(config, models, limit))
-    limit = fitting_length(config, limit, num_blocks * kv_block_size(config, device))
+    limit = fitting_length(config, limit, num_blocks, models[0].blocks_for(config))
     runner = make_runner(config, models[0], state, num_blocks)
     if draft is None:
         return runner, None, limit

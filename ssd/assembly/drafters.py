@@ -18,7 +18,8 @@ from ssd.assembly.sharing import share_gpu
 from ssd.assembly.warm_up import warm_up
 from ssd.config import NGRAM, EngineConfig, SpeculationConfig
 from ssd.decoding.drafter import Drafter
-from ssd.drafting.controller import DepthController, make_arms
+from ssd.drafting.arms import DEPTHS, make_arms
+from ssd.drafting.controller import DepthController
 from ssd.drafting.eagle import EagleModel, EagleStep, private_blocks
 from ssd.drafting.fan_out import Adaptive, FanOut, Geometric, Listed, Share
 from ssd.drafting.late import LateBindingDrafter
@@ -78,9 +79,10 @@ def placed(
     """Resolves `placement` and `draft_device`.
 
     `placement="auto"` is a process if the draft has a GPU of its own or a core of a CPU, else a stream on a GPU, else
-    inline. `head`: the draft is an EAGLE head, which is where the target is. `ranks`: of the target.
+    inline. With mode="auto" it stays "auto" where nothing can run at the same time, and SSD is not among the modes.
+    `head`: the draft is an EAGLE head, which is where the target is. `ranks`: of the target.
     """
-    if speculation.mode != "ssd":
+    if speculation.mode not in ("ssd", "auto") or speculation.draft == NGRAM:
         return speculation
     placement, wanted = speculation.placement, speculation.draft_device
     if placement == "auto" and wanted is not None:
@@ -88,6 +90,8 @@ def placed(
     elif placement == "auto":
         own = torch.cuda.device_count() > (device.index or 0) + ranks if device.type == "cuda" else num_cores() > 1
         placement = "process" if own and not head else "stream" if device.type == "cuda" else "inline"
+        if placement == "inline" and speculation.mode == "auto":
+            return speculation
     if placement == "process" and head:
         raise ConfigError(
             'speculation placement="process": an EAGLE head reads the hidden states of the target, in its process; use '
@@ -96,24 +100,34 @@ def placed(
     if placement == "stream" and device.type != "cuda":
         raise ConfigError('speculation placement="stream" is for GPUs: use "process", or "inline"')
     if placement != "process":
+        if speculation.draft_threads is not None:
+            raise ConfigError(
+                f"speculation draft_threads={speculation.draft_threads} is for a draft in a process of its own on a "
+                f'CPU (placement="process"), not for placement="{placement}": leave it out'
+            )
         return replace(speculation, placement=placement)
     speculation = replace(speculation, placement=placement)
     first = rank_device(device, ranks) if wanted is None else resolve_device(wanted, "speculation draft_device")
     _check_draft_devices(speculation, first, {rank_device(device, rank) for rank in range(ranks)})
-    return replace(speculation, draft_device=str(first))
+    speculation = replace(speculation, draft_device=str(first))
+    if first.type == "cpu" and device.type == "cuda" and speculation.draft_threads is None:
+        threads = max(1, min(_DRAFT_THREADS, num_cores() // (2 * speculation.draft_ranks)))
+        return replace(speculation, draft_threads=threads)
+    return speculation
 
 
 def quantized(speculation: SpeculationConfig, draft: Checkpoint | EagleCheckpoint | None) -> SpeculationConfig:
-    """Resolves `draft_quantization`: int8 for a large draft that competes with the target for a GPU's memory."""
+    """Resolves `draft_quantization`: for a large draft that reads a GPU's memory while the target does."""
     if speculation.draft_quantization is not None or speculation.placement != "stream":
         return speculation
     if draft is None or isinstance(draft, EagleCheckpoint) or weight_bytes(draft.config, torch.bfloat16) < _LARGE_DRAFT:
         return speculation
-    return replace(speculation, draft_quantization="int8")
+    return replace(speculation, draft_quantization="int8+bf16")
 
 
 def _check_draft_devices(speculation: SpeculationConfig, first: torch.device, target: set[torch.device]) -> None:
-    """ConfigError if the draft models do not have GPUs of their own; `first`: that of the first one."""
+    """ConfigError if the draft models have no GPUs, or cores, of their own; `first`: the device of the first one."""
+    _check_draft_threads(speculation, first)
     if first.type == "cpu":
         return
     last = rank_device(first, speculation.draft_ranks - 1)
@@ -133,38 +147,65 @@ def _check_draft_devices(speculation: SpeculationConfig, first: torch.device, ta
         )
 
 
+def _check_draft_threads(speculation: SpeculationConfig, device: torch.device) -> None:
+    threads = speculation.draft_threads
+    if threads is None:
+        return
+    if device.type != "cpu":
+        raise ConfigError(f"speculation draft_threads={threads} is for a draft on a CPU, not on {device}: leave it out")
+    if speculation.draft_cores >= num_cores():
+        raise ConfigError(
+            f"speculation draft_threads={threads} leaves none of the {num_cores()} CPU cores to the target: lower it, "
+            "or leave it out"
+        )
+
+
+def prepares_here(speculation: SpeculationConfig) -> bool:
+    """Whether the draft model of this process prepares branches."""
+    here = speculation.placement in ("stream", "inline")
+    return speculation.mode == "ssd" or (speculation.mode == "auto" and here)
+
+
 def make_drafter(config: EngineConfig, runner: ModelRunner | None, target: ModelRunner) -> Drafter:
     """`config`: the user's, with the target's `max_model_len`. `runner`: that of a draft in this process."""
     speculation = config.speculation
-    if speculation.placement == "process":
-        return controlled(start_workers(config, target.state), speculation)
     model: DraftSource | None = None
     if runner is not None and target.features is not None:
         model = make_eagle_model(config, runner, target.features)
     elif runner is not None:
         model = make_draft_model(config, runner, make_fan_out(speculation), target)
-    return controlled(drafter_with(model, speculation), speculation)
+    workers = start_workers(config, target.state) if speculation.placement == "process" else None
+    return drafter_of(model, speculation, workers)
 
 
-def controlled(drafter: Drafter, speculation: SpeculationConfig) -> Drafter:
-    """Wraps the drafter in a DepthController if `k` or `budget` is "auto"."""
-    if "auto" not in (speculation.k, speculation.budget):
-        return drafter
-    widths = speculation.budgets if drafter.budget else (0,)
-    return DepthController(drafter, make_arms(None if speculation.k == "auto" else speculation.lookahead, widths))
+def drafter_of(model: DraftSource | None, speculation: SpeculationConfig, workers: Drafter | None = None) -> Drafter:
+    """The drafter of these options; `workers`: the one in processes of its own.
 
-
-def drafter_with(model: DraftSource | None, speculation: SpeculationConfig, fan_out: FanOut | None = None) -> Drafter:
-    """The drafter in this process."""
+    A DepthController chooses where `mode`, `k` or `budget` is "auto".
+    """
     if speculation.mode == "ar":
         return Drafter()
-    if model is None:
-        return NgramDrafter(speculation.lookahead)
-    if speculation.mode == "sd":
-        return ModelDrafter(model, speculation.lookahead)
+    drafters: dict[str, Drafter] = {}
+    if workers is None and model is not None and prepares_here(speculation):
+        drafters["sd"] = drafters["ssd"] = ssd_drafter(model, speculation, make_fan_out(speculation))
+    else:
+        if speculation.mode != "ssd":
+            drafters["sd"] = (
+                ModelDrafter(model, speculation.lookahead) if model else NgramDrafter(speculation.lookahead)
+            )
+        if workers is not None:
+            drafters["ssd"] = workers
+    if "auto" not in (speculation.mode, speculation.k, speculation.budget):
+        return drafters[speculation.mode]
+    depths = DEPTHS if speculation.k == "auto" else (speculation.lookahead,)
+    modes = ("ar", *drafters) if "auto" in (speculation.mode, speculation.k) else (speculation.mode,)
+    return DepthController(drafters, make_arms(modes, depths, speculation.budgets))
+
+
+def ssd_drafter(model: DraftSource, speculation: SpeculationConfig, fan_out: FanOut) -> SSDDrafter:
     return SSDDrafter(
         model,
-        fan_out or make_fan_out(speculation),
+        fan_out,
         lookahead=speculation.lookahead,
         budget=max(speculation.budgets),
         backup=speculation.backup,
@@ -233,7 +274,7 @@ def run_shapes(config: EngineConfig, device: torch.device) -> RunShapes:
     """Rows of a draft run: one per sequence, or its branches, up to _MAX_BRANCHES."""
     speculation, rows = config.speculation, config.max_num_seqs
     widths: tuple[int, ...] = ()
-    if speculation.mode == "ssd":
+    if prepares_here(speculation):
         widths = speculation.budgets
         rows = max(rows, min(_MAX_BRANCHES, rows * max(widths)))
     return RunShapes(speculation.lookahead, config.max_num_seqs, rows, widths, bucketed=device.type == "cuda")
@@ -276,17 +317,13 @@ def start_workers(config: EngineConfig, state: SequenceState) -> Drafter:
     in_flight = kernels(state.device).draft_table is not None and config.speculation.acceptance == "coupled"
     backup = "jit" if in_flight else config.speculation.backup  # in flight it is chosen here, not by the worker
     speculation = config.speculation
-    config = replace(config, speculation=replace(speculation, draft=draft, backup=backup))
-    first, threads = torch.device(str(speculation.draft_device)), torch.get_num_threads()
-    shared = first.type == state.device.type == "cpu"
-    if shared:
-        torch.set_num_threads(max(1, min(threads, num_cores() - speculation.draft_ranks)))
-    own_threads = 1 if shared else max(1, min(_DRAFT_THREADS, num_cores() // (2 * speculation.draft_ranks)))
+    config = replace(config, speculation=replace(speculation, mode="ssd", draft=draft, backup=backup))
+    first = torch.device(str(speculation.draft_device))
 
     def start(replica: int) -> Worker:
         device = rank_device(first, replica * speculation.draft_tensor_parallel_size)
         setup = {"config": asdict(replace(config, device=str(device))), "vocab_size": state.vocab_size}
-        return Worker(setup | {"replica": replica, "threads": own_threads})
+        return Worker(setup | {"replica": replica})
 
     starts = [functools.partial(start, replica) for replica in range(speculation.draft_replicas)]
     drafter: ProcessDrafter
@@ -294,8 +331,9 @@ def start_workers(config: EngineConfig, state: SequenceState) -> Drafter:
     if in_flight:
         drafter = LateBindingDrafter(starts, k, state, budget=budget, backup=speculation.backup)
     else:
-        ended = functools.partial(torch.set_num_threads, threads)
-        drafter = ProcessDrafter(starts, k, state.vocab_size, budget=budget, ended=ended)
+        cores = speculation.draft_cores if first.type == state.device.type == "cpu" else 0
+        drafter = ProcessDrafter(starts, k, state.vocab_size, budget=budget, cores=cores)
+    logging.getLogger("ssd.loading").info("starting the drafter's process")
     if not drafter.wait_ready(_WORKER_START_SECONDS):
         log.warning("the drafter's process is not ready yet: decoding begins without it")
     return drafter
@@ -307,7 +345,7 @@ def build_worker_drafter(setup: Mapping[str, Any]) -> WorkerDrafter:
     device, size = resolve_device(config.device), config.speculation.draft_tensor_parallel_size
     make_current(device)
     if device.type == "cpu":
-        torch.set_num_threads(int(setup["threads"]))
+        torch.set_num_threads(config.speculation.draft_threads or 1)
     vocab_size, replica = int(setup["vocab_size"]), int(setup["replica"])
     fan_out = make_fan_out(config.speculation, replica)
     ranks = None
@@ -317,7 +355,7 @@ def build_worker_drafter(setup: Mapping[str, Any]) -> WorkerDrafter:
     runner = _worker_runner(config, vocab_size, device, ranks.place if ranks is not None else Place())
     if ranks is not None:
         ranks.attach(runner)
-    drafter = drafter_with(make_draft_model(config, runner, fan_out), config.speculation, fan_out)
+    drafter = ssd_drafter(make_draft_model(config, runner, fan_out), config.speculation, fan_out)
     return WorkerDrafter(drafter, runner.state, close=runner.close)
 
 

@@ -9,12 +9,11 @@ from typing import NamedTuple
 import torch
 
 from ssd.assembly.device import kv_block_size, resolve_dtype
-from ssd.assembly.memory import available_bytes, gib, weight_bytes
+from ssd.assembly.memory import BlocksFor, available_bytes, blocks_for, gib, longest_sequence, weight_bytes
 from ssd.assembly.models import num_slots
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError
-from ssd.layers.formats import FormatOf
-from ssd.layers.formats.dense import dense
+from ssd.layers.formats import FormatOf, dense
 from ssd.layers.formats.rounded import rounded
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.config import DecoderConfig
@@ -47,7 +46,9 @@ def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint | EagleCheckpoi
     shares = [config.tensor_parallel_size if device.type == "cuda" else 1, *[1] * (len(models) - 1)]
     each = list(zip(models, shares, strict=True))
     weights = sum(weight_bytes(*model) // ranks for model, ranks in each)
-    per_token = sum(model.config.kv_bytes_per_token(model.dtype, ranks) for model, ranks in each)
+    per_token = sum(
+        model.config.kv_bytes_per_token(model.dtype, ranks, windowed=i == 0) for i, (model, ranks) in enumerate(each)
+    )
     per_block = per_token * kv_block_size(config, device)
     if weights + per_block > available:
         remedies = " or ".join(_remedies(config, checkpoints, models, available, device))
@@ -64,7 +65,8 @@ def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint | EagleCheckpoi
             f"max_num_seqs={config.max_num_seqs} sequences of {limit} tokens need {gib(state)} beside weights of "
             f"{gib(weights)}, but {free}: lower max_num_seqs or max_model_len"
         )
-    _check_kv(config, limit, available - weights - state, per_block, kv_block_size(config, device))
+    needed = blocks_for(config, models[0].config.kv_groups(windowed=True), device)
+    _check_kv(config, limit, available - weights - state, per_block, needed)
 
 
 def check_draft_fits(config: EngineConfig, draft: Checkpoint | EagleCheckpoint) -> None:
@@ -84,8 +86,8 @@ def check_draft_fits(config: EngineConfig, draft: Checkpoint | EagleCheckpoint) 
         )
 
 
-def _check_kv(config: EngineConfig, limit: int, left: int, per_block: int, size: int) -> None:
-    """`left`: bytes that KV can have; `per_block`: bytes of one block of all models; `size`: its tokens."""
+def _check_kv(config: EngineConfig, limit: int, left: int, per_block: int, needed: BlocksFor) -> None:
+    """`left`: bytes that KV can have; `per_block`: bytes of one block of all models; `needed`: blocks of a sequence."""
     most = left // per_block
     beside = f"but {gib(left)} are left beside the weights"
     if config.num_kv_blocks is not None and config.num_kv_blocks > most:
@@ -93,10 +95,10 @@ def _check_kv(config: EngineConfig, limit: int, left: int, per_block: int, size:
             f"num_kv_blocks={config.num_kv_blocks} needs {gib(config.num_kv_blocks * per_block)}, {beside}: use at "
             f"most {most}, or leave it out for what fits"
         )
-    if config.max_model_len is not None and limit > most * size:
+    if config.max_model_len is not None and needed(limit) > most:
         raise ConfigError(
-            f"max_model_len={config.max_model_len} needs {gib(-(-limit // size) * per_block)} of KV, {beside}: use at "
-            f"most {most * size}, or leave it out for what fits"
+            f"max_model_len={config.max_model_len} needs {gib(needed(limit) * per_block)} of KV, {beside}: use at "
+            f"most {longest_sequence(most, needed, limit)}, or leave it out for what fits"
         )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +17,9 @@ from ssd.assembly.device import batched_tokens, kv_block_size
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError
 from ssd.execution.graphs import PREFILL_BUCKETS, row_buckets
-from ssd.layers.formats import FormatOf
-from ssd.layers.formats.dense import dense
+from ssd.kv.blocks import most_blocks
+from ssd.layers.formats import FormatOf, dense
+from ssd.layers.spec import KVGroup
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import Decoder, outline
 from ssd.models.eagle import EagleConfig, EagleHead
@@ -24,6 +27,8 @@ from ssd.models.eagle import EagleConfig, EagleHead
 log = logging.getLogger("ssd")
 _CPU_KV_BYTES = 4 << 30
 _NCCL_BYTES = 1 << 30  # upper estimate of its buffers
+MAX_IN_FLIGHT = 2  # rounds: one is scheduled while the one before it is not committed
+BlocksFor = Callable[[int], int]  # upper bound of the blocks of a sequence, by its tokens
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,21 @@ class Loaded:
     max_len: int  # tokens of a sequence
     max_rows: int  # query tokens of a decode-size batch
     scratch_slots: int = 0  # KV slots outside of the pool's blocks
+
+    def blocks_for(self, config: EngineConfig) -> BlocksFor:
+        return blocks_for(config, self.decoder.kv_groups, self.decoder.device)
+
+
+def blocks_for(config: EngineConfig, groups: Seq[KVGroup], device: torch.device) -> BlocksFor:
+    """Blocks that a sequence of a model with these groups of layers has at once."""
+    windows, size = [group.window for group in groups], kv_block_size(config, device)
+    most_new = MAX_IN_FLIGHT * batched_tokens(config, device) if any(windows) else 0
+    return functools.partial(most_blocks, block_size=size, windows=windows, most_new=most_new)
+
+
+def longest_sequence(num_blocks: int, needed: BlocksFor, limit: int) -> int:
+    """Tokens of the longest sequence that so many blocks hold, at most `limit`."""
+    return bisect_right(range(1, limit + 1), num_blocks, key=needed)
 
 
 def available_bytes(config: EngineConfig, device: torch.device) -> int:
@@ -89,12 +109,13 @@ def gib(size: int) -> str:
     return f"{size / (1 << 30):,.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):,.1f} MiB"
 
 
-def fitting_length(config: EngineConfig, limit: int, capacity: int) -> int:
-    """`limit`, or the capacity of the KV pool if that is less; ConfigError if max_model_len was given."""
+def fitting_length(config: EngineConfig, limit: int, num_blocks: int, needed: BlocksFor) -> int:
+    """`limit`, or what the KV pool holds if that is less; ConfigError if max_model_len was given."""
+    capacity = longest_sequence(num_blocks, needed, limit)
     if capacity >= limit:
         return limit
     if config.num_kv_blocks is not None:
-        remedy = f"raise num_kv_blocks to at least {-(-limit * config.num_kv_blocks // capacity)}"
+        remedy = f"raise num_kv_blocks to at least {needed(limit)}"
     else:
         remedy = "raise gpu_memory_utilization, free memory on the GPU, or lower max_num_seqs"
     if capacity == 0:
@@ -123,7 +144,7 @@ def kv_blocks(config: EngineConfig, models: Seq[Loaded], limit: int) -> int:
     if device.type == "cuda":
         activations = sum(_activation_bytes(config, loaded) for loaded in models)
         return max(0, (available_bytes(config, device) - activations) // bytes_per_block)
-    longest = -(-limit // kv_block_size(config, device))
+    longest = max(loaded.blocks_for(config)(limit) for loaded in models)
     memory = min(_CPU_KV_BYTES, available_bytes(config, device) // 2)
     least = longest if config.max_model_len is not None else 1
     return min(config.max_num_seqs * longest, max(least, memory // bytes_per_block))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Final
 
 import torch
 
@@ -13,8 +14,7 @@ from ssd.config import EngineConfig
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import DeviceBlockTables, SequenceState
 from ssd.kernels.device import kernels, name_of
-from ssd.layers.formats import FormatOf
-from ssd.layers.formats.dense import DENSE, dense
+from ssd.layers.formats import DENSE, FormatOf, dense
 from ssd.layers.linear import Embedding
 from ssd.layers.parameter import Build
 from ssd.models.checkpoint import Checkpoint, HFCheckpoint, Weights
@@ -24,6 +24,8 @@ from ssd.models.open import open_checkpoint
 from ssd.parallel.tensor import TensorParallel
 
 log = logging.getLogger("ssd")
+loading = logging.getLogger("ssd.loading")  # what takes time before the first request; `ssd serve` shows it
+_REPORT_SECONDS: Final = 1.0  # between two reports of progress
 
 
 def num_slots(config: EngineConfig) -> int:
@@ -53,10 +55,12 @@ def load_decoder(
     format_of: FormatOf = dense,
     target: Decoder | None = None,
     tp: TensorParallel = TensorParallel(),  # noqa: B008 (frozen)
+    windowed: bool = False,
 ) -> Loaded:
     """Loads weights and allocates attention scratch; rotary tables have `beyond` more positions than the state.
 
-    `target`: the model whose hidden states an EAGLE head reads. `tp`: the rank whose share is loaded.
+    `target`: the model whose hidden states an EAGLE head reads. `tp`: the rank whose share is loaded. `windowed`: KV
+    behind the windows of its layers is freed.
     """
     device = state.device
     ops, dtype = kernels(device).ops(), resolve_dtype(config, (target or checkpoint).config, device)
@@ -69,8 +73,8 @@ def load_decoder(
         decoder = EagleHead(checkpoint.config, build, max_positions=positions, embedding=shared)
         decoder.map_tokens(checkpoint.target_ids())
     else:
-        decoder = Decoder(checkpoint.config, build, max_positions=positions)
-    decoder.load(_weights(checkpoint, decoder))
+        decoder = Decoder(checkpoint.config, build, max_positions=positions, windowed=windowed)
+    decoder.load(_reported(checkpoint.path.name, _weights(checkpoint, decoder), len(decoder.shapes())))
     formats = decoder.formats - {DENSE.name}
     if formats and device.type == "cuda":
         torch.cuda.empty_cache()  # the weights as they were before: memory for KV
@@ -82,6 +86,17 @@ def load_decoder(
     )
     ops.reserve(decoder.heads, device)
     return Loaded(decoder, max_len, max_rows, scratch_slots)
+
+
+def _reported(model: str, weights: Weights, count: int) -> Weights:
+    """The `count` tensors of a model; reports how many of them are loaded."""
+    loading.info("reading the weights of %s", model)
+    reported = time.monotonic()
+    for i, each in enumerate(weights):
+        yield each
+        if time.monotonic() - reported > _REPORT_SECONDS and i * 10 // count < (i + 1) * 10 // count:
+            reported = time.monotonic()
+            loading.info("reading the weights of %s: %d %%", model, (i + 1) * 100 // count)
 
 
 def _weights(checkpoint: Checkpoint | EagleCheckpoint, decoder: Decoder) -> Weights:

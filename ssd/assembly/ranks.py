@@ -78,7 +78,7 @@ def _receive_blocks(channel: Channel) -> int:
 
 def num_threads(config: EngineConfig) -> int:
     """A rank's share of the CPU's cores; drafts in processes of their own have others."""
-    return max(1, (num_cores() - config.speculation.draft_ranks) // local_size(config.tensor_parallel_size))
+    return max(1, (num_cores() - config.speculation.draft_cores) // local_size(config.tensor_parallel_size))
 
 
 # --- rank 0 -----------------------------------------------------------------------------------------------------------

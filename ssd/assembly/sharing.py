@@ -30,23 +30,23 @@ def share_gpu(target: ModelRunner, draft: DraftRunner, fan_out: FanOut) -> None:
     seconds = {0: _round_seconds(target, draft, fan_out, widths[-1])}  # by size of the draft's part; 0: no parts
     try:
         for size in _SIZES:
-            _split(target, draft, size, sequences=1)
+            _split(target, draft, size)
             seconds[size] = _round_seconds(target, draft, fan_out, widths[-1])
     except DriverError as error:
         log.info("the GPU cannot be split further: %s", error)
     best = min(seconds, key=seconds.__getitem__)
     draft.part = None
     if best:
-        _split(target, draft, best, sequences=MAX_ROWS_IN_PART // widths[0])
+        _split(target, draft, best)
     times = ", ".join(f"{size}: {1e3 * time:.1f}" for size, time in seconds.items())
     log.info("multiprocessors for the draft alone, and ms of a round: %s; it gets %d", times, best)
 
 
-def _split(target: ModelRunner, draft: DraftRunner, size: int, *, sequences: int) -> None:
-    """Gives the draft that many multiprocessors, and the target the others in rounds of up to so many sequences."""
+def _split(target: ModelRunner, draft: DraftRunner, size: int) -> None:
+    """Gives the draft that many multiprocessors, and the target the others in rounds of one sequence."""
     parts = split(draft.device, size)
     draft.part = parts.small
-    target.capture_in_part(parts.large.stream, sequences * draft.shapes.reads)
+    target.capture_in_part(parts.large.stream, draft.shapes.reads)
 
 
 def _round_seconds(target: ModelRunner, draft: DraftRunner, fan_out: FanOut, width: int) -> float:

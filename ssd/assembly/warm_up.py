@@ -13,12 +13,14 @@ import torch
 from ssd.kernels.compiling import compile_only
 
 log = logging.getLogger("ssd")
+loading = logging.getLogger("ssd.loading")
 _Step = Callable[[], None]
 
 
 def warm_up(model: str, rehearsals: Seq[_Step], captures: Seq[_Step]) -> None:
     """`rehearsals` launch all kinds of kernels on padding, `captures` capture graphs. `model`: for the log."""
     times = [time.perf_counter()]
+    loading.info("compiling kernels of the %s", model)
     with compile_only():
         _run(rehearsals)
     times.append(time.perf_counter())
@@ -26,6 +28,7 @@ def warm_up(model: str, rehearsals: Seq[_Step], captures: Seq[_Step]) -> None:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     times.append(time.perf_counter())
+    loading.info("capturing CUDA graphs of the %s", model)
     _run(captures)
     times.append(time.perf_counter())
     took = [end - begin for begin, end in pairwise(times)]

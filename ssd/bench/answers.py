@@ -5,12 +5,24 @@ Speeds are computed from the answers alone, by the same rule for all of them.
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import pairwise
+from typing import Final, Protocol
+
+PERCENTILES: Final = (50, 90, 99)
 
 Message = dict[str, str]
 Prompt = str | list[int] | list[Message]  # text, token ids, or a chat
+# Displays progress: called with a name and a number of steps; what it returns is called after each, or with a new name.
+Progress = Callable[[str, int], Callable[..., object]]
+
+
+def no_progress(name: str, count: int) -> Callable[..., object]:
+    return lambda name="": None
 
 
 @dataclass(frozen=True)
@@ -40,8 +52,14 @@ class Answer:
         return round(sum(count for _, count in self.deliveries))
 
     @property
-    def time_to_first_token(self) -> float:
-        return self.deliveries[0][0] - self.began
+    def gaps(self) -> list[float]:
+        """Seconds between two deliveries; with speculation one delivery has several tokens."""
+        return [after - before for (before, _), (after, _) in pairwise(self.deliveries)]
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Of the tokens after the first delivery; None for fewer than two tokens."""
+        return sum(self.gaps) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 
 class Contender(Protocol):
@@ -90,6 +108,15 @@ class Speed:
             sum(end - start for start, end in busy) - prefill,
             sum(count for _, count in decoded),
         )
+
+
+def percentiles(seconds: Seq[float]) -> dict[str, float] | None:
+    """Mean and percentiles in milliseconds; None without values."""
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    found = {f"p{p}": ordered[math.ceil(p / 100 * len(ordered)) - 1] for p in PERCENTILES}
+    return {name: 1000 * value for name, value in {"mean": statistics.fmean(ordered), **found}.items()}
 
 
 def _union(spans: Seq[tuple[float, float]]) -> list[tuple[float, float]]:

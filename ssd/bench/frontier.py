@@ -19,10 +19,6 @@ _PANELS: Final = (("ttft_ms", "time to first token"), ("tpot_ms", "time per outp
 Row = dict[str, Any]
 
 
-def check_file(file: Path) -> None:
-    drawing.check_file("plot", file, KINDS)
-
-
 def draw(rows: Seq[Row], file: Path) -> None:
     """A panel per latency: output tokens/s against the median (line) and the 99th percentile (dashed)."""
     figure = drawing.new_figure(12, 4)

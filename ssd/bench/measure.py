@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ssd.bench.answers import Answer, Contender, Prompt, RequestSettings, Speed
+from ssd.bench.answers import Answer, Contender, Progress, Prompt, RequestSettings, Speed, no_progress, percentiles
 from ssd.bench.load import LoadMeter, load_warning
 from ssd.bench.ours import OurContender
 from ssd.bench.workload import Workload
@@ -35,8 +34,6 @@ class Turn:
     speed: Speed
     others: float  # cores in use by other processes
     metrics: EngineMetrics | None = None  # of this engine's contenders
-    waited: float = 0.0  # target_wait_seconds
-    verified: float = 0.0  # verify_seconds
 
 
 @dataclass
@@ -52,27 +49,22 @@ def measure(
     workloads: Seq[Workload],
     asked: RequestSettings,
     repeats: int,
-    track: Callable[[Iterator[str], int], Iterator[str]] = lambda steps, _: steps,
+    progress: Progress = no_progress,
 ) -> list[Measured]:
-    """`track(steps, count)` displays progress."""
     found = [Measured(contender) for contender in contenders]
     count = sum(len(_groups(workload, asked)) for workload in workloads)
-    for _ in track(_steps(found, workloads, asked, repeats), len(found) * (1 + repeats * count)):
-        pass
-    return found
-
-
-def _steps(found: list[Measured], workloads: Seq[Workload], asked: RequestSettings, repeats: int) -> Iterator[str]:
+    done = progress("loading", len(found) * (1 + repeats * count))
     for measured in found:
         measured.contender.answer(workloads[0].prompts[: 2 * asked.batch], asked)  # also prefill beside decoding
-        yield f"{measured.contender.name} warms up"
+        done(f"{measured.contender.name} warms up")
     for repeat in range(repeats):
         for workload in workloads:
             for group, prompts in enumerate(_groups(workload, asked)):
                 for measured in found if (repeat + group) % 2 == 0 else found[::-1]:
                     turn = _turn(measured.contender, prompts, asked, repeat, group)
                     measured.turns.setdefault(workload.name, []).append(turn)
-                    yield f"{measured.contender.name}, {workload.name}"
+                    done(f"{measured.contender.name}, {workload.name}")
+    return found
 
 
 def _groups(workload: Workload, asked: RequestSettings) -> list[list[Prompt]]:
@@ -84,11 +76,8 @@ def _groups(workload: Workload, asked: RequestSettings) -> list[list[Prompt]]:
 def _turn(contender: Contender, prompts: Seq[Prompt], asked: RequestSettings, repeat: int, group: int) -> Turn:
     meter = LoadMeter()
     answers = contender.answer(prompts, asked)
-    turn = Turn(repeat, group, answers, Speed.of(answers), meter.others())
-    if isinstance(contender, OurContender):
-        turn.metrics = contender.metrics
-        turn.waited, turn.verified = turn.metrics.target_wait_seconds, turn.metrics.verify_seconds
-    return turn
+    metrics = contender.metrics if isinstance(contender, OurContender) else None
+    return Turn(repeat, group, answers, Speed.of(answers), meter.others(), metrics)
 
 
 def same_text(found: Seq[Measured]) -> bool | None:
@@ -204,10 +193,8 @@ def _ratio(a: float, b: float) -> float:
 
 
 def _latencies(turns: Seq[Turn]) -> dict[str, Any]:
-    """`gap`: time between two deliveries of one request; with speculation one delivery has several tokens."""
     answers = [answer for turn in turns for answer in turn.answers if answer.deliveries]
-    gaps = [b[0] - a[0] for answer in answers for a, b in zip(answer.deliveries, answer.deliveries[1:], strict=False)]
-    each = [(a.deliveries[-1][0] - a.deliveries[0][0]) / (a.output_tokens - 1) for a in answers if a.output_tokens > 1]
+    each = [a.seconds_per_token for a in answers if a.seconds_per_token is not None]
     seconds, prefill = sum(t.speed.seconds for t in turns), sum(t.speed.prefill_seconds for t in turns)
     return {
         "requests": len(answers),
@@ -215,18 +202,10 @@ def _latencies(turns: Seq[Turn]) -> dict[str, Any]:
         "prompt_tokens": sum(a.prompt_tokens for a in answers),
         "tokens_per_second_with_prompts": _ratio(sum(t.speed.output_tokens for t in turns), seconds),
         "prompt_tokens_per_second": _ratio(sum(a.prompt_tokens for a in answers), prefill),
-        "ttft_ms": _percentiles([a.time_to_first_token for a in answers]),
-        "gap_ms": _percentiles(gaps),
+        "ttft_ms": percentiles([a.deliveries[0][0] - a.began for a in answers]),
+        "gap_ms": percentiles([gap for a in answers for gap in a.gaps]),
         "ms_per_token": 1e3 * statistics.fmean(each) if each else None,
     }
-
-
-def _percentiles(seconds: Seq[float]) -> dict[str, float] | None:
-    ordered = sorted(seconds)
-    if not ordered:
-        return None
-    at = {f"p{p}": ordered[min(len(ordered) - 1, p * len(ordered) // 100)] for p in (50, 90, 99)}
-    return {name: 1e3 * value for name, value in at.items()}
 
 
 def _counts(turns: Seq[Turn]) -> dict[str, Any]:
@@ -241,7 +220,7 @@ def _counts(turns: Seq[Turn]) -> dict[str, Any]:
         "tokens_per_round": _ratio(sum(m.output_tokens for m in metrics), sum(m.num_sequence_rounds for m in metrics)),
         "acceptance": sum(m.spec_decode_num_accepted_tokens for m in metrics) / drafted if drafted else None,
         "hit_rate": sum(sum(m.ssd_hits_after) for m in metrics) / looked_up if looked_up else None,
-        "ms_waiting_for_drafts": _ratio(1e3 * sum(turn.waited for turn in turns), rounds),
-        "ms_verifying": _ratio(1e3 * sum(turn.verified for turn in turns), rounds),
+        "ms_waiting_for_drafts": _ratio(1e3 * sum(m.target_wait_seconds for m in metrics), rounds),
+        "ms_verifying": _ratio(1e3 * sum(m.verify_seconds for m in metrics), rounds),
         "drafter_failures": max(m.drafter_failures for m in metrics),
     }

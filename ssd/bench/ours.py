@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ssd.assembly.device import resolve_device
-from ssd.assembly.drafters import controlled, drafter_with, placed
+from ssd.assembly.drafters import drafter_of, placed
 from ssd.bench.answers import Answer, Prompt, RequestSettings
 from ssd.config import NGRAM, SpeculationConfig
 from ssd.core import RequestOutput, SamplingParams
@@ -39,9 +39,9 @@ class Method:
     def parse(cls, text: str, draft: str | None, k: int | str, options: Mapping[str, Any]) -> Method:
         """`options` are those of mode="ssd", of the acceptance rule, or of the draft model."""
         mode, _, number = text.partition(":")
-        if mode not in ("ar", "sd", "ssd", NGRAM) or (mode == "ar" and number):
+        if mode not in ("ar", "sd", "ssd", "auto", NGRAM) or (mode == "ar" and number):
             raise ConfigError(
-                f"method {text!r}: must be ar, sd, ssd or {NGRAM}, with a number of drafted tokens if need be: ssd:6"
+                f"method {text!r}: must be ar, sd, ssd, auto or {NGRAM}, with a number of tokens if need be: ssd:6"
             )
         if mode == "ar":
             return cls("ar", {"mode": "ar"})
@@ -51,7 +51,7 @@ class Method:
         both = ("acceptance", "saguaro_c", "draft_quantization")
         rule = {name: value for name, value in options.items() if name in both}
         chosen: dict[str, Any] = {"mode": "sd" if mode == NGRAM else mode, "draft": NGRAM if mode == NGRAM else draft}
-        chosen |= {"k": k} | (dict(options) if mode == "ssd" else {} if mode == NGRAM else rule)
+        chosen |= {"k": k} | (dict(options) if mode in ("ssd", "auto") else {} if mode == NGRAM else rule)
         return cls(f"{mode} k={k}", chosen)
 
 
@@ -137,8 +137,9 @@ def our_contenders(model: str, methods: Seq[Method], *, batch: int, **options: A
             found[method.name] = OurContender(method.name, llm, _drafter(llm, speculation), _threads(llm))
     for method in apart:
         llm = LLM(model, max_num_seqs=batch, speculation=method.speculation | {"placement": "process"}, **options)
-        drafter, ranks = llm.engine.round.drafter, llm.config.speculation.draft_ranks
-        found[method.name] = OurContender(method.name, llm, drafter, _threads(llm, ranks), ranks)
+        drafter = llm.engine.round.drafter
+        cores = drafter.cores if method.speculation["mode"] == "ssd" else 0  # "auto" has all of them in rounds of SD
+        found[method.name] = OurContender(method.name, llm, drafter, _threads(llm, cores), cores)
     return [found[method.name] for method in methods]
 
 
@@ -150,7 +151,7 @@ def _threads(llm: LLM, draft_processes: int = 0) -> int:
 
 def _in_process(method: Method, device: str) -> bool:
     placement = "process" if method.speculation.get("draft_device") else method.speculation.get("placement", "auto")
-    if method.speculation["mode"] != "ssd" or placement not in ("auto", "process"):
+    if method.speculation["mode"] not in ("ssd", "auto") or placement not in ("auto", "process"):
         return False
     draft = method.speculation.get("draft")
     if placement == "auto" and draft is not None and open_eagle(str(draft)) is not None:
@@ -164,7 +165,7 @@ def _covering(wanted: Seq[SpeculationConfig]) -> SpeculationConfig:
     if not with_model:
         deepest = max(s.lookahead for s in wanted)
         return SpeculationConfig(mode="sd", draft=NGRAM, k=deepest) if deepest else SpeculationConfig()
-    ahead = [s for s in with_model if s.mode == "ssd"]
+    ahead = [s for s in with_model if s.mode in ("ssd", "auto")]
     deepest = max(s.lookahead for s in wanted)
     if not ahead:
         return replace(with_model[0], k=deepest)
@@ -175,12 +176,13 @@ def _covering(wanted: Seq[SpeculationConfig]) -> SpeculationConfig:
 def _drafter(llm: LLM, speculation: SpeculationConfig) -> Drafter:
     """A drafter for an existing engine and its draft model."""
     built = llm.engine.round.drafter
-    inner = built.inner if isinstance(built, DepthController) else built
-    model: DraftSource | None = inner.model if isinstance(inner, (SSDDrafter, ModelDrafter)) else None
+    inner = built.inner if isinstance(built, DepthController) else [built]
+    models: list[DraftSource] = [each.model for each in inner if isinstance(each, (SSDDrafter, ModelDrafter))]
+    model = models[0] if models else None
     speculation = placed(speculation, resolve_device(llm.config.device), head=isinstance(model, EagleModel))
     if speculation.draft == NGRAM:
         model = None
-    return controlled(drafter_with(model, speculation), speculation)
+    return drafter_of(model, speculation)
 
 
 def methods_of(names: str, draft: str | None, k: int | str, options: Mapping[str, Any]) -> list[Method]:

@@ -20,10 +20,6 @@ _CJK: Final = (
 _COLOURS: Final = ("#9aa5b1", "#4c8bf5", "#0b9e6b", "#e07a1f", "#a259c4", "#c43d4b", "#7a6a4f", "#2bb3c0")
 
 
-def check_file(file: Path) -> None:
-    drawing.check_file("plot", file, KINDS)
-
-
 def write_picture(report: Report, file: Path) -> None:
     if file.suffix == ".html":
         file.write_text(_page(report), encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
@@ -29,9 +28,6 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         told = {"warnings": self.warnings, "notes": self.notes, "same_text": self.same_text}
         return {**self.header, **told, "results": self.rows}
-
-    def as_json(self) -> str:
-        return json.dumps(self.as_dict(), indent=1) + "\n"
 
     @property
     def title(self) -> str:

@@ -6,9 +6,8 @@ import contextlib
 import dataclasses
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,88 +15,29 @@ import torch
 
 from ssd.assembly.device import num_cores
 from ssd.bench import tracing
-from ssd.bench.answers import Contender, RequestSettings
+from ssd.bench.answers import Contender, Progress, RequestSettings, no_progress
+from ssd.bench.config import BenchConfig, is_url
 from ssd.bench.measure import Measured, figures, measure, same_text, warnings
 from ssd.bench.ours import OurContender, methods_of, our_contenders
 from ssd.bench.report import Report
 from ssd.bench.workload import Workload, load_workload
-from ssd.config import K_DEFAULT, NGRAM
-from ssd.errors import ConfigError
+from ssd.config import NGRAM
 from ssd.models.open import open_checkpoint
-from ssd.prompts import OWN_SETS
 from ssd.text.tokenizer import Tokenizer
 from ssd.version import VERSION
 
-PEERS = ("hf", "vllm", "sglang", "llamacpp")
 
-
-@dataclass(frozen=True)
-class BenchConfig:
-    """Settings of a benchmark."""
-
-    model: str
-    draft: str | None = None
-    methods: str = "ar,sd,ssd"  # with or without a number of draft tokens: ar,sd:4,ssd:auto,ngram:5
-    peers: tuple[str, ...] = ()  # other systems: PEERS (`vllm:4`: with the draft), or URLs of servers
-    k: int | str = K_DEFAULT  # draft tokens of methods without a number
-    speculation: dict[str, Any] = field(default_factory=dict)  # options of ssd: fan_out, budget, backup, placement, …
-    sets: tuple[str, ...] = tuple(OWN_SETS)
-    num_prompts: int = 8  # prompts per set
-    prompt_offset: int = 0
-    input_len: int | None = None  # tokens at which prompts are cut
-    output_len: int = 128
-    chat: bool = True  # questions are put through the chat template
-    folder: Path | None = None  # where prompt sets are
-    batch: int = 1
-    temperature: float = 0.0
-    seed: int = 0
-    repeats: int = 2
-    max_rounds: int | None = None
-    engine: dict[str, Any] = field(default_factory=dict)  # other options of the engine: device, dtype, eager, …
-    notes: tuple[str, ...] = ()  # for the report
-
-    def __post_init__(self) -> None:
-        for name in ("num_prompts", "output_len", "batch", "repeats", "input_len", "max_rounds"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value}: must be at least 1")
-        if self.prompt_offset < 0:
-            raise ConfigError(f"prompt_offset={self.prompt_offset}: must be at least 0")
-        if not self.sets:
-            raise ConfigError("sets: name at least one set of prompts")
-        for peer in self.peers:
-            name, _, k = peer.partition(":")
-            if not _is_url(peer) and (name not in PEERS or (k and not k.isdecimal())):
-                raise ConfigError(
-                    f"peer {peer!r}: must be {', '.join(PEERS)}, such as hf or hf:4, or the URL of a server"
-                )
-            if name in PEERS and k and self.draft is None:
-                raise ConfigError(f"peer {peer!r} is to draft, and there is no draft: name one with --draft")
-
-    @property
-    def draft_in_use(self) -> str | None:
-        """The draft model, if a method or a peer drafts with it."""
-        methods = methods_of(self.methods, self.draft, self.k, self.speculation)
-        drafting = any(method.speculation.get("draft", NGRAM) != NGRAM for method in methods)
-        return self.draft if drafting or any(":" in peer for peer in self.peers if not _is_url(peer)) else None
-
-
-def run(
-    config: BenchConfig,
-    track: Callable[[Iterator[str], int], Iterator[str]] = lambda steps, _: steps,
-    traces: Seq[Path] = (),
-) -> Report:
+def run(config: BenchConfig, progress: Progress = no_progress, traces: Seq[Path] = ()) -> Report:
     """Loads the contenders, measures them in turns, writes traces of this engine's methods, closes everything."""
-    for peer in config.peers:
-        _check_peer(config, peer)
+    peers = [_peer(config, peer) for peer in config.peers]
     checkpoint = open_checkpoint(config.model)
     workloads = _workloads(config, checkpoint.tokenizer())
     asked = RequestSettings(
         config.output_len, config.temperature, config.seed, config.batch, max_rounds=config.max_rounds
     )
     with contextlib.ExitStack() as stack:
-        contenders = _contenders(config, workloads, stack)
-        found = measure(contenders, workloads, asked, config.repeats, track)
+        contenders = _contenders(config, workloads, peers, stack)
+        found = measure(contenders, workloads, asked, config.repeats, progress)
         if traces:
             ours = [contender for contender in contenders if isinstance(contender, OurContender)]
             recorded = [tracing.record(contender, workloads[0].prompts, asked) for contender in ours]
@@ -140,7 +80,12 @@ def _workloads(config: BenchConfig, tokenizer: Tokenizer) -> list[Workload]:
     ]
 
 
-def _contenders(config: BenchConfig, workloads: list[Workload], stack: contextlib.ExitStack) -> list[Contender]:
+def _contenders(
+    config: BenchConfig,
+    workloads: list[Workload],
+    peers: Seq[Callable[[int], Contender]],
+    stack: contextlib.ExitStack,
+) -> list[Contender]:
     """Contenders, closed with the stack. Prefix caching is off, because prompts are repeated."""
     longest = max(workload.longest for workload in workloads)
     fitting = -(-(longest + config.output_len) // 64) * 64
@@ -150,59 +95,48 @@ def _contenders(config: BenchConfig, workloads: list[Workload], stack: contextli
     for ours in our_contenders(config.model, methods, batch=config.batch, **engine):
         stack.callback(ours.close)
         contenders.append(ours)
-    for peer in config.peers:
-        contenders.append(_peer(config, peer, int(engine["max_model_len"])))
+    for start in peers:
+        contenders.append(start(int(engine["max_model_len"])))
         stack.callback(contenders[-1].close)
     return contenders
 
 
-def _check_peer(config: BenchConfig, peer: str) -> None:
-    """Raises what would keep a peer from starting: a server that does not answer, a program that is not installed."""
+def _peer(config: BenchConfig, peer: str) -> Callable[[int], Contender]:
+    """What starts a peer for sequences of a length; with the draft if it has a number of draft tokens.
+
+    Raises what would keep it from starting: a server that does not answer, a program that is not installed.
+    """
     from ssd.bench import openai, servers, transformers_peer
 
-    name, _, k = peer.partition(":")
-    draft = config.draft if k else None
-    if _is_url(peer):
-        openai.ServerContender(peer)
-    elif name == "hf":
-        transformers_peer.check(config.model, draft, config.batch)
-    else:
-        servers.check(name, config.model, draft)
-
-
-def _peer(config: BenchConfig, peer: str, max_model_len: int) -> Contender:
-    """A peer; with the draft if it has a number of draft tokens."""
-    if _is_url(peer):
-        from ssd.bench.openai import ServerContender
-
-        return ServerContender(peer)
+    if is_url(peer):
+        server = openai.ServerContender(peer)
+        return lambda _: server
     name, _, k = peer.partition(":")
     drafting: dict[str, Any] = {"draft": config.draft, "k": int(k)} if k else {}
     if name == "hf":
-        from ssd.bench.transformers_peer import HFContender
-
+        transformers_peer.check(config.model, drafting.get("draft"), config.batch)
         device, dtype = str(config.engine.get("device", "auto")), str(config.engine.get("dtype", "auto"))
-        return HFContender(config.model, device=device, dtype=dtype, **drafting)
-    from ssd.bench.servers import launch
+        return lambda _: transformers_peer.HFContender(config.model, device=device, dtype=dtype, **drafting)
+    servers.check(name, config.model, drafting.get("draft"))
+    return lambda longest: servers.launch(name, config.model, batch=config.batch, max_model_len=longest, **drafting)
 
-    return launch(name, config.model, batch=config.batch, max_model_len=max_model_len, **drafting)
 
-
-def _is_url(peer: str) -> bool:
-    return peer.startswith(("http://", "https://"))
+def _draft_in_use(config: BenchConfig) -> str | None:
+    """The draft model, if a method or a peer drafts with it."""
+    methods = methods_of(config.methods, config.draft, config.k, config.speculation)
+    drafting = any(method.speculation.get("draft", NGRAM) != NGRAM for method in methods)
+    return config.draft if drafting or any(":" in peer for peer in config.peers if not is_url(peer)) else None
 
 
 def _header(config: BenchConfig) -> dict[str, Any]:
     """Versions, machine and settings."""
     cuda = torch.cuda.is_available() and config.engine.get("device", "auto") != "cpu"
     machine = torch.cuda.get_device_name(0) if cuda else f"{platform.machine()} CPU, {num_cores()} cores"
-    folder = str(config.folder) if config.folder else None
-    settings = dataclasses.asdict(config) | {"draft": config.draft_in_use, "folder": folder}
     return {
         "ssd": VERSION,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": machine,
         "command": " ".join(sys.argv),
-        "settings": settings,
+        "settings": dataclasses.asdict(config) | {"draft": _draft_in_use(config)},
     }

@@ -9,71 +9,22 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass, replace
-from itertools import cycle, islice, pairwise
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ssd.bench.answers import Answer, Prompt, RequestSettings
+from ssd.bench.answers import Answer, Progress, Prompt, RequestSettings, no_progress, percentiles
+from ssd.bench.config import Requests
 from ssd.bench.openai import ServerContender
 from ssd.errors import ConfigError, ServerError
-from ssd.prompts import load_prompts, own_set
 
-SHAREGPT: Final = "sharegpt"
-PERCENTILES: Final = (50, 90, 99)
 LATENCIES: Final = ("ttft", "tpot", "itl", "e2e")  # first token, per token after it, between two chunks, whole request
 GOALS: Final = ("ttft", "tpot", "e2e")  # those that a single request has
-_SIGMA: Final = 1.0  # standard deviation of the logarithm of a length, about that of ShareGPT's conversations
 _ERRORS_SHOWN: Final = 5
-_WORDS_OF: Final = "alpaca"  # the own prompt set whose words make up random prompts
 
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Requests:
-    """What is sent at every point of a sweep. Lengths are medians of log-normal distributions, in tokens."""
-
-    dataset: str = SHAREGPT  # or the name of a prompt set
-    num_prompts: int = 100
-    input_len: int = 80  # for `sharegpt`: words, which are about as many tokens
-    output_len: int = 160
-    max_input_len: int = 1024
-    max_output_len: int = 1024
-    temperature: float = 0.0
-    seed: int = 0
-    ignore_eos: bool = True
-    folder: Path | None = None  # where prompt sets are
-
-    def __post_init__(self) -> None:
-        for name in ("num_prompts", "input_len", "output_len", "max_input_len", "max_output_len"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
-
-    def draw(self) -> list[tuple[Prompt, RequestSettings]]:
-        """The same requests for the same seed."""
-        generator = random.Random(self.seed)
-        asked = RequestSettings(1, self.temperature, ignore_eos=self.ignore_eos)
-        lengths = [_length(generator, self.output_len, self.max_output_len) for _ in range(self.num_prompts)]
-        return [
-            (prompt, replace(asked, max_new_tokens=length, seed=self.seed + i))
-            for i, (prompt, length) in enumerate(zip(self._prompts(generator), lengths, strict=True))
-        ]
-
-    def _prompts(self, generator: random.Random) -> list[Prompt]:
-        if self.dataset != SHAREGPT:
-            return list(islice(cycle(load_prompts(self.dataset, self.folder).asked()), self.num_prompts))
-        words = " ".join(own_set(_WORDS_OF).prompts).split()
-        sizes = [_length(generator, self.input_len, self.max_input_len) for _ in range(self.num_prompts)]
-        return [[{"role": "user", "content": " ".join(generator.choices(words, k=size))}] for size in sizes]
-
-
-def _length(generator: random.Random, median: int, most: int) -> int:
-    return max(1, min(most, round(generator.lognormvariate(math.log(median), _SIGMA))))
 
 
 @dataclass(frozen=True)
@@ -119,13 +70,8 @@ class Result:
             return {}
         first, last = self.answer.deliveries[0][0], self.answer.deliveries[-1][0]
         found = {"ttft": first - self.began, "e2e": last - self.began}
-        if self.answer.output_tokens > 1:
-            found["tpot"] = (last - first) / (self.answer.output_tokens - 1)
-        return found
-
-    @property
-    def gaps(self) -> list[float]:
-        return [b - a for (a, _), (b, _) in pairwise(self.answer.deliveries)] if self.answer else []
+        each = self.answer.seconds_per_token
+        return found if each is None else found | {"tpot": each}
 
     def meets(self, goals: Mapping[str, float]) -> bool:
         """`goals` in milliseconds. A latency that a request does not have meets any goal."""
@@ -138,9 +84,9 @@ def sweep(
     loads: Seq[Load],
     requests: Requests,
     goals: Mapping[str, float],
-    progress: Callable[[str, int], Callable[[], None]] = lambda _name, _count: lambda: None,
+    progress: Progress = no_progress,
 ) -> list[Row]:
-    """One row per server and load. `progress(name, count)` returns what is called at the end of every request."""
+    """One row per server and load."""
     wanted, rows = requests.draw(), []
     for server in servers:
         server.answer([wanted[0][0]], replace(wanted[0][1], max_new_tokens=8))  # warm-up, and an early failure
@@ -156,7 +102,7 @@ async def _run(
     wanted: Seq[tuple[Prompt, RequestSettings]],
     load: Load,
     seed: int,
-    ended: Callable[[], None],
+    ended: Callable[[], object],
 ) -> list[Result]:
     places = asyncio.Semaphore(load.concurrency or len(wanted))
     start, open_loop = time.perf_counter(), not math.isinf(load.request_rate)
@@ -198,9 +144,9 @@ def figures(load: Load, results: Seq[Result], goals: Mapping[str, float]) -> Row
         "total_throughput": _per(written + read, seconds),
     }
     values = {name: [r.latencies[name] for r in results if name in r.latencies] for name in GOALS}
-    values["itl"] = [gap for result in results for gap in result.gaps]
+    values["itl"] = [gap for answer in answers for gap in answer.gaps]
     for name in LATENCIES:
-        row[f"{name}_ms"] = _spread(values[name])
+        row[f"{name}_ms"] = percentiles(values[name])
     if goals:
         good = sum(result.meets(goals) for result in results)
         row |= {"goodput": _per(good, seconds), "good_share": good / len(results)}
@@ -209,15 +155,6 @@ def figures(load: Load, results: Seq[Result], goals: Mapping[str, float]) -> Row
 
 def _per(count: float, seconds: float) -> float:
     return count / seconds if seconds else 0.0
-
-
-def _spread(seconds: Seq[float]) -> dict[str, float] | None:
-    """Mean and percentiles in milliseconds; None without values."""
-    if not seconds:
-        return None
-    ordered = sorted(seconds)
-    found = {f"p{p}": ordered[math.ceil(p / 100 * len(ordered)) - 1] for p in PERCENTILES}
-    return {name: 1000 * value for name, value in {"mean": statistics.fmean(ordered), **found}.items()}
 
 
 def parse_goals(texts: Seq[str]) -> dict[str, float]:
@@ -232,8 +169,3 @@ def parse_goals(texts: Seq[str]) -> dict[str, float]:
         if name not in GOALS or not found[name] > 0:
             raise ConfigError(f"goodput {text!r}: write {', '.join(GOALS)} with milliseconds, such as ttft:200,tpot:30")
     return found
-
-
-def settings(requests: Requests, goals: Mapping[str, float]) -> dict[str, Any]:
-    """The settings, for a report."""
-    return {**asdict(requests), "folder": str(requests.folder) if requests.folder else None, "goodput": dict(goals)}

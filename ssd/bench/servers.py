@@ -22,7 +22,6 @@ from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
 import httpx
@@ -38,9 +37,11 @@ GRACE_SECONDS: Final = 15.0  # for a server to exit by itself
 _POLL_SECONDS: Final = 0.1
 _HOST: Final = "127.0.0.1"
 _LAST_LINES: Final = 15
-_VERSIONS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(  # path and key of each server's version
-    {"vllm": ("version", "version"), "sglang": ("get_server_info", "version"), "llamacpp": ("props", "build_info")}
-)
+_VERSIONS: Final[Mapping[str, tuple[str, str]]] = {  # path and key of each server's version
+    "vllm": ("version", "version"),
+    "sglang": ("get_server_info", "version"),
+    "llamacpp": ("props", "build_info"),
+}
 
 
 @dataclass(frozen=True)
@@ -225,9 +226,7 @@ def _llama_cpp(setup: Setup) -> list[str]:
     return command
 
 
-COMMANDS: Final[Mapping[str, Callable[[Setup], list[str]]]] = MappingProxyType(
-    {"vllm": _vllm, "sglang": _sglang, "llamacpp": _llama_cpp}
-)
+COMMANDS: Final[Mapping[str, Callable[[Setup], list[str]]]] = {"vllm": _vllm, "sglang": _sglang, "llamacpp": _llama_cpp}
 
 
 def _python_with(package: str, variable: str) -> str:

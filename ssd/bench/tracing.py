@@ -56,10 +56,6 @@ class MethodTrace:
     device_busy: float  # share of the time in which some kernel ran; 0 without a GPU
 
 
-def check_file(file: Path) -> None:
-    drawing.check_file("trace", file, KINDS)
-
-
 def record(contender: OurContender, prompts: Seq[Prompt], asked: RequestSettings) -> MethodTrace:
     """Records some rounds while `asked.batch` prompts are decoded."""
     driver = contender.llm.driver

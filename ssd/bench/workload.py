@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from ssd.bench.answers import Prompt
@@ -41,7 +40,7 @@ def load_workload(
     offset: int = 0,
     input_len: int | None = None,
     chat: bool = True,
-    folder: Path | None = None,
+    folder: str | None = None,
     seed: int = 0,
 ) -> Workload:
     """`count` prompts of a set from the `offset`-th on, truncated to `input_len` tokens."""

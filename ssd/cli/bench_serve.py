@@ -7,15 +7,14 @@ import math
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ssd.cli.console import errors
+from ssd.bench.config import Requests
+from ssd.cli.console import JSON_FILE, print_error, print_note, progress_bars, report_console, write_json
 from ssd.cli.options import Flags, Given, command
 from ssd.core import SamplingParams
 from ssd.errors import ConfigError
@@ -51,78 +50,42 @@ def bench_serve(
     model: Annotated[str | None, typer.Option(help="Model's name there.", show_default="the server's first")] = None,
     request_rate: Annotated[str, typer.Option(metavar="RATES", help="Arrivals per second, separated by commas.")] = "",
     concurrency: Annotated[str, typer.Option(metavar="NUMBERS", help="Requests in flight, separated by commas.")] = "",
-    num_prompts: Annotated[int, typer.Option(help="Requests at every point of the sweep.")] = 100,
-    dataset: Annotated[
-        str, typer.Option(help="sharegpt (random words of such lengths), or a prompt set.")
-    ] = "sharegpt",
-    folder: Annotated[Path | None, typer.Option(help="Folder of prompt sets.", show_default="$SSD_DATASET_DIR")] = None,
-    input_len: Annotated[int, typer.Option(help="Median length of sharegpt's prompts.")] = 80,
-    output_len: Annotated[int, typer.Option(help="Median length of answers.")] = 160,
-    max_input_len: Annotated[int, typer.Option(help="Maximum length of such a prompt.")] = 1024,
-    max_output_len: Annotated[int, typer.Option(help="Maximum length of an answer.")] = 1024,
-    ignore_eos: Annotated[bool, typer.Option(help="Answers have the length that was drawn for them.")] = True,
     goodput: Annotated[
         list[str] | None, typer.Option(help="Count requests within these ms: ttft:200,tpot:30,e2e:5000.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures here; -: to stdout.")] = None,
+    json_file: Annotated[Path | None, JSON_FILE] = None,
     plot: Annotated[list[Path] | None, typer.Option(help="Draw the latency-throughput frontier: .png or .svg.")] = None,
     earlier: Annotated[
         list[Path] | None, typer.Option("--with", help="Show the results of this earlier --json file, too.")
     ] = None,
     *,
+    sent: Annotated[Given, Flags(Requests)],
     sampling: Annotated[Given, Flags(SamplingParams, only={"temperature", "seed"}, defaults={"seed": 0})],
 ) -> None:
-    from ssd.bench import frontier, serve
+    from ssd.bench import drawing, frontier, serve
     from ssd.bench.openai import ServerContender
 
     loads, goals = _loads(request_rate, concurrency), serve.parse_goals(goodput or [])
-    requests = serve.Requests(
-        dataset,
-        num_prompts,
-        input_len,
-        output_len,
-        max_input_len,
-        max_output_len,
-        ignore_eos=ignore_eos,
-        folder=folder,
-        **sampling,
-    )
+    requests = Requests(**sent, **sampling)
     for file in plot or []:
-        frontier.check_file(file)
-    to_stdout = json_file == Path("-")
-    if json_file is not None and not to_stdout and not json_file.parent.is_dir():
-        raise ConfigError(f"json {json_file}: there is no folder {json_file.parent}")
+        drawing.check_file("plot", file, frontier.KINDS)
+    out = report_console(json_file)
     before = [row for file in earlier or [] for row in _read(file)]
     servers = [ServerContender(url, model, name) for name, url in map(_named, urls)]
-    with Progress(*_COLUMNS, console=errors, transient=True) as progress:
-        rows = serve.sweep(servers, loads, requests, goals, _tracked(progress))
-    stream = sys.stderr if to_stdout else sys.stdout
-    out = Console(file=stream, width=None if stream.isatty() else 160)
+    with progress_bars() as progress:
+        rows = serve.sweep(servers, loads, requests, goals, progress)
     out.print(frontier.table([*before, *rows]))
     for note in dict.fromkeys(server.note for server in servers if server.note):
-        out.print(f"[dim]{escape(note)}[/]", highlight=False, soft_wrap=True)
-    if json_file is not None:
-        settings = serve.settings(requests, goals)
-        report = {"version": VERSION, "command": shlex.join(sys.argv), "settings": settings, "results": rows}
-        text = json.dumps(report, indent=1) + "\n"
-        typer.echo(text, nl=False) if to_stdout else json_file.write_text(text, encoding="utf-8")
+        print_note(note, out)
+    settings = {**asdict(requests), "goodput": goals}
+    report = {"version": VERSION, "command": shlex.join(sys.argv), "settings": settings, "results": rows}
+    write_json(report, json_file)
     for file in plot or []:
         frontier.draw([*before, *rows], file)
     for error in dict.fromkeys(error for row in rows for error in row["errors"]):
-        errors.print(f"[bold red]error:[/] {escape(error)}", highlight=False, soft_wrap=True)
+        print_error(error)
     if any(row["failed"] for row in rows):
         raise typer.Exit(1)
-
-
-_COLUMNS: Final = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-
-
-def _tracked(progress: Progress) -> Callable[[str, int], Callable[[], None]]:
-    def begin(name: str, count: int) -> Callable[[], None]:
-        task = progress.add_task(escape(name), total=count)
-        return lambda: progress.advance(task)
-
-    return begin
 
 
 def _loads(request_rate: str, concurrency: str) -> list[Load]:

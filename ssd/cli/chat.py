@@ -1,6 +1,6 @@
 """`ssd chat`: a conversation with a model in the terminal.
 
-The command and its backend, the engine; the conversation itself is in `conversation`.
+The command and its backends, an engine or a server; the conversation itself is in `conversation`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import json
 import os
 import signal
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from io import TextIOWrapper
 from itertools import groupby
@@ -22,10 +23,10 @@ import typer
 from rich.text import Text
 
 from ssd.cli.console import bundled_draft, load, seeded
-from ssd.cli.conversation import SETTABLE, Answer, Backend, Conversation, Message, Write, note
+from ssd.cli.conversation import SETTABLE, Answer, Backend, Conversation, Message, Write, note, parameters
 from ssd.cli.options import Flags, Given, command, flag_of
 from ssd.config import EngineConfig
-from ssd.core import Delta, SamplingParams
+from ssd.core import Delta, FinishReason, RequestMetrics, SamplingParams
 from ssd.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -125,8 +126,6 @@ def talk_to_server(
     server: ServerContender, params: SamplingParams, read: Read = input, *, system: str | None, metrics: bool
 ) -> None:
     """Runs a conversation with a server's model."""
-    from ssd.cli.chat_server import ServerBackend
-
     backend = ServerBackend(server, params)
     if interactive():
         note(f"{backend.name} answers (temperature {params.temperature:g})")
@@ -191,7 +190,7 @@ def _print_greeting(llm: LLM, params: SamplingParams, colour: bool) -> None:
         note(Text.assemble(("Green", "green"), ": guessed by the draft, and right."))
 
 
-# --- the backend ------------------------------------------------------------------------------------------------------
+# --- the backends -----------------------------------------------------------------------------------------------------
 
 
 class EngineBackend:
@@ -265,6 +264,39 @@ class Origins:
             self._drafted += [place < delta.num_accepted] * len(self._decoder.push(token))
         for drafted, characters in groupby(delta.text, lambda _: bool(self._drafted) and self._drafted.popleft()):
             yield "".join(characters), drafted
+
+
+class ServerBackend:
+    """A server answers. It does not say how many tokens a piece of text holds."""
+
+    unit = "pieces"
+
+    def __init__(self, server: ServerContender, params: SamplingParams) -> None:
+        self.name = f"{server.name} ({server.model})"
+        self.params = params
+        self._server = server
+
+    def fits(self, messages: list[Message], answers: int) -> bool:
+        return True  # else it says so itself
+
+    def answer(self, messages: list[Message], write: Write) -> Answer:
+        metrics, text = RequestMetrics(arrival=time.perf_counter()), ""
+        reason: FinishReason | None = None
+        params, usual = self.params, parameters(SamplingParams())
+        asked = {name: value for name, value in parameters(params).items() if value != usual[name]}
+        asked |= {"temperature": params.temperature, "max_tokens": params.max_new_tokens}
+        try:
+            with closing(self._server.stream_chat(messages, asked)) as pieces:
+                for piece in pieces:
+                    metrics.first_token = metrics.first_token or time.perf_counter()
+                    metrics.output_tokens += 1
+                    text += piece
+                    write(piece, False)
+            reason = "length" if self._server.finish_reason == "length" else None
+        except KeyboardInterrupt:
+            reason = "abort"
+        metrics.finished = time.perf_counter()
+        return Answer(text, reason, metrics, params)
 
 
 @contextmanager

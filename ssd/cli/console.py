@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ssd.config import EngineConfig
 from ssd.core import RequestMetrics, SamplingParams
-from ssd.errors import SSDError
+from ssd.errors import ConfigError, SSDError
 from ssd.parallel.launch import Launch
 
 if TYPE_CHECKING:
     from ssd.llm import LLM
 
 errors = Console(stderr=True)
+JSON_FILE: Final = typer.Option("--json", help="Write all figures here; -: to stdout.")
+_STDOUT: Final = Path("-")
 
 
 @contextmanager
@@ -29,10 +36,14 @@ def explained() -> Iterator[None]:
     try:
         yield
     except SSDError as error:
-        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        print_error(str(error))
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def print_error(message: str) -> None:
+    errors.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
 
 
 def follow(engine: Mapping[str, Any]) -> None:
@@ -46,10 +57,48 @@ def follow(engine: Mapping[str, Any]) -> None:
 def load(model: str, engine: Mapping[str, Any]) -> LLM:
     """Loads a model, with a spinner. `engine`: options of EngineConfig."""
     follow(engine)
-    with errors.status(f"loading {escape(model)}"):
+    with stages(f"loading {model}"):
         from ssd.llm import LLM
 
         return LLM(model, **engine)
+
+
+class _Stages(logging.Handler):
+    def __init__(self, show: Callable[[str], object]) -> None:
+        super().__init__()
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._show(record.getMessage())
+
+
+@contextmanager
+def stages(title: str, *, lines: bool = False) -> Iterator[None]:
+    """Shows what is being done: beside a spinner on a terminal; elsewhere, with `lines`, in a line each."""
+    logger = logging.getLogger("ssd.loading")
+
+    def show(text: str) -> None:
+        if errors.is_terminal:
+            status.update(escape(f"{title}: {text}"))
+        elif lines:
+            errors.print(escape(text), highlight=False, soft_wrap=True)
+
+    with errors.status(escape(title)) as status:
+        if logger.isEnabledFor(logging.INFO):  # --verbose: the log has it
+            yield
+            return
+        handler = _Stages(show)
+        if lines and not errors.is_terminal:
+            show(title)
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(logging.NOTSET)
+            logger.propagate = True
 
 
 def seeded(params: SamplingParams) -> SamplingParams:
@@ -94,3 +143,35 @@ def print_note(note: str, console: Console = errors) -> None:
     """Prints a model's caveat, if it has one."""
     if note:
         console.print(f"[dim]{escape(note)}[/]", highlight=False, soft_wrap=True)
+
+
+# --- reports of benchmarks --------------------------------------------------------------------------------------------
+
+
+def report_console(json_file: Path | None) -> Console:
+    """Where a report is printed: to standard error if its JSON goes to standard output. Checks the file's folder."""
+    if json_file is not None and not json_file.parent.is_dir():
+        raise ConfigError(f"json {json_file}: there is no folder {json_file.parent}")
+    stream = sys.stderr if json_file == _STDOUT else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else 160)
+
+
+def write_json(report: Mapping[str, Any], json_file: Path | None) -> None:
+    text = json.dumps(report, indent=1) + "\n"
+    if json_file == _STDOUT:
+        typer.echo(text, nl=False)
+    elif json_file is not None:
+        json_file.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def progress_bars() -> Iterator[Callable[[str, int], Callable[..., object]]]:
+    """Displays the progress of measurements, see `ssd.bench.answers.Progress`."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors, transient=True) as progress:
+
+        def begin(name: str, count: int) -> Callable[..., object]:
+            task = progress.add_task(escape(name), total=count)
+            return lambda name=name: progress.update(task, advance=1, description=escape(name))
+
+        yield begin

@@ -223,7 +223,7 @@ class Conversation:
                 self.backend.params = replace(self.backend.params, **{SETTABLE[name]: _value(value.strip())})
             except RequestError as error:
                 return str(error)
-        used = sampling(self.backend.params)
+        used = parameters(self.backend.params)
         return ", ".join(f"{each} {json.dumps(used[each], ensure_ascii=False)}" for each in ([name] if name else used))
 
     def _save(self, file: str) -> str:
@@ -280,7 +280,7 @@ class Conversation:
             self.num_unsent = num_unsent
             note(f"(the context is full: the model does not see the {num_unsent} oldest turns any more)")
         if answer.text:
-            used = sampling(answer.params) | {"unsent_turns": num_unsent}
+            used = parameters(answer.params) | {"unsent_turns": num_unsent}
             self.turns.append(Turn(question, {"role": "assistant", "content": answer.text}, used))
         self._conclude(answer)
 
@@ -310,7 +310,7 @@ class Conversation:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
 
 
-def sampling(params: SamplingParams) -> dict[str, Any]:
+def parameters(params: SamplingParams) -> dict[str, Any]:
     """The sampling parameters by the names of `SETTABLE`."""
     return {name: getattr(params, field) for name, field in SETTABLE.items()}
 

@@ -22,12 +22,12 @@ from ssd.cli.console import bundled_draft, load, print_note
 from ssd.cli.options import MODEL, Flags, Given, command
 from ssd.cli.paths import visible
 from ssd.config import EngineConfig, SpeculationConfig
-from ssd.core import Origin, RequestOutput, SamplingParams
+from ssd.core import Origin, RequestMetrics, RequestOutput, SamplingParams
 from ssd.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ssd.cli.trace import Branch, Step, Trace
-    from ssd.llm import LLM, Prompt
+    from ssd.cli.trace import Branch, Step
+    from ssd.llm import LLM
     from ssd.text.tokenizer import Tokenizer
 
 Spelling = Callable[[int], str]  # the text of a token
@@ -93,6 +93,8 @@ def explain(
     ],
     engine: Annotated[Given, Flags(EngineConfig, only={"device", "dtype"})],
 ) -> None:
+    from ssd.cli.trace import record
+
     if out is not None:
         paths.check(out)
     params = SamplingParams(**sampling)
@@ -104,14 +106,14 @@ def explain(
     with load(model, {**engine, "speculation": wanted}) as llm:
         console = Console(highlight=False)
         _print_heading(llm, params, console)
-        output, trace = record(llm, prompt, params)
+        output, steps = record(llm, prompt, params)
         spell = spelling(llm.engine.tokenizer)
-        console.print(rounds(trace, spell, console.width))
-        console.print(Text.assemble("\n", (prompt, "dim"), tinted(trace, llm.engine.tokenizer, output), "\n"))
-        console.print(summary(trace))
+        console.print(rounds(steps, spell, console.width))
+        console.print(Text.assemble("\n", (prompt, "dim"), tinted(steps, llm.engine.tokenizer, output), "\n"))
+        console.print(summary(output.metrics))
         if out is not None:
             title = f"“{set_cell_size(visible(prompt, ' '), 60).strip()}…”: {model} writes, {draft} drafts"
-            paths.write(out, trace, spell, title, " ".join([summary(trace), llm.note]))
+            paths.write(out, steps, spell, title, " ".join([summary(output.metrics), llm.note]))
             console.print(Text(f"the forking paths are drawn in {out}", style="dim"), soft_wrap=True)
 
 
@@ -122,16 +124,6 @@ def _check_name(model: str) -> None:
 
     if not is_hub_id(model):
         open_checkpoint(model)
-
-
-def record(llm: LLM, prompt: Prompt, params: SamplingParams) -> tuple[RequestOutput, Trace]:
-    """Generates a text and records its rounds."""
-    from ssd.cli.trace import Recorder
-
-    recorder = Recorder()
-    with llm.driver.observing(recorder):
-        [output] = llm.generate(prompt, params)
-    return output, recorder.trace(output.request_id, len(output.token_ids))
 
 
 def spelling(tokenizer: Tokenizer | None) -> Spelling:
@@ -160,14 +152,14 @@ def _escaped(piece: str) -> str:
 # --- what the reader sees ---------------------------------------------------------------------------------------------
 
 
-def rounds(trace: Trace, spell: Spelling, width: int) -> Table:
+def rounds(steps: list[Step], spell: Spelling, width: int) -> Table:
     """Two lines per round: the draft with its verdict, and the branches with hit or miss."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", justify="right")
     grid.add_column(style="dim")
     grid.add_column(no_wrap=True)
     available = width - 22  # columns for the branches
-    for number, (step, following) in enumerate(zip_longest(trace.steps, trace.steps[1:]), start=1):
+    for number, (step, following) in enumerate(zip_longest(steps, steps[1:]), start=1):
         source = "prompt" if number == 1 else SOURCES[step.origin]
         grid.add_row(f"{number}", source, verdict(step, spell))
         if step.branches:
@@ -210,7 +202,7 @@ def _places(step: Step, shown: set[Branch], hit: bool, spell: Spelling) -> Text:
     return Text("  ").join([*places.values(), *([Text(f"+{left_out}", "dim")] if left_out else [])])
 
 
-def tinted(trace: Trace, tokenizer: Tokenizer | None, output: RequestOutput) -> Text:
+def tinted(steps: list[Step], tokenizer: Tokenizer | None, output: RequestOutput) -> Text:
     """The text, with accepted draft tokens in green."""
     from ssd.text.detokenizer import IncrementalDecoder
 
@@ -218,18 +210,18 @@ def tinted(trace: Trace, tokenizer: Tokenizer | None, output: RequestOutput) -> 
     if tokenizer is None:
         return text
     decoder = IncrementalDecoder(tokenizer, output.prompt_token_ids)
-    for step in trace.steps:
+    for step in steps:
         for place, token in enumerate(step.written):
             text.append(decoder.push(token), style="green" if place < step.accepted else None)
     text.append(decoder.flush())
     return text[: len(output.text)]  # a stop string ends it
 
 
-def summary(trace: Trace) -> str:
-    count, steps = len(trace.token_ids), len(trace.steps)
-    acceptance = _share(trace.accepted, trace.drafted, "drafted tokens")
-    said = f"{count} tokens in {steps} rounds, {count / steps:.2f} a round; acceptance {acceptance}"
-    return f"{said}; hit rate {_share(trace.hits, trace.look_ups, 'drafts')}"
+def summary(metrics: RequestMetrics) -> str:
+    count, rounds = metrics.output_tokens, metrics.rounds
+    acceptance = _share(metrics.accepted, metrics.drafted, "drafted tokens")
+    said = f"{count} tokens in {rounds} rounds, {count / rounds:.2f} a round; acceptance {acceptance}"
+    return f"{said}; hit rate {_share(metrics.hits, metrics.look_ups, 'drafts')}"
 
 
 def _share(part: int, whole: int, things: str) -> str:

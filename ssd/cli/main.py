@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 import typer
 import typer.core
 
-from ssd.cli import bench, bench_serve, chat, demo, explain, export_eagle, generate, graft, serve
+from ssd.cli import bench, bench_serve, chat, demo, explain, export, generate, serve
 from ssd.version import VERSION
 
 HELP: Final = """\
@@ -94,8 +94,8 @@ app.command(help=serve.HELP)(serve.serve)
 app.command(help=explain.HELP)(explain.explain)
 app.command(help=bench.HELP)(bench.bench)
 app.command("bench serve", help=bench_serve.HELP)(bench_serve.bench_serve)
-app.command(help=graft.HELP)(graft.graft)
-app.command(help=export_eagle.HELP)(export_eagle.export_eagle)
+app.command(help=export.GRAFT_HELP)(export.graft)
+app.command(help=export.EAGLE_HELP)(export.export_eagle)
 
 
 @app.command("version")

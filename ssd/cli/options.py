@@ -34,7 +34,12 @@ PANELS: Final[Mapping[type, str]] = {
     EngineConfig: "Engine",
     ServerOptions: "Server",
 }
-DEFAULTS: Final = {"mode": "sd with a draft, else ar", "served_model_name": "MODEL", "seed": "drawn at random"}
+DEFAULTS: Final = {
+    "mode": "sd with a draft, else ar",
+    "served_model_name": "MODEL",
+    "seed": "drawn at random",
+    "folder": "$SSD_DATASET_DIR",
+}
 MODEL: Final = typer.Argument(help="Any MODEL, as `ssd --help` describes them.")
 
 
@@ -85,6 +90,8 @@ class Flags:
             return str(self.defaults.get(option.name, DEFAULTS.get(option.name)))
         if option.nested or option.default in (MISSING, None, (), {}) or option.default is False:
             return ""
+        if option.items is str:
+            return ",".join(option.default)
         return "on" if option.default is True else str(option.default)
 
 
@@ -122,7 +129,7 @@ def _names(option: Option) -> tuple[str, ...]:
 
 def _type(option: Option) -> Any:
     """The type that the command line parses; str where an option is parsed here."""
-    if option.items is str or option.pairs:
+    if (option.items is str and not option.description.listed) or option.pairs:
         return list[str]
     if option.switch or (option.number is not None and not option.words):
         return bool if option.switch else option.number

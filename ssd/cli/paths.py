@@ -7,7 +7,6 @@ off where its outcome leaves the trunk (downwards) or the rejected draft (upward
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from html import escape
 from itertools import zip_longest
 from pathlib import Path
@@ -19,7 +18,7 @@ from rich.cells import cell_len, set_cell_size
 from ssd.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ssd.cli.trace import Step, Trace
+    from ssd.cli.trace import Branch, Step
 
 WIDTH: Final = 1280
 MARGIN: Final = 24
@@ -97,8 +96,8 @@ def check(file: Path) -> None:
         raise ConfigError(f"--out {file}: there is no directory {file.parent}: create it first")
 
 
-def write(file: Path, trace: Trace, spell: Callable[[int], str], title: str, summary: str) -> None:
-    picture = svg(trace, spell, title, summary)
+def write(file: Path, steps: list[Step], spell: Callable[[int], str], title: str, summary: str) -> None:
+    picture = svg(steps, spell, title, summary)
     if file.suffix == ".html":
         picture = PAGE.format(title=escape(title), picture=picture, width=WIDTH)
     try:
@@ -113,209 +112,150 @@ def visible(text: str, space: str = "·") -> str:
     return "".join(marks.get(c) or (c if c.isprintable() else ascii(c)[1:-1]) for c in text)
 
 
-def svg(trace: Trace, spell: Callable[[int], str], title: str, summary: str) -> str:
-    pairs = enumerate(zip_longest(trace.steps, trace.steps[1:]), start=1)
-    blocks = [_block(number, step, following, spell) for number, (step, following) in pairs]
-    drawing = _Drawing(max(WIDTH, *(block.width + 2 * MARGIN for block in blocks)), title, summary)
-    for row in _rows(blocks, drawing.width - 2 * MARGIN):
-        drawing.add_row(row, last=row[-1] is blocks[-1])
-    return drawing.finished()
+def svg(steps: list[Step], spell: Callable[[int], str], title: str, summary: str) -> str:
+    pairs = enumerate(zip_longest(steps, steps[1:]), start=1)
+    rounds = [_Round(number, step, following, spell) for number, (step, following) in pairs]
+    width = max(WIDTH, *(each.width + 2 * MARGIN for each in rounds))
+    spaces = {"xmlns": "http://www.w3.org/2000/svg", "xml:space": "preserve"}
+    root = ElementTree.Element("svg", spaces, role="img")
+    y = _add_heading(root, title, summary)
+    for row in _rows(rounds, width - 2 * MARGIN):
+        y = _add_row(root, row, y, width, last=row[-1] is rounds[-1])
+    size = {"width": f"{width:.0f}", "height": f"{y + MARGIN:.0f}"}
+    root.attrib.update(size, viewBox=f"0 0 {size['width']} {size['height']}")
+    return ElementTree.tostring(root, encoding="unicode")
 
 
-# --- layout of one round, relative to its left end and to the trunk ---------------------------------------------------
+class _Round:
+    """The drawing of one round: a group of elements, relative to its left end and to the trunk."""
 
+    def __init__(self, number: int, step: Step, following: Step | None, spell: Callable[[int], str]) -> None:
+        self.group = ElementTree.Element("g")
+        self.width = self.top = self.bottom = 0.0
+        self.used: tuple[float, float] | None = None  # end of the branch that was used
+        self._spell = spell
+        self._places = {0: (MARK - GAP / 2, 0.0)}  # where branches fork off, by number of draft tokens before
+        kind = "hit" if step.hit else "miss" if step.looked_up else ""
+        _add(self.group, "circle", kind, cx=8, cy=0, r=4.5)
+        _add_text(self.group, 3, -11, f"{number} {kind}", f"small {kind or 'faint'}")
+        self.lines, self._tokens = (ElementTree.SubElement(self.group, "g") for _ in range(2))  # tokens are on top
+        self._add_tokens(MARK, 0.0, step.written[: step.accepted], "stands", 1)
+        leaves, _ = self._places[max(self._places)]  # the rejected draft
+        self._add_tokens(leaves + GAP / 2, 0.0, step.own, "own", -1)
+        if rejected := step.draft[step.accepted :]:
+            end = self._add_tokens(leaves + INDENT, UP, rejected, "fails", step.accepted + 1)
+            _add(self.lines, "path", d=_fork(leaves, 0.0, UP, end))
+        left_out = len(step.branches) - self._add_branches(step, following is not None and following.hit)
+        if left_out:
+            more = _add_text(self.group, 20, LINE + 3, f"+{left_out}", "small faint")
+            ElementTree.SubElement(more, "title").text = f"{left_out} more branches were prepared"
 
-@dataclass(frozen=True)
-class _Pill:
-    """A token of the text, or of a rejected draft."""
-
-    x: float
-    y: float
-    text: str
-    kind: str  # stands, own or fails
-
-    @property
-    def end(self) -> float:
-        return self.x + cell_len(self.text) * CELL + 8
-
-
-@dataclass(frozen=True)
-class _BranchLine:
-    """A branch: where it forks off, and its line."""
-
-    x: float
-    start: float
-    y: float
-    fork: str
-    rest: str
-    told: str
-    used: bool
-
-    @property
-    def end(self) -> float:
-        return self.x + INDENT + cell_len(self.fork + self.rest) * CELL
-
-
-@dataclass(frozen=True)
-class _Block:
-    """The drawing of one round."""
-
-    number: int
-    kind: str  # hit, miss or nothing
-    leaves: float  # x where the rejected draft forks off
-    pills: list[_Pill]
-    branches: list[_BranchLine]
-    left_out: int  # branches that are not drawn
-
-    @property
-    def items(self) -> list[_Pill | _BranchLine]:
-        return [*self.pills, *self.branches]
-
-    @property
-    def width(self) -> float:
-        return max(item.end for item in self.items) + APART
-
-    @property
-    def top(self) -> float:
-        return min(item.y for item in self.items)
-
-    @property
-    def bottom(self) -> float:
-        return max(item.y for item in self.items)
-
-
-def _block(number: int, step: Step, following: Step | None, spell: Callable[[int], str]) -> _Block:
-    pills: list[_Pill] = []
-    places = {0: (MARK - GAP / 2, 0.0)}  # by number of draft tokens before it
-
-    def lay(x: float, y: float, tokens: tuple[int, ...], kind: str, first: int) -> None:
+    def _add_tokens(self, x: float, y: float, tokens: tuple[int, ...], kind: str, first: int) -> float:
+        """Draws tokens from x on, and returns where they end. `first`: the place after the first of them."""
         for place, token in enumerate(tokens, start=first):
-            pills.append(_Pill(x, y, _shown(spell(token)), kind))
-            x = pills[-1].end + GAP
-            places[place] = (x - GAP / 2, y)
+            text = _shown(self._spell(token))
+            end = x + cell_len(text) * CELL + 8
+            _add(self._tokens, "rect", kind, x=x, y=y - 9, width=end - x, height=18, rx=4)
+            _add_text(self._tokens, x + 4, y + 4, text, kind)
+            self._extend(end, y)
+            self._places[place] = (end + GAP / 2, y)
+            x = end + GAP
+        return x - GAP
 
-    lay(MARK, 0.0, step.written[: step.accepted], "stands", 1)
-    leaves, _ = places[max(places)]
-    lay(leaves + GAP / 2, 0.0, step.own, "own", -1)
-    lay(leaves + INDENT, UP, step.draft[step.accepted :], "fails", step.accepted + 1)
-    branches = _branch_lines(step, following is not None and following.hit, places, spell)
-    kind = "hit" if step.hit else "miss" if step.looked_up else ""
-    return _Block(number, kind, leaves, pills, branches, len(step.branches) - len(branches))
+    def _add_branches(self, step: Step, hit: bool) -> int:
+        """Draws the likeliest branches and the one that was used, and returns how many these are.
+
+        The last to fork is drawn next to the trunk: no lines cross.
+        """
+        ranked = sorted(step.branches, key=lambda branch: not (hit and step.came_true(branch)))
+        chosen = sorted((b for b in ranked[:MOST] if b.accepted in self._places), key=lambda b: -b.accepted)
+        for sign in (1, -1):
+            own = [b for b in chosen if (self._places[b.accepted][1] < 0) == (sign < 0)]
+            for line, branch in enumerate(own, start=1):
+                self._add_branch(branch, sign * (line * LINE + 5), hit and step.came_true(branch))
+        return len(chosen)
+
+    def _add_branch(self, branch: Branch, offset: float, used: bool) -> None:
+        x, start = self._places[branch.accepted]
+        y, kind = start + offset, "used" if used else ""
+        fork, rest = _shown(self._spell(branch.token)), "".join(_shown(self._spell(token)) for token in branch.draft)
+        told = f"if {branch.accepted} drafted tokens are accepted, then “{fork}”: “{rest}”"
+        kept = LONGEST - cell_len(fork)
+        if cell_len(rest) > kept:
+            rest = set_cell_size(rest, max(0, kept - 1)) + "…"
+        _add(self.lines, "path", kind, d=_fork(x, start, y, x + INDENT - 3))
+        text = _add_text(self.lines, x + INDENT, y + 4, fork, kind)
+        ElementTree.SubElement(text, "tspan", {} if used else {"class": "faint"}).text = rest
+        ElementTree.SubElement(text, "title").text = told
+        end = x + INDENT + cell_len(fork + rest) * CELL
+        self._extend(end, y)
+        if used:
+            self.used = end + 4, y
+
+    def _extend(self, end: float, y: float) -> None:
+        self.width = max(self.width, end + APART)
+        self.top, self.bottom = min(self.top, y), max(self.bottom, y)
 
 
-def _branch_lines(
-    step: Step, hit: bool, places: dict[int, tuple[float, float]], spell: Callable[[int], str]
-) -> list[_BranchLine]:
-    """The likeliest branches and the one that was used. The last to fork is drawn next to the trunk: no lines cross."""
-    ranked = sorted(step.branches, key=lambda branch: not (hit and step.came_true(branch)))
-    chosen = sorted((b for b in ranked[:MOST] if b.accepted in places), key=lambda b: -b.accepted)
-    branches: list[_BranchLine] = []
-    for sign in (1, -1):
-        own = [b for b in chosen if (places[b.accepted][1] < 0) == (sign < 0)]
-        for line, branch in enumerate(own, start=1):
-            x, start = places[branch.accepted]
-            fork, rest = _shown(spell(branch.token)), "".join(_shown(spell(token)) for token in branch.draft)
-            told = f"if {branch.accepted} drafted tokens are accepted, then “{fork}”: “{rest}”"
-            kept = LONGEST - cell_len(fork)
-            if cell_len(rest) > kept:
-                rest = set_cell_size(rest, max(0, kept - 1)) + "…"
-            used = hit and step.came_true(branch)
-            branches.append(_BranchLine(x, start, start + sign * (line * LINE + 5), fork, rest, told, used))
-    return branches
-
-
-def _rows(blocks: list[_Block], width: float) -> Iterator[list[_Block]]:
-    row: list[_Block] = []
-    for block in blocks:
-        if row and sum(b.width for b in row) + block.width > width:
+def _rows(rounds: list[_Round], width: float) -> Iterator[list[_Round]]:
+    row: list[_Round] = []
+    for each in rounds:
+        if row and sum(before.width for before in row) + each.width > width:
             yield row
             row = []
-        row.append(block)
+        row.append(each)
     yield row
 
 
-def _shown(text: str) -> str:
-    return visible(text, space="\u00a0" if text.strip() else "·")
+def _add_row(root: ElementTree.Element, row: list[_Round], y: float, width: float, last: bool) -> float:
+    """Draws the trunk and its rounds below y, and returns where they end. `last`: there are no more rounds."""
+    y += LINE - min(each.top for each in row)
+    x = [MARGIN + sum(each.width for each in row[:i]) for i in range(len(row) + 1)]
+    end = x[-1] - APART if last else width - MARGIN
+    _add(root, "path", "trunk", d=f"M{MARGIN} {y:.1f}H{end:.1f}")
+    for each, left in zip(row, x, strict=False):
+        each.group.set("transform", f"translate({left:.1f} {y:.1f})")
+        root.append(each.group)
+        if each.used is not None:  # to the next round
+            bend = f"H{each.width + 8 - BEND:.1f}q{BEND} 0 {BEND} {-BEND}V5"
+            path = f"H{width - MARGIN - left:.1f}" if each is row[-1] else bend
+            _add(each.lines, "path", "used", d="M{:.1f} {:.1f}".format(*each.used) + path)
+    return y + max(each.bottom for each in row) + 1.5 * LINE
 
 
-# --- drawing ----------------------------------------------------------------------------------------------------------
+def _add_heading(root: ElementTree.Element, title: str, summary: str) -> float:
+    """Draws titles and legend, and returns where they end."""
+    ElementTree.SubElement(root, "title").text = title
+    ElementTree.SubElement(root, "style").text = STYLE
+    _add(root, "rect", "paper", width="100%", height="100%")
+    _add_text(root, MARGIN, 30, title, "heading")
+    _add_text(root, MARGIN, 48, summary, "faint")
+    x = float(MARGIN)
+    for kind, meaning in LEGEND:
+        if kind in ("hit", "miss"):
+            _add(root, "circle", kind, cx=x + 4, cy=72, r=4)
+            x += 14
+        _add_text(root, x, 76, meaning, f"small {kind}")
+        x += 18 + len(meaning) * CELL * 0.83
+    return 90.0
 
 
-class _Drawing:
-    """An SVG that is drawn row by row."""
+def _add_text(parent: ElementTree.Element, x: float, y: float, text: str, kind: str) -> ElementTree.Element:
+    element = _add(parent, "text", kind, x=x, y=y)
+    element.text = text
+    return element
 
-    def __init__(self, width: float, title: str, summary: str) -> None:
-        self.width = width
-        spaces = {"xmlns": "http://www.w3.org/2000/svg", "xml:space": "preserve"}
-        self._root = ElementTree.Element("svg", spaces, role="img")
-        ElementTree.SubElement(self._root, "title").text = title
-        ElementTree.SubElement(self._root, "style").text = STYLE
-        self._add("rect", "paper", width="100%", height="100%")
-        self._text(MARGIN, 30, title, "heading")
-        self._text(MARGIN, 48, summary, "faint")
-        x = float(MARGIN)
-        for kind, meaning in LEGEND:
-            if kind in ("hit", "miss"):
-                self._add("circle", kind, cx=x + 4, cy=72, r=4)
-                x += 14
-            self._text(x, 76, meaning, f"small {kind}")
-            x += 18 + len(meaning) * CELL * 0.83
-        self._y = 90.0
 
-    def add_row(self, blocks: list[_Block], last: bool) -> None:
-        y = self._y - min(block.top for block in blocks) + LINE
-        x = [MARGIN + sum(block.width for block in blocks[:i]) for i in range(len(blocks) + 1)]
-        end = x[-1] - APART if last else self.width - MARGIN
-        self._add("path", "trunk", d=f"M{MARGIN} {y:.1f}H{end:.1f}")
-        for block, left, following in zip_longest(blocks, x[:-1], x[1:-1]):
-            self._add_block(block, left, y, following)
-        self._y = y + max(block.bottom for block in blocks) + 1.5 * LINE
-
-    def finished(self) -> str:
-        size = {"width": f"{self.width:.0f}", "height": f"{self._y + MARGIN:.0f}"}
-        self._root.attrib.update(size, viewBox=f"0 0 {size['width']} {size['height']}")
-        return ElementTree.tostring(self._root, encoding="unicode")
-
-    def _add_block(self, block: _Block, x: float, y: float, following: float | None) -> None:
-        """`following`: x of the next block, if it is in this row."""
-        self._add("circle", block.kind, cx=x + 8, cy=y, r=4.5)
-        self._text(x + 3, y - 11, f"{block.number} {block.kind}", f"small {block.kind or 'faint'}")
-        if block.left_out:
-            more = self._text(x + 20, y + LINE + 3, f"+{block.left_out}", "small faint")
-            ElementTree.SubElement(more, "title").text = f"{block.left_out} more branches were prepared"
-        rejected = [pill.end for pill in block.pills if pill.kind == "fails"]
-        if rejected:
-            self._add("path", d=_fork(x + block.leaves, y, y + UP, x + rejected[-1]))
-        for branch in block.branches:
-            self._add_branch(branch, x, y, following)
-        for pill in block.pills:
-            box = {"x": x + pill.x, "y": y + pill.y - 9, "width": pill.end - pill.x, "height": 18, "rx": 4}
-            self._add("rect", pill.kind, **box)
-            self._text(x + pill.x + 4, y + pill.y + 4, pill.text, pill.kind)
-
-    def _add_branch(self, branch: _BranchLine, x: float, y: float, following: float | None) -> None:
-        kind, line = "used" if branch.used else "", y + branch.y
-        self._add("path", kind, d=_fork(x + branch.x, y + branch.start, line, x + branch.x + INDENT - 3))
-        text = self._text(x + branch.x + INDENT, line + 4, branch.fork, kind)
-        ElementTree.SubElement(text, "tspan", {} if branch.used else {"class": "faint"}).text = branch.rest
-        ElementTree.SubElement(text, "title").text = branch.told
-        if branch.used and following is not None:
-            bend = f"H{following + 8 - BEND:.1f}q{BEND} 0 {BEND} {-BEND}V{y + 5:.1f}"
-            self._add("path", kind, d=f"M{x + branch.end + 4:.1f} {line:.1f}{bend}")
-        elif branch.used:
-            self._add("path", kind, d=f"M{x + branch.end + 4:.1f} {line:.1f}H{self.width - MARGIN:.1f}")
-
-    def _text(self, x: float, y: float, text: str, kind: str) -> ElementTree.Element:
-        element = self._add("text", kind, x=x, y=y)
-        element.text = text
-        return element
-
-    def _add(self, tag: str, kind: str = "", **attributes: float | str) -> ElementTree.Element:
-        values = {name: value if isinstance(value, str) else f"{value:.1f}" for name, value in attributes.items()}
-        return ElementTree.SubElement(self._root, tag, ({"class": kind} if kind else {}) | values)
+def _add(parent: ElementTree.Element, tag: str, kind: str = "", **attributes: float | str) -> ElementTree.Element:
+    values = {name: value if isinstance(value, str) else f"{value:.1f}" for name, value in attributes.items()}
+    return ElementTree.SubElement(parent, tag, ({"class": kind} if kind else {}) | values)
 
 
 def _fork(x: float, start: float, y: float, end: float) -> str:
     """The path from a token's edge to another line, and along it."""
     sign = 1 if y > start else -1
     return f"M{x:.1f} {start + 9 * sign:.1f}V{y - BEND * sign:.1f}q0 {BEND * sign} {BEND} {BEND * sign}H{end:.1f}"
+
+
+def _shown(text: str) -> str:
+    return visible(text, space="\u00a0" if text.strip() else "·")

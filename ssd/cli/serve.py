@@ -5,22 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from rich.markup import escape
 
-from ssd.cli.console import errors, follow, load, print_note
+from ssd.cli.console import errors, follow, print_note, stages
 from ssd.cli.options import MODEL, Flags, Given, command
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError, EngineFailed
 from ssd.parallel.launch import Launch
-from ssd.server.options import ServerOptions
+from ssd.server.options import ServerOptions, is_loopback
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-
-    from ssd.server.ray_serve import RayReplicas
 
 HELP: Final = """\
 Serve a model over HTTP, as OpenAI's API does: [bold]chats, completions, streaming, log-probabilities, seeds[/].
@@ -41,7 +40,6 @@ ends it at once. Needs the extra [cyan]serve[/].
 -d '{"model": "tiny-llama", "prompt": "Once upon a time"}'
 """
 REPLICAS: Final = "Replicas, on Ray Serve"
-LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 
 
 @command
@@ -70,46 +68,95 @@ def serve(
     server: Annotated[Given, Flags(ServerOptions)],
     engine: Annotated[Given, Flags(EngineConfig)],
 ) -> None:
-    try:
-        from ssd.server.app import create_app
-        from ssd.server.proxy import create_proxy
-        from ssd.server.run import listen
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"ssd serve needs the package {error.name}: pip install 'ssd-engine[serve]'") from error
     options = ServerOptions(**{"served_model_name": model, **server})
     if ray_address is not None and replicas is None:
         raise ConfigError("--ray-address: only with --replicas")
     if replicas is not None and Launch.found() is not None:
         raise ConfigError("--replicas: not with torchrun: Ray starts the engines")
-    follow(engine)
-    sockets = listen(host, port)  # first: a model may take minutes to load
-    if not options.api_keys and host not in LOOPBACK:
+    if not options.api_keys and not is_loopback(host):
         errors.print(f"[yellow]no --api-key: whoever reaches {host}:{port} is served[/]", highlight=False)
-    note = f"{options.served_model_name} at http://{host}:{port}/v1"
+    elif not options.api_keys and not options.allowed_hosts:
+        options = replace(options, allowed_hosts=("localhost",))
+    follow(engine)
+    sockets = _listen(host, port)  # first: a model may take minutes to load
+    addresses = _addresses(options, host, port)
     if replicas is None:
-        with load(model, engine) as llm:
-            print_note(llm.note)
-            _run(create_app(llm, options), sockets, note)
-            if llm.driver.failure is not None:
-                raise EngineFailed(llm.driver.failure)
+        _serve_engine(model, engine, options, sockets, addresses)
     else:
-        with _started(EngineConfig(model, **engine), options, replicas, ray_address) as started:
-            _run(create_proxy(started, options), sockets, note)
-            if started.lost is not None:
-                raise EngineFailed(started.lost)
+        cluster = ray_address or os.environ.get("RAY_ADDRESS")
+        _serve_replicas(EngineConfig(model, **engine), options, replicas, cluster, sockets, addresses)
 
 
-def _started(config: EngineConfig, options: ServerOptions, count: int, address: str | None) -> RayReplicas:
-    from ssd.server.ray_serve import LOCAL, RayReplicas
+def _serve_engine(
+    model: str, engine: Given, options: ServerOptions, sockets: list[socket.socket], addresses: list[str]
+) -> None:
+    with ExitStack() as stack:
+        with stages(f"loading {model}", lines=True):
+            from ssd.llm import LLM
+            from ssd.server.app import create_app
 
-    with errors.status(f"starting {count} replicas of {escape(str(config.model))}"):
-        return RayReplicas(config, options, count, address or os.environ.get("RAY_ADDRESS") or LOCAL)
+            llm = stack.enter_context(LLM(model, **engine))
+            app = create_app(llm, options)
+        print_note(llm.note)
+        _run(app, sockets, [*_summary(llm.config), *addresses])
+        if llm.driver.failure is not None:
+            raise EngineFailed(llm.driver.failure)
 
 
-def _run(app: FastAPI, sockets: list[socket.socket], note: str) -> None:
+def _serve_replicas(
+    config: EngineConfig,
+    options: ServerOptions,
+    count: int,
+    cluster: str | None,
+    sockets: list[socket.socket],
+    addresses: list[str],
+) -> None:
+    with ExitStack() as stack:
+        with stages(f"starting {count} replicas of {config.model}", lines=True):
+            from ssd.server.proxy import create_proxy
+            from ssd.server.ray_serve import LOCAL, RayReplicas
+
+            replicas = stack.enter_context(RayReplicas(config, options, count, cluster or LOCAL))
+            app = create_proxy(replicas, options)
+        _run(app, sockets, [f"replicas    {count}", *addresses])
+        if replicas.lost is not None:
+            raise EngineFailed(replicas.lost)
+
+
+def _listen(host: str, port: int) -> list[socket.socket]:
+    try:
+        from ssd.server.run import listen
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"ssd serve needs the package {error.name}: pip install 'ssd-engine[serve]'") from error
+    return listen(host, port)
+
+
+def _summary(config: EngineConfig) -> list[str]:
+    """What was chosen for an engine."""
+    import torch
+
+    device, speculation = config.device, config.speculation
+    if device != "cpu":
+        device = f"{device} ({torch.cuda.get_device_name(device)})"
+    tokens = (config.num_kv_blocks or 0) * (config.block_size or 0)
+    drafter = "no draft" if speculation.mode == "ar" else f"draft {speculation.draft}, k {speculation.k}"
+    return [
+        f"device      {device}, {config.dtype}",
+        f"KV cache    {tokens:,} tokens; {config.max_num_seqs} sequences of up to {config.max_model_len:,} tokens",
+        f"mode        {speculation.mode}, {drafter}",
+    ]
+
+
+def _addresses(options: ServerOptions, host: str, port: int) -> list[str]:
+    name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    address = f"http://{f'[{name}]' if ':' in name else name}:{port}"
+    return [f"API         {address}/v1, model {options.served_model_name}", f"playground  {address}/"]
+
+
+def _run(app: FastAPI, sockets: list[socket.socket], notes: list[str]) -> None:
     """Runs the server until a signal ends it."""
     from ssd.server.run import Server
 
     logging.getLogger("ssd.access").setLevel(logging.INFO)
-    errors.print(note, highlight=False)
-    Server(app).run(sockets)
+    text = "\n".join(notes)
+    Server(app, ready=lambda: errors.print(text, highlight=False, markup=False, soft_wrap=True)).run(sockets)

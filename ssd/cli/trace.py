@@ -1,14 +1,15 @@
-"""Records the rounds of a generation: drafts, prepared branches, outcomes."""
+"""Records the rounds of a text: drafts, prepared branches, outcomes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ssd.core import LOOKED_UP, Origin, Outcome, Sequence, Work
-from ssd.decoding.drafter import PerRound, Prepared
+from ssd.core import LOOKED_UP, Origin, Outcome, RequestOutput, SamplingParams, Sequence, Work
+from ssd.decoding.drafter import Prepared
 from ssd.decoding.observer import RoundObserver
+from ssd.llm import LLM, Prompt, check_served
 
 
 @dataclass(frozen=True)
@@ -49,68 +50,37 @@ class Step:
         return (branch.accepted, (branch.token,)) == (self.accepted, self.own)
 
 
-@dataclass(frozen=True)
-class Trace:
-    """All rounds of one text."""
+class _Branches(RoundObserver):
+    """Keeps the branches prepared for a text. Target and draft take turns meanwhile: not for measurements of speed."""
 
-    steps: tuple[Step, ...]
+    synchronous = True
 
-    @property
-    def token_ids(self) -> list[int]:
-        return [token for step in self.steps for token in step.written]
-
-    @property
-    def drafted(self) -> int:
-        return sum(len(step.draft) for step in self.steps)
-
-    @property
-    def accepted(self) -> int:
-        """Accepted draft tokens that were written."""
-        return sum(min(step.accepted, len(step.written)) for step in self.steps)
-
-    @property
-    def look_ups(self) -> int:
-        return sum(step.looked_up for step in self.steps)
-
-    @property
-    def hits(self) -> int:
-        return sum(step.hit for step in self.steps)
-
-
-class Recorder(RoundObserver):
-    """Records rounds (`Driver.observing`).
-
-    `branches`: records prepared branches, which makes target and draft take turns: not for measurements of speed.
-    """
-
-    def __init__(self, *, branches: bool = True) -> None:
-        self.synchronous = branches
-        self._prepared: PerRound[dict[int, Prepared]] = PerRound()  # by sequence id
-        self._steps: dict[str, list[Step]] = {}  # by request
+    def __init__(self) -> None:
+        self.prepared: dict[int, Prepared] = {}  # by the number of output tokens before the round
 
     def launched(self, works: Seq[Work], prepared: Callable[[Sequence], Prepared]) -> None:
-        if self.synchronous:
-            self._prepared.put(works, {w.sequence.id: prepared(w.sequence) for w in works if w.decides})
+        for work in works:
+            if work.decides:
+                self.prepared[work.sequence.num_output] = prepared(work.sequence)
 
-    def decided(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
-        prepared = self._prepared.pop(works) or {}
-        for work, outcome in zip(works, outcomes, strict=True):
-            if outcome is not None:
-                found = prepared.get(work.sequence.id, {})
-                step = Step(
-                    draft=outcome.draft,
-                    origin=outcome.origin,
-                    branches=tuple(Branch(after, token, draft) for (after, token), draft in found.items()),
-                    accepted=outcome.num_accepted,
-                    written=outcome.token_ids,
-                )
-                self._steps.setdefault(work.sequence.request.id, []).append(step)
 
-    def trace(self, request_id: str, num_tokens: int) -> Trace:
-        """The rounds of a finished request; what they decided beyond its `num_tokens` tokens is left out."""
-        steps, left = [], num_tokens
-        for step in self._steps.pop(request_id):
-            if left > 0:
-                steps.append(replace(step, written=step.written[:left]))
-                left -= len(step.written)
-        return Trace(tuple(steps))
+def record(llm: LLM, prompt: Prompt, params: SamplingParams) -> tuple[RequestOutput, list[Step]]:
+    """Generates a text, while the engine does nothing else, and records its rounds."""
+    branches = _Branches()
+    with llm.driver.observing(branches):
+        answer = llm.stream_deltas(prompt, params)
+        outcomes = [outcome for delta in answer for outcome in delta.outcomes]
+    output = answer.result()
+    check_served(output)
+    return output, steps_of(outcomes, branches.prepared, len(output.token_ids))
+
+
+def steps_of(outcomes: Iterable[Outcome], prepared: Mapping[int, Prepared], num_tokens: int) -> list[Step]:
+    """The rounds of a text of `num_tokens` tokens; what the last one decided beyond them is left out."""
+    steps, before = [], 0
+    for outcome in outcomes:
+        branches = tuple(Branch(*key, draft) for key, draft in prepared.get(before, {}).items())
+        written = outcome.token_ids[: num_tokens - before]
+        steps.append(Step(outcome.draft, outcome.origin, branches, outcome.num_accepted, written))
+        before += len(outcome.token_ids)
+    return steps

@@ -5,10 +5,10 @@ The target verifies every proposal, so a drafter that is slow, wrong or has fail
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from ssd.core import Outcome, Proposal, Sequence, Work
@@ -28,6 +28,15 @@ class DrafterStats:
     busy_seconds: float = 0.0  # the draft model computed
     hand_over_seconds: float = 0.0  # transfer of messages, for a drafter in another process
     failures: int = 0  # restarts of that process
+    rounds: Counter[str] = field(default_factory=Counter)  # by mode, where it is chosen in every round
+
+    def plus(self, other: DrafterStats) -> DrafterStats:
+        return DrafterStats(
+            self.busy_seconds + other.busy_seconds,
+            self.hand_over_seconds + other.hand_over_seconds,
+            self.failures + other.failures,
+            self.rounds + other.rounds,
+        )
 
 
 def never() -> bool:
@@ -41,6 +50,9 @@ class PerRound(Generic[T]):
 
     def __init__(self) -> None:
         self._rounds: deque[tuple[Seq[Work], T]] = deque(maxlen=self._MOST)
+
+    def __len__(self) -> int:
+        return len(self._rounds)
 
     def put(self, works: Seq[Work], value: T) -> None:
         self._rounds.append((works, value))
@@ -65,6 +77,7 @@ class Drafter:
     lookahead: int = 0  # maximum draft length of the next round; KV slots are reserved for it
     budget: int = 0  # maximum number of branches per sequence that the next round prepares; 0: none
     needs_tokens: bool = False  # True: it proposes from `Sequence.tokens`: every earlier round must be committed first
+    cores: int = 0  # CPU cores that its own processes compute on in the next round, which the target leaves to them
 
     def __init__(self) -> None:
         self.stats = DrafterStats()
@@ -99,6 +112,13 @@ class Drafter:
 
         With no works: a round was launched and all earlier ones are committed.
         """
+
+    def catch_up(self, works: Seq[Work]) -> bool:
+        """Reads what was decided in rounds that it was not asked for, a chunk of it at most.
+
+        Called during such rounds, with their works, and before its next proposal. False: there is more to read.
+        """
+        return True
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
         """What a committed round decided (None for a prefill chunk), and how long it took."""

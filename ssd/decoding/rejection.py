@@ -31,6 +31,7 @@ class _Decided:
     ended: Clock
 
     def collect(self) -> list[Outcome | None]:
+        self.ended.wait()
         return self.outcomes
 
 

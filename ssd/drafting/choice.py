@@ -32,7 +32,7 @@ class TokenChoice:
 
     def choose(self, shape: RunShape, column: int, logits: torch.Tensor, rows: Rows) -> None:
         """One token per row, and its confidence (at least 0): the margin of its score, or -log(1 - q)."""
-        chain, confidence = self.buffers.chain, self.buffers.confidence
+        logits, chain, confidence = self._widened(logits, shape.needs), self.buffers.chain, self.buffers.confidence
         if not self.rejection:
             best, scores = self.sampler.best(logits, rows, shape.needs, 2)
             keep = kernels(self.buffers.device).rounds.keep_best
@@ -48,6 +48,7 @@ class TokenChoice:
 
     def rank(self, logits: torch.Tensor, rows: Rows, needs: Needs, excluded: torch.Tensor) -> torch.Tensor:
         """The RANKS likeliest tokens of each row, best first, without the excluded one: int32 [R, RANKS]."""
+        logits = self._widened(logits, needs)
         if not self.rejection:
             return self.sampler.best(logits, rows, needs, RANKS, excluded)[0].clamp_(min=0)
         q = self.sampler.distribution(logits, rows, needs)
@@ -56,3 +57,10 @@ class TokenChoice:
         values, tokens = q.topk(min(RANKS, q.shape[-1]), dim=-1)
         tokens = torch.where(values > 0, tokens, 0).int()  # without probability: may be beyond the draft's vocabulary
         return torch.nn.functional.pad(tokens, (0, RANKS - tokens.shape[-1]))
+
+    def _widened(self, logits: torch.Tensor, needs: Needs) -> torch.Tensor:
+        """Bias, penalties and the rejection rule need the target's vocabulary, which may be larger than the draft's."""
+        missing = self.buffers.state.vocab_size - logits.shape[-1]
+        if missing > 0 and (self.rejection or needs.adjusted):
+            return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        return logits

@@ -1,252 +1,192 @@
-"""The depth controller (`k="auto"`, `budget="auto"`): chooses K and the number of branches by measured speed.
+"""Chooses by measured speed how a batch is decoded: `mode="auto"`, `k="auto"`, `budget="auto"`.
 
-A multi-armed bandit. For each batch size it measures the seconds per round of each arm (K, branches), plain decoding
-included, and estimates the tokens per round from the acceptance rate of each draft position; then it takes the arm with
-the most tokens per second. It decides how much is drafted, never what is accepted.
+A multi-armed bandit over the arms of `ssd.drafting.arms`. It decides how much is drafted, never what is accepted.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ssd.config import K_MAX
 from ssd.core import MODEL_WRITTEN, Outcome, Proposal, Sequence, Work
-from ssd.decoding.drafter import Confidence, Drafter, PerRound, Prepared, never
-from ssd.drafting.estimate import Average, TypicalSeconds
+from ssd.decoding.drafter import Confidence, Drafter, DrafterStats, PerRound, Prepared, never
+from ssd.drafting.arms import PLAIN, SETTLING, AcceptanceRates, Arm, ArmTimes
 from ssd.execution.clock import Clock
 
 log = logging.getLogger("ssd")
 
-_MIN_SAMPLES = 3  # rounds measured before an arm's time is used
-_MAX_INTERVAL = 128  # rounds between two reviews (each measures one other arm)
-_FIRST_INTERVAL = 24  # rounds before the first review; doubles with every review
-_STRIDE = 4  # rounds between two choices
-_DEPTH_PENALTY = 0.015  # relative speed that each draft token must gain
-_MARGIN = 1.02  # expected speed-up that a change of arm needs
-_OPTIMISM = 1.08  # factor on an arm's expected speed for every review since it was last measured
-_DEPTHS = (1, 2, 3, 4, 6, K_MAX)
-
-
-class Arm(NamedTuple):
-    """One choice of the controller."""
-
-    k: int  # draft tokens per round
-    width: int  # branches per sequence; 0: none prepared, the draft is written in `propose`
-
-
-PLAIN = Arm(0, 0)
-
-
-def make_arms(k: int | None, widths: Seq[int]) -> list[Arm]:
-    """Depth k with each width; without k: plain decoding, and every depth with each width and with none."""
-    if k is not None:
-        return [Arm(k, width) for width in widths]
-    return [PLAIN, *(Arm(depth, width) for depth in _DEPTHS for width in sorted({0, *widths}))]
-
-
-@dataclass
-class ArmTimes:
-    """Seconds per round of every arm for one batch size, and the arm chosen by them."""
-
-    arms: list[Arm]
-    seconds: dict[Arm, TypicalSeconds] = field(default_factory=dict)  # divided by `level`
-    current: Arm = PLAIN
-    level: float = 1.0  # current slow-down of all arms (longer contexts, a busy machine), relative to the means
-    ready: Average = field(default_factory=lambda: Average(0.998, 9.0, 10.0))  # see `DepthController.tokens`
-    interval: int = _FIRST_INTERVAL  # rounds between reviews
-    rounds: int = 0  # since the last review
-    reviews: int = 0
-    reviewed: dict[Arm, int] = field(default_factory=dict)  # number of the review in which each arm was last measured
-
-    def like(self) -> ArmTimes:
-        """A copy to start another batch size with."""
-        known = {arm: s.mean for arm, s in self.seconds.items() if s.last}
-        seconds = {arm: TypicalSeconds(deque([mean] * _MIN_SAMPLES, maxlen=16), mean) for arm, mean in known.items()}
-        return ArmTimes(self.arms, seconds, self.current, self.level, replace(self.ready))
-
-    def record(self, arm: Arm, seconds: float) -> None:
-        """Adds a round's time. A drift of this arm is assumed to apply to all arms: it changes `level`."""
-        if self._count(arm) >= _MIN_SAMPLES:
-            slower = seconds / self.level / self.seconds[arm].mean
-            self.level *= 1 + (min(max(slower, 0.8), 1.25) - 1) / 16
-        self.seconds.setdefault(arm, TypicalSeconds()).add(seconds / self.level)
-
-    def choose(self, tokens: Callable[[Arm], float]) -> Arm:
-        """The next round's arm; `tokens(arm)` estimates the tokens per round of an arm."""
-        self.rounds += 1
-        wanted = [*self._samples, *self.reviewed]
-        pending = [arm for arm in wanted if not self._measured(arm, tokens)]
-        if pending:
-            self.current = pending[0]
-            self.rounds = -1
-        elif self.rounds >= self.interval:
-            self._review(tokens)
-        elif self.rounds % _STRIDE == 0:
-            self.current = self._best(tokens)
-        return self.current
-
-    @functools.cached_property
-    def _samples(self) -> list[Arm]:
-        """Arms measured first: plain decoding, and the middle depth with every width."""
-        depths = sorted({arm.k for arm in self.arms if arm.k})
-        return [arm for arm in self.arms if arm == PLAIN or arm.k == depths[len(depths) // 2]]
-
-    def _review(self, tokens: Callable[[Arm], float]) -> None:
-        """Switches to another arm to measure it again: the one with the best optimistic speed."""
-        self.reviews += 1
-        self.reviewed[self.current] = self.reviews
-        optimistic = {arm: self._speed(arm, tokens) * _OPTIMISM ** -self.reviewed.get(arm, 0) for arm in self.arms}
-        others = [arm for arm in self.arms if arm != self.current] or self.arms
-        self.current = max(others, key=lambda arm: optimistic[arm])
-        self.reviewed[self.current] = self.reviews
-        self.seconds[self.current] = TypicalSeconds()
-        self.interval = min(2 * self.interval, _MAX_INTERVAL)
-        self.rounds = 0
-
-    def _best(self, tokens: Callable[[Arm], float]) -> Arm:
-        speed = {arm: self._speed(arm, tokens) for arm in self.arms}
-        best = max(self.arms, key=lambda arm: speed[arm])
-        return best if speed[best] > _MARGIN * speed[self.current] else self.current
-
-    def _speed(self, arm: Arm, tokens: Callable[[Arm], float]) -> float:
-        """Expected tokens per second, less a penalty on depth: deep drafts mostly speed up the easiest sequences."""
-        return tokens(arm) / self._expected(arm) * (1 - _DEPTH_PENALTY * arm.k)
-
-    def _measured(self, arm: Arm, tokens: Callable[[Arm], float]) -> bool:
-        """Whether an arm has enough samples; one is enough if it was less than half as fast as the best."""
-        if self._count(arm) >= _MIN_SAMPLES:
-            return True
-        known = {other: tokens(other) / s.mean for other, s in self.seconds.items() if s.last}
-        return arm in known and known[arm] < max(known.values()) / 2
-
-    def _count(self, arm: Arm) -> int:
-        return len(self.seconds[arm].last) if arm in self.seconds else 0
-
-    def _expected(self, arm: Arm) -> float:
-        """Seconds per round: measured, or interpolated over K between arms of the same width and plain decoding."""
-        if self._count(arm):
-            return self.seconds[arm].mean
-        like = {a.k: s.mean for a, s in self.seconds.items() if s.last and (a.width == arm.width or a == PLAIN)}
-        known = sorted(like.items())
-        (k0, s0), (k1, s1) = next((pair for pair in itertools.pairwise(known) if pair[1][0] > arm.k), known[-2:])
-        return s0 + (s1 - s0) * (arm.k - k0) / (k1 - k0)
+_SHORT_REST = 16  # rounds that a drafter may be left out of without catching up before its next one
 
 
 class _Round(NamedTuple):
     """A round that was launched and not observed."""
 
+    drafter: Drafter
     size: int  # ceil(log2(batch size))
     arm: Arm
-    comparable: bool  # same arm and size as the two rounds before it, and no prefill: its time is used
+    # Whether it is measured: the rounds before it had the same size and arm and no prefill, and no drafter catches up.
+    settled: bool
 
 
 class DepthController(Drafter):
-    """Wraps a drafter and sets its draft length (and number of branches) for every round."""
+    """Wraps the drafters of the modes, and chooses mode, draft length and number of branches of every round.
 
-    def __init__(self, inner: Drafter, arms: list[Arm]) -> None:
+    `drafters`: by mode; AR needs none. A drafter is told of its own rounds only. Before its first round after a rest it
+    catches up with the sequences, while the rounds of another go on.
+    """
+
+    def __init__(self, drafters: Mapping[str, Drafter], arms: list[Arm]) -> None:
+        self._drafters = {"ar": Drafter(), **drafters}
+        self.inner = list(dict.fromkeys(drafters.values()))
         super().__init__()
-        self.inner = inner
-        self.stats = inner.stats
-        self.needs_tokens = inner.needs_tokens
+        self._rates = AcceptanceRates(max(arm.k for arm in arms))
         self._arms = arms
         self._times: dict[int, ArmTimes] = {}  # by batch size, see `_Round.size`
-        depth = max(arm.k for arm in arms)
-        self._acceptance = [Average(0.99, 3.0, 4.0) for _ in range(depth)]  # rate of each position in the draft
         self._rounds: PerRound[_Round] = PerRound()
         self._last: tuple[int, Arm] | None = None  # size and arm of the last round; None: it had prefill chunks
-        self._chosen: dict[int, Arm] = {}  # by batch size, as logged
         self._num_alike = 0  # rounds in a row of that size and arm
-        self._take(arms[-1])
+        self._rested = dict.fromkeys(self._drafters.values(), _SHORT_REST + 1)  # rounds since each drafter's last one
+        self._next: Arm | None = None  # the arm whose drafter catches up
+        self._chosen: dict[int, Arm] = {}  # by batch size, as logged
+        self._take(ArmTimes(arms, self._rates.accepted).best)
+        self._rested[self._drafter] = 0
+        self._proposer = self._drafter  # of the last round; `prepare` may choose another one for the next
+
+    @property
+    def stats(self) -> DrafterStats:
+        return functools.reduce(DrafterStats.plus, (each.stats for each in self.inner), self._own_stats)
+
+    @stats.setter
+    def stats(self, stats: DrafterStats) -> None:
+        self._own_stats = stats
+
+    @property
+    def needs_tokens(self) -> bool:  # type: ignore[override]
+        return self._drafter.needs_tokens
+
+    @property
+    def cores(self) -> int:  # type: ignore[override]
+        catching_up = 0 if self._next is None else self._drafters[self._next.mode].cores
+        return max(self._drafter.cores, catching_up)
+
+    @property
+    def _drafter(self) -> Drafter:
+        return self._drafters[self.arm.mode]
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
-        return self.inner.propose(works)
+        if self._rested[self._drafter]:
+            self._drafter.catch_up(works)
+        self._proposer = self._drafter
+        return self._proposer.propose(works)
 
     def settle(self, works: Seq[Work]) -> bool:
-        return self.inner.settle(works)
+        return self._drafter.settle(works)
 
     def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
-        self.inner.prepare(works, interrupted)
+        drafter, arm = self._drafter, self.arm
+        drafter.prepare(works, interrupted)
         size = (max(1, sum(work.decides for work in works)) - 1).bit_length()
-        key = None if _has_prefill(works) else (size, self.arm)
+        key = None if _has_prefill(works) else (size, arm)
         self._num_alike = self._num_alike + 1 if key is not None and key == self._last else 0
         self._last = key
-        self._rounds.put(works, _Round(size, self.arm, self._num_alike > 1))  # a new arm needs a round to take effect
+        settled = self._next is None and self._num_alike >= SETTLING + len(self._rounds)
+        self._rounds.put(works, _Round(drafter, size, arm, settled))
+        self._rested = {each: 0 if each is drafter else rest + 1 for each, rest in self._rested.items()}
+        if self._next is not None and self._drafters[self._next.mode].catch_up(works):
+            self._rested[self._drafters[self._next.mode]] = 1
+            self._take(self._next)
+
+    def catch_up(self, works: Seq[Work]) -> bool:
+        return self._drafter.catch_up(works)
+
+    @property
+    def measured(self) -> bool:
+        """Whether all modes have been measured at some batch size."""
+        return any(times.trial is None and not times.untried for times in self._times.values())
+
+    def forget_text(self) -> None:
+        """Keeps the times, and forgets how often the drafts of a text were accepted."""
+        self._rates.reset()
+        self._own_stats.rounds.clear()
 
     def serve(self, ended: Clock) -> None:
-        self.inner.serve(ended)
+        self._proposer.serve(ended)
 
     def decided(self, works: Seq[Work], outcomes: Seq[Outcome | None]) -> None:
-        self.inner.decided(works, outcomes)
+        self._proposer.decided(works, outcomes)
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
-        self.inner.observe(works, outcomes, seconds)
         round_ = self._rounds.pop(works)
         if round_ is None:
             return
+        round_.drafter.observe(works, outcomes, seconds)
+        self._own_stats.rounds[round_.arm.mode] += 1
         times = self._times_of(round_.size)
-        for outcome in outcomes:
-            if outcome is not None and outcome.draft:
-                self._learn(outcome, times.ready if round_.arm.width else None)
-        if round_.comparable:
-            times.record(round_.arm, seconds)
+        for work, outcome in zip(works, outcomes, strict=True):
+            if outcome is not None:
+                self._learn(work, outcome, round_.arm, times if round_.settled else None)
+        if not _has_prefill(works):
+            times.record(round_.arm, seconds, comparable=round_.settled)
         if any(outcome is not None for outcome in outcomes):
-            self._take(times.choose(lambda arm: self.tokens(arm, times)))
-            self._log_choice(round_.size, measuring=times.rounds <= 0)
+            self._wish(times.choose(), times)
+            self._log_choice(round_.size, times)
 
     def prepared(self, sequence: Sequence) -> Prepared:
-        return self.inner.prepared(sequence)
+        return self._drafter.prepared(sequence)
 
     def prepared_confidence(self, sequence: Sequence) -> Confidence:
-        return self.inner.prepared_confidence(sequence)
+        return self._drafter.prepared_confidence(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        self.inner.forget(sequence)
+        for each in self.inner:
+            each.forget(sequence)
 
     def close(self) -> None:
-        self.inner.close()
+        for each in self.inner:
+            each.close()
 
-    def tokens(self, arm: Arm, times: ArmTimes) -> float:
-        """Estimated tokens per round of an arm.
+    def _learn(self, work: Work, outcome: Outcome, arm: Arm, times: ArmTimes | None) -> None:
+        """`times`: None where the round is not one of many alike."""
+        if arm.width and work.lookahead and times is not None:
+            times.ready.add(float(outcome.num_accepted), self._rates.accepted(min(arm.k, work.lookahead)))
+        if outcome.draft and (not arm.width or outcome.origin in MODEL_WRITTEN):
+            self._rates.learn(outcome)
 
-        Acceptance rates are shared by all arms, since they depend on the text more than on the arm. A prepared draft
-        may miss: `ready` is the acceptance of its first token relative to that of a draft written in `propose`.
-        """
-        expected, reached = 1.0, times.ready.value if arm.width else 1.0
-        for rate in self._acceptance[: arm.k]:
-            reached *= rate.value
-            expected += reached
-        return expected
+    def _wish(self, arm: Arm, times: ArmTimes) -> None:
+        """Takes an arm, after its drafter has caught up; until then the best arm whose drafter needs not."""
+        self._next = None
+        if self._up_to_date(arm):
+            self._take(arm)
+            return
+        self._next = arm
+        if self._up_to_date(times.best):
+            self._take(times.best, following=arm)
 
-    def _learn(self, outcome: Outcome, ready: Average | None) -> None:
-        accepted = outcome.num_accepted
-        if ready is not None:
-            ready.add(accepted > 0, self._acceptance[0].value)
-            if outcome.origin not in MODEL_WRITTEN:
-                return
-        for i in range(min(accepted + 1, len(outcome.draft), len(self._acceptance))):
-            self._acceptance[i].add(i < accepted)
+    def _up_to_date(self, arm: Arm) -> bool:
+        return arm == PLAIN or self._rested[self._drafters[arm.mode]] <= _SHORT_REST
 
-    def _log_choice(self, size: int, *, measuring: bool) -> None:
-        if not measuring and self._chosen.get(size) != self.arm:
-            self._chosen[size] = self.arm
-            log.info("batches of up to %d: k=%d, %d branches", 1 << size, *self.arm)
-
-    def _take(self, arm: Arm) -> None:
+    def _take(self, arm: Arm, following: Arm | None = None) -> None:
         """Sets the arm of the rounds scheduled next."""
-        self.arm, self.lookahead = arm, arm.k
-        self.inner.budget = self.budget = arm.width
+        self.arm, self.lookahead, self._next = arm, arm.k, following
+        self._drafter.budget = self.budget = arm.width
+
+    def _log_choice(self, size: int, times: ArmTimes) -> None:
+        if times.trial is None and not times.untried and self._chosen.get(size) != times.best:
+            self._chosen[size] = times.best
+            fastest = {arm.mode: speed for speed, arm in sorted((times.speed(arm), arm) for arm in self._arms)}
+            others = [f"{mode} {speed / (times.level or 1.0):.0f}" for mode, speed in fastest.items() if speed]
+            log.info(
+                "batches of up to %d: %s; expected tokens/s of a sequence: %s", 1 << size, times.best, ", ".join(others)
+            )
 
     def _times_of(self, size: int) -> ArmTimes:
         if size not in self._times:
             near = min(self._times, key=lambda other: abs(other - size), default=None)
-            self._times[size] = ArmTimes(self._arms) if near is None else self._times[near].like()
+            new = ArmTimes(self._arms, self._rates.accepted) if near is None else self._times[near].like()
+            self._times[size] = new
         return self._times[size]
 
 

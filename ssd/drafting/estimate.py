@@ -40,8 +40,8 @@ class Average:
 class TypicalSeconds:
     """Mean of the last 16 times, in seconds, without those above twice the median."""
 
+    mean: float = 0.0  # 0: not known
     last: deque[float] = field(default_factory=lambda: deque(maxlen=16))
-    mean: float = 0.0
 
     def add(self, value: float) -> None:
         self.last.append(value)

@@ -130,12 +130,14 @@ class LateBindingDrafter(ProcessDrafter):
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
         super().observe(works, outcomes, seconds)
-        for outcome in outcomes:
-            if outcome is not None and outcome.origin is not Origin.NONE:
-                self.policy.yields[outcome.origin].add(len(outcome.token_ids))
+        self.policy.observe(works, outcomes, seconds)
         if not any(work.num_tokens > 1 for work in works):  # rounds with prefill take longer
-            self.policy.round_seconds.add(seconds)
             self._fastest.append(seconds)
+
+    def catch_up(self, works: Seq[Work]) -> bool:
+        for work in works:  # what was prepared is for the outcome of an earlier round
+            self._told.pop(work.sequence.id, None)
+        return super().catch_up(works)
 
     def forget(self, sequence: Sequence) -> None:
         super().forget(sequence)

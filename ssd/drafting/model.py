@@ -16,6 +16,8 @@ from ssd.drafting.runner import DraftRun, DraftRunner
 from ssd.execution.batch import Batch
 from ssd.kv.blocks import BlockPool, BlockTable
 
+_CATCH_UP_TOKENS = 256  # read in a round of another drafter
+
 
 @dataclass(eq=False)
 class DraftSequence:
@@ -54,6 +56,10 @@ class DraftSource:
 
     def read_prompt(self, work: Work, own: DraftSequence) -> None:
         """Reads the tokens of a prefill chunk, except for the sequence's last one."""
+
+    def catch_up(self, works: Seq[Work]) -> bool:
+        """Reads a chunk of what it has not read of these sequences; False: there is more."""
+        return True
 
     def observe(self, work: Work, outcome: Outcome | None, branched: bool) -> None:
         """What a committed round decided."""
@@ -122,6 +128,18 @@ class DraftModel(DraftSource):
     def read_prompt(self, work: Work, own: DraftSequence) -> None:
         if work.proposal.origin is not Origin.DRAFT:  # which was written after all of them
             self._read(own, min(work.end, len(work.sequence.tokens) - 1))
+
+    def catch_up(self, works: Seq[Work]) -> bool:
+        left = _CATCH_UP_TOKENS
+        for work in works:
+            own = self.state_of(work, works) if work.sequence.params.speculate else None
+            unread = len(work.sequence.tokens) - 1 - own.kv.num_computed if own is not None else 0
+            if own is not None and unread > 0:
+                self._read(own, own.kv.num_computed + min(unread, left))
+                left -= min(unread, left)
+            if unread > 0 and not left:
+                return False
+        return True
 
     def observe(self, work: Work, outcome: Outcome | None, branched: bool) -> None:
         """Updates the KV count after a committed round: tokens it read, rejected ones left out."""
@@ -232,6 +250,9 @@ class ModelDrafter(Drafter):
                 self.model.mark_read(work, branched=False)
             if work.num_tokens > 1 and work.sequence.params.speculate and (own := self.model.state_of(work, works)):
                 self.model.read_prompt(work, own)
+
+    def catch_up(self, works: Seq[Work]) -> bool:
+        return self.model.catch_up(works)
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
         for work, outcome in zip(works, outcomes, strict=True):

@@ -22,6 +22,8 @@ from ssd.parallel.supervisor import Supervisor
 
 LEAST_PATIENCE, MOST_PATIENCE = 0.05, 1.0  # seconds
 _PATIENCE_PER_REPLY = 8  # times the mean reply
+_MOST_BEHIND = 64  # tokens of a sequence that a worker reads while a round waits for it
+_CATCH_UP_TOKENS = 2048  # sent to a worker that catches up, before it has read them
 _MOST_HIT = 0.5  # share of rounds that need no reply, above which one worker's drafts are sent ahead
 
 
@@ -45,16 +47,16 @@ class ProcessDrafter(Drafter):
         patience: float = 0.25,
         hang_limit: float = 5.0,
         start_limit: float = 600.0,
-        ended: Callable[[], None] = lambda: None,
+        cores: int = 0,
     ) -> None:
         super().__init__()
+        self.cores = cores
         self.lookahead, self.budget = lookahead, budget
         self.replies = 0  # rounds whose reply came in time
         self.at_hand = 0  # rounds that needed no reply
         self.late = 0  # rounds that went on without a reply
         self.wait_seconds = 0.0  # total wait for replies
         self._clock = clock
-        self._ended = ended
         self._reply = Average(7 / 8, patience / _PATIENCE_PER_REPLY, 1.0)  # seconds
         self._round_seconds = 0.0  # duration of the last round
         self._all_hit = Average(15 / 16, 4.0, 4.0)  # share of rounds in which every draft had been prepared
@@ -95,6 +97,23 @@ class ProcessDrafter(Drafter):
             self._all_hit.add(origins == {Origin.HIT})
         return found
 
+    def catch_up(self, works: Seq[Work]) -> bool:
+        """Sends the workers what they do not have; no round waits until they have read it."""
+        available = [each for each in self.replicas if each.available()]
+        read = bool(available)
+        for each in available:
+            chunk, tokens = list[Work](), 0
+            for work in works:
+                unknown = each.num_unknown(work.sequence)
+                if work.decides and unknown > _MOST_BEHIND and tokens < _CATCH_UP_TOKENS:
+                    chunk.append(work)
+                    tokens += unknown
+            if chunk and each.idle:
+                nothing, seconds = [Draft()] * len(chunk), self._round_seconds
+                each.send(chunk, nothing, seconds, budget=self.budget, reply=False, ahead=True)
+            read = read and not chunk and each.idle
+        return read
+
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
         self._round_seconds = seconds
         self.stats.failures = sum(each.supervisor.failures for each in self.replicas)
@@ -107,7 +126,6 @@ class ProcessDrafter(Drafter):
     def close(self) -> None:
         for each in self.replicas:
             each.close()
-        self._ended()
 
     def _look_up(self, work: Work, replicas: Seq[DraftReplica]) -> Draft | None:
         """The draft that one of them has prepared; None: they have to be asked. A first token waits for no draft."""

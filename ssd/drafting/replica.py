@@ -57,6 +57,15 @@ class DraftReplica:
             return self._round - self._answered <= 1
         return False
 
+    @property
+    def idle(self) -> bool:
+        """Whether something came back for the last round."""
+        return self._answered == self._round
+
+    def num_unknown(self, sequence: Sequence) -> int:
+        """Tokens of a sequence that the worker does not have."""
+        return len(sequence.tokens) - self._known.get(sequence.id, 0)
+
     def find(self, sequence: Sequence) -> Draft | None:
         """The draft that was prepared for what has been decided since the last round."""
         prepared, known = self._prepared.get(sequence.id), self._known.get(sequence.id)

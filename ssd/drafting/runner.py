@@ -244,7 +244,8 @@ class DraftRunner:
 
     def part_of(self, shape: RunShape) -> Part | None:
         """The part of the GPU where a run of this shape computes beside the target; None: the whole GPU."""
-        return self.part if shape.branches and shape.rows <= MAX_ROWS_IN_PART else None
+        small = shape.sequences == 1 and 0 < shape.width <= MAX_ROWS_IN_PART
+        return self.part if small else None
 
     def follow(self, key: tuple[int, ...], fan_out: FanOut) -> None:
         """On another rank: launches a piece. It knows no sequences: the forward pass has rank 0's inputs, and what is
@@ -269,6 +270,7 @@ class DraftRunner:
         """A piece's key, what it launches, and the stream that it is captured on."""
         if piece != _READING:
             shape = self.shapes.after_reading(shape)
+        self.buffers.indices(shape)  # before a capture, which would record how they are made and not make them
         part = self.part_of(shape)
         return (shape, piece, part), functools.partial(self._compute, shape, piece), part.stream if part else None
 

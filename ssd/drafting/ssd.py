@@ -39,13 +39,21 @@ class BackupPolicy:
     backup: str  # "jit", "fast" or "auto"
     yields: dict[Origin, Average] = field(default_factory=lambda: defaultdict(_average))  # tokens per round, by origin
     round_seconds: TypicalSeconds = field(default_factory=TypicalSeconds)
-    write_seconds: TypicalSeconds = field(default_factory=lambda: TypicalSeconds(deque(maxlen=_MIN_SAMPLES)))
+    write_seconds: TypicalSeconds = field(default_factory=lambda: TypicalSeconds(last=deque(maxlen=_MIN_SAMPLES)))
     num_declined: int = 0  # decisions against jit since it was last used
 
     def wrote(self, seconds: float) -> None:
         """Adds the time of a jit draft."""
         self.write_seconds.add(seconds)
         self.num_declined = 0
+
+    def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
+        """Adds the tokens and the time of a committed round."""
+        for outcome in outcomes:
+            if outcome is not None and outcome.origin is not Origin.NONE:
+                self.yields[outcome.origin].add(len(outcome.token_ids))
+        if not any(work.num_tokens > 1 for work in works):  # rounds with prefill take longer
+            self.round_seconds.add(seconds)
 
     def waits(self, missed: int, batch: int) -> bool:
         """Whether to use jit when `missed` of `batch` sequences missed. True until there are measurements.
@@ -221,15 +229,16 @@ class SSDDrafter(Drafter):
                 self._in_time = min(runner.shapes.max_width, self._in_time + _INCREASE)
         self._rounds.put(works, _Round(self._run, self._written))
 
+    def catch_up(self, works: Seq[Work]) -> bool:
+        self._run, self._places = None, {}  # prepared for outcomes of an earlier round
+        return self.model.catch_up(works)
+
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
         round_ = self._rounds.pop(works) or _Round(None, None)
         branched = set(round_.run.slots) if round_.run is not None else set()
         for work, outcome in zip(works, outcomes, strict=True):
             self.model.observe(work, outcome, branched=work.slot in branched)
-            if outcome is not None and outcome.origin is not Origin.NONE:
-                self.policy.yields[outcome.origin].add(len(outcome.token_ids))
-        if not any(work.num_tokens > 1 for work in works):  # rounds with prefill take longer
-            self.policy.round_seconds.add(seconds)
+        self.policy.observe(works, outcomes, seconds)
         self._ended.append((round_, works, outcomes))
         while self._ended and all(run is None or run.ended.reached for run in self._ended[0][0]):
             self._learn(*self._ended.popleft())

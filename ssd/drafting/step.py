@@ -65,19 +65,12 @@ class ModelStep:
         step = None if self._shared and shape.branches else self.one_kernel
         if step is None or not step.takes(batch):
             return forward(self.runner, batch)
-        return _fitted(step(batch), self.runner.state.vocab_size)
+        return step(batch)[:, : self.runner.state.vocab_size]
 
 
 def forward(runner: ModelRunner, batch: DeviceBatch) -> torch.Tensor:
-    """Logits of a forward pass, padded or cut to the target's vocabulary."""
-    return _fitted(runner.decoder(_of_first_rank(runner, batch), runner.kv), runner.state.vocab_size)
-
-
-def _fitted(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    missing = vocab_size - logits.shape[-1]
-    if missing > 0:
-        logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-    return logits[:, :vocab_size]
+    """Logits of a forward pass, without tokens that the target does not have."""
+    return runner.decoder(_of_first_rank(runner, batch), runner.kv)[:, : runner.state.vocab_size]
 
 
 def _of_first_rank(runner: ModelRunner, batch: DeviceBatch) -> DeviceBatch:

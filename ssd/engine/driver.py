@@ -279,7 +279,8 @@ class _Loop:
 
     def _step(self) -> None:
         if not self._stopped and self._busy:
-            with self._threads.adapted() if self._threads is not None else nullcontext():
+            cores = self._engine.round.drafter.cores
+            with self._threads.adapted(cores) if self._threads is not None else nullcontext():
                 deltas = self._engine.step()
             for delta in deltas:
                 if delta.output is not None:

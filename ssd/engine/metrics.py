@@ -33,6 +33,7 @@ class EngineMetrics:
     ssd_hits_after: list[int] = field(default_factory=list)  # hits among them
     ssd_rounds: Counter[str] = field(default_factory=Counter)  # by origin of the draft: hit, jit, sibling
     ssd_tokens: Counter[str] = field(default_factory=Counter)  # new tokens of those rounds
+    mode_rounds: Counter[str] = field(default_factory=Counter)  # by mode, where it is chosen in every round
     target_wait_seconds: float = 0.0  # the target waited for drafts
     verify_seconds: float = 0.0  # from the forward pass to the decision
     host_wait_seconds: float = 0.0  # from a decision to what the device computes next: it waits for the host
@@ -57,6 +58,7 @@ class EngineMetrics:
         self.host_wait_seconds, self.round_seconds = round_.host_wait_seconds, round_.round_seconds
         self.draft_busy_seconds, self.hand_over_seconds = drafter.busy_seconds, drafter.hand_over_seconds
         self.drafter_failures = round_.drafter_failures + drafter.failures
+        self.mode_rounds = drafter.rounds
 
     def count_outcome(self, sequence: Sequence, outcome: Outcome, num_new: int, now: float) -> None:
         """Counts an outcome, of which `num_new` tokens were committed, here and in the sequence's own metrics."""

@@ -344,8 +344,7 @@ class Scheduler:
 
     def _blocks_missing(self, sequence: Sequence) -> int:
         """Blocks that the rest of a prompt needs."""
-        needed = self.pool.blocks_for(len(sequence.tokens) + self._lookahead(sequence))
-        return max(0, needed - len(sequence.kv.blocks))
+        return self.pool.missing(sequence.kv, len(sequence.tokens) + self._lookahead(sequence))
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +71,7 @@ class BatchInputs:
 
     `gather`: logits of selected rows only; otherwise every row has logits, in order. `prefill`: sequences may have many
     query tokens; at most `decode_tiles` tiles are then of decode size, and the other queries are in larger ones.
+    `groups`: of layers, each with KV slots of its own.
     """
 
     @torch.inference_mode(False)  # so that they can be written to inside and outside of inference mode
@@ -85,6 +86,7 @@ class BatchInputs:
         device: torch.device,
         prefill: bool = False,
         decode_tiles: int | None = None,
+        groups: int = 1,
     ) -> None:
         self.rows, self.logits, self.works = rows, logits, works
         self.gather, self.prefill, self._tile_sizes = gather, prefill, tiles
@@ -96,7 +98,7 @@ class BatchInputs:
         sizes |= {"first_row": works, "num_logits": works, "logit_rows": logits}
         sizes |= {"tiles": 2 * self._decode_tiles, "prefill_tiles": 2 * large}
         places, total = _aligned(list(sizes.values()))
-        computed, end = _aligned([rows, rows, rows, works, logits, logits, logits])
+        computed, end = _aligned([rows, rows, works, logits, logits, logits, *[rows] * groups])
         self.all = torch.zeros(total + end + 2 * logits, dtype=torch.int32, device=device)  # for the other ranks
         self._host = np.empty(total, dtype=np.int32)
         self._meta = self.all[:total]
@@ -104,10 +106,10 @@ class BatchInputs:
         self._tensors = {name: self._meta[place] for name, place in zip(sizes, places, strict=True)}
         self._written: Batch | None = None  # what is there; None: nothing
         self.clear()
-        self.token_ids, self.positions, self.slot_mapping, self.context_len, *decided = (
+        self.token_ids, self.positions, self.context_len, *rest = (
             self.all[total : total + end][place] for place in computed
         )
-        self._decided = decided  # per logit row: slot, position, draft tokens before it
+        self._decided, self.slot_mappings = rest[:3], rest[3:]  # per logit row: slot, position, draft tokens before it
         self._gather = self.all[total + end :].view(torch.int64)
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -162,39 +164,46 @@ class BatchInputs:
             place["logit_rows"][:] = np.arange(self.logits)
         place["first_row"][:count] = np.where(logits > 0, first, -1)
 
-    def prepare(self, state: SequenceState, tables: torch.Tensor, block_size: int) -> None:
-        """Computes tokens, positions and KV slots from the SequenceState."""
-        kernels(state.device).rounds.prepare_rows(
-            row_work=self["row_work"],
-            slots=self["slots"],
-            starts=self["starts"],
-            query_start=self["query_start"],
-            logit_rows=self["logit_rows"],
-            length=state.length,
-            token_ids=state.token_ids,
-            drafts=state.drafts,
-            tables=tables,
-            out=(
-                *(self.token_ids, self.positions, self.slot_mapping, self.context_len),
-                *(self._gather, *self._decided),
-            ),
-            block_size=block_size,
-        )
+    def prepare(self, state: SequenceState, tables: Seq[torch.Tensor], block_size: int) -> None:
+        """Computes tokens, positions and KV slots from the SequenceState; `tables`: of each group of layers.
 
-    def device_batch(self, tables: torch.Tensor) -> DeviceBatch:
+        All but the KV slots is the same for each group.
+        """
+        for slot_mapping, blocks in zip(self.slot_mappings, tables, strict=True):
+            kernels(state.device).rounds.prepare_rows(
+                row_work=self["row_work"],
+                slots=self["slots"],
+                starts=self["starts"],
+                query_start=self["query_start"],
+                logit_rows=self["logit_rows"],
+                length=state.length,
+                token_ids=state.token_ids,
+                drafts=state.drafts,
+                tables=blocks,
+                out=(
+                    *(self.token_ids, self.positions, slot_mapping, self.context_len),
+                    *(self._gather, *self._decided),
+                ),
+                block_size=block_size,
+            )
+
+    def device_batch(self, tables: Seq[torch.Tensor]) -> DeviceBatch:
         """The batch as the decoder takes it."""
-        return DeviceBatch(
+        batch = DeviceBatch(
             token_ids=self.token_ids,
             positions=self.positions,
-            slot_mapping=self.slot_mapping,
+            slot_mapping=self.slot_mappings[0],
             query_start=self["query_start"],
             context_len=self.context_len,
-            block_tables=tables[:, 1:],
+            block_tables=tables[0][:, 1:],
             table_rows=self["slots"],
             tiles=self["tiles"].view(2, -1),
             prefill_tiles=self["prefill_tiles"].view(2, -1) if self.prefill else None,
             logit_rows=self._gather if self.gather else None,
         )
+        others = zip(self.slot_mappings[1:], tables[1:], strict=True)
+        own = tuple(replace(batch, slot_mapping=slots, block_tables=blocks[:, 1:]) for slots, blocks in others)
+        return replace(batch, others=own) if own else batch
 
     def decided(self, state: SequenceState) -> Rows:
         """The positions that the logit rows decide."""

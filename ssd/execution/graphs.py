@@ -46,7 +46,9 @@ class BatchGraphs:
     Batches with prefill chunks (`prefill`) have logits of at most `most` rows, decode-size batches of all.
     """
 
-    def __init__(self, buckets: Seq[int], *, most: int, tiles: TileSizes, prefill: bool, device: torch.device) -> None:
+    def __init__(
+        self, buckets: Seq[int], *, most: int, tiles: TileSizes, prefill: bool, device: torch.device, groups: int = 1
+    ) -> None:
         self.buckets = sorted(buckets)
         self.most = most
         self.inputs = {
@@ -59,6 +61,7 @@ class BatchGraphs:
                 device=device,
                 prefill=prefill,
                 decode_tiles=_DECODE_TILES if prefill else None,
+                groups=groups,
             )
             for rows in self.buckets
         }

@@ -82,7 +82,8 @@ class ModelRunner:
         self.scratch_slot = num_blocks * block_size  # first of the KV slots outside of the pool's blocks
         self.kv = decoder.make_kv_cache(num_blocks - (-scratch_slots // block_size), block_size)
         columns = -(-state.max_positions // block_size)
-        self.tables = tables or DeviceBlockTables(state.num_slots, columns, decoder.device)
+        groups = len(decoder.kv_groups)
+        self.tables = tables or DeviceBlockTables(state.num_slots, columns, decoder.device, groups)
         self.features: Features | None = None  # that an EAGLE head reads
         self.followers: Followers | None = None  # on rank 0 of a split model
         self.graphs: BatchGraphs | None = None  # of decode-size batches
@@ -91,7 +92,8 @@ class ModelRunner:
 
     def plan_graphs(self, *, prefill_only: bool = False) -> None:
         """Graphs of decode-size batches and short prefills, to be captured; `prefill_only`: of single prefills only."""
-        make = functools.partial(BatchGraphs, tiles=self.tile_sizes(), device=self.decoder.device)
+        groups = len(self.decoder.kv_groups)
+        make = functools.partial(BatchGraphs, tiles=self.tile_sizes(), device=self.decoder.device, groups=groups)
         if not prefill_only:
             buckets, most = row_buckets(self.max_decode_rows), self.max_decode_rows
             self.graphs = make(buckets, most=most, prefill=False)
@@ -145,7 +147,7 @@ class ModelRunner:
 
     def logits_of(self, token_ids: Seq[int], count: int) -> torch.Tensor:
         """Logits after each of the last `count` tokens of a text: for scoring, while no sequence is running."""
-        slot, blocks = 0, list(range(-(-len(token_ids) // self.block_size)))
+        slot, blocks = 0, list(range(-(-len(token_ids) // self.block_size) * len(self.decoder.kv_groups)))
         self.state.append(slot, 0, token_ids, 0)
         self.tables.reset(slot)
         self.tables.update([(slot, blocks)])
@@ -194,6 +196,7 @@ class ModelRunner:
             prefill=bool(prefill),
             decode_tiles=few,
             device=self.decoder.device,
+            groups=len(self.decoder.kv_groups),
         )
         if self.decoder.device.type == "cpu":
             self._last_inputs = sizes, made
@@ -217,7 +220,7 @@ class ModelRunner:
             clock.wait()
 
     def _compute(self, inputs: BatchInputs) -> torch.Tensor:
-        tables, tp = self.tables.tensor, self.decoder.tp
+        tables, tp = self.tables.groups, self.decoder.tp
         if tp.rank == 0:
             inputs.prepare(self.state, tables, self.block_size)
         tp.broadcast(inputs.all)

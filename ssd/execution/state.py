@@ -93,14 +93,17 @@ class SequenceState:
 
 
 class DeviceBlockTables:
-    """The block tables of one model on its device; only new blocks are uploaded.
+    """The block tables of one model on its device, one for each group of layers; only new blocks are uploaded.
 
-    Column 0 is the number of blocks of a slot: KV beyond them is not written.
+    Column 0 is the number of blocks of a slot: KV beyond them is not written. A block that is freed behind a window
+    stays in its column, where nothing reads it.
     """
 
-    def __init__(self, num_slots: int, max_blocks: int, device: torch.device) -> None:
-        self.tensor = torch.zeros((num_slots + 1, 1 + max_blocks), dtype=torch.int32, device=device)
-        self._known = [0] * (num_slots + 1)  # number of blocks uploaded, by slot
+    def __init__(self, num_slots: int, max_blocks: int, device: torch.device, groups: int = 1) -> None:
+        self._all = torch.zeros((groups, num_slots + 1, 1 + max_blocks), dtype=torch.int32, device=device)
+        self.groups = list(self._all)
+        self.tensor = self.groups[0]  # of the layers that see the whole context, if there are any
+        self._known = [0] * (num_slots + 1)  # number of blocks uploaded for each group, by slot
         self.on_write: Callable[[Seq[int], Seq[int]], None] | None = None  # tells the other ranks
 
     def reset(self, slot: int) -> None:
@@ -108,22 +111,23 @@ class DeviceBlockTables:
         self._known[slot] = 0
 
     def update(self, tables: Seq[tuple[int, list[int]]]) -> None:
-        """Uploads the blocks that sequences were given since the last call."""
-        columns, places, values = self.tensor.shape[1], list[int](), list[int]()
+        """Uploads the blocks (`BlockTable.blocks`) that sequences were given since the last call."""
+        groups, (rows, columns), places, values = len(self.groups), self.tensor.shape, list[int](), list[int]()
         for slot, blocks in tables:
-            known = self._known[slot]
-            if len(blocks) == known:
+            known, count = self._known[slot], len(blocks) // groups
+            if count == known:
                 continue
-            first = slot * columns
-            places += [first, *range(first + 1 + known, first + 1 + len(blocks))]
-            values += [len(blocks), *blocks[known:]]
-            self._known[slot] = len(blocks)
+            for group in range(groups):
+                first = (group * rows + slot) * columns
+                places += [first, *range(first + 1 + known, first + 1 + count)]
+                values += [count, *(max(0, block) for block in blocks[known * groups + group :: groups])]  # 0 for NULL
+            self._known[slot] = count
         if places:
             if self.on_write is not None:
                 self.on_write(places, values)
             self.write(places, values)
 
     def write(self, places: Seq[int], values: Seq[int]) -> None:
-        """Uploads entries; `places`: their numbers in the flattened table."""
+        """Uploads entries; `places`: their numbers in the flattened tables."""
         both = to_device(np.array([places, values]), self.tensor.device)
-        self.tensor.view(-1).index_copy_(0, both[0], both[1].int())
+        self._all.view(-1).index_copy_(0, both[0], both[1].int())

@@ -80,6 +80,7 @@ class ThreadController:
     read: Callable[[frozenset[int]], CpuTimes] = CpuTimes.now
     clock: Callable[[], float] = time.perf_counter
     _others: float = 0.0  # cores in use by other processes
+    _taken: int = 0  # cores that processes of ours had during the last work
     _since: CpuTimes = field(init=False)  # when the current measurement began
     _left: float | None = None  # end of the last work; None: there was none
 
@@ -87,10 +88,13 @@ class ThreadController:
         self._since = self.read(self.cores)
 
     @contextmanager
-    def adapted(self) -> Iterator[None]:
-        """Work inside uses as many threads as cores are free, `torch.get_num_threads()` at most."""
+    def adapted(self, taken: int = 0) -> Iterator[None]:
+        """Work inside uses as many threads as cores are free, `torch.get_num_threads()` at most.
+
+        `taken`: cores that processes of ours compute on, which count as used whether they do or not.
+        """
         limit = torch.get_num_threads()
-        count = self.count(limit) if limit > 1 else 1
+        count = self.count(limit, taken) if limit > 1 else 1
         if count < limit:
             set_openmp_threads(count)
         try:
@@ -100,10 +104,14 @@ class ThreadController:
                 set_openmp_threads(limit)
             self._left = self.clock()
 
-    def count(self, limit: int) -> int:
+    def count(self, limit: int, taken: int = 0) -> int:
         """Number of threads for work that begins now, `limit` at most."""
+        if taken != self._taken:  # what was measured since then is of both
+            self._others = max(0.0, self._others - max(0, self._taken - taken))
+            self._taken, self._since = taken, self.read(self.cores)
         self._measure(self.clock())
-        return max(1, min(limit, math.floor(len(self.cores) - self._others + TOLERATED)))
+        free = math.floor(len(self.cores) - self._others + TOLERATED)
+        return max(1, min(limit, len(self.cores) - taken, free))
 
     def _measure(self, now: float) -> None:
         paused = self._left is not None and now - self._left > _PAUSE

@@ -13,6 +13,9 @@ Row sums are taken by the tensor cores (a product with ones), whose order of sum
 own tokens of a branch are one more piece, folded last. Each branch of a tile has columns of its own, a multiple of the
 tensor cores' step, so its index in the tile does not change its bits either.
 
+With a sliding window, steps and pieces that no row of the tile sees are left out. A row that does not see a step which
+another row sees has the same bits: its largest product stays -inf, and its sums stay exactly 0.
+
 Where a step of `BLOCK_N` positions lies within one KV block, it is copied by the tensor memory accelerator (TMA) as a
 whole, with positions of the block that hold no token yet. Their weight is 0, so their values must be finite:
 `elementwise.rope_and_store` ensures that.
@@ -39,6 +42,7 @@ _PROGRAMS = 2  # of the decode kernel per multiprocessor, for which pieces are s
 _DECODE_WARPS, _PREFILL_WARPS = 4, 8
 _WORKSPACE_PIECES = 1024  # of tiles that several programs compute
 _ITEM = tl.constexpr(16)  # integers of a work item, see `_plan_kernel`
+_FAR = tl.constexpr(1 << 30)  # behind all positions
 _PLAN_SIZES = 128, 1024, 8192  # tiles of a batch, at most: a kernel for each
 LOG2_E = 1.4426950408889634  # exp2 instead of exp
 
@@ -93,7 +97,7 @@ def _load_kv(
 @triton.jit
 def _branch_piece(
     q, branch, slots, num_branches, depth, head_offset, k_ptr, v_ptr, slot_stride, scale, d, d_mask,
-    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    WIDTH: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Softmax sums of the query rows over their branches' own tokens: WIDTH columns per branch."""
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -104,6 +108,8 @@ def _branch_piece(
         n = start + tl.arange(0, BLOCK_N)
         last = tl.load(slots + n // WIDTH, mask=n // WIDTH < num_branches, other=-1).to(tl.int64)
         inside = (last >= 0) & (n % WIDTH <= depth)
+        if WINDOW:
+            inside = inside & (n % WIDTH > depth - WINDOW)
         at = head_offset + (last - depth + n % WIDTH)[:, None] * slot_stride + d[None, :]
         mask = inside[:, None] & d_mask[None, :]
         k = tl.load(k_ptr + at, mask=mask, other=0.0)
@@ -125,13 +131,14 @@ def _store_piece(stats_ptr, partial_ptr, at, d, m, l, acc, valid, mask, D: tl.co
 def _plan_kernel(
     tiles_ptr, query_start_ptr, context_len_ptr, table_rows_ptr, positions_ptr, slots_ptr, items_ptr,
     num_tiles, max_items, depth, programs, capacity,
-    TOKENS: tl.constexpr, BRANCHES: tl.constexpr, SPLIT_LEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr,
+    TOKENS: tl.constexpr, BRANCHES: tl.constexpr, WINDOW: tl.constexpr, SPLIT_LEN: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     """Shares out the pieces of all tiles: program t writes the work items of tile t, the last one the padding.
 
     An item: first query row of the tile (-1: padding), number of query tokens, position of the first, row of the block
     tables; first piece of the item, piece after its last; the tile's pieces, its items, and the place of its first
-    piece in the workspace (-1: one program computes all of them).
+    piece in the workspace (-1: one program computes all of them); with a window, the tile's first piece.
     """
     t = tl.arange(0, BLOCK_T)
     sequence = tl.load(tiles_ptr + t, mask=t < num_tiles, other=-1)
@@ -143,14 +150,21 @@ def _plan_kernel(
     if BRANCHES:
         position = tl.zeros((BLOCK_T,), tl.int32)
         end = tl.zeros((BLOCK_T,), tl.int32)
+        lowest = tl.full((BLOCK_T,), _FAR, tl.int32)
         for i in tl.static_range(TOKENS):
             real = live & (i < tokens)
             real = real & (tl.load(slots_ptr + row0 + first + i, mask=real, other=-1) >= 0)
             end = tl.maximum(end, tl.load(positions_ptr + row0 + first + i, mask=real, other=depth) - depth)
+            if WINDOW:
+                lowest = tl.minimum(lowest, tl.load(positions_ptr + row0 + first + i, mask=real, other=_FAR))
     else:
         position = tl.load(context_len_ptr + sequence, mask=live, other=0) - num_queries + first
         end = position + tokens
+        lowest = position
     pieces = tl.where(live, (end + SPLIT_LEN - 1) // SPLIT_LEN, 0)
+    if WINDOW:
+        passed = tl.maximum(lowest - WINDOW + 1, 0) // SPLIT_LEN
+        pieces = tl.maximum(pieces - passed, 0)
     chunk = tl.maximum(1, (tl.sum(pieces) + programs - 1) // programs)  # pieces per item
     items = tl.where(live, tl.maximum(1, (pieces + chunk - 1) // chunk), 0)
     needed = tl.where(items > 1, pieces + BRANCHES, 0)
@@ -174,8 +188,12 @@ def _plan_kernel(
         tl.store(at + 2, tl.sum(tl.where(mine, position, 0)), mask=mask)
         own_sequence = tl.sum(tl.where(mine, sequence, 0))
         tl.store(at + 3, tl.load(table_rows_ptr + own_sequence, mask=own_sequence >= 0, other=0), mask=mask)
-        tl.store(at + 4, i * step, mask=mask)
-        tl.store(at + 5, tl.minimum(own_pieces, (i + 1) * step), mask=mask)
+        own_first = 0
+        if WINDOW:
+            own_first = tl.sum(tl.where(mine, passed, 0))
+            tl.store(at + 9, own_first, mask=mask)
+        tl.store(at + 4, own_first + i * step, mask=mask)
+        tl.store(at + 5, own_first + tl.minimum(own_pieces, (i + 1) * step), mask=mask)
         tl.store(at + 6, own_pieces, mask=mask)
         tl.store(at + 7, own_items, mask=mask)
         tl.store(at + 8, tl.sum(tl.where(mine, place, 0)), mask=mask)
@@ -190,12 +208,13 @@ def _decode_kernel(
     slots_ptr, table_stride, slot_stride, scale, depth,
     HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT_LEN: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr,
-    TMA: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One item, one KV head. Rows of a tile: BLOCK_M // GROUP query tokens times the GROUP heads of the KV head.
 
     k, v: what `_load_kv` takes; k_ptr, v_ptr: the same KV as pointers. WIDTH: columns for the own tokens of each
-    branch; 0: the query tokens are no branches. FIRST: positions before it are not seen.
+    branch; 0: the query tokens are no branches. FIRST: positions before it are not seen. WINDOW: positions that a
+    query sees, its own included; 0: all.
     """
     kv_head = tl.program_id(0)
     item = items_ptr + tl.program_id(1) * _ITEM
@@ -229,6 +248,15 @@ def _decode_kernel(
     q = tl.load(q_ptr + flat[:, None] * D + d[None, :], mask=mask, other=0.0)
     stop = tl.minimum(end, last_piece * SPLIT_LEN)
     seen_by_all = (tl.min(tl.where(valid, position, end)) + 1) // BLOCK_N * BLOCK_N  # steps up to there need no mask
+    begin = first_piece * SPLIT_LEN
+    tile_piece = 0
+    if WINDOW:
+        oldest = position + 1 - WINDOW
+        if WIDTH:
+            oldest += depth + 1
+        in_all_windows = tl.max(tl.where(valid, oldest, 0))
+        begin = tl.maximum(begin, tl.min(tl.where(valid, tl.maximum(oldest, 0), _FAR)) // BLOCK_N * BLOCK_N)
+        tile_piece = tl.load(item + 9)
 
     ones = tl.full((BLOCK_N, 16), 1.0, q.dtype)
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -237,7 +265,7 @@ def _decode_kernel(
     m_all = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_all = tl.zeros((BLOCK_M,), tl.float32)
     acc_all = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for start in tl.range(first_piece * SPLIT_LEN, stop, BLOCK_N, num_stages=STAGES):
+    for start in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
         keys, values = _load_kv(k, v, table, start, stop, kv_head, slot_stride, d, TMA, BLOCK_SIZE, BLOCK_N, D)
         n = start + tl.arange(0, BLOCK_N)
         visible = n[None, :] <= position[:, None]
@@ -245,21 +273,24 @@ def _decode_kernel(
         if FIRST:
             visible = visible & (n >= FIRST)[None, :]
             masked = masked | (start < FIRST)
+        if WINDOW:
+            visible = visible & (n[None, :] >= oldest[:, None])
+            masked = masked | (start < in_all_windows)
         m, sums, acc = _step(q, keys, values, masked, visible, scale, ones, m, sums, acc)
         if ((start + BLOCK_N) % SPLIT_LEN == 0) | (start + BLOCK_N >= stop):  # the end of a piece
             l = tl.max(sums, axis=1)
             if num_items > 1:
-                at = ((place + start // SPLIT_LEN) * HKV + kv_head).to(tl.int64) * BLOCK_M + r
+                at = ((place + start // SPLIT_LEN - tile_piece) * HKV + kv_head).to(tl.int64) * BLOCK_M + r
                 _store_piece(stats_ptr, partial_ptr, at, d, m, l, acc, valid, mask, D)
             m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m, l, acc, scale)
             m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             sums = tl.zeros((BLOCK_M, 16), tl.float32)
             acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     if WIDTH:
-        if last_piece == num_pieces:
+        if last_piece == tile_piece + num_pieces:
             m_own, l_own, acc_own = _branch_piece(
                 q, r // GROUP, slots_ptr + first_row, tokens, depth, kv_head * D, k_ptr, v_ptr,
-                slot_stride, scale, d, d_mask, WIDTH, BLOCK_M, BLOCK_N, BLOCK_D,
+                slot_stride, scale, d, d_mask, WIDTH, WINDOW, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
             if num_items > 1:
                 at = ((place + num_pieces) * HKV + kv_head).to(tl.int64) * BLOCK_M + r
@@ -293,7 +324,8 @@ def _prefill_kernel(
     q_ptr, k, v, out_ptr, tiles_ptr, query_start_ptr, context_len_ptr, tables_ptr, table_rows_ptr,
     num_tiles, table_stride, slot_stride, scale,
     HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT_LEN: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT_LEN: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of BLOCK_M // GROUP query tokens, one KV head."""
     kv_head = tl.program_id(0)
@@ -316,20 +348,30 @@ def _prefill_kernel(
     q = tl.load(q_ptr + flat[:, None] * D + d[None, :], mask=mask, other=0.0)
     end = before + tl.minimum(first_token + BLOCK_M // GROUP, num_queries)
     seen_by_all = (before + first_token + 1) // BLOCK_N * BLOCK_N  # steps up to there need no mask
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(before + first_token + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
 
     ones = tl.full((BLOCK_N, 16), 1.0, q.dtype)
     m_all = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_all = tl.zeros((BLOCK_M,), tl.float32)
     acc_all = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for piece in range(0, end, SPLIT_LEN):
+    for piece in range(begin // SPLIT_LEN * SPLIT_LEN, end, SPLIT_LEN):
         m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         sums = tl.zeros((BLOCK_M, 16), tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        for start in tl.range(piece, tl.minimum(end, piece + SPLIT_LEN), BLOCK_N, num_stages=STAGES):
+        first = piece
+        if WINDOW:
+            first = tl.maximum(piece, begin)
+        for start in tl.range(first, tl.minimum(end, piece + SPLIT_LEN), BLOCK_N, num_stages=STAGES):
             keys, values = _load_kv(k, v, table, start, end, kv_head, slot_stride, d, TMA, BLOCK_SIZE, BLOCK_N, D)
             n = start + tl.arange(0, BLOCK_N)
             visible = n[None, :] <= position[:, None]
-            m, sums, acc = _step(q, keys, values, start >= seen_by_all, visible, scale, ones, m, sums, acc)
+            masked = start >= seen_by_all
+            if WINDOW:
+                visible = visible & (n[None, :] > position[:, None] - WINDOW)
+                masked = masked | (start < end - WINDOW)
+            m, sums, acc = _step(q, keys, values, masked, visible, scale, ones, m, sums, acc)
         m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m, tl.max(sums, axis=1), acc, scale)
     out = (acc_all / l_all[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + flat[:, None] * D + d[None, :], out, mask=mask)
@@ -355,12 +397,13 @@ class Workspace:
         self.partial = torch.empty(rows * heads.head_dim, dtype=torch.float32, device=device)
         self.stats = torch.empty(rows * 2, dtype=torch.float32, device=device)
         self.count = torch.zeros(pieces, dtype=torch.int32, device=device)  # programs that are done with a tile
-        self._planned: tuple[DeviceBatch, torch.Tensor] | None = None
+        self._planned: dict[int, tuple[DeviceBatch, torch.Tensor]] = {}  # by window
 
-    def items(self, batch: DeviceBatch) -> torch.Tensor:
-        """Work items of a batch's decode-size tiles (see `_plan_kernel`), computed once for all layers."""
-        if self._planned is not None and self._planned[0] is batch:
-            return self._planned[1]
+    def items(self, batch: DeviceBatch, window: int) -> torch.Tensor:
+        """Work items of a batch's decode-size tiles (see `_plan_kernel`), computed once for all layers of a kind."""
+        planned = self._planned.get(window)
+        if planned is not None and planned[0] is batch:
+            return planned[1]
         num_tiles = batch.tiles.shape[1]
         shape = (num_tiles + self.programs, _ITEM.value)
         items = torch.empty(shape, dtype=torch.int32, device=batch.tiles.device)
@@ -374,12 +417,13 @@ class Workspace:
             _WORKSPACE_PIECES,
             TOKENS=tile_rows(self.heads.group_size, False) // self.heads.group_size,
             BRANCHES=batch.branches is not None,
+            WINDOW=window,
             SPLIT_LEN=SPLIT,
             BLOCK_T=next(size for size in _PLAN_SIZES if size >= num_tiles),
             BLOCK_I=triton.next_power_of_2(self.programs),
             num_warps=1 if num_tiles <= _PLAN_SIZES[0] else 4,
         )
-        self._planned = batch, items
+        self._planned[window] = batch, items
         return items
 
 
@@ -408,10 +452,11 @@ def paged_attention(
         "BLOCK_N": BLOCK_N,
         "BLOCK_D": block_d,
         "SPLIT_LEN": SPLIT,
+        "WINDOW": heads.window,
         "TMA": tma,
     }
     if batch.tiles.shape[1]:
-        items = workspace.items(batch)
+        items = workspace.items(batch, heads.window)
         depth, width = 0, 0
         if batch.branches is not None:
             depth, width = batch.branches.depth, triton.next_power_of_2(batch.branches.slots_per_branch)
@@ -428,7 +473,7 @@ def paged_attention(
         )
     if batch.prefill_tiles is not None:
         tiles = batch.prefill_tiles
-        if tma and prefill is not None and prefill(q, out, batch, k_cache, v_cache):
+        if tma and not heads.window and prefill is not None and prefill(q, out, batch, k_cache, v_cache):
             return out
         _prefill_kernel[(heads.num_kv_heads, tiles.shape[1])](
             *(q, k, v, out, tiles, batch.query_start, batch.context_len, batch.block_tables, batch.table_rows),

@@ -10,6 +10,7 @@
  * Numbers in tensors that are used as indices (token ids, positions, slots, blocks, rows) are checked: a function that
  * returns an int returns 0, or 1 if it was given one that is out of range.  Shapes are the caller's business.
  */
+#include <limits.h>
 #include <math.h>
 #include <pthread.h>
 #include <stdint.h>
@@ -680,7 +681,7 @@ int ssd_rope_and_store(const void *qkv, long ldqkv, const void *positions, int p
  * Online softmax over chunks of CH absolute positions.  A task is a few consecutive rows of one sequence and one KV
  * head: all its (row, head) queries share each chunk's keys and values.  A row sees exactly its n visible positions of
  * a chunk, padded up to a full vector with score -inf and with its own first position's value, so its result has the
- * same bits whatever the other rows are.
+ * same bits whatever the other rows are.  With a window, chunks before it are skipped.
  * With `slots`, every row is the newest token of a branch: it sees the positions that its sequence's branches share, then `depth`
  * + 1 slots of its own, the last of them slots[row] (-1: padding, sees nothing), in chunks counted from the first. */
 struct attention_args {
@@ -695,12 +696,13 @@ struct attention_args {
     const int32_t *positions, *slots; /* NULL: no branches */
     long depth;
     long first;                                 /* positions before it are not seen */
+    long window;                                /* positions that a row sees, its own included; 0: all */
     long tokens, tables, columns, cache_blocks; /* sizes: of q, of the block tables, of a cache */
     long rows;                                  /* rows per task at most */
 };
 
 struct chunk {
-    const float *k[CH], *v[CH];
+    const float *k[CH + AP], *v[CH + AP];
     float *copy_k, *copy_v; /* fp32 rows of dp; reading cold cache rows in place gains nothing */
 };
 
@@ -708,11 +710,11 @@ struct softmax { /* running state of the queries of a task */
     float *q, *acc, *scores, *max, *sum, *alpha;
 };
 
-/* n positions from `start` on, which without a table is a slot */
+/* positions [from, n) of the chunk at `start`, which without a table is a slot */
 static void load_chunk(const struct attention_args *a, struct chunk *c, const int32_t *table, long kv_head, long start,
-                       long n) {
-    long block = start / a->block_size, in_block = start % a->block_size;
-    for (long i = 0; i < n; i++) {
+                       long from, long n) {
+    long block = (start + from) / a->block_size, in_block = (start + from) % a->block_size;
+    for (long i = from; i < n; i++) {
         long slot = (table ? table[block] : block) * a->block_size + in_block;
         long offset = (slot * a->kv_heads + kv_head) * a->d;
         c->k[i] = c->copy_k + i * a->dp;
@@ -791,38 +793,41 @@ static void softmax_query(const struct softmax *s, long q, long n) {
     s->max[q] = top;
 }
 
-INLINE void attend_queries(const int nq, const struct softmax *s, long q0, long dp, const struct chunk *c, long n) {
-    for (long t = 0; t < n; t += AP) score_tile(nq, s->q + q0 * dp, dp, c->k + t, s->scores + q0 * CH + t);
+INLINE void attend_queries(const int nq, const struct softmax *s, long q0, long dp, const float *const *k,
+                           const float *const *v, long n) {
+    for (long t = 0; t < n; t += AP) score_tile(nq, s->q + q0 * dp, dp, k + t, s->scores + q0 * CH + t);
     for (long i = 0; i < nq; i++) softmax_query(s, q0 + i, n);
     long e = 0;
-    for (; e + AV * VL <= dp; e += AV * VL) value_tile(nq, AV, s, q0, dp, e, c->v, n);
-    for (; e < dp; e += VL) value_tile(nq, 1, s, q0, dp, e, c->v, n);
+    for (; e + AV * VL <= dp; e += AV * VL) value_tile(nq, AV, s, q0, dp, e, v, n);
+    for (; e < dp; e += VL) value_tile(nq, 1, s, q0, dp, e, v, n);
 }
 
 #define ATTEND(nq)                                                                                          \
-    static void attend_##nq(const struct softmax *s, long q0, long dp, const struct chunk *c, long n) {     \
-        attend_queries(nq, s, q0, dp, c, n);                                                                \
+    static void attend_##nq(const struct softmax *s, long q0, long dp, const float *const *k,               \
+                            const float *const *v, long n) {                                                \
+        attend_queries(nq, s, q0, dp, k, v, n);                                                             \
     }
 ATTEND(1) ATTEND(2)
 #if AQ == 4
 ATTEND(3) ATTEND(4)
 #endif
 
-/* queries [q0, q1) against the first n positions of a chunk */
-static void attend_chunk(const struct softmax *s, long q0, long q1, long dp, struct chunk *c, long n) {
-    for (long i = n; i < CH && i < n + 3; i++) c->k[i] = c->k[0], c->v[i] = c->v[0];
+/* queries [q0, q1) against n positions of a chunk, from its position `from` on */
+static void attend_chunk(const struct softmax *s, long q0, long q1, long dp, struct chunk *c, long from, long n) {
+    const float **k = c->k + from, **v = c->v + from;
+    for (long i = n; i < n + 3; i++) k[i] = k[0], v[i] = v[0];
     for (; q0 + AQ <= q1; q0 += AQ) {
 #if AQ == 4
-        attend_4(s, q0, dp, c, n);
+        attend_4(s, q0, dp, k, v, n);
     }
-    if (q1 - q0 == 3) attend_3(s, q0, dp, c, n);
+    if (q1 - q0 == 3) attend_3(s, q0, dp, k, v, n);
 #else
-        attend_2(s, q0, dp, c, n);
+        attend_2(s, q0, dp, k, v, n);
     }
 #endif
-    if (q1 - q0 == 2) attend_2(s, q0, dp, c, n);
-    if (q1 - q0 == 1) attend_1(s, q0, dp, c, n);
-    for (long i = n; i < CH && i < n + 3; i++) c->k[i] = c->copy_k + i * dp, c->v[i] = c->copy_v + i * dp;
+    if (q1 - q0 == 2) attend_2(s, q0, dp, k, v, n);
+    if (q1 - q0 == 1) attend_1(s, q0, dp, k, v, n);
+    for (long i = from + n; i < CH && i < from + n + 3; i++) c->k[i] = c->copy_k + i * dp, c->v[i] = c->copy_v + i * dp;
 }
 
 static size_t attention_floats(const struct attention_args *a) {
@@ -859,37 +864,53 @@ static long shared_positions(const struct attention_args *a, long seq, long row)
     return a->slots[row] < 0 ? 0 : a->positions[row] - a->depth;
 }
 
+/* the first position that a row sees; LONG_MAX for padding */
+static long first_seen(const struct attention_args *a, long seq, long row) {
+    if (!a->window) return a->first;
+    if (a->slots && a->slots[row] < 0) return LONG_MAX;
+    long next = a->slots ? a->positions[row] + 1 : shared_positions(a, seq, row);
+    return max_l(a->first, next - a->window);
+}
+
 /* how many slots of its branch a row sees */
 static long own_slots(const struct attention_args *a, long row) {
-    return a->slots && a->slots[row] >= 0 ? a->depth + 1 : 0;
+    if (!a->slots || a->slots[row] < 0) return 0;
+    return a->window ? min_l(a->depth + 1, a->window) : a->depth + 1;
 }
 
 /* rows [row, row + rows) of sequence seq, query heads of kv_head; `memory` holds attention_floats() */
 static void attention_task(const struct attention_args *a, long seq, long row, long rows, long kv_head, float *memory) {
     long group = a->heads / a->kv_heads, queries = rows * group, dp = a->dp;
-    long end = 0;
-    for (long r = 0; r < rows; r++) end = max_l(end, shared_positions(a, seq, row + r));
+    long begin = LONG_MAX, end = 0;
+    for (long r = 0; r < rows; r++) {
+        begin = min_l(begin, first_seen(a, seq, row + r));
+        end = max_l(end, shared_positions(a, seq, row + r));
+    }
     struct softmax s = {memory, memory + queries * dp, memory + 2 * queries * dp, 0, 0, 0};
     s.max = s.scores + queries * CH, s.sum = s.max + queries, s.alpha = s.sum + queries;
     struct chunk c;
     c.copy_k = memory + attention_floats(a) - 2 * CH * dp, c.copy_v = c.copy_k + CH * dp;
     if (dp != a->d) memset(c.copy_k, 0, (size_t)(2 * CH * dp) * 4);
     start_softmax(a, &s, row, rows, kv_head);
-    for (long start = a->first; start < end; start += CH) {
-        load_chunk(a, &c, a->block_tables + a->table_rows[seq] * a->table_stride, kv_head, start, min_l(CH, end - start));
-        for (long r = 0, next; r < rows; r = next) { /* neighbours that see equally much of the chunk go together */
-            long n = min_l(CH, shared_positions(a, seq, row + r) - start);
+    for (long start = begin - (begin - a->first) % CH; start < end; start += CH) {
+        const int32_t *table = a->block_tables + a->table_rows[seq] * a->table_stride;
+        load_chunk(a, &c, table, kv_head, start, max_l(0, begin - start), min_l(CH, end - start));
+        for (long r = 0, next; r < rows; r = next) { /* neighbours that see the same of the chunk go together */
+            long from = max_l(0, first_seen(a, seq, row + r) - start);
+            long stop = min_l(CH, shared_positions(a, seq, row + r) - start);
             for (next = r + 1; next < rows; next++)
-                if (min_l(CH, shared_positions(a, seq, row + next) - start) != n) break;
-            if (n > 0) attend_chunk(&s, r * group, next * group, dp, &c, n);
+                if (max_l(0, first_seen(a, seq, row + next) - start) != from ||
+                    min_l(CH, shared_positions(a, seq, row + next) - start) != stop)
+                    break;
+            if (stop > from) attend_chunk(&s, r * group, next * group, dp, &c, from, stop - from);
         }
     }
     for (long r = 0; r < rows; r++) {
         long own = own_slots(a, row + r);
         for (long start = 0; start < own; start += CH) {
             long n = min_l(CH, own - start);
-            load_chunk(a, &c, NULL, kv_head, a->slots[row + r] - a->depth + start, n);
-            attend_chunk(&s, r * group, (r + 1) * group, dp, &c, n);
+            load_chunk(a, &c, NULL, kv_head, a->slots[row + r] - own + 1 + start, 0, n);
+            attend_chunk(&s, r * group, (r + 1) * group, dp, &c, 0, n);
         }
     }
     store_attention(a, &s, row, rows, kv_head);
@@ -915,16 +936,17 @@ static void attention_item(const struct attention_args *a, long item) {
 
 /* whether all that the queries of a sequence see is in the caches */
 static int attention_fits(const struct attention_args *a, long seq) {
-    long begin = a->query_start[seq], stop = a->query_start[seq + 1], end = 0;
+    long begin = a->query_start[seq], stop = a->query_start[seq + 1], first = LONG_MAX, end = 0;
     if (begin < 0 || begin > stop || stop > a->tokens) return 0;
     for (long row = begin; row < stop; row++) {
+        first = min_l(first, first_seen(a, seq, row));
         end = max_l(end, shared_positions(a, seq, row));
         if (own_slots(a, row) && (a->slots[row] < a->depth || a->slots[row] >= a->cache_blocks * a->block_size)) return 0;
     }
-    if (end <= a->first) return 1;
+    if (end <= first) return 1;
     if (outside(a->table_rows[seq], a->tables) || ceil_div(end, a->block_size) > a->columns) return 0;
     const int32_t *table = a->block_tables + a->table_rows[seq] * a->table_stride;
-    for (long block = a->first / a->block_size; block < ceil_div(end, a->block_size); block++)
+    for (long block = first / a->block_size; block < ceil_div(end, a->block_size); block++)
         if (outside(table[block], a->cache_blocks)) return 0;
     return 1;
 }
@@ -933,11 +955,11 @@ int ssd_paged_attention(const void *q, long ldq, const void *k_cache, const void
                         const int32_t *query_start, const int32_t *context_len, const int32_t *block_tables,
                         const int32_t *table_rows, long tokens, long sequences, long tables, long columns,
                         long table_stride, long cache_blocks, long block_size, long heads, long kv_heads, long d,
-                        float scale, const int32_t *positions, const int32_t *slots, long depth, long first, int bf16,
-                        int nthreads) {
+                        float scale, const int32_t *positions, const int32_t *slots, long depth, long first, long window,
+                        int bf16, int nthreads) {
     struct attention_args a = {q, ldq, k_cache, v_cache, out, query_start, context_len, block_tables, table_rows,
                                table_stride, block_size, heads, kv_heads, d, ceil_div(d, VL) * VL, scale, bf16,
-                               positions, slots, depth, first, tokens, tables, columns, cache_blocks, 0};
+                               positions, slots, depth, first, window, tokens, tables, columns, cache_blocks, 0};
     long tasks = 0, longest = 0, work = 0;
     for (long s = 0; s < sequences; s++) {
         if (!attention_fits(&a, s)) return 1;
@@ -947,7 +969,7 @@ int ssd_paged_attention(const void *q, long ldq, const void *k_cache, const void
     for (long s = 0; s < sequences; s++) {
         tasks += ceil_div(query_start[s + 1] - query_start[s], a.rows);
         for (long row = query_start[s]; row < query_start[s + 1]; row++)
-            work += shared_positions(&a, s, row) + own_slots(&a, row);
+            work += max_l(0, shared_positions(&a, s, row) - first_seen(&a, s, row)) + own_slots(&a, row);
     }
     if (nthreads == 1 || work * heads * d < 32768) {
         for (long i = 0; i < tasks * kv_heads; i++) attention_item(&a, i);

@@ -76,7 +76,7 @@ _SIGNATURES: dict[str, list[type]] = {
         *[_P, _L, _P, _I, _P, _I, _P, _P, _P, _P, _F],
         *[_P, _P, _P, _L, _L, _L, _L, _L, _L, _I, _I],
     ],
-    "ssd_paged_attention": [*[_P, _L], *[_P] * 7, *[_L] * 10, *[_F, _P, _P, _L, _L, _I, _I]],
+    "ssd_paged_attention": [*[_P, _L], *[_P] * 7, *[_L] * 10, *[_F, _P, _P, _L, _L, _L, _I, _I]],
     "ssd_gumbel": [_P, _P, _L, _L, _Q, _Q, _Q, _I],
     "ssd_best": [_P, _L, _P, _P, _P, _L, _L, _L, _I],
     "ssd_prepare_rows": [*[_P] * 17, *[_L] * 8],
@@ -90,6 +90,7 @@ class Kernels:
     """The compiled kernels. Threads follow `torch.get_num_threads()` and never change a result's bits."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        self.build = Path(library._name).stem.rpartition("-")[2]  # hash of the machine code, see `ssd.kernels.cache`
         for name, argtypes in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes = argtypes
@@ -234,6 +235,7 @@ class Kernels:
         scale: float,
         branches: tuple[Tensor, Tensor, int] | None = None,
         first: int = 0,
+        window: int = 0,
     ) -> Tensor:
         """Causal attention of `q` [T, H, D] over paged caches -> [T, H, D].
 
@@ -243,7 +245,8 @@ class Kernels:
 
         `branches`: positions and slots (int32 [T]; slot < 0: padding) of queries that are the newest tokens of
         branches, and how many tokens each branch has before it. A query sees its sequence up to the branch, then the
-        branch; `context_len` is not used. `first`: positions of a sequence before it are not seen.
+        branch; `context_len` is not used. `first`: positions of a sequence before it are not seen. `window`: positions
+        that a query sees, its own included; 0: all.
         """
         (tokens, heads, d), (blocks, block_size, kv_heads, _) = q.shape, k_cache.shape
         out = q.new_empty(tokens, heads, d)
@@ -255,7 +258,7 @@ class Kernels:
             *(query_start.data_ptr(), context_len.data_ptr(), block_tables.data_ptr(), table_rows.data_ptr()),
             *(tokens, table_rows.shape[0], *block_tables.shape, block_tables.stride(0)),
             *(blocks, block_size, heads, kv_heads, d, scale),
-            *(positions, slots, depth, first, q.dtype is torch.bfloat16, torch.get_num_threads()),
+            *(positions, slots, depth, first, window, q.dtype is torch.bfloat16, torch.get_num_threads()),
         ):
             raise IndexError("a query is not in the batch, or sees what is not in its block table or in the KV cache")
         return out
@@ -408,6 +411,7 @@ def _cpu_identity() -> str:
 
 def _compile(compiler: list[str], flags: tuple[str, ...]) -> bytes:
     """Compile and link apart, so that -fopenmp adds no runtime."""
+    logging.getLogger("ssd.loading").info("compiling CPU kernels, once for this machine")
     with tempfile.TemporaryDirectory() as scratch:
         objects, library = Path(scratch) / "cpu.o", Path(scratch) / "cpu.so"
         _run([*compiler, *flags, "-c", str(SOURCE), "-o", str(objects)])

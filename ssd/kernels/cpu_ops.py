@@ -73,5 +73,6 @@ class CpuOps:
             heads.scale,
             branches,
             heads.first_position,
+            heads.window,
         )
         return out.view(len(out), -1)

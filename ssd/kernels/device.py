@@ -18,7 +18,6 @@ class Kernels(NamedTuple):
     rounds: Any  # functions of `ssd.kernels.rounds`
     features: Any  # functions of `ssd.kernels.features`
     sampling: Any = None  # functions of `ssd.kernels.sampling`
-    gumbel: Callable[..., torch.Tensor] | None = None  # `ssd.kernels.noise.gumbel`
     add_parts: Callable[..., torch.Tensor] | None = None  # `ssd.kernels.elementwise.add_parts`
     draft_table: Any = None  # functions of `ssd.kernels.draft_table`, for rounds in flight
 
@@ -31,10 +30,9 @@ def kernels(device: torch.device) -> Kernels:
 def _cuda_kernels() -> Kernels:
     from ssd.kernels import draft_table, features, rounds, sampling  # Triton is imported for GPUs only
     from ssd.kernels.elementwise import add_parts
-    from ssd.kernels.noise import gumbel
     from ssd.kernels.triton_ops import TritonOps
 
-    return Kernels(TritonOps, rounds, features, sampling, gumbel, add_parts, draft_table)
+    return Kernels(TritonOps, rounds, features, sampling, add_parts, draft_table)
 
 
 @functools.cache

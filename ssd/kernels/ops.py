@@ -38,6 +38,7 @@ class DeviceBatch:
     prefill_tiles: torch.Tensor | None  # likewise, of larger tiles for sequences with many query tokens
     logit_rows: torch.Tensor | None  # int64 [rows]; None: all rows in order
     branches: Branches | None = None  # every row is a branch (without prefill_tiles; context_len is not used)
+    others: tuple[DeviceBatch, ...] = ()  # the same for further groups of layers, with their own KV slots and blocks
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class HeadShape:
     num_kv_heads: int
     head_dim: int
     first_position: int = 0  # positions before it are not seen: 0, or 1 (in batches without prefill_tiles)
+    window: int = 0  # positions that a query sees, its own included; 0: all
 
     @functools.cached_property
     def scale(self) -> float:
@@ -125,7 +127,8 @@ class Ops(Protocol):
     def attention(
         self, q: torch.Tensor, batch: DeviceBatch, heads: HeadShape, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> torch.Tensor:
-        """Causal attention of q [T, heads, dim] over paged KV; [T, heads * dim].
+        """Causal attention of q [T, heads, dim] over paged KV; [T, heads * dim]. Position p sees those after
+        p - heads.window, if there is a window.
 
         With `branches` of depth s, row r sees its sequence's positions before positions[r] - s through the block table,
         then its own slots slot_mapping[r] - s .. slot_mapping[r]. The result of a padding row (slot -1) is undefined.

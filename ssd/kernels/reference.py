@@ -107,7 +107,8 @@ def _gather(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tens
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: HeadShape) -> torch.Tensor:
     num_rows, length = q.shape[0], k.shape[1]
     position = torch.arange(length - num_rows, length, device=q.device)
-    visible = torch.arange(length, device=q.device) <= position[:, None]
+    distance = position[:, None] - torch.arange(length, device=q.device)
+    visible = (distance >= 0) & (distance < (heads.window or length))
     k, v = (t.repeat_interleave(heads.group_size, dim=0) for t in (k, v))
     out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], visible, scale=heads.scale)
     return out[0].transpose(0, 1)
@@ -126,7 +127,7 @@ def _attend_branches(
             if slots[row] < 0:
                 continue
             own = torch.arange(slots[row] - depth, slots[row] + 1, device=q.device)
-            seen = torch.cat((shared[heads.first_position : positions[row] - depth], own))
+            seen = torch.cat((shared[heads.first_position : positions[row] - depth], own))[-heads.window :]
             k, v = (cache.flatten(0, 1)[seen].transpose(0, 1) for cache in (k_cache, v_cache))
             out[row] = _attend(q[row : row + 1], k, v, heads)[0]
     return out.flatten(1)

@@ -51,6 +51,39 @@ class Columns(Protocol):
     counts: torch.Tensor | None
 
 
+# --- noise ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _mix(x, MIX1, MIX2):
+    x = (x ^ (x >> 30)) * MIX1.to(tl.uint64)
+    x = (x ^ (x >> 27)) * MIX2.to(tl.uint64)
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _gumbel(bits):
+    uniform = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
+    return (-tl.log(-tl.log(uniform))).to(tl.float32)
+
+
+@triton.jit
+def _gumbel_kernel(keys_ptr, out_ptr, vocab_size, GOLDEN, MIX1, MIX2, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(keys_ptr + row).to(tl.uint64) + token.to(tl.uint64) * GOLDEN.to(tl.uint64)
+    noise = _gumbel(_mix(x, MIX1, MIX2) >> 32)
+    tl.store(out_ptr + row * vocab_size + token, noise, mask=token < vocab_size)
+
+
+def gumbel(keys: torch.Tensor, vocab_size: int, golden: int, mix1: int, mix2: int) -> torch.Tensor:
+    """Rows of Gumbel noise, one for each int64 key. The constants are those of the generator, as signed int64."""
+    out = torch.empty((len(keys), vocab_size), dtype=torch.float32, device=keys.device)
+    grid = (len(keys), triton.cdiv(vocab_size, _BLOCK))
+    _gumbel_kernel[grid](keys, out, vocab_size, golden, mix1, mix2, BLOCK=_BLOCK)
+    return out
+
+
 # --- bias and penalties -----------------------------------------------------------------------------------------------
 
 
@@ -363,23 +396,10 @@ def _truncate(logits: torch.Tensor, columns: Columns, slots: torch.Tensor) -> tu
 
 
 @triton.jit
-def _mix(x, MIX1, MIX2):
-    x = (x ^ (x >> 30)) * MIX1.to(tl.uint64)
-    x = (x ^ (x >> 27)) * MIX2.to(tl.uint64)
-    return x ^ (x >> 31)
-
-
-@triton.jit
 def _random_bits(seed_key, position, token, GOLDEN, MIX1, MIX2):
     """32 bits for each token at one position, as in `ssd.sampling.noise`: uint64."""
     key = _mix(seed_key.to(tl.uint64) + position.to(tl.int64).to(tl.uint64) * GOLDEN.to(tl.uint64), MIX1, MIX2)
     return _mix(key + token.to(tl.uint64) * GOLDEN.to(tl.uint64), MIX1, MIX2) >> 32
-
-
-@triton.jit
-def _gumbel(bits):
-    uniform = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
-    return (-tl.log(-tl.log(uniform))).to(tl.float32)
 
 
 @triton.jit

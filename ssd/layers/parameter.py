@@ -8,8 +8,7 @@ from typing import Protocol
 import torch
 
 from ssd.kernels.ops import Ops
-from ssd.layers.formats import FormatOf
-from ssd.layers.formats.dense import dense
+from ssd.layers.formats import FormatOf, dense
 from ssd.parallel.tensor import TensorParallel
 
 

@@ -42,6 +42,14 @@ class KVLayout:
 
 
 @dataclass(frozen=True)
+class KVGroup:
+    """Layers that keep the same of a sequence's KV. They have a block table in common."""
+
+    window: int | None  # last tokens that are kept; None: all
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Grouped-query attention with a rotary embedding."""
 
@@ -57,9 +65,8 @@ class AttentionSpec:
 
     def heads(self, ranks: int = 1) -> HeadShape:
         """The heads of one rank, which has a KV head at least."""
-        return HeadShape(
-            self.num_heads // ranks, max(1, self.num_kv_heads // ranks), self.head_dim, self.first_position
-        )
+        kv_heads = max(1, self.num_kv_heads // ranks)
+        return HeadShape(self.num_heads // ranks, kv_heads, self.head_dim, self.first_position, self.window or 0)
 
     def kv_layout(self, dtype: torch.dtype, ranks: int = 1) -> KVLayout:
         """Keys and values of one rank's KV heads."""

@@ -114,12 +114,9 @@ class HFCheckpoint:
         files = weight_files(self.path)
         return _read_to_gpu(files, device) if device.type == "cuda" else read_safetensors(files)
 
-    def stored(self) -> Weights:
+    def stored(self) -> Iterator[tuple[str, FileTensor]]:
         """Every parameter, of which a rank reads its share only."""
-        for file in weight_files(self.path):
-            with whole(file), safe_open(file, framework="pt", device="cpu") as tensors:
-                for name in tensors.keys():  # noqa: SIM118  (a file handle, not a mapping)
-                    yield name, FileTensor(tensors.get_slice(name))
+        return stored_in(weight_files(self.path))
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.path)
@@ -181,6 +178,14 @@ def _regular(files: list[Path]) -> list[Path]:
         if not file.is_file():
             raise SSDError(f"{file} is not a regular file: download the checkpoint again")
     return files
+
+
+def stored_in(files: Seq[Path]) -> Iterator[tuple[str, FileTensor]]:
+    """The tensors of files, nothing of which is read yet."""
+    for file in files:
+        with whole(file), safe_open(file, framework="pt", device="cpu") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (a file handle, not a mapping)
+                yield name, FileTensor(tensors.get_slice(name))
 
 
 def read_safetensors(files: Seq[Path]) -> Iterator[tuple[str, torch.Tensor]]:

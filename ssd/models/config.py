@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ssd.errors import UnsupportedModel
-from ssd.layers.spec import AttentionSpec, LayerSpec, MLPSpec, RopeConfig
+from ssd.layers.spec import AttentionSpec, KVGroup, LayerSpec, MLPSpec, RopeConfig
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,20 @@ class DecoderConfig:
         layer = replace(self.layer, attention=replace(self.attention, **attention))
         return replace(self, layers=(layer,) * (self.num_layers if count is None else count))
 
-    def kv_bytes_per_token(self, dtype: torch.dtype, ranks: int = 1) -> int:
-        """KV memory of one token in all layers, on one of the ranks."""
-        return sum(layer.attention.kv_layout(dtype, ranks).bytes_per_token for layer in self.layers)
+    def kv_groups(self, *, windowed: bool) -> tuple[KVGroup, ...]:
+        """The layers by what they keep of a sequence's KV, those that keep all of it first.
+
+        `windowed`: what lies behind a window is freed (a target's); else all layers keep everything (a draft's).
+        """
+        kinds: dict[int | None, list[int]] = {}
+        for i, layer in enumerate(self.layers):
+            kinds.setdefault(layer.attention.window if windowed else None, []).append(i)
+        return tuple(KVGroup(kind, tuple(kinds[kind])) for kind in sorted(kinds, key=lambda kind: kind or 0))
+
+    def kv_bytes_per_token(self, dtype: torch.dtype, ranks: int = 1, *, windowed: bool = False) -> int:
+        """KV memory of one token in a block, on one of the ranks: in the layers of the largest group."""
+        each = [layer.attention.kv_layout(dtype, ranks).bytes_per_token for layer in self.layers]
+        return max(sum(each[i] for i in group.layers) for group in self.kv_groups(windowed=windowed))
 
     def splits(self, ranks: int) -> bool:
         """Whether the model can be split over so many ranks."""

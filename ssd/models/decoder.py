@@ -20,8 +20,7 @@ from ssd.errors import ConfigError, UnsupportedModel
 from ssd.kernels.ops import DeviceBatch, HeadShape
 from ssd.kernels.reference import ReferenceOps
 from ssd.layers.attention import Attention, LayerKV
-from ssd.layers.formats import FormatOf
-from ssd.layers.formats.dense import dense
+from ssd.layers.formats import FormatOf, dense
 from ssd.layers.linear import Embedding, Linear
 from ssd.layers.mlp import MLP
 from ssd.layers.norm import RMSNorm
@@ -94,9 +93,12 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Embedding, layers, final norm, head. `load` it before use."""
+    """Embedding, layers, final norm, head. `load` it before use.
 
-    def __init__(self, config: DecoderConfig, build: Build, *, max_positions: int) -> None:
+    `windowed`: KV behind the windows of its layers is freed (`DecoderConfig.kv_groups`).
+    """
+
+    def __init__(self, config: DecoderConfig, build: Build, *, max_positions: int, windowed: bool = False) -> None:
         check_split(config, build.tp.size)
         self.config = config
         self.ops, self.device, self.dtype, self.tp = build.ops, build.device, build.dtype, build.tp
@@ -106,6 +108,8 @@ class Decoder:
         self.embedding = Embedding(build, "model.embed_tokens", config.vocab_size, size, embedding=True, head=tied)
         self.norm = RMSNorm(build, "model.norm", size, config.rms_eps)
         self.head = self.embedding if tied else Embedding(build, "lm_head", config.vocab_size, size, head=True)
+        self.kv_groups, self._windowed = config.kv_groups(windowed=windowed), windowed
+        self._places = {i: (g, n) for g, group in enumerate(self.kv_groups) for n, i in enumerate(group.layers)}
         self._run: Seq[int] = range(len(self.layers))  # the layers of a forward pass
 
     def _make_layers(self, build: Build) -> Seq[DecoderLayer]:
@@ -116,8 +120,9 @@ class Decoder:
 
     @functools.cached_property
     def heads(self) -> HeadShape:
-        """The heads of this rank. The same in all layers, since a batch is cut into tiles of queries for them."""
-        [heads] = {layer.attention.heads for layer in self.layers}
+        """The heads of this rank. The same in all layers but for windows, since a batch is cut into tiles of queries
+        for them."""
+        [heads] = {replace(layer.attention.heads, window=0) for layer in self.layers}
         return heads
 
     def parameters(self) -> Iterator[Parameter]:
@@ -171,10 +176,13 @@ class Decoder:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return self.config.kv_bytes_per_token(self.dtype, self.tp.size)
+        return self.config.kv_bytes_per_token(self.dtype, self.tp.size, windowed=self._windowed)
 
     def make_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Zeros, not `empty`: attention multiplies values of positions that it does not see by 0."""
+        """A block belongs to one group, so the n-th layers of all groups share their tensors.
+
+        Zeros, not `empty`: attention multiplies values of positions that it does not see by 0.
+        """
 
         def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             shape = (num_blocks, block_size, *shape)
@@ -182,7 +190,9 @@ class Decoder:
                 return torch.zeros(shape, dtype=dtype, device=self.device)
             return _lazy_zeros(shape, dtype)
 
-        return [tuple(zeros(shape, layout.dtype) for shape in layout.shapes) for layout in self.kv_layouts]
+        largest, layouts = max(self.kv_groups, key=lambda group: len(group.layers)), self.kv_layouts
+        made = [tuple(zeros(shape, layouts[i].dtype) for shape in layouts[i].shapes) for i in largest.layers]
+        return [made[self._places[i][1]] for i in range(len(self.layers))]
 
     @contextmanager
     def distinct_layers(self) -> Iterator[None]:
@@ -202,10 +212,10 @@ class Decoder:
 
         `features`: by number of layers, where to write the hidden states after so many of them.
         """
-        wanted = features or {}
+        wanted, batches = features or {}, (batch, *batch.others)
         x, residual = self.embedding.embed(batch.token_ids), None
         for i in self._run:
-            x, residual = self.layers[i](x, residual, batch, kv[i])
+            x, residual = self.layers[i](x, residual, batches[self._places[i][0]], kv[i])
             if i + 1 in wanted:
                 torch.add(x, residual, out=wanted[i + 1])
         if batch.logit_rows is not None:

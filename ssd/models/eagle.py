@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import safe_open
 
 from ssd.errors import ConfigError, UnsupportedModel
 from ssd.kernels.ops import DeviceBatch
 from ssd.layers.linear import ColumnLinear, Embedding
 from ssd.layers.norm import RMSNorm
 from ssd.layers.parameter import Build, LazyTensor, Parameter
-from ssd.models.checkpoint import Checkpoint, Weights, read_safetensors, weight_files, whole
+from ssd.models.checkpoint import Checkpoint, Weights, read_safetensors, stored_in, weight_files
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import Decoder, DecoderLayer, KVCache, RopeTables, outline
 from ssd.models.families import decoder_config
@@ -62,6 +61,11 @@ class EagleConfig(DecoderConfig):
     def for_target(self, target: DecoderConfig) -> EagleConfig:
         """The head's config with the layers that are its features; ConfigError if it does not fit the target."""
         layers = self.feature_layers or (2, target.num_layers // 2, target.num_layers - 3)
+        if all(layer.attention.window is not None for layer in target.layers):
+            raise ConfigError(
+                "all layers of the target have sliding windows, but an EAGLE head needs KV of the whole context in the "
+                "target's blocks: use a draft model"
+            )
         if self.vocab_size != target.vocab_size:
             raise _misfit("vocab_size", self.vocab_size, target.vocab_size)
         if self.target_hidden_size != target.hidden_size:
@@ -196,7 +200,7 @@ class EagleCheckpoint:
     @classmethod
     def open(cls, path: Path) -> EagleCheckpoint:
         try:
-            shapes = _stored_shapes(path)
+            shapes = {_modern(name): tensor.shape for name, tensor in stored_in(weight_files(path))}
             return cls(path, eagle_config(read_json(path / "config.json"), shapes))
         except UnsupportedModel as error:
             raise UnsupportedModel(f"{path}: {error}") from None
@@ -274,11 +278,3 @@ def authors_name(name: str) -> str:
 
 def _modern(name: str) -> str:
     return _PREFIX + name.removeprefix(_OLD_PREFIX) if name.startswith(_OLD_PREFIX) else name
-
-
-def _stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {}
-    for file in weight_files(path):
-        with whole(file), safe_open(file, framework="pt", device="cpu") as tensors:
-            found |= {_modern(name): tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    return found

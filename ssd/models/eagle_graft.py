@@ -25,13 +25,14 @@ from ssd.models.graft import (
     GraftCheckpoint,
     blocks_of,
     copies,
+    copy_scales,
+    fill_random,
     grafted_rope,
     obstacles,
     place,
     same,
     side_by_side,
 )
-from ssd.models.random_weights import fill_random
 
 _DRAFT_VOCABULARY: Final = 32000
 
@@ -125,14 +126,15 @@ def _head_obstacles(small: EagleConfig, big: DecoderConfig) -> Iterator[str]:
 
 def _head_blocks(small: EagleConfig, big: EagleConfig) -> dict[str, tuple[Axis, Axis]]:
     """Rows and columns of the base's tensor in each part of the graft."""
-    read, scales = same(small.hidden_size), copies(small.hidden_size, big.hidden_size)
+    read, scales = same(small.hidden_size), copy_scales(big.hidden_size // small.hidden_size)
     blocks = blocks_of(small, big, side_by_side([read] * 2, small.hidden_size, big.hidden_size))
-    feature = read.times(1 / float(scales.scale[0]))  # not behind a norm, which would divide by the first copy's scale
+    feature = read.times(1 / scales[0])  # not behind a norm, which would divide by the first copy's scale
+    features = side_by_side([feature] * len(small.feature_layers), small.hidden_size, big.hidden_size)
     return blocks | {
         "hidden_norm": blocks["input_layernorm"],
         "norm": blocks["model.norm"],
         "lm_head": (same(small.draft_vocab_size), read),
-        "fc": (scales, side_by_side([feature] * len(small.feature_layers), small.hidden_size, big.hidden_size)),
+        "fc": (copies(small.hidden_size, scales), features),
     }
 
 

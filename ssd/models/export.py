@@ -1,7 +1,8 @@
-"""Writing a graft to disk, as a directory that ssd and transformers load like any other checkpoint.
+"""Writing grafts, as directories that ssd and transformers load like any other checkpoint, and EAGLE heads, in the
+layout of their authors, which SGLang, vLLM and SpecForge load, too.
 
-Tensors are made and written one by one; the directory appears under its name only when it is whole. Knows nothing of
-the engine or the console.
+Tensors of grafts are made and written one by one; a directory appears under its name only when it is whole. Knows
+nothing of the engine or the console.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from safetensors.torch import save_file
 
 from ssd.errors import ConfigError, SSDError
 from ssd.layers.spec import RopeConfig
+from ssd.models.checkpoint import all_weights
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import parameter_shapes
+from ssd.models.eagle import EagleCheckpoint, EagleConfig, authors_name, eagle_shapes
 from ssd.models.graft import GraftCheckpoint
 
 SHARD_BYTES: Final = 4 * 10**9
@@ -40,10 +43,10 @@ _TEXT_FILES: Final = (
 
 
 def stored_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
-    return tensor_bytes(parameter_shapes(config), dtype)
+    return _tensor_bytes(parameter_shapes(config), dtype)
 
 
-def tensor_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
+def _tensor_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
     return sum(map(math.prod, shapes.values())) * dtype.itemsize
 
 
@@ -59,14 +62,31 @@ def write_graft(
         raise ConfigError(
             f"{graft.path} is one file, without the tokenizer files that a directory needs: use it in memory"
         )
-    with new_directory(out, stored_bytes(graft.config, dtype)) as folder:
+    with _new_directory(out, stored_bytes(graft.config, dtype)) as folder:
         _write_shards(graft.weights(device, dtype), folder, advance)
         _copy_text_files(graft.path, folder)
-        write_json(folder / "config.json", graft_config(graft, dtype))
+        write_json(folder / "config.json", _graft_json(graft, dtype))
+
+
+def write_eagle(head: EagleCheckpoint, out: Path, dtype: torch.dtype, device: torch.device) -> None:
+    """Writes a head, which may be in another layout, or a graft."""
+    config = head.config
+    with _new_directory(out, _tensor_bytes(eagle_shapes(config), dtype)) as folder:
+        weights = {
+            authors_name(name): tensor.cpu().contiguous() for name, tensor in all_weights(head, device, dtype).items()
+        }
+        ids = head.target_ids()
+        if ids is not None:
+            weights["d2t"] = ids - torch.arange(len(ids), device=ids.device)
+            weights["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool, device=ids.device).index_fill(
+                0, ids, True
+            )
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        write_json(folder / "config.json", eagle_json(config, dtype))
 
 
 @contextmanager
-def new_directory(out: Path, size: int) -> Iterator[Path]:
+def _new_directory(out: Path, size: int) -> Iterator[Path]:
     """A directory to write `size` bytes to, which gets its name when it is whole."""
     out = out.resolve()
     _check_place(out, size)
@@ -135,12 +155,42 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def graft_config(graft: GraftCheckpoint, dtype: torch.dtype) -> dict[str, Any]:
+def _graft_json(graft: GraftCheckpoint, dtype: torch.dtype) -> dict[str, Any]:
     """config.json in the spelling of transformers 5, with where the weights come from."""
-    config, attention = graft.config, graft.config.attention
-    return {
+    config = graft.config
+    return _config_json(config, dtype) | {
         "architectures": [_ARCHITECTURES[config.family]],
         "model_type": config.family,
+        "rope_parameters": _rope_parameters(config.attention.rope),
+        "eos_token_id": list(graft.stop_token_ids) or None,
+        "bos_token_id": None,
+        "ssd_graft": {"base": graft.base_name, "shape": graft.shape_name},
+    }
+
+
+def eagle_json(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """A head's config.json; without feature layers where they are the default ones."""
+    spec = config.attention
+    rope = _rope_parameters(spec.rope)
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    layers = {"eagle_aux_hidden_state_layer_ids": [n - 1 for n in config.feature_layers]}
+    return _config_json(config, dtype) | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "qwen3" if spec.qk_norm else "llama",
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "rope_theta": spec.rope.theta,
+        "rope_scaling": scaling if spec.rope.scaling != "default" else None,
+        "mlp_bias": config.mlp.bias,
+        "norm_before_residual": config.norm_before_residual,
+        **({"eagle_config": layers} if config.feature_layers else {}),
+    }
+
+
+def _config_json(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The fields of a config.json that models and EAGLE heads share."""
+    attention = config.attention
+    return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.mlp.intermediate_size,
@@ -150,18 +200,14 @@ def graft_config(graft: GraftCheckpoint, dtype: torch.dtype) -> dict[str, Any]:
         "head_dim": attention.head_dim,
         "max_position_embeddings": config.max_position,
         "rms_norm_eps": config.rms_eps,
-        "rope_parameters": rope_parameters(attention.rope),
         "tie_word_embeddings": config.tie_embeddings,
         "hidden_act": "silu",
-        "attention_bias": False,
-        "eos_token_id": list(graft.stop_token_ids) or None,
-        "bos_token_id": None,
+        "attention_bias": attention.qkv_bias,
         "dtype": str(dtype).removeprefix("torch."),
-        "ssd_graft": {"base": graft.base_name, "shape": graft.shape_name},
     }
 
 
-def rope_parameters(rope: RopeConfig) -> dict[str, Any]:
+def _rope_parameters(rope: RopeConfig) -> dict[str, Any]:
     parameters: dict[str, Any] = {"rope_type": rope.scaling, "rope_theta": rope.theta}
     if rope.scaling != "default":
         parameters["factor"] = rope.factor

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, Final
 
 from ssd.errors import UnsupportedModel
@@ -42,51 +41,47 @@ Raw = Mapping[str, Any]
 DTYPES: Final = ("bfloat16", "float16", "float32")
 ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 _WHERE: Final = "config.json"
-_FIELDS: Final[Mapping[str, Field]] = MappingProxyType(
-    {
-        "architectures": LIST,
-        "model_type": TEXT,
-        "vocab_size": VOCABULARY,
-        "hidden_size": WIDTH,
-        "intermediate_size": WIDTH,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
-        "head_dim": HEAD_DIM,
-        "max_position_embeddings": POSITIONS,
-        "original_max_position_embeddings": POSITIONS,
-        "rms_norm_eps": EPSILON,
-        "rope_theta": THETA,
-        "rope_scaling": OBJECT,
-        "rope_parameters": OBJECT,
-        "quantization_config": OBJECT,
-        "ssd_graft": OBJECT,
-        "tie_word_embeddings": FLAG,
-        "attention_bias": FLAG,
-        "mlp_bias": FLAG,
-        "use_sliding_window": FLAG,
-        "sliding_window": Field("an integer", (int,), 0, 1 << 23),
-        "max_window_layers": Field("an integer", (int,)),
-        "layer_types": LIST,
-        "hidden_act": TEXT,
-        "dtype": TEXT,
-        "torch_dtype": TEXT,
-    }
-)
-_ROPE_FIELDS: Final[Mapping[str, Field]] = MappingProxyType(
-    {
-        "rope_theta": THETA,
-        "factor": FACTOR,
-        "low_freq_factor": FACTOR,
-        "high_freq_factor": FACTOR,
-        "beta_fast": FACTOR,
-        "beta_slow": FACTOR,
-        "attention_factor": FACTOR,
-        "mscale": number(0.0, 1e6),
-        "mscale_all_dim": number(0.0, 1e6),
-        "original_max_position_embeddings": POSITIONS,
-    }
-)
+_FIELDS: Final[Mapping[str, Field]] = {
+    "architectures": LIST,
+    "model_type": TEXT,
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": POSITIONS,
+    "original_max_position_embeddings": POSITIONS,
+    "rms_norm_eps": EPSILON,
+    "rope_theta": THETA,
+    "rope_scaling": OBJECT,
+    "rope_parameters": OBJECT,
+    "quantization_config": OBJECT,
+    "ssd_graft": OBJECT,
+    "tie_word_embeddings": FLAG,
+    "attention_bias": FLAG,
+    "mlp_bias": FLAG,
+    "use_sliding_window": FLAG,
+    "sliding_window": Field("an integer", (int,), 0, 1 << 23),
+    "max_window_layers": Field("an integer", (int,)),
+    "layer_types": LIST,
+    "hidden_act": TEXT,
+    "dtype": TEXT,
+    "torch_dtype": TEXT,
+}
+_ROPE_FIELDS: Final[Mapping[str, Field]] = {
+    "rope_theta": THETA,
+    "factor": FACTOR,
+    "low_freq_factor": FACTOR,
+    "high_freq_factor": FACTOR,
+    "beta_fast": FACTOR,
+    "beta_slow": FACTOR,
+    "attention_factor": FACTOR,
+    "mscale": number(0.0, 1e6),
+    "mscale_all_dim": number(0.0, 1e6),
+    "original_max_position_embeddings": POSITIONS,
+}
 
 
 def llama(raw: Raw) -> DecoderConfig:
@@ -125,22 +120,12 @@ def qwen3(raw: Raw) -> DecoderConfig:
 
 
 Family = Callable[[Raw], DecoderConfig]
-FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
-    {
-        "LlamaForCausalLM": llama,
-        "MistralForCausalLM": mistral,
-        "Qwen2ForCausalLM": qwen2,
-        "Qwen3ForCausalLM": qwen3,
-    }
-)
-_MODEL_TYPES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "llama": "LlamaForCausalLM",
-        "mistral": "MistralForCausalLM",
-        "qwen2": "Qwen2ForCausalLM",
-        "qwen3": "Qwen3ForCausalLM",
-    }
-)
+FAMILIES: Final[Mapping[str, Family]] = {  # by architecture; the functions' names are the values of `model_type`
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": mistral,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+}
 
 
 def decoder_config(raw: Raw) -> DecoderConfig:
@@ -178,7 +163,7 @@ def _architecture(raw: Raw) -> str:
     if architectures:
         return str(architectures[0])
     model_type = str(raw.get("model_type"))
-    return _MODEL_TYPES.get(model_type, model_type)
+    return next((name for name, family in FAMILIES.items() if family.__name__ == model_type), model_type)
 
 
 def _decoder(
@@ -222,7 +207,7 @@ def _decoder(
     )
     if not any(windows):
         return config
-    attention = [replace(config.attention, window=window) for window in windows]
+    attention = [replace(config.attention, window=window or None) for window in windows]
     return replace(config, layers=tuple(replace(config.layer, attention=each) for each in attention))
 
 
@@ -246,14 +231,16 @@ def _dtype(raw: Raw) -> str:
 def _qwen_windows(raw: Raw) -> list[int | None]:
     """The sliding window of each layer, None for the whole context: by `layer_types`, else by `max_window_layers`."""
     count, window = _size(raw, "num_hidden_layers"), raw.get("sliding_window", 4096)
-    types = raw.get("layer_types")
+    types, window = raw.get("layer_types"), window if raw.get("use_sliding_window") else None
     if types is None:
         full = 28 if raw.get("max_window_layers") is None else raw["max_window_layers"]
-        return [window if raw.get("use_sliding_window") and i >= full else None for i in range(count)]
-    known: dict[object, int | None] = {"full_attention": None, "sliding_attention": window or 4096}
+        return [window if i >= full else None for i in range(count)]
+    known: dict[object, int | None] = {"full_attention": None, "sliding_attention": window}
     for kind in types:
         if not isinstance(kind, str) or kind not in known:
             raise UnsupportedModel(f"layer type {shown(kind)}: ssd knows {', '.join(map(str, known))}")
+    if "sliding_attention" in types and not window:
+        raise UnsupportedModel("layer_types has sliding_attention, but use_sliding_window or sliding_window is not set")
     if len(types) != count:
         raise UnsupportedModel(f"layer_types has {len(types)} entries, num_hidden_layers is {count}")
     return [known[kind] for kind in types]
@@ -271,31 +258,16 @@ def rope_config(raw: Raw, max_position: int) -> RopeConfig:
     if partial not in (None, 1, 1.0):
         raise UnsupportedModel(f"partial_rotary_factor={shown(partial)}: ssd rotates whole heads (1.0)")
     original = raw.get("original_max_position_embeddings") or params.get("original_max_position_embeddings")
-    return _ROPES[kind](
-        params,
-        float(params.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-        int(original or max_position),
-        max_position,
-    )
-
-
-def _default_rope(params: Raw, theta: float, original: int, max_position: int) -> RopeConfig:
-    return RopeConfig(theta=theta)
-
-
-def _linear_rope(params: Raw, theta: float, original: int, max_position: int) -> RopeConfig:
-    return RopeConfig(theta=theta, scaling="linear", factor=_number(params, "factor"))
-
-
-def _llama3_rope(params: Raw, theta: float, original: int, max_position: int) -> RopeConfig:
-    return RopeConfig(
-        theta=theta,
-        scaling="llama3",
-        factor=_number(params, "factor"),
-        low_freq_factor=_number(params, "low_freq_factor"),
-        high_freq_factor=_number(params, "high_freq_factor"),
-        original_max_position=original,
-    )
+    original = int(original or max_position)
+    theta = float(params.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind == "linear":
+        return RopeConfig(theta, "linear", _number(params, "factor"))
+    if kind == "llama3":
+        factor, low, high = (_number(params, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+        return RopeConfig(theta, "llama3", factor, low, high, original)
+    return _yarn_rope(params, theta, original, max_position)
 
 
 def _yarn_rope(params: Raw, theta: float, original: int, max_position: int) -> RopeConfig:
@@ -328,8 +300,3 @@ def _number(params: Raw, key: str) -> float:
     if params.get(key) is None:
         raise UnsupportedModel(f"rope scaling {key}=None in config.json: expected a positive number")
     return float(params[key])
-
-
-_ROPES: Final[Mapping[str, Callable[[Raw, float, int, int], RopeConfig]]] = MappingProxyType(
-    {"default": _default_rope, "linear": _linear_rope, "llama3": _llama3_rope, "yarn": _yarn_rope}
-)

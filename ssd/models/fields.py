@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ssd.errors import UnsupportedModel
@@ -82,7 +82,7 @@ def check_shape(config: DecoderConfig) -> None:
     kinds = dict.fromkeys(layer.attention for layer in config.layers)
     for attention in kinds:
         _check_attention(attention)
-    if len(found := {attention.heads() for attention in kinds}) > 1:
+    if len(found := {replace(attention.heads(), window=0) for attention in kinds}) > 1:
         raise UnsupportedModel(f"layers with different heads ({', '.join(map(str, found))}): ssd needs equal ones")
 
 
@@ -95,11 +95,6 @@ def _check_attention(spec: AttentionSpec) -> None:
     check_field("head_dim", spec.head_dim, HEAD_DIM, "the config")
     if spec.head_dim % 2:
         raise UnsupportedModel(f"head_dim={spec.head_dim}: the rotary embedding needs an even head size")
-    if spec.window is not None:
-        raise UnsupportedModel(
-            f"a sliding window of {spec.window} tokens: ssd attends to the whole context only; if the context stays "
-            "below the window, take it out of the model's config (sliding_window, layer_types)"
-        )
     rope = spec.rope
     if rope.scaling == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
         raise UnsupportedModel(

@@ -7,11 +7,9 @@ directories or the engine.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -22,7 +20,7 @@ from ssd.errors import UnsupportedModel
 from ssd.layers.spec import RopeConfig
 from ssd.models.checkpoint import Weights
 from ssd.models.config import DecoderConfig, equal_layers
-from ssd.models.decoder import check_fits
+from ssd.models.decoder import check_fits, parameter_shapes
 from ssd.models.fields import (
     EPSILON,
     FACTOR,
@@ -45,52 +43,27 @@ from ssd.text.tokenizer import Tokenizer
 
 ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
 
-_MODEL_NAMES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "token_embd.weight": "model.embed_tokens.weight",
-        "output_norm.weight": "model.norm.weight",
-        "output.weight": "lm_head.weight",
-    }
-)
-_LAYER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "attn_norm": "input_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "attn_q_norm": "self_attn.q_norm",
-        "attn_k_norm": "self_attn.k_norm",
-        "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    }
-)
-_FIELDS: Final[Mapping[str, Field]] = MappingProxyType(  # behind the architecture's name
-    {
-        "block_count": LAYERS,
-        "context_length": POSITIONS,
-        "embedding_length": WIDTH,
-        "feed_forward_length": WIDTH,
-        "attention.head_count": HEADS,
-        "attention.head_count_kv": HEADS,
-        "attention.key_length": HEAD_DIM,
-        "attention.value_length": HEAD_DIM,
-        "attention.sliding_window": Field("an integer", (int,), 0, 1 << 23),  # 0: none
-        "attention.layer_norm_rms_epsilon": EPSILON,
-        "rope.dimension_count": HEAD_DIM,
-        "rope.freq_base": THETA,
-        "rope.scale_linear": FACTOR,
-        "rope.scaling.type": TEXT,
-        "rope.scaling.factor": number(0.0, 1e6),  # 0: none
-        "rope.scaling.original_context_length": POSITIONS,
-        "rope.scaling.yarn_beta_fast": FACTOR,
-        "rope.scaling.yarn_beta_slow": FACTOR,
-        "rope.scaling.attn_factor": FACTOR,
-    }
-)
-_LAYER_TENSOR: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_FIELDS: Final[Mapping[str, Field]] = {  # behind the architecture's name
+    "block_count": LAYERS,
+    "context_length": POSITIONS,
+    "embedding_length": WIDTH,
+    "feed_forward_length": WIDTH,
+    "attention.head_count": HEADS,
+    "attention.head_count_kv": HEADS,
+    "attention.key_length": HEAD_DIM,
+    "attention.value_length": HEAD_DIM,
+    "attention.sliding_window": Field("an integer", (int,), 0, 1 << 23),  # 0: none
+    "attention.layer_norm_rms_epsilon": EPSILON,
+    "rope.dimension_count": HEAD_DIM,
+    "rope.freq_base": THETA,
+    "rope.scale_linear": FACTOR,
+    "rope.scaling.type": TEXT,
+    "rope.scaling.factor": number(0.0, 1e6),  # 0: none
+    "rope.scaling.original_context_length": POSITIONS,
+    "rope.scaling.yarn_beta_fast": FACTOR,
+    "rope.scaling.yarn_beta_slow": FACTOR,
+    "rope.scaling.attn_factor": FACTOR,
+}
 _ROPE_FACTORS: Final = "rope_freqs.weight"
 
 
@@ -133,9 +106,10 @@ class GGUFCheckpoint:
 
     def weights(self, device: torch.device, dtype: torch.dtype) -> Weights:
         data = np.memmap(self.path, dtype=np.uint8, mode="r")
+        names = _hf_names(self.config)
         for info in self.header.tensors.values():
             if info.name != _ROPE_FACTORS:
-                yield _hf_name(info.name, self.config), GGUFTensor(data, info, self._unpermuted)
+                yield names[info.name], GGUFTensor(data, info, self._unpermuted)
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.header.metadata, self.path)
@@ -181,13 +155,13 @@ def _decoder_config(header: Header, path: Path) -> DecoderConfig:
         output_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
         qk_norm=family == "qwen3",
-        window=metadata.get(f"{family}.attention.sliding_window") or None,
+        window=_size(metadata, f"{family}.attention.sliding_window", 0) or None,
         dtype=_dtype(header),
     )
     check_shape(config)
     check_fits(config, sum(math.prod(info.shape) for info in tensors.values()))
-    for name in tensors:
-        _hf_name(name, config)
+    if unknown := tensors.keys() - _hf_names(config).keys() - {_ROPE_FACTORS}:
+        raise UnsupportedModel(f"tensor {min(unknown)[:60]}: unknown in the {family} architecture")
     return config
 
 
@@ -241,19 +215,12 @@ def _dtype(header: Header) -> str:
     return {"F16": "float16"}.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16" if kinds else "float32"
 
 
-def _hf_name(name: str, config: DecoderConfig) -> str:
-    """The Hugging Face name of a tensor; tensors that the family's decoder has no place for are refused."""
-    if name in _MODEL_NAMES or name == _ROPE_FACTORS:
-        return _MODEL_NAMES.get(name, name)
-    match = _LAYER_TENSOR.fullmatch(name)
-    part = match.group(2) if match else ""
-    if (
-        match is None
-        or part not in _LAYER_NAMES
-        or (part.endswith(("q_norm", "k_norm")) and not config.attention.qk_norm)
-    ):
-        raise UnsupportedModel(f"tensor {name[:60]}: unknown in the {config.family} architecture")
-    return f"model.layers.{match.group(1)}.{_LAYER_NAMES[part]}.{match.group(3)}"
+def _hf_names(config: DecoderConfig) -> dict[str, str]:
+    """The Hugging Face names of a decoder's tensors, by their names in a GGUF file."""
+    from gguf import MODEL_ARCH, get_tensor_name_map
+
+    names = get_tensor_name_map(MODEL_ARCH[config.family.upper()], config.num_layers)
+    return {names.get_name(name, (".weight", ".bias")): name for name in parameter_shapes(config)}
 
 
 # --- the rotary embedding ---------------------------------------------------------------------------------------------

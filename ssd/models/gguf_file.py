@@ -12,7 +12,6 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy as np
@@ -116,7 +115,7 @@ def _parse(cursor: _Cursor) -> Header:
         raise ValueError(f"general.alignment={str(alignment)[:20]}, expected a power of two")
     start = -(-cursor.position // alignment) * alignment
     tensors = {name: TensorInfo(name, shape, code, start + offset) for name, shape, code, offset in rows}
-    return Header(MappingProxyType(metadata), MappingProxyType(tensors))
+    return Header(metadata, tensors)
 
 
 def _tensor_row(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:

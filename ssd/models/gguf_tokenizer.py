@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import tokenizers
@@ -14,18 +13,16 @@ from ssd.errors import SSDError, UnsupportedModel
 from ssd.models.fields import FLAG, LIST, TEXT, TOKEN_ID, Field, check_field
 from ssd.text.tokenizer import Tokenizer, transformers_backend
 
-_FIELDS: Final[Mapping[str, Field]] = MappingProxyType(
-    {
-        "model": TEXT,
-        "pre": TEXT,
-        "tokens": LIST,
-        "merges": LIST,
-        "token_type": LIST,
-        "add_bos_token": FLAG,
-        "add_eos_token": FLAG,
-        **{f"{name}_token_id": TOKEN_ID for name in ("bos", "eos", "eot", "eom", "unknown", "padding")},
-    }
-)
+_FIELDS: Final[Mapping[str, Field]] = {
+    "model": TEXT,
+    "pre": TEXT,
+    "tokens": LIST,
+    "merges": LIST,
+    "token_type": LIST,
+    "add_bos_token": FLAG,
+    "add_eos_token": FLAG,
+    **{f"{name}_token_id": TOKEN_ID for name in ("bos", "eos", "eot", "eom", "unknown", "padding")},
+}
 _CHAT_ENDS: Final = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
 
 
@@ -66,11 +63,9 @@ def load_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
         raise
     except Exception as error:  # the library raises bare Exception
         raise SSDError(f"the tokenizer in {path} cannot be built ({error}): download the file again") from error
-    special = {
-        f"{name}_token": tokens[metadata[key]]
-        for name, key in _SPECIAL_KEYS.items()
-        if metadata.get(key) is not None and metadata[key] < len(tokens)
-    }
+    named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in named.items()}
+    special = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None and i < len(tokens)}
     sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
     add_bos = metadata.get("tokenizer.ggml.add_bos_token", sentencepiece or splitting in ("llama-bpe", "llama3"))
     add_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
@@ -87,14 +82,6 @@ def _set_bos_eos(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None
     backend.post_processor = processors.TemplateProcessing(single=[*before, "$A", *after], special_tokens=known)
 
 
-_SPECIAL_KEYS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "bos": "tokenizer.ggml.bos_token_id",
-        "eos": "tokenizer.ggml.eos_token_id",
-        "unk": "tokenizer.ggml.unknown_token_id",
-        "pad": "tokenizer.ggml.padding_token_id",
-    }
-)
 _CONTROL, _USER_DEFINED = 3, 4  # token types: special, and matched whole without being special
 
 
@@ -136,14 +123,12 @@ def _words(digits: str) -> str:
     )
 
 
-_SPLITTINGS: Final[Mapping[str, tuple[str | None, bool]]] = MappingProxyType(
-    {
-        "smollm": (None, False),
-        "llama-bpe": (_words(r"\p{N}{1,3}"), True),
-        "llama3": (_words(r"\p{N}{1,3}"), True),
-        "qwen2": (_words(r"\p{N}"), False),
-    }
-)
+_SPLITTINGS: Final[Mapping[str, tuple[str | None, bool]]] = {
+    "smollm": (None, False),
+    "llama-bpe": (_words(r"\p{N}{1,3}"), True),
+    "llama3": (_words(r"\p{N}{1,3}"), True),
+    "qwen2": (_words(r"\p{N}"), False),
+}
 
 
 def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import re
+import zlib
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -32,7 +33,6 @@ from ssd.layers.spec import AttentionSpec, RopeConfig
 from ssd.models.checkpoint import Checkpoint, all_weights, graft_note
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import parameter_shapes
-from ssd.models.random_weights import fill_random
 from ssd.models.shapes import SHAPES
 from ssd.text.tokenizer import Tokenizer
 
@@ -167,6 +167,8 @@ def obstacles(small: DecoderConfig, big: DecoderConfig) -> Iterator[str]:
     own, wide = small.attention, big.attention
     biases = {"qkv_bias": own.qkv_bias, "output_bias": own.output_bias, "mlp_bias": small.mlp.bias}
     yield from (f"the base's {name} is true, and a graft holds no biases" for name, there in biases.items() if there)
+    if own.window is not None:
+        yield f"the base has a sliding window of {own.window} tokens, and a graft has none"
     if own.rope.scaling == "yarn":
         yield "the base's rope scaling is yarn, which depends on the head size"
     multiples = {"hidden_size": (big.hidden_size, small.hidden_size), "head_dim": (wide.head_dim, own.head_dim)}
@@ -200,6 +202,12 @@ def grafted_rope(small: DecoderConfig, big: DecoderConfig) -> RopeConfig:
     return replace(rope, theta=rope.theta**ratio)
 
 
+def fill_random(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Small normal numbers, in place: a function of the name, whatever was made before."""
+    generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(name.encode()))
+    return tensor.normal_(std=0.02, generator=generator)
+
+
 # --- layout -----------------------------------------------------------------------------------------------------------
 
 
@@ -228,7 +236,7 @@ def blocks_of(small: DecoderConfig, big: DecoderConfig, attended: Axis | None = 
     """Rows and columns of the base's tensor in each part of the graft; `attended`: columns of q, k and v, where they do
     not read the normed stream."""
     scales = copy_scales(big.hidden_size // small.hidden_size)
-    read, written = same(small.hidden_size), _copies(small.hidden_size, scales)
+    read, written = same(small.hidden_size), copies(small.hidden_size, scales)
     norm = read.times(1 / scales[0])
     mlp, vocabulary, one = same(small.mlp.intermediate_size), same(small.vocab_size), same(1)
     return {
@@ -293,11 +301,6 @@ def same(length: int) -> Axis:
     return Axis(index, index, torch.ones(length, dtype=torch.float32, device="cpu"))
 
 
-def copies(length: int, wide: int) -> Axis:
-    """Scaled copies in a stream of another width, as a graft writes them."""
-    return _copies(length, copy_scales(wide // length))
-
-
 def side_by_side(axes: Seq[Axis], length: int, wide: int) -> Axis:
     """Axes of several streams in one, each of them `length` long in the base and `wide` in the graft."""
     return Axis(
@@ -307,7 +310,7 @@ def side_by_side(axes: Seq[Axis], length: int, wide: int) -> Axis:
     )
 
 
-def _copies(length: int, scales: list[int]) -> Axis:
+def copies(length: int, scales: list[int]) -> Axis:
     """Scaled copies, one behind the other."""
     index = _arange(length * len(scales))
     scale = torch.tensor(scales, dtype=torch.float32, device="cpu")
@@ -327,9 +330,9 @@ def _head_positions(small_dim: int, big_dim: int) -> torch.Tensor:
 
 def _head(positions: torch.Tensor, scales: list[int], small_dim: int) -> Axis:
     """A whole q or k head: scaled copies at the first positions, and nothing at the others."""
-    copies = _copies(small_dim, scales)
+    real = copies(small_dim, scales)
     source, scale = torch.zeros_like(positions), torch.zeros_like(positions, dtype=torch.float32)
-    source[: len(copies.source)], scale[: len(copies.scale)] = copies.source, copies.scale
+    source[: len(real.source)], scale[: len(real.scale)] = real.source, real.scale
     return Axis(positions, source, scale)
 
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from ssd.errors import ModelNotFound
 
-log = logging.getLogger("ssd")
+loading = logging.getLogger("ssd.loading")
 
 WANTED: Final = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt")
 UNWANTED: Final = ("original/*", "consolidated*", "*/*.safetensors")
@@ -60,7 +60,7 @@ def _download(model: str, places: Iterable[Path], field: str) -> Path:
     """Fetch what is needed to run the model, or say where it was looked for and what to do."""
     from huggingface_hub import snapshot_download
 
-    log.info("%s is in no local cache: downloading it from the Hugging Face hub", model)
+    loading.info("%s is in no local cache: downloading it from the Hugging Face hub", model)
     cache = os.environ.get("SSD_HF_CACHE")
     try:
         return Path(

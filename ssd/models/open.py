@@ -19,7 +19,7 @@ from ssd.text.json_file import read_json
 
 BUNDLE: Final = Path(__file__).parents[1] / "bundle"  # the small models that come with the package
 GRAFT_PREFIX: Final = "graft:"
-_HEAD: Final = "-eagle"
+HEAD: Final = "-eagle"  # ends the names of bundled heads
 
 
 def open_checkpoint(model: str | os.PathLike[str], field: str = "model") -> Checkpoint:
@@ -53,7 +53,7 @@ def open_eagle(draft: str, field: str = "speculation draft") -> EagleCheckpoint 
 
 
 def _path(name: str) -> Path:
-    return BUNDLE / name if name in _bundled() else Path(name).expanduser()
+    return BUNDLE / name if name in bundled() else Path(name).expanduser()
 
 
 def _directory(name: str, field: str) -> Path:
@@ -77,7 +77,7 @@ def absolute_path(model: str) -> str:
         base, _, shape = model.removeprefix(GRAFT_PREFIX).rpartition("@")
         return f"{GRAFT_PREFIX}{absolute_path(base)}@{shape}"
     path = Path(model).expanduser()
-    return str(path.absolute()) if path.exists() and model not in _bundled() else model
+    return str(path.absolute()) if path.exists() and model not in bundled() else model
 
 
 def open_graft(base: str, shape: str, field: str = "model") -> GraftCheckpoint:
@@ -87,20 +87,11 @@ def open_graft(base: str, shape: str, field: str = "model") -> GraftCheckpoint:
 
 def bundled_models() -> list[str]:
     """Names of the small models that come with the package."""
-    return [name for name in _bundled() if not name.endswith(_HEAD)]
+    return [name for name in bundled() if not name.endswith(HEAD)]
 
 
-def head_of(model: str) -> str:
-    """The name that a bundled model's EAGLE head has."""
-    return model + _HEAD
-
-
-def bundled_heads() -> list[str]:
-    """Names of the EAGLE heads that come with the package (`head_of`)."""
-    return [name for name in _bundled() if name.endswith(_HEAD)]
-
-
-def _bundled() -> list[str]:
+def bundled() -> list[str]:
+    """Names of all models that come with the package, EAGLE heads among them."""
     return sorted(file.parent.name for file in BUNDLE.glob("*/config.json"))
 
 

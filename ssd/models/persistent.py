@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 
 from ssd.kernels.driver import DriverError
 from ssd.kernels.ops import DeviceBatch
 from ssd.kernels.persistent import MAX_ROWS, BuildError, PersistentStep, StepLayer
-from ssd.layers.formats.dense import DENSE
 from ssd.layers.linear import Linear
 from ssd.models.decoder import Decoder, KVCache
 
@@ -49,18 +49,22 @@ def _accept(decoder: Decoder) -> None:
     for spec in kinds:
         if spec.attention.output_bias or spec.mlp.bias or spec.attention.window is not None:
             raise BuildError("it has no biases of the output projection and the MLP, and no windows")
-    if any(each.format is not DENSE for each in decoder.parameters() if isinstance(each, Linear)):
+    if any(_weight(each) is None for each in decoder.parameters() if isinstance(each, Linear)):
         raise BuildError("it is for weights that are not quantised")
+
+
+def _weight(linear: Linear) -> Any:
+    return linear.format.dense(linear.weight)
 
 
 def _build(decoder: Decoder, kv: KVCache) -> PersistentStep:
     _accept(decoder)
     layers = [
         StepLayer(
-            qkv=layer.attention.qkv.weight,
-            output=layer.attention.output.weight,
-            gate_up=layer.mlp.gate_up.weight,
-            down=layer.mlp.down.weight,
+            qkv=_weight(layer.attention.qkv),
+            output=_weight(layer.attention.output),
+            gate_up=_weight(layer.mlp.gate_up),
+            down=_weight(layer.mlp.down),
             input_norm=layer.input_norm.weight,
             mlp_norm=layer.mlp_norm.weight,
             q_norm=layer.attention.rope.q_norm,
@@ -75,9 +79,9 @@ def _build(decoder: Decoder, kv: KVCache) -> PersistentStep:
     return PersistentStep(
         layers,
         decoder.heads,
-        embedding=decoder.embedding.weight,
+        embedding=_weight(decoder.embedding),
         norm=decoder.norm.weight,
-        head=decoder.head.weight,
+        head=_weight(decoder.head),
         cos=cos,
         sin=sin,
         eps=decoder.config.rms_eps,

@@ -29,14 +29,14 @@ class PromptSet:
         return [text if plain else [{"role": "user", "content": text}] for text in self.prompts[:count]]
 
 
-def load_prompts(name: str, folder: Path | None = None) -> PromptSet:
+def load_prompts(name: str, folder: str | os.PathLike[str] | None = None) -> PromptSet:
     """The set `name` of `folder` (else of $SSD_DATASET_DIR) if it is there, otherwise the project's own one.
 
     A folder holds one folder per set: `NAME/NAME.jsonl`, or any other `*.jsonl`, with one `{"text": prompt}` a line.
     """
     if name in ("", ".", "..") or Path(name).name != name:
         raise DataNotFound(f"prompt set {name!r}: must be the plain name of a set, such as {', '.join(OWN_SETS)}")
-    folder = folder or _folder_of_environment()
+    folder = Path(folder) if folder else _folder_of_environment()
     if folder is not None and not folder.is_dir():
         raise DataNotFound(
             f"prompts folder {folder}: no such directory; name an existing one, or leave out the argument and "

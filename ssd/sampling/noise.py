@@ -73,9 +73,10 @@ def gumbel(keys: Sequence[int], vocab_size: int, device: torch.device) -> torch.
 
 def gumbel_of(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """`gumbel` of keys on the device."""
-    triton = kernels(keys.device).gumbel
-    if triton is not None:
-        return triton(keys, vocab_size, *constants())
+    sampling = kernels(keys.device).sampling
+    if sampling is not None:
+        found: torch.Tensor = sampling.gumbel(keys, vocab_size, *constants())
+        return found
     compiled = cpu.load() if keys.is_cpu else None
     if compiled is not None:
         return compiled.gumbel(keys.contiguous(), vocab_size, *constants())

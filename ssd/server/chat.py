@@ -35,6 +35,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         "id": f"chatcmpl-{request.state.request_id}",
         "created": int(time.time()),
         "model": state.options.served_model_name,
+        "system_fingerprint": state.fingerprint,
     }
     if body.stream:
         return event_stream(_chunks(head, body, generation, form))
@@ -52,7 +53,7 @@ async def start_chat(state: ServerState, body: ChatRequest, request: Request) ->
     """Submits a chat; also returns how its messages are parsed. Other endpoints translate their requests to chats."""
     check_common(request, body)
     with renaming(body.field_names):
-        params = _params(body, state.llm.driver.limits.max_model_len)
+        params = _params(body, state)
         prompt, options, template, tools = await asyncio.to_thread(_read, state, body)
         if tools is not None:
             params = tools.constrained(params)
@@ -120,14 +121,15 @@ async def _parsed(generation: Generation, form: MessageFormat) -> AsyncIterator[
         yield event
 
 
-def _params(body: ChatRequest, max_model_len: int) -> SamplingParams:
+def _params(body: ChatRequest, state: ServerState) -> SamplingParams:
     given = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
     if len(given) > 1:
         raise invalid("max_completion_tokens", "differs from max_tokens")
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "only with logprobs=true")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return body.sampling_params(max_tokens=next(iter(given), max_model_len), logprobs=logprobs)
+    max_tokens = next(iter(given), state.llm.driver.limits.max_model_len)
+    return body.sampling_params(state.sampling_defaults, max_tokens=max_tokens, logprobs=logprobs)
 
 
 def _read(state: ServerState, body: ChatRequest) -> tuple[Prompt, dict[str, Any], str, ToolUse | None]:

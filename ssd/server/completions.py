@@ -30,7 +30,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     if body.echo and body.logprobs is not None:
         raise unsupported("echo", "log-probabilities of prompts are not supported: leave out echo or logprobs")
     with renaming(body.field_names):
-        params = body.sampling_params(max_tokens=_MAX_TOKENS, logprobs=body.logprobs)
+        params = body.sampling_params(state.sampling_defaults, max_tokens=_MAX_TOKENS, logprobs=body.logprobs)
         generations = await start(state, body.prompts, params, request=request, stream=bool(body.stream))
     echoes = [_echo(state, prompt) if body.echo else "" for prompt in body.prompts]
     head = {
@@ -38,6 +38,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         "object": "text_completion",
         "created": int(time.time()),
         "model": state.options.served_model_name,
+        "system_fingerprint": state.fingerprint,
     }
     if body.stream:
         return event_stream(_chunks(head, body, generations, echoes))

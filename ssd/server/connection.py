@@ -12,6 +12,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ssd.server.admission import RETRY_AFTER
 from ssd.server.errors import ApiError, AsciiJSON
+from ssd.server.metrics import HttpRequests
 from ssd.server.options import ServerOptions
 
 _REFUSED_SECONDS: Final = 1.0  # how long a connection beyond the limit may send nothing; it gets 503 when it sends
@@ -43,7 +44,9 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._options: ServerOptions = self.config.app.state.server.options  # type: ignore[union-attr]
+        state = self.config.app.state.server  # type: ignore[union-attr]
+        self._options: ServerOptions = state.options
+        self._http_requests: HttpRequests = state.http_requests
         self._sending = _Timer(self.loop, self._refuse)  # while a request is being sent
         self._unread = _Timer(self.loop, self._check_reading)  # while there is more than the system can buffer
         transport.set_write_buffer_limits(0)  # `pause_writing` as soon as there is
@@ -103,7 +106,12 @@ class Connection(H11Protocol):
             answer = AsciiJSON(error.body(), error.status, {**error.headers, "Connection": "close"})
             reason = HTTPStatus(error.status).phrase.encode()
             head = h11.Response(status_code=error.status, headers=answer.raw_headers, reason=reason)
-            without_body = self.conn.our_state is h11.SEND_RESPONSE and self.scope["method"] == "HEAD"
+            begun = self.conn.our_state is h11.SEND_RESPONSE  # the application has the request
+            if begun:
+                self.scope["state"]["status"] = error.status
+            else:
+                self._http_requests.count("", error.status)
+            without_body = begun and self.scope["method"] == "HEAD"
             for event in (head, h11.Data(data=b"" if without_body else bytes(answer.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
             if self.cycle is not None:

@@ -21,7 +21,7 @@ from ssd.errors import EngineFailed
 from ssd.llm import LLM, Prompt, check_served
 from ssd.server.admission import Admission
 from ssd.server.errors import ApiError
-from ssd.server.metrics import Metrics
+from ssd.server.metrics import HttpRequests, Metrics
 from ssd.server.options import ServerOptions
 from ssd.server.tracing import Tracer
 
@@ -37,6 +37,9 @@ class ServerState:
     options: ServerOptions
     admission: Admission
     metrics: Metrics
+    http_requests: HttpRequests
+    sampling_defaults: dict[str, Any]  # of what a request leaves out
+    fingerprint: str
     tracer: Tracer | None = None
     started: int = field(default_factory=lambda: int(time.time()))
     watchers: set[asyncio.Task[None]] = field(default_factory=set)  # the event loop refers to its tasks weakly

@@ -7,27 +7,30 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Final
 
+import torch
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.routing import compile_path
 
 from ssd.core import RequestMetrics, RequestOutput
 from ssd.engine.engine import Engine
 from ssd.errors import EngineClosed
+from ssd.version import VERSION
 
 if TYPE_CHECKING:
     from ssd.llm import LLM
 
 router = APIRouter(include_in_schema=False)
 
-CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+_CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _MODEL: Final = "model_name"
 _REASONS: Final = ("stop", "length", "abort", "error")
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
@@ -112,23 +115,47 @@ class _Requests:
             self.histograms["request_time_per_output_token_seconds"].observe(1 / speed)
 
 
-class Metrics(Collector):
-    """The metrics of one LLM, in a registry of their own. Counts every request of the LLM that ends from now on."""
+class HttpRequests(Collector):
+    """Counts HTTP requests by path and status. For the event loop's thread only.
 
-    def __init__(self, llm: LLM, model_name: str | None = None) -> None:
+    A path is a template of `paths`, or "other": clients cannot add labels.
+    """
+
+    def __init__(self, paths: Iterable[str], model_name: str) -> None:
+        self._model = model_name
+        self._paths = frozenset(path for path in paths if "{" not in path)
+        self._patterns = [compile_path(path)[:2] for path in sorted(set(paths) - self._paths)]
+        self._counts = Counter[tuple[str, int]]()
+
+    def count(self, path: str, status: int) -> None:
+        self._counts[self._label(path), status] += 1
+
+    def _label(self, path: str) -> str:
+        if path in self._paths:
+            return path
+        return next((template for pattern, template in self._patterns if pattern.match(path)), "other")
+
+    def collect(self) -> Iterator[Metric]:
+        labels = [_MODEL, "path", "status"]
+        family = CounterMetricFamily("ssd_http_requests", "HTTP requests that were answered.", labels=labels)
+        for (path, status), count in self._counts.items():
+            family.add_metric([self._model, path, str(status)], count)
+        yield family
+
+
+class Metrics(Collector):
+    """The metrics of one LLM. Counts every request of the LLM that ends from now on."""
+
+    def __init__(self, llm: LLM, model_name: str | None = None, fingerprint: str = "") -> None:
         self._llm = llm
         self._model = model_name or str(llm.config.model)
+        self._fingerprint = fingerprint
         self._requests = _Requests()
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
         llm.driver.on_end(self._requests.observe)
-
-    def render(self) -> bytes:
-        """The text format of Prometheus; its content type is CONTENT_TYPE."""
-        return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """The engine's totals, unless it is closed, and those of the requests."""
+        yield self._build_info()
         with suppress(EngineClosed):
             yield from self._of_engine(self._llm.engine)
         yield self._labelled("request_success", "Samples that ended.", "finished_reason", self._requests.ended)
@@ -136,6 +163,23 @@ class Metrics(Collector):
             family = HistogramMetricFamily(f"ssd_{name}", text, labels=[_MODEL])
             self._requests.histograms[name].add_to(family, [self._model])
             yield family
+
+    def _build_info(self) -> Metric:
+        config = self._llm.config
+        labels = {
+            _MODEL: self._model,
+            "version": VERSION,
+            "torch": str(torch.__version__),
+            "device": config.device,
+            "gpu": "" if config.device == "cpu" else torch.cuda.get_device_name(config.device),
+            "dtype": config.dtype,
+            "mode": config.speculation.mode,
+            "draft": config.speculation.draft or "",
+            "system_fingerprint": self._fingerprint,
+        }
+        family = GaugeMetricFamily("ssd_build_info", "What is served, and by what; always 1.", labels=list(labels))
+        family.add_metric(list(labels.values()), 1)
+        return family
 
     def _of_engine(self, engine: Engine) -> Iterator[Metric]:
         for kind, found in ((GaugeMetricFamily, _gauges(engine)), (CounterMetricFamily, _counters(engine))):
@@ -155,8 +199,16 @@ class Metrics(Collector):
 
 @router.get("/metrics")
 async def scrape(request: Request) -> Response:
-    metrics: Metrics = request.app.state.server.metrics
-    return Response(metrics.render(), media_type=CONTENT_TYPE)
+    state = request.app.state.server
+    return exposition(state.metrics, state.http_requests)
+
+
+def exposition(*collectors: Collector) -> Response:
+    """The text format of Prometheus, with metrics of this process."""
+    registry = CollectorRegistry()
+    for collector in (*collectors, ProcessCollector(registry=None)):
+        registry.register(collector)
+    return Response(generate_latest(registry), media_type=_CONTENT_TYPE)
 
 
 def _gauges(engine: Engine) -> dict[str, tuple[str, float]]:
@@ -202,4 +254,5 @@ def _labelled_counters(engine: Engine) -> dict[str, tuple[str, str, dict[str, fl
     return {
         "spec_decode_num_accepted_tokens_per_pos": ("Draft tokens accepted, by position.", "position", accepted),
         "draft_rounds": ("Rounds after a look-up, by origin of the draft.", "origin", dict(metrics.ssd_rounds)),
+        "mode_rounds": ("Rounds, by mode, where it is chosen in every round.", "mode", dict(metrics.mode_rounds)),
     }

@@ -1,4 +1,4 @@
-"""Middleware for every HTTP request: request id, access log, size limit, API key, CORS."""
+"""Middleware for every HTTP request: request id, access log, count, size limit, host name, API key, CORS."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import time
 import uuid
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Final
 
 from fastapi import FastAPI
@@ -16,16 +17,22 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ssd.server.errors import ApiError
-from ssd.server.options import ServerOptions
+from ssd.server.options import ServerOptions, is_loopback
 from ssd.server.playground import PAGE
 
 access_log = logging.getLogger("ssd.access")
-OPEN_PATHS: Final = frozenset({"/health", "/health/ready", *PAGE})  # served without an API key
+_PROBES: Final = frozenset({"/health", "/health/ready"})  # served under any host name
+OPEN_PATHS: Final = frozenset({*_PROBES, *PAGE})  # served without an API key
+_POLLED: Final = frozenset({*_PROBES, "/metrics", "/playground/state"})  # not in the access log unless they fail
+_GONE: Final = 499  # nginx's: the client went away before it was answered
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
 class RequestIdMiddleware:
-    """Sets `x-request-id` (the client's, or a new one) and writes the access log. Closes connections while draining."""
+    """Sets `x-request-id` (the client's, or a new one), writes the access log and counts.
+
+    Closes connections while draining.
+    """
 
     def __init__(self, app: ASGIApp, *, log: bool) -> None:
         self._app, self._log = app, log
@@ -52,7 +59,9 @@ class RequestIdMiddleware:
         try:
             await self._app(scope, receive, tagged)
         finally:
-            if self._log:
+            status = scope["state"].get("status", status) or _GONE  # the former: the connection has answered itself
+            scope["app"].state.server.http_requests.count(scope["path"], status)
+            if self._log and not (scope["path"] in _POLLED and status < HTTPStatus.BAD_REQUEST):
                 self._write_log(scope, status, time.perf_counter() - begin)
 
     @staticmethod
@@ -65,11 +74,12 @@ class RequestIdMiddleware:
 
 
 class AuthAndSizeMiddleware:
-    """Refuses requests without a valid API key (401) and with bodies that are too large (413)."""
+    """Refuses requests under another host's name (403), without a valid API key (401), with too large a body (413)."""
 
     def __init__(self, app: ASGIApp, *, options: ServerOptions) -> None:
         self._app = app
         self._keys = [key.encode() for key in options.api_keys]
+        self._hosts = frozenset(host.lower() for host in options.allowed_hosts)
         self._max_bytes = options.max_request_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,6 +87,8 @@ class AuthAndSizeMiddleware:
             await self._app(scope, receive, send)
             return
         try:
+            if self._hosts and scope["path"] not in _PROBES:
+                self._check_host(Headers(scope=scope))
             if self._keys and scope["path"] not in OPEN_PATHS:
                 self._check_key(Headers(scope=scope))
             messages = await self._body(Headers(scope=scope), receive)
@@ -88,6 +100,16 @@ class AuthAndSizeMiddleware:
             return next(messages, None) or await receive()
 
         await self._app(scope, replay, send)
+
+    def _check_host(self, headers: Headers) -> None:
+        """A page of a name that its owner lets point here (DNS rebinding) is of this origin for a browser.
+
+        Browsers always send the header; what does not, is no page.
+        """
+        given = headers.get("host", "localhost").lower()
+        name = re.sub(r":\d*$", "", given)
+        if not is_loopback(name) and name.removesuffix(".") not in self._hosts:
+            raise ApiError(403, f"host {given!r}: is not a name of this server; --allowed-hosts adds names")
 
     def _check_key(self, headers: Headers) -> None:
         """Compares with every key in constant time."""

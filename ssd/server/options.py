@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import ipaddress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Final, Literal
 
-from ssd.errors import ConfigError
+from ssd.core import SamplingParams
+from ssd.errors import ConfigError, RequestError
 from ssd.options import described, option, validate
 from ssd.server.tracing import check_endpoint
+
+SAMPLING: Final = (  # what a server may have defaults of
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 
 
 @dataclass(frozen=True)
@@ -21,7 +30,25 @@ class ServerOptions:
     cors_origins: tuple[str, ...] = option(
         (), "Let web pages of this origin use the server ('*': of every origin).", flags=("--cors-origin",)
     )
-    access_log: bool = option(True, "Log every request.")
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "Host names by which clients may address the server, beside loopback names. Without it: loopback names only if "
+        "the server listens on one and has no API key, else any.",
+        env="SSD_ALLOWED_HOSTS",
+        listed=True,
+    )
+    access_log: bool = option(True, "Log every request, probes and scrapes that succeed excepted.")
+    chat_template: str | None = option(None, "File with a chat template, Jinja's, in place of the model's.")
+    generation_config: Literal["auto", "none"] = option(
+        "auto",
+        "Sampling parameters that requests leave out. auto: those of the model's generation_config.json, if any.",
+    )
+    override_generation_config: Mapping[str, Any] = field(
+        default_factory=dict,
+        metadata=described(
+            'The same as JSON, or @FILE, before those of the model: \'{"temperature": 0.6, "top_p": 0.95}\'.'
+        ),
+    )
     tool_parser: Literal["auto", "llama3", "hermes", "json"] = option(
         "auto",
         "Format of the model's tool calls. json: a message that is a JSON object. auto: by the chat template.",
@@ -51,3 +78,45 @@ class ServerOptions:
             check_endpoint(self.otlp_traces_endpoint)
         if any(not key or not key.isascii() for key in self.api_keys):
             raise ConfigError("api_key: must be ASCII text, and not empty")
+        if self.chat_template is not None:
+            object.__setattr__(self, "chat_template", str(Path(self.chat_template).expanduser().absolute()))
+            self.read_chat_template()
+        self._check_sampling()
+
+    def read_chat_template(self) -> str | None:
+        """The template of the file; ConfigError if it cannot render a chat."""
+        from ssd.text.chat_template import compile_template, render  # not worth the time at each start of the command
+
+        if self.chat_template is None:
+            return None
+        messages = [{"role": "user", "content": "Hello"}]
+        try:
+            source = Path(self.chat_template).read_text(encoding="utf-8")
+            render(compile_template(source), {"messages": messages, "add_generation_prompt": True})
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(
+                f"chat_template {self.chat_template}: cannot be read ({error}): name a text file"
+            ) from error
+        except Exception as error:  # a template is a program, which can fail in any way
+            line = f", line {error.lineno}" if hasattr(error, "lineno") else ""
+            reason = str(error) or type(error).__name__
+            raise ConfigError(f"chat_template {self.chat_template}{line}: cannot render a chat ({reason})") from error
+        return source
+
+    def _check_sampling(self) -> None:
+        given = self.override_generation_config
+        if unknown := sorted(set(given) - set(SAMPLING)):
+            raise ConfigError(f"override_generation_config {unknown[0]!r}: is none of {', '.join(SAMPLING)}")
+        try:
+            SamplingParams(**given)
+        except RequestError as error:
+            raise ConfigError(f"override_generation_config {error}") from error
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name, or an address, is one of the loopback interface."""
+    name = host.lower().removesuffix(".")
+    try:
+        return name == "localhost" or ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False

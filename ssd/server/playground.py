@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as Seq
 from importlib import resources
 from typing import Annotated, Any, Final, Literal
 
@@ -15,11 +16,11 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from ssd.config import NGRAM
-from ssd.core import LOOKED_UP, Origin, Outcome, RequestOutput, SamplingParams
+from ssd.core import LOOKED_UP, Origin, Outcome, RequestOutput, SamplingParams, Sequence, Work
 from ssd.decoding.drafter import Prepared
+from ssd.decoding.observer import RoundObserver
 from ssd.llm import LLM
 from ssd.server.answers import event_stream
-from ssd.server.branches import BranchWatch
 from ssd.server.errors import unsupported
 from ssd.server.generation import Generation, ServerState, start
 from ssd.server.protocol import Strict
@@ -55,6 +56,39 @@ class PlaygroundRequest(Strict):
     max_tokens: int = _DEFAULT_TOKENS
     speculate: bool = True
     branches: bool = False  # tell which branches were prepared
+
+
+class BranchWatch(RoundObserver):
+    """Keeps the branches that the drafter prepares for watched requests.
+
+    While a request is watched, a round is collected before the next one is launched, because a later round would
+    overwrite the branches: on a GPU that costs some speed, for every request. Nothing changes while none is watched.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, dict[int, Prepared]] = {}  # by request, then by the number of output tokens before
+
+    def watch(self, request_id: str) -> None:
+        """For any thread, as are `take` and `unwatch`."""
+        self._found[request_id] = {}
+
+    def take(self, request_id: str, num_output: int) -> Prepared:
+        """Branches of the round that began after `num_output` output tokens, the likeliest first."""
+        return self._found[request_id].pop(num_output, {})
+
+    def unwatch(self, request_id: str) -> None:
+        self._found.pop(request_id, None)
+
+    @property
+    def synchronous(self) -> bool:  # type: ignore[override]
+        return bool(self._found)
+
+    def launched(self, works: Seq[Work], prepared: Callable[[Sequence], Prepared]) -> None:
+        for work in works if self._found else ():
+            found = self._found.get(work.sequence.request.id)
+            earlier = work.sequence.in_flight is not None  # launched before the request was watched
+            if found is not None and work.decides and work.sequence.index == 0 and not earlier:
+                found[work.sequence.num_output] = prepared(work.sequence)
 
 
 def router(llm: LLM) -> APIRouter:
@@ -97,7 +131,8 @@ def _static(name: str, kind: str) -> Any:
 def _branches_visible(llm: LLM) -> bool:
     """A drafter in another process keeps its branches there; the rejection rule has none without distributions."""
     wanted = llm.config.speculation
-    return wanted.mode == "ssd" and wanted.placement != "process" and wanted.acceptance == "coupled"
+    prepared_here = wanted.mode in ("ssd", "auto") and wanted.placement in ("stream", "inline")
+    return prepared_here and wanted.acceptance == "coupled"
 
 
 def state_of(server: ServerState) -> dict[str, Any]:

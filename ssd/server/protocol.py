@@ -60,7 +60,7 @@ class SamplingRequest(Strict):
 
     model: str
     stream: bool | None = None
-    temperature: float | None = None  # OpenAI's default, 1; `SamplingParams` has 0
+    temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None  # 0 and -1: all tokens
     min_p: float | None = None
@@ -88,12 +88,12 @@ class GenerationRequest(SamplingRequest):
     response_format: Json | None = None
     structured_outputs: Json | None = None  # regex, choice, grammar, json
 
-    def sampling_params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
-        """`max_tokens`: the default of the endpoint; `logprobs`: how many per token."""
+    def sampling_params(self, defaults: Json, max_tokens: int, logprobs: int | None) -> SamplingParams:
+        """`defaults`: the server's; `max_tokens`: the default of the endpoint; `logprobs`: how many per token."""
         same = SamplingParams.__dataclass_fields__.keys() & GenerationRequest.model_fields
         given = {name: value for name in same if (value := getattr(self, name)) is not None}
+        given = {**defaults, "max_tokens": max_tokens, **given}
         given["top_k"] = max(0, given.get("top_k", 0))
-        given = {"temperature": 1.0, "max_tokens": max_tokens, **given}
         return SamplingParams(**given, logprobs=logprobs, structured=self._structured())
 
     @property

@@ -18,8 +18,7 @@ from typing import Any, Final, Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from prometheus_client import generate_latest
-from prometheus_client.core import CollectorRegistry, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
@@ -27,9 +26,10 @@ from starlette.types import Message, Receive, Scope, Send
 from ssd.server import errors, middleware
 from ssd.server.admission import RETRY_AFTER, Admission
 from ssd.server.answers import last_events
+from ssd.server.app import PATHS
 from ssd.server.errors import ApiError
 from ssd.server.generation import NO_RETRY, TIMED_OUT
-from ssd.server.metrics import CONTENT_TYPE
+from ssd.server.metrics import HttpRequests, exposition
 from ssd.server.options import ServerOptions
 
 log = logging.getLogger("ssd")
@@ -73,6 +73,7 @@ class ProxyState:
     options: ServerOptions
     admission: Admission
     replicas: Replicas
+    http_requests: HttpRequests
 
     @property
     def lost(self) -> str | None:
@@ -86,8 +87,9 @@ class ProxyState:
 
 def create_proxy(replicas: Replicas, options: ServerOptions) -> FastAPI:
     """The ASGI application in front of replicas. It does not close them."""
-    app = FastAPI(title="ssd", openapi_url=None)
-    app.state.server = state = ProxyState(options, Admission(options.max_connections, 0, None), replicas)
+    app = FastAPI(title="ssd", openapi_url=None, redirect_slashes=False)
+    counts = HttpRequests(PATHS, options.served_model_name)
+    app.state.server = state = ProxyState(options, Admission(options.max_connections, 0, None), replicas, counts)
     errors.install(app)
     app.add_api_route("/health", _health)
     app.add_api_route("/health/ready", _ready)
@@ -114,10 +116,13 @@ async def _ready(request: Request) -> dict[str, str]:
 
 
 async def _metrics(request: Request) -> Response:
-    """Metrics of all replicas, with the label `replica`."""
-    registry = CollectorRegistry()
-    registry.register(_Merged(await ProxyState.of(request).replicas.metrics()))
-    return Response(generate_latest(registry), media_type=CONTENT_TYPE)
+    """Metrics of all replicas, with the label `replica`, and those of this process."""
+    state = ProxyState.of(request)
+    try:
+        found = await state.replicas.metrics()
+    except ApiError:  # no replica answers: that requests fail must be seen
+        found = {}
+    return exposition(_Merged(found), state.http_requests)
 
 
 class _Merged(Collector):

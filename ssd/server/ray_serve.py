@@ -116,8 +116,8 @@ class RayReplicas:
             request_router_config=RequestRouterConfig(request_router_class="ssd.server.ray_router:PrefixRouter"),
             logging_config={"log_level": "WARNING", "enable_access_log": False},
         )
-        # the proxy checks keys and origins, and writes the access log
-        within = replace(options, api_keys=(), cors_origins=(), access_log=False)
+        # the proxy checks keys, hosts and origins, and writes the access log
+        within = replace(options, api_keys=(), allowed_hosts=(), cors_origins=(), access_log=False)
         app = deployment.bind(config, within, int(time.time()), log.level)
         try:
             self._handle = serve.run(app, name=self._name, route_prefix=None)

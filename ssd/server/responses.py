@@ -54,17 +54,18 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
             raise unsupported(name, _STATELESS)
     with renaming(_FIELD_NAMES):
         generation, form = await start_chat(state, _chat(body), request)
-    writer = ResponseWriter(_fields(body, state.options.served_model_name), state.llm.tokenizer)
+    writer = ResponseWriter(_fields(body, state), state.llm.tokenizer)
     return await respond(generation, form, writer, stream=body.stream)
 
 
-def _fields(body: ResponsesRequest, model: str) -> Json:
+def _fields(body: ResponsesRequest, state: ServerState) -> Json:
     """The fields of a response that repeat the request."""
+    defaults = state.sampling_defaults
     return {
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
         "created_at": int(time.time()),
-        "model": model,
+        "model": state.options.served_model_name,
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,
@@ -73,11 +74,11 @@ def _fields(body: ResponsesRequest, model: str) -> Json:
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
         "store": False,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": defaults["temperature"] if body.temperature is None else body.temperature,
         "text": body.text or {"format": {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": defaults.get("top_p", 1.0) if body.top_p is None else body.top_p,
         "truncation": "disabled",
         "usage": None,
     }

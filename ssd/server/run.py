@@ -8,6 +8,7 @@ import logging
 import math
 import resource
 import socket
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final, Protocol
 
@@ -83,8 +84,10 @@ class Server(uvicorn.Server):
     The loss of a rank of the model ends it, too.
     """
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: FastAPI, ready: Callable[[], object] = lambda: None) -> None:
+        """`ready` is called when it accepts connections."""
         self._state: _State = app.state.server
+        self._ready = ready
         self._draining: asyncio.Task[None] | None = None
         config = uvicorn.Config(
             app,
@@ -108,6 +111,7 @@ class Server(uvicorn.Server):
             await super().startup(sockets)
         except OSError as error:  # two servers were bound to an address at the same time: the other one listens now
             raise _unavailable("its address", error) from error
+        self._ready()
 
     async def on_tick(self, counter: int) -> bool:
         if self._state.lost is not None and self._draining is None:

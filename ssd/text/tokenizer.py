@@ -81,6 +81,10 @@ class Tokenizer:
     def chat_template_names(self) -> list[str]:
         return list(self._chat_templates)
 
+    def use_chat_template(self, source: str) -> None:
+        """Replaces all templates of the checkpoint."""
+        self._chat_templates, self._compiled = {"default": source}, {}
+
     @property
     def bos_token(self) -> str | None:
         return self._special_tokens.get("bos_token")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_weights import RandomCheckpoint
 
 from ssd import LLM, ConfigError
 from ssd.assembly import fit, memory
@@ -16,9 +17,9 @@ from ssd.assembly.fit import check_fits
 from ssd.assembly.memory import weight_bytes
 from ssd.config import EngineConfig
 from ssd.layers.formats.rounded import rounded
+from ssd.layers.spec import KVGroup
 from ssd.models.decoder import Decoder
 from ssd.models.open import open_checkpoint
-from ssd.models.random_weights import RandomCheckpoint
 from ssd.models.shapes import SHAPES
 
 GIB = 1 << 30
@@ -66,6 +67,16 @@ def test_the_draft_is_counted_too(free: Any) -> None:
         assert "and its draft need" in refusal("tiny-qwen3", speculation=speculation)
 
 
+def test_a_draft_in_two_processes_is_counted_twice(free: Any) -> None:
+    """mode="auto" on a CPU: SD's draft is in the engine's process, SSD's in a worker."""
+    free(4.6)
+    draft = {"draft": "graft:tiny-qwen3-draft@qwen3-0.6b", "placement": "process"}
+    model = "graft:tiny-qwen3@qwen3-0.6b"
+    with pytest.raises(AssertionError, match="weights are loaded"):
+        LLM(model, device="cpu", speculation={"mode": "ssd", **draft})
+    assert "and its draft need 6.7 GiB" in refusal(model, speculation={"mode": "auto", **draft})
+
+
 @pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
 def test_a_quantized_draft_needs_less(free: Any, form: str) -> None:
     """Catches an estimate for weights that are not there: a pair that fits only with a smaller draft is not refused."""
@@ -79,7 +90,10 @@ def test_a_quantized_draft_needs_less(free: Any, form: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "form", "gigabytes"),
-    [("llama-3.2-1b", "int8", 1.76), ("llama-3.2-1b", "int4", 1.18), ("llama-3.1-8b", "fp8", 8.56)],
+    [
+        *(("llama-3.2-1b", "int8", 1.76), ("llama-3.2-1b", "int8+bf16", 3.71), ("llama-3.2-1b", "int4", 1.18)),
+        ("llama-3.1-8b", "fp8", 8.56),
+    ],
 )
 def test_bytes_of_quantized_weights(name: str, form: Any, gigabytes: float) -> None:
     """The embedding is kept as it is; a tied head (the 1B's) is a quantised copy of it."""
@@ -154,21 +168,23 @@ def test_a_machine_without_limits_of_control_groups_has_its_memory(monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("options", "capacity", "said"),
+    ("options", "num_blocks", "said"),
     [
-        ({"max_model_len": 100, "num_kv_blocks": 2}, 32, "lower it to that, or raise num_kv_blocks to at least 7"),
-        ({"max_model_len": 100}, 32, "lower it to that, or raise gpu_memory_utilization"),
+        ({"max_model_len": 100, "num_kv_blocks": 2}, 2, "lower it to that, or raise num_kv_blocks to at least 7"),
+        ({"max_model_len": 100}, 2, "lower it to that, or raise gpu_memory_utilization"),
         ({}, 0, "no memory is left for KV .* raise gpu_memory_utilization"),
     ],
 )
-def test_a_kv_pool_too_small_for_a_sequence_names_the_option_that_helps(options: Any, capacity: int, said: str) -> None:
+def test_a_kv_pool_too_small_for_a_sequence_names_the_option_that_helps(
+    options: Any, num_blocks: int, said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
-        memory.fitting_length(EngineConfig("m", **options), 100, capacity)
+        memory.fitting_length(EngineConfig("m", **options), 100, num_blocks, lambda tokens: -(-tokens // 16))
 
 
 def test_the_kv_pool_of_a_cpu_holds_a_sequence_of_the_wanted_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a pool of the default size that refuses a max_model_len for which there is memory."""
-    decoder: Any = SimpleNamespace(device=CPU, kv_bytes_per_token=1 << 20)
+    decoder: Any = SimpleNamespace(device=CPU, kv_bytes_per_token=1 << 20, kv_groups=[KVGroup(None, ())])
     models = [memory.Loaded(decoder, 8192, 1)]
     for free, default in ((100, 256), (2, 64)):  # blocks of 16 MiB: 4 GiB at most, and half of what is free
         monkeypatch.setattr(memory, "available_bytes", lambda *_, free=free: free * GIB)
@@ -191,3 +207,20 @@ def test_a_gpu_needs_memory_for_its_share_of_a_split_model(monkeypatch: pytest.M
         check_fits(replace(config, tensor_parallel_size=2), [checkpoint], CUDA)
     one, four, sixteen = (checkpoint.config.kv_bytes_per_token(torch.bfloat16, ranks) for ranks in (1, 4, 16))
     assert (one, four, sixteen) == (2 * 80 * 8 * 128 * 2, one // 4, one // 8)
+
+
+def test_windows_need_memory_for_a_window() -> None:
+    """Catches an estimate by the whole length: 8 layers, half of them with a window of 1,024 tokens, or all."""
+    plain = RandomCheckpoint(SHAPES["llama-3.2-1b"]).config.with_layers(8)
+    windowed = plain.with_layers(window=1024)
+    mixed = replace(plain, layers=(*plain.layers[:4], *windowed.layers[:4]))
+    whole = plain.kv_bytes_per_token(torch.bfloat16)
+    config = EngineConfig("m", block_size=16, max_num_batched_tokens=512)
+    # A window, the round in flight and the next touch 129 blocks at most.
+    cases = (plain, whole, 300 * 16), (mixed, whole // 2, (300 - 129) * 16), (windowed, whole, 1 << 17)
+    for model, bytes_per_token, longest in cases:
+        assert model.kv_bytes_per_token(torch.bfloat16, windowed=True) == bytes_per_token
+        assert model.kv_bytes_per_token(torch.bfloat16) == whole, "a draft keeps everything"
+        needed = memory.blocks_for(config, model.kv_groups(windowed=True), CPU)
+        assert memory.longest_sequence(300, needed, 1 << 17) == longest
+        assert needed(longest) <= 300 < needed(longest + 1) or longest == 1 << 17

@@ -41,7 +41,7 @@ from serve_process import ServeProcess, serve
 from ssd import LLM, SamplingParams
 from ssd.assembly import drafters
 from ssd.assembly.device import rank_device, resolve_device
-from ssd.assembly.drafters import drafter_with, placed
+from ssd.assembly.drafters import drafter_of, placed
 from ssd.assembly.ranks import Place, Ranks
 from ssd.config import EngineConfig, SpeculationConfig
 from ssd.core import Outcome, RequestOutput, Work
@@ -50,6 +50,7 @@ from ssd.drafting.process import ProcessDrafter
 from ssd.drafting.ssd import SSDDrafter
 from ssd.engine.engine import Engine
 from ssd.errors import ConfigError, EngineFailed, RequestFailed
+from ssd.execution.state import SequenceState
 from ssd.parallel.process import Worker
 from ssd.parallel.tensor import TensorParallel
 from ssd.parallel.transport import Channel
@@ -85,7 +86,7 @@ def mode(llm: LLM, name: str) -> Iterator[None]:
     assert isinstance(built, SSDDrafter)
     options = {"mode": name, "draft": "noisy", "k": 3} if name != "ar" else {"mode": name}
     speculation = SpeculationConfig(**options)  # type: ignore[arg-type]
-    drafter = built if name == "ssd" else drafter_with(built.model, speculation)
+    drafter = built if name == "ssd" else drafter_of(built.model, speculation)
     llm.driver.call(lambda engine: engine.round.use(drafter))
     yield
     llm.driver.call(lambda engine: engine.round.use(built))
@@ -189,6 +190,14 @@ def test_a_head_drafts_at_degree_two_what_it_drafts_at_one(models: Models) -> No
 
 
 @pytest.mark.slow
+def test_layers_with_windows_on_two_ranks(make_model: Callable[[str], TestModel], tmp_path: Path) -> None:
+    """Catches entries of one group's block tables that the other rank writes to another's."""
+    with split(make_models(make_model, tmp_path, "qwen3-windows"), 2, num_kv_blocks=100) as llm:
+        assert [group.window for group in llm.engine.round.target.runner.decoder.kv_groups] == [None, 21]
+        check_modes(llm, 6, seed=1)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama-tied", "llama-biased"])
 def test_degree_four(make_model: Callable[[str], TestModel], kind: str, tmp_path: Path) -> None:
     """llama-tied has 2 KV heads: each is on two ranks."""
@@ -270,7 +279,11 @@ def test_a_gpu_can_be_chosen_by_its_index(monkeypatch: pytest.MonkeyPatch) -> No
     assert [str(rank_device(first, rank)) for rank in range(3)] == ["cuda:1", "cuda:2", "cuda:3"]
     assert [str(rank_device(torch.device("cuda"), rank)) for rank in range(2)] == ["cuda", "cuda:1"]
     speculation = SpeculationConfig(mode="ssd", draft="x", placement="process")
-    assert placed(speculation, first, ranks=3) == speculation  # cuda:4
+    assert placed(speculation, first, ranks=3) == replace(speculation, draft_device="cuda:4")
+    named = replace(speculation, draft_device="cuda:4")
+    assert placed(named, first, ranks=2) == named
+    with pytest.raises(ConfigError, match='draft_device="cuda:4" is a GPU of the target'):
+        placed(named, first, ranks=4)
     with pytest.raises(ConfigError, match="needs another GPU for the draft"):
         placed(speculation, first, ranks=4)
     with pytest.raises(ConfigError, match="draft_replicas=2 and draft_tensor_parallel_size=1 need 2 more GPUs"):
@@ -291,15 +304,20 @@ def test_the_draft_s_process_gets_the_gpu_after_those_of_the_target(monkeypatch:
     monkeypatch.setattr(drafters, "ProcessDrafter", lambda starts, *_, **__: [start() for start in starts] and ready)
     monkeypatch.setattr(drafters, "Worker", setups.append)
     speculation = SpeculationConfig(mode="ssd", draft="x", placement="process")
-    config = EngineConfig("x", device="cuda", tensor_parallel_size=4, speculation=speculation)
-    drafters.start_workers(config, 10)
+    state = SequenceState(1, max_len=8, lookahead=2, vocab_size=10, device=torch.device("cpu"))
+
+    def start(ranks: int, speculation: SpeculationConfig) -> None:
+        found = placed(speculation, torch.device("cuda"), ranks=ranks)
+        config = EngineConfig("x", device="cuda", tensor_parallel_size=ranks, speculation=found)
+        drafters.start_workers(config, state)
+
+    start(4, speculation)
     assert setups[0]["config"]["device"] == "cuda:4"
-    config = replace(config, tensor_parallel_size=2, speculation=replace(speculation, draft_replicas=3))
-    drafters.start_workers(config, 10)
+    start(2, replace(speculation, draft_replicas=3))
     assert [setup["config"]["device"] for setup in setups[1:]] == ["cuda:2", "cuda:3", "cuda:4"]
     assert [setup["replica"] for setup in setups[1:]] == [0, 1, 2]
     split = replace(speculation, draft_replicas=2, draft_tensor_parallel_size=2)
-    drafters.start_workers(replace(config, tensor_parallel_size=1, speculation=split), 10)
+    start(1, split)
     assert [setup["config"]["device"] for setup in setups[4:]] == ["cuda:1", "cuda:3"]
 
 

@@ -51,12 +51,12 @@ def share(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_fastest_split_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the target's graphs are in the other part, for as many sequences as have few enough branches."""
+    """And the target's graphs are in the other part, for one sequence."""
     gpu = Gpu({0: 20.0, 32: 20.5, 40: 19.4, 48: 19.7}, widths=(4, 16))
     share(gpu, monkeypatch)
     assert gpu.part is not None
     assert gpu.part.processors == 40
-    assert gpu.captured[-1] == ("92", 4 * 7)
+    assert gpu.captured[-1] == ("92", 7)
 
 
 def test_a_target_that_is_faster_on_the_whole_gpu_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,8 @@ from ssd.assembly.ranks import Follower
 from ssd.assembly.torchrun import Hosts, Kind
 from ssd.config import EngineConfig, SpeculationConfig
 from ssd.errors import ConfigError, EngineFailed
-from ssd.parallel.launch import Launch
+from ssd.execution.state import SequenceState
+from ssd.parallel.launch import Launch, local_size
 from ssd.parallel.process import Worker
 from ssd.parallel.transport import Channel, ChannelClosed, Message, words
 
@@ -104,7 +105,9 @@ def test_gpus_are_counted_on_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafters, "ProcessDrafter", lambda starts, *_, **__: starts[0]() or ready)
     monkeypatch.setattr(drafters, "Worker", setups.append)
     speculation = SpeculationConfig(mode="ssd", draft="x", placement="process")
-    drafters.start_workers(EngineConfig("x", device="cuda", tensor_parallel_size=8, speculation=speculation), 10)
+    found = drafters.placed(speculation, torch.device("cuda"), ranks=local_size(8))
+    state = SequenceState(1, max_len=8, lookahead=2, vocab_size=10, device=torch.device("cpu"))
+    drafters.start_workers(EngineConfig("x", device="cuda", tensor_parallel_size=8, speculation=found), state)
     assert setups[0]["config"]["device"] == "cuda:4"
 
 

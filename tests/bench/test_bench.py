@@ -16,22 +16,23 @@ import pytest
 import torch
 from eagle_heads import make_tiny_head
 from fake_server import PIECES, TOKENS_A_PIECE, serving
+from random_weights import RandomCheckpoint
 from rich.console import Console
+from sizes import spelled
 from typer.testing import CliRunner
 
 from ssd.bench import load
 from ssd.bench.answers import Answer, RequestSettings, Speed
+from ssd.bench.config import BenchConfig
 from ssd.bench.measure import MEAN, Measured, Turn, figures, measure, same_text, warnings
-from ssd.bench.models import spelled
 from ssd.bench.ours import Method, OurContender, methods_of, our_contenders
 from ssd.bench.pictures import _fonts, _legible, write_picture
 from ssd.bench.report import Report
-from ssd.bench.run import BenchConfig, _header, run
+from ssd.bench.run import _header, run
 from ssd.bench.workload import Workload, encode, load_workload
 from ssd.cli.main import app
 from ssd.errors import ConfigError, SSDError
 from ssd.models.open import open_checkpoint
-from ssd.models.random_weights import RandomCheckpoint
 from ssd.models.shapes import SHAPES
 
 TINY = ("tiny-llama", "tiny-llama-draft")
@@ -351,10 +352,7 @@ def test_characters_without_a_font_are_escaped() -> None:
     assert _fonts()[0] == fonts[0]
 
 
-def test_the_picture_of_hit_rates_has_axis_titles_and_a_legend_above_its_panels(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench")
+def test_the_picture_of_hit_rates_has_axis_titles_and_a_legend_above_its_panels() -> None:
     hits = importlib.import_module("hits")
     rates = dict.fromkeys(hits.POLICIES, [0.5] * len(hits.BUDGETS))
     drawn = ElementTree.fromstring(hits.picture({0.0: rates, 1.0: rates}, 4))

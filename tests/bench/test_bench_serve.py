@@ -14,8 +14,9 @@ from fake_server import PAUSE, PIECES, PROMPT_TOKENS, TOKENS_A_PIECE, serving
 from typer.testing import CliRunner
 
 from ssd.bench.answers import Answer
+from ssd.bench.config import Requests
 from ssd.bench.openai import ServerContender
-from ssd.bench.serve import Load, Requests, Result, figures, parse_goals, sweep
+from ssd.bench.serve import Load, Result, figures, parse_goals, sweep
 from ssd.cli.main import app
 from ssd.errors import ConfigError
 

@@ -29,7 +29,7 @@ from ssd.cli.chat import EngineBackend, typed
 from ssd.cli.conversation import SPARE_ANSWERS, Answer, Conversation, Message, Write, report
 from ssd.cli.explain import tinted
 from ssd.cli.main import app
-from ssd.cli.trace import Recorder
+from ssd.cli.trace import record
 from ssd.core import RequestMetrics, SamplingParams
 from ssd.errors import ConfigError, RequestError
 from ssd.llm import LLM
@@ -261,10 +261,8 @@ def test_colours_are_those_of_explain(llm: LLM, stop: tuple[str, ...]) -> None:
     params = SamplingParams(max_new_tokens=40, stop=stop)
     pieces: list[tuple[str, bool]] = []
     answer = EngineBackend(llm, params, colour=True).answer(STORY, lambda *piece: pieces.append(piece))
-    recorder = Recorder(branches=False)
-    with llm.driver.observing(recorder):
-        [output] = llm.generate(STORY, params)
-    expected = tinted(recorder.trace(output.request_id, len(output.token_ids)), llm.engine.tokenizer, output)
+    output, steps = record(llm, STORY, params)
+    expected = tinted(steps, llm.engine.tokenizer, output)
     assert "".join(text for text, _ in pieces) == answer.text == expected.plain == output.text
     shown = "".join(("1" if drafted else "0") * len(text) for text, drafted in pieces)
     green = {i for span in expected.spans if span.style == "green" for i in range(span.start, span.end)}
@@ -639,11 +637,9 @@ def parsed(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, flags: str) -> An
 def test_bench_flags_name_models_and_a_draft(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, flags: str, model: str, options: dict[str, Any] | None
 ) -> None:
-    monkeypatch.setattr("ssd.bench.models.find", lambda family, size: f"{family}-{size}")
+    monkeypatch.setattr("sizes.find", lambda family, size: f"{family}-{size}")
     grafted = "graft {}-{}{}".format
-    monkeypatch.setattr(
-        "ssd.bench.models.graft", lambda family, size, draft: grafted(family, size, " draft" if draft else "")
-    )
+    monkeypatch.setattr("sizes.graft", lambda family, size, draft: grafted(family, size, " draft" if draft else ""))
     talks: list[tuple[str, Any]] = []
     monkeypatch.setattr(bench, "talk", lambda model, params, **given: talks.append((model, given["speculation"])))
     bench.with_engine(parsed(bench, monkeypatch, f"--ssd {flags}"))

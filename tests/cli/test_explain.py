@@ -16,11 +16,11 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from ssd.cli import paths
-from ssd.cli.explain import _escaped, _print_heading, branches, record, rounds, spelling, summary, tinted, verdict
+from ssd.cli.explain import _escaped, _print_heading, branches, rounds, spelling, summary, tinted, verdict
 from ssd.cli.main import app
-from ssd.cli.trace import Branch, Recorder, Step, Trace
+from ssd.cli.trace import Branch, Step, record
 from ssd.config import SpeculationConfig
-from ssd.core import Origin, SamplingParams
+from ssd.core import Origin, RequestMetrics, SamplingParams
 from ssd.llm import LLM
 
 PROMPT = "It was a dark night, and the old captain"
@@ -57,6 +57,15 @@ def step(draft: str, accepted: int, own: str, *prepared: tuple[int, str], origin
     return Step(ids(draft), origin, made, accepted, ids(draft[:accepted] + own))
 
 
+def written(steps: list[Step]) -> list[int]:
+    return [token for step in steps for token in step.written]
+
+
+def accepted(steps: list[Step]) -> int:
+    """Accepted draft tokens that were written."""
+    return sum(min(step.accepted, len(step.written)) for step in steps)
+
+
 # --- recording --------------------------------------------------------------------------------------------------------
 
 
@@ -64,18 +73,19 @@ def step(draft: str, accepted: int, own: str, *prepared: tuple[int, str], origin
 def test_every_token_is_in_the_trace_once(plain: LLM, ahead: LLM, temperature: float, seed: int) -> None:
     params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=48)
     before = sum(ahead.engine.metrics.ssd_hits_after)
-    output, trace = record(ahead, PROMPT, params)
-    assert trace.token_ids == output.token_ids == plain.generate(PROMPT, params)[0].token_ids
-    counted = output.metrics
-    assert (len(trace.steps), trace.drafted, trace.accepted) == (counted.rounds, counted.drafted, counted.accepted)
-    assert (trace.hits, trace.look_ups) == (counted.hits, counted.look_ups)
-    assert trace.hits == sum(ahead.engine.metrics.ssd_hits_after) - before > 0
+    output, steps = record(ahead, PROMPT, params)
+    assert written(steps) == output.token_ids == plain.generate(PROMPT, params)[0].token_ids
+    counted, hits = output.metrics, sum(step.hit for step in steps)
+    assert (len(steps), sum(len(step.draft) for step in steps)) == (counted.rounds, counted.drafted)
+    assert accepted(steps) == counted.accepted
+    assert (hits, sum(step.looked_up for step in steps)) == (counted.hits, counted.look_ups)
+    assert hits == sum(ahead.engine.metrics.ssd_hits_after) - before > 0
 
 
 def test_a_hit_is_the_branch_that_came_true(ahead: LLM) -> None:
-    _, trace = record(ahead, PROMPT, SamplingParams(temperature=0.8, seed=3, max_new_tokens=64))
-    assert 0 < trace.hits < trace.look_ups  # both kinds are seen
-    for one, two in (pair for pair in pairwise(trace.steps) if pair[1].looked_up):
+    output, steps = record(ahead, PROMPT, SamplingParams(temperature=0.8, seed=3, max_new_tokens=64))
+    assert 0 < output.metrics.hits < output.metrics.look_ups  # both kinds are seen
+    for one, two in (pair for pair in pairwise(steps) if pair[1].looked_up):
         true = [branch for branch in one.branches if one.came_true(branch)]
         assert len(true) == two.hit
         assert all(branch.draft[: len(two.draft)] == two.draft for branch in true)
@@ -86,20 +96,11 @@ def test_a_text_that_ends_in_the_middle_of_a_round(ahead: LLM) -> None:
     tokens = ahead.generate(PROMPT, SamplingParams(max_new_tokens=24))[0].token_ids
     cut = 0
     for token in sorted(set(tokens)):
-        output, trace = record(ahead, PROMPT, SamplingParams(max_new_tokens=24, stop_token_ids=[token]))
-        assert trace.token_ids == output.token_ids == tokens[: tokens.index(token) + 1]
-        assert trace.accepted == output.metrics.accepted
-        cut += not trace.steps[-1].own
+        output, steps = record(ahead, PROMPT, SamplingParams(max_new_tokens=24, stop_token_ids=[token]))
+        assert written(steps) == output.token_ids == tokens[: tokens.index(token) + 1]
+        assert accepted(steps) == output.metrics.accepted
+        cut += not steps[-1].own
     assert cut  # some do
-
-
-def test_a_recorder_may_leave_the_branches_out(ahead: LLM) -> None:
-    recorder = Recorder(branches=False)
-    with ahead.driver.observing(recorder):
-        [output] = ahead.generate(PROMPT, SamplingParams(max_new_tokens=16))
-    trace = recorder.trace(output.request_id, 16)
-    assert trace.token_ids == output.token_ids
-    assert not any(step.branches for step in trace.steps)
 
 
 def test_tinted_text_is_the_text(ahead: LLM) -> None:
@@ -107,10 +108,10 @@ def test_tinted_text_is_the_text(ahead: LLM) -> None:
     params = SamplingParams(temperature=0.8, seed=3, max_new_tokens=32)
     whole = ahead.generate(PROMPT, params)[0].text
     params = SamplingParams(temperature=0.8, seed=3, max_new_tokens=32, stop=whole[40:44])
-    output, trace = record(ahead, PROMPT, params)
-    text = tinted(trace, ahead.engine.tokenizer, output)
+    output, steps = record(ahead, PROMPT, params)
+    text = tinted(steps, ahead.engine.tokenizer, output)
     assert text.plain == output.text
-    assert 0 < len([span for span in text.spans if span.style == "green"]) <= trace.accepted
+    assert 0 < len([span for span in text.spans if span.style == "green"]) <= output.metrics.accepted
 
 
 def test_a_token_is_spelt_as_inside_a_text(ahead: LLM) -> None:
@@ -158,8 +159,8 @@ def test_branches_are_listed_by_place_and_the_one_that_came_true_is_marked() -> 
 
 
 def test_lines_are_not_longer_than_the_terminal(ahead: LLM) -> None:
-    _, trace = record(ahead, PROMPT, SamplingParams(max_new_tokens=24))
-    table = rounds(trace, spelling(ahead.engine.tokenizer), 80)
+    _, steps = record(ahead, PROMPT, SamplingParams(max_new_tokens=24))
+    table = rounds(steps, spelling(ahead.engine.tokenizer), 80)
     assert max(cell.cell_len for cell in table.columns[2].cells) <= 80 - 16
 
 
@@ -168,8 +169,8 @@ def test_unprintable_characters_are_shown() -> None:
 
 
 def test_the_summary_has_every_figure() -> None:
-    trace = Trace((step("", 0, "a", origin=Origin.DRAFT), step("bcd", 2, "x"), step("ef", 0, "y", origin=Origin.JIT)))
-    assert summary(trace) == (
+    counted = RequestMetrics(output_tokens=5, rounds=3, accepted=2, drafted=5, hits=1, look_ups=2)
+    assert summary(counted) == (
         "5 tokens in 3 rounds, 1.67 a round; acceptance 40% (2 of 5 drafted tokens); hit rate 50% (1 of 2 drafts)"
     )
 
@@ -181,14 +182,14 @@ def nasty(token: int) -> str:
     return ("<&>", ' "quoted"', "\n\n", "\x00\x1b\ud800\ufffe", " 漢字", "]]>", "  ", "</svg>")[token % 8]
 
 
-def long_trace(num_rounds: int) -> Trace:
+def long_trace(num_rounds: int) -> list[Step]:
     rounds = []
     for i in range(num_rounds):
         prepared = tuple(Branch(after, i + after, (i, i + 1, i + 2)) for after in range(5) for _ in range(3))
         origin = (Origin.HIT, Origin.JIT, Origin.SIBLING)[i % 3] if i else Origin.DRAFT
         draft, accepted = (i + 1, i + 2, i + 3, i + 4), i % 5
         rounds.append(Step(draft, origin, prepared, accepted, (*draft[:accepted], i)))
-    return Trace(tuple(rounds))
+    return rounds
 
 
 def texts(root: ElementTree.Element, *kinds: str) -> list[ElementTree.Element]:
@@ -196,10 +197,10 @@ def texts(root: ElementTree.Element, *kinds: str) -> list[ElementTree.Element]:
 
 
 def test_the_picture_is_well_formed_and_holds_every_token() -> None:
-    trace = long_trace(300)
-    drawn = paths.svg(trace, nasty, "<title> & more", "a & b")
+    steps = long_trace(300)
+    drawn = paths.svg(steps, nasty, "<title> & more", "a & b")
     root = ElementTree.fromstring(drawn)
-    assert len(texts(root, "stands", "own")) == len(trace.token_ids)
+    assert len(texts(root, "stands", "own")) == len(written(steps))
     assert len(drawn) < 1_500_000
     assert float(root.get("width", "0")) == paths.WIDTH
     assert root.findtext(f"{SVG}title") == "<title> & more"
@@ -209,13 +210,14 @@ def test_the_picture_is_well_formed_and_holds_every_token() -> None:
 
 
 def test_nothing_is_written_over_something_else(ahead: LLM) -> None:
-    output, trace = record(ahead, PROMPT, SamplingParams(temperature=0.8, seed=3, max_new_tokens=64))
-    root = ElementTree.fromstring(paths.svg(trace, spelling(ahead.engine.tokenizer), "title", "summary"))
+    output, steps = record(ahead, PROMPT, SamplingParams(temperature=0.8, seed=3, max_new_tokens=64))
+    root = ElementTree.fromstring(paths.svg(steps, spelling(ahead.engine.tokenizer), "title", "summary"))
     boxes = []
-    for text in root.iter(f"{SVG}text"):
+    for group, text in [(each, text) for each in root for text in each.iter(f"{SVG}text")]:
         size = 0.8 if "small" in text.get("class", "") else 1.0
         content = (text.text or "") + "".join(part.text or "" for part in text.iter(f"{SVG}tspan"))
-        x, y = float(text.get("x", "")), float(text.get("y", ""))
+        left, top = map(float, re.findall(r"-?[0-9.]+", group.get("transform", "translate(0 0)")))
+        x, y = left + float(text.get("x", "")), top + float(text.get("y", ""))
         boxes.append((y, x, x + cell_len(content) * paths.CELL * size, content))
         assert x > 0
         assert boxes[-1][2] < float(root.get("width", ""))

@@ -70,8 +70,9 @@ def test_the_parts_of_a_round_come_in_order() -> None:
     """`settle` and `prepare` are parts of the verification."""
     events = Events(synchronous=True)
     answers(events)
-    assert events.parts[:7] == [
-        *("schedule", "propose", "verify", "verify.settle", "verify.prepare", "collect", "observe"),
+    assert events.parts[:9] == [
+        *("schedule", "propose", "verify", "verify.settle", "verify.prepare", "decided"),
+        *("serve", "collect", "observe"),
     ]
     assert not events.open
 

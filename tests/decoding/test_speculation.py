@@ -15,6 +15,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from ssd.core import MODEL_WRITTEN, Origin, Outcome, Proposal, Status, Work
 from ssd.core import Sequence as Text
 from ssd.decoding.drafter import Drafter, never
 from ssd.decoding.observer import RoundObserver
+from ssd.drafting.arms import Arm, ArmTimes
 from ssd.engine.engine import Engine
 from ssd.errors import ConfigError, RequestError, SSDError
 from ssd.kv.blocks import BlockPool, BlockTable
@@ -79,10 +81,11 @@ def answers(llm: LLM, prompts: Sequence[Any], params: Sequence[SamplingParams], 
 def check_draft_pool(llm: LLM, held: BlockTable | None = None) -> None:
     """No block of the draft's pool is left with anybody (but `held`) once all requests are done."""
     drafter: Any = llm.engine.round.drafter
-    model = getattr(getattr(drafter, "inner", drafter), "model", None)
-    if model is not None:
-        assert model.num_sequences == 0
-        model.pool.check([] if held is None else [held])
+    for each in getattr(drafter, "inner", [drafter]):
+        model = getattr(each, "model", None)
+        if model is not None:
+            assert model.num_sequences == 0
+            model.pool.check([] if held is None else [held])
 
 
 def leave(pool: BlockPool, num_blocks: int) -> BlockTable:
@@ -224,6 +227,68 @@ def test_same_answers_with_a_controller(target: str, stranger: str, alone: Answe
     with LLM(target, device="cpu", max_num_seqs=5, speculation=speculation) as llm:
         assert answers(llm, PROMPTS, PARAMS, 32) == alone
         assert 0 < llm.engine.metrics.spec_decode_num_drafts < llm.engine.metrics.num_rounds * 5
+
+
+@pytest.mark.parametrize("placement", ["inline", "process"])
+@pytest.mark.parametrize("draft", ["target", pytest.param("stranger", marks=pytest.mark.slow)])
+def test_same_answers_whatever_mode_is_chosen(
+    target: str, stranger: str, alone: Answers, monkeypatch: pytest.MonkeyPatch, draft: str, placement: str
+) -> None:
+    """Catches drafts and KV that are out of date after a change of mode in the middle of a text: here at random."""
+    dice = random.Random(1)
+
+    def choose(times: ArmTimes) -> Arm:
+        if dice.random() < 0.15:
+            times.trial = dice.choice(times.arms)
+        return times.trial or times.best
+
+    model = {"target": target, "stranger": stranger}[draft]
+    speculation = {"mode": "auto", "draft": model, "k": 3, "placement": placement}
+    with LLM(target, device="cpu", max_num_seqs=6, speculation=speculation) as llm:
+        llm.engine.round.run_ahead = placement == "inline"
+        monkeypatch.setattr(ArmTimes, "choose", choose)
+        monkeypatch.setattr("ssd.drafting.controller._SHORT_REST", 2)
+        monkeypatch.setattr("ssd.drafting.model._CATCH_UP_TOKENS", 64)
+        for batch in (1, 4, 32):
+            assert answers(llm, PROMPTS, PARAMS, batch) == alone
+        check_draft_pool(llm)
+        rounds, metrics = llm.engine.round.drafter.stats.rounds, llm.engine.metrics
+        assert min(rounds["ar"], rounds["sd"], rounds["ssd"]) > 5, rounds
+        if draft == "target":
+            assert metrics.ssd_rounds["hit"] > 10
+            assert metrics.spec_decode_num_accepted_tokens > 0.8 * metrics.spec_decode_num_draft_tokens
+
+
+class Parts(RoundObserver):
+    """Counts batches that the kernel for whole draft steps is offered, by part of a round; it takes none."""
+
+    def __init__(self) -> None:
+        self.offered: Counter[str] = Counter()
+        self.now = ""
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        before, self.now = self.now, name
+        yield
+        self.now = before
+
+    def takes(self, batch: Any) -> bool:
+        self.offered[self.now] += 1
+        return False
+
+
+def test_a_kernel_that_takes_the_whole_gpu_is_not_used_beside_the_target(target: str, stranger: str) -> None:
+    """Catches branches that hold up the verification, and drafts of an SSD engine that are slower than those of SD."""
+    speculation = {"mode": "ssd", "draft": stranger, "k": 3, "placement": "inline", "backup": "jit", "budget": 2}
+    parts = Parts()
+    with LLM(target, device="cpu", speculation=speculation) as llm, llm.driver.observing(parts):
+        drafter: Any = llm.engine.round.drafter
+        step = drafter.model.runner.step
+        step.one_kernel, step._shared = parts, True
+        llm.generate(PROMPTS[:4], [SamplingParams(max_new_tokens=16, temperature=1.0, seed=i) for i in range(4)])
+        assert llm.engine.metrics.ssd_rounds["jit"] > 0
+    assert parts.offered["settle"] > 0
+    assert not parts.offered["prepare"]
 
 
 @pytest.mark.slow
@@ -802,7 +867,18 @@ def test_a_request_may_do_without(target: str) -> None:
     [
         ({"mode": "sd"}, "needs a draft"),
         ({"mode": "ar", "k": 3}, "leave the other options out"),
-        ({"mode": "turbo"}, "ar, sd, ssd"),
+        ({"mode": "turbo"}, "ar, sd, ssd, auto"),
+        ({"mode": "auto"}, 'mode="auto" needs a draft'),
+        ({"mode": "auto", "draft": "ngram", "budget": 8}, "draft='ngram' has no option budget: leave it out$"),
+        ({"mode": "sd", "draft": "tiny-llama-draft", "draft_threads": 2}, "no option draft_threads.*ssd"),
+        (
+            {"mode": "auto", "draft": "tiny-llama-draft", "placement": "inline", "draft_threads": 1},
+            'draft_threads=1 is for a draft in a process of its own.*not for placement="inline": leave it out',
+        ),
+        (
+            {"mode": "ssd", "draft": "tiny-llama-draft", "placement": "process", "draft_threads": 9999},
+            "draft_threads=9999 leaves none of the .* cores to the target: lower it",
+        ),
         ({"mode": "sd", "draft": "ngram", "k": 0}, "from 1 to 64"),
         ({"mode": "sd", "draft": "ngram", "k": True}, "from 1 to 64"),
         ({"mode": "sd", "draft": "", "k": 2}, "must be a model"),
@@ -824,7 +900,7 @@ def test_a_request_may_do_without(target: str) -> None:
         ({"mode": "ssd", "draft": "tiny-llama-draft", "saguaro_c": 2}, "from 0 to 1"),
         (
             {"mode": "sd", "draft": "tiny-llama-draft", "draft_quantization": "int3"},
-            "='int3': must be one of fp8, int8",
+            "='int3': must be one of none, fp8, int8",
         ),
         ({"mode": "sd", "draft": "tiny-llama-draft", "draft_quantization": 8}, "draft_quantization=8: must be one of"),
         ({"mode": "sd", "draft": "ngram", "draft_quantization": "int8"}, "draft_quantization is for draft models"),

@@ -335,7 +335,7 @@ def test_a_message_that_arrives_in_pieces_is_a_sign_of_life(caplog: pytest.LogCa
         now += 1.9
         assert replica.available() == (i + 8 == len(ready))
     assert replica.supervisor.ready
-    replica.send([work_for(begun(TEXT[:3]))], [None], 0.0, reply=True, ahead=True)
+    replica.send([work_for(begun(TEXT[:3]))], [None], 0.0, budget=16, reply=True, ahead=True)
     reply = struct.pack("=9q", MAGIC, Kind.PROPOSALS, 1, 0, 0, 3, 1, 2, 3)
     for i in range(0, len(reply) - 8, 8):
         theirs.sendall(reply[i : i + 8])
@@ -528,6 +528,21 @@ def test_the_first_token_of_a_sequence_waits_for_no_draft(nursery: Nursery) -> N
     commit(drafter, work_for(sequence), TEXT[2:3])
     assert propose_soon(drafter, [work_for(sequence)]) == [Proposal(tuple(TEXT[3:7]))]
     assert (drafter.replies, drafter.at_hand) == (0, 2)
+
+
+def test_a_worker_catches_up_while_nobody_waits(nursery: Nursery) -> None:
+    """Catches rounds that wait until a worker has read what it rested for; few tokens are read by the way."""
+    text = list(range(1, 31)) * 10
+    drafter = nursery.honest(text)
+    sequence = begun(text[:200])
+    commit(drafter, work_for(sequence), text[200:201])
+    assert not drafter.catch_up([work_for(sequence)])
+    assert drafter.wait_seconds == 0
+    until(lambda: drafter.catch_up([work_for(sequence)]))
+    commit(drafter, work_for(sequence), text[201:220], 18)
+    assert drafter.catch_up([work_for(sequence)])  # nothing is sent for these
+    assert drafter.replicas[0].num_unknown(sequence) == 19
+    assert propose_soon(drafter, [work_for(sequence)])[0].token_ids == tuple(text[220 : 220 + LOOKAHEAD])
 
 
 def test_drafts_come_from_the_process(nursery: Nursery) -> None:
@@ -790,7 +805,7 @@ def test_what_was_prepared_for_a_large_round_may_come_in_a_small_one() -> None:
     outcomes = {(i % 5, i // 5): (1, 2, 3, 4) for i in range(150)}
     for sent in (works, works[:1]):
         assert replica.available()
-        replica.send(sent, [Draft((1, 2, 3, 4))] * len(sent), 0.0, reply=False, ahead=True)
+        replica.send(sent, [Draft((1, 2, 3, 4))] * len(sent), 0.0, budget=16, reply=False, ahead=True)
     there.post(Message(Kind.PREPARED, 1, encode_prepared({i: ((1, 2, 3, 4), outcomes) for i in range(8)})))
     there.post(Message(Kind.PREPARED, 2, encode_prepared({0: ((1, 2, 3, 4), {(0, 7): (8,)})})))
     assert replica.available()
@@ -882,6 +897,7 @@ def test_a_drafter_that_is_dropped_takes_its_worker_along(nursery: Nursery) -> N
     assert not alive(nursery.pids[0])
 
 
+@pytest.mark.slow
 def test_texts_stand_while_the_worker_is_killed_again_and_again(nursery: Nursery) -> None:
     """Catches a death that costs text or a request, a worker that does not come back, and drafts after that are wrong.
 

@@ -47,6 +47,10 @@ from ssd.parallel.process import Worker
 COUNT = 10
 
 
+def slow(value: Any) -> Any:
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Targets on a CPU have the kernels; a look-up is made when the workers have prepared, as it is on a GPU."""
@@ -91,7 +95,16 @@ def drafter_of(llm: LLM) -> LateBindingDrafter:
     return drafter
 
 
-@pytest.mark.parametrize("options", [{"backup": "fast"}, {"backup": "jit"}, {"draft_replicas": 2}, {"budget": "auto"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backup": "jit"},
+        *(
+            pytest.param(o, marks=pytest.mark.slow)
+            for o in ({"backup": "fast"}, {"draft_replicas": 2}, {"budget": "auto"})
+        ),
+    ],
+)
 def test_everything_at_once(models: Models, alone: list[RequestOutput], options: dict[str, Any]) -> None:
     """Catches any difference to plain decoding; requests come, are preempted and aborted while rounds are in flight."""
     with engine_with(models, **options) as llm:
@@ -131,7 +144,16 @@ def test_a_lost_worker_costs_no_text(models: Models, alone: list[RequestOutput],
         assert supervisor.failures >= (sign == signal.SIGKILL)
 
 
-@pytest.mark.parametrize("lie", ["an id too high", "prepared an id too high", "prepared twice", "noise", "no reply"])
+@pytest.mark.parametrize(
+    "lie",
+    [
+        "prepared an id too high",
+        *(
+            pytest.param(lie, marks=pytest.mark.slow)
+            for lie in ("an id too high", "prepared twice", "noise", "no reply")
+        ),
+    ],
+)
 def test_a_lying_worker_costs_no_text(
     models: Models, alone: list[RequestOutput], lie: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

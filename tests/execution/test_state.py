@@ -89,22 +89,29 @@ def test_there_is_room_beyond_the_longest_sequence(lookahead: int) -> None:
 # --- block tables -----------------------------------------------------------------------------------------------------
 
 
-def test_block_tables_follow_their_sequences() -> None:
-    """Random lives of slots: the device has what the host has, and nothing of a slot's earlier sequence counts."""
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_block_tables_follow_their_sequences(groups: int) -> None:
+    """Random lives of slots: the device has what the host has, and nothing of a slot's earlier sequence counts.
+
+    Another rank that is sent the writes has the same.
+    """
     rng = random.Random(0)
-    tables, host = DeviceBlockTables(5, 8, CPU), dict[int, list[int]]()
+    tables, follower = (DeviceBlockTables(5, 8, CPU, groups) for _ in range(2))
+    tables.on_write, host = follower.write, dict[int, list[int]]()
     for _ in range(300):
         slot = rng.randrange(5)
         if slot not in host or rng.random() < 0.1:
             tables.reset(slot)
             host[slot] = []
-        host[slot] += [rng.randrange(100) for _ in range(rng.randint(0 if host[slot] else 1, 2))]
-        host[slot] = host[slot][:8]
+        host[slot] += [rng.randrange(100) for _ in range(groups * rng.randint(0 if host[slot] else 1, 2))]
+        host[slot] = host[slot][: 8 * groups]
         chosen = rng.sample(sorted(host), rng.randint(1, len(host)))
         tables.update([(each, host[each]) for each in {slot, *chosen}])
         for each, blocks in host.items():
-            assert tables.tensor[each, : 1 + len(blocks)].tolist() == [len(blocks), *blocks]
-    assert tables.tensor[5].tolist() == [0] * 9  # padding has no blocks
+            for group, both in enumerate(zip(tables.groups, follower.groups, strict=True)):
+                own = blocks[group::groups]
+                assert all(table[each, : 1 + len(own)].tolist() == [len(own), *own] for table in both)
+    assert all(table[5].tolist() == [0] * 9 for table in tables.groups)  # padding has no blocks
 
 
 def test_blocks_are_uploaded_once() -> None:
@@ -205,7 +212,7 @@ class Scene:
             device=CPU,
         )
         inputs.write(batch)
-        inputs.prepare(self.state, self.tables.tensor, BLOCK_SIZE)
+        inputs.prepare(self.state, self.tables.groups, BLOCK_SIZE)
         return inputs
 
 
@@ -219,7 +226,7 @@ def test_a_batch_on_the_device(seed: int, gather: bool, prefill: bool) -> None:
     """Against plain Python: tokens and drafts, positions, KV slots, tiles, tables, and which rows decide what."""
     scene = Scene(seed)
     inputs = scene.inputs(gather=gather, prefill=prefill)
-    batch = inputs.device_batch(scene.tables.tensor)
+    batch = inputs.device_batch(scene.tables.groups)
     assert batch.token_ids.tolist() == [query.token for query in scene.queries]
     assert batch.positions.tolist() == [query.position for query in scene.queries]
     assert batch.slot_mapping.tolist() == [query.slot for query in scene.queries]

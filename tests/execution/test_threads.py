@@ -95,6 +95,24 @@ def test_the_limit_holds() -> None:
     assert machine.work(1, limit=15)[-1] == 14
 
 
+def test_cores_of_our_own_processes_are_left_to_them_and_taken_back() -> None:
+    """Catches a process of ours that counts as load of others: its cores are free as soon as it rests."""
+    machine = Machine(16)
+    machine.idle(0.3)
+    assert set(machine.work(1)) == {16}
+    machine.others = 4.0
+    assert {machine.controller.count(16, taken=4)} == {12}
+    for _ in range(200):
+        machine.controller.count(16, taken=4)
+        machine.now += 0.005
+        machine.own += 0.005 * 12
+        machine.controller._left = machine.now
+    assert machine.controller.count(16, taken=4) == 12
+    machine.others = 0.0
+    assert set(machine.work(1)) == {16}  # at once
+    assert machine.controller.count(8, taken=4) == 8
+
+
 def test_a_pause_is_not_measured() -> None:
     """Catches a number of threads that depends on what others did while there was nothing to compute."""
     machine = Machine(2)

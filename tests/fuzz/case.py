@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from conftest import KINDS
+from conftest import KINDS, WINDOWED
 from random_requests import MAX_LEN, Asked, random_requests
 
 import ssd
@@ -119,8 +119,10 @@ def _params(fields: dict[str, Any]) -> SamplingParams:
 def random_case(seed: int, *, processes: bool = True) -> Case:
     """`processes`: whether a draft may be in a process of its own, which takes seconds to start."""
     dice = random.Random(seed)
-    model = dice.choice([*KINDS, *KINDS, *BUNDLED])
+    plain = [kind for kind in KINDS if kind not in WINDOWED]
+    model = _with_windows(dice.choice([*plain, *plain, *BUNDLED]), seed)
     speculation = _with_replicas(_with_head(_speculation(dice, model, processes), model, seed), seed)
+    speculation = _with_auto(speculation, seed)
     calls = [_call(dice, asked) for asked in random_requests(dice.randint(1, 10), dice.randrange(1 << 30))]
     calls = [_with_dead_end(_with_order_and_form(call, model), model) for call in calls]
     if speculation.get("acceptance") == "rejection":  # at T > 0 the text is another sample
@@ -130,19 +132,25 @@ def random_case(seed: int, *, processes: bool = True) -> Case:
         events=_events(dice, speculation),
         model=model,
         dtype=dice.choice(["float32", "float32", "bfloat16"]),
-        options=_options(dice),
+        options=_options(dice, model),
         speculation=speculation,
         run_ahead=dice.random() < 0.5,
     )
 
 
-def _options(dice: random.Random) -> dict[str, Any]:
+def _with_windows(model: str, seed: int) -> str:
+    """Perhaps another model, with sliding windows. A seed gives the same case as before they were known."""
+    own = random.Random(f"windows {seed}")
+    return own.choice(WINDOWED) if model not in BUNDLED and own.random() < 0.3 else model
+
+
+def _options(dice: random.Random, model: str) -> dict[str, Any]:
     block_size = dice.choice([1, 2, 4, 5, 16])
     max_num_seqs = dice.choice([1, 2, 4, 4, 8, 8])
     fewest = -(-MAX_LEN // block_size)
     return {
         "block_size": block_size,
-        "num_kv_blocks": fewest + dice.choice([0, 0, 1, fewest // 2, 2 * fewest]),
+        "num_kv_blocks": (fewest + dice.choice([0, 0, 1, fewest // 2, 2 * fewest])) * (1 + (model in WINDOWED)),
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_seqs + dice.choice([0, 3, 20, 200]),
         "prefix_caching": dice.random() < 0.7,
@@ -178,7 +186,9 @@ def _speculation(dice: random.Random, model: str, processes: bool) -> dict[str, 
 
 def _with_head(speculation: dict[str, Any], model: str, seed: int) -> dict[str, Any]:
     """Perhaps with an EAGLE head in place of the draft model. A seed gives the same case as before heads were known."""
-    if speculation.get("draft", "ngram") == "ngram" or random.Random(f"head {seed}").random() < 0.7:
+    if speculation.get("draft", "ngram") == "ngram" or model == "mistral-windows":  # which keeps no KV for a head
+        return speculation
+    if random.Random(f"head {seed}").random() < 0.7:
         return speculation
     head = f"{model}-eagle" if model in BUNDLED else "head"
     return speculation | {"draft": head} | ({"placement": "inline"} if "placement" in speculation else {})
@@ -189,6 +199,13 @@ def _with_replicas(speculation: dict[str, Any], seed: int) -> dict[str, Any]:
     if speculation.get("placement") != "process" or "acceptance" in speculation:
         return speculation
     return speculation | {"draft_replicas": random.Random(f"replicas {seed}").choice([1, 2, 3])}
+
+
+def _with_auto(speculation: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Perhaps with the mode left to the engine. A seed gives the same case as before that was known."""
+    if not speculation or random.Random(f"auto {seed}").random() < 0.7:
+        return speculation
+    return speculation | {"mode": "auto"}
 
 
 def _call(dice: random.Random, asked: Asked) -> Call:
@@ -241,6 +258,8 @@ def _events(dice: random.Random, speculation: dict[str, Any]) -> list[Event]:
         kinds += ["drafter_raises", "drafter_lies"]
     if speculation.get("placement") == "process":
         kinds += ["drafter_killed"] * 4
+    if speculation.get("mode") == "auto":
+        kinds += ["arm_changes"] * 6
     chosen = dice.choices(kinds, k=dice.choice([0, 1, 3, 6]))
     chosen += dice.choices(["launch_fails", "collect_fails"], k=dice.choice([0, 0, 0, 0, 1, MOST_FAILURES]))
     return sorted((Event(dice.randint(0, 40), kind, dice.randrange(1000)) for kind in chosen), key=lambda e: e.round)

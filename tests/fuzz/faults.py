@@ -89,7 +89,12 @@ class Faults:
         self._once(self._drafter, "propose", lie)
 
     def drafter_killed(self, dice: random.Random) -> None:
-        drafter: Any = getattr(self._drafter, "inner", self._drafter)
-        pid = dice.choice(drafter.replicas).supervisor.pid
+        drafters: list[Any] = getattr(self._drafter, "inner", [self._drafter])
+        pid = dice.choice(drafters[-1].replicas).supervisor.pid
         if pid is not None:
             os.kill(pid, signal.SIGKILL)
+
+    def arm_changes(self, dice: random.Random) -> None:
+        """The next round has another mode, draft length or number of branches."""
+        controller: Any = self._drafter
+        controller._take(dice.choice(controller._arms))

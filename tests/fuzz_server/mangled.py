@@ -144,7 +144,7 @@ def _body(draw: random.Random) -> tuple[str, Any]:
 
 def _head(draw: random.Random, path: str, length: int) -> bytes:
     method, target, version = b"POST", path.encode(), b"HTTP/1.1"
-    headers = [(b"Host", b"x"), (b"Connection", b"close"), (b"Content-Type", b"application/json")]
+    headers = [(b"Host", b"localhost"), (b"Connection", b"close"), (b"Content-Type", b"application/json")]
     headers.append((b"Content-Length", b"%d" % length))
     if draw.random() < 0.15:
         method = draw.choice(METHODS)

@@ -94,7 +94,7 @@ async def _fill(server: ServeProcess, count: int) -> None:
 
 async def _post(server: ServeProcess, path: str, body: object) -> None:
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
     await exchange(server.url, f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content, TIMEOUT)
 
 

@@ -22,7 +22,7 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["llama3-scaled", "qwen3"])
+@pytest.fixture(scope="module", params=["llama3-scaled", "qwen3", "mistral-windows", "qwen3-windows"])
 def model(request: pytest.FixtureRequest, make_model: Callable[[str], TestModel]) -> str:
     return make_model(request.param).path
 
@@ -94,9 +94,10 @@ EXTRAS: list[dict[str, Any]] = [
 ]
 
 
-def test_rounds_in_flight_change_nothing(make_model: Callable[[str], TestModel]) -> None:
+@pytest.mark.parametrize(("target", "draft"), [("llama3-scaled", "llama-tied"), ("qwen3-windows", "mistral-windows")])
+def test_rounds_in_flight_change_nothing(make_model: Callable[[str], TestModel], target: str, draft: str) -> None:
     """Requests stop, join and are dropped while the next round is under way, under AR, SD and SSD alike."""
-    path, draft = make_model("llama3-scaled").path, make_model("llama-tied").path
+    path, draft = make_model(target).path, make_model(draft).path
     params = [
         SamplingParams(temperature=0.9 * (i % 2), seed=i, max_new_tokens=8 + 5 * (i % 9), **EXTRAS[i % len(EXTRAS)])
         for i in range(len(PROMPTS))
@@ -120,8 +121,9 @@ def test_rounds_in_flight_change_nothing(make_model: Callable[[str], TestModel])
         assert found == texts[0], way
 
 
-def test_float32_on_the_gpu_equals_transformers(make_model: Callable[[str], TestModel]) -> None:
-    test_model = make_model("qwen3")
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-windows"])
+def test_float32_on_the_gpu_equals_transformers(make_model: Callable[[str], TestModel], kind: str) -> None:
+    test_model = make_model(kind)
     prompts, params = PROMPTS[:8], SamplingParams(max_new_tokens=32, ignore_eos=True)
     with LLM(test_model.path, device="cuda", dtype="float32", num_kv_blocks=512) as llm:
         ours = [out.token_ids for out in llm.generate(prompts, params)]

@@ -80,7 +80,7 @@ def force_parts(engine: Engine) -> None:
     target, drafter = engine.round.target, engine.round.drafter
     assert isinstance(target, Target)
     assert isinstance(drafter, SSDDrafter)
-    sharing._split(target.runner, drafter.model.runner, SIZE, sequences=2)
+    sharing._split(target.runner, drafter.model.runner, SIZE)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def expected(pair: tuple[str, str]) -> Iterator[list[list[int]]]:
     [
         (1, {"k": 4, "backup": "jit"}),
         (1, {"k": 6, "backup": "fast", "draft_quantization": "int8"}),
-        (3, {"k": 3, "budget": 8}),  # two of them have few enough branches
+        (3, {"k": 3, "budget": 8}),  # the last sequence is alone, and then in a part
         (3, {"k": 3, "budget": 8, "acceptance": "rejection"}),
     ],
     ids=str,
@@ -115,7 +115,7 @@ def test_parts_change_no_text(
         found = [out.token_ids for out in llm.generate(PROMPTS, PARAMS)]
         wait_until_idle(llm.driver)
         assert llm.engine.metrics.drafter_failures == 0
-        assert sum(llm.engine.metrics.ssd_hits_after) > 0
+        assert rejection or sum(llm.engine.metrics.ssd_hits_after) > 0
     same = [i for i in range(len(PROMPTS)) if not rejection or PARAMS[i].greedy]
     assert [found[i] for i in same] == [expected[i] for i in same]
 

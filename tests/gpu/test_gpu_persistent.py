@@ -10,6 +10,8 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs a Hopper GPU or a later one", allow_module_level=True)
 
+from random_weights import RandomCheckpoint
+
 from ssd.kernels.ops import Branches, DeviceBatch
 from ssd.kernels.persistent import PersistentStep
 from ssd.kernels.triton_ops import TritonOps
@@ -17,7 +19,6 @@ from ssd.layers.parameter import Build
 from ssd.models.config import equal_layers
 from ssd.models.decoder import Decoder, KVCache
 from ssd.models.persistent import persistent_step
-from ssd.models.random_weights import RandomCheckpoint
 from tests.device_batches import make_device_batch
 
 Model = tuple[Decoder, KVCache, PersistentStep]

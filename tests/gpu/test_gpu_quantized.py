@@ -48,6 +48,7 @@ WAYS: list[dict[str, Any]] = [
     *({"mode": "sd", "k": 3, "draft_quantization": form} for form in FORMATS),
     {"mode": "ssd", "k": 4, "backup": "jit", "draft_quantization": "int8"},
     {"mode": "ssd", "k": 3, "backup": "fast", "draft_quantization": "int4"},
+    {"mode": "ssd", "k": 3, "draft_quantization": "int8+bf16"},  # 1 to 16 sequences: both weights are used
 ]
 
 

@@ -89,8 +89,9 @@ def test_attention(architecture: int, dtype: torch.dtype, heads: HeadShape) -> N
     q = empty(8, heads.num_heads, heads.head_dim, dtype=dtype)
     for block_size in (16, 64):
         kv = empty(64, block_size, heads.num_kv_heads, heads.head_dim, dtype=dtype)
-        attention.paged_attention(q, batch(prefill=True), heads, kv, kv, workspace)
-        for own in (heads, replace(heads, first_position=1)):
+        for own in (heads, replace(heads, window=4096)):
+            attention.paged_attention(q, batch(prefill=True), own, kv, kv, workspace)
+        for own in (heads, replace(heads, first_position=1), replace(heads, window=4096)):
             for each in (batch(), batch(branches=Branches(3, 8))):
                 attention.paged_attention(q, each, own, kv, kv, workspace)
     if architecture == 90:

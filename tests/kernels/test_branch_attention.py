@@ -80,7 +80,7 @@ class Trees:
         return self.run(ops, [(s, list(range(len(own)))) for s, own in enumerate(self.forks)], padding)
 
     def dense(self, s: int, j: int, first: int = 0) -> torch.Tensor:
-        return self.attend(s, j, self.seen(s, j)[first:])
+        return self.attend(s, j, self.seen(s, j)[first:][-self.heads.window :])
 
     def attend(self, s: int, j: int, seen: list[int]) -> torch.Tensor:
         """One branch's result from its full lists of keys and values, head by head, in float64."""
@@ -114,9 +114,10 @@ def close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
         assert (one.float() - other.float()).norm(dim=-1).le(limit * other.float().norm(dim=-1)).all(), f"sequence {s}"
 
 
+@pytest.mark.parametrize("window", [0, 1, 3, 40])
 @pytest.mark.parametrize("branches", [Branches(0, 1), Branches(0, 6), Branches(3, 4), Branches(2, 7)], ids=str)
-def test_reference_is_dense_attention(branches: Branches) -> None:
-    trees = Trees(HeadShape(6, 2, 32), FORKS, branches, torch.float32, CPU)
+def test_reference_is_dense_attention(branches: Branches, window: int) -> None:
+    trees = Trees(HeadShape(6, 2, 32, window=window), FORKS, branches, torch.float32, CPU)
     dense = [torch.stack([trees.dense(s, j) for j in range(len(own))]) for s, own in enumerate(FORKS)]
     close(trees.run_all(ReferenceOps()), dense)
     close(trees.run_all(ReferenceOps(), padding=2), dense)
@@ -124,7 +125,12 @@ def test_reference_is_dense_attention(branches: Branches) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "heads", [HeadShape(2, 2, 32), HeadShape(9, 3, 64), HeadShape(8, 2, 128), HeadShape(5, 1, 64)], ids=str
+    "heads",
+    [
+        *[HeadShape(2, 2, 32), HeadShape(9, 3, 64), HeadShape(8, 2, 128), HeadShape(5, 1, 64)],
+        *[HeadShape(4, 2, 32, window=window) for window in (1, 5, 68, 100)],
+    ],
+    ids=str,
 )
 def test_c_kernel(cpu: CpuOps, heads: HeadShape, dtype: torch.dtype) -> None:
     """The last branch is longer than one softmax chunk."""
@@ -134,7 +140,7 @@ def test_c_kernel(cpu: CpuOps, heads: HeadShape, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("heads", [HeadShape(4, 4, 64), HeadShape(9, 3, 32)], ids=str)
+@pytest.mark.parametrize("heads", [HeadShape(4, 4, 64), HeadShape(9, 3, 32), HeadShape(4, 2, 32, window=70)], ids=str)
 def test_c_rows_keep_their_bits(cpu: CpuOps, heads: HeadShape, dtype: torch.dtype) -> None:
     """Alone, in any company and order, beside padding, with any number of threads."""
     trees = Trees(heads, FORKS, Branches(4, 6), dtype, CPU)
@@ -213,6 +219,8 @@ class TestTriton:
             pytest.param(HeadShape(5, 1, 64), Branches(5, 17), marks=pytest.mark.slow),
             (HeadShape(2, 2, 24), Branches(2, 6)),
             (HeadShape(4, 1, 16), Branches(69, 70)),
+            (HeadShape(4, 2, 16, window=70), Branches(2, 6)),
+            pytest.param(HeadShape(4, 1, 16, window=5), Branches(69, 70), marks=pytest.mark.slow),
         ],
         ids=str,
     )

@@ -251,9 +251,9 @@ def test_rope_outside_of_its_tables(kernels: Kernels, position: int, slot: int) 
 class Paged:
     """Sequences with full keys and values in a shuffled paged cache; unused slots hold NaN."""
 
-    def __init__(self, lengths: list[int], h: int, hkv: int, d: int, dtype: torch.dtype) -> None:
+    def __init__(self, lengths: list[int], h: int, hkv: int, d: int, dtype: torch.dtype, window: int = 0) -> None:
         self.lengths, self.h, self.hkv, self.d, self.dtype = lengths, h, hkv, d, dtype
-        self.scale = d**-0.5
+        self.scale, self.window = d**-0.5, window
         width = max(-(-length // BLOCK) for length in lengths)
         self.tables = torch.randperm(len(lengths) * width).int().reshape(len(lengths), width)
         self.q = [torch.randn(n, h, d).to(dtype) for n in lengths]
@@ -272,21 +272,33 @@ class Paged:
         counts = [end - begin for _, begin, end in spans]
         starts = torch.tensor([0, *counts]).cumsum(0).int()
         context = torch.tensor([end for _, _, end in spans]).int()
-        rows = torch.tensor([s for s, _, _ in spans]).int()
-        out = kernels.paged_attention(q, self.k_cache, self.v_cache, starts, context, self.tables, rows, self.scale)
+        rows, tables = torch.tensor([s for s, _, _ in spans]).int(), self.tables.clone()
+        for s, begin, _ in spans if self.window else ():
+            tables[s, : max(0, begin + 1 - self.window) // BLOCK] = -1  # freed
+        given = q, self.k_cache, self.v_cache, starts, context, tables, rows, self.scale
+        out = kernels.paged_attention(*given, window=self.window)
         return [out[starts[i] : starts[i + 1]] for i in range(len(counts))]
 
     def reference(self, s: int) -> Tensor:
         group = self.h // self.hkv
         q, k, v = (x.double().transpose(0, 1) for x in (self.q[s], self.k[s], self.v[s]))
         k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale).transpose(0, 1)
+        n = self.lengths[s]
+        seen = torch.ones(n, n, dtype=torch.bool).tril().triu(1 - self.window if self.window else -n)
+        return F.scaled_dot_product_attention(q, k, v, seen, scale=self.scale).transpose(0, 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("h", "hkv", "d"), [(2, 2, 32), (9, 3, 64), (8, 2, 128), (4, 1, 20), (5, 1, 64)])
-def test_attention(kernels: Kernels, dtype: torch.dtype, h: int, hkv: int, d: int) -> None:
-    paged = Paged([130, 1, 64, 65, 17, 143], h, hkv, d, dtype)
+@pytest.mark.parametrize(
+    ("h", "hkv", "d", "window"),
+    [
+        *[(2, 2, 32, 0), (9, 3, 64, 0), (8, 2, 128, 0), (4, 1, 20, 0), (5, 1, 64, 0)],
+        *[(2, 2, 32, 1), (5, 1, 20, 7), (4, 2, 32, 64), (6, 2, 32, 97)],
+    ],
+)
+def test_attention(kernels: Kernels, dtype: torch.dtype, h: int, hkv: int, d: int, window: int) -> None:
+    """Against dense attention; and a row has the same bits whatever rows are computed with it."""
+    paged = Paged([130, 1, 64, 65, 17, 143], h, hkv, d, dtype, window)
     whole = paged.run(kernels, [(s, 0, n) for s, n in enumerate(paged.lengths)])
     for s, out in enumerate(whole):
         close(out, paged.reference(s), dtype)

@@ -53,7 +53,7 @@ def test_a_number_of_threads_that_changes_from_step_to_step(
     """Also catches an engine that does not ask for the number, or uses more threads than it may."""
     seen, source = [], random.Random(0)
 
-    def count(_: ThreadController, limit: int) -> int:
+    def count(_: ThreadController, limit: int, taken: int) -> int:
         seen.append(limit)
         return source.randint(1, limit)
 

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from random_weights import RandomCheckpoint
 
 from ssd.kernels import persistent as kernel
 from ssd.kernels.ops import DeviceBatch, HeadShape
 from ssd.kernels.reference import ReferenceOps
-from ssd.layers.formats import FormatOf
-from ssd.layers.formats.dense import dense
+from ssd.layers.formats import FormatOf, dense
 from ssd.layers.formats.rounded import rounded
+from ssd.layers.linear import Linear
 from ssd.layers.parameter import Build
 from ssd.models import persistent
 from ssd.models.config import equal_layers
 from ssd.models.decoder import Decoder, KVCache
-from ssd.models.random_weights import RandomCheckpoint
 
 CPU = torch.device("cpu")
 
@@ -89,6 +89,14 @@ def test_a_quantised_model_keeps_its_own(caplog: pytest.LogCaptureFixture) -> No
     with caplog.at_level("INFO", logger="ssd"):
         assert persistent.persistent_step(decoder, kv) is None
     assert "quantised" in caplog.text
+
+
+def test_a_quantised_model_that_keeps_its_weights_has_one() -> None:
+    decoder, _ = make_decoder(rounded("int8+bf16"))
+    persistent._accept(decoder)
+    plain, _ = make_decoder()
+    pairs = zip(decoder.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(persistent._weight(a), b.weight) for a, b in pairs if isinstance(b, Linear))
 
 
 @pytest.mark.parametrize(

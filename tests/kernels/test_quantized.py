@@ -109,7 +109,7 @@ def test_an_embedding_is_looked_up_unrounded(kind: str) -> None:
         use = Use(embedding=True, product=head)
         prepared = rounded.prepare([{"weight": weight}], ops, torch.float32, use)
         assert torch.equal(rounded.embedding(ops, prepared, tokens), weight[tokens])
-        assert (prepared.product is not None) == head
+        assert (prepared.codes is not None) == head
 
 
 def test_every_kind_is_an_implementation_of_the_interface() -> None:

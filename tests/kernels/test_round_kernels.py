@@ -104,12 +104,13 @@ def test_rows(monkeypatch: pytest.MonkeyPatch, seed: int, gather: bool) -> None:
     batch = world.batch()
     padding = seed % 4 * 50  # also more rows than one program has
     ours, theirs = (inputs_of(batch, gather=gather, device=device, padding=padding) for device in (DEVICE, CPU))
-    theirs.prepare(world.state(CPU), world.tables, BLOCK_SIZE)
+    theirs.prepare(world.state(CPU), [world.tables], BLOCK_SIZE)
     monkeypatch.setattr(batches, "kernels", lambda device: SimpleNamespace(rounds=rounds))
-    ours.prepare(world.state(DEVICE), world.tables.to(DEVICE), BLOCK_SIZE)
-    for name in ("token_ids", "positions", "slot_mapping", "context_len", "_gather"):
+    ours.prepare(world.state(DEVICE), [world.tables.to(DEVICE)], BLOCK_SIZE)
+    for name in ("token_ids", "positions", "context_len", "_gather"):
         assert torch.equal(getattr(ours, name).cpu(), getattr(theirs, name)), name
-    assert (ours.slot_mapping[batch.num_rows :] == -1).all()
+    assert torch.equal(ours.slot_mappings[0].cpu(), theirs.slot_mappings[0])
+    assert (ours.slot_mappings[0][batch.num_rows :] == -1).all()
     assert (ours.token_ids[batch.num_rows :] == 0).all()
     assert (ours.positions[batch.num_rows :] == 0).all()
     rows, expected_rows = ours.decided(world.state(DEVICE)), theirs.decided(world.state(CPU))
@@ -135,7 +136,7 @@ def test_rows_that_are_not_there(name: str, value: int) -> None:
     if name == "length" and cpu.load() is None:
         pytest.skip("numpy reads the last token of the row")
     with pytest.raises(IndexError):
-        inputs.prepare(state, world.tables, BLOCK_SIZE)
+        inputs.prepare(state, [world.tables], BLOCK_SIZE)
 
 
 def test_nothing_is_written_beyond_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,10 +147,10 @@ def test_nothing_is_written_beyond_the_blocks(monkeypatch: pytest.MonkeyPatch) -
     for blocks in (0, 1, 3, tables.shape[1] - 1):
         tables[2, 0] = blocks
         inputs = inputs_of(Batch([2], [0], [world.columns], [0]), gather=True, device=DEVICE)
-        inputs.prepare(state, tables, BLOCK_SIZE)
+        inputs.prepare(state, [tables], BLOCK_SIZE)
         written = min(blocks * BLOCK_SIZE, world.columns)
-        assert (inputs.slot_mapping[:written] >= 0).all()
-        assert (inputs.slot_mapping[written:] == -1).all()
+        assert (inputs.slot_mappings[0][:written] >= 0).all()
+        assert (inputs.slot_mappings[0][written:] == -1).all()
 
 
 @pytest.mark.usefixtures("host_kernels")
@@ -387,13 +388,13 @@ def test_features(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         inputs = inputs_of(batch, gather=True, device=device, padding=padding)
         used = SimpleNamespace(rounds=rounds if kernels is features else rounds_cpu)
         monkeypatch.setattr(batches, "kernels", lambda device, used=used: used)
-        inputs.prepare(world.state(device), world.tables.to(device), BLOCK_SIZE)
+        inputs.prepare(world.state(device), [world.tables.to(device)], BLOCK_SIZE)
         torch.manual_seed(seed)
         fused = torch.cat((torch.randn(batch.num_rows, width), torch.full((padding, width), torch.nan))).to(device)
         own = kept.clone().to(device)
         rows = {name: inputs[name] for name in ("row_work", "slots", "query_start")}
         rows |= {"positions": inputs.positions, "kept": own}
-        rows |= {"slot_mapping": inputs.slot_mapping, "start": start.to(device)}
+        rows |= {"slot_mapping": inputs.slot_mappings[0], "start": start.to(device)}
         hidden, mapping = kernels.shift_and_keep(fused, **rows)
         assert not hidden[batch.num_rows :].any()
         assert (mapping[batch.num_rows :] == -1).all()

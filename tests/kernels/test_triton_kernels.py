@@ -146,6 +146,41 @@ def test_rope_and_attention(ops: triton_ops.TritonOps, heads: HeadShape, prefill
             close(ours, theirs, dtype)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 70, pytest.param(64, marks=pytest.mark.slow), 600])
+def test_rows_with_a_window_keep_their_bits(ops: triton_ops.TritonOps, window: int, dtype: torch.dtype) -> None:
+    """In decode and prefill tiles, alone and in company, however many programs share a tile's pieces; freed blocks are
+    null."""
+    heads = HeadShape(4, 2, 16, window=window)
+    paged = Paged(heads, [1100, 40, 1100], dtype)
+    ops.reserve(heads, DEVICE)
+    assert ops._workspace is not None
+
+    def run(spans: list[tuple[int, int, int]], prefill: bool, programs: int = 1) -> list[torch.Tensor]:
+        ops._workspace.programs = programs
+        batch = paged.batch(ops, spans, prefill)
+        for row, (_, first, _) in enumerate(spans):
+            batch.block_tables[row, : max(0, first + 1 - window) // BLOCK_SIZE] = 0
+        each = [queries[s][first:last] for s, first, last in spans]
+        out = ops.attention(torch.cat(each), batch, heads, paged.k, paged.v)
+        return list(out.split([len(q) for q in each]))
+
+    queries = [randn(n, heads.num_heads, heads.head_dim, dtype=dtype) for n in paged.lengths]
+    spans = [(0, 1060, 1100), (1, 0, 40), (2, 500, 530)]
+    whole = run(spans, prefill=True)
+    batch = paged.batch(ops, spans, prefill=True)
+    q = torch.cat([queries[s][first:last] for s, first, last in spans])
+    close(torch.cat(whole), ReferenceOps().attention(q, batch, heads, paged.k, paged.v), dtype)
+    for programs in (1, 2, 64):
+        for i, ours in enumerate(run([(0, 1090, 1100), (1, 38, 40), (2, 509, 516)], False, programs)):
+            part = [slice(30, 40), slice(38, 40), slice(9, 16)][i]
+            assert torch.equal(ours, whole[i][part]), (programs, i)
+    for row in (0, 4, 39):
+        assert torch.equal(run([(0, 1060 + row, 1061 + row)], False, 3)[0], whole[0][row : row + 1])
+    assert torch.equal(run([(0, 1075, 1100)], True)[0], whole[0][15:])
+
+
 def test_padding_is_stored_nowhere(ops: triton_ops.TritonOps) -> None:
     paged = Paged(HeadShape(4, 2, 16), [40], torch.float32)
     batch = paged.batch(ops, [(0, 36, 40)], prefill=False)
@@ -175,7 +210,7 @@ def test_block_tables_are_looked_up_by_row(ops: triton_ops.TritonOps) -> None:
 
 def test_noise_is_the_same_function() -> None:
     """The kernel and the torch code must not be two different generators."""
-    from ssd.kernels.noise import gumbel
+    from ssd.kernels.sampling import gumbel
     from ssd.sampling import noise
 
     keys = [noise.position_key(seed, position) for seed in (0, 7, 2**64 - 1) for position in (0, 5, 100000)]

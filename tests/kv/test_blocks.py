@@ -9,7 +9,7 @@ from fakes import cached_prefixes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd.kv.blocks import BlockPool, BlockTable
+from ssd.kv.blocks import NULL, BlockPool, BlockTable, most_blocks
 
 SIZE = 4
 
@@ -271,39 +271,120 @@ def test_check_finds_damage(damage: str) -> None:
     elif damage == "double":
         pool._unused[table.blocks[0]] = None
     else:
-        pool._key_of.pop(table.blocks[0])
+        pool._entry_of[table.blocks[0]][0].blocks.clear()
     with pytest.raises(AssertionError):
         pool.check([table])
 
 
-@settings(max_examples=75, deadline=None)
-@given(st.data(), st.integers(1, 3), st.integers(3, 10), st.booleans())
+# --- groups and windows -----------------------------------------------------------------------------------------------
+
+
+def of_group(pool: BlockPool, table: BlockTable, group: int) -> list[int]:
+    return table.blocks[group :: len(pool.windows)]
+
+
+def test_a_window_frees_what_it_has_passed_and_full_attention_keeps_its_own() -> None:
+    """Catches blocks that are freed while the next token sees them, never, or of the wrong group."""
+    pool = BlockPool(32, SIZE, windows=(None, 6))
+    table, tokens = BlockTable(), range(40)
+    assert pool.grow(table, 40)
+    whole, own = of_group(pool, table, 0), of_group(pool, table, 1)
+    for table.num_computed in range(41):
+        pool.commit(table, tokens)
+        pool.check([table])
+        first_seen = max(0, table.num_computed - 5) // SIZE
+        assert of_group(pool, table, 0) == whole
+        assert of_group(pool, table, 1) == [NULL] * first_seen + own[first_seen:]
+        assert pool.num_free == 32 - 20 + first_seen
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_window_alone_needs_few_blocks_for_a_long_text(caching: bool) -> None:
+    """Catches a pool that counts a text's whole length, and a bound that is too low: in rounds of up to 3 tokens."""
+    most = most_blocks(1000, SIZE, (6,), 3)
+    pool = BlockPool(most, SIZE, windows=(6,), most_new=3, prefix_caching=caching)
+    for least in (1, 3):
+        table, tokens = BlockTable(), range(1000)
+        while table.num_computed < 1000:
+            assert len([b for b in table.blocks if b != NULL]) + pool.missing(table, 1000) <= most
+            table_before = table.num_computed
+            assert pool.grow(table, min(1000, table_before + 3))
+            table.num_computed = min(1000, table_before + least)
+            pool.commit(table, tokens)
+            pool.check([table])
+        assert pool.missing(table, 1000) == 0
+        pool.release(table)
+    assert pool.num_free == most
+
+
+@pytest.mark.parametrize("windows", [(None, 6), (6,), (6, 6), (6, None)])
+def test_a_prefix_needs_the_last_blocks_of_each_window(windows: tuple[int | None, ...]) -> None:
+    """Catches a hit whose window was reused, one that asks for blocks before the window, and one that is lost."""
+    pool = BlockPool(64, SIZE, windows=windows)
+    first = computed(pool, range(42))
+    assert cached_tokens(pool, range(42)) == 40
+    group = windows.index(6)
+    seen = {index: entry.blocks[group] for index, entry in enumerate(first.entries)}
+    pool.release(first)
+    pool._forget(seen[3])  # as its reuse does
+    second = BlockTable()
+    assert pool.attach_prefix(second, range(42)) == 40, "a prefix of 40 sees positions from 35 on: blocks 8 and 9"
+    assert of_group(pool, second, group) == [*[NULL] * 8, seen[8], seen[9]]
+    pool.check([second])
+    pool.release(second)
+    pool._forget(seen[8])
+    assert cached_tokens(pool, range(42)) == 32, "which needs blocks 6 and 7"
+    pool._forget(seen[5])
+    assert cached_tokens(pool, range(29)) == 12, "28 need block 5, 20 need block 3, and 12 the blocks 1 and 2"
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.data(),
+    st.integers(1, 3),
+    st.integers(3, 20),
+    st.booleans(),
+    st.sampled_from([(None,), (None, 3), (2,), (None, 1, 5), (4, None)]),
+    st.integers(0, 1),
+)
 def test_random_use_keeps_the_books_and_the_content(
-    data: st.DataObject, size: int, num_blocks: int, caching: bool
+    data: st.DataObject,
+    size: int,
+    num_blocks: int,
+    caching: bool,
+    windows: tuple[int | None, ...],
+    recomputed: int,
 ) -> None:
     """Catches leaks, double use and wrong content over random attach, grow, commit and release (a model of the KV)."""
-    pool = BlockPool(num_blocks, size, prefix_caching=caching)
-    held: dict[int, tuple[int, ...]] = {}  # block -> the prefix whose KV it holds
+    pool = BlockPool(num_blocks, size, windows=windows, prefix_caching=caching, recomputed=recomputed)
+    held: dict[int, tuple[int, tuple[int, ...]]] = {}  # block -> its group and the prefix whose KV it holds
     alive: list[BlockTable] = []
     for _ in range(data.draw(st.integers(1, 25))):
         if alive and data.draw(st.booleans()):
             pool.release(alive.pop(data.draw(st.integers(0, len(alive) - 1))))
         else:
-            tokens = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=3 * size + 1))
+            tokens = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=4 * size + 1))
             table = BlockTable()
             found = pool.attach_prefix(table, tokens)
-            for i, block in enumerate(table.blocks):
-                assert held[block] == tuple(tokens[: (i + 1) * size]), "the cache handed out another prefix's KV"
+            for group, window in enumerate(windows):
+                first = 0 if window is None else max(0, found - window + 1) // size
+                for i, block in enumerate(of_group(pool, table, group)):
+                    assert (block == NULL) == (i < first)
+                    if block != NULL:
+                        assert held[block] == (group, tuple(tokens[: (i + 1) * size])), "another prefix's KV"
             assert found < len(tokens)
             assert caching or found == 0
+            attached = len(table.blocks) // len(windows)
             if not pool.grow(table, len(tokens)):
                 pool.release(table)
                 continue
             alive.append(table)
             table.num_computed = data.draw(st.integers(found, len(tokens)))
-            for i in range(found // size, len(table.blocks)):
-                end = (i + 1) * size
-                held[table.blocks[i]] = tuple(tokens[:end]) if end <= table.num_computed else ()
+            for group in range(len(windows)):
+                for i, block in enumerate(of_group(pool, table, group)):
+                    end = (i + 1) * size
+                    if i >= attached:
+                        held[block] = group, tuple(tokens[:end]) if end <= table.num_computed else ()
             pool.commit(table, tokens)
         pool.check(alive)
     for table in alive:

@@ -8,20 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 from device_batches import make_device_batch
+from random_weights import RandomCheckpoint
 
 from ssd.errors import UnsupportedModel
 from ssd.kernels.cpu_ops import CpuOps
 from ssd.kernels.ops import DeviceBatch, Ops
 from ssd.kernels.reference import ReferenceOps
-from ssd.layers.formats import FormatOf, WeightFormat
-from ssd.layers.formats.dense import DENSE, dense
-from ssd.layers.formats.rounded import Rounded
+from ssd.layers.formats import DENSE, FormatOf, Use, WeightFormat, dense
+from ssd.layers.formats.rounded import Rounded, rounded
 from ssd.layers.parameter import Build
 from ssd.layers.spec import AttentionSpec, LayerSpec, MLPSpec, RopeConfig
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import Decoder, check_fits, check_split, parameter_shapes
 from ssd.models.fields import check_shape
-from ssd.models.random_weights import RandomCheckpoint
 from ssd.parallel.tensor import TensorParallel
 
 CPU = torch.device("cpu")
@@ -83,15 +82,30 @@ def test_a_rehearsal_runs_one_layer_of_each_kind(monkeypatch: pytest.MonkeyPatch
 
 def test_a_rehearsal_knows_the_formats_of_weights() -> None:
     """Two layers of one description, whose weights have different formats, launch different kernels."""
-    rounded = Rounded("int8")
+    int8 = Rounded("int8")
 
     def last_is_rounded(name: str) -> WeightFormat:
-        return rounded if ".layers.3.mlp" in name else DENSE
+        return int8 if ".layers.3.mlp" in name else DENSE
 
     decoder = make(replace(MIXED, layers=(PLAIN,) * 5), format_of=last_is_rounded)
     with decoder.distinct_layers():
         assert list(decoder._run) == [0, 1, 3]
     assert decoder.formats == {"dense", "int8"}
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_weight_in_two_formats_is_rounded_for_few_rows_only(gated: bool) -> None:
+    torch.manual_seed(0)
+    stored, x = [{"weight": torch.randn(64, 32)}], torch.randn(65, 32)
+    both, codes, ops, use = rounded("int8+bf16")(""), rounded("int8")(""), ReferenceOps(), Use(gated=gated)
+
+    def product(form: WeightFormat, rows: int) -> torch.Tensor:
+        weight = form.prepare(stored, ops, torch.float32, use)
+        return form.linear(ops, x[:rows], weight, None, gated=gated, float32=False)
+
+    assert torch.equal(product(both, 64), product(codes, 64))
+    assert torch.equal(product(both, 65), product(DENSE, 65))
+    assert not torch.equal(product(codes, 65), product(DENSE, 65))
 
 
 def test_kv_memory_is_the_sum_over_layers() -> None:
@@ -121,12 +135,9 @@ def test_a_split_has_to_fit_every_layer() -> None:
         check_split(replace(MIXED, layers=(PLAIN, odd)), 2)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"), [({"window": 32}, "window of 32 tokens"), ({"num_kv_heads": 4}, "different heads")]
-)
-def test_what_the_kernels_cannot_do_is_refused(change: dict[str, int], message: str) -> None:
-    changed = replace(PLAIN, attention=replace(PLAIN.attention, **change))
-    with pytest.raises(UnsupportedModel, match=message):
+def test_what_the_kernels_cannot_do_is_refused() -> None:
+    changed = replace(PLAIN, attention=replace(PLAIN.attention, num_kv_heads=4))
+    with pytest.raises(UnsupportedModel, match="different heads"):
         check_shape(replace(MIXED, layers=(PLAIN, changed)))
 
 

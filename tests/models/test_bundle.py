@@ -21,7 +21,7 @@ from ssd import LLM, SamplingParams
 from ssd.layers.spec import RopeConfig
 from ssd.llm import Prompt
 from ssd.models.config import DecoderConfig, equal_layers
-from ssd.models.open import BUNDLE, bundled_heads, bundled_models, open_checkpoint
+from ssd.models.open import BUNDLE, bundled, bundled_models, open_checkpoint
 from ssd.models.shapes import SHAPES
 from ssd.prompts import FOLDER_VARIABLE, OWN_SETS, load_prompts
 
@@ -79,7 +79,7 @@ def reference(model: str) -> Any:
 
 def test_the_bundle_is_complete_and_small() -> None:
     assert bundled_models() == sorted(MODELS)
-    assert bundled_heads() == ["tiny-llama-eagle", "tiny-qwen3-eagle"]
+    assert set(bundled()) - set(bundled_models()) == {"tiny-llama-eagle", "tiny-qwen3-eagle"}
     files = {file for file in BUNDLE.rglob("*") if file.is_file()}
     assert sum(file.stat().st_size for file in files) <= 72 * 2**20
     settings = tomllib.loads((BUNDLE.parents[1] / "pyproject.toml").read_text())

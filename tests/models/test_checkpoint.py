@@ -314,10 +314,8 @@ def test_yarn_lengthens_the_context() -> None:
         ({**LLAMA, "num_key_value_heads": 3}, "num_key_value_heads=3"),
         ({**LLAMA, "hidden_size": "32"}, "hidden_size='32'"),
         ({"architectures": ["LlamaForCausalLM"]}, "num_attention_heads is missing"),
-        ({**QWEN3, "use_sliding_window": True, "max_window_layers": 1}, "window of 4096"),
-        ({**QWEN3, "layer_types": ["full_attention", "sliding_attention"]}, "window of 4096"),
+        ({**QWEN3, "layer_types": ["full_attention", "sliding_attention"]}, "use_sliding_window"),
         ({**QWEN3, "layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
-        ({**LLAMA, "architectures": ["MistralForCausalLM"]}, "window of 4096.*sliding_window"),
     ],
 )
 def test_what_is_not_supported_is_named(raw: dict[str, Any], message: str) -> None:
@@ -326,8 +324,25 @@ def test_what_is_not_supported_is_named(raw: dict[str, Any], message: str) -> No
         decoder_config(raw)
 
 
-def test_a_sliding_window_that_no_layer_uses_is_fine() -> None:
-    decoder_config({**QWEN3, "use_sliding_window": True, "max_window_layers": 2, "sliding_window": 16})
+@pytest.mark.parametrize(
+    ("raw", "windows"),
+    [
+        ({**QWEN3, "use_sliding_window": True, "max_window_layers": 2, "sliding_window": 16}, [None, None]),
+        ({**QWEN3, "use_sliding_window": True, "max_window_layers": 1, "sliding_window": 16}, [None, 16]),
+        ({**QWEN3, "use_sliding_window": True, "max_window_layers": 0, "sliding_window": None}, [None, None]),
+        ({**QWEN3, "use_sliding_window": False, "max_window_layers": 0, "sliding_window": 16}, [None, None]),
+        (
+            {**QWEN3, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+            [4096, None],
+        ),
+        ({**LLAMA, "architectures": ["MistralForCausalLM"]}, [4096, 4096]),
+        ({**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": 7}, [7, 7]),
+        ({**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": None}, [None, None]),
+    ],
+)
+def test_the_sliding_windows_of_the_layers(raw: dict[str, Any], windows: list[int | None]) -> None:
+    """Catches a default that differs from that of transformers, and a window of the wrong layer."""
+    assert [layer.attention.window for layer in decoder_config(raw).layers] == windows
 
 
 def test_the_error_names_the_directory(llama_dir: Path) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from fakes import make_sequence
+from random_weights import RandomCheckpoint
 
 from ssd.core import Work
 from ssd.drafting.fan_out import Adaptive
@@ -31,7 +32,6 @@ from ssd.layers.parameter import Build
 from ssd.models.checkpoint import FileTensor, HFCheckpoint
 from ssd.models.config import DecoderConfig, equal_layers
 from ssd.models.decoder import Decoder, check_split, parameter_shapes
-from ssd.models.random_weights import RandomCheckpoint
 from ssd.models.shapes import SHAPES
 from ssd.parallel import tensor
 from ssd.parallel.group import listener, make_group

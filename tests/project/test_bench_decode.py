@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +18,7 @@ FAMILIES = {shape.family: shape for shape in SHAPES.values()}
 
 
 @pytest.fixture
-def decode(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench")
+def decode() -> Any:
     return importlib.import_module("decode")
 
 

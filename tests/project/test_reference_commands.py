@@ -13,10 +13,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import sizes
+from arguments import GPUs, pair_of
 from eagle_heads import make_tiny_head
 
-from ssd.bench import models
-from ssd.bench.arguments import GPUs, pair_of
 from ssd.errors import ConfigError, ModelNotFound
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -158,9 +158,9 @@ def test_heads_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.delenv("SSD_TINY_MODELS")
     monkeypatch.setenv("SSD_HF_CACHE", str(tmp_path))
     with pytest.raises(ModelNotFound, match=r"lmsys/SGLang-EAGLE3-Llama-3\.3-70B-Instruct-SpecForge"):
-        models.find_head("llama", "70")
+        sizes.find_head("llama", "70")
     with pytest.raises(ConfigError, match="qwen EAGLE-3 heads come in 32"):
-        models.find_head("qwen", "8")
+        sizes.find_head("qwen", "8")
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_a_sweep_is_several_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_architecture_to_compile_for(monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
-    from ssd.bench.arguments import use_cuda_arch
+    from arguments import use_cuda_arch
 
     monkeypatch.setenv("SSD_CUDA_ARCH", "9.0")
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)

@@ -463,8 +463,8 @@ def test_ctrl_c_while_downloading(downloads: Downloads, capsys: pytest.CaptureFi
 @pytest.mark.parametrize("family", ["llama", "qwen"])
 def test_what_a_benchmark_misses_can_be_downloaded(family: str) -> None:
     """Catches a size whose weights the benchmark looks for under a name that nothing fetches."""
-    from ssd.bench import models
+    import sizes
 
     fetched = importlib.import_module("download_from_hf").GROUPS[family]
-    wanted = {(name, size) for size, names in models._HUB[family].items() for name in names}  # type: ignore[index]
+    wanted = {(name, size) for size, names in sizes._HUB[family].items() for name in names}  # type: ignore[index]
     assert wanted == {(repository.name, repository.size) for repository in fetched}

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("prometheus_client", reason="the extra `serve` is not installed")
 
+import httpx
+from live_server import serving, until
 from prometheus_client.parser import text_string_to_metric_families
 
 from ssd import LLM, SamplingParams
-from ssd.server.metrics import Metrics
+from ssd.server import playground
+from ssd.server.app import PATHS, create_app
+from ssd.server.metrics import HttpRequests, Metrics, exposition
+from ssd.server.options import ServerOptions
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"
 VLLM_NAMES = [
@@ -64,13 +72,15 @@ def llm() -> Iterator[LLM]:
 def exported(llm: LLM) -> set[str]:
     """All names, once a draft has been verified: acceptance by position has no value before."""
     llm.generate("Once upon a time", SamplingParams(max_new_tokens=16, ignore_eos=True))
-    return {name for name, _ in scraped(Metrics(llm))}
+    counts = HttpRequests([], "tiny-llama")
+    counts.count("", 200)
+    return {name for name, _ in scraped(Metrics(llm), counts)}
 
 
-def scraped(metrics: Metrics) -> Samples:
+def scraped(*metrics: Metrics | HttpRequests) -> Samples:
     found: Samples = {}
-    for family in text_string_to_metric_families(metrics.render().decode()):
-        for sample in family.samples:
+    for family in text_string_to_metric_families(bytes(exposition(*metrics).body).decode()):
+        for sample in family.samples if family.name.startswith("ssd_") else ():
             assert sample.labels.pop("model_name") == "tiny-llama"
             found[sample.name, ",".join(sample.labels.values())] = sample.value
     return found
@@ -140,6 +150,15 @@ def test_the_dashboard_asks_for_what_there_is(llm: LLM) -> None:
     }
     assert asked <= exported(llm)
     assert len(asked) >= 20
+    variables = {variable["name"] for variable in board["templating"]["list"]}
+    assert variables == {"datasource", "model", "instance"}
+    for panel in board["panels"]:
+        for target in panel["targets"]:
+            selectors = re.findall(r"ssd_\w+\{([^}]*)\}", target["expr"])
+            assert len(selectors) == len(re.findall(r"ssd_\w+", target["expr"])), (
+                "every query is for the chosen servers"
+            )
+            assert all('model_name=~"$model", instance=~"$instance"' in selector for selector in selectors)
     places = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in board["panels"]]
     assert len(set(places)) == len(places)
 
@@ -148,4 +167,84 @@ def test_a_closed_engine_is_no_error() -> None:
     llm = LLM("tiny-llama", device="cpu")
     metrics = Metrics(llm)
     llm.close()
-    assert b"ssd_request_success" in metrics.render()
+    assert b"ssd_request_success" in exposition(metrics).body
+
+
+# --- HTTP -------------------------------------------------------------------------------------------------------------
+
+
+def http_requests(url: str, **options: Any) -> dict[tuple[str, str], float]:
+    """Counts by path and status."""
+    families = text_string_to_metric_families(httpx.get(f"{url}/metrics", **options).text)
+    samples = [s for family in families if family.name == "ssd_http_requests" for s in family.samples]
+    return {(s.labels["path"], s.labels["status"]): s.value for s in samples}
+
+
+def test_http_requests_are_counted_by_route_and_status(llm: LLM) -> None:
+    """429, 401 and 5xx can be alerted on, and no client can add labels by asking for paths."""
+    key = {"headers": {"authorization": "Bearer secret"}}
+    with serving(llm, api_keys=("secret",), max_request_bytes=1000, max_tokens_in_flight=50) as served:
+        assert httpx.post(f"{served.url}/v1/completions", json={}).status_code == 401
+        assert httpx.get(f"{served.url}/v1/models/x").status_code == 401
+        served.admission.tokens += 50
+        body = {"model": "tiny-llama", "prompt": "x", "max_tokens": 1}
+        assert httpx.post(f"{served.url}/v1/completions", json=body, **key).status_code == 429
+        served.admission.tokens -= 50
+        for i in range(3):
+            assert httpx.get(f"{served.url}/v1/models/{i}/../{i}", **key).status_code == 404
+            assert httpx.get(f"{served.url}/unknown{i}", **key).status_code == 404
+        served.admission.draining = True
+        assert httpx.get(f"{served.url}/health/ready", **key).status_code == 503
+        served.admission.draining = False
+        assert http_requests(served.url, **key) == {
+            ("/v1/completions", "401"): 1,
+            ("/v1/models/{model}", "401"): 1,
+            ("/v1/completions", "429"): 1,
+            ("/v1/models/{model}", "404"): 3,
+            ("other", "404"): 3,
+            ("/health/ready", "503"): 1,
+        }
+
+
+def test_requests_that_the_connection_refuses_are_counted_once(llm: LLM) -> None:
+    """A body that does not come (408), and what is not HTTP (400): the application does not answer these."""
+    late = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
+    with serving(llm, read_timeout=0.1) as served:
+        for sent in (late, b"nonsense\r\n\r\n"):
+            with socket.create_connection((httpx.URL(served.url).host, httpx.URL(served.url).port)) as connection:
+                connection.sendall(sent)
+                while connection.recv(4096):
+                    pass
+        until(lambda: not served.server.server_state.tasks)
+        assert http_requests(served.url) == {("/v1/completions", "408"): 1, ("other", "400"): 1}
+
+
+def test_every_route_has_a_label(llm: LLM) -> None:
+    """Catches a route of the playground that is not in the table, which the proxy shares."""
+    assert {route.path for route in playground.router(llm).routes} <= PATHS  # type: ignore[attr-defined]
+    assert set(create_app(llm, ServerOptions(served_model_name="m")).openapi()["paths"]) <= {
+        path.replace(":path", "") for path in PATHS
+    }
+
+
+def test_the_build_and_the_process_are_told(llm: LLM) -> None:
+    text = bytes(exposition(Metrics(llm, "m", "fp_1")).body).decode()
+    [build] = [line for line in text.splitlines() if line.startswith("ssd_build_info{")]
+    for label in ("model_name", "version", "torch", "device", "dtype", "mode", "draft", "system_fingerprint"):
+        assert re.search(rf'{label}="[^"]+"', build), label
+    assert 'draft="tiny-llama-draft"' in build
+    assert build.endswith(" 1.0")
+    if Path("/proc/self/stat").exists():
+        assert re.search(r"^process_resident_memory_bytes [1-9]", text, re.MULTILINE)
+        assert re.search(r"^process_cpu_seconds_total ", text, re.MULTILINE)
+
+
+def test_probes_scrapes_and_polling_are_not_in_the_access_log(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """Unless they fail."""
+    with serving(llm) as served, caplog.at_level(logging.INFO, "ssd.access"):
+        for path in ("/health", "/health/ready", "/metrics", "/playground/state", "/version"):
+            httpx.get(served.url + path)
+        served.admission.draining = True
+        httpx.get(f"{served.url}/health/ready")
+        until(lambda: len(caplog.messages) >= 2)
+    assert [message.split()[2:4] for message in caplog.messages] == [["'/version'", "200"], ["'/health/ready'", "503"]]

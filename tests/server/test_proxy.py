@@ -16,6 +16,7 @@ import httpx
 from fastapi import FastAPI
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from ssd.server.errors import ApiError
 from ssd.server.options import ServerOptions
 from ssd.server.proxy import ReplicaLost, create_proxy
 
@@ -188,6 +189,26 @@ def test_a_request_has_one_id_and_its_user_is_in_the_access_log(caplog: pytest.L
     assert answer.headers["x-request-id"] in caplog.text
 
 
+def test_requests_are_counted_by_the_proxy_while_no_replica_answers() -> None:
+    """That is when 5xx must be seen; the labels are those of a server with one engine."""
+
+    class Lost(Scripted):
+        async def metrics(self) -> dict[str, list[Metric]]:
+            raise ApiError(503, "no replica answers")
+
+    app = proxy(Lost([START, body("{}")], *[[ReplicaLost("it has died")]] * 3))
+    for path in ("/v1/models/x", "/v1/completions", "/v1/completions/"):
+        ask(app, "GET", path)
+    lines = ask(app, "GET", "/metrics").text.splitlines()
+    assert "ssd_replicas 0.0" in lines
+    counted = [line for line in lines if line.startswith("ssd_http_requests_total")]
+    assert counted[:2] == [
+        'ssd_http_requests_total{model_name="m",path="/v1/models/{model}",status="200"} 1.0',
+        'ssd_http_requests_total{model_name="m",path="/v1/completions",status="500"} 1.0',
+    ]
+    assert 'path="other"' in counted[2]
+
+
 def test_metrics_of_replicas_are_told_apart_and_the_playground_has_their_sums() -> None:
     app = proxy(Scripted())
     lines = ask(app, "GET", "/metrics").text.splitlines()
@@ -197,6 +218,7 @@ def test_metrics_of_replicas_are_told_apart_and_the_playground_has_their_sums() 
         'ssd_running{model_name="m",replica="1"} 7.0',
     ]
     assert lines.count("# TYPE ssd_running gauge") == 1
+    assert any(line.startswith("process_cpu_seconds_total ") for line in lines)
     state = ask(app, "GET", "/playground/state").json()
     assert (state["model"], state["running"], state["hits"], state["kv_usage"]) == ("m", 4, 4, 0.5)
 

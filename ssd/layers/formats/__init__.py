@@ -1,7 +1,8 @@
 """Formats of weights: which tensors a checkpoint stores for a linear layer, and how they become a product.
 
-A format is one file of this package: it says what is stored, how a rank's share is cut, how the tensors are laid out
-for the kernels of a device, how the result is multiplied, and what it takes in memory. Layers call nothing else.
+A format says what is stored, how a rank's share is cut, how the tensors are laid out for the kernels of a device, how
+the result is multiplied, and what it takes in memory. Layers call nothing else. The base class is the format of float
+tensors; each other format is one file of this package.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -25,31 +26,55 @@ class Use:
     product: bool = True  # it is multiplied with
 
 
-class WeightFormat(Protocol):
-    """How one linear layer's weight [rows, depth] is stored, cut, prepared and applied."""
+class WeightFormat:
+    """How one linear layer's weight [rows, depth] is stored, cut, prepared and applied.
 
-    @property
-    def name(self) -> str: ...
+    Here: one tensor `weight` of any float type, in the type that the model computes in.
+    """
+
+    name: str = "dense"
 
     def shapes(self, rows: int, depth: int) -> dict[str, tuple[int, ...]]:
         """Stored tensors: the last part of their names in a checkpoint, and their full shapes."""
+        return {"weight": (rows, depth)}
 
     def share(self, tensor: str, rows: slice, columns: slice) -> tuple[slice, ...]:
         """A rank's part of a stored tensor, for these rows and columns of the weight."""
+        return rows, columns
 
     def prepare(self, parts: Seq[Mapping[str, torch.Tensor]], ops: Ops, dtype: torch.dtype, use: Use) -> Any:
         """Lays out a weight fused from `parts` (stored tensors by name), for products with rows of type `dtype`."""
+        return ops.prepare(fused(parts, dtype), gated=use.gated)
 
     def linear(
         self, ops: Ops, x: torch.Tensor, weight: Any, bias: torch.Tensor | None, *, gated: bool, float32: bool
     ) -> torch.Tensor:
         """x W^T (+ bias), see `Ops.linear`; `gated`: silu(gate) * up, see `Ops.gated_linear`."""
+        return ops.gated_linear(x, weight, bias) if gated else ops.linear(x, weight, bias, float32=float32)
 
     def embedding(self, ops: Ops, weight: Any, token_ids: torch.Tensor) -> torch.Tensor:
         """Rows of a weight that was prepared for `Use.embedding`."""
+        return ops.embedding(weight, token_ids)
+
+    def dense(self, weight: Any) -> Any:
+        """The prepared weight as `Ops.prepare` lays it out, for kernels that know no formats; None if there is none."""
+        return weight
 
     def num_bytes(self, rows: int, depth: int, dtype: torch.dtype, use: Use) -> int:
         """Memory of the prepared weight, without padding."""
+        return rows * depth * dtype.itemsize
+
+
+def fused(parts: Seq[Mapping[str, torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
+    """The rows of all parts, one after the other."""
+    tensors = [part["weight"].to(dtype) for part in parts]
+    return tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
 
 
 FormatOf = Callable[[str], WeightFormat]  # by a linear layer's name in the checkpoint: model.layers.0.mlp.up_proj
+DENSE: Final = WeightFormat()
+
+
+def dense(name: str) -> WeightFormat:
+    """The format of every layer of an unquantised checkpoint."""
+    return DENSE

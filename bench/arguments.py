@@ -8,11 +8,11 @@ import re
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
+import sizes
 import torch
 
-from ssd.bench import models
 from ssd.errors import ConfigError
-from ssd.models.open import bundled_draft, bundled_heads, head_of
+from ssd.models.open import HEAD, bundled, bundled_draft
 from ssd.options import options_of
 
 Parser = argparse.ArgumentParser | argparse._ArgumentGroup
@@ -60,35 +60,35 @@ def pair_of(
     stand for any size; what `model` and `draft` name otherwise goes before them. `eagle`: the draft is an EAGLE-3 head,
     and SSD_EAGLE3_SPECFORGE may name it.
     """
-    family: models.Family = "qwen" if args.qwen else "llama"
+    family: sizes.Family = "qwen" if args.qwen else "llama"
     model, draft = args.model, args.draft
-    spelled = models.spelled(model) if model else None
+    spelled = sizes.spelled(model) if model else None
     if spelled is not None:
         (family, size), model = spelled, None
 
     def sized(number: str, is_draft: bool) -> str:
-        return models.graft(family, number, draft=is_draft) if args.graft else models.find(family, number)
+        return sizes.graft(family, number, draft=is_draft) if args.graft else sizes.find(family, number)
 
-    model = model or os.environ.get(models.TARGET_VARIABLE)
-    found = model or (sized(size, False) if size else models.BUNDLED[family])
+    model = model or os.environ.get(sizes.TARGET_VARIABLE)
+    found = model or (sized(size, False) if size else sizes.BUNDLED[family])
     if not drafted:
         return found, None
     if eagle:
-        named = draft or os.environ.get(models.HEAD_VARIABLE)
+        named = draft or os.environ.get(sizes.HEAD_VARIABLE)
         return found, named or _head(family, None if model else size, found, args.graft)
-    number = draft or (models.DEFAULT_DRAFT[family] if size else "")
+    number = draft or (sizes.DEFAULT_DRAFT[family] if size else "")
     if not re.fullmatch(r"\d+(\.\d+)?|", number):
         return found, draft
-    named = os.environ.get(models.DRAFT_VARIABLE)
+    named = os.environ.get(sizes.DRAFT_VARIABLE)
     return found, named or (sized(number, True) if number else bundled_draft(found))
 
 
-def _head(family: models.Family, size: str | None, model: str, graft: bool) -> str:
+def _head(family: sizes.Family, size: str | None, model: str, graft: bool) -> str:
     if size:
-        return models.graft_head(family, size) if graft else models.find_head(family, size)
-    if head_of(model) in bundled_heads():
-        return head_of(model)
-    raise ConfigError(f"--eagle: name the EAGLE-3 head of {model} with --draft, or in {models.HEAD_VARIABLE}")
+        return sizes.graft_head(family, size) if graft else sizes.find_head(family, size)
+    if model + HEAD in bundled():
+        return model + HEAD
+    raise ConfigError(f"--eagle: name the EAGLE-3 head of {model} with --draft, or in {sizes.HEAD_VARIABLE}")
 
 
 def options_of_ssd(

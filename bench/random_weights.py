@@ -1,8 +1,7 @@
-"""Random weights, made on the device they are wanted on: for benchmarks, where only the shape counts."""
+"""A checkpoint of random weights, made on the device they are wanted on: where only the shape counts."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,8 @@ import torch
 
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import parameter_shapes
+from ssd.models.graft import fill_random
 from ssd.text.tokenizer import Tokenizer
-
-_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -32,9 +30,3 @@ class RandomCheckpoint:
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer(None)
-
-
-def fill_random(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Small normal numbers, in place: a function of the name, whatever was made before."""
-    generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(name.encode(), _SEED))
-    return tensor.normal_(std=0.02, generator=generator)

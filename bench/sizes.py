@@ -12,7 +12,7 @@ from typing import Final, Literal, TypeVar
 
 from ssd.errors import ConfigError, ModelNotFound
 from ssd.models.hub import cache_places, snapshot_in
-from ssd.models.open import head_of
+from ssd.models.open import HEAD
 
 T = TypeVar("T")
 Family = Literal["llama", "qwen"]
@@ -60,7 +60,7 @@ def find(family: Family, size: str) -> str:
 def find_head(family: Family, size: str) -> str:
     """The local snapshot of the EAGLE-3 head for a size."""
     if os.environ.get(TINY_VARIABLE) == "1":
-        return head_of(BUNDLED[family])
+        return BUNDLED[family] + HEAD
     remedy = f"python scripts/download_from_hf.py eagle --sizes {size}, or set {HEAD_VARIABLE} to a directory"
     return _snapshot(f"EAGLE-3 head for {family} {size}", _entry(_HEADS, family, size, "EAGLE-3 heads"), remedy)
 
@@ -84,7 +84,7 @@ def graft(family: Family, size: str, *, draft: bool = False) -> str:
 
 def graft_head(family: Family, size: str) -> str:
     """The head of `graft`'s model."""
-    return f"graft:{head_of(BUNDLED[family])}@{_entry(_SHAPES, family, size)}"
+    return f"graft:{BUNDLED[family]}{HEAD}@{_entry(_SHAPES, family, size)}"
 
 
 def _tiny(family: Family, size: str) -> str:

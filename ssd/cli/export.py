@@ -1,0 +1,100 @@
+"""`ssd graft` and `ssd export-eagle`: checkpoints written for other engines, and for later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ssd.cli.console import errors, print_note
+from ssd.cli.options import command
+from ssd.errors import ConfigError
+from ssd.models.shapes import SHAPES
+
+GRAFT_HELP: Final = f"""\
+Write a small model as a checkpoint in the shape of a published one: [bold]that shape's speed, the small \
+model's text[/].
+
+The graft computes the same function, so it says what the small model says, while every weight of the large shape is \
+read and multiplied. That makes honest measurements of speed possible where the published weights are not. Nothing \
+needs to be written to try it: [cyan]ssd generate graft:tiny-llama@llama-3.1-8b "Once upon a time"[/].
+
+[bold]Shapes[/]: {", ".join(SHAPES)}
+
+[bold]Try[/]
+
+  ssd graft tiny-llama --shape llama-3.1-8b
+
+  ssd generate ./tiny-llama@llama-3.1-8b "Once upon a time" --metrics
+"""
+EAGLE_HELP: Final = """\
+Write an EAGLE-3 head in the layout of the EAGLE authors, which other engines load, too.
+
+HEAD is a directory, a hub id or a graft of one; its own layout may be that of speculators.
+
+[bold]Try[/]
+
+  ssd export-eagle tiny-llama-eagle --out ./head
+
+  ssd export-eagle graft:tiny-llama-eagle@llama-3.1-8b --target graft:tiny-llama@llama-3.1-8b --out ./head-8b
+"""
+DTYPE: Final = typer.Option(help="Type of the weights.")
+DEVICE: Final = typer.Option(help="Where the weights are made.")
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@command
+def graft(
+    base: Annotated[str, typer.Argument(metavar="MODEL", help="The small model: bundled, or a directory.")],
+    shape: Annotated[str, typer.Option(help="The published model whose shape it gets.")],
+    out: Annotated[Path | None, typer.Option(help="Directory to write.", show_default="./MODEL@SHAPE")] = None,
+    dtype: Annotated[Literal["bfloat16", "float32"], DTYPE] = "bfloat16",
+    device: Annotated[Device, DEVICE] = "auto",
+) -> None:
+    import torch
+
+    from ssd.assembly.device import resolve_device
+    from ssd.models.export import stored_bytes, write_graft
+    from ssd.models.open import open_graft
+
+    grafted = open_graft(base, shape)
+    folder = out or Path(f"{grafted.base_name}@{shape}")
+    kind: torch.dtype = getattr(torch, dtype)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=errors, transient=True) as progress:
+        task = progress.add_task(f"writing {folder.name}", total=stored_bytes(grafted.config, kind))
+        write_graft(grafted, folder, kind, resolve_device(device), lambda size: progress.advance(task, size))
+    print_note(grafted.note)
+    typer.echo(folder)
+
+
+@command
+def export_eagle(
+    head: Annotated[str, typer.Argument(metavar="HEAD", help="The head.")],
+    out: Annotated[Path, typer.Option(help="Directory to write.")],
+    target: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="The model that it drafts for: a graft of a head needs it.")
+    ] = None,
+    dtype: Annotated[Literal["bfloat16", "float16", "float32"], DTYPE] = "bfloat16",
+    device: Annotated[Device, DEVICE] = "auto",
+) -> None:
+    import torch
+
+    from ssd.assembly.device import resolve_device
+    from ssd.models.eagle_graft import EagleGraft
+    from ssd.models.export import write_eagle
+    from ssd.models.open import open_checkpoint, open_eagle
+
+    found = open_eagle(head, "HEAD")
+    if found is None:
+        raise ConfigError(f"HEAD={head!r} is no EAGLE head: name the directory or hub id of one")
+    if target is None and isinstance(found, EagleGraft):
+        raise ConfigError(f"HEAD={head!r} is a graft: name the graft that it drafts for with --target")
+    if target is not None:
+        found = found.for_target(open_checkpoint(target, "target"))
+    kind: torch.dtype = getattr(torch, dtype)
+    write_eagle(found, out, kind, resolve_device(device))
+    print_note(found.note)
+    typer.echo(out)

@@ -1,0 +1,236 @@
+"""The arms of the controller: modes with their K and number of branches, and how fast each is expected to be.
+
+For each batch size the seconds per round of every arm are measured, and its tokens per round are estimated from the
+acceptance rate of each draft position. The arm with the most tokens per second is used; others are measured again from
+time to time, as often as that costs a small share of the time. Knows nothing of drafters and rounds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from ssd.config import K_MAX
+from ssd.core import Outcome
+from ssd.drafting.estimate import Average, TypicalSeconds
+
+_MIN_SAMPLES = 3  # rounds that measure an arm
+_HOPELESS = 0.85  # share of the best arm's speed below which one round is enough
+SETTLING = 1  # rounds after a change of arm that are not measured, besides those in flight
+_MAX_TRIAL = 64  # rounds after which a trial is given up: its drafter has not caught up
+_TRIAL_SHARE = 0.01  # of the time that trials may lose
+_MAX_INTERVAL = 128  # rounds between two trials, at least
+_FIRST_INTERVAL = 24  # rounds before the first one that nothing requires; doubles with every trial
+_NEW_SIZE_INTERVAL = 8  # rounds before the trial of each mode at a new batch size
+_DRIFT = 1.4  # change of `level` after which the modes are compared again: all arms need not change alike
+_STRIDE = 4  # rounds between two choices
+_DEPTH_PENALTY = 0.015  # relative speed that each draft token after the shortest draft's must gain
+_MARGIN = 1.02  # expected speed-up that a change of arm needs
+_OPTIMISM = 1.08  # factor on an arm's expected speed for every trial since it was last measured
+DEPTHS = (1, 2, 3, 4, 6, K_MAX)
+
+
+class Arm(NamedTuple):
+    """One choice of the controller."""
+
+    k: int  # draft tokens per round
+    width: int  # branches per sequence; 0: none prepared, the draft is written in `propose`
+
+    @property
+    def mode(self) -> str:
+        return "ar" if not self.k else "ssd" if self.width else "sd"
+
+    def __str__(self) -> str:
+        branches = f", {self.width} branches" if self.width else ""
+        return f"mode={self.mode}{f', k={self.k}' if self.k else ''}{branches}"
+
+
+PLAIN = Arm(0, 0)
+
+
+def make_arms(modes: Seq[str], depths: Seq[int], widths: Seq[int]) -> list[Arm]:
+    """The arms of these modes: every depth, and for SSD every width."""
+    arms = [PLAIN] if "ar" in modes else []
+    for k in depths:
+        arms += [Arm(k, 0)] if "sd" in modes else []
+        arms += [Arm(k, width) for width in widths] if "ssd" in modes else []
+    return arms
+
+
+class AcceptanceRates:
+    """How often each position of a draft is accepted. Of all arms together: it depends on the text more than on K."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self.reset()
+
+    def reset(self) -> None:
+        self._rates = [Average(0.99, 3.0, 4.0) for _ in range(self._depth)]
+
+    def accepted(self, k: int) -> float:
+        """Expected number of accepted tokens of a draft of k tokens."""
+        reached = itertools.accumulate((rate.value for rate in self._rates[:k]), float.__mul__)
+        return float(sum(reached))
+
+    def learn(self, outcome: Outcome) -> None:
+        accepted = outcome.num_accepted
+        for i in range(min(accepted + 1, len(outcome.draft), len(self._rates))):
+            self._rates[i].add(float(i < accepted))
+
+
+@dataclass
+class ArmTimes:
+    """Seconds per round of every arm for one batch size, and the arm chosen by them."""
+
+    arms: list[Arm]
+    accepted: Callable[[int], float]  # see `AcceptanceRates`
+    seconds: dict[Arm, TypicalSeconds] = field(default_factory=dict)  # divided by `level`
+    best: Arm = PLAIN
+    trial: Arm | None = None  # the arm that is being measured
+    # Slow-down of all arms (longer contexts, a busy machine), relative to the means; None: a new batch size, not known.
+    level: float | None = 1.0
+    checked_level: float = 1.0  # when the modes were compared
+    ready: Average = field(default_factory=lambda: Average(0.998, 9.0, 10.0))  # see `tokens`
+    untried: list[Arm] = field(default_factory=list)  # arms that are measured whatever it costs, the first one first
+    first_interval: int = 0  # rounds before each of them
+    interval: int = _FIRST_INTERVAL  # rounds between later trials
+    rounds: int = 0  # since the last trial, or of the current one
+    trials: int = 0
+    tried: dict[Arm, int] = field(default_factory=dict)  # number of the trial in which each arm was last measured
+    credit: float = 0.0  # seconds that trials may lose by now
+
+    def __post_init__(self) -> None:
+        if not self.untried:
+            self.untried = self._representatives()
+            self.best = self.untried[0]
+
+    def _representatives(self) -> list[Arm]:
+        """The middle depth of SD, then plain decoding, then SSD with each width."""
+        depths = sorted({arm.k for arm in self.arms if arm.k})
+        usual = [arm for arm in self.arms if arm == PLAIN or arm.k == depths[len(depths) // 2]]
+        return sorted(usual, key=lambda arm: ("sd", "ar", "ssd").index(arm.mode))
+
+    def like(self) -> ArmTimes:
+        """To start another batch size with: the same ratios, to be checked for the best arm of each mode."""
+        seconds = {arm: TypicalSeconds(s.mean) for arm, s in self.seconds.items() if s.mean}
+        if not seconds:
+            return ArmTimes(self.arms, self.accepted)
+        return ArmTimes(
+            self.arms,
+            self.accepted,
+            seconds,
+            self.best,
+            level=None,
+            ready=replace(self.ready),
+            untried=self._fastest_of_modes(),
+            first_interval=_NEW_SIZE_INTERVAL,
+        )
+
+    def _fastest_of_modes(self) -> list[Arm]:
+        """The fastest known arm of each mode, the best one first."""
+        known = sorted((self.speed(arm), arm) for arm, s in self.seconds.items() if s.mean)
+        first = {arm.mode: arm for _, arm in known} | {self.best.mode: self.best}
+        return sorted(first.values(), key=lambda arm: arm != self.best)
+
+    def record(self, arm: Arm, seconds: float, *, comparable: bool = True) -> None:
+        """Adds a round's time; `comparable`: False for one that was not like the rounds before it.
+
+        A drift of this arm is assumed to apply to all arms: it changes `level`.
+        """
+        known = self.seconds.setdefault(arm, TypicalSeconds())
+        if self.level is None and comparable:
+            self.level = self.checked_level = seconds / known.mean if known.mean else 1.0
+        elif self.level is not None and comparable and len(known.last) >= _MIN_SAMPLES:
+            slower = seconds / self.level / known.mean
+            self.level *= 1 + (min(max(slower, 0.8), 1.25) - 1) / 16
+            if not 1 / _DRIFT < self.level / self.checked_level < _DRIFT and not self.untried:
+                self.untried, self.first_interval = self._fastest_of_modes(), _NEW_SIZE_INTERVAL
+                self.checked_level = self.level
+        if self.level is None:
+            return
+        usual = seconds / self.level
+        self.credit += _TRIAL_SHARE * usual
+        if arm != self.best or not comparable:
+            self.credit -= self._lost(arm, usual)
+        if comparable:
+            known.add(usual)
+
+    def choose(self) -> Arm:
+        """The arm of the next round: the one to be measured, else the best."""
+        self.rounds += 1
+        if self.trial is not None and (self._measured(self.trial) or self.rounds > _MAX_TRIAL):
+            self.trial, self.rounds = None, 0
+        if self.trial is None:
+            if self.untried and self.rounds >= self.first_interval:
+                self._try(self.untried.pop(0))
+            elif self.rounds % _STRIDE == 0:
+                self.best = self._best()
+                if not self.untried and self.rounds >= self.interval:
+                    self._review()
+        return self.best if self.trial is None else self.trial
+
+    def tokens(self, arm: Arm) -> float:
+        """Estimated tokens per round and sequence.
+
+        A prepared draft may miss, be late or be short: `ready` is the number of accepted tokens relative to that of a
+        draft written in `propose`.
+        """
+        return 1.0 + self.accepted(arm.k) * (self.ready.value if arm.width else 1.0)
+
+    def speed(self, arm: Arm) -> float:
+        """Expected tokens per second and sequence; 0: not known."""
+        seconds = self._expected(arm)
+        return self.tokens(arm) / seconds if seconds else 0.0
+
+    def _try(self, arm: Arm) -> None:
+        """Measures an arm in the next rounds."""
+        self.trials += 1
+        self.trial, self.rounds = arm, 0
+        self.tried[arm] = self.trials
+        self.seconds.setdefault(arm, TypicalSeconds()).last.clear()
+
+    def _review(self) -> None:
+        """Measures the arm with the best optimistic speed again, once that costs no more than trials may."""
+        self.tried[self.best] = self.trials
+        others = [arm for arm in self.arms if arm != self.best]
+        if not others:
+            return
+        fastest = self.speed(self.best)
+        arm = max(others, key=lambda arm: (self.speed(arm) or fastest) * _OPTIMISM ** -self.tried.get(arm, 0))
+        if (_MIN_SAMPLES + SETTLING) * self._lost(arm, self._expected(arm)) <= self.credit:
+            self._try(arm)
+            self.interval = min(2 * self.interval, _MAX_INTERVAL)
+
+    def _lost(self, arm: Arm, seconds: float) -> float:
+        """Seconds that a round of an arm loses if it takes `seconds`: the best arm's tokens would come earlier."""
+        fastest = self.speed(self.best)
+        return max(0.0, seconds - self.tokens(arm) / fastest) if fastest else 0.0
+
+    def _best(self) -> Arm:
+        """The fastest arm. Longer drafts must gain more: they mostly speed up the easiest sequences of a batch."""
+        least = min(arm.k for arm in self.arms if arm.k)
+        value = {arm: self.speed(arm) * (1 - _DEPTH_PENALTY * max(0, arm.k - least)) for arm in self.arms}
+        best = max(self.arms, key=lambda arm: value[arm])
+        return best if value[best] > _MARGIN * value[self.best] else self.best
+
+    def _measured(self, arm: Arm) -> bool:
+        count = len(self.seconds[arm].last)
+        clear = arm != self.best and self.speed(arm) < _HOPELESS * self.speed(self.best)
+        return count >= _MIN_SAMPLES or (count > 0 and clear)
+
+    def _expected(self, arm: Arm) -> float:
+        """Seconds per round: measured, or interpolated over K between arms of the same width and plain decoding.
+
+        0: not known.
+        """
+        if arm in self.seconds and self.seconds[arm].mean:
+            return self.seconds[arm].mean
+        like = {a.k: s.mean for a, s in self.seconds.items() if s.mean and (a.width == arm.width or a == PLAIN)}
+        known = sorted(like.items())
+        if len(known) < 2:
+            return 0.0
+        (k0, s0), (k1, s1) = next((pair for pair in itertools.pairwise(known) if pair[1][0] > arm.k), known[-2:])
+        return s0 + (s1 - s0) * (arm.k - k0) / (k1 - k0)

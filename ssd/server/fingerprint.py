@@ -1,0 +1,54 @@
+"""`system_fingerprint` of answers: it changes with what can change the text of a request that has a seed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from ssd import kernels
+from ssd.kernels import cpu
+from ssd.llm import LLM
+from ssd.version import VERSION
+
+_MODEL_FILES: Final = (".json", ".jinja", ".model", ".safetensors", ".txt")
+_KERNEL_FILES: Final = (".c", ".cu", ".py")
+_BLOCKS, _BYTES = 32, 32 << 10  # what is read of a large file, at equal distances from its begin to its end
+
+
+def system_fingerprint(llm: LLM, *settings: object) -> str:
+    """Hash of version, model, kernels and device; `settings`: others that answers depend on.
+
+    Weights are sampled, and the files' times are left out: the same model on another host has the same fingerprint.
+    """
+    config = llm.config
+    parts = [VERSION, torch.__version__, config.dtype, config.tensor_parallel_size, llm.note, *settings]
+    if config.device == "cpu":
+        compiled = cpu.load()
+        parts.append(compiled.build if compiled is not None else "plain torch")
+    else:
+        parts.append(torch.cuda.get_device_name(config.device))
+    if config.speculation.acceptance == "rejection":  # else drafts do not change the text
+        parts.append(config.speculation)
+    digest = hashlib.sha256(repr(parts).encode())
+    files = _files(llm.path, _MODEL_FILES) if llm.path.is_dir() else [llm.path]
+    for file in [*files, *_files(Path(kernels.__file__).parent, _KERNEL_FILES)]:
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+        for block in _sampled(file):
+            digest.update(block)
+    return f"fp_{digest.hexdigest()[:16]}"
+
+
+def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.suffix in suffixes and file.is_file())
+
+
+def _sampled(path: Path) -> Iterator[bytes]:
+    last = max(0, path.stat().st_size - _BYTES)
+    with path.open("rb") as file:
+        for start in sorted({i * last // (_BLOCKS - 1) for i in range(_BLOCKS)}):
+            file.seek(start)
+            yield file.read(_BYTES)
