@@ -46,15 +46,24 @@ class Head:
             hook.remove()
         return torch.cat([found[n].view(len(tokens), -1) for n in self.layers], dim=1)
 
+    def fused(self, tokens: Seq[int]) -> torch.Tensor:
+        return F.linear(self.features(tokens), self.weights["fc.weight"], self.weights.get("fc.bias"))
+
     def draft(
-        self, tokens: Seq[int], count: int, allowed: Seq[int] | None = None, forced: Seq[int] = ()
+        self,
+        tokens: Seq[int],
+        count: int,
+        allowed: Seq[int] | None = None,
+        forced: Seq[int] = (),
+        given: Seq[torch.Tensor] = (),
     ) -> tuple[list[int], list[torch.Tensor], list[torch.Tensor]]:
         """The greedy draft after some tokens, and the head's logits (of the target's vocabulary) and states.
 
         `allowed`: the only tokens that may be written. `forced`: the first tokens of the draft, whatever the head says.
+        `given`: states that it reads with these in place of its own.
         """
         w, written = self.weights, list[int]()
-        hidden = F.linear(self.features(tokens[:-1]), w["fc.weight"], w.get("fc.bias"))
+        hidden = self.fused(tokens[:-1])
         logits, states = [], []
         for _ in range(count):
             out = self._layer([*tokens, *written][1:], hidden)
@@ -65,7 +74,8 @@ class Head:
             logits.append(full)
             best = int(full.argmax()) if allowed is None else max(allowed, key=full.tolist().__getitem__)
             written.append(forced[len(written)] if len(written) < len(forced) else best)
-            hidden = torch.cat((hidden, out[-1:]))
+            own = out[-1] if len(written) > len(given) else given[len(written) - 1]
+            hidden = torch.cat((hidden, own[None]))
         return written, logits, states
 
     def _layer(self, tokens: Seq[int], hidden: torch.Tensor) -> torch.Tensor:

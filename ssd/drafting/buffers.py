@@ -2,6 +2,9 @@
 
 In the order of a run: `upload` and `stage` fill its inputs, then come a batch for reading and one for every depth. The
 tokens of its rows are in `chain`; `store` and `look_up` make them the sequences' drafts. Computes no logits.
+
+A head also reads hidden states. `states` has those that a row's draft was written with, one before each of its tokens
+and one before the token that it follows; `draft_states` has those of the sequences' drafts.
 """
 
 from __future__ import annotations
@@ -61,7 +64,8 @@ class Inputs:
 class DraftBuffers:
     """The tensors of the runs of one draft model or head."""
 
-    def __init__(self, runner: ModelRunner, shapes: RunShapes) -> None:
+    def __init__(self, runner: ModelRunner, shapes: RunShapes, *, states_width: int = 0) -> None:
+        """`states_width`: of the hidden states that are kept; 0: none are."""
         self.runner, self.state, self.shapes = runner, runner.state, shapes
         self.device = runner.state.device
         n, rows, width, reads = shapes.max_sequences, shapes.max_rows, max(1, shapes.max_width), shapes.reads
@@ -74,6 +78,11 @@ class DraftBuffers:
         self.chain = self._ints(rows, reads)  # tokens of every row; column 0: the outcome's own token (`branch`)
         self.confidence = self._floats(rows, reads)
         self.likeliest = self._ints(n * reads, RANKS)
+        self._looked_up = self._ints(n)  # the rows whose tokens became drafts
+        self.states, self.draft_states = (
+            torch.zeros((count, reads, states_width), dtype=runner.decoder.dtype, device=self.device)
+            for count in (rows, self.state.num_slots + 1)
+        )
         self._rows = tuple(self._ints(rows) for _ in range(5))  # see `rounds.extend_rows`
         self._branch_slots = runner.scratch_slot  # the first; after those of all rows comes one for padding
         self.padding_slot = runner.scratch_slot + shapes.scratch_slots - 1
@@ -125,9 +134,12 @@ class DraftBuffers:
             drafts=self.state.drafts,
             confidence=self.state.confidence,
             origin=self.state.origin,
+            rows=self._looked_up[:n],
             hit=Origin.HIT,
             miss=Origin.SIBLING,
         )
+        if self.states.numel():
+            self.draft_states[self._inputs[True].slots(n)] = self.states[self._looked_up[:n]]
 
     def store(self, n: int, count: int, origin: Origin) -> None:
         """Copies `count` tokens written for each of n sequences to their drafts."""
@@ -141,6 +153,8 @@ class DraftBuffers:
             origin=self.state.origin,
             value=origin,
         )
+        if self.states.numel():
+            self.draft_states[self._inputs[False].slots(n)] = self.states[:n]
 
     def tables(self, shape: RunShape) -> Tables:
         """The model's own block tables."""

@@ -3,10 +3,13 @@
 The target's forward passes leave the head's KV of all tokens that they compute (`ssd.execution.features`). So a draft
 begins with the last decided token and the feature before it; from then on the head reads its own hidden states.
 
-In SSD the features of the draft under verification are still to come. The head reads that draft with its own hidden
-states, token by token, and each branch goes on from the state where it leaves the draft. Since the verification writes
-the true KV of these positions meanwhile, theirs is in *private blocks*: the block tables of a preparation are copies
-whose last blocks, from that of the last decided token on, belong to it alone.
+In SSD the features of the draft under verification are still to come. In their place the head reads the states that it
+wrote this draft with (`DraftBuffers.draft_states`), so that the draft is read in one step; each branch goes on from the
+state where it leaves the draft. A draft that was prepared began with such a state, too. The feature in its place is
+known now; most of the difference between the two is added to the states after it (`CARRIED`).
+
+Since the verification writes the true KV of these positions meanwhile, theirs is in *private blocks*: the block tables
+of a preparation are copies whose last blocks, from that of the last decided token on, belong to it alone.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from ssd.drafting.shapes import RunShape, RunShapes
 from ssd.drafting.step import forward
 from ssd.execution.features import Features
 from ssd.execution.runner import ModelRunner
-from ssd.kernels.ops import DeviceBatch
+
+CARRIED = 0.8  # of a difference in hidden states, by each step: acceptance of the bundled heads is best from 0.7 to 0.8
 
 
 class EagleStep:
@@ -31,12 +35,14 @@ class EagleStep:
 
     def __init__(self, runner: ModelRunner, features: Features, shapes: RunShapes) -> None:
         self.runner, self.features = runner, features
-        self.buffers = DraftBuffers(runner, replace(shapes, most_written_reads=1))
         self.head = head = features.head
-        self.device, width = self.buffers.device, head.config.hidden_size
-        rows = max(shapes.max_rows, shapes.max_sequences)
+        width, branches = head.config.hidden_size, shapes.max_width > 0
+        shapes = replace(shapes, most_written_reads=1)
+        self.buffers = DraftBuffers(runner, shapes, states_width=width if branches else 0)
+        self.device = self.buffers.device
+        rows = max(shapes.max_rows, shapes.max_sequences * shapes.most_reads(branches))
         head.hidden = torch.zeros((rows, width), dtype=head.dtype, device=self.device)
-        if not shapes.max_width:
+        if not branches:
             return
         n, private = shapes.max_sequences, private_blocks(shapes.lookahead, runner.block_size)
         blocks = torch.arange(n * private, dtype=torch.int32, device=self.device).view(n, private)
@@ -44,10 +50,12 @@ class EagleStep:
         self._private = blocks + runner.num_blocks - (-shapes.scratch_slots // runner.block_size)
         columns = runner.tables.tensor.shape[1] + private
         self._private_tables = torch.zeros((n, columns), dtype=torch.int32, device=self.device)
+        self._private_tables[:, 0] = columns - 1
         self._sequences = torch.arange(n, dtype=torch.int32, device=self.device)
-        # The feature before the last decided token, and the head's states from there on.
-        self._before = torch.zeros((n, width), dtype=head.dtype, device=self.device)
-        self._path = torch.zeros((n, shapes.reads, width), dtype=head.dtype, device=self.device)
+        self._before = torch.zeros((n, width), dtype=head.dtype, device=self.device)  # see `snapshot`
+        carried = 0.0 if head.eagle.norm_before_residual else CARRIED  # there the stream is another after each step
+        powers = [[carried**place] for place in range(shapes.reads)]
+        self._carry = torch.tensor(powers, dtype=head.dtype, device=self.device)
 
     def snapshot(self, n: int) -> None:
         """Copies what the verification overwrites: the feature before the last token, and the block it is in."""
@@ -55,7 +63,7 @@ class EagleStep:
         slots, first = inputs.slots(n), inputs.first[:n]
         self._before[:n].copy_(self.features.before(slots, first))
         private, own = self._private_tables[:n], self._private[:n]
-        private[:, : tables.shape[1]].copy_(tables[slots])
+        private[:, 1 : tables.shape[1]].copy_(tables[slots, 1:])
         columns = 1 + first[:, None] // size + torch.arange(own.shape[1], device=self.device)
         private.scatter_(1, columns.long(), own)
         source = tables[slots, 1 + first // size]
@@ -63,46 +71,40 @@ class EagleStep:
             cache[own[:, 0]] = cache[source]
 
     def read(self, shape: RunShape, logit_rows: torch.Tensor | None) -> torch.Tensor:
+        n, inputs = shape.sequences, self.buffers.inputs(branches=shape.branches)
+        hidden = self._read_states(shape)
         if shape.branches:
-            return self._read_draft(shape)
-        n, inputs = shape.sequences, self.buffers.inputs(branches=False)
-        self.head.hidden[:n].copy_(self.features.before(inputs.slots(n), inputs.first[:n]))
-        return forward(self.runner, self.buffers.read_batch(shape, self._tables(shape), logit_rows))
-
-    def _read_draft(self, shape: RunShape) -> torch.Tensor:
-        """Reads the last decided token with its feature, and the draft after it with the head's own states."""
-        n, inputs, size = shape.sequences, self.buffers.inputs(branches=True), self.runner.block_size
-        tables, rows = self._tables(shape)
-        single = self.buffers.indices(shape._replace(reads=1, width=0, fan_out=None))
-        hidden, normed = self.head.hidden[:n], []
-        hidden.copy_(self._before[:n])
-        for place in range(shape.reads):
-            positions = inputs.first[:n] + place
-            mapping = tables[rows, 1 + positions // size] * size + positions % size
-            batch = DeviceBatch(
-                token_ids=inputs.tokens[:n, place].contiguous(),
-                positions=positions,
-                slot_mapping=torch.where(place < inputs.count[:n], mapping, self.buffers.padding_slot),
-                query_start=single.start,
-                context_len=positions + 1,
-                logit_rows=None,
-                tiles=single.tiles,
-                prefill_tiles=None,
-                block_tables=tables[:, 1:],
-                table_rows=rows,
-            )
-            normed.append(self.head.states(batch, self.runner.kv))
-            self._path[:n, place].copy_(hidden)
-        return self.head.logits(torch.stack(normed, dim=1).flatten(0, 1))
+            before, stored = self._before[:n, None], self.buffers.draft_states[inputs.slots(n), : shape.reads]
+            hidden.copy_(stored + self._carry[: shape.reads] * (before - stored[:, :1]))
+        else:
+            before = self.features.before(inputs.slots(n), inputs.first[:n])[:, None]
+        hidden[:, :1].copy_(before)
+        if not shape.branches:
+            self._keep_states(shape, 0)
+        logits = forward(self.runner, self.buffers.read_batch(shape, self._tables(shape), logit_rows))
+        if not shape.branches:
+            self._keep_states(shape, 1)
+        return logits
 
     def begin_branches(self, shape: RunShape) -> None:
         """Each branch begins with the head's state where it leaves the draft."""
-        n = shape.sequences
-        left = self._path[self._sequences[:n, None], self.buffers.after[:n, : shape.width]]
+        n, after = shape.sequences, self.buffers.after[: shape.sequences, : shape.width]
+        left = self._read_states(shape)[self._sequences[:n, None], after]
         self.head.hidden[: shape.rows].copy_(left.flatten(0, 1))
+        self._keep_states(shape, 0)
 
     def extend(self, shape: RunShape, depth: int) -> torch.Tensor:
-        return forward(self.runner, self.buffers.row_batch(shape, depth, self._tables(shape)))
+        logits = forward(self.runner, self.buffers.row_batch(shape, depth, self._tables(shape)))
+        self._keep_states(shape, depth + (1 if shape.branches else 2))
+        return logits
+
+    def _read_states(self, shape: RunShape) -> torch.Tensor:
+        """The head's hidden states before, then after, the tokens that are read: [sequences, reads, width]."""
+        return self.head.hidden[: shape.sequences * shape.reads].view(shape.sequences, shape.reads, -1)
+
+    def _keep_states(self, shape: RunShape, column: int) -> None:
+        if self.buffers.states.numel():
+            self.buffers.states[: shape.rows, column].copy_(self.head.hidden[: shape.rows])
 
     def _tables(self, shape: RunShape) -> Tables:
         if not shape.branches:

@@ -137,11 +137,11 @@ class SSDDrafter(Drafter):
     ) -> tuple[dict[int, Proposal], list[tuple[Work, DraftSequence]]]:
         """Prepared drafts by id() of their works, and the works whose draft must be written now.
 
-        On the device, misses get their sibling's draft. With the rejection rule the host looks up, and misses are
+        On the device, misses get their sibling's draft. With the rejection rule the host looks up, too, and misses are
         written.
         """
+        self.model.runner.look_up(run)
         if not self.model.runner.rejection:
-            self.model.runner.look_up(run)
             on_device = {
                 id(work): Proposal(num_on_device=min(work.lookahead, run.depth), origin=Origin.HIT)
                 for work, _ in self._looked_up

@@ -280,6 +280,7 @@ def _look_up_kernel(
     drafts_ptr,
     confidence_ptr,
     origin_ptr,
+    row_ptr,
     width,
     depth,
     after_stride,
@@ -304,12 +305,14 @@ def _look_up_kernel(
     chosen = tl.where(match < _FAR, match, sibling)
     found = chosen < _FAR
     j = tl.arange(0, BLOCK)
-    at = (sequence * width + tl.where(found, chosen, 0)).to(tl.int64) * chain_stride + 1 + j
+    row = sequence * width + tl.where(found, chosen, 0)
+    at = row.to(tl.int64) * chain_stride + 1 + j
     inside = found & (j < depth)
     tl.store(drafts_ptr + slot * draft_stride + j, tl.load(chain_ptr + at, mask=inside, other=0), mask=inside)
     confidence = tl.load(chain_confidence_ptr + at, mask=inside, other=0.0)
     tl.store(confidence_ptr + slot * draft_stride + j, tl.where(match < _FAR, confidence, 0.0), mask=j < draft_stride)
     tl.store(origin_ptr + slot, tl.where(match < _FAR, hit, miss))
+    tl.store(row_ptr + sequence, row)
 
 
 def look_up(
@@ -325,16 +328,18 @@ def look_up(
     drafts: torch.Tensor,
     confidence: torch.Tensor,
     origin: torch.Tensor,
+    rows: torch.Tensor,
     hit: int,
     miss: int,
 ) -> None:
     """Copies the draft that was prepared for the last outcome to `drafts`; after a miss that of a sibling branch.
 
-    `hit` and `miss` are the values of `origin` for the two.
+    `hit` and `miss` are the values of `origin` for the two. `rows`, written: the row of the chain that was copied for
+    each sequence (its first, if there is neither).
     """
     width = after.shape[1]
     _look_up_kernel[(len(slots),)](
-        *(slots, after, chain, chain_confidence, length, token_ids, num_accepted, drafts, confidence, origin),
+        *(slots, after, chain, chain_confidence, length, token_ids, num_accepted, drafts, confidence, origin, rows),
         *(width, depth, after.stride(0), token_ids.stride(0), drafts.stride(0), chain.stride(0), hit, miss),
         WIDTH=triton.next_power_of_2(width),
         BLOCK=triton.next_power_of_2(drafts.shape[1]),

@@ -146,6 +146,7 @@ def look_up(
     drafts: torch.Tensor,
     confidence: torch.Tensor,
     origin: torch.Tensor,
+    rows: torch.Tensor,
     hit: int,
     miss: int,
 ) -> None:
@@ -157,8 +158,9 @@ def look_up(
         found = np.flatnonzero(hits if hits.any() else siblings)
         confidence[at] = 0.0
         origin[at] = hit if hits.any() else miss
+        row = sequence * width + (int(found[0]) if len(found) else 0)
+        rows[sequence] = row
         if len(found):
-            row = sequence * width + int(found[0])
             drafts[at, :depth] = chain[row, 1 : depth + 1]
             if hits.any():
                 confidence[at, :depth] = chain_confidence[row, 1 : depth + 1]

@@ -172,11 +172,7 @@ class EagleHead(Decoder):
         features: Mapping[int, torch.Tensor] | None = None,
         states: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Float32 logits of all rows."""
-        return self.logits(self.states(batch, kv))
-
-    def states(self, batch: DeviceBatch, kv: KVCache) -> torch.Tensor:
-        """Replaces hidden states by those of the batch's tokens, and returns these behind the final norm."""
+        """Float32 logits of all rows, over the target's vocabulary."""
         hidden = self.hidden[: len(batch.token_ids)]
         joined, normed = self.layer.norms(self.embedding.embed(batch.token_ids), hidden)
         residual = normed if self.eagle.norm_before_residual else hidden
@@ -184,11 +180,7 @@ class EagleHead(Decoder):
         x = self.norm(self.layer.after_norm(joined, residual, batch, own), residual)  # residual: now its hidden states
         if residual is not hidden:
             hidden.copy_(residual)
-        return x
-
-    def logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """Float32 logits of the target's vocabulary."""
-        logits = self.head.logits(normed)
+        logits = self.head.logits(x)
         if self._target_ids is None:
             return logits
         full = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)

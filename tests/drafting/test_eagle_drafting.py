@@ -18,10 +18,13 @@ from eagle_heads import Head, make_head
 from fakes import wait_until_idle
 
 from ssd import LLM, SamplingParams
-from ssd.core import Outcome, Sequence, Work
+from ssd.core import Origin, Outcome, Sequence, Work
 from ssd.decoding.drafter import Prepared
 from ssd.decoding.observer import RoundObserver
-from ssd.drafting.runner import DraftRunner
+from ssd.drafting.eagle import CARRIED
+from ssd.drafting.runner import DraftRun, DraftRunner, StagedBranches
+from ssd.drafting.ssd import SSDDrafter
+from ssd.models.eagle import EagleHead
 
 PROMPTS = ragged_prompts(10, longest=40)
 FEW = (3, 17, 60, 101, 222)  # tokens that requests are limited to, so that drafts of a random head are accepted, too
@@ -139,32 +142,107 @@ def test_every_k_writes_the_same_when_it_is_prepared_ahead(
         assert counts.spec_decode_num_accepted_tokens > 0
 
 
+class Branches(RoundObserver):
+    """The branches of greedy requests, and those of a plain implementation.
+
+    It reads a draft that was prepared with the states of its branch, moved by the feature that is known since.
+    """
+
+    def __init__(self, head: Head) -> None:
+        self.head = head
+        self.seen = list[tuple[list[int], list[int]]]()
+        self.num_after_hits = 0
+        self.states: dict[int, list[torch.Tensor]] = {}  # by sequence id: of its next draft, if it was prepared
+
+    def launched(self, works: Seq[Work], prepared: Callable[[Sequence], Prepared]) -> None:
+        self.prepared = {work.sequence.id: prepared(work.sequence) for work in works}
+
+    def decided(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
+        for work, outcome in zip(works, outcomes, strict=True):
+            if outcome is not None and work.sequence.params.greedy and len(self.seen) < 150:
+                self.compare(work, outcome)
+
+    def compare(self, work: Work, outcome: Outcome) -> None:
+        (before, allowed), states = before_round(work, outcome), self.states.pop(work.sequence.id, [])
+        given = list[torch.Tensor]()
+        if outcome.origin is Origin.HIT:
+            moved = self.head.fused(before[:-1])[-1] - states[0]
+            given = [state + CARRIED**place * moved for place, state in enumerate(states)][1:]
+        for (after, root), draft in self.prepared[work.sequence.id].items():
+            path = [*outcome.draft[:after], root]
+            count = len(path) + len(draft)
+            wanted, _, found = self.head.draft(before, count, allowed, path, given[:after])
+            self.seen.append((list(draft), wanted[len(path) :]))
+            self.num_after_hits += after > 0 and len(given) > 0
+            if (after, root) == (outcome.num_accepted, outcome.token_ids[-1]):
+                self.states[work.sequence.id] = found[after:]
+
+
 @pytest.mark.parametrize("case", mostly_slow(["one at a time", "chunked prompts", "preempted"], fast={"preempted"}))
 def test_branches_are_those_of_a_plain_implementation(target: TestModel, head: Head, alone: Answers, case: str) -> None:
     """Every branch of greedy requests begins with the head's states of the draft under verification."""
-    seen = list[tuple[list[int], list[int]]]()
-
-    class Branches(RoundObserver):
-        def launched(self, works: Seq[Work], prepared: Callable[[Sequence], Prepared]) -> None:
-            self.prepared = {work.sequence.id: prepared(work.sequence) for work in works}
-
-        def decided(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
-            for work, outcome in zip(works, outcomes, strict=True):
-                if outcome is not None and work.sequence.params.greedy and len(seen) < 60:
-                    before, allowed = before_round(work, outcome)
-                    for (after, root), draft in self.prepared[work.sequence.id].items():
-                        path = [*outcome.draft[:after], root]
-                        wanted = head.draft(before, len(path) + len(draft), allowed, path)[0]
-                        seen.append((list(draft), wanted[len(path) :]))
-
+    branches = Branches(head)
     speculation = {"mode": "ssd", "draft": head.path, "k": 3, "budget": 8, "backup": "jit"}
     with (
         LLM(target.path, device="cpu", speculation=speculation, **OPTIONS[case]) as llm,
-        llm.driver.observing(Branches()),
+        llm.driver.observing(branches),
     ):
         assert answers(llm) == alone
-    assert len(seen) >= 60
-    assert [draft for draft, _ in seen] == [wanted for _, wanted in seen]
+    assert len(branches.seen) >= 150
+    assert branches.num_after_hits > 10
+    assert [draft for draft, _ in branches.seen] == [wanted for _, wanted in branches.seen]
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_a_preparation_is_one_step_for_the_draft_and_one_for_each_token_of_the_next(
+    target: TestModel, head: Head, acceptance: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, steps = list[EagleHead](), list[tuple[int, int]]()
+    call, branch = EagleHead.__call__, DraftRunner.branch
+
+    def counted_call(self: EagleHead, *args: Any) -> torch.Tensor:
+        calls.append(self)
+        return call(self, *args)
+
+    def counted_branch(self: DraftRunner, staged: StagedBranches, count: int, **options: Any) -> DraftRun:
+        before = len(calls)
+        run = branch(self, staged, count, **options)
+        steps.append((count, len(calls) - before))
+        return run
+
+    monkeypatch.setattr(EagleHead, "__call__", counted_call)
+    monkeypatch.setattr(DraftRunner, "branch", counted_branch)
+    speculation = {"mode": "ssd", "draft": head.path, "k": 4, "budget": 8, "acceptance": acceptance}
+    with LLM(target.path, device="cpu", max_num_seqs=2, speculation=speculation) as llm:
+        llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True))
+    assert (4, 5) in steps
+    assert all(num_calls == 1 + count for count, num_calls in steps)
+
+
+def test_drafts_looked_up_have_the_states_of_their_branch(
+    target: TestModel, head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the rejection rule, where the host chooses the branch: the device has to choose the same."""
+    checked, look_up = list[bool](), SSDDrafter._look_up
+
+    def spy(self: SSDDrafter, run: DraftRun, places: dict[int, int]) -> Any:
+        found, missed = look_up(self, run, places)
+        buffers = self.model.runner.buffers
+        for work, _ in self._looked_up:
+            if id(work) in found:
+                place, outcome = places[work.sequence.id], (work.sequence.last_accepted, work.sequence.tokens[-1])
+                rows = range(place * run.width, (place + 1) * run.width)
+                outcomes = [(after, run.tokens[row][0]) for after, row in zip(run.after[place], rows, strict=True)]
+                states = buffers.states[rows[outcomes.index(outcome)]]
+                checked.append(torch.equal(buffers.draft_states[work.slot], states))
+        return found, missed
+
+    monkeypatch.setattr(SSDDrafter, "_look_up", spy)
+    speculation = {"mode": "ssd", "draft": head.path, "k": 4, "budget": 8, "acceptance": "rejection"}
+    with LLM(target.path, device="cpu", max_num_seqs=4, speculation=speculation) as llm:
+        llm.generate(PROMPTS, PARAMS)
+    assert len(checked) > 3
+    assert all(checked)
 
 
 @pytest.mark.parametrize(("mode", "quantization"), [("sd", "int8"), ("sd", None), ("ssd", None)])

@@ -279,10 +279,11 @@ def test_looking_up(seed: int) -> None:
         for branch in world.rng.sample(range(width), world.rng.randint(0, min(2, width))):
             after[i, branch] = world.tensors["num_accepted"][slot]
             chain[i * width + branch, 0] = lasts[slot]
-    states = []
+    states, rows = [], list[torch.Tensor]()
     origins: dict[str, Any] = {"hit": Origin.HIT, "miss": Origin.SIBLING}
     for kernels, device in ((rounds, DEVICE), (rounds_cpu, CPU)):
         states.append(world.state(device))
+        rows.append(torch.full((len(slots),), -1, dtype=torch.int32, device=device))
         kernels.look_up(
             slots=torch.tensor(slots, dtype=torch.int32, device=device),
             after=after.to(device)[:, :width],
@@ -290,9 +291,14 @@ def test_looking_up(seed: int) -> None:
             chain_confidence=confidence.to(device),
             depth=depth,
             **tensors_of(states[-1], *world.tensors),
+            rows=rows[-1],
             **origins,
         )
     world.same(*states)
+    assert torch.equal(rows[0].cpu(), rows[1])
+    for row, slot in zip(rows[1].tolist(), slots, strict=True):
+        if states[1].origin[slot] == Origin.HIT and slots.count(slot) == 1:
+            assert states[1].drafts[slot, :depth].tolist() == chain[row, 1 : depth + 1].tolist()
     found = states[1].origin[slots].tolist()
     assert set(found) <= {Origin.HIT, Origin.SIBLING}
 
