@@ -17,8 +17,8 @@ from ssd.config import K_MAX
 from ssd.core import Outcome
 from ssd.drafting.estimate import Average, TypicalSeconds
 
-_MIN_SAMPLES = 3  # rounds that measure an arm
-_HOPELESS = 0.85  # share of the best arm's speed below which one round is enough
+_MIN_SAMPLES = 3  # rounds that measure an arm; twice as many of SSD, whose rounds are longer after a miss
+_HOPELESS = 0.85  # share of the best arm's speed below which fewer are enough: one, or _MIN_SAMPLES of SSD
 SETTLING = 1  # rounds after a change of arm that are not measured, besides those in flight
 _MAX_TRIAL = 64  # rounds after which a trial is given up: its drafter has not caught up
 _TRIAL_SHARE = 0.01  # of the time that trials may lose
@@ -81,6 +81,15 @@ class AcceptanceRates:
             self._rates[i].add(float(i < accepted))
 
 
+def _samples(arm: Arm) -> int:
+    """Rounds that measure an arm."""
+    return 2 * _MIN_SAMPLES if arm.width else _MIN_SAMPLES
+
+
+def _new_ready() -> Average:
+    return Average(0.998, 9.0, 10.0)
+
+
 @dataclass
 class ArmTimes:
     """Seconds per round of every arm for one batch size, and the arm chosen by them."""
@@ -93,7 +102,7 @@ class ArmTimes:
     # Slow-down of all arms (longer contexts, a busy machine), relative to the means; None: a new batch size, not known.
     level: float | None = 1.0
     checked_level: float = 1.0  # when the modes were compared
-    ready: Average = field(default_factory=lambda: Average(0.998, 9.0, 10.0))  # see `tokens`
+    ready: Average = field(default_factory=_new_ready)  # see `tokens`
     untried: list[Arm] = field(default_factory=list)  # arms that are measured whatever it costs, the first one first
     first_interval: int = 0  # rounds before each of them
     interval: int = _FIRST_INTERVAL  # rounds between later trials
@@ -134,6 +143,11 @@ class ArmTimes:
         known = sorted((self.speed(arm), arm) for arm, s in self.seconds.items() if s.mean)
         first = {arm.mode: arm for _, arm in known} | {self.best.mode: self.best}
         return sorted(first.values(), key=lambda arm: arm != self.best)
+
+    def forget_text(self) -> None:
+        """Keeps the times, and compares the modes again with the next text: how often SSD misses depends on it."""
+        self.ready = _new_ready()
+        self.untried, self.first_interval, self.rounds = self._fastest_of_modes(), _NEW_SIZE_INTERVAL, 0
 
     def record(self, arm: Arm, seconds: float, *, comparable: bool = True) -> None:
         """Adds a round's time; `comparable`: False for one that was not like the rounds before it.
@@ -200,7 +214,7 @@ class ArmTimes:
             return
         fastest = self.speed(self.best)
         arm = max(others, key=lambda arm: (self.speed(arm) or fastest) * _OPTIMISM ** -self.tried.get(arm, 0))
-        if (_MIN_SAMPLES + SETTLING) * self._lost(arm, self._expected(arm)) <= self.credit:
+        if (_samples(arm) + SETTLING) * self._lost(arm, self._expected(arm)) <= self.credit:
             self._try(arm)
             self.interval = min(2 * self.interval, _MAX_INTERVAL)
 
@@ -219,7 +233,7 @@ class ArmTimes:
     def _measured(self, arm: Arm) -> bool:
         count = len(self.seconds[arm].last)
         clear = arm != self.best and self.speed(arm) < _HOPELESS * self.speed(self.best)
-        return count >= _MIN_SAMPLES or (count > 0 and clear)
+        return count >= _samples(arm) or (count >= (_MIN_SAMPLES if arm.width else 1) and clear)
 
     def _expected(self, arm: Arm) -> float:
         """Seconds per round: measured, or interpolated over K between arms of the same width and plain decoding.

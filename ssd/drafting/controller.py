@@ -110,6 +110,8 @@ class DepthController(Drafter):
     def forget_text(self) -> None:
         """Keeps the times, and forgets how often the drafts of a text were accepted."""
         self._rates.reset()
+        for times in self._times.values():
+            times.forget_text()
         self._own_stats.rounds.clear()
 
     def serve(self, ended: Clock) -> None:

@@ -124,6 +124,24 @@ def test_trials_cost_less_than_two_percent(ar: float, sd: float, ssd: float) -> 
     assert {arm.mode for arm in taken} == {"ar", "sd", "ssd"}  # all are tried again
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_ssd_is_not_judged_by_misses_in_a_text_that_is_forgotten(seed: int) -> None:
+    """Catches a start-up text with many misses that keeps SSD out; with a hit it is the fastest."""
+    dice, hits = random.Random(seed), 0.2
+    times = fresh(MODES)
+
+    def seconds(arm: Arm) -> float:
+        return {"ar": 1.0, "sd": 1.3, "ssd": 1.03 if dice.random() < hits else 1.45}[arm.mode]
+
+    assert arms_taken(times, seconds, 40)[-1].mode == "sd"
+    hits = 0.85
+    times.forget_text()
+    times.ready = Average(1.0, 1.0, 1.0)
+    taken = arms_taken(times, seconds, 120)
+    assert sum(arm.mode == "ssd" for arm in taken[60:]) > 40
+    assert sum(arm.mode == "ar" for arm in taken) <= 3
+
+
 def test_the_shortest_draft_is_as_good_as_none() -> None:
     """Catches plain decoding that is preferred to a little faster drafts: with one K there is nothing to penalise."""
     times = fresh(make_arms(("ar", "sd"), (4,), ()))
@@ -428,4 +446,4 @@ def test_a_change_of_text_is_not_taken_for_a_difference_of_arms(seed: int) -> No
     for i, arm in enumerate(rounds(inner, controller, seconds, 1200, batch=8)):
         stands = 0.9 if i // 60 % 2 else 0.6
         taken.append(arm)
-    assert sum(arm.width == 0 for arm in taken[100:]) > 0.9 * 1100
+    assert sum(arm.width == 0 for arm in taken[100:]) > 0.85 * 1100
