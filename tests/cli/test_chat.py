@@ -509,6 +509,7 @@ def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
         assert not [pid for pid in drafters if alive(pid)]
 
 
+@pytest.mark.slow
 def test_a_chat_over_a_pipe() -> None:
     """Answers alone on standard output, as plain text."""
     flags = ["--mode", "sd", "--k", "2", "-m", "8", "--colour", "--metrics"]

@@ -508,10 +508,9 @@ def bundled_prompts(count: int) -> list[Any]:
     return [prompt for group in zip(*sets, strict=True) for prompt in group][:count]
 
 
-@pytest.mark.parametrize("mode", [pytest.param("sd", marks=pytest.mark.slow), "ssd"])
-@pytest.mark.parametrize(
-    ("family", "k", "batch"), [pytest.param("llama", 4, 5, marks=pytest.mark.slow), ("qwen3", 2, 8)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+@pytest.mark.parametrize(("family", "k", "batch"), [("llama", 4, 5), ("qwen3", 2, 8)])
 def test_the_bundled_pairs(family: str, k: int, batch: int, mode: str) -> None:
     compare_bundled(family, f"tiny-{family}-draft", k, batch, count=8, new_tokens=16, mode=mode)
 
@@ -549,12 +548,13 @@ QUANTIZED = [("sd", {}), ("ssd", {"placement": "inline"}), ("ssd", {"placement":
 FORMS = ["int4", "int8", "fp8"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "mode", "options"),
     [
-        pytest.param(form, *how, id=f"{form}-{name}", marks=[] if (i, j) == (2, 0) else pytest.mark.slow)
-        for i, form in enumerate(FORMS)
-        for j, (how, name) in enumerate(zip(QUANTIZED, ["sd", "inline", "process"], strict=True))
+        pytest.param(form, *how, id=f"{form}-{name}")
+        for form in FORMS
+        for how, name in zip(QUANTIZED, ["sd", "inline", "process"], strict=True)
     ],
 )
 def test_a_quantized_draft_of_the_bundled_pair(form: str, mode: str, options: dict[str, str]) -> None:

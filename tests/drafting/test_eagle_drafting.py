@@ -103,7 +103,7 @@ def before_round(work: Work, outcome: Outcome) -> tuple[list[int], tuple[int, ..
     return tokens[: len(tokens) - len(outcome.token_ids)], FEW if work.sequence.params.logit_bias else None
 
 
-@pytest.mark.parametrize("case", mostly_slow(OPTIONS, fast={"one at a time", "chunked prompts", "preempted"}))
+@pytest.mark.parametrize("case", mostly_slow(OPTIONS, fast={"preempted"}))
 def test_drafts_are_those_of_a_plain_implementation(target: TestModel, head: Head, alone: Answers, case: str) -> None:
     """Every draft of every round of greedy requests."""
     seen = list[tuple[tuple[int, ...], list[int]]]()

@@ -47,6 +47,7 @@ def test_random_engines_answer_like_plain_decoding(oracle: Oracle) -> None:
     assert {"preemption", "abort", "dropped stream", "interrupt", "failed request", "drafts accepted"} <= covered.keys()
 
 
+@pytest.mark.slow
 def test_structured_output_is_fuzzed(oracle: Oracle) -> None:
     """Catches requests that are drawn without it: AR, SD and SSD must write the same there, too."""
     pytest.importorskip("llguidance")

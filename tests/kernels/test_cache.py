@@ -165,6 +165,7 @@ def start(tmp_path: Path, *before: str) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 def test_a_library_that_was_cut_off_does_not_end_the_process(tmp_path: Path) -> None:
     """Mapped beyond its end, it would: SIGBUS, without a word."""
     assert not start(tmp_path)

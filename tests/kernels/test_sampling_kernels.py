@@ -186,7 +186,7 @@ def test_company_and_variants_do_not_matter() -> None:
     [
         *(pytest.param(*case, marks=SLOW) for case in [("random", 1), ("ties", 1), ("holes", 2)]),
         pytest.param("nothing", 1, marks=SLOW),
-        ("ties", 3),
+        pytest.param("ties", 3, marks=SLOW),
     ],
 )
 def test_many_rows_have_the_bits_of_few(kind: str, count: int) -> None:

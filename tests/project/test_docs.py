@@ -22,7 +22,7 @@ PAGES = [
 ]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+@pytest.mark.parametrize("page", ["README.md", pytest.param("docs/index.md", marks=pytest.mark.slow)])
 def test_the_first_example_runs(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     [example] = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     exec(compile(example, page, "exec"), {})

@@ -106,6 +106,7 @@ def test_make_demo_asks_what_was_typed(prompt: str, tmp_path: Path) -> None:
     assert done.stdout == (f"demo --prompt={prompt}" if prompt else "demo")
 
 
+@pytest.mark.slow
 def test_type_checkers_find_an_editable_install(tmp_path: Path) -> None:
     """They follow the paths of .pth files, and do not run import hooks. `py.typed` tells them that there are types."""
     pytest.importorskip("setuptools", minversion="77")

@@ -85,15 +85,14 @@ def program_and_flags(command: str) -> tuple[str, list[str]]:
     return words[0], words[1:]
 
 
-def one_of_many(command: str) -> bool:
-    """SSD starts a process: one of these commands (Qwen's) is enough for the short run."""
-    return ("--async" in command or "--method ssd" in command) and "--qwen" not in command
+def starts_a_process(command: str) -> bool:
+    return "--async" in command or "--method ssd" in command
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(c, marks=pytest.mark.slow if one_of_many(c) else [])
+        pytest.param(c, marks=pytest.mark.slow if starts_a_process(c) else [])
         for c in COMMANDS
         if "bench.py" in c and "--eagle" not in c
     ],
@@ -165,7 +164,7 @@ def test_heads_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(c, marks=pytest.mark.slow if one_of_many(c) else []) for c in COMMANDS if "chat.py --ssd" in c],
+    [pytest.param(c, marks=pytest.mark.slow if starts_a_process(c) else []) for c in COMMANDS if "chat.py --ssd" in c],
 )
 def test_chat(command: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     _, flags = program_and_flags(command)
