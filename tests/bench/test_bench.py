@@ -393,6 +393,7 @@ def test_a_draft_in_a_process_is_a_contender_too() -> None:
             contender.close()
 
 
+@pytest.mark.slow
 def test_different_texts_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """The exit code says so: catches a check that cannot fail."""
     import ssd.bench.run as module

@@ -240,6 +240,7 @@ def test_a_server_that_never_gets_ready_is_given_up(tmp_path: Path, monkeypatch:
 
 
 @linux_only
+@pytest.mark.slow
 def test_a_server_ends_with_the_program_that_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C is for the program only: the server is in another process group."""
     monkeypatch.setenv("SSD_VLLM_PYTHON", program(tmp_path, 'SERVE "$@"'))

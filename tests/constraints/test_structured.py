@@ -194,6 +194,7 @@ def test_neighbours_run_ahead() -> None:
         assert llm.driver.call(play) <= 22
 
 
+@pytest.mark.slow
 def test_preemption(alone: list[RequestOutput]) -> None:
     """Catches a constraint that is lost, or advanced twice, when its sequence is computed again."""
     outputs = generate(mixed(), num_kv_blocks=40, block_size=8, max_model_len=256, speculation=sd(k=2))

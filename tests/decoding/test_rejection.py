@@ -765,6 +765,7 @@ def test_coupled_tokens_are_the_targets_own(
 
 @settings(max_examples=20)
 @given(prompts, some_params, plans, st.sampled_from([None, 1 / VOCAB]))
+@pytest.mark.slow
 def test_untried_rows_are_the_targets_own_under_rejection(
     prompt: list[int], params: SamplingParams, plan: list[tuple[int, int]], q: float | None
 ) -> None:

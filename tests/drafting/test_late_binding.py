@@ -139,7 +139,7 @@ def test_an_observer_sees_the_branches_of_the_round(models: Models) -> None:
     assert any(two.hit for _, two in pairs)
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("sign", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_lost_worker_costs_no_text(models: Models, alone: list[RequestOutput], sign: signal.Signals) -> None:
     """Catches a round that hangs, or an answer that changes, when the worker goes while rounds are in flight."""
     with engine_with(models, backup="jit") as llm:

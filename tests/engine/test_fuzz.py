@@ -70,6 +70,7 @@ def end_siblings(engine: Engine, processor: OutputProcessor, reason: FinishReaso
         engine._end(processor.sequence.request.id, "error", processor.error)
 
 
+@pytest.mark.slow
 def test_dead_ends_are_fuzzed(
     oracle: Oracle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -315,7 +315,10 @@ def graft(make_base: Callable[..., Path]) -> GraftCheckpoint:
 
 @pytest.mark.parametrize(
     ("family", "target", "shard_bytes"),
-    [("llama", "everything", 3_000_000), ("qwen3", "split-groups-4x-heads", export.SHARD_BYTES)],
+    [
+        pytest.param("llama", "everything", 3_000_000, marks=SLOW),
+        ("qwen3", "split-groups-4x-heads", export.SHARD_BYTES),
+    ],
 )
 def test_written_grafts_are_the_same_to_everybody(
     family: str,

@@ -62,7 +62,7 @@ def test_rounds_are_those_of_the_engine(drafted: Served, settings: dict[str, Any
         assert summary["accepted"] > 0
 
 
-@pytest.mark.parametrize("served", ["drafted", "drafted_apart"])
+@pytest.mark.parametrize("served", ["drafted", pytest.param("drafted_apart", marks=pytest.mark.slow)])
 def test_a_hit_was_among_the_branches(served: str, request: pytest.FixtureRequest) -> None:
     """Catches branches of another round: the next draft is a hit if and only if a branch came true.
 
