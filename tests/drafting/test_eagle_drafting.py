@@ -159,7 +159,8 @@ class Branches(RoundObserver):
 
     def decided(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
         for work, outcome in zip(works, outcomes, strict=True):
-            if outcome is not None and work.sequence.params.greedy and len(self.seen) < 150:
+            wanted = len(self.seen) < 150 or self.num_after_hits <= 10
+            if outcome is not None and work.sequence.params.greedy and wanted:
                 self.compare(work, outcome)
 
     def compare(self, work: Work, outcome: Outcome) -> None:
