@@ -22,6 +22,7 @@ demo: $(READY)
 	@$(BIN)/ssd demo $${PROMPT:+--prompt="$$PROMPT"}
 
 # Engines of several processes do not fit one GPU: the tests of the CPU do not see it, and its own run in one process.
+SEARCH   = --hypothesis-profile=search  # new examples, beside those that every run tries
 PYTEST   = $(BIN)/python -m pytest
 ON_CPU   = CUDA_VISIBLE_DEVICES= $(PYTEST) -n auto --dist worksteal
 HAS_GPU  = $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"
@@ -32,8 +33,8 @@ test: $(READY)
 
 test-all: $(READY)
 	$(BIN)/pip install --quiet --editable '.[ray]'
-	@if $(HAS_GPU); then $(ON_CPU) --ignore=tests/gpu --ignore=tests/kernels && $(PYTEST) tests/gpu tests/kernels; \
-	  else $(ON_CPU); fi
+	@if $(HAS_GPU); then $(ON_CPU) $(SEARCH) --ignore=tests/gpu --ignore=tests/kernels && \
+	  $(PYTEST) $(SEARCH) tests/gpu tests/kernels; else $(ON_CPU) $(SEARCH); fi
 
 sanitize: $(READY)  # TESTS=tests/kernels/test_round_kernels.py
 	CC="$(CC)" PYTHON=$(BIN)/python scripts/sanitize.sh $(TESTS)

@@ -32,8 +32,11 @@ if TYPE_CHECKING:
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a shell; Ctrl-C is tested, too
     signal.signal(signal.SIGINT, signal.default_int_handler)
-hypothesis.settings.register_profile("patient", hypothesis.settings(), deadline=None, max_examples=50)
-hypothesis.settings.load_profile("patient")  # test machines are shared: a slow example is no failure
+# Test machines are shared: a slow example is no failure. The same examples in every run, so that a change is judged by
+# itself; `--hypothesis-profile=search` (part of `make test-all`) tries new ones.
+hypothesis.settings.register_profile("search", deadline=None, max_examples=200)
+hypothesis.settings.register_profile("same", deadline=None, max_examples=50, derandomize=True)
+hypothesis.settings.load_profile("same")
 
 VOCAB = 320
 REAL_TOKENIZERS = Path(os.environ.get("SSD_TEST_TOKENIZERS", "tokenizers"))  # with llama-3.2/ and qwen3/ in it
