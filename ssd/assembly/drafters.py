@@ -38,7 +38,6 @@ from ssd.execution.graphs import row_buckets
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
 from ssd.kernels.device import kernels
-from ssd.layers.formats.rounded import rounded
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.decoder import Decoder
 from ssd.models.eagle import EagleCheckpoint
@@ -308,7 +307,7 @@ def load_draft(
         max(shapes.max_rows, config.max_num_seqs * shapes.reads),
         beyond=2 * shapes.reads,
         scratch_slots=scratch,
-        format_of=rounded(config.speculation.draft_quantization),
+        draft=True,
         target=target if head else None,
         tp=tp,
     )

@@ -10,11 +10,10 @@ import torch
 
 from ssd.assembly.device import kv_block_size, resolve_dtype
 from ssd.assembly.memory import BlocksFor, available_bytes, blocks_for, gib, longest_sequence, weight_bytes
-from ssd.assembly.models import num_slots
+from ssd.assembly.models import formats_of, num_slots
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError
-from ssd.layers.formats import FormatOf, dense
-from ssd.layers.formats.rounded import rounded
+from ssd.layers.formats import FormatOf
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.config import DecoderConfig
 from ssd.models.eagle import EagleCheckpoint
@@ -37,10 +36,9 @@ def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint | EagleCheckpoi
     """
     available = available_bytes(config, device)
     free = f"{gib(max(0, available))} of {'GPU ' if device.type == 'cuda' else ''}memory are free"
-    formats = [dense, *[rounded(config.speculation.draft_quantization)] * (len(checkpoints) - 1)]
     models = [
-        Model(c.config, resolve_dtype(config, c.config, device), format_of)
-        for c, format_of in zip(checkpoints, formats, strict=True)
+        Model(c.config, resolve_dtype(config, c.config, device), formats_of(config, c, draft=i > 0))
+        for i, c in enumerate(checkpoints)
     ]
     # A GPU has one rank's share of the target; the ranks of a CPU share its memory.
     shares = [config.tensor_parallel_size if device.type == "cuda" else 1, *[1] * (len(models) - 1)]
@@ -75,7 +73,7 @@ def check_draft_fits(config: EngineConfig, draft: Checkpoint | EagleCheckpoint) 
     On a CPU they share its memory; each has a GPU of its own.
     """
     speculation, device = config.speculation, torch.device(str(config.speculation.draft_device))
-    dtype, format_of = resolve_dtype(config, draft.config, device), rounded(speculation.draft_quantization)
+    dtype, format_of = resolve_dtype(config, draft.config, device), formats_of(config, draft, draft=True)
     shared = speculation.draft_replicas if device.type == "cpu" else 1
     block = draft.config.kv_bytes_per_token(dtype) * kv_block_size(config, device)
     needed, available = shared * (weight_bytes(draft.config, dtype, format_of) + block), available_bytes(config, device)

@@ -14,7 +14,8 @@ from ssd.config import EngineConfig
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import DeviceBlockTables, SequenceState
 from ssd.kernels.device import kernels, name_of
-from ssd.layers.formats import DENSE, FormatOf, dense
+from ssd.layers.formats import DENSE, FormatOf
+from ssd.layers.formats.rounded import rounded
 from ssd.layers.linear import Embedding
 from ssd.layers.parameter import Build
 from ssd.models.checkpoint import Checkpoint, HFCheckpoint, Weights
@@ -43,6 +44,12 @@ def make_state(config: EngineConfig, max_len: int, vocab_size: int, device: torc
     )
 
 
+def formats_of(config: EngineConfig, checkpoint: Checkpoint | EagleCheckpoint, *, draft: bool) -> FormatOf:
+    """The formats that weights are loaded to: those of the checkpoint, or what its float weights are rounded to."""
+    form = config.speculation.draft_quantization if draft else config.quantization
+    return rounded(form, checkpoint.formats, exact=not draft)
+
+
 def load_decoder(
     config: EngineConfig,
     checkpoint: Checkpoint | EagleCheckpoint,
@@ -52,19 +59,19 @@ def load_decoder(
     *,
     beyond: int = 0,
     scratch_slots: int = 0,
-    format_of: FormatOf = dense,
+    draft: bool = False,
     target: Decoder | None = None,
     tp: TensorParallel = TensorParallel(),  # noqa: B008 (frozen)
     windowed: bool = False,
 ) -> Loaded:
     """Loads weights and allocates attention scratch; rotary tables have `beyond` more positions than the state.
 
-    `target`: the model whose hidden states an EAGLE head reads. `tp`: the rank whose share is loaded. `windowed`: KV
-    behind the windows of its layers is freed.
+    `draft`: it is a draft model or head. `target`: the model whose hidden states an EAGLE head reads. `tp`: the rank
+    whose share is loaded. `windowed`: KV behind the windows of its layers is freed.
     """
     device = state.device
     ops, dtype = kernels(device).ops(), resolve_dtype(config, (target or checkpoint).config, device)
-    build = Build(ops, device, dtype, tp, format_of)
+    build = Build(ops, device, dtype, tp, formats_of(config, checkpoint, draft=draft))
     positions = state.max_positions + beyond
     began = time.perf_counter()
     decoder: Decoder

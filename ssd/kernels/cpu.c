@@ -181,7 +181,7 @@ static void store_row(void *dst, long offset, const float *src, long n, int bf16
 
 /* ---------------------------------------------------------------- scratch memory: blocks per thread, kept until it ends
  * (the workers of an engine end whenever it is idle, see release_threads) */
-enum { ROWS, PANELS, SCRATCHES };
+enum { ROWS, PANELS, SUMS, SCRATCHES };
 struct pool {
     float *data[SCRATCHES];
     size_t size[SCRATCHES];
@@ -338,9 +338,12 @@ static tile_fn *const TILES[2][9] = {
     {0, tile_1_h, tile_2_h, tile_3_h, tile_4_h, tile_5_h, tile_6_h, tile_7_h, tile_8_h},
 };
 
-/* The same with quantised weights: codes [K][NR] of 8 bits, or of 4 bits in [K/2][NR] (even k in the low halves), and
- * scales [groups][NR] of `gq` quads of k each. */
-enum { FP8 = 1, INT8, INT4 };
+/* The same with quantised weights: codes [K][NR] of 8 bits, or of 4 bits in [K/2][NR] (even k in the low halves);
+ * scales [groups][NR] of `gq` quads of k each, or [groups][2][NR]: scales and offsets (a weight is scale * code +
+ * offset).  A group's sums are multiplied by the row's scale of that group, if rows have scales, then by the
+ * weight's, and added to those of the groups before it. */
+enum { FP8 = 1, INT8, INT4, UINT4 };
+INLINE int is_4_bits(int form) { return form >= INT4; }
 
 INLINE vf decode(const char *w, const int shift, const int form) {
 #if VL == 16
@@ -354,12 +357,12 @@ INLINE vf decode(const char *w, const int shift, const int form) {
     if (form == INT8) code = (code << 24) >> 24;
 #endif
     if (form == FP8) return (vf)((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f; /* e4m3, widened */
-    return __builtin_convertvector(form == INT8 ? code : ((code >> shift) & 15) - 8, vf);
+    return __builtin_convertvector(form == INT8 ? code : ((code >> shift) & 15) - (form == INT4 ? 8 : 0), vf);
 }
 
 #define CODE_STEP(lane)                                                                              \
     {                                                                                                \
-        const char *at = w + (form == INT4 ? (lane) / 2 : (lane)) * NR;                              \
+        const char *at = w + (is_4_bits(form) ? (lane) / 2 : (lane)) * NR;                           \
         vf lo = decode(at, (lane) % 2 * 4, form), hi = decode(at + VL, (lane) % 2 * 4, form);        \
         UNROLL for (int m = 0; m < mr; m++) {                                                        \
             left[m] = FMA_LANE(left[m], lo, xq[m], lane);                                            \
@@ -367,32 +370,53 @@ INLINE vf decode(const char *w, const int shift, const int form) {
         }                                                                                            \
     }
 
+struct groups {
+    long gq;                 /* quads of k in a group */
+    long count;              /* groups */
+    int offsets;             /* the weight has offsets, too */
+    const float *row_scales; /* of the tile's first row, or 0 */
+    long ld;                 /* scales of a row: 1, or one for each group */
+    const float *sums;       /* of x, [row][groups]; with offsets only */
+};
+
 INLINE void code_tile(const int mr, const int form, const float *x, const char *w, const float *scales, long kq,
-                      long gq, float *buf) {
+                      const struct groups *g, float *buf) {
     for (int m = 0; m < mr; m++)
         for (int j = 0; j < NR; j += VL) vstore(buf + m * GROUP * NR + j, vset(0.0f));
-    for (long group = 0; group < kq; group += gq, scales += NR) {
+    for (long group = 0, i = 0; group < kq; group += g->gq, i++, scales += g->offsets ? 2 * NR : NR) {
         vf left[8], right[8];
         UNROLL for (int m = 0; m < mr; m++) left[m] = right[m] = vset(0.0f);
-        for (long q = group; q < min_l(kq, group + gq); q++) {
+        for (long q = group; q < min_l(kq, group + g->gq); q++) {
             quad xq[8];
             UNROLL for (int m = 0; m < mr; m++) xq[m] = quad_load(x + 4 * m);
             CODE_STEP(0) CODE_STEP(1) CODE_STEP(2) CODE_STEP(3)
             x += 4 * mr;
-            w += (form == INT4 ? 2 : 4) * NR;
+            w += (is_4_bits(form) ? 2 : 4) * NR;
         }
         UNROLL for (int m = 0; m < mr; m++) {
             float *sum = buf + m * GROUP * NR;
+            if (g->row_scales) {
+                vf scale = vset(g->row_scales[m * g->ld + (g->ld > 1 ? i : 0)]);
+                left[m] *= scale;
+                right[m] *= scale;
+            }
             vstore(sum, vfma(vload(sum), left[m], vload(scales)));
             vstore(sum + VL, vfma(vload(sum + VL), right[m], vload(scales + VL)));
+            if (g->offsets) {
+                vf of_x = vset(g->sums[m * g->count + i]);
+                vstore(sum, vfma(vload(sum), of_x, vload(scales + NR)));
+                vstore(sum + VL, vfma(vload(sum + VL), of_x, vload(scales + NR + VL)));
+            }
         }
     }
 }
 
-typedef void code_tile_fn(const float *x, const char *w, const float *scales, long kq, long gq, float *buf);
+typedef void code_tile_fn(const float *x, const char *w, const float *scales, long kq, const struct groups *g,
+                          float *buf);
 #define CODE_TILE(mr, form)                                                                                       \
-    static void code_tile_##mr##_##form(const float *x, const char *w, const float *s, long kq, long gq, float *b) { \
-        code_tile(mr, form, x, w, s, kq, gq, b);                                                                  \
+    static void code_tile_##mr##_##form(const float *x, const char *w, const float *s, long kq,                   \
+                                        const struct groups *g, float *b) {                                       \
+        code_tile(mr, form, x, w, s, kq, g, b);                                                                   \
     }
 #define CODE_TILES(form)                                                                                          \
     CODE_TILE(1, form) CODE_TILE(2, form) CODE_TILE(3, form) CODE_TILE(4, form)                                   \
@@ -401,8 +425,8 @@ typedef void code_tile_fn(const float *x, const char *w, const float *scales, lo
         0, code_tile_1_##form, code_tile_2_##form, code_tile_3_##form, code_tile_4_##form,                        \
         code_tile_5_##form, code_tile_6_##form, code_tile_7_##form, code_tile_8_##form,                           \
     };
-CODE_TILES(FP8) CODE_TILES(INT8) CODE_TILES(INT4)
-static code_tile_fn *const *const CODED[4] = {0, TILES_FP8, TILES_INT8, TILES_INT4};
+CODE_TILES(FP8) CODE_TILES(INT8) CODE_TILES(INT4) CODE_TILES(UINT4)
+static code_tile_fn *const *const CODED[5] = {0, TILES_FP8, TILES_INT8, TILES_INT4, TILES_UINT4};
 
 /* One row tile against consecutive panels, one after the other: a single stream of weights is what the hardware
  * prefetcher likes best, and two chains per row hide enough latency even at one row. */
@@ -435,8 +459,8 @@ struct linear_args {
     long ldx, m, n, k, kq;
     int bf16, gated, wide;
     int form;            /* of a quantised weight, else 0 */
-    const float *scales; /* [panels][groups][NR] */
-    long group;          /* weights of one scale */
+    const float *scales; /* [panels][groups][NR], with offsets [panels][groups][2][NR] */
+    struct groups groups;
     long tiles;      /* row tiles, of m / tiles rows or one more */
     const float *xp; /* packed rows */
 };
@@ -490,12 +514,16 @@ static void linear_block(const struct linear_args *a, long t0, long t1, long pan
     float buf[MR_MAX * GROUP * NR] __attribute__((aligned(64)));
     long span = a->gated ? 2 : 1;
     if (a->form) {
-        long first = panel0 * span, bytes = a->kq * NR * (a->form == INT4 ? 2 : 4), groups = ceil_div(a->k, a->group);
+        struct groups g = a->groups;
+        long first = panel0 * span, bytes = a->kq * NR * (is_4_bits(a->form) ? 2 : 4);
+        long scales = g.count * NR * (g.offsets ? 2 : 1);
         for (long t = t0; t < t1; t++) {
             long row = tile_row(a, t), mr = tile_row(a, t + 1) - row;
+            if (g.row_scales) g.row_scales = a->groups.row_scales + row * g.ld;
+            if (g.sums) g.sums = a->groups.sums + row * g.count;
             for (long p = 0; p < panels * span; p++)
-                CODED[a->form][mr](a->xp + row * a->kq * 4, a->w + (first + p) * bytes,
-                                   a->scales + (first + p) * groups * NR, a->kq, ceil_div(a->group, 4), buf + p * NR);
+                CODED[a->form][mr](a->xp + row * a->kq * 4, a->w + (first + p) * bytes, a->scales + (first + p) * scales,
+                                   a->kq, &g, buf + p * NR);
             finish_tile(a, buf, row, mr, panel0, panels);
         }
         return;
@@ -529,20 +557,46 @@ static void pack_rows(const struct linear_args *a, float *xp, int nthreads) {
     }
 }
 
+/* sums[row][group] of packed rows, times the rows' scales; each sum is one chain of additions */
+static void sum_groups(const struct linear_args *a, float *sums) {
+    const struct groups *g = &a->groups;
+    for (long t = 0; t < a->tiles; t++) {
+        long row = tile_row(a, t), mr = tile_row(a, t + 1) - row;
+        const float *x = a->xp + row * a->kq * 4;
+        for (long m = 0; m < mr; m++)
+            for (long i = 0; i < g->count; i++) {
+                float sum = 0.0f;
+                for (long q = i * g->gq; q < min_l(a->kq, (i + 1) * g->gq); q++)
+                    for (long j = 0; j < 4; j++) sum += x[(q * mr + m) * 4 + j];
+                if (g->row_scales) sum *= g->row_scales[(row + m) * g->ld + (g->ld > 1 ? i : 0)];
+                sums[(row + m) * g->count + i] = sum;
+            }
+    }
+}
+
 /* y[m, n] = x[m, k] @ W^T (+ bias), or silu(gate) * up of a gated weight; n counts the columns of y.
- * wide: y is fp32 although the storage is bf16.  form: that of a quantised W, with a scale for
- * every `scaled` weights of a row; else 0. */
+ * wide: y is fp32 although the storage is bf16.  form: that of a quantised W, with a scale (and an offset, if
+ * `offsets`) for every `scaled` weights of a row; else 0.  row_scales: fp32 [m][row_groups], or 0. */
 void ssd_linear(const void *x, long ldx, const void *w, const void *bias, void *y, long m, long n, long k, int bf16,
-                int gated, int wide, int form, const float *scales, long scaled, int nthreads) {
+                int gated, int wide, int form, const float *scales, long scaled, int offsets, const float *row_scales,
+                long row_groups, int nthreads) {
     if (m <= 0 || n <= 0) return;
     struct linear_args a = {.x = x, .w = w, .bias = bias, .y = y, .ldx = ldx, .m = m, .n = n, .k = k,
                             .kq = ceil_div(k, 4), .bf16 = bf16, .gated = gated, .wide = wide,
-                            .form = form, .scales = scales, .group = scaled,
+                            .form = form, .scales = scales,
                             .tiles = ceil_div(m, MR_MAX), .xp = x};
     if (m > 1 || bf16 || k % 4) {
         float *xp = scratch(ROWS, (size_t)(m * a.kq * 4));
         pack_rows(&a, xp, nthreads);
         a.xp = xp;
+    }
+    if (form)
+        a.groups = (struct groups){.gq = ceil_div(scaled, 4), .count = ceil_div(k, scaled), .offsets = offsets,
+                                   .row_scales = row_scales, .ld = row_groups};
+    if (offsets) {
+        float *sums = scratch(SUMS, (size_t)(m * a.groups.count));
+        sum_groups(&a, sums);
+        a.groups.sums = sums;
     }
     long span = gated ? 2 : 1, panels = ceil_div(n, NR);
     long group = (a.tiles == 1 ? GROUP : 2) / span; /* one row tile: wide tasks; more: keep the panels in L1 */

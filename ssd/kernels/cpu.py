@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ssd.kernels import cache
-from ssd.kernels.quantized import Codes
+from ssd.kernels.quantized import Codes, CodeType, bits_of, dequantize
 
 logger = logging.getLogger("ssd")
 
@@ -55,7 +55,7 @@ class PackedWeight:
     dtype: torch.dtype  # of inputs and outputs, and of the weight itself unless it is quantised
     gated: bool = False
     form: int = 0  # a quantised weight's, as `cpu.c` numbers them
-    scales: Tensor | None = None  # a quantised weight's, float32 [panels, groups, columns of a panel]
+    scales: Tensor | None = None  # a quantised weight's (and offsets), float32 [panels, groups, 1 or 2, columns]
     group: int = 0  # weights of one scale
 
     @functools.cached_property
@@ -70,7 +70,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "ssd_panel_columns": [],
     "ssd_pack": [_P, _L, _P, _L, _L, _I, _I, _I],
     "ssd_embedding": [_P, _P, _I, _P, _L, _L, _L, _I],
-    "ssd_linear": [_P, _L, _P, _P, _P, _L, _L, _L, _I, _I, _I, _I, _P, _L, _I],
+    "ssd_linear": [_P, _L, _P, _P, _P, _L, _L, _L, _I, _I, _I, _I, _P, _L, _I, _P, _L, _I],
     "ssd_rms_norm": [_P, _L, _P, _P, _P, _L, _L, _F, _I, _I],
     "ssd_rope_and_store": [
         *[_P, _L, _P, _I, _P, _I, _P, _P, _P, _P, _F],
@@ -82,6 +82,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "ssd_prepare_rows": [*[_P] * 17, *[_L] * 8],
     "ssd_accept": [*[_P] * 10, *[_L] * 6],
 }
+_CODES: tuple[CodeType, ...] = ("fp8", "int8", "int4", "uint4")  # as `cpu.c` numbers them, from 1
 _SIZES = ("ssd_packed_bytes", "ssd_panel_columns")  # what they return; others a status, or nothing
 _STATUS = ("ssd_embedding", "ssd_rope_and_store", "ssd_paged_attention", "ssd_prepare_rows", "ssd_accept")
 
@@ -128,11 +129,13 @@ class Kernels:
         """Repack a quantised weight into panels, for a `linear` of inputs of type `dtype`."""
         depth = codes.depth + -codes.depth % 4
         values = torch.nn.functional.pad(codes.values, (0, depth - codes.values.shape[1]))  # cuts off whole groups
-        values, scales = self._panels(values, gated), self._panels(codes.scales, gated)
-        if codes.format == "int4":
+        values = self._panels(values, gated)
+        numbers = [codes.scales] if codes.offsets is None else [codes.scales, codes.offsets]
+        scales = torch.stack([self._panels(each, gated) for each in numbers], dim=2)
+        if bits_of(codes.type) == 4:
             values = values[:, 0::2] | values[:, 1::2] << 4
-        n, form = len(codes.values), ("fp8", "int8", "int4").index(codes.format) + 1
-        return PackedWeight(values.contiguous(), n, codes.depth, dtype, gated, form, scales.contiguous(), codes.group)
+        n, form = len(codes.values), _CODES.index(codes.type) + 1
+        return PackedWeight(values.contiguous(), n, codes.depth, dtype, gated, form, scales, codes.group)
 
     def _panels(self, rows: Tensor, gated: bool) -> Tensor:
         """[N, K] -> [panels, K, columns of a panel], padded with zeros; gate and up panels alternate."""
@@ -159,11 +162,32 @@ class Kernels:
             raise IndexError(f"token ids {token_ids.tolist()} are not all in a vocabulary of {packed.n}")
         return out
 
-    def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None = None, *, float32: bool = False) -> Tensor:
+    def codes_embedding(self, packed: PackedWeight, token_ids: Tensor) -> Tensor:
+        """Rows `token_ids` of a quantised weight -> [T, K], widened."""
+        panel, column = token_ids.long() // self._panel_columns, token_ids.long() % self._panel_columns
+        if packed.scales is None or (token_ids.numel() and not 0 <= token_ids.min() <= token_ids.max() < packed.n):
+            raise IndexError(f"token ids {token_ids.tolist()} are not all in a vocabulary of {packed.n}")
+        kind, values = _CODES[packed.form - 1], packed.data[panel, :, column]
+        if bits_of(kind) == 4:
+            values = torch.stack((values & 15, values >> 4), 2).flatten(1)
+        numbers = packed.scales[panel, :, :, column]  # [tokens, groups, 1 or 2]
+        values = torch.nn.functional.pad(values, (0, numbers.shape[1] * packed.group - values.shape[1]))
+        offsets = numbers[:, :, 1] if numbers.shape[2] == 2 else None
+        return dequantize(Codes(values, numbers[:, :, 0], kind, packed.k, offsets), packed.dtype)
+
+    def linear(
+        self,
+        x: Tensor,
+        packed: PackedWeight,
+        bias: Tensor | None = None,
+        *,
+        float32: bool = False,
+        row_scales: Tensor | None = None,
+    ) -> Tensor:
         """`x` [M, K] @ weight.T (+ bias [N]) -> [M, N]. Rows of `x` may be strided.
 
         A weight packed with `gated` gives silu(gate) * up -> [M, I] instead (its bias is [2I]). `float32`: the sums as
-        they are, not rounded to the storage type.
+        they are, not rounded to the storage type. `row_scales`: see `Ops.codes_linear`.
         """
         (m, k), n, dtype = x.shape, packed.n // 2 if packed.gated else packed.n, packed.dtype
         if x.dtype is not dtype or k != packed.k:
@@ -176,7 +200,10 @@ class Kernels:
             None if bias is None else bias.data_ptr(),
             y.data_ptr(),
             *(m, n, k, dtype is torch.bfloat16, packed.gated, float32, packed.form),
-            *(None if packed.scales is None else packed.scales.data_ptr(), packed.group, torch.get_num_threads()),
+            *(None if packed.scales is None else packed.scales.data_ptr(), packed.group),
+            packed.scales is not None and packed.scales.shape[2] == 2,
+            *((None, 0) if row_scales is None else (row_scales.data_ptr(), row_scales.shape[1])),
+            torch.get_num_threads(),
         )
         return y
 

@@ -15,6 +15,7 @@ class CpuOps:
     def __init__(self, kernels: cpu.Kernels) -> None:
         self.kernels = kernels
         self.embedding = kernels.embedding
+        self.codes_embedding = kernels.codes_embedding
         self.linear = self.gated_linear = kernels.linear  # a gated weight knows that it is
         self.rms_norm = kernels.rms_norm
 
@@ -27,7 +28,9 @@ class CpuOps:
     def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> cpu.PackedWeight:
         return self.kernels.pack_linear(weight, gated)
 
-    def prepare_codes(self, codes: Codes, dtype: torch.dtype, *, gated: bool = False) -> cpu.PackedWeight:
+    def prepare_codes(
+        self, codes: Codes, dtype: torch.dtype, *, gated: bool = False, exact: bool = True
+    ) -> cpu.PackedWeight:
         return self.kernels.pack_codes(codes, dtype, gated)
 
     def codes_linear(
@@ -38,9 +41,11 @@ class CpuOps:
         *,
         gated: bool = False,
         float32: bool = False,
+        row_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Widened in registers."""
-        return self.kernels.linear(x, weight, bias, float32=float32)
+        scales = None if row_scales is None else row_scales.contiguous()
+        return self.kernels.linear(x, weight, bias, float32=float32, row_scales=scales)
 
     def reserve(self, heads: HeadShape, device: torch.device) -> None:
         return

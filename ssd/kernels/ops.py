@@ -95,8 +95,11 @@ class Ops(Protocol):
     def gated_linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         """silu(gate) * up of a weight prepared with `gated`."""
 
-    def prepare_codes(self, codes: Codes, dtype: torch.dtype, *, gated: bool = False) -> Any:
-        """Lays out a quantised weight for products with rows of type `dtype`."""
+    def prepare_codes(self, codes: Codes, dtype: torch.dtype, *, gated: bool = False, exact: bool = True) -> Any:
+        """Lays out a quantised weight for products with rows of type `dtype`.
+
+        Not `exact`: for drafts, whose products need not be row-invariant.
+        """
 
     def codes_linear(
         self,
@@ -106,8 +109,16 @@ class Ops(Protocol):
         *,
         gated: bool = False,
         float32: bool = False,
+        row_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`linear` or `gated_linear` with a weight of `prepare_codes`. For drafts: not row-invariant everywhere."""
+        """`linear` or `gated_linear` with a weight of `prepare_codes`.
+
+        `row_scales`: x was divided by them, float32 [rows, 1 or groups of the weight]; the sums (of each group) are
+        multiplied by them.
+        """
+
+    def codes_embedding(self, weight: Any, token_ids: torch.Tensor) -> torch.Tensor:
+        """Rows of a weight of `prepare_codes`, widened to the type of its products."""
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None

@@ -1,37 +1,51 @@
-"""Weights in 8 or 4 bits, for draft models: a draft's numbers never reach the text, so any rounding is allowed.
+"""Weights in 8 or 4 bits, with a scale (and perhaps an offset) for each output channel, or each group of its weights.
+
+A quantised checkpoint's tensors become `Codes` (`ssd.layers.formats`), and so does a float weight that is rounded here:
 
 * `fp8`: floats of 8 bits (e4m3), one scale per output channel.
 * `int8`: integers from -127 to 127, one scale per output channel.
 * `int4`: integers from -8 to 7, one scale for each group of up to 128 weights of an output channel.
 
-A weight is rounded to `Codes`, which the kernels of a device lay out as they need (`Ops.prepare_codes`).
+The kernels of a device lay codes out as they need (`Ops.prepare_codes`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import torch
 
-Format = Literal["fp8", "int8", "int4"]
+Format = Literal["fp8", "int8", "int4"]  # what a weight can be rounded to
+CodeType = Literal["fp8", "int8", "int4", "uint4"]  # what codes are: e4m3, or integers
 _FP8_MAX: Final = 448.0
+_LEAST_SCALE: Final = 2.0**-120  # a row of zeros has it, too
 _CHUNK: Final = 1 << 24  # weights quantised at a time: bounds the memory of float32 copies
 
 
 @dataclass(frozen=True)
 class Codes:
-    """A weight [rows, depth], rounded. Devices pack it as their kernels need."""
+    """A weight [rows, depth]: scale * code (+ offset). Devices pack it as their kernels need."""
 
-    values: torch.Tensor  # uint8 [rows, groups * group]: the bits of fp8 or int8, or int4 plus 8
+    values: torch.Tensor  # uint8 [rows, groups * group]: the bits of fp8 or int8, int4 plus 8, or uint4
     scales: torch.Tensor  # float32 [rows, groups]
-    format: Format
-    depth: int  # beyond it, whole groups are padded with zeros
+    type: CodeType
+    depth: int  # beyond it, the last group is padded with zeros
+    offsets: torch.Tensor | None = None  # float32 [rows, groups]
 
     @property
     def group(self) -> int:
         """Weights of one scale."""
         return self.values.shape[1] // self.scales.shape[1]
+
+    def rows(self, index: torch.Tensor) -> Codes:
+        offsets = None if self.offsets is None else self.offsets[index]
+        return replace(self, values=self.values[index], scales=self.scales[index], offsets=offsets)
+
+
+def bits_of(kind: CodeType) -> int:
+    return 4 if kind in ("int4", "uint4") else 8
 
 
 def group_size(depth: int, form: Format) -> int:
@@ -64,13 +78,43 @@ def quantize(weight: torch.Tensor, form: Format) -> Codes:
 
 def dequantize(codes: Codes, dtype: torch.dtype) -> torch.Tensor:
     """The weight [rows, depth] that the codes stand for."""
-    values, group = codes.values, codes.group
-    if codes.format == "fp8":
-        wide = values.view(torch.float8_e4m3fn).float()
-    else:
-        wide = values.view(torch.int8).float() if codes.format == "int8" else values.float() - 8
-    wide = wide.view(len(wide), -1, group) * codes.scales[:, :, None]
+    wide = decoded(codes.values, codes.type).view(len(codes.values), -1, codes.group) * codes.scales[:, :, None]
+    if codes.offsets is not None:
+        wide += codes.offsets[:, :, None]
     return wide.flatten(1)[:, : codes.depth].to(dtype)
+
+
+def decoded(values: torch.Tensor, kind: CodeType) -> torch.Tensor:
+    """The numbers that codes stand for, in float32."""
+    if kind == "fp8":
+        return values.view(torch.float8_e4m3fn).float()
+    return values.view(torch.int8).float() if kind == "int8" else values.float() - (8 if kind == "int4" else 0)
+
+
+def fused_codes(parts: Seq[Codes]) -> Codes:
+    """The rows of all parts, which differ in nothing else, one after the other."""
+    offsets = [part.offsets for part in parts if part.offsets is not None]
+    return replace(
+        parts[0],
+        values=torch.cat([part.values for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+        offsets=torch.cat(offsets) if offsets else None,
+    )
+
+
+def quantized_rows(x: torch.Tensor, group: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row of x in e4m3 (in x's type) and its scales, float32 [rows, groups]: one for each `group` columns, or one.
+
+    Largest numbers, divisions and roundings of single numbers: a row's bits are its own.
+    """
+    groups = x.float().view(len(x), -1, group or x.shape[1])
+    scales = (groups.abs().amax(2, keepdim=True) / _FP8_MAX).clamp_min(_LEAST_SCALE)
+    return scaled_rows(groups, scales).flatten(1).to(x.dtype), scales[:, :, 0]
+
+
+def scaled_rows(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """x / scales, rounded to e4m3: float32."""
+    return (x / scales).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn).float()
 
 
 def _encode_fp8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

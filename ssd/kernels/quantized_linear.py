@@ -2,7 +2,10 @@
 
 A weight is stored in words of 32 bits, in blocks of `WORDS` words of a row: part i (a byte, or half of one) of word j
 is weight i * WORDS + j of the block. So the parts with one i are a tile of consecutive weights, widened two at a time.
-For draft models: not row-invariant.
+
+Every code is a bfloat16 number, and products are summed as in `linear`: over the depth in one fixed order, sixteen at a
+time, whatever the tile shape. A scale is applied to the float32 sum of its group before groups are added up. So a row's
+bits depend neither on the number of rows nor on the tile shape, except where SPLIT divides the depth (drafts only).
 """
 
 from __future__ import annotations
@@ -14,10 +17,10 @@ import triton
 import triton.language as tl
 
 from ssd.kernels.launching import shared_memory
-from ssd.kernels.quantized import Codes, Format
+from ssd.kernels.quantized import Codes, CodeType, bits_of, dequantize
 
 # Two words to pairs of bfloat16, part by part. Integers are set as the last bits of 128, then 128 (and the zero point)
-# is subtracted. fp8's exponent is not moved, which divides by 2^120.
+# is subtracted. fp8's exponent is not moved, which divides by 2^120, and then multiplied.
 _INT8_PAIRS = tl.constexpr("""{
     .reg .b32 p<4>, s<4>, one;
     mov.b32 one, 0x3F803F80;
@@ -39,7 +42,9 @@ _INT8_PAIRS = tl.constexpr("""{
     fma.rn.bf16x2 $3, p3, one, s3;
 }""")
 _FP8_PAIRS = tl.constexpr("""{
-    .reg .b32 p<4>, m<4>;
+    .reg .b32 p<4>, m<4>, up, none;
+    mov.b32 up, 0x7B807B80;
+    mov.b32 none, 0x80008000;
     prmt.b32 p0, $4, $5, 0x4400;
     prmt.b32 p1, $4, $5, 0x5511;
     prmt.b32 p2, $4, $5, 0x6622;
@@ -52,10 +57,14 @@ _FP8_PAIRS = tl.constexpr("""{
     and.b32 m1, m1, 0x07F007F0;
     and.b32 m2, m2, 0x07F007F0;
     and.b32 m3, m3, 0x07F007F0;
-    lop3.b32 $0, p0, 0x80008000, m0, 0xEA;
-    lop3.b32 $1, p1, 0x80008000, m1, 0xEA;
-    lop3.b32 $2, p2, 0x80008000, m2, 0xEA;
-    lop3.b32 $3, p3, 0x80008000, m3, 0xEA;
+    lop3.b32 p0, p0, 0x80008000, m0, 0xEA;
+    lop3.b32 p1, p1, 0x80008000, m1, 0xEA;
+    lop3.b32 p2, p2, 0x80008000, m2, 0xEA;
+    lop3.b32 p3, p3, 0x80008000, m3, 0xEA;
+    fma.rn.bf16x2 $0, p0, up, none;
+    fma.rn.bf16x2 $1, p1, up, none;
+    fma.rn.bf16x2 $2, p2, up, none;
+    fma.rn.bf16x2 $3, p3, up, none;
 }""")
 _INT4_PAIRS = tl.constexpr("""{
     .reg .b32 p<4>, a<8>, one, zero;
@@ -86,14 +95,15 @@ _INT4_PAIRS = tl.constexpr("""{
     fma.rn.bf16x2 $6, a6, one, zero;
     fma.rn.bf16x2 $7, a7, one, zero;
 }""")
+_UINT4_PAIRS = tl.constexpr(_INT4_PAIRS.value.replace("0xC308C308", "0xC300C300"))  # no zero point
 
 
 @triton.jit
 def _pairs(words, FORMAT: tl.constexpr):
     """All parts of the words as bfloat16, part by part."""
-    if FORMAT == "int4":
+    if FORMAT == "int4" or FORMAT == "uint4":
         return tl.inline_asm_elementwise(
-            _INT4_PAIRS,
+            _INT4_PAIRS if FORMAT == "int4" else _UINT4_PAIRS,
             "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
             [words],
             dtype=(
@@ -134,6 +144,8 @@ def _part(words, i: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
     """Part i of the words, of any type."""
     if FORMAT == "int4":
         return (((words >> (4 * i)) & 15) - 8).to(dtype)
+    elif FORMAT == "uint4":
+        return ((words >> (4 * i)) & 15).to(dtype)
     elif FORMAT == "int8":
         return (words >> (8 * i)).to(tl.int8).to(dtype)
     else:
@@ -145,11 +157,12 @@ def _part(words, i: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _sums(
-    x_ptr, w_ptr, scale_ptr, m, n, m_mask, n_mask, N, K, w_stride, x_stride,
+    x_ptr, w_ptr, scale_ptr, offset_ptr, row_scale_ptr, row_sum_ptr, m, n, m_mask, n_mask, N, K, w_stride, x_stride,
+    groups,
     FORMAT: tl.constexpr, PAIRS: tl.constexpr, EVEN_K: tl.constexpr, PARTS: tl.constexpr, PARTS_OF_GROUP: tl.constexpr,
-    WORDS: tl.constexpr, STAGES: tl.constexpr,
+    WORDS: tl.constexpr, STAGES: tl.constexpr, ROW_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Sums of a tile [n, m], block by block; int4's are scaled, others are not."""
+    """Sums of a tile [n, m], block by block; those of groups are scaled, others are not."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     k = tl.arange(0, WORDS)
     x_ptrs = x_ptr + m[None, :].to(tl.int64) * x_stride + k[:, None]
@@ -166,7 +179,7 @@ def _sums(
             else:
                 x = tl.load(x_ptrs + first, mask=m_mask[None, :] & (first + k < K)[:, None], other=0.0)
             w = pairs[i] if PAIRS else _part(words, i, FORMAT, dtype)
-            if FORMAT != "int4":
+            if PARTS_OF_GROUP == 0:
                 acc = tl.dot(w, x, acc, input_precision="tf32x3")
             else:
                 if i % PARTS_OF_GROUP == 0:
@@ -174,8 +187,14 @@ def _sums(
                 else:
                     group = tl.dot(w, x, group, input_precision="tf32x3")
                 if (i + 1) % PARTS_OF_GROUP == 0:
-                    row = (start // WORDS * PARTS + i) // PARTS_OF_GROUP
-                    acc += group * tl.load(scale_ptr + row * N + n, mask=n_mask, other=0.0)[:, None]
+                    g = (start // WORDS * PARTS + i) // PARTS_OF_GROUP
+                    if row_scale_ptr is not None:
+                        at = m * groups + g if ROW_GROUPS else m
+                        group *= tl.load(row_scale_ptr + at, mask=m_mask & (g < groups), other=0.0)[None, :]
+                    acc += group * tl.load(scale_ptr + g * N + n, mask=n_mask, other=0.0)[:, None]
+                    if offset_ptr is not None:
+                        sums = tl.load(row_sum_ptr + m * groups + g, mask=m_mask & (g < groups), other=0.0)
+                        acc += tl.load(offset_ptr + g * N + n, mask=n_mask, other=0.0)[:, None] * sums[None, :]
     return acc
 
 
@@ -185,7 +204,7 @@ def _split_sums(
     FORMAT: tl.constexpr, PAIRS: tl.constexpr, PARTS: tl.constexpr, PARTS_OF_GROUP: tl.constexpr,
     WORDS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """The same, of SPLIT blocks at a time, each by a warp of its own: for few outputs of a great depth."""
+    """The same, of SPLIT blocks at a time, each by a warp of its own: for few outputs of a great depth. Not exact."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     k = tl.arange(0, WORDS)
     split = tl.arange(0, SPLIT)
@@ -203,7 +222,7 @@ def _split_sums(
             there = (first + (split * (WORDS * PARTS))[:, None] + k[None, :] < K)[:, :, None]
             x = tl.load(x_ptrs + first, mask=m_mask[None, None, :] & there, other=0.0)
             w = pairs[i] if PAIRS else _part(words, i, FORMAT, dtype)
-            if FORMAT != "int4":
+            if PARTS_OF_GROUP == 0:
                 acc = tl.dot(w, x, acc, input_precision="tf32x3")
             else:
                 if i % PARTS_OF_GROUP == 0:
@@ -222,6 +241,9 @@ def _quantized_kernel(
     x_ptr,
     w_ptr,
     scale_ptr,
+    offset_ptr,
+    row_scale_ptr,
+    row_sum_ptr,
     bias_ptr,
     y_ptr,
     num_rows,
@@ -230,6 +252,7 @@ def _quantized_kernel(
     w_stride,
     x_stride,
     y_stride,
+    groups,
     FORMAT: tl.constexpr,
     PAIRS: tl.constexpr,
     GATED: tl.constexpr,
@@ -241,6 +264,7 @@ def _quantized_kernel(
     WORDS: tl.constexpr,
     STAGES: tl.constexpr,
     SPLIT: tl.constexpr,
+    ROW_GROUPS: tl.constexpr,
 ):
     """y[m, n] = sum_k x[m, k] w[n, k]. GATED: w's rows alternate gate, up, and y has half as many columns."""
     tiles_m = tl.cdiv(num_rows, BLOCK_M)
@@ -251,17 +275,17 @@ def _quantized_kernel(
     n_mask = n < N
     if SPLIT == 1:
         acc = _sums(
-            x_ptr, w_ptr, scale_ptr, m, n, m_mask, n_mask, N, K, w_stride, x_stride,
-            FORMAT, PAIRS, EVEN_K, PARTS, PARTS_OF_GROUP, WORDS, STAGES,
+            x_ptr, w_ptr, scale_ptr, offset_ptr, row_scale_ptr, row_sum_ptr, m, n, m_mask, n_mask, N, K, w_stride,
+            x_stride, groups, FORMAT, PAIRS, EVEN_K, PARTS, PARTS_OF_GROUP, WORDS, STAGES, ROW_GROUPS,
         )  # fmt: skip
     else:
         acc = _split_sums(
             x_ptr, w_ptr, scale_ptr, m, n, m_mask, n_mask, N, K, w_stride, x_stride,
             FORMAT, PAIRS, PARTS, PARTS_OF_GROUP, WORDS, STAGES, SPLIT,
         )  # fmt: skip
-    if PAIRS and FORMAT == "fp8":
-        acc *= 1.329227995784916e36  # 2^120
-    if FORMAT != "int4":
+    if PARTS_OF_GROUP == 0:
+        if row_scale_ptr is not None:
+            acc *= tl.load(row_scale_ptr + m, mask=m_mask, other=0.0)[None, :]
         acc *= tl.load(scale_ptr + n, mask=n_mask, other=0.0)[:, None]
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]
@@ -274,37 +298,79 @@ def _quantized_kernel(
     tl.store(y_ptr + m[None, :].to(tl.int64) * y_stride + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _row_sums_kernel(x_ptr, row_scale_ptr, sum_ptr, K, x_stride, groups, GROUP: tl.constexpr, ROW_GROUPS: tl.constexpr):
+    """Sums of the groups of a row, times the row's scales. One row for each program: its bits are its own."""
+    row = tl.program_id(0)
+    for g in range(groups):
+        k = g * GROUP + tl.arange(0, GROUP)
+        total = tl.sum(tl.load(x_ptr + row.to(tl.int64) * x_stride + k, mask=k < K, other=0.0).to(tl.float32), 0)
+        if row_scale_ptr is not None:
+            total *= tl.load(row_scale_ptr + (row * groups + g if ROW_GROUPS else row))
+        tl.store(sum_ptr + row * groups + g, total)
+
+
 @dataclass(frozen=True)
 class PackedCodes:
     """A quantised weight [rows, depth] in words."""
 
     words: torch.Tensor  # int32 [rows, blocks * block]
     scales: torch.Tensor  # float32 [groups, rows]
-    format: Format
+    offsets: torch.Tensor | None  # likewise
+    type: CodeType
+    dtype: torch.dtype  # of its products
     depth: int
     block: int  # words of a block
     group: int  # weights of one scale
+    exact: bool  # products are row-invariant
 
     @property
     def parts(self) -> int:
         """Weights of a word."""
-        return 8 if self.format == "int4" else 4
+        return 32 // bits_of(self.type)
+
+    @property
+    def parts_of_group(self) -> int:
+        """Tiles of a group; 0: a scale is for a whole row."""
+        return 0 if len(self.scales) == 1 and self.offsets is None else self.group // self.block
 
 
-def pack(codes: Codes) -> PackedCodes:
-    """In blocks of 64 words, or of 32 where the depth or the groups are no multiple of that."""
-    bits = 4 if codes.format == "int4" else 8
-    parts = 32 // bits
-    block = 64 if codes.depth % (64 * parts) == 0 and codes.group >= 64 else 32
+def pack(codes: Codes, dtype: torch.dtype, *, exact: bool = True) -> PackedCodes:
+    """In blocks of 64 words, or of fewer where the depth or the groups are no multiple of that."""
+    bits = bits_of(codes.type)
+    parts, group = 32 // bits, codes.group
+    block = 64 if codes.depth % (64 * parts) == 0 else 32
+    grouped = codes.scales.shape[1] > 1 or codes.offsets is not None
+    if grouped:
+        block = min(block, group)
+        if group % block or parts * block % group:
+            raise ValueError(f"groups of {group} weights are not supported: they must be 16, 32, 64 or 128")
     rows, width = codes.values.shape
     missing = -width % (parts * block)
-    values = torch.nn.functional.pad(codes.values, (0, missing), value=8 if bits == 4 else 0)
+    values = torch.nn.functional.pad(codes.values, (0, missing), value=8 if codes.type == "int4" else 0)
     values = values.view(rows, -1, parts, block)
     words = values[:, :, 0].to(torch.int32)
     for i in range(1, parts):
         words |= values[:, :, i].to(torch.int32) << (bits * i)
-    groups = codes.scales if bits == 8 else torch.nn.functional.pad(codes.scales, (0, missing // codes.group))
-    return PackedCodes(words.flatten(1), groups.t().contiguous(), codes.format, codes.depth, block, codes.group)
+
+    def columns(numbers: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(numbers, (0, missing // group if grouped else 0)).t().contiguous()
+
+    offsets = None if codes.offsets is None else columns(codes.offsets)
+    return PackedCodes(
+        words.flatten(1), columns(codes.scales), offsets, codes.type, dtype, codes.depth, block, group, exact
+    )
+
+
+def packed_rows(weight: PackedCodes, index: torch.Tensor) -> torch.Tensor:
+    """Rows of a weight, widened."""
+    shift = torch.arange(0, 32, bits_of(weight.type), dtype=torch.int32, device=index.device)
+    words = weight.words[index].view(len(index), -1, 1, weight.block)
+    values = (words >> shift[:, None]) & ((1 << bits_of(weight.type)) - 1)
+    groups = len(weight.scales)
+    values = values.to(torch.uint8).flatten(1)[:, : groups * weight.group]
+    offsets = None if weight.offsets is None else weight.offsets.t()[index]
+    return dequantize(Codes(values, weight.scales.t()[index], weight.type, weight.depth, offsets), weight.dtype)
 
 
 @dataclass(frozen=True)
@@ -323,7 +389,8 @@ def choose_tile(x: torch.Tensor, weight: PackedCodes) -> Tile:
     num_rows, columns = len(x), len(weight.words)
     if num_rows <= 16:
         rows = 8 if num_rows <= 8 else 16
-        tile = Tile(rows, 64, 3, 4) if columns >= 6144 else Tile(rows, 16, 3, 4, split=4)
+        narrow = Tile(rows, 16, 4, 2) if weight.exact else Tile(rows, 16, 3, 4, split=4)
+        tile = Tile(rows, 64, 3, 4) if columns >= 6144 else narrow
     elif num_rows <= 64:
         tile = Tile(32, 64, 4, 4) if num_rows <= 32 else Tile(64, 64, 4, 4)
     else:
@@ -340,17 +407,28 @@ def quantized_linear(
     *,
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
+    row_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [M, K] times a weight [N, K] transposed; see `Ops.linear`. A gated weight has alternating gate and up rows."""
+    """x [M, K] times a weight [N, K] transposed; see `Ops.codes_linear`. A gated weight has alternating gate and up
+    rows."""
     num_rows, depth = x.shape
     columns, width = weight.words.shape
-    tile = choose_tile(x, weight)
+    tile, groups = choose_tile(x, weight), triton.cdiv(depth, weight.group)
+    by_group = row_scales is not None and row_scales.shape[1] > 1
+    row_sums = None
+    if weight.offsets is not None:
+        row_sums = x.new_empty((num_rows, groups), dtype=torch.float32)
+        sizes = (depth, x.stride(0), groups)
+        _row_sums_kernel[(num_rows,)](x, row_scales, row_sums, *sizes, GROUP=weight.group, ROW_GROUPS=by_group)
     y = x.new_empty((num_rows, columns // 2 if gated else columns), dtype=out_dtype or x.dtype)
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(columns, tile.columns),)
     _quantized_kernel[grid](
         x,
         weight.words,
         weight.scales,
+        weight.offsets,
+        row_scales,
+        row_sums,
         bias,
         y,
         num_rows,
@@ -359,17 +437,19 @@ def quantized_linear(
         width,
         x.stride(0),
         y.stride(0),
-        FORMAT=weight.format,
+        groups,
+        FORMAT=weight.type,
         PAIRS=x.is_cuda and x.dtype is torch.bfloat16,
         GATED=gated,
         EVEN_K=width * weight.parts == depth,
         PARTS=weight.parts,
-        PARTS_OF_GROUP=max(1, weight.group // weight.block),
+        PARTS_OF_GROUP=weight.parts_of_group,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
         WORDS=weight.block,
         STAGES=tile.stages,
         SPLIT=tile.split,
+        ROW_GROUPS=by_group,
         num_warps=tile.warps,
     )
     return y

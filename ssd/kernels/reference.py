@@ -36,20 +36,30 @@ class ReferenceOps:
         gate, up = self.linear(x, weight, bias).chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def prepare_codes(self, codes: Codes, dtype: torch.dtype, *, gated: bool = False) -> Codes:
-        return codes
+    def prepare_codes(
+        self, codes: Codes, dtype: torch.dtype, *, gated: bool = False, exact: bool = True
+    ) -> tuple[Codes, torch.dtype]:
+        return codes, dtype
 
     def codes_linear(
         self,
         x: torch.Tensor,
-        weight: Codes,
+        weight: tuple[Codes, torch.dtype],
         bias: torch.Tensor | None = None,
         *,
         gated: bool = False,
         float32: bool = False,
+        row_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        wide = dequantize(weight, x.dtype)
+        codes, dtype = weight
+        if row_scales is not None:
+            x = (x.view(len(x), row_scales.shape[1], -1) * row_scales[:, :, None]).flatten(1).to(dtype)
+        wide = dequantize(codes, dtype)
         return self.gated_linear(x, wide, bias) if gated else self.linear(x, wide, bias, float32=float32)
+
+    def codes_embedding(self, weight: tuple[Codes, torch.dtype], token_ids: torch.Tensor) -> torch.Tensor:
+        codes, dtype = weight
+        return dequantize(codes.rows(token_ids), dtype)
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
 
 import torch
 
@@ -50,10 +49,12 @@ class TritonOps:
             return product
         return linear.linear(x, weight, None if bias is None else _alternating(bias), gated=True)
 
-    def prepare_codes(self, codes: Codes, dtype: torch.dtype, *, gated: bool = False) -> quantized_linear.PackedCodes:
+    def prepare_codes(
+        self, codes: Codes, dtype: torch.dtype, *, gated: bool = False, exact: bool = True
+    ) -> quantized_linear.PackedCodes:
         if gated:
-            codes = replace(codes, values=_alternating(codes.values), scales=_alternating(codes.scales))
-        return quantized_linear.pack(codes)
+            codes = codes.rows(_alternating(torch.arange(len(codes.values), device=codes.values.device)))
+        return quantized_linear.pack(codes, dtype, exact=exact)
 
     def codes_linear(
         self,
@@ -63,10 +64,14 @@ class TritonOps:
         *,
         gated: bool = False,
         float32: bool = False,
+        row_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         bias = _alternating(bias) if gated and bias is not None else bias
-        out_dtype = torch.float32 if float32 else None
-        return quantized_linear.quantized_linear(x, weight, bias, gated=gated, out_dtype=out_dtype)
+        out_dtype, scales = torch.float32 if float32 else None, None if row_scales is None else row_scales.contiguous()
+        return quantized_linear.quantized_linear(x, weight, bias, gated=gated, out_dtype=out_dtype, row_scales=scales)
+
+    def codes_embedding(self, weight: quantized_linear.PackedCodes, token_ids: torch.Tensor) -> torch.Tensor:
+        return quantized_linear.packed_rows(weight, token_ids)
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None

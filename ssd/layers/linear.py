@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from ssd.layers.formats import Use
+from ssd.layers.formats.coded import Mixed
 from ssd.layers.parameter import Build, LazyTensor, share_of
 
 _ALL = slice(None)
 
 
 class Linear:
-    """A weight (and bias) fused from named parts, all of one format, which prepares it once it is complete."""
+    """A weight (and bias) fused from named parts; their format prepares it once it is complete."""
 
     def __init__(
         self,
@@ -39,7 +40,9 @@ class Linear:
         self.unit = unit
         self.has_bias = bias
         self.use = use
-        self.format = build.format_of(next(iter(parts)))
+        self.formats = {part: build.format_of(part) for part in parts}
+        first, *others = self.formats.values()
+        self.format = first if all(other == first for other in others) else Mixed((first, *others))
         self.weight: Any = None
         self.bias: torch.Tensor | None = None
         self._device, self._dtype = build.device, build.dtype
@@ -48,7 +51,8 @@ class Linear:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
         for part, rows in self.parts.items():
-            shapes |= {f"{part}.{name}": shape for name, shape in self.format.shapes(rows, self.in_features).items()}
+            stored = self.formats[part].shapes(rows, self.in_features)
+            shapes |= {f"{part}.{name}": shape for name, shape in stored.items()}
         if self.has_bias:
             shapes |= {f"{part}.bias": (rows,) for part, rows in self.parts.items()}
         return shapes
@@ -56,12 +60,15 @@ class Linear:
     def num_bytes(self) -> int:
         rows = sum(self.parts.values())
         biases = rows * self._dtype.itemsize if self.has_bias else 0
-        return biases + self.format.num_bytes(rows, self.in_features, self._dtype, self.use)
+        return biases + sum(
+            self.formats[part].num_bytes(rows, self.in_features, self._dtype, self.use)
+            for part, rows in self.parts.items()
+        )
 
     def load(self, name: str, tensor: torch.Tensor | LazyTensor) -> None:
         part, _, own = name.rpartition(".")
         rows, columns = self.cut(self.parts[part])
-        index = (rows,) if own == "bias" else self.format.share(own, rows, columns)
+        index = (rows,) if own == "bias" else self.formats[part].share(own, rows, columns)
         self._pending[name] = share_of(tensor, index, self._device)
         if len(self._pending) == len(self.shapes()):
             self._complete()
@@ -71,8 +78,10 @@ class Linear:
         raise NotImplementedError
 
     def _complete(self) -> None:
-        tensors, suffixes = self._pending, self.format.shapes(1, self.in_features)
-        stored = [{own: self._padded(tensors[f"{part}.{own}"]) for own in suffixes} for part in self.parts]
+        tensors, stored = self._pending, []
+        for part, rows in self.parts.items():
+            names = self.formats[part].shapes(rows, self.in_features)
+            stored.append({own: self._padded(tensors[f"{part}.{own}"]) for own in names})
         self.weight = self.format.prepare(stored, self.ops, self._dtype, self.use)
         if self.has_bias:
             self.bias = torch.cat([tensors[f"{part}.bias"].to(self._dtype) for part in self.parts])

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ssd.errors import ModelNotFound, SSDError, UnsupportedModel
+from ssd.layers.formats import FormatOf, dense
 from ssd.layers.parameter import LazyTensor
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import check_fits
@@ -40,6 +41,11 @@ class Checkpoint(Protocol):
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def formats(self) -> FormatOf:
+        """How the weight of each linear layer is stored."""
+        ...
 
     @property
     def note(self) -> str:
@@ -92,6 +98,7 @@ class HFCheckpoint:
     config: DecoderConfig
     stop_token_ids: tuple[int, ...]
     note: str = ""
+    formats: FormatOf = dense
 
     @classmethod
     def open(cls, path: Path) -> HFCheckpoint:

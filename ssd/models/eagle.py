@@ -20,6 +20,7 @@ import torch
 
 from ssd.errors import ConfigError, UnsupportedModel
 from ssd.kernels.ops import DeviceBatch
+from ssd.layers.formats import FormatOf, dense
 from ssd.layers.linear import ColumnLinear, Embedding
 from ssd.layers.norm import RMSNorm
 from ssd.layers.parameter import Build, LazyTensor, Parameter
@@ -209,6 +210,10 @@ class EagleCheckpoint:
             return cls(path, eagle_config(read_json(path / "config.json"), shapes))
         except UnsupportedModel as error:
             raise UnsupportedModel(f"{path}: {error}") from None
+
+    @property
+    def formats(self) -> FormatOf:
+        return dense
 
     @property
     def note(self) -> str:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from ssd.errors import UnsupportedModel
+from ssd.layers.formats import FormatOf, dense
 from ssd.layers.spec import RopeConfig
 from ssd.models.checkpoint import Weights
 from ssd.models.config import DecoderConfig, equal_layers
@@ -92,6 +93,7 @@ class GGUFCheckpoint:
     stop_token_ids: tuple[int, ...]
     header: Header
     note: str = ""
+    formats: FormatOf = dense
 
     @classmethod
     def open(cls, path: Path) -> GGUFCheckpoint:

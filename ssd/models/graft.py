@@ -29,6 +29,7 @@ from typing import Final
 import torch
 
 from ssd.errors import ConfigError, UnsupportedModel
+from ssd.layers.formats import FormatOf, dense
 from ssd.layers.spec import AttentionSpec, RopeConfig
 from ssd.models.checkpoint import Checkpoint, all_weights, graft_note
 from ssd.models.config import DecoderConfig
@@ -98,6 +99,10 @@ class GraftCheckpoint:
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         return self.base.stop_token_ids
+
+    @property
+    def formats(self) -> FormatOf:
+        return dense
 
     @property
     def note(self) -> str:

@@ -7,7 +7,16 @@ import torch
 
 from ssd.kernels.cpu_ops import CpuOps
 from ssd.kernels.ops import Ops
-from ssd.kernels.quantized import Format, dequantize, quantize, quantized_bytes
+from ssd.kernels.quantized import (
+    Codes,
+    CodeType,
+    Format,
+    bits_of,
+    dequantize,
+    quantize,
+    quantized_bytes,
+    quantized_rows,
+)
 from ssd.kernels.reference import ReferenceOps
 from ssd.layers.formats import Use
 from ssd.layers.formats.rounded import Rounded
@@ -97,6 +106,96 @@ def test_products(kind: str, form: Format, rows: int, columns: int, depth: int) 
         close(sums, reference.linear(wide, rounded), dtype)
         close(ops.codes_linear(x, gated, gated=True), reference.gated_linear(wide, rounded), dtype)
         close(ops.codes_linear(x, gated, bias, gated=True), reference.gated_linear(wide, rounded, bias32), dtype)
+
+
+def some_codes(kind: CodeType, rows: int, depth: int, group: int, *, offsets: bool, device: torch.device) -> Codes:
+    """Random codes of a checkpoint: all values occur, scales (and offsets) differ from group to group."""
+    torch.manual_seed(depth + group)
+    values = torch.randint(0, 1 << bits_of(kind), (rows, depth), dtype=torch.uint8)
+    if kind == "fp8":
+        values[values & 0x7F == 0x7F] = 0  # not a number
+    scales = torch.rand(rows, depth // group) + 0.5
+    shift = torch.randn(rows, depth // group) if offsets else None
+    codes = Codes(values, scales, kind, depth, shift)
+    moved = None if shift is None else shift.to(device)
+    return Codes(codes.values.to(device), codes.scales.to(device), kind, depth, moved)
+
+
+CODES: list[tuple[CodeType, int, bool]] = [  # type, group (0: a whole row), offsets
+    ("fp8", 0, False),
+    ("fp8", 128, False),
+    ("int8", 0, False),
+    ("int8", 16, False),
+    ("int8", 32, True),
+    ("int4", 32, False),
+    ("int4", 128, False),
+    ("int4", 0, False),
+    ("uint4", 32, True),
+    ("uint4", 64, True),
+]
+
+
+@pytest.mark.parametrize("row_scales", ["none", "row", "group"])
+@pytest.mark.parametrize(("code", "group", "offsets"), CODES)
+@pytest.mark.parametrize("kind", ["plain", "c", "triton"])
+def test_products_of_stored_codes(kind: str, code: CodeType, group: int, offsets: bool, row_scales: str) -> None:
+    """Every type of codes with scales of rows or groups, offsets, and rows that were scaled; gate and bias."""
+    ops, device, types = make_ops(kind)
+    depth, columns = 512, 38
+    codes = some_codes(code, columns, depth, group or depth, offsets=offsets, device=device)
+    rounded, reference = dequantize(codes, torch.float32), ReferenceOps()
+    for dtype in types:
+        x, bias = torch.randn(5, depth).to(device, dtype), torch.randn(columns).to(device, dtype)
+        wide, scales = x.float(), None
+        if row_scales != "none":
+            scales = torch.rand(5, depth // codes.group if row_scales == "group" else 1, device=device) + 0.5
+            wide = (wide.view(5, scales.shape[1], -1) * scales[:, :, None]).flatten(1)
+        plain, gated = (ops.prepare_codes(codes, dtype, gated=each) for each in (False, True))
+        found = ops.codes_linear(x, plain, bias, row_scales=scales)
+        close(found, reference.linear(wide, rounded, bias.float()), dtype)
+        found = ops.codes_linear(x, gated, bias, gated=True, row_scales=scales)
+        close(found, reference.gated_linear(wide, rounded, bias.float()), dtype)
+        tokens = torch.tensor([3, columns - 1, 0, 3], device=device)
+        assert torch.equal(ops.codes_embedding(plain, tokens), rounded[tokens].to(dtype))
+
+
+@pytest.mark.parametrize(("code", "group", "offsets"), CODES)
+@pytest.mark.parametrize("kind", ["c", "triton"])
+def test_a_row_has_the_same_bits_in_any_company(kind: str, code: CodeType, group: int, offsets: bool) -> None:
+    """Alone, among others, and at any place among them; with scales of rows, too."""
+    ops, device, types = make_ops(kind)
+    depth, columns = 512, 70
+    codes = some_codes(code, columns, depth, group or depth, offsets=offsets, device=device)
+    for dtype in types:
+        weight = ops.prepare_codes(codes, dtype)
+        x = torch.randn(70, depth).to(device, dtype)
+        rounded, scales = quantized_rows(x, codes.group)
+        sums, scaled = (
+            ops.codes_linear(x, weight, float32=True),
+            ops.codes_linear(rounded, weight, float32=True, row_scales=scales),
+        )
+        for rows in ([0], [69], [5, 3], [*range(9)], [*range(60, 70)], [*range(1, 34)], [*range(2, 67)]):
+            index = torch.tensor(rows, device=device)
+            assert torch.equal(ops.codes_linear(x[index], weight, float32=True), sums[index])
+            again = ops.codes_linear(rounded[index], weight, float32=True, row_scales=scales[index])
+            assert torch.equal(again, scaled[index])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_rounded_by_themselves(dtype: torch.dtype) -> None:
+    """To numbers of e4m3, by scales of their own; zeros, tiny and huge rows stay finite."""
+    torch.manual_seed(0)
+    x = (torch.randn(6, 256) * torch.tensor([1.0, 0.0, 1e-30, 1e30, 1e-3, 7.0])[:, None]).to(dtype)
+    for group in (None, 128):
+        rounded, scales = quantized_rows(x, group)
+        assert rounded.dtype is dtype
+        assert torch.equal(rounded.float(), rounded.to(torch.float8_e4m3fn).float())
+        wide = (rounded.float().view(6, scales.shape[1], -1) * scales[:, :, None]).flatten(1)
+        assert (wide - x.float()).abs().max(1).values.le(x.float().abs().amax(1) / 16 + 1e-37).all()
+        for i in range(6):
+            alone, scale = quantized_rows(x[i : i + 1], group)
+            assert torch.equal(alone[0], rounded[i])
+            assert torch.equal(scale[0], scales[i])
 
 
 @pytest.mark.parametrize("kind", ["plain", "c", "triton"])

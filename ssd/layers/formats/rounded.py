@@ -1,4 +1,4 @@
-"""Float weights that are rounded to 8 or 4 bits when they are loaded: for draft models, whose bits reach no text."""
+"""Float weights that are rounded to 8 or 4 bits when they are loaded."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 
 from ssd.kernels.ops import Ops
 from ssd.kernels.quantized import Format, quantize, quantized_bytes
-from ssd.layers.formats import DENSE, FormatOf, Use, WeightFormat, fused
+from ssd.layers.formats import DENSE, FormatOf, Use, WeightFormat, dense, fused
 
+_AROUND = ("embed_tokens", "lm_head")
 _FEW_ROWS = 64  # products of more rows are bound by arithmetic, not by reading the weight
 
 
@@ -27,16 +28,19 @@ class RoundedWeight:
 class Rounded(WeightFormat):
     """Stored as float tensors, multiplied as codes of the type `name` with scales (`ssd.kernels.quantized`).
 
-    `keeps_dense`: products of more than _FEW_ROWS rows are those of the unrounded weight, which is kept beside them.
+    `exact`: for a target; a draft's bits reach no text, and its products need not be row-invariant. `keeps_dense`:
+    products of more than _FEW_ROWS rows are those of the unrounded weight, which is kept beside them.
     """
 
-    def __init__(self, name: Format, *, keeps_dense: bool = False) -> None:
+    def __init__(self, name: Format, *, exact: bool = False, keeps_dense: bool = False) -> None:
         self.name: Format = name
-        self.keeps_dense = keeps_dense
+        self.exact, self.keeps_dense = exact, keeps_dense
 
     def prepare(self, parts: Seq[Mapping[str, torch.Tensor]], ops: Ops, dtype: torch.dtype, use: Use) -> RoundedWeight:
         weight = fused(parts, dtype)
-        codes = ops.prepare_codes(quantize(weight, self.name), dtype, gated=use.gated) if use.product else None
+        codes = None
+        if use.product:
+            codes = ops.prepare_codes(quantize(weight, self.name), dtype, gated=use.gated, exact=self.exact)
         dense = ops.prepare(weight, gated=use.gated) if use.embedding or self.keeps_dense else None
         return RoundedWeight(codes, dense)
 
@@ -58,10 +62,19 @@ class Rounded(WeightFormat):
         return dense + (quantized_bytes(rows, depth, self.name) if use.product else 0)
 
 
-def rounded(form: str | None) -> FormatOf:
-    """The formats of a float checkpoint that is rounded to `form` when it is loaded: see `draft_quantization`."""
+def rounded(form: str | None, stored: FormatOf = dense, *, exact: bool = False) -> FormatOf:
+    """The formats of a checkpoint whose float weights are rounded to `form` when they are loaded.
+
+    `exact`: a target's (see `quantization`), whose embedding and head stay as they are; else a draft's (see
+    `draft_quantization`).
+    """
     if form is None or form == "none":
-        return lambda name: DENSE
+        return stored
     codes, _, kept = form.partition("+")
-    chosen = Rounded(cast(Format, codes), keeps_dense=bool(kept))
-    return lambda name: chosen
+    chosen = Rounded(cast(Format, codes), exact=exact, keeps_dense=bool(kept))
+
+    def format_of(name: str) -> WeightFormat:
+        found = stored(name)
+        return found if found is not DENSE or (exact and name.rpartition(".")[2] in _AROUND) else chosen
+
+    return format_of
