@@ -19,6 +19,8 @@ import torch
 
 Format = Literal["fp8", "int8", "int4"]  # what a weight can be rounded to
 CodeType = Literal["fp8", "int8", "int4", "uint4"]  # what codes are: e4m3, or integers
+RowType = Literal["fp8", "int8"]  # what rows can be rounded to
+_ROW_LIMITS: Final[dict[RowType, tuple[float, float]]] = {"fp8": (-448.0, 448.0), "int8": (-128.0, 127.0)}
 _FP8_MAX: Final = 448.0
 _LEAST_SCALE: Final = 2.0**-120  # a row of zeros has it, too
 _CHUNK: Final = 1 << 24  # weights quantised at a time: bounds the memory of float32 copies
@@ -102,19 +104,23 @@ def fused_codes(parts: Seq[Codes]) -> Codes:
     )
 
 
-def quantized_rows(x: torch.Tensor, group: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row of x in e4m3 (in x's type) and its scales, float32 [rows, groups]: one for each `group` columns, or one.
+def quantized_rows(
+    x: torch.Tensor, group: int | None = None, kind: RowType = "fp8"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row of x in e4m3 or integers (in x's type) and its scales, float32 [rows, groups]: one for each `group`
+    columns, or one.
 
     Largest numbers, divisions and roundings of single numbers: a row's bits are its own.
     """
     groups = x.float().view(len(x), -1, group or x.shape[1])
-    scales = (groups.abs().amax(2, keepdim=True) / _FP8_MAX).clamp_min(_LEAST_SCALE)
-    return scaled_rows(groups, scales).flatten(1).to(x.dtype), scales[:, :, 0]
+    scales = (groups.abs().amax(2, keepdim=True) / _ROW_LIMITS[kind][1]).clamp_min(_LEAST_SCALE)
+    return scaled_rows(groups, scales, kind).flatten(1).to(x.dtype), scales[:, :, 0]
 
 
-def scaled_rows(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """x / scales, rounded to e4m3: float32."""
-    return (x / scales).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn).float()
+def scaled_rows(x: torch.Tensor, scales: torch.Tensor, kind: RowType = "fp8") -> torch.Tensor:
+    """x / scales, rounded to e4m3 or integers: float32."""
+    scaled = (x / scales).clamp(*_ROW_LIMITS[kind])
+    return scaled.to(torch.float8_e4m3fn).float() if kind == "fp8" else scaled.round()
 
 
 def _encode_fp8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

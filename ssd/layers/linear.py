@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ssd.layers.formats import Use
+from ssd.errors import UnsupportedModel
+from ssd.layers.formats import DENSE, Use
 from ssd.layers.formats.coded import Mixed
 from ssd.layers.parameter import Build, LazyTensor, share_of
 
@@ -67,14 +68,18 @@ class Linear:
 
     def load(self, name: str, tensor: torch.Tensor | LazyTensor) -> None:
         part, _, own = name.rpartition(".")
-        rows, columns = self.cut(self.parts[part])
-        index = (rows,) if own == "bias" else self.formats[part].share(own, rows, columns)
-        self._pending[name] = share_of(tensor, index, self._device)
+        rows, columns = self.cut(self.parts[part]) if self.tp.size > 1 else (_ALL, _ALL)
+        form = DENSE if own == "bias" else self.formats[part]
+        index = (rows,) if own == "bias" else form.share(own, rows, columns)
+        share = share_of(tensor, index, self._device)
+        if fault := form.fault(own, share):
+            raise UnsupportedModel(f"{name} {fault}")
+        self._pending[name] = share
         if len(self._pending) == len(self.shapes()):
             self._complete()
 
     def cut(self, rows: int) -> tuple[slice, slice]:
-        """This rank's rows and columns of a part."""
+        """This rank's rows and columns of a part, where there are several ranks."""
         raise NotImplementedError
 
     def _complete(self) -> None:
@@ -82,7 +87,10 @@ class Linear:
         for part, rows in self.parts.items():
             names = self.formats[part].shapes(rows, self.in_features)
             stored.append({own: self._padded(tensors[f"{part}.{own}"]) for own in names})
-        self.weight = self.format.prepare(stored, self.ops, self._dtype, self.use)
+        try:
+            self.weight = self.format.prepare(stored, self.ops, self._dtype, self.use)
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{', '.join(self.parts)}: {error}") from None
         if self.has_bias:
             self.bias = torch.cat([tensors[f"{part}.bias"].to(self._dtype) for part in self.parts])
         self._pending = {}
@@ -142,7 +150,8 @@ class Embedding(Linear):
         return slice(first, min(rows, first + self.rows)), _ALL
 
     def _padded(self, share: torch.Tensor) -> torch.Tensor:
-        missing = self.rows - len(share)
+        rows, _ = self.cut(self.vocab_size)
+        missing = self.rows - (rows.stop - rows.start)
         return torch.nn.functional.pad(share, (0, 0, 0, missing)) if missing else share
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from ssd.models.config import DecoderConfig
 from ssd.models.decoder import check_fits
 from ssd.models.families import DTYPES, decoder_config
 from ssd.models.fields import TOKEN_ID, check_field, shown
+from ssd.models.quantization import formats_of
 from ssd.models.streaming import StoredTensor, read_tensors, stored_tensors
 from ssd.text.json_file import read_json
 from ssd.text.tokenizer import Tokenizer, load_tokenizer
@@ -107,7 +108,10 @@ class HFCheckpoint:
         files = weight_files(path)
         try:
             config = decoder_config(raw)
-            check_fits(config, sum(file.stat().st_size for file in files))  # no parameter takes less than a byte
+            quantized = raw.get("quantization_config") or raw.get("compression_config")  # the older name
+            most = 2 if quantized else 1  # parameters of a byte
+            check_fits(config, most * sum(file.stat().st_size for file in files))
+            formats = formats_of(quantized, (name for name, _ in stored_in(files))) if quantized else dense
             stops = _stop_token_ids(path, raw)
         except UnsupportedModel as error:
             raise UnsupportedModel(f"{path}: {error}") from None
@@ -115,7 +119,7 @@ class HFCheckpoint:
             config = replace(config, dtype=_stored_dtype(files[0], config.dtype))
         graft = raw.get("ssd_graft")
         note = graft_note(graft.get("base"), graft.get("shape")) if graft else ""
-        return cls(path=path, config=config, stop_token_ids=stops, note=note)
+        return cls(path=path, config=config, stop_token_ids=stops, note=note, formats=formats)
 
     def weights(self, device: torch.device, dtype: torch.dtype) -> Weights:
         files = weight_files(self.path)

@@ -30,6 +30,7 @@ from ssd.layers.spec import KVLayout, LayerSpec, RopeConfig
 from ssd.models.config import DecoderConfig
 
 KVCache = Seq[LayerKV]  # one entry per layer
+_NEEDLESS = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 
 
 class RopeTables(dict[tuple[RopeConfig, int], tuple[torch.Tensor, torch.Tensor]]):
@@ -152,19 +153,21 @@ class Decoder:
         }
         for name, tensor in weights:
             if name not in wanted:
-                self._check_needless(name)
+                self._check_needless(name, tensor)
                 continue
             shape, parameter = wanted.pop(name)
-            if tuple(tensor.shape) != shape:
+            if (tuple(tensor.shape) or (1,)) != shape:  # one number may be stored either way
                 raise UnsupportedModel(f"{name} has shape {tuple(tensor.shape)}, the config says {shape}")
             parameter.load(name, tensor)
         if wanted:
             raise UnsupportedModel(f"the checkpoint lacks {len(wanted)} tensors, among them {sorted(wanted)[:4]}")
 
-    def _check_needless(self, name: str) -> None:
-        """Ignores a tied head and rotary tables; any other unknown tensor would change the output, and is refused."""
+    def _check_needless(self, name: str, tensor: torch.Tensor | LazyTensor) -> None:
+        """Ignores a tied head, rotary tables, biases of zeros (of GPTQ files) and scales for a quantised KV cache; any
+        other unknown tensor would change the output, and is refused."""
         tied = name == "lm_head.weight" and self.config.tie_embeddings
-        if not tied and not name.endswith("rotary_emb.inv_freq"):
+        zeros = name.endswith(".bias") and not bool(tensor[()].float().any())
+        if not tied and not zeros and not name.endswith(_NEEDLESS):
             raise UnsupportedModel(
                 f"the checkpoint holds {name}, which its {self.config.family} config does not mention"
             )

@@ -58,6 +58,7 @@ _FIELDS: Final[Mapping[str, Field]] = {
     "rope_scaling": OBJECT,
     "rope_parameters": OBJECT,
     "quantization_config": OBJECT,
+    "compression_config": OBJECT,
     "ssd_graft": OBJECT,
     "tie_word_embeddings": FLAG,
     "attention_bias": FLAG,
@@ -140,12 +141,6 @@ def decoder_config(raw: Raw) -> DecoderConfig:
         )
     if family is None:
         raise UnsupportedModel(f"architectures={shown(name)}: ssd runs {', '.join(FAMILIES)}")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise UnsupportedModel(
-            f"quantization_config.quant_method={method!r}: ssd loads unquantised safetensors ({', '.join(DTYPES)}) "
-            "and GGUF files; use the original checkpoint or a GGUF of it"
-        )
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedModel(f"hidden_act={shown(activation)}: ssd supports silu")

@@ -20,7 +20,16 @@ from typing import Final, NamedTuple
 
 import torch
 
-_DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_DTYPES: Final = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
 _PIECE: Final = 16 << 20  # bytes
 _BUFFERS: Final = 16  # pieces that are being read or copied
 _THREADS: Final = 8

@@ -16,6 +16,8 @@ import torch
 
 from ssd.kernels.ops import Ops
 
+FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 @dataclass(frozen=True)
 class Use:
@@ -42,6 +44,10 @@ class WeightFormat:
         """A rank's part of a stored tensor, for these rows and columns of the weight."""
         return rows, columns
 
+    def fault(self, tensor: str, share: torch.Tensor) -> str:
+        """What is wrong with the type or the numbers of a stored tensor; "" if nothing."""
+        return wrong_type(share, FLOATS)
+
     def prepare(self, parts: Seq[Mapping[str, torch.Tensor]], ops: Ops, dtype: torch.dtype, use: Use) -> Any:
         """Lays out a weight fused from `parts` (stored tensors by name), for products with rows of type `dtype`."""
         return ops.prepare(fused(parts, dtype), gated=use.gated)
@@ -63,6 +69,14 @@ class WeightFormat:
     def num_bytes(self, rows: int, depth: int, dtype: torch.dtype, use: Use) -> int:
         """Memory of the prepared weight, without padding."""
         return rows * depth * dtype.itemsize
+
+
+def wrong_type(tensor: torch.Tensor, expected: Seq[torch.dtype]) -> str:
+    """Says which types are expected, if it has another one."""
+    if tensor.dtype in expected:
+        return ""
+    names = [str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, *expected)]
+    return f"is {names[0]}, expected {' or '.join(names[1:])}: quantization_config must describe what is stored"
 
 
 def fused(parts: Seq[Mapping[str, torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:

@@ -9,34 +9,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from ssd.errors import ConfigError
 from ssd.kernels.ops import Ops
-from ssd.kernels.quantized import Codes, fused_codes, quantized_rows, scaled_rows
-from ssd.layers.formats import Use, WeightFormat
+from ssd.kernels.quantized import Codes, CodeType, RowType, fused_codes, quantized_rows, scaled_rows
+from ssd.layers.formats import Use, WeightFormat, wrong_type
+
+_FINE: Final = 128  # weights of a group of a channel that has one offset: kernels know no larger groups with offsets
 
 
 @dataclass(frozen=True)
 class Activations:
-    """How rows are rounded to e4m3 before a product.
+    """How rows are rounded to e4m3 or integers before a product.
 
     `group`: columns of one scale, which is computed for each row; None: all columns. `static`: the scale is stored
     instead (`input_scale`).
     """
 
+    kind: RowType = "fp8"
     group: int | None = None
     static: bool = False
 
 
 @dataclass(frozen=True)
 class CodedWeight:
-    """A prepared weight, and the stored scale of its input."""
+    """A prepared weight, the stored scale of its input, and the order that it takes the columns of its input in."""
 
     codes: Any
     input_scale: torch.Tensor | None = None
+    order: torch.Tensor | None = None
 
 
 class Coded(WeightFormat):
@@ -44,31 +48,84 @@ class Coded(WeightFormat):
 
     activations: Activations | None = None
 
+    def types(self, tensor: str) -> tuple[torch.dtype, ...]:
+        """What a stored tensor may be; empty: anything."""
+        return ()
+
     def codes(self, stored: Mapping[str, torch.Tensor]) -> Codes:
         """The codes of one part of a weight."""
         raise NotImplementedError
 
-    def prepare(self, parts: Seq[Mapping[str, torch.Tensor]], ops: Ops, dtype: torch.dtype, use: Use) -> CodedWeight:
-        codes = ops.prepare_codes(fused_codes([self.codes(part) for part in parts]), dtype, gated=use.gated)
+    def order(self, stored: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Which column of the weight each column of the codes is, where the groups of a scale are no neighbours."""
+        return None
+
+    def fault(self, tensor: str, share: torch.Tensor) -> str:
+        if fault := wrong_type(share, self.types(tensor) or (share.dtype,)):
+            return fault
+        if share.is_floating_point() and share.itemsize > 1 and not bool(share.isfinite().all()):
+            return "has numbers that are not finite: download the checkpoint again"
+        if tensor == "input_scale" and not bool((share > 0).all()):
+            return f"is {share.flatten()[0]:g}, expected a positive number: download the checkpoint again"
+        return ""
+
+    def prepare(self, parts: Seq[Mapping[str, torch.Tensor]], ops: Ops, dtype: torch.dtype, use: Use) -> Any:
+        """One weight fused from the parts; one for each part if their codes or orders differ in kind."""
+        codes, orders = [self.codes(part) for part in parts], [self.order(part) for part in parts]
+        if not all(_alike(codes[0], each) for each in codes) or not all(_equal(orders[0], each) for each in orders):
+            return Mixed((self,) * len(parts)).prepare(parts, ops, dtype, use)
+        prepared = ops.prepare_codes(fused_codes(codes), dtype, gated=use.gated)
         scales = [part["input_scale"].float().reshape(1, 1) for part in parts if "input_scale" in part]
-        return CodedWeight(codes, torch.cat(scales).amax(0, keepdim=True) if scales else None)
+        return CodedWeight(prepared, torch.cat(scales).amax(0, keepdim=True) if scales else None, orders[0])
 
     def linear(
-        self, ops: Ops, x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None, *, gated: bool, float32: bool
+        self, ops: Ops, x: torch.Tensor, weight: Any, bias: torch.Tensor | None, *, gated: bool, float32: bool
     ) -> torch.Tensor:
-        scales = None
-        if weight.input_scale is not None:
+        if isinstance(weight, list):
+            return Mixed((self,) * len(weight)).linear(ops, x, weight, bias, gated=gated, float32=float32)
+        if weight.order is not None:
+            x = x[:, weight.order]
+        scales, how = None, self.activations
+        if how is not None and weight.input_scale is not None:
             scales = weight.input_scale.expand(len(x), 1)
-            x = scaled_rows(x.float(), weight.input_scale).to(x.dtype)
-        elif self.activations is not None:
-            x, scales = quantized_rows(x, self.activations.group)
+            x = scaled_rows(x.float(), weight.input_scale, how.kind).to(x.dtype)
+        elif how is not None:
+            x, scales = quantized_rows(x, how.group, how.kind)
         return ops.codes_linear(x, weight.codes, bias, gated=gated, float32=float32, row_scales=scales)
 
     def embedding(self, ops: Ops, weight: CodedWeight, token_ids: torch.Tensor) -> torch.Tensor:
         return ops.codes_embedding(weight.codes, token_ids)
 
-    def dense(self, weight: CodedWeight) -> Any:
+    def dense(self, weight: Any) -> Any:
         return None
+
+
+def codes_of(
+    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, kind: CodeType, group: int | None
+) -> Codes:
+    """Codes from values [rows, depth] as `Codes` has them, with scales and zero points [rows, groups] of any type.
+
+    `zeros`: the codes that stand for zero; 0 everywhere is the same as none. `group`: None for whole rows.
+    """
+    depth, scales, offsets = values.shape[1], scales.float(), None
+    if zeros is not None and bool(zeros.any()):
+        offsets = -scales * zeros.float()
+        if group is None:
+            group = _FINE
+            scales, offsets = (each.expand(-1, -(-depth // group)) for each in (scales, offsets))
+        offsets = offsets.contiguous()
+    if group is not None:
+        values = torch.nn.functional.pad(values, (0, -depth % group), value=8 if kind == "int4" else 0)
+    return Codes(values.contiguous(), scales.contiguous(), kind, depth, offsets)
+
+
+def _alike(one: Codes, other: Codes) -> bool:
+    """Whether they can be rows of one weight."""
+    return (one.type, one.group, one.offsets is None) == (other.type, other.group, other.offsets is None)
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 class Mixed(WeightFormat):
