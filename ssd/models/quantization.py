@@ -136,7 +136,7 @@ def _gptq(raw: Raw, names: Names) -> FormatOf:
         own = {**raw, **rule}
         _check(own.get("bits") in (4, 8), "bits", own.get("bits"), "4, 8")
         integer: Any = "int4" if own["bits"] == 4 else "int8"
-        return GPTQ(integer, _group(own), names[name], zero_bias=1 if stated == "gptq" else 0)
+        return GPTQ(integer, _group(own), names.get(name, frozenset()), zero_bias=1 if stated == "gptq" else 0)
 
     make("")  # refuses the config now
     return _as_stored(raw, names, "qweight", make)

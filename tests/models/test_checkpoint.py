@@ -309,7 +309,6 @@ def test_yarn_lengthens_the_context() -> None:
         ({**LLAMA, "rope_scaling": {"type": "linear"}}, "factor=None"),
         ({**LLAMA, "rope_parameters": {"full_attention": {}, "sliding_attention": {}}}, "per layer type"),
         ({**LLAMA, "partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
-        ({**LLAMA, "quantization_config": {"quant_method": "awq"}}, "awq.*GGUF"),
         ({**LLAMA, "torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({**LLAMA, "num_key_value_heads": 3}, "num_key_value_heads=3"),
         ({**LLAMA, "hidden_size": "32"}, "hidden_size='32'"),
