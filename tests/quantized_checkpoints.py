@@ -63,7 +63,9 @@ def in_groups(depth: int, size: int) -> Any:
     return np.arange(depth) // (depth if size == -1 else size)
 
 
-def pack_ct(weight: Weight, name: str, *, bits: int = 4, group: int, symmetric: bool = True, act: bool = False) -> Packed:
+def pack_ct(
+    weight: Weight, name: str, *, bits: int = 4, group: int, symmetric: bool = True, act: bool = False
+) -> Packed:
     groups = in_groups(weight.shape[1], group)
     if act:
         groups = dice(name).permutation(groups)
@@ -329,12 +331,13 @@ def write_checkpoint(
             prefix, _, last = name.rpartition(".")
             key = f"{prefix}.{FUSED.get(last, last)}"
             scales[key] = max(scales.get(key, 0.0), float(stored["input_scale"]))
-    for name, module in model.named_modules():
+    quantized = [name for name, _ in model.named_modules() if any(each.startswith(f"{name}.") for each in tensors)]
+    for name in (name for name in quantized if isinstance(model.get_submodule(name), torch.nn.Linear)):
         prefix, _, last = name.rpartition(".")
-        form = formats if isinstance(formats, PublishedFormat) else formats.get(last)
-        if f"{name}.weight_scale" in tensors or f"{name}.weight_scale_inv" in tensors:
-            if form is not None and form.inputs is not None:
-                module.register_forward_pre_hook(hook(form.inputs, scales.get(f"{prefix}.{FUSED.get(last, last)}")))
+        form = formats if isinstance(formats, PublishedFormat) else formats[last]
+        if form.inputs is not None:
+            scale = scales.get(f"{prefix}.{FUSED.get(last, last)}")
+            model.get_submodule(name).register_forward_pre_hook(hook(form.inputs, scale))
     packed = {name.rpartition(".")[0] for name in tensors}
     plain = {name: value for name, value in model.state_dict().items() if name.rpartition(".")[0] not in packed}
     path.mkdir(parents=True, exist_ok=True)

@@ -208,7 +208,7 @@ def _scheme(
 ) -> tuple[Callable[[str, str], bool], Callable[[str], WeightFormat]]:
     """Which layers a config group is for, and their format."""
     key = f"config_groups.{key}"
-    check_field(key, group, OBJECT, _WHERE)
+    _check(isinstance(group, Mapping), key, group, "an object")
     scheme = cast(Raw, group)
     check_fields(scheme, {"targets": LIST, "weights": OBJECT, "input_activations": OBJECT, "format": TEXT}, key)
     targets, weights, inputs = scheme.get("targets") or [], scheme.get("weights") or {}, scheme.get("input_activations")

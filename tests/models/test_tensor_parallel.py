@@ -64,7 +64,8 @@ def on_ranks(size: int, run: Callable[[TensorParallel], torch.Tensor]) -> list[t
 
 
 def loaded(checkpoint: HFCheckpoint | RandomCheckpoint, tp: TensorParallel) -> Decoder:
-    decoder = Decoder(checkpoint.config, Build(kernels(CPU).ops(), CPU, torch.float32, tp), max_positions=64)
+    build = Build(kernels(CPU).ops(), CPU, torch.float32, tp, checkpoint.formats)
+    decoder = Decoder(checkpoint.config, build, max_positions=64)
     lazily = tp.size > 1 and isinstance(checkpoint, HFCheckpoint)
     decoder.load(checkpoint.stored() if lazily else checkpoint.weights(CPU, torch.float32))
     decoder.ops.reserve(decoder.heads, CPU)
