@@ -182,7 +182,8 @@ def _compressed_tensors(raw: Raw, names: Names) -> FormatOf:
 
 
 def _class_of(name: str) -> str:
-    return "Embedding" if name.endswith("embed_tokens") else "Linear"
+    """Of torch.nn; "" for a norm, which no group is for."""
+    return "Embedding" if name.endswith("embed_tokens") else "" if name.endswith("norm") else "Linear"
 
 
 def _matcher(targets: Seq[object], key: str) -> Callable[[str, str], bool]:

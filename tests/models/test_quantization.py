@@ -23,18 +23,16 @@ from test_tensor_parallel import logits, on_ranks
 from ssd import LLM, SamplingParams
 from ssd.assembly.memory import weight_bytes
 from ssd.errors import ConfigError, SSDError, UnsupportedModel
-from ssd.kernels.quantized import dequantize
 from ssd.kernels.reference import ReferenceOps
 from ssd.layers.formats import DENSE
 from ssd.layers.formats.coded import Coded
 from ssd.layers.parameter import Build
-from ssd.models.checkpoint import HFCheckpoint
+from ssd.models.checkpoint import HFCheckpoint, all_weights
 from ssd.models.decoder import Decoder
 from ssd.models.quantization import METHODS, formats_of
 from ssd.parallel.tensor import TensorParallel
 
 Made = Callable[[str], tuple[str, Any]]
-LAYERS = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 
 
 @pytest.fixture(scope="module")
@@ -56,18 +54,12 @@ def test_the_weights_are_those_of_the_format_to_the_bit(made: Made, name: str) -
     """Catches a wrong order of bits, columns or groups, a zero point off by one, and a scale of another row."""
     path, model = made(name)
     checkpoint = HFCheckpoint.open(Path(path))
-    tensors = dict(checkpoint.weights(torch.device("cpu"), torch.float32))
-    for layer in LAYERS:
-        full = f"model.layers.1.{layer}"
-        form = checkpoint.formats(full)
-        assert isinstance(form, Coded)
-        stored = {own.removeprefix(f"{full}."): each for own, each in tensors.items() if own.startswith(f"{full}.")}
-        shape = model.get_submodule(full).weight.shape
-        assert form.shapes(*shape).keys() == stored.keys()
-        found, order = dequantize(form.codes(stored), torch.float32), form.order(stored)
-        if order is not None:
-            found = found[:, torch.argsort(order)]
-        assert torch.equal(found, model.get_submodule(full).weight)
+    found = all_weights(checkpoint, torch.device("cpu"), torch.float32)
+    theirs = model.state_dict()
+    assert found.keys() == theirs.keys()
+    for each, weight in theirs.items():
+        assert torch.equal(found[each], weight), each
+    assert isinstance(checkpoint.formats("model.layers.1.mlp.down_proj"), Coded)
 
 
 @pytest.mark.parametrize("name", FORMATS)

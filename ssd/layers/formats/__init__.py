@@ -48,6 +48,10 @@ class WeightFormat:
         """What is wrong with the type or the numbers of a stored tensor; "" if nothing."""
         return wrong_type(share, FLOATS)
 
+    def widened(self, stored: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The tensors of a layer (by the last part of their names) with its weight as one float tensor."""
+        return stored
+
     def prepare(self, parts: Seq[Mapping[str, torch.Tensor]], ops: Ops, dtype: torch.dtype, use: Use) -> Any:
         """Lays out a weight fused from `parts` (stored tensors by name), for products with rows of type `dtype`."""
         return ops.prepare(fused(parts, dtype), gated=use.gated)

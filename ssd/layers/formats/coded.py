@@ -15,7 +15,7 @@ import torch
 
 from ssd.errors import ConfigError
 from ssd.kernels.ops import Ops
-from ssd.kernels.quantized import Codes, CodeType, RowType, fused_codes, quantized_rows, scaled_rows
+from ssd.kernels.quantized import Codes, CodeType, RowType, dequantize, fused_codes, quantized_rows, scaled_rows
 from ssd.layers.formats import Use, WeightFormat, wrong_type
 
 _FINE: Final = 128  # weights of a group of a channel that has one offset: kernels know no larger groups with offsets
@@ -68,6 +68,11 @@ class Coded(WeightFormat):
         if tensor == "input_scale" and not bool((share > 0).all()):
             return f"is {share.flatten()[0]:g}, expected a positive number: download the checkpoint again"
         return ""
+
+    def widened(self, stored: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        weight, order = dequantize(self.codes(stored), torch.float32), self.order(stored)
+        others = {name: tensor for name, tensor in stored.items() if name == "bias"}
+        return {"weight": weight if order is None else weight[:, order.argsort()], **others}
 
     def prepare(self, parts: Seq[Mapping[str, torch.Tensor]], ops: Ops, dtype: torch.dtype, use: Use) -> Any:
         """One weight fused from the parts; one for each part if their codes or orders differ in kind."""
