@@ -22,6 +22,9 @@ def tensors() -> dict[str, torch.Tensor]:
         "small": torch.randn(7, generator=generator).bfloat16(),
         "empty": torch.empty((0, 3)),
         "scalar": torch.tensor(3.0),
+        "fp8": torch.randn((9, 40), generator=generator).to(torch.float8_e4m3fn),
+        "words": torch.arange(100, dtype=torch.int32),
+        "bytes": torch.arange(100, dtype=torch.int8),
     }
 
 
@@ -41,7 +44,7 @@ def test_tensors_are_read_whole(tensors: dict[str, torch.Tensor], tmp_path: Path
     assert set(got) == set(tensors)
     for name, tensor in tensors.items():
         assert got[name].dtype == tensor.dtype
-        assert torch.equal(got[name], tensor)
+        assert torch.equal(got[name].double(), tensor.double())
 
 
 def test_a_file_cut_off_meanwhile_is_an_error(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
@@ -53,8 +56,8 @@ def test_a_file_cut_off_meanwhile_is_an_error(tensors: dict[str, torch.Tensor], 
 
 
 def test_other_dtypes_are_left_to_the_library(tmp_path: Path) -> None:
-    save_file({"ids": torch.arange(3)}, tmp_path / "ids.safetensors")
-    assert stored_tensors(tmp_path / "ids.safetensors") is None
+    save_file({"mask": torch.ones(3, dtype=torch.bool)}, tmp_path / "mask.safetensors")
+    assert stored_tensors(tmp_path / "mask.safetensors") is None
 
 
 def test_reading_can_be_given_up(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
