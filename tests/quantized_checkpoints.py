@@ -150,6 +150,20 @@ def pack_bytes(
     return stored, wide.numpy()
 
 
+def pack_mxfp4(weight: Weight, name: str) -> Packed:
+    """The numbers of e2m1 in their order of bits, times a power of two for each 32 weights of a row."""
+    numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    numbers += [-each for each in numbers]
+    groups = weight.reshape(len(weight), -1, 32)
+    exponents = np.ceil(np.log2(np.abs(groups).max(2) / 6.0)).astype(np.int64)
+    scale = 2.0 ** exponents[:, :, None]
+    places = np.abs(groups[..., None] / scale[..., None] - np.array(numbers)).argmin(3)
+    wide = (np.array(numbers)[places] * scale).reshape(weight.shape).astype(np.float32)
+    flat = places.reshape(weight.shape)
+    packed = torch.from_numpy(flat[:, 0::2] + 16 * flat[:, 1::2]).to(torch.uint8)
+    return {"weight_packed": packed, "weight_scale": torch.from_numpy(exponents + 127).to(torch.uint8)}, wide
+
+
 # --- how inputs are rounded -------------------------------------------------------------------------------------------
 
 
@@ -271,6 +285,13 @@ FORMATS: dict[str, PublishedFormat] = {
     "ct-w8a8-zero-point": PublishedFormat(
         compressed("int-quantized", {**INT8, "strategy": "channel", "symmetric": False}, {**INT8, **TOKEN}),
         *(pack_bytes, {"kind": "int8", "block": (1, -1), "zero": True}, {"kind": "int8"}),
+    ),
+    "ct-mxfp4": PublishedFormat(
+        compressed(
+            "mxfp4-pack-quantized",
+            {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
+        ),
+        pack_mxfp4,
     ),
     "gptq": PublishedFormat(gptq(4, 128), pack_gptq, {"group": 128}, dtype="float16"),
     "gptq-act-order": PublishedFormat(gptq(4, 32, desc_act=True), pack_gptq, {"group": 32, "act": "shared"}),

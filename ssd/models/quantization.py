@@ -14,6 +14,7 @@ from typing import Any, Final, cast
 from ssd.errors import UnsupportedModel
 from ssd.layers.formats import DENSE, FormatOf, WeightFormat
 from ssd.layers.formats.coded import Activations
+from ssd.layers.formats.mxfp4 import GROUP, MXFP4
 from ssd.layers.formats.packed import AWQ, GPTQ, PackedRows
 from ssd.layers.formats.unpacked import Unpacked
 from ssd.models.fields import FLAG, LIST, OBJECT, TEXT, Field, check_field, check_fields, shown
@@ -49,6 +50,15 @@ _ARGUMENTS: Final[Mapping[str, Field]] = {
     "symmetric": FLAG,
     "dynamic": FLAG,
     "actorder": Field("text or false", (str, bool)),
+}
+
+
+_LAYOUTS: Final = {  # formats of compressed-tensors: types and bits of weights
+    "pack-quantized": (("int", 4), ("int", 8)),
+    "int-quantized": (("int", 8), ("int", 4)),
+    "float-quantized": (("float", 8),),
+    "naive-quantized": (("int", 8), ("float", 8)),
+    "mxfp4-pack-quantized": (("float", 4),),
 }
 
 
@@ -224,26 +234,22 @@ def _scheme(
 
 def _layout(form: object, key: str, weights: Raw, inputs: Raw | None) -> Callable[[frozenset[str]], WeightFormat]:
     """The format of layers that are stored as tensors of these names."""
-    bits, kind, symmetric = (
-        weights.get("num_bits", 8),
-        weights.get("type", "int"),
-        weights.get("symmetric") is not False,
-    )
-    _check(kind in ("int", "float"), f"{key}.weights.type", kind, "int, float")
+    kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
+    _check(form in _LAYOUTS, f"{key}.format", form, ", ".join(_LAYOUTS))
+    types = _LAYOUTS[str(form)]
+    _check((kind, bits) in types, f"{key}.weights.num_bits", f"{kind} {bits}", ", ".join(f"{t} {n}" for t, n in types))
     rows, columns = _blocks(weights, key)
     activations = None if inputs is None else _activations(inputs, f"{key}.input_activations", columns)
-    needed = set() if symmetric else {"weight_zero_point"}
+    if form == "mxfp4-pack-quantized":
+        _check(columns == GROUP, f"{key}.weights.group_size", columns, f"{GROUP} with MXFP4")
+        _check(inputs is None, f"{key}.input_activations", inputs, "none with MXFP4")
+        return lambda names: MXFP4()
+    needed = {"weight_zero_point"} if weights.get("symmetric") is False else set()
     if form == "pack-quantized":
-        _check(kind == "int" and bits in (4, 8), f"{key}.weights.num_bits", f"{kind} {bits}", "int 4, int 8")
         _check(rows == 1, f"{key}.weights.strategy", weights.get("strategy"), "channel, group")
-        if str(weights.get("actorder")).lower() in ("group", "dynamic", "true"):
-            needed |= {"weight_g_idx"}
+        needed |= {"weight_g_idx"} if str(weights.get("actorder")).lower() in ("group", "dynamic", "true") else set()
         integer: Any = "int4" if bits == 4 else "int8"
         return lambda names: PackedRows(integer, columns, names | needed, activations)
-    by_type = {"int-quantized": ("int",), "float-quantized": ("float",), "naive-quantized": ("int", "float")}
-    _check(isinstance(form, str) and form in by_type, f"{key}.format", form, f"pack-quantized, {', '.join(by_type)}")
-    known = kind in by_type[str(form)] and (bits == 8 or (bits == 4 and kind == "int"))
-    _check(known, f"{key}.weights.num_bits", f"{kind} {bits}", f"8 bits of {' or '.join(by_type[str(form)])}")
     code: Any = "fp8" if kind == "float" else "int8"
     return lambda names: Unpacked(
         code, rows, columns, zero_point="weight_zero_point" in names | needed, activations=activations

@@ -16,7 +16,7 @@ import torch
 from conftest import ragged_prompts
 from quantized_checkpoints import FORMATS, PublishedFormat, write_checkpoint
 from safetensors.torch import load_file, save_file
-from test_hostile_files import HOSTILE, places
+from test_hostile_files import HOSTILE, check_ends_well, damaged, places
 from test_parity import engine_logits, prompt
 from test_tensor_parallel import logits, on_ranks
 
@@ -179,7 +179,7 @@ def test_config_groups_ignored_layers_and_parts_of_one_weight_in_different_forma
     others = ("lm_head", "model.embed_tokens", "model.layers.0.self_attn.v_proj", "model.layers.1.mlp.up_proj")
     assert all(checkpoint.formats(name) is DENSE for name in others)
     config["ignore"] = ["lm_head", "re:.*self_attn.v_proj", "re:.*mlp.up_proj"]
-    edit(tmp_path, quantization_config=config)
+    edit(tmp_path, quantization_config=None, compression_config=config)  # its older name
     with LLM(str(tmp_path), device="cpu", dtype="float32", max_num_seqs=2) as llm:
         ours = engine_logits(llm, prompt(50))
     with torch.no_grad():
@@ -350,6 +350,7 @@ def inputs(name: str, **changes: Any) -> dict[str, Any]:
         (weights("ct-int4", strategy="tensor_group"), "weights.strategy='tensor_group': ssd runs tensor, channel"),
         (weights("ct-int4", group_size=100), "group_size=100"),
         (weights("ct-int4", symmetric="no"), "symmetric='no'.*expected true or false"),
+        (weights("ct-mxfp4", group_size=16), "weights.group_size=16: ssd runs 32 with MXFP4"),
         (inputs("ct-w8a8", symmetric=False), "input_activations.symmetric=False: ssd runs true"),
         (inputs("ct-w8a8", num_bits=4), "input_activations.num_bits='int 4'"),
         (inputs("ct-fp8-block", group_size=32), "input_activations.group_size=32: .*of the weights .64."),
@@ -389,3 +390,14 @@ def test_hostile_configs_end_with_a_model_or_an_error_of_ours(name: str) -> None
             except SSDError:
                 continue
     assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("name", ["ct-fp8-channel", "gptq-act-order"])
+def test_damaged_weights_end_with_a_model_or_an_error_of_ours(made: Made, name: str, tmp_path: Path) -> None:
+    """Types, shapes and offsets of a header that do not fit the format, and files that are cut off."""
+    path, dice = copied(made(name)[0], tmp_path), random.Random(1)
+    whole = (path / "model.safetensors").read_bytes()
+    assert check_ends_well(path, "whole")
+    for i in range(30):
+        (path / "model.safetensors").write_bytes(damaged(whole, dice))
+        check_ends_well(path, f"{name} {i}")

@@ -1,0 +1,53 @@
+"""MXFP4: floats of 4 bits (e2m1) in groups of 32 that share a power of two; compressed-tensors `mxfp4-pack-quantized`.
+
+Every number of e2m1 is one of e4m3, which the kernels know: a weight takes a byte in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from ssd.errors import UnsupportedModel
+from ssd.kernels.quantized import Codes
+from ssd.layers.formats import Use
+from ssd.layers.formats.coded import Coded, codes_of, cut
+
+GROUP: Final = 32
+_E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same with a sign, which is the highest bit
+
+
+@dataclass(frozen=True)
+class MXFP4(Coded):
+    """`weight_packed`: two numbers of a byte, the first in its low bits; `weight_scale`: exponents plus 127."""
+
+    name: str = "mxfp4"
+
+    def shapes(self, rows: int, depth: int) -> dict[str, tuple[int, ...]]:
+        if depth % GROUP:
+            raise UnsupportedModel(f"quantization_config: groups of {GROUP} weights do not divide {depth} inputs")
+        return {"weight_packed": (rows, depth // 2), "weight_scale": (rows, depth // GROUP)}
+
+    def types(self, tensor: str) -> tuple[torch.dtype, ...]:
+        return (torch.uint8,)
+
+    def fault(self, tensor: str, share: torch.Tensor) -> str:
+        if tensor == "weight_scale" and bool((share == 255).any()):
+            return "has numbers that are not finite: download the checkpoint again"
+        return super().fault(tensor, share)
+
+    def share(self, tensor: str, rows: slice, columns: slice) -> tuple[slice, ...]:
+        return rows, cut(columns, GROUP if tensor == "weight_scale" else 2, "groups")
+
+    def codes(self, stored: Mapping[str, torch.Tensor]) -> Codes:
+        packed, exponents = stored["weight_packed"], stored["weight_scale"]
+        numbers = torch.tensor([*_E2M1, *(-each for each in _E2M1)], device=packed.device).to(torch.float8_e4m3fn)
+        halves = torch.stack((packed & 15, packed >> 4), 2).flatten(1)
+        scales = (exponents.int() << 23).view(torch.float32)  # an exponent of 0, 2^-127, is as good as zero
+        return codes_of(numbers.view(torch.uint8)[halves.int()], scales, None, "fp8", GROUP)
+
+    def num_bytes(self, rows: int, depth: int, dtype: torch.dtype, use: Use) -> int:
+        return rows * (depth + 4 * (depth // GROUP))
