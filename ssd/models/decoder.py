@@ -30,7 +30,7 @@ from ssd.layers.spec import KVLayout, LayerSpec, RopeConfig
 from ssd.models.config import DecoderConfig
 
 KVCache = Seq[LayerKV]  # one entry per layer
-_NEEDLESS = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+_NEEDLESS = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 
 
 class RopeTables(dict[tuple[RopeConfig, int], tuple[torch.Tensor, torch.Tensor]]):

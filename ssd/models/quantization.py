@@ -24,7 +24,7 @@ Names = Mapping[str, frozenset[str]]  # by layer: the last parts of its tensors'
 _KEY: Final = "quantization_config"
 _WHERE: Final = f"{_KEY} of config.json"
 _GROUPS: Final = (16, 32, 64, 128)
-_REPEATS: Final = 5  # of a pattern: matching takes a time that grows exponentially with them
+_REPEATS: Final = 4  # of a pattern: with n of them, matching may take a time that grows with the nth power of a name
 _SIZE: Final = Field("an integer", (int,))
 _FIELDS: Final[Mapping[str, Field]] = {
     "quant_method": TEXT,
@@ -100,7 +100,9 @@ def _as_stored(raw: Raw, names: Names, marker: str, make: Callable[[str], Weight
     listed = [*(raw.get("modules_to_not_convert") or ()), *(raw.get("ignored_layers") or ())]
     wrong = next((name for name, own in names.items() if marker in own and name in listed), None)
     if wrong is not None:
-        raise UnsupportedModel(f"{_KEY} says that {wrong} is not quantised, but {wrong}.{marker} is stored")
+        raise UnsupportedModel(
+            f"{_KEY} says that {wrong} is not quantised, but {wrong}.{marker} is stored: correct config.json"
+        )
     if not any(marker in own for own in names.values()):
         raise UnsupportedModel(
             f"{_KEY}.quant_method={shown(raw['quant_method'])}, but no layer has a tensor {marker}: remove {_KEY} from "
@@ -119,7 +121,8 @@ def _fp8(raw: Raw, names: Names) -> FormatOf:
         whole = Unpacked("fp8", None, activations=Activations(static=scheme == "static"))
         return _as_stored(raw, names, "weight_scale", lambda name: whole)
     _check(scheme == "dynamic", "activation_scheme", scheme, "dynamic with weight_block_size")
-    blocks = Unpacked("fp8", *_block(block, "weight_block_size"), "weight_scale_inv", activations=_by_block(block))
+    rows, columns = _block(block, "weight_block_size")
+    blocks = Unpacked("fp8", rows, columns, "weight_scale_inv", activations=Activations(group=columns))
     return _as_stored(raw, names, "weight_scale_inv", lambda name: blocks)
 
 
@@ -130,15 +133,15 @@ def _block(block: Seq[object], key: str) -> tuple[int, int]:
     return cast(tuple[int, int], (rows, columns))
 
 
-def _by_block(block: Seq[int]) -> Activations:
-    return Activations(group=block[1])
-
-
 def _gptq(raw: Raw, names: Names) -> FormatOf:
     stated = raw.get("checkpoint_format", "gptq")
     _check(stated in ("gptq", "gptq_v2"), "checkpoint_format", stated, "gptq, gptq_v2")
     _check(not raw.get("is_marlin_format"), "is_marlin_format", raw.get("is_marlin_format"), "false")
-    rules = {_pattern(key.removeprefix("+:"), "dynamic"): rule for key, rule in (raw.get("dynamic") or {}).items()}
+    rules = {  # by pattern; after "-:" it is one of layers that are not quantised
+        _pattern(key.removeprefix("+:"), "dynamic"): rule
+        for key, rule in (raw.get("dynamic") or {}).items()
+        if not key.startswith("-:")
+    }
 
     def make(name: str) -> WeightFormat:
         rule = next((rule for pattern, rule in rules.items() if pattern.match(name)), None) or {}
@@ -146,7 +149,8 @@ def _gptq(raw: Raw, names: Names) -> FormatOf:
         own = {**raw, **rule}
         _check(own.get("bits") in (4, 8), "bits", own.get("bits"), "4, 8")
         integer: Any = "int4" if own["bits"] == 4 else "int8"
-        return GPTQ(integer, _group(own), names.get(name, frozenset()), zero_bias=1 if stated == "gptq" else 0)
+        needed = {"g_idx"} if own.get("desc_act") is True else set()
+        return GPTQ(integer, _group(own), names.get(name, frozenset()) | needed, zero_bias=int(stated == "gptq"))
 
     make("")  # refuses the config now
     return _as_stored(raw, names, "qweight", make)
@@ -165,12 +169,8 @@ def _awq(raw: Raw, names: Names) -> FormatOf:
 
 def _compressed_tensors(raw: Raw, names: Names) -> FormatOf:
     """Layers by targets (name, `re:` pattern or class; a name before a class) and `ignore`."""
-    _check(
-        raw.get("quantization_status", "compressed") == "compressed",
-        "quantization_status",
-        raw.get("quantization_status"),
-        "compressed",
-    )
+    status = raw.get("quantization_status", "compressed")
+    _check(status == "compressed", "quantization_status", status, "compressed")
     sparsity = raw.get("sparsity_config") or {}
     check_field("sparsity_config", sparsity, OBJECT, _WHERE)
     _check(sparsity.get("format", "dense") == "dense", "sparsity_config.format", sparsity.get("format"), "dense")
