@@ -8,6 +8,7 @@ checked before (`ssd.models.decoder.check_split`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,7 +83,8 @@ class Linear:
         for part, rows in self.parts.items():
             names = self.formats[part].shapes(rows, self.in_features)
             stored.append({own: self._padded(tensors[f"{part}.{own}"]) for own in names})
-        self.weight = self.format.prepare(stored, self.ops, self._dtype, self.use)
+        use = replace(self.use, columns=self.cut(sum(self.parts.values()))[1])
+        self.weight = self.format.prepare(stored, self.ops, self._dtype, use)
         if self.has_bias:
             self.bias = torch.cat([tensors[f"{part}.bias"].to(self._dtype) for part in self.parts])
         self._pending = {}
