@@ -3,11 +3,13 @@
     python bench/linear.py                                                # the CPU, SmolLM2-135M's products
     python bench/linear.py --device cuda --shape llama-3.1-8b qwen3-0.6b  # one GPU, bfloat16
     python bench/linear.py --rows 1 8 32 128
+    python bench/linear.py --device cuda --shape llama-3.1-70b --quantization fp8 int4 --rows 1 8 32
 
 Ours and what is used (on a GPU ours or cuBLASLt's, whichever was measured to be faster) are row-invariant, torch's need
 not be. The gate/up product includes its activation, except for torch's. The last columns are weights read per second
 and operations per second of what is used. Each product runs over so many copies of its weight that no cache holds them
-all; on a GPU in one CUDA graph: launches do not count.
+all; on a GPU in one CUDA graph: launches do not count. With --quantization: the layers' weights in these formats, the
+head in the type of the rows; `step` is all products of the model, and `floor` its bytes over the copy bandwidth.
 """
 
 from __future__ import annotations
@@ -17,13 +19,16 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import torch
-from decode import device_seconds
+from decode import copy_bandwidth, device_seconds
 
 from ssd.kernels.device import kernels
 from ssd.kernels.ops import Ops
+from ssd.kernels.quantized import Format
+from ssd.layers.formats import DENSE, Use
+from ssd.layers.formats.rounded import Rounded
 from ssd.models.config import DecoderConfig
 from ssd.models.shapes import SHAPES
 
@@ -35,7 +40,10 @@ def main() -> None:
     args = _arguments()
     device = torch.device(args.device)
     for name in args.shape or ["llama-3.1-8b" if device.type == "cuda" else "smollm2-135m"]:
-        bench(name, args.rows, device)
+        for form in args.quantization or ():
+            bench_format(name, form, args.rows, device)
+        if not args.quantization:
+            bench(name, args.rows, device)
 
 
 @torch.inference_mode()
@@ -60,6 +68,35 @@ def bench(shape: str, row_counts: list[int], device: torch.device) -> None:
             rates = f"{size / timed[2] / 1e9:>6.0f} {2 * rows * columns * depth / timed[2] / 1e12:>8.2f}"
             kernel = used_kernel(x, prepared[0], gated=gated)
             print(f"{name:<10} {columns:>8} {depth:>6} {rows:>5} {times} {kernel:>7} {rates}", flush=True)
+
+
+@torch.inference_mode()
+def bench_format(shape: str, form: Format, row_counts: list[int], device: torch.device) -> None:
+    """Products with quantised weights as a target multiplies them."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    ops, layers = kernels(device).ops(), SHAPES[shape].num_layers
+    speed = copy_bandwidth(device) if device.type == "cuda" else _host_bandwidth()
+    titles = f"{'product':<10} {'columns':>8} {'depth':>6} {'rows':>5} {'us':>9} {'GB/s':>6} {'floor':>6}"
+    print(f"{shape} in {form}, copies at {speed / 1e9:.0f} GB/s\n{titles}")
+    steps, total = dict.fromkeys(row_counts, 0.0), 0
+    for name, columns, depth in products(SHAPES[shape]):
+        weight_format = DENSE if name == "head" else Rounded(form, exact=True)
+        use, times = Use(gated=name == "gate/up"), 1 if name == "head" else layers
+        size = weight_format.num_bytes(columns, depth, dtype, use)
+        total += times * size
+        weight = {"weight": torch.randn(columns, depth, device=device, dtype=dtype)}
+        prepared = [weight_format.prepare([weight], ops, dtype, use) for _ in range(copies(size, device))]
+        for rows in row_counts:
+            x = torch.randn(rows, depth, device=device, dtype=dtype)
+            product = functools.partial(weight_format.linear, ops, bias=None, gated=use.gated, float32=name == "head")
+            work = functools.partial(_over, lambda x, each, product=product: product(x=x, weight=each), x, prepared)
+            took = seconds(work, device) / len(prepared)
+            steps[rows] += times * took
+            rates = f"{1e6 * took:>9.1f} {size / took / 1e9:>6.0f} {size / took / speed:>6.2f}"
+            print(f"{name:<10} {columns:>8} {depth:>6} {rows:>5} {rates}", flush=True)
+    for rows, took in steps.items():
+        rates = f"{1e6 * took:>9.1f} {total / took / 1e9:>6.0f} {total / took / speed:>6.2f}"
+        print(f"{'step':<10} {'':>8} {'':>6} {rows:>5} {rates}")
 
 
 def own(ops: Ops, device: torch.device, *, gated: bool) -> Product:
@@ -116,7 +153,14 @@ def seconds(work: Callable[[], None], device: torch.device, repeats: int = 7) ->
     return statistics.median(device_seconds(graph.replay) for _ in range(repeats))
 
 
-def _clocked(work: Callable[[], None]) -> float:
+def _host_bandwidth(size: int = 256 << 20) -> float:
+    """Bytes per second of a copy in the host's memory, read and written bytes counted."""
+    source = torch.ones(size, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * size / statistics.median(_clocked(lambda: target.copy_(source)) for _ in range(7))
+
+
+def _clocked(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
@@ -126,6 +170,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--shape", choices=sorted(SHAPES), nargs="+", help="whose products")
+    parser.add_argument("--quantization", choices=get_args(Format), nargs="+", help="formats of the layers' weights")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128, 512])
     return parser.parse_args()
 

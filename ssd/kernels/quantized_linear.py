@@ -10,6 +10,7 @@ bits depend neither on the number of rows nor on the tile shape, except where SP
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +19,9 @@ import triton.language as tl
 
 from ssd.kernels.launching import shared_memory
 from ssd.kernels.quantized import Codes, CodeType, bits_of, dequantize
+
+_WIDE_ROWS = 256  # products of more rows are bound by arithmetic: codes are widened first, and the library multiplies
+_WIDE_COLUMNS = 8192  # outputs that are widened at a time
 
 # Two words to pairs of bfloat16, part by part. Integers are set as the last bits of 128, then 128 (and the zero point)
 # is subtracted. fp8's exponent is not moved, which divides by 2^120, and then multiplied.
@@ -236,6 +240,27 @@ def _split_sums(
     return tl.sum(acc, 0)
 
 
+@triton.jit
+def _finish(
+    acc, m, n, n0, m_mask, n_mask, scale_ptr, row_scale_ptr, bias_ptr, y_ptr, N, y_stride,
+    SCALED: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Scales (if SCALED) and stores the sums of a tile [n, m]."""
+    if SCALED:
+        if row_scale_ptr is not None:
+            acc *= tl.load(row_scale_ptr + m, mask=m_mask, other=0.0)[None, :]
+        acc *= tl.load(scale_ptr + n, mask=n_mask, other=0.0)[:, None]
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1)))
+        acc = gate / (1.0 + tl.exp(-gate)) * up
+        n = n0 // 2 + tl.arange(0, BLOCK_N // 2)
+        n_mask = n < N // 2
+    mask = m_mask[None, :] & n_mask[:, None]
+    tl.store(y_ptr + m[None, :].to(tl.int64) * y_stride + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_rows"])  # avoids recompilation for other prompt lengths
 def _quantized_kernel(
     x_ptr,
@@ -283,19 +308,43 @@ def _quantized_kernel(
             x_ptr, w_ptr, scale_ptr, m, n, m_mask, n_mask, N, K, w_stride, x_stride,
             FORMAT, PAIRS, PARTS, PARTS_OF_GROUP, WORDS, STAGES, SPLIT,
         )  # fmt: skip
-    if PARTS_OF_GROUP == 0:
-        if row_scale_ptr is not None:
-            acc *= tl.load(row_scale_ptr + m, mask=m_mask, other=0.0)[None, :]
-        acc *= tl.load(scale_ptr + n, mask=n_mask, other=0.0)[:, None]
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]
-    if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1)))
-        acc = gate / (1.0 + tl.exp(-gate)) * up
-        n = n0 // 2 + tl.arange(0, BLOCK_N // 2)
-        n_mask = n < N // 2
-    mask = m_mask[None, :] & n_mask[:, None]
-    tl.store(y_ptr + m[None, :].to(tl.int64) * y_stride + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=mask)
+    _finish(
+        acc, m, n, n0, m_mask, n_mask, scale_ptr, row_scale_ptr, bias_ptr, y_ptr, N, y_stride,
+        PARTS_OF_GROUP == 0, GATED, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+
+
+@triton.jit
+def _widen_kernel(w_ptr, out_ptr, N, K, w_stride, FORMAT: tl.constexpr, PAIRS: tl.constexpr, PARTS: tl.constexpr,
+                  BLOCK_N: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
+    """The codes of a block of words as numbers of the type of out [N, K], without their scales."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, WORDS)
+    start = tl.program_id(1) * WORDS
+    n_mask = n < N
+    words = tl.load(w_ptr + n[:, None].to(tl.int64) * w_stride + start + k[None, :], mask=n_mask[:, None], other=0)
+    if PAIRS:
+        pairs = _pairs(words, FORMAT)
+    for i in tl.static_range(PARTS):
+        at = start * PARTS + i * WORDS + k
+        part = pairs[i] if PAIRS else _part(words, i, FORMAT, out_ptr.dtype.element_ty)
+        tl.store(out_ptr + n[:, None].to(tl.int64) * K + at[None, :], part, mask=n_mask[:, None] & (at < K)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _finish_kernel(sum_ptr, scale_ptr, row_scale_ptr, bias_ptr, y_ptr, num_rows, N, sum_stride, y_stride,
+                   GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """What `_quantized_kernel` does with sums, for those [num_rows, N] of the widened codes."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n0 = tl.program_id(1) * BLOCK_N
+    n = n0 + tl.arange(0, BLOCK_N)
+    m_mask, n_mask = m < num_rows, n < N
+    sums = sum_ptr + m[None, :].to(tl.int64) * sum_stride + n[:, None]
+    acc = tl.load(sums, mask=m_mask[None, :] & n_mask[:, None], other=0.0)
+    _finish(
+        acc, m, n, n0, m_mask, n_mask, scale_ptr, row_scale_ptr, bias_ptr, y_ptr, N, y_stride,
+        True, GATED, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -360,6 +409,11 @@ def pack(codes: Codes, dtype: torch.dtype, *, exact: bool = True) -> PackedCodes
     return PackedCodes(
         words.flatten(1), columns(codes.scales), offsets, codes.type, dtype, codes.depth, block, group, exact
     )
+
+
+def is_wide(x: torch.Tensor, weight: PackedCodes) -> bool:
+    """Whether `wide_linear` is for this product."""
+    return weight.parts_of_group == 0 and len(x) > _WIDE_ROWS
 
 
 def packed_rows(weight: PackedCodes, index: torch.Tensor) -> torch.Tensor:
@@ -452,4 +506,37 @@ def quantized_linear(
         ROW_GROUPS=by_group,
         num_warps=tile.warps,
     )
+    return y
+
+
+def wide_linear(
+    x: torch.Tensor,
+    weight: PackedCodes,
+    bias: torch.Tensor | None,
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    *,
+    gated: bool,
+    out_dtype: torch.dtype,
+    row_scales: torch.Tensor | None,
+) -> torch.Tensor:
+    """`quantized_linear` for many rows, with the same bits: codes are widened, some outputs at a time, and multiplied
+    by `product`, whose sums are float32. For weights with one scale a row."""
+    (num_rows, depth), columns = x.shape, len(weight.words)
+    y = x.new_empty((num_rows, columns // 2 if gated else columns), dtype=out_dtype)
+    block = _WIDE_COLUMNS
+    wide = x.new_empty((min(block, columns), depth))
+    for start in range(0, columns, block):
+        words = weight.words[start : start + block]
+        count = len(words)
+        _widen_kernel[(triton.cdiv(count, 16), words.shape[1] // weight.block)](
+            *(words, wide, count, depth, words.stride(0), weight.type, x.is_cuda and x.dtype is torch.bfloat16),
+            **{"PARTS": weight.parts, "BLOCK_N": 16, "WORDS": weight.block},
+        )
+        sums = product(x, wide[:count])
+        part = y[:, start // 2 : (start + count) // 2] if gated else y[:, start : start + count]
+        _finish_kernel[(triton.cdiv(num_rows, 16), triton.cdiv(count, 128))](
+            *(sums, weight.scales[0, start:], row_scales, None if bias is None else bias[start:], part),
+            *(num_rows, count, sums.stride(0), y.stride(0)),
+            **{"GATED": gated, "BLOCK_M": 16, "BLOCK_N": 128},
+        )
     return y

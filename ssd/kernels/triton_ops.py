@@ -67,8 +67,17 @@ class TritonOps:
         row_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         bias = _alternating(bias) if gated and bias is not None else bias
-        out_dtype, scales = torch.float32 if float32 else None, None if row_scales is None else row_scales.contiguous()
+        out_dtype, scales = torch.float32 if float32 else x.dtype, None
+        if row_scales is not None:
+            scales = row_scales.contiguous()
+        if quantized_linear.is_wide(x, weight):
+            return quantized_linear.wide_linear(
+                x, weight, bias, self._sums, gated=gated, out_dtype=out_dtype, row_scales=scales
+            )
         return quantized_linear.quantized_linear(x, weight, bias, gated=gated, out_dtype=out_dtype, row_scales=scales)
+
+    def _sums(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self.linear(x, weight, float32=True)
 
     def codes_embedding(self, weight: quantized_linear.PackedCodes, token_ids: torch.Tensor) -> torch.Tensor:
         return quantized_linear.packed_rows(weight, token_ids)

@@ -12,9 +12,10 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from fakes import wait_until_idle
+from stored_codes import CODES, some_codes
 
 from ssd import LLM, SamplingParams
-from ssd.kernels.quantized import Format, dequantize, quantize
+from ssd.kernels.quantized import CodeType, Format, dequantize, quantize, quantized_rows
 from ssd.kernels.quantized_linear import pack, quantized_linear
 from ssd.kernels.triton_ops import TritonOps
 from ssd.prompts import load_prompts
@@ -32,7 +33,7 @@ def test_products_of_any_number_of_rows(columns: int, depth: int, dtype: torch.d
     torch.manual_seed(0)
     weight = (torch.randn(columns, depth, device="cuda") * depth**-0.5).to(dtype)
     codes = quantize(weight, form)
-    packed, rounded = pack(codes), dequantize(codes, torch.float32)
+    packed, rounded = pack(codes, dtype), dequantize(codes, torch.float32)
     ops = TritonOps()
     gated = ops.prepare_codes(codes, dtype, gated=True)
     for rows in ROWS:
@@ -43,6 +44,37 @@ def test_products_of_any_number_of_rows(columns: int, depth: int, dtype: torch.d
         gate, up = expected.chunk(2, dim=1)
         expected = torch.nn.functional.silu(gate) * up
         assert (ops.codes_linear(x, gated, gated=True).float() - expected).norm() < 1e-2 * expected.norm(), rows
+
+
+@pytest.mark.parametrize(("columns", "depth"), [(6144, 4096), (4096, 14336), (28672, 4096), (1000, 512)])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(("code", "group", "offsets"), CODES)
+def test_a_row_has_the_same_bits_in_any_company(
+    code: CodeType, group: int, offsets: bool, scaled: bool, columns: int, depth: int
+) -> None:
+    """At real sizes, in bfloat16: every tile shape, and what is widened for the library, against a row alone."""
+    ops, device = TritonOps(), torch.device("cuda")
+    codes = some_codes(code, columns, depth, group or depth, offsets=offsets, device=device)
+    gated = ops.prepare_codes(codes, torch.bfloat16, gated=True)
+    plain = ops.prepare_codes(codes, torch.bfloat16)
+    x = torch.randn(2500, depth, device=device).to(torch.bfloat16)
+    scales = None
+    if scaled:
+        x, scales = quantized_rows(x, group or None)
+    wanted = [7, 0, 900, 2499]
+    alone = [
+        [ops.codes_linear(x[i : i + 1], weight, gated=both, row_scales=None if scales is None else scales[i : i + 1])[0]
+         for i in wanted]
+        for weight, both in ((plain, False), (gated, True))
+    ]  # fmt: skip
+    for rows in (2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 200, 256, 257, 512, 1000, 2500):
+        index = torch.randperm(2500, device=device)[:rows]
+        index[: len(wanted)] = torch.tensor(wanted, device=device)[:rows]
+        chosen = None if scales is None else scales[index]
+        for (weight, both), each in zip(((plain, False), (gated, True)), alone, strict=True):
+            found = ops.codes_linear(x[index], weight, gated=both, row_scales=chosen)
+            for place in range(min(rows, len(wanted))):
+                assert torch.equal(found[place], each[place]), (rows, both, place)
 
 
 WAYS: list[dict[str, Any]] = [

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from stored_codes import CODES, some_codes
 
 from ssd.kernels.cpu_ops import CpuOps
 from ssd.kernels.ops import Ops
 from ssd.kernels.quantized import (
-    Codes,
     CodeType,
     Format,
-    bits_of,
     dequantize,
     quantize,
     quantized_bytes,
@@ -108,33 +107,6 @@ def test_products(kind: str, form: Format, rows: int, columns: int, depth: int) 
         close(ops.codes_linear(x, gated, bias, gated=True), reference.gated_linear(wide, rounded, bias32), dtype)
 
 
-def some_codes(kind: CodeType, rows: int, depth: int, group: int, *, offsets: bool, device: torch.device) -> Codes:
-    """Random codes of a checkpoint: all values occur, scales (and offsets) differ from group to group."""
-    torch.manual_seed(depth + group)
-    values = torch.randint(0, 1 << bits_of(kind), (rows, depth), dtype=torch.uint8)
-    if kind == "fp8":
-        values[values & 0x7F == 0x7F] = 0  # not a number
-    scales = torch.rand(rows, depth // group) + 0.5
-    shift = torch.randn(rows, depth // group) if offsets else None
-    codes = Codes(values, scales, kind, depth, shift)
-    moved = None if shift is None else shift.to(device)
-    return Codes(codes.values.to(device), codes.scales.to(device), kind, depth, moved)
-
-
-CODES: list[tuple[CodeType, int, bool]] = [  # type, group (0: a whole row), offsets
-    ("fp8", 0, False),
-    ("fp8", 128, False),
-    ("int8", 0, False),
-    ("int8", 16, False),
-    ("int8", 32, True),
-    ("int4", 32, False),
-    ("int4", 128, False),
-    ("int4", 0, False),
-    ("uint4", 32, True),
-    ("uint4", 64, True),
-]
-
-
 @pytest.mark.parametrize("row_scales", ["none", "row", "group"])
 @pytest.mark.parametrize(("code", "group", "offsets"), CODES)
 @pytest.mark.parametrize("kind", ["plain", "c", "triton"])
@@ -179,6 +151,40 @@ def test_a_row_has_the_same_bits_in_any_company(kind: str, code: CodeType, group
             assert torch.equal(ops.codes_linear(x[index], weight, float32=True), sums[index])
             again = ops.codes_linear(rounded[index], weight, float32=True, row_scales=scales[index])
             assert torch.equal(again, scaled[index])
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_many_rows_are_multiplied_by_widened_codes(kind: CodeType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some outputs at a time, gated and not, with the bits of fewer rows on a GPU."""
+    ops, device, types = make_ops("triton")
+    module = pytest.importorskip("ssd.kernels.quantized_linear")
+    depth, columns = 200, 36
+    codes = some_codes(kind, columns, depth, depth, offsets=False, device=device)
+    for dtype in types:
+        x, bias = torch.randn(20, depth).to(device, dtype), torch.randn(columns).to(device, dtype)
+        scales = torch.rand(20, 1, device=device) + 0.5
+        plain, gated = (ops.prepare_codes(codes, dtype, gated=each) for each in (False, True))
+
+        def products(
+            x: torch.Tensor = x,
+            bias: torch.Tensor = bias,
+            scales: torch.Tensor = scales,
+            plain: object = plain,
+            gated: object = gated,
+        ) -> list[torch.Tensor]:
+            return [
+                ops.codes_linear(x, plain, float32=True),
+                ops.codes_linear(x, plain, bias, row_scales=scales),
+                ops.codes_linear(x, gated, bias, gated=True, row_scales=scales),
+            ]
+
+        few = products()
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "_WIDE_ROWS", 0)
+            patch.setattr(module, "_WIDE_COLUMNS", 16)
+            for wide, narrow in zip(products(), few, strict=True):
+                close(wide, narrow, dtype)
+                assert torch.equal(wide, narrow) or not CUDA  # the interpreter adds up a whole tile at a time
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,34 @@
+"""Random codes of quantised checkpoints, for tests of kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from ssd.kernels.quantized import Codes, CodeType, bits_of
+
+
+def some_codes(kind: CodeType, rows: int, depth: int, group: int, *, offsets: bool, device: torch.device) -> Codes:
+    """Random codes of a checkpoint: all values occur, scales (and offsets) differ from group to group."""
+    torch.manual_seed(depth + group)
+    values = torch.randint(0, 1 << bits_of(kind), (rows, depth), dtype=torch.uint8)
+    if kind == "fp8":
+        values[values & 0x7F == 0x7F] = 0  # not a number
+    scales = torch.rand(rows, depth // group) + 0.5
+    shift = torch.randn(rows, depth // group) if offsets else None
+    codes = Codes(values, scales, kind, depth, shift)
+    moved = None if shift is None else shift.to(device)
+    return Codes(codes.values.to(device), codes.scales.to(device), kind, depth, moved)
+
+
+CODES: list[tuple[CodeType, int, bool]] = [  # type, group (0: a whole row), offsets
+    ("fp8", 0, False),
+    ("fp8", 128, False),
+    ("int8", 0, False),
+    ("int8", 16, False),
+    ("int8", 32, True),
+    ("int4", 32, False),
+    ("int4", 128, False),
+    ("int4", 0, False),
+    ("uint4", 32, True),
+    ("uint4", 64, True),
+]
