@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ssd.assembly.device import batched_tokens, kv_block_size, make_current, num_cores, rank_device, resolve_device
-from ssd.assembly.memory import Loaded, is_quantized, kv_blocks, weight_bytes
+from ssd.assembly.memory import Loaded, format_names, kv_blocks, weight_bytes
 from ssd.assembly.models import load_decoder, make_runner, make_state
 from ssd.assembly.ranks import Follower, Place, Ranks
 from ssd.assembly.sharing import share_gpu
@@ -122,7 +122,7 @@ def quantized(speculation: SpeculationConfig, draft: Checkpoint | EagleCheckpoin
         return speculation
     if draft is None or isinstance(draft, EagleCheckpoint) or weight_bytes(draft.config, torch.bfloat16) < _LARGE_DRAFT:
         return speculation
-    if is_quantized(draft.config, draft.formats):
+    if format_names(draft.config, draft.formats):
         return speculation
     return replace(speculation, draft_quantization="int8+bf16")
 

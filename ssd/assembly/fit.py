@@ -13,8 +13,8 @@ from ssd.assembly.memory import (
     BlocksFor,
     available_bytes,
     blocks_for,
+    format_names,
     gib,
-    is_quantized,
     longest_sequence,
     weight_bytes,
 )
@@ -59,10 +59,10 @@ def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint | EagleCheckpoi
     per_block = per_token * kv_block_size(config, device)
     if weights + per_block > available:
         remedies = " or ".join(_remedies(config, checkpoints, models, available, device))
-        dtypes = " and ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for _, dtype, _ in models))
+        forms = (format_names(m.config, m.format_of) or str(m.dtype).removeprefix("torch.") for m in models)
         raise ConfigError(
             f"model={config.model!r}{' and its draft need' if len(models) > 1 else ' needs'} {gib(weights)} for the "
-            f"weights in {dtypes}, but {free}: use {remedies}"
+            f"weights in {' and '.join(dict.fromkeys(forms))}, but {free}: use {remedies}"
         )
     positions = models[0].config.max_position
     limit = min(config.max_model_len or positions, positions)
@@ -130,7 +130,7 @@ def _remedies(
     target, model = checkpoints[0], models[0]
     if halved <= available and any(dtype == torch.float32 for _, dtype, _ in models):
         yield f"dtype='bfloat16' ({gib(halved)})"
-    elif not is_quantized(model.config, model.format_of):
+    elif not format_names(model.config, model.format_of):
         ranks = size if device.type == "cuda" else 1
         smaller = weight_bytes(model.config, model.dtype, rounded("fp8", exact=True)) // ranks + beside
         if smaller <= available:

@@ -103,9 +103,9 @@ def weight_bytes(model: DecoderConfig, dtype: torch.dtype, format_of: FormatOf =
     return _outlined(model, dtype, format_of).num_bytes()
 
 
-def is_quantized(model: DecoderConfig, format_of: FormatOf) -> bool:
-    """Whether any weight is not stored as floats."""
-    return _outlined(model, torch.float32, format_of).formats != {DENSE.name}
+def format_names(model: DecoderConfig, format_of: FormatOf) -> str:
+    """The formats of a model's quantised weights; "" if it has none."""
+    return ", ".join(sorted(_outlined(model, torch.float32, format_of).formats - {DENSE.name}))
 
 
 def _outlined(model: DecoderConfig, dtype: torch.dtype, format_of: FormatOf) -> Decoder:

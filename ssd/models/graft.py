@@ -113,7 +113,7 @@ class GraftCheckpoint:
     def stop_token_ids(self) -> tuple[int, ...]:
         return self.base.stop_token_ids
 
-    @property
+    @cached_property
     def formats(self) -> FormatOf:
         return rounded(self.quantization, exact=True)
 

@@ -70,7 +70,7 @@ def test_rounding_is_suggested_where_nothing_exact_fits(free: Any) -> None:
     assert "fp8" not in refusal(model, dtype="bfloat16")
     for options in ({"quantization": "fp8"}, {"model": f"{model}:fp8"}):
         text = refusal(**{"model": model, "dtype": "bfloat16", **options})
-        assert "needs 32.0 GiB" in text
+        assert "needs 32.0 GiB for the weights in fp8" in text
         assert "quantization='fp8'" not in text
         assert text.endswith("use the shape qwen3-14b")
 
