@@ -136,7 +136,7 @@ def arguments() -> argparse.Namespace:
     models = parser.add_argument_group(f"models (default: size {DEFAULT_SIZE})")
     add_model_flags(models, sizes=["0.6", "1.7", "4", "8", "14", "32", "1", "3", "70"])
     models.add_argument("--gpus", type=int, default=1, help="the target is split over them, SSD's draft has one")
-    add_options(models, EngineConfig, "device", "eager", "max_model_len", block_size="--block_sz")
+    add_options(models, EngineConfig, "device", "quantization", "eager", "max_model_len", block_size="--block_sz")
 
     how = parser.add_argument_group("how to decode (default: autoregressive)")
     how.add_argument("--spec", action="store_true", help="a draft proposes, the target waits for it (SD)")

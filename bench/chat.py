@@ -94,7 +94,7 @@ def arguments() -> argparse.Namespace:
     drafts.add_argument("--ar", action="store_true", help="servers: no draft model")
 
     add_options(parser, SamplingParams, "seed", temperature="--temp", max_new_tokens="--max_tokens --output_len")
-    add_options(parser, EngineConfig, "device", "eager", "max_model_len")
+    add_options(parser, EngineConfig, "device", "quantization", "eager", "max_model_len")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--gpus", "--tp", type=int, default=1, help="the model is split over them, SSD's draft has one")
     parser.add_argument("--metrics", action="store_true", help="times and speed after every answer")

@@ -29,6 +29,7 @@ from ssd.engine.submission import AsyncSubmission, Submission
 from ssd.engine.validation import CheckedRequest
 from ssd.errors import ALL_FORBIDDEN, STRUCTURED_FAILED, EngineClosed, ParametersFailed, RequestError, RequestFailed
 from ssd.execution.threads import ThreadController
+from ssd.models.checkpoint import rounding_note
 from ssd.models.open import open_checkpoint
 from ssd.options import build, is_int, plain
 from ssd.text.tokenizer import Tokenizer, check_messages
@@ -60,7 +61,8 @@ class LLM:
         join(self.config.tensor_parallel_size)
         checkpoint, before = open_checkpoint(self.config.model), torch.get_num_threads()
         controller = ThreadController()  # measures the load of the machine while the model is loaded
-        self.path, self.note = checkpoint.path, checkpoint.note
+        self.path = checkpoint.path
+        self.note = "; ".join(filter(None, [checkpoint.note, rounding_note(self.config.quantization)]))
         engine, self.config = build_engine(self.config, checkpoint)
         threads = torch.get_num_threads()  # fewer than before if the model is split over processes
         self._driver: Driver | None = Driver(engine, controller if self.config.device == "cpu" else None)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ssd.assembly.device import batched_tokens, kv_block_size, make_current, num_cores, rank_device, resolve_device
-from ssd.assembly.memory import Loaded, kv_blocks, weight_bytes
+from ssd.assembly.memory import Loaded, format_names, kv_blocks, weight_bytes
 from ssd.assembly.models import load_decoder, make_runner, make_state
 from ssd.assembly.ranks import Follower, Place, Ranks
 from ssd.assembly.sharing import share_gpu
@@ -121,6 +121,8 @@ def quantized(speculation: SpeculationConfig, draft: Checkpoint | EagleCheckpoin
     if speculation.draft_quantization is not None or speculation.placement != "stream":
         return speculation
     if draft is None or isinstance(draft, EagleCheckpoint) or weight_bytes(draft.config, torch.bfloat16) < _LARGE_DRAFT:
+        return speculation
+    if format_names(draft.config, draft.formats):
         return speculation
     return replace(speculation, draft_quantization="int8+bf16")
 

@@ -9,11 +9,20 @@ from typing import NamedTuple
 import torch
 
 from ssd.assembly.device import kv_block_size, resolve_dtype
-from ssd.assembly.memory import BlocksFor, available_bytes, blocks_for, gib, longest_sequence, weight_bytes
+from ssd.assembly.memory import (
+    BlocksFor,
+    available_bytes,
+    blocks_for,
+    format_names,
+    gib,
+    longest_sequence,
+    weight_bytes,
+)
 from ssd.assembly.models import formats_of, num_slots
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError
 from ssd.layers.formats import FormatOf
+from ssd.layers.formats.rounded import rounded
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.config import DecoderConfig
 from ssd.models.eagle import EagleCheckpoint
@@ -50,10 +59,10 @@ def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint | EagleCheckpoi
     per_block = per_token * kv_block_size(config, device)
     if weights + per_block > available:
         remedies = " or ".join(_remedies(config, checkpoints, models, available, device))
-        dtypes = " and ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for _, dtype, _ in models))
+        forms = (format_names(m.config, m.format_of) or str(m.dtype).removeprefix("torch.") for m in models)
         raise ConfigError(
             f"model={config.model!r}{' and its draft need' if len(models) > 1 else ' needs'} {gib(weights)} for the "
-            f"weights in {dtypes}, but {free}: use {remedies}"
+            f"weights in {' and '.join(dict.fromkeys(forms))}, but {free}: use {remedies}"
         )
     positions = models[0].config.max_position
     limit = min(config.max_model_len or positions, positions)
@@ -107,7 +116,7 @@ def _remedies(
     available: int,
     device: torch.device,
 ) -> Iterator[str]:
-    """What would fit in place of weights that do not."""
+    """What would fit in place of weights that do not. Rounded ones write another text: only if nothing else helps."""
     size, target_bytes = config.tensor_parallel_size, weight_bytes(*models[0])
     beside = sum(weight_bytes(*model) for model in models[1:])
     if device.type == "cuda":
@@ -118,19 +127,25 @@ def _remedies(
             yield f"tensor_parallel_size={n}"
             return
     halved = sum(weight_bytes(model, torch.bfloat16, format_of) for model, _, format_of in models)
+    target, model = checkpoints[0], models[0]
     if halved <= available and any(dtype == torch.float32 for _, dtype, _ in models):
         yield f"dtype='bfloat16' ({gib(halved)})"
-    target, dtype = checkpoints[0], models[0].dtype
-    fitting = _fitting_shapes(target, dtype, available - beside) if isinstance(target, GraftCheckpoint) else []
+    elif not format_names(model.config, model.format_of):
+        ranks = size if device.type == "cuda" else 1
+        smaller = weight_bytes(model.config, model.dtype, rounded("fp8", exact=True)) // ranks + beside
+        if smaller <= available:
+            yield f"quantization='fp8' ({gib(smaller)})"
+    fitting = _fitting_shapes(target, model, available - beside) if isinstance(target, GraftCheckpoint) else []
     yield f"the shape {fitting[-1]}" if fitting else "a smaller model"
 
 
-def _fitting_shapes(graft: GraftCheckpoint, dtype: torch.dtype, available: int) -> list[str]:
+def _fitting_shapes(graft: GraftCheckpoint, model: Model, available: int) -> list[str]:
     """The shapes that the graft's base and the memory allow, the largest last."""
     sizes: dict[str, int] = {}
     for name in SHAPES:
         try:
-            sizes[name] = weight_bytes(GraftCheckpoint.of(graft.base, name).config, dtype)
+            shape = GraftCheckpoint.of(graft.base, name).config
+            sizes[name] = weight_bytes(shape, model.dtype, model.format_of)
         except ConfigError:
             continue
     return sorted((name for name, size in sizes.items() if size <= available), key=sizes.__getitem__)

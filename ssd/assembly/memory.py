@@ -18,7 +18,7 @@ from ssd.config import EngineConfig
 from ssd.errors import ConfigError
 from ssd.execution.graphs import PREFILL_BUCKETS, row_buckets
 from ssd.kv.blocks import most_blocks
-from ssd.layers.formats import FormatOf, dense
+from ssd.layers.formats import DENSE, FormatOf, dense
 from ssd.layers.spec import KVGroup
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import Decoder, outline
@@ -100,9 +100,17 @@ def _left_in(folder: Path, limit: str, usage: str, cache: str) -> int | None:
 
 def weight_bytes(model: DecoderConfig, dtype: torch.dtype, format_of: FormatOf = dense) -> int:
     """Bytes of a model's weights, on all ranks together."""
-    build = outline(dtype, format_of)
+    return _outlined(model, dtype, format_of).num_bytes()
+
+
+def format_names(model: DecoderConfig, format_of: FormatOf) -> str:
+    """The formats of a model's quantised weights; "" if it has none."""
+    return ", ".join(sorted(_outlined(model, torch.float32, format_of).formats - {DENSE.name}))
+
+
+def _outlined(model: DecoderConfig, dtype: torch.dtype, format_of: FormatOf) -> Decoder:
     decoder = EagleHead if isinstance(model, EagleConfig) else Decoder
-    return decoder(model, build, max_positions=1).num_bytes()  # type: ignore[arg-type]
+    return decoder(model, outline(dtype, format_of), max_positions=1)  # type: ignore[arg-type]
 
 
 def gib(size: int) -> str:

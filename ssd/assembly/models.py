@@ -81,14 +81,15 @@ def load_decoder(
         decoder.map_tokens(checkpoint.target_ids())
     else:
         decoder = Decoder(checkpoint.config, build, max_positions=positions, windowed=windowed)
-    decoder.load(_reported(checkpoint.path.name, _weights(checkpoint, decoder), len(decoder.shapes())))
-    formats = decoder.formats - {DENSE.name}
+    formats = ", ".join(sorted(decoder.formats - {DENSE.name}))
+    name = f"{checkpoint.path.name} in {formats}" if formats else checkpoint.path.name
+    decoder.load(_reported(name, _weights(checkpoint, decoder), len(decoder.shapes())))
     if formats and device.type == "cuda":
         torch.cuda.empty_cache()  # the weights as they were before: memory for KV
     log.info(
         "%s: %s of weights in %s on %s, %s kernels, loaded in %.1f s",
         *(checkpoint.path.name, gib(decoder.num_bytes() // tp.size)),
-        *(", ".join(sorted(formats)) or str(dtype).removeprefix("torch."), device_name(device), name_of(ops)),
+        *(formats or str(dtype).removeprefix("torch."), device_name(device), name_of(ops)),
         time.perf_counter() - began,
     )
     ops.reserve(decoder.heads, device)

@@ -33,6 +33,8 @@ class Report:
     def title(self) -> str:
         settings = self.header["settings"]
         models = " + ".join(_short(name) for name in (settings["model"], settings["draft"]) if name)
+        if form := settings["engine"].get("quantization"):
+            models = f"{models}, quantization={form}"
         return f"{models}, batch {settings['batch']}, temperature {settings['temperature']:g}, {self.header['device']}"
 
     @property

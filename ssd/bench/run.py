@@ -22,6 +22,7 @@ from ssd.bench.ours import OurContender, methods_of, our_contenders
 from ssd.bench.report import Report, Row
 from ssd.bench.workload import Workload, load_workload
 from ssd.config import NGRAM
+from ssd.models.checkpoint import rounding_note
 from ssd.models.open import open_checkpoint
 from ssd.text.tokenizer import Tokenizer
 from ssd.version import VERSION
@@ -46,6 +47,8 @@ def run(config: BenchConfig, progress: Progress = no_progress, traces: Seq[Path]
         exact = config.speculation.get("acceptance", "coupled") == "coupled" or config.temperature == 0
         same = same_text(found) if exact and config.max_rounds is None else None
         notes = [*config.notes, *([checkpoint.note] if checkpoint.note else [])]
+        if rounding := rounding_note(config.engine.get("quantization")):
+            notes.append(f"ssd: {rounding}")
         notes += [f"{c.name}: {c.note}" for c in contenders if c.note]
         notes += [f"{w.name}: {w.origin}" for w in workloads]
         notes += _threads(found)

@@ -186,6 +186,6 @@ def files_of(model: str, field: str = "model") -> Checkpoint:
         base, _, shape = model.removeprefix(GRAFT_PREFIX).rpartition("@")
         raise ConfigError(
             f"{field}={model!r}: only ssd makes grafts as it loads them; write it out with "
-            f"`ssd graft {base} --shape {shape}` and pass that directory"
+            f"`ssd graft {base} --shape {shape.replace(':', ' --quantization ')}` and pass that directory"
         )
     return open_checkpoint(model, field)

@@ -91,7 +91,7 @@ def explain(
     speculation: Annotated[
         Given, Flags(SpeculationConfig, only={"draft", "k", "draft_quantization", "fan_out", "budget"})
     ],
-    engine: Annotated[Given, Flags(EngineConfig, only={"device", "dtype"})],
+    engine: Annotated[Given, Flags(EngineConfig, only={"device", "dtype", "quantization"})],
 ) -> None:
     from ssd.cli.trace import record
 
@@ -233,14 +233,14 @@ def _print_heading(llm: LLM, params: SamplingParams, console: Console) -> None:
     from ssd.assembly.drafters import make_fan_out
 
     wanted = llm.config.speculation
-    form = f" (in {wanted.draft_quantization})" if wanted.draft_quantization else ""
+    own, form = (f" (in {f})" if f else "" for f in (llm.config.quantization, wanted.draft_quantization))
     k = f"up to {wanted.lookahead}" if wanted.k == "auto" else wanted.k
     outcomes = make_fan_out(wanted).width(max(wanted.budgets))
     settings = f"{resolve_device(llm.config.device)}, temperature {params.temperature:g}, seed {params.seed}"
     console.print(
         Text.assemble(
             (llm.config.model, "bold"),
-            f" writes; {wanted.draft}{form} drafts {k} tokens a round and prepares for up to {outcomes} outcomes "
+            f"{own} writes; {wanted.draft}{form} drafts {k} tokens a round and prepares for up to {outcomes} outcomes "
             f"({settings})",
         )
     )

@@ -28,6 +28,8 @@ needs to be written to try it: [cyan]ssd generate graft:tiny-llama@llama-3.1-8b 
   ssd graft tiny-llama --shape llama-3.1-8b
 
   ssd generate ./tiny-llama@llama-3.1-8b "Once upon a time" --metrics
+
+  ssd graft tiny-llama --shape llama-3.1-8b --quantization fp8   (in memory: graft:tiny-llama@llama-3.1-8b:fp8)
 """
 EAGLE_HELP: Final = """\
 Write an EAGLE-3 head in the layout of the EAGLE authors, which other engines load, too.
@@ -51,6 +53,10 @@ def graft(
     shape: Annotated[str, typer.Option(help="The published model whose shape it gets.")],
     out: Annotated[Path | None, typer.Option(help="Directory to write.", show_default="./MODEL@SHAPE")] = None,
     dtype: Annotated[Literal["bfloat16", "float32"], DTYPE] = "bfloat16",
+    quantization: Annotated[
+        Literal["fp8", "int8", "int4"] | None,
+        typer.Option(help="Round the weights of the layers, and write them as compressed-tensors.", show_default="no"),
+    ] = None,
     device: Annotated[Device, DEVICE] = "auto",
 ) -> None:
     import torch
@@ -59,12 +65,12 @@ def graft(
     from ssd.models.export import stored_bytes, write_graft
     from ssd.models.open import open_graft
 
-    grafted = open_graft(base, shape)
-    folder = out or Path(f"{grafted.base_name}@{shape}")
+    grafted = open_graft(base, f"{shape}:{quantization}" if quantization else shape)
+    folder = out or Path("-".join(filter(None, [f"{grafted.base_name}@{grafted.shape_name}", grafted.quantization])))
     kind: torch.dtype = getattr(torch, dtype)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=errors, transient=True) as progress:
-        task = progress.add_task(f"writing {folder.name}", total=stored_bytes(grafted.config, kind))
+        task = progress.add_task(f"writing {folder.name}", total=stored_bytes(grafted, kind))
         write_graft(grafted, folder, kind, resolve_device(device), lambda size: progress.advance(task, size))
     print_note(grafted.note)
     typer.echo(folder)

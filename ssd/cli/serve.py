@@ -141,7 +141,7 @@ def _summary(config: EngineConfig) -> list[str]:
     tokens = (config.num_kv_blocks or 0) * (config.block_size or 0)
     drafter = "no draft" if speculation.mode == "ar" else f"draft {speculation.draft}, k {speculation.k}"
     return [
-        f"device      {device}, {config.dtype}",
+        f"device      {device}, {config.dtype}{f', weights in {config.quantization}' if config.quantization else ''}",
         f"KV cache    {tokens:,} tokens; {config.max_num_seqs} sequences of up to {config.max_model_len:,} tokens",
         f"mode        {speculation.mode}, {drafter}",
     ]

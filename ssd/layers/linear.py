@@ -8,6 +8,7 @@ checked before (`ssd.models.decoder.check_split`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,8 +88,9 @@ class Linear:
         for part, rows in self.parts.items():
             names = self.formats[part].shapes(rows, self.in_features)
             stored.append({own: self._padded(tensors[f"{part}.{own}"]) for own in names})
+        use = replace(self.use, columns=self.cut(sum(self.parts.values()))[1])
         try:
-            self.weight = self.format.prepare(stored, self.ops, self._dtype, self.use)
+            self.weight = self.format.prepare(stored, self.ops, self._dtype, use)
         except UnsupportedModel as error:
             raise UnsupportedModel(f"{', '.join(self.parts)}: {error}") from None
         if self.has_bias:

@@ -97,8 +97,16 @@ def all_weights(checkpoint: Stored, device: torch.device, dtype: torch.dtype) ->
     }
 
 
-def graft_note(base: str, shape: str) -> str:
-    return f"graft of {base} in the shape of {shape}: that shape's speed, {base}'s text"
+def graft_note(base: str, shape: str, quantization: str | None = None) -> str:
+    if quantization is None:
+        return f"graft of {base} in the shape of {shape}: that shape's speed, {base}'s text"
+    text = f"a text close to {base}'s" if quantization == "int4" else f"the text of {base} in {quantization}"
+    return f"graft of {base} in the shape of {shape}, rounded to {quantization}: that shape's speed, {text}"
+
+
+def rounding_note(quantization: str | None) -> str:
+    """For measurements of a model whose float weights are rounded; "" for others."""
+    return "" if quantization is None else f"weights rounded to {quantization} when loaded"
 
 
 @dataclass(frozen=True)
@@ -128,7 +136,7 @@ class HFCheckpoint:
         if not (raw.get("dtype") or raw.get("torch_dtype")):
             config = replace(config, dtype=_stored_dtype(files[0], config.dtype))
         graft = raw.get("ssd_graft")
-        note = graft_note(graft.get("base"), graft.get("shape")) if graft else ""
+        note = graft_note(graft.get("base"), graft.get("shape"), graft.get("quantization")) if graft else ""
         return cls(path=path, config=config, stop_token_ids=stops, note=note, formats=formats)
 
     def weights(self, device: torch.device, dtype: torch.dtype) -> Weights:

@@ -46,6 +46,9 @@ class EagleGraft(EagleCheckpoint):
 
     @classmethod
     def of(cls, base: EagleCheckpoint, shape_name: str) -> EagleGraft:
+        shape_name, rounding, form = shape_name.partition(":")
+        if rounding:
+            raise ConfigError(f"speculation draft: a head is not rounded by :{form}: use draft_quantization={form!r}")
         return cls(base.path, base.config, base, shape_name)
 
     @property

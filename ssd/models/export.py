@@ -1,5 +1,6 @@
 """Writing grafts, as directories that ssd and transformers load like any other checkpoint, and EAGLE heads, in the
-layout of their authors, which SGLang, vLLM and SpecForge load, too.
+layout of their authors, which SGLang, vLLM and SpecForge load, too. Rounded grafts are in the layout of
+compressed-tensors: weights only, activations stay as they are.
 
 Tensors of grafts are made and written one by one; a directory appears under its name only when it is whole. Knows
 nothing of the engine or the console.
@@ -11,7 +12,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -21,10 +22,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ssd.errors import ConfigError, SSDError
+from ssd.kernels.quantized import Codes, Format, bits_of, group_size, quantize
+from ssd.layers.formats.rounded import Rounded
 from ssd.layers.spec import RopeConfig
 from ssd.models.checkpoint import all_weights
 from ssd.models.config import DecoderConfig
-from ssd.models.decoder import parameter_shapes
+from ssd.models.decoder import Decoder, outline, parameter_shapes
 from ssd.models.eagle import EagleCheckpoint, EagleConfig, authors_name, eagle_shapes
 from ssd.models.graft import GraftCheckpoint
 
@@ -42,12 +45,8 @@ _TEXT_FILES: Final = (
 )
 
 
-def stored_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
-    return _tensor_bytes(parameter_shapes(config), dtype)
-
-
-def _tensor_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
-    return sum(map(math.prod, shapes.values())) * dtype.itemsize
+def stored_bytes(graft: GraftCheckpoint, dtype: torch.dtype) -> int:
+    return Decoder(graft.config, outline(dtype, graft.formats), max_positions=1).num_bytes()
 
 
 def write_graft(
@@ -62,8 +61,8 @@ def write_graft(
         raise ConfigError(
             f"{graft.path} is one file, without the tokenizer files that a directory needs: use it in memory"
         )
-    with _new_directory(out, stored_bytes(graft.config, dtype)) as folder:
-        _write_shards(graft.weights(device, dtype), folder, advance)
+    with _new_directory(out, stored_bytes(graft, dtype)) as folder:
+        _write_shards(_stored(graft, device, dtype), folder, advance)
         _copy_text_files(graft.path, folder)
         write_json(folder / "config.json", _graft_json(graft, dtype))
 
@@ -71,7 +70,8 @@ def write_graft(
 def write_eagle(head: EagleCheckpoint, out: Path, dtype: torch.dtype, device: torch.device) -> None:
     """Writes a head, which may be in another layout, or a graft."""
     config = head.config
-    with _new_directory(out, _tensor_bytes(eagle_shapes(config), dtype)) as folder:
+    size = sum(map(math.prod, eagle_shapes(config).values())) * dtype.itemsize
+    with _new_directory(out, size) as folder:
         weights = {
             authors_name(name): tensor.cpu().contiguous() for name, tensor in all_weights(head, device, dtype).items()
         }
@@ -111,6 +111,59 @@ def _check_place(out: Path, size: int) -> None:
             f"out={out}: {size / 1e9:.1f} GB are to be written, {free / 1e9:.1f} GB are free: name a directory on "
             "another disk, or use the graft in memory"
         )
+
+
+def _stored(graft: GraftCheckpoint, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """The graft's tensors; of a weight that is rounded its codes and scales."""
+    for name, tensor in graft.weights(device, dtype):
+        form = _form(graft, name, tuple(tensor.shape))
+        if form is None:
+            yield name, tensor
+        else:
+            part = name.removesuffix("weight")
+            yield from ((part + own, each) for own, each in _compressed(quantize(tensor, form)).items())
+
+
+def _form(graft: GraftCheckpoint, name: str, shape: tuple[int, ...]) -> Format | None:
+    """What a tensor is rounded to."""
+    found = graft.formats(name.removesuffix(".weight")) if len(shape) == 2 else None
+    return found.name if isinstance(found, Rounded) else None
+
+
+def _compressed(codes: Codes) -> dict[str, torch.Tensor]:
+    """Codes as compressed-tensors stores them: `float-quantized`, or `pack-quantized` in 32-bit words, the first weight
+    in the lowest bits. Scales stay in float32; those of int4 may be negative."""
+    if codes.type == "fp8":
+        return {"weight": codes.values.view(torch.float8_e4m3fn), "weight_scale": codes.scales}
+    values = codes.values ^ 128 if codes.type == "int8" else codes.values[:, ::2] | codes.values[:, 1::2] << 4
+    shape = torch.tensor([len(values), codes.depth], dtype=torch.int64, device="cpu")
+    return {"weight_packed": values.contiguous().view(torch.int32), "weight_scale": codes.scales, "weight_shape": shape}
+
+
+def _quantization_json(graft: GraftCheckpoint, form: Format) -> dict[str, Any]:
+    """`quantization_config` of compressed-tensors, with a group for each size of the groups that have one scale."""
+    parts: dict[int | None, set[str]] = {}  # by weights of one scale; None: a whole output channel
+    for name, shape in parameter_shapes(graft.config).items():
+        if _form(graft, name, shape) is not None:
+            size = group_size(shape[1], form) if form == "int4" else None
+            parts.setdefault(size, set()).add(name.split(".")[-2])
+    kind = {"num_bits": bits_of(form), "type": "float" if form == "fp8" else "int", "symmetric": True, "dynamic": False}
+    groups = {
+        f"group_{i}": {
+            "targets": ["Linear"] if len(parts) == 1 else [f"re:.*{name}$" for name in sorted(names)],
+            "weights": {**kind, "strategy": "channel" if size is None else "group", "group_size": size},
+            "input_activations": None,
+            "output_activations": None,
+        }
+        for i, (size, names) in enumerate(parts.items())
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized" if form == "fp8" else "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": ["lm_head"],
+    }
 
 
 def _write_shards(weights: Iterable[tuple[str, torch.Tensor]], folder: Path, advance: Callable[[int], object]) -> None:
@@ -157,14 +210,17 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
 
 def _graft_json(graft: GraftCheckpoint, dtype: torch.dtype) -> dict[str, Any]:
     """config.json in the spelling of transformers 5, with where the weights come from."""
-    config = graft.config
+    config, form = graft.config, graft.quantization
+    rounding = {} if form is None else {"quantization_config": _quantization_json(graft, form)}
+    origin = {"base": graft.base_name, "shape": graft.shape_name} | ({} if form is None else {"quantization": form})
     return _config_json(config, dtype) | {
         "architectures": [_ARCHITECTURES[config.family]],
         "model_type": config.family,
         "rope_parameters": _rope_parameters(config.attention.rope),
         "eos_token_id": list(graft.stop_token_ids) or None,
         "bos_token_id": None,
-        "ssd_graft": {"base": graft.base_name, "shape": graft.shape_name},
+        "ssd_graft": origin,
+        **rounding,
     }
 
 

@@ -10,6 +10,9 @@ all factors are powers of two, except the square root of the ratio of head sizes
 * Additional heads, MLP rows and layers compute on random weights, and nothing of it is added to the stream.
 * Additional tokens have a logit far below all others, from a tiny constant that every embedding carries.
 
+The largest weight of a row with the base's weights is one of them. So where all factors are powers of two, codes with
+one scale per output channel (fp8, int8) are the base's codes, too, and the graft's text is that of the rounded base.
+
 Knows nothing of files or the engine.
 """
 
@@ -24,12 +27,14 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Final, cast, get_args
 
 import torch
 
 from ssd.errors import ConfigError, UnsupportedModel
-from ssd.layers.formats import FormatOf, dense
+from ssd.kernels.quantized import Format
+from ssd.layers.formats import FormatOf
+from ssd.layers.formats.rounded import rounded
 from ssd.layers.spec import AttentionSpec, RopeConfig
 from ssd.models.checkpoint import Checkpoint, all_weights, graft_note
 from ssd.models.config import DecoderConfig
@@ -57,21 +62,29 @@ READERS: Final = (  # tensors that read the normed stream; where the stream is z
 
 @dataclass(frozen=True)
 class GraftCheckpoint:
-    """`base` in `shape`. What does not fit is refused on construction."""
+    """`base` in `shape`. What does not fit is refused on construction.
+
+    `quantization`: what its weights are rounded to as they are loaded, one after the other.
+    """
 
     base: Checkpoint
     base_name: str
     shape: DecoderConfig
     shape_name: str
+    quantization: Format | None = None
 
     @classmethod
-    def of(cls, base: Checkpoint, shape_name: str, base_name: str = "") -> GraftCheckpoint:
-        """In one of the published shapes."""
+    def of(cls, base: Checkpoint, shape: str, base_name: str = "") -> GraftCheckpoint:
+        """In one of the published shapes; `shape` may end with a format: llama-3.1-70b:fp8."""
+        shape_name, rounding, form = shape.partition(":")
         if shape_name not in SHAPES:
             close = get_close_matches(shape_name, SHAPES, n=1)
             meant = f"did you mean {close[0]}? Else " if close else ""
             raise ConfigError(f"shape={shape_name!r} is not known: {meant}use one of {', '.join(SHAPES)}")
-        return cls(base, base_name or base.path.resolve().name, SHAPES[shape_name], shape_name)
+        if rounding and form not in get_args(Format):
+            raise ConfigError(f"shape={shape!r} ends with no format: use :{', :'.join(get_args(Format))}, or none")
+        name, chosen = base_name or base.path.resolve().name, cast(Format, form) if rounding else None
+        return cls(base, name, SHAPES[shape_name], shape_name, chosen)
 
     def __post_init__(self) -> None:
         obstacle = next(obstacles(self.base.config, self.shape), None)
@@ -100,13 +113,13 @@ class GraftCheckpoint:
     def stop_token_ids(self) -> tuple[int, ...]:
         return self.base.stop_token_ids
 
-    @property
+    @cached_property
     def formats(self) -> FormatOf:
-        return dense
+        return rounded(self.quantization, exact=True)
 
     @property
     def note(self) -> str:
-        return graft_note(self.base_name, self.shape_name)
+        return graft_note(self.base_name, self.shape_name, self.quantization)
 
     def tokenizer(self) -> Tokenizer:
         return self.base.tokenizer()
@@ -229,12 +242,14 @@ class Axis:
 
 
 def place(small: torch.Tensor, big: torch.Tensor, rows: Axis, columns: Axis) -> None:
-    """Computed in float32, rounded once. A vector is one row."""
+    """Computed in float32, rounded once. A vector is one row. Nothing else in these rows is larger afterwards."""
     small, big = small.view(-1, small.shape[-1]), big.view(-1, big.shape[-1])
     device = big.device
     block = small[rows.source.to(device)][:, columns.source.to(device)]
-    block = block * rows.scale.to(device)[:, None] * columns.scale.to(device)
-    big[rows.target.to(device)[:, None], columns.target.to(device)] = block.to(big.dtype)
+    block = (block * rows.scale.to(device)[:, None] * columns.scale.to(device)).to(big.dtype)
+    index, largest = rows.target.to(device), block.abs().amax(1, keepdim=True)
+    big[index] = big[index].clamp(-largest, largest)
+    big[index[:, None], columns.target.to(device)] = block
 
 
 def blocks_of(small: DecoderConfig, big: DecoderConfig, attended: Axis | None = None) -> dict[str, tuple[Axis, Axis]]:

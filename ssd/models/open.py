@@ -24,7 +24,7 @@ HEAD: Final = "-eagle"  # ends the names of bundled heads
 
 def open_checkpoint(model: str | os.PathLike[str], field: str = "model") -> Checkpoint:
     """Open a bundled model, a directory, a `.gguf` file, a hub id `org/name` (local cache first, then download), or
-    `graft:BASE@SHAPE`: any of them in the shape of a published model.
+    `graft:BASE@SHAPE`: any of them in the shape of a published model, perhaps rounded (`graft:BASE@SHAPE:fp8`).
 
     A bundled name wins over a directory of that name, which is `./name`. `field`: the option that names the model, for
     errors.
@@ -82,7 +82,7 @@ def absolute_path(model: str) -> str:
 
 
 def open_graft(base: str, shape: str, field: str = "model") -> GraftCheckpoint:
-    """`base`, which is anything that `open_checkpoint` opens, in one of the published shapes."""
+    """`base`, which is anything that `open_checkpoint` opens, in a shape that `GraftCheckpoint.of` knows."""
     return GraftCheckpoint.of(open_checkpoint(base, field), shape, Path(base).name)
 
 

@@ -173,8 +173,10 @@ class Metrics(Collector):
             "device": config.device,
             "gpu": "" if config.device == "cpu" else torch.cuda.get_device_name(config.device),
             "dtype": config.dtype,
+            "quantization": config.quantization or "",
             "mode": config.speculation.mode,
             "draft": str(config.speculation.draft or ""),
+            "draft_quantization": config.speculation.draft_quantization or "",
             "system_fingerprint": self._fingerprint,
         }
         family = GaugeMetricFamily("ssd_build_info", "What is served, and by what; always 1.", labels=list(labels))

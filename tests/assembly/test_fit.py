@@ -59,6 +59,22 @@ def test_weights_beyond_the_memory_are_refused_with_a_shape_that_fits(free: Any)
     assert refusal("tiny-qwen3").endswith("use a smaller model")
 
 
+def test_rounding_is_suggested_where_nothing_exact_fits(free: Any) -> None:
+    """Not where bfloat16 would do, which is exact, nor for weights that are rounded already."""
+    model = "graft:tiny-qwen3@qwen3-32b"
+    free(40)
+    assert "use quantization='fp8' (32.0 GiB) or the shape" in refusal(model, dtype="bfloat16")
+    free(70)
+    assert "fp8" not in refusal(model)
+    free(25)
+    assert "fp8" not in refusal(model, dtype="bfloat16")
+    for options in ({"quantization": "fp8"}, {"model": f"{model}:fp8"}):
+        text = refusal(**{"model": model, "dtype": "bfloat16", **options})
+        assert "needs 32.0 GiB for the weights in fp8" in text
+        assert "quantization='fp8'" not in text
+        assert text.endswith("use the shape qwen3-14b")
+
+
 def test_the_draft_is_counted_too(free: Any) -> None:
     """Catches a draft that is forgotten, in this process and in its own."""
     target = weight_bytes(open_checkpoint("tiny-qwen3").config, torch.float32)

@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -300,6 +301,8 @@ def test_the_title_has_a_draft_only_if_one_ran(methods: str, peers: tuple[str, .
     config = BenchConfig(*TINY, methods=methods, peers=peers)
     title = Report(_header(config), [], [], None, []).title
     assert title.startswith("tiny-llama, " if draft is None else f"tiny-llama + {draft}, ")
+    rounded = Report(_header(replace(config, engine={"quantization": "fp8"})), [], [], None, []).title
+    assert ", quantization=fp8, batch" in rounded
 
 
 @pytest.mark.parametrize(
@@ -407,10 +410,11 @@ def test_different_texts_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_json_alone_goes_to_stdout() -> None:
     flags = ["bench", "--compare", "ar", "--sets", "random", "--prompts", "1", "--max-tokens", "4", "--input-len", "8"]
-    result = CliRunner().invoke(app, [*flags, "--repeats", "1", "--json", "-"])
+    result = CliRunner().invoke(app, [*flags, "--repeats", "1", "--quantization", "int8", "--json", "-"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["results"][0]["prompt_tokens"] == 8
+    assert "ssd: weights rounded to int8 when loaded" in report["notes"]
     assert "tokens/s" in result.stderr
 
 

@@ -136,9 +136,11 @@ def test_bytes_of_a_character_are_escaped(ahead: LLM) -> None:
 
 def test_as_many_outcomes_are_announced_as_are_prepared(capsys: pytest.CaptureFixture[str]) -> None:
     wanted = SpeculationConfig(mode="ssd", draft="small", k=4, fan_out=2)
-    llm = SimpleNamespace(config=SimpleNamespace(speculation=wanted, device="cpu", model="large"), note="")
-    _print_heading(cast(LLM, llm), SamplingParams(seed=0), Console())
-    assert "prepares for up to 10 outcomes" in " ".join(capsys.readouterr().out.split())
+    config = SimpleNamespace(speculation=wanted, device="cpu", model="large", quantization="fp8")
+    _print_heading(cast(LLM, SimpleNamespace(config=config, note="")), SamplingParams(seed=0), Console())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "large (in fp8) writes; small drafts" in said
+    assert "prepares for up to 10 outcomes" in said
 
 
 def test_the_verdict_tells_what_stands() -> None:

@@ -60,22 +60,24 @@ def test_progress_of_weights_is_reported_every_tenth_at_most(
 
 
 def test_a_server_says_what_it_serves_and_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Device, dtype, KV tokens, mode, draft, and the playground's address, once it is loaded."""
+    """Device, dtype, rounding, KV tokens, mode, draft, and the playground's address, once it is loaded."""
     ready: list[str] = []
     monkeypatch.setattr(serve, "_listen", lambda *_: [])
     monkeypatch.setattr(serve, "_run", lambda _, __, notes: ready.extend(notes))
     flags = ["--draft", "tiny-llama-draft", "--mode", "sd", "--k", "3", "--device", "cpu", "--max-model-len", "512"]
+    flags += ["--quantization", "fp8"]
     ended = CliRunner().invoke(app, ["serve", "tiny-llama", *flags, "--num-kv-blocks", "100", "--port", "8010"])
     assert ended.exit_code == 0, ended.stderr
     assert [" ".join(line.split()) for line in ready] == [
-        "device cpu, float32",
+        "device cpu, float32, weights in fp8",
         "KV cache 1,600 tokens; 64 sequences of up to 512 tokens",
         "mode sd, draft tiny-llama-draft, k 3",
         "API http://127.0.0.1:8010/v1, model tiny-llama",
         "playground http://127.0.0.1:8010/",
     ]
-    stages = ["loading tiny-llama", "reading the weights of tiny-llama", "reading the weights of tiny-llama-draft"]
-    assert ended.stderr.splitlines()[:3] == stages
+    stages = ["tiny-llama in fp8", "tiny-llama-draft"]
+    assert ended.stderr.splitlines()[:3] == ["loading tiny-llama", *(f"reading the weights of {s}" for s in stages)]
+    assert "weights rounded to fp8 when loaded" in ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -573,6 +573,32 @@ def test_a_quantized_draft_of_the_target_itself_is_mostly_right(form: str, host_
     assert form != "int4" or output.metrics.accepted < output.metrics.drafted  # catches weights that are not rounded
 
 
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        *(("fp8", "bfloat16"), ("int8", "float32"), ("int4", "bfloat16")),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fp8", "float32"), ("int4", "float32"))),
+        pytest.param("int8", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_a_quantized_target_writes_the_same_text_in_all_modes(form: str, dtype: str) -> None:
+    """At all temperatures, `mixed_params` has them. Catches products whose bits depend on the number of rows, weights
+    that are not rounded, and a text that is not that of the rounded model."""
+    prompts, params = bundled_prompts(8), mixed_params(8, 16)
+    options: dict[str, Any] = {"device": "cpu", "dtype": dtype, "quantization": form, "max_model_len": 1024}
+
+    def written(mode: str, batch: int, **more: Any) -> Answers:
+        how = {"mode": mode} if mode == "ar" else {"mode": mode, "draft": "tiny-llama-draft", "k": 3, **more}
+        with LLM("tiny-llama-draft", max_num_seqs=batch, speculation=how, **options) as llm:
+            assert llm.engine.round.target.runner.decoder.formats == {"dense", form}
+            assert llm.note == f"weights rounded to {form} when loaded"
+            return answers(llm, prompts, params, batch)
+
+    alone = written("ar", 1)
+    assert written("sd", 4) == alone
+    assert written("ssd", 8, placement="inline") == alone
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("k", KS)

@@ -257,6 +257,18 @@ def test_a_controller_and_quantised_heads_change_no_token(
         assert answers(llm) == alone
 
 
+def test_a_head_of_a_rounded_target_stays_as_it_is(target: TestModel, head: Head) -> None:
+    """Catches a head that is rounded with its target."""
+    texts: list[Answers] = []
+    for speculation in ({"mode": "ar"}, {"mode": "ssd", "draft": head.path, "k": 3}):
+        options = {"quantization": "fp8", "speculation": speculation}
+        with LLM(target.path, device="cpu", max_num_seqs=4, **options) as llm:
+            texts.append(answers(llm))
+            features = llm.engine.round.target.runner.features
+            assert features is None or features.head.formats == {"dense"}
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize("mode", [pytest.param("sd", marks=pytest.mark.slow), "ssd"])
 def test_the_rejection_rule_gets_distributions_over_the_targets_vocabulary(
     target: TestModel, head: Head, alone: Answers, mode: str, monkeypatch: pytest.MonkeyPatch

@@ -135,7 +135,7 @@ def random_case(seed: int, *, processes: bool = True) -> Case:
         events=_events(dice, speculation),
         model=model,
         dtype=dice.choice(["float32", "float32", "bfloat16"]),
-        options=_options(dice, model),
+        options=_options(dice, model) | _rounding(seed),
         speculation=speculation,
         run_ahead=dice.random() < 0.5,
     )
@@ -145,6 +145,12 @@ def _with_windows(model: str, seed: int) -> str:
     """Perhaps another model, with sliding windows. A seed gives the same case as before they were known."""
     own = random.Random(f"windows {seed}")
     return own.choice(WINDOWED) if model not in BUNDLED and own.random() < 0.3 else model
+
+
+def _rounding(seed: int) -> dict[str, Any]:
+    """Perhaps rounded weights. A seed gives the same case, those aside, as before they were known."""
+    own = random.Random(f"quantization {seed}")
+    return {"quantization": own.choice(["fp8", "int8", "int4"])} if own.random() < 0.3 else {}
 
 
 def _options(dice: random.Random, model: str) -> dict[str, Any]:

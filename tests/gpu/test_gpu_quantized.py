@@ -1,4 +1,5 @@
-"""Quantised drafts on a GPU: the kernel at real sizes, in bfloat16 and float16, and the same text as without drafts."""
+"""Quantised weights on a GPU: the kernel at real sizes, in bfloat16 and float16; drafts that change no text, and
+targets that write the same in all modes."""
 
 from __future__ import annotations
 
@@ -106,3 +107,38 @@ def test_a_quantized_draft_changes_no_token(temperature: float) -> None:
     for way in WAYS:
         assert write(speculation={"draft": draft, **way}) == expected, way
     assert min(accepted[1:]) > 0.2  # catches drafts that are noise
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_quantized_target_writes_the_same_text_in_all_modes(form: Format, temperature: float) -> None:
+    """Batches of 1, 6 and 16 sequences: graphs, splits of the depth and tiles differ."""
+    target, draft = f"graft:tiny-llama@llama-3.2-1b:{form}", "graft:tiny-llama-draft@llama-3.2-1b"
+    prompts = load_prompts("gsm8k").asked()[:16]
+    params = [
+        SamplingParams(temperature=temperature, max_new_tokens=48, ignore_eos=True, seed=i) for i in range(len(prompts))
+    ]
+
+    def write(batch: int, **speculation: Any) -> list[list[int]]:
+        with LLM(target, device="cuda", max_model_len=1024, max_num_seqs=batch, speculation=speculation or None) as llm:
+            outputs = llm.generate(prompts, params)
+            wait_until_idle(llm.driver)
+            assert llm.engine.metrics.drafter_failures == 0
+        return [output.token_ids for output in outputs]
+
+    expected = write(1)
+    assert write(16) == expected
+    assert write(6, mode="sd", draft=draft, k=3) == expected
+    assert write(16, mode="ssd", draft=draft, k=4) == expected
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_rounded_graft_is_loaded_one_weight_at_a_time(form: Format) -> None:
+    """Catches unrounded weights that stay: at no time there is more than the codes, the embedding and one fused weight
+    with its copies, where all of an 8B in bfloat16 are 15 GiB."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with LLM("graft:tiny-llama@llama-3.1-8b:" + form, device="cuda", max_model_len=64, num_kv_blocks=64, eager=True):
+        peak = torch.cuda.max_memory_allocated() - before
+    assert peak < (8 if form == "int4" else 12) * 2**30

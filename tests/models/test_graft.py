@@ -20,17 +20,21 @@ import transformers
 from conftest import LLAMA3_ROPE, VOCAB, byte_tokenizer, ragged_prompts, randomise_vectors
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from ssd import LLM, ConfigError, ModelNotFound, SamplingParams, SSDError
+from ssd.bench.transformers_peer import files_of
 from ssd.cli.main import app
+from ssd.kernels.quantized import decoded, quantize
 from ssd.layers.rotary import rope_tables
 from ssd.layers.spec import MLPSpec, RopeConfig
 from ssd.models import export
 from ssd.models import open as open_module
+from ssd.models.checkpoint import all_weights
 from ssd.models.config import DecoderConfig, equal_layers
-from ssd.models.graft import GraftCheckpoint, copy_scales
-from ssd.models.open import open_checkpoint, open_graft
+from ssd.models.graft import GraftCheckpoint, blocks_of, copy_scales
+from ssd.models.open import open_checkpoint, open_eagle, open_graft
 from ssd.models.shapes import SHAPES
 
 CPU = torch.device("cpu")
@@ -126,9 +130,9 @@ class Answers:
     texts: list[str]
 
 
-def answers(model: str, dtype: str) -> Answers:
+def answers(model: str, dtype: str, quantization: str | None = None) -> Answers:
     """Greedy, sampled and truncated."""
-    with LLM(model, device="cpu", dtype=dtype) as llm:
+    with LLM(model, device="cpu", dtype=dtype, quantization=quantization) as llm:
         prompts = ragged_prompts(12, 24)
         greedy = SamplingParams(max_new_tokens=24, ignore_eos=True)
         sampled = [replace(greedy, temperature=1.0, seed=i) for i in range(8)]
@@ -202,6 +206,61 @@ def test_the_first_dimensions_of_larger_heads_turn_alike(rope: RopeConfig, ratio
     raised = replace(rope, theta=rope.theta**ratio)
     for small, big in zip(rope_tables(rope, 32, 600), rope_tables(raised, 32 * ratio, 600), strict=True):
         assert torch.allclose(small, big[:, :16], atol=600 * 2**-23)  # one bit of the frequency
+
+
+# --- rounded ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("form", "dtype"), [("fp8", "bfloat16"), ("int8", "float32")])
+def test_a_rounded_graft_writes_the_text_of_its_rounded_base(
+    form: str, dtype: str, make_base: Callable[..., Path], base_answers: Callable[[str, str], Answers]
+) -> None:
+    """Codes of one scale per output channel. Catches a head or an embedding that is rounded on one side only, and
+    weights that are not rounded."""
+    graft = f"graft:{make_base('llama')}@llama-split-groups-4x-heads:{form}"
+    ours, base = answers(graft, dtype), answers(str(make_base("llama")), dtype, form)
+    assert ours.token_ids == base.token_ids
+    assert difference(ours.logits, base.logits) < 0.01
+    assert difference(base.logits, base_answers("llama", dtype).logits) > 0.01
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_bases_weights_have_the_same_codes_in_a_graft(
+    family: str, form: Any, make_base: Callable[..., Path]
+) -> None:
+    """Catches random numbers beside the base's weights that are larger, and so would set the scale: in this base none
+    is above 0.05."""
+    base = open_checkpoint(make_base(family, initializer_range=0.01))
+    graft = GraftCheckpoint.of(base, f"{family}-split-groups-4x-heads")
+    small, big = (all_weights(each, CPU, torch.bfloat16) for each in (base, graft))
+    blocks = blocks_of(base.config, graft.config)
+    for part in (name for name in blocks if name.endswith("_proj")):
+        name, (rows, columns) = f"model.layers.0.{part}.weight", blocks[part]
+        real = rows.scale != 0
+        expected, found = quantize(small[name], form), quantize(big[name], form)
+        codes = found.values[rows.target[real][:, None], columns.target]
+        assert torch.equal(codes, expected.values[rows.source[real]][:, columns.source]), part
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
+def test_a_rounded_graft_says_so(form: str, make_base: Callable[..., Path]) -> None:
+    graft = open_graft(str(make_base("llama")), f"llama-everything:{form}")
+    assert graft.quantization == form
+    assert f"in the shape of llama-everything, rounded to {form}: that shape's speed" in graft.note
+    assert ("a text close to tiny-llama's" if form == "int4" else f"the text of tiny-llama in {form}") in graft.note
+
+
+def test_a_graft_is_rounded_once(make_base: Callable[..., Path]) -> None:
+    path = make_base("llama")
+    with pytest.raises(ConfigError, match="ends with no format: use :fp8, :int8, :int4"):
+        open_checkpoint(f"graft:{path}@llama-everything:fp7")
+    with pytest.raises(ConfigError, match=r"quantization='int8': the checkpoint is quantised already .*leave it out"):
+        LLM(f"graft:{path}@llama-everything:fp8", device="cpu", quantization="int8")
+    with pytest.raises(ConfigError, match="not rounded by :fp8: use draft_quantization='fp8'"):
+        open_eagle("graft:tiny-llama-eagle@llama-3.1-8b:fp8")
+    with pytest.raises(ConfigError, match=r"ssd graft m --shape llama-3\.1-8b --quantization fp8`"):
+        files_of("graft:m@llama-3.1-8b:fp8")
 
 
 # --- what fills the rest ----------------------------------------------------------------------------------------------
@@ -359,6 +418,57 @@ def test_written_grafts_are_the_same_to_everybody(
         assert disk.generate("hello", params)[0].text == memory.generate("hello", params)[0].text
 
 
+def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """The integers of 32-bit words, the first in the lowest bits, less half of their range."""
+    fields = [(words.long() >> shift) & ((1 << bits) - 1) for shift in range(0, 32, bits)]
+    return torch.stack(fields, 2).flatten(1) - (1 << bits - 1)
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
+def test_written_codes_are_those_in_memory(
+    form: Any, make_base: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, in the layout of compressed-tensors: read back by code of its own. Catches a wrong order of bits, a
+    scale that is rounded, a group size or a layer that the config does not tell."""
+    monkeypatch.setitem(SHAPES, "two-groups", sizes(192, 128, 3, 4, 2, 16, VOCAB, True))
+    graft = open_graft(str(make_base("llama")), f"two-groups:{form}")
+    sizes_told: list[int] = []
+    export.write_graft(graft, tmp_path / "g", torch.bfloat16, CPU, sizes_told.append)
+    stored, config = (
+        load_file(tmp_path / "g" / "model.safetensors"),
+        json.loads((tmp_path / "g/config.json").read_text()),
+    )
+    told = config["quantization_config"]
+    assert (told["quant_method"], told["ignore"]) == ("compressed-tensors", ["lm_head"])
+    assert told["format"] == ("float-quantized" if form == "fp8" else "pack-quantized")
+    assert config["ssd_graft"]["quantization"] == form
+    for name, tensor in graft.weights(CPU, torch.bfloat16):
+        if not name.endswith("_proj.weight"):
+            assert torch.equal(stored.pop(name), tensor)
+            continue
+        part, codes = name.removesuffix(".weight"), quantize(tensor, form)
+        assert torch.equal(stored.pop(f"{part}.weight_scale"), codes.scales)
+        [group] = [g for g in told["config_groups"].values() if any(matches(target, part) for target in g["targets"])]
+        weights = group["weights"]
+        assert group["input_activations"] is None
+        assert weights["num_bits"] == (4 if form == "int4" else 8)
+        assert weights["strategy"] == ("group" if form == "int4" else "channel")
+        assert weights["group_size"] == (codes.group if form == "int4" else None)
+        if form == "fp8":
+            assert torch.equal(stored.pop(f"{part}.weight").float(), decoded(codes.values, "fp8"))
+            continue
+        assert stored.pop(f"{part}.weight_shape").tolist() == list(tensor.shape)
+        integers = unpacked(stored.pop(f"{part}.weight_packed"), weights["num_bits"])
+        assert torch.equal(integers.float(), decoded(codes.values, form))
+    assert not stored
+    assert len(told["config_groups"]) == (2 if form == "int4" else 1)
+    assert sum(sizes_told) == pytest.approx(export.stored_bytes(graft, torch.bfloat16), rel=0.01)
+
+
+def matches(target: str, part: str) -> bool:
+    return target == "Linear" or re.match(target.removeprefix("re:"), part) is not None
+
+
 def test_nothing_is_left_of_an_interrupted_writing(graft: GraftCheckpoint, tmp_path: Path) -> None:
     """Catches a half-written directory that looks like a checkpoint."""
 
@@ -420,11 +530,23 @@ def test_mistakes_exit_with_one_and_misuse_with_two(make_base: Callable[..., Pat
     assert list(tmp_path.iterdir()) == []
     assert run("graft", base).exit_code == 2
     assert run("graft", base, "--shape", "qwen3-8b", "--dtype", "int4").exit_code == 2
+    assert run("graft", base, "--shape", "qwen3-8b", "--quantization", "int3").exit_code == 2
 
 
 def test_help_lists_the_shapes() -> None:
     text = " ".join(run("graft", "--help").stdout.split())
-    assert all(name in text for name in ("llama-3.1-8b", "qwen3-32b", "tiny-llama@llama-3.1-8b"))
+    assert all(name in text for name in ("llama-3.1-8b", "qwen3-32b", "tiny-llama@llama-3.1-8b", "--quantization"))
+
+
+def test_the_command_writes_rounded_grafts(
+    make_base: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ("--shape", "qwen3-2x-heads", "--quantization", "int4", "--device", "cpu")
+    done = run("graft", str(make_base("qwen3")), *options)
+    assert (done.exit_code, done.stdout) == (0, "tiny-qwen3@qwen3-2x-heads-int4\n"), done.output
+    assert "rounded to int4" in " ".join(done.stderr.split())
+    assert json.loads((tmp_path / done.stdout.strip() / "config.json").read_text())["quantization_config"]
 
 
 # --- bundled models ---------------------------------------------------------------------------------------------------

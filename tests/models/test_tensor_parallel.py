@@ -28,6 +28,7 @@ from ssd.errors import ConfigError
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
 from ssd.kernels.device import kernels
+from ssd.layers.formats.rounded import rounded
 from ssd.layers.parameter import Build
 from ssd.models.checkpoint import FileTensor, HFCheckpoint
 from ssd.models.config import DecoderConfig, equal_layers
@@ -94,6 +95,16 @@ def test_ranks_equal_one(make_model: Callable[[str], TestModel], kind: str, size
     checkpoint = opened(make_model, kind)
     split = on_ranks(size, lambda tp: logits(checkpoint, tp))[0]
     assert (split - logits(checkpoint, TensorParallel())).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
+def test_ranks_of_a_rounded_model_equal_one(form: str) -> None:
+    """Catches scales of a rank's columns alone, which make another model."""
+    plain = RandomCheckpoint(equal_layers("llama", 320, 64, 192, 2, 4, 2, 16, 64))
+    checkpoint = replace(plain, formats=rounded(form, exact=True))
+    one, split = logits(checkpoint, TensorParallel()), on_ranks(2, lambda tp: logits(checkpoint, tp))[0]
+    assert (split - one).norm() < 1e-5 * one.norm()
+    assert (logits(plain, TensorParallel()) - one).norm() > 1e-3 * one.norm()  # it is rounded
 
 
 class Queued:

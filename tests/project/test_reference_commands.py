@@ -210,6 +210,7 @@ def config(monkeypatch: pytest.MonkeyPatch, flags: str) -> Any:
         ("--b 4 --temp 0.7 --dtemp 0.7 --input_len 9", {"batch": 4, "temperature": 0.7, "input_len": 9}),
         ("--eager --block_sz 8 --device cpu", {"engine": {"eager": True, "block_size": 8, "device": "cpu"}}),
         ("--max_model_len 64", {"engine": {"max_model_len": 64}}),
+        ("--size 70 --graft --quantization fp8", {"engine": {"quantization": "fp8"}}),
         ("--prompt_offset 3 --chat_template --max-steps 5", {"prompt_offset": 3, "chat": True, "max_rounds": 5}),
         ("--peer hf,http://127.0.0.1:1 --repeats 3", {"peers": ("hf", "http://127.0.0.1:1"), "repeats": 3}),
         ("--peer vllm:4", {"methods": "ar", "draft": "tiny-llama-draft"}),

@@ -233,6 +233,7 @@ def test_the_build_and_the_process_are_told(llm: LLM) -> None:
     for label in ("model_name", "version", "torch", "device", "dtype", "mode", "draft", "system_fingerprint"):
         assert re.search(rf'{label}="[^"]+"', build), label
     assert 'draft="tiny-llama-draft"' in build
+    assert 'quantization="' in build
     assert build.endswith(" 1.0")
     if Path("/proc/self/stat").exists():
         assert re.search(r"^process_resident_memory_bytes [1-9]", text, re.MULTILINE)

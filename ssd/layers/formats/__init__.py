@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -21,11 +21,13 @@ FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Use:
-    """What a weight is for. `gated`: its first half are gate rows, its second half up rows."""
+    """What a weight is for. `gated`: its first half are gate rows, its second half up rows. `columns`: this rank's
+    part, which a format must cut itself if its `share` has all columns."""
 
     gated: bool = False
     embedding: bool = False  # its rows are looked up
     product: bool = True  # it is multiplied with
+    columns: slice = field(default_factory=lambda: slice(None))
 
 
 class WeightFormat:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -148,7 +148,7 @@ class Mixed(WeightFormat):
         return hash(self.formats)
 
     def prepare(self, parts: Seq[Mapping[str, torch.Tensor]], ops: Ops, dtype: torch.dtype, use: Use) -> list[Any]:
-        alone = Use(embedding=use.embedding, product=use.product)
+        alone = replace(use, gated=False)
         return [each.prepare([part], ops, dtype, alone) for each, part in zip(self.formats, parts, strict=True)]
 
     def linear(

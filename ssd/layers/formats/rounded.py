@@ -1,20 +1,26 @@
-"""Float weights that are rounded to 8 or 4 bits when they are loaded."""
+"""Float weights that are rounded to 8 or 4 bits when they are loaded.
+
+A weight is rounded before a rank's columns are cut from it, so that the model is the same on any number of ranks.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 
+from ssd.errors import ConfigError
 from ssd.kernels.ops import Ops
-from ssd.kernels.quantized import Format, quantize, quantized_bytes
+from ssd.kernels.quantized import Codes, Format, quantize, quantized_bytes
 from ssd.layers.formats import DENSE, FormatOf, Use, WeightFormat, dense, fused
 
 _AROUND = ("embed_tokens", "lm_head")
 _FEW_ROWS = 64  # products of more rows are bound by arithmetic, not by reading the weight
+_LEAST_GROUP = 16  # weights of one scale that kernels take
 
 
 @dataclass(frozen=True)
@@ -36,12 +42,17 @@ class Rounded(WeightFormat):
         self.name: Format = name
         self.exact, self.keeps_dense = exact, keeps_dense
 
+    def share(self, tensor: str, rows: slice, columns: slice) -> tuple[slice, ...]:
+        return rows, slice(None)
+
     def prepare(self, parts: Seq[Mapping[str, torch.Tensor]], ops: Ops, dtype: torch.dtype, use: Use) -> RoundedWeight:
         weight = fused(parts, dtype)
-        codes = None
+        codes = dense = None
         if use.product:
-            codes = ops.prepare_codes(quantize(weight, self.name), dtype, gated=use.gated, exact=self.exact)
-        dense = ops.prepare(weight, gated=use.gated) if use.embedding or self.keeps_dense else None
+            own = _columns(quantize(weight, self.name), use.columns)
+            codes = ops.prepare_codes(own, dtype, gated=use.gated, exact=self.exact)
+        if use.embedding or self.keeps_dense:
+            dense = ops.prepare(weight[:, use.columns].contiguous(), gated=use.gated)
         return RoundedWeight(codes, dense)
 
     def linear(
@@ -62,11 +73,27 @@ class Rounded(WeightFormat):
         return dense + (quantized_bytes(rows, depth, self.name) if use.product else 0)
 
 
+def _columns(codes: Codes, part: slice) -> Codes:
+    """A part of all rows. Groups that it cuts become smaller ones of the same scale."""
+    if part == slice(None):
+        return codes
+    unit, size = math.gcd(codes.group, part.start, part.stop), part.stop - part.start
+    if codes.scales.shape[1] == 1:
+        return replace(codes, values=codes.values[:, part].contiguous(), depth=size)
+    if unit < _LEAST_GROUP:
+        raise ConfigError(
+            f"tensor_parallel_size: a rank's share of {size} weights cuts through groups of {_LEAST_GROUP} "
+            f"({codes.type}): use fewer ranks, or int8"
+        )
+    scales = codes.scales.repeat_interleave(codes.group // unit, 1)[:, part.start // unit : part.stop // unit]
+    return replace(codes, values=codes.values[:, part].contiguous(), scales=scales.contiguous(), depth=size)
+
+
 def rounded(form: str | None, stored: FormatOf = dense, *, exact: bool = False) -> FormatOf:
     """The formats of a checkpoint whose float weights are rounded to `form` when they are loaded.
 
-    `exact`: a target's (see `quantization`), whose embedding and head stay as they are; else a draft's (see
-    `draft_quantization`).
+    `exact`: a target's (see `quantization`), whose embedding and head stay as they are, and whose layers must be
+    unquantised; else a draft's (see `draft_quantization`), of which float weights are rounded only.
     """
     if form is None or form == "none":
         return stored
@@ -74,7 +101,11 @@ def rounded(form: str | None, stored: FormatOf = dense, *, exact: bool = False) 
     chosen = Rounded(cast(Format, codes), exact=exact, keeps_dense=bool(kept))
 
     def format_of(name: str) -> WeightFormat:
-        found = stored(name)
-        return found if found is not DENSE or (exact and name.rpartition(".")[2] in _AROUND) else chosen
+        found, around = stored(name), name.rpartition(".")[2] in _AROUND
+        if exact and not around and found is not DENSE:
+            raise ConfigError(
+                f"quantization={form!r}: the checkpoint is quantised already ({name} is {found.name}): leave it out"
+            )
+        return found if found is not DENSE or (exact and around) else chosen
 
     return format_of
