@@ -77,13 +77,23 @@ class FileTensor:
 class Stored(Protocol):
     """A checkpoint, or an EAGLE head's."""
 
+    @property
+    def formats(self) -> FormatOf: ...
+
     def weights(self, device: torch.device, dtype: torch.dtype) -> Weights: ...
 
 
 def all_weights(checkpoint: Stored, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """All weights on the device, converted to one type."""
-    every = (slice(None),)
-    return {name: tensor[every].to(device, dtype) for name, tensor in checkpoint.weights(device, dtype)}
+    """All weights on the device, quantised ones widened, converted to one type."""
+    layers: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in checkpoint.weights(device, dtype):
+        layer, _, own = name.rpartition(".")
+        layers.setdefault(f"{layer}." if layer else "", {})[own] = tensor[(slice(None),)].to(device)
+    return {
+        layer + own: tensor.to(dtype)
+        for layer, stored in layers.items()
+        for own, tensor in checkpoint.formats(layer.removesuffix(".")).widened(stored).items()
+    }
 
 
 def graft_note(base: str, shape: str) -> str:

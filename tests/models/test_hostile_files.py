@@ -131,7 +131,9 @@ def load(path: Path) -> None:
     tokenizer = checkpoint.tokenizer()
     if tokenizer.available:
         tokenizer.encode("Hello <|im_end|>")
-    decoder = Decoder(checkpoint.config, Build(ReferenceOps(), CPU, torch.float32), max_positions=16)
+    decoder = Decoder(
+        checkpoint.config, Build(ReferenceOps(), CPU, torch.float32, format_of=checkpoint.formats), max_positions=16
+    )
     decoder.load(checkpoint.weights(CPU, torch.float32))
 
 

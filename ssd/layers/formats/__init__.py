@@ -42,6 +42,10 @@ class WeightFormat:
         """A rank's part of a stored tensor, for these rows and columns of the weight."""
         return rows, columns
 
+    def widened(self, stored: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The tensors of a layer (by the last part of their names) with its weight as one float tensor."""
+        return stored
+
     def prepare(self, parts: Seq[Mapping[str, torch.Tensor]], ops: Ops, dtype: torch.dtype, use: Use) -> Any:
         """Lays out a weight fused from `parts` (stored tensors by name), for products with rows of type `dtype`."""
         return ops.prepare(fused(parts, dtype), gated=use.gated)

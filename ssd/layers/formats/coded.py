@@ -15,7 +15,7 @@ import torch
 
 from ssd.errors import ConfigError
 from ssd.kernels.ops import Ops
-from ssd.kernels.quantized import Codes, fused_codes, quantized_rows, scaled_rows
+from ssd.kernels.quantized import Codes, dequantize, fused_codes, quantized_rows, scaled_rows
 from ssd.layers.formats import Use, WeightFormat
 
 
@@ -47,6 +47,10 @@ class Coded(WeightFormat):
     def codes(self, stored: Mapping[str, torch.Tensor]) -> Codes:
         """The codes of one part of a weight."""
         raise NotImplementedError
+
+    def widened(self, stored: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        others = {name: tensor for name, tensor in stored.items() if name == "bias"}
+        return {"weight": dequantize(self.codes(stored), torch.float32), **others}
 
     def prepare(self, parts: Seq[Mapping[str, torch.Tensor]], ops: Ops, dtype: torch.dtype, use: Use) -> CodedWeight:
         codes = ops.prepare_codes(fused_codes([self.codes(part) for part in parts]), dtype, gated=use.gated)
