@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ssd.layers.formats import FormatOf, dense
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import parameter_shapes
 from ssd.models.graft import fill_random
@@ -22,6 +23,7 @@ class RandomCheckpoint:
     path: Path = Path("random")
     stop_token_ids: tuple[int, ...] = ()
     note: str = ""
+    formats: FormatOf = dense
 
     def weights(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         for name, shape in parameter_shapes(self.config).items():

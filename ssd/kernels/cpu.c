@@ -462,48 +462,52 @@ INLINE void dot_codes(int8x16_t *lo, int8x16_t *hi, const char *w, const int for
 
 #define DOT_STEP(lane)                                                                               \
     {                                                                                                \
-        int8x16_t lo, hi;                                                                            \
-        dot_codes(&lo, &hi, w + (lane)*step, form);                                                  \
+        int8x16_t first, second;                                                                     \
+        dot_codes(&first, &second, w + (lane)*step, form);                                           \
         UNROLL for (int i = 0; i < mr * digits; i++) {                                               \
             int8x16_t v = vld1q_s8(x + 16 * i);                                                      \
-            left[i] = vdotq_laneq_s32(left[i], lo, v, lane);                                         \
-            right[i] = vdotq_laneq_s32(right[i], hi, v, lane);                                       \
+            left[i] = vdotq_laneq_s32(left[i], first, v, lane);                                      \
+            right[i] = vdotq_laneq_s32(right[i], second, v, lane);                                   \
         }                                                                                            \
     }
 
-INLINE vf from_digits(const int32x4_t *sums, const int digits) {
-    vf high = (vf)vcvtq_f32_s32(vaddq_s32(vshlq_n_s32(sums[digits - 1], 8), sums[digits - 2]));
-    return digits == 2 ? high : vfma((vf)vcvtq_f32_s32(sums[0]), high, vset(256.0f));
+INLINE float32x4_t from_digits(const int32x4_t *sums, const int digits) {
+    float32x4_t high = vcvtq_f32_s32(vaddq_s32(vshlq_n_s32(sums[digits - 1], 8), sums[digits - 2]));
+    return digits == 2 ? high : vfmaq_n_f32(vcvtq_f32_s32(sums[0]), high, 256.0f);
 }
 
 INLINE void dot_tile(const int mr, const int form, const int digits, const void *rows, const char *w,
                      const float *scales, long kq, const struct groups *g, float *buf) {
-    const long step = is_4_bits(form) ? 16 : 32;
+    const long step = is_4_bits(form) ? 16 : 32, gq = g->gq, count = g->count, shared = g->shared;
+    const float *units = g->units, *sums = g->offsets ? g->sums : 0;
     const int8_t *x = rows;
-    for (int m = 0; m < mr; m++)
-        for (int j = 0; j < NR; j += VL) vstore(buf + m * GROUP * NR + j, vset(0.0f));
-    for (long group = 0, n = 0; group < kq; group += g->gq, n++) {
+    float32x4_t lo[DOT_ROWS], hi[DOT_ROWS];
+    UNROLL for (int m = 0; m < mr; m++) lo[m] = hi[m] = vdupq_n_f32(0.0f);
+    for (long group = 0, n = 0, used = 0; group < kq; group += gq, n++) {
         int32x4_t left[DOT_ROWS * 3], right[DOT_ROWS * 3];
         UNROLL for (int i = 0; i < mr * digits; i++) left[i] = right[i] = vdupq_n_s32(0);
-        for (long q = group; q < min_l(kq, group + g->gq); q += 4) {
+        for (long q = group; q < min_l(kq, group + gq); q += 4) {
             DOT_STEP(0) DOT_STEP(1) DOT_STEP(2) DOT_STEP(3)
             x += 16 * mr * digits;
             w += 4 * step;
         }
-        const float *scale = scales + n / g->shared * (g->offsets ? 2 * NR : NR);
         UNROLL for (int m = 0; m < mr; m++) {
-            float *sum = buf + m * GROUP * NR;
-            vf unit = vset(g->units[m * g->count + n]);
-            vf lo = vfma(vload(sum), from_digits(left + m * digits, digits) * unit, vload(scale));
-            vf hi = vfma(vload(sum + VL), from_digits(right + m * digits, digits) * unit, vload(scale + VL));
-            if (g->offsets) {
-                vf of_x = vset(g->sums[m * g->count + n]);
-                lo = vfma(lo, of_x, vload(scale + NR));
-                hi = vfma(hi, of_x, vload(scale + NR + VL));
-            }
-            vstore(sum, lo);
-            vstore(sum + VL, hi);
+            float unit = units[m * count + n];
+            lo[m] = vfmaq_f32(lo[m], vmulq_n_f32(from_digits(left + m * digits, digits), unit), vld1q_f32(scales));
+            hi[m] = vfmaq_f32(hi[m], vmulq_n_f32(from_digits(right + m * digits, digits), unit), vld1q_f32(scales + 4));
         }
+        if (sums) UNROLL for (int m = 0; m < mr; m++) {
+            lo[m] = vfmaq_n_f32(lo[m], vld1q_f32(scales + 8), sums[m * count + n]);
+            hi[m] = vfmaq_n_f32(hi[m], vld1q_f32(scales + 12), sums[m * count + n]);
+        }
+        if (++used == shared) {
+            scales += sums ? 16 : 8;
+            used = 0;
+        }
+    }
+    UNROLL for (int m = 0; m < mr; m++) {
+        vst1q_f32(buf + m * GROUP * NR, lo[m]);
+        vst1q_f32(buf + m * GROUP * NR + VL, hi[m]);
     }
 }
 
