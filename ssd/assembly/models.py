@@ -118,10 +118,10 @@ def _embedding(config: EngineConfig, target: Decoder) -> Embedding:
     """The target's embedding for an EAGLE head; all of it, where the target has a share only."""
     if target.tp.size == 1:
         return target.embedding
-    name, model = "model.embed_tokens", target.config
-    build = Build(target.ops, target.device, target.dtype)
+    name, model, checkpoint = "model.embed_tokens", target.config, open_checkpoint(config.model)
+    build = Build(target.ops, target.device, target.dtype, format_of=checkpoint.formats)
     whole = Embedding(build, name, model.vocab_size, model.hidden_size, embedding=True)
-    tensors = _weights(open_checkpoint(config.model), target)
+    tensors = _weights(checkpoint, target)
     whole.load(f"{name}.weight", next(tensor for each, tensor in tensors if each == f"{name}.weight"))
     return whole
 

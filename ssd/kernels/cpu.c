@@ -264,6 +264,15 @@ void ssd_pack(const void *w, long ldw, void *out, long n, long k, int bf16, int 
 
 long ssd_panel_columns(void) { return NR; }
 
+/* k of a column that lie side by side in a panel of integer codes */
+long ssd_codes_together(void) {
+#if defined(NEON) && defined(__ARM_FEATURE_DOTPROD)
+    return 4;
+#else
+    return 1;
+#endif
+}
+
 /* rows of a packed (not gated) weight [n, k]: out[t] = W[ids[t]]; spares a tied embedding its second copy */
 int ssd_embedding(const void *w, const void *ids, int ids64, void *out, long tokens, long n, long k, int bf16) {
     long kp = ceil_div(k, 4) * 4;
@@ -338,10 +347,10 @@ static tile_fn *const TILES[2][9] = {
     {0, tile_1_h, tile_2_h, tile_3_h, tile_4_h, tile_5_h, tile_6_h, tile_7_h, tile_8_h},
 };
 
-/* The same with quantised weights: codes [K][NR] of 8 bits, or of 4 bits in [K/2][NR] (even k in the low halves);
- * scales [groups][NR] of `gq` quads of k each, or [groups][2][NR]: scales and offsets (a weight is scale * code +
- * offset).  A group's sums are multiplied by the row's scale of that group, if rows have scales, then by the
- * weight's, and added to those of the groups before it. */
+/* The same with quantised weights: codes [K][NR] of 8 bits, or of 4 bits in [K][VL] (column j in the low half of a
+ * byte, column VL + j in the high one); scales [groups][NR] of `gq` quads of k each, or [groups][2][NR]: scales and
+ * offsets (a weight is scale * code + offset).  A group's sums are multiplied by the row's scale of that group, if rows
+ * have scales, then by the weight's, and added to those of the groups before it. */
 enum { FP8 = 1, INT8, INT4, UINT4 };
 INLINE int is_4_bits(int form) { return form >= INT4; }
 
@@ -362,8 +371,8 @@ INLINE vf decode(const char *w, const int shift, const int form) {
 
 #define CODE_STEP(lane)                                                                              \
     {                                                                                                \
-        const char *at = w + (is_4_bits(form) ? (lane) / 2 : (lane)) * NR;                           \
-        vf lo = decode(at, (lane) % 2 * 4, form), hi = decode(at + VL, (lane) % 2 * 4, form);        \
+        const char *at = w + (lane) * (is_4_bits(form) ? VL : NR);                                   \
+        vf lo = decode(at, 0, form), hi = decode(is_4_bits(form) ? at : at + VL, 4, form);           \
         UNROLL for (int m = 0; m < mr; m++) {                                                        \
             left[m] = FMA_LANE(left[m], lo, xq[m], lane);                                            \
             right[m] = FMA_LANE(right[m], hi, xq[m], lane);                                          \
@@ -376,11 +385,14 @@ struct groups {
     int offsets;             /* the weight has offsets, too */
     const float *row_scales; /* of the tile's first row, or 0 */
     long ld;                 /* scales of a row: 1, or one for each group */
-    const float *sums;       /* of x, [row][groups]; with offsets only */
+    float *sums;             /* of x, [row][groups]; with offsets, or digits */
+    float *units;            /* of digits, [row][groups] */
+    long shared;             /* groups with the same scale of the weight: more than one with digits only */
 };
 
-INLINE void code_tile(const int mr, const int form, const float *x, const char *w, const float *scales, long kq,
+INLINE void code_tile(const int mr, const int form, const void *rows, const char *w, const float *scales, long kq,
                       const struct groups *g, float *buf) {
+    const float *x = rows;
     for (int m = 0; m < mr; m++)
         for (int j = 0; j < NR; j += VL) vstore(buf + m * GROUP * NR + j, vset(0.0f));
     for (long group = 0, i = 0; group < kq; group += g->gq, i++, scales += g->offsets ? 2 * NR : NR) {
@@ -411,10 +423,10 @@ INLINE void code_tile(const int mr, const int form, const float *x, const char *
     }
 }
 
-typedef void code_tile_fn(const float *x, const char *w, const float *scales, long kq, const struct groups *g,
+typedef void code_tile_fn(const void *x, const char *w, const float *scales, long kq, const struct groups *g,
                           float *buf);
 #define CODE_TILE(mr, form)                                                                                       \
-    static void code_tile_##mr##_##form(const float *x, const char *w, const float *s, long kq,                   \
+    static void code_tile_##mr##_##form(const void *x, const char *w, const float *s, long kq,                    \
                                         const struct groups *g, float *b) {                                       \
         code_tile(mr, form, x, w, s, kq, g, b);                                                                   \
     }
@@ -427,6 +439,132 @@ typedef void code_tile_fn(const float *x, const char *w, const float *scales, lo
     };
 CODE_TILES(FP8) CODE_TILES(INT8) CODE_TILES(INT4) CODE_TILES(UINT4)
 static code_tile_fn *const *const CODED[5] = {0, TILES_FP8, TILES_INT8, TILES_INT4, TILES_UINT4};
+
+/* Integer codes where the machine has dot products of four int8 (SDOT).  In each group (of 128 k at most) a row's x is
+ * rounded to unit * v, with a power of two as the unit and |v| <= 2^22 (2^14 if the row is bf16), and v is written in 3
+ * (2) signed digits of 8 bits.  Sums of digits times codes are exact; one of a group is converted to fp32 and goes on
+ * as in code_tile.  Codes are [K/4][NR][4], or [K/4][VL][4] of 4 bits, and x is [K/16][MR][digits][16].  int4 is stored
+ * in two's complement and read times 16, which the unit makes up for. */
+#if defined(NEON) && defined(__ARM_FEATURE_DOTPROD)
+#define DOT_ROWS 4
+#define DOT_MOST 128 /* k of a group: sums fit into 32 bits */
+
+INLINE void dot_codes(int8x16_t *lo, int8x16_t *hi, const char *w, const int form) {
+    if (form == INT8) {
+        *lo = vld1q_s8((const int8_t *)w);
+        *hi = vld1q_s8((const int8_t *)w + 16);
+        return;
+    }
+    uint8x16_t both = vld1q_u8((const uint8_t *)w);
+    *lo = vreinterpretq_s8_u8(form == INT4 ? vshlq_n_u8(both, 4) : vandq_u8(both, vdupq_n_u8(15)));
+    *hi = vreinterpretq_s8_u8(form == INT4 ? vandq_u8(both, vdupq_n_u8(0xf0)) : vshrq_n_u8(both, 4));
+}
+
+#define DOT_STEP(lane)                                                                               \
+    {                                                                                                \
+        int8x16_t first, second;                                                                     \
+        dot_codes(&first, &second, w + (lane)*step, form);                                           \
+        UNROLL for (int i = 0; i < mr * digits; i++) {                                               \
+            int8x16_t v = vld1q_s8(x + 16 * i);                                                      \
+            left[i] = vdotq_laneq_s32(left[i], first, v, lane);                                      \
+            right[i] = vdotq_laneq_s32(right[i], second, v, lane);                                   \
+        }                                                                                            \
+    }
+
+INLINE float32x4_t from_digits(const int32x4_t *sums, const int digits) {
+    float32x4_t high = vcvtq_f32_s32(vaddq_s32(vshlq_n_s32(sums[digits - 1], 8), sums[digits - 2]));
+    return digits == 2 ? high : vfmaq_n_f32(vcvtq_f32_s32(sums[0]), high, 256.0f);
+}
+
+INLINE void dot_tile(const int mr, const int form, const int digits, const void *rows, const char *w,
+                     const float *scales, long kq, const struct groups *g, float *buf) {
+    const long step = is_4_bits(form) ? 16 : 32, gq = g->gq, count = g->count, shared = g->shared;
+    const float *units = g->units, *sums = g->offsets ? g->sums : 0;
+    const int8_t *x = rows;
+    float32x4_t lo[DOT_ROWS], hi[DOT_ROWS];
+    UNROLL for (int m = 0; m < mr; m++) lo[m] = hi[m] = vdupq_n_f32(0.0f);
+    for (long group = 0, n = 0, used = 0; group < kq; group += gq, n++) {
+        int32x4_t left[DOT_ROWS * 3], right[DOT_ROWS * 3];
+        UNROLL for (int i = 0; i < mr * digits; i++) left[i] = right[i] = vdupq_n_s32(0);
+        for (long q = group; q < min_l(kq, group + gq); q += 4) {
+            DOT_STEP(0) DOT_STEP(1) DOT_STEP(2) DOT_STEP(3)
+            x += 16 * mr * digits;
+            w += 4 * step;
+        }
+        UNROLL for (int m = 0; m < mr; m++) {
+            float unit = units[m * count + n];
+            lo[m] = vfmaq_f32(lo[m], vmulq_n_f32(from_digits(left + m * digits, digits), unit), vld1q_f32(scales));
+            hi[m] = vfmaq_f32(hi[m], vmulq_n_f32(from_digits(right + m * digits, digits), unit), vld1q_f32(scales + 4));
+        }
+        if (sums) UNROLL for (int m = 0; m < mr; m++) {
+            lo[m] = vfmaq_n_f32(lo[m], vld1q_f32(scales + 8), sums[m * count + n]);
+            hi[m] = vfmaq_n_f32(hi[m], vld1q_f32(scales + 12), sums[m * count + n]);
+        }
+        if (++used == shared) {
+            scales += sums ? 16 : 8;
+            used = 0;
+        }
+    }
+    UNROLL for (int m = 0; m < mr; m++) {
+        vst1q_f32(buf + m * GROUP * NR, lo[m]);
+        vst1q_f32(buf + m * GROUP * NR + VL, hi[m]);
+    }
+}
+
+#define DOT_TILE(mr, form, digits)                                                                                \
+    static void dot_tile_##mr##_##form##_##digits(const void *x, const char *w, const float *s, long kq,          \
+                                                  const struct groups *g, float *b) {                             \
+        dot_tile(mr, form, digits, x, w, s, kq, g, b);                                                            \
+    }
+#define DOT_TILES(form, digits)                                                                                   \
+    DOT_TILE(1, form, digits) DOT_TILE(2, form, digits) DOT_TILE(3, form, digits) DOT_TILE(4, form, digits)       \
+    static code_tile_fn *const DOTS_##form##_##digits[5] = {                                                      \
+        0, dot_tile_1_##form##_##digits, dot_tile_2_##form##_##digits, dot_tile_3_##form##_##digits,              \
+        dot_tile_4_##form##_##digits,                                                                             \
+    };
+DOT_TILES(INT8, 2) DOT_TILES(INT4, 2) DOT_TILES(UINT4, 2) DOT_TILES(INT8, 3) DOT_TILES(INT4, 3) DOT_TILES(UINT4, 3)
+static code_tile_fn *const *const DOTS[2][5] = {
+    {0, 0, DOTS_INT8_2, DOTS_INT4_2, DOTS_UINT4_2},
+    {0, 0, DOTS_INT8_3, DOTS_INT4_3, DOTS_UINT4_3},
+};
+
+/* 16 numbers, times `up`, in digits; returns the sum of the integers */
+INLINE long to_digits(int8_t *out, const float *x, float up, int digits) {
+    int32x4_t v[4];
+    for (int i = 0; i < 4; i++) v[i] = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + 4 * i), up));
+    long sum = vaddvq_s32(vaddq_s32(vaddq_s32(v[0], v[1]), vaddq_s32(v[2], v[3])));
+    for (int d = 0; d < digits; d++, out += 16) {
+        int16x8_t low = vcombine_s16(vmovn_s32(v[0]), vmovn_s32(v[1])), high = vcombine_s16(vmovn_s32(v[2]), vmovn_s32(v[3]));
+        vst1q_s8(out, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
+        for (int i = 0; i < 4; i++) v[i] = vshrq_n_s32(vaddq_s32(v[i], vdupq_n_s32(128)), 8); /* the digit may be below 0 */
+    }
+    return sum;
+}
+
+/* Row `m` of a tile of mr rows in digits, with units and sums of its groups.  A group with NaN or infinity in it gets
+ * NaN as its unit. */
+static void pack_digits(int8_t *dst, const float *x, long m, long mr, long kq, int digits, int form,
+                        const struct groups *g, const float *row_scales, float *units, float *sums) {
+    const float most = digits == 2 ? 0x1p13f : 0x1p21f;
+    for (long group = 0, n = 0; group < kq; group += g->gq, n++) {
+        long first = group / 4, last = min_l(kq, group + g->gq) / 4;
+        float32x4_t top = vdupq_n_f32(0x1p-100f);
+        for (long i = 4 * first; i < 4 * last; i++) top = vmaxq_f32(top, vabsq_f32(vld1q_f32(x + 4 * i)));
+        float largest = vmaxvq_f32(top), power, sum = 0.0f;
+        uint32_t bits;
+        memcpy(&bits, &largest, 4);
+        int finite = bits < 0x7f800000u;
+        bits &= 0x7f800000u;
+        memcpy(&power, &bits, 4);
+        float unit = finite ? power / most : NAN;
+        for (long i = first; i < last; i++)
+            sum += (float)to_digits(dst + (i * mr + m) * 16 * digits, x + 16 * i, finite ? most / power : 0.0f, digits);
+        if (row_scales) unit *= row_scales[g->ld > 1 ? n / g->shared : 0];
+        sums[n] = sum * unit;
+        units[n] = form == INT4 ? unit / 16 : unit;
+    }
+}
+#endif
 
 /* One row tile against consecutive panels, one after the other: a single stream of weights is what the hardware
  * prefetcher likes best, and two chains per row hide enough latency even at one row. */
@@ -461,11 +599,16 @@ struct linear_args {
     int form;            /* of a quantised weight, else 0 */
     const float *scales; /* [panels][groups][NR], with offsets [panels][groups][2][NR] */
     struct groups groups;
+    int digits;      /* of packed rows; 0: they are fp32 */
     long tiles;      /* row tiles, of m / tiles rows or one more */
-    const float *xp; /* packed rows */
+    const void *xp;  /* packed rows */
 };
 
 INLINE long tile_row(const struct linear_args *a, long t) { return t * (a->m / a->tiles) + min_l(t, a->m % a->tiles); }
+
+/* bytes of one packed row */
+INLINE long packed_size(const struct linear_args *a) { return a->kq * 4 * (a->digits ? a->digits : 4); }
+INLINE const void *packed_rows(const struct linear_args *a, long row) { return (const char *)a->xp + row * packed_size(a); }
 
 INLINE float bias_at(const struct linear_args *a, long i) {
     return a->bf16 ? from_bf16(((const uint16_t *)a->bias)[i]) : ((const float *)a->bias)[i];
@@ -516,14 +659,19 @@ static void linear_block(const struct linear_args *a, long t0, long t1, long pan
     if (a->form) {
         struct groups g = a->groups;
         long first = panel0 * span, bytes = a->kq * NR * (is_4_bits(a->form) ? 2 : 4);
-        long scales = g.count * NR * (g.offsets ? 2 : 1);
+        long scales = ceil_div(g.count, g.shared) * NR * (g.offsets ? 2 : 1);
         for (long t = t0; t < t1; t++) {
             long row = tile_row(a, t), mr = tile_row(a, t + 1) - row;
+            code_tile_fn *run = CODED[a->form][mr];
+#ifdef DOT_ROWS
+            if (a->digits) run = DOTS[a->digits - 2][a->form][mr];
+#endif
             if (g.row_scales) g.row_scales = a->groups.row_scales + row * g.ld;
             if (g.sums) g.sums = a->groups.sums + row * g.count;
+            if (g.units) g.units = a->groups.units + row * g.count;
             for (long p = 0; p < panels * span; p++)
-                CODED[a->form][mr](a->xp + row * a->kq * 4, a->w + (first + p) * bytes, a->scales + (first + p) * scales,
-                                   a->kq, &g, buf + p * NR);
+                run(packed_rows(a, row), a->w + (first + p) * bytes, a->scales + (first + p) * scales, a->kq, &g,
+                    buf + p * NR);
             finish_tile(a, buf, row, mr, panel0, panels);
         }
         return;
@@ -536,40 +684,54 @@ static void linear_block(const struct linear_args *a, long t0, long t1, long pan
     }
     for (long t = t0; t < t1; t++) {
         long row = tile_row(a, t), mr = tile_row(a, t + 1) - row;
-        run_tile(mr, panels * span, narrow, a->xp + row * a->kq * 4, w, a->kq, buf);
+        run_tile(mr, panels * span, narrow, packed_rows(a, row), w, a->kq, buf);
         finish_tile(a, buf, row, mr, panel0, panels);
     }
 }
 
-static void pack_rows(const struct linear_args *a, float *xp, int nthreads) {
-    int threads = a->m * a->k > 32768 ? nthreads : 1;
-    if (threads == 1) {
-        for (long t = 0; t < a->tiles; t++) {
-            long row = tile_row(a, t);
-            pack_x(xp + row * a->kq * 4, a->x, a->ldx, row, tile_row(a, t + 1) - row, a->k, a->bf16);
+static void pack_tile(const struct linear_args *a, char *xp, long t) {
+    long row = tile_row(a, t), mr = tile_row(a, t + 1) - row;
+    char *dst = xp + row * packed_size(a);
+#ifdef DOT_ROWS
+    if (a->digits) {
+        const struct groups *g = &a->groups;
+        float *x = scratch(PANELS, (size_t)(a->kq * 4));
+        for (long m = 0; m < mr; m++, row++) {
+            load_row(x, a->x, row * a->ldx, a->k, a->bf16);
+            for (long i = a->k; i < a->kq * 4; i++) x[i] = 0.0f;
+            pack_digits((int8_t *)dst, x, m, mr, a->kq, a->digits, a->form, g,
+                        g->row_scales ? g->row_scales + row * g->ld : 0, g->units + row * g->count,
+                        g->sums + row * g->count);
         }
         return;
     }
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (long t = 0; t < a->tiles; t++) {
-        long row = tile_row(a, t);
-        pack_x(xp + row * a->kq * 4, a->x, a->ldx, row, tile_row(a, t + 1) - row, a->k, a->bf16);
+#endif
+    pack_x((float *)dst, a->x, a->ldx, row, mr, a->k, a->bf16);
+}
+
+static void pack_rows(const struct linear_args *a, char *xp, int nthreads) {
+    int threads = a->m * a->k > 32768 ? nthreads : 1;
+    if (threads == 1) {
+        for (long t = 0; t < a->tiles; t++) pack_tile(a, xp, t);
+        return;
     }
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (long t = 0; t < a->tiles; t++) pack_tile(a, xp, t);
 }
 
 /* sums[row][group] of packed rows, times the rows' scales; each sum is one chain of additions */
-static void sum_groups(const struct linear_args *a, float *sums) {
+static void sum_groups(const struct linear_args *a) {
     const struct groups *g = &a->groups;
     for (long t = 0; t < a->tiles; t++) {
         long row = tile_row(a, t), mr = tile_row(a, t + 1) - row;
-        const float *x = a->xp + row * a->kq * 4;
+        const float *x = packed_rows(a, row);
         for (long m = 0; m < mr; m++)
             for (long i = 0; i < g->count; i++) {
                 float sum = 0.0f;
                 for (long q = i * g->gq; q < min_l(a->kq, (i + 1) * g->gq); q++)
                     for (long j = 0; j < 4; j++) sum += x[(q * mr + m) * 4 + j];
                 if (g->row_scales) sum *= g->row_scales[(row + m) * g->ld + (g->ld > 1 ? i : 0)];
-                sums[(row + m) * g->count + i] = sum;
+                g->sums[(row + m) * g->count + i] = sum;
             }
     }
 }
@@ -585,19 +747,29 @@ void ssd_linear(const void *x, long ldx, const void *w, const void *bias, void *
                             .kq = ceil_div(k, 4), .bf16 = bf16, .gated = gated, .wide = wide,
                             .form = form, .scales = scales,
                             .tiles = ceil_div(m, MR_MAX), .xp = x};
-    if (m > 1 || bf16 || k % 4) {
-        float *xp = scratch(ROWS, (size_t)(m * a.kq * 4));
+    if (form)
+        a.groups = (struct groups){.gq = ceil_div(scaled, 4), .count = ceil_div(k, scaled), .offsets = offsets,
+                                   .row_scales = row_scales, .ld = row_groups, .shared = 1};
+#ifdef DOT_ROWS
+    if (form && form != FP8) {
+        long group = min_l(ceil_div(scaled, 16) * 16, DOT_MOST);
+        a.digits = bf16 ? 2 : 3;
+        a.kq = ceil_div(k, 16) * 4;
+        a.tiles = ceil_div(m, DOT_ROWS);
+        a.groups.gq = group / 4;
+        a.groups.count = ceil_div(k, group);
+        a.groups.shared = ceil_div(scaled, group);
+    }
+#endif
+    long numbers = m * a.groups.count;
+    if (a.digits || offsets) a.groups.sums = scratch(SUMS, (size_t)(2 * numbers));
+    if (a.digits) a.groups.units = a.groups.sums + numbers;
+    if (m > 1 || bf16 || k % 4 || a.digits) {
+        char *xp = (char *)scratch(ROWS, (size_t)(m * packed_size(&a) / 4));
         pack_rows(&a, xp, nthreads);
         a.xp = xp;
     }
-    if (form)
-        a.groups = (struct groups){.gq = ceil_div(scaled, 4), .count = ceil_div(k, scaled), .offsets = offsets,
-                                   .row_scales = row_scales, .ld = row_groups};
-    if (offsets) {
-        float *sums = scratch(SUMS, (size_t)(m * a.groups.count));
-        sum_groups(&a, sums);
-        a.groups.sums = sums;
-    }
+    if (offsets && !a.digits) sum_groups(&a);
     long span = gated ? 2 : 1, panels = ceil_div(n, NR);
     long group = (a.tiles == 1 ? GROUP : 2) / span; /* one row tile: wide tasks; more: keep the panels in L1 */
     while (group > 1 && ceil_div(panels, group) < 2 * nthreads) group /= 2;

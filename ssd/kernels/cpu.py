@@ -68,6 +68,7 @@ _Q = ctypes.c_int64
 _SIGNATURES: dict[str, list[type]] = {
     "ssd_packed_bytes": [_L, _L, _I, _I],
     "ssd_panel_columns": [],
+    "ssd_codes_together": [],
     "ssd_pack": [_P, _L, _P, _L, _L, _I, _I, _I],
     "ssd_embedding": [_P, _P, _I, _P, _L, _L, _L, _I],
     "ssd_linear": [_P, _L, _P, _P, _P, _L, _L, _L, _I, _I, _I, _I, _P, _L, _I, _P, _L, _I],
@@ -83,7 +84,11 @@ _SIGNATURES: dict[str, list[type]] = {
     "ssd_accept": [*[_P] * 10, *[_L] * 6],
 }
 _CODES: tuple[CodeType, ...] = ("fp8", "int8", "int4", "uint4")  # as `cpu.c` numbers them, from 1
-_SIZES = ("ssd_packed_bytes", "ssd_panel_columns")  # what they return; others a status, or nothing
+_SIZES = (
+    "ssd_packed_bytes",
+    "ssd_panel_columns",
+    "ssd_codes_together",
+)  # what they return; others a status, or nothing
 _STATUS = ("ssd_embedding", "ssd_rope_and_store", "ssd_paged_attention", "ssd_prepare_rows", "ssd_accept")
 
 
@@ -98,6 +103,7 @@ class Kernels:
             function.restype = _L if name in _SIZES else _I if name in _STATUS else None
         self._packed_bytes = library.ssd_packed_bytes
         self._panel_columns = int(library.ssd_panel_columns())
+        self._codes_together = int(library.ssd_codes_together())
         self._pack = library.ssd_pack
         self._embedding = library.ssd_embedding
         self._linear = library.ssd_linear
@@ -127,15 +133,26 @@ class Kernels:
 
     def pack_codes(self, codes: Codes, dtype: torch.dtype, gated: bool = False) -> PackedWeight:
         """Repack a quantised weight into panels, for a `linear` of inputs of type `dtype`."""
-        depth = codes.depth + -codes.depth % 4
+        together = self._together(codes.type)
+        depth = codes.depth + -codes.depth % (4 * together)
         values = torch.nn.functional.pad(codes.values, (0, depth - codes.values.shape[1]))  # cuts off whole groups
-        values = self._panels(values, gated)
+        values = self._panels(values ^ self._flipped(codes.type), gated)
+        if bits_of(codes.type) == 4:
+            low, high = values.chunk(2, 2)
+            values = low | high << 4
+        values = values.reshape(len(values), -1, together, values.shape[2]).transpose(2, 3)
         numbers = [codes.scales] if codes.offsets is None else [codes.scales, codes.offsets]
         scales = torch.stack([self._panels(each, gated) for each in numbers], dim=2)
-        if bits_of(codes.type) == 4:
-            values = values[:, 0::2] | values[:, 1::2] << 4
         n, form = len(codes.values), _CODES.index(codes.type) + 1
         return PackedWeight(values.contiguous(), n, codes.depth, dtype, gated, form, scales, codes.group)
+
+    def _together(self, kind: CodeType) -> int:
+        """Weights of a row that lie side by side in a panel."""
+        return 1 if kind == "fp8" else self._codes_together
+
+    def _flipped(self, kind: CodeType) -> int:
+        """Bits that are stored inverted: int4 is in two's complement where kernels have dot products of integers."""
+        return 8 if kind == "int4" and self._codes_together > 1 else 0
 
     def _panels(self, rows: Tensor, gated: bool) -> Tensor:
         """[N, K] -> [panels, K, columns of a panel], padded with zeros; gate and up panels alternate."""
@@ -167,9 +184,10 @@ class Kernels:
         panel, column = token_ids.long() // self._panel_columns, token_ids.long() % self._panel_columns
         if packed.scales is None or (token_ids.numel() and not 0 <= token_ids.min() <= token_ids.max() < packed.n):
             raise IndexError(f"token ids {token_ids.tolist()} are not all in a vocabulary of {packed.n}")
-        kind, values = _CODES[packed.form - 1], packed.data[panel, :, column]
+        kind, width = _CODES[packed.form - 1], packed.data.shape[2]
+        values = packed.data[panel, :, column % width].flatten(1)
         if bits_of(kind) == 4:
-            values = torch.stack((values & 15, values >> 4), 2).flatten(1)
+            values = values >> (column // width * 4)[:, None].to(torch.uint8) & 15 ^ self._flipped(kind)
         numbers = packed.scales[panel, :, :, column]  # [tokens, groups, 1 or 2]
         values = torch.nn.functional.pad(values, (0, numbers.shape[1] * packed.group - values.shape[1]))
         offsets = numbers[:, :, 1] if numbers.shape[2] == 2 else None

@@ -140,7 +140,8 @@ class Decoder:
     @property
     def formats(self) -> set[str]:
         """Names of the weights' formats."""
-        return {each.format.name for each in self.parameters() if isinstance(each, Linear)}
+        linear = (each for each in self.parameters() if isinstance(each, Linear))
+        return {form.name for each in linear for form in each.formats.values()}
 
     def num_bytes(self) -> int:
         """Memory of the weights, on all ranks together."""

@@ -1,7 +1,7 @@
 """GGUF files: a whole model, quantised or not, in one file.
 
-Weights are returned dequantised, in the layout and under the names of a Hugging Face checkpoint. Knows nothing of
-directories or the engine.
+Weights are returned in the layout and under the names of a Hugging Face checkpoint: as they are stored where
+`ssd.layers.formats.gguf` has a format for their blocks, else dequantised. Knows nothing of directories or the engine.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +18,8 @@ import numpy.typing as npt
 import torch
 
 from ssd.errors import UnsupportedModel
-from ssd.layers.formats import FormatOf, dense
+from ssd.layers.formats import DENSE, FormatOf
+from ssd.layers.formats.gguf import BLOCKS, Blocks
 from ssd.layers.spec import RopeConfig
 from ssd.models.checkpoint import Weights
 from ssd.models.config import DecoderConfig, equal_layers
@@ -38,7 +40,15 @@ from ssd.models.fields import (
     number,
     shown,
 )
-from ssd.models.gguf_file import Header, TensorInfo, quantisation_types, read_header, read_tensor, tensor_type
+from ssd.models.gguf_file import (
+    Header,
+    TensorInfo,
+    quantisation_types,
+    read_header,
+    read_tensor,
+    stored_rows,
+    tensor_type,
+)
 from ssd.models.gguf_tokenizer import load_tokenizer, stop_token_ids
 from ssd.text.tokenizer import Tokenizer
 
@@ -70,18 +80,20 @@ _ROPE_FACTORS: Final = "rope_freqs.weight"
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor of a file, which is widened to float32 when it is indexed."""
+    """A tensor of a file, read when it is indexed: bytes of `blocks`, or else widened to float32."""
 
     data: npt.NDArray[np.uint8]
     info: TensorInfo
-    restored: Callable[[str, npt.NDArray[np.float32]], npt.NDArray[np.float32]]  # to Hugging Face's order of rows
+    blocks: Blocks | None
+    restored: Callable[[str, npt.NDArray[Any]], npt.NDArray[Any]]  # to Hugging Face's order of rows
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.info.shape)
+        return self.info.shape if self.blocks is None else self.blocks.shapes(*self.info.shape)["weight"]
 
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
-        return torch.from_numpy(self.restored(self.info.name, read_tensor(self.data, self.info)))[index]
+        read = read_tensor if self.blocks is None else stored_rows
+        return torch.from_numpy(self.restored(self.info.name, read(self.data, self.info)))[index]
 
 
 @dataclass(frozen=True)
@@ -93,7 +105,6 @@ class GGUFCheckpoint:
     stop_token_ids: tuple[int, ...]
     header: Header
     note: str = ""
-    formats: FormatOf = dense
 
     @classmethod
     def open(cls, path: Path) -> GGUFCheckpoint:
@@ -106,17 +117,26 @@ class GGUFCheckpoint:
             raise UnsupportedModel(f"{path}: {error}") from None
         return cls(path, config, stop_token_ids(header.metadata, path), header)
 
+    @cached_property
+    def formats(self) -> FormatOf:
+        stored = ((self._names.get(info.name), _blocks(info)) for info in self.header.tensors.values())
+        found = {name.removesuffix(".weight"): blocks for name, blocks in stored if name and blocks}
+        return lambda name: found.get(name, DENSE)
+
     def weights(self, device: torch.device, dtype: torch.dtype) -> Weights:
         data = np.memmap(self.path, dtype=np.uint8, mode="r")
-        names = _hf_names(self.config)
         for info in self.header.tensors.values():
             if info.name != _ROPE_FACTORS:
-                yield names[info.name], GGUFTensor(data, info, self._unpermuted)
+                yield self._names[info.name], GGUFTensor(data, info, _blocks(info), self._unpermuted)
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        return _hf_names(self.config)
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.header.metadata, self.path)
 
-    def _unpermuted(self, name: str, weight: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    def _unpermuted(self, name: str, weight: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Llama's q and k rows are stored with the two halves of each head interleaved (rotary by pairs)."""
         spec = self.config.attention
         heads = {"attn_q": spec.num_heads, "attn_k": spec.num_kv_heads}
@@ -127,6 +147,11 @@ class GGUFCheckpoint:
             return weight  # its shape is refused on loading
         pairs = weight.reshape(heads[part], spec.head_dim // 2, 2, *weight.shape[1:])
         return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weight.shape)
+
+
+def _blocks(info: TensorInfo) -> Blocks | None:
+    """The format of a matrix that stays packed."""
+    return BLOCKS.get(tensor_type(info).name) if len(info.shape) == 2 else None
 
 
 def _decoder_config(header: Header, path: Path) -> DecoderConfig:

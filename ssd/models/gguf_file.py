@@ -159,15 +159,19 @@ def quantisation_types() -> type[GGMLQuantizationType]:
     return kinds
 
 
+def stored_rows(data: npt.NDArray[np.uint8], info: TensorInfo) -> npt.NDArray[np.uint8]:
+    """The bytes of one tensor, row by row; a copy, since the file is read-only."""
+    return np.array(data[info.offset : info.offset + _num_bytes(info)]).reshape(*info.shape[:-1], -1)
+
+
 def read_tensor(data: npt.NDArray[np.uint8], info: TensorInfo) -> npt.NDArray[np.float32]:
     """One tensor, dequantised."""
     kind = tensor_type(info)
     from gguf import quants
 
-    stored = np.array(data[info.offset : info.offset + _num_bytes(info)])  # a copy: the file is read-only
-    rows = stored.reshape(*info.shape[:-1], -1)
     try:
-        return np.ascontiguousarray(quants.dequantize(rows, kind), dtype=np.float32).reshape(info.shape)
+        values = quants.dequantize(stored_rows(data, info), kind)
+        return np.ascontiguousarray(values, dtype=np.float32).reshape(info.shape)
     except NotImplementedError:
         _refuse_type(info, kind.name)
 

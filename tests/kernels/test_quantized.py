@@ -188,6 +188,26 @@ def test_many_rows_are_multiplied_by_widened_codes(kind: CodeType, monkeypatch: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("code", ["int8", "int4", "uint4"])
+def test_rows_of_any_size(code: CodeType, dtype: torch.dtype) -> None:
+    """Kernels that round rows to integers: rows of zeros, tiny, huge and not finite; large and small numbers of one
+    group. What is not finite is not hidden, and stays in its row."""
+    ops, device, _ = make_ops("c")
+    codes = some_codes(code, 24, 96, 32, offsets=code == "uint4", device=device)
+    torch.manual_seed(0)
+    x = torch.randn(7, 96) * torch.tensor([1.0, 0.0, 1e-37, 1e30, 1.0, 1.0, 1.0])[:, None]
+    x[4, 40], x[5, 70], x[6, 5] = float("nan"), float("-inf"), 1e4
+    x = x.to(dtype)
+    found = ops.codes_linear(x, ops.prepare_codes(codes, dtype), float32=True)
+    expected = x.double() @ dequantize(codes, torch.float32).double().T
+    limit = 1e-6 if dtype is torch.float32 else 2e-4  # below the rounding of x to bfloat16
+    for row in (0, 1, 3, 6):
+        assert (found[row] - expected[row]).norm() <= limit * expected[row].norm()
+    assert (found[2] - expected[2]).abs().max() < 1e-32  # steps of 2^-121
+    assert not found[4:6].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_rounded_by_themselves(dtype: torch.dtype) -> None:
     """To numbers of e4m3, by scales of their own; zeros, tiny and huge rows stay finite."""
     torch.manual_seed(0)

@@ -153,16 +153,19 @@ def metadata(family: str, **changes: Any) -> dict[str, Any]:
     return {**values, **{key.replace("__", "."): value for key, value in changes.items()}}
 
 
-def write(path: Path, family: str, values: dict[str, Any], arrays: dict[str, np.ndarray], kind: str = "F32") -> Path:
-    """Matrices are stored as `kind`, vectors as F32, as converters do."""
+def write(
+    path: Path, family: str, values: dict[str, Any], arrays: dict[str, np.ndarray], kind: str | dict[str, str] = "F32"
+) -> Path:
+    """Matrices are stored as `kind` (by name), vectors as F32, as converters do. Bytes are blocks already."""
     writer = gguf.GGUFWriter(path, family)
     adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in values.items():
         adders.get(type(value), writer.add_array)(key, value)
-    quantisation = gguf.GGMLQuantizationType[kind]
     for name, array in arrays.items():
         if array.ndim > 1:
-            writer.add_tensor(name, gguf.quants.quantize(array, quantisation), raw_dtype=quantisation)
+            quantisation = gguf.GGMLQuantizationType[kind if isinstance(kind, str) else kind[name]]
+            blocks = array if array.dtype == np.uint8 else gguf.quants.quantize(array, quantisation)
+            writer.add_tensor(name, blocks, raw_dtype=quantisation)
         else:
             writer.add_tensor(name, array)
     writer.write_header_to_file()
@@ -293,13 +296,13 @@ def test_tensors_without_a_place_are_named(name: str, tmp_path: Path) -> None:
 
 
 def test_types_that_cannot_be_dequantised_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "m.gguf", "llama", metadata("llama"), tensors("llama"), "Q8_0")
+    path = write(tmp_path / "m.gguf", "llama", metadata("llama"), tensors("llama"), "BF16")
 
     def none(data: Any, kind: Any) -> Any:
         raise NotImplementedError
 
     monkeypatch.setattr(gguf.quants, "dequantize", none)
-    with pytest.raises(UnsupportedModel, match=r"token_embd\.weight is stored as Q8_0"):
+    with pytest.raises(UnsupportedModel, match=r"token_embd\.weight is stored as BF16"):
         all_weights(open_checkpoint(path), CPU, torch.float32)
 
 

@@ -30,7 +30,7 @@ from ssd.execution.state import SequenceState
 from ssd.kernels.device import kernels
 from ssd.layers.formats.rounded import rounded
 from ssd.layers.parameter import Build
-from ssd.models.checkpoint import FileTensor, HFCheckpoint
+from ssd.models.checkpoint import Checkpoint, FileTensor, HFCheckpoint
 from ssd.models.config import DecoderConfig, equal_layers
 from ssd.models.decoder import Decoder, check_split, parameter_shapes
 from ssd.models.shapes import SHAPES
@@ -64,7 +64,7 @@ def on_ranks(size: int, run: Callable[[TensorParallel], torch.Tensor]) -> list[t
     return [result for result in results if result is not None]
 
 
-def loaded(checkpoint: HFCheckpoint | RandomCheckpoint, tp: TensorParallel) -> Decoder:
+def loaded(checkpoint: Checkpoint | RandomCheckpoint, tp: TensorParallel) -> Decoder:
     build = Build(kernels(CPU).ops(), CPU, torch.float32, tp, checkpoint.formats)
     decoder = Decoder(checkpoint.config, build, max_positions=64)
     lazily = tp.size > 1 and isinstance(checkpoint, HFCheckpoint)
@@ -73,7 +73,7 @@ def loaded(checkpoint: HFCheckpoint | RandomCheckpoint, tp: TensorParallel) -> D
     return decoder
 
 
-def logits(checkpoint: HFCheckpoint | RandomCheckpoint, tp: TensorParallel, tokens: list[int] = TOKENS) -> torch.Tensor:
+def logits(checkpoint: Checkpoint | RandomCheckpoint, tp: TensorParallel, tokens: list[int] = TOKENS) -> torch.Tensor:
     """After every token, on rank 0."""
     decoder = loaded(checkpoint, tp)
     state = SequenceState(1, max_len=48, lookahead=0, vocab_size=decoder.config.vocab_size, device=CPU)

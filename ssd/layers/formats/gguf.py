@@ -1,0 +1,141 @@
+"""GGUF's blocks of weights: 32 or 256 of a row, each with its scales, as llama.cpp's files store them.
+
+Blocks of 4, 5, 6 and 8 bits stay integers in memory (`BLOCKS`). The integers, scales and offsets give the weights of
+`gguf.quants.dequantize` to the bit. Types that are not listed are widened by `ssd.models.gguf` when they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from ssd.errors import UnsupportedModel
+from ssd.kernels.quantized import Codes, CodeType, bits_of
+from ssd.layers.formats import Use
+from ssd.layers.formats.coded import Coded, cut
+
+Unpacked = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # values, scales, offsets of [rows, blocks, bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks(Coded):
+    """One type of blocks: a tensor `weight`, uint8 [rows, bytes of a row].
+
+    Kernels have codes of 8 or 4 bits and numbers of 32, so that memory differs from the file's: a weight of 5 or 6
+    bits takes a byte, and a scale (or offset) four.
+    """
+
+    name: str
+    weights: int  # of a block
+    num_stored: int  # bytes of a block
+    type: CodeType
+    group: int  # weights of one scale
+    offsets: bool
+    unpack: Callable[[torch.Tensor], Unpacked]
+
+    def shapes(self, rows: int, depth: int) -> dict[str, tuple[int, ...]]:
+        if depth % self.weights:
+            raise UnsupportedModel(
+                f"a weight is stored as {self.name}, in blocks of {self.weights}, but its rows have {depth} elements "
+                "by the metadata: download the file again"
+            )
+        return {"weight": (rows, depth // self.weights * self.num_stored)}
+
+    def share(self, tensor: str, rows: slice, columns: slice) -> tuple[slice, ...]:
+        if columns == slice(None):
+            return rows, columns
+        blocks = cut(columns, self.weights, f"a {self.name} block")
+        return rows, slice(blocks.start * self.num_stored, blocks.stop * self.num_stored)
+
+    def codes(self, stored: Mapping[str, torch.Tensor]) -> Codes:
+        weight = stored["weight"]
+        blocks = weight.reshape(len(weight), -1, self.num_stored)
+        values, scales, offsets = self.unpack(blocks)
+        offsets = None if offsets is None else offsets.flatten(1)
+        return Codes(values.flatten(1), scales.flatten(1), self.type, blocks.shape[1] * self.weights, offsets)
+
+    def num_bytes(self, rows: int, depth: int, dtype: torch.dtype, use: Use) -> int:
+        numbers = depth // self.group * (2 if self.offsets else 1)
+        return rows * (depth * bits_of(self.type) // 8 + 4 * numbers)
+
+
+def _number(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """The float16 at a byte of each block, [rows, blocks, 1]."""
+    return blocks[..., at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _fields(stored: torch.Tensor, bits: int, run: int) -> torch.Tensor:
+    """Integers of `bits` bits: the lowest bits of `run` bytes, then the next bits of the same bytes, and so on."""
+    shifts = range(0, 8, bits)
+    runs = stored.reshape(*stored.shape[:2], -1, 1, run)
+    return torch.cat([runs >> shift & (1 << bits) - 1 for shift in shifts], 3).flatten(2)
+
+
+def _fifth_bits(stored: torch.Tensor) -> torch.Tensor:
+    """Bit i % 8 of byte i // 8 for weight i, in its place above four others."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=stored.device)
+    return (stored[..., None] >> shifts & 1).flatten(2) << 4
+
+
+def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and offsets of 8 groups, each an integer of 6 bits times a float16 of the block.
+
+    Of 12 bytes, four and four hold the integers of the first groups; the others' low bits are in the last four bytes,
+    their high bits above the first ones.
+    """
+    scale, least, low = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    scales = torch.cat((scale & 63, low & 15 | scale >> 2 & 48), 2).float()
+    offsets = torch.cat((least & 63, low >> 4 | least >> 2 & 48), 2).float()
+    return _number(blocks, 0) * scales, -(_number(blocks, 2) * offsets)
+
+
+def _q4_0(blocks: torch.Tensor) -> Unpacked:
+    return _fields(blocks[..., 2:], 4, 16), _number(blocks, 0), None
+
+
+def _q4_1(blocks: torch.Tensor) -> Unpacked:
+    return _fields(blocks[..., 4:], 4, 16), _number(blocks, 0), _number(blocks, 2)
+
+
+def _q5_0(blocks: torch.Tensor) -> Unpacked:
+    values = _fields(blocks[..., 6:], 4, 16) | _fifth_bits(blocks[..., 2:6])
+    return values - 16, _number(blocks, 0), None  # modulo 256: the bits of an int8
+
+
+def _q5_1(blocks: torch.Tensor) -> Unpacked:
+    values = _fields(blocks[..., 8:], 4, 16) | _fifth_bits(blocks[..., 4:8])
+    return values, _number(blocks, 0), _number(blocks, 2)
+
+
+def _q8_0(blocks: torch.Tensor) -> Unpacked:
+    return blocks[..., 2:], _number(blocks, 0), None
+
+
+def _q4_k(blocks: torch.Tensor) -> Unpacked:
+    return _fields(blocks[..., 16:], 4, 32), *_k_scales(blocks)
+
+
+def _q5_k(blocks: torch.Tensor) -> Unpacked:
+    values = _fields(blocks[..., 48:], 4, 32) | _fields(blocks[..., 16:48], 1, 32) << 4
+    return values, *_k_scales(blocks)
+
+
+def _q6_k(blocks: torch.Tensor) -> Unpacked:
+    values = _fields(blocks[..., :128], 4, 64) | _fields(blocks[..., 128:192], 2, 32) << 4
+    scales = blocks[..., 192:208].view(torch.int8).float() * _number(blocks, 208)
+    return values - 32, scales, None
+
+
+BLOCKS: Final = {
+    "Q4_0": Blocks(name="Q4_0", weights=32, num_stored=18, type="int4", group=32, offsets=False, unpack=_q4_0),
+    "Q4_1": Blocks(name="Q4_1", weights=32, num_stored=20, type="uint4", group=32, offsets=True, unpack=_q4_1),
+    "Q5_0": Blocks(name="Q5_0", weights=32, num_stored=22, type="int8", group=32, offsets=False, unpack=_q5_0),
+    "Q5_1": Blocks(name="Q5_1", weights=32, num_stored=24, type="int8", group=32, offsets=True, unpack=_q5_1),
+    "Q8_0": Blocks(name="Q8_0", weights=32, num_stored=34, type="int8", group=32, offsets=False, unpack=_q8_0),
+    "Q4_K": Blocks(name="Q4_K", weights=256, num_stored=144, type="uint4", group=32, offsets=True, unpack=_q4_k),
+    "Q5_K": Blocks(name="Q5_K", weights=256, num_stored=176, type="int8", group=32, offsets=True, unpack=_q5_k),
+    "Q6_K": Blocks(name="Q6_K", weights=256, num_stored=210, type="int8", group=16, offsets=False, unpack=_q6_k),
+}

@@ -1,0 +1,232 @@
+"""GGUF's quantised weights stay packed: the weights of every block, the logits and memory of a model, and its text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_gguf import metadata, write
+from test_tensor_parallel import logits, on_ranks
+
+from ssd import LLM, SamplingParams
+from ssd.errors import ConfigError, UnsupportedModel
+from ssd.kernels.device import kernels
+from ssd.kernels.quantized import dequantize
+from ssd.layers.formats.gguf import BLOCKS
+from ssd.layers.parameter import Build
+from ssd.models.checkpoint import all_weights
+from ssd.models.decoder import Decoder
+from ssd.models.gguf import GGUFCheckpoint
+from ssd.models.open import open_checkpoint
+from ssd.parallel.tensor import TensorParallel
+
+gguf = pytest.importorskip("gguf")
+
+CPU = torch.device("cpu")
+SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2)}  # others: 0
+TOKENS = np.random.default_rng(1).integers(0, 320, 40).tolist()
+
+
+def random_blocks(kind: str, rows: int, depth: int, sizes: tuple[float, ...] | None = None) -> np.ndarray:
+    """All bits occur. `sizes`: the float16 numbers of every block; None: random ones, finite and of both signs."""
+    source, form = np.random.default_rng(rows + depth), BLOCKS[kind]
+    blocks = source.integers(0, 256, (rows, depth // form.weights, form.num_stored), dtype=np.uint8)
+    for i, at in enumerate(SCALES.get(kind, (0,))):
+        if sizes is None:
+            blocks[..., at + 1] &= 0xBF
+        else:
+            blocks[..., at : at + 2] = np.array([sizes[i]], dtype=np.float16).view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def widened(kind: str, blocks: np.ndarray) -> np.ndarray:
+    found: np.ndarray = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])
+    return found
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_every_weight_equals_the_gguf_packages(kind: str) -> None:
+    """To the bit, over 4000 weights for each of a block's bytes; and so do the columns that a rank reads."""
+    form, blocks = BLOCKS[kind], random_blocks(kind, 64, 4096)
+    expected = widened(kind, blocks)
+    codes = form.codes({"weight": torch.from_numpy(blocks)})
+    found = dequantize(codes, torch.float32).numpy()
+    assert np.array_equal(found.view(np.int32), expected.view(np.int32))
+    index = form.share("weight", slice(16, 32), slice(1024, 3072))
+    share = dequantize(form.codes({"weight": torch.from_numpy(blocks)[index].clone()}), torch.float32)
+    assert np.array_equal(share.numpy(), expected[16:32, 1024:3072])
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_are_not_cut(kind: str) -> None:
+    form = BLOCKS[kind]
+    assert form.shapes(8, 512) == {"weight": (8, 512 // form.weights * form.num_stored)}
+    with pytest.raises(ConfigError, match=f"{kind} block of {form.weights} weights would be cut"):
+        form.share("weight", slice(None), slice(0, 272))
+    with pytest.raises(UnsupportedModel, match=f"{kind}, in blocks of {form.weights}, but its rows have 272"):
+        form.shapes(8, 272)
+
+
+# --- a model with all types, some of them fused -----------------------------------------------------------------------
+
+KINDS = {
+    "attn_q": ("Q4_K", "Q5_0"),  # in the first and the second layer
+    "attn_k": ("Q4_K", "Q5_1"),
+    "attn_v": ("Q6_K", "Q4_1"),
+    "attn_output": ("Q5_K", "Q4_1"),
+    "ffn_gate": ("Q4_0", "Q5_K"),
+    "ffn_up": ("Q4_0", "Q4_K"),
+    "ffn_down": ("Q8_0", "Q6_K"),
+}
+SHAPES = {
+    "attn_q": (512, 256),
+    "attn_k": (128, 256),
+    "attn_v": (128, 256),
+    "attn_output": (256, 512),
+    "ffn_gate": (512, 256),
+    "ffn_up": (512, 256),
+    "ffn_down": (256, 512),
+}
+SIZES = {"Q4_K": (3e-4, 2e-3), "Q5_K": (1.5e-4, 2e-3), "Q6_K": (5e-5,)}  # weights of about 0.1
+VALUES = metadata(
+    "llama",
+    llama__block_count=2,
+    llama__embedding_length=256,
+    llama__feed_forward_length=512,
+    llama__attention__head_count=16,
+    llama__attention__head_count_kv=4,
+    llama__attention__key_length=32,
+    llama__attention__value_length=32,
+)
+
+
+def matrix(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:
+    if kind in SIZES:
+        return random_blocks(kind, *shape, sizes=SIZES[kind])
+    weights = np.random.default_rng(seed).standard_normal(shape).astype(np.float32) * 0.1
+    blocks: np.ndarray = gguf.quants.quantize(weights, gguf.GGMLQuantizationType[kind])
+    return blocks
+
+
+def stored_model() -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Tensors and their types; the embedding is the head."""
+    kinds = {"token_embd.weight": "Q6_K"}
+    arrays = {"token_embd.weight": matrix("Q6_K", (320, 256), 0), "output_norm.weight": np.ones(256, np.float32)}
+    for layer in range(2):
+        for i, (part, shape) in enumerate(SHAPES.items()):
+            name = f"blk.{layer}.{part}.weight"
+            kinds[name] = KINDS[part][layer]
+            arrays[name] = matrix(kinds[name], shape, 10 * layer + i)
+        arrays |= {f"blk.{layer}.{norm}_norm.weight": np.ones(256, np.float32) for norm in ("attn", "ffn")}
+    return arrays, kinds
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The model packed, with the same weights in float32, and a draft of it: other weights, but not by much."""
+    folder = tmp_path_factory.mktemp("gguf")
+    arrays, kinds = stored_model()
+    wide = {name: widened(kinds[name], array) if name in kinds else array for name, array in arrays.items()}
+    noise = np.random.default_rng(5)
+    near = {
+        name: array + (0.01 * noise.standard_normal(array.shape).astype(np.float32) if name in kinds else 0)
+        for name, array in wide.items()
+    }
+    return {
+        "packed": write(folder / "packed.gguf", "llama", VALUES, arrays, kinds),
+        "wide": write(folder / "wide.gguf", "llama", VALUES, wide),
+        "draft": write(folder / "draft.gguf", "llama", VALUES, near, "Q8_0"),
+    }
+
+
+def opened(path: Path) -> GGUFCheckpoint:
+    checkpoint = open_checkpoint(path)
+    assert isinstance(checkpoint, GGUFCheckpoint)
+    return checkpoint
+
+
+def test_logits_are_those_of_the_widened_weights(files: dict[str, Path]) -> None:
+    """Catches weights of a fused part in the wrong place (all of them are mixed), q and k rows that are left permuted,
+    and a packed embedding that looks up other rows; float32, the other tests have bfloat16."""
+    packed, wide = (logits(opened(files[name]), TensorParallel(), TOKENS) for name in ("packed", "wide"))
+    assert (packed - wide).norm() < 1e-5 * wide.norm()
+    assert wide.std() > 0.5
+
+
+def test_two_ranks_have_the_logits_of_one(files: dict[str, Path]) -> None:
+    """Blocks are split between ranks by rows and by columns."""
+    checkpoint = opened(files["packed"])
+    split = on_ranks(2, lambda tp: logits(checkpoint, tp, TOKENS))[0]
+    assert (split - logits(checkpoint, TensorParallel(), TOKENS)).abs().max() < 1e-4
+
+
+def test_every_weight_can_be_widened(files: dict[str, Path]) -> None:
+    """For grafts, whose weights are made from floats."""
+    packed, wide = (all_weights(opened(files[name]), CPU, torch.float32) for name in ("packed", "wide"))
+    assert packed.keys() == wide.keys()
+    assert all(torch.equal(packed[name], wide[name]) for name in wide)
+
+
+def test_formats_are_named_and_memory_is_counted(files: dict[str, Path]) -> None:
+    """What is reported is what the kernels hold (all sizes here are multiples of a panel)."""
+    checkpoint = opened(files["packed"])
+    build = Build(kernels(CPU).ops(), CPU, torch.bfloat16, format_of=checkpoint.formats)
+    decoder = Decoder(checkpoint.config, build, max_positions=16)
+    decoder.load(checkpoint.weights(CPU, torch.bfloat16))
+    assert decoder.formats == set(BLOCKS)
+    held = [tensor.nbytes for tensor in tensors_in([each for each in decoder.parameters() if hasattr(each, "format")])]
+    norms = sum(256 * 2 for name in decoder.shapes() if "norm" in name)
+    assert decoder.num_bytes() == sum(held) + norms
+    assert sum(held) < 0.65 * sum(2 * rows * depth for rows, depth in [(320, 256), *2 * [*SHAPES.values()]])
+
+
+def tensors_in(layers: list[Any]) -> list[torch.Tensor]:
+    """Tensors of prepared weights, whatever holds them."""
+    found: list[torch.Tensor] = []
+    pending = [layer.weight for layer in layers]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, list | tuple):
+            pending += each
+        elif hasattr(each, "__dataclass_fields__"):
+            pending += [getattr(each, name) for name in each.__dataclass_fields__]
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_text_is_the_same_in_all_modes(files: dict[str, Path], dtype: str) -> None:
+    """AR one by one; SD and SSD together, with drafts that are partly wrong; T = 0 and 1."""
+    prompts = [TOKENS[:5], TOKENS[3:20], TOKENS[:30], TOKENS[7:9]]
+    params = [SamplingParams(temperature=i % 2, seed=i, max_new_tokens=24, ignore_eos=True) for i in range(4)]
+
+    def write_texts(batch: int, speculation: dict[str, Any] | None) -> list[list[int]]:
+        options: Any = {"device": "cpu", "dtype": dtype, "max_model_len": 96, "max_num_seqs": batch}
+        with LLM(str(files["packed"]), **options, speculation=speculation) as llm:
+            outputs = llm.generate(prompts, params)
+        if speculation:
+            accepted, drafted = (sum(getattr(out.metrics, key) for out in outputs) for key in ("accepted", "drafted"))
+            assert 0.1 * drafted < accepted < drafted
+        return [output.token_ids for output in outputs]
+
+    expected, draft = write_texts(1, None), str(files["draft"])
+    assert write_texts(4, {"mode": "sd", "draft": draft, "k": 3}) == expected
+    assert write_texts(4, {"mode": "ssd", "draft": draft, "k": 3, "placement": "inline"}) == expected
+
+
+def test_a_matrix_of_another_width_is_refused(files: dict[str, Path]) -> None:
+    """The shape of packed rows is that of their bytes."""
+    checkpoint = opened(files["packed"])
+    layer = checkpoint.config.layer
+    narrow = replace(checkpoint.config, layers=2 * (replace(layer, mlp=replace(layer.mlp, intermediate_size=256)),))
+    build = Build(kernels(CPU).ops(), CPU, torch.float32, format_of=checkpoint.formats)
+    with pytest.raises(UnsupportedModel, match=r"has shape \(512, 144\), the config says \(256, 144\)"):
+        Decoder(narrow, build, max_positions=16).load(checkpoint.weights(CPU, torch.float32))
