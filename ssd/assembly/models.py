@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from ssd.assembly.device import device_name, kv_block_size, resolve_dtype
+from ssd.assembly.device import device_name, kv_block_size, kv_dtype, resolve_dtype
 from ssd.assembly.memory import Loaded, gib
 from ssd.config import EngineConfig
 from ssd.execution.runner import ModelRunner
@@ -55,16 +55,16 @@ def load_decoder(
     format_of: FormatOf = dense,
     target: Decoder | None = None,
     tp: TensorParallel = TensorParallel(),  # noqa: B008 (frozen)
-    windowed: bool = False,
+    is_target: bool = False,
 ) -> Loaded:
     """Loads weights and allocates attention scratch; rotary tables have `beyond` more positions than the state.
 
-    `target`: the model whose hidden states an EAGLE head reads. `tp`: the rank whose share is loaded. `windowed`: KV
-    behind the windows of its layers is freed.
+    `target`: the model whose hidden states an EAGLE head reads. `tp`: the rank whose share is loaded. `is_target`: KV
+    behind the windows of its layers is freed, and stored as `kv_cache_dtype` says.
     """
     device = state.device
     ops, dtype = kernels(device).ops(), resolve_dtype(config, (target or checkpoint).config, device)
-    build = Build(ops, device, dtype, tp, format_of)
+    build = Build(ops, device, dtype, tp, format_of, kv_dtype(config, dtype) if is_target else None)
     positions = state.max_positions + beyond
     began = time.perf_counter()
     decoder: Decoder
@@ -73,7 +73,7 @@ def load_decoder(
         decoder = EagleHead(checkpoint.config, build, max_positions=positions, embedding=shared)
         decoder.map_tokens(checkpoint.target_ids())
     else:
-        decoder = Decoder(checkpoint.config, build, max_positions=positions, windowed=windowed)
+        decoder = Decoder(checkpoint.config, build, max_positions=positions, windowed=is_target)
     decoder.load(_reported(checkpoint.path.name, _weights(checkpoint, decoder), len(decoder.shapes())))
     formats = decoder.formats - {DENSE.name}
     if formats and device.type == "cuda":

@@ -76,8 +76,7 @@ class Stored(Protocol):
 
 def all_weights(checkpoint: Stored, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """All weights on the device, converted to one type."""
-    every = (slice(None),)
-    return {name: tensor[every].to(device, dtype) for name, tensor in checkpoint.weights(device, dtype)}
+    return {name: tensor[()].to(device, dtype) for name, tensor in checkpoint.weights(device, dtype)}
 
 
 def graft_note(base: str, shape: str) -> str:

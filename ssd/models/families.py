@@ -140,8 +140,9 @@ def decoder_config(raw: Raw) -> DecoderConfig:
         )
     if family is None:
         raise UnsupportedModel(f"architectures={shown(name)}: ssd runs {', '.join(FAMILIES)}")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
+    quantization = raw.get("quantization_config") or {}
+    if quantization and not _only_kv_scales(quantization):
+        method = quantization.get("quant_method", "unknown")
         raise UnsupportedModel(
             f"quantization_config.quant_method={method!r}: ssd loads unquantised safetensors ({', '.join(DTYPES)}) "
             "and GGUF files; use the original checkpoint or a GGUF of it"
@@ -152,6 +153,13 @@ def decoder_config(raw: Raw) -> DecoderConfig:
     config = family(raw)
     check_shape(config)
     return config
+
+
+def _only_kv_scales(quantization: Raw) -> bool:
+    """Whether the weights are not quantised: llm-compressor has added scales of an fp8 KV cache, and nothing else."""
+    scheme = quantization.get("kv_cache_scheme")
+    fp8 = isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+    return fp8 and quantization.get("quant_method") == "compressed-tensors" and not quantization.get("config_groups")
 
 
 def is_eagle(raw: Raw) -> bool:

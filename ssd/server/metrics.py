@@ -173,6 +173,7 @@ class Metrics(Collector):
             "device": config.device,
             "gpu": "" if config.device == "cpu" else torch.cuda.get_device_name(config.device),
             "dtype": config.dtype,
+            "kv_cache_dtype": config.kv_dtype,
             "mode": config.speculation.mode,
             "draft": str(config.speculation.draft or ""),
             "system_fingerprint": self._fingerprint,
