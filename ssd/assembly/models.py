@@ -64,7 +64,7 @@ def load_decoder(
     """
     device = state.device
     ops, dtype = kernels(device).ops(), resolve_dtype(config, (target or checkpoint).config, device)
-    build = Build(ops, device, dtype, tp, format_of, kv_dtype(config, dtype) if is_target else None)
+    build = Build(ops, device, dtype, tp, format_of, kv_dtype(config, dtype, device) if is_target else None)
     positions = state.max_positions + beyond
     began = time.perf_counter()
     decoder: Decoder

@@ -1,41 +1,49 @@
-"""8-bit floats (e4m3) in Triton kernels, as bytes: GPUs before sm_89 and Triton's interpreter lack conversions of them.
+"""8-bit floats (e4m3) in Triton kernels, as bytes: GPUs before sm_89 and Triton's interpreter cannot convert them.
 
 A KV cache in fp8 is stored so; `reference.encode` says how numbers are rounded.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 import triton
 import triton.language as tl
 
-Widening = Literal["", "bits", "pairs"]
+Widening = Literal["", "bits", "bf16", "f16"]
+_TYPES: Final[dict[torch.dtype, Widening]] = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
-# Four bytes to two pairs of bfloat16. The exponent is not moved, which divides by 2^120; an exact product undoes that.
-_PAIRS = tl.constexpr("""{
-    .reg .b32 p<2>, m<2>, factor, zero;
-    mov.b32 factor, 0x7B807B80;
-    mov.b32 zero, 0x80008000;
-    prmt.b32 p0, $2, 0, 0x1404;
-    prmt.b32 p1, $2, 0, 0x3424;
-    shr.u32 m0, p0, 4;
-    shr.u32 m1, p1, 4;
-    and.b32 m0, m0, 0x07F007F0;
-    and.b32 m1, m1, 0x07F007F0;
-    lop3.b32 p0, p0, 0x80008000, m0, 0xEA;
-    lop3.b32 p1, p1, 0x80008000, m1, 0xEA;
-    fma.rn.bf16x2 $0, p0, factor, zero;
-    fma.rn.bf16x2 $1, p1, factor, zero;
-}""")
+
+def _assembly(kind: str, shift: int, mask: int, factor: int) -> tl.constexpr:
+    """Four bytes to two pairs of a 16-bit type. Sign, exponent and mantissa get their places; the exponent is that of
+    another bias, which an exact product with a power of two corrects."""
+    return tl.constexpr(f"""{{
+        .reg .b32 p<2>, m<2>, factor, zero;
+        mov.b32 factor, {factor:#x};
+        mov.b32 zero, 0x80008000;
+        prmt.b32 p0, $2, 0, 0x1404;
+        prmt.b32 p1, $2, 0, 0x3424;
+        shr.u32 m0, p0, {shift};
+        shr.u32 m1, p1, {shift};
+        and.b32 m0, m0, {mask:#x};
+        and.b32 m1, m1, {mask:#x};
+        lop3.b32 p0, p0, 0x80008000, m0, 0xEA;
+        lop3.b32 p1, p1, 0x80008000, m1, 0xEA;
+        fma.rn.{kind}x2 $0, p0, factor, zero;
+        fma.rn.{kind}x2 $1, p1, factor, zero;
+    }}""")
+
+
+_BF16 = _assembly("bf16", 4, 0x07F007F0, 0x7B807B80)  # 2^120
+_F16 = _assembly("f16", 1, 0x3F803F80, 0x5C005C00)  # 2^8
 
 
 def widening(cache: torch.Tensor, dtype: torch.dtype) -> Widening:
-    """How `widen` reads this cache: as it is, by integer operations, or (bfloat16 on a GPU, faster) two at a time."""
+    """How `widen` reads this cache: as it is, by integer operations, or (16-bit types on a GPU) by its own."""
     if cache.dtype is not torch.float8_e4m3fn:
         return ""
-    return "pairs" if cache.device.type != "cpu" and dtype is torch.bfloat16 else "bits"
+    return _TYPES.get(dtype, "bits") if cache.device.type != "cpu" else "bits"
 
 
 def as_bytes(cache: torch.Tensor) -> torch.Tensor:
@@ -52,9 +60,15 @@ def widen_bits(code, dtype: tl.constexpr):
 
 @triton.jit
 def widen(x, dtype: tl.constexpr, HOW: tl.constexpr):
-    """Stored numbers as `dtype`, exactly. HOW: a `Widening`."""
-    if HOW == "pairs":
-        return tl.inline_asm_elementwise(_PAIRS, "=r,=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=4)
+    """Stored numbers as `dtype`, exactly. HOW: a `Widening`.
+
+    Not `is_pure`: Triton looks behind pure operations for the width of what was loaded, and chooses an order of sums by
+    it, but for some of the tensor cores' instructions only. Decoding and prefill would have different bits.
+    """
+    if HOW == "bf16":
+        return tl.inline_asm_elementwise(_BF16, "=r,=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=4)
+    elif HOW == "f16":
+        return tl.inline_asm_elementwise(_F16, "=r,=r,r", [x], dtype=tl.float16, is_pure=False, pack=4)
     elif HOW == "bits":
         return widen_bits(x.to(tl.int32), dtype)
     else:

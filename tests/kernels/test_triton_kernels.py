@@ -173,6 +173,8 @@ def test_rows_with_a_window_keep_their_bits(
 ) -> None:
     """In decode and prefill tiles, alone and in company, however many programs share a tile's pieces; freed blocks are
     null."""
+    if CUDA and fp8 and dtype is torch.float32:
+        pytest.skip("an engine refuses it")
     heads = HeadShape(4, 2, 16, window=window)
     paged = Paged(heads, [1100, 40, 1100], dtype, fp8=fp8)
     ops.reserve(heads, DEVICE)
