@@ -41,6 +41,7 @@ _DECODE_ROWS = 16  # of a tile: the tensor cores' minimum
 PREFILL_ROWS = 128
 _PROGRAMS = 2  # of the decode kernel per multiprocessor, for which pieces are shared out
 _DECODE_WARPS, _PREFILL_WARPS = 4, 8
+_TMA_BYTES = 32  # of a head at one position, at least: shared memory is laid out by 32 bytes
 _WORKSPACE_PIECES = 1024  # of tiles that several programs compute
 _ITEM = tl.constexpr(16)  # integers of a work item, see `_plan_kernel`
 _FAR = tl.constexpr(1 << 30)  # behind all positions
@@ -459,7 +460,8 @@ def paged_attention(
     block_size, block_d = k_cache.shape[1], triton.next_power_of_2(heads.head_dim)
     widen_how, wide = widening(k_cache, q.dtype), q.element_size() == 4
     k_cache, v_cache = as_bytes(k_cache), as_bytes(v_cache)
-    tma = workspace.has_tma and block_size % BLOCK_N == 0 and block_d == heads.head_dim and not wide
+    whole = block_size % BLOCK_N == 0 and block_d == heads.head_dim and block_d * k_cache.element_size() >= _TMA_BYTES
+    tma = workspace.has_tma and whole and not wide
     decode_stages, prefill_stages = (2, 1) if wide else (5, 7 if tma else 3)  # that fit into shared memory
     k, v = (_descriptor(cache) if tma else cache for cache in (k_cache, v_cache))
     table_stride, slot_stride = batch.block_tables.stride(0), k_cache.stride(1)

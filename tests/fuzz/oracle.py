@@ -1,4 +1,4 @@
-"""What every request must be answered: by plain decoding, alone, in an engine of the same model and dtype."""
+"""What every request must be answered: by plain decoding, alone, in an engine of the same model and dtypes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Oracle:
         self._folder = tempfile.TemporaryDirectory()
         self._kinds: dict[str, TestModel] = {}
         self._models: dict[str, Models] = {}
-        self._engines: dict[tuple[str, str], LLM] = {}
-        self._answers: dict[tuple[str, str, str], RequestOutput] = {}
+        self._engines: dict[tuple[str, ...], LLM] = {}
+        self._answers: dict[tuple[str, ...], RequestOutput] = {}
 
     def __enter__(self) -> Oracle:
         return self
@@ -50,18 +50,21 @@ class Oracle:
 
     def answer(self, case: Case, call: Call) -> RequestOutput:
         """One sequence at a time, no drafts, no prefix cache, nothing in flight."""
-        key = case.model, case.dtype, repr((call.prompt, call.params))
+        kv_cache_dtype = case.options.get("kv_cache_dtype", "auto")
+        engine = case.model, case.dtype, kv_cache_dtype
+        key = *engine, repr((call.prompt, call.params))
         if key not in self._answers:
-            if key[:2] not in self._engines:
-                self._engines[key[:2]] = LLM(
+            if engine not in self._engines:
+                self._engines[engine] = LLM(
                     self.paths(case.model).target,
                     device="cpu",
                     dtype=case.dtype,
+                    kv_cache_dtype=kv_cache_dtype,
                     max_model_len=MAX_LEN,
                     max_num_seqs=1,
                     prefix_caching=False,
                 )
-            self._answers[key] = self._engines[key[:2]].generate([call.prompt], call.params)[0]
+            self._answers[key] = self._engines[engine].generate([call.prompt], call.params)[0]
         return self._answers[key]
 
 
