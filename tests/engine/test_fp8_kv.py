@@ -168,8 +168,8 @@ def test_scales_that_cannot_be(
         LLM(path, **SIZES)
 
 
-def test_half_the_memory_and_twice_the_tokens(model: TestModel, caplog: pytest.LogCaptureFixture) -> None:
-    """Catches an estimate by the model's type, of the pool or before anything is loaded."""
+def test_half_the_memory(model: TestModel, caplog: pytest.LogCaptureFixture) -> None:
+    """Of the caches, and of what the pool is counted with."""
     found = {}
     caplog.set_level("INFO", "ssd")
     for kind in ("auto", "fp8"):
