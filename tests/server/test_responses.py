@@ -49,7 +49,8 @@ def test_text_equals_the_library_s(served: Served) -> None:
         assert (await client.create(**options)).output_text == output.text
         return [event async for event in await client.create(**options, stream=True)]
 
-    assert [e.type for e in asyncio.run(streamed())] == [e.type for e in events]
+    # How many deltas there are depends on how fast they are read.
+    assert [*dict.fromkeys(e.type for e in asyncio.run(streamed()))] == [*dict.fromkeys(e.type for e in events)]
 
 
 def test_order_of_events(served: Served) -> None:
