@@ -163,11 +163,17 @@ INLINE vf vround_bf16(vf v) {
 }
 
 /* ---------------------------------------------------------------- e4m3: floats of 8 bits */
-INLINE float from_e4m3(uint8_t b) {
-    uint32_t u = (uint32_t)(b & 0x80) << 24 | (uint32_t)(b & 0x7f) << 20;
-    float f;
-    memcpy(&f, &u, 4);
-    return (b & 0x7f) == 0x7f ? NAN : f * 0x1p120f;
+static void load_e4m3(float *dst, const int8_t *src, long n) {
+    uint8_t nan = 0;
+    for (long i = 0; i < n; i++) {
+        uint32_t u = (uint32_t)(int32_t)src[i] << 20 & 0x87f00000u; /* the exponent of another bias */
+        float f;
+        memcpy(&f, &u, 4);
+        dst[i] = f * 0x1p120f;
+    }
+    for (long i = 0; i < n; i++) nan |= (uint8_t)((src[i] & 0x7f) == 0x7f);
+    for (long i = 0; nan && i < n; i++)
+        if ((src[i] & 0x7f) == 0x7f) dst[i] = NAN;
 }
 
 /* round to nearest even; the largest beyond +-448, NaN stays NaN */
@@ -194,8 +200,7 @@ static void load_row(float *dst, const void *src, long offset, long n, int type)
         const uint16_t *s = (const uint16_t *)src + offset;
         for (long i = 0; i < n; i++) dst[i] = from_bf16(s[i]);
     } else {
-        const uint8_t *s = (const uint8_t *)src + offset;
-        for (long i = 0; i < n; i++) dst[i] = from_e4m3(s[i]);
+        load_e4m3(dst, (const int8_t *)src + offset, n);
     }
 }
 
