@@ -309,7 +309,6 @@ def load_draft(
         max(shapes.max_rows, config.max_num_seqs * shapes.reads),
         beyond=2 * shapes.reads,
         scratch_slots=scratch,
-        draft=True,
         target=target if head else None,
         tp=tp,
     )

@@ -5,7 +5,8 @@
  * output element has one fixed order of operations, the same in every instance of a kernel; multiplies and adds are
  * fused only where vfma() says so (compile with -ffp-contract=off and without -ffast-math).
  *
- * Storage is fp32 or bf16 (flag `bf16`), arithmetic is always fp32.  "ld*" arguments are row strides in elements.
+ * Storage is fp32 or bf16 (flag `bf16`); a KV cache may be in e4m3 instead (`kv`, a storage type).  Arithmetic is always
+ * fp32.  "ld*" arguments are row strides in elements.
  *
  * Numbers in tensors that are used as indices (token ids, positions, slots, blocks, rows) are checked: a function that
  * returns an int returns 0, or 1 if it was given one that is out of range.  Shapes are the caller's business.
@@ -161,22 +162,58 @@ INLINE vf vround_bf16(vf v) {
     return vselect(nan, (vf)((u & 0xffff0000u) | 0x400000u), (vf)rounded);
 }
 
-static void load_row(float *dst, const void *src, long offset, long n, int bf16) {
-    if (!bf16) {
-        memcpy(dst, (const float *)src + offset, (size_t)n * 4);
-        return;
+/* ---------------------------------------------------------------- e4m3: floats of 8 bits */
+static void load_e4m3(float *dst, const int8_t *src, long n) {
+    uint8_t nan = 0;
+    for (long i = 0; i < n; i++) {
+        uint32_t u = (uint32_t)(int32_t)src[i] << 20 & 0x87f00000u; /* the exponent of another bias */
+        float f;
+        memcpy(&f, &u, 4);
+        dst[i] = f * 0x1p120f;
     }
-    const uint16_t *s = (const uint16_t *)src + offset;
-    for (long i = 0; i < n; i++) dst[i] = from_bf16(s[i]);
+    for (long i = 0; i < n; i++) nan |= (uint8_t)((src[i] & 0x7f) == 0x7f);
+    for (long i = 0; nan && i < n; i++)
+        if ((src[i] & 0x7f) == 0x7f) dst[i] = NAN;
 }
 
-static void store_row(void *dst, long offset, const float *src, long n, int bf16) {
-    if (!bf16) {
-        memcpy((float *)dst + offset, src, (size_t)n * 4);
-        return;
+/* round to nearest even; the largest beyond +-448, NaN stays NaN */
+INLINE uint8_t to_e4m3(float f) {
+    uint32_t u, small;
+    memcpy(&u, &f, 4);
+    uint32_t sign = (u >> 24) & 0x80u, size = u & 0x7fffffffu;
+    float shifted = fabsf(f) + 16384.0f; /* below 2^-6: rounds to multiples of 2^-9 */
+    memcpy(&small, &shifted, 4);
+    uint32_t code = ((size + 0x7ffffu + ((size >> 20) & 1u)) >> 20) - (120u << 3);
+    code = size < 0x3c800000u ? small - 0x46800000u : code;
+    code = size >= 0x43e00000u ? 0x7eu : code;
+    code = size > 0x7f800000u ? 0x7fu : code;
+    return (uint8_t)(sign | code);
+}
+
+/* ---------------------------------------------------------------- rows as fp32 */
+enum { FP32, BF16, E4M3 }; /* storage types */
+
+static void load_row(float *dst, const void *src, long offset, long n, int type) {
+    if (type == FP32) {
+        memcpy(dst, (const float *)src + offset, (size_t)n * 4);
+    } else if (type == BF16) {
+        const uint16_t *s = (const uint16_t *)src + offset;
+        for (long i = 0; i < n; i++) dst[i] = from_bf16(s[i]);
+    } else {
+        load_e4m3(dst, (const int8_t *)src + offset, n);
     }
-    uint16_t *d = (uint16_t *)dst + offset;
-    for (long i = 0; i < n; i++) d[i] = to_bf16(src[i]);
+}
+
+static void store_row(void *dst, long offset, const float *src, long n, int type) {
+    if (type == FP32) {
+        memcpy((float *)dst + offset, src, (size_t)n * 4);
+    } else if (type == BF16) {
+        uint16_t *d = (uint16_t *)dst + offset;
+        for (long i = 0; i < n; i++) d[i] = to_bf16(src[i]);
+    } else {
+        uint8_t *d = (uint8_t *)dst + offset;
+        for (long i = 0; i < n; i++) d[i] = to_e4m3(src[i]);
+    }
 }
 
 /* ---------------------------------------------------------------- scratch memory: blocks per thread, kept until it ends
@@ -853,7 +890,8 @@ struct rope_args {
     float eps;
     void *q_out, *k_cache, *v_cache;
     long heads, kv_heads, d;
-    int bf16;
+    int bf16, kv;
+    float k_scale, v_scale;
 };
 
 static void rotate(float *restrict out, const float *restrict x, const float *cos, const float *sin, long half) {
@@ -863,8 +901,15 @@ static void rotate(float *restrict out, const float *restrict x, const float *co
     }
 }
 
+/* n numbers of the model's type to a cache; to one in e4m3 divided by their scale */
+static void store_kv(const struct rope_args *a, void *cache, long at, float *x, long n, float scale) {
+    if (a->kv == E4M3)
+        for (long i = 0; i < n; i++) x[i] = (a->bf16 ? round_bf16(x[i]) : x[i]) / scale;
+    store_row(cache, at, x, n, a->kv);
+}
+
 static void rope_token(const struct rope_args *a, long t) {
-    long d = a->d, half = d / 2, size = a->bf16 ? 2 : 4;
+    long d = a->d, half = d / 2;
     float *x = scratch(ROWS, (size_t)(2 * d)), *rotated = x + d;
     long position = int_at(a->positions, t, a->positions64), slot = int_at(a->slots, t, a->slots64);
     const float *cos = a->cos + position * half, *sin = a->sin + position * half;
@@ -876,24 +921,27 @@ static void rope_token(const struct rope_args *a, long t) {
         if (weight) norm_row(x, weight, d, a->eps, a->bf16);
         rotate(rotated, x, cos, sin, half);
         if (is_key)
-            store_row(a->k_cache, (slot * a->kv_heads + h - a->heads) * d, rotated, d, a->bf16);
+            store_kv(a, a->k_cache, (slot * a->kv_heads + h - a->heads) * d, rotated, d, a->k_scale);
         else
             store_row(a->q_out, (t * a->heads + h) * d, rotated, d, a->bf16);
     }
     if (slot < 0) return;
-    const char *v = (const char *)a->qkv + (t * a->ldqkv + (a->heads + a->kv_heads) * d) * size;
-    memcpy((char *)a->v_cache + slot * a->kv_heads * d * size, v, (size_t)(a->kv_heads * d * size));
+    for (long h = 0; h < a->kv_heads; h++) {
+        load_row(x, a->qkv, t * a->ldqkv + (a->heads + a->kv_heads + h) * d, d, a->bf16);
+        store_kv(a, a->v_cache, (slot * a->kv_heads + h) * d, x, d, a->v_scale);
+    }
 }
 
 /* max_position: rows of cos and sin; cache_slots: those of a cache */
 int ssd_rope_and_store(const void *qkv, long ldqkv, const void *positions, int positions64, const void *slots,
                        int slots64, const float *cos, const float *sin, const void *q_weight, const void *k_weight,
                        float eps, void *q_out, void *k_cache, void *v_cache, long tokens, long heads, long kv_heads,
-                       long d, long max_position, long cache_slots, int bf16, int nthreads) {
+                       long d, long max_position, long cache_slots, int bf16, int kv, float k_scale, float v_scale,
+                       int nthreads) {
     for (long t = 0; t < tokens; t++)
         if (outside(int_at(positions, t, positions64), max_position) || int_at(slots, t, slots64) >= cache_slots) return 1;
-    struct rope_args a = {qkv,      ldqkv, positions, slots,   positions64, slots64, cos,      sin, q_weight,
-                          k_weight, eps,   q_out,     k_cache, v_cache,     heads,   kv_heads, d,   bf16};
+    struct rope_args a = {qkv,     ldqkv,   positions, slots,    positions64, slots64, cos, sin,     q_weight, k_weight, eps,
+                          q_out,   k_cache, v_cache,   heads,    kv_heads,    d,       bf16, kv,     k_scale,  v_scale};
     if (nthreads == 1 || tokens * (heads + 2 * kv_heads) * d < 32768) {
         for (long t = 0; t < tokens; t++) rope_token(&a, t);
         return 0;
@@ -917,8 +965,8 @@ struct attention_args {
     void *out;
     const int32_t *query_start, *context_len, *block_tables, *table_rows;
     long table_stride, block_size, heads, kv_heads, d, dp; /* dp: d rounded up to full vectors */
-    float scale;
-    int bf16;
+    float scale, v_scale; /* of the scores, with that of the keys; of the result */
+    int bf16, kv;
     const int32_t *positions, *slots; /* NULL: no branches */
     long depth;
     long first;                                 /* positions before it are not seen */
@@ -945,8 +993,8 @@ static void load_chunk(const struct attention_args *a, struct chunk *c, const in
         long offset = (slot * a->kv_heads + kv_head) * a->d;
         c->k[i] = c->copy_k + i * a->dp;
         c->v[i] = c->copy_v + i * a->dp;
-        load_row(c->copy_k + i * a->dp, a->k_cache, offset, a->d, a->bf16);
-        load_row(c->copy_v + i * a->dp, a->v_cache, offset, a->d, a->bf16);
+        load_row(c->copy_k + i * a->dp, a->k_cache, offset, a->d, a->kv);
+        load_row(c->copy_v + i * a->dp, a->v_cache, offset, a->d, a->kv);
         if (++in_block == a->block_size) in_block = 0, block++;
     }
 }
@@ -1079,7 +1127,7 @@ static void store_attention(const struct attention_args *a, const struct softmax
     for (long i = 0; i < rows * group; i++) {
         float *acc = s->acc + i * a->dp, sum = s->sum[i];
         if (sum == 0.0f) sum = 1.0f; /* padding */
-        for (long e = 0; e < a->d; e++) acc[e] = acc[e] / sum;
+        for (long e = 0; e < a->d; e++) acc[e] = acc[e] / sum * a->v_scale;
         store_row(a->out, ((row + i / group) * a->heads + kv_head * group + i % group) * a->d, acc, a->d, a->bf16);
     }
 }
@@ -1181,11 +1229,11 @@ int ssd_paged_attention(const void *q, long ldq, const void *k_cache, const void
                         const int32_t *query_start, const int32_t *context_len, const int32_t *block_tables,
                         const int32_t *table_rows, long tokens, long sequences, long tables, long columns,
                         long table_stride, long cache_blocks, long block_size, long heads, long kv_heads, long d,
-                        float scale, const int32_t *positions, const int32_t *slots, long depth, long first, long window,
-                        int bf16, int nthreads) {
+                        float scale, float v_scale, const int32_t *positions, const int32_t *slots, long depth,
+                        long first, long window, int bf16, int kv, int nthreads) {
     struct attention_args a = {q, ldq, k_cache, v_cache, out, query_start, context_len, block_tables, table_rows,
-                               table_stride, block_size, heads, kv_heads, d, ceil_div(d, VL) * VL, scale, bf16,
-                               positions, slots, depth, first, window, tokens, tables, columns, cache_blocks, 0};
+                               table_stride, block_size, heads, kv_heads, d, ceil_div(d, VL) * VL, scale,
+                               v_scale, bf16, kv, positions, slots, depth, first, window, tokens, tables, columns, cache_blocks, 0};
     long tasks = 0, longest = 0, work = 0;
     for (long s = 0; s < sequences; s++) {
         if (!attention_fits(&a, s)) return 1;

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from ssd.kernels import cache
+from ssd.kernels.ops import UNSCALED, KVScales
 from ssd.kernels.quantized import Codes, CodeType, bits_of, dequantize
 
 logger = logging.getLogger("ssd")
@@ -75,20 +76,17 @@ _SIGNATURES: dict[str, list[type]] = {
     "ssd_rms_norm": [_P, _L, _P, _P, _P, _L, _L, _F, _I, _I],
     "ssd_rope_and_store": [
         *[_P, _L, _P, _I, _P, _I, _P, _P, _P, _P, _F],
-        *[_P, _P, _P, _L, _L, _L, _L, _L, _L, _I, _I],
+        *[_P, _P, _P, _L, _L, _L, _L, _L, _L, _I, _I, _F, _F, _I],
     ],
-    "ssd_paged_attention": [*[_P, _L], *[_P] * 7, *[_L] * 10, *[_F, _P, _P, _L, _L, _L, _I, _I]],
+    "ssd_paged_attention": [*[_P, _L], *[_P] * 7, *[_L] * 10, *[_F, _F, _P, _P, _L, _L, _L, _I, _I, _I]],
     "ssd_gumbel": [_P, _P, _L, _L, _Q, _Q, _Q, _I],
     "ssd_best": [_P, _L, _P, _P, _P, _L, _L, _L, _I],
     "ssd_prepare_rows": [*[_P] * 17, *[_L] * 8],
     "ssd_accept": [*[_P] * 10, *[_L] * 6],
 }
 _CODES: tuple[CodeType, ...] = ("fp8", "int8", "int4", "uint4")  # as `cpu.c` numbers them, from 1
-_SIZES = (
-    "ssd_packed_bytes",
-    "ssd_panel_columns",
-    "ssd_codes_together",
-)  # what they return; others a status, or nothing
+_STORAGE = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}  # likewise
+_SIZES = ("ssd_packed_bytes", "ssd_panel_columns", "ssd_codes_together")  # what they return; others status or nothing
 _STATUS = ("ssd_embedding", "ssd_rope_and_store", "ssd_paged_attention", "ssd_prepare_rows", "ssd_accept")
 
 
@@ -249,12 +247,13 @@ class Kernels:
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
         eps: float = 1e-6,
+        scales: KVScales = UNSCALED,
     ) -> Tensor:
         """Rotate q and k of `qkv` [T, (H + 2*Hkv)*D], write k and v to the caches, return q [T, H, D].
 
         `cos`, `sin`: fp32, contiguous [max_pos, D/2]. `positions`, `slots`: int32 or int64 [T]; slot < 0: no write.
-        Caches: contiguous [num_blocks, block_size, Hkv, D]. `q_norm`, `k_norm` [D]: per-head RMS norm before
-        the rotation (Qwen 3).
+        Caches: contiguous [num_blocks, block_size, Hkv, D], of the type of `qkv` or e4m3, which are divided by
+        `scales`. `q_norm`, `k_norm` [D]: per-head RMS norm before the rotation (Qwen 3).
         """
         tokens, (blocks, block_size, kv_heads, d) = qkv.shape[0], k_cache.shape
         q = qkv.new_empty(tokens, num_heads, d)
@@ -263,7 +262,8 @@ class Kernels:
             *(slots.data_ptr(), slots.dtype is torch.int64, cos.data_ptr(), sin.data_ptr()),
             *(None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(), eps),
             *(q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), tokens, num_heads, kv_heads, d),
-            *(cos.shape[0], blocks * block_size, qkv.dtype is torch.bfloat16, torch.get_num_threads()),
+            *(cos.shape[0], blocks * block_size, qkv.dtype is torch.bfloat16, _STORAGE[k_cache.dtype]),
+            *(scales.k, scales.v, torch.get_num_threads()),
         ):
             raise IndexError("a token's position is not in the rotary tables, or its slot is not in the KV cache")
         return q
@@ -281,6 +281,7 @@ class Kernels:
         branches: tuple[Tensor, Tensor, int] | None = None,
         first: int = 0,
         window: int = 0,
+        scales: KVScales = UNSCALED,
     ) -> Tensor:
         """Causal attention of `q` [T, H, D] over paged caches -> [T, H, D].
 
@@ -302,8 +303,9 @@ class Kernels:
             *(q.data_ptr(), q.stride(0), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()),
             *(query_start.data_ptr(), context_len.data_ptr(), block_tables.data_ptr(), table_rows.data_ptr()),
             *(tokens, table_rows.shape[0], *block_tables.shape, block_tables.stride(0)),
-            *(blocks, block_size, heads, kv_heads, d, scale),
-            *(positions, slots, depth, first, window, q.dtype is torch.bfloat16, torch.get_num_threads()),
+            *(blocks, block_size, heads, kv_heads, d, scale * scales.k, scales.v),
+            *(positions, slots, depth, first, window, q.dtype is torch.bfloat16, _STORAGE[k_cache.dtype]),
+            torch.get_num_threads(),
         ):
             raise IndexError("a query is not in the batch, or sees what is not in its block table or in the KV cache")
         return out

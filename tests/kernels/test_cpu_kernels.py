@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ssd.kernels import cpu
 from ssd.kernels.cpu import Kernels
+from ssd.kernels.ops import UNSCALED, KVScales
 from ssd.sampling import noise
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -249,9 +250,11 @@ def test_rope_outside_of_its_tables(kernels: Kernels, position: int, slot: int) 
 
 
 class Paged:
-    """Sequences with full keys and values in a shuffled paged cache; unused slots hold NaN."""
+    """Sequences with full keys and values in a shuffled paged cache, which may be in fp8; unused slots hold NaN."""
 
-    def __init__(self, lengths: list[int], h: int, hkv: int, d: int, dtype: torch.dtype, window: int = 0) -> None:
+    def __init__(
+        self, lengths: list[int], h: int, hkv: int, d: int, dtype: torch.dtype, window: int = 0, *, fp8: bool = False
+    ) -> None:
         self.lengths, self.h, self.hkv, self.d, self.dtype = lengths, h, hkv, d, dtype
         self.scale, self.window = d**-0.5, window
         width = max(-(-length // BLOCK) for length in lengths)
@@ -259,12 +262,14 @@ class Paged:
         self.q = [torch.randn(n, h, d).to(dtype) for n in lengths]
         self.k = [torch.randn(n, hkv, d).to(dtype) for n in lengths]
         self.v = [torch.randn(n, hkv, d).to(dtype) for n in lengths]
-        self.k_cache = torch.full((self.tables.numel(), BLOCK, hkv, d), float("nan"), dtype=dtype)
+        self.scales = KVScales(k=0.7, v=1.3) if fp8 else UNSCALED
+        stored = torch.float8_e4m3fn if fp8 else dtype
+        self.k_cache = torch.full((self.tables.numel(), BLOCK, hkv, d), float("nan"), dtype=stored)
         self.v_cache = self.k_cache.clone()
         for s, n in enumerate(lengths):
             slots = self.tables[s].long()[torch.arange(n) // BLOCK] * BLOCK + torch.arange(n) % BLOCK
-            self.k_cache.flatten(0, 1)[slots] = self.k[s]
-            self.v_cache.flatten(0, 1)[slots] = self.v[s]
+            self.k_cache.flatten(0, 1)[slots] = self.k[s].to(stored)
+            self.v_cache.flatten(0, 1)[slots] = self.v[s].to(stored)
 
     def run(self, kernels: Kernels, spans: list[tuple[int, int, int]]) -> list[Tensor]:
         """One call with query positions [begin, end) of each (sequence, begin, end)."""
@@ -276,12 +281,13 @@ class Paged:
         for s, begin, _ in spans if self.window else ():
             tables[s, : max(0, begin + 1 - self.window) // BLOCK] = -1  # freed
         given = q, self.k_cache, self.v_cache, starts, context, tables, rows, self.scale
-        out = kernels.paged_attention(*given, window=self.window)
+        out = kernels.paged_attention(*given, window=self.window, scales=self.scales)
         return [out[starts[i] : starts[i + 1]] for i in range(len(counts))]
 
     def reference(self, s: int) -> Tensor:
         group = self.h // self.hkv
-        q, k, v = (x.double().transpose(0, 1) for x in (self.q[s], self.k[s], self.v[s]))
+        k, v = self.k[s].to(self.k_cache.dtype).double(), self.v[s].to(self.v_cache.dtype).double()
+        q, k, v = (x.transpose(0, 1) for x in (self.q[s].double(), k * self.scales.k, v * self.scales.v))
         k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
         n = self.lengths[s]
         seen = torch.ones(n, n, dtype=torch.bool).tril().triu(1 - self.window if self.window else -n)
@@ -290,15 +296,22 @@ class Paged:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("h", "hkv", "d", "window"),
+    ("h", "hkv", "d", "window", "fp8"),
     [
-        *[(2, 2, 32, 0), (9, 3, 64, 0), (8, 2, 128, 0), (4, 1, 20, 0), (5, 1, 64, 0)],
-        *[(2, 2, 32, 1), (5, 1, 20, 7), (4, 2, 32, 64), (6, 2, 32, 97)],
+        *[
+            (2, 2, 32, 0, False),
+            (9, 3, 64, 0, False),
+            (8, 2, 128, 0, False),
+            (4, 1, 20, 0, False),
+            (5, 1, 64, 0, False),
+        ],
+        *[(2, 2, 32, 1, False), (5, 1, 20, 7, False), (4, 2, 32, 64, False), (6, 2, 32, 97, False)],
+        *[(8, 2, 64, 0, True), (5, 1, 20, 0, True), (6, 2, 32, 97, True)],
     ],
 )
-def test_attention(kernels: Kernels, dtype: torch.dtype, h: int, hkv: int, d: int, window: int) -> None:
+def test_attention(kernels: Kernels, dtype: torch.dtype, h: int, hkv: int, d: int, window: int, fp8: bool) -> None:
     """Against dense attention; and a row has the same bits whatever rows are computed with it."""
-    paged = Paged([130, 1, 64, 65, 17, 143], h, hkv, d, dtype, window)
+    paged = Paged([130, 1, 64, 65, 17, 143], h, hkv, d, dtype, window, fp8=fp8)
     whole = paged.run(kernels, [(s, 0, n) for s, n in enumerate(paged.lengths)])
     for s, out in enumerate(whole):
         close(out, paged.reference(s), dtype)
