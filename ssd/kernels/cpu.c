@@ -5,8 +5,8 @@
  * output element has one fixed order of operations, the same in every instance of a kernel; multiplies and adds are
  * fused only where vfma() says so (compile with -ffp-contract=off and without -ffast-math).
  *
- * Storage is fp32 or bf16 (flag `bf16`); a KV cache may be in e4m3 instead (`kv`, a storage type).  Arithmetic is always
- * fp32.  "ld*" arguments are row strides in elements.
+ * Storage is fp32 or bf16 (flag `bf16`); a KV cache may be in e4m3 instead (`kv`, a storage type).  Arithmetic is fp32,
+ * or integers where that is said.  "ld*" arguments are row strides in elements.
  *
  * Numbers in tensors that are used as indices (token ids, positions, slots, blocks, rows) are checked: a function that
  * returns an int returns 0, or 1 if it was given one that is out of range.  Shapes are the caller's business.
@@ -571,9 +571,10 @@ INLINE long to_digits(int8_t *out, const float *x, float up, int digits) {
     for (int i = 0; i < 4; i++) v[i] = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + 4 * i), up));
     long sum = vaddvq_s32(vaddq_s32(vaddq_s32(v[0], v[1]), vaddq_s32(v[2], v[3])));
     for (int d = 0; d < digits; d++, out += 16) {
-        int16x8_t low = vcombine_s16(vmovn_s32(v[0]), vmovn_s32(v[1])), high = vcombine_s16(vmovn_s32(v[2]), vmovn_s32(v[3]));
+        int16x8_t low = vcombine_s16(vmovn_s32(v[0]), vmovn_s32(v[1]));
+        int16x8_t high = vcombine_s16(vmovn_s32(v[2]), vmovn_s32(v[3]));
         vst1q_s8(out, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
-        for (int i = 0; i < 4; i++) v[i] = vshrq_n_s32(vaddq_s32(v[i], vdupq_n_s32(128)), 8); /* the digit may be below 0 */
+        for (int i = 0; i < 4; i++) v[i] = vshrq_n_s32(vaddq_s32(v[i], vdupq_n_s32(128)), 8); /* minus a signed digit */
     }
     return sum;
 }
@@ -645,7 +646,9 @@ INLINE long tile_row(const struct linear_args *a, long t) { return t * (a->m / a
 
 /* bytes of one packed row */
 INLINE long packed_size(const struct linear_args *a) { return a->kq * 4 * (a->digits ? a->digits : 4); }
-INLINE const void *packed_rows(const struct linear_args *a, long row) { return (const char *)a->xp + row * packed_size(a); }
+INLINE const void *packed_rows(const struct linear_args *a, long row) {
+    return (const char *)a->xp + row * packed_size(a);
+}
 
 INLINE float bias_at(const struct linear_args *a, long i) {
     return a->bf16 ? from_bf16(((const uint16_t *)a->bias)[i]) : ((const float *)a->bias)[i];
