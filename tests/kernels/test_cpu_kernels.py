@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -435,13 +436,73 @@ def resident_bytes() -> int:
         pytest.skip("needs /proc")
 
 
-def test_one_openmp_runtime(kernels: Kernels) -> None:
-    try:
-        loaded = Path("/proc/self/maps").read_text()
-    except OSError:
-        pytest.skip("needs /proc")
-    runtimes = {line.split()[-1] for line in loaded.splitlines() if "/libgomp" in line or "/libiomp5" in line}
-    assert len(runtimes) <= 1
+def test_many_threads_compute_what_one_computes(kernels: Kernels) -> None:
+    """More threads than cores, loops that follow each other at once or after a pause, callers at the same time."""
+    packed, x = kernels.pack_linear(torch.randn(300, 200)), torch.randn(3, 200)
+    with cpu.threads(1):
+        expected = kernels.linear(x, packed)
+    failures: list[int] = []
+
+    def call(number: int) -> None:
+        for i in range(300):
+            with cpu.threads(2 + (number + i) % 7):
+                if not torch.equal(kernels.linear(x, packed), expected):
+                    failures.append(i)
+            if i % 50 == number:
+                time.sleep(0.002)  # the workers sleep
+
+    callers = [threading.Thread(target=call, args=(i,)) for i in range(3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+    assert not any(caller.is_alive() for caller in callers)
+    assert not failures
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+def test_the_workers_of_a_thread_end_with_it_and_take_no_signals(kernels: Kernels) -> None:
+    packed, x = kernels.pack_linear(torch.randn(300, 200)), torch.randn(8, 200)
+    tasks = Path("/proc/self/task")
+    before, during, blocked = {task.name for task in tasks.iterdir()}, set[str](), list[int]()
+
+    def call() -> None:
+        with cpu.threads(4):
+            kernels.linear(x, packed)
+        during.update(task.name for task in tasks.iterdir())
+        for new in during - before - {str(threading.get_native_id())}:
+            status = (tasks / new / "status").read_text()
+            [mask] = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigBlk")]
+            blocked.append(mask >> (signal.SIGINT - 1) & 1)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    caller.join()
+    assert len(during - before) >= 4
+    assert len(blocked) >= 3
+    assert all(blocked)
+    deadline = time.monotonic() + 10
+    while {task.name for task in tasks.iterdir()} & (during - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not {task.name for task in tasks.iterdir()} & (during - before)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_forked_process_computes_without_the_workers_of_its_parent(kernels: Kernels) -> None:
+    packed, x = kernels.pack_linear(torch.randn(300, 200)), torch.randn(8, 200)
+    with cpu.threads(2):
+        expected = kernels.linear(x, packed)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if torch.equal(kernels.linear(x, packed), expected) else 1)
+    deadline = time.monotonic() + 20
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if done == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert done == (child, 0)
 
 
 def test_cached_load_is_quick(kernels: Kernels) -> None:
@@ -458,8 +519,7 @@ def test_without_a_compiler_the_kernels_of_the_package_are_used(
     compiler = cpu.find_compiler()
     if compiler is None:
         pytest.skip("no C compiler")
-    threads = ("-fopenmp",) if cpu.openmp_library() else ()
-    (tmp_path / "_cpu.abi3.so").write_bytes(cpu._compile(compiler, (*cpu.BASE_FLAGS, *threads)))
+    (tmp_path / "_cpu.abi3.so").write_bytes(cpu._compile(compiler, cpu.BASE_FLAGS))
     monkeypatch.setattr(cpu, "SOURCE", tmp_path / "cpu.c")
     monkeypatch.setattr(cpu, "find_compiler", lambda: None)
     found = cpu.build()
