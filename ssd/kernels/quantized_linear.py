@@ -409,6 +409,11 @@ def pack(codes: Codes, dtype: torch.dtype, *, exact: bool = True) -> PackedCodes
     )
 
 
+def _in_pairs(x: torch.Tensor) -> bool:
+    """Whether codes are widened two at a time, by instructions for bfloat16."""
+    return x.device.type != "cpu" and x.dtype is torch.bfloat16
+
+
 def is_wide(x: torch.Tensor, weight: PackedCodes) -> bool:
     """Whether `wide_linear` is for this product."""
     return weight.parts_of_group == 0 and len(x) > _WIDE_ROWS
@@ -491,7 +496,7 @@ def quantized_linear(
         y.stride(0),
         groups,
         FORMAT=weight.type,
-        PAIRS=x.is_cuda and x.dtype is torch.bfloat16,
+        PAIRS=_in_pairs(x),
         GATED=gated,
         EVEN_K=width * weight.parts == depth,
         PARTS=weight.parts,
@@ -527,7 +532,15 @@ def wide_linear(
         words = weight.words[start : start + block]
         count = len(words)
         _widen_kernel[(triton.cdiv(count, 16), words.shape[1] // weight.block)](
-            *(words, wide, count, depth, words.stride(0), weight.type, x.is_cuda and x.dtype is torch.bfloat16),
+            *(
+                words,
+                wide,
+                count,
+                depth,
+                words.stride(0),
+                weight.type,
+                x.device.type != "cpu" and x.dtype is torch.bfloat16,
+            ),
             **{"PARTS": weight.parts, "BLOCK_N": 16, "WORDS": weight.block},
         )
         sums = product(x, wide[:count])

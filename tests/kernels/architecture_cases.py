@@ -18,8 +18,9 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from ssd.kernels import attention, elementwise, features, linear
+from ssd.kernels import attention, elementwise, features, linear, quantized_linear
 from ssd.kernels.ops import Branches, DeviceBatch, HeadShape, Rope
+from ssd.kernels.quantized import Codes, CodeType
 
 META = torch.device("meta")
 HEADS = [HeadShape(32, 8, 128), HeadShape(14, 2, 64)]
@@ -43,7 +44,8 @@ def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         return kernel
 
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
-    monkeypatch.setattr(linear, "shared_memory", lambda device: limit)
+    for module in (linear, quantized_linear):
+        monkeypatch.setattr(module, "shared_memory", lambda device: limit)
     monkeypatch.setattr(JITFunction, "run", compile_only)
     before = driver._active
     driver.set_active(FakeDriver(request.param))  # type: ignore[arg-type]
@@ -83,6 +85,32 @@ def test_products(architecture: int, dtype: torch.dtype) -> None:
             linear.linear(
                 empty(rows, depth, dtype=dtype), empty(columns, depth, dtype=dtype), gated=gated, out_dtype=out
             )
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "offsets", "dtype"),
+    [
+        ("fp8", 4096, False, torch.bfloat16),
+        ("fp8", 128, False, torch.float16),
+        ("int8", 16, False, torch.bfloat16),
+        ("int4", 128, False, torch.bfloat16),
+        ("uint4", 32, True, torch.bfloat16),
+    ],
+)
+def test_quantized_products(architecture: int, kind: CodeType, group: int, offsets: bool, dtype: torch.dtype) -> None:
+    depth, columns = 4096, 8192
+    codes = Codes(
+        empty(columns, depth, dtype=torch.uint8),
+        empty(columns, depth // group, dtype=torch.float32),
+        kind,
+        depth,
+        empty(columns, depth // group, dtype=torch.float32) if offsets else None,
+    )
+    weight = quantized_linear.pack(codes, dtype)
+    for rows in (1, 64):
+        x, scales = empty(rows, depth, dtype=dtype), empty(rows, depth // group, dtype=torch.float32)
+        quantized_linear.quantized_linear(x, weight)
+        quantized_linear.quantized_linear(x, weight, gated=True, row_scales=scales)
 
 
 @pytest.mark.parametrize(
