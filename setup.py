@@ -13,12 +13,11 @@ FLAGS = [
     "-ffp-contract=off",
     "-fno-math-errno",
     "-Wno-psabi",
-    "-fopenmp",
 ]  # see ssd/kernels/cpu.py
 if platform.machine() in ("x86_64", "AMD64"):
     FLAGS.append("-march=x86-64-v3")  # AVX2 and FMA
 
-# Loaded by ctypes; linked without OpenMP, which torch brings. Without a compiler the package is installed all the same.
+# Loaded by ctypes. Without a compiler the package is installed all the same.
 kernels = Extension(
     "ssd.kernels._cpu",
     ["ssd/kernels/cpu.c"],

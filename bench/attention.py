@@ -2,6 +2,7 @@
 
 python bench/attention.py                            # heads of Llama-3.1-8B, needs a GPU
 python bench/attention.py --heads 16 8 128           # query heads, KV heads, head dimension
+python bench/attention.py --kv-cache-dtype fp8
 
 Decoding and verification: microseconds per layer, and bytes of KV read per second beside a copy's. Prefill: matrix
 operations per second. The KV of all layers together is larger than the GPU's cache.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import math
 import statistics
 from collections.abc import Callable
 
@@ -32,20 +34,22 @@ PREFILL = [(1, 512, 512), (1, 2048, 2048), (1, 2048, 4096), (1, 4096, 4096), (4,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", nargs=3, type=int, default=[32, 8, 128], metavar=("Q", "KV", "DIM"))
-    heads = HeadShape(*parser.parse_args().heads)
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto", help="auto: bfloat16")
+    args = parser.parse_args()
+    heads, stored = HeadShape(*args.heads), torch.float8_e4m3fn if args.kv_cache_dtype == "fp8" else torch.bfloat16
     if not torch.cuda.is_available():
         raise SystemExit("bench/attention.py needs a CUDA device")
     copy = copy_bandwidth()
     console = Console(width=120)
     table = Table("sequences", "queries each", "context", "µs", "KV TB/s", f"of a copy ({copy / 1e12:.2f})")
     for sequences, queries, context in DECODE:
-        seconds = attention_seconds(heads, sequences, queries, context, prefill=False)
-        rate = sequences * context * heads.num_kv_heads * heads.head_dim * 4 / seconds
+        seconds = attention_seconds(heads, stored, sequences, queries, context, prefill=False)
+        rate = sequences * context * heads.num_kv_heads * heads.head_dim * 2 * stored.itemsize / seconds
         table.add_row(*map(str, (sequences, queries, context)), *figures(seconds, rate / 1e12, rate / copy))
     console.print(table)
     table = Table("sequences", "queries each", "context", "µs", "TFLOP/s")
     for sequences, queries, context in PREFILL:
-        seconds = attention_seconds(heads, sequences, queries, context, prefill=True)
+        seconds = attention_seconds(heads, stored, sequences, queries, context, prefill=True)
         seen = sequences * queries * (context - queries / 2)
         operations = 4 * heads.num_heads * heads.head_dim * seen
         table.add_row(*map(str, (sequences, queries, context)), *figures(seconds, operations / seconds / 1e12))
@@ -56,16 +60,18 @@ def figures(seconds: float, *rates: float) -> list[str]:
     return [f"{1e6 * seconds:.1f}", *(f"{rate:.2f}" for rate in rates)]
 
 
-def attention_seconds(heads: HeadShape, sequences: int, queries: int, context: int, *, prefill: bool) -> float:
-    """Seconds of one layer's attention, where all sequences have the same context."""
+def attention_seconds(
+    heads: HeadShape, stored: torch.dtype, sequences: int, queries: int, context: int, *, prefill: bool
+) -> float:
+    """Seconds of one layer's attention, where all sequences have the same context. `stored`: type of the KV."""
     device = torch.device("cuda")
     ops = TritonOps()
     ops.reserve(heads, device)
     batch = make_batch(ops, heads, sequences, queries, context, prefill, device)
     blocks = batch.block_tables.numel()
     shape = (blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim)
-    layers = max(2, min(32, -(-_BYTES // (blocks * BLOCK_SIZE * heads.num_kv_heads * heads.head_dim * 4))))
-    caches = [torch.randn((2, *shape), dtype=torch.bfloat16, device=device) for _ in range(layers)]
+    layers = max(2, min(32, -(-_BYTES // (2 * math.prod(shape) * stored.itemsize))))
+    caches = [torch.randn((2, *shape), dtype=torch.bfloat16, device=device).to(stored) for _ in range(layers)]
     q = torch.randn((sequences * queries, heads.num_heads, heads.head_dim), dtype=torch.bfloat16, device=device)
 
     def run() -> None:

@@ -4,6 +4,7 @@
     python bench/decode.py --device cuda            # one GPU, the Llama-3.1-8B shape
     python bench/decode.py --shape qwen3-8b --device cuda --json out.json
     python bench/decode.py --model graft:tiny-llama@llama-3.1-8b --device cuda
+    python bench/decode.py --device cuda --prompt-len 16384 --kv-cache-dtype fp8 --no-transformers
 
 Weights are random, since only the shape counts, unless a model is named: then there is no comparison with
 `transformers`. Runs alternate and medians are taken, so ratios hold on a noisy machine; a row warns of a busy one.
@@ -67,10 +68,10 @@ def bench_cpu(shape: str, args: argparse.Namespace) -> list[Row]:
         model = hf_model(SHAPES[shape], torch.float32, torch.device("cpu"))
         model.save_pretrained(folder)
         start = time.perf_counter()
-        llm = LLM(folder, device="cpu", dtype="float32")
+        llm = LLM(folder, device="cpu", dtype="float32", kv_cache_dtype=args.kv_cache_dtype)
         rows = [("shape", shape), ("threads", str(torch.get_num_threads()))]
         rows.append(("ssd ready after", f"{time.perf_counter() - start:.2f} s"))
-        half = LLM(folder, device="cpu", dtype="bfloat16")
+        half = LLM(folder, device="cpu", dtype="bfloat16", kv_cache_dtype=args.kv_cache_dtype)
         for batch in (1, 8):
             prompts = random_prompts(batch, args.prompt_len, SHAPES[shape].vocab_size)
             contenders = {
@@ -81,7 +82,7 @@ def bench_cpu(shape: str, args: argparse.Namespace) -> list[Row]:
             speeds = alternate(contenders, args.repeats)
             rows += compared(f"batch {batch}", speeds)
         jobs = ragged_jobs(24, SHAPES[shape].vocab_size)
-        eight = LLM(folder, device="cpu", dtype="float32", max_num_seqs=8)
+        eight = LLM(folder, device="cpu", dtype="float32", max_num_seqs=8, kv_cache_dtype=args.kv_cache_dtype)
         speeds = alternate(
             {"ssd": lambda: engine_serve(eight.driver, jobs), "transformers": lambda: hf_serve(model, jobs, 8)}, 1
         )
@@ -96,7 +97,7 @@ def bench_cpu_model(args: argparse.Namespace) -> list[Row]:
     checkpoint = open_checkpoint(args.model)
     rows = [("model", described(args.model, checkpoint)), ("threads", str(torch.get_num_threads()))]
     for dtype in ("float32", "bfloat16"):
-        with LLM(args.model, device="cpu", dtype=dtype) as llm:
+        with LLM(args.model, device="cpu", dtype=dtype, kv_cache_dtype=args.kv_cache_dtype) as llm:
             for batch in (1, 8):
                 prompts = random_prompts(batch, args.prompt_len, known_tokens(checkpoint))
                 run = functools.partial(engine_decode, llm.driver, prompts, args.new_tokens)
@@ -129,14 +130,21 @@ def bench_gpu(shape: str, args: argparse.Namespace) -> list[Row]:
     bandwidth = copy_bandwidth(device)
     start = time.perf_counter()
     checkpoint = open_checkpoint(args.model) if args.model else RandomCheckpoint(SHAPES[shape])
-    longest = min(4096, checkpoint.config.max_position)
-    config = EngineConfig(args.model or shape, device=args.device, max_model_len=longest, max_num_seqs=16)
-    engine, _ = build_engine(config, checkpoint)
+    longest = min(max(4096, args.prompt_len + args.new_tokens), checkpoint.config.max_position)
+    config = EngineConfig(
+        args.model or shape,
+        device=args.device,
+        max_model_len=longest,
+        max_num_seqs=16,
+        kv_cache_dtype=args.kv_cache_dtype,
+    )
+    engine, config = build_engine(config, checkpoint)
     driver = Driver(engine)
     torch.cuda.synchronize()
     rows = [
         ("device", torch.cuda.get_device_name(device)),
         ("model", described(args.model, checkpoint) if args.model else f"{shape}, bfloat16, random weights"),
+        ("KV cache", config.kv_dtype),
         ("start-up (weights, kernels, graphs)", f"{time.perf_counter() - start:.1f} s"),
     ]
     assert isinstance(engine.round.target, Target)
@@ -146,7 +154,8 @@ def bench_gpu(shape: str, args: argparse.Namespace) -> list[Row]:
     rows.append(("copy bandwidth", f"{bandwidth / 1e12:.2f} TB/s"))
     rows.append(("floor: one pass over the weights", f"{floor * 1e3:.3f} ms ({weight_bytes / 1e9:.2f} GB)"))
     one = 0.0
-    for sequences, queries, context in ((1, 1, 512), (1, 8, 512), (8, 1, 512), (16, 1, 512), (1, 1, 4000)):
+    sizes = ((1, 1, 512), (1, 8, 512), (8, 1, 512), (16, 1, 512), (1, 1, 4000), (8, 1, 16384))
+    for sequences, queries, context in sizes:
         if context > longest:
             continue
         measured = functools.partial(graph_seconds, runner, sequences, queries, context)
@@ -322,6 +331,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-len", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--no-transformers", action="store_true", help="skip the peer (GPU only)")
     parser.add_argument("--json", help="also write the figures to this file")
     return parser.parse_args()

@@ -260,6 +260,12 @@ class EngineConfig:
         "Rounds the weights of the model's layers to 8 or 4 bits when they are loaded: less memory and faster steps, "
         "and another text than that of the unrounded model. A quantised checkpoint is run as it is, without this.",
     )
+    kv_cache_dtype: Literal["auto", "fp8"] = option(
+        "auto",
+        "Type of the target's KV cache. auto: that of the activations. fp8: 8-bit floats (e4m3), half the memory of "
+        "bfloat16; its text differs from that with auto, and is the same in every mode.",
+        hints={"fp8_e4m3": "fp8 is e4m3"},
+    )
     max_model_len: int | None = option(
         None, "Maximum length of a sequence, prompt and output together, in tokens.", least=1
     )
@@ -293,3 +299,8 @@ class EngineConfig:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
                 "every decoding sequence needs a token a round; raise the former or lower the latter"
             )
+
+    @property
+    def kv_dtype(self) -> str:
+        """What the model's KV cache is stored in."""
+        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype

@@ -148,8 +148,8 @@ def _log_choices(config: EngineConfig, runners: Seq[ModelRunner]) -> None:
     """What was chosen for the options, in the words of the options."""
     tokens, speculation = runners[0].num_blocks * runners[0].block_size, config.speculation
     log.info(
-        "KV: num_kv_blocks=%d of %d tokens, %s; max_model_len=%d, max_num_seqs=%d, max_num_batched_tokens=%d",
-        *(runners[0].num_blocks, runners[0].block_size),
+        "KV: num_kv_blocks=%d of %d tokens in %s, %s; max_model_len=%d, max_num_seqs=%d, max_num_batched_tokens=%d",
+        *(runners[0].num_blocks, runners[0].block_size, config.kv_dtype),
         gib(tokens * sum(runner.decoder.kv_bytes_per_token for runner in runners)),
         *(config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens),
     )
@@ -184,7 +184,7 @@ def build_runners(
         raise ConfigError(f"max_model_len={limit} is beyond the model's positions: use at most {model.max_position}")
     state = make_state(config, limit, model.vocab_size, device)
     rows = config.max_num_seqs * (1 + config.speculation.lookahead)
-    models = [load_decoder(config, checkpoint, state, limit, rows, tp=place.tp, windowed=True)]
+    models = [load_decoder(config, checkpoint, state, limit, rows, tp=place.tp, is_target=True)]
     models += [load_draft(config, draft, state, limit, models[0].decoder)] if draft is not None else []
     num_blocks = place.agree(kv_blocks(config, models, limit))
     limit = fitting_length(config, limit, num_blocks, models[0].blocks_for(config))

@@ -18,7 +18,7 @@ from ssd.config import EngineConfig, SpeculationConfig
 from ssd.drafting.fan_out import RANKS
 from ssd.execution.batch import Batch
 from ssd.execution.runner import ModelRunner
-from ssd.kernels.cpu import release_threads, set_openmp_threads
+from ssd.kernels import cpu
 from ssd.models.open import open_checkpoint
 
 _FEWEST_CORES = 4  # with fewer, a draft has one
@@ -50,8 +50,6 @@ def split_cores(config: EngineConfig, target: ModelRunner, draft: ModelRunner | 
         seconds[threads] = max(verifying, preparing)
         if preparing <= verifying:
             break
-    set_openmp_threads(torch.get_num_threads())
-    release_threads()
     return replace(speculation, draft_threads=min(seconds, key=seconds.__getitem__))
 
 
@@ -64,10 +62,10 @@ def _loaded(config: EngineConfig, target: ModelRunner) -> ModelRunner:
 def _seconds(runner: ModelRunner, rows: int, threads: int) -> float:
     """The shortest of some forward passes over so many rows of padding."""
     batch = Batch([runner.state.padding] * rows, [0] * rows, [1] * rows, [1] * rows)
-    set_openmp_threads(min(threads, torch.get_num_threads()))
     found = []
-    for _ in range(_REPEATS):
-        began = time.perf_counter()
-        runner.forward(batch)
-        found.append(time.perf_counter() - began)
+    with cpu.threads(min(threads, torch.get_num_threads())):
+        for _ in range(_REPEATS):
+            began = time.perf_counter()
+            runner.forward(batch)
+            found.append(time.perf_counter() - began)
     return min(found)

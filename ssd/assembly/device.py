@@ -56,6 +56,15 @@ def resolve_dtype(config: EngineConfig, model: DecoderConfig, device: torch.devi
     return dtype
 
 
+def kv_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Type of the target's KV cache, where that of the model is `dtype`."""
+    if config.kv_cache_dtype == "auto":
+        return dtype
+    if device.type == "cuda" and dtype == torch.float32:  # its products would sum in different orders
+        raise ConfigError("kv_cache_dtype='fp8' on a GPU is for models in 16 bits: use dtype='bfloat16', or auto")
+    return torch.float8_e4m3fn
+
+
 def num_cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -37,6 +37,7 @@ from ssd.execution.features import Features
 from ssd.execution.graphs import row_buckets
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
+from ssd.kernels import cpu
 from ssd.kernels.device import kernels
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.decoder import Decoder
@@ -309,7 +310,6 @@ def load_draft(
         max(shapes.max_rows, config.max_num_seqs * shapes.reads),
         beyond=2 * shapes.reads,
         scratch_slots=scratch,
-        draft=True,
         target=target if head else None,
         tp=tp,
     )
@@ -352,7 +352,7 @@ def build_worker_drafter(setup: Mapping[str, Any]) -> WorkerDrafter:
     device, size = resolve_device(config.device), config.speculation.draft_tensor_parallel_size
     make_current(device)
     if device.type == "cpu":
-        torch.set_num_threads(config.speculation.draft_threads or 1)
+        cpu.set_threads(config.speculation.draft_threads or 1)
     vocab_size, replica = int(setup["vocab_size"]), int(setup["replica"])
     fan_out = make_fan_out(config.speculation, replica)
     ranks = None

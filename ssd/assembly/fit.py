@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ssd.assembly.device import kv_block_size, resolve_dtype
+from ssd.assembly.device import kv_block_size, kv_dtype, resolve_dtype
 from ssd.assembly.memory import (
     BlocksFor,
     available_bytes,
@@ -53,9 +53,9 @@ def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint | EagleCheckpoi
     shares = [config.tensor_parallel_size if device.type == "cuda" else 1, *[1] * (len(models) - 1)]
     each = list(zip(models, shares, strict=True))
     weights = sum(weight_bytes(*model) // ranks for model, ranks in each)
-    per_token = sum(
-        model.config.kv_bytes_per_token(model.dtype, ranks, windowed=i == 0) for i, (model, ranks) in enumerate(each)
-    )
+    stored = kv_dtype(config, models[0].dtype, device)
+    per_token = models[0].config.kv_bytes_per_token(stored, shares[0], windowed=True)
+    per_token += sum(model.config.kv_bytes_per_token(model.dtype, ranks) for model, ranks in each[1:])
     per_block = per_token * kv_block_size(config, device)
     if weights + per_block > available:
         remedies = " or ".join(_remedies(config, checkpoints, models, available, device))

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from ssd.assembly.device import device_name, kv_block_size, resolve_dtype
+from ssd.assembly.device import device_name, kv_block_size, kv_dtype, resolve_dtype
 from ssd.assembly.memory import Loaded, gib
 from ssd.config import EngineConfig
 from ssd.execution.runner import ModelRunner
@@ -59,19 +59,19 @@ def load_decoder(
     *,
     beyond: int = 0,
     scratch_slots: int = 0,
-    draft: bool = False,
     target: Decoder | None = None,
     tp: TensorParallel = TensorParallel(),  # noqa: B008 (frozen)
-    windowed: bool = False,
+    is_target: bool = False,
 ) -> Loaded:
     """Loads weights and allocates attention scratch; rotary tables have `beyond` more positions than the state.
 
-    `draft`: it is a draft model or head. `target`: the model whose hidden states an EAGLE head reads. `tp`: the rank
-    whose share is loaded. `windowed`: KV behind the windows of its layers is freed.
+    `target`: the model whose hidden states an EAGLE head reads. `tp`: the rank whose share is loaded. `is_target`: not
+    a draft; KV behind the windows of its layers is freed, and stored as `kv_cache_dtype` says.
     """
     device = state.device
     ops, dtype = kernels(device).ops(), resolve_dtype(config, (target or checkpoint).config, device)
-    build = Build(ops, device, dtype, tp, formats_of(config, checkpoint, draft=draft))
+    format_of = formats_of(config, checkpoint, draft=not is_target)
+    build = Build(ops, device, dtype, tp, format_of, kv_dtype(config, dtype, device) if is_target else None)
     positions = state.max_positions + beyond
     began = time.perf_counter()
     decoder: Decoder
@@ -80,7 +80,7 @@ def load_decoder(
         decoder = EagleHead(checkpoint.config, build, max_positions=positions, embedding=shared)
         decoder.map_tokens(checkpoint.target_ids())
     else:
-        decoder = Decoder(checkpoint.config, build, max_positions=positions, windowed=windowed)
+        decoder = Decoder(checkpoint.config, build, max_positions=positions, windowed=is_target)
     formats = ", ".join(sorted(decoder.formats - {DENSE.name}))
     name = f"{checkpoint.path.name} in {formats}" if formats else checkpoint.path.name
     decoder.load(_reported(name, _weights(checkpoint, decoder), len(decoder.shapes())))

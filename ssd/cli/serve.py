@@ -140,9 +140,10 @@ def _summary(config: EngineConfig) -> list[str]:
         device = f"{device} ({torch.cuda.get_device_name(device)})"
     tokens = (config.num_kv_blocks or 0) * (config.block_size or 0)
     drafter = "no draft" if speculation.mode == "ar" else f"draft {speculation.draft}, k {speculation.k}"
+    sequences = f"{config.max_num_seqs} sequences of up to {config.max_model_len:,} tokens"
     return [
         f"device      {device}, {config.dtype}{f', weights in {config.quantization}' if config.quantization else ''}",
-        f"KV cache    {tokens:,} tokens; {config.max_num_seqs} sequences of up to {config.max_model_len:,} tokens",
+        f"KV cache    {tokens:,} tokens in {config.kv_dtype}; {sequences}",
         f"mode        {speculation.mode}, {drafter}",
     ]
 

@@ -30,7 +30,6 @@ from ssd.engine.submission import AsyncSubmission, Item, LoopDelivery, Sink, Sub
 from ssd.engine.validation import CheckedRequest, check_request
 from ssd.errors import EngineClosed, EngineFailed, RequestError
 from ssd.execution.threads import ThreadController
-from ssd.kernels.cpu import release_threads
 
 log = logging.getLogger("ssd")
 T = TypeVar("T")
@@ -193,7 +192,6 @@ class Driver:
 
     def _post(self, command: _Command) -> None:
         self._check_process()
-        release_threads()  # OpenMP threads of the caller, who is about to wait
         with self._lock:
             if self._engine is None:
                 raise EngineClosed(CLOSED)
@@ -281,8 +279,6 @@ class _Loop:
 
     def _run_commands(self) -> None:
         """Runs all commands in the inbox; if the engine is idle, waits for one."""
-        if not self._busy and self._inbox.empty():
-            release_threads()
         for _ in range(max(self._inbox.qsize(), not self._busy)):
             self._inbox.get()(self)
 

@@ -1,7 +1,7 @@
 """How many threads the CPU kernels use: no more than there are cores that other processes leave free.
 
-The threads of a kernel wait for each other at its end, in a loop that keeps their cores busy. If one of them has to
-share its core with another process, all of them wait for it: two threads are then several times slower than one.
+The threads of a kernel share its work piece by piece. If one of them has to share its core with another process, the
+others wait for its last piece: two threads are then slower than one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final
 
 import torch
 
-from ssd.kernels.cpu import set_openmp_threads
+from ssd.kernels import cpu
 
 TOLERATED: Final = 0.25  # cores that others may use before one thread less is faster
 _INTERVAL: Final = 0.2  # seconds between two measurements: Linux counts in steps of 10 ms
@@ -89,19 +89,16 @@ class ThreadController:
 
     @contextmanager
     def adapted(self, taken: int = 0) -> Iterator[None]:
-        """Work inside uses as many threads as cores are free, `torch.get_num_threads()` at most.
+        """Kernels inside have as many threads as cores are free, `torch.get_num_threads()` at most.
 
         `taken`: cores that processes of ours compute on, which count as used whether they do or not.
         """
         limit = torch.get_num_threads()
         count = self.count(limit, taken) if limit > 1 else 1
-        if count < limit:
-            set_openmp_threads(count)
         try:
-            yield
+            with cpu.threads(count):
+                yield
         finally:
-            if count < limit:
-                set_openmp_threads(limit)
             self._left = self.clock()
 
     def count(self, limit: int, taken: int = 0) -> int:

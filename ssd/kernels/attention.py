@@ -30,7 +30,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ssd.kernels.ops import DeviceBatch, HeadShape
+from ssd.kernels.e4m3 import as_bytes, widen, widening
+from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales
 
 Prefill = Callable[[torch.Tensor, torch.Tensor, DeviceBatch, torch.Tensor, torch.Tensor], bool]
 SPLIT = 512
@@ -40,6 +41,7 @@ _DECODE_ROWS = 16  # of a tile: the tensor cores' minimum
 PREFILL_ROWS = 128
 _PROGRAMS = 2  # of the decode kernel per multiprocessor, for which pieces are shared out
 _DECODE_WARPS, _PREFILL_WARPS = 4, 8
+_TMA_BYTES = 32  # of a head at one position, at least: shared memory is laid out by 32 bytes
 _WORKSPACE_PIECES = 1024  # of tiles that several programs compute
 _ITEM = tl.constexpr(16)  # integers of a work item, see `_plan_kernel`
 _FAR = tl.constexpr(1 << 30)  # behind all positions
@@ -79,7 +81,8 @@ def _step(q, k, v, masked, visible, scale, ones, m, sums, acc):
 @triton.jit
 def _load_kv(
     k, v, table, start, end, kv_head, slot_stride, d,
-    TMA: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
+    TMA: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, WIDEN: tl.constexpr,
+    dtype: tl.constexpr,
 ):  # fmt: skip
     """Keys and values of one head at BLOCK_N positions from `start`; without TMA only those before `end`."""
     if TMA:
@@ -91,13 +94,14 @@ def _load_kv(
         at = kv_head * D + (block * BLOCK_SIZE + n % BLOCK_SIZE)[:, None] * slot_stride + d[None, :]
         mask = (n < end)[:, None] & (d < D)[None, :]
         keys, values = tl.load(k + at, mask=mask, other=0.0), tl.load(v + at, mask=mask, other=0.0)
-    return keys, values
+    return widen(keys, dtype, WIDEN), widen(values, dtype, WIDEN)
 
 
 @triton.jit
 def _branch_piece(
     q, branch, slots, num_branches, depth, head_offset, k_ptr, v_ptr, slot_stride, scale, d, d_mask,
     WIDTH: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Softmax sums of the query rows over their branches' own tokens: WIDTH columns per branch."""
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -112,11 +116,20 @@ def _branch_piece(
             inside = inside & (n % WIDTH > depth - WINDOW)
         at = head_offset + (last - depth + n % WIDTH)[:, None] * slot_stride + d[None, :]
         mask = inside[:, None] & d_mask[None, :]
-        k = tl.load(k_ptr + at, mask=mask, other=0.0)
-        v = tl.load(v_ptr + at, mask=mask, other=0.0)
+        k = widen(tl.load(k_ptr + at, mask=mask, other=0.0), q.dtype, WIDEN)
+        v = widen(tl.load(v_ptr + at, mask=mask, other=0.0), q.dtype, WIDEN)
         visible = inside[None, :] & (n[None, :] // WIDTH == branch[:, None])
         m, sums, acc = _step(q, k, v, True, visible, scale, ones, m, sums, acc)
     return m, tl.max(sums, axis=1), acc
+
+
+@triton.jit
+def _output(acc, l, v_scale, WIDEN: tl.constexpr):
+    """The weighted means of the values, in float32."""
+    out = acc / l[:, None]
+    if WIDEN != "":
+        out = out * v_scale
+    return out
 
 
 @triton.jit
@@ -205,16 +218,16 @@ def _plan_kernel(
 @triton.jit(do_not_specialize=["depth", "table_stride"])
 def _decode_kernel(
     q_ptr, k, v, k_ptr, v_ptr, out_ptr, partial_ptr, stats_ptr, count_ptr, items_ptr, tables_ptr, positions_ptr,
-    slots_ptr, table_stride, slot_stride, scale, depth,
+    slots_ptr, table_stride, slot_stride, scale, v_scale, depth,
     HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT_LEN: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr,
-    WINDOW: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, TMA: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One item, one KV head. Rows of a tile: BLOCK_M // GROUP query tokens times the GROUP heads of the KV head.
 
     k, v: what `_load_kv` takes; k_ptr, v_ptr: the same KV as pointers. WIDTH: columns for the own tokens of each
     branch; 0: the query tokens are no branches. FIRST: positions before it are not seen. WINDOW: positions that a
-    query sees, its own included; 0: all.
+    query sees, its own included; 0: all. WIDEN: how KV is read; where it is in fp8, `scale` has the scale of k.
     """
     kv_head = tl.program_id(0)
     item = items_ptr + tl.program_id(1) * _ITEM
@@ -266,7 +279,9 @@ def _decode_kernel(
     l_all = tl.zeros((BLOCK_M,), tl.float32)
     acc_all = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
-        keys, values = _load_kv(k, v, table, start, stop, kv_head, slot_stride, d, TMA, BLOCK_SIZE, BLOCK_N, D)
+        keys, values = _load_kv(
+            k, v, table, start, stop, kv_head, slot_stride, d, TMA, BLOCK_SIZE, BLOCK_N, D, WIDEN, q.dtype
+        )
         n = start + tl.arange(0, BLOCK_N)
         visible = n[None, :] <= position[:, None]
         masked = start >= seen_by_all
@@ -290,7 +305,7 @@ def _decode_kernel(
         if last_piece == tile_piece + num_pieces:
             m_own, l_own, acc_own = _branch_piece(
                 q, r // GROUP, slots_ptr + first_row, tokens, depth, kv_head * D, k_ptr, v_ptr,
-                slot_stride, scale, d, d_mask, WIDTH, WINDOW, BLOCK_M, BLOCK_N, BLOCK_D,
+                slot_stride, scale, d, d_mask, WIDTH, WINDOW, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
             )  # fmt: skip
             if num_items > 1:
                 at = ((place + num_pieces) * HKV + kv_head).to(tl.int64) * BLOCK_M + r
@@ -315,17 +330,17 @@ def _decode_kernel(
                 partial = partial_ptr + at[:, None] * D + d[None, :]
                 acc = tl.load(partial, mask=mask & real[:, None], other=0.0, cache_modifier=".cg")
                 m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m, l, acc, scale)
-    out = (acc_all / l_all[:, None]).to(out_ptr.dtype.element_ty)
+    out = _output(acc_all, l_all, v_scale, WIDEN).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + flat[:, None] * D + d[None, :], out, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tiles", "table_stride"])
 def _prefill_kernel(
     q_ptr, k, v, out_ptr, tiles_ptr, query_start_ptr, context_len_ptr, tables_ptr, table_rows_ptr,
-    num_tiles, table_stride, slot_stride, scale,
+    num_tiles, table_stride, slot_stride, scale, v_scale,
     HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT_LEN: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr,
-    STAGES: tl.constexpr,
+    WIDEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of BLOCK_M // GROUP query tokens, one KV head."""
     kv_head = tl.program_id(0)
@@ -364,7 +379,9 @@ def _prefill_kernel(
         if WINDOW:
             first = tl.maximum(piece, begin)
         for start in tl.range(first, tl.minimum(end, piece + SPLIT_LEN), BLOCK_N, num_stages=STAGES):
-            keys, values = _load_kv(k, v, table, start, end, kv_head, slot_stride, d, TMA, BLOCK_SIZE, BLOCK_N, D)
+            keys, values = _load_kv(
+                k, v, table, start, end, kv_head, slot_stride, d, TMA, BLOCK_SIZE, BLOCK_N, D, WIDEN, q.dtype
+            )
             n = start + tl.arange(0, BLOCK_N)
             visible = n[None, :] <= position[:, None]
             masked = start >= seen_by_all
@@ -373,7 +390,7 @@ def _prefill_kernel(
                 masked = masked | (start < end - WINDOW)
             m, sums, acc = _step(q, keys, values, masked, visible, scale, ones, m, sums, acc)
         m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m, tl.max(sums, axis=1), acc, scale)
-    out = (acc_all / l_all[:, None]).to(out_ptr.dtype.element_ty)
+    out = _output(acc_all, l_all, v_scale, WIDEN).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + flat[:, None] * D + d[None, :], out, mask=mask)
 
 
@@ -435,15 +452,20 @@ def paged_attention(
     v_cache: torch.Tensor,
     workspace: Workspace,
     prefill: Prefill | None = None,
+    scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
-    """See `Ops.attention`. `prefill`: a faster kernel for prefill tiles, which says whether it has computed them."""
+    """See `Ops.attention`. `prefill`: a faster kernel for prefill tiles, which says whether it has computed them; it
+    reads no KV in fp8."""
     out = q.new_empty((q.shape[0], heads.num_heads * heads.head_dim))
     block_size, block_d = k_cache.shape[1], triton.next_power_of_2(heads.head_dim)
-    wide = k_cache.element_size() == 4
-    tma = workspace.has_tma and block_size % BLOCK_N == 0 and block_d == heads.head_dim and not wide
+    widen_how, wide = widening(k_cache, q.dtype), q.element_size() == 4
+    k_cache, v_cache = as_bytes(k_cache), as_bytes(v_cache)
+    whole = block_size % BLOCK_N == 0 and block_d == heads.head_dim and block_d * k_cache.element_size() >= _TMA_BYTES
+    tma = workspace.has_tma and whole and not wide
     decode_stages, prefill_stages = (2, 1) if wide else (5, 7 if tma else 3)  # that fit into shared memory
     k, v = (_descriptor(cache) if tma else cache for cache in (k_cache, v_cache))
-    table_stride, slot_stride, scale = batch.block_tables.stride(0), k_cache.stride(1), heads.scale * LOG2_E
+    table_stride, slot_stride = batch.block_tables.stride(0), k_cache.stride(1)
+    softmax = heads.scale * scales.k * LOG2_E, scales.v
     shape = {
         "HKV": heads.num_kv_heads,
         "GROUP": heads.group_size,
@@ -454,6 +476,7 @@ def paged_attention(
         "SPLIT_LEN": SPLIT,
         "WINDOW": heads.window,
         "TMA": tma,
+        "WIDEN": widen_how,
     }
     if batch.tiles.shape[1]:
         items = workspace.items(batch, heads.window)
@@ -463,7 +486,7 @@ def paged_attention(
             width = max(_MMA_COLUMNS, width)
         _decode_kernel[(heads.num_kv_heads, len(items))](
             *(q, k, v, k_cache, v_cache, out, workspace.partial, workspace.stats, workspace.count, items),
-            *(batch.block_tables, batch.positions, batch.slot_mapping, table_stride, slot_stride, scale, depth),
+            *(batch.block_tables, batch.positions, batch.slot_mapping, table_stride, slot_stride, *softmax, depth),
             **shape,
             BLOCK_M=tile_rows(heads.group_size, False),
             WIDTH=width,
@@ -473,11 +496,12 @@ def paged_attention(
         )
     if batch.prefill_tiles is not None:
         tiles = batch.prefill_tiles
-        if tma and not heads.window and prefill is not None and prefill(q, out, batch, k_cache, v_cache):
+        overlapped = prefill if tma and not heads.window and not widen_how else None
+        if overlapped is not None and overlapped(q, out, batch, k_cache, v_cache):
             return out
         _prefill_kernel[(heads.num_kv_heads, tiles.shape[1])](
             *(q, k, v, out, tiles, batch.query_start, batch.context_len, batch.block_tables, batch.table_rows),
-            *(tiles.shape[1], table_stride, slot_stride, scale),
+            *(tiles.shape[1], table_stride, slot_stride, *softmax),
             **shape,
             BLOCK_M=tile_rows(heads.group_size, True),
             STAGES=prefill_stages,

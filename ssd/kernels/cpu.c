@@ -1,12 +1,12 @@
-/* CPU kernels of ssd: plain C with GCC/Clang vector extensions and OpenMP, called through ctypes by cpu.py.
+/* CPU kernels of ssd: plain C with GCC/Clang vector extensions, called through ctypes by cpu.py.
  *
  * The rule every kernel keeps: the bits of a row's result are a function of that row's own inputs.  They never depend
  * on how many rows are computed together, on the row's place among them, on the threads, or on chunking.  So each
  * output element has one fixed order of operations, the same in every instance of a kernel; multiplies and adds are
  * fused only where vfma() says so (compile with -ffp-contract=off and without -ffast-math).
  *
- * Storage is fp32 or bf16 (flag `bf16`), arithmetic is fp32, or integers where that is said.  "ld*" arguments are row
- * strides in elements.
+ * Storage is fp32 or bf16 (flag `bf16`); a KV cache may be in e4m3 instead (`kv`, a storage type).  Arithmetic is fp32,
+ * or integers where that is said.  "ld*" arguments are row strides in elements.
  *
  * Numbers in tensors that are used as indices (token ids, positions, slots, blocks, rows) are checked: a function that
  * returns an int returns 0, or 1 if it was given one that is out of range.  Shapes are the caller's business.
@@ -14,9 +14,13 @@
 #include <limits.h>
 #include <math.h>
 #include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -162,26 +166,61 @@ INLINE vf vround_bf16(vf v) {
     return vselect(nan, (vf)((u & 0xffff0000u) | 0x400000u), (vf)rounded);
 }
 
-static void load_row(float *dst, const void *src, long offset, long n, int bf16) {
-    if (!bf16) {
+/* ---------------------------------------------------------------- e4m3: floats of 8 bits */
+static void load_e4m3(float *dst, const int8_t *src, long n) {
+    uint8_t nan = 0;
+    for (long i = 0; i < n; i++) {
+        uint32_t u = (uint32_t)(int32_t)src[i] << 20 & 0x87f00000u; /* the exponent of another bias */
+        float f;
+        memcpy(&f, &u, 4);
+        dst[i] = f * 0x1p120f;
+    }
+    for (long i = 0; i < n; i++) nan |= (uint8_t)((src[i] & 0x7f) == 0x7f);
+    for (long i = 0; nan && i < n; i++)
+        if ((src[i] & 0x7f) == 0x7f) dst[i] = NAN;
+}
+
+/* round to nearest even; the largest beyond +-448, NaN stays NaN */
+INLINE uint8_t to_e4m3(float f) {
+    uint32_t u, small;
+    memcpy(&u, &f, 4);
+    uint32_t sign = (u >> 24) & 0x80u, size = u & 0x7fffffffu;
+    float shifted = fabsf(f) + 16384.0f; /* below 2^-6: rounds to multiples of 2^-9 */
+    memcpy(&small, &shifted, 4);
+    uint32_t code = ((size + 0x7ffffu + ((size >> 20) & 1u)) >> 20) - (120u << 3);
+    code = size < 0x3c800000u ? small - 0x46800000u : code;
+    code = size >= 0x43e00000u ? 0x7eu : code;
+    code = size > 0x7f800000u ? 0x7fu : code;
+    return (uint8_t)(sign | code);
+}
+
+/* ---------------------------------------------------------------- rows as fp32 */
+enum { FP32, BF16, E4M3 }; /* storage types */
+
+static void load_row(float *dst, const void *src, long offset, long n, int type) {
+    if (type == FP32) {
         memcpy(dst, (const float *)src + offset, (size_t)n * 4);
-        return;
+    } else if (type == BF16) {
+        const uint16_t *s = (const uint16_t *)src + offset;
+        for (long i = 0; i < n; i++) dst[i] = from_bf16(s[i]);
+    } else {
+        load_e4m3(dst, (const int8_t *)src + offset, n);
     }
-    const uint16_t *s = (const uint16_t *)src + offset;
-    for (long i = 0; i < n; i++) dst[i] = from_bf16(s[i]);
 }
 
-static void store_row(void *dst, long offset, const float *src, long n, int bf16) {
-    if (!bf16) {
+static void store_row(void *dst, long offset, const float *src, long n, int type) {
+    if (type == FP32) {
         memcpy((float *)dst + offset, src, (size_t)n * 4);
-        return;
+    } else if (type == BF16) {
+        uint16_t *d = (uint16_t *)dst + offset;
+        for (long i = 0; i < n; i++) d[i] = to_bf16(src[i]);
+    } else {
+        uint8_t *d = (uint8_t *)dst + offset;
+        for (long i = 0; i < n; i++) d[i] = to_e4m3(src[i]);
     }
-    uint16_t *d = (uint16_t *)dst + offset;
-    for (long i = 0; i < n; i++) d[i] = to_bf16(src[i]);
 }
 
-/* ---------------------------------------------------------------- scratch memory: blocks per thread, kept until it ends
- * (the workers of an engine end whenever it is idle, see release_threads) */
+/* ---------------------------------------------------------------- scratch memory: blocks per thread, kept until it ends */
 enum { ROWS, PANELS, SUMS, SCRATCHES };
 struct pool {
     float *data[SCRATCHES];
@@ -222,6 +261,157 @@ INLINE long int_at(const void *p, long i, int is64) {
     return is64 ? (long)((const int64_t *)p)[i] : ((const int32_t *)p)[i];
 }
 
+/* ---------------------------------------------------------------- threads
+ * Every calling thread has workers of its own.  A loop is cut into chunks, which the caller and its workers claim one
+ * by one; it ends with its last chunk, so that a worker that has no core just then delays nothing.  After a loop the
+ * workers look for the next one for a while (kernels follow each other within microseconds), then they sleep. */
+#define MAX_THREADS 256
+#define CHUNKS 4                 /* of a loop, per thread */
+#define LOOKING_NS (100 * 1000L) /* how long a worker looks for work before it sleeps */
+
+typedef void loop_fn(void *arg, long begin, long end);
+
+struct team;
+struct worker {
+    struct team *team;
+    int number;
+    pthread_t thread;
+};
+struct team {
+    _Atomic uint64_t ticket; /* of the current loop: number << 32 | chunks << 16 | next chunk */
+    _Atomic long done;       /* chunks of it */
+    loop_fn *body;           /* valid for whoever has claimed a chunk that is not done */
+    void *arg;
+    long items, chunk;
+    _Atomic int limit; /* workers that take part */
+    _Atomic int asleep, stopping;
+    int count; /* workers */
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+    struct worker workers[MAX_THREADS - 1];
+};
+static pthread_key_t team_key;
+
+INLINE void pause_core(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("isb" ::: "memory"); /* about 10 ns; `yield` is nothing at all */
+#endif
+}
+
+static long now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000L + t.tv_nsec;
+}
+
+/* claims and computes chunks of the loop that `ticket` shows, until none is left */
+static void take_part(struct team *team, uint64_t ticket) {
+    uint64_t loop = ticket >> 32;
+    while (ticket >> 32 == loop && (ticket & 0xffff) < ((ticket >> 16) & 0xffff)) {
+        if (!atomic_compare_exchange_weak(&team->ticket, &ticket, ticket + 1)) continue;
+        long begin = (long)(ticket & 0xffff) * team->chunk;
+        team->body(team->arg, begin, min_l(team->items, begin + team->chunk));
+        atomic_fetch_add(&team->done, 1);
+        ticket = atomic_load(&team->ticket);
+    }
+}
+
+static void *work(void *given) {
+    struct worker *self = given;
+    struct team *team = self->team;
+    uint64_t seen = 0;
+    for (;;) {
+        uint64_t ticket = atomic_load(&team->ticket);
+        for (long began = 0, spins = 0; ticket >> 32 == seen; ticket = atomic_load(&team->ticket)) {
+            if (atomic_load(&team->stopping)) return 0;
+            pause_core();
+            if (++spins % 64) continue;
+            if (!began) began = now_ns();
+            if (now_ns() - began < LOOKING_NS) continue;
+            pthread_mutex_lock(&team->lock);
+            atomic_fetch_add(&team->asleep, 1);
+            while (atomic_load(&team->ticket) >> 32 == seen && !atomic_load(&team->stopping))
+                pthread_cond_wait(&team->wake, &team->lock);
+            atomic_fetch_sub(&team->asleep, 1);
+            pthread_mutex_unlock(&team->lock);
+        }
+        seen = ticket >> 32;
+        if (self->number < atomic_load(&team->limit)) take_part(team, ticket);
+    }
+}
+
+static void wake_all(struct team *team) {
+    if (!atomic_load(&team->asleep)) return;
+    pthread_mutex_lock(&team->lock);
+    pthread_cond_broadcast(&team->wake);
+    pthread_mutex_unlock(&team->lock);
+}
+
+static void end_team(void *given) {
+    struct team *team = given;
+    pthread_mutex_lock(&team->lock);
+    atomic_store(&team->stopping, 1);
+    pthread_cond_broadcast(&team->wake);
+    pthread_mutex_unlock(&team->lock);
+    for (int i = 0; i < team->count; i++) pthread_join(team->workers[i].thread, 0);
+    pthread_mutex_destroy(&team->lock);
+    pthread_cond_destroy(&team->wake);
+    free(team);
+}
+
+__attribute__((constructor)) static void make_team_key(void) {
+    if (pthread_key_create(&team_key, end_team)) abort();
+}
+
+/* the calling thread's team, with that many workers at least, or as many as can be started */
+static struct team *team_of(int workers) {
+    struct team *team = pthread_getspecific(team_key);
+    if (!team) {
+        team = calloc(1, sizeof *team);
+        if (!team || pthread_mutex_init(&team->lock, 0) || pthread_cond_init(&team->wake, 0) ||
+            pthread_setspecific(team_key, team))
+            abort();
+    }
+    if (team->count >= workers) return team;
+    sigset_t all, before;
+    sigfillset(&all); /* signals are for the threads of the program */
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (team->count < workers) {
+        struct worker *next = &team->workers[team->count];
+        *next = (struct worker){.team = team, .number = team->count};
+        if (pthread_create(&next->thread, 0, work, next)) break;
+        team->count++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, 0);
+    return team;
+}
+
+/* body(arg, begin, end) over all of [0, items), by up to nthreads threads */
+static void parallel(long items, int nthreads, loop_fn *body, void *arg) {
+    if (nthreads > MAX_THREADS) nthreads = MAX_THREADS;
+    if (nthreads <= 1 || items <= 1) {
+        if (items > 0) body(arg, 0, items);
+        return;
+    }
+    struct team *team = team_of(nthreads - 1);
+    long chunk = ceil_div(items, (long)CHUNKS * nthreads), chunks = ceil_div(items, chunk);
+    team->body = body, team->arg = arg, team->items = items, team->chunk = chunk;
+    atomic_store(&team->done, 0);
+    atomic_store(&team->limit, nthreads - 1);
+    uint64_t ticket = ((atomic_load(&team->ticket) >> 32) + 1) << 32 | (uint64_t)chunks << 16;
+    atomic_store(&team->ticket, ticket);
+    wake_all(team);
+    take_part(team, ticket);
+    for (long spins = 0; atomic_load(&team->done) < chunks; spins++) {
+        if (spins < 4096)
+            pause_core();
+        else
+            sched_yield(); /* a worker has lost its core in the middle of a chunk */
+    }
+}
+
 /* ---------------------------------------------------------------- packing of weights
  * Panels [ceil(N/NR)][K rounded up to 4][NR], zero padded.  bf16 panels hold VL 32-bit words per k: word j has column j
  * in its low half and column VL + j in its high half, so that a shift and a mask widen them.  A gated weight ([2I, K]:
@@ -237,30 +427,43 @@ INLINE long packed_row(long panel, long j, long n, int gated) {
     return row < n / 2 ? row + (panel % 2) * (n / 2) : -1;
 }
 
+struct pack_args {
+    const void *w;
+    void *out;
+    long ldw, n, k;
+    int bf16, gated;
+};
+
+static void pack_panels(void *given, long begin, long end) {
+    const struct pack_args *a = given;
+    long kp = ceil_div(a->k, 4) * 4;
+    size_t bytes = (size_t)(NR * kp * (a->bf16 ? 2 : 4));
+    for (long p = begin; p < end; p++) {
+        memset((char *)a->out + (size_t)p * bytes, 0, bytes);
+        for (long j = 0; j < NR; j++) {
+            long row = packed_row(p, j, a->n, a->gated);
+            if (row < 0) continue;
+            if (a->bf16) {
+                const uint16_t *src = (const uint16_t *)a->w + row * a->ldw;
+                uint16_t *dst = (uint16_t *)a->out + p * NR * kp + (j % VL) * 2 + j / VL;
+                for (long i = 0; i < a->k; i++) dst[i * NR] = src[i];
+            } else {
+                const float *src = (const float *)a->w + row * a->ldw;
+                float *dst = (float *)a->out + p * NR * kp + j;
+                for (long i = 0; i < a->k; i++) dst[i * NR] = src[i];
+            }
+        }
+    }
+}
+
 void ssd_pack(const void *w, long ldw, void *out, long n, long k, int bf16, int gated, int nthreads) {
-    long kp = ceil_div(k, 4) * 4, bytes = ssd_packed_bytes(n, k, bf16, gated);
-    long panels = bytes / (NR * kp * (bf16 ? 2 : 4));
+    long bytes = ssd_packed_bytes(n, k, bf16, gated);
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
     uintptr_t page = 4095, lo = ((uintptr_t)out + page) & ~page, hi = ((uintptr_t)out + (uintptr_t)bytes) & ~page;
     if (hi > lo + (2u << 20)) madvise((void *)lo, hi - lo, MADV_HUGEPAGE); /* fewer TLB misses when streaming */
 #endif
-#pragma omp parallel for schedule(static) num_threads(nthreads)
-    for (long p = 0; p < panels; p++) {
-        memset((char *)out + p * NR * kp * (bf16 ? 2 : 4), 0, (size_t)(NR * kp * (bf16 ? 2 : 4)));
-        for (long j = 0; j < NR; j++) {
-            long row = packed_row(p, j, n, gated);
-            if (row < 0) continue;
-            if (bf16) {
-                const uint16_t *src = (const uint16_t *)w + row * ldw;
-                uint16_t *dst = (uint16_t *)out + p * NR * kp + (j % VL) * 2 + j / VL;
-                for (long i = 0; i < k; i++) dst[i * NR] = src[i];
-            } else {
-                const float *src = (const float *)w + row * ldw;
-                float *dst = (float *)out + p * NR * kp + j;
-                for (long i = 0; i < k; i++) dst[i * NR] = src[i];
-            }
-        }
-    }
+    struct pack_args a = {w, out, ldw, n, k, bf16, gated};
+    parallel(bytes / (NR * ceil_div(k, 4) * 4 * (bf16 ? 2 : 4)), nthreads, pack_panels, &a);
 }
 
 long ssd_panel_columns(void) { return NR; }
@@ -604,6 +807,7 @@ struct linear_args {
     int digits;      /* of packed rows; 0: they are fp32 */
     long tiles;      /* row tiles, of m / tiles rows or one more */
     const void *xp;  /* packed rows */
+    long panels, group, block; /* panels in all, and in one task; row tiles of one task */
 };
 
 INLINE long tile_row(const struct linear_args *a, long t) { return t * (a->m / a->tiles) + min_l(t, a->m % a->tiles); }
@@ -693,34 +897,36 @@ static void linear_block(const struct linear_args *a, long t0, long t1, long pan
     }
 }
 
-static void pack_tile(const struct linear_args *a, char *xp, long t) {
-    long row = tile_row(a, t), mr = tile_row(a, t + 1) - row;
-    char *dst = xp + row * packed_size(a);
+static void pack_rows(void *given, long begin, long end) {
+    const struct linear_args *a = given;
+    for (long t = begin; t < end; t++) {
+        long row = tile_row(a, t), mr = tile_row(a, t + 1) - row;
+        void *dst = (char *)a->xp + row * packed_size(a);
 #ifdef DOT_ROWS
-    if (a->digits) {
-        const struct groups *g = &a->groups;
-        float *x = scratch(PANELS, (size_t)(a->kq * 4));
-        for (long m = 0; m < mr; m++, row++) {
-            load_row(x, a->x, row * a->ldx, a->k, a->bf16);
-            for (long i = a->k; i < a->kq * 4; i++) x[i] = 0.0f;
-            pack_digits((int8_t *)dst, x, m, mr, a->kq, a->digits, a->form, g,
-                        g->row_scales ? g->row_scales + row * g->ld : 0, g->units + row * g->count,
-                        g->sums + row * g->count);
+        if (a->digits) {
+            const struct groups *g = &a->groups;
+            float *x = scratch(PANELS, (size_t)(a->kq * 4));
+            for (long m = 0; m < mr; m++, row++) {
+                load_row(x, a->x, row * a->ldx, a->k, a->bf16);
+                for (long i = a->k; i < a->kq * 4; i++) x[i] = 0.0f;
+                pack_digits(dst, x, m, mr, a->kq, a->digits, a->form, g,
+                            g->row_scales ? g->row_scales + row * g->ld : 0, g->units + row * g->count,
+                            g->sums + row * g->count);
+            }
+            continue;
         }
-        return;
-    }
 #endif
-    pack_x((float *)dst, a->x, a->ldx, row, mr, a->k, a->bf16);
+        pack_x(dst, a->x, a->ldx, row, mr, a->k, a->bf16);
+    }
 }
 
-static void pack_rows(const struct linear_args *a, char *xp, int nthreads) {
-    int threads = a->m * a->k > 32768 ? nthreads : 1;
-    if (threads == 1) {
-        for (long t = 0; t < a->tiles; t++) pack_tile(a, xp, t);
-        return;
+static void linear_blocks(void *given, long begin, long end) {
+    const struct linear_args *a = given;
+    long groups = ceil_div(a->panels, a->group);
+    for (long i = begin; i < end; i++) {
+        long b = i / groups * a->block, p = i % groups * a->group;
+        linear_block(a, b, min_l(a->tiles, b + a->block), p, min_l(a->group, a->panels - p));
     }
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (long t = 0; t < a->tiles; t++) pack_tile(a, xp, t);
 }
 
 /* sums[row][group] of packed rows, times the rows' scales; each sum is one chain of additions */
@@ -769,27 +975,18 @@ void ssd_linear(const void *x, long ldx, const void *w, const void *bias, void *
     if (a.digits || offsets) a.groups.sums = scratch(SUMS, (size_t)(2 * numbers));
     if (a.digits) a.groups.units = a.groups.sums + numbers;
     if (m > 1 || bf16 || k % 4 || a.digits) {
-        char *xp = (char *)scratch(ROWS, (size_t)(m * packed_size(&a) / 4));
-        pack_rows(&a, xp, nthreads);
-        a.xp = xp;
+        a.xp = scratch(ROWS, (size_t)(m * packed_size(&a) / 4));
+        parallel(a.tiles, m * k > 32768 ? nthreads : 1, pack_rows, &a);
     }
     if (offsets && !a.digits) sum_groups(&a);
-    long span = gated ? 2 : 1, panels = ceil_div(n, NR);
-    long group = (a.tiles == 1 ? GROUP : 2) / span; /* one row tile: wide tasks; more: keep the panels in L1 */
-    while (group > 1 && ceil_div(panels, group) < 2 * nthreads) group /= 2;
-    long block = max_l(2, (384 << 10) / (a.kq * 16 * MR_MAX)); /* row tiles that stay in L2 with a stream of panels */
-    block = ceil_div(a.tiles, ceil_div(a.tiles, block));       /* equal ones: threads share them */
-    if (nthreads == 1 || (double)m * (double)n * (double)k * span < 65536.0) nthreads = 1;
-    if (nthreads == 1) {
-        for (long b = 0; b < a.tiles; b += block)
-            for (long p = 0; p < panels; p += group)
-                linear_block(&a, b, min_l(a.tiles, b + block), p, min_l(group, panels - p));
-        return;
-    }
-#pragma omp parallel for collapse(2) schedule(static) num_threads(nthreads)
-    for (long b = 0; b < a.tiles; b += block)
-        for (long p = 0; p < panels; p += group)
-            linear_block(&a, b, min_l(a.tiles, b + block), p, min_l(group, panels - p));
+    long span = gated ? 2 : 1;
+    a.panels = ceil_div(n, NR);
+    a.group = (a.tiles == 1 ? GROUP : 2) / span; /* one row tile: wide tasks; more: keep the panels in L1 */
+    while (a.group > 1 && ceil_div(a.panels, a.group) < 2 * nthreads) a.group /= 2;
+    a.block = max_l(2, (384 << 10) / (a.kq * 16 * MR_MAX)); /* row tiles that stay in L2 with a stream of panels */
+    a.block = ceil_div(a.tiles, ceil_div(a.tiles, a.block)); /* equal ones: threads share them */
+    if ((double)m * (double)n * (double)k * span < 65536.0) nthreads = 1;
+    parallel(ceil_div(a.tiles, a.block) * ceil_div(a.panels, a.group), nthreads, linear_blocks, &a);
 }
 
 /* ---------------------------------------------------------------- rms_norm */
@@ -826,24 +1023,32 @@ static void add_residual(float *x, void *residual, long at, long d, int bf16) {
     store_row(residual, at, x, d, bf16);
 }
 
-static void rms_norm_row(const void *x, long ldx, void *residual, const void *w, void *out, long d, float eps,
-                         int bf16, long row) {
-    float *v = scratch(ROWS, (size_t)d);
-    load_row(v, x, row * ldx, d, bf16);
-    if (residual) add_residual(v, residual, row * d, d, bf16);
-    norm_row(v, w, d, eps, bf16);
-    store_row(out, row * d, v, d, bf16);
+struct norm_args {
+    const void *x;
+    void *residual;
+    const void *w;
+    void *out;
+    long ldx, d;
+    float eps;
+    int bf16;
+};
+
+static void norm_rows(void *given, long begin, long end) {
+    const struct norm_args *a = given;
+    float *v = scratch(ROWS, (size_t)a->d);
+    for (long row = begin; row < end; row++) {
+        load_row(v, a->x, row * a->ldx, a->d, a->bf16);
+        if (a->residual) add_residual(v, a->residual, row * a->d, a->d, a->bf16);
+        norm_row(v, a->w, a->d, a->eps, a->bf16);
+        store_row(a->out, row * a->d, v, a->d, a->bf16);
+    }
 }
 
 /* out[m, d] = norm(x) * w; with a residual[m, d]: residual += x, and its norm */
 void ssd_rms_norm(const void *x, long ldx, void *residual, const void *w, void *out, long m, long d, float eps,
                   int bf16, int nthreads) {
-    if (nthreads == 1 || m * d < 32768) {
-        for (long i = 0; i < m; i++) rms_norm_row(x, ldx, residual, w, out, d, eps, bf16, i);
-        return;
-    }
-#pragma omp parallel for schedule(static) num_threads(nthreads)
-    for (long i = 0; i < m; i++) rms_norm_row(x, ldx, residual, w, out, d, eps, bf16, i);
+    struct norm_args a = {x, residual, w, out, ldx, d, eps, bf16};
+    parallel(m, m * d < 32768 ? 1 : nthreads, norm_rows, &a);
 }
 
 /* ---------------------------------------------------------------- rope_and_store */
@@ -857,7 +1062,8 @@ struct rope_args {
     float eps;
     void *q_out, *k_cache, *v_cache;
     long heads, kv_heads, d;
-    int bf16;
+    int bf16, kv;
+    float k_scale, v_scale;
 };
 
 static void rotate(float *restrict out, const float *restrict x, const float *cos, const float *sin, long half) {
@@ -867,8 +1073,15 @@ static void rotate(float *restrict out, const float *restrict x, const float *co
     }
 }
 
+/* n numbers of the model's type to a cache; to one in e4m3 divided by their scale */
+static void store_kv(const struct rope_args *a, void *cache, long at, float *x, long n, float scale) {
+    if (a->kv == E4M3)
+        for (long i = 0; i < n; i++) x[i] = (a->bf16 ? round_bf16(x[i]) : x[i]) / scale;
+    store_row(cache, at, x, n, a->kv);
+}
+
 static void rope_token(const struct rope_args *a, long t) {
-    long d = a->d, half = d / 2, size = a->bf16 ? 2 : 4;
+    long d = a->d, half = d / 2;
     float *x = scratch(ROWS, (size_t)(2 * d)), *rotated = x + d;
     long position = int_at(a->positions, t, a->positions64), slot = int_at(a->slots, t, a->slots64);
     const float *cos = a->cos + position * half, *sin = a->sin + position * half;
@@ -880,30 +1093,32 @@ static void rope_token(const struct rope_args *a, long t) {
         if (weight) norm_row(x, weight, d, a->eps, a->bf16);
         rotate(rotated, x, cos, sin, half);
         if (is_key)
-            store_row(a->k_cache, (slot * a->kv_heads + h - a->heads) * d, rotated, d, a->bf16);
+            store_kv(a, a->k_cache, (slot * a->kv_heads + h - a->heads) * d, rotated, d, a->k_scale);
         else
             store_row(a->q_out, (t * a->heads + h) * d, rotated, d, a->bf16);
     }
     if (slot < 0) return;
-    const char *v = (const char *)a->qkv + (t * a->ldqkv + (a->heads + a->kv_heads) * d) * size;
-    memcpy((char *)a->v_cache + slot * a->kv_heads * d * size, v, (size_t)(a->kv_heads * d * size));
+    for (long h = 0; h < a->kv_heads; h++) {
+        load_row(x, a->qkv, t * a->ldqkv + (a->heads + a->kv_heads + h) * d, d, a->bf16);
+        store_kv(a, a->v_cache, (slot * a->kv_heads + h) * d, x, d, a->v_scale);
+    }
+}
+
+static void rope_tokens(void *given, long begin, long end) {
+    for (long t = begin; t < end; t++) rope_token(given, t);
 }
 
 /* max_position: rows of cos and sin; cache_slots: those of a cache */
 int ssd_rope_and_store(const void *qkv, long ldqkv, const void *positions, int positions64, const void *slots,
                        int slots64, const float *cos, const float *sin, const void *q_weight, const void *k_weight,
                        float eps, void *q_out, void *k_cache, void *v_cache, long tokens, long heads, long kv_heads,
-                       long d, long max_position, long cache_slots, int bf16, int nthreads) {
+                       long d, long max_position, long cache_slots, int bf16, int kv, float k_scale, float v_scale,
+                       int nthreads) {
     for (long t = 0; t < tokens; t++)
         if (outside(int_at(positions, t, positions64), max_position) || int_at(slots, t, slots64) >= cache_slots) return 1;
-    struct rope_args a = {qkv,      ldqkv, positions, slots,   positions64, slots64, cos,      sin, q_weight,
-                          k_weight, eps,   q_out,     k_cache, v_cache,     heads,   kv_heads, d,   bf16};
-    if (nthreads == 1 || tokens * (heads + 2 * kv_heads) * d < 32768) {
-        for (long t = 0; t < tokens; t++) rope_token(&a, t);
-        return 0;
-    }
-#pragma omp parallel for schedule(static) num_threads(nthreads)
-    for (long t = 0; t < tokens; t++) rope_token(&a, t);
+    struct rope_args a = {qkv,     ldqkv,   positions, slots,    positions64, slots64, cos, sin,     q_weight, k_weight, eps,
+                          q_out,   k_cache, v_cache,   heads,    kv_heads,    d,       bf16, kv,     k_scale,  v_scale};
+    parallel(tokens, tokens * (heads + 2 * kv_heads) * d < 32768 ? 1 : nthreads, rope_tokens, &a);
     return 0;
 }
 
@@ -921,14 +1136,15 @@ struct attention_args {
     void *out;
     const int32_t *query_start, *context_len, *block_tables, *table_rows;
     long table_stride, block_size, heads, kv_heads, d, dp; /* dp: d rounded up to full vectors */
-    float scale;
-    int bf16;
+    float scale, v_scale; /* of the scores, with that of the keys; of the result */
+    int bf16, kv;
     const int32_t *positions, *slots; /* NULL: no branches */
     long depth;
     long first;                                 /* positions before it are not seen */
     long window;                                /* positions that a row sees, its own included; 0: all */
     long tokens, tables, columns, cache_blocks; /* sizes: of q, of the block tables, of a cache */
     long rows;                                  /* rows per task at most */
+    long items; /* tasks of all KV heads */
 };
 
 struct chunk {
@@ -949,8 +1165,8 @@ static void load_chunk(const struct attention_args *a, struct chunk *c, const in
         long offset = (slot * a->kv_heads + kv_head) * a->d;
         c->k[i] = c->copy_k + i * a->dp;
         c->v[i] = c->copy_v + i * a->dp;
-        load_row(c->copy_k + i * a->dp, a->k_cache, offset, a->d, a->bf16);
-        load_row(c->copy_v + i * a->dp, a->v_cache, offset, a->d, a->bf16);
+        load_row(c->copy_k + i * a->dp, a->k_cache, offset, a->d, a->kv);
+        load_row(c->copy_v + i * a->dp, a->v_cache, offset, a->d, a->kv);
         if (++in_block == a->block_size) in_block = 0, block++;
     }
 }
@@ -1083,7 +1299,7 @@ static void store_attention(const struct attention_args *a, const struct softmax
     for (long i = 0; i < rows * group; i++) {
         float *acc = s->acc + i * a->dp, sum = s->sum[i];
         if (sum == 0.0f) sum = 1.0f; /* padding */
-        for (long e = 0; e < a->d; e++) acc[e] = acc[e] / sum;
+        for (long e = 0; e < a->d; e++) acc[e] = acc[e] / sum * a->v_scale;
         store_row(a->out, ((row + i / group) * a->heads + kv_head * group + i % group) * a->d, acc, a->d, a->bf16);
     }
 }
@@ -1165,6 +1381,11 @@ static void attention_item(const struct attention_args *a, long item) {
 }
 
 /* whether all that the queries of a sequence see is in the caches */
+static void attention_items(void *given, long begin, long end) {
+    const struct attention_args *a = given;
+    for (long i = begin; i < end; i++) attention_item(a, a->items - 1 - i); /* longest rows first */
+}
+
 static int attention_fits(const struct attention_args *a, long seq) {
     long begin = a->query_start[seq], stop = a->query_start[seq + 1], first = LONG_MAX, end = 0;
     if (begin < 0 || begin > stop || stop > a->tokens) return 0;
@@ -1185,11 +1406,12 @@ int ssd_paged_attention(const void *q, long ldq, const void *k_cache, const void
                         const int32_t *query_start, const int32_t *context_len, const int32_t *block_tables,
                         const int32_t *table_rows, long tokens, long sequences, long tables, long columns,
                         long table_stride, long cache_blocks, long block_size, long heads, long kv_heads, long d,
-                        float scale, const int32_t *positions, const int32_t *slots, long depth, long first, long window,
-                        int bf16, int nthreads) {
+                        float scale, float v_scale, const int32_t *positions, const int32_t *slots, long depth,
+                        long first, long window, int bf16, int kv, int nthreads) {
     struct attention_args a = {q, ldq, k_cache, v_cache, out, query_start, context_len, block_tables, table_rows,
-                               table_stride, block_size, heads, kv_heads, d, ceil_div(d, VL) * VL, scale, bf16,
-                               positions, slots, depth, first, window, tokens, tables, columns, cache_blocks, 0};
+                               table_stride, block_size, heads, kv_heads, d, ceil_div(d, VL) * VL, scale,
+                               v_scale, bf16, kv, positions, slots, depth, first, window, tokens, tables, columns,
+                               cache_blocks, 0, 0};
     long tasks = 0, longest = 0, work = 0;
     for (long s = 0; s < sequences; s++) {
         if (!attention_fits(&a, s)) return 1;
@@ -1201,12 +1423,8 @@ int ssd_paged_attention(const void *q, long ldq, const void *k_cache, const void
         for (long row = query_start[s]; row < query_start[s + 1]; row++)
             work += max_l(0, shared_positions(&a, s, row) - first_seen(&a, s, row)) + own_slots(&a, row);
     }
-    if (nthreads == 1 || work * heads * d < 32768) {
-        for (long i = 0; i < tasks * kv_heads; i++) attention_item(&a, i);
-        return 0;
-    }
-#pragma omp parallel for schedule(dynamic, 1) num_threads(nthreads)
-    for (long i = tasks * kv_heads - 1; i >= 0; i--) attention_item(&a, i); /* longest rows first */
+    a.items = tasks * kv_heads;
+    parallel(a.items, work * heads * d < 32768 ? 1 : nthreads, attention_items, &a);
     return 0;
 }
 
@@ -1286,18 +1504,27 @@ static void gumbel_span(float *out, uint64_t first, long n, const struct generat
     memcpy(out + t, tail, (size_t)(n - t) * 4);
 }
 
+struct gumbel_args {
+    const int64_t *keys;
+    float *out;
+    long vocab, chunks; /* of a row */
+    struct generator g;
+};
+
+static void gumbel_chunks(void *given, long begin, long end) {
+    const struct gumbel_args *a = given;
+    for (long i = begin; i < end; i++) {
+        long row = i / a->chunks, t = i % a->chunks * NOISE_CHUNK;
+        uint64_t key = (uint64_t)a->keys[row] + (uint64_t)t * a->g.golden;
+        gumbel_span(a->out + row * a->vocab + t, key, min_l(NOISE_CHUNK, a->vocab - t), &a->g);
+    }
+}
+
 void ssd_gumbel(const int64_t *keys, float *out, long rows, long vocab, int64_t golden, int64_t mix1, int64_t mix2,
                 int nthreads) {
-    const struct generator g = {(uint64_t)golden, (uint64_t)mix1, (uint64_t)mix2};
-    if (nthreads == 1 || rows * vocab < NOISE_ALONE) {
-        for (long r = 0; r < rows; r++) gumbel_span(out + r * vocab, (uint64_t)keys[r], vocab, &g);
-        return;
-    }
-#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(nthreads)
-    for (long r = 0; r < rows; r++)
-        for (long t = 0; t < vocab; t += NOISE_CHUNK)
-            gumbel_span(out + r * vocab + t, (uint64_t)keys[r] + (uint64_t)t * g.golden, min_l(NOISE_CHUNK, vocab - t),
-                        &g);
+    struct gumbel_args a = {keys, out, vocab, ceil_div(vocab, NOISE_CHUNK),
+                            {(uint64_t)golden, (uint64_t)mix1, (uint64_t)mix2}};
+    parallel(rows * a.chunks, rows * vocab < NOISE_ALONE ? 1 : nthreads, gumbel_chunks, &a);
 }
 
 /* ---------------------------------------------------------------- best
@@ -1335,14 +1562,26 @@ static void best_row(const float *x, long vocab, long count, long excluded, int3
     if (values[0] == -INFINITY) tokens[0] = -1;
 }
 
+struct best_args {
+    const float *scores;
+    const int32_t *excluded;
+    int32_t *tokens;
+    float *values;
+    long ld, vocab, count;
+};
+
+static void best_rows(void *given, long begin, long end) {
+    const struct best_args *a = given;
+    for (long row = begin; row < end; row++)
+        best_row(a->scores + row * a->ld, a->vocab, a->count, a->excluded ? a->excluded[row] : -1,
+                 a->tokens + row * a->count, a->values + row * a->count);
+}
+
 void ssd_best(const float *scores, long ld, const int32_t *excluded, int32_t *tokens, float *values, long rows,
               long vocab, long count, int nthreads) {
     if (count < 1) return;
-    if (rows * vocab < 262144) nthreads = 1;
-#pragma omp parallel for schedule(static) num_threads(nthreads) if (nthreads > 1)
-    for (long row = 0; row < rows; row++)
-        best_row(scores + row * ld, vocab, count, excluded ? excluded[row] : -1, tokens + row * count,
-                 values + row * count);
+    struct best_args a = {scores, excluded, tokens, values, ld, vocab, count};
+    parallel(rows, rows * vocab < 262144 ? 1 : nthreads, best_rows, &a);
 }
 
 /* ---------------------------------------------------------------- rounds: `prepare_rows` and `accept` of rounds.py

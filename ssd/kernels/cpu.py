@@ -20,9 +20,10 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor
 
 from ssd.kernels import cache
+from ssd.kernels.ops import UNSCALED, KVScales
 from ssd.kernels.quantized import Codes, CodeType, bits_of, dequantize
 
 logger = logging.getLogger("ssd")
@@ -37,7 +39,6 @@ logger = logging.getLogger("ssd")
 SOURCE = Path(__file__).with_name("cpu.c")
 BASE_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
 _CPU = torch.device("cpu")  # every tensor states its dtype and device: torch's defaults are the user's
-_OMP_PAUSE_HARD = 2  # omp.h
 COMPILE_TIMEOUT_S = 120
 
 
@@ -75,25 +76,22 @@ _SIGNATURES: dict[str, list[type]] = {
     "ssd_rms_norm": [_P, _L, _P, _P, _P, _L, _L, _F, _I, _I],
     "ssd_rope_and_store": [
         *[_P, _L, _P, _I, _P, _I, _P, _P, _P, _P, _F],
-        *[_P, _P, _P, _L, _L, _L, _L, _L, _L, _I, _I],
+        *[_P, _P, _P, _L, _L, _L, _L, _L, _L, _I, _I, _F, _F, _I],
     ],
-    "ssd_paged_attention": [*[_P, _L], *[_P] * 7, *[_L] * 10, *[_F, _P, _P, _L, _L, _L, _I, _I]],
+    "ssd_paged_attention": [*[_P, _L], *[_P] * 7, *[_L] * 10, *[_F, _F, _P, _P, _L, _L, _L, _I, _I, _I]],
     "ssd_gumbel": [_P, _P, _L, _L, _Q, _Q, _Q, _I],
     "ssd_best": [_P, _L, _P, _P, _P, _L, _L, _L, _I],
     "ssd_prepare_rows": [*[_P] * 17, *[_L] * 8],
     "ssd_accept": [*[_P] * 10, *[_L] * 6],
 }
 _CODES: tuple[CodeType, ...] = ("fp8", "int8", "int4", "uint4")  # as `cpu.c` numbers them, from 1
-_SIZES = (
-    "ssd_packed_bytes",
-    "ssd_panel_columns",
-    "ssd_codes_together",
-)  # what they return; others a status, or nothing
+_STORAGE = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}  # likewise
+_SIZES = ("ssd_packed_bytes", "ssd_panel_columns", "ssd_codes_together")  # what they return; others status or nothing
 _STATUS = ("ssd_embedding", "ssd_rope_and_store", "ssd_paged_attention", "ssd_prepare_rows", "ssd_accept")
 
 
 class Kernels:
-    """The compiled kernels. Threads follow `torch.get_num_threads()` and never change a result's bits."""
+    """The compiled kernels. The number of threads (`num_threads`) never changes a result's bits."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.build = Path(library._name).stem.rpartition("-")[2]  # hash of the machine code, see `ssd.kernels.cache`
@@ -128,7 +126,7 @@ class Kernels:
         bf16 = weight.dtype is torch.bfloat16
         size = int(self._packed_bytes(n, k, bf16, gated))
         data = weight.new_empty(size // weight.element_size())
-        self._pack(weight.data_ptr(), weight.stride(0), data.data_ptr(), n, k, bf16, gated, torch.get_num_threads())
+        self._pack(weight.data_ptr(), weight.stride(0), data.data_ptr(), n, k, bf16, gated, num_threads())
         return PackedWeight(data, n, k, weight.dtype, gated)
 
     def pack_codes(self, codes: Codes, dtype: torch.dtype, gated: bool = False) -> PackedWeight:
@@ -221,7 +219,7 @@ class Kernels:
             *(None if packed.scales is None else packed.scales.data_ptr(), packed.group),
             packed.scales is not None and packed.scales.shape[2] == 2,
             *((None, 0) if row_scales is None else (row_scales.data_ptr(), row_scales.shape[1])),
-            torch.get_num_threads(),
+            num_threads(),
         )
         return y
 
@@ -232,7 +230,7 @@ class Kernels:
         self._rms_norm(
             *(x.data_ptr(), x.stride(0), None if residual is None else residual.data_ptr()),
             *(weight.data_ptr(), out.data_ptr()),
-            *(m, d, eps, x.dtype is torch.bfloat16, torch.get_num_threads()),
+            *(m, d, eps, x.dtype is torch.bfloat16, num_threads()),
         )
         return out
 
@@ -249,12 +247,13 @@ class Kernels:
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
         eps: float = 1e-6,
+        scales: KVScales = UNSCALED,
     ) -> Tensor:
         """Rotate q and k of `qkv` [T, (H + 2*Hkv)*D], write k and v to the caches, return q [T, H, D].
 
         `cos`, `sin`: fp32, contiguous [max_pos, D/2]. `positions`, `slots`: int32 or int64 [T]; slot < 0: no write.
-        Caches: contiguous [num_blocks, block_size, Hkv, D]. `q_norm`, `k_norm` [D]: per-head RMS norm before
-        the rotation (Qwen 3).
+        Caches: contiguous [num_blocks, block_size, Hkv, D], of the type of `qkv` or e4m3, which are divided by
+        `scales`. `q_norm`, `k_norm` [D]: per-head RMS norm before the rotation (Qwen 3).
         """
         tokens, (blocks, block_size, kv_heads, d) = qkv.shape[0], k_cache.shape
         q = qkv.new_empty(tokens, num_heads, d)
@@ -263,7 +262,8 @@ class Kernels:
             *(slots.data_ptr(), slots.dtype is torch.int64, cos.data_ptr(), sin.data_ptr()),
             *(None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(), eps),
             *(q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), tokens, num_heads, kv_heads, d),
-            *(cos.shape[0], blocks * block_size, qkv.dtype is torch.bfloat16, torch.get_num_threads()),
+            *(cos.shape[0], blocks * block_size, qkv.dtype is torch.bfloat16, _STORAGE[k_cache.dtype]),
+            *(scales.k, scales.v, num_threads()),
         ):
             raise IndexError("a token's position is not in the rotary tables, or its slot is not in the KV cache")
         return q
@@ -281,6 +281,7 @@ class Kernels:
         branches: tuple[Tensor, Tensor, int] | None = None,
         first: int = 0,
         window: int = 0,
+        scales: KVScales = UNSCALED,
     ) -> Tensor:
         """Causal attention of `q` [T, H, D] over paged caches -> [T, H, D].
 
@@ -302,8 +303,9 @@ class Kernels:
             *(q.data_ptr(), q.stride(0), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()),
             *(query_start.data_ptr(), context_len.data_ptr(), block_tables.data_ptr(), table_rows.data_ptr()),
             *(tokens, table_rows.shape[0], *block_tables.shape, block_tables.stride(0)),
-            *(blocks, block_size, heads, kv_heads, d, scale),
-            *(positions, slots, depth, first, window, q.dtype is torch.bfloat16, torch.get_num_threads()),
+            *(blocks, block_size, heads, kv_heads, d, scale * scales.k, scales.v),
+            *(positions, slots, depth, first, window, q.dtype is torch.bfloat16, _STORAGE[k_cache.dtype]),
+            num_threads(),
         ):
             raise IndexError("a query is not in the batch, or sees what is not in its block table or in the KV cache")
         return out
@@ -314,8 +316,8 @@ class Kernels:
             raise TypeError(f"keys are {keys.dtype}, not contiguous int64")
         rows = keys.shape[0]
         out = torch.empty(rows, vocab_size, dtype=torch.float32, device=_CPU)
-        threads = torch.get_num_threads()
-        self._gumbel(keys.data_ptr(), out.data_ptr(), rows, vocab_size, golden, mix1, mix2, threads)
+        size = (rows, vocab_size, golden, mix1, mix2)
+        self._gumbel(keys.data_ptr(), out.data_ptr(), *size, num_threads())
         return out
 
     def best(self, scores: Tensor, count: int, excluded: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -330,7 +332,7 @@ class Kernels:
         tokens, values = torch.empty(rows, count, dtype=torch.int32, device=_CPU), scores.new_empty(rows, count)
         self._best(
             *(scores.data_ptr(), scores.stride(0), None if excluded is None else excluded.data_ptr()),
-            *(tokens.data_ptr(), values.data_ptr(), rows, vocab, count, torch.get_num_threads()),
+            *(tokens.data_ptr(), values.data_ptr(), rows, vocab, count, num_threads()),
         )
         return tokens, values
 
@@ -350,7 +352,7 @@ def load() -> Kernels | None:
 
 
 def build() -> Kernels:
-    """Compile (or find in the cache) and load the kernels, with torch's own OpenMP runtime where it has one.
+    """Compile (or find in the cache) and load the kernels.
 
     Without a compiler: those that came with the package, which are not made for this very processor.
     """
@@ -358,7 +360,8 @@ def build() -> Kernels:
     if compiler is None:
         return Kernels(ctypes.CDLL(str(prebuilt())))
     failures: list[str] = []
-    for flags in _flag_choices(openmp_library()):
+    for native in ("-march=native", "-mcpu=native"):  # a compiler may lack the first
+        flags = (*BASE_FLAGS, native)
         try:
             return Kernels(ctypes.CDLL(str(_compiled(compiler, flags))))
         except (BuildError, OSError) as error:
@@ -387,16 +390,49 @@ def prebuilt() -> Path:
         raise BuildError("no C compiler found, and the package was installed without compiled kernels")
     if platform.machine() == "x86_64" and not {"avx2", "fma", "bmi2"} <= set(_cpu_identity().split()):
         raise BuildError("no C compiler found, and the kernels of the package need AVX2 and FMA")
-    openmp_library()
     return found
 
 
-def openmp_library() -> str | None:
-    """Make the OpenMP runtime that torch loaded visible to our library, and return its path.
+# --- threads ----------------------------------------------------------------------------------------------------------
 
-    A second runtime in the process would mean a second thread pool fighting for the same cores, so we link none and
-    resolve the symbols from torch's. Only Linux tells what is loaded; elsewhere we do without threads.
-    """
+_local = threading.local()
+
+
+def num_threads() -> int:
+    """Threads of a kernel that the calling thread runs: what `set_threads` said, else torch's number."""
+    return getattr(_local, "count", 0) or torch.get_num_threads()
+
+
+def set_threads(count: int) -> None:
+    """Sets the number for kernels of the calling thread. Its torch operators, which are small, have one from then on:
+    OpenMP's workers keep their cores busy for a while after each of them, and kernels need these cores."""
+    _local.count = count
+    _set_openmp_threads(1)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """`set_threads` for what is inside."""
+    before, of_torch = getattr(_local, "count", 0), torch.get_num_threads()
+    set_threads(count)
+    try:
+        yield
+    finally:
+        _local.count = before
+        _set_openmp_threads(of_torch)
+
+
+def _set_openmp_threads(count: int) -> None:
+    """`torch.set_num_threads` for the calling thread alone: threads that call torch later for the first time do not get
+    this number."""
+    library = _openmp()
+    if library is not None:
+        library.omp_set_num_threads(count)
+
+
+@functools.cache
+def _openmp() -> ctypes.CDLL | None:
+    """The OpenMP runtime that torch has loaded. Only Linux tells which."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -405,43 +441,12 @@ def openmp_library() -> str | None:
     paths = sorted(path for path in mapped if re.search(r"/lib(?:gomp|iomp5|omp)[-.\w]*\.so[^/]*$", path))
     torch_root = str(Path(torch.__file__).parent.parent)
     for path in sorted(paths, key=lambda p: not p.startswith(torch_root)):
-        try:
-            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-        except OSError:
-            continue
-        return path
+        with suppress(OSError):
+            return ctypes.CDLL(path)
     return None
 
 
-def release_threads() -> None:
-    """Ends the OpenMP workers of the calling thread, which starts new ones when it next needs them (0.1 ms).
-
-    Every thread has workers of its own, and libgomp lets none of them spin between two kernels (they sleep, which costs
-    a third of the speed of small models) while the process has more workers than cores, idle ones included.
-    """
-    pause = _openmp_function("omp_pause_resource_all", "libgomp")  # others would end the workers of all threads
-    if pause is not None:  # GCC 9 and later
-        pause(_OMP_PAUSE_HARD)
-
-
-def set_openmp_threads(count: int) -> None:
-    """`torch.set_num_threads` for the calling thread alone: threads that call torch later for the first time do not get
-    this number."""
-    set_num_threads = _openmp_function("omp_set_num_threads")
-    if set_num_threads is not None:
-        set_num_threads(count)
-
-
-@functools.cache
-def _openmp_function(name: str, runtime: str = "") -> Callable[[int], object] | None:
-    library = openmp_library()
-    return getattr(ctypes.CDLL(library), name, None) if library is not None and runtime in library else None
-
-
-def _flag_choices(openmp: str | None) -> list[tuple[str, ...]]:
-    """Sets of flags, best first. A compiler may lack -march=native, or emit calls that torch's runtime lacks."""
-    threads = [("-fopenmp",), ()] if openmp else [()]
-    return [(*BASE_FLAGS, native, *thread) for thread in threads for native in ("-march=native", "-mcpu=native")]
+# --- compiling --------------------------------------------------------------------------------------------------------
 
 
 def _compiled(compiler: list[str], flags: tuple[str, ...]) -> Path:
@@ -469,13 +474,10 @@ def _cpu_identity() -> str:
 
 
 def _compile(compiler: list[str], flags: tuple[str, ...]) -> bytes:
-    """Compile and link apart, so that -fopenmp adds no runtime."""
     logging.getLogger("ssd.loading").info("compiling CPU kernels, once for this machine")
     with tempfile.TemporaryDirectory() as scratch:
-        objects, library = Path(scratch) / "cpu.o", Path(scratch) / "cpu.so"
-        _run([*compiler, *flags, "-c", str(SOURCE), "-o", str(objects)])
-        undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
-        _run([*compiler, "-shared", *undefined, str(objects), "-o", str(library), "-lm", "-lpthread"])
+        library = Path(scratch) / "cpu.so"
+        _run([*compiler, *flags, "-shared", str(SOURCE), "-o", str(library), "-lm", "-lpthread"])
         return library.read_bytes()
 
 

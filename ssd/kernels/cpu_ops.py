@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ssd.kernels import cpu
-from ssd.kernels.ops import DeviceBatch, HeadShape, Rope
+from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope
 from ssd.kernels.quantized import Codes
 
 
@@ -61,16 +61,24 @@ class CpuOps:
         heads: HeadShape,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
+        scales: KVScales = UNSCALED,
     ) -> torch.Tensor:
         return self.kernels.rope_and_store(
             *(qkv, batch.positions, rope.cos, rope.sin, batch.slot_mapping, k_cache, v_cache, heads.num_heads),
             q_norm=rope.q_norm,
             k_norm=rope.k_norm,
             eps=rope.eps,
+            scales=scales,
         )
 
     def attention(
-        self, q: torch.Tensor, batch: DeviceBatch, heads: HeadShape, k_cache: torch.Tensor, v_cache: torch.Tensor
+        self,
+        q: torch.Tensor,
+        batch: DeviceBatch,
+        heads: HeadShape,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scales: KVScales = UNSCALED,
     ) -> torch.Tensor:
         branches = None if batch.branches is None else (batch.positions, batch.slot_mapping, batch.branches.depth)
         out = self.kernels.paged_attention(
@@ -79,5 +87,6 @@ class CpuOps:
             branches,
             heads.first_position,
             heads.window,
+            scales,
         )
         return out.view(len(out), -1)

@@ -6,8 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ssd.kernels.e4m3 import as_bytes, encode
 from ssd.kernels.launching import early_launch
-from ssd.kernels.ops import DeviceBatch, HeadShape, Rope
+from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope
 
 
 @triton.jit
@@ -105,6 +106,14 @@ def _finite(x):
 
 
 @triton.jit
+def _store(ptr, x, scale, mask, FP8: tl.constexpr):
+    if FP8:
+        tl.store(ptr, encode(x.to(tl.float32), scale), mask=mask)
+    else:
+        tl.store(ptr, x, mask=mask)
+
+
+@triton.jit
 def _rope_kernel(
     qkv_ptr,
     positions_ptr,
@@ -119,11 +128,14 @@ def _rope_kernel(
     qkv_stride,
     slot_stride,
     eps,
+    k_scale,
+    v_scale,
     H: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """Some heads of one token: query heads, or (past those) key heads together with their value heads."""
     token = tl.program_id(0).to(tl.int64)
@@ -154,11 +166,11 @@ def _rope_kernel(
         at = head * D + half
         low, high = _rotated(row + H * D, at, mask, k_norm_ptr, half, cos, sin, eps, D, HALF, dtype)
         to = slot * slot_stride + at
-        tl.store(k_ptr + to, low, mask=mask)
-        tl.store(k_ptr + to + HALF, high, mask=mask)
+        _store(k_ptr + to, low, k_scale, mask, FP8)
+        _store(k_ptr + to + HALF, high, k_scale, mask, FP8)
         value = row + (H + HKV) * D + at
-        tl.store(v_ptr + to, _finite(tl.load(value, mask=mask, other=0.0)), mask=mask)
-        tl.store(v_ptr + to + HALF, _finite(tl.load(value + HALF, mask=mask, other=0.0)), mask=mask)
+        _store(v_ptr + to, _finite(tl.load(value, mask=mask, other=0.0)), v_scale, mask, FP8)
+        _store(v_ptr + to + HALF, _finite(tl.load(value + HALF, mask=mask, other=0.0)), v_scale, mask, FP8)
 
 
 def rope_and_store(
@@ -168,6 +180,7 @@ def rope_and_store(
     heads: HeadShape,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
     """See `Ops.rope_and_store`."""
     q = qkv.new_empty((qkv.shape[0], heads.num_heads, heads.head_dim))
@@ -181,16 +194,19 @@ def rope_and_store(
         rope.q_norm,
         rope.k_norm,
         q,
-        k_cache,
-        v_cache,
+        as_bytes(k_cache),
+        as_bytes(v_cache),
         qkv.stride(0),
         k_cache.stride(1),
         rope.eps,
+        scales.k,
+        scales.v,
         H=heads.num_heads,
         HKV=heads.num_kv_heads,
         D=heads.head_dim,
         HEADS=_HEADS,
         BLOCK=triton.next_power_of_2(heads.head_dim // 2),
+        FP8=k_cache.dtype is torch.float8_e4m3fn,
         num_warps=1,
     )
     return q

@@ -72,6 +72,17 @@ class Rope:
     eps: float = 0.0
 
 
+@dataclass(frozen=True)
+class KVScales:
+    """What the stored keys and values of a layer are multiplied by. Only those in fp8 have scales."""
+
+    k: float = 1.0
+    v: float = 1.0
+
+
+UNSCALED = KVScales()
+
+
 class Ops(Protocol):
     """Weights are passed to `prepare` once, which lays them out as the device needs; x is always [rows, width]."""
 
@@ -133,11 +144,21 @@ class Ops(Protocol):
         heads: HeadShape,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
+        scales: KVScales = UNSCALED,
     ) -> torch.Tensor:
-        """Rotates q and k, writes k and v to their slots of [blocks, block_size, kv_heads, dim]; returns q."""
+        """Rotates q and k, writes k and v to their slots of [blocks, block_size, kv_heads, dim]; returns q.
+
+        Caches have the type of `qkv` or are in fp8 (`reference.encode`).
+        """
 
     def attention(
-        self, q: torch.Tensor, batch: DeviceBatch, heads: HeadShape, k_cache: torch.Tensor, v_cache: torch.Tensor
+        self,
+        q: torch.Tensor,
+        batch: DeviceBatch,
+        heads: HeadShape,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scales: KVScales = UNSCALED,
     ) -> torch.Tensor:
         """Causal attention of q [T, heads, dim] over paged KV; [T, heads * dim]. Position p sees those after
         p - heads.window, if there is a window.

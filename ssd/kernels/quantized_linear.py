@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ssd.kernels.e4m3 import widen_bits
 from ssd.kernels.launching import shared_memory
 from ssd.kernels.quantized import Codes, CodeType, bits_of, dequantize
 
@@ -153,10 +154,7 @@ def _part(words, i: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
     elif FORMAT == "int8":
         return (words >> (8 * i)).to(tl.int8).to(dtype)
     else:
-        byte = words >> (8 * i)
-        return (((byte & 0x80) << 24 | (byte & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36).to(
-            dtype
-        )
+        return widen_bits(words >> (8 * i), dtype)
 
 
 @triton.jit

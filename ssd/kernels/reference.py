@@ -7,8 +7,10 @@ import itertools
 import torch
 import torch.nn.functional as F
 
-from ssd.kernels.ops import DeviceBatch, HeadShape, Rope
+from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope
 from ssd.kernels.quantized import Codes, dequantize
+
+_E4M3_MAX = 448.0
 
 
 class ReferenceOps:
@@ -78,6 +80,7 @@ class ReferenceOps:
         heads: HeadShape,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
+        scales: KVScales = UNSCALED,
     ) -> torch.Tensor:
         kv = heads.num_kv_heads
         q, k, v = torch.split(qkv.view(len(qkv), -1, heads.head_dim), [heads.num_heads, kv, kv], dim=1)
@@ -86,13 +89,24 @@ class ReferenceOps:
         cos, sin = rope.cos[batch.positions][:, None], rope.sin[batch.positions][:, None]
         kept = batch.slot_mapping >= 0
         slots = batch.slot_mapping[kept]
-        k_cache.view(-1, kv, heads.head_dim)[slots] = _rotate(k, cos, sin)[kept]
-        v_cache.view(-1, kv, heads.head_dim)[slots] = v[kept]
+        k = _rotate(k, cos, sin)
+        for cache, new, scale in ((k_cache, k, scales.k), (v_cache, v, scales.v)):
+            stored = encode(new, scale) if cache.dtype is torch.float8_e4m3fn else new
+            cache.view(-1, kv, heads.head_dim)[slots] = stored[kept]
         return _rotate(q, cos, sin)
 
     def attention(
-        self, q: torch.Tensor, batch: DeviceBatch, heads: HeadShape, k_cache: torch.Tensor, v_cache: torch.Tensor
+        self,
+        q: torch.Tensor,
+        batch: DeviceBatch,
+        heads: HeadShape,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scales: KVScales = UNSCALED,
     ) -> torch.Tensor:
+        if k_cache.dtype is torch.float8_e4m3fn:
+            wide = self.attention(q.float() * scales.k, batch, heads, k_cache.float(), v_cache.float())
+            return (wide * scales.v).to(q.dtype)
         if batch.branches is not None:
             return _attend_branches(q, batch, batch.branches.depth, heads, k_cache, v_cache)
         starts, lengths, places = (t.tolist() for t in (batch.query_start, batch.context_len, batch.table_rows))
@@ -103,6 +117,12 @@ class ReferenceOps:
             k, v = (_gather(cache, table, length)[:, heads.first_position :] for cache in (k_cache, v_cache))
             out[rows] = _attend(q[rows], k, v, heads)
         return out.flatten(1)
+
+
+def encode(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """Keys or values as a KV cache in fp8 has them: e4m3(x / scale), the nearest (ties to even) of up to ±448."""
+    wide = x.float() / torch.tensor(scale, dtype=torch.float32, device=x.device)
+    return wide.clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

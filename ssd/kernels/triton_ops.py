@@ -7,7 +7,7 @@ from contextlib import suppress
 import torch
 
 from ssd.kernels import attention, cublaslt, elementwise, linear, quantized_linear
-from ssd.kernels.ops import DeviceBatch, HeadShape, Rope
+from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope
 from ssd.kernels.quantized import Codes
 
 
@@ -95,15 +95,22 @@ class TritonOps:
         heads: HeadShape,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
+        scales: KVScales = UNSCALED,
     ) -> torch.Tensor:
-        return elementwise.rope_and_store(qkv, batch, rope, heads, k_cache, v_cache)
+        return elementwise.rope_and_store(qkv, batch, rope, heads, k_cache, v_cache, scales)
 
     def attention(
-        self, q: torch.Tensor, batch: DeviceBatch, heads: HeadShape, k_cache: torch.Tensor, v_cache: torch.Tensor
+        self,
+        q: torch.Tensor,
+        batch: DeviceBatch,
+        heads: HeadShape,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scales: KVScales = UNSCALED,
     ) -> torch.Tensor:
         if self._workspace is None:
             raise AssertionError("reserve() comes before attention()")
-        return attention.paged_attention(q, batch, heads, k_cache, v_cache, self._workspace, self._prefill)
+        return attention.paged_attention(q, batch, heads, k_cache, v_cache, self._workspace, self._prefill, scales)
 
 
 def _alternating(rows: torch.Tensor) -> torch.Tensor:

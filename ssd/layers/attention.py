@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from ssd.kernels.ops import DeviceBatch, Rope
+from ssd.layers.kv_scales import LayerScales
 from ssd.layers.linear import ColumnLinear, RowLinear
 from ssd.layers.norm import RMSNorm
 from ssd.layers.parameter import Build, Parameter
@@ -42,6 +43,7 @@ class Attention:
         self.q_norm = RMSNorm(build, f"{name}.q_norm", dim, eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(build, f"{name}.k_norm", dim, eps) if spec.qk_norm else None
         self.tables = tables
+        self.kv_scales = LayerScales(build, name)
 
     def parameters(self) -> Iterator[Parameter]:
         yield from (self.qkv, self.output)
@@ -56,8 +58,9 @@ class Attention:
 
     def store(self, x: torch.Tensor, batch: DeviceBatch, kv: LayerKV) -> torch.Tensor:
         """Writes keys and values of a batch to their slots; returns the queries."""
-        return self.ops.rope_and_store(self.qkv(x), batch, self.rope, self.heads, *kv)
+        k, v = kv
+        return self.ops.rope_and_store(self.qkv(x), batch, self.rope, self.heads, k, v, self.kv_scales.value)
 
     def __call__(self, x: torch.Tensor, batch: DeviceBatch, kv: LayerKV) -> torch.Tensor:
-        q = self.store(x, batch, kv)
-        return self.output(self.ops.attention(q, batch, self.heads, *kv))
+        (k, v), q = kv, self.store(x, batch, kv)
+        return self.output(self.ops.attention(q, batch, self.heads, k, v, self.kv_scales.value))

@@ -23,13 +23,18 @@ class LazyTensor(Protocol):
 
 @dataclass(frozen=True)
 class Build:
-    """The kernels, device, type, ranks and weight formats of one model, for all of its layers."""
+    """The kernels, device, types, ranks and weight formats of one model, for all of its layers."""
 
     ops: Ops
     device: torch.device
     dtype: torch.dtype
     tp: TensorParallel = TensorParallel()  # noqa: RUF009 (frozen)
     format_of: FormatOf = dense
+    kv_cache_dtype: torch.dtype | None = None  # None: `dtype`
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return self.kv_cache_dtype or self.dtype
 
 
 class Parameter(Protocol):

@@ -102,7 +102,8 @@ class Decoder:
     def __init__(self, config: DecoderConfig, build: Build, *, max_positions: int, windowed: bool = False) -> None:
         check_split(config, build.tp.size)
         self.config = config
-        self.ops, self.device, self.dtype, self.tp = build.ops, build.device, build.dtype, build.tp
+        self.ops, self.device, self.tp = build.ops, build.device, build.tp
+        self.dtype, self.kv_dtype = build.dtype, build.kv_dtype
         self.rope_tables = RopeTables(max_positions, build.device)
         self.layers = self._make_layers(build)
         size, tied = config.hidden_size, config.tie_embeddings
@@ -148,11 +149,20 @@ class Decoder:
         return sum(parameter.num_bytes() for parameter in self.parameters())
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor | LazyTensor]]) -> None:
-        """Loads this rank's share of the tensors, in any order; raises for missing ones and wrong shapes."""
+        """Loads this rank's share of the tensors, in any order; raises for missing ones and wrong shapes.
+
+        Scales of the KV cache are optional.
+        """
         wanted = {
             name: (shape, parameter) for parameter in self.parameters() for name, shape in parameter.shapes().items()
         }
+        optional = {
+            name: layer.attention.kv_scales for layer in self.layers for name in layer.attention.kv_scales.names
+        }
         for name, tensor in weights:
+            if name in optional:
+                optional[name].load(name, tensor)
+                continue
             if name not in wanted:
                 self._check_needless(name, tensor)
                 continue
@@ -176,11 +186,11 @@ class Decoder:
     @property
     def kv_layouts(self) -> list[KVLayout]:
         """What each layer keeps of a token on this rank."""
-        return [spec.attention.kv_layout(self.dtype, self.tp.size) for spec in self.config.layers]
+        return [spec.attention.kv_layout(self.kv_dtype, self.tp.size) for spec in self.config.layers]
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return self.config.kv_bytes_per_token(self.dtype, self.tp.size, windowed=self._windowed)
+        return self.config.kv_bytes_per_token(self.kv_dtype, self.tp.size, windowed=self._windowed)
 
     def make_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """A block belongs to one group, so the n-th layers of all groups share their tensors.

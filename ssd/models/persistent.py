@@ -44,6 +44,8 @@ def _accept(decoder: Decoder) -> None:
     """BuildError for layers and weight formats that the kernel does not have."""
     if decoder.tp.size > 1:
         raise BuildError("it is for one GPU")
+    if decoder.kv_dtype != decoder.dtype:
+        raise BuildError("it has no KV cache of another type than the model's")
     if len(kinds := set(decoder.config.layers)) > 1:
         raise BuildError("it is for models whose layers are all equal")
     for spec in kinds:

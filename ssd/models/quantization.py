@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from typing import Any, Final, cast
 
 from ssd.errors import UnsupportedModel
-from ssd.layers.formats import DENSE, FormatOf, WeightFormat
+from ssd.layers.formats import DENSE, FormatOf, WeightFormat, dense
 from ssd.layers.formats.coded import Activations
 from ssd.layers.formats.mxfp4 import GROUP, MXFP4
 from ssd.layers.formats.packed import AWQ, GPTQ, PackedRows
@@ -175,6 +175,13 @@ def _compressed_tensors(raw: Raw, names: Names) -> FormatOf:
     check_field("sparsity_config", sparsity, OBJECT, _WHERE)
     _check(sparsity.get("format", "dense") == "dense", "sparsity_config.format", sparsity.get("format"), "dense")
     _check(not raw.get("transform_config"), "transform_config", raw.get("transform_config"), "none")
+    scheme = raw.get("kv_cache_scheme")
+    if (
+        isinstance(scheme, dict)
+        and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+        and not raw.get("config_groups")
+    ):
+        return dense  # scales of a KV cache in fp8 were added, and nothing is quantised
     ignored = _matcher(raw.get("ignore") or (), "ignore")
     groups = [_scheme(raw, key, group, names) for key, group in (raw.get("config_groups") or {}).items()]
     _check(bool(groups), "config_groups", raw.get("config_groups"), "one or more groups")

@@ -25,7 +25,8 @@ def system_fingerprint(llm: LLM, *settings: object) -> str:
     Weights are sampled, and the files' times are left out: the same model on another host has the same fingerprint.
     """
     config = llm.config
-    parts = [VERSION, torch.__version__, config.dtype, config.tensor_parallel_size, llm.note, *settings]
+    types = config.dtype, config.kv_dtype
+    parts = [VERSION, torch.__version__, *types, config.tensor_parallel_size, llm.note, *settings]
     if config.device == "cpu":
         compiled = cpu.load()
         parts.append(compiled.build if compiled is not None else "plain torch")

@@ -174,6 +174,7 @@ class Metrics(Collector):
             "gpu": "" if config.device == "cpu" else torch.cuda.get_device_name(config.device),
             "dtype": config.dtype,
             "quantization": config.quantization or "",
+            "kv_cache_dtype": config.kv_dtype,
             "mode": config.speculation.mode,
             "draft": str(config.speculation.draft or ""),
             "draft_quantization": config.speculation.draft_quantization or "",

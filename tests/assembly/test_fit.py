@@ -133,6 +133,21 @@ def test_kv_beyond_the_memory_is_refused_with_what_fits(free: Any, name: str, va
         check(most + 2 * step)
 
 
+def test_kv_in_fp8_needs_a_quarter_of_float32_and_that_of_a_draft_does_not(free: Any) -> None:
+    """Catches an estimate by the model's type, and one that takes the draft's for fp8, too."""
+    free(0.6)
+    model = RandomCheckpoint(SHAPES["cpu-75m"])
+
+    def most_blocks(count: int, kv_cache_dtype: Any) -> int:
+        config = EngineConfig("random", max_num_seqs=1, num_kv_blocks=10**6, kv_cache_dtype=kv_cache_dtype)
+        with pytest.raises(ConfigError, match="use at most") as caught:
+            check_fits(config, [model] * count, CPU)
+        return int(str(caught.value).split("use at most ")[1].split(",")[0])
+
+    assert most_blocks(1, "fp8") == pytest.approx(4 * most_blocks(1, "auto"), abs=4)
+    assert most_blocks(2, "fp8") == pytest.approx(most_blocks(2, "auto") * 2 / 1.25, abs=2)
+
+
 def test_too_many_sequences_for_the_memory_are_refused(free: Any) -> None:
     """Unless it is the weights that leave no room: fewer sequences would not help then."""
     weights = weight_bytes(open_checkpoint("tiny-qwen3").config, torch.float32)

@@ -70,7 +70,7 @@ def test_a_server_says_what_it_serves_and_where(monkeypatch: pytest.MonkeyPatch)
     assert ended.exit_code == 0, ended.stderr
     assert [" ".join(line.split()) for line in ready] == [
         "device cpu, float32, weights in fp8",
-        "KV cache 1,600 tokens; 64 sequences of up to 512 tokens",
+        "KV cache 1,600 tokens in float32; 64 sequences of up to 512 tokens",
         "mode sd, draft tiny-llama-draft, k 3",
         "API http://127.0.0.1:8010/v1, model tiny-llama",
         "playground http://127.0.0.1:8010/",

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ssd.execution.threads import CpuTimes, ThreadController, free_seconds
+from ssd.kernels import cpu
 
 STAT = """cpu  300 30 60 3000 12 0 3 9 0 0
 cpu0 100 10 20 1000 4 0 1 3 0 0
@@ -149,18 +150,18 @@ def test_counters_of_the_own_cores_are_summed(tmp_path: Path) -> None:
 
 def test_only_the_work_of_this_thread_is_adapted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a number that stays, or that threads get which use torch for the first time meanwhile."""
-    numbers: list[int] = []
+    numbers: list[tuple[int, int]] = []
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
         machine = Machine(4, others=2.0)
         machine.idle(0.3)
         with machine.controller.adapted():
-            numbers.append(torch.get_num_threads())
-            other = threading.Thread(target=lambda: numbers.append(torch.get_num_threads()))
+            numbers.append((cpu.num_threads(), torch.get_num_threads()))
+            other = threading.Thread(target=lambda: numbers.append((cpu.num_threads(), torch.get_num_threads())))
             other.start()
             other.join()
-        numbers.append(torch.get_num_threads())
+        numbers.append((cpu.num_threads(), torch.get_num_threads()))
     finally:
         torch.set_num_threads(before)
-    assert numbers == [2, 3, 3]
+    assert numbers == [(2, 1), (3, 3), (3, 3)]

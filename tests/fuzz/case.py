@@ -135,7 +135,7 @@ def random_case(seed: int, *, processes: bool = True) -> Case:
         events=_events(dice, speculation),
         model=model,
         dtype=dice.choice(["float32", "float32", "bfloat16"]),
-        options=_options(dice, model) | _rounding(seed),
+        options=_options(dice, model) | _rounding(seed) | _kv_cache(seed),
         speculation=speculation,
         run_ahead=dice.random() < 0.5,
     )
@@ -151,6 +151,11 @@ def _rounding(seed: int) -> dict[str, Any]:
     """Perhaps rounded weights. A seed gives the same case, those aside, as before they were known."""
     own = random.Random(f"quantization {seed}")
     return {"quantization": own.choice(["fp8", "int8", "int4"])} if own.random() < 0.3 else {}
+
+
+def _kv_cache(seed: int) -> dict[str, Any]:
+    """Perhaps a KV cache in fp8. A seed gives the same case as before it was known, but for that."""
+    return {"kv_cache_dtype": "fp8"} if random.Random(f"kv cache {seed}").random() < 0.25 else {}
 
 
 def _options(dice: random.Random, model: str) -> dict[str, Any]:

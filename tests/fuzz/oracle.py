@@ -1,4 +1,4 @@
-"""What every request must be answered: by plain decoding, alone, in an engine of the same model and dtype."""
+"""What every request must be answered: by plain decoding, alone, in an engine of the same model and dtypes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Oracle:
         self._folder = tempfile.TemporaryDirectory()
         self._kinds: dict[str, TestModel] = {}
         self._models: dict[str, Models] = {}
-        self._engines: dict[tuple[str, str, str | None], LLM] = {}
-        self._answers: dict[tuple[str, str, str | None, str], RequestOutput] = {}
+        self._engines: dict[tuple[str | None, ...], LLM] = {}
+        self._answers: dict[tuple[str | None, ...], RequestOutput] = {}
 
     def __enter__(self) -> Oracle:
         return self
@@ -50,7 +50,9 @@ class Oracle:
 
     def answer(self, case: Case, call: Call) -> RequestOutput:
         """One sequence at a time, no drafts, no prefix cache, nothing in flight."""
-        engine = case.model, case.dtype, case.options.get("quantization")
+        quantization = case.options.get("quantization")
+        kv_cache_dtype = case.options.get("kv_cache_dtype", "auto")
+        engine = case.model, case.dtype, quantization, kv_cache_dtype
         key = *engine, repr((call.prompt, call.params))
         if key not in self._answers:
             if engine not in self._engines:
@@ -58,7 +60,8 @@ class Oracle:
                     self.paths(case.model).target,
                     device="cpu",
                     dtype=case.dtype,
-                    quantization=engine[2],
+                    quantization=quantization,
+                    kv_cache_dtype=kv_cache_dtype,
                     max_model_len=MAX_LEN,
                     max_num_seqs=1,
                     prefix_caching=False,

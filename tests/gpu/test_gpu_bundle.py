@@ -54,8 +54,8 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_speculation_changes_no_token_of_an_8b(temperature: float) -> None:
+@pytest.mark.parametrize(("temperature", "kv_cache_dtype"), [(0.0, "auto"), (1.0, "auto"), (1.0, "fp8")])
+def test_speculation_changes_no_token_of_an_8b(temperature: float, kv_cache_dtype: str) -> None:
     """64 prompts of 128 tokens: what row-invariant kernels are for. Some requests cut or adjust their laws."""
     if torch.cuda.mem_get_info()[1] < 30 * 10**9:
         pytest.skip("needs 30 GB of GPU memory")
@@ -63,6 +63,7 @@ def test_speculation_changes_no_token_of_an_8b(temperature: float) -> None:
     extras: list[dict[str, Any]] = [{}, {}, {"top_p": 0.9, "top_k": 50}, {"presence_penalty": 0.5}, {"min_p": 0.05}, {}]
     params = [SamplingParams(**plain, seed=i, **extras[i % 6]) for i in range(64)]
     target, draft = "graft:tiny-llama@llama-3.1-8b", "graft:tiny-llama-draft@llama-3.2-1b"
-    expected = write(target, 64, params)
+    expected = write(target, 64, params, kv_cache_dtype=kv_cache_dtype)
     for way in WAYS:
-        assert write(target, 64, params, speculation={"draft": draft, **way}) == expected, way
+        options = {"speculation": {"draft": draft, **way}, "kv_cache_dtype": kv_cache_dtype}
+        assert write(target, 64, params, **options) == expected, way

@@ -23,13 +23,22 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["llama3-scaled", "qwen3", "mistral-windows", "qwen3-windows"])
-def model(request: pytest.FixtureRequest, make_model: Callable[[str], TestModel]) -> str:
-    return make_model(request.param).path
+@pytest.fixture(
+    scope="module",
+    params=[
+        *((kind, "auto") for kind in ("llama3-scaled", "qwen3", "mistral-windows", "qwen3-windows")),
+        *((kind, "fp8") for kind in ("llama3-scaled", "qwen3", "qwen3-windows")),
+    ],
+    ids="-".join,
+)
+def model(request: pytest.FixtureRequest, make_model: Callable[[str], TestModel]) -> dict[str, str]:
+    """The options that the text may depend on."""
+    kind, kv_cache_dtype = request.param
+    return {"model": make_model(kind).path, "kv_cache_dtype": kv_cache_dtype}
 
 
-def answers(model: str, batch: int, **options: Any) -> list[list[int]]:
-    with LLM(model, device="cuda", num_kv_blocks=2048, **options) as llm:
+def answers(model: dict[str, str], batch: int, **options: Any) -> list[list[int]]:
+    with LLM(**model, device="cuda", num_kv_blocks=2048, **options) as llm:
         out = []
         for start in range(0, len(PROMPTS), batch):
             out += llm.generate(PROMPTS[start : start + batch], PARAMS[start : start + batch])
@@ -38,7 +47,7 @@ def answers(model: str, batch: int, **options: Any) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(model: str) -> list[list[int]]:
+def expected(model: dict[str, str]) -> list[list[int]]:
     return answers(model, 1, prefix_caching=False, max_num_seqs=1)
 
 
@@ -54,12 +63,14 @@ def expected(model: str) -> list[list[int]]:
     ],
     ids=str,
 )
-def test_nothing_changes_the_text(model: str, expected: list[list[int]], batch: int, options: dict[str, Any]) -> None:
+def test_nothing_changes_the_text(
+    model: dict[str, str], expected: list[list[int]], batch: int, options: dict[str, Any]
+) -> None:
     """Batch sizes, graphs, chunks, block sizes and a warm prefix cache: the same bits, so the same tokens."""
     assert answers(model, batch, **options) == expected
 
 
-def test_preemption_changes_nothing_either(model: str, expected: list[list[int]]) -> None:
+def test_preemption_changes_nothing_either(model: dict[str, str], expected: list[list[int]]) -> None:
     """Generated tokens are recomputed as a prefill and come out the same: prefill and decode agree bit for bit."""
     source = random.Random(3)
 
@@ -69,7 +80,7 @@ def test_preemption_changes_nothing_either(model: str, expected: list[list[int]]
             engine.scheduler.preempt(source.choice(engine.scheduler.running))
         return engine.has_work
 
-    with LLM(model, device="cuda", num_kv_blocks=2048, max_num_seqs=12, prefix_caching=False) as llm:
+    with LLM(**model, device="cuda", num_kv_blocks=2048, max_num_seqs=12, prefix_caching=False) as llm:
         submissions = llm.driver.submit_many(list(zip(PROMPTS, PARAMS, strict=True)))
         while llm.driver.call(preempt_one):
             pass
@@ -95,8 +106,17 @@ EXTRAS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("target", "draft"), [("llama3-scaled", "llama-tied"), ("qwen3-windows", "mistral-windows")])
-def test_rounds_in_flight_change_nothing(make_model: Callable[[str], TestModel], target: str, draft: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "draft", "kv_cache_dtype"),
+    [
+        ("llama3-scaled", "llama-tied", "auto"),
+        ("qwen3-windows", "mistral-windows", "auto"),
+        ("qwen3", "llama-tied", "fp8"),
+    ],
+)
+def test_rounds_in_flight_change_nothing(
+    make_model: Callable[[str], TestModel], target: str, draft: str, kv_cache_dtype: str
+) -> None:
     """Requests stop, join and are dropped while the next round is under way, under AR, SD and SSD alike."""
     path, draft = make_model(target).path, make_model(draft).path
     params = [
@@ -107,6 +127,7 @@ def test_rounds_in_flight_change_nothing(make_model: Callable[[str], TestModel],
     for way in WAYS:
         source = random.Random(5)
         options: dict[str, Any] = {"speculation": {"draft": draft, **way}} if way else {}
+        options["kv_cache_dtype"] = kv_cache_dtype
         with LLM(path, device="cuda", num_kv_blocks=140, max_num_seqs=9, **options) as llm:
             assert not llm.engine.round.synchronous
             submissions = []

@@ -11,7 +11,7 @@ import torch
 from device_batches import make_device_batch
 
 from ssd.kernels.cpu_ops import CpuOps
-from ssd.kernels.ops import Branches, DeviceBatch, HeadShape, Ops
+from ssd.kernels.ops import UNSCALED, Branches, DeviceBatch, HeadShape, KVScales, Ops
 from ssd.kernels.reference import ReferenceOps
 
 CUDA = torch.cuda.is_available()
@@ -26,7 +26,14 @@ class Trees:
     """Sequences in shuffled KV blocks, and branches that leave them after `forks` tokens. Unused slots hold NaN."""
 
     def __init__(
-        self, heads: HeadShape, forks: list[list[int]], branches: Branches, dtype: torch.dtype, device: torch.device
+        self,
+        heads: HeadShape,
+        forks: list[list[int]],
+        branches: Branches,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        fp8: bool = False,
     ) -> None:
         self.heads, self.forks, self.branches, self.device = heads, forks, branches, device
         width = max(map(max, forks)) // BLOCK_SIZE + 1
@@ -37,11 +44,13 @@ class Trees:
         self.last_slots = [[starts.pop(0) + branches.depth for _ in own] for own in forks]
         blocks = tables.numel() + -(-(3 + branches.slots_per_branch * sum(map(len, forks))) // BLOCK_SIZE)
         shape = (blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim)
-        self.k, self.v = (torch.full(shape, float("nan"), dtype=dtype, device=device) for _ in range(2))
+        stored = torch.float8_e4m3fn if fp8 else dtype
+        self.scales = KVScales(k=0.7, v=1.3) if fp8 else UNSCALED
+        self.k, self.v = (torch.full(shape, float("nan"), dtype=stored, device=device) for _ in range(2))
         self.q = [torch.randn(len(own), heads.num_heads, heads.head_dim).to(device, dtype) for own in forks]
         used = sorted({slot for s, own in enumerate(forks) for j in range(len(own)) for slot in self.seen(s, j)})
         for cache in (self.k, self.v):
-            cache.flatten(0, 1)[used] = torch.randn(len(used), *shape[2:]).to(device, dtype)
+            cache.flatten(0, 1)[used] = torch.randn(len(used), *shape[2:]).to(device, stored)
 
     def seen(self, s: int, j: int) -> list[int]:
         """All slots that branch j of sequence s sees, in order."""
@@ -73,7 +82,8 @@ class Trees:
     def run(self, ops: Ops, picks: list[tuple[int, list[int]]], padding: int = 0) -> list[torch.Tensor]:
         """Results of those branches, sequence by sequence, without the padding."""
         q, batch = self.batch(ops, picks, padding)
-        parts = ops.attention(q, batch, self.heads, self.k, self.v).split([len(own) + padding for _, own in picks])
+        out = ops.attention(q, batch, self.heads, self.k, self.v, self.scales)
+        parts = out.split([len(own) + padding for _, own in picks])
         return [part[: len(own)] for part, (_, own) in zip(parts, picks, strict=True)]
 
     def run_all(self, ops: Ops, padding: int = 0) -> list[torch.Tensor]:
@@ -135,8 +145,9 @@ def test_reference_is_dense_attention(branches: Branches, window: int) -> None:
 def test_c_kernel(cpu: CpuOps, heads: HeadShape, dtype: torch.dtype) -> None:
     """The last branch is longer than one softmax chunk."""
     for branches in (Branches(0, 1), Branches(1, 8), Branches(7, 8), Branches(69, 70)):
-        trees = Trees(heads, FORKS, branches, dtype, CPU)
-        close(trees.run_all(cpu), trees.run_all(ReferenceOps()))
+        for fp8 in (False, True):
+            trees = Trees(heads, FORKS, branches, dtype, CPU, fp8=fp8)
+            close(trees.run_all(cpu), trees.run_all(ReferenceOps()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -224,8 +235,9 @@ class TestTriton:
         ],
         ids=str,
     )
-    def test_kernel(self, ops: Ops, heads: HeadShape, branches: Branches, dtype: torch.dtype) -> None:
-        trees = Trees(heads, [[128, 300, 127, 16, 257], [40, 38], [0]], branches, dtype, DEVICE)
+    @pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=pytest.mark.slow)])
+    def test_kernel(self, ops: Ops, heads: HeadShape, branches: Branches, dtype: torch.dtype, fp8: bool) -> None:
+        trees = Trees(heads, [[128, 300, 127, 16, 257], [40, 38], [0]], branches, dtype, DEVICE, fp8=fp8)
         ops.reserve(heads, DEVICE)
         expected = trees.run_all(ReferenceOps())
         close(trees.run_all(ops, padding=2), expected)

@@ -151,7 +151,7 @@ def start(tmp_path: Path, *before: str) -> str:
     compiler = cpu.find_compiler()
     if compiler is None or cpu.load() is None:
         pytest.skip("no C compiler")
-    library = cpu._compiled(compiler, cpu._flag_choices(cpu.openmp_library())[0])
+    library = cpu._compiled(compiler, (*cpu.BASE_FLAGS, "-march=native"))
     copies = tmp_path / "copies"
     if not copies.exists():  # a compiler that was changed is another one
         copies.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nexec cp {library} "$2"\n')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from ssd.kernels import cpu
 from ssd.kernels.cpu import Kernels
+from ssd.kernels.ops import UNSCALED, KVScales
 from ssd.sampling import noise
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -249,9 +251,11 @@ def test_rope_outside_of_its_tables(kernels: Kernels, position: int, slot: int) 
 
 
 class Paged:
-    """Sequences with full keys and values in a shuffled paged cache; unused slots hold NaN."""
+    """Sequences with full keys and values in a shuffled paged cache, which may be in fp8; unused slots hold NaN."""
 
-    def __init__(self, lengths: list[int], h: int, hkv: int, d: int, dtype: torch.dtype, window: int = 0) -> None:
+    def __init__(
+        self, lengths: list[int], h: int, hkv: int, d: int, dtype: torch.dtype, window: int = 0, *, fp8: bool = False
+    ) -> None:
         self.lengths, self.h, self.hkv, self.d, self.dtype = lengths, h, hkv, d, dtype
         self.scale, self.window = d**-0.5, window
         width = max(-(-length // BLOCK) for length in lengths)
@@ -259,12 +263,14 @@ class Paged:
         self.q = [torch.randn(n, h, d).to(dtype) for n in lengths]
         self.k = [torch.randn(n, hkv, d).to(dtype) for n in lengths]
         self.v = [torch.randn(n, hkv, d).to(dtype) for n in lengths]
-        self.k_cache = torch.full((self.tables.numel(), BLOCK, hkv, d), float("nan"), dtype=dtype)
+        self.scales = KVScales(k=0.7, v=1.3) if fp8 else UNSCALED
+        stored = torch.float8_e4m3fn if fp8 else dtype
+        self.k_cache = torch.full((self.tables.numel(), BLOCK, hkv, d), float("nan"), dtype=stored)
         self.v_cache = self.k_cache.clone()
         for s, n in enumerate(lengths):
             slots = self.tables[s].long()[torch.arange(n) // BLOCK] * BLOCK + torch.arange(n) % BLOCK
-            self.k_cache.flatten(0, 1)[slots] = self.k[s]
-            self.v_cache.flatten(0, 1)[slots] = self.v[s]
+            self.k_cache.flatten(0, 1)[slots] = self.k[s].to(stored)
+            self.v_cache.flatten(0, 1)[slots] = self.v[s].to(stored)
 
     def run(self, kernels: Kernels, spans: list[tuple[int, int, int]]) -> list[Tensor]:
         """One call with query positions [begin, end) of each (sequence, begin, end)."""
@@ -276,12 +282,13 @@ class Paged:
         for s, begin, _ in spans if self.window else ():
             tables[s, : max(0, begin + 1 - self.window) // BLOCK] = -1  # freed
         given = q, self.k_cache, self.v_cache, starts, context, tables, rows, self.scale
-        out = kernels.paged_attention(*given, window=self.window)
+        out = kernels.paged_attention(*given, window=self.window, scales=self.scales)
         return [out[starts[i] : starts[i + 1]] for i in range(len(counts))]
 
     def reference(self, s: int) -> Tensor:
         group = self.h // self.hkv
-        q, k, v = (x.double().transpose(0, 1) for x in (self.q[s], self.k[s], self.v[s]))
+        k, v = self.k[s].to(self.k_cache.dtype).double(), self.v[s].to(self.v_cache.dtype).double()
+        q, k, v = (x.transpose(0, 1) for x in (self.q[s].double(), k * self.scales.k, v * self.scales.v))
         k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
         n = self.lengths[s]
         seen = torch.ones(n, n, dtype=torch.bool).tril().triu(1 - self.window if self.window else -n)
@@ -290,15 +297,22 @@ class Paged:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("h", "hkv", "d", "window"),
+    ("h", "hkv", "d", "window", "fp8"),
     [
-        *[(2, 2, 32, 0), (9, 3, 64, 0), (8, 2, 128, 0), (4, 1, 20, 0), (5, 1, 64, 0)],
-        *[(2, 2, 32, 1), (5, 1, 20, 7), (4, 2, 32, 64), (6, 2, 32, 97)],
+        *[
+            (2, 2, 32, 0, False),
+            (9, 3, 64, 0, False),
+            (8, 2, 128, 0, False),
+            (4, 1, 20, 0, False),
+            (5, 1, 64, 0, False),
+        ],
+        *[(2, 2, 32, 1, False), (5, 1, 20, 7, False), (4, 2, 32, 64, False), (6, 2, 32, 97, False)],
+        *[(8, 2, 64, 0, True), (5, 1, 20, 0, True), (6, 2, 32, 97, True)],
     ],
 )
-def test_attention(kernels: Kernels, dtype: torch.dtype, h: int, hkv: int, d: int, window: int) -> None:
+def test_attention(kernels: Kernels, dtype: torch.dtype, h: int, hkv: int, d: int, window: int, fp8: bool) -> None:
     """Against dense attention; and a row has the same bits whatever rows are computed with it."""
-    paged = Paged([130, 1, 64, 65, 17, 143], h, hkv, d, dtype, window)
+    paged = Paged([130, 1, 64, 65, 17, 143], h, hkv, d, dtype, window, fp8=fp8)
     whole = paged.run(kernels, [(s, 0, n) for s, n in enumerate(paged.lengths)])
     for s, out in enumerate(whole):
         close(out, paged.reference(s), dtype)
@@ -422,13 +436,73 @@ def resident_bytes() -> int:
         pytest.skip("needs /proc")
 
 
-def test_one_openmp_runtime(kernels: Kernels) -> None:
-    try:
-        loaded = Path("/proc/self/maps").read_text()
-    except OSError:
-        pytest.skip("needs /proc")
-    runtimes = {line.split()[-1] for line in loaded.splitlines() if "/libgomp" in line or "/libiomp5" in line}
-    assert len(runtimes) <= 1
+def test_many_threads_compute_what_one_computes(kernels: Kernels) -> None:
+    """More threads than cores, loops that follow each other at once or after a pause, callers at the same time."""
+    packed, x = kernels.pack_linear(torch.randn(300, 200)), torch.randn(3, 200)
+    with cpu.threads(1):
+        expected = kernels.linear(x, packed)
+    failures: list[int] = []
+
+    def call(number: int) -> None:
+        for i in range(300):
+            with cpu.threads(2 + (number + i) % 7):
+                if not torch.equal(kernels.linear(x, packed), expected):
+                    failures.append(i)
+            if i % 50 == number:
+                time.sleep(0.002)  # the workers sleep
+
+    callers = [threading.Thread(target=call, args=(i,)) for i in range(3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+    assert not any(caller.is_alive() for caller in callers)
+    assert not failures
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+def test_the_workers_of_a_thread_end_with_it_and_take_no_signals(kernels: Kernels) -> None:
+    packed, x = kernels.pack_linear(torch.randn(300, 200)), torch.randn(8, 200)
+    tasks = Path("/proc/self/task")
+    before, during, blocked = {task.name for task in tasks.iterdir()}, set[str](), list[int]()
+
+    def call() -> None:
+        with cpu.threads(4):
+            kernels.linear(x, packed)
+        during.update(task.name for task in tasks.iterdir())
+        for new in during - before - {str(threading.get_native_id())}:
+            status = (tasks / new / "status").read_text()
+            [mask] = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigBlk")]
+            blocked.append(mask >> (signal.SIGINT - 1) & 1)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    caller.join()
+    assert len(during - before) >= 4
+    assert len(blocked) >= 3
+    assert all(blocked)
+    deadline = time.monotonic() + 10
+    while {task.name for task in tasks.iterdir()} & (during - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not {task.name for task in tasks.iterdir()} & (during - before)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_forked_process_computes_without_the_workers_of_its_parent(kernels: Kernels) -> None:
+    packed, x = kernels.pack_linear(torch.randn(300, 200)), torch.randn(8, 200)
+    with cpu.threads(2):
+        expected = kernels.linear(x, packed)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if torch.equal(kernels.linear(x, packed), expected) else 1)
+    deadline = time.monotonic() + 20
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if done == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert done == (child, 0)
 
 
 def test_cached_load_is_quick(kernels: Kernels) -> None:
@@ -445,8 +519,7 @@ def test_without_a_compiler_the_kernels_of_the_package_are_used(
     compiler = cpu.find_compiler()
     if compiler is None:
         pytest.skip("no C compiler")
-    threads = ("-fopenmp",) if cpu.openmp_library() else ()
-    (tmp_path / "_cpu.abi3.so").write_bytes(cpu._compile(compiler, (*cpu.BASE_FLAGS, *threads)))
+    (tmp_path / "_cpu.abi3.so").write_bytes(cpu._compile(compiler, cpu.BASE_FLAGS))
     monkeypatch.setattr(cpu, "SOURCE", tmp_path / "cpu.c")
     monkeypatch.setattr(cpu, "find_compiler", lambda: None)
     found = cpu.build()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from device_batches import make_device_batch
 
-from ssd.kernels.ops import DeviceBatch, HeadShape, Rope
+from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope
 from ssd.kernels.reference import ReferenceOps
 
 triton_ops = pytest.importorskip("ssd.kernels.triton_ops", reason="triton is not installed")
@@ -87,7 +87,15 @@ def test_parts_of_ranks_are_added_in_order_and_rounded_once(dtype: torch.dtype) 
 class Paged:
     """Some sequences over shuffled KV blocks, in a batch cut as the caller likes."""
 
-    def __init__(self, heads: HeadShape, lengths: list[int], dtype: torch.dtype, block_size: int = BLOCK_SIZE) -> None:
+    def __init__(
+        self,
+        heads: HeadShape,
+        lengths: list[int],
+        dtype: torch.dtype,
+        block_size: int = BLOCK_SIZE,
+        *,
+        fp8: bool = False,
+    ) -> None:
         self.heads = heads
         self.lengths = lengths
         self.block_size = block_size
@@ -95,7 +103,9 @@ class Paged:
         order = torch.randperm(sum(blocks)).tolist()
         self.tables = [order[sum(blocks[:i]) : sum(blocks[: i + 1])] for i in range(len(blocks))]
         shape = (sum(blocks), block_size, heads.num_kv_heads, heads.head_dim)
-        self.k, self.v = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype)
+        stored = torch.float8_e4m3fn if fp8 else dtype
+        self.scales = KVScales(k=0.7, v=1.3) if fp8 else UNSCALED
+        self.k, self.v = randn(*shape, dtype=stored), randn(*shape, dtype=stored)
 
     def batch(self, ops: triton_ops.TritonOps, spans: list[tuple[int, int, int]], prefill: bool) -> DeviceBatch:
         """Query positions first..last-1 of each (sequence, first, last)."""
@@ -127,9 +137,12 @@ class Paged:
     ],
     ids=str,
 )
-def test_rope_and_attention(ops: triton_ops.TritonOps, heads: HeadShape, prefill: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_rope_and_attention(
+    ops: triton_ops.TritonOps, heads: HeadShape, prefill: bool, dtype: torch.dtype, fp8: bool
+) -> None:
     """Ragged queries, shuffled blocks, split boundaries, odd groups and head sizes, with and without norms."""
-    paged = Paged(heads, [5, 300, 40, 129], dtype)
+    paged = Paged(heads, [5, 300, 40, 129], dtype, fp8=fp8)
     batch = paged.batch(ops, [(0, 4, 5), (1, 297, 300), (2, 38, 40), (3, 126, 129)], prefill)
     ops.reserve(heads, DEVICE)
     d, rows = heads.head_dim, len(batch.positions)
@@ -140,20 +153,30 @@ def test_rope_and_attention(ops: triton_ops.TritonOps, heads: HeadShape, prefill
         results = []
         for kernels in (ops, ReferenceOps()):
             k, v = paged.k.clone(), paged.v.clone()
-            q = kernels.rope_and_store(qkv, batch, rope, heads, k, v)
-            results.append((q, k, v, kernels.attention(q, batch, heads, k, v)))
+            q = kernels.rope_and_store(qkv, batch, rope, heads, k, v, paged.scales)
+            results.append((q, k, v, kernels.attention(q, batch, heads, k, v, paged.scales)))
         for ours, theirs in zip(*results, strict=True):
             close(ours, theirs, dtype)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [1, 70, *(pytest.param(window, marks=pytest.mark.slow) for window in (64, 600))])
-def test_rows_with_a_window_keep_their_bits(ops: triton_ops.TritonOps, window: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("window", "fp8"),
+    [
+        *[(1, False), (70, False), (70, True)],
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(64, False), (600, False), (600, True)]),
+    ],
+)
+def test_rows_with_a_window_keep_their_bits(
+    ops: triton_ops.TritonOps, window: int, dtype: torch.dtype, fp8: bool
+) -> None:
     """In decode and prefill tiles, alone and in company, however many programs share a tile's pieces; freed blocks are
     null."""
+    if CUDA and fp8 and dtype is torch.float32:
+        pytest.skip("an engine refuses it")
     heads = HeadShape(4, 2, 16, window=window)
-    paged = Paged(heads, [1100, 40, 1100], dtype)
+    paged = Paged(heads, [1100, 40, 1100], dtype, fp8=fp8)
     ops.reserve(heads, DEVICE)
     assert ops._workspace is not None
 
@@ -163,7 +186,7 @@ def test_rows_with_a_window_keep_their_bits(ops: triton_ops.TritonOps, window: i
         for row, (_, first, _) in enumerate(spans):
             batch.block_tables[row, : max(0, first + 1 - window) // BLOCK_SIZE] = 0
         each = [queries[s][first:last] for s, first, last in spans]
-        out = ops.attention(torch.cat(each), batch, heads, paged.k, paged.v)
+        out = ops.attention(torch.cat(each), batch, heads, paged.k, paged.v, paged.scales)
         return list(out.split([len(q) for q in each]))
 
     queries = [randn(n, heads.num_heads, heads.head_dim, dtype=dtype) for n in paged.lengths]
@@ -171,7 +194,7 @@ def test_rows_with_a_window_keep_their_bits(ops: triton_ops.TritonOps, window: i
     whole = run(spans, prefill=True)
     batch = paged.batch(ops, spans, prefill=True)
     q = torch.cat([queries[s][first:last] for s, first, last in spans])
-    close(torch.cat(whole), ReferenceOps().attention(q, batch, heads, paged.k, paged.v), dtype)
+    close(torch.cat(whole), ReferenceOps().attention(q, batch, heads, paged.k, paged.v, paged.scales), dtype)
     for programs in (1, 2, 64):
         for i, ours in enumerate(run([(0, 1090, 1100), (1, 38, 40), (2, 509, 516)], False, programs)):
             part = [slice(30, 40), slice(38, 40), slice(9, 16)][i]
@@ -240,21 +263,24 @@ def test_linear_rows_keep_their_bits(ops: triton_ops.TritonOps, columns: int, de
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("heads", [HeadShape(32, 8, 128), HeadShape(32, 8, 64), HeadShape(40, 8, 128)], ids=str)
-def test_attention_rows_keep_their_bits(ops: triton_ops.TritonOps, heads: HeadShape, block_size: int) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_attention_rows_keep_their_bits(
+    ops: triton_ops.TritonOps, heads: HeadShape, block_size: int, fp8: bool
+) -> None:
     """A query's bits are the same in a prefill, a chunk, a decode step and a verification, in any company."""
     lengths = [700, 129, 64, 1000, 5000]
-    paged = Paged(heads, lengths, torch.bfloat16, block_size)
+    paged = Paged(heads, lengths, torch.bfloat16, block_size, fp8=fp8)
     ops.reserve(heads, DEVICE)
     whole = paged.batch(ops, [(s, 0, n) for s, n in enumerate(lengths)], prefill=True)
     q = randn(sum(lengths), heads.num_heads, heads.head_dim, dtype=torch.bfloat16)
-    expected = ops.attention(q, whole, heads, paged.k, paged.v).split(lengths)
+    expected = ops.attention(q, whole, heads, paged.k, paged.v, paged.scales).split(lengths)
     parts = q.split(lengths)
     for s, n in enumerate(lengths):
         for first, last, prefill in ((n - 1, n, False), (n - 8, n, False), (n // 2, n, True), (n - 40, n - 3, True)):
             batch = paged.batch(ops, [(s, first, last)], prefill)
-            ours = ops.attention(parts[s][first:last].contiguous(), batch, heads, paged.k, paged.v)
+            ours = ops.attention(parts[s][first:last].contiguous(), batch, heads, paged.k, paged.v, paged.scales)
             assert torch.equal(ours, expected[s][first:last]), f"sequence {s}, positions {first}..{last}"
     many = paged.batch(ops, [(s, n - 1, n) for s, n in enumerate(lengths)] * 60, prefill=False)  # one program per tile
     rows = torch.stack([part[-1] for part in parts] * 60)
-    together = ops.attention(rows, many, heads, paged.k, paged.v)
+    together = ops.attention(rows, many, heads, paged.k, paged.v, paged.scales)
     assert torch.equal(together, torch.stack([part[-1] for part in expected] * 60))

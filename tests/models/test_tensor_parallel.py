@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import queue
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -16,6 +17,7 @@ import pytest
 import torch
 from fakes import make_sequence
 from random_weights import RandomCheckpoint
+from safetensors.torch import save_file
 
 from ssd.core import Work
 from ssd.drafting.fan_out import Adaptive
@@ -64,8 +66,10 @@ def on_ranks(size: int, run: Callable[[TensorParallel], torch.Tensor]) -> list[t
     return [result for result in results if result is not None]
 
 
-def loaded(checkpoint: Checkpoint | RandomCheckpoint, tp: TensorParallel) -> Decoder:
-    build = Build(kernels(CPU).ops(), CPU, torch.float32, tp, checkpoint.formats)
+def loaded(
+    checkpoint: Checkpoint | RandomCheckpoint, tp: TensorParallel, kv_cache_dtype: torch.dtype | None = None
+) -> Decoder:
+    build = Build(kernels(CPU).ops(), CPU, torch.float32, tp, checkpoint.formats, kv_cache_dtype)
     decoder = Decoder(checkpoint.config, build, max_positions=64)
     lazily = tp.size > 1 and isinstance(checkpoint, HFCheckpoint)
     decoder.load(checkpoint.stored() if lazily else checkpoint.weights(CPU, torch.float32))
@@ -75,7 +79,10 @@ def loaded(checkpoint: Checkpoint | RandomCheckpoint, tp: TensorParallel) -> Dec
 
 def logits(checkpoint: Checkpoint | RandomCheckpoint, tp: TensorParallel, tokens: list[int] = TOKENS) -> torch.Tensor:
     """After every token, on rank 0."""
-    decoder = loaded(checkpoint, tp)
+    return logits_of(loaded(checkpoint, tp), tokens)
+
+
+def logits_of(decoder: Decoder, tokens: list[int] = TOKENS) -> torch.Tensor:
     state = SequenceState(1, max_len=48, lookahead=0, vocab_size=decoder.config.vocab_size, device=CPU)
     runner = ModelRunner(decoder, state, num_blocks=3, block_size=16, max_decode_rows=8)
     return runner.logits_of(tokens, len(tokens))
@@ -105,6 +112,27 @@ def test_ranks_of_a_rounded_model_equal_one(form: str) -> None:
     one, split = logits(checkpoint, TensorParallel()), on_ranks(2, lambda tp: logits(checkpoint, tp))[0]
     assert (split - one).norm() < 1e-5 * one.norm()
     assert (logits(plain, TensorParallel()) - one).norm() > 1e-3 * one.norm()  # it is rounded
+
+
+def test_ranks_have_the_scales_of_the_kv_cache(make_model: Callable[[str], TestModel], tmp_path: Path) -> None:
+    """In fp8; from a file that is read in shares, where some of them have no dimension. Catches ranks without them."""
+    shutil.copytree(make_model("llama-tied").path, tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors.index.json").unlink()
+    name = "model.layers.{}.self_attn.{}_scale"
+    scales = {name.format(i, kind): torch.tensor(0.02 + i) for i in range(3) for kind in "kv"}
+    save_file(scales, tmp_path / "m" / "scales.safetensors")
+    checkpoint = HFCheckpoint.open(tmp_path / "m")
+
+    def run(tp: TensorParallel) -> torch.Tensor:
+        decoder = loaded(checkpoint, tp, torch.float8_e4m3fn)
+        found = [layer.attention.kv_scales.value for layer in decoder.layers]
+        assert [each.k for each in found] == [each.v for each in found] == [pytest.approx(0.02 + i) for i in range(3)]
+        assert decoder.kv_bytes_per_token == 2 * 3 * 16 * (2 // tp.size)
+        return logits_of(decoder)
+
+    whole, ranks = run(TensorParallel()), on_ranks(2, run)
+    assert len(ranks) == 2
+    assert (ranks[0] - whole).norm() < 1e-2 * whole.norm()  # a sum in another order may round a key to the next code
 
 
 class Queued:

@@ -55,6 +55,7 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
     "device": ["gpu", "", "cuda:", "cuda:x", "cuda:-1", "cuda:1 ", "cpu:0", None, 0, []],
     "dtype": ["fp32", "", None, 32, torch.float32],
     "quantization": ["int3", "awq", "", 8, True],
+    "kv_cache_dtype": ["fp8_e5m2", "fp8_e4m3", "float32", "", None, 8],
     "max_model_len": [0, -1, 1.5, "8", True],
     "max_num_seqs": [0, -1, 1.5, "8", True, None],
     "max_num_batched_tokens": [0, -1, 1.5, "8", True],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,9 @@ def test_the_fingerprint_changes_with_model_weights_version_and_kernels(
     (copy / "tokenizer_config.json").write_text("{}")
     found.append(system_fingerprint(own))
     found.append(system_fingerprint(own, "another chat template"))
+    with monkeypatch.context() as patch:
+        patch.setattr(own, "config", replace(own.config, kv_cache_dtype="fp8"))
+        found.append(system_fingerprint(own))
     with monkeypatch.context() as patch:
         patch.setattr(ssd.server.fingerprint, "VERSION", "0.0.0")
         found.append(system_fingerprint(own))

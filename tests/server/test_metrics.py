@@ -230,7 +230,17 @@ def test_every_route_has_a_label(llm: LLM) -> None:
 def test_the_build_and_the_process_are_told(llm: LLM) -> None:
     text = bytes(exposition(Metrics(llm, "m", "fp_1")).body).decode()
     [build] = [line for line in text.splitlines() if line.startswith("ssd_build_info{")]
-    for label in ("model_name", "version", "torch", "device", "dtype", "mode", "draft", "system_fingerprint"):
+    for label in (
+        "model_name",
+        "version",
+        "torch",
+        "device",
+        "dtype",
+        "kv_cache_dtype",
+        "mode",
+        "draft",
+        "system_fingerprint",
+    ):
         assert re.search(rf'{label}="[^"]+"', build), label
     assert 'draft="tiny-llama-draft"' in build
     assert 'quantization="' in build
