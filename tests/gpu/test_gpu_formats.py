@@ -1,4 +1,4 @@
-"""Published quantised checkpoints on a GPU, in bfloat16 and float16: the same model as on a CPU, exactly decoded."""
+"""Quantised checkpoints on a GPU, in bfloat16 and float16: the same model as on a CPU, exactly decoded."""
 
 from __future__ import annotations
 
@@ -48,3 +48,21 @@ def test_the_model_of_a_cpu_and_the_same_text_by_ar_sd_and_ssd(name: str, tmp_pa
     assert answers(str(path), 12) == alone
     assert answers(str(path), 12, speculation={"mode": "sd", "draft": str(draft), "k": 3}) == alone
     assert answers(str(path), 4, speculation={"mode": "ssd", "draft": str(draft), "k": 3}) == alone
+
+
+def test_packed_gguf_weights(tmp_path: Path) -> None:
+    """All types of blocks in one model: its logits are those of the widened weights, and its text is the same in AR, SD
+    and SSD."""
+    from gguf_files import write_models  # skips without the gguf package
+
+    files = {name: str(path) for name, path in write_models(tmp_path).items()}
+    logits = []
+    for name in ("packed", "wide"):
+        with LLM(files[name], device="cuda", dtype="float32", num_kv_blocks=64) as llm:
+            logits.append(llm.engine.round.target.runner.logits_of(PROMPTS[1], len(PROMPTS[1])))
+    packed, wide = logits
+    assert (packed - wide).norm() < 1e-4 * wide.norm()
+    alone = answers(files["packed"], 1, prefix_caching=False)
+    assert answers(files["packed"], 12) == alone
+    assert answers(files["packed"], 12, speculation={"mode": "sd", "draft": files["draft"], "k": 3}) == alone
+    assert answers(files["packed"], 4, speculation={"mode": "ssd", "draft": files["draft"], "k": 3}) == alone

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import REAL_TOKENIZERS
+from gguf_files import FEED, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, metadata, write
 
 from ssd.errors import RequestError, SSDError, UnsupportedModel
 from ssd.layers.spec import RopeConfig
@@ -34,7 +35,6 @@ TEXTS = [
     "<|begin_of_text|><|im_start|>user<|eot_id|> <think>x</think>",
 ]
 CPU = torch.device("cpu")
-HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FEED, VOCAB = 4, 2, 16, 32, 64, 40
 
 
 # --- the real file ----------------------------------------------------------------------------------------------------
@@ -135,44 +135,6 @@ def tensors(family: str, tied: bool = True) -> dict[str, np.ndarray]:
     if not tied:
         shapes["output.weight"] = (VOCAB, HIDDEN)
     return {name: source.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-
-
-def metadata(family: str, **changes: Any) -> dict[str, Any]:
-    values = {
-        f"{family}.block_count": 1,
-        f"{family}.context_length": 128,
-        f"{family}.embedding_length": HIDDEN,
-        f"{family}.feed_forward_length": FEED,
-        f"{family}.attention.head_count": HEADS,
-        f"{family}.attention.head_count_kv": KV_HEADS,
-        f"{family}.attention.key_length": HEAD_DIM,
-        f"{family}.attention.value_length": HEAD_DIM,
-        f"{family}.attention.layer_norm_rms_epsilon": 1e-6,
-        f"{family}.rope.freq_base": 1000000.0,
-    }
-    return {**values, **{key.replace("__", "."): value for key, value in changes.items()}}
-
-
-def write(
-    path: Path, family: str, values: dict[str, Any], arrays: dict[str, np.ndarray], kind: str | dict[str, str] = "F32"
-) -> Path:
-    """Matrices are stored as `kind` (by name), vectors as F32, as converters do. Bytes are blocks already."""
-    writer = gguf.GGUFWriter(path, family)
-    adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    for key, value in values.items():
-        adders.get(type(value), writer.add_array)(key, value)
-    for name, array in arrays.items():
-        if array.ndim > 1:
-            quantisation = gguf.GGMLQuantizationType[kind if isinstance(kind, str) else kind[name]]
-            blocks = array if array.dtype == np.uint8 else gguf.quants.quantize(array, quantisation)
-            writer.add_tensor(name, blocks, raw_dtype=quantisation)
-        else:
-            writer.add_tensor(name, array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import byte_tokenizer
+from gguf_files import metadata, write
 from safetensors.torch import save_file
-from test_gguf import metadata, tensors, write
+from test_gguf import tensors
 
 from ssd.errors import SSDError, UnsupportedModel
 from ssd.kernels.reference import ReferenceOps

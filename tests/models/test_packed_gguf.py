@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_gguf import metadata, write
+from gguf_files import SHAPES, random_blocks, widened, write_models
 from test_tensor_parallel import logits, on_ranks
 
 from ssd import LLM, SamplingParams
@@ -24,28 +24,8 @@ from ssd.models.gguf import GGUFCheckpoint
 from ssd.models.open import open_checkpoint
 from ssd.parallel.tensor import TensorParallel
 
-gguf = pytest.importorskip("gguf")
-
 CPU = torch.device("cpu")
-SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2)}  # others: 0
 TOKENS = np.random.default_rng(1).integers(0, 320, 40).tolist()
-
-
-def random_blocks(kind: str, rows: int, depth: int, sizes: tuple[float, ...] | None = None) -> np.ndarray:
-    """All bits occur. `sizes`: the float16 numbers of every block; None: random ones, finite and of both signs."""
-    source, form = np.random.default_rng(rows + depth), BLOCKS[kind]
-    blocks = source.integers(0, 256, (rows, depth // form.weights, form.num_stored), dtype=np.uint8)
-    for i, at in enumerate(SCALES.get(kind, (0,))):
-        if sizes is None:
-            blocks[..., at + 1] &= 0xBF
-        else:
-            blocks[..., at : at + 2] = np.array([sizes[i]], dtype=np.float16).view(np.uint8)
-    return blocks.reshape(rows, -1)
-
-
-def widened(kind: str, blocks: np.ndarray) -> np.ndarray:
-    found: np.ndarray = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])
-    return found
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
@@ -53,7 +33,7 @@ def widened(kind: str, blocks: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_every_weight_equals_the_gguf_packages(kind: str) -> None:
-    """To the bit, over 4000 weights for each of a block's bytes; and so do the columns that a rank reads."""
+    """To the bit, of a quarter of a million; and so do the columns that a rank reads."""
     form, blocks = BLOCKS[kind], random_blocks(kind, 64, 4096)
     expected = widened(kind, blocks)
     codes = form.codes({"weight": torch.from_numpy(blocks)})
@@ -76,74 +56,10 @@ def test_blocks_are_not_cut(kind: str) -> None:
 
 # --- a model with all types, some of them fused -----------------------------------------------------------------------
 
-KINDS = {
-    "attn_q": ("Q4_K", "Q5_0"),  # in the first and the second layer
-    "attn_k": ("Q4_K", "Q5_1"),
-    "attn_v": ("Q6_K", "Q4_1"),
-    "attn_output": ("Q5_K", "Q4_1"),
-    "ffn_gate": ("Q4_0", "Q5_K"),
-    "ffn_up": ("Q4_0", "Q4_K"),
-    "ffn_down": ("Q8_0", "Q6_K"),
-}
-SHAPES = {
-    "attn_q": (512, 256),
-    "attn_k": (128, 256),
-    "attn_v": (128, 256),
-    "attn_output": (256, 512),
-    "ffn_gate": (512, 256),
-    "ffn_up": (512, 256),
-    "ffn_down": (256, 512),
-}
-SIZES = {"Q4_K": (3e-4, 2e-3), "Q5_K": (1.5e-4, 2e-3), "Q6_K": (5e-5,)}  # weights of about 0.1
-VALUES = metadata(
-    "llama",
-    llama__block_count=2,
-    llama__embedding_length=256,
-    llama__feed_forward_length=512,
-    llama__attention__head_count=16,
-    llama__attention__head_count_kv=4,
-    llama__attention__key_length=32,
-    llama__attention__value_length=32,
-)
-
-
-def matrix(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:
-    if kind in SIZES:
-        return random_blocks(kind, *shape, sizes=SIZES[kind])
-    weights = np.random.default_rng(seed).standard_normal(shape).astype(np.float32) * 0.1
-    blocks: np.ndarray = gguf.quants.quantize(weights, gguf.GGMLQuantizationType[kind])
-    return blocks
-
-
-def stored_model() -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Tensors and their types; the embedding is the head."""
-    kinds = {"token_embd.weight": "Q6_K"}
-    arrays = {"token_embd.weight": matrix("Q6_K", (320, 256), 0), "output_norm.weight": np.ones(256, np.float32)}
-    for layer in range(2):
-        for i, (part, shape) in enumerate(SHAPES.items()):
-            name = f"blk.{layer}.{part}.weight"
-            kinds[name] = KINDS[part][layer]
-            arrays[name] = matrix(kinds[name], shape, 10 * layer + i)
-        arrays |= {f"blk.{layer}.{norm}_norm.weight": np.ones(256, np.float32) for norm in ("attn", "ffn")}
-    return arrays, kinds
-
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The model packed, with the same weights in float32, and a draft of it: other weights, but not by much."""
-    folder = tmp_path_factory.mktemp("gguf")
-    arrays, kinds = stored_model()
-    wide = {name: widened(kinds[name], array) if name in kinds else array for name, array in arrays.items()}
-    noise = np.random.default_rng(5)
-    near = {
-        name: array + (0.01 * noise.standard_normal(array.shape).astype(np.float32) if name in kinds else 0)
-        for name, array in wide.items()
-    }
-    return {
-        "packed": write(folder / "packed.gguf", "llama", VALUES, arrays, kinds),
-        "wide": write(folder / "wide.gguf", "llama", VALUES, wide),
-        "draft": write(folder / "draft.gguf", "llama", VALUES, near, "Q8_0"),
-    }
+    return write_models(tmp_path_factory.mktemp("gguf"))
 
 
 def opened(path: Path) -> GGUFCheckpoint:
