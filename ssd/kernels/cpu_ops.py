@@ -6,7 +6,7 @@ import torch
 
 from ssd.kernels import cpu
 from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope
-from ssd.kernels.quantized import Codes
+from ssd.kernels.quantized import Codes, rounded_rows
 
 
 class CpuOps:
@@ -16,6 +16,7 @@ class CpuOps:
         self.kernels = kernels
         self.embedding = kernels.embedding
         self.codes_embedding = kernels.codes_embedding
+        self.round_rows = rounded_rows
         self.linear = self.gated_linear = kernels.linear  # a gated weight knows that it is
         self.rms_norm = kernels.rms_norm
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:  # `ssd --help` lists shapes, and does not need torch
     import torch
 
-    from ssd.kernels.quantized import Codes
+    from ssd.kernels.quantized import Codes, RowType
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,14 @@ class Ops(Protocol):
 
         `row_scales`: x was divided by them, float32 [rows, 1 or groups of the weight]; the sums (of each group) are
         multiplied by them.
+        """
+
+    def round_rows(
+        self, x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each row of x in 8-bit floats (e4m3) or integers, in x's type, and its scales, float32 [rows, groups].
+
+        A scale for each `group` columns, or for all; `stored`: it is this one [1, 1], else that of the largest number.
         """
 
     def codes_embedding(self, weight: Any, token_ids: torch.Tensor) -> torch.Tensor:

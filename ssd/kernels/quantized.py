@@ -20,9 +20,9 @@ import torch
 Format = Literal["fp8", "int8", "int4"]  # what a weight can be rounded to
 CodeType = Literal["fp8", "int8", "int4", "uint4"]  # what codes are: e4m3, or integers
 RowType = Literal["fp8", "int8"]  # what rows can be rounded to
-_ROW_LIMITS: Final[dict[RowType, tuple[float, float]]] = {"fp8": (-448.0, 448.0), "int8": (-128.0, 127.0)}
+ROW_LIMITS: Final[dict[RowType, tuple[float, float]]] = {"fp8": (-448.0, 448.0), "int8": (-128.0, 127.0)}
 _FP8_MAX: Final = 448.0
-_LEAST_SCALE: Final = 2.0**-120  # a row of zeros has it, too
+LEAST_SCALE: Final = 2.0**-120  # a row of zeros has it, too
 _CHUNK: Final = 1 << 24  # weights quantised at a time: bounds the memory of float32 copies
 
 
@@ -104,23 +104,18 @@ def fused_codes(parts: Seq[Codes]) -> Codes:
     )
 
 
-def quantized_rows(
-    x: torch.Tensor, group: int | None = None, kind: RowType = "fp8"
+def rounded_rows(
+    x: torch.Tensor, group: int | None = None, kind: RowType = "fp8", stored: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row of x in e4m3 or integers (in x's type) and its scales, float32 [rows, groups]: one for each `group`
-    columns, or one.
-
-    Largest numbers, divisions and roundings of single numbers: a row's bits are its own.
-    """
+    """See `Ops.round_rows`. Largest numbers, divisions and roundings of single numbers: a row's bits are its own."""
+    lowest, highest = ROW_LIMITS[kind]
     groups = x.float().view(len(x), -1, group or x.shape[1])
-    scales = (groups.abs().amax(2, keepdim=True) / _ROW_LIMITS[kind][1]).clamp_min(_LEAST_SCALE)
-    return scaled_rows(groups, scales, kind).flatten(1).to(x.dtype), scales[:, :, 0]
-
-
-def scaled_rows(x: torch.Tensor, scales: torch.Tensor, kind: RowType = "fp8") -> torch.Tensor:
-    """x / scales, rounded to e4m3 or integers: float32."""
-    scaled = (x / scales).clamp(*_ROW_LIMITS[kind])
-    return scaled.to(torch.float8_e4m3fn).float() if kind == "fp8" else scaled.round()
+    scales = (
+        (groups.abs().amax(2, keepdim=True) / highest).clamp_min(LEAST_SCALE) if stored is None else stored[:, None]
+    )
+    scaled = (groups / scales).clamp(lowest, highest)
+    rounded = scaled.to(torch.float8_e4m3fn).float() if kind == "fp8" else scaled.round()
+    return rounded.flatten(1).to(x.dtype), scales[:, :, 0].expand(len(x), -1)
 
 
 def _encode_fp8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

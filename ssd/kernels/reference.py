@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope
-from ssd.kernels.quantized import Codes, dequantize
+from ssd.kernels.quantized import Codes, RowType, dequantize, rounded_rows
 
 _E4M3_MAX = 448.0
 
@@ -58,6 +58,11 @@ class ReferenceOps:
             x = (x.view(len(x), row_scales.shape[1], -1) * row_scales[:, :, None]).flatten(1).to(dtype)
         wide = dequantize(codes, dtype)
         return self.gated_linear(x, wide, bias) if gated else self.linear(x, wide, bias, float32=float32)
+
+    def round_rows(
+        self, x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return rounded_rows(x, group, kind, stored)
 
     def codes_embedding(self, weight: tuple[Codes, torch.dtype], token_ids: torch.Tensor) -> torch.Tensor:
         codes, dtype = weight

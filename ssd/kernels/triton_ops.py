@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import torch
 
-from ssd.kernels import attention, cublaslt, elementwise, linear, quantized_linear
+from ssd.kernels import attention, cublaslt, elementwise, linear, quantized_linear, row_codes
 from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope
 from ssd.kernels.quantized import Codes
 
@@ -17,6 +17,7 @@ class TritonOps:
     def __init__(self) -> None:
         self._workspace: attention.Workspace | None = None
         self._prefill: attention.Prefill | None = None
+        self.round_rows = row_codes.rounded_rows
 
     def reserve(self, heads: HeadShape, device: torch.device) -> None:
         self._workspace = attention.Workspace(heads, device)

@@ -15,7 +15,7 @@ from fakes import wait_until_idle
 from stored_codes import CODES, some_codes
 
 from ssd import LLM, SamplingParams
-from ssd.kernels.quantized import CodeType, Format, dequantize, quantize, quantized_rows
+from ssd.kernels.quantized import CodeType, Format, dequantize, quantize, rounded_rows
 from ssd.kernels.quantized_linear import pack, quantized_linear
 from ssd.kernels.triton_ops import TritonOps
 from ssd.prompts import load_prompts
@@ -60,7 +60,7 @@ def test_a_row_has_the_same_bits_in_any_company(
     x = torch.randn(2500, depth, device=device).to(torch.bfloat16)
     scales = None
     if scaled:
-        x, scales = quantized_rows(x, group or None)
+        x, scales = rounded_rows(x, group or None)
     wanted = [7, 0, 900, 2499]
     alone = [
         [ops.codes_linear(x[i : i + 1], weight, gated=both, row_scales=None if scales is None else scales[i : i + 1])[0]

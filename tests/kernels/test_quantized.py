@@ -11,10 +11,11 @@ from ssd.kernels.ops import Ops
 from ssd.kernels.quantized import (
     CodeType,
     Format,
+    RowType,
     dequantize,
     quantize,
     quantized_bytes,
-    quantized_rows,
+    rounded_rows,
 )
 from ssd.kernels.reference import ReferenceOps
 from ssd.layers.formats import Use
@@ -141,7 +142,7 @@ def test_a_row_has_the_same_bits_in_any_company(kind: str, code: CodeType, group
     for dtype in types:
         weight = ops.prepare_codes(codes, dtype)
         x = torch.randn(70, depth).to(device, dtype)
-        rounded, scales = quantized_rows(x, codes.group)
+        rounded, scales = rounded_rows(x, codes.group)
         sums, scaled = (
             ops.codes_linear(x, weight, float32=True),
             ops.codes_linear(rounded, weight, float32=True, row_scales=scales),
@@ -207,21 +208,29 @@ def test_rows_of_any_size(code: CodeType, dtype: torch.dtype) -> None:
     assert not found[4:6].isfinite().any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_are_rounded_by_themselves(dtype: torch.dtype) -> None:
-    """To numbers of e4m3, by scales of their own; zeros, tiny and huge rows stay finite."""
+@pytest.mark.parametrize("number", ["fp8", "int8"])
+@pytest.mark.parametrize("kind", ["plain", "c", "triton"])
+def test_rows_are_rounded_by_themselves(kind: str, number: RowType) -> None:
+    """To numbers of 8 bits, by scales of their own or a stored one; zeros, tiny and huge rows stay finite."""
+    ops, device, types = make_ops(kind)
     torch.manual_seed(0)
-    x = (torch.randn(6, 256) * torch.tensor([1.0, 0.0, 1e-30, 1e30, 1e-3, 7.0])[:, None]).to(dtype)
-    for group in (None, 128):
-        rounded, scales = quantized_rows(x, group)
-        assert rounded.dtype is dtype
-        assert torch.equal(rounded.float(), rounded.to(torch.float8_e4m3fn).float())
-        wide = (rounded.float().view(6, scales.shape[1], -1) * scales[:, :, None]).flatten(1)
-        assert (wide - x.float()).abs().max(1).values.le(x.float().abs().amax(1) / 16 + 1e-37).all()
-        for i in range(6):
-            alone, scale = quantized_rows(x[i : i + 1], group)
-            assert torch.equal(alone[0], rounded[i])
-            assert torch.equal(scale[0], scales[i])
+    for dtype in set(types) - {torch.float16}:  # which has no such numbers
+        x = (torch.randn(6, 264) * torch.tensor([1.0, 0.0, 1e-30, 1e30, 1e-3, 7.0])[:, None]).to(device, dtype)[:, :256]
+        for group, stored in ((None, None), (128, None), (None, torch.full((1, 1), 0.02, device=device))):
+            rounded, scales = ops.round_rows(x, group, number, stored)
+            assert rounded.dtype is dtype
+            same = rounded.to(torch.float8_e4m3fn) if number == "fp8" else rounded.to(torch.int8)
+            assert torch.equal(rounded.float(), same.float())
+            expected, wanted = rounded_rows(x, group, number, stored)
+            assert torch.equal(scales, wanted)
+            assert torch.equal(rounded, expected)
+            wide = (rounded.float().view(6, scales.shape[1], -1) * scales[:, :, None]).flatten(1)
+            if stored is None:
+                assert (wide - x.float()).abs().max(1).values.le(x.float().abs().amax(1) / 16 + 1e-37).all()
+            for i in range(6):
+                alone, scale = ops.round_rows(x[i : i + 1], group, number, stored)
+                assert torch.equal(alone[0], rounded[i])
+                assert torch.equal(scale[0], scales[i])
 
 
 @pytest.mark.parametrize("kind", ["plain", "c", "triton"])

@@ -15,7 +15,7 @@ import torch
 
 from ssd.errors import ConfigError
 from ssd.kernels.ops import Ops
-from ssd.kernels.quantized import Codes, CodeType, RowType, dequantize, fused_codes, quantized_rows, scaled_rows
+from ssd.kernels.quantized import Codes, CodeType, RowType, dequantize, fused_codes
 from ssd.layers.formats import Use, WeightFormat, wrong_type
 
 _FINE: Final = 128  # weights of a group of a channel that has one offset: kernels know no larger groups with offsets
@@ -91,11 +91,8 @@ class Coded(WeightFormat):
         if weight.order is not None:
             x = x[:, weight.order]
         scales, how = None, self.activations
-        if how is not None and weight.input_scale is not None:
-            scales = weight.input_scale.expand(len(x), 1)
-            x = scaled_rows(x.float(), weight.input_scale, how.kind).to(x.dtype)
-        elif how is not None:
-            x, scales = quantized_rows(x, how.group, how.kind)
+        if how is not None:
+            x, scales = ops.round_rows(x, how.group, how.kind, weight.input_scale)
         return ops.codes_linear(x, weight.codes, bias, gated=gated, float32=float32, row_scales=scales)
 
     def embedding(self, ops: Ops, weight: CodedWeight, token_ids: torch.Tensor) -> torch.Tensor:
