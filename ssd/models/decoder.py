@@ -30,7 +30,6 @@ from ssd.layers.spec import KVLayout, LayerSpec, RopeConfig
 from ssd.models.config import DecoderConfig
 
 KVCache = Seq[LayerKV]  # one entry per layer
-_NEEDLESS = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 
 
 class RopeTables(dict[tuple[RopeConfig, int], tuple[torch.Tensor, torch.Tensor]]):
@@ -174,11 +173,11 @@ class Decoder:
             raise UnsupportedModel(f"the checkpoint lacks {len(wanted)} tensors, among them {sorted(wanted)[:4]}")
 
     def _check_needless(self, name: str, tensor: torch.Tensor | LazyTensor) -> None:
-        """Ignores a tied head, rotary tables, biases of zeros (of GPTQ files) and scales for a quantised KV cache; any
-        other unknown tensor would change the output, and is refused."""
+        """Ignores a tied head, rotary tables and biases of zeros (of GPTQ files); any other unknown tensor would change
+        the output, and is refused."""
         tied = name == "lm_head.weight" and self.config.tie_embeddings
         zeros = name.endswith(".bias") and not bool(tensor[()].float().any())
-        if not tied and not zeros and not name.endswith(_NEEDLESS):
+        if not tied and not zeros and not name.endswith("rotary_emb.inv_freq"):
             raise UnsupportedModel(
                 f"the checkpoint holds {name}, which its {self.config.family} config does not mention"
             )

@@ -211,7 +211,8 @@ def test_the_config_has_what_was_chosen(path: str) -> None:
         chosen = dataclasses.asdict(llm.config)
         assert (llm.config.device, llm.config.dtype) in (("cpu", "float32"), ("cuda", "bfloat16"))
         assert (chosen["model"], chosen["speculation"]["draft"]) == (path, path)
-        assert not [name for name, value in chosen.items() if value in (None, "auto")]
+        left = {name for name, value in chosen.items() if value in (None, "auto")}
+        assert left == {"quantization", "kv_cache_dtype"}  # none, and as the activations
 
 
 def test_a_config_stands_for_its_options(path: str) -> None:
