@@ -22,6 +22,7 @@ from ssd.kernels.launching import shared_memory
 from ssd.kernels.quantized import Codes, CodeType, bits_of, dequantize
 
 _WIDE_ROWS = 256  # products of more rows are bound by arithmetic: codes are widened first, and the library multiplies
+_SUMS = 32  # groups of a row that one program adds up
 _WIDE_COLUMNS = 8192  # outputs that are widened at a time
 
 # Two words to pairs of bfloat16, part by part. Integers are set as the last bits of 128, then 128 (and the zero point)
@@ -346,15 +347,20 @@ def _finish_kernel(sum_ptr, scale_ptr, row_scale_ptr, bias_ptr, y_ptr, num_rows,
 
 
 @triton.jit
-def _row_sums_kernel(x_ptr, row_scale_ptr, sum_ptr, K, x_stride, groups, GROUP: tl.constexpr, ROW_GROUPS: tl.constexpr):
-    """Sums of the groups of a row, times the row's scales. One row for each program: its bits are its own."""
+def _row_sums_kernel(
+    x_ptr, row_scale_ptr, sum_ptr, K, x_stride, groups,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, ROW_GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Sums of GROUPS groups of a row, times the row's scales. A row's bits are its own."""
     row = tl.program_id(0)
-    for g in range(groups):
-        k = g * GROUP + tl.arange(0, GROUP)
-        total = tl.sum(tl.load(x_ptr + row.to(tl.int64) * x_stride + k, mask=k < K, other=0.0).to(tl.float32), 0)
-        if row_scale_ptr is not None:
-            total *= tl.load(row_scale_ptr + (row * groups + g if ROW_GROUPS else row))
-        tl.store(sum_ptr + row * groups + g, total)
+    g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    k = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = tl.load(x_ptr + row.to(tl.int64) * x_stride + k, mask=k < K, other=0.0)
+    sums = tl.sum(x.to(tl.float32), 1)
+    if row_scale_ptr is not None:
+        at = row * groups + g if ROW_GROUPS else row + g * 0
+        sums *= tl.load(row_scale_ptr + at, mask=g < groups, other=0.0)
+    tl.store(sum_ptr + row * groups + g, sums, mask=g < groups)
 
 
 @dataclass(frozen=True)
@@ -475,8 +481,10 @@ def quantized_linear(
     row_sums = None
     if weight.offsets is not None:
         row_sums = x.new_empty((num_rows, groups), dtype=torch.float32)
-        sizes = (depth, x.stride(0), groups)
-        _row_sums_kernel[(num_rows,)](x, row_scales, row_sums, *sizes, GROUP=weight.group, ROW_GROUPS=by_group)
+        _row_sums_kernel[(num_rows, triton.cdiv(groups, _SUMS))](
+            *(x, row_scales, row_sums, depth, x.stride(0), groups),
+            **{"GROUP": weight.group, "GROUPS": _SUMS, "ROW_GROUPS": by_group},
+        )
     y = x.new_empty((num_rows, columns // 2 if gated else columns), dtype=out_dtype or x.dtype)
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(columns, tile.columns),)
     _quantized_kernel[grid](
