@@ -18,7 +18,7 @@ from ssd.config import EngineConfig
 from ssd.errors import ConfigError
 from ssd.execution.graphs import PREFILL_BUCKETS, row_buckets
 from ssd.kv.blocks import most_blocks
-from ssd.layers.formats import DENSE, FormatOf, dense
+from ssd.layers.formats import FormatOf, dense
 from ssd.layers.spec import KVGroup
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import Decoder, outline
@@ -105,7 +105,7 @@ def weight_bytes(model: DecoderConfig, dtype: torch.dtype, format_of: FormatOf =
 
 def format_names(model: DecoderConfig, format_of: FormatOf) -> str:
     """The formats of a model's quantised weights; "" if it has none."""
-    return ", ".join(sorted(_outlined(model, torch.float32, format_of).formats - {DENSE.name}))
+    return _outlined(model, torch.float32, format_of).quantized
 
 
 def _outlined(model: DecoderConfig, dtype: torch.dtype, format_of: FormatOf) -> Decoder:

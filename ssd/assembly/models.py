@@ -14,7 +14,7 @@ from ssd.config import EngineConfig
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import DeviceBlockTables, SequenceState
 from ssd.kernels.device import kernels, name_of
-from ssd.layers.formats import DENSE, FormatOf
+from ssd.layers.formats import FormatOf
 from ssd.layers.formats.rounded import rounded
 from ssd.layers.linear import Embedding
 from ssd.layers.parameter import Build
@@ -81,15 +81,14 @@ def load_decoder(
         decoder.map_tokens(checkpoint.target_ids())
     else:
         decoder = Decoder(checkpoint.config, build, max_positions=positions, windowed=is_target)
-    formats = ", ".join(sorted(decoder.formats - {DENSE.name}))
-    name = f"{checkpoint.path.name} in {formats}" if formats else checkpoint.path.name
+    name = f"{checkpoint.path.name} in {decoder.quantized}" if decoder.quantized else checkpoint.path.name
     decoder.load(_reported(name, _weights(checkpoint, decoder), len(decoder.shapes())))
-    if formats and device.type == "cuda":
+    if decoder.quantized and device.type == "cuda":
         torch.cuda.empty_cache()  # the weights as they were before: memory for KV
     log.info(
         "%s: %s of weights in %s on %s, %s kernels, loaded in %.1f s",
         *(checkpoint.path.name, gib(decoder.num_bytes() // tp.size)),
-        *(formats or str(dtype).removeprefix("torch."), device_name(device), name_of(ops)),
+        *(decoder.quantized or str(dtype).removeprefix("torch."), device_name(device), name_of(ops)),
         time.perf_counter() - began,
     )
     ops.reserve(decoder.heads, device)

@@ -20,7 +20,7 @@ from ssd.errors import ConfigError, UnsupportedModel
 from ssd.kernels.ops import DeviceBatch, HeadShape
 from ssd.kernels.reference import ReferenceOps
 from ssd.layers.attention import Attention, LayerKV
-from ssd.layers.formats import FormatOf, dense
+from ssd.layers.formats import DENSE, FormatOf, dense
 from ssd.layers.linear import Embedding, Linear
 from ssd.layers.mlp import MLP
 from ssd.layers.norm import RMSNorm
@@ -142,6 +142,11 @@ class Decoder:
         """Names of the weights' formats."""
         linear = (each for each in self.parameters() if isinstance(each, Linear))
         return {form.name for each in linear for form in each.formats.values()}
+
+    @property
+    def quantized(self) -> str:
+        """Names of the formats that are not dense; "" if all are."""
+        return ", ".join(sorted(self.formats - {DENSE.name}))
 
     def num_bytes(self) -> int:
         """Memory of the weights, on all ranks together."""

@@ -17,7 +17,7 @@ from ssd.kernels.quantized import Codes, CodeType, bits_of
 from ssd.layers.formats import Use
 from ssd.layers.formats.coded import Coded, cut
 
-Unpacked = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # values, scales, offsets of [rows, blocks, bytes]
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # values, scales, offsets of [rows, blocks, bytes]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Blocks(Coded):
     type: CodeType
     group: int  # weights of one scale
     offsets: bool
-    unpack: Callable[[torch.Tensor], Unpacked]
+    unpack: Callable[[torch.Tensor], Parts]
 
     def shapes(self, rows: int, depth: int) -> dict[str, tuple[int, ...]]:
         if depth % self.weights:
@@ -92,38 +92,38 @@ def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _number(blocks, 0) * scales, -(_number(blocks, 2) * offsets)
 
 
-def _q4_0(blocks: torch.Tensor) -> Unpacked:
+def _q4_0(blocks: torch.Tensor) -> Parts:
     return _fields(blocks[..., 2:], 4, 16), _number(blocks, 0), None
 
 
-def _q4_1(blocks: torch.Tensor) -> Unpacked:
+def _q4_1(blocks: torch.Tensor) -> Parts:
     return _fields(blocks[..., 4:], 4, 16), _number(blocks, 0), _number(blocks, 2)
 
 
-def _q5_0(blocks: torch.Tensor) -> Unpacked:
+def _q5_0(blocks: torch.Tensor) -> Parts:
     values = _fields(blocks[..., 6:], 4, 16) | _fifth_bits(blocks[..., 2:6])
     return values - 16, _number(blocks, 0), None  # modulo 256: the bits of an int8
 
 
-def _q5_1(blocks: torch.Tensor) -> Unpacked:
+def _q5_1(blocks: torch.Tensor) -> Parts:
     values = _fields(blocks[..., 8:], 4, 16) | _fifth_bits(blocks[..., 4:8])
     return values, _number(blocks, 0), _number(blocks, 2)
 
 
-def _q8_0(blocks: torch.Tensor) -> Unpacked:
+def _q8_0(blocks: torch.Tensor) -> Parts:
     return blocks[..., 2:], _number(blocks, 0), None
 
 
-def _q4_k(blocks: torch.Tensor) -> Unpacked:
+def _q4_k(blocks: torch.Tensor) -> Parts:
     return _fields(blocks[..., 16:], 4, 32), *_k_scales(blocks)
 
 
-def _q5_k(blocks: torch.Tensor) -> Unpacked:
+def _q5_k(blocks: torch.Tensor) -> Parts:
     values = _fields(blocks[..., 48:], 4, 32) | _fields(blocks[..., 16:48], 1, 32) << 4
     return values, *_k_scales(blocks)
 
 
-def _q6_k(blocks: torch.Tensor) -> Unpacked:
+def _q6_k(blocks: torch.Tensor) -> Parts:
     values = _fields(blocks[..., :128], 4, 64) | _fields(blocks[..., 128:192], 2, 32) << 4
     scales = blocks[..., 192:208].view(torch.int8).float() * _number(blocks, 208)
     return values - 32, scales, None
