@@ -54,7 +54,7 @@ def graft(
     out: Annotated[Path | None, typer.Option(help="Directory to write.", show_default="./MODEL@SHAPE")] = None,
     dtype: Annotated[Literal["bfloat16", "float32"], DTYPE] = "bfloat16",
     quantization: Annotated[
-        Literal["fp8", "int8", "int4"] | None,
+        Literal["fp8", "fp8_dynamic", "int8", "int4"] | None,
         typer.Option(help="Round the weights of the layers, and write them as compressed-tensors.", show_default="no"),
     ] = None,
     device: Annotated[Device, DEVICE] = "auto",

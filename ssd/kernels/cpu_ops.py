@@ -6,7 +6,7 @@ import torch
 
 from ssd.kernels import cpu
 from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope
-from ssd.kernels.quantized import Codes, rounded_rows
+from ssd.kernels.quantized import Codes, RowType, rounded_rows
 
 
 class CpuOps:
@@ -16,7 +16,6 @@ class CpuOps:
         self.kernels = kernels
         self.embedding = kernels.embedding
         self.codes_embedding = kernels.codes_embedding
-        self.round_rows = rounded_rows
         self.linear = self.gated_linear = kernels.linear  # a gated weight knows that it is
         self.rms_norm = kernels.rms_norm
 
@@ -30,9 +29,20 @@ class CpuOps:
         return self.kernels.pack_linear(weight, gated)
 
     def prepare_codes(
-        self, codes: Codes, dtype: torch.dtype, *, gated: bool = False, exact: bool = True
+        self,
+        codes: Codes,
+        dtype: torch.dtype,
+        *,
+        gated: bool = False,
+        exact: bool = True,
+        rows: RowType | None = None,
     ) -> cpu.PackedWeight:
         return self.kernels.pack_codes(codes, dtype, gated)
+
+    def round_rows(
+        self, x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None, weight: object = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return rounded_rows(x, group, kind, stored)
 
     def codes_linear(
         self,

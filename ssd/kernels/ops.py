@@ -106,10 +106,19 @@ class Ops(Protocol):
     def gated_linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         """silu(gate) * up of a weight prepared with `gated`."""
 
-    def prepare_codes(self, codes: Codes, dtype: torch.dtype, *, gated: bool = False, exact: bool = True) -> Any:
+    def prepare_codes(
+        self,
+        codes: Codes,
+        dtype: torch.dtype,
+        *,
+        gated: bool = False,
+        exact: bool = True,
+        rows: RowType | None = None,
+    ) -> Any:
         """Lays out a quantised weight for products with rows of type `dtype`.
 
-        Not `exact`: for drafts, whose products need not be row-invariant.
+        Not `exact`: for drafts, whose products need not be row-invariant. `rows`: what whole rows are rounded to
+        before every product (`round_rows`).
         """
 
     def codes_linear(
@@ -129,9 +138,10 @@ class Ops(Protocol):
         """
 
     def round_rows(
-        self, x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None
+        self, x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None, weight: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each row of x in 8-bit floats (e4m3) or integers, in x's type, and its scales, float32 [rows, groups].
+        """Each row of x in 8-bit floats (e4m3) or integers, in x's type or (if it has kernels for that) as the products
+        of `weight` take them, and its scales, float32 [rows, groups].
 
         A scale for each `group` columns, or for all; `stored`: it is this one [1, 1], else that of the largest number.
         """

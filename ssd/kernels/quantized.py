@@ -18,6 +18,7 @@ from typing import Final, Literal
 import torch
 
 Format = Literal["fp8", "int8", "int4"]  # what a weight can be rounded to
+TargetFormat = Literal["fp8", "fp8_dynamic", "int8", "int4"]  # likewise a target's; dynamic: rows are rounded, too
 CodeType = Literal["fp8", "int8", "int4", "uint4"]  # what codes are: e4m3, or integers
 RowType = Literal["fp8", "int8"]  # what rows can be rounded to
 ROW_LIMITS: Final[dict[RowType, tuple[float, float]]] = {"fp8": (-448.0, 448.0), "int8": (-128.0, 127.0)}

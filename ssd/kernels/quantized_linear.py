@@ -1,8 +1,5 @@
 """A linear layer in Triton whose weight is quantised (see `quantized`): tiles are widened in registers.
 
-A weight is stored in words of 32 bits, in blocks of `WORDS` words of a row: part i (a byte, or half of one) of word j
-is weight i * WORDS + j of the block. So the parts with one i are a tile of consecutive weights, widened two at a time.
-
 Every code is a bfloat16 number, and products are summed as in `linear`: over the depth in one fixed order, sixteen at a
 time, whatever the tile shape. A scale is applied to the float32 sum of its group before groups are added up. So a row's
 bits depend neither on the number of rows nor on the tile shape, except where SPLIT divides the depth (drafts only).
@@ -19,14 +16,16 @@ import triton.language as tl
 
 from ssd.kernels.e4m3 import widen_bits
 from ssd.kernels.launching import shared_memory
-from ssd.kernels.quantized import Codes, CodeType, bits_of, dequantize
+from ssd.kernels.packing import STRIP, UNIT, PackedCodes
 
 _WIDE_ROWS = 256  # products of more rows are bound by arithmetic: codes are widened first, and the library multiplies
+STRIP_OUTPUTS, UNIT_WORDS = tl.constexpr(STRIP), tl.constexpr(UNIT)
 _SUMS = 32  # groups of a row that one program adds up
 _WIDE_COLUMNS = 8192  # outputs that are widened at a time
 
 # Two words to pairs of bfloat16, part by part. Integers are set as the last bits of 128, then 128 (and the zero point)
-# is subtracted. fp8's exponent is not moved, which divides by 2^120, and then multiplied.
+# is subtracted. fp8 (`packing.pairs_of_fp8`) has an exponent that is not moved, which divides by 2^120, and is
+# multiplied.
 _INT8_PAIRS = tl.constexpr("""{
     .reg .b32 p<4>, s<4>, one;
     mov.b32 one, 0x3F803F80;
@@ -48,25 +47,19 @@ _INT8_PAIRS = tl.constexpr("""{
     fma.rn.bf16x2 $3, p3, one, s3;
 }""")
 _FP8_PAIRS = tl.constexpr("""{
-    .reg .b32 p<4>, m<4>, up, none;
+    .reg .b32 p<4>, l<2>, r<2>, up, none;
     mov.b32 up, 0x7B807B80;
     mov.b32 none, 0x80008000;
-    prmt.b32 p0, $4, $5, 0x4400;
-    prmt.b32 p1, $4, $5, 0x5511;
-    prmt.b32 p2, $4, $5, 0x6622;
-    prmt.b32 p3, $4, $5, 0x7733;
-    shr.u32 m0, p0, 4;
-    shr.u32 m1, p1, 4;
-    shr.u32 m2, p2, 4;
-    shr.u32 m3, p3, 4;
-    and.b32 m0, m0, 0x07F007F0;
-    and.b32 m1, m1, 0x07F007F0;
-    and.b32 m2, m2, 0x07F007F0;
-    and.b32 m3, m3, 0x07F007F0;
-    lop3.b32 p0, p0, 0x80008000, m0, 0xEA;
-    lop3.b32 p1, p1, 0x80008000, m1, 0xEA;
-    lop3.b32 p2, p2, 0x80008000, m2, 0xEA;
-    lop3.b32 p3, p3, 0x80008000, m3, 0xEA;
+    and.b32 p0, $4, 0x87F087F0;
+    shl.b32 l0, $4, 4;
+    shr.u32 r0, $4, 4;
+    and.b32 r0, r0, 0x07000700;
+    lop3.b32 p1, l0, 0x80F080F0, r0, 0xEA;
+    and.b32 p2, $5, 0x87F087F0;
+    shl.b32 l1, $5, 4;
+    shr.u32 r1, $5, 4;
+    and.b32 r1, r1, 0x07000700;
+    lop3.b32 p3, l1, 0x80F080F0, r1, 0xEA;
     fma.rn.bf16x2 $0, p0, up, none;
     fma.rn.bf16x2 $1, p1, up, none;
     fma.rn.bf16x2 $2, p2, up, none;
@@ -159,20 +152,30 @@ def _part(words, i: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def _places(w_ptr, n, k, w_stride, STRIPS: tl.constexpr):
+    """Pointers to words k [1, WORDS] of a block's outputs n [N, 1]; the next block is WORDS further (strips: 16 WORDS)."""
+    if not STRIPS:
+        return w_ptr + n.to(tl.int64) * w_stride + k
+    strips = w_ptr + (n // STRIP_OUTPUTS).to(tl.int64) * (w_stride * STRIP_OUTPUTS)
+    return strips + n % STRIP_OUTPUTS * UNIT_WORDS + k // UNIT_WORDS * (STRIP_OUTPUTS * UNIT_WORDS) + k % UNIT_WORDS
+
+
+@triton.jit
 def _sums(
     x_ptr, w_ptr, scale_ptr, offset_ptr, row_scale_ptr, row_sum_ptr, m, n, m_mask, n_mask, N, K, w_stride, x_stride,
     groups,
     FORMAT: tl.constexpr, PAIRS: tl.constexpr, EVEN_K: tl.constexpr, PARTS: tl.constexpr, PARTS_OF_GROUP: tl.constexpr,
-    WORDS: tl.constexpr, STAGES: tl.constexpr, ROW_GROUPS: tl.constexpr,
+    WORDS: tl.constexpr, STRIPS: tl.constexpr, STAGES: tl.constexpr, ROW_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Sums of a tile [n, m], block by block; those of groups are scaled, others are not."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     k = tl.arange(0, WORDS)
     x_ptrs = x_ptr + m[None, :].to(tl.int64) * x_stride + k[:, None]
-    w_ptrs = w_ptr + n[:, None].to(tl.int64) * w_stride + k[None, :]
+    w_ptrs = _places(w_ptr, n[:, None], k[None, :], w_stride, STRIPS)
+    step: tl.constexpr = STRIP_OUTPUTS if STRIPS else 1
     acc = tl.zeros((n.shape[0], m.shape[0]), tl.float32)
     for start in tl.range(0, w_stride, WORDS, num_stages=STAGES):
-        words = tl.load(w_ptrs + start, mask=n_mask[:, None], other=0)
+        words = tl.load(w_ptrs + start * step, mask=n_mask[:, None], other=0)
         if PAIRS:
             pairs = _pairs(words, FORMAT)
         for i in tl.static_range(PARTS):
@@ -213,7 +216,8 @@ def _split_sums(
     split = tl.arange(0, SPLIT)
     x_ptrs = x_ptr + m[None, None, :].to(tl.int64) * x_stride + (split * (WORDS * PARTS))[:, None, None]
     x_ptrs += k[None, :, None]
-    w_ptrs = w_ptr + n[None, :, None].to(tl.int64) * w_stride + (split * WORDS)[:, None, None] + k[None, None, :]
+    w_ptrs = _places(w_ptr, n[None, :, None], k[None, None, :], w_stride, False)
+    w_ptrs += (split * WORDS)[:, None, None]
     acc = tl.zeros((SPLIT, n.shape[0], m.shape[0]), tl.float32)
     for start in tl.range(0, w_stride, WORDS * SPLIT, num_stages=STAGES):
         inside = start + split * WORDS < w_stride
@@ -286,6 +290,7 @@ def _quantized_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WORDS: tl.constexpr,
+    STRIPS: tl.constexpr,
     STAGES: tl.constexpr,
     SPLIT: tl.constexpr,
     ROW_GROUPS: tl.constexpr,
@@ -300,7 +305,8 @@ def _quantized_kernel(
     if SPLIT == 1:
         acc = _sums(
             x_ptr, w_ptr, scale_ptr, offset_ptr, row_scale_ptr, row_sum_ptr, m, n, m_mask, n_mask, N, K, w_stride,
-            x_stride, groups, FORMAT, PAIRS, EVEN_K, PARTS, PARTS_OF_GROUP, WORDS, STAGES, ROW_GROUPS,
+            x_stride, groups, FORMAT, PAIRS, EVEN_K, PARTS, PARTS_OF_GROUP, WORDS, STRIPS, STAGES,
+            ROW_GROUPS,
         )  # fmt: skip
     else:
         acc = _split_sums(
@@ -315,13 +321,14 @@ def _quantized_kernel(
 
 @triton.jit
 def _widen_kernel(w_ptr, out_ptr, N, K, w_stride, FORMAT: tl.constexpr, PAIRS: tl.constexpr, PARTS: tl.constexpr,
-                  BLOCK_N: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
+                  BLOCK_N: tl.constexpr, WORDS: tl.constexpr, STRIPS: tl.constexpr):  # fmt: skip
     """The codes of a block of words as numbers of the type of out [N, K], without their scales."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, WORDS)
     start = tl.program_id(1) * WORDS
     n_mask = n < N
-    words = tl.load(w_ptr + n[:, None].to(tl.int64) * w_stride + start + k[None, :], mask=n_mask[:, None], other=0)
+    step: tl.constexpr = STRIP_OUTPUTS if STRIPS else 1
+    words = tl.load(_places(w_ptr, n[:, None], k[None, :], w_stride, STRIPS) + start * step, mask=n_mask[:, None])
     if PAIRS:
         pairs = _pairs(words, FORMAT)
     for i in tl.static_range(PARTS):
@@ -363,58 +370,6 @@ def _row_sums_kernel(
     tl.store(sum_ptr + row * groups + g, sums, mask=g < groups)
 
 
-@dataclass(frozen=True)
-class PackedCodes:
-    """A quantised weight [rows, depth] in words."""
-
-    words: torch.Tensor  # int32 [rows, blocks * block]
-    scales: torch.Tensor  # float32 [groups, rows]
-    offsets: torch.Tensor | None  # likewise
-    type: CodeType
-    dtype: torch.dtype  # of its products
-    depth: int
-    block: int  # words of a block
-    group: int  # weights of one scale
-    exact: bool  # products are row-invariant
-
-    @property
-    def parts(self) -> int:
-        """Weights of a word."""
-        return 32 // bits_of(self.type)
-
-    @property
-    def parts_of_group(self) -> int:
-        """Tiles of a group; 0: a scale is for a whole row."""
-        return 0 if len(self.scales) == 1 and self.offsets is None else self.group // self.block
-
-
-def pack(codes: Codes, dtype: torch.dtype, *, exact: bool = True) -> PackedCodes:
-    """In blocks of 64 words, or of fewer where the depth or the groups are no multiple of that."""
-    bits = bits_of(codes.type)
-    parts, group = 32 // bits, codes.group
-    block = 64 if codes.depth % (64 * parts) == 0 else 32
-    grouped = codes.scales.shape[1] > 1 or codes.offsets is not None
-    if grouped:
-        block = min(block, group)
-        if group % block or parts * block % group:
-            raise ValueError(f"groups of {group} weights are not supported: they must be 16, 32, 64 or 128")
-    rows, width = codes.values.shape
-    missing = -width % (parts * block)
-    values = torch.nn.functional.pad(codes.values, (0, missing), value=8 if codes.type == "int4" else 0)
-    values = values.view(rows, -1, parts, block)
-    words = values[:, :, 0].to(torch.int32)
-    for i in range(1, parts):
-        words |= values[:, :, i].to(torch.int32) << (bits * i)
-
-    def columns(numbers: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.pad(numbers, (0, missing // group if grouped else 0)).t().contiguous()
-
-    offsets = None if codes.offsets is None else columns(codes.offsets)
-    return PackedCodes(
-        words.flatten(1), columns(codes.scales), offsets, codes.type, dtype, codes.depth, block, group, exact
-    )
-
-
 def _in_pairs(x: torch.Tensor) -> bool:
     """Whether codes are widened two at a time, by instructions for bfloat16."""
     return x.device.type != "cpu" and x.dtype is torch.bfloat16
@@ -423,17 +378,6 @@ def _in_pairs(x: torch.Tensor) -> bool:
 def is_wide(x: torch.Tensor, weight: PackedCodes) -> bool:
     """Whether `wide_linear` is for this product."""
     return weight.parts_of_group == 0 and len(x) > _WIDE_ROWS
-
-
-def packed_rows(weight: PackedCodes, index: torch.Tensor) -> torch.Tensor:
-    """Rows of a weight, widened."""
-    shift = torch.arange(0, 32, bits_of(weight.type), dtype=torch.int32, device=index.device)
-    words = weight.words[index].view(len(index), -1, 1, weight.block)
-    values = (words >> shift[:, None]) & ((1 << bits_of(weight.type)) - 1)
-    groups = len(weight.scales)
-    values = values.to(torch.uint8).flatten(1)[:, : groups * weight.group]
-    offsets = None if weight.offsets is None else weight.offsets.t()[index]
-    return dequantize(Codes(values, weight.scales.t()[index], weight.type, weight.depth, offsets), weight.dtype)
 
 
 @dataclass(frozen=True)
@@ -449,7 +393,7 @@ class Tile:
 
 def choose_tile(x: torch.Tensor, weight: PackedCodes) -> Tile:
     """Measured on an H200 for up to 16 rows: 64 outputs at a time where that makes enough programs."""
-    num_rows, columns = len(x), len(weight.words)
+    num_rows, columns = len(x), weight.columns
     if num_rows <= 16:
         rows = 8 if num_rows <= 8 else 16
         narrow = Tile(rows, 16, 4, 2) if weight.exact else Tile(rows, 16, 3, 4, split=4)
@@ -463,6 +407,18 @@ def choose_tile(x: torch.Tensor, weight: PackedCodes) -> Tile:
     return replace(tile, stages=max(2, min(tile.stages, fitting)))
 
 
+def sums_of_groups(x: torch.Tensor, group: int, row_scales: torch.Tensor | None) -> torch.Tensor:
+    """Sums [M, groups] of the groups of rows, times the rows' scales."""
+    num_rows, depth = x.shape
+    groups = triton.cdiv(depth, group)
+    sums = x.new_empty((num_rows, groups), dtype=torch.float32)
+    _row_sums_kernel[(num_rows, triton.cdiv(groups, _SUMS))](
+        *(x, row_scales, sums, depth, x.stride(0), groups),
+        **{"GROUP": group, "GROUPS": _SUMS, "ROW_GROUPS": row_scales is not None and row_scales.shape[1] > 1},
+    )
+    return sums
+
+
 def quantized_linear(
     x: torch.Tensor,
     weight: PackedCodes,
@@ -474,17 +430,10 @@ def quantized_linear(
 ) -> torch.Tensor:
     """x [M, K] times a weight [N, K] transposed; see `Ops.codes_linear`. A gated weight has alternating gate and up
     rows."""
-    num_rows, depth = x.shape
-    columns, width = weight.words.shape
+    (num_rows, depth), columns, width = x.shape, weight.columns, weight.width
     tile, groups = choose_tile(x, weight), triton.cdiv(depth, weight.group)
     by_group = row_scales is not None and row_scales.shape[1] > 1
-    row_sums = None
-    if weight.offsets is not None:
-        row_sums = x.new_empty((num_rows, groups), dtype=torch.float32)
-        _row_sums_kernel[(num_rows, triton.cdiv(groups, _SUMS))](
-            *(x, row_scales, row_sums, depth, x.stride(0), groups),
-            **{"GROUP": weight.group, "GROUPS": _SUMS, "ROW_GROUPS": by_group},
-        )
+    row_sums = None if weight.offsets is None else sums_of_groups(x, weight.group, row_scales)
     y = x.new_empty((num_rows, columns // 2 if gated else columns), dtype=out_dtype or x.dtype)
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(columns, tile.columns),)
     _quantized_kernel[grid](
@@ -512,6 +461,7 @@ def quantized_linear(
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
         WORDS=weight.block,
+        STRIPS=weight.strips,
         STAGES=tile.stages,
         SPLIT=tile.split,
         ROW_GROUPS=by_group,
@@ -532,24 +482,16 @@ def wide_linear(
 ) -> torch.Tensor:
     """`quantized_linear` for many rows, with the same bits: codes are widened, some outputs at a time, and multiplied
     by `product`, whose sums are float32. For weights with one scale a row."""
-    (num_rows, depth), columns = x.shape, len(weight.words)
+    (num_rows, depth), columns, width = x.shape, weight.columns, weight.width
     y = x.new_empty((num_rows, columns // 2 if gated else columns), dtype=out_dtype)
     block = _WIDE_COLUMNS
     wide = x.new_empty((min(block, columns), depth))
     for start in range(0, columns, block):
-        words = weight.words[start : start + block]
-        count = len(words)
-        _widen_kernel[(triton.cdiv(count, 16), words.shape[1] // weight.block)](
-            *(
-                words,
-                wide,
-                count,
-                depth,
-                words.stride(0),
-                weight.type,
-                x.device.type != "cpu" and x.dtype is torch.bfloat16,
-            ),
-            **{"PARTS": weight.parts, "BLOCK_N": 16, "WORDS": weight.block},
+        count = min(block, columns - start)
+        words = weight.words[start // (STRIP if weight.strips else 1) :]
+        _widen_kernel[(triton.cdiv(count, 16), width // weight.block)](
+            *(words, wide, count, depth, width, weight.type, _in_pairs(x)),
+            **{"PARTS": weight.parts, "BLOCK_N": 16, "WORDS": weight.block, "STRIPS": weight.strips},
         )
         sums = product(x, wide[:count])
         part = y[:, start // 2 : (start + count) // 2] if gated else y[:, start : start + count]

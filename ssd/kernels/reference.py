@@ -39,7 +39,13 @@ class ReferenceOps:
         return F.silu(gate) * up
 
     def prepare_codes(
-        self, codes: Codes, dtype: torch.dtype, *, gated: bool = False, exact: bool = True
+        self,
+        codes: Codes,
+        dtype: torch.dtype,
+        *,
+        gated: bool = False,
+        exact: bool = True,
+        rows: RowType | None = None,
     ) -> tuple[Codes, torch.dtype]:
         return codes, dtype
 
@@ -60,7 +66,7 @@ class ReferenceOps:
         return self.gated_linear(x, wide, bias) if gated else self.linear(x, wide, bias, float32=float32)
 
     def round_rows(
-        self, x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None
+        self, x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None, weight: object = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return rounded_rows(x, group, kind, stored)
 

@@ -1,4 +1,4 @@
-"""Rounds rows to 8 bits before a product, in one Triton kernel: see `quantized.quantized_rows`."""
+"""Rounds rows to 8 bits before a product, in one Triton kernel: see `quantized.rounded_rows`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _BLOCK = 1024
 @triton.jit
 def _round_kernel(
     x_ptr, out_ptr, scale_ptr, stored_ptr, K, group, x_stride,
-    INTEGERS: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
+    INTEGERS: tl.constexpr, NARROW: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr, LEAST: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One group of one row. stored_ptr: its scale, or None: that of its largest number."""
     row = tl.program_id(0).to(tl.int64)
@@ -34,7 +35,9 @@ def _round_kernel(
     for start in range(first, end, BLOCK):
         k = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * x_stride + k, mask=k < end, other=0.0).to(tl.float32)
-        if INTEGERS:
+        if NARROW:
+            rounded = encode(x, scale)
+        elif INTEGERS:
             scaled = tl.minimum(tl.maximum(tl.div_rn(x, scale), LOWEST), HIGHEST)
             rounded = (scaled + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest integer, ties to even
         else:
@@ -43,20 +46,21 @@ def _round_kernel(
 
 
 def rounded_rows(
-    x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None
+    x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None, *, narrow: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `Ops.round_rows`."""
+    """See `Ops.round_rows`. narrow: e4m3 numbers instead of such of the type of x."""
     (num_rows, depth), size = x.shape, group or x.shape[1]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=torch.uint8 if narrow else x.dtype, device=x.device)
     groups = triton.cdiv(depth, size)
     scales = torch.empty(num_rows, groups, dtype=torch.float32, device=x.device) if stored is None else stored
     lowest, highest = ROW_LIMITS[kind]
     _round_kernel[(num_rows, groups)](
         *(x, out, scales, stored, depth, size, x.stride(0)),
         INTEGERS=kind == "int8",
+        NARROW=narrow,
         LOWEST=lowest,
         HIGHEST=highest,
         LEAST=LEAST_SCALE,
         BLOCK=min(_BLOCK, triton.next_power_of_2(size)),
     )
-    return out, scales if stored is None else stored.expand(num_rows, 1)
+    return out.view(torch.float8_e4m3fn) if narrow else out, scales if stored is None else stored.expand(num_rows, 1)

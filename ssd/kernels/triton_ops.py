@@ -6,9 +6,21 @@ from contextlib import suppress
 
 import torch
 
-from ssd.kernels import attention, cublaslt, elementwise, linear, quantized_linear, row_codes
+from ssd.kernels import (
+    attention,
+    cublaslt,
+    elementwise,
+    few_rows,
+    fp8_linear,
+    linear,
+    packing,
+    quantized_linear,
+    row_codes,
+)
 from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope
-from ssd.kernels.quantized import Codes
+from ssd.kernels.quantized import Codes, RowType
+
+Weight = packing.PackedCodes | fp8_linear.Fp8Weight  # of `prepare_codes`
 
 
 class TritonOps:
@@ -17,7 +29,6 @@ class TritonOps:
     def __init__(self) -> None:
         self._workspace: attention.Workspace | None = None
         self._prefill: attention.Prefill | None = None
-        self.round_rows = row_codes.rounded_rows
 
     def reserve(self, heads: HeadShape, device: torch.device) -> None:
         self._workspace = attention.Workspace(heads, device)
@@ -51,16 +62,30 @@ class TritonOps:
         return linear.linear(x, weight, None if bias is None else _alternating(bias), gated=True)
 
     def prepare_codes(
-        self, codes: Codes, dtype: torch.dtype, *, gated: bool = False, exact: bool = True
-    ) -> quantized_linear.PackedCodes:
+        self,
+        codes: Codes,
+        dtype: torch.dtype,
+        *,
+        gated: bool = False,
+        exact: bool = True,
+        rows: RowType | None = None,
+    ) -> Weight:
         if gated:
             codes = codes.rows(_alternating(torch.arange(len(codes.values), device=codes.values.device)))
-        return quantized_linear.pack(codes, dtype, exact=exact)
+        if fp8_linear.takes(codes, dtype, rows):
+            return fp8_linear.prepare(codes)
+        return packing.pack(codes, dtype, exact=exact)
+
+    def round_rows(
+        self, x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None, weight: object = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        narrow = isinstance(weight, fp8_linear.Fp8Weight)
+        return row_codes.rounded_rows(x, group, kind, stored, narrow=narrow)
 
     def codes_linear(
         self,
         x: torch.Tensor,
-        weight: quantized_linear.PackedCodes,
+        weight: Weight,
         bias: torch.Tensor | None = None,
         *,
         gated: bool = False,
@@ -68,9 +93,15 @@ class TritonOps:
         row_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         bias = _alternating(bias) if gated and bias is not None else bias
-        out_dtype, scales = torch.float32 if float32 else x.dtype, None
-        if row_scales is not None:
-            scales = row_scales.contiguous()
+        scales = None if row_scales is None else row_scales.contiguous()
+        if isinstance(weight, fp8_linear.Fp8Weight):
+            if scales is None:
+                raise AssertionError("round_rows() comes before codes_linear()")
+            out_dtype = torch.float32 if float32 else torch.bfloat16
+            return fp8_linear.linear(x, weight, bias, gated=gated, out_dtype=out_dtype, row_scales=scales)
+        out_dtype = torch.float32 if float32 else x.dtype
+        if few_rows.takes(x, weight, bias):
+            return few_rows.linear(x, weight, bias, gated=gated, out_dtype=out_dtype, row_scales=scales)
         if quantized_linear.is_wide(x, weight):
             return quantized_linear.wide_linear(
                 x, weight, bias, self._sums, gated=gated, out_dtype=out_dtype, row_scales=scales
@@ -80,8 +111,10 @@ class TritonOps:
     def _sums(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self.linear(x, weight, float32=True)
 
-    def codes_embedding(self, weight: quantized_linear.PackedCodes, token_ids: torch.Tensor) -> torch.Tensor:
-        return quantized_linear.packed_rows(weight, token_ids)
+    def codes_embedding(self, weight: Weight, token_ids: torch.Tensor) -> torch.Tensor:
+        if isinstance(weight, fp8_linear.Fp8Weight):
+            return (weight.values[token_ids].float() * weight.scales[token_ids, None]).to(torch.bfloat16)
+        return packing.packed_rows(weight, token_ids)
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None

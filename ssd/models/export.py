@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ssd.errors import ConfigError, SSDError
-from ssd.kernels.quantized import Codes, Format, bits_of, group_size, quantize
+from ssd.kernels.quantized import Codes, Format, TargetFormat, bits_of, group_size, quantize
 from ssd.layers.formats.rounded import Rounded
 from ssd.layers.spec import RopeConfig
 from ssd.models.checkpoint import all_weights
@@ -127,7 +127,7 @@ def _stored(graft: GraftCheckpoint, device: torch.device, dtype: torch.dtype) ->
 def _form(graft: GraftCheckpoint, name: str, shape: tuple[int, ...]) -> Format | None:
     """What a tensor is rounded to."""
     found = graft.formats(name.removesuffix(".weight")) if len(shape) == 2 else None
-    return found.name if isinstance(found, Rounded) else None
+    return found.form if isinstance(found, Rounded) else None
 
 
 def _compressed(codes: Codes) -> dict[str, torch.Tensor]:
@@ -140,8 +140,10 @@ def _compressed(codes: Codes) -> dict[str, torch.Tensor]:
     return {"weight_packed": values.contiguous().view(torch.int32), "weight_scale": codes.scales, "weight_shape": shape}
 
 
-def _quantization_json(graft: GraftCheckpoint, form: Format) -> dict[str, Any]:
+def _quantization_json(graft: GraftCheckpoint, chosen: TargetFormat) -> dict[str, Any]:
     """`quantization_config` of compressed-tensors, with a group for each size of the groups that have one scale."""
+    form: Format = "fp8" if chosen == "fp8_dynamic" else chosen
+    rows = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
     parts: dict[int | None, set[str]] = {}  # by weights of one scale; None: a whole output channel
     for name, shape in parameter_shapes(graft.config).items():
         if _form(graft, name, shape) is not None:
@@ -152,7 +154,7 @@ def _quantization_json(graft: GraftCheckpoint, form: Format) -> dict[str, Any]:
         f"group_{i}": {
             "targets": ["Linear"] if len(parts) == 1 else [f"re:.*{name}$" for name in sorted(names)],
             "weights": {**kind, "strategy": "channel" if size is None else "group", "group_size": size},
-            "input_activations": None,
+            "input_activations": rows if chosen == "fp8_dynamic" else None,
             "output_activations": None,
         }
         for i, (size, names) in enumerate(parts.items())

@@ -32,7 +32,7 @@ from typing import Final, cast, get_args
 import torch
 
 from ssd.errors import ConfigError, UnsupportedModel
-from ssd.kernels.quantized import Format
+from ssd.kernels.quantized import TargetFormat
 from ssd.layers.formats import FormatOf
 from ssd.layers.formats.rounded import rounded
 from ssd.layers.spec import AttentionSpec, RopeConfig
@@ -71,7 +71,7 @@ class GraftCheckpoint:
     base_name: str
     shape: DecoderConfig
     shape_name: str
-    quantization: Format | None = None
+    quantization: TargetFormat | None = None
 
     @classmethod
     def of(cls, base: Checkpoint, shape: str, base_name: str = "") -> GraftCheckpoint:
@@ -81,9 +81,10 @@ class GraftCheckpoint:
             close = get_close_matches(shape_name, SHAPES, n=1)
             meant = f"did you mean {close[0]}? Else " if close else ""
             raise ConfigError(f"shape={shape_name!r} is not known: {meant}use one of {', '.join(SHAPES)}")
-        if rounding and form not in get_args(Format):
-            raise ConfigError(f"shape={shape!r} ends with no format: use :{', :'.join(get_args(Format))}, or none")
-        name, chosen = base_name or base.path.resolve().name, cast(Format, form) if rounding else None
+        if rounding and form not in get_args(TargetFormat):
+            known = ", :".join(get_args(TargetFormat))
+            raise ConfigError(f"shape={shape!r} ends with no format: use :{known}, or none")
+        name, chosen = base_name or base.path.resolve().name, cast(TargetFormat, form) if rounding else None
         return cls(base, name, SHAPES[shape_name], shape_name, chosen)
 
     def __post_init__(self) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from ssd.kernels.driver import DriverError
+from ssd.kernels.nvrtc import BuildError
 from ssd.kernels.ops import DeviceBatch
-from ssd.kernels.persistent import MAX_ROWS, BuildError, PersistentStep, StepLayer
+from ssd.kernels.persistent import MAX_ROWS, PersistentStep, StepLayer
 from ssd.layers.linear import Linear
 from ssd.models.decoder import Decoder, KVCache
 

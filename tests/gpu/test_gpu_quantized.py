@@ -15,8 +15,9 @@ from fakes import wait_until_idle
 from stored_codes import CODES, some_codes
 
 from ssd import LLM, SamplingParams
+from ssd.kernels.packing import pack
 from ssd.kernels.quantized import CodeType, Format, dequantize, quantize, rounded_rows
-from ssd.kernels.quantized_linear import pack, quantized_linear
+from ssd.kernels.quantized_linear import quantized_linear
 from ssd.kernels.triton_ops import TritonOps
 from ssd.prompts import load_prompts
 

@@ -18,7 +18,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from ssd.kernels import attention, elementwise, features, linear, quantized_linear
+from ssd.kernels import attention, elementwise, features, linear, packing, quantized_linear
 from ssd.kernels.ops import Branches, DeviceBatch, HeadShape, Rope
 from ssd.kernels.quantized import Codes, CodeType
 
@@ -106,7 +106,7 @@ def test_quantized_products(architecture: int, kind: CodeType, group: int, offse
         depth,
         empty(columns, depth // group, dtype=torch.float32) if offsets else None,
     )
-    weight = quantized_linear.pack(codes, dtype)
+    weight = packing.pack(codes, dtype)
     for rows in (1, 64):
         x, scales = empty(rows, depth, dtype=dtype), empty(rows, depth // group, dtype=torch.float32)
         quantized_linear.quantized_linear(x, weight)

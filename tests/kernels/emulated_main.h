@@ -1,24 +1,22 @@
-// Runs `step` in all blocks and threads; see `emulated_ptx.h`.
+// Runs the kernel ENTRY in all blocks and threads; see `emulated_ptx.h`.
 
 #undef s
 static const Params* launched;
 static void run_fiber() {
-    step(*launched);
+    ENTRY(*launched);
     fiber->ended = true;
     yield();
 }
 
-extern "C" u32 size_of_buffers() { return buffer_bytes; }
-
 // Whether all waits ended.
-extern "C" bool launch(const Params* params, u32 blocks, u32 seed) {
-    launched = params, gridDim.x = blocks, blockDim.x = CONSUMERS + 32, emulator.failed = false;
+extern "C" bool launch(const Params* params, u32 blocks, u32 threads, u32 shared, u32 seed) {
+    launched = params, gridDim.x = blocks, blockDim.x = threads, emulator.failed = false;
     std::vector<Block> grid(blocks);
     std::vector<Fiber> fibers(blocks * blockDim.x);
     for (u32 i = 0; i < fibers.size(); ++i) {
         Fiber& f = fibers[i];
         Block& block = grid[i / blockDim.x];
-        block.number = i / blockDim.x, block.shared.resize(sizeof(Shared), 0xee), block.warps.resize(blockDim.x / 32);
+        block.number = i / blockDim.x, block.shared.resize(shared, 0xee), block.warps.resize(blockDim.x / 32);
         f.block = &block, f.number = i % blockDim.x, f.ended = false, f.stack.resize(128 << 10);
         getcontext(&f.context);
         f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = f.stack.size();

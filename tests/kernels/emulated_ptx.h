@@ -1,4 +1,4 @@
-// `ssd/kernels/persistent_ptx.cu` in plain C++: every CUDA thread is a fiber of one thread, and fibers take turns at
+// `ssd/kernels/ptx.cu` in plain C++: every CUDA thread is a fiber of one thread, and fibers take turns at
 // random. So the kernel's logic runs on a CPU: tiles, ring, waiting, emptying, attention. Not emulated: the order in
 // which a GPU's memory shows writes to other blocks, and the time that anything takes.
 
@@ -107,6 +107,8 @@ template <int COUNT>
 static void meet() {
     gather(fiber->block->some, COUNT);
 }
+static void wait_for_earlier_kernels() {}
+static void let_later_kernels_begin() {}
 static void pause() { yield(); }
 static void give_up() {
     emulator.failed = true;
@@ -150,8 +152,31 @@ static u32 rounded(float f) {
 static u32 pack(float a, float b) { return rounded(a) | rounded(b) << 16; }
 static u32 times2(u32 a, u32 b) { return pack(half_of(a, 0) * half_of(b, 0), half_of(a, 1) * half_of(b, 1)); }
 
+static u32 fma2(u32 a, u32 b, u32 c) {
+    return pack(fmaf(half_of(a, 0), half_of(b, 0), half_of(c, 0)), fmaf(half_of(a, 1), half_of(b, 1), half_of(c, 1)));
+}
+template <u32 which>
+static u32 bytes(u32 a, u32 b) {
+    const u64 all = (u64)b << 32 | a;
+    u32 d = 0;
+    for (int i = 0; i < 4; ++i) d |= (u32)(all >> ((which >> 4 * i & 7) * 8) & 255) << 8 * i;
+    return d;
+}
+static float divided(float a, float b) { return a / b; }
+static float __fmul_rn(float a, float b) { return a * b; }
+static float __fadd_rn(float a, float b) { return a + b; }
+static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+
 static int thread() { return threadIdx.x; }
 static u32 shared_address(const void* p) { return (const unsigned char*)p - memory; }
+static uint2 shared8(u32 at) { return *(const uint2*)(memory + at); }
+static void load_matrices(u32 (&d)[4], u32 at) {
+    const auto lanes = exchanged(&at, 1);
+    u32 from[32];
+    for (int i = 0; i < 32; ++i) from[i] = lanes[i][0];
+    for (int i = 0; i < 4; ++i)
+        d[i] = *(const u32*)(memory + from[i * 8 + fiber->number % 32 / 4] + fiber->number % 4 * 4);
+}
 static uint4 shared16(u32 at) { return *(const uint4*)(memory + at); }
 static uint4 load16(const void* p) { return *(const uint4*)p; }
 static uint2 load8(const void* p) { return *(const uint2*)p; }
@@ -204,4 +229,6 @@ static void copy_to_shared(void* to, const void* from, u32 bytes, u64* b, u64) {
     barrier.bytes -= bytes;
     barrier.check();
 }
+static void copy16(void* to, const void* from) { memcpy(to, from, 16); }
+static void arrive_with_copies(u64* b) { mbarrier_arrive(b); }
 static void prefetch_to_l2(const void* line) { (void)*(const volatile char*)line; }

@@ -10,6 +10,7 @@ import pytest
 import torch
 from random_weights import RandomCheckpoint
 
+from ssd.kernels import nvrtc
 from ssd.kernels import persistent as kernel
 from ssd.kernels.ops import DeviceBatch, HeadShape
 from ssd.kernels.reference import ReferenceOps
@@ -25,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def source_fields(struct: str) -> list[str]:
-    body = re.search(rf"struct {struct} {{(.*?)\n}};", kernel.source().decode(), re.DOTALL)
+    body = re.search(rf"struct {struct} {{(.*?)\n}};", kernel.SOURCE.read_text(), re.DOTALL)
     assert body is not None
     code = re.sub(r"//[^\n]*", "", body[1])
     return [name for line in code.split(";") for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]
@@ -38,7 +39,7 @@ def test_structures_have_the_sources_fields_in_its_order() -> None:
 
 def test_the_source_is_package_data() -> None:
     project = (Path(kernel.__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
-    assert f"kernels/*{kernel.SOURCES[0].suffix}" in project
+    assert f"kernels/*{kernel.SOURCE.suffix}" in project
 
 
 def make_decoder(format_of: FormatOf = dense) -> tuple[Decoder, KVCache]:
@@ -108,15 +109,15 @@ def test_shapes_that_the_kernel_does_not_have(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     embedding = torch.empty((1024, hidden), dtype=torch.bfloat16, device=CPU)
-    with pytest.raises(kernel.BuildError, match="shape"):
+    with pytest.raises(nvrtc.BuildError, match="shape"):
         kernel._check(embedding, heads, hidden, inter)
     kernel._check(embedding[:, :2048], HeadShape(32, 8, 64), 2048, 8192)
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "99.0")
-    with pytest.raises(kernel.BuildError, match="libnvrtc"):
-        kernel._nvrtc.__wrapped__()
+    with pytest.raises(nvrtc.BuildError, match="libnvrtc"):
+        nvrtc._library.__wrapped__()
 
 
 def test_a_cubin_is_compiled_once_per_shape(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -126,19 +127,19 @@ def test_a_cubin_is_compiled_once_per_shape(monkeypatch: pytest.MonkeyPatch, tmp
         def nvrtcVersion(self, *_: object) -> None:  # noqa: N802
             return
 
-    def fake(macros: dict[str, int], architecture: str) -> bytes:
-        assert architecture == "sm_90"
+    def fake(path: Path, macros: dict[str, int], architecture: str) -> bytes:
+        assert (path, architecture) == (kernel.SOURCE, "sm_90")
         compiled.append(macros["HIDDEN"])
         return b"cubin %d" % macros["HIDDEN"]
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(kernel, "_nvrtc", Library)
-    monkeypatch.setattr(kernel, "compile_source", fake)
+    monkeypatch.setattr(nvrtc, "_library", Library)
+    monkeypatch.setattr(nvrtc, "compile_source", fake)
     for hidden in (1024, 2048, 1024):
-        assert kernel._compiled({"HIDDEN": hidden}, CPU) == b"cubin %d" % hidden
+        assert nvrtc.compiled(kernel.SOURCE, {"HIDDEN": hidden}, CPU) == b"cubin %d" % hidden
     assert compiled == [1024, 2048]
     for path in (tmp_path / "ssd").iterdir():
         path.write_bytes(b"cubin")  # cut off: the driver does not know how much is there
-    assert kernel._compiled({"HIDDEN": 1024}, CPU) == b"cubin 1024"
+    assert nvrtc.compiled(kernel.SOURCE, {"HIDDEN": 1024}, CPU) == b"cubin 1024"
     assert compiled == [1024, 2048, 1024]

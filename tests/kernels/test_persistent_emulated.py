@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,9 @@ from ssd.layers.parameter import Build
 from ssd.models.config import DecoderConfig, equal_layers
 from ssd.models.decoder import Decoder, KVCache, parameter_shapes
 from tests.device_batches import make_device_batch
+from tests.kernels.emulation import COMPILER, constant, emulated_kernel
 
-HERE, CPU, BLOCK, BLOCKS = Path(__file__).parent, torch.device("cpu"), 16, 40
-COMPILER = shutil.which("g++") or shutil.which("clang++")
+CPU, BLOCK, BLOCKS = torch.device("cpu"), 16, 40
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 LLAMA = equal_layers("llama", 128, 64, 128, 3, 4, 1, 64, 512, tie_embeddings=True)
@@ -49,7 +47,7 @@ class Emulated:
         shape = (BLOCKS, BLOCK, config.attention.num_kv_heads, config.attention.head_dim)
         self.kv = [(random(*shape), random(*shape)) for _ in range(config.num_layers)]
         self.library = functools.cache(lambda halves: self._compile(folder, {**tuning, "HALVES": halves}))
-        self.buffers = torch.full((self.library(1).size_of_buffers(),), 255, dtype=torch.uint8, device=CPU)
+        self.buffers = torch.full((constant(self.library(1), "buffer_bytes"),), 255, dtype=torch.uint8, device=CPU)
 
     def _compile(self, folder: Path, tuning: dict[str, int]) -> Any:
         c, a = self.config, self.config.attention
@@ -62,11 +60,7 @@ class Emulated:
         }
         macros |= {"HEADS": a.num_heads, "KV_HEADS": a.num_kv_heads, "DIM": a.head_dim, "BLOCK_SIZE": BLOCK}
         macros |= {"QK_NORM": int(a.qk_norm), "QKV_BIAS": int(a.qkv_bias), **kernel._TUNING, "MAX_POLLS": 1 << 20}
-        code = f'#include "emulated_ptx.h"\n#include "{kernel.SOURCES[-1]}"\n#include "emulated_main.h"\n'
-        options = [f"-D{name}={value}" for name, value in (macros | tuning).items()]
-        command = [str(COMPILER), "-O1", "-w", "-std=c++17", "-fPIC", "-shared", f"-I{HERE}", *options, "-xc++", "-"]
-        subprocess.run([*command, "-o", str(library)], input=code, text=True, check=True)
-        return ctypes.CDLL(str(library))
+        return emulated_kernel(kernel.SOURCE, "step", macros | tuning, library)
 
     def __call__(self, batch: DeviceBatch, seed: int) -> tuple[torch.Tensor, KVCache]:
         """Logits, and the KV afterwards."""
@@ -103,8 +97,9 @@ class Emulated:
             depth=-1 if batch.branches is None else batch.branches.depth,
             scale=decoder.heads.scale * 1.4426950408889634,
         )
-        launch = self.library(1 if len(batch.token_ids) <= 8 else 2).launch
-        assert launch(ctypes.byref(params), self.blocks, seed), "a value never came"
+        library = self.library(1 if len(batch.token_ids) <= 8 else 2)
+        threads, shared = 32 * (kernel._TUNING["WARPS"] + 1), constant(library, "shared_bytes")
+        assert library.launch(ctypes.byref(params), self.blocks, threads, shared, seed), "a value never came"
         return logits, kv
 
     def batch(self, lengths: list[int], queries: int, branches: Branches | None = None) -> DeviceBatch:

@@ -79,7 +79,9 @@ class Coded(WeightFormat):
         codes, orders = [self.codes(part) for part in parts], [self.order(part) for part in parts]
         if not all(_alike(codes[0], each) for each in codes) or not all(_equal(orders[0], each) for each in orders):
             return Mixed((self,) * len(parts)).prepare(parts, ops, dtype, use)
-        prepared = ops.prepare_codes(fused_codes(codes), dtype, gated=use.gated)
+        how = self.activations
+        rows = how.kind if how is not None and how.group is None else None
+        prepared = ops.prepare_codes(fused_codes(codes), dtype, gated=use.gated, rows=rows)
         scales = [part["input_scale"].float().reshape(1, 1) for part in parts if "input_scale" in part]
         return CodedWeight(prepared, torch.cat(scales).amax(0, keepdim=True) if scales else None, orders[0])
 
@@ -92,7 +94,7 @@ class Coded(WeightFormat):
             x = x[:, weight.order]
         scales, how = None, self.activations
         if how is not None:
-            x, scales = ops.round_rows(x, how.group, how.kind, weight.input_scale)
+            x, scales = ops.round_rows(x, how.group, how.kind, weight.input_scale, weight.codes)
         return ops.codes_linear(x, weight.codes, bias, gated=gated, float32=float32, row_scales=scales)
 
     def embedding(self, ops: Ops, weight: CodedWeight, token_ids: torch.Tensor) -> torch.Tensor:

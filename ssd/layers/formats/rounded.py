@@ -15,7 +15,7 @@ import torch
 
 from ssd.errors import ConfigError
 from ssd.kernels.ops import Ops
-from ssd.kernels.quantized import Codes, Format, quantize, quantized_bytes
+from ssd.kernels.quantized import Codes, Format, RowType, TargetFormat, quantize, quantized_bytes
 from ssd.layers.formats import DENSE, FormatOf, Use, WeightFormat, dense, fused
 
 _AROUND = ("embed_tokens", "lm_head")
@@ -32,14 +32,17 @@ class RoundedWeight:
 
 
 class Rounded(WeightFormat):
-    """Stored as float tensors, multiplied as codes of the type `name` with scales (`ssd.kernels.quantized`).
+    """Stored as float tensors, multiplied as codes of the type `name` with scales (`ssd.kernels.quantized`). Dynamic:
+    the rows of a product are rounded to that type, too, each with the scale of its largest number.
 
     `exact`: for a target; a draft's bits reach no text, and its products need not be row-invariant. `keeps_dense`:
     products of more than _FEW_ROWS rows are those of the unrounded weight, which is kept beside them.
     """
 
-    def __init__(self, name: Format, *, exact: bool = False, keeps_dense: bool = False) -> None:
-        self.name: Format = name
+    def __init__(self, name: TargetFormat, *, exact: bool = False, keeps_dense: bool = False) -> None:
+        self.name: TargetFormat = name
+        self.form: Format = "fp8" if name == "fp8_dynamic" else name
+        self.rows: RowType | None = "fp8" if name == "fp8_dynamic" else None
         self.exact, self.keeps_dense = exact, keeps_dense
 
     def share(self, tensor: str, rows: slice, columns: slice) -> tuple[slice, ...]:
@@ -49,8 +52,8 @@ class Rounded(WeightFormat):
         weight = fused(parts, dtype)
         codes = dense = None
         if use.product:
-            own = _columns(quantize(weight, self.name), use.columns)
-            codes = ops.prepare_codes(own, dtype, gated=use.gated, exact=self.exact)
+            own = _columns(quantize(weight, self.form), use.columns)
+            codes = ops.prepare_codes(own, dtype, gated=use.gated, exact=self.exact, rows=self.rows)
         if use.embedding or self.keeps_dense:
             dense = ops.prepare(weight[:, use.columns].contiguous(), gated=use.gated)
         return RoundedWeight(codes, dense)
@@ -60,7 +63,10 @@ class Rounded(WeightFormat):
     ) -> torch.Tensor:
         if self.keeps_dense and len(x) > _FEW_ROWS:
             return DENSE.linear(ops, x, weight.dense, bias, gated=gated, float32=float32)
-        return ops.codes_linear(x, weight.codes, bias, gated=gated, float32=float32)
+        scales = None
+        if self.rows is not None:
+            x, scales = ops.round_rows(x, None, self.rows, None, weight.codes)
+        return ops.codes_linear(x, weight.codes, bias, gated=gated, float32=float32, row_scales=scales)
 
     def embedding(self, ops: Ops, weight: RoundedWeight, token_ids: torch.Tensor) -> torch.Tensor:
         return ops.embedding(weight.dense, token_ids)
@@ -70,7 +76,7 @@ class Rounded(WeightFormat):
 
     def num_bytes(self, rows: int, depth: int, dtype: torch.dtype, use: Use) -> int:
         dense = DENSE.num_bytes(rows, depth, dtype, use) if use.embedding or self.keeps_dense else 0
-        return dense + (quantized_bytes(rows, depth, self.name) if use.product else 0)
+        return dense + (quantized_bytes(rows, depth, self.form) if use.product else 0)
 
 
 def _columns(codes: Codes, part: slice) -> Codes:
@@ -98,7 +104,7 @@ def rounded(form: str | None, stored: FormatOf = dense, *, exact: bool = False) 
     if form is None or form == "none":
         return stored
     codes, _, kept = form.partition("+")
-    chosen = Rounded(cast(Format, codes), exact=exact, keeps_dense=bool(kept))
+    chosen = Rounded(cast(TargetFormat, codes), exact=exact, keeps_dense=bool(kept))
 
     def format_of(name: str) -> WeightFormat:
         found, around = stored(name), name.rpartition(".")[2] in _AROUND

@@ -1,4 +1,4 @@
-// What `persistent.cu` needs of the PTX instruction set, sm_90 and later. Tests put plain C++ in its place.
+// What the kernels need of the PTX instruction set, sm_90 and later. Tests put plain C++ in its place.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -24,6 +24,25 @@ __device__ __forceinline__ u32 pack(float a, float b) {
 __device__ __forceinline__ u32 times2(u32 a, u32 b) {
     u32 d;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+// a b + c
+__device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+// Four of the eight bytes of a (0 to 3) and b (4 to 7), the first in the last digit of `which`.
+template <u32 which>
+__device__ __forceinline__ u32 bytes(u32 a, u32 b) {
+    u32 d;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "n"(which));
+    return d;
+}
+// a / b, rounded as Triton does.
+__device__ __forceinline__ float divided(float a, float b) {
+    float d;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
     return d;
 }
 __device__ __forceinline__ float exp2_(float a) {
@@ -66,6 +85,17 @@ __device__ __forceinline__ void load16_if(bool wanted, const void* p, uint4& v) 
     asm volatile("{\n.reg .pred q;\nsetp.ne.u32 q, %5, 0;\n@q ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];\n}"
                  : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
                  : "l"(p), "r"((u32)wanted));
+}
+__device__ __forceinline__ uint2 shared8(u32 at) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
+    return v;
+}
+// Four matrices of 8 x 8 numbers of 16 bits; lane l has the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_matrices(u32 (&d)[4], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+                 : "r"(at));
 }
 __device__ __forceinline__ uint4 shared16(u32 at) {
     uint4 v;
@@ -123,6 +153,14 @@ __device__ __forceinline__ void copy_to_shared(void* to, const void* from, u32 b
         "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
         : "memory");
 }
+// A small copy to shared memory. One of those above takes some 60 cycles, whatever its size.
+__device__ __forceinline__ void copy16(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+// Arrives when the thread's copies of 16 bytes are done.
+__device__ __forceinline__ void arrive_with_copies(u64* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
 __device__ __forceinline__ void prefetch_to_l2(const void* line) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
 }
@@ -132,5 +170,8 @@ template <int COUNT>
 __device__ __forceinline__ void meet() {
     asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory");
 }
+// Of a kernel that is launched early (`launching.py`).
+__device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_later_kernels_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ __forceinline__ void pause() {}  // between two polls
 __device__ __forceinline__ void give_up() { asm volatile("trap;"); }

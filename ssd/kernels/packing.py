@@ -1,0 +1,137 @@
+"""Quantised weights as the kernels of a GPU read them.
+
+Codes are stored in words of 32 bits, in blocks of some words of an output: part i (a byte, or half of one) of word j is
+weight i * words + j of the block. So the parts with one i are a run of consecutive weights, widened two at a time.
+
+Outputs come one after the other, or (for `few_rows`) in strips of sixteen: after the first eight words of a strip's
+first output come those of its second, and so on. So a block of a strip is one piece of memory, and threads read its
+words from shared memory without bank conflicts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ssd.kernels.quantized import Codes, CodeType, bits_of, dequantize
+
+STRIP = 16  # outputs
+UNIT = 8  # words of one output, one after the other
+
+
+@dataclass(frozen=True)
+class PackedCodes:
+    """A quantised weight [columns, depth] in words."""
+
+    words: torch.Tensor  # int32 [columns, width], or [strips, units, STRIP, UNIT]
+    scales: torch.Tensor  # float32 [groups, columns (of whole strips)]
+    offsets: torch.Tensor | None  # likewise
+    type: CodeType
+    dtype: torch.dtype  # of its products
+    columns: int
+    depth: int
+    block: int  # words of a block
+    group: int  # weights of one scale
+    exact: bool  # products are row-invariant
+    paired: bool  # fp8 as `pairs_of_fp8` has it
+
+    @property
+    def parts(self) -> int:
+        """Weights of a word."""
+        return 32 // bits_of(self.type)
+
+    @property
+    def width(self) -> int:
+        """Words of an output."""
+        return self.words.shape[1] * (UNIT if self.strips else 1)
+
+    @property
+    def strips(self) -> bool:
+        return self.words.dim() == 4
+
+    @property
+    def parts_of_group(self) -> int:
+        """Tiles of a group; 0: a scale is for a whole row."""
+        return 0 if len(self.scales) == 1 and self.offsets is None else self.group // self.block
+
+
+def pack(codes: Codes, dtype: torch.dtype, *, exact: bool = True) -> PackedCodes:
+    """In blocks of 64 words, or of fewer where the depth or the groups are no multiple of that."""
+    bits = bits_of(codes.type)
+    parts, group = 32 // bits, codes.group
+    block = 64 if codes.depth % (64 * parts) == 0 else 32
+    grouped = codes.scales.shape[1] > 1 or codes.offsets is not None
+    if grouped:
+        block = min(block, group)
+        if group % block or parts * block % group:
+            raise ValueError(f"groups of {group} weights are not supported: they must be 16, 32, 64 or 128")
+    rows, width = codes.values.shape
+    strips = exact and bits == 8 and not grouped
+    missing, more = -width % (parts * block), -rows % STRIP if strips else 0
+    values = torch.nn.functional.pad(codes.values, (0, missing, 0, more), value=8 if codes.type == "int4" else 0)
+    values = values.view(rows + more, -1, parts, block)
+    words = values[:, :, 0].to(torch.int32)
+    for i in range(1, parts):
+        words |= values[:, :, i].to(torch.int32) << (bits * i)
+    paired = codes.type == "fp8" and dtype is torch.bfloat16 and words.is_cuda
+    words = words.flatten(1)
+    if paired:
+        words = pairs_of_fp8(words)
+
+    def columns(numbers: torch.Tensor) -> torch.Tensor:
+        around = (0, missing // group if grouped else 0, 0, more)
+        return torch.nn.functional.pad(numbers, around).t().contiguous()
+
+    return PackedCodes(
+        words.view(-1, STRIP, words.shape[1] // UNIT, UNIT).transpose(1, 2).contiguous() if strips else words,
+        columns(codes.scales),
+        None if codes.offsets is None else columns(codes.offsets),
+        codes.type,
+        dtype,
+        *(rows, codes.depth, block, group, exact, paired),
+    )
+
+
+def pairs_of_fp8(words: torch.Tensor) -> torch.Tensor:
+    """Parts 0 and 1 of words j and j + 1 in one word, parts 2 and 3 in the next; weight j in the lower half.
+
+    A half has the first number where bfloat16 has its sign (bit 15), exponent and mantissa (bits 4 to 10), and the
+    second one in the other bits: its sign in bit 11, its bits 4 to 6 in bits 12 to 14, its bits 0 to 3 in bits 0 to 3.
+    Two words become four pairs of bfloat16 with ten instructions instead of sixteen.
+    """
+    one, other = words.view(len(words), -1, 2).unbind(-1)
+    made = [_halves(one, i) | (_halves(other, i) << 16) for i in (0, 2)]
+    return torch.stack(made, -1).flatten(1)
+
+
+def _halves(words: torch.Tensor, part: int) -> torch.Tensor:
+    first, second = ((words >> (8 * i)) & 255 for i in (part, part + 1))
+    placed = ((first & 128) << 8) | ((first & 127) << 4)
+    return placed | ((second & 128) << 4) | ((second & 112) << 8) | (second & 15)
+
+
+def _bytes_of_pairs(words: torch.Tensor) -> torch.Tensor:
+    """What `pairs_of_fp8` was made from."""
+    pair = words.view(len(words), -1, 2)
+
+    def parts(half: torch.Tensor) -> torch.Tensor:
+        first = ((half >> 8) & 128) | ((half >> 4) & 127)
+        second = ((half >> 4) & 128) | ((half >> 8) & 112) | (half & 15)
+        return first | (second << 8)
+
+    both = [parts(pair >> shift) for shift in (0, 16)]
+    return torch.stack([each[..., 0] | (each[..., 1] << 16) for each in both], -1).flatten(1)
+
+
+def packed_rows(weight: PackedCodes, index: torch.Tensor) -> torch.Tensor:
+    """Rows of a weight, widened."""
+    bits, count = bits_of(weight.type), len(index)
+    shift = torch.arange(0, 32, bits, dtype=torch.int32, device=index.device)
+    words = weight.words[index // STRIP, :, index % STRIP].flatten(1) if weight.strips else weight.words[index]
+    if weight.paired:
+        words = _bytes_of_pairs(words)
+    values = (words.view(count, -1, 1, weight.block) >> shift[:, None]) & ((1 << bits) - 1)
+    values = values.to(torch.uint8).flatten(1)[:, : len(weight.scales) * weight.group]
+    offsets = None if weight.offsets is None else weight.offsets.t()[index]
+    return dequantize(Codes(values, weight.scales.t()[index], weight.type, weight.depth, offsets), weight.dtype)

@@ -1,0 +1,25 @@
+"""CUDA kernels on a CPU (`emulated_ptx.h`)."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+
+
+def emulated_kernel(source: Path, entry: str, macros: Mapping[str, int], library: Path) -> ctypes.CDLL:
+    """A library whose `launch(params, blocks, threads, shared bytes, seed)` says whether all waits ended."""
+    code = f'#include "emulated_ptx.h"\n#include "{source}"\n#include "emulated_main.h"\n'
+    options = [f"-D{name}={value}" for name, value in {**macros, "ENTRY": entry}.items()]
+    command = [str(COMPILER), "-O1", "-w", "-std=c++17", "-fPIC", "-shared", f"-I{HERE}", *options, "-xc++", "-"]
+    subprocess.run([*command, "-o", str(library)], input=code, text=True, check=True)
+    return ctypes.CDLL(str(library))
+
+
+def constant(library: ctypes.CDLL, name: str) -> int:
+    return ctypes.c_uint32.in_dll(library, name).value
