@@ -153,7 +153,7 @@ def _part(words, i: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _places(w_ptr, n, k, w_stride, STRIPS: tl.constexpr):
-    """Pointers to words k [1, WORDS] of a block's outputs n [N, 1]; the next block is WORDS further (strips: 16 WORDS)."""
+    """Pointers to words k [1, WORDS] of outputs n [N, 1] of a block; the next is WORDS further, in strips 16 WORDS."""
     if not STRIPS:
         return w_ptr + n.to(tl.int64) * w_stride + k
     strips = w_ptr + (n // STRIP_OUTPUTS).to(tl.int64) * (w_stride * STRIP_OUTPUTS)
