@@ -271,9 +271,11 @@ INLINE long int_at(const void *p, long i, int is64) {
 }
 
 /* ---------------------------------------------------------------- threads
- * Every calling thread has workers of its own.  A loop is cut into chunks, which the caller and its workers claim one
- * by one; it ends with its last chunk, so that a worker that has no core just then delays nothing.  After a loop the
- * workers look for the next one for a while (kernels follow each other within microseconds), then they sleep. */
+ * Every calling thread has workers of its own.  A loop is cut into chunks, of which each thread has a range.  It claims
+ * them one by one, then those that others have not begun: the loop ends with its last chunk, and a worker that has no core
+ * just then delays nothing.  After a loop the workers look for the next one for a while (kernels follow each other within
+ * microseconds), then they sleep.  What threads write to is in cache lines of its own: there are two writes per thread and
+ * loop to a line that all of them share. */
 #define MAX_THREADS 256
 #define CHUNKS 4                 /* of a loop, per thread */
 #define LOOKING_NS (100 * 1000L) /* how long a worker looks for work before it sleeps */
@@ -286,14 +288,17 @@ struct worker {
     int number;
     pthread_t thread;
 };
+struct range {
+    _Alignas(64) _Atomic uint64_t next; /* number of the last loop in which a chunk was claimed << 32 | chunks claimed */
+};
 struct team {
-    _Atomic uint64_t ticket; /* of the current loop: number << 32 | chunks << 16 | next chunk */
-    _Atomic long done;       /* chunks of it */
-    loop_fn *body;           /* valid for whoever has claimed a chunk that is not done */
+    _Alignas(64) _Atomic uint64_t ticket; /* the current loop: number << 32 | chunks << 16 | threads */
+    loop_fn *body;                        /* valid for whoever has claimed a chunk that is not done */
     void *arg;
     long items, chunk;
-    _Atomic int limit; /* workers that take part */
+    _Alignas(64) _Atomic long done; /* chunks of it */
     _Atomic int asleep, stopping;
+    struct range ranges[MAX_THREADS];
     int count; /* workers */
     pthread_mutex_t lock;
     pthread_cond_t wake;
@@ -315,15 +320,28 @@ static long now_ns(void) {
     return t.tv_sec * 1000000000L + t.tv_nsec;
 }
 
-/* claims and computes chunks of the loop that `ticket` shows, until none is left */
-static void take_part(struct team *team, uint64_t ticket) {
-    uint64_t loop = ticket >> 32;
-    while (ticket >> 32 == loop && (ticket & 0xffff) < ((ticket >> 16) & 0xffff)) {
-        if (!atomic_compare_exchange_weak(&team->ticket, &ticket, ticket + 1)) continue;
-        long begin = (long)(ticket & 0xffff) * team->chunk;
-        team->body(team->arg, begin, min_l(team->items, begin + team->chunk));
-        atomic_fetch_add(&team->done, 1);
-        ticket = atomic_load(&team->ticket);
+/* the next chunk of a range, or -1; also for a thread that is late, when the loop has ended */
+static long claim(struct range *range, uint32_t loop, long chunks) {
+    uint64_t seen = atomic_load(&range->next);
+    for (;;) {
+        int32_t ahead = (int32_t)((uint32_t)(seen >> 32) - loop);
+        long next = ahead ? 0 : (long)(uint32_t)seen;
+        if (ahead > 0 || next >= chunks) return -1;
+        if (atomic_compare_exchange_weak(&range->next, &seen, (uint64_t)loop << 32 | (uint64_t)(next + 1))) return next;
+    }
+}
+
+/* computes chunks of the loop that `ticket` shows, until none is left; `number`: of the thread, 0 is the caller */
+static void take_part(struct team *team, uint64_t ticket, long number) {
+    long chunks = ticket >> 16 & 0xffff, threads = ticket & 0xffff;
+    for (long i = 0; i < threads; i++) {
+        long owner = (number + i) % threads, first = owner * chunks / threads, done = 0, next;
+        while ((next = claim(&team->ranges[owner], (uint32_t)(ticket >> 32), (owner + 1) * chunks / threads - first)) >= 0) {
+            long begin = (first + next) * team->chunk;
+            team->body(team->arg, begin, min_l(team->items, begin + team->chunk));
+            done++;
+        }
+        if (done) atomic_fetch_add(&team->done, done);
     }
 }
 
@@ -347,7 +365,7 @@ static void *work(void *given) {
             pthread_mutex_unlock(&team->lock);
         }
         seen = ticket >> 32;
-        if (self->number < atomic_load(&team->limit)) take_part(team, ticket);
+        if (self->number < (long)(ticket & 0xffff)) take_part(team, ticket, self->number);
     }
 }
 
@@ -378,7 +396,8 @@ __attribute__((constructor)) static void make_team_key(void) {
 static struct team *team_of(int workers) {
     struct team *team = pthread_getspecific(team_key);
     if (!team) {
-        team = calloc(1, sizeof *team);
+        team = aligned_alloc(64, sizeof *team);
+        if (team) memset(team, 0, sizeof *team);
         if (!team || pthread_mutex_init(&team->lock, 0) || pthread_cond_init(&team->wake, 0) ||
             pthread_setspecific(team_key, team))
             abort();
@@ -389,7 +408,7 @@ static struct team *team_of(int workers) {
     pthread_sigmask(SIG_SETMASK, &all, &before);
     while (team->count < workers) {
         struct worker *next = &team->workers[team->count];
-        *next = (struct worker){.team = team, .number = team->count};
+        *next = (struct worker){.team = team, .number = team->count + 1};
         if (pthread_create(&next->thread, 0, work, next)) break;
         team->count++;
     }
@@ -408,11 +427,10 @@ static void parallel(long items, int nthreads, loop_fn *body, void *arg) {
     long chunk = ceil_div(items, (long)CHUNKS * nthreads), chunks = ceil_div(items, chunk);
     team->body = body, team->arg = arg, team->items = items, team->chunk = chunk;
     atomic_store(&team->done, 0);
-    atomic_store(&team->limit, nthreads - 1);
-    uint64_t ticket = ((atomic_load(&team->ticket) >> 32) + 1) << 32 | (uint64_t)chunks << 16;
+    uint64_t ticket = ((atomic_load(&team->ticket) >> 32) + 1) << 32 | (uint64_t)chunks << 16 | (uint64_t)nthreads;
     atomic_store(&team->ticket, ticket);
     wake_all(team);
-    take_part(team, ticket);
+    take_part(team, ticket, 0);
     for (long spins = 0; atomic_load(&team->done) < chunks; spins++) {
         if (spins < 4096)
             pause_core();
@@ -478,12 +496,17 @@ static void pack_panels(void *given, long begin, long end) {
     }
 }
 
+/* to be called before a large weight is written: fewer TLB misses when it is read */
+void ssd_use_huge_pages(void *memory, long bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    uintptr_t page = 4095, lo = ((uintptr_t)memory + page) & ~page, hi = ((uintptr_t)memory + (uintptr_t)bytes) & ~page;
+    if (hi > lo + (2u << 20)) madvise((void *)lo, hi - lo, MADV_HUGEPAGE);
+#endif
+}
+
 void ssd_pack(const void *w, long ldw, void *out, long n, long k, int bf16, int gated, int nthreads) {
     long bytes = ssd_packed_bytes(n, k, bf16, gated);
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-    uintptr_t page = 4095, lo = ((uintptr_t)out + page) & ~page, hi = ((uintptr_t)out + (uintptr_t)bytes) & ~page;
-    if (hi > lo + (2u << 20)) madvise((void *)lo, hi - lo, MADV_HUGEPAGE); /* fewer TLB misses when streaming */
-#endif
+    ssd_use_huge_pages(out, bytes);
     struct pack_args a = {w, out, ldw, n, k, bf16, gated};
     parallel(bytes / (NR * padded_depth(k, bf16) * (bf16 ? 2 : 4)), nthreads, pack_panels, &a);
 }

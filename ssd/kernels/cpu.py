@@ -72,6 +72,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "ssd_panel_columns": [],
     "ssd_flipped_bits": [_I],
     "ssd_enable": [],
+    "ssd_use_huge_pages": [_P, _L],
     "ssd_pack": [_P, _L, _P, _L, _L, _I, _I, _I],
     "ssd_embedding": [_P, _P, _I, _P, _L, _L, _L, _I],
     "ssd_linear": [_P, _L, _P, _P, _P, _L, _L, _L, _I, _I, _I, _I, _P, _L, _I, _P, _L, _I],
@@ -110,6 +111,7 @@ class Kernels:
             kind: int(library.ssd_flipped_bits(form)) for form, kind in enumerate(_CODES, 1)
         }
         self._pack = library.ssd_pack
+        self._use_huge_pages = library.ssd_use_huge_pages
         self._embedding = library.ssd_embedding
         self._linear = library.ssd_linear
         self._rms_norm = library.ssd_rms_norm
@@ -151,7 +153,9 @@ class Kernels:
         numbers = [codes.scales] if codes.offsets is None else [codes.scales, codes.offsets]
         scales = torch.stack([self._panels(each, gated) for each in numbers], dim=2)
         n, form = len(codes.values), _CODES.index(codes.type) + 1
-        return PackedWeight(values.contiguous(), n, codes.depth, dtype, gated, form, scales, codes.group)
+        data = torch.empty(values.shape, dtype=torch.uint8, device=_CPU)
+        self._use_huge_pages(data.data_ptr(), data.nbytes)
+        return PackedWeight(data.copy_(values), n, codes.depth, dtype, gated, form, scales, codes.group)
 
     def _panels(self, rows: Tensor, gated: bool) -> Tensor:
         """[N, K] -> [panels, K, columns of a panel], padded with zeros; gate and up panels alternate."""
