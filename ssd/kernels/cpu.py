@@ -33,12 +33,11 @@ from torch import Tensor
 from ssd.kernels import cache
 from ssd.kernels.ops import UNSCALED, KVScales
 from ssd.kernels.quantized import Codes, CodeType, bits_of, dequantize
-from ssd.kernels.variants import Variant, usable
+from ssd.kernels.variants import FLAGS, Variant, usable
 
 logger = logging.getLogger("ssd")
 
 SOURCE = Path(__file__).with_name("cpu.c")
-BASE_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
 _CPU = torch.device("cpu")  # every tensor states its dtype and device: torch's defaults are the user's
 COMPILE_TIMEOUT_S = 120
 
@@ -384,7 +383,7 @@ def build() -> Kernels:
 def _built(compiler: list[str] | None, variant: Variant) -> Kernels:
     if compiler is None:
         return Kernels(ctypes.CDLL(str(prebuilt(variant))), variant.name)
-    return Kernels(ctypes.CDLL(str(_compiled(compiler, (*BASE_FLAGS, *variant.flags)))), variant.name)
+    return Kernels(ctypes.CDLL(str(_compiled(compiler, (*FLAGS, *variant.flags)))), variant.name)
 
 
 def find_compiler() -> list[str] | None:
@@ -402,7 +401,7 @@ def find_compiler() -> list[str] | None:
 
 def prebuilt(variant: Variant) -> Path:
     """The library that `setup.py` has compiled."""
-    found = next(iter(sorted(SOURCE.parent.glob(f"_cpu_{variant.name.replace('-', '_')}.*so"))), None)
+    found = next(iter(sorted(SOURCE.parent.glob(f"{variant.library}.*so"))), None)
     if found is None:
         raise BuildError(f"no C compiler found, and the package was installed without kernels for {variant.name}")
     return found

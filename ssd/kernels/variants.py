@@ -1,4 +1,4 @@
-"""Instruction sets that `cpu.c` is compiled for, and which of them this processor has.
+"""How `cpu.c` is compiled: for which instruction sets, and which of them this processor has.
 
 Needs nothing but the standard library: `setup.py` reads it, too.
 """
@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import platform
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
+FLAGS: Final = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
 _AVX2: Final = ("avx2", "fma", "bmi2", "f16c")
 _AVX512: Final = (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """Kernels for processors that have what it `needs`, as Linux names it in /proc/cpuinfo."""
 
     name: str
     needs: tuple[str, ...] = ()
-    flags: tuple[str, ...] = ()  # of GCC and Clang
+    flags: tuple[str, ...] = ()  # of GCC and Clang, beside `FLAGS`
+
+    @property
+    def library(self) -> str:
+        """Name of the extension module in the package."""
+        return "_cpu_" + self.name.replace("-", "_")
 
 
 VARIANTS: Final[dict[str, tuple[Variant, ...]]] = {  # by machine, the fastest first
@@ -40,11 +44,13 @@ VARIANTS: Final[dict[str, tuple[Variant, ...]]] = {  # by machine, the fastest f
     "aarch64": (Variant("dotprod", ("asimddp",), ("-march=armv8.2-a+dotprod",)), Variant("neon")),
 }
 
+PLAIN: Final = Variant("plain")  # of other machines
+
 
 def usable() -> list[Variant]:
     """Those that this processor can run, the fastest first; the last one needs nothing."""
     has = features()
-    return [each for each in VARIANTS.get(platform.machine(), (Variant("plain"),)) if has.issuperset(each.needs)]
+    return [each for each in VARIANTS.get(platform.machine(), (PLAIN,)) if has.issuperset(each.needs)]
 
 
 def features() -> frozenset[str]:
