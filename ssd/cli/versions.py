@@ -16,7 +16,7 @@ def report() -> dict[str, str]:
     """By heading: versions, processor, GPUs, and which CPU kernels are used."""
     import torch
 
-    from ssd.assembly.device import num_cores
+    from ssd.execution.threads import num_cores
     from ssd.kernels import cpu
 
     packages = [f"{name} {_version(name)}" for name in _PACKAGES]

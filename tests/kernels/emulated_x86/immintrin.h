@@ -11,7 +11,7 @@ typedef float __m256 __attribute__((vector_size(32), may_alias));
 typedef int64_t __m256i __attribute__((vector_size(32), may_alias));
 typedef int64_t __m128i __attribute__((vector_size(16), may_alias));
 
-#define EMULATED static inline __attribute__((always_inline))
+#define EMULATED static __attribute__((noinline, unused)) /* compiles in a tenth of the time */
 
 EMULATED __m128i _mm_loadu_si128(const void *p) {
     __m128i v;
