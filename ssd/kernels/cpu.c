@@ -776,8 +776,11 @@ INLINE vf from_digits(const vi *sums, const int digits, const int32_t *excess) {
 
 /* acc + the sums of a group; `at`: which row and group it is */
 INLINE vf add_group(vf acc, const vi *sums, const int digits, const float *scales, const struct groups *g, long at) {
-    acc = vfma(acc, from_digits(sums, digits, g->excess + 2 * at) * vset(g->units[at]), vload(scales));
-    return g->offsets ? vfma(acc, vset(g->sums[at]), vload(scales + NR)) : acc;
+    return vfma(acc, from_digits(sums, digits, g->excess + 2 * at) * vset(g->units[at]), vload(scales));
+}
+
+INLINE vf add_offsets(vf acc, const float *scales, const struct groups *g, long at) {
+    return vfma(acc, vset(g->sums[at]), vload(scales + NR));
 }
 
 #define DOT_STEP(lane)                                                                               \
@@ -808,6 +811,10 @@ INLINE void dot_tile(const int mr, const int form, const int digits, const void 
         UNROLL for (int m = 0; m < mr; m++) {
             lo[m] = add_group(lo[m], left + m * digits, digits, scales, &g, m * g.count + n);
             hi[m] = add_group(hi[m], right + m * digits, digits, scales + VL, &g, m * g.count + n);
+        }
+        if (g.offsets) UNROLL for (int m = 0; m < mr; m++) {
+            lo[m] = add_offsets(lo[m], scales, &g, m * g.count + n);
+            hi[m] = add_offsets(hi[m], scales + VL, &g, m * g.count + n);
         }
         if (++used == g.shared) {
             scales += g.offsets ? 2 * NR : NR;
@@ -1020,7 +1027,8 @@ INLINE void amx_dot_tile(const int digits, long mr, long rows, long step, const 
                 vi of_row[3];
                 float *acc = buf + m * GROUP * NR + half * VL;
                 UNROLL for (int d = 0; d < digits; d++) of_row[d] = (vi)*(const vu_mem *)sums[2 * d + half][m];
-                vstore(acc, add_group(vload(acc), of_row, digits, scales + half * VL, &g, m * g.count + n));
+                vf sum = add_group(vload(acc), of_row, digits, scales + half * VL, &g, m * g.count + n);
+                vstore(acc, g.offsets ? add_offsets(sum, scales + half * VL, &g, m * g.count + n) : sum);
             }
         if (++used == g.shared) {
             scales += g.offsets ? 2 * NR : NR;
