@@ -4,26 +4,22 @@ Everything else is in pyproject.toml.
 """
 
 import platform
+import runpy
 
 from setuptools import Extension, setup
 
-FLAGS = [
-    "-std=gnu11",
-    "-O3",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-Wno-psabi",
-]  # see ssd/kernels/cpu.py
-if platform.machine() in ("x86_64", "AMD64"):
-    FLAGS.append("-march=x86-64-v3")  # AVX2 and FMA
+variants = runpy.run_path("ssd/kernels/variants.py")
 
-# Loaded by ctypes. Without a compiler the package is installed all the same.
-kernels = Extension(
-    "ssd.kernels._cpu",
-    ["ssd/kernels/cpu.c"],
-    extra_compile_args=FLAGS,
-    libraries=["m", "pthread"],
-    py_limited_api=True,
-    optional=True,
-)
-setup(ext_modules=[kernels], options={"bdist_wheel": {"py_limited_api": "cp311"}})
+# Loaded by ctypes. What the compiler does not know is left out; without a compiler that is all of them.
+kernels = [
+    Extension(
+        f"ssd.kernels.{each.library}",
+        ["ssd/kernels/cpu.c"],
+        extra_compile_args=[*variants["FLAGS"], *each.flags],
+        libraries=["m", "pthread"],
+        py_limited_api=True,
+        optional=True,
+    )
+    for each in variants["VARIANTS"].get(platform.machine(), (variants["PLAIN"],))
+]
+setup(ext_modules=kernels, options={"bdist_wheel": {"py_limited_api": "cp311"}})

@@ -11,13 +11,14 @@ from dataclasses import replace
 
 import torch
 
-from ssd.assembly.device import kv_block_size, num_cores
+from ssd.assembly.device import kv_block_size
 from ssd.assembly.drafters import load_draft
 from ssd.assembly.models import make_runner
 from ssd.config import EngineConfig, SpeculationConfig
 from ssd.drafting.fan_out import RANKS
 from ssd.execution.batch import Batch
 from ssd.execution.runner import ModelRunner
+from ssd.execution.threads import num_cores
 from ssd.kernels import cpu
 from ssd.models.open import open_checkpoint
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from ssd.config import EngineConfig
@@ -63,11 +61,6 @@ def kv_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> 
     if device.type == "cuda" and dtype == torch.float32:  # its products would sum in different orders
         raise ConfigError("kv_cache_dtype='fp8' on a GPU is for models in 16 bits: use dtype='bfloat16', or auto")
     return torch.float8_e4m3fn
-
-
-def num_cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def device_name(device: torch.device) -> str:

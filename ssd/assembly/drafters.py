@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ssd.assembly.device import batched_tokens, kv_block_size, make_current, num_cores, rank_device, resolve_device
+from ssd.assembly.device import batched_tokens, kv_block_size, make_current, rank_device, resolve_device
 from ssd.assembly.memory import Loaded, format_names, kv_blocks, weight_bytes
 from ssd.assembly.models import load_decoder, make_runner, make_state
 from ssd.assembly.ranks import Follower, Place, Ranks
@@ -37,6 +37,7 @@ from ssd.execution.features import Features
 from ssd.execution.graphs import row_buckets
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
+from ssd.execution.threads import num_cores
 from ssd.kernels import cpu
 from ssd.kernels.device import kernels
 from ssd.models.checkpoint import Checkpoint

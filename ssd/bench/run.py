@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ssd.assembly.device import num_cores
 from ssd.bench import tracing
 from ssd.bench.answers import Contender, Progress, RequestSettings, no_progress
 from ssd.bench.config import BenchConfig, is_url
@@ -22,6 +21,7 @@ from ssd.bench.ours import OurContender, methods_of, our_contenders
 from ssd.bench.report import Report, Row
 from ssd.bench.workload import Workload, load_workload
 from ssd.config import NGRAM
+from ssd.execution.threads import num_cores
 from ssd.models.checkpoint import rounding_note
 from ssd.models.open import open_checkpoint
 from ssd.text.tokenizer import Tokenizer

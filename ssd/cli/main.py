@@ -118,7 +118,7 @@ _add(help=export.EAGLE_HELP)(export.export_eagle)
 
 @_add("version")
 def versions() -> None:
-    """Print what a bug report needs: versions, processor, GPUs, and whether the CPU kernels are compiled."""
+    """Print what a bug report needs: versions, processor, GPUs, and which CPU kernels are used."""
     from ssd.cli.versions import report
 
     for heading, found in report().items():

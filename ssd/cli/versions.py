@@ -13,18 +13,17 @@ _PACKAGES: Final = ("torch", "triton", "tokenizers", "transformers", "fastapi", 
 
 
 def report() -> dict[str, str]:
-    """By heading: versions, processor, GPUs, and whether the CPU kernels could be compiled."""
+    """By heading: versions, processor, GPUs, and which CPU kernels are used."""
     import torch
 
-    from ssd.assembly.device import num_cores
+    from ssd.execution.threads import num_cores
     from ssd.kernels import cpu
 
     packages = [f"{name} {_version(name)}" for name in _PACKAGES]
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     try:
-        cpu.build()
-        compiler = cpu.find_compiler()
-        kernels = f"compiled with {' '.join(compiler)}" if compiler else f"those of the package, {cpu.prebuilt().name}"
+        variant, compiler = cpu.build().variant, cpu.find_compiler()
+        kernels = f"{variant}, compiled with {' '.join(compiler)}" if compiler else f"{variant}, those of the package"
     except (cpu.BuildError, OSError) as error:
         kernels = f"plain torch, which is not exact: {error}"
     return {

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -28,6 +28,29 @@ _TICKS: Final = os.sysconf("SC_CLK_TCK")  # of Linux's counters, per second
 def own_cores() -> frozenset[int]:
     """Numbers of the CPU cores that this process may use."""
     return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+
+
+def num_cores() -> int:
+    """CPU cores that this process may keep busy: no more than the quota of its container."""
+    return max(1, math.floor(min(len(own_cores()), *quotas(), math.inf)))
+
+
+def quotas(groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> list[float]:
+    """CPU time per time that each of this process's control groups (v1 and v2) may use: limits in cores."""
+    found = []
+    lines = groups.read_text(encoding="utf-8").splitlines() if groups.is_file() else []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root, names = (
+            (mount / "cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")) if controllers else (mount, ("cpu.max",))
+        )
+        own = root / path.lstrip("/")
+        for folder in (each for each in (own, *own.parents) if each.is_relative_to(root)):
+            with suppress(OSError, ValueError):  # ValueError: "max" or -1, no limit
+                quota, period = " ".join((folder / name).read_text(encoding="ascii") for name in names).split()
+                found += [int(quota) / int(period)] if int(quota) > 0 else []
+    return found
 
 
 def free_seconds(cores: frozenset[int], counters: Path = Path("/proc/stat")) -> float | None:
@@ -79,6 +102,7 @@ class ThreadController:
     cores: frozenset[int] = field(default_factory=own_cores)
     read: Callable[[frozenset[int]], CpuTimes] = CpuTimes.now
     clock: Callable[[], float] = time.perf_counter
+    most: int = field(default_factory=num_cores)  # threads
     _others: float = 0.0  # cores in use by other processes
     _taken: int = 0  # cores that processes of ours had during the last work
     _since: CpuTimes = field(init=False)  # when the current measurement began
@@ -108,7 +132,7 @@ class ThreadController:
             self._taken, self._since = taken, self.read(self.cores)
         self._measure(self.clock())
         free = math.floor(len(self.cores) - self._others + TOLERATED)
-        return max(1, min(limit, len(self.cores) - taken, free))
+        return max(1, min(limit, self.most - taken, free))
 
     def _measure(self, now: float) -> None:
         paused = self._left is not None and now - self._left > _PAUSE

@@ -23,6 +23,8 @@
 #include <time.h>
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 /* ---------------------------------------------------------------- vectors of the target machine */
@@ -31,6 +33,9 @@
 #define VL 16
 #define MR_MAX 8 /* rows of the largest register tile */
 #define AQ 4     /* queries of an attention tile */
+#if defined(__AVX512VNNI__) && defined(__AMX_INT8__) && defined(__AMX_BF16__)
+#define AMX
+#endif
 #elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 #define VL 8
@@ -43,6 +48,9 @@
 #define MR_MAX 8
 #define AQ 4
 #else
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 #define VL 4
 #define MR_MAX 4
 #define AQ 2
@@ -62,6 +70,7 @@ typedef float vf_mem __attribute__((vector_size(VL * 4), aligned(4), may_alias))
 typedef uint32_t vu_mem __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
+#define COMPILER_BARRIER() __asm__ __volatile__("" ::: "memory")
 #if defined(__clang__)
 #define UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -262,9 +271,11 @@ INLINE long int_at(const void *p, long i, int is64) {
 }
 
 /* ---------------------------------------------------------------- threads
- * Every calling thread has workers of its own.  A loop is cut into chunks, which the caller and its workers claim one
- * by one; it ends with its last chunk, so that a worker that has no core just then delays nothing.  After a loop the
- * workers look for the next one for a while (kernels follow each other within microseconds), then they sleep. */
+ * Every calling thread has workers of its own.  A loop is cut into chunks, of which each thread has a range.  It claims
+ * them one by one, then those that others have not begun: the loop ends with its last chunk, and a worker that has no core
+ * just then delays nothing.  After a loop the workers look for the next one for a while (kernels follow each other within
+ * microseconds), then they sleep.  What threads write to is in cache lines of its own: there are two writes per thread and
+ * loop to a line that all of them share. */
 #define MAX_THREADS 256
 #define CHUNKS 4                 /* of a loop, per thread */
 #define LOOKING_NS (100 * 1000L) /* how long a worker looks for work before it sleeps */
@@ -277,14 +288,17 @@ struct worker {
     int number;
     pthread_t thread;
 };
+struct range {
+    _Alignas(64) _Atomic uint64_t next; /* number of the last loop in which a chunk was claimed << 32 | chunks claimed */
+};
 struct team {
-    _Atomic uint64_t ticket; /* of the current loop: number << 32 | chunks << 16 | next chunk */
-    _Atomic long done;       /* chunks of it */
-    loop_fn *body;           /* valid for whoever has claimed a chunk that is not done */
+    _Alignas(64) _Atomic uint64_t ticket; /* the current loop: number << 32 | chunks << 16 | threads */
+    loop_fn *body;                        /* valid for whoever has claimed a chunk that is not done */
     void *arg;
     long items, chunk;
-    _Atomic int limit; /* workers that take part */
+    _Alignas(64) _Atomic long done; /* chunks of it */
     _Atomic int asleep, stopping;
+    struct range ranges[MAX_THREADS];
     int count; /* workers */
     pthread_mutex_t lock;
     pthread_cond_t wake;
@@ -306,15 +320,28 @@ static long now_ns(void) {
     return t.tv_sec * 1000000000L + t.tv_nsec;
 }
 
-/* claims and computes chunks of the loop that `ticket` shows, until none is left */
-static void take_part(struct team *team, uint64_t ticket) {
-    uint64_t loop = ticket >> 32;
-    while (ticket >> 32 == loop && (ticket & 0xffff) < ((ticket >> 16) & 0xffff)) {
-        if (!atomic_compare_exchange_weak(&team->ticket, &ticket, ticket + 1)) continue;
-        long begin = (long)(ticket & 0xffff) * team->chunk;
-        team->body(team->arg, begin, min_l(team->items, begin + team->chunk));
-        atomic_fetch_add(&team->done, 1);
-        ticket = atomic_load(&team->ticket);
+/* the next chunk of a range, or -1; also for a thread that is late, when the loop has ended */
+static long claim(struct range *range, uint32_t loop, long chunks) {
+    uint64_t seen = atomic_load(&range->next);
+    for (;;) {
+        int32_t ahead = (int32_t)((uint32_t)(seen >> 32) - loop);
+        long next = ahead ? 0 : (long)(uint32_t)seen;
+        if (ahead > 0 || next >= chunks) return -1;
+        if (atomic_compare_exchange_weak(&range->next, &seen, (uint64_t)loop << 32 | (uint64_t)(next + 1))) return next;
+    }
+}
+
+/* computes chunks of the loop that `ticket` shows, until none is left; `number`: of the thread, 0 is the caller */
+static void take_part(struct team *team, uint64_t ticket, long number) {
+    long chunks = ticket >> 16 & 0xffff, threads = ticket & 0xffff;
+    for (long i = 0; i < threads; i++) {
+        long owner = (number + i) % threads, first = owner * chunks / threads, done = 0, next;
+        while ((next = claim(&team->ranges[owner], (uint32_t)(ticket >> 32), (owner + 1) * chunks / threads - first)) >= 0) {
+            long begin = (first + next) * team->chunk;
+            team->body(team->arg, begin, min_l(team->items, begin + team->chunk));
+            done++;
+        }
+        if (done) atomic_fetch_add(&team->done, done);
     }
 }
 
@@ -338,7 +365,7 @@ static void *work(void *given) {
             pthread_mutex_unlock(&team->lock);
         }
         seen = ticket >> 32;
-        if (self->number < atomic_load(&team->limit)) take_part(team, ticket);
+        if (self->number < (long)(ticket & 0xffff)) take_part(team, ticket, self->number);
     }
 }
 
@@ -369,7 +396,8 @@ __attribute__((constructor)) static void make_team_key(void) {
 static struct team *team_of(int workers) {
     struct team *team = pthread_getspecific(team_key);
     if (!team) {
-        team = calloc(1, sizeof *team);
+        team = aligned_alloc(64, sizeof *team);
+        if (team) memset(team, 0, sizeof *team);
         if (!team || pthread_mutex_init(&team->lock, 0) || pthread_cond_init(&team->wake, 0) ||
             pthread_setspecific(team_key, team))
             abort();
@@ -380,7 +408,7 @@ static struct team *team_of(int workers) {
     pthread_sigmask(SIG_SETMASK, &all, &before);
     while (team->count < workers) {
         struct worker *next = &team->workers[team->count];
-        *next = (struct worker){.team = team, .number = team->count};
+        *next = (struct worker){.team = team, .number = team->count + 1};
         if (pthread_create(&next->thread, 0, work, next)) break;
         team->count++;
     }
@@ -399,11 +427,10 @@ static void parallel(long items, int nthreads, loop_fn *body, void *arg) {
     long chunk = ceil_div(items, (long)CHUNKS * nthreads), chunks = ceil_div(items, chunk);
     team->body = body, team->arg = arg, team->items = items, team->chunk = chunk;
     atomic_store(&team->done, 0);
-    atomic_store(&team->limit, nthreads - 1);
-    uint64_t ticket = ((atomic_load(&team->ticket) >> 32) + 1) << 32 | (uint64_t)chunks << 16;
+    uint64_t ticket = ((atomic_load(&team->ticket) >> 32) + 1) << 32 | (uint64_t)chunks << 16 | (uint64_t)nthreads;
     atomic_store(&team->ticket, ticket);
     wake_all(team);
-    take_part(team, ticket);
+    take_part(team, ticket, 0);
     for (long spins = 0; atomic_load(&team->done) < chunks; spins++) {
         if (spins < 4096)
             pause_core();
@@ -414,11 +441,24 @@ static void parallel(long items, int nthreads, loop_fn *body, void *arg) {
 
 /* ---------------------------------------------------------------- packing of weights
  * Panels [ceil(N/NR)][K rounded up to 4][NR], zero padded.  bf16 panels hold VL 32-bit words per k: word j has column j
- * in its low half and column VL + j in its high half, so that a shift and a mask widen them.  A gated weight ([2I, K]:
- * gate rows, then up rows) alternates gate and up panels. */
+ * in its low half and column VL + j in its high half, so that a shift and a mask widen them.  With AMX they are [K rounded
+ * up to 32, / 2][NR][2].  A gated weight ([2I, K]: gate rows, then up rows) alternates gate and up panels. */
+#ifdef AMX
+#define BF16_DEPTH 32 /* k of a product of tiles */
+INLINE long bf16_place(long k, long j) { return k / 2 * 2 * NR + 2 * j + k % 2; }
+#else
+#define BF16_DEPTH 4
+INLINE long bf16_place(long k, long j) { return k * NR + j % VL * 2 + j / VL; }
+#endif
+
+INLINE long padded_depth(long k, int bf16) {
+    long unit = bf16 ? BF16_DEPTH : 4;
+    return ceil_div(k, unit) * unit;
+}
+
 long ssd_packed_bytes(long n, long k, int bf16, int gated) {
     long panels = gated ? 2 * ceil_div(n / 2, NR) : ceil_div(n, NR);
-    return panels * NR * ceil_div(k, 4) * 4 * (bf16 ? 2 : 4);
+    return panels * NR * padded_depth(k, bf16) * (bf16 ? 2 : 4);
 }
 
 INLINE long packed_row(long panel, long j, long n, int gated) {
@@ -436,7 +476,7 @@ struct pack_args {
 
 static void pack_panels(void *given, long begin, long end) {
     const struct pack_args *a = given;
-    long kp = ceil_div(a->k, 4) * 4;
+    long kp = padded_depth(a->k, a->bf16);
     size_t bytes = (size_t)(NR * kp * (a->bf16 ? 2 : 4));
     for (long p = begin; p < end; p++) {
         memset((char *)a->out + (size_t)p * bytes, 0, bytes);
@@ -445,8 +485,8 @@ static void pack_panels(void *given, long begin, long end) {
             if (row < 0) continue;
             if (a->bf16) {
                 const uint16_t *src = (const uint16_t *)a->w + row * a->ldw;
-                uint16_t *dst = (uint16_t *)a->out + p * NR * kp + (j % VL) * 2 + j / VL;
-                for (long i = 0; i < a->k; i++) dst[i * NR] = src[i];
+                uint16_t *dst = (uint16_t *)a->out + p * NR * kp;
+                for (long i = 0; i < a->k; i++) dst[bf16_place(i, j)] = src[i];
             } else {
                 const float *src = (const float *)a->w + row * a->ldw;
                 float *dst = (float *)a->out + p * NR * kp + j;
@@ -456,36 +496,32 @@ static void pack_panels(void *given, long begin, long end) {
     }
 }
 
+/* to be called before a large weight is written: fewer TLB misses when it is read */
+void ssd_use_huge_pages(void *memory, long bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    uintptr_t page = 4095, lo = ((uintptr_t)memory + page) & ~page, hi = ((uintptr_t)memory + (uintptr_t)bytes) & ~page;
+    if (hi > lo + (2u << 20)) madvise((void *)lo, hi - lo, MADV_HUGEPAGE);
+#endif
+}
+
 void ssd_pack(const void *w, long ldw, void *out, long n, long k, int bf16, int gated, int nthreads) {
     long bytes = ssd_packed_bytes(n, k, bf16, gated);
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-    uintptr_t page = 4095, lo = ((uintptr_t)out + page) & ~page, hi = ((uintptr_t)out + (uintptr_t)bytes) & ~page;
-    if (hi > lo + (2u << 20)) madvise((void *)lo, hi - lo, MADV_HUGEPAGE); /* fewer TLB misses when streaming */
-#endif
+    ssd_use_huge_pages(out, bytes);
     struct pack_args a = {w, out, ldw, n, k, bf16, gated};
-    parallel(bytes / (NR * ceil_div(k, 4) * 4 * (bf16 ? 2 : 4)), nthreads, pack_panels, &a);
+    parallel(bytes / (NR * padded_depth(k, bf16) * (bf16 ? 2 : 4)), nthreads, pack_panels, &a);
 }
 
 long ssd_panel_columns(void) { return NR; }
 
-/* k of a column that lie side by side in a panel of integer codes */
-long ssd_codes_together(void) {
-#if defined(NEON) && defined(__ARM_FEATURE_DOTPROD)
-    return 4;
-#else
-    return 1;
-#endif
-}
-
 /* rows of a packed (not gated) weight [n, k]: out[t] = W[ids[t]]; spares a tied embedding its second copy */
 int ssd_embedding(const void *w, const void *ids, int ids64, void *out, long tokens, long n, long k, int bf16) {
-    long kp = ceil_div(k, 4) * 4;
+    long kp = padded_depth(k, bf16);
     for (long t = 0; t < tokens; t++) {
         long row = int_at(ids, t, ids64), j = row % NR;
         if (outside(row, n)) return 1;
         if (bf16) {
-            const uint16_t *src = (const uint16_t *)w + row / NR * NR * kp + (j % VL) * 2 + j / VL;
-            for (long i = 0; i < k; i++) ((uint16_t *)out)[t * k + i] = src[i * NR];
+            const uint16_t *src = (const uint16_t *)w + row / NR * NR * kp;
+            for (long i = 0; i < k; i++) ((uint16_t *)out)[t * k + i] = src[bf16_place(i, j)];
         } else {
             const float *src = (const float *)w + row / NR * NR * kp + j;
             for (long i = 0; i < k; i++) ((float *)out)[t * k + i] = src[i * NR];
@@ -551,36 +587,29 @@ static tile_fn *const TILES[2][9] = {
     {0, tile_1_h, tile_2_h, tile_3_h, tile_4_h, tile_5_h, tile_6_h, tile_7_h, tile_8_h},
 };
 
-/* The same with quantised weights: codes [K][NR] of 8 bits, or of 4 bits in [K][VL] (column j in the low half of a
- * byte, column VL + j in the high one); scales [groups][NR] of `gq` quads of k each, or [groups][2][NR]: scales and
- * offsets (a weight is scale * code + offset).  A group's sums are multiplied by the row's scale of that group, if rows
- * have scales, then by the weight's, and added to those of the groups before it. */
+/* The same with fp8 weights: codes [K][NR]; scales [groups][NR] of `gq` quads of k each.  A group's sums are multiplied by
+ * the row's scale of that group, if rows have scales, then by the weight's, and added to those of the groups before it. */
 enum { FP8 = 1, INT8, INT4, UINT4 };
 INLINE int is_4_bits(int form) { return form >= INT4; }
 
-INLINE vf decode(const char *w, const int shift, const int form) {
+INLINE vf from_fp8(const char *w) {
 #if VL == 16
-    __m128i narrow = _mm_loadu_si128((const void *)w);
-    vi code = (vi)(form == INT8 ? _mm512_cvtepi8_epi32(narrow) : _mm512_cvtepu8_epi32(narrow));
+    vi code = (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)w));
 #elif VL == 8
-    __m128i narrow = _mm_loadl_epi64((const void *)w);
-    vi code = (vi)(form == INT8 ? _mm256_cvtepi8_epi32(narrow) : _mm256_cvtepu8_epi32(narrow));
+    vi code = (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)w));
 #else
     vi code = __builtin_convertvector(*(const vb_mem *)w, vi);
-    if (form == INT8) code = (code << 24) >> 24;
 #endif
-    if (form == FP8) return (vf)((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f; /* e4m3, widened */
-    return __builtin_convertvector(form == INT8 ? code : ((code >> shift) & 15) - (form == INT4 ? 8 : 0), vf);
+    return (vf)((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f; /* e4m3, widened */
 }
 
-#define CODE_STEP(lane)                                                                              \
-    {                                                                                                \
-        const char *at = w + (lane) * (is_4_bits(form) ? VL : NR);                                   \
-        vf lo = decode(at, 0, form), hi = decode(is_4_bits(form) ? at : at + VL, 4, form);           \
-        UNROLL for (int m = 0; m < mr; m++) {                                                        \
-            left[m] = FMA_LANE(left[m], lo, xq[m], lane);                                            \
-            right[m] = FMA_LANE(right[m], hi, xq[m], lane);                                          \
-        }                                                                                            \
+#define CODE_STEP(lane)                                                          \
+    {                                                                            \
+        vf lo = from_fp8(w + (lane)*NR), hi = from_fp8(w + (lane)*NR + VL);      \
+        UNROLL for (int m = 0; m < mr; m++) {                                    \
+            left[m] = FMA_LANE(left[m], lo, xq[m], lane);                        \
+            right[m] = FMA_LANE(right[m], hi, xq[m], lane);                      \
+        }                                                                        \
     }
 
 struct groups {
@@ -589,17 +618,17 @@ struct groups {
     int offsets;             /* the weight has offsets, too */
     const float *row_scales; /* of the tile's first row, or 0 */
     long ld;                 /* scales of a row: 1, or one for each group */
-    float *sums;             /* of x, [row][groups]; with offsets, or digits */
-    float *units;            /* of digits, [row][groups] */
     long shared;             /* groups with the same scale of the weight: more than one with digits only */
+    /* of rows in digits, [row][groups] */
+    float *units, *sums; /* of the integers; of x */
+    int32_t *excess;     /* [2], see from_digits */
 };
 
-INLINE void code_tile(const int mr, const int form, const void *rows, const char *w, const float *scales, long kq,
-                      const struct groups *g, float *buf) {
-    const float *x = rows;
+INLINE void code_tile(const int mr, const float *x, const char *w, const float *scales, long kq, const struct groups *g,
+                      float *buf) {
     for (int m = 0; m < mr; m++)
         for (int j = 0; j < NR; j += VL) vstore(buf + m * GROUP * NR + j, vset(0.0f));
-    for (long group = 0, i = 0; group < kq; group += g->gq, i++, scales += g->offsets ? 2 * NR : NR) {
+    for (long group = 0, i = 0; group < kq; group += g->gq, i++, scales += NR) {
         vf left[8], right[8];
         UNROLL for (int m = 0; m < mr; m++) left[m] = right[m] = vset(0.0f);
         for (long q = group; q < min_l(kq, group + g->gq); q++) {
@@ -607,7 +636,7 @@ INLINE void code_tile(const int mr, const int form, const void *rows, const char
             UNROLL for (int m = 0; m < mr; m++) xq[m] = quad_load(x + 4 * m);
             CODE_STEP(0) CODE_STEP(1) CODE_STEP(2) CODE_STEP(3)
             x += 4 * mr;
-            w += (is_4_bits(form) ? 2 : 4) * NR;
+            w += 4 * NR;
         }
         UNROLL for (int m = 0; m < mr; m++) {
             float *sum = buf + m * GROUP * NR;
@@ -618,156 +647,405 @@ INLINE void code_tile(const int mr, const int form, const void *rows, const char
             }
             vstore(sum, vfma(vload(sum), left[m], vload(scales)));
             vstore(sum + VL, vfma(vload(sum + VL), right[m], vload(scales + VL)));
-            if (g->offsets) {
-                vf of_x = vset(g->sums[m * g->count + i]);
-                vstore(sum, vfma(vload(sum), of_x, vload(scales + NR)));
-                vstore(sum + VL, vfma(vload(sum + VL), of_x, vload(scales + NR + VL)));
-            }
         }
     }
 }
 
 typedef void code_tile_fn(const void *x, const char *w, const float *scales, long kq, const struct groups *g,
                           float *buf);
-#define CODE_TILE(mr, form)                                                                                       \
-    static void code_tile_##mr##_##form(const void *x, const char *w, const float *s, long kq,                    \
-                                        const struct groups *g, float *b) {                                       \
-        code_tile(mr, form, x, w, s, kq, g, b);                                                                   \
+#define CODE_TILE(mr)                                                                                             \
+    static void code_tile_##mr(const void *x, const char *w, const float *s, long kq, const struct groups *g,     \
+                               float *b) {                                                                        \
+        code_tile(mr, x, w, s, kq, g, b);                                                                         \
     }
-#define CODE_TILES(form)                                                                                          \
-    CODE_TILE(1, form) CODE_TILE(2, form) CODE_TILE(3, form) CODE_TILE(4, form)                                   \
-    CODE_TILE(5, form) CODE_TILE(6, form) CODE_TILE(7, form) CODE_TILE(8, form)                                   \
-    static code_tile_fn *const TILES_##form[9] = {                                                                \
-        0, code_tile_1_##form, code_tile_2_##form, code_tile_3_##form, code_tile_4_##form,                        \
-        code_tile_5_##form, code_tile_6_##form, code_tile_7_##form, code_tile_8_##form,                           \
-    };
-CODE_TILES(FP8) CODE_TILES(INT8) CODE_TILES(INT4) CODE_TILES(UINT4)
-static code_tile_fn *const *const CODED[5] = {0, TILES_FP8, TILES_INT8, TILES_INT4, TILES_UINT4};
+CODE_TILE(1) CODE_TILE(2) CODE_TILE(3) CODE_TILE(4) CODE_TILE(5) CODE_TILE(6) CODE_TILE(7) CODE_TILE(8)
+static code_tile_fn *const CODE_TILES[9] = {
+    0, code_tile_1, code_tile_2, code_tile_3, code_tile_4, code_tile_5, code_tile_6, code_tile_7, code_tile_8,
+};
 
-/* Integer codes where the machine has dot products of four int8 (SDOT).  In each group (of 128 k at most) a row's x is
- * rounded to unit * v, with a power of two as the unit and |v| <= 2^22 (2^14 if the row is bf16), and v is written in 3
- * (2) signed digits of 8 bits.  Sums of digits times codes are exact; one of a group is converted to fp32 and goes on
- * as in code_tile.  Codes are [K/4][NR][4], or [K/4][VL][4] of 4 bits, and x is [K/16][MR][digits][16].  int4 is stored
- * in two's complement and read times 16, which the unit makes up for. */
-#if defined(NEON) && defined(__ARM_FEATURE_DOTPROD)
-#define DOT_ROWS 4
+/* Integer codes.  In each group (of 128 k at most) a row's x is rounded to unit * v, with a power of two as the unit and
+ * |v| <= 2^22 (2^14 if the row is bf16), and v is written in signed digits: 3 (2) of 8 bits where the machine has dot
+ * products of four bytes, else a high one of 16 bits, after a low one of 8 (none).  Sums of digits times codes are exact;
+ * one of a group is converted to fp32, and multiplied and added as in code_tile.  With offsets, scales are
+ * [groups][2][NR]: scales and offsets (a weight is scale * code + offset).
+ * Codes are [K/4][NR][4], or of 4 bits [K/4][VL][4] (column j in the low half of a byte, column VL + j in the high one);
+ * x is [K/16][MR][digits][16].  Codes are unsigned: `excess_of` is added to them, and its part of the sums subtracted.
+ * NEON has no dot product of unsigned with signed bytes: there codes are signed, and int4 is read times 16, which the unit
+ * makes up for. */
 #define DOT_MOST 128 /* k of a group: sums fit into 32 bits */
+#if defined(NEON) && defined(__ARM_FEATURE_DOTPROD)
+#define SIGNED_CODES 1
+#define DIGIT_BITS 8
+#define DOT(acc, codes, x, lane) \
+    ((vi)vdotq_laneq_s32((int32x4_t)(acc), (int8x16_t)(codes), vld1q_s8(x), (lane)))
+#else
+#define SIGNED_CODES 0
+#if (VL == 16 && defined(__AVX512VNNI__)) || (VL == 8 && defined(__AVXVNNI__))
+#define DIGIT_BITS 8
+#else
+#define DIGIT_BITS 16
+#endif
+#define DOT(acc, codes, x, lane) dot((acc), (codes), (x) + 4 * (lane))
+#endif
+#if VL == 8 || !(defined(NEON) || VL == 16)
+#define DOT_ROWS 2 /* 16 registers */
+#else
+#define DOT_ROWS 4
+#endif
+#if DIGIT_BITS == 8
+typedef int8_t digit;
+#else
+typedef int16_t digit;
+#endif
+INLINE int digits_of(int bf16) { return (bf16 ? 2 : 3) - (DIGIT_BITS == 16); }
+INLINE int excess_of(int form) { return SIGNED_CODES ? 0 : form == INT8 ? 128 : form == INT4 ? 8 : 0; }
 
-INLINE void dot_codes(int8x16_t *lo, int8x16_t *hi, const char *w, const int form) {
+#if !SIGNED_CODES
+INLINE vi word_at(const digit *x) {
+    int32_t word;
+    memcpy(&word, x, 4);
+    return (vi){0} + word;
+}
+
+#if DIGIT_BITS == 8
+/* sums of four products of an unsigned code and a digit */
+INLINE vi dot(vi acc, vi codes, const digit *x) {
+#if VL == 16
+    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, (__m512i)word_at(x));
+#else
+    return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)codes, (__m256i)word_at(x));
+#endif
+}
+#else
+/* sums of two products of 16-bit numbers */
+INLINE vi dot_pairs(vi a, vi b) {
+#if VL == 16
+    return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif VL == 8
+    return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+    return (vi)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+    return ((vi)((vu)a << 16) >> 16) * ((vi)((vu)b << 16) >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
+/* The same with digits of 16 bits; the four of a word of codes are in the order 0, 2, 1, 3. */
+INLINE vi dot(vi acc, vi codes, const digit *x) {
+    vi even = codes & 0x00ff00ff, odd = (vi)((vu)codes >> 8) & 0x00ff00ff;
+    return acc + dot_pairs(even, word_at(x)) + dot_pairs(odd, word_at(x + 2));
+}
+#endif
+#endif
+
+INLINE void load_codes(vi *lo, vi *hi, const char *w, const int form) {
+    vi both = (vi)*(const vu_mem *)w;
     if (form == INT8) {
-        *lo = vld1q_s8((const int8_t *)w);
-        *hi = vld1q_s8((const int8_t *)w + 16);
+        *lo = both;
+        *hi = (vi)*(const vu_mem *)(w + 4 * VL);
         return;
     }
-    uint8x16_t both = vld1q_u8((const uint8_t *)w);
-    *lo = vreinterpretq_s8_u8(form == INT4 ? vshlq_n_u8(both, 4) : vandq_u8(both, vdupq_n_u8(15)));
-    *hi = vreinterpretq_s8_u8(form == INT4 ? vandq_u8(both, vdupq_n_u8(0xf0)) : vshrq_n_u8(both, 4));
+#if SIGNED_CODES
+    if (form == INT4) {
+        *lo = (vi)vshlq_n_u8((uint8x16_t)both, 4);
+        *hi = both & (int32_t)0xf0f0f0f0;
+        return;
+    }
+    *lo = (vi)vandq_u8((uint8x16_t)both, vdupq_n_u8(15));
+    *hi = (vi)vshrq_n_u8((uint8x16_t)both, 4);
+#else
+    *lo = both & 0x0f0f0f0f;
+    *hi = (vi)((vu)both >> 4) & 0x0f0f0f0f;
+#endif
+}
+
+/* Sums of digits as one of numbers.  excess: what the sums of the high digits, and of the low one, have too much. */
+INLINE vf from_digits(const vi *sums, const int digits, const int32_t *excess) {
+#if DIGIT_BITS == 8
+    vi high = (vi)((vu)sums[digits - 1] << 8) + sums[digits - 2];
+    const int low = digits == 3;
+#else
+    vi high = sums[digits - 1];
+    const int low = digits == 2;
+#endif
+    if (!SIGNED_CODES) high -= excess[0];
+    vf value = __builtin_convertvector(high, vf);
+    if (!low) return value;
+    return vfma(__builtin_convertvector(SIGNED_CODES ? sums[0] : sums[0] - excess[1], vf), value, vset(256.0f));
+}
+
+/* acc + the sums of a group; `at`: which row and group it is */
+INLINE vf add_group(vf acc, const vi *sums, const int digits, const float *scales, const struct groups *g, long at) {
+    return vfma(acc, from_digits(sums, digits, g->excess + 2 * at) * vset(g->units[at]), vload(scales));
+}
+
+INLINE vf add_offsets(vf acc, const float *scales, const struct groups *g, long at) {
+    return vfma(acc, vset(g->sums[at]), vload(scales + NR));
 }
 
 #define DOT_STEP(lane)                                                                               \
     {                                                                                                \
-        int8x16_t first, second;                                                                     \
-        dot_codes(&first, &second, w + (lane)*step, form);                                           \
+        vi first, second;                                                                            \
+        load_codes(&first, &second, w + (lane)*step, form);                                          \
         UNROLL for (int i = 0; i < mr * digits; i++) {                                               \
-            int8x16_t v = vld1q_s8(x + 16 * i);                                                      \
-            left[i] = vdotq_laneq_s32(left[i], first, v, lane);                                      \
-            right[i] = vdotq_laneq_s32(right[i], second, v, lane);                                   \
+            left[i] = DOT(left[i], first, x + 16 * i, lane);                                         \
+            right[i] = DOT(right[i], second, x + 16 * i, lane);                                      \
         }                                                                                            \
     }
 
-INLINE float32x4_t from_digits(const int32x4_t *sums, const int digits) {
-    float32x4_t high = vcvtq_f32_s32(vaddq_s32(vshlq_n_s32(sums[digits - 1], 8), sums[digits - 2]));
-    return digits == 2 ? high : vfmaq_n_f32(vcvtq_f32_s32(sums[0]), high, 256.0f);
-}
-
 INLINE void dot_tile(const int mr, const int form, const int digits, const void *rows, const char *w,
-                     const float *scales, long kq, const struct groups *g, float *buf) {
-    const long step = is_4_bits(form) ? 16 : 32, gq = g->gq, count = g->count, shared = g->shared;
-    const float *units = g->units, *sums = g->offsets ? g->sums : 0;
-    const int8_t *x = rows;
-    float32x4_t lo[DOT_ROWS], hi[DOT_ROWS];
-    UNROLL for (int m = 0; m < mr; m++) lo[m] = hi[m] = vdupq_n_f32(0.0f);
-    for (long group = 0, n = 0, used = 0; group < kq; group += gq, n++) {
-        int32x4_t left[DOT_ROWS * 3], right[DOT_ROWS * 3];
-        UNROLL for (int i = 0; i < mr * digits; i++) left[i] = right[i] = vdupq_n_s32(0);
-        for (long q = group; q < min_l(kq, group + gq); q += 4) {
+                     const float *scales, long kq, const struct groups *given, float *buf) {
+    const long step = is_4_bits(form) ? 4 * VL : 4 * NR;
+    const struct groups g = *given;
+    const digit *x = rows;
+    vf lo[DOT_ROWS], hi[DOT_ROWS];
+    UNROLL for (int m = 0; m < mr; m++) lo[m] = hi[m] = vset(0.0f);
+    for (long group = 0, n = 0, used = 0; group < kq; group += g.gq, n++) {
+        vi left[DOT_ROWS * 3], right[DOT_ROWS * 3];
+        UNROLL for (int i = 0; i < mr * digits; i++) left[i] = right[i] = (vi){0};
+        for (long q = group; q < min_l(kq, group + g.gq); q += 4) {
             DOT_STEP(0) DOT_STEP(1) DOT_STEP(2) DOT_STEP(3)
             x += 16 * mr * digits;
             w += 4 * step;
         }
         UNROLL for (int m = 0; m < mr; m++) {
-            float unit = units[m * count + n];
-            lo[m] = vfmaq_f32(lo[m], vmulq_n_f32(from_digits(left + m * digits, digits), unit), vld1q_f32(scales));
-            hi[m] = vfmaq_f32(hi[m], vmulq_n_f32(from_digits(right + m * digits, digits), unit), vld1q_f32(scales + 4));
+            lo[m] = add_group(lo[m], left + m * digits, digits, scales, &g, m * g.count + n);
+            hi[m] = add_group(hi[m], right + m * digits, digits, scales + VL, &g, m * g.count + n);
         }
-        if (sums) UNROLL for (int m = 0; m < mr; m++) {
-            lo[m] = vfmaq_n_f32(lo[m], vld1q_f32(scales + 8), sums[m * count + n]);
-            hi[m] = vfmaq_n_f32(hi[m], vld1q_f32(scales + 12), sums[m * count + n]);
+        if (g.offsets) UNROLL for (int m = 0; m < mr; m++) {
+            lo[m] = add_offsets(lo[m], scales, &g, m * g.count + n);
+            hi[m] = add_offsets(hi[m], scales + VL, &g, m * g.count + n);
         }
-        if (++used == shared) {
-            scales += sums ? 16 : 8;
+        if (++used == g.shared) {
+            scales += g.offsets ? 2 * NR : NR;
             used = 0;
         }
     }
     UNROLL for (int m = 0; m < mr; m++) {
-        vst1q_f32(buf + m * GROUP * NR, lo[m]);
-        vst1q_f32(buf + m * GROUP * NR + VL, hi[m]);
+        vstore(buf + m * GROUP * NR, lo[m]);
+        vstore(buf + m * GROUP * NR + VL, hi[m]);
     }
 }
 
 #define DOT_TILE(mr, form, digits)                                                                                \
     static void dot_tile_##mr##_##form##_##digits(const void *x, const char *w, const float *s, long kq,          \
                                                   const struct groups *g, float *b) {                             \
-        dot_tile(mr, form, digits, x, w, s, kq, g, b);                                                            \
+        dot_tile(mr, form, digits - (DIGIT_BITS == 16), x, w, s, kq, g, b);                                       \
     }
+#if DOT_ROWS == 4
 #define DOT_TILES(form, digits)                                                                                   \
     DOT_TILE(1, form, digits) DOT_TILE(2, form, digits) DOT_TILE(3, form, digits) DOT_TILE(4, form, digits)       \
     static code_tile_fn *const DOTS_##form##_##digits[5] = {                                                      \
         0, dot_tile_1_##form##_##digits, dot_tile_2_##form##_##digits, dot_tile_3_##form##_##digits,              \
         dot_tile_4_##form##_##digits,                                                                             \
     };
+#else
+#define DOT_TILES(form, digits)                                                                                   \
+    DOT_TILE(1, form, digits) DOT_TILE(2, form, digits)                                                           \
+    static code_tile_fn *const DOTS_##form##_##digits[3] = {                                                      \
+        0, dot_tile_1_##form##_##digits, dot_tile_2_##form##_##digits,                                            \
+    };
+#endif
 DOT_TILES(INT8, 2) DOT_TILES(INT4, 2) DOT_TILES(UINT4, 2) DOT_TILES(INT8, 3) DOT_TILES(INT4, 3) DOT_TILES(UINT4, 3)
-static code_tile_fn *const *const DOTS[2][5] = {
-    {0, 0, DOTS_INT8_2, DOTS_INT4_2, DOTS_UINT4_2},
+static code_tile_fn *const *const DOTS[2][5] = { /* of fp32 rows, of bf16 rows */
     {0, 0, DOTS_INT8_3, DOTS_INT4_3, DOTS_UINT4_3},
+    {0, 0, DOTS_INT8_2, DOTS_INT4_2, DOTS_UINT4_2},
 };
 
-/* 16 numbers, times `up`, in digits; returns the sum of the integers */
-INLINE long to_digits(int8_t *out, const float *x, float up, int digits) {
-    int32x4_t v[4];
-    for (int i = 0; i < 4; i++) v[i] = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + 4 * i), up));
-    long sum = vaddvq_s32(vaddq_s32(vaddq_s32(v[0], v[1]), vaddq_s32(v[2], v[3])));
-    for (int d = 0; d < digits; d++, out += 16) {
-        int16x8_t low = vcombine_s16(vmovn_s32(v[0]), vmovn_s32(v[1]));
-        int16x8_t high = vcombine_s16(vmovn_s32(v[2]), vmovn_s32(v[3]));
-        vst1q_s8(out, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
-        for (int i = 0; i < 4; i++) v[i] = vshrq_n_s32(vaddq_s32(v[i], vdupq_n_s32(128)), 8); /* minus a signed digit */
+/* bits of a code that are stored inverted, so that it is unsigned (signed) */
+long ssd_flipped_bits(int form) { return SIGNED_CODES ? (form == INT4 ? 8 : 0) : form == INT8 ? 128 : 0; }
+
+/* 16 numbers, times `up`, rounded to integers and written in digits, those of one place `stride` after those of the place
+ * before; adds them to `sum`, and their low digits to `low` */
+INLINE void to_digits(digit *out, long stride, const float *x, float up, int digits, vi *sum, vi *low) {
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+    int32_t v[16];
+    for (int i = 0; i < 16; i += VL) {
+        vi rounded = (vi)(vload(x + i) * up + magic) - (vi)vset(magic);
+        *sum += rounded;
+        *low += (vi)((vu)rounded << 24) >> 24;
+        memcpy(v + i, &rounded, sizeof rounded);
     }
+#if DIGIT_BITS == 8
+    for (int d = 0; d < digits; d++, out += stride)
+        for (int i = 0; i < 16; i++) {
+            out[i] = (int8_t)v[i];
+            v[i] = (v[i] + 128) >> 8; /* without that signed digit */
+        }
+#else
+    for (int d = 0; d < digits; d++, out += stride) {
+        int last = d == digits - 1;
+        for (int i = 0; i < 16; i++) {
+            int from = (i & 12) | (i & 1) << 1 | (i >> 1 & 1);
+            out[i] = last ? (int16_t)v[from] : (int8_t)v[from];
+        }
+        for (int i = 0; i < 16; i++) v[i] = (v[i] + 128) >> 8;
+    }
+#endif
+}
+
+INLINE vi vmax_int(vi a, vi b) {
+    vi mask = a > b;
+    return (mask & a) | (~mask & b);
+}
+
+INLINE int32_t vsum_int(vi v) {
+    int32_t sum = 0;
+    for (int i = 0; i < VL; i++) sum += v[i];
     return sum;
 }
 
-/* Row `m` of a tile of mr rows in digits, with units and sums of its groups.  A group with NaN or infinity in it gets
- * NaN as its unit. */
-static void pack_digits(int8_t *dst, const float *x, long m, long mr, long kq, int digits, int form,
-                        const struct groups *g, const float *row_scales, float *units, float *sums) {
-    const float most = digits == 2 ? 0x1p13f : 0x1p21f;
-    for (long group = 0, n = 0; group < kq; group += g->gq, n++) {
-        long first = group / 4, last = min_l(kq, group + g->gq) / 4;
-        float32x4_t top = vdupq_n_f32(0x1p-100f);
-        for (long i = 4 * first; i < 4 * last; i++) top = vmaxq_f32(top, vabsq_f32(vld1q_f32(x + 4 * i)));
-        float largest = vmaxvq_f32(top), power, sum = 0.0f;
-        uint32_t bits;
-        memcpy(&bits, &largest, 4);
-        int finite = bits < 0x7f800000u;
-        bits &= 0x7f800000u;
-        memcpy(&power, &bits, 4);
-        float unit = finite ? power / most : NAN;
-        for (long i = first; i < last; i++)
-            sum += (float)to_digits(dst + (i * mr + m) * 16 * digits, x + 16 * i, finite ? most / power : 0.0f, digits);
-        if (row_scales) unit *= row_scales[g->ld > 1 ? n / g->shared : 0];
-        sums[n] = sum * unit;
-        units[n] = form == INT4 ? unit / 16 : unit;
+/* A row in digits, with units and sums of its groups.  A group with NaN or infinity in it gets NaN as
+ * its unit. */
+struct digit_layout {
+    long stride;    /* between the digits of a number */
+    long run, jump; /* numbers that lie side by side, and from one such run to the next */
+};
+
+static void pack_digits(digit *dst, const struct digit_layout *layout, const float *x, long kq, int bf16, int form,
+                        const struct groups *g, const float *row_scales, long row) {
+    const float most = bf16 ? 0x1p13f : 0x1p21f;
+    const int digits = digits_of(bf16);
+    for (long group = 0, n = row * g->count, i = 0; group < kq; group += g->gq, n++, i++) {
+        long first = group * 4, last = min_l(kq, group + g->gq) * 4;
+        vi top = (vi)vset(0x1p-100f), sum = {0}, low = {0};
+        for (long k = first; k < last; k += VL) top = vmax_int(top, (vi)vload(x + k) & 0x7fffffff);
+        int32_t largest = top[0];
+        for (int j = 1; j < VL; j++) largest = top[j] > largest ? top[j] : largest;
+        int finite = largest < 0x7f800000;
+        largest &= 0x7f800000;
+        float power;
+        memcpy(&power, &largest, 4);
+        float unit = finite ? power / most : NAN, up = finite ? most / power : 0.0f;
+        for (long k = first; k < last; k += 16)
+            to_digits(dst + k / layout->run * layout->jump + k % layout->run, layout->stride, x + k, up, digits, &sum, &low);
+        if (row_scales) unit *= row_scales[g->ld > 1 ? i / g->shared : 0];
+        int32_t total = finite ? vsum_int(sum) : 0, of_low = finite ? vsum_int(low) : 0;
+        g->sums[n] = (float)total * unit;
+        g->units[n] = SIGNED_CODES && form == INT4 ? unit / 16 : unit;
+        g->excess[2 * n] = excess_of(form) * (bf16 ? total : (total - of_low) / 256);
+        g->excess[2 * n + 1] = excess_of(form) * of_low;
     }
+}
+
+/* ---------------------------------------------------------------- linear: AMX
+ * Tile registers: 0 to 5 hold sums, 6 and 7 (of bf16 rows: 4 to 7) what is multiplied.  Row tiles have up to 16 rows; the
+ * unused last row of one of those that are smaller is multiplied, too, and not read.
+ * bf16: every output element is the sum, first to last, of products of 32 k; its bits differ from those of `tile`, so a
+ * machine uses either.  x is [K/32][rows][32].
+ * Integers: sums are exact, so these are the numbers of `dot_tile`.  x is [K/step][digits][rows][step]. */
+#ifdef AMX
+#define AMX_ROWS 16
+#define AMX_LEAST 5 /* rows from which on tiles of integers are faster than dot products */
+
+struct tile_config {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t bytes[16]; /* of a row */
+    uint8_t rows[16];
+};
+
+static void amx_configure(long rows, long rows_of_6, long bytes_of_6, long rows_of_7) {
+    struct tile_config c = {.palette = 1};
+    for (int i = 0; i < 6; i++) c.rows[i] = (uint8_t)rows, c.bytes[i] = 64;
+    c.rows[6] = (uint8_t)rows_of_6, c.bytes[6] = (uint16_t)bytes_of_6;
+    c.rows[7] = (uint8_t)rows_of_7, c.bytes[7] = 64;
+    COMPILER_BARRIER(); /* the intrinsics do not say what they read */
+    _tile_loadconfig(&c);
+}
+
+/* one or two row tiles of bf16 against a panel; `next`: bytes of a row tile, `ld`: those of a row of sums */
+INLINE void amx_bf16_tile(const int both, const char *x, long next, long rows, const char *w, long depth, float *buf,
+                          float *buf2) {
+    const long ld = GROUP * NR * 4, wide = 2 * NR * 2;
+    _tile_zero(0);
+    _tile_zero(1);
+    if (both) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (long k = 0; k < depth; k += BF16_DEPTH, x += rows * 64, w += BF16_DEPTH * NR * 2) {
+        _tile_loadd(6, w, wide);
+        _tile_loadd(4, x, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, w + 64, wide);
+        _tile_dpbf16ps(1, 4, 7);
+        if (!both) continue;
+        _tile_loadd(5, x + next, 64);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, buf, ld);
+    _tile_stored(1, buf + VL, ld);
+    if (!both) return;
+    _tile_stored(2, buf2, ld);
+    _tile_stored(3, buf2 + VL, ld);
+}
+
+#define AMX_DIGIT(sums, d)                     \
+    {                                          \
+        _tile_loadd(6, x + (d)*rows * step, step); \
+        _tile_dpbsud(sums, 6, 7);              \
+    }
+
+/* a row tile of digits against a panel of bytes; `rows` and `step` are those of the packed tile */
+INLINE void amx_dot_tile(const int digits, long mr, long rows, long step, const char *x, const char *w,
+                         const float *scales, long kq, const struct groups *given, float *buf) {
+    int32_t sums[6][AMX_ROWS][VL] __attribute__((aligned(64)));
+    const struct groups g = *given;
+    for (long m = 0; m < mr; m++) memset(buf + m * GROUP * NR, 0, NR * 4);
+    for (long group = 0, n = 0, used = 0; group < kq; group += g.gq, n++) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        if (digits == 3) {
+            _tile_zero(4);
+            _tile_zero(5);
+        }
+        for (long q = group; q < min_l(kq, group + g.gq); q += step / 4) {
+            _tile_loadd(7, w, 4 * NR);
+            AMX_DIGIT(0, 0)
+            AMX_DIGIT(2, 1)
+            if (digits == 3) AMX_DIGIT(4, 2)
+            _tile_loadd(7, w + 4 * VL, 4 * NR);
+            AMX_DIGIT(1, 0)
+            AMX_DIGIT(3, 1)
+            if (digits == 3) AMX_DIGIT(5, 2)
+            x += digits * rows * step;
+            w += step * NR;
+        }
+        _tile_stored(0, sums[0], 64);
+        _tile_stored(1, sums[1], 64);
+        _tile_stored(2, sums[2], 64);
+        _tile_stored(3, sums[3], 64);
+        if (digits == 3) {
+            _tile_stored(4, sums[4], 64);
+            _tile_stored(5, sums[5], 64);
+        }
+        for (long m = 0; m < mr; m++)
+            UNROLL for (int half = 0; half < 2; half++) {
+                vi of_row[3];
+                float *acc = buf + m * GROUP * NR + half * VL;
+                UNROLL for (int d = 0; d < digits; d++) of_row[d] = (vi)*(const vu_mem *)sums[2 * d + half][m];
+                vf sum = add_group(vload(acc), of_row, digits, scales + half * VL, &g, m * g.count + n);
+                vstore(acc, g.offsets ? add_offsets(sum, scales + half * VL, &g, m * g.count + n) : sum);
+            }
+        if (++used == g.shared) {
+            scales += g.offsets ? 2 * NR : NR;
+            used = 0;
+        }
+    }
+}
+
+/* codes of 4 bits as bytes */
+static void unpack_codes(char *out, const char *w, long kq, int form) {
+    for (long q = 0; q < kq; q++, w += 4 * VL, out += 4 * NR) {
+        vi lo, hi;
+        load_codes(&lo, &hi, w, form);
+        *(vu_mem *)out = (vu)lo;
+        *(vu_mem *)(out + 4 * VL) = (vu)hi;
+    }
+    COMPILER_BARRIER();
 }
 #endif
 
@@ -804,18 +1082,26 @@ struct linear_args {
     int form;            /* of a quantised weight, else 0 */
     const float *scales; /* [panels][groups][NR], with offsets [panels][groups][2][NR] */
     struct groups groups;
-    int digits;      /* of packed rows; 0: they are fp32 */
-    long tiles;      /* row tiles, of m / tiles rows or one more */
-    const void *xp;  /* packed rows */
+    int digits;          /* of packed rows; 0: they are fp32 (bf16 for AMX) */
+    int amx;             /* whether tile registers are used */
+    long tiles;          /* row tiles, of m / tiles rows or one more */
+    long rows, row_size; /* room for rows in a packed row tile; bytes of a packed row */
+    long step;           /* AMX: bytes of a row in a tile register */
+    const void *xp;      /* packed rows */
     long panels, group, block; /* panels in all, and in one task; row tiles of one task */
+    void (*run)(const struct linear_args *a, long t0, long t1, long panel0, long panels);
 };
+
+#ifdef AMX
+#define ROWS_MAX AMX_ROWS
+#else
+#define ROWS_MAX MR_MAX
+#endif
 
 INLINE long tile_row(const struct linear_args *a, long t) { return t * (a->m / a->tiles) + min_l(t, a->m % a->tiles); }
 
-/* bytes of one packed row */
-INLINE long packed_size(const struct linear_args *a) { return a->kq * 4 * (a->digits ? a->digits : 4); }
-INLINE const void *packed_rows(const struct linear_args *a, long row) {
-    return (const char *)a->xp + row * packed_size(a);
+INLINE const void *packed_tile(const struct linear_args *a, long t) {
+    return (const char *)a->xp + (a->amx ? t * a->rows : tile_row(a, t)) * a->row_size;
 }
 
 INLINE float bias_at(const struct linear_args *a, long i) {
@@ -860,30 +1146,77 @@ static const char *widen_panels(const char *w, long depth) {
     return (const char *)out;
 }
 
-/* row tiles [t0, t1) against output panels [panel0, panel0 + panels) */
+#ifdef AMX
+/* row tiles [t0, t1) of bf16 against output panels [panel0, panel0 + panels) */
+static void amx_bf16_block(const struct linear_args *a, long t0, long t1, long panel0, long panels) {
+    float buf[2][AMX_ROWS * GROUP * NR] __attribute__((aligned(64)));
+    long span = a->gated ? 2 : 1, depth = a->kq * 4, next = a->rows * a->row_size;
+    amx_configure(a->rows, 16, 64, 16);
+    for (long t = t0; t < t1; t += 2) {
+        const char *x = packed_tile(a, t), *w = a->w + panel0 * span * depth * NR * 2;
+        for (long p = 0; p < panels * span; p++, w += depth * NR * 2)
+            if (t + 1 < t1)
+                amx_bf16_tile(1, x, next, a->rows, w, depth, buf[0] + p * NR, buf[1] + p * NR);
+            else
+                amx_bf16_tile(0, x, next, a->rows, w, depth, buf[0] + p * NR, 0);
+        for (long i = t; i < min_l(t + 2, t1); i++)
+            finish_tile(a, buf[i - t], tile_row(a, i), tile_row(a, i + 1) - tile_row(a, i), panel0, panels);
+    }
+    _tile_release();
+}
+#endif
+
+/* the groups of rows from `row` on */
+INLINE struct groups groups_from(const struct linear_args *a, long row) {
+    struct groups g = a->groups;
+    if (g.row_scales) g.row_scales += row * g.ld;
+    if (a->digits) g.sums += row * g.count, g.units += row * g.count, g.excess += 2 * row * g.count;
+    return g;
+}
+
+/* row tiles [t0, t1) against output panels [panel0, panel0 + panels) of a quantised weight */
+static void codes_block(const struct linear_args *a, long t0, long t1, long panel0, long panels) {
+    float buf[ROWS_MAX * GROUP * NR] __attribute__((aligned(64)));
+    long span = a->gated ? 2 : 1, first = panel0 * span, bytes = a->kq * NR * (is_4_bits(a->form) ? 2 : 4);
+    long scales = ceil_div(a->groups.count, a->groups.shared) * NR * (a->groups.offsets ? 2 : 1);
+#ifdef AMX
+    char *wide = a->amx && is_4_bits(a->form) ? (char *)scratch(PANELS, (size_t)(panels * span * a->kq * NR)) : 0;
+    if (a->amx) amx_configure(a->rows, a->rows, a->step, a->step / 4);
+#endif
+    for (long t = t0; t < t1; t++) {
+        long row = tile_row(a, t), mr = tile_row(a, t + 1) - row;
+        struct groups g = groups_from(a, row);
+        for (long p = 0; p < panels * span; p++) {
+            const char *x = packed_tile(a, t), *w = a->w + (first + p) * bytes;
+            const float *s = a->scales + (first + p) * scales;
+#ifdef AMX
+            if (wide) {
+                char *out = wide + p * a->kq * NR * 4;
+                if (t == t0) unpack_codes(out, w, a->kq, a->form);
+                w = out;
+            }
+            if (a->amx) {
+                if (a->digits == 2)
+                    amx_dot_tile(2, mr, a->rows, a->step, x, w, s, a->kq, &g, buf + p * NR);
+                else
+                    amx_dot_tile(3, mr, a->rows, a->step, x, w, s, a->kq, &g, buf + p * NR);
+                continue;
+            }
+#endif
+            code_tile_fn *run = a->digits ? DOTS[a->bf16][a->form][mr] : CODE_TILES[mr];
+            run(x, w, s, a->kq, &g, buf + p * NR);
+        }
+        finish_tile(a, buf, row, mr, panel0, panels);
+    }
+#ifdef AMX
+    if (a->amx) _tile_release();
+#endif
+}
+
+/* the same with a weight that is not */
 static void linear_block(const struct linear_args *a, long t0, long t1, long panel0, long panels) {
     float buf[MR_MAX * GROUP * NR] __attribute__((aligned(64)));
     long span = a->gated ? 2 : 1;
-    if (a->form) {
-        struct groups g = a->groups;
-        long first = panel0 * span, bytes = a->kq * NR * (is_4_bits(a->form) ? 2 : 4);
-        long scales = ceil_div(g.count, g.shared) * NR * (g.offsets ? 2 : 1);
-        for (long t = t0; t < t1; t++) {
-            long row = tile_row(a, t), mr = tile_row(a, t + 1) - row;
-            code_tile_fn *run = CODED[a->form][mr];
-#ifdef DOT_ROWS
-            if (a->digits) run = DOTS[a->digits - 2][a->form][mr];
-#endif
-            if (g.row_scales) g.row_scales = a->groups.row_scales + row * g.ld;
-            if (g.sums) g.sums = a->groups.sums + row * g.count;
-            if (g.units) g.units = a->groups.units + row * g.count;
-            for (long p = 0; p < panels * span; p++)
-                run(packed_rows(a, row), a->w + (first + p) * bytes, a->scales + (first + p) * scales, a->kq, &g,
-                    buf + p * NR);
-            finish_tile(a, buf, row, mr, panel0, panels);
-        }
-        return;
-    }
     const char *w = a->w + panel0 * span * a->kq * 4 * NR * (a->bf16 ? 2 : 4);
     int narrow = a->bf16;
     if (narrow && t1 - t0 > 1) { /* several row tiles share the work of widening; the numbers are the same */
@@ -892,31 +1225,51 @@ static void linear_block(const struct linear_args *a, long t0, long t1, long pan
     }
     for (long t = t0; t < t1; t++) {
         long row = tile_row(a, t), mr = tile_row(a, t + 1) - row;
-        run_tile(mr, panels * span, narrow, packed_rows(a, row), w, a->kq, buf);
+        run_tile(mr, panels * span, narrow, packed_tile(a, t), w, a->kq, buf);
         finish_tile(a, buf, row, mr, panel0, panels);
     }
 }
+
+/* rows [row, row + mr) in digits */
+static void pack_digit_rows(const struct linear_args *a, digit *dst, long row, long mr) {
+    float *x = scratch(PANELS, (size_t)(a->kq * 4));
+    struct digit_layout layout = {16, 16, mr * a->digits * 16};
+    if (a->amx) layout = (struct digit_layout){a->rows * a->step, a->step, a->rows * a->step * a->digits};
+    long ahead = a->amx ? a->step : a->digits * 16; /* from row to row */
+    for (long m = 0; m < mr; m++, row++, dst += ahead) {
+        load_row(x, a->x, row * a->ldx, a->k, a->bf16);
+        for (long i = a->k; i < a->kq * 4; i++) x[i] = 0.0f;
+        const float *row_scales = a->groups.row_scales ? a->groups.row_scales + row * a->groups.ld : 0;
+        pack_digits(dst, &layout, x, a->kq, a->bf16, a->form, &a->groups, row_scales, row);
+    }
+}
+
+#ifdef AMX
+static void pack_bf16_rows(const struct linear_args *a, uint16_t *dst, long row, long mr) {
+    for (long m = 0; m < mr; m++, row++, dst += BF16_DEPTH) {
+        const uint16_t *src = (const uint16_t *)a->x + row * a->ldx;
+        for (long k = 0; k < a->kq * 4; k += BF16_DEPTH) {
+            long n = min_l(BF16_DEPTH, a->k - k);
+            memset(dst + k * a->rows + n, 0, (size_t)(BF16_DEPTH - n) * 2);
+            memcpy(dst + k * a->rows, src + k, (size_t)n * 2);
+        }
+    }
+}
+#endif
 
 static void pack_rows(void *given, long begin, long end) {
     const struct linear_args *a = given;
     for (long t = begin; t < end; t++) {
         long row = tile_row(a, t), mr = tile_row(a, t + 1) - row;
-        void *dst = (char *)a->xp + row * packed_size(a);
-#ifdef DOT_ROWS
-        if (a->digits) {
-            const struct groups *g = &a->groups;
-            float *x = scratch(PANELS, (size_t)(a->kq * 4));
-            for (long m = 0; m < mr; m++, row++) {
-                load_row(x, a->x, row * a->ldx, a->k, a->bf16);
-                for (long i = a->k; i < a->kq * 4; i++) x[i] = 0.0f;
-                pack_digits(dst, x, m, mr, a->kq, a->digits, a->form, g,
-                            g->row_scales ? g->row_scales + row * g->ld : 0, g->units + row * g->count,
-                            g->sums + row * g->count);
-            }
-            continue;
-        }
+        void *dst = (void *)packed_tile(a, t);
+        if (a->digits)
+            pack_digit_rows(a, dst, row, mr);
+#ifdef AMX
+        else if (a->amx)
+            pack_bf16_rows(a, dst, row, mr);
 #endif
-        pack_x(dst, a->x, a->ldx, row, mr, a->k, a->bf16);
+        else
+            pack_x(dst, a->x, a->ldx, row, mr, a->k, a->bf16);
     }
 }
 
@@ -925,25 +1278,35 @@ static void linear_blocks(void *given, long begin, long end) {
     long groups = ceil_div(a->panels, a->group);
     for (long i = begin; i < end; i++) {
         long b = i / groups * a->block, p = i % groups * a->group;
-        linear_block(a, b, min_l(a->tiles, b + a->block), p, min_l(a->group, a->panels - p));
+        a->run(a, b, min_l(a->tiles, b + a->block), p, min_l(a->group, a->panels - p));
     }
 }
 
-/* sums[row][group] of packed rows, times the rows' scales; each sum is one chain of additions */
-static void sum_groups(const struct linear_args *a) {
-    const struct groups *g = &a->groups;
-    for (long t = 0; t < a->tiles; t++) {
-        long row = tile_row(a, t), mr = tile_row(a, t + 1) - row;
-        const float *x = packed_rows(a, row);
-        for (long m = 0; m < mr; m++)
-            for (long i = 0; i < g->count; i++) {
-                float sum = 0.0f;
-                for (long q = i * g->gq; q < min_l(a->kq, (i + 1) * g->gq); q++)
-                    for (long j = 0; j < 4; j++) sum += x[(q * mr + m) * 4 + j];
-                if (g->row_scales) sum *= g->row_scales[(row + m) * g->ld + (g->ld > 1 ? i : 0)];
-                g->sums[(row + m) * g->count + i] = sum;
-            }
-    }
+/* how rows are multiplied by a quantised weight: rows in digits unless it is fp8 */
+static void plan_codes(struct linear_args *a, long scaled, int offsets, const float *row_scales, long row_groups) {
+    struct groups *g = &a->groups;
+    *g = (struct groups){.gq = ceil_div(scaled, 4), .count = ceil_div(a->k, scaled), .offsets = offsets,
+                         .row_scales = row_scales, .ld = row_groups, .shared = 1};
+    a->run = codes_block;
+    a->kq = ceil_div(a->k, 4);
+    a->row_size = a->kq * 16;
+    if (a->form == FP8) return;
+    long group = min_l(ceil_div(scaled, 16) * 16, DOT_MOST);
+    g->gq = group / 4;
+    g->count = ceil_div(a->k, group);
+    g->shared = ceil_div(scaled, group);
+    g->units = scratch(SUMS, (size_t)(4 * a->m * g->count));
+    g->sums = g->units + a->m * g->count;
+    g->excess = (int32_t *)(g->sums + a->m * g->count);
+    a->digits = digits_of(a->bf16);
+    a->rows = DOT_ROWS;
+    a->kq = ceil_div(a->k, 16) * 4;
+    a->row_size = a->kq * 4 * a->digits * (long)sizeof(digit);
+#ifdef AMX
+    if (a->m < AMX_LEAST) return;
+    a->amx = 1, a->rows = AMX_ROWS, a->step = 64;
+    while (group % a->step || a->kq * 4 % a->step) a->step /= 2;
+#endif
 }
 
 /* y[m, n] = x[m, k] @ W^T (+ bias), or silu(gate) * up of a gated weight; n counts the columns of y.
@@ -954,36 +1317,27 @@ void ssd_linear(const void *x, long ldx, const void *w, const void *bias, void *
                 long row_groups, int nthreads) {
     if (m <= 0 || n <= 0) return;
     struct linear_args a = {.x = x, .w = w, .bias = bias, .y = y, .ldx = ldx, .m = m, .n = n, .k = k,
-                            .kq = ceil_div(k, 4), .bf16 = bf16, .gated = gated, .wide = wide,
-                            .form = form, .scales = scales,
-                            .tiles = ceil_div(m, MR_MAX), .xp = x};
-    if (form)
-        a.groups = (struct groups){.gq = ceil_div(scaled, 4), .count = ceil_div(k, scaled), .offsets = offsets,
-                                   .row_scales = row_scales, .ld = row_groups, .shared = 1};
-#ifdef DOT_ROWS
-    if (form && form != FP8) {
-        long group = min_l(ceil_div(scaled, 16) * 16, DOT_MOST);
-        a.digits = bf16 ? 2 : 3;
-        a.kq = ceil_div(k, 16) * 4;
-        a.tiles = ceil_div(m, DOT_ROWS);
-        a.groups.gq = group / 4;
-        a.groups.count = ceil_div(k, group);
-        a.groups.shared = ceil_div(scaled, group);
+                            .kq = padded_depth(k, bf16) / 4, .bf16 = bf16, .gated = gated, .wide = wide,
+                            .form = form, .scales = scales, .rows = MR_MAX, .xp = x, .run = linear_block};
+    a.row_size = a.kq * 16;
+    if (form) plan_codes(&a, scaled, offsets, row_scales, row_groups);
+#ifdef AMX
+    if (!form && bf16) {
+        a.amx = 1, a.rows = AMX_ROWS, a.row_size = a.kq * 8, a.run = amx_bf16_block;
     }
 #endif
-    long numbers = m * a.groups.count;
-    if (a.digits || offsets) a.groups.sums = scratch(SUMS, (size_t)(2 * numbers));
-    if (a.digits) a.groups.units = a.groups.sums + numbers;
-    if (m > 1 || bf16 || k % 4 || a.digits) {
-        a.xp = scratch(ROWS, (size_t)(m * packed_size(&a) / 4));
+    a.tiles = ceil_div(m, a.rows);
+    if (a.amx) a.rows = ceil_div(m, a.tiles);
+    int as_it_is = m == 1 && !a.digits && k == a.kq * 4 && (a.amx || !bf16);
+    if (!as_it_is) {
+        a.xp = scratch(ROWS, (size_t)(a.tiles * a.rows * a.row_size / 4));
         parallel(a.tiles, m * k > 32768 ? nthreads : 1, pack_rows, &a);
     }
-    if (offsets && !a.digits) sum_groups(&a);
     long span = gated ? 2 : 1;
     a.panels = ceil_div(n, NR);
     a.group = (a.tiles == 1 ? GROUP : 2) / span; /* one row tile: wide tasks; more: keep the panels in L1 */
     while (a.group > 1 && ceil_div(a.panels, a.group) < 2 * nthreads) a.group /= 2;
-    a.block = max_l(2, (384 << 10) / (a.kq * 16 * MR_MAX)); /* row tiles that stay in L2 with a stream of panels */
+    a.block = max_l(2, (384 << 10) / (a.rows * a.row_size)); /* row tiles that stay in L2 with a stream of panels */
     a.block = ceil_div(a.tiles, ceil_div(a.tiles, a.block)); /* equal ones: threads share them */
     if ((double)m * (double)n * (double)k * span < 65536.0) nthreads = 1;
     parallel(ceil_div(a.tiles, a.block) * ceil_div(a.panels, a.group), nthreads, linear_blocks, &a);
@@ -1647,4 +2001,15 @@ int ssd_accept(const int32_t *chosen, const int32_t *slots, const int32_t *first
         memcpy(row + 3 + width, draft, (size_t)(count - 1) * 4);
     }
     return 0;
+}
+
+/* ---------------------------------------------------------------- the process
+ * To be called once, before anything else; 0, or 1 if the system does not let the process use what was compiled for. */
+int ssd_enable(void) {
+#if defined(__AMX_TILE__) && defined(SYS_arch_prctl)
+    const int request_permission = 0x1023, tile_data = 18; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
+    return syscall(SYS_arch_prctl, request_permission, tile_data) != 0;
+#else
+    return 0;
+#endif
 }

@@ -33,11 +33,11 @@ from torch import Tensor
 from ssd.kernels import cache
 from ssd.kernels.ops import UNSCALED, KVScales
 from ssd.kernels.quantized import Codes, CodeType, bits_of, dequantize
+from ssd.kernels.variants import FLAGS, Variant, usable
 
 logger = logging.getLogger("ssd")
 
 SOURCE = Path(__file__).with_name("cpu.c")
-BASE_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
 _CPU = torch.device("cpu")  # every tensor states its dtype and device: torch's defaults are the user's
 COMPILE_TIMEOUT_S = 120
 
@@ -69,7 +69,9 @@ _Q = ctypes.c_int64
 _SIGNATURES: dict[str, list[type]] = {
     "ssd_packed_bytes": [_L, _L, _I, _I],
     "ssd_panel_columns": [],
-    "ssd_codes_together": [],
+    "ssd_flipped_bits": [_I],
+    "ssd_enable": [],
+    "ssd_use_huge_pages": [_P, _L],
     "ssd_pack": [_P, _L, _P, _L, _L, _I, _I, _I],
     "ssd_embedding": [_P, _P, _I, _P, _L, _L, _L, _I],
     "ssd_linear": [_P, _L, _P, _P, _P, _L, _L, _L, _I, _I, _I, _I, _P, _L, _I, _P, _L, _I],
@@ -86,23 +88,29 @@ _SIGNATURES: dict[str, list[type]] = {
 }
 _CODES: tuple[CodeType, ...] = ("fp8", "int8", "int4", "uint4")  # as `cpu.c` numbers them, from 1
 _STORAGE = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}  # likewise
-_SIZES = ("ssd_packed_bytes", "ssd_panel_columns", "ssd_codes_together")  # what they return; others status or nothing
-_STATUS = ("ssd_embedding", "ssd_rope_and_store", "ssd_paged_attention", "ssd_prepare_rows", "ssd_accept")
+_SIZES = ("ssd_packed_bytes", "ssd_panel_columns", "ssd_flipped_bits")  # what they return; others status or nothing
+_STATUS = ("ssd_enable", "ssd_embedding", "ssd_rope_and_store", "ssd_paged_attention", "ssd_prepare_rows", "ssd_accept")
 
 
 class Kernels:
     """The compiled kernels. The number of threads (`num_threads`) never changes a result's bits."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, variant: str) -> None:
+        self.variant = variant  # name of the instruction set, see `ssd.kernels.variants`
         self.build = Path(library._name).stem.rpartition("-")[2]  # hash of the machine code, see `ssd.kernels.cache`
         for name, argtypes in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes = argtypes
             function.restype = _L if name in _SIZES else _I if name in _STATUS else None
+        if library.ssd_enable():
+            raise BuildError(f"the operating system does not let processes use {variant}")
         self._packed_bytes = library.ssd_packed_bytes
         self._panel_columns = int(library.ssd_panel_columns())
-        self._codes_together = int(library.ssd_codes_together())
+        self._flipped: dict[CodeType, int] = {
+            kind: int(library.ssd_flipped_bits(form)) for form, kind in enumerate(_CODES, 1)
+        }
         self._pack = library.ssd_pack
+        self._use_huge_pages = library.ssd_use_huge_pages
         self._embedding = library.ssd_embedding
         self._linear = library.ssd_linear
         self._rms_norm = library.ssd_rms_norm
@@ -131,10 +139,12 @@ class Kernels:
 
     def pack_codes(self, codes: Codes, dtype: torch.dtype, gated: bool = False) -> PackedWeight:
         """Repack a quantised weight into panels, for a `linear` of inputs of type `dtype`."""
-        together = self._together(codes.type)
+        if codes.type == "fp8" and codes.offsets is not None:
+            raise ValueError("fp8 codes have no offsets")
+        together = _together(codes.type)
         depth = codes.depth + -codes.depth % (4 * together)
         values = torch.nn.functional.pad(codes.values, (0, depth - codes.values.shape[1]))  # cuts off whole groups
-        values = self._panels(values ^ self._flipped(codes.type), gated)
+        values = self._panels(values ^ self._flipped[codes.type], gated)
         if bits_of(codes.type) == 4:
             low, high = values.chunk(2, 2)
             values = low | high << 4
@@ -142,15 +152,9 @@ class Kernels:
         numbers = [codes.scales] if codes.offsets is None else [codes.scales, codes.offsets]
         scales = torch.stack([self._panels(each, gated) for each in numbers], dim=2)
         n, form = len(codes.values), _CODES.index(codes.type) + 1
-        return PackedWeight(values.contiguous(), n, codes.depth, dtype, gated, form, scales, codes.group)
-
-    def _together(self, kind: CodeType) -> int:
-        """Weights of a row that lie side by side in a panel."""
-        return 1 if kind == "fp8" else self._codes_together
-
-    def _flipped(self, kind: CodeType) -> int:
-        """Bits that are stored inverted: int4 is in two's complement where kernels have dot products of integers."""
-        return 8 if kind == "int4" and self._codes_together > 1 else 0
+        data = torch.empty(values.shape, dtype=torch.uint8, device=_CPU)
+        self._use_huge_pages(data.data_ptr(), data.nbytes)
+        return PackedWeight(data.copy_(values), n, codes.depth, dtype, gated, form, scales, codes.group)
 
     def _panels(self, rows: Tensor, gated: bool) -> Tensor:
         """[N, K] -> [panels, K, columns of a panel], padded with zeros; gate and up panels alternate."""
@@ -185,7 +189,8 @@ class Kernels:
         kind, width = _CODES[packed.form - 1], packed.data.shape[2]
         values = packed.data[panel, :, column % width].flatten(1)
         if bits_of(kind) == 4:
-            values = values >> (column // width * 4)[:, None].to(torch.uint8) & 15 ^ self._flipped(kind)
+            values = values >> (column // width * 4)[:, None].to(torch.uint8) & 15
+        values = values ^ self._flipped[kind]
         numbers = packed.scales[panel, :, :, column]  # [tokens, groups, 1 or 2]
         values = torch.nn.functional.pad(values, (0, numbers.shape[1] * packed.group - values.shape[1]))
         offsets = numbers[:, :, 1] if numbers.shape[2] == 2 else None
@@ -337,6 +342,11 @@ class Kernels:
         return tokens, values
 
 
+def _together(kind: CodeType) -> int:
+    """Weights of a row that lie side by side in a panel."""
+    return 1 if kind == "fp8" else 4
+
+
 @functools.cache
 def load() -> Kernels | None:
     """The kernels, compiled if need be; None, after one warning that says what to do, where that is impossible."""
@@ -352,22 +362,28 @@ def load() -> Kernels | None:
 
 
 def build() -> Kernels:
-    """Compile (or find in the cache) and load the kernels.
+    """Compile (or find in the cache) and load the kernels, for the best instruction set that this machine can use.
 
-    Without a compiler: those that came with the package, which are not made for this very processor.
+    Without a compiler: those that came with the package. $SSD_CPU_VARIANT names another instruction set.
     """
-    compiler = find_compiler()
-    if compiler is None:
-        return Kernels(ctypes.CDLL(str(prebuilt())))
-    failures: list[str] = []
-    for native in ("-march=native", "-mcpu=native"):  # a compiler may lack the first
-        flags = (*BASE_FLAGS, native)
+    compiler, wanted, failures = find_compiler(), os.environ.get("SSD_CPU_VARIANT"), list[str]()
+    variants = [each for each in usable() if wanted in (None, "", each.name)]
+    if not variants:
+        names = ", ".join(each.name for each in usable())
+        raise BuildError(f"SSD_CPU_VARIANT={wanted!r} is not one that this processor can run: {names}")
+    for variant in variants:
         try:
-            return Kernels(ctypes.CDLL(str(_compiled(compiler, flags))))
-        except (BuildError, OSError) as error:
+            return _built(compiler, variant)
+        except (BuildError, OSError) as error:  # an old compiler or system does not know it
             failures.append(str(error))
-            logger.debug("CPU kernels: flags %s failed: %s", flags, error)
-    raise BuildError(failures[0])
+            logger.debug("CPU kernels: %s failed: %s", variant.name, error)
+    raise BuildError(failures[-1])
+
+
+def _built(compiler: list[str] | None, variant: Variant) -> Kernels:
+    if compiler is None:
+        return Kernels(ctypes.CDLL(str(prebuilt(variant))), variant.name)
+    return Kernels(ctypes.CDLL(str(_compiled(compiler, (*FLAGS, *variant.flags)))), variant.name)
 
 
 def find_compiler() -> list[str] | None:
@@ -383,13 +399,11 @@ def find_compiler() -> list[str] | None:
     return None
 
 
-def prebuilt() -> Path:
-    """The library that `setup.py` has compiled, if this processor can run it."""
-    found = next(iter(sorted(SOURCE.parent.glob("_cpu*.so"))), None)
+def prebuilt(variant: Variant) -> Path:
+    """The library that `setup.py` has compiled."""
+    found = next(iter(sorted(SOURCE.parent.glob(f"{variant.library}.*so"))), None)
     if found is None:
-        raise BuildError("no C compiler found, and the package was installed without compiled kernels")
-    if platform.machine() == "x86_64" and not {"avx2", "fma", "bmi2"} <= set(_cpu_identity().split()):
-        raise BuildError("no C compiler found, and the kernels of the package need AVX2 and FMA")
+        raise BuildError(f"no C compiler found, and the package was installed without kernels for {variant.name}")
     return found
 
 
@@ -458,19 +472,8 @@ def _key(compiler: list[str], flags: tuple[str, ...]) -> str:
     """Hash of everything that affects the machine code. The compiler's file is hashed in place of its version."""
     binary = Path(compiler[0]).resolve()
     found = binary.stat()
-    identity = [*compiler, str(binary), str(found.st_size), str(found.st_mtime_ns), *flags, _cpu_identity()]
+    identity = [*compiler, str(binary), str(found.st_size), str(found.st_mtime_ns), *flags, platform.machine()]
     return hashlib.sha256(SOURCE.read_bytes() + "\0".join(identity).encode()).hexdigest()[:20]
-
-
-def _cpu_identity() -> str:
-    """What -march=native depends on: a home directory may be shared by machines of different make."""
-    try:
-        first = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    wanted = re.compile(r"model|vendor|cpu (part|family|impl|var)|flags|features", re.IGNORECASE)
-    kept = [line for line in first.splitlines() if wanted.match(line)]
-    return "\n".join([platform.machine(), *kept])
 
 
 def _compile(compiler: list[str], flags: tuple[str, ...]) -> bytes:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssd.execution.threads import CpuTimes, ThreadController, free_seconds
+from ssd.execution.threads import CpuTimes, ThreadController, free_seconds, quotas
 from ssd.kernels import cpu
 
 STAT = """cpu  300 30 60 3000 12 0 3 9 0 0
@@ -33,7 +33,8 @@ class Machine:
     controller: ThreadController = field(init=False)
 
     def __post_init__(self) -> None:
-        self.controller = ThreadController(frozenset(range(self.num_cores)), self.read, lambda: self.now)
+        cores = frozenset(range(self.num_cores))
+        self.controller = ThreadController(cores, self.read, lambda: self.now, self.num_cores)
 
     def read(self, cores: frozenset[int]) -> CpuTimes:
         assert len(cores) == self.num_cores
@@ -165,3 +166,26 @@ def test_only_the_work_of_this_thread_is_adapted(monkeypatch: pytest.MonkeyPatch
     finally:
         torch.set_num_threads(before)
     assert numbers == [(2, 1), (3, 3), (3, 3)]
+
+
+def test_quotas_of_control_groups(tmp_path: Path) -> None:
+    """Catches a container with four cores' worth of time on a machine with 64, whose threads are held up."""
+    groups = tmp_path / "cgroup"
+    groups.write_text("4:cpu,cpuacct:/old\n3:memory:/old\n0::/outer/inner\n")
+    for name, text in {
+        "outer/cpu.max": "250000 100000\n",
+        "outer/inner/cpu.max": "max 100000\n",
+        "cpu/old/cpu.cfs_quota_us": "50000\n",
+        "cpu/old/cpu.cfs_period_us": "100000\n",
+        "cpu/cpu.cfs_quota_us": "-1\n",
+        "cpu/cpu.cfs_period_us": "100000\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert quotas(groups, tmp_path) == [0.5, 2.5]
+    assert quotas(tmp_path / "none", tmp_path) == []
+
+
+def test_no_more_threads_than_the_quota() -> None:
+    cores, times = frozenset(range(8)), CpuTimes(0.0, 0.0, None)
+    assert ThreadController(cores, lambda _: times, lambda: 0.0, most=3).count(8) == 3

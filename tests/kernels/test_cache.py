@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ssd.kernels import cache, cpu
+from ssd.kernels import cache, cpu, variants
 
 CONTENTS = b"\x7fELF" + bytes(range(256)) * 64
 
@@ -151,7 +151,7 @@ def start(tmp_path: Path, *before: str) -> str:
     compiler = cpu.find_compiler()
     if compiler is None or cpu.load() is None:
         pytest.skip("no C compiler")
-    library = cpu._compiled(compiler, (*cpu.BASE_FLAGS, "-march=native"))
+    library = cpu._compiled(compiler, (*variants.FLAGS, *variants.usable()[0].flags))
     copies = tmp_path / "copies"
     if not copies.exists():  # a compiler that was changed is another one
         copies.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nexec cp {library} "$2"\n')

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ssd.kernels import cpu
+from ssd.kernels import cpu, variants
 from ssd.kernels.cpu import Kernels
 from ssd.kernels.ops import UNSCALED, KVScales
 from ssd.sampling import noise
@@ -81,12 +81,6 @@ def test_embedding_of_no_token(kernels: Kernels, token: int) -> None:
     """The last panel has room for more rows than the weight: those are no tokens either."""
     with pytest.raises(IndexError, match="vocabulary of 101"):
         kernels.embedding(kernels.pack_linear(torch.randn(101, 37)), torch.tensor([3, token]))
-
-
-def test_linear_rounds_once_to_bf16(kernels: Kernels) -> None:
-    weight, x = torch.randn(40, 96).bfloat16(), torch.randn(5, 96).bfloat16()
-    single = kernels.linear(x.float(), kernels.pack_linear(weight.float()))
-    assert torch.equal(kernels.linear(x, kernels.pack_linear(weight)), single.bfloat16())
 
 
 def test_linear_strided_rows(kernels: Kernels) -> None:
@@ -515,28 +509,41 @@ def test_cached_load_is_quick(kernels: Kernels) -> None:
 def test_without_a_compiler_the_kernels_of_the_package_are_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Catches a wheel whose kernels are never loaded, or are not row-invariant without the processor's own flags."""
-    compiler = cpu.find_compiler()
+    """Catches a wheel whose kernels are never loaded, and that fewer of them than this processor could use stop it."""
+    compiler, slowest = cpu.find_compiler(), variants.usable()[-1]
     if compiler is None:
         pytest.skip("no C compiler")
-    (tmp_path / "_cpu.abi3.so").write_bytes(cpu._compile(compiler, cpu.BASE_FLAGS))
+    (tmp_path / f"{slowest.library}.abi3.so").write_bytes(cpu._compile(compiler, variants.FLAGS))
     monkeypatch.setattr(cpu, "SOURCE", tmp_path / "cpu.c")
     monkeypatch.setattr(cpu, "find_compiler", lambda: None)
     found = cpu.build()
+    assert found.variant == slowest.name
     packed, x = found.pack_linear(torch.randn(70, 96)), torch.randn(9, 96)
     together = found.linear(x, packed)
     assert all(torch.equal(found.linear(x[i : i + 1], packed)[0], together[i]) for i in range(9))
 
 
-def test_kernels_of_the_package_are_not_run_by_a_processor_that_cannot(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("flags", "best"),
+    [
+        ("fpu sse4_2 avx", "sse2"),
+        ("avx2 fma bmi2 f16c", "avx2"),
+        ("avx2 fma bmi2 f16c avx512f avx512bw avx512cd avx512dq avx512vl", "avx512"),
+        ("avx2 fma bmi2 f16c avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni amx_tile", "avx512-vnni"),
+    ],
+)
+def test_a_processor_gets_no_instructions_that_it_does_not_have(
+    monkeypatch: pytest.MonkeyPatch, flags: str, best: str
 ) -> None:
-    (tmp_path / "_cpu.abi3.so").touch()
-    monkeypatch.setattr(cpu, "SOURCE", tmp_path / "cpu.c")
-    monkeypatch.setattr(cpu, "_cpu_identity", lambda: "flags : fpu sse4_2 avx")
-    monkeypatch.setattr(cpu.platform, "machine", lambda: "x86_64")
-    with pytest.raises(cpu.BuildError, match="need AVX2"):
-        cpu.prebuilt()
+    monkeypatch.setattr(variants.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(variants, "features", lambda: frozenset(flags.split()))
+    assert variants.usable()[0].name == best
+
+
+def test_a_variant_that_this_processor_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSD_CPU_VARIANT", "altivec")
+    with pytest.raises(cpu.BuildError, match=f"'altivec'.*{variants.usable()[-1].name}"):
+        cpu.build()
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

@@ -13,8 +13,6 @@ from zipfile import ZipFile
 
 import pytest
 
-from ssd.kernels import cpu
-
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FOLDERS = ("ssd", "tests", "bench", "deploy", "scripts", "docs", ".ci", ".github")
@@ -49,11 +47,6 @@ def test_nothing_sends_people_to_an_address_that_does_not_exist(metadata: Messag
     assert metadata.get_all("Project-URL") is None
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     assert not [page.name for page in pages if re.search(r"pip install '?ssd-engine", page.read_text())]
-
-
-def test_the_package_s_kernels_are_compiled_with_the_flags_that_make_them_exact() -> None:
-    setup = (ROOT / "setup.py").read_text()
-    assert not [flag for flag in cpu.BASE_FLAGS if flag != "-fPIC" and f'"{flag}"' not in setup]  # setuptools adds it
 
 
 def test_pictures_of_the_readme_exist() -> None:

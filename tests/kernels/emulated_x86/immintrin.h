@@ -1,0 +1,146 @@
+/* The x86 intrinsics of `cpu.c` in plain C, so that its AVX-512 and AMX kernels run on any machine.  They follow the
+ * pseudo-code of Intel's manual, with the order of AMX's bf16 sums; not emulated is that those flush denormal numbers. */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef float __m512 __attribute__((vector_size(64), may_alias));
+typedef int64_t __m512i __attribute__((vector_size(64), may_alias));
+typedef float __m256 __attribute__((vector_size(32), may_alias));
+typedef int64_t __m256i __attribute__((vector_size(32), may_alias));
+typedef int64_t __m128i __attribute__((vector_size(16), may_alias));
+
+#define EMULATED static __attribute__((noinline, unused)) /* compiles in a tenth of the time */
+
+EMULATED __m128i _mm_loadu_si128(const void *p) {
+    __m128i v;
+    memcpy(&v, p, 16);
+    return v;
+}
+
+EMULATED __m128i _mm_loadl_epi64(const void *p) {
+    __m128i v = {0};
+    memcpy(&v, p, 8);
+    return v;
+}
+
+#define FOR_WIDTH(bits, lanes, dpbusd)                                                            \
+    EMULATED __m##bits _mm##bits##_fmadd_ps(__m##bits a, __m##bits b, __m##bits c) {              \
+        for (int i = 0; i < lanes; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);                  \
+        return c;                                                                                 \
+    }                                                                                             \
+    EMULATED __m##bits##i _mm##bits##_cvtepu8_epi32(__m128i v) {                                  \
+        uint8_t in[16];                                                                           \
+        int32_t out[lanes];                                                                       \
+        memcpy(in, &v, 16);                                                                       \
+        for (int i = 0; i < lanes; i++) out[i] = in[i];                                           \
+        __m##bits##i result;                                                                      \
+        memcpy(&result, out, sizeof result);                                                      \
+        return result;                                                                            \
+    }                                                                                             \
+    EMULATED __m##bits##i _mm##bits##_madd_epi16(__m##bits##i a, __m##bits##i b) {                \
+        int16_t x[2 * lanes], y[2 * lanes];                                                       \
+        int32_t out[lanes];                                                                       \
+        memcpy(x, &a, sizeof x);                                                                  \
+        memcpy(y, &b, sizeof y);                                                                  \
+        for (int i = 0; i < lanes; i++) out[i] = x[2 * i] * y[2 * i] + x[2 * i + 1] * y[2 * i + 1]; \
+        __m##bits##i result;                                                                      \
+        memcpy(&result, out, sizeof result);                                                      \
+        return result;                                                                            \
+    }                                                                                             \
+    EMULATED __m##bits##i dpbusd(__m##bits##i acc, __m##bits##i a, __m##bits##i b) {              \
+        uint8_t x[4 * lanes];                                                                     \
+        int8_t y[4 * lanes];                                                                      \
+        int32_t out[lanes];                                                                       \
+        memcpy(x, &a, sizeof x);                                                                  \
+        memcpy(y, &b, sizeof y);                                                                  \
+        memcpy(out, &acc, sizeof out);                                                            \
+        for (int i = 0; i < 4 * lanes; i++) out[i / 4] += x[i] * y[i];                            \
+        __m##bits##i result;                                                                      \
+        memcpy(&result, out, sizeof result);                                                      \
+        return result;                                                                            \
+    }
+FOR_WIDTH(512, 16, _mm512_dpbusd_epi32)
+FOR_WIDTH(256, 8, _mm256_dpbusd_avx_epi32)
+
+/* ---------------------------------------------------------------- AMX: what the hardware would refuse ends the process */
+struct emulated_config {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+};
+static __thread struct emulated_config tile_shape;
+static __thread uint8_t tile_data[8][16][64];
+
+EMULATED void tile_check(int right) {
+    if (!right) abort();
+}
+
+EMULATED void _tile_loadconfig(const void *config) {
+    memcpy(&tile_shape, config, sizeof tile_shape);
+    tile_check(tile_shape.palette == 1);
+    for (int i = 0; i < 16; i++)
+        tile_check(i < 8 ? tile_shape.rows[i] > 0 && tile_shape.rows[i] <= 16 && tile_shape.bytes[i] <= 64
+                         : !tile_shape.rows[i]);
+    memset(tile_data, 0, sizeof tile_data);
+}
+
+EMULATED void _tile_release(void) { memset(&tile_shape, 0, sizeof tile_shape); }
+
+EMULATED void _tile_zero(int tile) {
+    tile_check(tile_shape.palette == 1);
+    memset(tile_data[tile], 0, sizeof tile_data[tile]);
+}
+
+EMULATED void _tile_loadd(int tile, const void *base, long stride) {
+    _tile_zero(tile);
+    for (int row = 0; row < tile_shape.rows[tile]; row++)
+        memcpy(tile_data[tile][row], (const char *)base + row * stride, tile_shape.bytes[tile]);
+}
+
+EMULATED void _tile_stored(int tile, void *base, long stride) {
+    tile_check(tile_shape.palette == 1);
+    for (int row = 0; row < tile_shape.rows[tile]; row++)
+        memcpy((char *)base + row * stride, tile_data[tile][row], tile_shape.bytes[tile]);
+}
+
+/* rows, columns and depth of sums += a @ b have to be those of the three tiles */
+EMULATED void tile_check_shapes(int sums, int a, int b) {
+    tile_check(tile_shape.rows[sums] == tile_shape.rows[a] && tile_shape.bytes[sums] == tile_shape.bytes[b] &&
+               tile_shape.bytes[a] == 4 * tile_shape.rows[b]);
+}
+
+EMULATED void _tile_dpbsud(int sums, int a, int b) {
+    tile_check_shapes(sums, a, b);
+    for (int m = 0; m < tile_shape.rows[sums]; m++) {
+        int32_t row[16];
+        memcpy(row, tile_data[sums][m], 64);
+        for (int k = 0; k < tile_shape.rows[b]; k++)
+            for (int n = 0; n < 16; n++)
+                for (int i = 0; i < 4; i++) row[n] += (int8_t)tile_data[a][m][4 * k + i] * tile_data[b][k][4 * n + i];
+        memcpy(tile_data[sums][m], row, 64);
+    }
+}
+
+EMULATED float tile_bf16(const uint8_t *p) {
+    uint32_t bits = (uint32_t)p[0] << 16 | (uint32_t)p[1] << 24;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+EMULATED void _tile_dpbf16ps(int sums, int a, int b) {
+    tile_check_shapes(sums, a, b);
+    for (int m = 0; m < tile_shape.rows[sums]; m++) {
+        float row[16], even[16] = {0}, odd[16] = {0};
+        memcpy(row, tile_data[sums][m], 64);
+        for (int k = 0; k < tile_shape.rows[b]; k++)
+            for (int n = 0; n < 16; n++) {
+                even[n] += tile_bf16(tile_data[a][m] + 4 * k) * tile_bf16(tile_data[b][k] + 4 * n);
+                odd[n] += tile_bf16(tile_data[a][m] + 4 * k + 2) * tile_bf16(tile_data[b][k] + 4 * n + 2);
+            }
+        for (int n = 0; n < 16; n++) row[n] += even[n] + odd[n];
+        memcpy(tile_data[sums][m], row, 64);
+    }
+}

@@ -1,0 +1,87 @@
+"""Instruction sets of the CPU kernels: those of x86 run everywhere with emulated intrinsics.
+
+Sums of integers are exact, so all of them have the bits of the native kernels for quantised weights; products of floats
+are added in an order of their own. What this cannot catch: a processor that does not do what its manual says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from stored_codes import CODES, some_codes
+
+from ssd.kernels import cpu, variants
+from ssd.kernels.cpu import Kernels
+
+EMULATED = Path(__file__).with_name("emulated_x86")
+MACROS = {
+    "amx": ("__AVX512F__", "__AVX512VNNI__", "__AMX_INT8__", "__AMX_BF16__"),
+    "avx512-vnni": ("__AVX512F__", "__AVX512VNNI__"),
+    "avx512": ("__AVX512F__",),
+    "avx-vnni": ("__AVX2__", "__FMA__", "__AVXVNNI__"),
+    "avx2": ("__AVX2__", "__FMA__"),
+}
+OWN = [each.name for each in variants.usable()[1:] if each.name not in (*MACROS, "sse2")]  # sse2 rounds products
+ROWS = (1, 4, 5, 16, 17, 35)
+
+
+@pytest.fixture(scope="module")
+def native() -> Kernels:
+    loaded = cpu.load()
+    if loaded is None:
+        pytest.skip("no C compiler")
+    return loaded
+
+
+@pytest.fixture(scope="module", params=[*MACROS, *OWN])
+def other(request: pytest.FixtureRequest, native: Kernels, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    name, library = request.param, tmp_path_factory.mktemp("emulated") / "cpu.so"
+    if name not in MACROS:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SSD_CPU_VARIANT", name)
+            return cpu.build()
+    flags = [*variants.FLAGS, "-O1", f"-I{EMULATED}", *(f"-D{macro}" for macro in MACROS[name])]
+    compiler = cpu.find_compiler() or []
+    subprocess.run([*compiler, *flags, "-shared", cpu.SOURCE, "-o", library, "-lm", "-lpthread"], check=True)
+    return Kernels(ctypes.CDLL(str(library)), name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_integer_codes_have_the_same_bits_in_every_variant(native: Kernels, other: Kernels, dtype: torch.dtype) -> None:
+    """And rows have them in any company. Depths that are no multiple of a tile's, groups that are, gate and scales."""
+    cases = [(code, group, offsets, 512) for code, group, offsets in CODES if code != "fp8"]
+    cases += [("int4", 0, False, 200), ("int8", 0, True, 37), ("uint4", 96, True, 576)]
+    for code, group, offsets, depth in cases:
+        codes = some_codes(code, 70, depth, group or depth, offsets=offsets, device=torch.device("cpu"))
+        x, tokens = torch.randn(ROWS[-1], depth).to(dtype), torch.tensor([3, 69])
+        scales = torch.rand(ROWS[-1], 1) + 0.5
+        for gated in (False, True):
+            ours, theirs = (each.pack_codes(codes, dtype, gated) for each in (native, other))
+            expected = native.linear(x, ours, float32=True, row_scales=scales)
+            for rows in ROWS:
+                found = other.linear(x[:rows], theirs, float32=True, row_scales=scales[:rows])
+                if gated:  # an exponential has the machine's own vectors
+                    torch.testing.assert_close(found, expected[:rows], rtol=1e-5, atol=1e-4)
+                else:
+                    assert torch.equal(found, expected[:rows]), (code, group, depth, rows)
+                    assert torch.equal(native.codes_embedding(ours, tokens), other.codes_embedding(theirs, tokens))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "k"), [(131, 63), (70, 577), (64, 64)])
+def test_products_of_every_variant(other: Kernels, dtype: torch.dtype, n: int, k: int) -> None:
+    """Against sums in double precision; a row's bits in any company; rows that are looked up."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(n, k).to(dtype), torch.randn(50, k).to(dtype)
+    packed = other.pack_linear(weight)
+    whole, exact = other.linear(x, packed, float32=True), x.double() @ weight.double().T
+    assert (whole - exact).norm() < 1e-6 * exact.norm()
+    for rows in (*ROWS, 33, 48):
+        assert torch.equal(other.linear(x[:rows], packed, float32=True), whole[:rows])
+    assert torch.equal(other.embedding(packed, torch.tensor([0, n - 1])), weight[[0, n - 1]])
