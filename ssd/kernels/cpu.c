@@ -264,7 +264,8 @@ INLINE long int_at(const void *p, long i, int is64) {
 /* ---------------------------------------------------------------- threads
  * Every calling thread has workers of its own.  A loop is cut into chunks, which the caller and its workers claim one
  * by one; it ends with its last chunk, so that a worker that has no core just then delays nothing.  After a loop the
- * workers look for the next one for a while (kernels follow each other within microseconds), then they sleep. */
+ * workers look for the next one for a while (kernels follow each other within microseconds), then they sleep.  Workers
+ * beyond the number of the last loop sleep until a loop wants more: their cores are another process's. */
 #define MAX_THREADS 256
 #define CHUNKS 4                 /* of a loop, per thread */
 #define LOOKING_NS (100 * 1000L) /* how long a worker looks for work before it sleeps */
@@ -287,7 +288,7 @@ struct team {
     _Atomic int asleep, stopping;
     int count; /* workers */
     pthread_mutex_t lock;
-    pthread_cond_t wake;
+    pthread_cond_t wake, more; /* for the next loop; for a higher limit */
     struct worker workers[MAX_THREADS - 1];
 };
 static pthread_key_t team_key;
@@ -318,6 +319,25 @@ static void take_part(struct team *team, uint64_t ticket) {
     }
 }
 
+static void await_limit(struct worker *self) {
+    struct team *team = self->team;
+    pthread_mutex_lock(&team->lock);
+    while (self->number >= atomic_load(&team->limit) && !atomic_load(&team->stopping))
+        pthread_cond_wait(&team->more, &team->lock);
+    pthread_mutex_unlock(&team->lock);
+}
+
+static void set_limit(struct team *team, int limit) {
+    if (limit <= atomic_load(&team->limit)) {
+        atomic_store(&team->limit, limit);
+        return;
+    }
+    pthread_mutex_lock(&team->lock);
+    atomic_store(&team->limit, limit);
+    pthread_cond_broadcast(&team->more);
+    pthread_mutex_unlock(&team->lock);
+}
+
 static void *work(void *given) {
     struct worker *self = given;
     struct team *team = self->team;
@@ -338,7 +358,10 @@ static void *work(void *given) {
             pthread_mutex_unlock(&team->lock);
         }
         seen = ticket >> 32;
-        if (self->number < atomic_load(&team->limit)) take_part(team, ticket);
+        if (self->number < atomic_load(&team->limit))
+            take_part(team, ticket);
+        else
+            await_limit(self);
     }
 }
 
@@ -354,10 +377,12 @@ static void end_team(void *given) {
     pthread_mutex_lock(&team->lock);
     atomic_store(&team->stopping, 1);
     pthread_cond_broadcast(&team->wake);
+    pthread_cond_broadcast(&team->more);
     pthread_mutex_unlock(&team->lock);
     for (int i = 0; i < team->count; i++) pthread_join(team->workers[i].thread, 0);
     pthread_mutex_destroy(&team->lock);
     pthread_cond_destroy(&team->wake);
+    pthread_cond_destroy(&team->more);
     free(team);
 }
 
@@ -371,7 +396,7 @@ static struct team *team_of(int workers) {
     if (!team) {
         team = calloc(1, sizeof *team);
         if (!team || pthread_mutex_init(&team->lock, 0) || pthread_cond_init(&team->wake, 0) ||
-            pthread_setspecific(team_key, team))
+            pthread_cond_init(&team->more, 0) || pthread_setspecific(team_key, team))
             abort();
     }
     if (team->count >= workers) return team;
@@ -399,7 +424,7 @@ static void parallel(long items, int nthreads, loop_fn *body, void *arg) {
     long chunk = ceil_div(items, (long)CHUNKS * nthreads), chunks = ceil_div(items, chunk);
     team->body = body, team->arg = arg, team->items = items, team->chunk = chunk;
     atomic_store(&team->done, 0);
-    atomic_store(&team->limit, nthreads - 1);
+    set_limit(team, nthreads - 1);
     uint64_t ticket = ((atomic_load(&team->ticket) >> 32) + 1) << 32 | (uint64_t)chunks << 16;
     atomic_store(&team->ticket, ticket);
     wake_all(team);
