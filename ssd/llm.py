@@ -72,7 +72,7 @@ class LLM:
         self._refusals = itertools.count()
         drafter = engine.round.drafter
         if self.config.speculation.mode == "auto" and isinstance(drafter, DepthController) and engine.max_model_len > 1:
-            _measure_modes(self.driver, drafter)
+            measure_modes(self.driver, drafter)
 
     @property
     def driver(self) -> Driver:
@@ -323,19 +323,33 @@ class LLM:
         return dict(options)
 
 
-def _measure_modes(driver: Driver, controller: DepthController) -> None:
-    """Decodes any text until the times of all modes are known, so that the first request need not try them."""
+def measure_modes(driver: Driver, controller: DepthController) -> None:
+    """Decodes any text until the times of all modes are known, so that requests need not try them.
+
+    On a GPU in batches of 1, 2, 4, … sequences; on a CPU, where that would take long, with one.
+    """
     loading.info("measuring the speed of the modes")
-    end = time.monotonic() + _MEASURING_SECONDS
-    length = min(_MEASURING_TOKENS, driver.limits.max_model_len - 1)
-    params = SamplingParams(max_new_tokens=length, ignore_eos=True)
-    submission = driver.submit([0], params)
-    while driver.call(lambda engine: engine.has_work and not controller.measured) and time.monotonic() < end:
-        pass
-    driver.abort(submission.request_id)
-    submission.result()
+    end, limits = time.monotonic() + _MEASURING_SECONDS, driver.limits
+    most = driver.call(lambda engine: engine.scheduler.max_num_seqs if engine.round.run_ahead else 1)
+    params = SamplingParams(max_new_tokens=min(_MEASURING_TOKENS, limits.max_model_len - 1), ignore_eos=True)
+    batch = 1
+    while batch <= most and time.monotonic() < end:
+        submissions = driver.submit_many([([i % limits.vocab_size], params) for i in range(batch)])
+        _await_times(driver, controller, batch, end)
+        for submission in submissions:
+            driver.abort(submission.request_id)
+        for submission in submissions:
+            submission.result()
+        batch *= 2
     driver.call(lambda engine: engine.use(controller, engine.scheduler.max_num_seqs))
     driver.call(lambda _: controller.forget_text())
+
+
+def _await_times(driver: Driver, controller: DepthController, batch: int, end: float) -> None:
+    """Waits until all modes were measured with the batch that runs, until `end` at most."""
+    measured = driver.call(lambda _: controller.measure(batch))
+    while driver.call(lambda engine: engine.has_work) and not measured() and time.monotonic() < end:
+        pass
 
 
 def _set_num_threads(count: int) -> None:

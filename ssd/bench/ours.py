@@ -23,7 +23,7 @@ from ssd.drafting.ssd import SSDDrafter
 from ssd.engine.engine import Engine
 from ssd.engine.metrics import EngineMetrics
 from ssd.errors import ConfigError
-from ssd.llm import LLM, check_served
+from ssd.llm import LLM, check_served, measure_modes
 from ssd.models.open import open_eagle
 from ssd.options import options_of
 
@@ -182,7 +182,11 @@ def _drafter(llm: LLM, speculation: SpeculationConfig) -> Drafter:
     speculation = placed(speculation, resolve_device(llm.config.device), head=isinstance(model, EagleModel))
     if speculation.draft == NGRAM:
         model = None
-    return drafter_of(model, speculation)
+    drafter = drafter_of(model, speculation)
+    if speculation.mode == "auto" and isinstance(drafter, DepthController):  # as an engine of its own does
+        llm.driver.call(lambda engine: engine.use(drafter, engine.scheduler.max_num_seqs))
+        measure_modes(llm.driver, drafter)
+    return drafter
 
 
 def methods_of(names: str, draft: str | None, k: int | str, options: Mapping[str, Any]) -> list[Method]:

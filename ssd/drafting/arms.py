@@ -17,11 +17,14 @@ from ssd.config import K_MAX
 from ssd.core import Outcome
 from ssd.drafting.estimate import Average, TypicalSeconds
 
-_MIN_SAMPLES = 3  # rounds that measure an arm; twice as many of SSD, whose rounds are longer after a miss
-_HOPELESS = 0.85  # share of the best arm's speed below which fewer are enough: one, or _MIN_SAMPLES of SSD
+_MIN_SAMPLES = 3  # rounds that measure an arm
+_SAMPLES, _MOST_SAMPLES = 12, 48  # that measure SSD, whose rounds vary, and the first drafts of a text
+_HOPELESS = 0.85  # share of the fastest other arm's speed below which fewer are enough: one, or _MIN_SAMPLES of SSD
+_CLOSE = 0.08  # difference to that speed up to which _MOST_SAMPLES are measured instead of _SAMPLES
 SETTLING = 1  # rounds after a change of arm that are not measured, besides those in flight
 _MAX_TRIAL = 64  # rounds after which a trial is given up: its drafter has not caught up
 _TRIAL_SHARE = 0.01  # of the time that trials may lose
+_MAX_DEBT = 512  # rounds after which there may be trials again, whatever the last ones have lost
 _MAX_INTERVAL = 128  # rounds between two trials, at least
 _FIRST_INTERVAL = 24  # rounds before the first one that nothing requires; doubles with every trial
 _NEW_SIZE_INTERVAL = 8  # rounds before the trial of each mode at a new batch size
@@ -68,22 +71,19 @@ class AcceptanceRates:
         self.reset()
 
     def reset(self) -> None:
-        self._rates = [Average(0.99, 3.0, 4.0) for _ in range(self._depth)]
+        self._rates = [Average(0.99, 12.0, 16.0) for _ in range(self._depth)]
 
     def accepted(self, k: int) -> float:
         """Expected number of accepted tokens of a draft of k tokens."""
         reached = itertools.accumulate((rate.value for rate in self._rates[:k]), float.__mul__)
         return float(sum(reached))
 
-    def learn(self, outcome: Outcome) -> None:
-        accepted = outcome.num_accepted
-        for i in range(min(accepted + 1, len(outcome.draft), len(self._rates))):
-            self._rates[i].add(float(i < accepted))
-
-
-def _samples(arm: Arm) -> int:
-    """Rounds that measure an arm."""
-    return 2 * _MIN_SAMPLES if arm.width else _MIN_SAMPLES
+    def learn(self, outcomes: Seq[Outcome]) -> None:
+        """Adds the drafts of a round. A round has the weight of one draft, however many sequences it has."""
+        for i, rate in enumerate(self._rates):
+            reached = [each.num_accepted > i for each in outcomes if each.num_accepted >= i and len(each.draft) > i]
+            if reached:
+                rate.add(sum(reached) / len(outcomes), len(reached) / len(outcomes))
 
 
 def _new_ready() -> Average:
@@ -105,6 +105,7 @@ class ArmTimes:
     ready: Average = field(default_factory=_new_ready)  # see `tokens`
     untried: list[Arm] = field(default_factory=list)  # arms that are measured whatever it costs, the first one first
     first_interval: int = 0  # rounds before each of them
+    thorough: bool = False  # until all are measured at the start, and SSD with the first text: no trial ends early
     interval: int = _FIRST_INTERVAL  # rounds between later trials
     rounds: int = 0  # since the last trial, or of the current one
     trials: int = 0
@@ -115,6 +116,11 @@ class ArmTimes:
         if not self.untried:
             self.untried = self._representatives()
             self.best = self.untried[0]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that must be measured has been."""
+        return self.trial is None and not self.untried
 
     def _representatives(self) -> list[Arm]:
         """The middle depth of SD, then plain decoding, then SSD with each width."""
@@ -134,20 +140,28 @@ class ArmTimes:
             self.best,
             level=None,
             ready=replace(self.ready),
-            untried=self._fastest_of_modes(),
+            untried=self._others(),
             first_interval=_NEW_SIZE_INTERVAL,
         )
 
-    def _fastest_of_modes(self) -> list[Arm]:
-        """The fastest known arm of each mode, the best one first."""
+    def _others(self) -> list[Arm]:
+        """The fastest known arm of each mode but the best arm's."""
         known = sorted((self.speed(arm), arm) for arm, s in self.seconds.items() if s.mean)
-        first = {arm.mode: arm for _, arm in known} | {self.best.mode: self.best}
-        return sorted(first.values(), key=lambda arm: arm != self.best)
+        fastest = {arm.mode: arm for _, arm in known}
+        return [arm for mode, arm in fastest.items() if mode != self.best.mode]
 
     def forget_text(self) -> None:
-        """Keeps the times, and compares the modes again with the next text: how often SSD misses depends on it."""
+        """Keeps the times, and measures with the next text what depends on it: how many tokens a round has.
+
+        With SSD, from which that of SD is known, too, unless SSD would be slower even without a miss.
+        """
         self.ready = _new_ready()
-        self.untried, self.first_interval, self.rounds = self._fastest_of_modes(), _NEW_SIZE_INTERVAL, 0
+        self.best = self._best()
+        fastest = self.speed(self.best)
+        ssd = sorted((arm for arm, s in self.seconds.items() if arm.width and s.last), key=self.speed)[-1:]
+        hopeful = [arm for arm in ssd if 1.0 + self.accepted(arm.k) > fastest * min(self.seconds[arm].last)]
+        self.untried = hopeful or [self.best]
+        self.first_interval, self.rounds, self.thorough = 0, 0, True
 
     def record(self, arm: Arm, seconds: float, *, comparable: bool = True) -> None:
         """Adds a round's time; `comparable`: False for one that was not like the rounds before it.
@@ -161,7 +175,7 @@ class ArmTimes:
             slower = seconds / self.level / known.mean
             self.level *= 1 + (min(max(slower, 0.8), 1.25) - 1) / 16
             if not 1 / _DRIFT < self.level / self.checked_level < _DRIFT and not self.untried:
-                self.untried, self.first_interval = self._fastest_of_modes(), _NEW_SIZE_INTERVAL
+                self.untried, self.first_interval = self._others(), _NEW_SIZE_INTERVAL
                 self.checked_level = self.level
         if self.level is None:
             return
@@ -169,6 +183,7 @@ class ArmTimes:
         self.credit += _TRIAL_SHARE * usual
         if arm != self.best or not comparable:
             self.credit -= self._lost(arm, usual)
+        self.credit = max(self.credit, -_MAX_DEBT * _TRIAL_SHARE * usual)
         if comparable:
             known.add(usual)
 
@@ -177,6 +192,7 @@ class ArmTimes:
         self.rounds += 1
         if self.trial is not None and (self._measured(self.trial) or self.rounds > _MAX_TRIAL):
             self.trial, self.rounds = None, 0
+            self.thorough = self.thorough and bool(self.untried)
         if self.trial is None:
             if self.untried and self.rounds >= self.first_interval:
                 self._try(self.untried.pop(0))
@@ -214,7 +230,8 @@ class ArmTimes:
             return
         fastest = self.speed(self.best)
         arm = max(others, key=lambda arm: (self.speed(arm) or fastest) * _OPTIMISM ** -self.tried.get(arm, 0))
-        if (_samples(arm) + SETTLING) * self._lost(arm, self._expected(arm)) <= self.credit:
+        rounds = _SAMPLES if arm.width else _MIN_SAMPLES
+        if (rounds + SETTLING) * self._lost(arm, self._expected(arm)) <= self.credit:
             self._try(arm)
             self.interval = min(2 * self.interval, _MAX_INTERVAL)
 
@@ -231,9 +248,14 @@ class ArmTimes:
         return best if value[best] > _MARGIN * value[self.best] else self.best
 
     def _measured(self, arm: Arm) -> bool:
-        count = len(self.seconds[arm].last)
-        clear = arm != self.best and self.speed(arm) < _HOPELESS * self.speed(self.best)
-        return count >= _samples(arm) or (count >= (_MIN_SAMPLES if arm.width else 1) and clear)
+        count, other = len(self.seconds[arm].last), max([0.0, *(self.speed(a) for a in self.arms if a != arm)])
+        ratio = self.speed(arm) / other if other else 1.0
+        if ratio < _HOPELESS and not self.thorough:
+            return count >= (_MIN_SAMPLES if arm.width else 1)
+        if not arm.width and not (arm.k and self.thorough):
+            return count >= _MIN_SAMPLES
+        close = other > 0.0 and abs(ratio - 1.0) < _CLOSE
+        return count >= _SAMPLES and (not close or self.rounds > _MOST_SAMPLES)
 
     def _expected(self, arm: Arm) -> float:
         """Seconds per round: measured, or interpolated over K between arms of the same width and plain decoding.

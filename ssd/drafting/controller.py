@@ -102,14 +102,15 @@ class DepthController(Drafter):
     def catch_up(self, works: Seq[Work]) -> bool:
         return self._drafter.catch_up(works)
 
-    @property
-    def measured(self) -> bool:
-        """Whether all modes have been measured at some batch size."""
-        return any(times.trial is None and not times.untried for times in self._times.values())
+    def measure(self, batch: int) -> Callable[[], bool]:
+        """Measures all modes in the next rounds of so many sequences; what is returned says whether that is done."""
+        times = self._times[(batch - 1).bit_length()] = ArmTimes(self._arms, self._rates.accepted, thorough=True)
+        return lambda: times.complete
 
     def forget_text(self) -> None:
-        """Keeps the times, and forgets how often the drafts of a text were accepted."""
+        """Keeps the times of sizes that were measured, and forgets how often the drafts of a text were accepted."""
         self._rates.reset()
+        self._times = {size: times for size, times in self._times.items() if times.complete}
         for times in self._times.values():
             times.forget_text()
         self._own_stats.rounds.clear()
@@ -127,9 +128,7 @@ class DepthController(Drafter):
         round_.drafter.observe(works, outcomes, seconds)
         self._own_stats.rounds[round_.arm.mode] += 1
         times = self._times_of(round_.size)
-        for work, outcome in zip(works, outcomes, strict=True):
-            if outcome is not None:
-                self._learn(work, outcome, round_.arm, times if round_.settled else None)
+        self._learn(works, outcomes, round_.arm, times if round_.settled else None)
         if not _has_prefill(works):
             times.record(round_.arm, seconds, comparable=round_.settled)
         if any(outcome is not None for outcome in outcomes):
@@ -150,12 +149,20 @@ class DepthController(Drafter):
         for each in self.inner:
             each.close()
 
-    def _learn(self, work: Work, outcome: Outcome, arm: Arm, times: ArmTimes | None) -> None:
+    def _learn(self, works: Seq[Work], outcomes: Seq[Outcome | None], arm: Arm, times: ArmTimes | None) -> None:
         """`times`: None where the round is not one of many alike."""
-        if arm.width and work.lookahead and times is not None:
-            times.ready.add(float(outcome.num_accepted), self._rates.accepted(min(arm.k, work.lookahead)))
-        if outcome.draft and (not arm.width or outcome.origin in MODEL_WRITTEN):
-            self._rates.learn(outcome)
+        found = [(work, outcome) for work, outcome in zip(works, outcomes, strict=True) if outcome is not None]
+        written = [outcome for _, outcome in found if outcome.draft and (not arm.width or _written(outcome))]
+        if arm.width and times is not None:
+            for work, outcome in found:
+                if work.lookahead:
+                    expected = self._rates.accepted(len(outcome.draft))  # varies less than how many were accepted
+                    times.ready.add(
+                        expected if _written(outcome) else float(outcome.num_accepted),
+                        self._rates.accepted(min(arm.k, work.lookahead)),
+                    )
+        if written:
+            self._rates.learn(written)
 
     def _wish(self, arm: Arm, times: ArmTimes) -> None:
         """Takes an arm, after its drafter has caught up; until then the best arm whose drafter needs not."""
@@ -176,7 +183,7 @@ class DepthController(Drafter):
         self._drafter.budget = self.budget = arm.width
 
     def _log_choice(self, size: int, times: ArmTimes) -> None:
-        if times.trial is None and not times.untried and self._chosen.get(size) != times.best:
+        if times.complete and self._chosen.get(size) != times.best:
             self._chosen[size] = times.best
             fastest = {arm.mode: speed for speed, arm in sorted((times.speed(arm), arm) for arm in self._arms)}
             others = [f"{mode} {speed / (times.level or 1.0):.0f}" for mode, speed in fastest.items() if speed]
@@ -190,6 +197,10 @@ class DepthController(Drafter):
             new = ArmTimes(self._arms, self._rates.accepted) if near is None else self._times[near].like()
             self._times[size] = new
         return self._times[size]
+
+
+def _written(outcome: Outcome) -> bool:
+    return outcome.origin in MODEL_WRITTEN
 
 
 def _has_prefill(works: Seq[Work]) -> bool:

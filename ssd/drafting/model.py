@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from ssd.core import Origin, Outcome, Proposal, Sequence, Work
@@ -30,6 +31,9 @@ class DraftSequence:
     last_branched: Work | None = None  # the same for the draft under verification: the last round with a preparation
 
 
+Able = tuple[Work, DraftSequence]  # a work that the draft model can draft for, with its state of the sequence
+
+
 class DraftSource:
     """What drafters need of a draft model or head: its runs, and whether a work can have them.
 
@@ -43,19 +47,19 @@ class DraftSource:
         """Its state of a work's sequence; None: it cannot draft for it now."""
         raise NotImplementedError
 
-    def num_unread(self, work: Work, own: DraftSequence) -> int:
-        """Upper bound of the tokens that a run has to read of a sequence."""
+    def num_unread(self, able: Seq[Able]) -> int:
+        """Upper bound of the tokens that a run has to read of each of these sequences."""
         return 1
 
-    def can_branch(self, work: Work, own: DraftSequence) -> bool:
-        """Whether branches can be prepared while this work is verified."""
-        return True
+    def branching(self, able: Seq[Able]) -> list[Work]:
+        """The works for which branches can be prepared while they are verified."""
+        return [work for work, _ in able]
 
     def mark_read(self, work: Work, *, branched: bool) -> None:
         """Records that the round of this work reads all tokens decided before it; `branched`: and its draft."""
 
-    def read_prompt(self, work: Work, own: DraftSequence) -> None:
-        """Reads the tokens of a prefill chunk, except for the sequence's last one."""
+    def read_prompts(self, able: Seq[Able]) -> None:
+        """Reads the tokens of prefill chunks, except for a sequence's last one."""
 
     def catch_up(self, works: Seq[Work]) -> bool:
         """Reads a chunk of what it has not read of these sequences; False: there is more."""
@@ -100,23 +104,32 @@ class DraftModel(DraftSource):
         model.tables.update([(work.slot, own.kv.blocks)])
         return own
 
-    def num_unread(self, work: Work, own: DraftSequence) -> int:
+    def num_unread(self, able: Seq[Able]) -> int:
         """Tokens beyond those that a run can read are read now."""
-        sequence, deciding = work.sequence, _deciding(work)
-        if deciding is not None and deciding is own.last_read:
-            return deciding.num_logits
-        self._read(own, len(sequence.tokens) - (self.runner.shapes.reads if deciding is None else 0))
-        return sequence.most_len - own.kv.num_computed
+        most, behind = 0, list[Able]()
+        for work, own in able:
+            deciding = _deciding(work)
+            if deciding is not None and deciding is own.last_read:
+                most = max(most, deciding.num_logits)
+            else:
+                behind.append((work, own))
+        reads = self.runner.shapes.reads
+        self._read([(o, len(w.sequence.tokens) - (0 if _deciding(w) else reads)) for w, o in behind])
+        return max([most, *(work.sequence.most_len - own.kv.num_computed for work, own in behind)])
 
-    def can_branch(self, work: Work, own: DraftSequence) -> bool:
-        """Whether all decided tokens but the last have draft KV, as branches need it; reads them if they are known."""
-        if work.proposal.origin in (Origin.DRAFT, Origin.JIT):
-            return True
-        deciding = _deciding(work)
-        if deciding is not None:
-            return deciding is own.last_branched
-        self._read(own, len(work.sequence.tokens) - 1)
-        return True
+    def branching(self, able: Seq[Able]) -> list[Work]:
+        """Those whose decided tokens but the last have draft KV, as branches need it; reads them if they are known."""
+        found, unread = list[Work](), list[tuple[DraftSequence, int]]()
+        for work, own in able:
+            deciding = _deciding(work)
+            if work.proposal.origin not in (Origin.DRAFT, Origin.JIT):
+                if deciding is not None and deciding is not own.last_branched:
+                    continue
+                if deciding is None:
+                    unread.append((own, len(work.sequence.tokens) - 1))
+            found.append(work)
+        self._read(unread)
+        return found
 
     def mark_read(self, work: Work, *, branched: bool) -> None:
         own = self._sequences.get(work.sequence.id)
@@ -125,21 +138,21 @@ class DraftModel(DraftSource):
             if branched:
                 own.last_branched = work
 
-    def read_prompt(self, work: Work, own: DraftSequence) -> None:
-        if work.proposal.origin is not Origin.DRAFT:  # which was written after all of them
-            self._read(own, min(work.end, len(work.sequence.tokens) - 1))
+    def read_prompts(self, able: Seq[Able]) -> None:
+        written = Origin.DRAFT  # after all tokens of its sequence
+        chunks = [(work, own) for work, own in able if work.num_tokens > 1 and work.proposal.origin is not written]
+        self._read([(own, min(work.end, len(work.sequence.tokens) - 1)) for work, own in chunks])
 
     def catch_up(self, works: Seq[Work]) -> bool:
-        left = _CATCH_UP_TOKENS
+        left, chunks = _CATCH_UP_TOKENS, list[tuple[DraftSequence, int]]()
         for work in works:
             own = self.state_of(work, works) if work.sequence.params.speculate else None
             unread = len(work.sequence.tokens) - 1 - own.kv.num_computed if own is not None else 0
-            if own is not None and unread > 0:
-                self._read(own, own.kv.num_computed + min(unread, left))
-                left -= min(unread, left)
-            if unread > 0 and not left:
-                return False
-        return True
+            if own is not None and unread > 0 and left > 0:
+                chunks.append((own, own.kv.num_computed + min(unread, left)))
+            left -= max(0, unread)
+        self._read(chunks)
+        return left >= 0
 
     def observe(self, work: Work, outcome: Outcome | None, branched: bool) -> None:
         """Updates the KV count after a committed round: tokens it read, rejected ones left out."""
@@ -165,18 +178,25 @@ class DraftModel(DraftSource):
     def num_sequences(self) -> int:
         return len(self._sequences)
 
-    def _read(self, own: DraftSequence, end: int) -> None:
-        """Reads committed tokens up to position `end`; on a GPU on the draft's own stream.
+    def _read(self, ends: Seq[tuple[DraftSequence, int]]) -> None:
+        """Reads committed tokens of each sequence up to a position, in as few forward passes as they fit in.
 
-        Also corrects the device's KV count, which may include a rejected draft.
+        On a GPU on the draft's own stream. Also corrects the device's KV counts, which may include a rejected draft.
         """
-        if own.kv.num_computed < end:
-            with self.runner.beside():
-                while own.kv.num_computed < end:
-                    count = min(end - own.kv.num_computed, self.max_num_batched_tokens)
-                    self.runner.runner.forward(Batch([own.slot], [own.kv.num_computed], [count], [0]))
-                    own.kv.num_computed += count
-        self.runner.buffers.computed[own.slot].fill_(own.kv.num_computed)
+        unread = [(own, end) for own, end in ends if own.kv.num_computed < end]
+        with self.runner.beside() if unread else nullcontext():
+            while unread:
+                chunks, left = list[tuple[int, int, int]](), self.max_num_batched_tokens
+                for own, end in unread:
+                    if count := min(end - own.kv.num_computed, left):
+                        chunks.append((own.slot, own.kv.num_computed, count))
+                        own.kv.num_computed += count
+                        left -= count
+                slots, starts, counts = map(list, zip(*chunks, strict=True))
+                self.runner.runner.forward(Batch(slots, starts, counts, [0] * len(chunks)))
+                unread = [(own, end) for own, end in unread if own.kv.num_computed < end]
+        for own, _ in ends:
+            self.runner.buffers.computed[own.slot].fill_(own.kv.num_computed)
 
     def _in_vocabulary(self, own: DraftSequence, sequence: Sequence) -> bool:
         """Whether all committed tokens are in the draft's vocabulary."""
@@ -208,13 +228,10 @@ def wants_draft(work: Work) -> bool:
     return work.lookahead > 0 and work.sequence.least_len > work.sequence.num_prompt
 
 
-def write_drafts(
-    model: DraftSource, able: Seq[tuple[Work, DraftSequence]], origin: Origin = Origin.DRAFT
-) -> tuple[list[Proposal], DraftRun]:
+def write_drafts(model: DraftSource, able: Seq[Able], origin: Origin = Origin.DRAFT) -> tuple[list[Proposal], DraftRun]:
     """Runs the draft model for drafts that the target waits for."""
     runner, count = model.runner, max(work.lookahead for work, _ in able)
-    reads = max(model.num_unread(work, own) for work, own in able)
-    works = [work for work, _ in able]
+    reads, works = model.num_unread(able), [work for work, _ in able]
     run = runner.write([work.slot for work in works], [work.sequence.params for work in works], count, reads, origin)
     if not runner.rejection:
         return [Proposal(num_on_device=work.lookahead, origin=origin) for work in works], run
@@ -248,8 +265,8 @@ class ModelDrafter(Drafter):
         for work in works:
             if work.proposal.origin is Origin.DRAFT:
                 self.model.mark_read(work, branched=False)
-            if work.num_tokens > 1 and work.sequence.params.speculate and (own := self.model.state_of(work, works)):
-                self.model.read_prompt(work, own)
+        prompts = [work for work in works if work.num_tokens > 1 and work.sequence.params.speculate]
+        self.model.read_prompts([(work, own) for work in prompts if (own := self.model.state_of(work, works))])
 
     def catch_up(self, works: Seq[Work]) -> bool:
         return self.model.catch_up(works)

@@ -18,7 +18,7 @@ from ssd.core import MODEL_WRITTEN, Origin, Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Confidence, Drafter, PerRound, Prepared, never
 from ssd.drafting.estimate import Average, TypicalSeconds
 from ssd.drafting.fan_out import FanOut, OutcomeStatistics
-from ssd.drafting.model import DraftSequence, DraftSource, wants_draft, write_drafts
+from ssd.drafting.model import Able, DraftSource, wants_draft, write_drafts
 from ssd.drafting.runner import DraftRun, StagedBranches
 
 _DECREASE, _INCREASE = 0.75, 0.25  # AIMD limit of branches: multiplied after an interrupted preparation, else added to
@@ -107,7 +107,7 @@ class SSDDrafter(Drafter):
         self._in_time = float(model.runner.shapes.max_width)  # branches per sequence that are prepared in time
         self._run: DraftRun | None = None  # the last preparation
         self._places: dict[int, int] = {}  # by sequence id: its index in that run
-        self._looked_up: list[tuple[Work, DraftSequence]] = []  # works whose drafts were looked up in that run
+        self._looked_up: list[Able] = []  # works whose drafts were looked up in that run
         self._staged: StagedBranches | None = None
         self._written: DraftRun | None = None  # drafts that the target waits for in this round
         self._rounds: PerRound[_Round] = PerRound()
@@ -122,7 +122,7 @@ class SSDDrafter(Drafter):
         prepared = known & places.keys() if run is not None and run.depth else set()
         unprepared = [(work, own) for work, own in able if work.sequence.id not in prepared]
         proposals: dict[int, Proposal] = {}
-        missed: list[tuple[Work, DraftSequence]] = []
+        missed: list[Able] = []
         if run is not None and len(unprepared) < len(able):
             self._looked_up = [(work, own) for work, own in able if work.sequence.id in prepared]
             proposals, missed = self._look_up(run, places)
@@ -132,9 +132,7 @@ class SSDDrafter(Drafter):
             proposals |= {id(work): replace(proposals[id(work)], origin=Origin.JIT) for work, _ in missed}
         return [proposals.get(id(work), Proposal()) for work in works]
 
-    def _look_up(
-        self, run: DraftRun, places: dict[int, int]
-    ) -> tuple[dict[int, Proposal], list[tuple[Work, DraftSequence]]]:
+    def _look_up(self, run: DraftRun, places: dict[int, int]) -> tuple[dict[int, Proposal], list[Able]]:
         """Prepared drafts by id() of their works, and the works whose draft must be written now.
 
         On the device, misses get their sibling's draft. With the rejection rule the host looks up, too, and misses are
@@ -165,18 +163,10 @@ class SSDDrafter(Drafter):
     def settle(self, works: Seq[Work]) -> bool:
         """Uses the backup after misses, then copies what branches are prepared from out of the SequenceState."""
         self._run, self._places = None, {}
-        branching: list[Work] = []
-        for work in works:
-            prepares = work.decides and self.budget > 0
-            if not work.sequence.params.speculate or not (prepares or work.num_tokens > 1):
-                continue
-            own = self.model.state_of(work, works)
-            if own is None:
-                continue
-            if work.num_tokens > 1:
-                self.model.read_prompt(work, own)
-            if prepares and self.model.can_branch(work, own):
-                branching.append(work)
+        wanted = [w for w in works if w.sequence.params.speculate and (w.num_tokens > 1 or (w.decides and self.budget))]
+        able = [(work, own) for work in wanted if (own := self.model.state_of(work, works))]
+        self.model.read_prompts(able)
+        branching = self.model.branching([pair for pair in able if pair[0].decides and self.budget])
         self._staged = self._stage(branching) if any(work.lookahead for work in branching) else None
         for work in works:
             if work.proposal.origin is Origin.DRAFT:

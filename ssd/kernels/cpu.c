@@ -274,8 +274,9 @@ INLINE long int_at(const void *p, long i, int is64) {
  * Every calling thread has workers of its own.  A loop is cut into chunks, of which each thread has a range.  It claims
  * them one by one, then those that others have not begun: the loop ends with its last chunk, and a worker that has no core
  * just then delays nothing.  After a loop the workers look for the next one for a while (kernels follow each other within
- * microseconds), then they sleep.  What threads write to is in cache lines of its own: there are two writes per thread and
- * loop to a line that all of them share. */
+ * microseconds), then they sleep.  Workers beyond the number of the last loop sleep until a loop wants more: their cores
+ * are another process's.  What threads write to is in cache lines of its own: there are two writes per thread and loop to
+ * a line that all of them share. */
 #define MAX_THREADS 256
 #define CHUNKS 4                 /* of a loop, per thread */
 #define LOOKING_NS (100 * 1000L) /* how long a worker looks for work before it sleeps */
@@ -298,10 +299,11 @@ struct team {
     long items, chunk;
     _Alignas(64) _Atomic long done; /* chunks of it */
     _Atomic int asleep, stopping;
+    _Atomic int limit; /* threads of the last loop */
     struct range ranges[MAX_THREADS];
     int count; /* workers */
     pthread_mutex_t lock;
-    pthread_cond_t wake;
+    pthread_cond_t wake, more; /* for the next loop; for a higher limit */
     struct worker workers[MAX_THREADS - 1];
 };
 static pthread_key_t team_key;
@@ -345,6 +347,25 @@ static void take_part(struct team *team, uint64_t ticket, long number) {
     }
 }
 
+static void await_limit(struct worker *self) {
+    struct team *team = self->team;
+    pthread_mutex_lock(&team->lock);
+    while (self->number >= atomic_load(&team->limit) && !atomic_load(&team->stopping))
+        pthread_cond_wait(&team->more, &team->lock);
+    pthread_mutex_unlock(&team->lock);
+}
+
+static void set_limit(struct team *team, int limit) {
+    if (limit <= atomic_load(&team->limit)) {
+        atomic_store(&team->limit, limit);
+        return;
+    }
+    pthread_mutex_lock(&team->lock);
+    atomic_store(&team->limit, limit);
+    pthread_cond_broadcast(&team->more);
+    pthread_mutex_unlock(&team->lock);
+}
+
 static void *work(void *given) {
     struct worker *self = given;
     struct team *team = self->team;
@@ -365,7 +386,10 @@ static void *work(void *given) {
             pthread_mutex_unlock(&team->lock);
         }
         seen = ticket >> 32;
-        if (self->number < (long)(ticket & 0xffff)) take_part(team, ticket, self->number);
+        if (self->number < (long)(ticket & 0xffff))
+            take_part(team, ticket, self->number);
+        else
+            await_limit(self);
     }
 }
 
@@ -381,10 +405,12 @@ static void end_team(void *given) {
     pthread_mutex_lock(&team->lock);
     atomic_store(&team->stopping, 1);
     pthread_cond_broadcast(&team->wake);
+    pthread_cond_broadcast(&team->more);
     pthread_mutex_unlock(&team->lock);
     for (int i = 0; i < team->count; i++) pthread_join(team->workers[i].thread, 0);
     pthread_mutex_destroy(&team->lock);
     pthread_cond_destroy(&team->wake);
+    pthread_cond_destroy(&team->more);
     free(team);
 }
 
@@ -399,7 +425,7 @@ static struct team *team_of(int workers) {
         team = aligned_alloc(64, sizeof *team);
         if (team) memset(team, 0, sizeof *team);
         if (!team || pthread_mutex_init(&team->lock, 0) || pthread_cond_init(&team->wake, 0) ||
-            pthread_setspecific(team_key, team))
+            pthread_cond_init(&team->more, 0) || pthread_setspecific(team_key, team))
             abort();
     }
     if (team->count >= workers) return team;
@@ -427,6 +453,7 @@ static void parallel(long items, int nthreads, loop_fn *body, void *arg) {
     long chunk = ceil_div(items, (long)CHUNKS * nthreads), chunks = ceil_div(items, chunk);
     team->body = body, team->arg = arg, team->items = items, team->chunk = chunk;
     atomic_store(&team->done, 0);
+    set_limit(team, nthreads);
     uint64_t ticket = ((atomic_load(&team->ticket) >> 32) + 1) << 32 | (uint64_t)chunks << 16 | (uint64_t)nthreads;
     atomic_store(&team->ticket, ticket);
     wake_all(team);

@@ -127,14 +127,16 @@ def test_trials_cost_less_than_two_percent(ar: float, sd: float, ssd: float) -> 
 @pytest.mark.parametrize("seed", range(20))
 def test_ssd_is_not_judged_by_misses_in_a_text_that_is_forgotten(seed: int) -> None:
     """Catches a start-up text with many misses that keeps SSD out; with a hit it is the fastest."""
-    dice, hits = random.Random(seed), 0.2
+    dice = random.Random(seed)
+    hits = itertools.cycle([False, False, False, True])
     times = fresh(MODES)
+    times.thorough = True
 
     def seconds(arm: Arm) -> float:
-        return {"ar": 1.0, "sd": 1.3, "ssd": 1.03 if dice.random() < hits else 1.45}[arm.mode]
+        return {"ar": 1.0, "sd": 1.3, "ssd": 1.03 if next(hits) else 1.5}[arm.mode]
 
-    assert arms_taken(times, seconds, 40)[-1].mode == "sd"
-    hits = 0.85
+    assert arms_taken(times, seconds, 80)[-1].mode == "sd"
+    hits = (dice.random() < 0.85 for _ in itertools.count())
     times.forget_text()
     times.ready = Average(1.0, 1.0, 1.0)
     taken = arms_taken(times, seconds, 120)
@@ -289,6 +291,52 @@ def test_it_finds_the_best_arm(in_flight: int) -> None:
 
     taken = list(rounds(inner, controller, seconds, 800, in_flight=in_flight))
     assert sum(arm == Arm(8, 0) for arm in taken[200:]) > 0.8 * 600
+
+
+class Opening(Fake):
+    """No token of the next `rejected` drafts stands; of those after them all do."""
+
+    rejected = 0
+
+    def stands(self, work: Work) -> int:
+        self.rejected -= 1
+        return 0 if self.rejected >= 0 else work.proposal.num_tokens
+
+
+def test_the_first_words_of_a_text_do_not_end_drafting() -> None:
+    """Catches plain decoding after three rejected drafts, from which nothing is learned any more."""
+    inner = Opening()
+    controller = DepthController({"sd": inner}, make_arms(("ar", "sd"), (3,), ()))
+    measured = controller.measure(1)
+    list(rounds(inner, controller, lambda arm: 2.5 if arm.k else 1.0, 40))
+    assert measured()
+    controller.forget_text()
+    inner.rejected = 5
+    taken = list(rounds(inner, controller, lambda arm: 2.5 if arm.k else 1.0, 60))
+    assert sum(arm.k > 0 for arm in taken) > 55
+
+
+def test_the_tokens_of_ssd_follow_from_its_hits() -> None:
+    """Catches a ratio of accepted to expected tokens, which is above 1 while the acceptance rates are still learned."""
+    inner = Fake()
+    controller = DepthController({"ssd": inner}, make_arms(("ssd",), (4,), (16,)))
+    list(rounds(inner, controller, lambda arm: 1.0, 40))
+    assert controller._times[0].ready.value == pytest.approx(1.0, abs=0.02)
+    assert controller._rates.accepted(4) > 3.0
+
+
+def test_times_are_kept_for_the_sizes_that_were_measured() -> None:
+    """Catches trials of plain decoding in the first batch of every size, and a choice made by half a measurement."""
+    inner = Fake()
+    controller = DepthController({"sd": inner, "ssd": inner}, MODES)
+    slow = {"ar": 1.0, "sd": 1.9, "ssd": 2.4}
+    for batch, count in ((1, 60), (8, 60), (64, 4)):
+        measured = controller.measure(batch)
+        list(rounds(inner, controller, lambda arm: slow[arm.mode], count, batch=batch))
+        assert measured() == (count == 60)
+    controller.forget_text()
+    assert set(controller._times) == {0, 3}
+    assert {arm.mode for arm in rounds(inner, controller, lambda arm: slow[arm.mode], 24, batch=8)} == {"sd"}
 
 
 def test_a_new_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

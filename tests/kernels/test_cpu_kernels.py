@@ -481,6 +481,34 @@ def test_the_workers_of_a_thread_end_with_it_and_take_no_signals(kernels: Kernel
     assert not {task.name for task in tasks.iterdir()} & (during - before)
 
 
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs /proc")
+def test_workers_that_a_smaller_number_leaves_out_use_no_core(kernels: Kernels) -> None:
+    """The others look for the next loop in between. On all cores, they took those of a draft model's process."""
+    packed, x = kernels.pack_linear(torch.randn(300, 200)), torch.randn(8, 200)
+    tasks = Path("/proc/self/task")
+    before, busy = {task.name for task in tasks.iterdir()}, dict[str, float]()
+
+    def seconds(task: str) -> float:
+        return int((tasks / task / "schedstat").read_text().split()[0]) / 1e9
+
+    def call() -> None:
+        with cpu.threads(6):
+            kernels.linear(x, packed)
+        own = {task.name for task in tasks.iterdir()} - before - {str(threading.get_native_id())}
+        with cpu.threads(2):
+            kernels.linear(x, packed)
+            began, end = {task: seconds(task) for task in own}, time.perf_counter() + 0.1
+            while time.perf_counter() < end:
+                kernels.linear(x, packed)
+        busy.update({task: seconds(task) - began[task] for task in own})
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    caller.join()
+    assert len(busy) == 5
+    assert sum(each > 2e-3 for each in busy.values()) <= 1, busy
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_forked_process_computes_without_the_workers_of_its_parent(kernels: Kernels) -> None:
