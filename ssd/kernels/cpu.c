@@ -1137,6 +1137,7 @@ struct attention_args {
     const int32_t *query_start, *context_len, *block_tables, *table_rows;
     long table_stride, block_size, heads, kv_heads, d, dp; /* dp: d rounded up to full vectors */
     float scale, v_scale; /* of the scores, with that of the keys; of the result */
+    const float *sinks;   /* of the heads: scores that have no value; NULL: none */
     int bf16, kv;
     const int32_t *positions, *slots; /* NULL: no branches */
     long depth;
@@ -1299,6 +1300,7 @@ static void store_attention(const struct attention_args *a, const struct softmax
     for (long i = 0; i < rows * group; i++) {
         float *acc = s->acc + i * a->dp, sum = s->sum[i];
         if (sum == 0.0f) sum = 1.0f; /* padding */
+        else if (a->sinks) sum += vexp(vset(a->sinks[kv_head * group + i % group] - s->max[i]))[0];
         for (long e = 0; e < a->d; e++) acc[e] = acc[e] / sum * a->v_scale;
         store_row(a->out, ((row + i / group) * a->heads + kv_head * group + i % group) * a->d, acc, a->d, a->bf16);
     }
@@ -1406,11 +1408,11 @@ int ssd_paged_attention(const void *q, long ldq, const void *k_cache, const void
                         const int32_t *query_start, const int32_t *context_len, const int32_t *block_tables,
                         const int32_t *table_rows, long tokens, long sequences, long tables, long columns,
                         long table_stride, long cache_blocks, long block_size, long heads, long kv_heads, long d,
-                        float scale, float v_scale, const int32_t *positions, const int32_t *slots, long depth,
-                        long first, long window, int bf16, int kv, int nthreads) {
+                        float scale, float v_scale, const float *sinks, const int32_t *positions, const int32_t *slots,
+                        long depth, long first, long window, int bf16, int kv, int nthreads) {
     struct attention_args a = {q, ldq, k_cache, v_cache, out, query_start, context_len, block_tables, table_rows,
                                table_stride, block_size, heads, kv_heads, d, ceil_div(d, VL) * VL, scale,
-                               v_scale, bf16, kv, positions, slots, depth, first, window, tokens, tables, columns,
+                               v_scale, sinks, bf16, kv, positions, slots, depth, first, window, tokens, tables, columns,
                                cache_blocks, 0, 0};
     long tasks = 0, longest = 0, work = 0;
     for (long s = 0; s < sequences; s++) {

@@ -78,7 +78,7 @@ _SIGNATURES: dict[str, list[type]] = {
         *[_P, _L, _P, _I, _P, _I, _P, _P, _P, _P, _F],
         *[_P, _P, _P, _L, _L, _L, _L, _L, _L, _I, _I, _F, _F, _I],
     ],
-    "ssd_paged_attention": [*[_P, _L], *[_P] * 7, *[_L] * 10, *[_F, _F, _P, _P, _L, _L, _L, _I, _I, _I]],
+    "ssd_paged_attention": [*[_P, _L], *[_P] * 7, *[_L] * 10, *[_F, _F, _P, _P, _P, _L, _L, _L, _I, _I, _I]],
     "ssd_gumbel": [_P, _P, _L, _L, _Q, _Q, _Q, _I],
     "ssd_best": [_P, _L, _P, _P, _P, _L, _L, _L, _I],
     "ssd_prepare_rows": [*[_P] * 17, *[_L] * 8],
@@ -282,6 +282,7 @@ class Kernels:
         first: int = 0,
         window: int = 0,
         scales: KVScales = UNSCALED,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of `q` [T, H, D] over paged caches -> [T, H, D].
 
@@ -292,8 +293,10 @@ class Kernels:
         `branches`: positions and slots (int32 [T]; slot < 0: padding) of queries that are the newest tokens of
         branches, and how many tokens each branch has before it. A query sees its sequence up to the branch, then the
         branch; `context_len` is not used. `first`: positions of a sequence before it are not seen. `window`: positions
-        that a query sees, its own included; 0: all.
+        that a query sees, its own included; 0: all. `sinks`: see `Ops.attention`.
         """
+        if sinks is not None and (sinks.dtype is not torch.float32 or sinks.shape != q.shape[1:2]):
+            raise TypeError(f"sinks are {sinks.dtype} {tuple(sinks.shape)}, not a float32 for each head")
         (tokens, heads, d), (blocks, block_size, kv_heads, _) = q.shape, k_cache.shape
         out = q.new_empty(tokens, heads, d)
         positions, slots, depth = None, None, 0
@@ -304,6 +307,7 @@ class Kernels:
             *(query_start.data_ptr(), context_len.data_ptr(), block_tables.data_ptr(), table_rows.data_ptr()),
             *(tokens, table_rows.shape[0], *block_tables.shape, block_tables.stride(0)),
             *(blocks, block_size, heads, kv_heads, d, scale * scales.k, scales.v),
+            None if sinks is None else sinks.data_ptr(),
             *(positions, slots, depth, first, window, q.dtype is torch.bfloat16, _STORAGE[k_cache.dtype]),
             num_threads(),
         ):

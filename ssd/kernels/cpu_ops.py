@@ -80,6 +80,7 @@ class CpuOps:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         scales: KVScales = UNSCALED,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         branches = None if batch.branches is None else (batch.positions, batch.slot_mapping, batch.branches.depth)
         out = self.kernels.paged_attention(
@@ -89,5 +90,6 @@ class CpuOps:
             heads.first_position,
             heads.window,
             scales,
+            sinks,
         )
         return out.view(len(out), -1)

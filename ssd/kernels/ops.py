@@ -167,9 +167,13 @@ class Ops(Protocol):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         scales: KVScales = UNSCALED,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of q [T, heads, dim] over paged KV; [T, heads * dim]. Position p sees those after
         p - heads.window, if there is a window.
+
+        `sinks`: float32 [heads], logits beside those of the keys (not multiplied by the softmax scale) that have no
+        value: exp(sink) is added to the softmax's denominator.
 
         With `branches` of depth s, row r sees its sequence's positions before positions[r] - s through the block table,
         then its own slots slot_mapping[r] - s .. slot_mapping[r]. The result of a padding row (slot -1) is undefined.

@@ -108,19 +108,20 @@ class ReferenceOps:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         scales: KVScales = UNSCALED,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if k_cache.dtype is torch.float8_e4m3fn:
-            wide = self.attention(q.float() * scales.k, batch, heads, k_cache.float(), v_cache.float())
+            wide = self.attention(q.float() * scales.k, batch, heads, k_cache.float(), v_cache.float(), sinks=sinks)
             return (wide * scales.v).to(q.dtype)
         if batch.branches is not None:
-            return _attend_branches(q, batch, batch.branches.depth, heads, k_cache, v_cache)
+            return _attend_branches(q, batch, batch.branches.depth, heads, k_cache, v_cache, sinks)
         starts, lengths, places = (t.tolist() for t in (batch.query_start, batch.context_len, batch.table_rows))
         out = torch.empty_like(q)
         for s, length in enumerate(lengths):
             rows = slice(starts[s], starts[s + 1])
             table = batch.block_tables[places[s], : -(-length // k_cache.shape[1])]
             k, v = (_gather(cache, table, length)[:, heads.first_position :] for cache in (k_cache, v_cache))
-            out[rows] = _attend(q[rows], k, v, heads)
+            out[rows] = _attend(q[rows], k, v, heads, sinks)
         return out.flatten(1)
 
 
@@ -139,18 +140,31 @@ def _gather(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tens
     return cache[table].flatten(0, 1)[:length].transpose(0, 1)  # [kv_heads, length, dim]
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: HeadShape) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: HeadShape, sinks: torch.Tensor | None
+) -> torch.Tensor:
     num_rows, length = q.shape[0], k.shape[1]
     position = torch.arange(length - num_rows, length, device=q.device)
     distance = position[:, None] - torch.arange(length, device=q.device)
     visible = (distance >= 0) & (distance < (heads.window or length))
     k, v = (t.repeat_interleave(heads.group_size, dim=0) for t in (k, v))
+    if sinks is not None:  # a key and a value of zeros, whose score is the sink
+        k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
+        unseen = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill(~visible, -torch.inf)
+        beside = sinks.to(q.dtype)[:, None, None].expand(-1, num_rows, 1)
+        visible = torch.cat((unseen.expand(len(sinks), -1, -1), beside), dim=-1)[None]
     out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], visible, scale=heads.scale)
     return out[0].transpose(0, 1)
 
 
 def _attend_branches(
-    q: torch.Tensor, batch: DeviceBatch, depth: int, heads: HeadShape, k_cache: torch.Tensor, v_cache: torch.Tensor
+    q: torch.Tensor,
+    batch: DeviceBatch,
+    depth: int,
+    heads: HeadShape,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     out = torch.zeros_like(q)
     positions, slots = batch.positions.tolist(), batch.slot_mapping.tolist()
@@ -164,5 +178,5 @@ def _attend_branches(
             own = torch.arange(slots[row] - depth, slots[row] + 1, device=q.device)
             seen = torch.cat((shared[heads.first_position : positions[row] - depth], own))[-heads.window :]
             k, v = (cache.flatten(0, 1)[seen].transpose(0, 1) for cache in (k_cache, v_cache))
-            out[row] = _attend(q[row : row + 1], k, v, heads)[0]
+            out[row] = _attend(q[row : row + 1], k, v, heads, sinks)[0]
     return out.flatten(1)

@@ -108,10 +108,13 @@ class TritonOps:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         scales: KVScales = UNSCALED,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if self._workspace is None:
             raise AssertionError("reserve() comes before attention()")
-        return attention.paged_attention(q, batch, heads, k_cache, v_cache, self._workspace, self._prefill, scales)
+        return attention.paged_attention(
+            q, batch, heads, k_cache, v_cache, self._workspace, self._prefill, scales, sinks
+        )
 
 
 def _alternating(rows: torch.Tensor) -> torch.Tensor:

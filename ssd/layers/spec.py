@@ -27,6 +27,7 @@ class RopeConfig:
     original_max_position: int = 8192  # llama3, yarn
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: the ramp begins and ends at whole dimensions
     attention_factor: float | None = None  # yarn; None: computed from `factor`
 
 
@@ -62,6 +63,7 @@ class AttentionSpec:
     output_bias: bool = False
     qk_norm: bool = False  # RMS norm over each head of q and k before the rotary embedding
     window: int | None = None  # tokens that a query sees; None: the whole context
+    sinks: bool = False  # a logit of each query head in the softmax's denominator
     first_position: int = 0  # positions before it have no KV and are not seen
 
     def heads(self, ranks: int = 1) -> HeadShape:

@@ -82,6 +82,7 @@ _ROPE_FIELDS: Final[Mapping[str, Field]] = {
     "mscale": number(0.0, 1e6),
     "mscale_all_dim": number(0.0, 1e6),
     "original_max_position_embeddings": POSITIONS,
+    "truncate": FLAG,
 }
 
 
@@ -117,6 +118,26 @@ def qwen3(raw: Raw) -> DecoderConfig:
         qkv_bias=bias,
         output_bias=bias,
         windows=_qwen_windows(raw),
+    )
+
+
+def gpt_oss(raw: Raw) -> DecoderConfig:
+    """GPT-OSS: sinks, a bias of every projection, and a sliding window in every other layer, from the first on."""
+    yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or yarn
+    raw = {"rope_theta": 150000.0, "rms_norm_eps": 1e-5, **raw, "rope_parameters": given, "rope_scaling": None}
+    count, bias = _size(raw, "num_hidden_layers"), bool(raw.get("attention_bias", True))
+    types = raw.get("layer_types") or [("sliding_attention", "full_attention")[i % 2] for i in range(count)]
+    return _decoder(
+        raw,
+        "gpt_oss",
+        max_position=131072,
+        kv_heads=8,
+        head_dim=64,
+        qkv_bias=bias,
+        output_bias=bias,
+        sinks=True,
+        windows=_typed_windows(types, count, raw.get("sliding_window", 128)),
     )
 
 
@@ -175,6 +196,7 @@ def _decoder(
     output_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    sinks: bool = False,
     windows: Seq[int | None] = (),
 ) -> DecoderConfig:
     """What all families share. The keywords are the family's own defaults (None: derived) and switches; `windows`: of
@@ -201,6 +223,7 @@ def _decoder(
         output_bias=output_bias,
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
+        sinks=sinks,
         dtype=_dtype(raw),
     )
     if not any(windows):
@@ -233,6 +256,11 @@ def _qwen_windows(raw: Raw) -> list[int | None]:
     if types is None:
         full = 28 if raw.get("max_window_layers") is None else raw["max_window_layers"]
         return [window if i >= full else None for i in range(count)]
+    return _typed_windows(types, count, window)
+
+
+def _typed_windows(types: Seq[object], count: int, window: int | None) -> list[int | None]:
+    """The sliding window of each of `count` layers by its type."""
     known: dict[object, int | None] = {"full_attention": None, "sliding_attention": window}
     for kind in types:
         if not isinstance(kind, str) or kind not in known:
@@ -269,8 +297,6 @@ def rope_config(raw: Raw, max_position: int) -> RopeConfig:
 
 
 def _yarn_rope(params: Raw, theta: float, original: int, max_position: int) -> RopeConfig:
-    if params.get("truncate", True) is not True:
-        raise UnsupportedModel(f"yarn truncate={shown(params['truncate'])}: ssd supports true")
     factor = _number(params, "factor") if params.get("factor") is not None else max_position / original
     return RopeConfig(
         theta=theta,
@@ -279,6 +305,7 @@ def _yarn_rope(params: Raw, theta: float, original: int, max_position: int) -> R
         original_max_position=original,
         beta_fast=float(params.get("beta_fast") or 32.0),
         beta_slow=float(params.get("beta_slow") or 1.0),
+        truncate=params.get("truncate") is not False,
         attention_factor=_yarn_attention(params, factor),
     )
 

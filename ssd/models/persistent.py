@@ -49,8 +49,9 @@ def _accept(decoder: Decoder) -> None:
     if len(kinds := set(decoder.config.layers)) > 1:
         raise BuildError("it is for models whose layers are all equal")
     for spec in kinds:
-        if spec.attention.output_bias or spec.mlp.bias or spec.attention.window is not None:
-            raise BuildError("it has no biases of the output projection and the MLP, and no windows")
+        attention = spec.attention
+        if attention.output_bias or spec.mlp.bias or attention.window is not None or attention.sinks:
+            raise BuildError("it has no biases of the output projection and the MLP, no windows and no sinks")
     if any(_weight(each) is None for each in decoder.parameters() if isinstance(each, Linear)):
         raise BuildError("it is for weights that are not quantised")
 

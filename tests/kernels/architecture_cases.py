@@ -122,23 +122,24 @@ def test_quantized_products(architecture: int, kind: CodeType, group: int, offse
     ids=str,
 )
 def test_attention(architecture: int, dtype: torch.dtype, heads: HeadShape, fp8: bool) -> None:
-    """KV in fp8 is a target's, which has no branches."""
+    """KV in fp8 is a target's, which has no branches; some models have sinks."""
+    sinks = empty(heads.num_heads, dtype=torch.float32) if dtype is torch.bfloat16 and heads.head_dim == 64 else None
     workspace = attention.Workspace(heads, META)
     workspace.has_tma = architecture >= 90
     q = empty(8, heads.num_heads, heads.head_dim, dtype=dtype)
     for block_size in (16, 64):
         kv = empty(64, block_size, heads.num_kv_heads, heads.head_dim, dtype=torch.float8_e4m3fn if fp8 else dtype)
         for own in (heads, replace(heads, window=4096)):
-            attention.paged_attention(q, batch(prefill=True), own, kv, kv, workspace)
-            attention.paged_attention(q, batch(), own, kv, kv, workspace)
+            attention.paged_attention(q, batch(prefill=True), own, kv, kv, workspace, sinks=sinks)
+            attention.paged_attention(q, batch(), own, kv, kv, workspace, sinks=sinks)
         for own in (heads, replace(heads, first_position=1), replace(heads, window=4096)) if not fp8 else ():
-            attention.paged_attention(q, batch(branches=Branches(3, 8)), own, kv, kv, workspace)
+            attention.paged_attention(q, batch(branches=Branches(3, 8)), own, kv, kv, workspace, sinks=sinks)
         if not fp8:
             attention.paged_attention(q, batch(), replace(heads, first_position=1), kv, kv, workspace)
     if architecture == 90 and not fp8:
         from ssd.kernels.prefill import prefill_attention
 
-        prefill_attention(q, q.flatten(1), batch(prefill=True), heads, kv, kv, 1.0)
+        prefill_attention(q, q.flatten(1), batch(prefill=True), heads, kv, kv, 1.0, sinks)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
