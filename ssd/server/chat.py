@@ -15,15 +15,15 @@ from ssd.core import Delta, RequestOutput, Sample, SamplingParams
 from ssd.errors import RequestError
 from ssd.llm import LLM, Prompt
 from ssd.server.answers import STREAMED, chat_logprobs, check_common, event_stream, usage, worth_sending
-from ssd.server.chat_messages import message_delta, message_fields, template_message
+from ssd.server.chat_messages import effort_options, message_delta, message_fields, template_message
 from ssd.server.errors import ApiError, AsciiJSON, api_error, invalid, renaming
 from ssd.server.generation import Generation, ServerState, start
-from ssd.server.parsing import Event, MessageFormat, parse
 from ssd.server.protocol import ChatRequest, JsonRoute
-from ssd.server.reasoning import effort_options
 from ssd.server.tool_prompt import as_text
 from ssd.server.tool_use import ToolUse, message_format, read_tools, special_tags
-from ssd.server.tools import PARSERS, has_tools
+from ssd.text.events import Event
+from ssd.text.message_format import MessageFormat, parse
+from ssd.text.tool_calls import PARSERS, has_tools
 
 router = APIRouter(route_class=JsonRoute)
 _PROMPT_END: Final = 8  # tokens of the prompt that may open a block of reasoning

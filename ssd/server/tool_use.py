@@ -18,11 +18,11 @@ from ssd.engine.validation import Limits, check_request
 from ssd.errors import RequestError
 from ssd.server.errors import invalid, unsupported
 from ssd.server.parameters import check_fields
-from ssd.server.parsing import MessageFormat
 from ssd.server.protocol import ChatRequest, Json
-from ssd.server.reasoning import CLOSING, OPENING, marks_reasoning, opens_reasoning
-from ssd.server.tools import PARSERS, ToolParser, has_tools, parser_for
+from ssd.text.message_format import MessageFormat
+from ssd.text.reasoning import CLOSING, OPENING, marks_reasoning, opens_reasoning
 from ssd.text.tokenizer import Tokenizer
+from ssd.text.tool_calls import PARSERS, ToolParser, has_tools, parser_for
 
 _MAX_DEPTH: Final = 64
 _NO_TOOLS: Final = (

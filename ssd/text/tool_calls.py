@@ -11,42 +11,11 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Final
 
-from ssd.server.call_object import CallObject
-from ssd.server.reasoning import partial_length
-
-
-@dataclass(frozen=True)
-class Text:
-    text: str
-
-
-@dataclass(frozen=True)
-class CallBegin:
-    index: int
-    id: str
-    name: str
-
-
-@dataclass(frozen=True)
-class CallArguments:
-    """A piece of the arguments' JSON text."""
-
-    index: int
-    text: str
-
-
-@dataclass(frozen=True)
-class CallEnd:
-    """`broken`: for a call that began and then is not valid JSON, its text in the message."""
-
-    index: int
-    broken: str | None = None
-
-
-Event = Text | CallBegin | CallArguments | CallEnd
+from ssd.text.call_object import CallObject
+from ssd.text.events import CallArguments, CallBegin, CallEnd, Event, Text
+from ssd.text.reasoning import partial_length
 
 
 class ToolParser:

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ssd.server import tools
-from ssd.server.reasoning import ReasoningSplitter
-from ssd.server.tools import CallArguments, CallBegin, CallEnd, Text, ToolParser
-
-
-@dataclass(frozen=True)
-class Reasoning:
-    text: str
-
-
-Event = Reasoning | tools.Event
+from ssd.text.events import CallArguments, CallBegin, CallEnd, Event, Reasoning, Text
+from ssd.text.reasoning import ReasoningSplitter
+from ssd.text.tool_calls import ToolParser
 
 
 class MessageParser:
