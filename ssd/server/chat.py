@@ -18,15 +18,17 @@ from ssd.server.answers import STREAMED, chat_logprobs, check_common, event_stre
 from ssd.server.chat_messages import effort_options, message_delta, message_fields, template_message
 from ssd.server.errors import ApiError, AsciiJSON, api_error, invalid, renaming
 from ssd.server.generation import Generation, ServerState, start
+from ssd.server.harmony_answers import in_harmony
 from ssd.server.protocol import ChatRequest, JsonRoute
 from ssd.server.tool_prompt import as_text
 from ssd.server.tool_use import ToolUse, message_format, read_tools, special_tags
 from ssd.text.events import Event
+from ssd.text.harmony import is_harmony
 from ssd.text.message_format import MessageFormat, parse
 from ssd.text.tool_calls import PARSERS, has_tools
 
 router = APIRouter(route_class=JsonRoute)
-_PROMPT_END: Final = 8  # tokens of the prompt that may open a block of reasoning
+_PROMPT_END: Final = 16  # tokens of the prompt that may open a message, or a block of reasoning
 _END: Final = "\x00end of the message\x00"  # marks where a message to be continued ends in the rendered chat
 
 
@@ -143,6 +145,8 @@ def _read_all(
     given = _params(body, state)
     prompt, options, template, tools = _read(state, body)
     params = given if tools is None else tools.constrained(given)
+    if is_harmony(template):
+        params = in_harmony(params, tools, state.llm.tokenizer, continued=bool(body.continue_final_message))
     params = replace(params, shown_token_ids=special_tags(template, tools, state.llm.tokenizer))
     return given, params, prompt, options, template, tools
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ssd.text.events import CallArguments, CallBegin, CallEnd, Event, Reasoning, Text
+from ssd.text.harmony_parser import HarmonyParser
 from ssd.text.reasoning import ReasoningSplitter
 from ssd.text.tool_calls import ToolParser
 
@@ -40,9 +41,13 @@ class MessageFormat:
     parallel_tool_calls: bool = True
     reasoning: bool = False
     reasoning_opened: bool = False  # by the prompt
+    harmony: bool = False
+    continued: bool = False  # in Harmony: the prompt ends inside of a message for the user
 
-    def parser(self) -> MessageParser:
+    def parser(self) -> MessageParser | HarmonyParser:
         """A parser for one sample."""
+        if self.harmony:
+            return HarmonyParser(self.tool_names, self.parallel_tool_calls, self.continued)
         splitter = ReasoningSplitter(self.reasoning_opened) if self.reasoning else None
         if self.tool_parser is None:
             return MessageParser(splitter, None)

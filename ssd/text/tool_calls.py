@@ -15,6 +15,7 @@ from typing import Final
 
 from ssd.text.call_object import CallObject
 from ssd.text.events import CallArguments, CallBegin, CallEnd, Event, Text
+from ssd.text.harmony import is_harmony
 from ssd.text.reasoning import partial_length
 
 
@@ -176,12 +177,12 @@ PARSERS: Final[Mapping[str, type[ToolParser]]] = {"llama3": Llama3Parser, "herme
 
 def has_tools(chat_template: str) -> bool:
     """Whether a chat template describes tools to the model."""
-    return re.search(r"\btools\b", chat_template) is not None
+    return is_harmony(chat_template) or re.search(r"\btools\b", chat_template) is not None
 
 
 def parser_for(chat_template: str) -> type[ToolParser] | None:
-    """The parser for what a chat template teaches; None if it has no tools, or in a format that is not known."""
-    if not has_tools(chat_template):
+    """The parser for what a chat template teaches; None if it has no tools, or in a format that is not known here."""
+    if not has_tools(chat_template) or is_harmony(chat_template):
         return None
     if HermesParser.opening in chat_template:
         return HermesParser
