@@ -19,10 +19,9 @@ from ssd.errors import RequestError
 from ssd.server.errors import invalid, unsupported
 from ssd.server.parameters import check_fields
 from ssd.server.protocol import ChatRequest, Json
-from ssd.text import harmony
 from ssd.text.harmony import is_harmony
-from ssd.text.message_format import MessageFormat
-from ssd.text.reasoning import CLOSING, OPENING, marks_reasoning, opens_reasoning
+from ssd.text.message_format import MessageFormat, format_of, shown_tokens, tags_of
+from ssd.text.reasoning import CLOSING, OPENING
 from ssd.text.tokenizer import Tokenizer
 from ssd.text.tool_calls import PARSERS, ToolParser, has_tools, parser_for
 
@@ -147,35 +146,22 @@ def read_tools(body: ChatRequest, chat_template: str, tool_parser: str, tokenize
     if choice not in ("auto", "required"):
         schemas, parallel = {choice: schemas[choice]}, False  # exactly one call
     strict = frozenset(function["name"] for function in functions if function.get("strict"))
-    tags = (*_tags(parser), OPENING, CLOSING)
+    tags = (*tags_of(parser), OPENING, CLOSING)
     tokens = frozenset(tag for tag in tags if tokenizer.token_id(tag) is not None)
     return ToolUse(parser, schemas, paths, strict, choice != "auto", parallel, tokens)
 
 
-def _tags(parser: type[ToolParser] | None) -> tuple[str, ...]:
-    return () if parser is None else (parser.opening, parser.closing)
-
-
 def special_tags(chat_template: str, tools: ToolUse | None, tokenizer: Tokenizer) -> list[int]:
-    """The tags of calls and of reasoning that are special tokens, which a text has only if told so."""
-    tags = _tags(tools.parser) if tools is not None else ()
-    tags += (OPENING, CLOSING) if marks_reasoning(chat_template) else ()
-    tags += harmony.TOKENS if is_harmony(chat_template) else ()
-    ids = [token_id for tag in tags if (token_id := tokenizer.token_id(tag)) is not None]
-    return [token_id for token_id in ids if tokenizer.is_special(token_id)]
+    """Tokens that the text of an answer has, though they are special."""
+    return shown_tokens(chat_template, None if tools is None else tools.parser, tokenizer)
 
 
 def message_format(chat_template: str, prompt_end: str, tools: ToolUse | None) -> MessageFormat:
     """How the answers are parsed. A forced call comes without reasoning, but for Harmony."""
-    if is_harmony(chat_template):
-        names, parallel = (tools.names, tools.parallel) if tools is not None else (frozenset(), True)
-        continued = not prompt_end.endswith((harmony.REPLY, harmony.END, harmony.CALL))
-        return MessageFormat(None, names, parallel, harmony=True, continued=continued)
-    reasoning = marks_reasoning(chat_template) and not (tools is not None and tools.forced)
-    opened = reasoning and opens_reasoning(prompt_end)
     if tools is None:
-        return MessageFormat(reasoning=reasoning, reasoning_opened=opened)
-    return MessageFormat(tools.parser, tools.names, tools.parallel, reasoning, opened)
+        return format_of(chat_template, prompt_end)
+    form = format_of(chat_template, prompt_end, tools.parser, tools.names, tools.parallel)
+    return replace(form, reasoning=False, reasoning_opened=False) if tools.forced else form
 
 
 def _function(where: str, tool: Json) -> Json:

@@ -167,7 +167,7 @@ class JsonParser(ToolParser):
 
 
 class Llama3Parser(JsonParser):
-    """Llama 3.1 to 3.3. The tag, which may be missing, is a special token: see `tool_use.special_tags`."""
+    """Llama 3.1 to 3.3. The tag, which may be missing, is a special token: see `message_format.shown_tokens`."""
 
     opening = "<|python_tag|>"
 
