@@ -1003,7 +1003,7 @@ static float inverse_rms(const float *x, long d, float eps) {
     return 1.0f / sqrtf(sum / (float)d + eps);
 }
 
-/* x = x / rms(x) * w in place; bf16 rounds the normalised value before and after the product */
+/* x = x / rms(x) * w in place; weights in bf16 round the normalised value before and after the product */
 static void norm_row(float *x, const void *w, long d, float eps, int bf16) {
     float scale = inverse_rms(x, d, eps);
     if (bf16) {
@@ -1030,7 +1030,7 @@ struct norm_args {
     void *out;
     long ldx, d;
     float eps;
-    int bf16;
+    int bf16, w_bf16; /* types of the rows and of the weights */
 };
 
 static void norm_rows(void *given, long begin, long end) {
@@ -1039,15 +1039,15 @@ static void norm_rows(void *given, long begin, long end) {
     for (long row = begin; row < end; row++) {
         load_row(v, a->x, row * a->ldx, a->d, a->bf16);
         if (a->residual) add_residual(v, a->residual, row * a->d, a->d, a->bf16);
-        norm_row(v, a->w, a->d, a->eps, a->bf16);
+        norm_row(v, a->w, a->d, a->eps, a->w_bf16);
         store_row(a->out, row * a->d, v, a->d, a->bf16);
     }
 }
 
 /* out[m, d] = norm(x) * w; with a residual[m, d]: residual += x, and its norm */
 void ssd_rms_norm(const void *x, long ldx, void *residual, const void *w, void *out, long m, long d, float eps,
-                  int bf16, int nthreads) {
-    struct norm_args a = {x, residual, w, out, ldx, d, eps, bf16};
+                  int bf16, int w_bf16, int nthreads) {
+    struct norm_args a = {x, residual, w, out, ldx, d, eps, bf16, w_bf16};
     parallel(m, m * d < 32768 ? 1 : nthreads, norm_rows, &a);
 }
 

@@ -73,7 +73,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "ssd_pack": [_P, _L, _P, _L, _L, _I, _I, _I],
     "ssd_embedding": [_P, _P, _I, _P, _L, _L, _L, _I],
     "ssd_linear": [_P, _L, _P, _P, _P, _L, _L, _L, _I, _I, _I, _I, _P, _L, _I, _P, _L, _I],
-    "ssd_rms_norm": [_P, _L, _P, _P, _P, _L, _L, _F, _I, _I],
+    "ssd_rms_norm": [_P, _L, _P, _P, _P, _L, _L, _F, _I, _I, _I],
     "ssd_rope_and_store": [
         *[_P, _L, _P, _I, _P, _I, _P, _P, _P, _P, _F],
         *[_P, _P, _P, _L, _L, _L, _L, _L, _L, _I, _I, _F, _F, _I],
@@ -230,7 +230,7 @@ class Kernels:
         self._rms_norm(
             *(x.data_ptr(), x.stride(0), None if residual is None else residual.data_ptr()),
             *(weight.data_ptr(), out.data_ptr()),
-            *(m, d, eps, x.dtype is torch.bfloat16, num_threads()),
+            *(m, d, eps, x.dtype is torch.bfloat16, weight.dtype is torch.bfloat16, num_threads()),
         )
         return out
 

@@ -142,7 +142,10 @@ class Ops(Protocol):
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """RMS norm of x, or of residual + x (rounded to its type), which is written to the contiguous `residual`."""
+        """RMS norm of x, or of residual + x (rounded to its type), which is written to the contiguous `residual`.
+
+        What is normalised is rounded to the type of the weight, that of x or float32, before they are multiplied.
+        """
 
     def rope_and_store(
         self,

@@ -75,7 +75,7 @@ class ReferenceOps:
             x = residual.add_(x)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return weight * wide.to(x.dtype)
+        return (weight * wide.to(weight.dtype)).to(x.dtype)
 
     def rope_and_store(
         self,

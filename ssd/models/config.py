@@ -27,6 +27,7 @@ class DecoderConfig:
     rms_eps: float = 1e-5
     tie_embeddings: bool = False
     dtype: str = "bfloat16"  # what the checkpoint was saved in
+    float32_norms: bool = False  # the weights of norms are multiplied in float32
 
     @property
     def num_layers(self) -> int:

@@ -60,12 +60,12 @@ class DecoderLayer:
         tables: RopeTables,
         width: int | None = None,
     ) -> None:
-        size, eps, attention = config.hidden_size, config.rms_eps, spec.attention
+        size, eps, attention, wide = config.hidden_size, config.rms_eps, spec.attention, config.float32_norms
         self.spec = spec
-        self.input_norm = RMSNorm(build, f"{name}.input_layernorm", size, eps)
+        self.input_norm = RMSNorm(build, f"{name}.input_layernorm", size, eps, float32=wide)
         cos_sin = tables[attention.rope, attention.head_dim]
         self.attention = Attention(build, f"{name}.self_attn", attention, size, eps, cos_sin, width)
-        self.mlp_norm = RMSNorm(build, f"{name}.post_attention_layernorm", size, eps)
+        self.mlp_norm = RMSNorm(build, f"{name}.post_attention_layernorm", size, eps, float32=wide)
         self.mlp = MLP(build, f"{name}.mlp", spec.mlp, size)
 
     def parameters(self) -> Iterator[Parameter]:
@@ -107,7 +107,7 @@ class Decoder:
         self.layers = self._make_layers(build)
         size, tied = config.hidden_size, config.tie_embeddings
         self.embedding = Embedding(build, "model.embed_tokens", config.vocab_size, size, embedding=True, head=tied)
-        self.norm = RMSNorm(build, "model.norm", size, config.rms_eps)
+        self.norm = RMSNorm(build, "model.norm", size, config.rms_eps, float32=config.float32_norms)
         self.head = self.embedding if tied else Embedding(build, "lm_head", config.vocab_size, size, head=True)
         self.kv_groups, self._windowed = config.kv_groups(windowed=windowed), windowed
         self._places = {i: (g, n) for g, group in enumerate(self.kv_groups) for n, i in enumerate(group.layers)}

@@ -128,7 +128,7 @@ def gpt_oss(raw: Raw) -> DecoderConfig:
     raw = {"rope_theta": 150000.0, "rms_norm_eps": 1e-5, **raw, "rope_parameters": given, "rope_scaling": None}
     count, bias = _size(raw, "num_hidden_layers"), bool(raw.get("attention_bias", True))
     types = raw.get("layer_types") or [("sliding_attention", "full_attention")[i % 2] for i in range(count)]
-    return _decoder(
+    config = _decoder(
         raw,
         "gpt_oss",
         max_position=131072,
@@ -139,6 +139,7 @@ def gpt_oss(raw: Raw) -> DecoderConfig:
         sinks=True,
         windows=_typed_windows(types, count, raw.get("sliding_window", 128)),
     )
+    return replace(config, float32_norms=True)
 
 
 Family = Callable[[Raw], DecoderConfig]

@@ -44,6 +44,8 @@ def _accept(decoder: Decoder) -> None:
     """BuildError for layers and weight formats that the kernel does not have."""
     if decoder.tp.size > 1:
         raise BuildError("it is for one GPU")
+    if decoder.config.float32_norms:
+        raise BuildError("it multiplies the weights of norms in their type")
     if decoder.kv_dtype != decoder.dtype:
         raise BuildError("it has no KV cache of another type than the model's")
     if len(kinds := set(decoder.config.layers)) > 1:

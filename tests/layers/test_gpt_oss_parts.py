@@ -1,4 +1,4 @@
-"""The attention of GPT-OSS (sinks, biases, windows, YaRN) against that of `transformers`."""
+"""What is GPT-OSS's own beside its experts, against `transformers`: attention (sinks, biases, windows, YaRN), norms."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import pytest
 import torch
 from device_batches import make_device_batch
 from transformers import GptOssConfig
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssRotaryEmbedding
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssRMSNorm, GptOssRotaryEmbedding
 
 from ssd.kernels.cpu_ops import CpuOps
 from ssd.kernels.ops import DeviceBatch, Ops
 from ssd.kernels.reference import ReferenceOps
 from ssd.layers.attention import Attention
+from ssd.layers.norm import RMSNorm
 from ssd.layers.parameter import Build
 from ssd.layers.rotary import rope_tables
 from ssd.models.families import gpt_oss
@@ -93,6 +94,30 @@ def test_attention_is_that_of_transformers(ops: Ops, layer: int) -> None:
     torch.testing.assert_close(run(attention, x, 120, 1, 7, 172), wanted, atol=1e-5, rtol=1e-5)
     module.sinks.data.fill_(-torch.inf)
     assert (expected(module, x) - wanted).abs().max() > 1e-2, "the sinks of this test change nothing"
+
+
+@pytest.mark.parametrize(
+    ("kernels", "dtype"),
+    [("reference", torch.bfloat16), ("C", torch.bfloat16), ("triton", torch.float16)],  # its interpreter cuts bfloat16
+    ids=str,
+)
+def test_norms_are_rounded_once(kernels: str, dtype: torch.dtype) -> None:
+    """The weight is multiplied in float32. Nearly all numbers are those of transformers (a sum in another
+    order may round another way), and many are not those of a norm that is rounded twice."""
+    made: Ops | None = ReferenceOps() if kernels == "reference" else CpuOps.load()
+    if kernels == "triton":
+        made = pytest.importorskip("ssd.kernels.triton_ops", reason="triton is not installed").TritonOps()
+    if made is None:
+        pytest.skip("no C compiler")
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(20, 192, generator=generator).to(dtype), torch.rand(192, generator=generator).to(dtype)
+    norm = GptOssRMSNorm(192, 1e-5)
+    norm.weight.data = weight
+    layer = RMSNorm(Build(made, CPU, dtype), "n", 192, 1e-5, float32=True)
+    layer.load("n.weight", weight)
+    wanted = norm(x)
+    assert (layer(x) != wanted).float().mean() < 0.01
+    assert (ReferenceOps().rms_norm(x, weight, 1e-5) != wanted).float().mean() > 0.1
 
 
 @pytest.mark.parametrize("size", [2, 4])
