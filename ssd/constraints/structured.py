@@ -16,7 +16,7 @@ _KINDS: Final = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """Exactly one of these is given.
+    """Exactly one of these is given, and perhaps a `frame`.
 
     `json_schema`: a JSON Schema as a dict or JSON text (kept as text). `json_object`: any JSON object. `regex`: a
     regular expression that the whole text matches (Rust's syntax: no look-around, no back-references). `choice`: the
@@ -44,7 +44,7 @@ class StructuredOutput:
             object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
-        for name in ("regex", "grammar"):
+        for name in ("regex", "grammar", "frame"):
             _check_text(name, getattr(self, name))
 
     @property
@@ -71,7 +71,7 @@ class StructuredOutput:
             raise RequestError(f"structured={value!r:.60}: must be a StructuredOutput or a dict")
         if "type" in value:
             return cls._of_response_format(value)
-        _check_names("structured", value, _KINDS)
+        _check_names("structured", value, (*_KINDS, "frame"))
         return cls(**value)
 
     @classmethod
