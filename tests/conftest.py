@@ -90,6 +90,20 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}),
 }
 WINDOWED = [kind for kind in KINDS if kind.endswith("windows")]
 

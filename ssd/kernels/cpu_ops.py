@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from ssd.kernels import cpu
-from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope
+from ssd.kernels.ops import GLU, SWIGLU, UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, Routing
 from ssd.kernels.quantized import Codes, rounded_rows
+
+Packed = cpu.PackedWeight | list[cpu.PackedWeight]  # a list: one for each expert
 
 
 class CpuOps:
@@ -18,6 +22,7 @@ class CpuOps:
         self.codes_embedding = kernels.codes_embedding
         self.round_rows = rounded_rows
         self.linear = self.gated_linear = kernels.linear  # a gated weight knows that it is
+        self.route, self.combine = kernels.route, kernels.combine
         self.rms_norm = kernels.rms_norm
 
     @classmethod
@@ -26,13 +31,18 @@ class CpuOps:
         kernels = cpu.load()
         return None if kernels is None else cls(kernels)
 
-    def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> cpu.PackedWeight:
-        return self.kernels.pack_linear(weight, gated)
+    def prepare(self, weight: torch.Tensor, *, gated: bool = False, experts: int = 0) -> Packed:
+        if not experts:
+            return self.kernels.pack_linear(weight, gated)
+        return [self.kernels.pack_linear(weight[rows], gated) for rows in _rows_of(experts, len(weight), gated)]
 
     def prepare_codes(
-        self, codes: Codes, dtype: torch.dtype, *, gated: bool = False, exact: bool = True
-    ) -> cpu.PackedWeight:
-        return self.kernels.pack_codes(codes, dtype, gated)
+        self, codes: Codes, dtype: torch.dtype, *, gated: bool = False, experts: int = 0, exact: bool = True
+    ) -> Packed:
+        if not experts:
+            return self.kernels.pack_codes(codes, dtype, gated)
+        each = _rows_of(experts, len(codes.values), gated)
+        return [self.kernels.pack_codes(codes.rows(rows), dtype, gated) for rows in each]
 
     def codes_linear(
         self,
@@ -47,6 +57,37 @@ class CpuOps:
         """Widened in registers."""
         scales = None if row_scales is None else row_scales.contiguous()
         return self.kernels.linear(x, weight, bias, float32=float32, row_scales=scales)
+
+    def expert_linear(
+        self,
+        x: torch.Tensor,
+        weight: list[cpu.PackedWeight],
+        routing: Routing,
+        bias: torch.Tensor | None = None,
+        *,
+        glu: GLU | None = None,
+        float32: bool = False,
+        row_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One product for each expert that is hit."""
+        starts, width = routing.starts.tolist(), weight[0].n // (1 if glu is None else 2)
+        y = torch.empty(len(routing.order), width, dtype=torch.float32 if float32 else x.dtype, device=x.device)
+        repeats = len(y) // len(x)
+        biases = None if bias is None else bias.view(-1, len(weight), width)
+        for expert, (start, end) in enumerate(itertools.pairwise(starts)):
+            if start == end:
+                continue
+            pairs = routing.order[start:end]
+            rows = pairs // repeats
+            y[pairs] = self.kernels.linear(
+                x[rows],
+                weight[expert],
+                None if biases is None else biases[:, expert].flatten(),
+                glu=glu or SWIGLU,
+                float32=float32,
+                row_scales=None if row_scales is None else row_scales[rows],
+            )
+        return y
 
     def reserve(self, heads: HeadShape, device: torch.device) -> None:
         return
@@ -91,3 +132,9 @@ class CpuOps:
             scales,
         )
         return out.view(len(out), -1)
+
+
+def _rows_of(experts: int, rows: int, gated: bool) -> list[torch.Tensor]:
+    """The rows of each expert, of a gated weight its gate rows and its up rows."""
+    index = torch.arange(rows, dtype=torch.int64, device="cpu").view(2 if gated else 1, experts, -1)
+    return [each.flatten() for each in index.unbind(1)]
