@@ -100,12 +100,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 40,
             "mlp_only_layers": [1],
-            "norm_topk_prob": True,
         },
     ),
     "mixtral": ("Mixtral", {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}),
 }
 WINDOWED = [kind for kind in KINDS if kind.endswith("windows")]
+WITH_EXPERTS = ["qwen3-moe", "mixtral"]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -123,6 +123,7 @@ class ExpertsSpec:
     bias: bool = False  # of the router and the experts
     glu: GLU = SWIGLU
     names: ExpertNames = ExpertNames()
+    interleaved: bool = False  # tensors of all experts have gate and up in turns, and are [inputs, outputs] if dense
 
     def splits(self, ranks: int) -> bool:
         return self.intermediate_size % ranks == 0
