@@ -222,7 +222,7 @@ static void store_row(void *dst, long offset, const float *src, long n, int type
 }
 
 /* ---------------------------------------------------------------- scratch memory: blocks per thread, kept until it ends */
-enum { ROWS, PANELS, SUMS, SCRATCHES };
+enum { ROWS, PANELS, SUMS, EXPERT, SCRATCHES };
 struct pool {
     float *data[SCRATCHES];
     size_t size[SCRATCHES];
@@ -1028,6 +1028,34 @@ void ssd_route(const float *logits, long rows, long experts, long count, int cho
     for (long p = 0; p < rows * count; p++) order[starts[ids[p]]++] = (int32_t)p;
     for (long e = experts; e > 0; e--) starts[e] = starts[e - 1];
     starts[0] = 0;
+}
+
+/* ssd_linear for the pairs of each expert that has any: y[p] = x[p / repeats] @ W_e^T.  `weights` and `scales` have an
+ * address for each expert; `bias` is [experts][n], of gated weights [2][experts][n]. */
+void ssd_expert_linear(const void *x, long ldx, const int32_t *order, const int32_t *starts, long experts, long repeats,
+                       const int64_t *weights, const int64_t *scales, const void *bias, void *y, long n, long k,
+                       int bf16, int gated, float slope, float limit, float shift, int wide, int form, long scaled,
+                       int offsets, const float *row_scales, long row_groups, int nthreads) {
+    size_t size = bf16 ? 2 : 4, in = (size_t)k * size, out = (size_t)n * (wide ? 4 : size), part = (size_t)n * size;
+    for (long e = 0; e < experts; e++, order += starts[e] - starts[e - 1]) {
+        long m = starts[e + 1] - starts[e];
+        if (!m) continue;
+        size_t row = ceil_div(in, 4) * 4 + ceil_div(out, 4) * 4 + (size_t)row_groups * 4;
+        char *rows = (char *)scratch(EXPERT, ((size_t)m * row + 2 * part) / 4 + 1);
+        char *found = rows + (size_t)m * ceil_div(in, 4) * 4, *biases = found + (size_t)m * ceil_div(out, 4) * 4;
+        float *own = (float *)(biases + ceil_div(2 * part, 4) * 4);
+        for (long i = 0; i < m; i++) {
+            long from = order[i] / repeats;
+            memcpy(rows + (size_t)i * in, (const char *)x + (size_t)(from * ldx) * size, in);
+            if (row_scales) memcpy(own + i * row_groups, row_scales + from * row_groups, (size_t)row_groups * 4);
+        }
+        for (long half = 0; bias && half < (gated ? 2 : 1); half++)
+            memcpy(biases + (size_t)half * part, (const char *)bias + (size_t)(half * experts + e) * part, part);
+        ssd_linear(rows, k, (const void *)weights[e], bias ? biases : 0, found, m, n, k, bf16, gated, slope, limit, shift,
+                   wide, form, scales ? (const float *)scales[e] : 0, scaled, offsets, row_scales ? own : 0, row_groups,
+                   nthreads);
+        for (long i = 0; i < m; i++) memcpy((char *)y + (size_t)order[i] * out, found + (size_t)i * out, out);
+    }
 }
 
 struct combine_args {

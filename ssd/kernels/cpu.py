@@ -64,6 +64,22 @@ class PackedWeight:
         return self.data.data_ptr()
 
 
+@dataclass(frozen=True)
+class PackedExperts:
+    """Weights of experts, which differ in nothing but numbers."""
+
+    each: tuple[PackedWeight, ...]
+
+    @functools.cached_property
+    def addresses(self) -> tuple[Tensor, Tensor | None]:
+        """Those of the weights and of their scales."""
+        scales = [each.scales.data_ptr() for each in self.each if each.scales is not None]
+        made = [
+            torch.tensor(found, dtype=torch.int64, device=_CPU) for found in ([e.address for e in self.each], scales)
+        ]
+        return made[0], made[1] if scales else None
+
+
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _Q = ctypes.c_int64
 _SIGNATURES: dict[str, list[type]] = {
@@ -73,6 +89,10 @@ _SIGNATURES: dict[str, list[type]] = {
     "ssd_pack": [_P, _L, _P, _L, _L, _I, _I, _I],
     "ssd_embedding": [_P, _P, _I, _P, _L, _L, _L, _I],
     "ssd_linear": [_P, _L, _P, _P, _P, _L, _L, _L, _I, _I, _F, _F, _F, _I, _I, _P, _L, _I, _P, _L, _I],
+    "ssd_expert_linear": [
+        *[_P, _L, _P, _P, _L, _L, _P, _P, _P, _P, _L, _L],
+        *[_I, _I, _F, _F, _F, _I, _I, _L, _I, _P, _L, _I],
+    ],
     "ssd_route": [_P, _L, _L, _L, _I, _P, _P, _P, _P],
     "ssd_combine": [_P, _P, _P, _L, _L, _L, _I, _I, _I],
     "ssd_rms_norm": [_P, _L, _P, _P, _P, _L, _L, _F, _I, _I],
@@ -107,6 +127,7 @@ class Kernels:
         self._pack = library.ssd_pack
         self._embedding = library.ssd_embedding
         self._linear = library.ssd_linear
+        self._expert_linear = library.ssd_expert_linear
         self._route = library.ssd_route
         self._combine = library.ssd_combine
         self._rms_norm = library.ssd_rms_norm
@@ -222,6 +243,35 @@ class Kernels:
             y.data_ptr(),
             *(m, n, k, dtype is torch.bfloat16, packed.gated, glu.slope, glu.limit, glu.shift, float32, packed.form),
             *(None if packed.scales is None else packed.scales.data_ptr(), packed.group),
+            packed.scales is not None and packed.scales.shape[2] == 2,
+            *((None, 0) if row_scales is None else (row_scales.data_ptr(), row_scales.shape[1])),
+            num_threads(),
+        )
+        return y
+
+    def expert_linear(
+        self,
+        x: Tensor,
+        weight: PackedExperts,
+        routing: Routing,
+        bias: Tensor | None = None,
+        *,
+        glu: GLU | None = None,
+        float32: bool = False,
+        row_scales: Tensor | None = None,
+    ) -> Tensor:
+        """See `Ops.expert_linear`."""
+        packed, (weights, scales), pairs = weight.each[0], weight.addresses, len(routing.order)
+        dtype, n, gate = packed.dtype, packed.n // 2 if packed.gated else packed.n, glu or SWIGLU
+        if x.dtype is not dtype or x.shape[1] != packed.k or len(weight.each) != routing.num_experts:
+            raise TypeError(f"the input is {x.dtype} and {x.shape[1]} wide, the weight {dtype} and {packed.k} wide")
+        y = torch.empty(pairs, n, dtype=torch.float32 if float32 else dtype, device=_CPU)
+        row_scales = None if row_scales is None else row_scales.contiguous()
+        self._expert_linear(
+            *(x.data_ptr(), x.stride(0), routing.order.data_ptr(), routing.starts.data_ptr(), routing.num_experts),
+            *(pairs // len(x), weights.data_ptr(), None if scales is None else scales.data_ptr()),
+            *(None if bias is None else bias.data_ptr(), y.data_ptr(), n, packed.k, dtype is torch.bfloat16),
+            *(packed.gated, gate.slope, gate.limit, gate.shift, float32, packed.form, packed.group),
             packed.scales is not None and packed.scales.shape[2] == 2,
             *((None, 0) if row_scales is None else (row_scales.data_ptr(), row_scales.shape[1])),
             num_threads(),

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 
 from ssd.kernels import cpu
-from ssd.kernels.ops import GLU, SWIGLU, UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, Routing
+from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope
 from ssd.kernels.quantized import Codes, rounded_rows
 
-Packed = cpu.PackedWeight | list[cpu.PackedWeight]  # a list: one for each expert
+Packed = cpu.PackedWeight | cpu.PackedExperts
 
 
 class CpuOps:
@@ -22,7 +20,7 @@ class CpuOps:
         self.codes_embedding = kernels.codes_embedding
         self.round_rows = rounded_rows
         self.linear = self.gated_linear = kernels.linear  # a gated weight knows that it is
-        self.route, self.combine = kernels.route, kernels.combine
+        self.route, self.expert_linear, self.combine = kernels.route, kernels.expert_linear, kernels.combine
         self.rms_norm = kernels.rms_norm
 
     @classmethod
@@ -34,7 +32,8 @@ class CpuOps:
     def prepare(self, weight: torch.Tensor, *, gated: bool = False, experts: int = 0) -> Packed:
         if not experts:
             return self.kernels.pack_linear(weight, gated)
-        return [self.kernels.pack_linear(weight[rows], gated) for rows in _rows_of(experts, len(weight), gated)]
+        each = _rows_of(experts, len(weight), gated)
+        return cpu.PackedExperts(tuple(self.kernels.pack_linear(weight[rows], gated) for rows in each))
 
     def prepare_codes(
         self, codes: Codes, dtype: torch.dtype, *, gated: bool = False, experts: int = 0, exact: bool = True
@@ -42,7 +41,7 @@ class CpuOps:
         if not experts:
             return self.kernels.pack_codes(codes, dtype, gated)
         each = _rows_of(experts, len(codes.values), gated)
-        return [self.kernels.pack_codes(codes.rows(rows), dtype, gated) for rows in each]
+        return cpu.PackedExperts(tuple(self.kernels.pack_codes(codes.rows(rows), dtype, gated) for rows in each))
 
     def codes_linear(
         self,
@@ -57,37 +56,6 @@ class CpuOps:
         """Widened in registers."""
         scales = None if row_scales is None else row_scales.contiguous()
         return self.kernels.linear(x, weight, bias, float32=float32, row_scales=scales)
-
-    def expert_linear(
-        self,
-        x: torch.Tensor,
-        weight: list[cpu.PackedWeight],
-        routing: Routing,
-        bias: torch.Tensor | None = None,
-        *,
-        glu: GLU | None = None,
-        float32: bool = False,
-        row_scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """One product for each expert that is hit."""
-        starts, width = routing.starts.tolist(), weight[0].n // (1 if glu is None else 2)
-        y = torch.empty(len(routing.order), width, dtype=torch.float32 if float32 else x.dtype, device=x.device)
-        repeats = len(y) // len(x)
-        biases = None if bias is None else bias.view(-1, len(weight), width)
-        for expert, (start, end) in enumerate(itertools.pairwise(starts)):
-            if start == end:
-                continue
-            pairs = routing.order[start:end]
-            rows = pairs // repeats
-            y[pairs] = self.kernels.linear(
-                x[rows],
-                weight[expert],
-                None if biases is None else biases[:, expert].flatten(),
-                glu=glu or SWIGLU,
-                float32=float32,
-                row_scales=None if row_scales is None else row_scales[rows],
-            )
-        return y
 
     def reserve(self, heads: HeadShape, device: torch.device) -> None:
         return
