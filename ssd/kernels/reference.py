@@ -82,13 +82,14 @@ class ReferenceOps:
         if isinstance(weight, tuple):
             x, weight = _widened(x, weight, row_scales)
         halves, experts = 1 if glu is None else 2, routing.num_experts
-        weights = weight.view(halves, experts, -1, weight.shape[1]).transpose(0, 1).flatten(1, 2)
-        biases = None if bias is None else bias.view(halves, experts, -1).transpose(0, 1).flatten(1)
-        y = x.new_empty(len(routing.order), weights.shape[1])
+        weights = weight.view(halves, experts, -1, weight.shape[1])
+        y = x.new_empty(len(routing.order), len(weight) // experts)
         repeats = len(y) // len(x)
         for expert, (start, end) in enumerate(itertools.pairwise(routing.starts.tolist())):
-            pairs = routing.order[start:end]
-            y[pairs] = F.linear(x[pairs // repeats], weights[expert], None if biases is None else biases[expert])
+            if start < end:
+                pairs, own = routing.order[start:end], weights[:, expert].flatten(0, 1)
+                biases = None if bias is None else bias.view(halves, experts, -1)[:, expert].flatten()
+                y[pairs] = F.linear(x[pairs // repeats], own, biases)
         if glu is not None:
             y = _gated(y, glu)
         return y.float() if float32 else y
