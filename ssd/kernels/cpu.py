@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ssd.kernels import cache
 from ssd.kernels.ops import GLU, SWIGLU, UNSCALED, KVScales, Routing
-from ssd.kernels.quantized import Codes, CodeType, bits_of, dequantize
+from ssd.kernels.quantized import Codes, CodeType, bits_of, dequantize, doubled_fp4
 
 logger = logging.getLogger("ssd")
 
@@ -156,6 +156,9 @@ class Kernels:
 
     def pack_codes(self, codes: Codes, dtype: torch.dtype, gated: bool = False) -> PackedWeight:
         """Repack a quantised weight into panels, for a `linear` of inputs of type `dtype`."""
+        if codes.type == "fp4":  # halves of integers
+            values = doubled_fp4(codes.values).view(torch.uint8)
+            codes = Codes(values, codes.scales / 2, "int8", codes.depth, codes.offsets)
         together = self._together(codes.type)
         depth = codes.depth + -codes.depth % (4 * together)
         values = torch.nn.functional.pad(codes.values, (0, depth - codes.values.shape[1]))  # cuts off whole groups

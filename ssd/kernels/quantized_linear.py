@@ -27,7 +27,7 @@ _SUMS = 32  # groups of a row that one program adds up
 _WIDE_COLUMNS = 8192  # outputs that are widened at a time
 
 # Two words to pairs of bfloat16, part by part. Integers are set as the last bits of 128, then 128 (and the zero point)
-# is subtracted. fp8's exponent is not moved, which divides by 2^120, and then multiplied.
+# is subtracted. The exponents of fp8 and fp4 are not moved, which divides by 2^120 or 2^126, and then multiplied.
 _INT8_PAIRS = tl.constexpr("""{
     .reg .b32 p<4>, s<4>, one;
     mov.b32 one, 0x3F803F80;
@@ -103,14 +103,35 @@ _INT4_PAIRS = tl.constexpr("""{
     fma.rn.bf16x2 $7, a7, one, zero;
 }""")
 _UINT4_PAIRS = tl.constexpr(_INT4_PAIRS.value.replace("0xC308C308", "0xC300C300"))  # no zero point
+_FP4_PAIRS = tl.constexpr(
+    """{
+    .reg .b32 p<4>, a<8>, s, up, none;
+    mov.b32 up, 0x7E807E80;
+    mov.b32 none, 0x80008000;
+    prmt.b32 p0, $8, $9, 0x0400;
+    prmt.b32 p1, $8, $9, 0x1511;
+    prmt.b32 p2, $8, $9, 0x2622;
+    prmt.b32 p3, $8, $9, 0x3733;
+"""
+    + "".join(
+        f"""    shl.b32 a{i}, p{i // 2}, {6 - i % 2 * 4};
+    and.b32 a{i}, a{i}, 0x01C001C0;
+    shl.b32 s, p{i // 2}, {12 - i % 2 * 4};
+    lop3.b32 a{i}, s, 0x80008000, a{i}, 0xEA;
+    fma.rn.bf16x2 ${i}, a{i}, up, none;
+"""
+        for i in range(8)
+    )
+    + "}"
+)
 
 
 @triton.jit
 def _pairs(words, FORMAT: tl.constexpr):
     """All parts of the words as bfloat16, part by part."""
-    if FORMAT == "int4" or FORMAT == "uint4":
+    if FORMAT == "int4" or FORMAT == "uint4" or FORMAT == "fp4":
         return tl.inline_asm_elementwise(
-            _INT4_PAIRS if FORMAT == "int4" else _UINT4_PAIRS,
+            _INT4_PAIRS if FORMAT == "int4" else _UINT4_PAIRS if FORMAT == "uint4" else _FP4_PAIRS,
             "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
             [words],
             dtype=(
@@ -153,6 +174,11 @@ def _part(words, i: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
         return (((words >> (4 * i)) & 15) - 8).to(dtype)
     elif FORMAT == "uint4":
         return ((words >> (4 * i)) & 15).to(dtype)
+    elif FORMAT == "fp4":
+        code = words >> (4 * i)
+        exponent = (code >> 1) & 3
+        size = ((code & 1) + tl.where(exponent > 0, 2, 0)) << tl.where(exponent > 0, exponent - 1, 0)
+        return tl.where((code & 8) > 0, -0.5, 0.5).to(dtype) * size.to(dtype)
     elif FORMAT == "int8":
         return (words >> (8 * i)).to(tl.int8).to(dtype)
     else:

@@ -30,7 +30,7 @@ LAYERS: list[tuple[str, CodeType | None, int]] = [  # type of codes, and weights
     ("qwen3-30b-a3b", None, 0),
     ("qwen3-30b-a3b", "fp8", 0),
     ("qwen3-30b-a3b", "int8", 0),
-    ("gpt-oss-20b", "fp8", 32),
+    ("gpt-oss-20b", "fp4", 32),
     ("gpt-oss-20b", "int4", 32),
 ]
 

@@ -95,6 +95,7 @@ def test_products(architecture: int, dtype: torch.dtype) -> None:
         ("int8", 16, False, torch.bfloat16),
         ("int4", 128, False, torch.bfloat16),
         ("uint4", 32, True, torch.bfloat16),
+        ("fp4", 32, False, torch.bfloat16),
     ],
 )
 def test_quantized_products(architecture: int, kind: CodeType, group: int, offsets: bool, dtype: torch.dtype) -> None:
@@ -115,7 +116,7 @@ def test_quantized_products(architecture: int, kind: CodeType, group: int, offse
 
 @pytest.mark.parametrize(
     ("kind", "group", "dtype"),
-    [(None, 0, torch.bfloat16), (None, 0, torch.float32), ("fp8", 32, torch.bfloat16), ("int4", 128, torch.bfloat16)],
+    [(None, 0, torch.bfloat16), (None, 0, torch.float32), ("fp4", 32, torch.bfloat16), ("int4", 128, torch.bfloat16)],
 )
 def test_experts(architecture: int, kind: CodeType | None, group: int, dtype: torch.dtype) -> None:
     """Products of 32 experts with 1024 inner dimensions, from 1 row on to those of a prompt."""

@@ -67,7 +67,8 @@ def expert_weights(ops: Ops, code: CodeType | None, device: torch.device, dtype:
 
 
 @pytest.mark.parametrize(
-    ("code", "glu"), [(None, CLAMPED), ("fp8", CLAMPED), ("int8", SWIGLU), ("int4", SWIGLU), ("uint4", CLAMPED)]
+    ("code", "glu"),
+    [(None, CLAMPED), ("fp8", SWIGLU), ("fp4", CLAMPED), ("int8", SWIGLU), ("int4", SWIGLU), ("uint4", CLAMPED)],
 )
 @pytest.mark.parametrize("kind", ["c", "triton"])
 def test_products_and_their_weighted_sums(kind: str, code: CodeType | None, glu: GLU) -> None:
