@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from ssd.kernels import cache
-from ssd.kernels.ops import UNSCALED, KVScales
-from ssd.kernels.quantized import Codes, CodeType, bits_of, dequantize
+from ssd.kernels.ops import GLU, SWIGLU, UNSCALED, KVScales, Routing
+from ssd.kernels.quantized import Codes, CodeType, bits_of, dequantize, doubled_fp4
 
 logger = logging.getLogger("ssd")
 
@@ -64,6 +64,22 @@ class PackedWeight:
         return self.data.data_ptr()
 
 
+@dataclass(frozen=True)
+class PackedExperts:
+    """Weights of experts, which differ in nothing but numbers."""
+
+    each: tuple[PackedWeight, ...]
+
+    @functools.cached_property
+    def addresses(self) -> tuple[Tensor, Tensor | None]:
+        """Those of the weights and of their scales."""
+        scales = [each.scales.data_ptr() for each in self.each if each.scales is not None]
+        made = [
+            torch.tensor(found, dtype=torch.int64, device=_CPU) for found in ([e.address for e in self.each], scales)
+        ]
+        return made[0], made[1] if scales else None
+
+
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _Q = ctypes.c_int64
 _SIGNATURES: dict[str, list[type]] = {
@@ -72,7 +88,13 @@ _SIGNATURES: dict[str, list[type]] = {
     "ssd_codes_together": [],
     "ssd_pack": [_P, _L, _P, _L, _L, _I, _I, _I],
     "ssd_embedding": [_P, _P, _I, _P, _L, _L, _L, _I],
-    "ssd_linear": [_P, _L, _P, _P, _P, _L, _L, _L, _I, _I, _I, _I, _P, _L, _I, _P, _L, _I],
+    "ssd_linear": [_P, _L, _P, _P, _P, _L, _L, _L, _I, _I, _F, _F, _F, _I, _I, _P, _L, _I, _P, _L, _I],
+    "ssd_expert_linear": [
+        *[_P, _L, _P, _P, _L, _L, _P, _P, _P, _P, _L, _L],
+        *[_I, _I, _F, _F, _F, _I, _I, _L, _I, _P, _L, _I],
+    ],
+    "ssd_route": [_P, _L, _L, _L, _I, _P, _P, _P, _P],
+    "ssd_combine": [_P, _P, _P, _L, _L, _L, _I, _I, _I],
     "ssd_rms_norm": [_P, _L, _P, _P, _P, _L, _L, _F, _I, _I, _I],
     "ssd_rope_and_store": [
         *[_P, _L, _P, _I, _P, _I, _P, _P, _P, _P, _F],
@@ -105,6 +127,9 @@ class Kernels:
         self._pack = library.ssd_pack
         self._embedding = library.ssd_embedding
         self._linear = library.ssd_linear
+        self._expert_linear = library.ssd_expert_linear
+        self._route = library.ssd_route
+        self._combine = library.ssd_combine
         self._rms_norm = library.ssd_rms_norm
         self._rope_and_store = library.ssd_rope_and_store
         self._paged_attention = library.ssd_paged_attention
@@ -131,6 +156,9 @@ class Kernels:
 
     def pack_codes(self, codes: Codes, dtype: torch.dtype, gated: bool = False) -> PackedWeight:
         """Repack a quantised weight into panels, for a `linear` of inputs of type `dtype`."""
+        if codes.type == "fp4":  # halves of integers
+            values = doubled_fp4(codes.values).view(torch.uint8)
+            codes = Codes(values, codes.scales / 2, "int8", codes.depth, codes.offsets)
         together = self._together(codes.type)
         depth = codes.depth + -codes.depth % (4 * together)
         values = torch.nn.functional.pad(codes.values, (0, depth - codes.values.shape[1]))  # cuts off whole groups
@@ -197,13 +225,14 @@ class Kernels:
         packed: PackedWeight,
         bias: Tensor | None = None,
         *,
+        glu: GLU = SWIGLU,
         float32: bool = False,
         row_scales: Tensor | None = None,
     ) -> Tensor:
         """`x` [M, K] @ weight.T (+ bias [N]) -> [M, N]. Rows of `x` may be strided.
 
-        A weight packed with `gated` gives silu(gate) * up -> [M, I] instead (its bias is [2I]). `float32`: the sums as
-        they are, not rounded to the storage type. `row_scales`: see `Ops.codes_linear`.
+        A weight packed with `gated` gives `glu` of gate and up -> [M, I] instead (its bias is [2I]). `float32`: the
+        sums as they are, not rounded to the storage type. `row_scales`: see `Ops.codes_linear`.
         """
         (m, k), n, dtype = x.shape, packed.n // 2 if packed.gated else packed.n, packed.dtype
         if x.dtype is not dtype or k != packed.k:
@@ -215,12 +244,59 @@ class Kernels:
             packed.address,
             None if bias is None else bias.data_ptr(),
             y.data_ptr(),
-            *(m, n, k, dtype is torch.bfloat16, packed.gated, float32, packed.form),
+            *(m, n, k, dtype is torch.bfloat16, packed.gated, glu.slope, glu.limit, glu.shift, float32, packed.form),
             *(None if packed.scales is None else packed.scales.data_ptr(), packed.group),
             packed.scales is not None and packed.scales.shape[2] == 2,
             *((None, 0) if row_scales is None else (row_scales.data_ptr(), row_scales.shape[1])),
             num_threads(),
         )
+        return y
+
+    def expert_linear(
+        self,
+        x: Tensor,
+        weight: PackedExperts,
+        routing: Routing,
+        bias: Tensor | None = None,
+        *,
+        glu: GLU | None = None,
+        float32: bool = False,
+        row_scales: Tensor | None = None,
+    ) -> Tensor:
+        """See `Ops.expert_linear`."""
+        packed, (weights, scales), pairs = weight.each[0], weight.addresses, len(routing.order)
+        dtype, n, gate = packed.dtype, packed.n // 2 if packed.gated else packed.n, glu or SWIGLU
+        if x.dtype is not dtype or x.shape[1] != packed.k or len(weight.each) != routing.num_experts:
+            raise TypeError(f"the input is {x.dtype} and {x.shape[1]} wide, the weight {dtype} and {packed.k} wide")
+        y = torch.empty(pairs, n, dtype=torch.float32 if float32 else dtype, device=_CPU)
+        row_scales = None if row_scales is None else row_scales.contiguous()
+        self._expert_linear(
+            *(x.data_ptr(), x.stride(0), routing.order.data_ptr(), routing.starts.data_ptr(), routing.num_experts),
+            *(pairs // len(x), weights.data_ptr(), None if scales is None else scales.data_ptr()),
+            *(None if bias is None else bias.data_ptr(), y.data_ptr(), n, packed.k, dtype is torch.bfloat16),
+            *(packed.gated, gate.slope, gate.limit, gate.shift, float32, packed.form, packed.group),
+            packed.scales is not None and packed.scales.shape[2] == 2,
+            *((None, 0) if row_scales is None else (row_scales.data_ptr(), row_scales.shape[1])),
+            num_threads(),
+        )
+        return y
+
+    def route(self, logits: Tensor, count: int, *, chosen: bool) -> Routing:
+        """See `Ops.route`."""
+        rows, experts = logits.shape
+        ids, order = (torch.empty(rows * count, dtype=torch.int32, device=_CPU) for _ in range(2))
+        weights, starts = logits.new_empty(rows, count), ids.new_empty(experts + 1)
+        outputs = (ids.data_ptr(), weights.data_ptr(), order.data_ptr(), starts.data_ptr())
+        self._route(logits.contiguous().data_ptr(), rows, experts, count, chosen, *outputs)
+        return Routing(ids.view(rows, count), weights, order, starts)
+
+    def combine(self, x: Tensor, routing: Routing, *, float32: bool = False) -> Tensor:
+        """See `Ops.combine`."""
+        (rows, count), n = routing.weights.shape, x.shape[1]
+        y = torch.empty(rows, n, dtype=torch.float32 if float32 else x.dtype, device=_CPU)
+        bf16 = x.dtype is torch.bfloat16
+        addresses = (x.data_ptr(), routing.weights.data_ptr(), y.data_ptr())
+        self._combine(*addresses, rows, count, n, bf16, float32, num_threads())
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:

@@ -8,6 +8,8 @@ from ssd.kernels import cpu
 from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope
 from ssd.kernels.quantized import Codes, rounded_rows
 
+Packed = cpu.PackedWeight | cpu.PackedExperts
+
 
 class CpuOps:
     """float32 and bfloat16 on the CPU."""
@@ -18,6 +20,7 @@ class CpuOps:
         self.codes_embedding = kernels.codes_embedding
         self.round_rows = rounded_rows
         self.linear = self.gated_linear = kernels.linear  # a gated weight knows that it is
+        self.route, self.expert_linear, self.combine = kernels.route, kernels.expert_linear, kernels.combine
         self.rms_norm = kernels.rms_norm
 
     @classmethod
@@ -26,13 +29,19 @@ class CpuOps:
         kernels = cpu.load()
         return None if kernels is None else cls(kernels)
 
-    def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> cpu.PackedWeight:
-        return self.kernels.pack_linear(weight, gated)
+    def prepare(self, weight: torch.Tensor, *, gated: bool = False, experts: int = 0) -> Packed:
+        if not experts:
+            return self.kernels.pack_linear(weight, gated)
+        each = _rows_of(experts, len(weight), gated)
+        return cpu.PackedExperts(tuple(self.kernels.pack_linear(weight[rows], gated) for rows in each))
 
     def prepare_codes(
-        self, codes: Codes, dtype: torch.dtype, *, gated: bool = False, exact: bool = True
-    ) -> cpu.PackedWeight:
-        return self.kernels.pack_codes(codes, dtype, gated)
+        self, codes: Codes, dtype: torch.dtype, *, gated: bool = False, experts: int = 0, exact: bool = True
+    ) -> Packed:
+        if not experts:
+            return self.kernels.pack_codes(codes, dtype, gated)
+        each = _rows_of(experts, len(codes.values), gated)
+        return cpu.PackedExperts(tuple(self.kernels.pack_codes(codes.rows(rows), dtype, gated) for rows in each))
 
     def codes_linear(
         self,
@@ -93,3 +102,9 @@ class CpuOps:
             sinks,
         )
         return out.view(len(out), -1)
+
+
+def _rows_of(experts: int, rows: int, gated: bool) -> list[torch.Tensor]:
+    """The rows of each expert, of a gated weight its gate rows and its up rows."""
+    index = torch.arange(rows, dtype=torch.int64, device="cpu").view(2 if gated else 1, experts, -1)
+    return [each.flatten() for each in index.unbind(1)]

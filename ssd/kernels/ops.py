@@ -7,6 +7,7 @@ are *row-invariant*: a row's bits never depend on how many rows are computed tog
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -83,6 +84,33 @@ class KVScales:
 UNSCALED = KVScales()
 
 
+@dataclass(frozen=True)
+class GLU:
+    """What gate and up rows of a gated weight become: silu(gate) * (up + shift), with silu(x) = x sigmoid(slope x),
+    after the gate was limited from above and up on both sides."""
+
+    slope: float = 1.0
+    limit: float = math.inf
+    shift: float = 0.0
+
+
+SWIGLU = GLU()
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The experts of each row. Pair p is the row p // k with the expert that comes p % k-th among its k experts."""
+
+    experts: torch.Tensor  # int32 [rows, k], the largest weight first
+    weights: torch.Tensor  # float32 [rows, k]
+    order: torch.Tensor  # int32 [rows * k]: the pairs, by expert
+    starts: torch.Tensor  # int32 [experts + 1]: where those of each expert begin in `order`
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.starts) - 1
+
+
 class Ops(Protocol):
     """Weights are passed to `prepare` once, which lays them out as the device needs; x is always [rows, width]."""
 
@@ -92,8 +120,12 @@ class Ops(Protocol):
     def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
         """Query tokens of one attention tile."""
 
-    def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> Any:
-        """Lays out a weight [out, in]. `gated`: its first half are gate rows, its second half up rows."""
+    def prepare(self, weight: torch.Tensor, *, gated: bool = False, experts: int = 0) -> Any:
+        """Lays out a weight [out, in]. `gated`: its first half are gate rows, its second half up rows.
+
+        `experts`: those of so many experts, one after the other (of a gated weight all gate rows, then all up rows);
+        for `expert_linear`.
+        """
 
     def embedding(self, weight: Any, token_ids: torch.Tensor) -> torch.Tensor:
         """Rows of a prepared weight."""
@@ -106,8 +138,10 @@ class Ops(Protocol):
     def gated_linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         """silu(gate) * up of a weight prepared with `gated`."""
 
-    def prepare_codes(self, codes: Codes, dtype: torch.dtype, *, gated: bool = False, exact: bool = True) -> Any:
-        """Lays out a quantised weight for products with rows of type `dtype`.
+    def prepare_codes(
+        self, codes: Codes, dtype: torch.dtype, *, gated: bool = False, experts: int = 0, exact: bool = True
+    ) -> Any:
+        """Lays out a quantised weight for products with rows of type `dtype`, else as `prepare`.
 
         Not `exact`: for drafts, whose products need not be row-invariant.
         """
@@ -127,6 +161,31 @@ class Ops(Protocol):
         `row_scales`: x was divided by them, float32 [rows, 1 or groups of the weight]; the sums (of each group) are
         multiplied by them.
         """
+
+    def route(self, logits: torch.Tensor, count: int, *, chosen: bool) -> Routing:
+        """The `count` experts of each row with the largest logits (float32 [rows, experts]), the lower one first where
+        they are equal. Their weights are a softmax: over the chosen ones, or over all experts."""
+
+    def expert_linear(
+        self,
+        x: torch.Tensor,
+        weight: Any,
+        routing: Routing,
+        bias: torch.Tensor | None = None,
+        *,
+        glu: GLU | None = None,
+        float32: bool = False,
+        row_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Each pair's row times its expert's part of a weight that was prepared for experts: [pairs, columns].
+
+        x has a row for each pair, or one for all pairs of a row. `glu`: of a gated weight. `bias` is in the order of
+        the rows that were prepared; `row_scales` as in `codes_linear`.
+        """
+
+    def combine(self, x: torch.Tensor, routing: Routing, *, float32: bool = False) -> torch.Tensor:
+        """The sum of each row's pairs (x: [pairs, width]) times their weights, in the order of its experts: float32,
+        rounded at the end if not `float32`."""
 
     def round_rows(
         self, x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope
+from ssd.kernels.ops import GLU, UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, Routing
 from ssd.kernels.quantized import Codes, RowType, dequantize, rounded_rows
 
 _E4M3_MAX = 448.0
@@ -22,7 +24,7 @@ class ReferenceOps:
     def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
         return 1 << 30  # one tile per sequence: tiles are not used here
 
-    def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
+    def prepare(self, weight: torch.Tensor, *, gated: bool = False, experts: int = 0) -> torch.Tensor:
         return weight
 
     def embedding(self, weight: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -39,7 +41,7 @@ class ReferenceOps:
         return F.silu(gate) * up
 
     def prepare_codes(
-        self, codes: Codes, dtype: torch.dtype, *, gated: bool = False, exact: bool = True
+        self, codes: Codes, dtype: torch.dtype, *, gated: bool = False, experts: int = 0, exact: bool = True
     ) -> tuple[Codes, torch.dtype]:
         return codes, dtype
 
@@ -53,11 +55,49 @@ class ReferenceOps:
         float32: bool = False,
         row_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        codes, dtype = weight
-        if row_scales is not None:
-            x = (x.view(len(x), row_scales.shape[1], -1) * row_scales[:, :, None]).flatten(1).to(dtype)
-        wide = dequantize(codes, dtype)
+        x, wide = _widened(x, weight, row_scales)
         return self.gated_linear(x, wide, bias) if gated else self.linear(x, wide, bias, float32=float32)
+
+    def route(self, logits: torch.Tensor, count: int, *, chosen: bool) -> Routing:
+        ids = logits.argsort(dim=1, descending=True, stable=True)[:, :count]
+        logits = logits - logits.amax(1, keepdim=True)
+        weights = logits.gather(1, ids).exp()
+        weights = weights / (weights if chosen else logits.exp()).sum(1, keepdim=True)
+        by_expert = ids.flatten().sort(stable=True)
+        firsts = torch.arange(logits.shape[1] + 1, device=ids.device)
+        starts = torch.searchsorted(by_expert.values, firsts, out_int32=True)
+        return Routing(ids.int(), weights, by_expert.indices.int(), starts)
+
+    def expert_linear(
+        self,
+        x: torch.Tensor,
+        weight: Any,
+        routing: Routing,
+        bias: torch.Tensor | None = None,
+        *,
+        glu: GLU | None = None,
+        float32: bool = False,
+        row_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if isinstance(weight, tuple):
+            x, weight = _widened(x, weight, row_scales)
+        halves, experts = 1 if glu is None else 2, routing.num_experts
+        weights = weight.view(halves, experts, -1, weight.shape[1])
+        y = x.new_empty(len(routing.order), len(weight) // experts)
+        repeats = len(y) // len(x)
+        for expert, (start, end) in enumerate(itertools.pairwise(routing.starts.tolist())):
+            if start < end:
+                pairs, own = routing.order[start:end], weights[:, expert].flatten(0, 1)
+                biases = None if bias is None else bias.view(halves, experts, -1)[:, expert].flatten()
+                y[pairs] = F.linear(x[pairs // repeats], own, biases)
+        if glu is not None:
+            y = _gated(y, glu)
+        return y.float() if float32 else y
+
+    def combine(self, x: torch.Tensor, routing: Routing, *, float32: bool = False) -> torch.Tensor:
+        weighted = x.view(*routing.weights.shape, -1).float() * routing.weights[:, :, None]
+        total = functools.reduce(torch.add, weighted.unbind(1))
+        return total if float32 else total.to(x.dtype)
 
     def round_rows(
         self, x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None
@@ -123,6 +163,22 @@ class ReferenceOps:
             k, v = (_gather(cache, table, length)[:, heads.first_position :] for cache in (k_cache, v_cache))
             out[rows] = _attend(q[rows], k, v, heads, sinks)
         return out.flatten(1)
+
+
+def _widened(
+    x: torch.Tensor, weight: tuple[Codes, torch.dtype], row_scales: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and a weight as they are without scales and codes."""
+    codes, dtype = weight
+    if row_scales is not None:
+        x = (x.view(len(x), row_scales.shape[1], -1) * row_scales[:, :, None]).flatten(1).to(dtype)
+    return x, dequantize(codes, dtype)
+
+
+def _gated(y: torch.Tensor, glu: GLU) -> torch.Tensor:
+    gate, up = y.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=glu.limit), up.clamp(-glu.limit, glu.limit)
+    return gate * torch.sigmoid(glu.slope * gate) * (up + glu.shift)
 
 
 def encode(x: torch.Tensor, scale: float) -> torch.Tensor:

@@ -6,8 +6,8 @@ from contextlib import suppress
 
 import torch
 
-from ssd.kernels import attention, cublaslt, elementwise, linear, quantized_linear, row_codes
-from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope
+from ssd.kernels import attention, cublaslt, elementwise, experts, linear, quantized_linear, row_codes
+from ssd.kernels.ops import GLU, UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, Routing
 from ssd.kernels.quantized import Codes
 
 
@@ -18,6 +18,7 @@ class TritonOps:
         self._workspace: attention.Workspace | None = None
         self._prefill: attention.Prefill | None = None
         self.round_rows = row_codes.rounded_rows
+        self.route, self.combine = experts.route, experts.combine
 
     def reserve(self, heads: HeadShape, device: torch.device) -> None:
         self._workspace = attention.Workspace(heads, device)
@@ -30,7 +31,7 @@ class TritonOps:
     def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
         return attention.tile_rows(heads.group_size, prefill) // heads.group_size
 
-    def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
+    def prepare(self, weight: torch.Tensor, *, gated: bool = False, experts: int = 0) -> torch.Tensor:
         return _alternating(weight) if gated else weight
 
     def embedding(self, weight: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -51,7 +52,7 @@ class TritonOps:
         return linear.linear(x, weight, None if bias is None else _alternating(bias), gated=True)
 
     def prepare_codes(
-        self, codes: Codes, dtype: torch.dtype, *, gated: bool = False, exact: bool = True
+        self, codes: Codes, dtype: torch.dtype, *, gated: bool = False, experts: int = 0, exact: bool = True
     ) -> quantized_linear.PackedCodes:
         if gated:
             codes = codes.rows(_alternating(torch.arange(len(codes.values), device=codes.values.device)))
@@ -76,6 +77,21 @@ class TritonOps:
                 x, weight, bias, self._sums, gated=gated, out_dtype=out_dtype, row_scales=scales
             )
         return quantized_linear.quantized_linear(x, weight, bias, gated=gated, out_dtype=out_dtype, row_scales=scales)
+
+    def expert_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | quantized_linear.PackedCodes,
+        routing: Routing,
+        bias: torch.Tensor | None = None,
+        *,
+        glu: GLU | None = None,
+        float32: bool = False,
+        row_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        scales = None if row_scales is None else row_scales.contiguous()
+        out_dtype = torch.float32 if float32 else x.dtype
+        return experts.expert_linear(x, weight, routing, bias, glu=glu, out_dtype=out_dtype, row_scales=scales)
 
     def _sums(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self.linear(x, weight, float32=True)

@@ -20,13 +20,14 @@ from ssd.errors import ConfigError, UnsupportedModel
 from ssd.kernels.ops import DeviceBatch, HeadShape
 from ssd.kernels.reference import ReferenceOps
 from ssd.layers.attention import Attention, LayerKV
+from ssd.layers.experts import Experts
 from ssd.layers.formats import DENSE, FormatOf, dense
 from ssd.layers.linear import Embedding, Linear
 from ssd.layers.mlp import MLP
 from ssd.layers.norm import RMSNorm
 from ssd.layers.parameter import Build, LazyTensor, Parameter
 from ssd.layers.rotary import rope_tables
-from ssd.layers.spec import KVLayout, LayerSpec, RopeConfig
+from ssd.layers.spec import ExpertsSpec, KVLayout, LayerSpec, RopeConfig
 from ssd.models.config import DecoderConfig
 
 KVCache = Seq[LayerKV]  # one entry per layer
@@ -46,7 +47,7 @@ class RopeTables(dict[tuple[RopeConfig, int], tuple[torch.Tensor, torch.Tensor]]
 
 
 class DecoderLayer:
-    """Attention and MLP, each behind an RMS norm and added to the residual stream.
+    """Attention and MLP or experts, each behind an RMS norm and added to the residual stream.
 
     `width`: of what q, k and v are computed from, where that is not the residual stream.
     """
@@ -66,7 +67,11 @@ class DecoderLayer:
         cos_sin = tables[attention.rope, attention.head_dim]
         self.attention = Attention(build, f"{name}.self_attn", attention, size, eps, cos_sin, width)
         self.mlp_norm = RMSNorm(build, f"{name}.post_attention_layernorm", size, eps, float32=wide)
-        self.mlp = MLP(build, f"{name}.mlp", spec.mlp, size)
+        self.mlp: MLP | Experts
+        if isinstance(spec.mlp, ExpertsSpec):
+            self.mlp = Experts(build, name, spec.mlp, size)
+        else:
+            self.mlp = MLP(build, f"{name}.mlp", spec.mlp, size)
 
     def parameters(self) -> Iterator[Parameter]:
         yield from (self.input_norm, *self.attention.parameters(), self.mlp_norm, *self.mlp.parameters())

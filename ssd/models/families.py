@@ -8,16 +8,18 @@ Knows nothing of files, weights, tokenizers or devices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any, Final
 
 from ssd.errors import UnsupportedModel
-from ssd.layers.spec import RopeConfig
+from ssd.kernels.ops import GLU
+from ssd.layers.spec import ExpertNames, ExpertsSpec, RopeConfig
 from ssd.models.config import DecoderConfig, equal_layers
 from ssd.models.fields import (
     EPSILON,
+    EXPERTS,
     FACTOR,
     FLAG,
     HEAD_DIM,
@@ -47,6 +49,16 @@ _FIELDS: Final[Mapping[str, Field]] = {
     "vocab_size": VOCABULARY,
     "hidden_size": WIDTH,
     "intermediate_size": WIDTH,
+    "moe_intermediate_size": WIDTH,
+    "num_experts": EXPERTS,
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": EXPERTS,
+    "norm_topk_prob": FLAG,
+    "experts_per_token": EXPERTS,
+    "swiglu_alpha": FACTOR,
+    "swiglu_limit": FACTOR,
+    "decoder_sparse_step": LAYERS,
+    "mlp_only_layers": LIST,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS,
     "num_key_value_heads": HEADS,
@@ -122,10 +134,12 @@ def qwen3(raw: Raw) -> DecoderConfig:
 
 
 def gpt_oss(raw: Raw) -> DecoderConfig:
-    """GPT-OSS: sinks, a bias of every projection, and a sliding window in every other layer, from the first on."""
+    """GPT-OSS: sinks, biases everywhere, a sliding window in every other layer from the first on, and experts."""
     yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or yarn
-    raw = {"rope_theta": 150000.0, "rms_norm_eps": 1e-5, **raw, "rope_parameters": given, "rope_scaling": None}
+    chosen = raw.get("experts_per_token", 4)  # another name of it, in published files
+    raw = {"rope_theta": 150000.0, "rms_norm_eps": 1e-5, "num_experts_per_tok": chosen, **raw}
+    raw |= {"rope_parameters": given, "rope_scaling": None}
     count, bias = _size(raw, "num_hidden_layers"), bool(raw.get("attention_bias", True))
     types = raw.get("layer_types") or [("sliding_attention", "full_attention")[i % 2] for i in range(count)]
     config = _decoder(
@@ -139,15 +153,63 @@ def gpt_oss(raw: Raw) -> DecoderConfig:
         sinks=True,
         windows=_typed_windows(types, count, raw.get("sliding_window", 128)),
     )
+    alpha, limit = (raw.get(name) for name in ("swiglu_alpha", "swiglu_limit"))
+    glu = GLU(1.702 if alpha is None else alpha, 7.0 if limit is None else limit, 1.0)
+    names, size = ExpertNames(router="router"), _size(raw, "intermediate_size")
+    config = _with_experts(raw, config, range(count), size, bias=True, glu=glu, names=names, interleaved=True)
     return replace(config, float32_norms=True)
+
+
+def qwen3_moe(raw: Raw) -> DecoderConfig:
+    """Qwen 3 with experts, except in the layers that `mlp_only_layers` and `decoder_sparse_step` leave dense."""
+    bias, layers = bool(raw.get("attention_bias", False)), _size(raw, "num_hidden_layers")
+    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    config = _decoder(
+        raw,
+        "qwen3_moe",
+        max_position=32768,
+        kv_heads=4,
+        qk_norm=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        windows=[window] * layers,
+    )
+    step, dense = _size(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or ()
+    sparse = [i for i in range(layers) if i not in dense and (i + 1) % step == 0]
+    size = _size(raw, "moe_intermediate_size", 768)
+    return _with_experts(raw, config, sparse, size, softmax_of_chosen=bool(raw.get("norm_topk_prob", False)))
+
+
+def mixtral(raw: Raw) -> DecoderConfig:
+    """Mixtral: Mistral with experts in every layer."""
+    layers = _size(raw, "num_hidden_layers")
+    raw = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, **raw}
+    windows = [raw.get("sliding_window")] * layers
+    config = _decoder(raw, "mixtral", max_position=131072, kv_heads=8, windows=windows)
+    names = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")
+    return _with_experts(raw, config, range(layers), _size(raw, "intermediate_size"), names=names)
+
+
+def _with_experts(raw: Raw, config: DecoderConfig, sparse: Iterable[int], size: int, **options: Any) -> DecoderConfig:
+    """Experts of an inner `size` in the layers `sparse`; `options`: further fields of `ExpertsSpec`."""
+    count = _size(raw, "num_experts" if raw.get("num_experts") is not None else "num_local_experts")
+    chosen = _size(raw, "num_experts_per_tok")
+    if chosen > count:
+        raise UnsupportedModel(f"num_experts_per_tok={chosen}: expected up to the number of experts, {count}")
+    experts, sparse = ExpertsSpec(count, chosen, size, **options), set(sparse)
+    layers = (replace(layer, mlp=experts) if i in sparse else layer for i, layer in enumerate(config.layers))
+    return replace(config, layers=tuple(layers))
 
 
 Family = Callable[[Raw], DecoderConfig]
 FAMILIES: Final[Mapping[str, Family]] = {  # by architecture; the functions' names are the values of `model_type`
+    "GptOssForCausalLM": gpt_oss,
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
+    "MixtralForCausalLM": mixtral,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
+    "Qwen3MoeForCausalLM": qwen3_moe,
 }
 
 

@@ -11,6 +11,7 @@ from ssd.kernels.driver import DriverError
 from ssd.kernels.ops import DeviceBatch
 from ssd.kernels.persistent import MAX_ROWS, BuildError, PersistentStep, StepLayer
 from ssd.layers.linear import Linear
+from ssd.layers.spec import MLPSpec
 from ssd.models.decoder import Decoder, KVCache
 
 log = logging.getLogger("ssd")
@@ -51,6 +52,8 @@ def _accept(decoder: Decoder) -> None:
     if len(kinds := set(decoder.config.layers)) > 1:
         raise BuildError("it is for models whose layers are all equal")
     for spec in kinds:
+        if not isinstance(spec.mlp, MLPSpec):
+            raise BuildError("it has no experts")
         attention = spec.attention
         if attention.output_bias or spec.mlp.bias or attention.window is not None or attention.sinks:
             raise BuildError("it has no biases of the output projection and the MLP, no windows and no sinks")

@@ -18,8 +18,8 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from ssd.kernels import attention, elementwise, features, linear, quantized_linear
-from ssd.kernels.ops import Branches, DeviceBatch, HeadShape, Rope
+from ssd.kernels import attention, elementwise, experts, features, linear, quantized_linear
+from ssd.kernels.ops import GLU, Branches, DeviceBatch, HeadShape, Rope
 from ssd.kernels.quantized import Codes, CodeType
 
 META = torch.device("meta")
@@ -44,7 +44,7 @@ def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         return kernel
 
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
-    for module in (linear, quantized_linear):
+    for module in (linear, quantized_linear, experts):
         monkeypatch.setattr(module, "shared_memory", lambda device: limit)
     monkeypatch.setattr(JITFunction, "run", compile_only)
     before = driver._active
@@ -95,6 +95,7 @@ def test_products(architecture: int, dtype: torch.dtype) -> None:
         ("int8", 16, False, torch.bfloat16),
         ("int4", 128, False, torch.bfloat16),
         ("uint4", 32, True, torch.bfloat16),
+        ("fp4", 32, False, torch.bfloat16),
     ],
 )
 def test_quantized_products(architecture: int, kind: CodeType, group: int, offsets: bool, dtype: torch.dtype) -> None:
@@ -111,6 +112,24 @@ def test_quantized_products(architecture: int, kind: CodeType, group: int, offse
         x, scales = empty(rows, depth, dtype=dtype), empty(rows, depth // group, dtype=torch.float32)
         quantized_linear.quantized_linear(x, weight)
         quantized_linear.quantized_linear(x, weight, gated=True, row_scales=scales)
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "dtype"),
+    [(None, 0, torch.bfloat16), (None, 0, torch.float32), ("fp4", 32, torch.bfloat16), ("int4", 128, torch.bfloat16)],
+)
+def test_experts(architecture: int, kind: CodeType | None, group: int, dtype: torch.dtype) -> None:
+    """Products of 32 experts with 1024 inner dimensions, from 1 row on to those of a prompt."""
+    for rows in (1, 64, 200, 2000):
+        routing = experts.route(empty(rows, 32, dtype=torch.float32), 4, chosen=rows == 1)
+        for columns, depth, inputs, glu in ((2048, 2048, rows, GLU(1.702, 7.0, 1.0)), (2048, 1024, 4 * rows, None)):
+            weight: torch.Tensor | quantized_linear.PackedCodes = empty(32 * columns, depth, dtype=dtype)
+            if kind is not None:
+                scales = empty(32 * columns, depth // group, dtype=torch.float32)
+                weight = quantized_linear.pack(Codes(weight.to(torch.uint8), scales, kind, depth), dtype)
+            x, bias = empty(inputs, depth, dtype=dtype), empty(32 * columns, dtype=dtype)
+            experts.expert_linear(x, weight, routing, bias, glu=glu)
+        experts.combine(empty(4 * rows, 2048, dtype=dtype), routing)
 
 
 @pytest.mark.parametrize(

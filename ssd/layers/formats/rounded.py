@@ -14,11 +14,11 @@ from typing import Any, cast
 import torch
 
 from ssd.errors import ConfigError
-from ssd.kernels.ops import Ops
+from ssd.kernels.ops import GLU, Ops, Routing
 from ssd.kernels.quantized import Codes, Format, quantize, quantized_bytes
 from ssd.layers.formats import DENSE, FormatOf, Use, WeightFormat, dense, fused
 
-_AROUND = ("embed_tokens", "lm_head")
+_AROUND = ("embed_tokens", "lm_head", "gate", "router")  # a router's small weight decides which experts are read
 _FEW_ROWS = 64  # products of more rows are bound by arithmetic, not by reading the weight
 _LEAST_GROUP = 16  # weights of one scale that kernels take
 
@@ -50,9 +50,9 @@ class Rounded(WeightFormat):
         codes = dense = None
         if use.product:
             own = _columns(quantize(weight, self.name), use.columns)
-            codes = ops.prepare_codes(own, dtype, gated=use.gated, exact=self.exact)
+            codes = ops.prepare_codes(own, dtype, gated=use.gated, experts=use.experts, exact=self.exact)
         if use.embedding or self.keeps_dense:
-            dense = ops.prepare(weight[:, use.columns].contiguous(), gated=use.gated)
+            dense = ops.prepare(weight[:, use.columns].contiguous(), gated=use.gated, experts=use.experts)
         return RoundedWeight(codes, dense)
 
     def linear(
@@ -61,6 +61,20 @@ class Rounded(WeightFormat):
         if self.keeps_dense and len(x) > _FEW_ROWS:
             return DENSE.linear(ops, x, weight.dense, bias, gated=gated, float32=float32)
         return ops.codes_linear(x, weight.codes, bias, gated=gated, float32=float32)
+
+    def expert_linear(
+        self,
+        ops: Ops,
+        x: torch.Tensor,
+        weight: RoundedWeight,
+        bias: torch.Tensor | None,
+        routing: Routing,
+        *,
+        glu: GLU | None,
+        float32: bool,
+    ) -> torch.Tensor:
+        chosen = weight.dense if self.keeps_dense and len(routing.weights) > _FEW_ROWS else weight.codes
+        return ops.expert_linear(x, chosen, routing, bias, glu=glu, float32=float32)
 
     def embedding(self, ops: Ops, weight: RoundedWeight, token_ids: torch.Tensor) -> torch.Tensor:
         return ops.embedding(weight.dense, token_ids)
