@@ -134,10 +134,9 @@ def test_a_long_prompt_frees_the_blocks_of_windows(
 ) -> None:
     """GPT-OSS's pattern: a window of 128 in every other layer, from the first on. A prompt of 900 tokens, read in
     chunks, holds all blocks of the full layers, and of the others those of the window and a chunk."""
-    pattern = {**KINDS["qwen3-windows"][1], "sliding_window": 128, "num_hidden_layers": 4}
-    pattern |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "max_position_embeddings": 1024}
-    monkeypatch.setitem(KINDS, "gpt-oss-windows", ("Qwen3", pattern))
-    path, observer = save_model("gpt-oss-windows", tmp_path).path, BlocksHeld(2)
+    pattern = {**KINDS["gpt-oss"][1], "sliding_window": 128, "num_hidden_layers": 4, "max_position_embeddings": 1024}
+    monkeypatch.setitem(KINDS, "gpt-oss", ("GptOss", pattern))
+    path, observer = save_model("gpt-oss", tmp_path).path, BlocksHeld(2)
     caplog.set_level("INFO", logger="ssd")
     sizes: dict[str, Any] = {"max_model_len": 1024, "block_size": 16, "max_num_batched_tokens": 64}
     with LLM(path, device="cpu", dtype="float32", max_num_seqs=1, **sizes) as llm:

@@ -90,7 +90,7 @@ def test_logits_equal_transformers(kind: str, changes: dict[str, Any], tmp_path:
     assert (logits(checkpoint, TensorParallel(), tokens) - theirs).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize(("kind", "fused"), [("qwen3-moe", False), ("mixtral", True)])
+@pytest.mark.parametrize(("kind", "fused"), [("qwen3-moe", False), ("mixtral", True), ("gpt-oss", False)])
 def test_ranks_equal_one(make_model: Callable[[str], TestModel], kind: str, fused: bool, tmp_path: Path) -> None:
     """Experts split along their inner dimension; also from tensors of all experts. Catches a wrong slice, and a router
     that gives a rank another expert."""
@@ -108,9 +108,10 @@ PARAMS = [SamplingParams(temperature=float(i % 2), seed=i, max_new_tokens=16, ig
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_the_same_text_by_ar_sd_and_ssd(make_model: Callable[[str], TestModel], dtype: str) -> None:
+@pytest.mark.parametrize("kind", ["qwen3-moe", "gpt-oss"])
+def test_the_same_text_by_ar_sd_and_ssd(make_model: Callable[[str], TestModel], kind: str, dtype: str) -> None:
     """T = 0 and 1, alone and together, with a dense draft and with one that has experts."""
-    target, dense, experts = (make_model(kind).path for kind in ("qwen3-moe", "qwen3", "mixtral"))
+    target, dense, experts = (make_model(kind).path for kind in (kind, "qwen3", "mixtral"))
 
     def answers(batch: int, **speculation: Any) -> list[list[int]]:
         options = {"speculation": speculation} if speculation else {}

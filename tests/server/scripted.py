@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import ssd
 from ssd.core import Delta, RequestMetrics, RequestOutput, Sample, SamplingParams
 
@@ -95,8 +97,15 @@ HARMONY_TOKENS = {  # tokens of Harmony, in place of special ones of tiny-llama
 
 
 def harmony_checkpoint(folder: Path) -> Path:
-    """A bundled model whose tokenizer and chat template are those of Harmony."""
+    """A random GPT-OSS, whose tokenizer is that of a bundled model with the tokens of Harmony."""
+    transformers = pytest.importorskip("transformers")
     checkpoint(folder, "tiny-llama", "{# <|start|><|channel|><|message|> #}")
+    (folder / "model.safetensors").unlink()
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
+    experts = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(vocab_size=8192, **sizes, **experts))
+    model.generation_config.eos_token_id = [8187, 8191]  # <|return|> and <|call|>
+    model.save_pretrained(folder)
     for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
         text = file.read_text()
         for old, new in HARMONY_TOKENS.items():
