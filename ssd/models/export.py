@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from ssd.errors import ConfigError, SSDError
 from ssd.kernels.quantized import Codes, Format, bits_of, group_size, quantize
 from ssd.layers.formats.rounded import Rounded
-from ssd.layers.spec import ExpertsSpec, RopeConfig
+from ssd.layers.spec import ExpertsSpec, MLPSpec, RopeConfig
 from ssd.models.checkpoint import all_weights
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import Decoder, outline, parameter_shapes
@@ -250,20 +250,8 @@ def eagle_json(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
 def _config_json(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
     """The fields of a config.json that models and EAGLE heads share."""
     attention, mlp = config.attention, config.layer.mlp
-    experts = (
-        {
-            "moe_intermediate_size": mlp.intermediate_size,
-            "num_experts": mlp.num_experts,
-            "num_experts_per_tok": mlp.experts_per_token,
-            "norm_topk_prob": mlp.softmax_of_chosen,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
-        if isinstance(mlp, ExpertsSpec)
-        else {}
-    )
     return {
-        **experts,
+        **expert_json(mlp),
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": mlp.intermediate_size,
@@ -277,6 +265,20 @@ def _config_json(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": attention.qkv_bias,
         "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def expert_json(mlp: MLPSpec | ExpertsSpec) -> dict[str, Any]:
+    """The fields of experts in a config.json of Qwen3-MoE."""
+    if not isinstance(mlp, ExpertsSpec):
+        return {}
+    return {
+        "moe_intermediate_size": mlp.intermediate_size,
+        "num_experts": mlp.num_experts,
+        "num_experts_per_tok": mlp.experts_per_token,
+        "norm_topk_prob": mlp.softmax_of_chosen,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
     }
 
 
