@@ -115,10 +115,14 @@ PROMPTS = ragged_prompts(16, longest=150)
 PARAMS = [SamplingParams(temperature=float(i % 2), seed=i, max_new_tokens=32, ignore_eos=True) for i in range(16)]
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8", "int4"])
-def test_the_same_text_by_ar_sd_and_ssd(make_model: Callable[[str], TestModel], quantization: str | None) -> None:
+@pytest.mark.parametrize(
+    ("kind", "quantization"), [("qwen3-moe", None), ("qwen3-moe", "fp8"), ("qwen3-moe", "int4"), ("gpt-oss", None)]
+)
+def test_the_same_text_by_ar_sd_and_ssd(
+    make_model: Callable[[str], TestModel], kind: str, quantization: str | None
+) -> None:
     """bfloat16, T = 0 and 1, batches of 1, 6 and 16; drafts with and without experts."""
-    target, dense, experts = (make_model(kind).path for kind in ("qwen3-moe", "qwen3", "mixtral"))
+    target, dense, experts = (make_model(each).path for each in (kind, "qwen3", "mixtral"))
 
     def answers(batch: int, **speculation: Any) -> list[list[int]]:
         options: dict[str, Any] = {"speculation": speculation or None, "quantization": quantization}

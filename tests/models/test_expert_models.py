@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 import torch
 import transformers
 from conftest import KINDS, SHAPE, WITH_EXPERTS, TestModel, ragged_prompts
+from safetensors.torch import load_file, save_file
 from test_parity import engine_logits
 from test_tensor_parallel import logits, on_ranks
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ssd import LLM, SamplingParams
 from ssd.errors import UnsupportedModel
@@ -87,6 +90,33 @@ def test_logits_equal_transformers(kind: str, changes: dict[str, Any], tmp_path:
     tokens = torch.randint(0, 320, (40,)).tolist()
     with torch.no_grad():
         theirs = model(torch.tensor([tokens])).logits[0]
+    assert (logits(checkpoint, TensorParallel(), tokens) - theirs).abs().max() < 1e-4
+
+
+def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
+    """Experts in MXFP4, everything else in floats: the logits are those of transformers with the widened weights."""
+    config = transformers.GptOssConfig(**{**SHAPE, **KINDS["gpt-oss"][1], "intermediate_size": 96})
+    torch.manual_seed(0)
+    model = transformers.GptOssForCausalLM(config).float().eval()
+    model.save_pretrained(tmp_path)
+    stored, dice = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(0)
+    for i, layer in enumerate(model.model.layers):
+        for name, outputs, inputs in (("gate_up_proj", 192, 64), ("down_proj", 64, 96)):
+            blocks = torch.randint(0, 256, (6, outputs, inputs // 32, 16), dtype=torch.uint8, generator=dice)
+            scales = torch.randint(120, 126, (6, outputs, inputs // 32), dtype=torch.uint8, generator=dice)
+            key = f"model.layers.{i}.mlp.experts.{name}"
+            del stored[key]
+            stored |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+            wide = convert_moe_packed_tensors(blocks.clone(), scales.clone(), dtype=torch.float32)
+            getattr(layer.mlp.experts, name).data = wide
+    save_file(stored, tmp_path / "model.safetensors")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    tokens = torch.randint(0, 320, (40,), generator=dice).tolist()
+    with torch.no_grad():
+        theirs = model(torch.tensor([tokens])).logits[0]
+    checkpoint = HFCheckpoint.open(tmp_path)
     assert (logits(checkpoint, TensorParallel(), tokens) - theirs).abs().max() < 1e-4
 
 
