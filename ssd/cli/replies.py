@@ -6,17 +6,16 @@ import json
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ssd.core import SamplingParams
 from ssd.errors import ConfigError
 from ssd.text.events import CallArguments, CallBegin, CallEnd, Event, Reasoning, Text
-from ssd.text.harmony import STOPS, is_harmony
-from ssd.text.message_format import MessageFormat, format_of, shown_tokens
+from ssd.text.harmony import is_harmony
+from ssd.text.message_format import PROMPT_END, MessageFormat, format_of, shown_tokens, stop_tokens
 from ssd.text.tokenizer import Tokenizer
 from ssd.text.tool_calls import parser_for
 
-_PROMPT_END: Final = 16  # tokens of the prompt that may open a message, or a block of reasoning
 Tools = list[dict[str, Any]]
 
 
@@ -32,13 +31,13 @@ class ReplyFormat:
 
     def sampling(self, params: SamplingParams) -> SamplingParams:
         """The parameters with the tokens that answers are parsed by, and those that end them."""
-        stops = [token for token in map(self._tokenizer.token_id, STOPS if self.harmony else ()) if token is not None]
+        stops = stop_tokens(self._template, self._tokenizer)
         shown = shown_tokens(self._template, self._parser, self._tokenizer)
         return replace(params, shown_token_ids=shown, stop_token_ids=(*params.stop_token_ids, *stops))
 
     def reader(self, prompt: Seq[int]) -> ReplyReader:
         """For the answer to a prompt."""
-        end = self._tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
+        end = self._tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
         names = frozenset(tool["function"]["name"] for tool in self.tools)
         return ReplyReader(format_of(self._template, end, self._parser, names, parallel=False), text=self.harmony)
 

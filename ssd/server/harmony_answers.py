@@ -1,4 +1,4 @@
-"""Answers in Harmony, the chat format of GPT-OSS: the tokens that end them, and their grammar."""
+"""The grammar of answers in Harmony, the chat format of GPT-OSS."""
 
 from __future__ import annotations
 
@@ -10,22 +10,17 @@ from ssd.constraints.structured import StructuredOutput
 from ssd.core import SamplingParams
 from ssd.server.errors import unsupported
 from ssd.server.tool_use import ToolUse
-from ssd.text.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START, STOPS
-from ssd.text.tokenizer import Tokenizer
+from ssd.text.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
 
 _LAYOUT: Final = {"whitespace_pattern": " ?"}  # of a call's arguments
 
 
-def in_harmony(
-    params: SamplingParams, tools: ToolUse | None, tokenizer: Tokenizer, *, continued: bool
-) -> SamplingParams:
-    """The parameters of an answer in Harmony: its stop tokens, and its constraint, if one is needed.
+def in_harmony(params: SamplingParams, tools: ToolUse | None, *, continued: bool) -> SamplingParams:
+    """The parameters of an answer in Harmony with its constraint, if one is needed.
 
     What is asked for binds the content of the final message or the body of a call; reasoning stays free. `continued`:
     the answer continues the content of a final message.
     """
-    stops = [token for token in map(tokenizer.token_id, STOPS) if token is not None and not params.ignore_eos]
-    params = replace(params, stop_token_ids=(*params.stop_token_ids, *stops))
     answer = params.structured if isinstance(params.structured, StructuredOutput) else None
     forced, strict = (tools.forced, bool(tools.strict)) if tools is not None else (False, False)
     if continued and (forced or strict):

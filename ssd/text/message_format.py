@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from ssd.text import harmony
 from ssd.text.events import CallArguments, CallBegin, CallEnd, Event, Reasoning, Text
@@ -11,6 +12,8 @@ from ssd.text.harmony_parser import HarmonyParser
 from ssd.text.reasoning import CLOSING, OPENING, ReasoningSplitter, marks_reasoning, opens_reasoning
 from ssd.text.tokenizer import Tokenizer
 from ssd.text.tool_calls import ToolParser
+
+PROMPT_END: Final = 16  # tokens of a prompt that may open a message, or a block of reasoning
 
 
 class MessageParser:
@@ -70,6 +73,12 @@ def format_of(
         return MessageFormat(None, names, parallel, harmony=True, continued=continued)
     reasoning = marks_reasoning(chat_template)
     return MessageFormat(parser, names, parallel, reasoning, reasoning and opens_reasoning(prompt_end))
+
+
+def stop_tokens(chat_template: str, tokenizer: Tokenizer) -> list[int]:
+    """Tokens that end an answer in this format, whether or not the checkpoint names them."""
+    tags = harmony.STOPS if is_harmony(chat_template) else ()
+    return [token_id for tag in tags if (token_id := tokenizer.token_id(tag)) is not None]
 
 
 def tags_of(parser: type[ToolParser] | None) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ from ssd.server.chat_messages import message_fields
 from ssd.text.events import CallBegin, Reasoning
 from ssd.text.harmony import TOKENS, is_harmony, render
 from ssd.text.harmony_parser import HarmonyParser
-from ssd.text.message_format import MessageFormat, parse
+from ssd.text.message_format import MessageFormat, parse, shown_tokens, stop_tokens
 from ssd.text.tokenizer import Tokenizer
 
 DATE = "2025-06-28"
@@ -373,3 +374,13 @@ def _merged(events: list[Any]) -> list[Any]:
         else:
             merged.append(event)
     return merged
+
+
+def test_tokens_that_are_shown_and_tokens_that_end_an_answer() -> None:
+    """Special tokens are left out of a text unless told so, and a checkpoint may name <|return|> alone as its end."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, []))
+    backend.add_special_tokens(list(TOKENS))
+    tokenizer, template = Tokenizer(backend), "<|start|><|channel|><|message|>"
+    assert stop_tokens(template, tokenizer) == [backend.token_to_id("<|return|>"), backend.token_to_id("<|call|>")]
+    assert sorted(shown_tokens(template, None, tokenizer)) == list(range(1, 8))
+    assert stop_tokens("{{ messages }}", tokenizer) == shown_tokens("{{ messages }}", None, tokenizer) == []
