@@ -22,6 +22,7 @@ from ssd.config import BUDGETS
 
 BUNDLE = Path(ssd.__file__).parent / "bundle"
 BUNDLED = {"tiny-llama": "tiny-llama-draft", "tiny-qwen3": "tiny-qwen3-draft"}
+TWO_GROUPS = [*WINDOWED, "gpt-oss"]  # of layers, perhaps: with blocks of their own
 DRAFTS = ("noisy", "self", "stranger")  # of the random models
 MOST_FAILURES = 2  # rounds that fail in one case: an engine gives up after three in a row
 EXTREMES: list[dict[str, Any]] = [  # parameters that `random_requests` leaves out
@@ -168,7 +169,7 @@ def _options(dice: random.Random, model: str) -> dict[str, Any]:
     fewest = -(-MAX_LEN // block_size)
     return {
         "block_size": block_size,
-        "num_kv_blocks": (fewest + dice.choice([0, 0, 1, fewest // 2, 2 * fewest])) * (1 + (model in WINDOWED)),
+        "num_kv_blocks": (fewest + dice.choice([0, 0, 1, fewest // 2, 2 * fewest])) * (1 + (model in TWO_GROUPS)),
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_seqs + dice.choice([0, 3, 20, 200]),
         "prefix_caching": dice.random() < 0.7,
