@@ -33,9 +33,11 @@ from ssd.engine.driver import Driver
 from ssd.execution.batch import Batch
 from ssd.execution.runner import ModelRunner
 from ssd.execution.target import Target
+from ssd.layers.experts import Experts
 from ssd.layers.linear import Linear
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.config import DecoderConfig
+from ssd.models.export import expert_json
 from ssd.models.open import open_checkpoint
 from ssd.models.shapes import SHAPES
 
@@ -149,10 +151,10 @@ def bench_gpu(shape: str, args: argparse.Namespace) -> list[Row]:
     ]
     assert isinstance(engine.round.target, Target)
     runner = engine.round.target.runner
-    weight_bytes = streamed_bytes(runner)
-    floor = weight_bytes / bandwidth
+    floors = {n: streamed_bytes(runner, n) / bandwidth for n in (1, 8, 16)}  # seconds, by rows
+    floor = f"{floors[1] * 1e3:.3f} ms ({floors[1] * bandwidth / 1e9:.2f} GB)"
     rows.append(("copy bandwidth", f"{bandwidth / 1e12:.2f} TB/s"))
-    rows.append(("floor: one pass over the weights", f"{floor * 1e3:.3f} ms ({weight_bytes / 1e9:.2f} GB)"))
+    rows.append(("floor: one pass over the weights", floor))
     one = 0.0
     sizes = ((1, 1, 512), (1, 8, 512), (8, 1, 512), (16, 1, 512), (1, 1, 4000), (8, 1, 16384))
     for sequences, queries, context in sizes:
@@ -162,13 +164,14 @@ def bench_gpu(shape: str, args: argparse.Namespace) -> list[Row]:
         seconds = driver.call(lambda _, measured=measured: measured())
         one = one or seconds
         label = f"model, {sequences} x {queries} tokens at context {context}"
-        value = f"{seconds * 1e3:.3f} ms, {floor / seconds:.3f} of the floor, {seconds / one:.3f} x one token"
+        part = floors[sequences * queries] / seconds
+        value = f"{seconds * 1e3:.3f} ms, {part:.3f} of the floor, {seconds / one:.3f} x one token"
         rows.append((label, value))
     for batch in (1, 8, 16):
         prompts = random_prompts(batch, args.prompt_len, known_tokens(checkpoint))
         speeds = alternate({"ssd": lambda p=prompts: engine_decode(driver, p, args.new_tokens)}, args.repeats)["ssd"]
         step = batch / statistics.median(speeds)
-        rows.append((f"engine, batch {batch}", f"{spread(speeds)} tokens/s, {floor / step:.3f} of the floor"))
+        rows.append((f"engine, batch {batch}", f"{spread(speeds)} tokens/s, {floors[batch] / step:.3f} of the floor"))
         if batch == 1:
             ours = statistics.median(speeds)
     driver.close()
@@ -250,7 +253,7 @@ def hf_model(shape: DecoderConfig, dtype: torch.dtype, device: torch.device) -> 
         shape.family,
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
-        intermediate_size=shape.mlp.intermediate_size,
+        intermediate_size=shape.layer.mlp.intermediate_size,
         num_hidden_layers=shape.num_layers,
         num_attention_heads=shape.attention.num_heads,
         num_key_value_heads=shape.attention.num_kv_heads,
@@ -258,6 +261,7 @@ def hf_model(shape: DecoderConfig, dtype: torch.dtype, device: torch.device) -> 
         max_position_embeddings=shape.max_position,
         rms_norm_eps=shape.rms_eps,
         tie_word_embeddings=shape.tie_embeddings,
+        **expert_json(shape.layer.mlp),
     )
     torch.manual_seed(0)
     with torch.device(device):
@@ -288,7 +292,9 @@ def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
 
 
 def graph_seconds(runner: ModelRunner, sequences: int, queries: int, context: int, repeats: int = 15) -> float:
-    """Median time of the model alone (one graph replay): `queries` tokens of each at the end of `context` tokens."""
+    """Median time of the model alone (one graph replay): `queries` tokens of each at the end of `context` tokens,
+    which are random, since experts depend on them."""
+    runner.state.token_ids.random_(0, runner.decoder.config.vocab_size)
     slots, blocks = range(sequences), -(-context // runner.block_size)
     for slot in slots:
         runner.tables.reset(slot)
@@ -315,11 +321,19 @@ def copy_bandwidth(device: torch.device, size: int = 4 << 30) -> float:
     return 2 * size / statistics.median(device_seconds(lambda: target.copy_(source)) for _ in range(12))
 
 
-def streamed_bytes(runner: ModelRunner) -> int:
-    """Weights that every decode step reads: the layers and the head, not the input embedding."""
-    decoder = runner.decoder
-    linear = [each for layer in decoder.layers for each in layer.parameters() if isinstance(each, Linear)]
-    return sum(each.weight.nbytes for each in (*linear, decoder.head))
+def streamed_bytes(runner: ModelRunner, rows: int) -> float:
+    """Weights that a step of so many rows reads: the layers and the head, not the input embedding. Of experts those
+    that random choices of all rows hit."""
+    total = float(runner.decoder.head.num_bytes())
+    for layer in runner.decoder.layers:
+        linear = {each for each in layer.parameters() if isinstance(each, Linear)}
+        if isinstance(layer.mlp, Experts):
+            spec, experts = layer.mlp.spec, {layer.mlp.gate_up, layer.mlp.down}
+            hit = 1 - (1 - spec.experts_per_token / spec.num_experts) ** rows
+            total += hit * sum(each.num_bytes() for each in experts)
+            linear -= experts
+        total += sum(each.num_bytes() for each in linear)
+    return total
 
 
 def _arguments() -> argparse.Namespace:

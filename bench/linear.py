@@ -75,7 +75,7 @@ def bench_format(shape: str, form: Format, row_counts: list[int], device: torch.
     """Products with quantised weights as a target multiplies them."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     ops, layers = kernels(device).ops(), SHAPES[shape].num_layers
-    speed = copy_bandwidth(device) if device.type == "cuda" else _host_bandwidth()
+    speed = copy_bandwidth(device) if device.type == "cuda" else host_bandwidth(device)
     titles = f"{'product':<10} {'columns':>8} {'depth':>6} {'rows':>5} {'us':>9} {'GB/s':>6} {'floor':>6}"
     print(f"{shape} in {form}, copies at {speed / 1e9:.0f} GB/s\n{titles}")
     steps, total = dict.fromkeys(row_counts, 0.0), 0
@@ -153,7 +153,7 @@ def seconds(work: Callable[[], None], device: torch.device, repeats: int = 7) ->
     return statistics.median(device_seconds(graph.replay) for _ in range(repeats))
 
 
-def _host_bandwidth(size: int = 256 << 20) -> float:
+def host_bandwidth(device: torch.device, size: int = 256 << 20) -> float:
     """Bytes per second of a copy in the host's memory, read and written bytes counted."""
     source = torch.ones(size, dtype=torch.uint8)
     target = torch.empty_like(source)

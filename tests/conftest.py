@@ -56,6 +56,13 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 8.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("Llama", {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}),
     "llama3-scaled": (
@@ -90,8 +97,29 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "sliding_window": 24},
+            **{"num_local_experts": 6, "num_experts_per_tok": 3, "rope_parameters": YARN},
+        },
+    ),
 }
 WINDOWED = [kind for kind in KINDS if kind.endswith("windows")]
+WITH_EXPERTS = ["qwen3-moe", "mixtral", "gpt-oss"]
 
 
 @pytest.hookimpl(optionalhook=True)

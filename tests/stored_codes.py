@@ -23,6 +23,7 @@ def some_codes(kind: CodeType, rows: int, depth: int, group: int, *, offsets: bo
 CODES: list[tuple[CodeType, int, bool]] = [  # type, group (0: a whole row), offsets
     ("fp8", 0, False),
     ("fp8", 128, False),
+    ("fp4", 32, False),
     ("int8", 0, False),
     ("int8", 16, False),
     ("int8", 32, True),

@@ -13,7 +13,7 @@ from ssd.assembly.cores import split_cores
 from ssd.assembly.device import batched_tokens, resolve_device
 from ssd.assembly.drafters import follow_draft, load_draft, make_drafter, open_draft, placed, quantized
 from ssd.assembly.fit import check_draft_fits, check_fits
-from ssd.assembly.memory import MAX_IN_FLIGHT, fitting_length, gib, kv_blocks, possible_length
+from ssd.assembly.memory import MAX_IN_FLIGHT, blocks_for, fitting_length, gib, kv_blocks, possible_length
 from ssd.assembly.models import load_decoder, make_runner, make_state, num_slots
 from ssd.assembly.ranks import Follower, Place, Ranks
 from ssd.assembly.warm_up import warm_up
@@ -153,10 +153,8 @@ def _log_choices(config: EngineConfig, runners: Seq[ModelRunner]) -> None:
         gib(tokens * sum(runner.decoder.kv_bytes_per_token for runner in runners)),
         *(config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens),
     )
-    groups = runners[0].decoder.kv_groups
-    if any(group.window for group in groups):
-        kept = [f"{len(g.layers)} keep {f'the last {g.window}' if g.window else 'all'} tokens" for g in groups]
-        log.info("KV groups of layers: %s", ", ".join(kept))
+    if any(group.window for group in runners[0].decoder.kv_groups):
+        _log_groups(config, runners[0])
     if speculation.mode == "ar":
         log.info("drafter: none")
     else:
@@ -168,6 +166,18 @@ def _log_choices(config: EngineConfig, runners: Seq[ModelRunner]) -> None:
             "drafter: mode=%s, draft=%s, k=%s%s%s",
             *(speculation.mode, speculation.draft, speculation.k, form, placement),
         )
+
+
+def _log_groups(config: EngineConfig, runner: ModelRunner) -> None:
+    """What the layers keep of a sequence, and the memory of a long one."""
+    decoder, length = runner.decoder, config.max_model_len or 1
+    kept = [f"{len(g.layers)} keep {f'the last {g.window}' if g.window else 'all'} tokens" for g in decoder.kv_groups]
+    most = blocks_for(config, decoder.kv_groups, decoder.device)(length) * runner.block_size
+    log.info(
+        "KV groups of layers: %s; a sequence of %d tokens has %d bytes a token at most, with full attention %d",
+        *(", ".join(kept), length, most * decoder.kv_bytes_per_token // length),
+        decoder.config.kv_bytes_per_token(decoder.kv_dtype, decoder.tp.size),
+    )
 
 
 def build_runners(

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from io import TextIOWrapper
@@ -31,6 +32,7 @@ from ssd.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from ssd.bench.openai import ServerContender
+    from ssd.cli.replies import Tools
     from ssd.llm import LLM
     from ssd.text.tokenizer import Tokenizer
 
@@ -80,6 +82,13 @@ def chat(
     history: Annotated[
         Path | None, typer.Option(help="Keep what is typed in this file, for the arrow keys of later chats.")
     ] = None,
+    tools: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON file with tools that the model may call: a list in OpenAI's shape. What is typed after a call "
+            "is its result."
+        ),
+    ] = None,
     metrics: Annotated[bool, typer.Option("--metrics", help="Report times and speed after every answer.")] = False,
     colour: Annotated[bool, typer.Option("--colour", help="Show accepted draft tokens in green.")] = False,
     *,
@@ -90,13 +99,18 @@ def chat(
     if model.startswith(("http://", "https://")):
         from ssd.bench.openai import ServerContender
 
-        for name in (*engine.pop("speculation", {}), *engine, *(["colour"] if colour else [])):
+        own = {"colour": colour, "tools": tools}
+        for name in (*engine.pop("speculation", {}), *engine, *(name for name, value in own.items() if value)):
             raise ConfigError(f"{flag_of(name)}: a server answers, which has its own: leave it out")
         talk_to_server(ServerContender(model), params, read, system=system, metrics=metrics)
         return
     drafting = engine.get("speculation", {})
     if "draft" not in drafting and drafting.get("mode") != "ar" and (draft := bundled_draft(model)):
         engine["speculation"] = {"mode": "sd", "draft": draft, "k": "auto", **drafting}
+    if tools is not None:
+        from ssd.cli.replies import read_tools
+
+        engine["tools"] = read_tools(tools)
     talk(model, params, read, system=system, metrics=metrics, colour=colour, **engine)
 
 
@@ -108,11 +122,12 @@ def talk(
     system: str | None,
     metrics: bool,
     colour: bool,
+    tools: Tools | None = None,
     **engine: Any,
 ) -> None:
     """Loads a model and runs a conversation with it. Further keywords are options of the engine."""
     with load(model, {"max_num_seqs": 1, **engine}) as llm:
-        backend = EngineBackend(llm, params, colour)
+        backend = EngineBackend(llm, params, colour, tools or [])
         if interactive():
             _print_greeting(llm, params, colour)
         if llm.note:
@@ -198,7 +213,9 @@ class EngineBackend:
 
     unit = "tokens"
 
-    def __init__(self, llm: LLM, params: SamplingParams, colour: bool = False) -> None:
+    def __init__(self, llm: LLM, params: SamplingParams, colour: bool = False, tools: Tools | None = None) -> None:
+        from ssd.cli.replies import ReplyFormat
+
         if llm.engine.tokenizer is None:
             raise RequestError(
                 f"{llm.config.model} has no tokenizer, so it cannot chat: put a tokenizer.json into its directory"
@@ -209,6 +226,8 @@ class EngineBackend:
         self._tokenizer = llm.engine.tokenizer
         self.params = params
         self._colour = colour
+        template = "" if self.plain else self._tokenizer.template_source(tools=tools or None)
+        self._format = ReplyFormat(self._tokenizer, template, tools or [])
 
     def fits(self, messages: list[Message], answers: int) -> bool:
         longest = self._llm.engine.max_model_len
@@ -217,25 +236,28 @@ class EngineBackend:
     def answer(self, messages: list[Message], write: Write) -> Answer:
         from ssd.llm import check_served
 
-        tokens = self._encode(messages)
-        origins = Origins(tokens, self._tokenizer) if self._colour else None
-        params = seeded(self.params)
-        sent = replace(params, stop=(*params.stop, PLAIN_STOP)) if self.plain else params
+        tokens, params = self._encode(messages), seeded(self.params)
+        sent = self._format.sampling(replace(params, stop=(*params.stop, PLAIN_STOP)) if self.plain else params)
+        origins = Origins(tokens, self._tokenizer, sent.shown_token_ids) if self._colour else None
+        reader = self._format.reader(tokens)
         answer = self._llm.driver.submit(tokens, sent, stream=True)
         with on_interrupt(answer.abort):
             try:
                 for delta in answer:
                     for piece, drafted in origins.split(delta) if origins is not None else [(delta.text, False)]:
-                        write(piece, drafted)
+                        for text, reasoning in reader.feed(piece):
+                            write(text, drafted, reasoning)
+                for text, reasoning in reader.finish():
+                    write(text, False, reasoning)
             finally:
                 answer.abort()  # if writing failed
         output = answer.result()
         check_served(output)
-        return Answer(output.text, output.finish_reason, output.metrics, params)
+        return Answer(reader.content, output.finish_reason, output.metrics, params, reader.fields)
 
     def _encode(self, messages: list[Message]) -> list[int]:
         if not self.plain:
-            return self._llm.encode(messages)
+            return self._llm.encode(messages, {"tools": self._format.tools} if self._format.tools else None)
         text = self._tokenizer.apply_chat_template(messages, chat_template=PLAIN)
         return self._tokenizer.encode(text, add_special_tokens=False)
 
@@ -252,10 +274,10 @@ def knows_chats(llm: LLM) -> bool:
 class Origins:
     """Splits the text of an answer into drafted and other text; accepted draft tokens come first in a round."""
 
-    def __init__(self, prompt_token_ids: list[int], tokenizer: Tokenizer) -> None:
+    def __init__(self, prompt_token_ids: list[int], tokenizer: Tokenizer, shown: Seq[int] = ()) -> None:
         from ssd.text.detokenizer import IncrementalDecoder
 
-        self._decoder = IncrementalDecoder(tokenizer, prompt_token_ids)
+        self._decoder = IncrementalDecoder(tokenizer, prompt_token_ids, shown_token_ids=shown)
         self._drafted: deque[bool] = deque()  # per pending character: whether its token was drafted
 
     def split(self, delta: Delta) -> Iterator[tuple[str, bool]]:

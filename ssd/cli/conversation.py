@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -21,8 +21,7 @@ from ssd.cli.console import draft_summary, errors, total
 from ssd.core import FinishReason, RequestMetrics, SamplingParams
 from ssd.errors import RequestError, SSDError
 
-Message = dict[str, str]
-Write = Callable[[str, bool], None]  # a piece of an answer, and whether it was drafted
+Message = dict[str, Any]
 
 PROMPT: Final = "> "
 CONTINUED: Final = "… "
@@ -49,6 +48,12 @@ LEAVE: Final = "Ctrl-C once more ends the chat, and so do /exit and Ctrl-D"
 SPARE_ANSWERS: Final = 4  # freed at once when old turns are dropped, so that the next turns keep their prefix
 
 
+class Write(Protocol):
+    """Takes a piece of an answer, whether it was drafted, and whether it is reasoning."""
+
+    def __call__(self, piece: str, drafted: bool, reasoning: bool = False, /) -> None: ...
+
+
 class Command(str):
     """A line that begins with a slash."""
 
@@ -61,6 +66,7 @@ class Answer:
     finish_reason: FinishReason | None  # None: not known
     metrics: RequestMetrics
     params: SamplingParams  # with the seed that was used, if it is known
+    fields: Message = field(default_factory=dict)  # of the message, beside its text: reasoning, a tool call
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,12 @@ class Turn:
     @property
     def messages(self) -> tuple[Message, Message]:
         return self.question, self.answer
+
+    @property
+    def call(self) -> Message | None:
+        """The tool call that the answer ends with."""
+        calls = self.answer.get("tool_calls")
+        return calls[0] if calls else None
 
 
 class Backend(Protocol):
@@ -260,12 +272,17 @@ class Conversation:
     # --- answers ------------------------------------------------------------------------------------------------------
 
     def ask(self, text: str) -> None:
-        """Answers a message. An SSDError ends this message only."""
-        question, last = {"role": "user", "content": text}, "\n"
+        """Answers a message, or goes on with the result of a tool call. An SSDError ends this message only."""
+        question, last, thinks = self._question(text), "\n", False
 
-        def write(piece: str, drafted: bool) -> None:
-            nonlocal last
-            typer.echo(typer.style(piece, fg="green") if drafted else piece, nl=False)
+        def write(piece: str, drafted: bool, reasoning: bool = False) -> None:
+            nonlocal last, thinks
+            if reasoning and not self._interactive:
+                return
+            if thinks and not reasoning and last != "\n":
+                typer.echo()
+            thinks = reasoning
+            typer.echo(typer.style(piece, fg="green" if drafted else None, dim=reasoning or None), nl=False)
             last = piece[-1:] or last
 
         try:
@@ -279,10 +296,17 @@ class Conversation:
         if num_unsent > self.num_unsent:
             self.num_unsent = num_unsent
             note(f"(the context is full: the model does not see the {num_unsent} oldest turns any more)")
-        if answer.text:
+        if answer.text or answer.fields:
             used = parameters(answer.params) | {"unsent_turns": num_unsent}
-            self.turns.append(Turn(question, {"role": "assistant", "content": answer.text}, used))
+            self.turns.append(Turn(question, {"role": "assistant", "content": answer.text, **answer.fields}, used))
         self._conclude(answer)
+
+    def _question(self, text: str) -> Message:
+        """A message of the user, or the result of the tool that was called last."""
+        call = self.turns[-1].call if self.turns else None
+        if call is None:
+            return {"role": "user", "content": text}
+        return {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": text}
 
     def _conclude(self, answer: Answer) -> None:
         """Prints the notes after an answer."""
@@ -290,6 +314,10 @@ class Conversation:
             raise KeyboardInterrupt
         if answer.finish_reason in ENDINGS:
             note(ENDINGS[answer.finish_reason])
+        for call in answer.fields.get("tool_calls", ()):
+            arguments = call["function"]["arguments"]
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            note(f"({call['function']['name']} {text} is called: what you type next is its result)")
         self._costs.append(answer.metrics)
         if self._metrics:
             note(report([answer.metrics], self.backend.unit))
@@ -325,9 +353,9 @@ def _value(text: str) -> Any:
 
 def _conversation(saved: Any) -> tuple[str | None, list[Turn]]:
     """System prompt and turns of a saved conversation; ValueError, or what Python raises, for anything else."""
-    messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in saved["messages"]]
+    messages = [{**m, "role": str(m["role"]), "content": str(m["content"])} for m in saved["messages"]]
     system = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else None
-    if [m["role"] for m in messages] != ["user", "assistant"] * (len(messages) // 2):
+    if [m["role"].replace("tool", "user") for m in messages] != ["user", "assistant"] * (len(messages) // 2):
         raise ValueError("not in turns")
     pairs = list(zip(messages[::2], messages[1::2], strict=True))
     known = saved.get("sampling") or [None] * len(pairs)

@@ -192,6 +192,14 @@ def _has_failed(future: Future[Grammar]) -> bool:
 
 def _definition(wanted: StructuredOutput) -> str:
     """The grammar as llguidance takes it."""
+    answer = _unframed(wanted)
+    if wanted.frame is None:
+        return answer
+    inner = json.loads(answer)["grammars"][0] if answer.startswith("{") else {"lark_grammar": answer}
+    return json.dumps({"grammars": [{"lark_grammar": wanted.frame}, {**inner, "name": "answer"}]})
+
+
+def _unframed(wanted: StructuredOutput) -> str:
     llguidance = _library()
     make = llguidance.LLMatcher
     try:

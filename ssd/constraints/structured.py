@@ -16,11 +16,13 @@ _KINDS: Final = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """Exactly one of these is given.
+    """Exactly one of these is given, and perhaps a `frame`.
 
     `json_schema`: a JSON Schema as a dict or JSON text (kept as text). `json_object`: any JSON object. `regex`: a
     regular expression that the whole text matches (Rust's syntax: no look-around, no back-references). `choice`: the
     text is one of these. `grammar`: a context-free grammar in llguidance's Lark dialect, or GBNF.
+
+    `frame`: a grammar in Lark of the text around it, for chat formats; `@answer` stands for what is given.
     """
 
     json_schema: str | Mapping[str, Any] | bool | None = None
@@ -28,6 +30,7 @@ class StructuredOutput:
     regex: str | None = None
     choice: tuple[str, ...] | list[str] | None = None
     grammar: str | None = None
+    frame: str | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) is not None and getattr(self, name) is not False]
@@ -41,7 +44,7 @@ class StructuredOutput:
             object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
-        for name in ("regex", "grammar"):
+        for name in ("regex", "grammar", "frame"):
             _check_text(name, getattr(self, name))
 
     @property
@@ -53,7 +56,7 @@ class StructuredOutput:
     def size(self) -> int:
         """Its characters, without those of JSON around choices."""
         texts = self.choice or (self.json_schema, self.regex, self.grammar)
-        return sum(len(text) for text in texts if isinstance(text, str))
+        return sum(len(text) for text in (*texts, self.frame) if isinstance(text, str))
 
     @classmethod
     def of(cls, value: StructuredOutput | Mapping[str, Any] | None) -> StructuredOutput | None:
@@ -68,7 +71,7 @@ class StructuredOutput:
             raise RequestError(f"structured={value!r:.60}: must be a StructuredOutput or a dict")
         if "type" in value:
             return cls._of_response_format(value)
-        _check_names("structured", value, _KINDS)
+        _check_names("structured", value, (*_KINDS, "frame"))
         return cls(**value)
 
     @classmethod

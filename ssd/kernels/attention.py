@@ -33,7 +33,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ssd.kernels.e4m3 import as_bytes, widen, widening
 from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales
 
-Prefill = Callable[[torch.Tensor, torch.Tensor, DeviceBatch, torch.Tensor, torch.Tensor], bool]
+Prefill = Callable[[torch.Tensor, torch.Tensor, DeviceBatch, torch.Tensor, torch.Tensor, torch.Tensor | None], bool]
 SPLIT = 512
 BLOCK_N = 64  # positions per step; part of the fixed order
 _MMA_COLUMNS = 16  # keys of one tensor-core step, at most
@@ -47,6 +47,7 @@ _ITEM = tl.constexpr(16)  # integers of a work item, see `_plan_kernel`
 _FAR = tl.constexpr(1 << 30)  # behind all positions
 _PLAN_SIZES = 128, 1024, 8192  # tiles of a batch, at most: a kernel for each
 LOG2_E = 1.4426950408889634  # exp2 instead of exp
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
@@ -124,8 +125,11 @@ def _branch_piece(
 
 
 @triton.jit
-def _output(acc, l, v_scale, WIDEN: tl.constexpr):
-    """The weighted means of the values, in float32."""
+def _output(acc, m, l, scale, v_scale, sinks_ptr, head, WIDEN: tl.constexpr):
+    """The weighted means of the values, in float32; `head`: that of each row."""
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head) * _LOG2_E
+        l += tl.exp2(tl.fma(m, tl.full(m.shape, 1.0, tl.float32) * -scale, sink))
     out = acc / l[:, None]
     if WIDEN != "":
         out = out * v_scale
@@ -218,7 +222,7 @@ def _plan_kernel(
 @triton.jit(do_not_specialize=["depth", "table_stride"])
 def _decode_kernel(
     q_ptr, k, v, k_ptr, v_ptr, out_ptr, partial_ptr, stats_ptr, count_ptr, items_ptr, tables_ptr, positions_ptr,
-    slots_ptr, table_stride, slot_stride, scale, v_scale, depth,
+    slots_ptr, sinks_ptr, table_stride, slot_stride, scale, v_scale, depth,
     HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT_LEN: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr,
     WINDOW: tl.constexpr, TMA: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr,
@@ -330,13 +334,14 @@ def _decode_kernel(
                 partial = partial_ptr + at[:, None] * D + d[None, :]
                 acc = tl.load(partial, mask=mask & real[:, None], other=0.0, cache_modifier=".cg")
                 m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m, l, acc, scale)
-    out = _output(acc_all, l_all, v_scale, WIDEN).to(out_ptr.dtype.element_ty)
+    head = kv_head * GROUP + r % GROUP
+    out = _output(acc_all, m_all, l_all, scale, v_scale, sinks_ptr, head, WIDEN).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + flat[:, None] * D + d[None, :], out, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tiles", "table_stride"])
 def _prefill_kernel(
-    q_ptr, k, v, out_ptr, tiles_ptr, query_start_ptr, context_len_ptr, tables_ptr, table_rows_ptr,
+    q_ptr, k, v, out_ptr, tiles_ptr, query_start_ptr, context_len_ptr, tables_ptr, table_rows_ptr, sinks_ptr,
     num_tiles, table_stride, slot_stride, scale, v_scale,
     HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT_LEN: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr,
@@ -390,7 +395,8 @@ def _prefill_kernel(
                 masked = masked | (start < end - WINDOW)
             m, sums, acc = _step(q, keys, values, masked, visible, scale, ones, m, sums, acc)
         m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m, tl.max(sums, axis=1), acc, scale)
-    out = _output(acc_all, l_all, v_scale, WIDEN).to(out_ptr.dtype.element_ty)
+    head = kv_head * GROUP + r % GROUP
+    out = _output(acc_all, m_all, l_all, scale, v_scale, sinks_ptr, head, WIDEN).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + flat[:, None] * D + d[None, :], out, mask=mask)
 
 
@@ -453,6 +459,7 @@ def paged_attention(
     workspace: Workspace,
     prefill: Prefill | None = None,
     scales: KVScales = UNSCALED,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `Ops.attention`. `prefill`: a faster kernel for prefill tiles, which says whether it has computed them; it
     reads no KV in fp8."""
@@ -486,7 +493,8 @@ def paged_attention(
             width = max(_MMA_COLUMNS, width)
         _decode_kernel[(heads.num_kv_heads, len(items))](
             *(q, k, v, k_cache, v_cache, out, workspace.partial, workspace.stats, workspace.count, items),
-            *(batch.block_tables, batch.positions, batch.slot_mapping, table_stride, slot_stride, *softmax, depth),
+            *(batch.block_tables, batch.positions, batch.slot_mapping, sinks),
+            *(table_stride, slot_stride, *softmax, depth),
             **shape,
             BLOCK_M=tile_rows(heads.group_size, False),
             WIDTH=width,
@@ -497,11 +505,11 @@ def paged_attention(
     if batch.prefill_tiles is not None:
         tiles = batch.prefill_tiles
         overlapped = prefill if tma and not heads.window and not widen_how else None
-        if overlapped is not None and overlapped(q, out, batch, k_cache, v_cache):
+        if overlapped is not None and overlapped(q, out, batch, k_cache, v_cache, sinks):
             return out
         _prefill_kernel[(heads.num_kv_heads, tiles.shape[1])](
             *(q, k, v, out, tiles, batch.query_start, batch.context_len, batch.block_tables, batch.table_rows),
-            *(tiles.shape[1], table_stride, slot_stride, *softmax),
+            *(sinks, tiles.shape[1], table_stride, slot_stride, *softmax),
             **shape,
             BLOCK_M=tile_rows(heads.group_size, True),
             STAGES=prefill_stages,

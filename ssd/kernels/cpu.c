@@ -148,7 +148,8 @@ INLINE vf vexp(vf x) {
     return p * (vf)((half + 127) << 23) * (vf)((e - half + 127) << 23);
 }
 
-INLINE vf vsilu(vf x) { return x / (1.0f + vexp(-x)); }
+/* x * sigmoid(slope * x) */
+INLINE vf vsilu(vf x, float slope) { return x / (1.0f + vexp(-slope * x)); }
 
 /* ---------------------------------------------------------------- bf16 */
 INLINE float from_bf16(uint16_t h) {
@@ -230,7 +231,7 @@ static void store_row(void *dst, long offset, const float *src, long n, int type
 }
 
 /* ---------------------------------------------------------------- scratch memory: blocks per thread, kept until it ends */
-enum { ROWS, PANELS, SUMS, SCRATCHES };
+enum { ROWS, PANELS, SUMS, EXPERT, SCRATCHES };
 struct pool {
     float *data[SCRATCHES];
     size_t size[SCRATCHES];
@@ -1099,6 +1100,11 @@ static void pack_x(float *dst, const void *x, long ldx, long row0, long mr, long
     }
 }
 
+/* how the rows of a gated weight become one: silu(min(gate, limit)) * (up within +-limit, plus shift) */
+struct glu {
+    float slope, limit, shift;
+};
+
 struct linear_args {
     const void *x;
     const char *w;
@@ -1106,6 +1112,7 @@ struct linear_args {
     void *y;
     long ldx, m, n, k, kq;
     int bf16, gated, wide;
+    struct glu glu;
     int form;            /* of a quantised weight, else 0 */
     const float *scales; /* [panels][groups][NR], with offsets [panels][groups][2][NR] */
     struct groups groups;
@@ -1135,15 +1142,16 @@ INLINE float bias_at(const struct linear_args *a, long i) {
     return a->bf16 ? from_bf16(((const uint16_t *)a->bias)[i]) : ((const float *)a->bias)[i];
 }
 
-/* silu(gate) * up over one panel pair, left in `gate`; bf16 rounds where PyTorch would */
-static void gate_panel(float *gate, const float *up, int bf16) {
+/* one panel pair, left in `gate`; bf16 rounds where PyTorch would */
+static void gate_panel(float *gate, const float *up, int bf16, const struct glu *glu) {
+    vf most = vset(glu->limit);
     for (int j = 0; j < NR; j += VL) {
         vf g = vload(gate + j), u = vload(up + j);
-        if (bf16)
-            g = vround_bf16(vsilu(vround_bf16(g))) * vround_bf16(u);
-        else
-            g = vsilu(g) * u;
-        vstore(gate + j, g);
+        if (bf16) g = vround_bf16(g), u = vround_bf16(u);
+        g = vselect(g > most, most, g); /* NaN stays NaN */
+        u = vselect(u > most, most, vselect(u < -most, -most, u));
+        g = vsilu(g, glu->slope);
+        vstore(gate + j, (bf16 ? vround_bf16(g) : g) * (u + glu->shift));
     }
 }
 
@@ -1156,7 +1164,7 @@ static void finish_tile(const struct linear_args *a, float *buf, long row, long 
             if (a->bias)
                 for (long s = 0; s < span; s++)
                     for (long j = 0; j < width; j++) v[s * NR + j] += bias_at(a, s * a->n + col + j);
-            if (a->gated) gate_panel(v, v + NR, a->bf16);
+            if (a->gated) gate_panel(v, v + NR, a->bf16, &a->glu);
             store_row(a->y, (row + m) * a->n + col, v, width, a->bf16 && !a->wide);
         }
 }
@@ -1336,16 +1344,17 @@ static void plan_codes(struct linear_args *a, long scaled, int offsets, const fl
 #endif
 }
 
-/* y[m, n] = x[m, k] @ W^T (+ bias), or silu(gate) * up of a gated weight; n counts the columns of y.
+/* y[m, n] = x[m, k] @ W^T (+ bias), or what `glu` makes of a gated weight's rows; n counts the columns of y.
  * wide: y is fp32 although the storage is bf16.  form: that of a quantised W, with a scale (and an offset, if
  * `offsets`) for every `scaled` weights of a row; else 0.  row_scales: fp32 [m][row_groups], or 0. */
 void ssd_linear(const void *x, long ldx, const void *w, const void *bias, void *y, long m, long n, long k, int bf16,
-                int gated, int wide, int form, const float *scales, long scaled, int offsets, const float *row_scales,
-                long row_groups, int nthreads) {
+                int gated, float slope, float limit, float shift, int wide, int form, const float *scales, long scaled,
+                int offsets, const float *row_scales, long row_groups, int nthreads) {
     if (m <= 0 || n <= 0) return;
     struct linear_args a = {.x = x, .w = w, .bias = bias, .y = y, .ldx = ldx, .m = m, .n = n, .k = k,
-                            .kq = padded_depth(k, bf16) / 4, .bf16 = bf16, .gated = gated, .wide = wide,
-                            .form = form, .scales = scales, .rows = MR_MAX, .xp = x, .run = linear_block};
+                            .kq = padded_depth(k, bf16) / 4, .bf16 = bf16, .gated = gated, .glu = {slope, limit, shift},
+                            .wide = wide, .form = form, .scales = scales, .rows = MR_MAX, .xp = x,
+                            .run = linear_block};
     a.row_size = a.kq * 16;
     if (form) plan_codes(&a, scaled, offsets, row_scales, row_groups);
 #ifdef AMX
@@ -1370,6 +1379,95 @@ void ssd_linear(const void *x, long ldx, const void *w, const void *bias, void *
     parallel(ceil_div(a.tiles, a.block) * ceil_div(a.panels, a.group), nthreads, linear_blocks, &a);
 }
 
+/* ---------------------------------------------------------------- experts
+ * The `count` largest logits of each row, the lower expert first where they are equal, and their weights: the softmax
+ * over the chosen ones (`chosen`) or over all.  A pair is (row, place among its experts); `order` has the pairs by
+ * expert, those of expert e from starts[e] on. */
+void ssd_route(const float *logits, long rows, long experts, long count, int chosen, int32_t *ids, float *weights,
+               int32_t *order, int32_t *starts) {
+    memset(starts, 0, (size_t)(experts + 1) * 4);
+    for (long r = 0; r < rows; r++, logits += experts, ids += count, weights += count) {
+        for (long i = 0; i < count; i++) {
+            long best = -1;
+            for (long e = 0; e < experts; e++) {
+                int taken = 0;
+                for (long j = 0; j < i; j++) taken |= ids[j] == e;
+                if (!taken && (best < 0 || logits[e] > logits[best])) best = e;
+            }
+            ids[i] = (int32_t)best;
+            weights[i] = expf(logits[best] - logits[ids[0]]);
+            starts[best + 1]++;
+        }
+        float sum = 0.0f;
+        if (chosen)
+            for (long i = 0; i < count; i++) sum += weights[i];
+        else
+            for (long e = 0; e < experts; e++) sum += expf(logits[e] - logits[ids[0]]);
+        for (long i = 0; i < count; i++) weights[i] /= sum;
+    }
+    for (long e = 0; e < experts; e++) starts[e + 1] += starts[e];
+    ids -= rows * count;
+    for (long p = 0; p < rows * count; p++) order[starts[ids[p]]++] = (int32_t)p;
+    for (long e = experts; e > 0; e--) starts[e] = starts[e - 1];
+    starts[0] = 0;
+}
+
+/* ssd_linear for the pairs of each expert that has any: y[p] = x[p / repeats] @ W_e^T.  `weights` and `scales` have an
+ * address for each expert; `bias` is [experts][n], of gated weights [2][experts][n]. */
+void ssd_expert_linear(const void *x, long ldx, const int32_t *order, const int32_t *starts, long experts, long repeats,
+                       const int64_t *weights, const int64_t *scales, const void *bias, void *y, long n, long k,
+                       int bf16, int gated, float slope, float limit, float shift, int wide, int form, long scaled,
+                       int offsets, const float *row_scales, long row_groups, int nthreads) {
+    size_t size = bf16 ? 2 : 4, in = (size_t)k * size, out = (size_t)n * (wide ? 4 : size), part = (size_t)n * size;
+    for (long e = 0; e < experts; e++, order += starts[e] - starts[e - 1]) {
+        long m = starts[e + 1] - starts[e];
+        if (!m) continue;
+        size_t row = ceil_div(in, 4) * 4 + ceil_div(out, 4) * 4 + (size_t)row_groups * 4;
+        char *rows = (char *)scratch(EXPERT, ((size_t)m * row + 2 * part) / 4 + 1);
+        char *found = rows + (size_t)m * ceil_div(in, 4) * 4, *biases = found + (size_t)m * ceil_div(out, 4) * 4;
+        float *own = (float *)(biases + ceil_div(2 * part, 4) * 4);
+        for (long i = 0; i < m; i++) {
+            long from = order[i] / repeats;
+            memcpy(rows + (size_t)i * in, (const char *)x + (size_t)(from * ldx) * size, in);
+            if (row_scales) memcpy(own + i * row_groups, row_scales + from * row_groups, (size_t)row_groups * 4);
+        }
+        for (long half = 0; bias && half < (gated ? 2 : 1); half++)
+            memcpy(biases + (size_t)half * part, (const char *)bias + (size_t)(half * experts + e) * part, part);
+        ssd_linear(rows, k, (const void *)weights[e], bias ? biases : 0, found, m, n, k, bf16, gated, slope, limit, shift,
+                   wide, form, scales ? (const float *)scales[e] : 0, scaled, offsets, row_scales ? own : 0, row_groups,
+                   nthreads);
+        for (long i = 0; i < m; i++) memcpy((char *)y + (size_t)order[i] * out, found + (size_t)i * out, out);
+    }
+}
+
+struct combine_args {
+    const void *x;
+    const float *weights;
+    void *y;
+    long count, n;
+    int bf16, wide;
+};
+
+static void combine_rows(void *given, long begin, long end) {
+    const struct combine_args *a = given;
+    float *sum = scratch(ROWS, (size_t)(2 * a->n)), *x = sum + a->n;
+    for (long r = begin; r < end; r++) {
+        for (long i = 0; i < a->count; i++) {
+            float weight = a->weights[r * a->count + i];
+            load_row(x, a->x, (r * a->count + i) * a->n, a->n, a->bf16);
+            for (long j = 0; j < a->n; j++) sum[j] = i ? sum[j] + weight * x[j] : weight * x[j];
+        }
+        store_row(a->y, r * a->n, sum, a->n, a->bf16 && !a->wide);
+    }
+}
+
+/* y[r] = sum over i of weights[r][i] * x[r * count + i], one after the other; wide: y is fp32 although x is bf16 */
+void ssd_combine(const void *x, const float *weights, void *y, long rows, long count, long n, int bf16, int wide,
+                 int nthreads) {
+    struct combine_args a = {x, weights, y, count, n, bf16, wide};
+    parallel(rows, rows * count * n > 65536 ? nthreads : 1, combine_rows, &a);
+}
+
 /* ---------------------------------------------------------------- rms_norm */
 static float inverse_rms(const float *x, long d, float eps) {
     vf acc[4] = {{0}, {0}, {0}, {0}};
@@ -1384,7 +1482,7 @@ static float inverse_rms(const float *x, long d, float eps) {
     return 1.0f / sqrtf(sum / (float)d + eps);
 }
 
-/* x = x / rms(x) * w in place; bf16 rounds the normalised value before and after the product */
+/* x = x / rms(x) * w in place; weights in bf16 round the normalised value before and after the product */
 static void norm_row(float *x, const void *w, long d, float eps, int bf16) {
     float scale = inverse_rms(x, d, eps);
     if (bf16) {
@@ -1411,7 +1509,7 @@ struct norm_args {
     void *out;
     long ldx, d;
     float eps;
-    int bf16;
+    int bf16, w_bf16; /* types of the rows and of the weights */
 };
 
 static void norm_rows(void *given, long begin, long end) {
@@ -1420,15 +1518,15 @@ static void norm_rows(void *given, long begin, long end) {
     for (long row = begin; row < end; row++) {
         load_row(v, a->x, row * a->ldx, a->d, a->bf16);
         if (a->residual) add_residual(v, a->residual, row * a->d, a->d, a->bf16);
-        norm_row(v, a->w, a->d, a->eps, a->bf16);
+        norm_row(v, a->w, a->d, a->eps, a->w_bf16);
         store_row(a->out, row * a->d, v, a->d, a->bf16);
     }
 }
 
 /* out[m, d] = norm(x) * w; with a residual[m, d]: residual += x, and its norm */
 void ssd_rms_norm(const void *x, long ldx, void *residual, const void *w, void *out, long m, long d, float eps,
-                  int bf16, int nthreads) {
-    struct norm_args a = {x, residual, w, out, ldx, d, eps, bf16};
+                  int bf16, int w_bf16, int nthreads) {
+    struct norm_args a = {x, residual, w, out, ldx, d, eps, bf16, w_bf16};
     parallel(m, m * d < 32768 ? 1 : nthreads, norm_rows, &a);
 }
 
@@ -1518,6 +1616,7 @@ struct attention_args {
     const int32_t *query_start, *context_len, *block_tables, *table_rows;
     long table_stride, block_size, heads, kv_heads, d, dp; /* dp: d rounded up to full vectors */
     float scale, v_scale; /* of the scores, with that of the keys; of the result */
+    const float *sinks;   /* of the heads: scores that have no value; NULL: none */
     int bf16, kv;
     const int32_t *positions, *slots; /* NULL: no branches */
     long depth;
@@ -1680,6 +1779,7 @@ static void store_attention(const struct attention_args *a, const struct softmax
     for (long i = 0; i < rows * group; i++) {
         float *acc = s->acc + i * a->dp, sum = s->sum[i];
         if (sum == 0.0f) sum = 1.0f; /* padding */
+        else if (a->sinks) sum += vexp(vset(a->sinks[kv_head * group + i % group] - s->max[i]))[0];
         for (long e = 0; e < a->d; e++) acc[e] = acc[e] / sum * a->v_scale;
         store_row(a->out, ((row + i / group) * a->heads + kv_head * group + i % group) * a->d, acc, a->d, a->bf16);
     }
@@ -1787,11 +1887,11 @@ int ssd_paged_attention(const void *q, long ldq, const void *k_cache, const void
                         const int32_t *query_start, const int32_t *context_len, const int32_t *block_tables,
                         const int32_t *table_rows, long tokens, long sequences, long tables, long columns,
                         long table_stride, long cache_blocks, long block_size, long heads, long kv_heads, long d,
-                        float scale, float v_scale, const int32_t *positions, const int32_t *slots, long depth,
-                        long first, long window, int bf16, int kv, int nthreads) {
+                        float scale, float v_scale, const float *sinks, const int32_t *positions, const int32_t *slots,
+                        long depth, long first, long window, int bf16, int kv, int nthreads) {
     struct attention_args a = {q, ldq, k_cache, v_cache, out, query_start, context_len, block_tables, table_rows,
                                table_stride, block_size, heads, kv_heads, d, ceil_div(d, VL) * VL, scale,
-                               v_scale, bf16, kv, positions, slots, depth, first, window, tokens, tables, columns,
+                               v_scale, sinks, bf16, kv, positions, slots, depth, first, window, tokens, tables, columns,
                                cache_blocks, 0, 0};
     long tasks = 0, longest = 0, work = 0;
     for (long s = 0; s < sequences; s++) {

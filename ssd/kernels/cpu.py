@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from ssd.kernels import cache
-from ssd.kernels.ops import UNSCALED, KVScales
-from ssd.kernels.quantized import Codes, CodeType, bits_of, dequantize
+from ssd.kernels.ops import GLU, SWIGLU, UNSCALED, KVScales, Routing
+from ssd.kernels.quantized import Codes, CodeType, bits_of, dequantize, doubled_fp4
 from ssd.kernels.variants import FLAGS, Variant, usable
 
 logger = logging.getLogger("ssd")
@@ -64,6 +64,22 @@ class PackedWeight:
         return self.data.data_ptr()
 
 
+@dataclass(frozen=True)
+class PackedExperts:
+    """Weights of experts, which differ in nothing but numbers."""
+
+    each: tuple[PackedWeight, ...]
+
+    @functools.cached_property
+    def addresses(self) -> tuple[Tensor, Tensor | None]:
+        """Those of the weights and of their scales."""
+        scales = [each.scales.data_ptr() for each in self.each if each.scales is not None]
+        made = [
+            torch.tensor(found, dtype=torch.int64, device=_CPU) for found in ([e.address for e in self.each], scales)
+        ]
+        return made[0], made[1] if scales else None
+
+
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _Q = ctypes.c_int64
 _SIGNATURES: dict[str, list[type]] = {
@@ -74,13 +90,19 @@ _SIGNATURES: dict[str, list[type]] = {
     "ssd_use_huge_pages": [_P, _L],
     "ssd_pack": [_P, _L, _P, _L, _L, _I, _I, _I],
     "ssd_embedding": [_P, _P, _I, _P, _L, _L, _L, _I],
-    "ssd_linear": [_P, _L, _P, _P, _P, _L, _L, _L, _I, _I, _I, _I, _P, _L, _I, _P, _L, _I],
-    "ssd_rms_norm": [_P, _L, _P, _P, _P, _L, _L, _F, _I, _I],
+    "ssd_linear": [_P, _L, _P, _P, _P, _L, _L, _L, _I, _I, _F, _F, _F, _I, _I, _P, _L, _I, _P, _L, _I],
+    "ssd_expert_linear": [
+        *[_P, _L, _P, _P, _L, _L, _P, _P, _P, _P, _L, _L],
+        *[_I, _I, _F, _F, _F, _I, _I, _L, _I, _P, _L, _I],
+    ],
+    "ssd_route": [_P, _L, _L, _L, _I, _P, _P, _P, _P],
+    "ssd_combine": [_P, _P, _P, _L, _L, _L, _I, _I, _I],
+    "ssd_rms_norm": [_P, _L, _P, _P, _P, _L, _L, _F, _I, _I, _I],
     "ssd_rope_and_store": [
         *[_P, _L, _P, _I, _P, _I, _P, _P, _P, _P, _F],
         *[_P, _P, _P, _L, _L, _L, _L, _L, _L, _I, _I, _F, _F, _I],
     ],
-    "ssd_paged_attention": [*[_P, _L], *[_P] * 7, *[_L] * 10, *[_F, _F, _P, _P, _L, _L, _L, _I, _I, _I]],
+    "ssd_paged_attention": [*[_P, _L], *[_P] * 7, *[_L] * 10, *[_F, _F, _P, _P, _P, _L, _L, _L, _I, _I, _I]],
     "ssd_gumbel": [_P, _P, _L, _L, _Q, _Q, _Q, _I],
     "ssd_best": [_P, _L, _P, _P, _P, _L, _L, _L, _I],
     "ssd_prepare_rows": [*[_P] * 17, *[_L] * 8],
@@ -113,6 +135,9 @@ class Kernels:
         self._use_huge_pages = library.ssd_use_huge_pages
         self._embedding = library.ssd_embedding
         self._linear = library.ssd_linear
+        self._expert_linear = library.ssd_expert_linear
+        self._route = library.ssd_route
+        self._combine = library.ssd_combine
         self._rms_norm = library.ssd_rms_norm
         self._rope_and_store = library.ssd_rope_and_store
         self._paged_attention = library.ssd_paged_attention
@@ -141,6 +166,9 @@ class Kernels:
         """Repack a quantised weight into panels, for a `linear` of inputs of type `dtype`."""
         if codes.type == "fp8" and codes.offsets is not None:
             raise ValueError("fp8 codes have no offsets")
+        if codes.type == "fp4":  # halves of integers
+            values = doubled_fp4(codes.values).view(torch.uint8)
+            codes = Codes(values, codes.scales / 2, "int8", codes.depth, codes.offsets)
         together = _together(codes.type)
         depth = codes.depth + -codes.depth % (4 * together)
         values = torch.nn.functional.pad(codes.values, (0, depth - codes.values.shape[1]))  # cuts off whole groups
@@ -202,13 +230,14 @@ class Kernels:
         packed: PackedWeight,
         bias: Tensor | None = None,
         *,
+        glu: GLU = SWIGLU,
         float32: bool = False,
         row_scales: Tensor | None = None,
     ) -> Tensor:
         """`x` [M, K] @ weight.T (+ bias [N]) -> [M, N]. Rows of `x` may be strided.
 
-        A weight packed with `gated` gives silu(gate) * up -> [M, I] instead (its bias is [2I]). `float32`: the sums as
-        they are, not rounded to the storage type. `row_scales`: see `Ops.codes_linear`.
+        A weight packed with `gated` gives `glu` of gate and up -> [M, I] instead (its bias is [2I]). `float32`: the
+        sums as they are, not rounded to the storage type. `row_scales`: see `Ops.codes_linear`.
         """
         (m, k), n, dtype = x.shape, packed.n // 2 if packed.gated else packed.n, packed.dtype
         if x.dtype is not dtype or k != packed.k:
@@ -220,12 +249,59 @@ class Kernels:
             packed.address,
             None if bias is None else bias.data_ptr(),
             y.data_ptr(),
-            *(m, n, k, dtype is torch.bfloat16, packed.gated, float32, packed.form),
+            *(m, n, k, dtype is torch.bfloat16, packed.gated, glu.slope, glu.limit, glu.shift, float32, packed.form),
             *(None if packed.scales is None else packed.scales.data_ptr(), packed.group),
             packed.scales is not None and packed.scales.shape[2] == 2,
             *((None, 0) if row_scales is None else (row_scales.data_ptr(), row_scales.shape[1])),
             num_threads(),
         )
+        return y
+
+    def expert_linear(
+        self,
+        x: Tensor,
+        weight: PackedExperts,
+        routing: Routing,
+        bias: Tensor | None = None,
+        *,
+        glu: GLU | None = None,
+        float32: bool = False,
+        row_scales: Tensor | None = None,
+    ) -> Tensor:
+        """See `Ops.expert_linear`."""
+        packed, (weights, scales), pairs = weight.each[0], weight.addresses, len(routing.order)
+        dtype, n, gate = packed.dtype, packed.n // 2 if packed.gated else packed.n, glu or SWIGLU
+        if x.dtype is not dtype or x.shape[1] != packed.k or len(weight.each) != routing.num_experts:
+            raise TypeError(f"the input is {x.dtype} and {x.shape[1]} wide, the weight {dtype} and {packed.k} wide")
+        y = torch.empty(pairs, n, dtype=torch.float32 if float32 else dtype, device=_CPU)
+        row_scales = None if row_scales is None else row_scales.contiguous()
+        self._expert_linear(
+            *(x.data_ptr(), x.stride(0), routing.order.data_ptr(), routing.starts.data_ptr(), routing.num_experts),
+            *(pairs // len(x), weights.data_ptr(), None if scales is None else scales.data_ptr()),
+            *(None if bias is None else bias.data_ptr(), y.data_ptr(), n, packed.k, dtype is torch.bfloat16),
+            *(packed.gated, gate.slope, gate.limit, gate.shift, float32, packed.form, packed.group),
+            packed.scales is not None and packed.scales.shape[2] == 2,
+            *((None, 0) if row_scales is None else (row_scales.data_ptr(), row_scales.shape[1])),
+            num_threads(),
+        )
+        return y
+
+    def route(self, logits: Tensor, count: int, *, chosen: bool) -> Routing:
+        """See `Ops.route`."""
+        rows, experts = logits.shape
+        ids, order = (torch.empty(rows * count, dtype=torch.int32, device=_CPU) for _ in range(2))
+        weights, starts = logits.new_empty(rows, count), ids.new_empty(experts + 1)
+        outputs = (ids.data_ptr(), weights.data_ptr(), order.data_ptr(), starts.data_ptr())
+        self._route(logits.contiguous().data_ptr(), rows, experts, count, chosen, *outputs)
+        return Routing(ids.view(rows, count), weights, order, starts)
+
+    def combine(self, x: Tensor, routing: Routing, *, float32: bool = False) -> Tensor:
+        """See `Ops.combine`."""
+        (rows, count), n = routing.weights.shape, x.shape[1]
+        y = torch.empty(rows, n, dtype=torch.float32 if float32 else x.dtype, device=_CPU)
+        bf16 = x.dtype is torch.bfloat16
+        addresses = (x.data_ptr(), routing.weights.data_ptr(), y.data_ptr())
+        self._combine(*addresses, rows, count, n, bf16, float32, num_threads())
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
@@ -235,7 +311,7 @@ class Kernels:
         self._rms_norm(
             *(x.data_ptr(), x.stride(0), None if residual is None else residual.data_ptr()),
             *(weight.data_ptr(), out.data_ptr()),
-            *(m, d, eps, x.dtype is torch.bfloat16, num_threads()),
+            *(m, d, eps, x.dtype is torch.bfloat16, weight.dtype is torch.bfloat16, num_threads()),
         )
         return out
 
@@ -287,6 +363,7 @@ class Kernels:
         first: int = 0,
         window: int = 0,
         scales: KVScales = UNSCALED,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of `q` [T, H, D] over paged caches -> [T, H, D].
 
@@ -297,8 +374,10 @@ class Kernels:
         `branches`: positions and slots (int32 [T]; slot < 0: padding) of queries that are the newest tokens of
         branches, and how many tokens each branch has before it. A query sees its sequence up to the branch, then the
         branch; `context_len` is not used. `first`: positions of a sequence before it are not seen. `window`: positions
-        that a query sees, its own included; 0: all.
+        that a query sees, its own included; 0: all. `sinks`: see `Ops.attention`.
         """
+        if sinks is not None and (sinks.dtype is not torch.float32 or sinks.shape != q.shape[1:2]):
+            raise TypeError(f"sinks are {sinks.dtype} {tuple(sinks.shape)}, not a float32 for each head")
         (tokens, heads, d), (blocks, block_size, kv_heads, _) = q.shape, k_cache.shape
         out = q.new_empty(tokens, heads, d)
         positions, slots, depth = None, None, 0
@@ -309,6 +388,7 @@ class Kernels:
             *(query_start.data_ptr(), context_len.data_ptr(), block_tables.data_ptr(), table_rows.data_ptr()),
             *(tokens, table_rows.shape[0], *block_tables.shape, block_tables.stride(0)),
             *(blocks, block_size, heads, kv_heads, d, scale * scales.k, scales.v),
+            None if sinks is None else sinks.data_ptr(),
             *(positions, slots, depth, first, window, q.dtype is torch.bfloat16, _STORAGE[k_cache.dtype]),
             num_threads(),
         ):

@@ -8,6 +8,8 @@ from ssd.kernels import cpu
 from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope
 from ssd.kernels.quantized import Codes, RowType, rounded_rows
 
+Packed = cpu.PackedWeight | cpu.PackedExperts
+
 
 class CpuOps:
     """float32 and bfloat16 on the CPU."""
@@ -17,6 +19,7 @@ class CpuOps:
         self.embedding = kernels.embedding
         self.codes_embedding = kernels.codes_embedding
         self.linear = self.gated_linear = kernels.linear  # a gated weight knows that it is
+        self.route, self.expert_linear, self.combine = kernels.route, kernels.expert_linear, kernels.combine
         self.rms_norm = kernels.rms_norm
 
     @classmethod
@@ -25,8 +28,11 @@ class CpuOps:
         kernels = cpu.load()
         return None if kernels is None else cls(kernels)
 
-    def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> cpu.PackedWeight:
-        return self.kernels.pack_linear(weight, gated)
+    def prepare(self, weight: torch.Tensor, *, gated: bool = False, experts: int = 0) -> Packed:
+        if not experts:
+            return self.kernels.pack_linear(weight, gated)
+        each = _rows_of(experts, len(weight), gated)
+        return cpu.PackedExperts(tuple(self.kernels.pack_linear(weight[rows], gated) for rows in each))
 
     def prepare_codes(
         self,
@@ -34,10 +40,14 @@ class CpuOps:
         dtype: torch.dtype,
         *,
         gated: bool = False,
+        experts: int = 0,
         exact: bool = True,
         rows: RowType | None = None,
-    ) -> cpu.PackedWeight:
-        return self.kernels.pack_codes(codes, dtype, gated)
+    ) -> Packed:
+        if not experts:
+            return self.kernels.pack_codes(codes, dtype, gated)
+        each = _rows_of(experts, len(codes.values), gated)
+        return cpu.PackedExperts(tuple(self.kernels.pack_codes(codes.rows(own), dtype, gated) for own in each))
 
     def round_rows(
         self, x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None, weight: object = None
@@ -90,6 +100,7 @@ class CpuOps:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         scales: KVScales = UNSCALED,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         branches = None if batch.branches is None else (batch.positions, batch.slot_mapping, batch.branches.depth)
         out = self.kernels.paged_attention(
@@ -99,5 +110,12 @@ class CpuOps:
             heads.first_position,
             heads.window,
             scales,
+            sinks,
         )
         return out.view(len(out), -1)
+
+
+def _rows_of(experts: int, rows: int, gated: bool) -> list[torch.Tensor]:
+    """The rows of each expert, of a gated weight its gate rows and its up rows."""
+    index = torch.arange(rows, dtype=torch.int64, device="cpu").view(2 if gated else 1, experts, -1)
+    return [each.flatten() for each in index.unbind(1)]

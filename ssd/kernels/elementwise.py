@@ -27,7 +27,7 @@ def _rms_norm_kernel(x_ptr, residual_ptr, w_ptr, y_ptr, x_stride, width, eps, BL
         tl.store(at, total, mask=mask)
         x = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x) / width + eps)
-    normed = (x * scale).to(y_ptr.dtype.element_ty)
+    normed = (x * scale).to(w_ptr.dtype.element_ty)
     tl.store(y_ptr + row * width + k, normed * w, mask=mask)
 
 

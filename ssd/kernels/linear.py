@@ -17,6 +17,22 @@ import triton.language as tl
 from ssd.kernels.launching import early_launch, shared_memory
 
 
+@triton.jit
+def sums(x_ptrs, w_ptrs, m_mask, n_mask, K: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr):
+    """Sums over the depth of a tile [n, m]. Pointers: x's [BLOCK_K, m] and w's [n, BLOCK_K]."""
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((w_ptrs.shape[0], x_ptrs.shape[1]), tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        if K % BLOCK_K == 0:
+            x = tl.load(x_ptrs + start, mask=m_mask[None, :], other=0.0)
+            w = tl.load(w_ptrs + start, mask=n_mask[:, None], other=0.0)
+        else:
+            x = tl.load(x_ptrs + start, mask=m_mask[None, :] & (start + k < K)[:, None], other=0.0)
+            w = tl.load(w_ptrs + start, mask=n_mask[:, None] & (start + k < K)[None, :], other=0.0)
+        acc = tl.dot(w, x, acc, input_precision="tf32x3")
+    return acc
+
+
 @triton.jit(do_not_specialize=["num_rows"])  # avoids recompilation for other prompt lengths
 def _linear_kernel(
     x_ptr,
@@ -53,15 +69,7 @@ def _linear_kernel(
     n_mask = n < N
     x_ptrs = x_ptr + m[None, :].to(tl.int64) * x_stride + k[:, None]
     w_ptrs = w_ptr + n[:, None].to(tl.int64) * K + k[None, :]
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        if K % BLOCK_K == 0:
-            x = tl.load(x_ptrs + start, mask=m_mask[None, :], other=0.0)
-            w = tl.load(w_ptrs + start, mask=n_mask[:, None], other=0.0)
-        else:
-            x = tl.load(x_ptrs + start, mask=m_mask[None, :] & (start + k < K)[:, None], other=0.0)
-            w = tl.load(w_ptrs + start, mask=n_mask[:, None] & (start + k < K)[None, :], other=0.0)
-        acc = tl.dot(w, x, acc, input_precision="tf32x3")
+    acc = sums(x_ptrs, w_ptrs, m_mask, n_mask, K, BLOCK_K, STAGES)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]
     if GATED:
@@ -114,7 +122,7 @@ def choose_tile(num_rows: int, columns: int, depth: int) -> Tile:
 
 
 @functools.cache
-def _fitting(tile: Tile, itemsize: int, limit: int) -> Tile:
+def fitting(tile: Tile, itemsize: int, limit: int) -> Tile:
     """The tile shape, or a smaller one on a GPU with less shared memory (`limit`, bytes) than an H200."""
     if itemsize == 4 and 4 * tile.rows * tile.columns > limit:  # float32 is rearranged before it is stored
         tile = replace(tile, rows=tile.rows // 2)
@@ -134,7 +142,7 @@ def linear(
     """x [M, K] times weight [N, K] transposed; see `Ops.linear`. A gated weight has alternating gate and up rows."""
     num_rows, depth = x.shape
     columns = weight.shape[0]
-    tile = _fitting(tile or choose_tile(num_rows, columns, depth), x.element_size(), shared_memory(x.device))
+    tile = fitting(tile or choose_tile(num_rows, columns, depth), x.element_size(), shared_memory(x.device))
     block_k = tile.depth * 2 // x.element_size()  # tile shapes are for 16-bit types
     y = x.new_empty((num_rows, columns // 2 if gated else columns), dtype=out_dtype or x.dtype)
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(columns, tile.columns),)

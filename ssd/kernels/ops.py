@@ -7,6 +7,7 @@ are *row-invariant*: a row's bits never depend on how many rows are computed tog
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -83,6 +84,33 @@ class KVScales:
 UNSCALED = KVScales()
 
 
+@dataclass(frozen=True)
+class GLU:
+    """What gate and up rows of a gated weight become: silu(gate) * (up + shift), with silu(x) = x sigmoid(slope x),
+    after the gate was limited from above and up on both sides."""
+
+    slope: float = 1.0
+    limit: float = math.inf
+    shift: float = 0.0
+
+
+SWIGLU = GLU()
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The experts of each row. Pair p is the row p // k with the expert that comes p % k-th among its k experts."""
+
+    experts: torch.Tensor  # int32 [rows, k], the largest weight first
+    weights: torch.Tensor  # float32 [rows, k]
+    order: torch.Tensor  # int32 [rows * k]: the pairs, by expert
+    starts: torch.Tensor  # int32 [experts + 1]: where those of each expert begin in `order`
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.starts) - 1
+
+
 class Ops(Protocol):
     """Weights are passed to `prepare` once, which lays them out as the device needs; x is always [rows, width]."""
 
@@ -92,8 +120,12 @@ class Ops(Protocol):
     def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
         """Query tokens of one attention tile."""
 
-    def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> Any:
-        """Lays out a weight [out, in]. `gated`: its first half are gate rows, its second half up rows."""
+    def prepare(self, weight: torch.Tensor, *, gated: bool = False, experts: int = 0) -> Any:
+        """Lays out a weight [out, in]. `gated`: its first half are gate rows, its second half up rows.
+
+        `experts`: those of so many experts, one after the other (of a gated weight all gate rows, then all up rows);
+        for `expert_linear`.
+        """
 
     def embedding(self, weight: Any, token_ids: torch.Tensor) -> torch.Tensor:
         """Rows of a prepared weight."""
@@ -112,10 +144,11 @@ class Ops(Protocol):
         dtype: torch.dtype,
         *,
         gated: bool = False,
+        experts: int = 0,
         exact: bool = True,
         rows: RowType | None = None,
     ) -> Any:
-        """Lays out a quantised weight for products with rows of type `dtype`.
+        """Lays out a quantised weight for products with rows of type `dtype`, else as `prepare`.
 
         Not `exact`: for drafts, whose products need not be row-invariant. `rows`: what whole rows are rounded to
         before every product (`round_rows`).
@@ -137,6 +170,31 @@ class Ops(Protocol):
         multiplied by them.
         """
 
+    def route(self, logits: torch.Tensor, count: int, *, chosen: bool) -> Routing:
+        """The `count` experts of each row with the largest logits (float32 [rows, experts]), the lower one first where
+        they are equal. Their weights are a softmax: over the chosen ones, or over all experts."""
+
+    def expert_linear(
+        self,
+        x: torch.Tensor,
+        weight: Any,
+        routing: Routing,
+        bias: torch.Tensor | None = None,
+        *,
+        glu: GLU | None = None,
+        float32: bool = False,
+        row_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Each pair's row times its expert's part of a weight that was prepared for experts: [pairs, columns].
+
+        x has a row for each pair, or one for all pairs of a row. `glu`: of a gated weight. `bias` is in the order of
+        the rows that were prepared; `row_scales` as in `codes_linear`.
+        """
+
+    def combine(self, x: torch.Tensor, routing: Routing, *, float32: bool = False) -> torch.Tensor:
+        """The sum of each row's pairs (x: [pairs, width]) times their weights, in the order of its experts: float32,
+        rounded at the end if not `float32`."""
+
     def round_rows(
         self, x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None, weight: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,7 +210,10 @@ class Ops(Protocol):
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """RMS norm of x, or of residual + x (rounded to its type), which is written to the contiguous `residual`."""
+        """RMS norm of x, or of residual + x (rounded to its type), which is written to the contiguous `residual`.
+
+        What is normalised is rounded to the type of the weight, that of x or float32, before they are multiplied.
+        """
 
     def rope_and_store(
         self,
@@ -177,9 +238,13 @@ class Ops(Protocol):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         scales: KVScales = UNSCALED,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of q [T, heads, dim] over paged KV; [T, heads * dim]. Position p sees those after
         p - heads.window, if there is a window.
+
+        `sinks`: float32 [heads], logits beside those of the keys (not multiplied by the softmax scale) that have no
+        value: exp(sink) is added to the softmax's denominator.
 
         With `branches` of depth s, row r sees its sequence's positions before positions[r] - s through the block table,
         then its own slots slot_mapping[r] - s .. slot_mapping[r]. The result of a padding row (slot -1) is undefined.

@@ -56,8 +56,11 @@ class PackedCodes:
         return 0 if len(self.scales) == 1 and self.offsets is None else self.group // self.block
 
 
-def pack(codes: Codes, dtype: torch.dtype, *, exact: bool = True) -> PackedCodes:
-    """In blocks of 64 words, or of fewer where the depth or the groups are no multiple of that."""
+def pack(codes: Codes, dtype: torch.dtype, *, exact: bool = True, strips: bool = True) -> PackedCodes:
+    """In blocks of 64 words, or of fewer where the depth or the groups are no multiple of that.
+
+    Not `strips`: outputs come one after the other.
+    """
     bits = bits_of(codes.type)
     parts, group = 32 // bits, codes.group
     block = 64 if codes.depth % (64 * parts) == 0 else 32
@@ -67,7 +70,7 @@ def pack(codes: Codes, dtype: torch.dtype, *, exact: bool = True) -> PackedCodes
         if group % block or parts * block % group:
             raise ValueError(f"groups of {group} weights are not supported: they must be 16, 32, 64 or 128")
     rows, width = codes.values.shape
-    strips = exact and bits == 8 and not grouped
+    strips = strips and exact and bits == 8 and not grouped
     missing, more = -width % (parts * block), -rows % STRIP if strips else 0
     values = torch.nn.functional.pad(codes.values, (0, missing, 0, more), value=8 if codes.type == "int4" else 0)
     values = values.view(rows + more, -1, parts, block)

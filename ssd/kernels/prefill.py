@@ -32,6 +32,7 @@ _COPY_REGISTERS, _COMPUTE_REGISTERS = 24, 240  # per thread; of the warps that c
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # its name in Triton 3.6, and later
 _WARPS = gl.constexpr(4)  # that compute a half of the rows
 _HALF = gl.constexpr(PREFILL_ROWS // 2)
+_LOG2_E = gl.constexpr(LOG2_E)
 
 
 @gluon.jit
@@ -126,7 +127,7 @@ def _first_weights(q, keys, full_k, empty_k, step, position, scale, STAGES: gl.c
 
 @gluon.jit
 def _compute(
-    q_ptr, out_ptr, q_all, keys, values, ones, full_k, empty_k, full_v, empty_v,
+    q_ptr, out_ptr, sinks_ptr, q_all, keys, values, ones, full_k, empty_k, full_v, empty_v,
     row0, first_token, num_queries, before, kv_head, end, scale,
     HALF: gl.constexpr, HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr,
     SPLIT: gl.constexpr, STAGES: gl.constexpr,
@@ -176,6 +177,10 @@ def _compute(
         )  # fmt: skip
         sums, acc = _last_product(values, full_v, empty_v, ones, stop - 1, p, sums, acc, STAGES)
         m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m, sums, acc, scale)
+    if sinks_ptr is not None:
+        sink = gl.load(sinks_ptr + kv_head * GROUP + r % GROUP) * _LOG2_E
+        one = gl.full((_HALF,), 1.0, gl.float32, layout=gl.SliceLayout(1, s_layout))
+        l_all += gl.exp2(gl.fma(m_all, one * -scale, sink))
     out = acc_all / gl.convert_layout(l_all, gl.SliceLayout(1, o_layout))[:, None]
     out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), load_layout)
     gl.store(out_ptr + flat[:, None] * D + d[None, :], out, mask=valid[:, None])
@@ -203,7 +208,7 @@ def _copy(
 
 @gluon.jit(do_not_specialize=["num_tiles", "table_stride"])
 def _prefill_kernel(
-    q_ptr, k, v, out_ptr, tiles_ptr, query_start_ptr, context_len_ptr, tables_ptr, table_rows_ptr,
+    q_ptr, k, v, out_ptr, tiles_ptr, query_start_ptr, context_len_ptr, tables_ptr, table_rows_ptr, sinks_ptr,
     num_tiles, table_stride, scale,
     HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr,
     SPLIT: gl.constexpr, STAGES: gl.constexpr, COPY_REGISTERS: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr,
@@ -243,12 +248,12 @@ def _prefill_kernel(
     gl.warp_specialize(
         [
             (_compute, (
-                q_ptr, out_ptr, q, keys, values, ones, full_k, empty_k, full_v, empty_v,
+                q_ptr, out_ptr, sinks_ptr, q, keys, values, ones, full_k, empty_k, full_v, empty_v,
                 row0, first_token, num_queries, before, kv_head, end, scale,
                 0, HKV, GROUP, D, BLOCK_N, SPLIT, STAGES,
             )),
             (_compute, (
-                q_ptr, out_ptr, q, keys, values, ones, full_k, empty_k, full_v, empty_v,
+                q_ptr, out_ptr, sinks_ptr, q, keys, values, ones, full_k, empty_k, full_v, empty_v,
                 row0, first_token, num_queries, before, kv_head, end, scale,
                 1, HKV, GROUP, D, BLOCK_N, SPLIT, STAGES,
             )),
@@ -270,13 +275,14 @@ def prefill_attention(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attention of the batch's prefill tiles. `scale`: of scores that are powers of 2."""
     tiles = batch.prefill_tiles
     assert tiles is not None
     _prefill_kernel[(heads.num_kv_heads, tiles.shape[1])](
         *(q, _descriptor(k_cache), _descriptor(v_cache), out),
-        *(tiles, batch.query_start, batch.context_len, batch.block_tables, batch.table_rows),
+        *(tiles, batch.query_start, batch.context_len, batch.block_tables, batch.table_rows, sinks),
         *(tiles.shape[1], batch.block_tables.stride(0), scale),
         HKV=heads.num_kv_heads,
         GROUP=heads.group_size,
@@ -303,27 +309,33 @@ class OverlappedPrefill:
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
-        self._agrees: dict[tuple[torch.dtype, int], bool] = {}  # by type and size of KV blocks
+        self._agrees: dict[tuple[torch.dtype, int, bool], bool] = {}  # by type and size of KV blocks, and sinks
 
     def __call__(
-        self, q: torch.Tensor, out: torch.Tensor, batch: DeviceBatch, k_cache: torch.Tensor, v_cache: torch.Tensor
+        self,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        batch: DeviceBatch,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> bool:
         """False if it cannot be used."""
-        key, heads = (k_cache.dtype, k_cache.shape[1]), self._workspace.heads
+        key, heads = (k_cache.dtype, k_cache.shape[1], sinks is not None), self._workspace.heads
         if key not in self._agrees:
             if torch.cuda.is_current_stream_capturing():
                 return False
-            found = self._check(k_cache)
+            found = self._check(k_cache, sinks)
             if compiling():
                 return False
             self._agrees[key] = found
         if self._agrees[key]:
-            prefill_attention(q, out, batch, heads, k_cache, v_cache, heads.scale * LOG2_E)
+            prefill_attention(q, out, batch, heads, k_cache, v_cache, heads.scale * LOG2_E, sinks)
         return self._agrees[key]
 
-    def _check(self, cache: torch.Tensor) -> bool:
+    def _check(self, cache: torch.Tensor, sinks: torch.Tensor | None) -> bool:
         try:
-            found = _has_the_bits_of_the_other(self._workspace, cache)
+            found = _has_the_bits_of_the_other(self._workspace, cache, sinks)
         except Exception as error:  # of Triton's compiler
             log.info("prompts are read by a slower attention kernel, since the faster one cannot be built: %r", error)
             return False
@@ -332,7 +344,7 @@ class OverlappedPrefill:
         return found
 
 
-def _has_the_bits_of_the_other(workspace: Workspace, cache: torch.Tensor) -> bool:
+def _has_the_bits_of_the_other(workspace: Workspace, cache: torch.Tensor, sinks: torch.Tensor | None) -> bool:
     """Compares `prefill_attention` on random tokens after a prefix of several pieces."""
     heads, block_size, device = workspace.heads, cache.shape[1], cache.device
     before, count, tokens = 2 * SPLIT + 10, 200, PREFILL_ROWS // heads.group_size
@@ -360,7 +372,7 @@ def _has_the_bits_of_the_other(workspace: Workspace, cache: torch.Tensor) -> boo
     )
     q = random(count, heads.num_heads, heads.head_dim)
     k, v = (random(blocks, block_size, heads.num_kv_heads, heads.head_dim) for _ in range(2))
-    expected = paged_attention(q, batch, heads, k, v, workspace)
+    expected = paged_attention(q, batch, heads, k, v, workspace, sinks=sinks)
     found = torch.zeros_like(expected)
-    prefill_attention(q, found, batch, heads, k, v, heads.scale * LOG2_E)
+    prefill_attention(q, found, batch, heads, k, v, heads.scale * LOG2_E, sinks)
     return torch.equal(found, expected)

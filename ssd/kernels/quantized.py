@@ -19,7 +19,7 @@ import torch
 
 Format = Literal["fp8", "int8", "int4"]  # what a weight can be rounded to
 TargetFormat = Literal["fp8", "fp8_dynamic", "int8", "int4"]  # likewise a target's; dynamic: rows are rounded, too
-CodeType = Literal["fp8", "int8", "int4", "uint4"]  # what codes are: e4m3, or integers
+CodeType = Literal["fp8", "fp4", "int8", "int4", "uint4"]  # what codes are: e4m3, e2m1, or integers
 RowType = Literal["fp8", "int8"]  # what rows can be rounded to
 ROW_LIMITS: Final[dict[RowType, tuple[float, float]]] = {"fp8": (-448.0, 448.0), "int8": (-128.0, 127.0)}
 _FP8_MAX: Final = 448.0
@@ -31,7 +31,7 @@ _CHUNK: Final = 1 << 24  # weights quantised at a time: bounds the memory of flo
 class Codes:
     """A weight [rows, depth]: scale * code (+ offset). Devices pack it as their kernels need."""
 
-    values: torch.Tensor  # uint8 [rows, groups * group]: the bits of fp8 or int8, int4 plus 8, or uint4
+    values: torch.Tensor  # uint8 [rows, groups * group]: the bits of fp8, fp4 or int8, int4 plus 8, or uint4
     scales: torch.Tensor  # float32 [rows, groups]
     type: CodeType
     depth: int  # beyond it, the last group is padded with zeros
@@ -48,7 +48,7 @@ class Codes:
 
 
 def bits_of(kind: CodeType) -> int:
-    return 4 if kind in ("int4", "uint4") else 8
+    return 4 if kind in ("fp4", "int4", "uint4") else 8
 
 
 def group_size(depth: int, form: Format) -> int:
@@ -91,7 +91,15 @@ def decoded(values: torch.Tensor, kind: CodeType) -> torch.Tensor:
     """The numbers that codes stand for, in float32."""
     if kind == "fp8":
         return values.view(torch.float8_e4m3fn).float()
+    if kind == "fp4":
+        return doubled_fp4(values).float() / 2
     return values.view(torch.int8).float() if kind == "int8" else values.float() - (8 if kind == "int4" else 0)
+
+
+def doubled_fp4(values: torch.Tensor) -> torch.Tensor:
+    """The numbers of e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same with a sign) times two: int8."""
+    sizes = [0, 1, 2, 3, 4, 6, 8, 12]
+    return torch.tensor([*sizes, *(-each for each in sizes)], dtype=torch.int8, device=values.device)[values.int()]
 
 
 def fused_codes(parts: Seq[Codes]) -> Codes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -24,8 +25,8 @@ _SUMS = 32  # groups of a row that one program adds up
 _WIDE_COLUMNS = 8192  # outputs that are widened at a time
 
 # Two words to pairs of bfloat16, part by part. Integers are set as the last bits of 128, then 128 (and the zero point)
-# is subtracted. fp8 (`packing.pairs_of_fp8`) has an exponent that is not moved, which divides by 2^120, and is
-# multiplied.
+# is subtracted. The exponents of fp8 (`packing.pairs_of_fp8`) and fp4 are not moved, which divides by 2^120 or 2^126:
+# they are multiplied.
 _INT8_PAIRS = tl.constexpr("""{
     .reg .b32 p<4>, s<4>, one;
     mov.b32 one, 0x3F803F80;
@@ -95,14 +96,35 @@ _INT4_PAIRS = tl.constexpr("""{
     fma.rn.bf16x2 $7, a7, one, zero;
 }""")
 _UINT4_PAIRS = tl.constexpr(_INT4_PAIRS.value.replace("0xC308C308", "0xC300C300"))  # no zero point
+_FP4_PAIRS = tl.constexpr(
+    """{
+    .reg .b32 p<4>, a<8>, s, up, none;
+    mov.b32 up, 0x7E807E80;
+    mov.b32 none, 0x80008000;
+    prmt.b32 p0, $8, $9, 0x0400;
+    prmt.b32 p1, $8, $9, 0x1511;
+    prmt.b32 p2, $8, $9, 0x2622;
+    prmt.b32 p3, $8, $9, 0x3733;
+"""
+    + "".join(
+        f"""    shl.b32 a{i}, p{i // 2}, {6 - i % 2 * 4};
+    and.b32 a{i}, a{i}, 0x01C001C0;
+    shl.b32 s, p{i // 2}, {12 - i % 2 * 4};
+    lop3.b32 a{i}, s, 0x80008000, a{i}, 0xEA;
+    fma.rn.bf16x2 ${i}, a{i}, up, none;
+"""
+        for i in range(8)
+    )
+    + "}"
+)
 
 
 @triton.jit
 def _pairs(words, FORMAT: tl.constexpr):
     """All parts of the words as bfloat16, part by part."""
-    if FORMAT == "int4" or FORMAT == "uint4":
+    if FORMAT == "int4" or FORMAT == "uint4" or FORMAT == "fp4":
         return tl.inline_asm_elementwise(
-            _INT4_PAIRS if FORMAT == "int4" else _UINT4_PAIRS,
+            _INT4_PAIRS if FORMAT == "int4" else _UINT4_PAIRS if FORMAT == "uint4" else _FP4_PAIRS,
             "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
             [words],
             dtype=(
@@ -145,6 +167,11 @@ def _part(words, i: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
         return (((words >> (4 * i)) & 15) - 8).to(dtype)
     elif FORMAT == "uint4":
         return ((words >> (4 * i)) & 15).to(dtype)
+    elif FORMAT == "fp4":
+        code = words >> (4 * i)
+        exponent = (code >> 1) & 3
+        size = ((code & 1) + tl.where(exponent > 0, 2, 0)) << tl.where(exponent > 0, exponent - 1, 0)
+        return tl.where((code & 8) > 0, -0.5, 0.5).to(dtype) * size.to(dtype)
     elif FORMAT == "int8":
         return (words >> (8 * i)).to(tl.int8).to(dtype)
     else:
@@ -161,7 +188,7 @@ def _places(w_ptr, n, k, w_stride, STRIPS: tl.constexpr):
 
 
 @triton.jit
-def _sums(
+def sums(
     x_ptr, w_ptr, scale_ptr, offset_ptr, row_scale_ptr, row_sum_ptr, m, n, m_mask, n_mask, N, K, w_stride, x_stride,
     groups,
     FORMAT: tl.constexpr, PAIRS: tl.constexpr, EVEN_K: tl.constexpr, PARTS: tl.constexpr, PARTS_OF_GROUP: tl.constexpr,
@@ -303,7 +330,7 @@ def _quantized_kernel(
     m_mask = m < num_rows
     n_mask = n < N
     if SPLIT == 1:
-        acc = _sums(
+        acc = sums(
             x_ptr, w_ptr, scale_ptr, offset_ptr, row_scale_ptr, row_sum_ptr, m, n, m_mask, n_mask, N, K, w_stride,
             x_stride, groups, FORMAT, PAIRS, EVEN_K, PARTS, PARTS_OF_GROUP, WORDS, STRIPS, STAGES,
             ROW_GROUPS,
@@ -402,21 +429,42 @@ def choose_tile(x: torch.Tensor, weight: PackedCodes) -> Tile:
         tile = Tile(32, 64, 4, 4) if num_rows <= 32 else Tile(64, 64, 4, 4)
     else:
         tile = Tile(64, 128, 4, 8)
+    return fitting(tile, x, weight)
+
+
+def fitting(tile: Tile, x: torch.Tensor, weight: PackedCodes) -> Tile:
+    """The tile shape, with as many stages as the GPU has shared memory for."""
     stage = tile.split * weight.block * (x.element_size() * weight.parts * tile.rows + 4 * tile.columns)  # bytes
     fitting = shared_memory(x.device) // stage + (tile.split > 1)  # a split tile needs one buffer less than stages
     return replace(tile, stages=max(2, min(tile.stages, fitting)))
 
 
-def sums_of_groups(x: torch.Tensor, group: int, row_scales: torch.Tensor | None) -> torch.Tensor:
-    """Sums [M, groups] of the groups of rows, times the rows' scales."""
-    num_rows, depth = x.shape
-    groups = triton.cdiv(depth, group)
-    sums = x.new_empty((num_rows, groups), dtype=torch.float32)
-    _row_sums_kernel[(num_rows, triton.cdiv(groups, _SUMS))](
-        *(x, row_scales, sums, depth, x.stride(0), groups),
-        **{"GROUP": group, "GROUPS": _SUMS, "ROW_GROUPS": row_scales is not None and row_scales.shape[1] > 1},
+def sum_options(x: torch.Tensor, weight: PackedCodes, row_scales: torch.Tensor | None) -> dict[str, Any]:
+    """Options of `sums` that no tile shape decides."""
+    return {
+        "FORMAT": weight.type,
+        "PAIRS": _in_pairs(x),
+        "EVEN_K": weight.width * weight.parts == weight.depth,
+        "PARTS": weight.parts,
+        "PARTS_OF_GROUP": weight.parts_of_group,
+        "WORDS": weight.block,
+        "STRIPS": weight.strips,
+        "ROW_GROUPS": row_scales is not None and row_scales.shape[1] > 1,
+    }
+
+
+def row_sums(x: torch.Tensor, weight: PackedCodes, row_scales: torch.Tensor | None) -> torch.Tensor | None:
+    """Sums of the groups of rows, which a weight with offsets needs."""
+    if weight.offsets is None:
+        return None
+    groups = triton.cdiv(weight.depth, weight.group)
+    total = x.new_empty((len(x), groups), dtype=torch.float32)
+    by_group = row_scales is not None and row_scales.shape[1] > 1
+    _row_sums_kernel[(len(x), triton.cdiv(groups, _SUMS))](
+        *(x, row_scales, total, weight.depth, x.stride(0), groups),
+        **{"GROUP": weight.group, "GROUPS": _SUMS, "ROW_GROUPS": by_group},
     )
-    return sums
+    return total
 
 
 def quantized_linear(
@@ -431,9 +479,7 @@ def quantized_linear(
     """x [M, K] times a weight [N, K] transposed; see `Ops.codes_linear`. A gated weight has alternating gate and up
     rows."""
     (num_rows, depth), columns, width = x.shape, weight.columns, weight.width
-    tile, groups = choose_tile(x, weight), triton.cdiv(depth, weight.group)
-    by_group = row_scales is not None and row_scales.shape[1] > 1
-    row_sums = None if weight.offsets is None else sums_of_groups(x, weight.group, row_scales)
+    tile = choose_tile(x, weight)
     y = x.new_empty((num_rows, columns // 2 if gated else columns), dtype=out_dtype or x.dtype)
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(columns, tile.columns),)
     _quantized_kernel[grid](
@@ -442,7 +488,7 @@ def quantized_linear(
         weight.scales,
         weight.offsets,
         row_scales,
-        row_sums,
+        row_sums(x, weight, row_scales),
         bias,
         y,
         num_rows,
@@ -451,21 +497,14 @@ def quantized_linear(
         width,
         x.stride(0),
         y.stride(0),
-        groups,
-        FORMAT=weight.type,
-        PAIRS=_in_pairs(x),
+        triton.cdiv(depth, weight.group),
         GATED=gated,
-        EVEN_K=width * weight.parts == depth,
-        PARTS=weight.parts,
-        PARTS_OF_GROUP=weight.parts_of_group,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
-        WORDS=weight.block,
-        STRIPS=weight.strips,
         STAGES=tile.stages,
         SPLIT=tile.split,
-        ROW_GROUPS=by_group,
         num_warps=tile.warps,
+        **sum_options(x, weight, row_scales),
     )
     return y
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope
+from ssd.kernels.ops import GLU, UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, Routing
 from ssd.kernels.quantized import Codes, RowType, dequantize, rounded_rows
 
 _E4M3_MAX = 448.0
@@ -22,7 +24,7 @@ class ReferenceOps:
     def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
         return 1 << 30  # one tile per sequence: tiles are not used here
 
-    def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
+    def prepare(self, weight: torch.Tensor, *, gated: bool = False, experts: int = 0) -> torch.Tensor:
         return weight
 
     def embedding(self, weight: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -44,6 +46,7 @@ class ReferenceOps:
         dtype: torch.dtype,
         *,
         gated: bool = False,
+        experts: int = 0,
         exact: bool = True,
         rows: RowType | None = None,
     ) -> tuple[Codes, torch.dtype]:
@@ -59,11 +62,49 @@ class ReferenceOps:
         float32: bool = False,
         row_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        codes, dtype = weight
-        if row_scales is not None:
-            x = (x.view(len(x), row_scales.shape[1], -1) * row_scales[:, :, None]).flatten(1).to(dtype)
-        wide = dequantize(codes, dtype)
+        x, wide = _widened(x, weight, row_scales)
         return self.gated_linear(x, wide, bias) if gated else self.linear(x, wide, bias, float32=float32)
+
+    def route(self, logits: torch.Tensor, count: int, *, chosen: bool) -> Routing:
+        ids = logits.argsort(dim=1, descending=True, stable=True)[:, :count]
+        logits = logits - logits.amax(1, keepdim=True)
+        weights = logits.gather(1, ids).exp()
+        weights = weights / (weights if chosen else logits.exp()).sum(1, keepdim=True)
+        by_expert = ids.flatten().sort(stable=True)
+        firsts = torch.arange(logits.shape[1] + 1, device=ids.device)
+        starts = torch.searchsorted(by_expert.values, firsts, out_int32=True)
+        return Routing(ids.int(), weights, by_expert.indices.int(), starts)
+
+    def expert_linear(
+        self,
+        x: torch.Tensor,
+        weight: Any,
+        routing: Routing,
+        bias: torch.Tensor | None = None,
+        *,
+        glu: GLU | None = None,
+        float32: bool = False,
+        row_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if isinstance(weight, tuple):
+            x, weight = _widened(x, weight, row_scales)
+        halves, experts = 1 if glu is None else 2, routing.num_experts
+        weights = weight.view(halves, experts, -1, weight.shape[1])
+        y = x.new_empty(len(routing.order), len(weight) // experts)
+        repeats = len(y) // len(x)
+        for expert, (start, end) in enumerate(itertools.pairwise(routing.starts.tolist())):
+            if start < end:
+                pairs, own = routing.order[start:end], weights[:, expert].flatten(0, 1)
+                biases = None if bias is None else bias.view(halves, experts, -1)[:, expert].flatten()
+                y[pairs] = F.linear(x[pairs // repeats], own, biases)
+        if glu is not None:
+            y = _gated(y, glu)
+        return y.float() if float32 else y
+
+    def combine(self, x: torch.Tensor, routing: Routing, *, float32: bool = False) -> torch.Tensor:
+        weighted = x.view(*routing.weights.shape, -1).float() * routing.weights[:, :, None]
+        total = functools.reduce(torch.add, weighted.unbind(1))
+        return total if float32 else total.to(x.dtype)
 
     def round_rows(
         self, x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None, weight: object = None
@@ -81,7 +122,7 @@ class ReferenceOps:
             x = residual.add_(x)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return weight * wide.to(x.dtype)
+        return (weight * wide.to(weight.dtype)).to(x.dtype)
 
     def rope_and_store(
         self,
@@ -114,20 +155,37 @@ class ReferenceOps:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         scales: KVScales = UNSCALED,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if k_cache.dtype is torch.float8_e4m3fn:
-            wide = self.attention(q.float() * scales.k, batch, heads, k_cache.float(), v_cache.float())
+            wide = self.attention(q.float() * scales.k, batch, heads, k_cache.float(), v_cache.float(), sinks=sinks)
             return (wide * scales.v).to(q.dtype)
         if batch.branches is not None:
-            return _attend_branches(q, batch, batch.branches.depth, heads, k_cache, v_cache)
+            return _attend_branches(q, batch, batch.branches.depth, heads, k_cache, v_cache, sinks)
         starts, lengths, places = (t.tolist() for t in (batch.query_start, batch.context_len, batch.table_rows))
         out = torch.empty_like(q)
         for s, length in enumerate(lengths):
             rows = slice(starts[s], starts[s + 1])
             table = batch.block_tables[places[s], : -(-length // k_cache.shape[1])]
             k, v = (_gather(cache, table, length)[:, heads.first_position :] for cache in (k_cache, v_cache))
-            out[rows] = _attend(q[rows], k, v, heads)
+            out[rows] = _attend(q[rows], k, v, heads, sinks)
         return out.flatten(1)
+
+
+def _widened(
+    x: torch.Tensor, weight: tuple[Codes, torch.dtype], row_scales: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and a weight as they are without scales and codes."""
+    codes, dtype = weight
+    if row_scales is not None:
+        x = (x.view(len(x), row_scales.shape[1], -1) * row_scales[:, :, None]).flatten(1).to(dtype)
+    return x, dequantize(codes, dtype)
+
+
+def _gated(y: torch.Tensor, glu: GLU) -> torch.Tensor:
+    gate, up = y.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=glu.limit), up.clamp(-glu.limit, glu.limit)
+    return gate * torch.sigmoid(glu.slope * gate) * (up + glu.shift)
 
 
 def encode(x: torch.Tensor, scale: float) -> torch.Tensor:
@@ -145,18 +203,31 @@ def _gather(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tens
     return cache[table].flatten(0, 1)[:length].transpose(0, 1)  # [kv_heads, length, dim]
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: HeadShape) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: HeadShape, sinks: torch.Tensor | None
+) -> torch.Tensor:
     num_rows, length = q.shape[0], k.shape[1]
     position = torch.arange(length - num_rows, length, device=q.device)
     distance = position[:, None] - torch.arange(length, device=q.device)
     visible = (distance >= 0) & (distance < (heads.window or length))
     k, v = (t.repeat_interleave(heads.group_size, dim=0) for t in (k, v))
+    if sinks is not None:  # a key and a value of zeros, whose score is the sink
+        k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
+        unseen = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill(~visible, -torch.inf)
+        beside = sinks.to(q.dtype)[:, None, None].expand(-1, num_rows, 1)
+        visible = torch.cat((unseen.expand(len(sinks), -1, -1), beside), dim=-1)[None]
     out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], visible, scale=heads.scale)
     return out[0].transpose(0, 1)
 
 
 def _attend_branches(
-    q: torch.Tensor, batch: DeviceBatch, depth: int, heads: HeadShape, k_cache: torch.Tensor, v_cache: torch.Tensor
+    q: torch.Tensor,
+    batch: DeviceBatch,
+    depth: int,
+    heads: HeadShape,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     out = torch.zeros_like(q)
     positions, slots = batch.positions.tolist(), batch.slot_mapping.tolist()
@@ -170,5 +241,5 @@ def _attend_branches(
             own = torch.arange(slots[row] - depth, slots[row] + 1, device=q.device)
             seen = torch.cat((shared[heads.first_position : positions[row] - depth], own))[-heads.window :]
             k, v = (cache.flatten(0, 1)[seen].transpose(0, 1) for cache in (k_cache, v_cache))
-            out[row] = _attend(q[row : row + 1], k, v, heads)[0]
+            out[row] = _attend(q[row : row + 1], k, v, heads, sinks)[0]
     return out.flatten(1)

@@ -10,6 +10,7 @@ from ssd.kernels import (
     attention,
     cublaslt,
     elementwise,
+    experts,
     few_rows,
     fp8_linear,
     linear,
@@ -17,7 +18,7 @@ from ssd.kernels import (
     quantized_linear,
     row_codes,
 )
-from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope
+from ssd.kernels.ops import GLU, UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, Routing
 from ssd.kernels.quantized import Codes, RowType
 
 Weight = packing.PackedCodes | fp8_linear.Fp8Weight  # of `prepare_codes`
@@ -29,6 +30,7 @@ class TritonOps:
     def __init__(self) -> None:
         self._workspace: attention.Workspace | None = None
         self._prefill: attention.Prefill | None = None
+        self.route, self.combine = experts.route, experts.combine
 
     def reserve(self, heads: HeadShape, device: torch.device) -> None:
         self._workspace = attention.Workspace(heads, device)
@@ -41,7 +43,7 @@ class TritonOps:
     def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
         return attention.tile_rows(heads.group_size, prefill) // heads.group_size
 
-    def prepare(self, weight: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
+    def prepare(self, weight: torch.Tensor, *, gated: bool = False, experts: int = 0) -> torch.Tensor:
         return _alternating(weight) if gated else weight
 
     def embedding(self, weight: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -67,14 +69,15 @@ class TritonOps:
         dtype: torch.dtype,
         *,
         gated: bool = False,
+        experts: int = 0,
         exact: bool = True,
         rows: RowType | None = None,
     ) -> Weight:
         if gated:
             codes = codes.rows(_alternating(torch.arange(len(codes.values), device=codes.values.device)))
-        if fp8_linear.takes(codes, dtype, rows):
+        if not experts and fp8_linear.takes(codes, dtype, rows):
             return fp8_linear.prepare(codes)
-        return packing.pack(codes, dtype, exact=exact)
+        return packing.pack(codes, dtype, exact=exact, strips=not experts)
 
     def round_rows(
         self, x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None, weight: object = None
@@ -107,6 +110,21 @@ class TritonOps:
                 x, weight, bias, self._sums, gated=gated, out_dtype=out_dtype, row_scales=scales
             )
         return quantized_linear.quantized_linear(x, weight, bias, gated=gated, out_dtype=out_dtype, row_scales=scales)
+
+    def expert_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | packing.PackedCodes,
+        routing: Routing,
+        bias: torch.Tensor | None = None,
+        *,
+        glu: GLU | None = None,
+        float32: bool = False,
+        row_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        scales = None if row_scales is None else row_scales.contiguous()
+        out_dtype = torch.float32 if float32 else x.dtype
+        return experts.expert_linear(x, weight, routing, bias, glu=glu, out_dtype=out_dtype, row_scales=scales)
 
     def _sums(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self.linear(x, weight, float32=True)
@@ -141,10 +159,13 @@ class TritonOps:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         scales: KVScales = UNSCALED,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if self._workspace is None:
             raise AssertionError("reserve() comes before attention()")
-        return attention.paged_attention(q, batch, heads, k_cache, v_cache, self._workspace, self._prefill, scales)
+        return attention.paged_attention(
+            q, batch, heads, k_cache, v_cache, self._workspace, self._prefill, scales, sinks
+        )
 
 
 def _alternating(rows: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,28 @@ from ssd.kernels.ops import DeviceBatch, Rope
 from ssd.layers.kv_scales import LayerScales
 from ssd.layers.linear import ColumnLinear, RowLinear
 from ssd.layers.norm import RMSNorm
-from ssd.layers.parameter import Build, Parameter
+from ssd.layers.parameter import Build, LazyTensor, Parameter, share_of
 from ssd.layers.spec import AttentionSpec
 
 LayerKV = tuple[torch.Tensor, ...]  # one layer's KV cache: tensors [blocks, block_size, *shape] of its `KVLayout`
+
+
+class Sinks:
+    """A logit of each query head, which the softmax has beside those of the keys; each rank has its heads'."""
+
+    def __init__(self, build: Build, name: str, num_heads: int) -> None:
+        self.name, self.num_heads = name, num_heads
+        self.logits: torch.Tensor | None = None  # until they are loaded
+        self._device, self._heads = build.device, build.tp.share(num_heads)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {self.name: (self.num_heads,)}
+
+    def load(self, name: str, tensor: torch.Tensor | LazyTensor) -> None:
+        self.logits = share_of(tensor, (self._heads,), self._device).float()
+
+    def num_bytes(self) -> int:
+        return self.num_heads * torch.float32.itemsize
 
 
 class Attention:
@@ -42,12 +60,13 @@ class Attention:
         self.output = RowLinear(build, {f"{name}.o_proj": hidden_size}, q, bias=spec.output_bias)
         self.q_norm = RMSNorm(build, f"{name}.q_norm", dim, eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(build, f"{name}.k_norm", dim, eps) if spec.qk_norm else None
+        self.sinks = Sinks(build, f"{name}.sinks", spec.num_heads) if spec.sinks else None
         self.tables = tables
         self.kv_scales = LayerScales(build, name)
 
     def parameters(self) -> Iterator[Parameter]:
         yield from (self.qkv, self.output)
-        yield from (norm for norm in (self.q_norm, self.k_norm) if norm is not None)
+        yield from (each for each in (self.q_norm, self.k_norm, self.sinks) if each is not None)
 
     @functools.cached_property
     def rope(self) -> Rope:
@@ -63,4 +82,5 @@ class Attention:
 
     def __call__(self, x: torch.Tensor, batch: DeviceBatch, kv: LayerKV) -> torch.Tensor:
         (k, v), q = kv, self.store(x, batch, kv)
-        return self.output(self.ops.attention(q, batch, self.heads, k, v, self.kv_scales.value))
+        sinks = None if self.sinks is None else self.sinks.logits
+        return self.output(self.ops.attention(q, batch, self.heads, k, v, self.kv_scales.value, sinks))

@@ -7,6 +7,7 @@ checked before (`ssd.models.decoder.check_split`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -76,8 +77,12 @@ class Linear:
         if fault := form.fault(own, share):
             raise UnsupportedModel(f"{name} {fault}")
         self._pending[name] = share
-        if len(self._pending) == len(self.shapes()):
+        if len(self._pending) == self._num_tensors:
             self._complete()
+
+    @functools.cached_property
+    def _num_tensors(self) -> int:
+        return len(self.shapes())
 
     def cut(self, rows: int) -> tuple[slice, slice]:
         """This rank's rows and columns of a part, where there are several ranks."""

@@ -8,11 +8,15 @@ from ssd.layers.parameter import Build, LazyTensor
 
 
 class RMSNorm:
-    """A norm with one weight per column; every rank has all of it."""
+    """A norm with one weight per column; every rank has all of it.
 
-    def __init__(self, build: Build, name: str, width: int, eps: float) -> None:
+    `float32`: its product is rounded once, after it; else the normalised numbers are rounded before it, too.
+    """
+
+    def __init__(self, build: Build, name: str, width: int, eps: float, *, float32: bool = False) -> None:
         self.name, self.width, self.eps = name, width, eps
-        self.weight = torch.empty(0, dtype=build.dtype, device=build.device)  # until it is loaded
+        dtype = torch.float32 if float32 else build.dtype
+        self.weight = torch.empty(0, dtype=dtype, device=build.device)  # until it is loaded
         self._rms_norm = build.ops.rms_norm
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -24,7 +24,7 @@ def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
     if rope.scaling == "llama3":
         return _llama3(base, rope), 1.0
     if rope.scaling == "yarn":
-        return _yarn(base, rope, head_dim)
+        return _yarn(base, 1.0 / (rope.factor * rope.theta**exponent), rope, head_dim)
     return base, 1.0
 
 
@@ -38,17 +38,19 @@ def _llama3(base: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     return torch.where(cycles > rope.high_freq_factor, base, stretched)
 
 
-def _yarn(base: torch.Tensor, rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+def _yarn(base: torch.Tensor, stretched: torch.Tensor, rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
     """Dimensions that turn often are kept, those that turn rarely are stretched, with a ramp between."""
 
     def dimension(turns: float) -> float:
         return head_dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low = max(math.floor(dimension(rope.beta_fast)), 0)
-    high = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
     index = torch.arange(head_dim // 2, dtype=torch.float32, device=base.device)
-    ramp = ((index - low) / max(high - low, 0.001)).clamp(0, 1)
+    keep = 1 - ((index - low) / max(high - low, 0.001)).clamp(0, 1)
     amplitude = rope.attention_factor
     if amplitude is None:
         amplitude = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-    return base / rope.factor * ramp + base * (1 - ramp), amplitude
+    return stretched * (1 - keep) + base * keep, amplitude

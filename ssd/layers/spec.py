@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ssd.kernels.ops import HeadShape
+from ssd.kernels.ops import GLU, SWIGLU, HeadShape
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +27,7 @@ class RopeConfig:
     original_max_position: int = 8192  # llama3, yarn
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: the ramp begins and ends at whole dimensions
     attention_factor: float | None = None  # yarn; None: computed from `factor`
 
 
@@ -62,6 +63,7 @@ class AttentionSpec:
     output_bias: bool = False
     qk_norm: bool = False  # RMS norm over each head of q and k before the rotary embedding
     window: int | None = None  # tokens that a query sees; None: the whole context
+    sinks: bool = False  # a logit of each query head in the softmax's denominator
     first_position: int = 0  # positions before it have no KV and are not seen
 
     def heads(self, ranks: int = 1) -> HeadShape:
@@ -93,13 +95,51 @@ class MLPSpec:
     def splits(self, ranks: int) -> bool:
         return self.intermediate_size % ranks == 0
 
+    def activation_width(self, hidden_size: int) -> int:
+        return 3 * self.intermediate_size
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Names of experts in a checkpoint: LAYER.block.router, LAYER.block.experts.N.gate, .up and .down."""
+
+    block: str = "mlp"
+    router: str = "gate"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """A mixture of experts, gated MLPs of which a router chooses some for each token.
+
+    A softmax of its logits weighs them: over the chosen experts (`softmax_of_chosen`; the same as over all, divided by
+    the sum of the chosen ones' weights), or over all.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int  # of each expert
+    softmax_of_chosen: bool = True
+    bias: bool = False  # of the router and the experts
+    glu: GLU = SWIGLU
+    names: ExpertNames = ExpertNames()
+    interleaved: bool = False  # tensors of all experts have gate and up in turns, and are [inputs, outputs] if dense
+
+    def splits(self, ranks: int) -> bool:
+        return self.intermediate_size % ranks == 0
+
+    def activation_width(self, hidden_size: int) -> int:
+        return 3 * self.num_experts + self.experts_per_token * (3 * self.intermediate_size + 2 * hidden_size)
+
 
 @dataclass(frozen=True)
 class LayerSpec:
     """Attention and feed-forward of one layer, each behind an RMS norm and added to the residual stream."""
 
     attention: AttentionSpec
-    mlp: MLPSpec
+    mlp: MLPSpec | ExpertsSpec
 
     def splits(self, ranks: int) -> bool:
         return self.attention.splits(ranks) and self.mlp.splits(ranks)
@@ -107,4 +147,4 @@ class LayerSpec:
     def activation_width(self, hidden_size: int) -> int:
         """Upper estimate of a layer's intermediate results: numbers per row."""
         heads = self.attention.num_heads * self.attention.head_dim
-        return 8 * hidden_size + 3 * self.mlp.intermediate_size + 4 * heads
+        return 8 * hidden_size + self.mlp.activation_width(hidden_size) + 4 * heads

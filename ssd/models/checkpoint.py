@@ -23,6 +23,7 @@ from ssd.models.config import DecoderConfig
 from ssd.models.decoder import check_fits
 from ssd.models.families import DTYPES, decoder_config
 from ssd.models.fields import TOKEN_ID, check_field, shown
+from ssd.models.fused_experts import single_experts
 from ssd.models.quantization import formats_of
 from ssd.models.streaming import StoredTensor, read_tensors, stored_tensors
 from ssd.text.json_file import read_json
@@ -141,11 +142,12 @@ class HFCheckpoint:
 
     def weights(self, device: torch.device, dtype: torch.dtype) -> Weights:
         files = weight_files(self.path)
-        return _read_to_gpu(files, device) if device.type == "cuda" else read_safetensors(files)
+        read: Weights = _read_to_gpu(files, device) if device.type == "cuda" else read_safetensors(files)
+        return single_experts(read, self.config)
 
-    def stored(self) -> Iterator[tuple[str, FileTensor]]:
+    def stored(self) -> Weights:
         """Every parameter, of which a rank reads its share only."""
-        return stored_in(weight_files(self.path))
+        return single_experts(stored_in(weight_files(self.path)), self.config)
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.path)

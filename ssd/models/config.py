@@ -27,6 +27,7 @@ class DecoderConfig:
     rms_eps: float = 1e-5
     tie_embeddings: bool = False
     dtype: str = "bfloat16"  # what the checkpoint was saved in
+    float32_norms: bool = False  # the weights of norms are multiplied in float32
 
     @property
     def num_layers(self) -> int:
@@ -46,7 +47,10 @@ class DecoderConfig:
 
     @property
     def mlp(self) -> MLPSpec:
-        return self.layer.mlp
+        mlp = self.layer.mlp
+        if not isinstance(mlp, MLPSpec):
+            raise UnsupportedModel(f"this {self.family} model has experts, and a plain MLP is needed here")
+        return mlp
 
     def with_layers(self, count: int | None = None, **attention: Any) -> DecoderConfig:
         """The same with `count` equal layers, and changes of their attention."""

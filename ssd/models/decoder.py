@@ -20,13 +20,14 @@ from ssd.errors import ConfigError, UnsupportedModel
 from ssd.kernels.ops import DeviceBatch, HeadShape
 from ssd.kernels.reference import ReferenceOps
 from ssd.layers.attention import Attention, LayerKV
+from ssd.layers.experts import Experts
 from ssd.layers.formats import DENSE, FormatOf, dense
 from ssd.layers.linear import Embedding, Linear
 from ssd.layers.mlp import MLP
 from ssd.layers.norm import RMSNorm
 from ssd.layers.parameter import Build, LazyTensor, Parameter
 from ssd.layers.rotary import rope_tables
-from ssd.layers.spec import KVLayout, LayerSpec, RopeConfig
+from ssd.layers.spec import ExpertsSpec, KVLayout, LayerSpec, RopeConfig
 from ssd.models.config import DecoderConfig
 
 KVCache = Seq[LayerKV]  # one entry per layer
@@ -46,7 +47,7 @@ class RopeTables(dict[tuple[RopeConfig, int], tuple[torch.Tensor, torch.Tensor]]
 
 
 class DecoderLayer:
-    """Attention and MLP, each behind an RMS norm and added to the residual stream.
+    """Attention and MLP or experts, each behind an RMS norm and added to the residual stream.
 
     `width`: of what q, k and v are computed from, where that is not the residual stream.
     """
@@ -60,13 +61,17 @@ class DecoderLayer:
         tables: RopeTables,
         width: int | None = None,
     ) -> None:
-        size, eps, attention = config.hidden_size, config.rms_eps, spec.attention
+        size, eps, attention, wide = config.hidden_size, config.rms_eps, spec.attention, config.float32_norms
         self.spec = spec
-        self.input_norm = RMSNorm(build, f"{name}.input_layernorm", size, eps)
+        self.input_norm = RMSNorm(build, f"{name}.input_layernorm", size, eps, float32=wide)
         cos_sin = tables[attention.rope, attention.head_dim]
         self.attention = Attention(build, f"{name}.self_attn", attention, size, eps, cos_sin, width)
-        self.mlp_norm = RMSNorm(build, f"{name}.post_attention_layernorm", size, eps)
-        self.mlp = MLP(build, f"{name}.mlp", spec.mlp, size)
+        self.mlp_norm = RMSNorm(build, f"{name}.post_attention_layernorm", size, eps, float32=wide)
+        self.mlp: MLP | Experts
+        if isinstance(spec.mlp, ExpertsSpec):
+            self.mlp = Experts(build, name, spec.mlp, size)
+        else:
+            self.mlp = MLP(build, f"{name}.mlp", spec.mlp, size)
 
     def parameters(self) -> Iterator[Parameter]:
         yield from (self.input_norm, *self.attention.parameters(), self.mlp_norm, *self.mlp.parameters())
@@ -107,7 +112,7 @@ class Decoder:
         self.layers = self._make_layers(build)
         size, tied = config.hidden_size, config.tie_embeddings
         self.embedding = Embedding(build, "model.embed_tokens", config.vocab_size, size, embedding=True, head=tied)
-        self.norm = RMSNorm(build, "model.norm", size, config.rms_eps)
+        self.norm = RMSNorm(build, "model.norm", size, config.rms_eps, float32=config.float32_norms)
         self.head = self.embedding if tied else Embedding(build, "lm_head", config.vocab_size, size, head=True)
         self.kv_groups, self._windowed = config.kv_groups(windowed=windowed), windowed
         self._places = {i: (g, n) for g, group in enumerate(self.kv_groups) for n, i in enumerate(group.layers)}

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from ssd.errors import ConfigError, SSDError
 from ssd.kernels.quantized import Codes, Format, TargetFormat, bits_of, group_size, quantize
 from ssd.layers.formats.rounded import Rounded
-from ssd.layers.spec import RopeConfig
+from ssd.layers.spec import ExpertsSpec, MLPSpec, RopeConfig
 from ssd.models.checkpoint import all_weights
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import Decoder, outline, parameter_shapes
@@ -33,7 +33,11 @@ from ssd.models.graft import GraftCheckpoint
 
 SHARD_BYTES: Final = 4 * 10**9
 
-_ARCHITECTURES: Final = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ARCHITECTURES: Final = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 _TEXT_FILES: Final = (
     "generation_config.json",
     "tokenizer*",
@@ -164,7 +168,7 @@ def _quantization_json(graft: GraftCheckpoint, chosen: TargetFormat) -> dict[str
         "format": "float-quantized" if form == "fp8" else "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", *(["re:.*mlp\\.gate$"] if isinstance(graft.config.layer.mlp, ExpertsSpec) else [])],
     }
 
 
@@ -247,11 +251,12 @@ def eagle_json(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 def _config_json(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
     """The fields of a config.json that models and EAGLE heads share."""
-    attention = config.attention
+    attention, mlp = config.attention, config.layer.mlp
     return {
+        **expert_json(mlp),
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.mlp.intermediate_size,
+        "intermediate_size": mlp.intermediate_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": attention.num_heads,
         "num_key_value_heads": attention.num_kv_heads,
@@ -262,6 +267,20 @@ def _config_json(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": attention.qkv_bias,
         "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def expert_json(mlp: MLPSpec | ExpertsSpec) -> dict[str, Any]:
+    """The fields of experts in a config.json of Qwen3-MoE."""
+    if not isinstance(mlp, ExpertsSpec):
+        return {}
+    return {
+        "moe_intermediate_size": mlp.intermediate_size,
+        "num_experts": mlp.num_experts,
+        "num_experts_per_tok": mlp.experts_per_token,
+        "norm_topk_prob": mlp.softmax_of_chosen,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
     }
 
 

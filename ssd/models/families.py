@@ -8,16 +8,18 @@ Knows nothing of files, weights, tokenizers or devices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any, Final
 
 from ssd.errors import UnsupportedModel
-from ssd.layers.spec import RopeConfig
+from ssd.kernels.ops import GLU
+from ssd.layers.spec import ExpertNames, ExpertsSpec, RopeConfig
 from ssd.models.config import DecoderConfig, equal_layers
 from ssd.models.fields import (
     EPSILON,
+    EXPERTS,
     FACTOR,
     FLAG,
     HEAD_DIM,
@@ -47,6 +49,16 @@ _FIELDS: Final[Mapping[str, Field]] = {
     "vocab_size": VOCABULARY,
     "hidden_size": WIDTH,
     "intermediate_size": WIDTH,
+    "moe_intermediate_size": WIDTH,
+    "num_experts": EXPERTS,
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": EXPERTS,
+    "norm_topk_prob": FLAG,
+    "experts_per_token": EXPERTS,
+    "swiglu_alpha": FACTOR,
+    "swiglu_limit": FACTOR,
+    "decoder_sparse_step": LAYERS,
+    "mlp_only_layers": LIST,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS,
     "num_key_value_heads": HEADS,
@@ -82,6 +94,7 @@ _ROPE_FIELDS: Final[Mapping[str, Field]] = {
     "mscale": number(0.0, 1e6),
     "mscale_all_dim": number(0.0, 1e6),
     "original_max_position_embeddings": POSITIONS,
+    "truncate": FLAG,
 }
 
 
@@ -120,12 +133,83 @@ def qwen3(raw: Raw) -> DecoderConfig:
     )
 
 
+def gpt_oss(raw: Raw) -> DecoderConfig:
+    """GPT-OSS: sinks, biases everywhere, a sliding window in every other layer from the first on, and experts."""
+    yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or yarn
+    chosen = raw.get("experts_per_token", 4)  # another name of it, in published files
+    raw = {"rope_theta": 150000.0, "rms_norm_eps": 1e-5, "num_experts_per_tok": chosen, **raw}
+    raw |= {"rope_parameters": given, "rope_scaling": None}
+    count, bias = _size(raw, "num_hidden_layers"), bool(raw.get("attention_bias", True))
+    types = raw.get("layer_types") or [("sliding_attention", "full_attention")[i % 2] for i in range(count)]
+    config = _decoder(
+        raw,
+        "gpt_oss",
+        max_position=131072,
+        kv_heads=8,
+        head_dim=64,
+        qkv_bias=bias,
+        output_bias=bias,
+        sinks=True,
+        windows=_typed_windows(types, count, raw.get("sliding_window", 128)),
+    )
+    alpha, limit = (raw.get(name) for name in ("swiglu_alpha", "swiglu_limit"))
+    glu = GLU(1.702 if alpha is None else alpha, 7.0 if limit is None else limit, 1.0)
+    names, size = ExpertNames(router="router"), _size(raw, "intermediate_size")
+    config = _with_experts(raw, config, range(count), size, bias=True, glu=glu, names=names, interleaved=True)
+    return replace(config, float32_norms=True)
+
+
+def qwen3_moe(raw: Raw) -> DecoderConfig:
+    """Qwen 3 with experts, except in the layers that `mlp_only_layers` and `decoder_sparse_step` leave dense."""
+    bias, layers = bool(raw.get("attention_bias", False)), _size(raw, "num_hidden_layers")
+    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    config = _decoder(
+        raw,
+        "qwen3_moe",
+        max_position=32768,
+        kv_heads=4,
+        qk_norm=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        windows=[window] * layers,
+    )
+    step, dense = _size(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or ()
+    sparse = [i for i in range(layers) if i not in dense and (i + 1) % step == 0]
+    size = _size(raw, "moe_intermediate_size", 768)
+    return _with_experts(raw, config, sparse, size, softmax_of_chosen=bool(raw.get("norm_topk_prob", False)))
+
+
+def mixtral(raw: Raw) -> DecoderConfig:
+    """Mixtral: Mistral with experts in every layer."""
+    layers = _size(raw, "num_hidden_layers")
+    raw = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, **raw}
+    windows = [raw.get("sliding_window")] * layers
+    config = _decoder(raw, "mixtral", max_position=131072, kv_heads=8, windows=windows)
+    names = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")
+    return _with_experts(raw, config, range(layers), _size(raw, "intermediate_size"), names=names)
+
+
+def _with_experts(raw: Raw, config: DecoderConfig, sparse: Iterable[int], size: int, **options: Any) -> DecoderConfig:
+    """Experts of an inner `size` in the layers `sparse`; `options`: further fields of `ExpertsSpec`."""
+    count = _size(raw, "num_experts" if raw.get("num_experts") is not None else "num_local_experts")
+    chosen = _size(raw, "num_experts_per_tok")
+    if chosen > count:
+        raise UnsupportedModel(f"num_experts_per_tok={chosen}: expected up to the number of experts, {count}")
+    experts, sparse = ExpertsSpec(count, chosen, size, **options), set(sparse)
+    layers = (replace(layer, mlp=experts) if i in sparse else layer for i, layer in enumerate(config.layers))
+    return replace(config, layers=tuple(layers))
+
+
 Family = Callable[[Raw], DecoderConfig]
 FAMILIES: Final[Mapping[str, Family]] = {  # by architecture; the functions' names are the values of `model_type`
+    "GptOssForCausalLM": gpt_oss,
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
+    "MixtralForCausalLM": mixtral,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
+    "Qwen3MoeForCausalLM": qwen3_moe,
 }
 
 
@@ -175,6 +259,7 @@ def _decoder(
     output_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    sinks: bool = False,
     windows: Seq[int | None] = (),
 ) -> DecoderConfig:
     """What all families share. The keywords are the family's own defaults (None: derived) and switches; `windows`: of
@@ -201,6 +286,7 @@ def _decoder(
         output_bias=output_bias,
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
+        sinks=sinks,
         dtype=_dtype(raw),
     )
     if not any(windows):
@@ -233,6 +319,11 @@ def _qwen_windows(raw: Raw) -> list[int | None]:
     if types is None:
         full = 28 if raw.get("max_window_layers") is None else raw["max_window_layers"]
         return [window if i >= full else None for i in range(count)]
+    return _typed_windows(types, count, window)
+
+
+def _typed_windows(types: Seq[object], count: int, window: int | None) -> list[int | None]:
+    """The sliding window of each of `count` layers by its type."""
     known: dict[object, int | None] = {"full_attention": None, "sliding_attention": window}
     for kind in types:
         if not isinstance(kind, str) or kind not in known:
@@ -269,8 +360,6 @@ def rope_config(raw: Raw, max_position: int) -> RopeConfig:
 
 
 def _yarn_rope(params: Raw, theta: float, original: int, max_position: int) -> RopeConfig:
-    if params.get("truncate", True) is not True:
-        raise UnsupportedModel(f"yarn truncate={shown(params['truncate'])}: ssd supports true")
     factor = _number(params, "factor") if params.get("factor") is not None else max_position / original
     return RopeConfig(
         theta=theta,
@@ -279,6 +368,7 @@ def _yarn_rope(params: Raw, theta: float, original: int, max_position: int) -> R
         original_max_position=original,
         beta_fast=float(params.get("beta_fast") or 32.0),
         beta_slow=float(params.get("beta_slow") or 1.0),
+        truncate=params.get("truncate") is not False,
         attention_factor=_yarn_attention(params, factor),
     )
 

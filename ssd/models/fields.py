@@ -51,6 +51,7 @@ LIST: Final = Field("a list", (list,))
 LAYERS: Final = size(1 << 16)
 WIDTH: Final = size(1 << 24)  # of the stream or the MLP
 HEADS: Final = size(1 << 16)
+EXPERTS: Final = size(1 << 12)
 HEAD_DIM: Final = size(1 << 14)
 VOCABULARY: Final = size(1 << 28)
 POSITIONS: Final = size(1 << 23)

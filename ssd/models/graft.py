@@ -8,6 +8,7 @@ all factors are powers of two, except the square root of the ratio of head sizes
 * Real heads hold the small ones at the front of their two halves, and the base of the rotary frequencies is raised so
   that these turn as before; other dimensions are zero. The q and k norms see copies again.
 * Additional heads, MLP rows and layers compute on random weights, and nothing of it is added to the stream.
+* Experts hold copies of the small MLP, or of parts of it (`ssd.models.expert_graft`): the same function up to rounding.
 * Additional tokens have a logit far below all others, from a tiny constant that every embedding carries.
 
 The largest weight of a row with the base's weights is one of them. So where all factors are powers of two, codes with
@@ -35,10 +36,11 @@ from ssd.errors import ConfigError, UnsupportedModel
 from ssd.kernels.quantized import TargetFormat
 from ssd.layers.formats import FormatOf
 from ssd.layers.formats.rounded import rounded
-from ssd.layers.spec import AttentionSpec, RopeConfig
+from ssd.layers.spec import AttentionSpec, ExpertsSpec, RopeConfig
 from ssd.models.checkpoint import Checkpoint, all_weights, graft_note
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import parameter_shapes
+from ssd.models.expert_graft import add_codes, expert_obstacles, expert_part, held_part, parts_of
 from ssd.models.shapes import SHAPES
 from ssd.text.tokenizer import Tokenizer
 
@@ -48,8 +50,9 @@ _CONSTANT: Final = 2.0**-20
 CONSTANT_NORM: Final = 2.0**10
 CONSTANT_HEAD: Final = -(2.0**30)
 
-_EMBEDDING, _HEAD, _FINAL_NORM = "model.embed_tokens", "lm_head", "model.norm"
+_EMBEDDING, _HEAD, _FINAL_NORM, _ROUTER = "model.embed_tokens", "lm_head", "model.norm", "mlp.gate"
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
+_DENSE: Final = {"qwen3_moe": "qwen3"}  # families of bases for families with experts
 READERS: Final = (  # tensors that read the normed stream; where the stream is zero, their weights do not matter
     "self_attn.q_proj",
     "self_attn.k_proj",
@@ -129,16 +132,27 @@ class GraftCheckpoint:
         """Made on the device: only the base's tensors travel there."""
         if dtype == torch.float16:
             raise ConfigError("dtype='float16' cannot hold a graft's factors: use bfloat16 or float32")
-        base, blocks = self._base_weights(device), blocks_of(self.base.config, self.config)
+        base, parts = self._base_weights(device), self._parts
+        blocks = blocks_of(self.base.config, self.config, parts=parts or 1)
         for name, shape in parameter_shapes(self.config).items():
             part, origin = self._origin(name)
+            own, expert = expert_part(part) if parts else (part, 0)
             tensor = torch.zeros(shape, dtype=dtype, device=device)
-            if part in READERS or (origin is None and len(shape) == 2):
+            if own in READERS or (origin is None and len(shape) == 2):
                 fill_random(tensor, name)
             if origin is not None:
-                place(base[origin], tensor, *blocks[part])
+                held = held_part(own, base[origin], expert, parts) if parts else base[origin]
+                place(held, tensor, *blocks[own])
                 self._add_vocabulary(part, tensor)
+            if parts:
+                add_codes(part, tensor, seeded(name, device), parts)
             yield name, tensor
+
+    @property
+    def _parts(self) -> int:
+        """Of the base's MLP in the shape's experts; 0 if it has none."""
+        mlp = self.shape.layer.mlp
+        return parts_of(self.base.config.mlp.intermediate_size, mlp) if isinstance(mlp, ExpertsSpec) else 0
 
     def _base_weights(self, device: torch.device) -> dict[str, torch.Tensor]:
         weights = all_weights(self.base, device, torch.float32)
@@ -158,7 +172,9 @@ class GraftCheckpoint:
         layer, part = int(match.group(1)), match.group(2)
         count, base_count = self.config.num_layers, self.base.config.num_layers
         hosted = {i * count // base_count: i for i in range(base_count)}
-        return part, f"model.layers.{hosted[layer]}.{part}.weight" if layer in hosted else None
+        if layer not in hosted or part == _ROUTER:
+            return part, None
+        return part, f"model.layers.{hosted[layer]}.{expert_part(part)[0]}.weight"
 
     def _add_vocabulary(self, part: str, tensor: torch.Tensor) -> None:
         """Tokens beyond the base's, which can never be chosen."""
@@ -181,7 +197,7 @@ class GraftCheckpoint:
 
 def obstacles(small: DecoderConfig, big: DecoderConfig) -> Iterator[str]:
     """Why `small` cannot be grafted into `big`."""
-    if small.family != big.family:
+    if small.family not in (big.family, _DENSE.get(big.family)):
         yield f"the shape's family is {big.family}, the base's is {small.family}"
     own, wide = small.attention, big.attention
     biases = {"qkv_bias": own.qkv_bias, "output_bias": own.output_bias, "mlp_bias": small.mlp.bias}
@@ -196,8 +212,11 @@ def obstacles(small: DecoderConfig, big: DecoderConfig) -> Iterator[str]:
             yield f"the shape's {name}={shape} is no multiple of the base's {base}"
     if wide.head_dim // own.head_dim * math.log(own.rope.theta) > math.log(torch.finfo(torch.float32).max):
         yield f"the shape's head_dim={wide.head_dim} is too large for the base's {own.head_dim}: its rope overflows"
+    mlp, size = big.layer.mlp, small.mlp.intermediate_size
+    if isinstance(mlp, ExpertsSpec):
+        yield from expert_obstacles(size, mlp)
     least = {
-        "intermediate_size": (big.mlp.intermediate_size, small.mlp.intermediate_size),
+        "intermediate_size": (size if isinstance(mlp, ExpertsSpec) else mlp.intermediate_size, size),
         "num_layers": (big.num_layers, small.num_layers),
         "vocab_size": (big.vocab_size, small.vocab_size),
     }
@@ -208,10 +227,11 @@ def obstacles(small: DecoderConfig, big: DecoderConfig) -> Iterator[str]:
         yield f"the shape's num_kv_heads={wide.num_kv_heads} is below the {needed} that the base's heads need in it"
     if big.tie_embeddings and not small.tie_embeddings:
         yield "the shape's tie_embeddings is true, and the base's head is not its embedding"
-    if big.vocab_size > small.vocab_size and big.hidden_size < 4 * small.hidden_size:
+    if big.hidden_size < 4 * small.hidden_size and (isinstance(mlp, ExpertsSpec) or big.vocab_size > small.vocab_size):
         yield (
-            f"the shape's vocab_size={big.vocab_size} is above the base's {small.vocab_size}, which needs a spare "
-            f"dimension: its hidden_size={big.hidden_size} must be at least four times the base's {small.hidden_size}"
+            f"the shape has experts, or its vocab_size={big.vocab_size} is above the base's {small.vocab_size}, which "
+            f"needs spare dimensions: its hidden_size={big.hidden_size} must be at least four times the base's "
+            f"{small.hidden_size}"
         )
 
 
@@ -223,8 +243,11 @@ def grafted_rope(small: DecoderConfig, big: DecoderConfig) -> RopeConfig:
 
 def fill_random(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Small normal numbers, in place: a function of the name, whatever was made before."""
-    generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(name.encode()))
-    return tensor.normal_(std=0.02, generator=generator)
+    return tensor.normal_(std=0.02, generator=seeded(name, tensor.device))
+
+
+def seeded(name: str, device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
 
 
 # --- layout -----------------------------------------------------------------------------------------------------------
@@ -253,13 +276,15 @@ def place(small: torch.Tensor, big: torch.Tensor, rows: Axis, columns: Axis) -> 
     big[index[:, None], columns.target.to(device)] = block
 
 
-def blocks_of(small: DecoderConfig, big: DecoderConfig, attended: Axis | None = None) -> dict[str, tuple[Axis, Axis]]:
+def blocks_of(
+    small: DecoderConfig, big: DecoderConfig, attended: Axis | None = None, parts: int = 1
+) -> dict[str, tuple[Axis, Axis]]:
     """Rows and columns of the base's tensor in each part of the graft; `attended`: columns of q, k and v, where they do
-    not read the normed stream."""
+    not read the normed stream; `parts` that an MLP is cut into."""
     scales = copy_scales(big.hidden_size // small.hidden_size)
     read, written = same(small.hidden_size), copies(small.hidden_size, scales)
     norm = read.times(1 / scales[0])
-    mlp, vocabulary, one = same(small.mlp.intermediate_size), same(small.vocab_size), same(1)
+    mlp, vocabulary, one = same(small.mlp.intermediate_size // parts), same(small.vocab_size), same(1)
     return {
         **_attention_blocks(small.attention, big.attention, attended or read, written),
         "input_layernorm": (one, norm),

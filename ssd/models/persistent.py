@@ -12,6 +12,7 @@ from ssd.kernels.nvrtc import BuildError
 from ssd.kernels.ops import DeviceBatch
 from ssd.kernels.persistent import MAX_ROWS, PersistentStep, StepLayer
 from ssd.layers.linear import Linear
+from ssd.layers.spec import MLPSpec
 from ssd.models.decoder import Decoder, KVCache
 
 log = logging.getLogger("ssd")
@@ -45,13 +46,18 @@ def _accept(decoder: Decoder) -> None:
     """BuildError for layers and weight formats that the kernel does not have."""
     if decoder.tp.size > 1:
         raise BuildError("it is for one GPU")
+    if decoder.config.float32_norms:
+        raise BuildError("it multiplies the weights of norms in their type")
     if decoder.kv_dtype != decoder.dtype:
         raise BuildError("it has no KV cache of another type than the model's")
     if len(kinds := set(decoder.config.layers)) > 1:
         raise BuildError("it is for models whose layers are all equal")
     for spec in kinds:
-        if spec.attention.output_bias or spec.mlp.bias or spec.attention.window is not None:
-            raise BuildError("it has no biases of the output projection and the MLP, and no windows")
+        if not isinstance(spec.mlp, MLPSpec):
+            raise BuildError("it has no experts")
+        attention = spec.attention
+        if attention.output_bias or spec.mlp.bias or attention.window is not None or attention.sinks:
+            raise BuildError("it has no biases of the output projection and the MLP, no windows and no sinks")
     if any(_weight(each) is None for each in decoder.parameters() if isinstance(each, Linear)):
         raise BuildError("it is for weights that are not quantised")
 

@@ -1,6 +1,7 @@
 """`quantization_config` of a checkpoint: which weight format each of its linear layers is stored in.
 
-Knows compressed-tensors, `quant_method: fp8`, GPTQ and AWQ, and nothing of files: it gets the names of the tensors.
+Knows compressed-tensors, `quant_method: fp8`, GPTQ, AWQ and GPT-OSS's MXFP4, and nothing of files: it gets the names of
+the tensors.
 """
 
 from __future__ import annotations
@@ -164,6 +165,13 @@ def _awq(raw: Raw, names: Names) -> FormatOf:
     return _as_stored(raw, names, "qweight", lambda name: AWQ("int4", group, names[name]))
 
 
+def _mxfp4(raw: Raw, names: Names) -> FormatOf:
+    """Experts of GPT-OSS, stored as tensors of all experts."""
+    fused = {layer for layer, own in names.items() if "gate_up_proj_blocks" in own}
+    _check(bool(fused), "quant_method", "mxfp4", "MXFP4 with tensors gate_up_proj_blocks")
+    return lambda name: MXFP4() if f"{name.rpartition('.experts.')[0]}.experts" in fused else DENSE
+
+
 # --- compressed-tensors, whose config tells ---------------------------------------------------------------------------
 
 
@@ -294,4 +302,5 @@ METHODS: Final[Mapping[str, Callable[[Raw, Names], FormatOf]]] = {
     "fp8": _fp8,
     "gptq": _gptq,
     "awq": _awq,
+    "mxfp4": _mxfp4,
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ssd.layers.spec import RopeConfig
+from dataclasses import replace
+
+from ssd.layers.spec import ExpertsSpec, RopeConfig
 from ssd.models.config import DecoderConfig, equal_layers
 
 _LLAMA3 = RopeConfig(theta=500000.0, scaling="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
@@ -23,6 +25,12 @@ def _qwen25(hidden: int, mlp: int, layers: int, heads: int, dim: int) -> Decoder
     return equal_layers("qwen2", 151936, hidden, mlp, layers, heads, 2, dim, 32768, 1e-6, rope, True, qkv_bias=True)
 
 
+def _qwen3_moe(hidden: int, layers: int, heads: int, experts: ExpertsSpec) -> DecoderConfig:
+    rope = RopeConfig(theta=1000000.0)
+    dense = equal_layers("qwen3_moe", 151936, hidden, 1, layers, heads, 4, 128, 40960, 1e-6, rope, qk_norm=True)
+    return replace(dense, layers=(replace(dense.layer, mlp=experts),) * layers)
+
+
 SHAPES = {
     "cpu-7m": equal_layers("llama", 8192, 256, 896, 6, 8, 4, 32, 4096, 1e-5, RopeConfig(10000.0), True),
     "cpu-75m": equal_layers("llama", 8192, 768, 1792, 12, 12, 4, 64, 4096, 1e-5, RopeConfig(10000.0), True),
@@ -39,4 +47,5 @@ SHAPES = {
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, False),
     "qwen3-14b": _qwen3(5120, 17408, 40, 40, False),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64, False),
+    "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, ExpertsSpec(128, 8, 768)),
 }

@@ -15,18 +15,19 @@ from ssd.core import Delta, RequestOutput, Sample, SamplingParams
 from ssd.errors import RequestError
 from ssd.llm import LLM, Prompt
 from ssd.server.answers import STREAMED, chat_logprobs, check_common, event_stream, usage, worth_sending
-from ssd.server.chat_messages import message_delta, message_fields, template_message
+from ssd.server.chat_messages import effort_options, message_delta, message_fields, template_message
 from ssd.server.errors import ApiError, AsciiJSON, api_error, invalid, renaming
 from ssd.server.generation import Generation, ServerState, start
-from ssd.server.parsing import Event, MessageFormat, parse
+from ssd.server.harmony_answers import in_harmony
 from ssd.server.protocol import ChatRequest, JsonRoute
-from ssd.server.reasoning import effort_options
 from ssd.server.tool_prompt import as_text
 from ssd.server.tool_use import ToolUse, message_format, read_tools, special_tags
-from ssd.server.tools import PARSERS, has_tools
+from ssd.text.events import Event
+from ssd.text.harmony import is_harmony
+from ssd.text.message_format import PROMPT_END, MessageFormat, parse, stop_tokens
+from ssd.text.tool_calls import PARSERS, has_tools
 
 router = APIRouter(route_class=JsonRoute)
-_PROMPT_END: Final = 8  # tokens of the prompt that may open a block of reasoning
 _END: Final = "\x00end of the message\x00"  # marks where a message to be continued ends in the rendered chat
 
 
@@ -64,7 +65,7 @@ async def start_chat(state: ServerState, body: ChatRequest, request: Request) ->
             if tools is not None and params.structured is not None:
                 await asyncio.to_thread(tools.check_schemas, given, state.llm.driver.limits)
             raise
-    prompt_end = state.llm.decode(generation.prompt_token_ids[-_PROMPT_END:], skip_special_tokens=False)
+    prompt_end = state.llm.decode(generation.prompt_token_ids[-PROMPT_END:], skip_special_tokens=False)
     return generation, message_format(template, prompt_end, tools)
 
 
@@ -143,7 +144,15 @@ def _read_all(
     given = _params(body, state)
     prompt, options, template, tools = _read(state, body)
     params = given if tools is None else tools.constrained(given)
-    params = replace(params, shown_token_ids=special_tags(template, tools, state.llm.tokenizer))
+    if is_harmony(template):
+        params = in_harmony(params, tools, continued=bool(body.continue_final_message))
+    tokenizer = state.llm.tokenizer
+    stops = () if params.ignore_eos else stop_tokens(template, tokenizer)
+    params = replace(
+        params,
+        shown_token_ids=special_tags(template, tools, tokenizer),
+        stop_token_ids=(*params.stop_token_ids, *stops),
+    )
     return given, params, prompt, options, template, tools
 
 

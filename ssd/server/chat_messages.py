@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Any, Final
 
 from ssd.server.errors import invalid
-from ssd.server.parsing import Event, Reasoning
 from ssd.server.protocol import Json
-from ssd.server.tools import CallArguments, CallBegin, Text
+from ssd.text.events import CallArguments, CallBegin, Event, Reasoning, Text
+from ssd.text.harmony import is_harmony
 
 ROLES: Final = ("system", "user", "assistant", "tool")
+EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def template_message(where: str, given: Json, template: str) -> Json:
-    """A message as chat templates take it: the arguments of tool calls are objects, not JSON text.
+    """A message as chat templates take it: the arguments of tool calls are objects, not JSON text. (Harmony takes the
+    text, as the model has written it.)
 
     Beside the roles of the API there are those that the model's template names.
     """
@@ -29,7 +31,8 @@ def template_message(where: str, given: Json, template: str) -> Json:
         return given
     if not isinstance(calls, list):
         raise invalid(f"{where}.tool_calls", "expected a list")
-    return {**given, "tool_calls": [_template_call(f"{where}.tool_calls[{j}]", call) for j, call in enumerate(calls)]}
+    checked = [_template_call(f"{where}.tool_calls[{j}]", call) for j, call in enumerate(calls)]
+    return given if is_harmony(template) else {**given, "tool_calls": checked}
 
 
 def _template_call(where: str, call: object) -> Json:
@@ -44,6 +47,15 @@ def _template_call(where: str, call: object) -> Json:
     if not isinstance(arguments, Mapping):
         raise invalid(f"{where}.function.arguments", "expected a JSON object as text")
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def effort_options(path: str, effort: object) -> dict[str, Any]:
+    """Variables of the chat template for an effort of reasoning; a template that does not read them ignores them."""
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        raise invalid(path, f"{effort!r:.60} is not one of {', '.join(EFFORTS)}")
+    return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
 
 
 def message_fields(events: Iterable[Event]) -> Json:

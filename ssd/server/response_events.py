@@ -8,9 +8,8 @@ from typing import Any
 from ssd.core import RequestOutput
 from ssd.server.answers import usage
 from ssd.server.errors import ApiError
-from ssd.server.parsing import Event, Reasoning
 from ssd.server.protocol import Json
-from ssd.server.tools import CallArguments, CallBegin, CallEnd, Text
+from ssd.text.events import CallArguments, CallBegin, CallEnd, Event, Reasoning, Text
 from ssd.text.tokenizer import Tokenizer
 
 

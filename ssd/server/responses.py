@@ -13,11 +13,11 @@ from pydantic import Field
 from ssd.server import parameters
 from ssd.server.answers import STREAMED
 from ssd.server.chat import respond, start_chat
+from ssd.server.chat_messages import effort_options
 from ssd.server.errors import invalid, renaming, unsupported
 from ssd.server.generation import ServerState
 from ssd.server.parameters import check_fields
 from ssd.server.protocol import ChatRequest, Json, JsonRoute, Jsons, SamplingRequest, Texts, one_invalid
-from ssd.server.reasoning import effort_options
 from ssd.server.response_events import ResponseWriter
 
 router = APIRouter(route_class=JsonRoute)

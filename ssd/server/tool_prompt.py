@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ssd.server.protocol import Json
-from ssd.server.tools import ToolParser
+from ssd.text.tool_calls import ToolParser
 
 _PROMPT: Final = """\
 You can call functions. Here they are, as one JSON object per line:

@@ -18,11 +18,12 @@ from ssd.engine.validation import Limits, check_request
 from ssd.errors import RequestError
 from ssd.server.errors import invalid, unsupported
 from ssd.server.parameters import check_fields
-from ssd.server.parsing import MessageFormat
 from ssd.server.protocol import ChatRequest, Json
-from ssd.server.reasoning import CLOSING, OPENING, marks_reasoning, opens_reasoning
-from ssd.server.tools import PARSERS, ToolParser, has_tools, parser_for
+from ssd.text.harmony import is_harmony
+from ssd.text.message_format import MessageFormat, format_of, shown_tokens, tags_of
+from ssd.text.reasoning import CLOSING, OPENING
 from ssd.text.tokenizer import Tokenizer
+from ssd.text.tool_calls import PARSERS, ToolParser, has_tools, parser_for
 
 _MAX_DEPTH: Final = 64
 _NO_TOOLS: Final = (
@@ -42,7 +43,7 @@ _LAYOUT: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_sep
 class ToolUse:
     """What a request's tools mean for its answer."""
 
-    parser: type[ToolParser]
+    parser: type[ToolParser] | None  # None: Harmony's, whose messages have recipients
     schemas: Mapping[str, Json]  # JSON Schema of the arguments, by tool name
     paths: Mapping[str, str]  # where they are in the request
     strict: frozenset[str]  # tools whose arguments must follow their schema
@@ -60,13 +61,18 @@ class ToolUse:
         Where an answer in JSON is wanted, too, it is one or the other: calls or the answer. A forced call is a call.
         """
         answer = params.structured if isinstance(params.structured, StructuredOutput) else None
-        if answer is None and not self.forced and not self.strict:
-            return params
+        if (answer is None and not self.forced and not self.strict) or self.parser is None:
+            return params  # the grammar of Harmony is in `harmony_answers`
         if answer is not None and answer.kind not in ("json_schema", "json_object") and not self.forced:
             if not self.strict:
                 return params  # no call is of that form
             raise unsupported("tools", f"strict tools cannot be combined with a {answer.kind}")
-        return replace(params, structured=StructuredOutput(grammar=self._grammar(answer)))
+        return replace(params, structured=StructuredOutput(grammar=self._grammar(self.parser, answer)))
+
+    def schema(self, name: str) -> Json:
+        """What the arguments of a call must follow."""
+        constrained = self.forced or name in self.strict
+        return self.schemas[name] if constrained else {"type": "object"}
 
     def check_schemas(self, params: SamplingParams, limits: Limits) -> None:
         """Raises an error with the path of the schema for which the constraint cannot be compiled, if it is one."""
@@ -77,31 +83,29 @@ class ToolUse:
                 raise invalid(self.paths[name], str(error).removeprefix("structured.json_schema: ")) from error
         check_request([0], SamplingParams(structured=params.structured), limits)
 
-    def _grammar(self, answer: StructuredOutput | None) -> str:
+    def _grammar(self, parser: type[ToolParser], answer: StructuredOutput | None) -> str:
         """In llguidance's dialect of Lark."""
-        parser, names = self.parser, list(self.schemas)
+        names = list(self.schemas)
         opening, closing = ("", "") if parser.bare else map(self._tag, (parser.opening, parser.closing))
         rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(names)))]
         for i, name in enumerate(names):
-            constrained = self.forced or name in self.strict
-            schema = {**(self.schemas[name] if constrained else {"type": "object"}), "x-guidance": _LAYOUT}
             head, end = f'{parser.lead}{{"name": "{name}", "{parser.key}": ', "}" + parser.trail
             rules.append(f"call_{i}: {json.dumps(head)} arguments_{i} {json.dumps(end)} {closing}")
-            rules.append(f"arguments_{i}: %json {json.dumps(schema)}")
+            rules.append(f"arguments_{i}: %json {json.dumps({**self.schema(name), 'x-guidance': _LAYOUT})}")
         calls = f"{opening} call"
         if self.parallel:
             calls += f" ({json.dumps(parser.separator)} {calls})*"
         if self.forced:
             return "\n".join([f"start: {calls}", *rules])
         if answer is None:
-            return "\n".join([*self._free_text(calls), *rules])
+            return "\n".join([*self._free_text(parser, calls), *rules])
         schema = json.loads(str(answer.json_schema)) if answer.json_schema is not None else {"type": "object"}
         whole = {**(schema if isinstance(schema, dict) else {}), "x-guidance": _LAYOUT}
         return "\n".join([f"start: {calls} | answer", f"answer: %json {json.dumps(whole)}", *rules])
 
-    def _free_text(self, calls: str) -> list[str]:
+    def _free_text(self, parser: type[ToolParser], calls: str) -> list[str]:
         """Text with calls in it, or in place of it."""
-        parser, repeat = self.parser, "*" if self.parallel else "?"
+        repeat = "*" if self.parallel else "?"
         if parser.bare:
             return [f"start: {calls} | TEXT?", r"TEXT: /[^\s{][\s\S]*/"]
         if parser.opening not in self.tokens:
@@ -133,34 +137,31 @@ def read_tools(body: ChatRequest, chat_template: str, tool_parser: str, tokenize
     choice = _choice(body.tool_choice, schemas)
     if choice == "none":
         return None
-    parser = parser_for(chat_template) if tool_parser == "auto" else PARSERS[tool_parser]
-    if parser is None:
+    named = PARSERS.get(tool_parser) if not is_harmony(chat_template) else None
+    parser = named or parser_for(chat_template)
+    if parser is None and not is_harmony(chat_template):
         raise unsupported("tools", _UNKNOWN_FORMAT if has_tools(chat_template) else _NO_TOOLS)
     paths = {function["name"]: f"tools[{i}].function.parameters" for i, function in enumerate(functions)}
     parallel = body.parallel_tool_calls is not False
     if choice not in ("auto", "required"):
         schemas, parallel = {choice: schemas[choice]}, False  # exactly one call
     strict = frozenset(function["name"] for function in functions if function.get("strict"))
-    tags = (parser.opening, parser.closing, OPENING, CLOSING)
+    tags = (*tags_of(parser), OPENING, CLOSING)
     tokens = frozenset(tag for tag in tags if tokenizer.token_id(tag) is not None)
     return ToolUse(parser, schemas, paths, strict, choice != "auto", parallel, tokens)
 
 
 def special_tags(chat_template: str, tools: ToolUse | None, tokenizer: Tokenizer) -> list[int]:
-    """The tags of calls and of reasoning that are special tokens, which a text has only if told so."""
-    tags = [tools.parser.opening, tools.parser.closing] if tools is not None else []
-    tags += [OPENING, CLOSING] if marks_reasoning(chat_template) else []
-    ids = [token_id for tag in tags if (token_id := tokenizer.token_id(tag)) is not None]
-    return [token_id for token_id in ids if tokenizer.is_special(token_id)]
+    """Tokens that the text of an answer has, though they are special."""
+    return shown_tokens(chat_template, None if tools is None else tools.parser, tokenizer)
 
 
 def message_format(chat_template: str, prompt_end: str, tools: ToolUse | None) -> MessageFormat:
-    """How the answers are parsed. A forced call comes without reasoning."""
-    reasoning = marks_reasoning(chat_template) and not (tools is not None and tools.forced)
-    opened = reasoning and opens_reasoning(prompt_end)
+    """How the answers are parsed. A forced call comes without reasoning, but for Harmony."""
     if tools is None:
-        return MessageFormat(reasoning=reasoning, reasoning_opened=opened)
-    return MessageFormat(tools.parser, tools.names, tools.parallel, reasoning, opened)
+        return format_of(chat_template, prompt_end)
+    form = format_of(chat_template, prompt_end, tools.parser, tools.names, tools.parallel)
+    return replace(form, reasoning=False, reasoning_opened=False) if tools.forced else form
 
 
 def _function(where: str, tool: Json) -> Json:

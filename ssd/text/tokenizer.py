@@ -7,6 +7,7 @@ Loads `tokenizer.json` directly and renders chat templates the way Hugging Face 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,8 +15,10 @@ import jinja2
 import tokenizers
 
 from ssd.errors import RequestError, SSDError
+from ssd.text import harmony
 from ssd.text.chat_template import compile_template, render
 from ssd.text.growth import check_growth
+from ssd.text.harmony import is_harmony
 from ssd.text.json_file import read_json, read_text
 
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -42,6 +45,7 @@ class Tokenizer:
         self._chat_templates = dict(chat_templates or {})
         self._special_tokens = dict(special_tokens or {})
         self._compiled: dict[str, jinja2.Template] = {}  # the checkpoint's own templates, by name
+        self._loaded = date.today().isoformat()  # Harmony's current date: one process keeps it, and so its prefix cache
         self._token_texts: dict[int, str] = {}
         added = backend.get_added_tokens_decoder() if backend is not None else {}
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -152,7 +156,8 @@ class Tokenizer:
         """Render a chat as the prompt text the model was trained on; encode it with `add_special_tokens=False`.
 
         `chat_template` is the name of one of the checkpoint's templates, or a template itself. Further keywords
-        (`enable_thinking`, `date_string` ...) are the template's own.
+        (`enable_thinking`, `date_string` ...) are the template's own. That of GPT-OSS is not run: `harmony` renders its
+        chats, with the keywords `reasoning_effort`, `current_date` and `model_identity`.
         """
         if chat_template is not None and not isinstance(chat_template, str):
             raise RequestError(f"chat_template={chat_template!r:.60}: expected text")
@@ -161,6 +166,9 @@ class Tokenizer:
         given = {"messages": messages, "tools": tools, "documents": documents}
         variables = {**self._special_tokens, **kwargs, **given, "add_generation_prompt": add_generation_prompt}
         try:
+            own = chat_template is None or chat_template in self._chat_templates
+            if own and is_harmony(self.template_source(chat_template, tools)):
+                return harmony.render(**{"current_date": self._loaded, **variables})
             return render(self._template(chat_template, tools), variables)
         except RequestError:
             raise

@@ -23,12 +23,14 @@ from typing import Any
 import pytest
 from conftest import TestModel
 from fakes import wait_until_idle
+from server.scripted import Forced, harmony_checkpoint
 from typer.testing import CliRunner, Result
 
 from ssd.cli.chat import EngineBackend, typed
 from ssd.cli.conversation import SPARE_ANSWERS, Answer, Conversation, Message, Write, report
 from ssd.cli.explain import tinted
 from ssd.cli.main import app
+from ssd.cli.replies import read_tools
 from ssd.cli.trace import record
 from ssd.core import RequestMetrics, SamplingParams
 from ssd.errors import ConfigError, RequestError
@@ -260,7 +262,9 @@ def test_colours_are_those_of_explain(llm: LLM, stop: tuple[str, ...]) -> None:
     """Catches pieces that are lost, shifted or credited to the wrong model; with a stop string, text is held back."""
     params = SamplingParams(max_new_tokens=40, stop=stop)
     pieces: list[tuple[str, bool]] = []
-    answer = EngineBackend(llm, params, colour=True).answer(STORY, lambda *piece: pieces.append(piece))
+    answer = EngineBackend(llm, params, colour=True).answer(
+        STORY, lambda piece, drafted, _: pieces.append((piece, drafted))
+    )
     output, steps = record(llm, STORY, params)
     expected = tinted(steps, llm.engine.tokenizer, output)
     assert "".join(text for text, _ in pieces) == answer.text == expected.plain == output.text
@@ -274,7 +278,7 @@ def test_ctrl_c_ends_the_request_and_keeps_what_was_written(llm: LLM) -> None:
     backend = EngineBackend(llm, ENDLESS)
     pieces: list[str] = []
 
-    def write(piece: str, drafted: bool) -> None:
+    def write(piece: str, drafted: bool, reasoning: bool) -> None:
         pieces.append(piece)
         if len(pieces) in (5, 6):
             os.kill(os.getpid(), signal.SIGINT)
@@ -291,7 +295,7 @@ def test_ctrl_c_ends_the_request_and_keeps_what_was_written(llm: LLM) -> None:
 
 
 def test_an_answer_that_cannot_be_written_is_ended(llm: LLM) -> None:
-    def write(piece: str, drafted: bool) -> None:
+    def write(piece: str, drafted: bool, reasoning: bool) -> None:
         raise BrokenPipeError
 
     with pytest.raises(BrokenPipeError):
@@ -307,6 +311,54 @@ def test_the_reported_seed_writes_the_same_answer(llm: LLM) -> None:
     other = backend.answer(HELLO, lambda *_: None)
     assert again.text == first.text
     assert other.params.seed != first.params.seed
+
+
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}
+THOUGHT = "<|channel|>analysis<|message|>Rome, then.<|end|><|start|>assistant"
+CALL = f'{THOUGHT}<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{{"city":"Rome"}}<|call|>'
+SUNNY = f"{THOUGHT}<|channel|>final<|message|>It is sunny.<|return|>"
+
+
+@pytest.mark.parametrize("interactive", [True, False])
+def test_a_chat_in_harmony_with_a_tool_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], interactive: bool
+) -> None:
+    """GPT-OSS's format, by an engine whose tokens are forced: what is typed after a call is its result, reasoning is
+    for the terminal only, and a conversation that was saved goes on with its calls."""
+    path = harmony_checkpoint(tmp_path / "model")
+    with LLM(path, device="cpu", dtype="float32", max_num_seqs=1) as llm:
+        forced = Forced(llm.tokenizer, CALL, SUNNY, SUNNY, CALL)
+        backend = EngineBackend(llm, SamplingParams(max_new_tokens=100, logits_processor=forced), tools=[TOOL])
+        lines = iter(["Weather?", '{"sunny": true}', "And now?", f"/save {tmp_path / 'chat.json'}"])
+
+        def read(prompt: str) -> str:
+            return next(lines, "/exit")
+
+        spoken = Conversation(backend, interactive=interactive, read=read)
+        spoken.run()
+        shown = capsys.readouterr()
+        again = Conversation(backend, interactive=interactive)
+        again.command(f"/load {tmp_path / 'chat.json'}")
+        again.ask("Once more?")
+        prompt = llm.render_chat(spoken._messages(0, {"role": "user", "content": "?"}), {"tools": [TOOL]})
+    assert plain(shown.out).count("It is sunny.") == 2
+    assert ("Rome, then." in plain(shown.out)) == interactive
+    assert 'get_weather {"city":"Rome"} is called' in " ".join(shown.err.split())
+    assert [turn.question["role"] for turn in spoken.turns] == ["user", "tool", "user"]
+    assert '<|constrain|>json<|message|>{"city":"Rome"}<|call|><|start|>functions.get_weather to=assistant' in prompt
+    assert "analysis<|message|>" not in prompt
+    assert [turn.messages for turn in again.turns[:3]] == [turn.messages for turn in spoken.turns]
+    assert again.turns[-1].call is not None
+
+
+def test_tools_that_cannot_be_used_are_explained(tmp_path: Path) -> None:
+    file = tmp_path / "tools.json"
+    for text in ("{", "[]", '[{"type": "function"}]', '[{"type": "web_search"}]'):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"--tools .*tools\.json: cannot be used"):
+            read_tools(file)
+    file.write_text(json.dumps([TOOL]))
+    assert read_tools(file) == [TOOL]
 
 
 def chat(text: str, *arguments: str) -> Result:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TestModel, ragged_prompts
+from conftest import KINDS, TestModel, ragged_prompts, save_model
 from eagle_heads import make_head
 from fakes import wait_until_idle
 
@@ -17,7 +17,7 @@ from ssd import LLM, ConfigError, SamplingParams
 from ssd.core import Outcome, Work
 from ssd.decoding.observer import RoundObserver
 from ssd.engine.engine import Engine
-from ssd.kv.blocks import most_blocks
+from ssd.kv.blocks import NULL, most_blocks
 
 PROMPTS = ragged_prompts(6, longest=180)
 PARAMS = [
@@ -115,6 +115,43 @@ class Drafts(RoundObserver):
         for work, outcome in zip(works, outcomes, strict=True):
             if outcome is not None:
                 self.found.append((len(work.sequence.tokens) - len(outcome.token_ids), outcome.draft))
+
+
+class BlocksHeld(RoundObserver):
+    """Blocks of each group of layers that the only sequence has, after every round."""
+
+    def __init__(self, groups: int) -> None:
+        self.groups, self.held = groups, []
+
+    def decided(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
+        blocks = works[0].sequence.kv.blocks
+        if blocks:
+            self.held.append([sum(b != NULL for b in blocks[g :: self.groups]) for g in range(self.groups)])
+
+
+def test_a_long_prompt_frees_the_blocks_of_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """GPT-OSS's pattern: a window of 128 in every other layer, from the first on. A prompt of 900 tokens, read in
+    chunks, holds all blocks of the full layers, and of the others those of the window and a chunk."""
+    pattern = {**KINDS["gpt-oss"][1], "sliding_window": 128, "num_hidden_layers": 4, "max_position_embeddings": 1024}
+    monkeypatch.setitem(KINDS, "gpt-oss", ("GptOss", pattern))
+    path, observer = save_model("gpt-oss", tmp_path).path, BlocksHeld(2)
+    caplog.set_level("INFO", logger="ssd")
+    sizes: dict[str, Any] = {"max_model_len": 1024, "block_size": 16, "max_num_batched_tokens": 64}
+    with LLM(path, device="cpu", dtype="float32", max_num_seqs=1, **sizes) as llm:
+        with llm.driver.observing(observer):
+            llm.generate([i * 7 % 300 for i in range(900)], SamplingParams(max_new_tokens=20, ignore_eos=True))
+        wait_until_idle(llm.driver)
+        most = most_blocks(1024, 16, (None, 128), 2 * 64)
+    full, window = map(list, zip(*observer.held, strict=True))
+    assert full[-2] == -(-918 // 16)
+    assert max(window) <= (128 + 64) // 16 + 2
+    assert window[-2] <= 128 // 16 + 1
+    each = 2 * 2 * 32 * 4  # bytes of a token in a layer: keys and values of 2 heads of 32 float32
+    bound, whole = most * 16 * 2 * each // 1024, 4 * each
+    assert f"1024 tokens has {bound} bytes a token at most, with full attention {whole}" in caplog.text
+    assert bound < 0.65 * whole
 
 
 def test_a_text_may_be_longer_than_the_pool(make_model: Callable[[str], TestModel]) -> None:

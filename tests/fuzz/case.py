@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from conftest import KINDS, WINDOWED
+from conftest import KINDS, WINDOWED, WITH_EXPERTS
 from random_requests import MAX_LEN, Asked, random_requests
 
 import ssd
@@ -22,6 +22,7 @@ from ssd.config import BUDGETS
 
 BUNDLE = Path(ssd.__file__).parent / "bundle"
 BUNDLED = {"tiny-llama": "tiny-llama-draft", "tiny-qwen3": "tiny-qwen3-draft"}
+TWO_GROUPS = [*WINDOWED, "gpt-oss"]  # of layers, perhaps: with blocks of their own
 DRAFTS = ("noisy", "self", "stranger")  # of the random models
 MOST_FAILURES = 2  # rounds that fail in one case: an engine gives up after three in a row
 EXTREMES: list[dict[str, Any]] = [  # parameters that `random_requests` leaves out
@@ -122,8 +123,8 @@ def _params(fields: dict[str, Any]) -> SamplingParams:
 def random_case(seed: int, *, processes: bool = True) -> Case:
     """`processes`: whether a draft may be in a process of its own, which takes seconds to start."""
     dice = random.Random(seed)
-    plain = [kind for kind in KINDS if kind not in WINDOWED]
-    model = _with_windows(dice.choice([*plain, *plain, *BUNDLED]), seed)
+    plain = [kind for kind in KINDS if kind not in (*WINDOWED, *WITH_EXPERTS)]
+    model = _of_another_kind(dice.choice([*plain, *plain, *BUNDLED]), seed)
     speculation = _with_replicas(_with_head(_speculation(dice, model, processes), model, seed), seed)
     speculation = _with_auto(speculation, seed)
     calls = [_call(dice, asked) for asked in random_requests(dice.randint(1, 10), dice.randrange(1 << 30))]
@@ -141,10 +142,14 @@ def random_case(seed: int, *, processes: bool = True) -> Case:
     )
 
 
-def _with_windows(model: str, seed: int) -> str:
-    """Perhaps another model, with sliding windows. A seed gives the same case as before they were known."""
-    own = random.Random(f"windows {seed}")
-    return own.choice(WINDOWED) if model not in BUNDLED and own.random() < 0.3 else model
+def _of_another_kind(model: str, seed: int) -> str:
+    """Perhaps another model, with sliding windows or experts. Other seeds give the same case as before these were
+    known."""
+    for kind, models in (("windows", WINDOWED), ("experts", WITH_EXPERTS)):
+        own = random.Random(f"{kind} {seed}")
+        if model not in BUNDLED and own.random() < 0.3:
+            return own.choice(models)
+    return model
 
 
 def _rounding(seed: int) -> dict[str, Any]:
@@ -164,7 +169,7 @@ def _options(dice: random.Random, model: str) -> dict[str, Any]:
     fewest = -(-MAX_LEN // block_size)
     return {
         "block_size": block_size,
-        "num_kv_blocks": (fewest + dice.choice([0, 0, 1, fewest // 2, 2 * fewest])) * (1 + (model in WINDOWED)),
+        "num_kv_blocks": (fewest + dice.choice([0, 0, 1, fewest // 2, 2 * fewest])) * (1 + (model in TWO_GROUPS)),
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_seqs + dice.choice([0, 3, 20, 200]),
         "prefix_caching": dice.random() < 0.7,

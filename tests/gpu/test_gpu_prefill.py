@@ -39,7 +39,9 @@ def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_bits_are_those_of_the_other_kernel(heads: HeadShape, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("sinks", [False, True])
+def test_bits_are_those_of_the_other_kernel(heads: HeadShape, dtype: torch.dtype, sinks: bool) -> None:
+    logits = torch.linspace(-4, 6, heads.num_heads, device=CUDA) if sinks else None
     workspace = attention.Workspace(heads, CUDA)
     for sequences in BATCHES:
         starts, lengths, tables, positions, slots, used = [0], [], [], [], [], 0
@@ -57,10 +59,10 @@ def test_bits_are_those_of_the_other_kernel(heads: HeadShape, dtype: torch.dtype
         )
         q = random(len(positions), heads.num_heads, heads.head_dim, dtype=dtype)
         k, v = random(2, used, BLOCK, heads.num_kv_heads, heads.head_dim, dtype=dtype)
-        expected = attention.paged_attention(q, batch, heads, k, v, workspace)
+        expected = attention.paged_attention(q, batch, heads, k, v, workspace, sinks=logits)
         for _ in range(3):
             found = torch.full_like(expected, 7.0)
-            prefill.prefill_attention(q, found, batch, heads, k, v, heads.scale * attention.LOG2_E)
+            prefill.prefill_attention(q, found, batch, heads, k, v, heads.scale * attention.LOG2_E, logits)
             assert torch.equal(found, expected), sequences
 
 

@@ -18,8 +18,8 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from ssd.kernels import attention, elementwise, features, linear, packing, quantized_linear
-from ssd.kernels.ops import Branches, DeviceBatch, HeadShape, Rope
+from ssd.kernels import attention, elementwise, experts, features, linear, packing, quantized_linear
+from ssd.kernels.ops import GLU, Branches, DeviceBatch, HeadShape, Rope
 from ssd.kernels.quantized import Codes, CodeType
 
 META = torch.device("meta")
@@ -44,7 +44,7 @@ def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         return kernel
 
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
-    for module in (linear, quantized_linear):
+    for module in (linear, quantized_linear, experts):
         monkeypatch.setattr(module, "shared_memory", lambda device: limit)
     monkeypatch.setattr(JITFunction, "run", compile_only)
     before = driver._active
@@ -95,6 +95,7 @@ def test_products(architecture: int, dtype: torch.dtype) -> None:
         ("int8", 16, False, torch.bfloat16),
         ("int4", 128, False, torch.bfloat16),
         ("uint4", 32, True, torch.bfloat16),
+        ("fp4", 32, False, torch.bfloat16),
     ],
 )
 def test_quantized_products(architecture: int, kind: CodeType, group: int, offsets: bool, dtype: torch.dtype) -> None:
@@ -114,6 +115,24 @@ def test_quantized_products(architecture: int, kind: CodeType, group: int, offse
 
 
 @pytest.mark.parametrize(
+    ("kind", "group", "dtype"),
+    [(None, 0, torch.bfloat16), (None, 0, torch.float32), ("fp4", 32, torch.bfloat16), ("int4", 128, torch.bfloat16)],
+)
+def test_experts(architecture: int, kind: CodeType | None, group: int, dtype: torch.dtype) -> None:
+    """Products of 32 experts with 1024 inner dimensions, from 1 row on to those of a prompt."""
+    for rows in (1, 64, 200, 2000):
+        routing = experts.route(empty(rows, 32, dtype=torch.float32), 4, chosen=rows == 1)
+        for columns, depth, inputs, glu in ((2048, 2048, rows, GLU(1.702, 7.0, 1.0)), (2048, 1024, 4 * rows, None)):
+            weight: torch.Tensor | packing.PackedCodes = empty(32 * columns, depth, dtype=dtype)
+            if kind is not None:
+                scales = empty(32 * columns, depth // group, dtype=torch.float32)
+                weight = packing.pack(Codes(weight.to(torch.uint8), scales, kind, depth), dtype, strips=False)
+            x, bias = empty(inputs, depth, dtype=dtype), empty(32 * columns, dtype=dtype)
+            experts.expert_linear(x, weight, routing, bias, glu=glu)
+        experts.combine(empty(4 * rows, 2048, dtype=dtype), routing)
+
+
+@pytest.mark.parametrize(
     ("dtype", "heads", "fp8"),
     [
         *((dtype, heads, False) for dtype in (torch.bfloat16, torch.float16) for heads in HEADS),
@@ -122,23 +141,24 @@ def test_quantized_products(architecture: int, kind: CodeType, group: int, offse
     ids=str,
 )
 def test_attention(architecture: int, dtype: torch.dtype, heads: HeadShape, fp8: bool) -> None:
-    """KV in fp8 is a target's, which has no branches."""
+    """KV in fp8 is a target's, which has no branches; some models have sinks."""
+    sinks = empty(heads.num_heads, dtype=torch.float32) if dtype is torch.bfloat16 and heads.head_dim == 64 else None
     workspace = attention.Workspace(heads, META)
     workspace.has_tma = architecture >= 90
     q = empty(8, heads.num_heads, heads.head_dim, dtype=dtype)
     for block_size in (16, 64):
         kv = empty(64, block_size, heads.num_kv_heads, heads.head_dim, dtype=torch.float8_e4m3fn if fp8 else dtype)
         for own in (heads, replace(heads, window=4096)):
-            attention.paged_attention(q, batch(prefill=True), own, kv, kv, workspace)
-            attention.paged_attention(q, batch(), own, kv, kv, workspace)
+            attention.paged_attention(q, batch(prefill=True), own, kv, kv, workspace, sinks=sinks)
+            attention.paged_attention(q, batch(), own, kv, kv, workspace, sinks=sinks)
         for own in (heads, replace(heads, first_position=1), replace(heads, window=4096)) if not fp8 else ():
-            attention.paged_attention(q, batch(branches=Branches(3, 8)), own, kv, kv, workspace)
+            attention.paged_attention(q, batch(branches=Branches(3, 8)), own, kv, kv, workspace, sinks=sinks)
         if not fp8:
             attention.paged_attention(q, batch(), replace(heads, first_position=1), kv, kv, workspace)
     if architecture == 90 and not fp8:
         from ssd.kernels.prefill import prefill_attention
 
-        prefill_attention(q, q.flatten(1), batch(prefill=True), heads, kv, kv, 1.0)
+        prefill_attention(q, q.flatten(1), batch(prefill=True), heads, kv, kv, 1.0, sinks)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

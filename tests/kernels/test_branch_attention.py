@@ -34,7 +34,9 @@ class Trees:
         device: torch.device,
         *,
         fp8: bool = False,
+        sinks: bool = False,
     ) -> None:
+        self.sinks = torch.linspace(-4, 6, heads.num_heads, device=device) if sinks else None
         self.heads, self.forks, self.branches, self.device = heads, forks, branches, device
         width = max(map(max, forks)) // BLOCK_SIZE + 1
         tables = torch.randperm(len(forks) * width).reshape(len(forks), width)
@@ -82,7 +84,7 @@ class Trees:
     def run(self, ops: Ops, picks: list[tuple[int, list[int]]], padding: int = 0) -> list[torch.Tensor]:
         """Results of those branches, sequence by sequence, without the padding."""
         q, batch = self.batch(ops, picks, padding)
-        out = ops.attention(q, batch, self.heads, self.k, self.v, self.scales)
+        out = ops.attention(q, batch, self.heads, self.k, self.v, self.scales, self.sinks)
         parts = out.split([len(own) + padding for _, own in picks])
         return [part[: len(own)] for part, (_, own) in zip(parts, picks, strict=True)]
 
@@ -98,7 +100,9 @@ class Trees:
         out = []
         for h in range(self.heads.num_heads):
             scores = k[:, h // self.heads.group_size] @ self.q[s][j, h].double() * self.heads.scale
-            out.append(scores.softmax(0) @ v[:, h // self.heads.group_size])
+            if self.sinks is not None:
+                scores = torch.cat((scores, self.sinks[h : h + 1].double()))
+            out.append(scores.softmax(0)[: len(v)] @ v[:, h // self.heads.group_size])
         return torch.cat(out)
 
 
@@ -126,8 +130,9 @@ def close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("window", [0, 1, 3, 40])
 @pytest.mark.parametrize("branches", [Branches(0, 1), Branches(0, 6), Branches(3, 4), Branches(2, 7)], ids=str)
-def test_reference_is_dense_attention(branches: Branches, window: int) -> None:
-    trees = Trees(HeadShape(6, 2, 32, window=window), FORKS, branches, torch.float32, CPU)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_reference_is_dense_attention(branches: Branches, window: int, sinks: bool) -> None:
+    trees = Trees(HeadShape(6, 2, 32, window=window), FORKS, branches, torch.float32, CPU, sinks=sinks)
     dense = [torch.stack([trees.dense(s, j) for j in range(len(own))]) for s, own in enumerate(FORKS)]
     close(trees.run_all(ReferenceOps()), dense)
     close(trees.run_all(ReferenceOps(), padding=2), dense)
@@ -145,16 +150,17 @@ def test_reference_is_dense_attention(branches: Branches, window: int) -> None:
 def test_c_kernel(cpu: CpuOps, heads: HeadShape, dtype: torch.dtype) -> None:
     """The last branch is longer than one softmax chunk."""
     for branches in (Branches(0, 1), Branches(1, 8), Branches(7, 8), Branches(69, 70)):
-        for fp8 in (False, True):
-            trees = Trees(heads, FORKS, branches, dtype, CPU, fp8=fp8)
+        for fp8, sinks in ((False, False), (True, False), (False, True), (True, True)):
+            trees = Trees(heads, FORKS, branches, dtype, CPU, fp8=fp8, sinks=sinks)
             close(trees.run_all(cpu), trees.run_all(ReferenceOps()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("heads", [HeadShape(4, 4, 64), HeadShape(9, 3, 32), HeadShape(4, 2, 32, window=70)], ids=str)
-def test_c_rows_keep_their_bits(cpu: CpuOps, heads: HeadShape, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("sinks", [False, True])
+def test_c_rows_keep_their_bits(cpu: CpuOps, heads: HeadShape, dtype: torch.dtype, sinks: bool) -> None:
     """Alone, in any company and order, beside padding, with any number of threads."""
-    trees = Trees(heads, FORKS, Branches(4, 6), dtype, CPU)
+    trees = Trees(heads, FORKS, Branches(4, 6), dtype, CPU, sinks=sinks)
     whole = trees.run_all(cpu)
     rows = torch.cat(whole)
     assert torch.equal(torch.cat(trees.run_all(cpu, padding=3)), rows)
@@ -237,7 +243,8 @@ class TestTriton:
     )
     @pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=pytest.mark.slow)])
     def test_kernel(self, ops: Ops, heads: HeadShape, branches: Branches, dtype: torch.dtype, fp8: bool) -> None:
-        trees = Trees(heads, [[128, 300, 127, 16, 257], [40, 38], [0]], branches, dtype, DEVICE, fp8=fp8)
+        forks, sinks = [[128, 300, 127, 16, 257], [40, 38], [0]], heads.num_kv_heads == 2
+        trees = Trees(heads, forks, branches, dtype, DEVICE, fp8=fp8, sinks=sinks)
         ops.reserve(heads, DEVICE)
         expected = trees.run_all(ReferenceOps())
         close(trees.run_all(ops, padding=2), expected)
@@ -262,11 +269,12 @@ class TestTriton:
     @pytest.mark.gpu
     @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
     @pytest.mark.parametrize("heads", [HeadShape(32, 8, 128), HeadShape(9, 3, 64), HeadShape(8, 8, 64)], ids=str)
-    def test_rows_keep_their_bits(self, ops: Ops, heads: HeadShape) -> None:
+    @pytest.mark.parametrize("sinks", [False, True])
+    def test_rows_keep_their_bits(self, ops: Ops, heads: HeadShape, sinks: bool) -> None:
         """Whatever a branch's place among the others."""
         ops.reserve(heads, DEVICE)
         for depth, slots in itertools.chain(((d, 8) for d in range(8)), [(20, 24), (69, 70)]):
-            trees = Trees(heads, FORKS, Branches(depth, slots), torch.bfloat16, DEVICE)
+            trees = Trees(heads, FORKS, Branches(depth, slots), torch.bfloat16, DEVICE, sinks=sinks)
             whole = trees.run_all(ops)
             assert torch.equal(torch.cat(trees.run_all(ops, padding=3)[:2]), torch.cat(whole[:2]))
             for s, own in enumerate(FORKS):

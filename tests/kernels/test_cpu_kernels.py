@@ -248,8 +248,18 @@ class Paged:
     """Sequences with full keys and values in a shuffled paged cache, which may be in fp8; unused slots hold NaN."""
 
     def __init__(
-        self, lengths: list[int], h: int, hkv: int, d: int, dtype: torch.dtype, window: int = 0, *, fp8: bool = False
+        self,
+        lengths: list[int],
+        h: int,
+        hkv: int,
+        d: int,
+        dtype: torch.dtype,
+        window: int = 0,
+        *,
+        fp8: bool = False,
+        sinks: bool = False,
     ) -> None:
+        self.sinks = torch.linspace(-4, 6, h) if sinks else None
         self.lengths, self.h, self.hkv, self.d, self.dtype = lengths, h, hkv, d, dtype
         self.scale, self.window = d**-0.5, window
         width = max(-(-length // BLOCK) for length in lengths)
@@ -276,7 +286,7 @@ class Paged:
         for s, begin, _ in spans if self.window else ():
             tables[s, : max(0, begin + 1 - self.window) // BLOCK] = -1  # freed
         given = q, self.k_cache, self.v_cache, starts, context, tables, rows, self.scale
-        out = kernels.paged_attention(*given, window=self.window, scales=self.scales)
+        out = kernels.paged_attention(*given, window=self.window, scales=self.scales, sinks=self.sinks)
         return [out[starts[i] : starts[i + 1]] for i in range(len(counts))]
 
     def reference(self, s: int) -> Tensor:
@@ -286,7 +296,10 @@ class Paged:
         k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
         n = self.lengths[s]
         seen = torch.ones(n, n, dtype=torch.bool).tril().triu(1 - self.window if self.window else -n)
-        return F.scaled_dot_product_attention(q, k, v, seen, scale=self.scale).transpose(0, 1)
+        scores = (q @ k.mT * self.scale).masked_fill(~seen, -torch.inf)
+        if self.sinks is not None:
+            scores = torch.cat((scores, self.sinks.double()[:, None, None].expand(-1, n, 1)), dim=-1)
+        return (scores.softmax(-1)[..., :n] @ v).transpose(0, 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -305,8 +318,9 @@ class Paged:
     ],
 )
 def test_attention(kernels: Kernels, dtype: torch.dtype, h: int, hkv: int, d: int, window: int, fp8: bool) -> None:
-    """Against dense attention; and a row has the same bits whatever rows are computed with it."""
-    paged = Paged([130, 1, 64, 65, 17, 143], h, hkv, d, dtype, window, fp8=fp8)
+    """Against dense attention; and a row has the same bits whatever rows are computed with it. Half of the cases have
+    sinks."""
+    paged = Paged([130, 1, 64, 65, 17, 143], h, hkv, d, dtype, window, fp8=fp8, sinks=h > 2 * hkv)
     whole = paged.run(kernels, [(s, 0, n) for s, n in enumerate(paged.lengths)])
     for s, out in enumerate(whole):
         close(out, paged.reference(s), dtype)
@@ -347,9 +361,12 @@ def test_attention_to_what_is_not_there(kernels: Kernels, name: str, value: int)
         kernels.paged_attention(torch.randn(2, 2, 32), paged.k_cache, paged.v_cache, *places)
 
 
-def test_attention_with_large_scores(kernels: Kernels) -> None:
+@pytest.mark.parametrize("sink", [None, -3000.0, 300.0, 3000.0])
+def test_attention_with_large_scores(kernels: Kernels, sink: float | None) -> None:
+    """Sinks far below and far above the scores, too: no overflow."""
     paged = Paged([140], 2, 1, 32, torch.float32)
     paged.scale = 40.0
+    paged.sinks = None if sink is None else torch.full((2,), sink)
     close(paged.run(kernels, [(0, 0, 140)])[0], paged.reference(0), torch.float32, scale=20)
 
 

@@ -23,7 +23,7 @@ def test_tiles_fit(kibibytes: int, dtype: torch.dtype) -> None:
     for rows in (*range(1, 140), 256, 300, 512, 513, 4096):
         for columns, depth in WEIGHTS:
             wanted = linear.choose_tile(rows, columns, depth)
-            tile = linear._fitting(wanted, dtype.itemsize, limit)
+            tile = linear.fitting(wanted, dtype.itemsize, limit)
             assert (tile.stages - 1) * 2 * tile.depth * (tile.rows + tile.columns) <= limit
             assert dtype is torch.bfloat16 or 4 * tile.rows * tile.columns <= limit
             assert tile.stages >= 2

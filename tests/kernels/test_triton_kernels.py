@@ -162,14 +162,16 @@ def test_rope_and_attention(
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("window", "fp8"),
+    ("window", "fp8", "sinks"),
     [
-        *[(1, False), (70, False), (70, True)],
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(64, False), (600, False), (600, True)]),
+        *[(1, False, False), (70, False, True), (70, True, False)],
+        *(pytest.param(600, fp8, sinks, marks=pytest.mark.slow) for fp8 in (False, True) for sinks in (False, True)),
+        pytest.param(64, False, False, marks=pytest.mark.slow),
+        pytest.param(0, False, True, marks=pytest.mark.slow),
     ],
 )
-def test_rows_with_a_window_keep_their_bits(
-    ops: triton_ops.TritonOps, window: int, dtype: torch.dtype, fp8: bool
+def test_rows_with_a_window_or_sinks_keep_their_bits(
+    ops: triton_ops.TritonOps, window: int, dtype: torch.dtype, fp8: bool, sinks: bool
 ) -> None:
     """In decode and prefill tiles, alone and in company, however many programs share a tile's pieces; freed blocks are
     null."""
@@ -179,14 +181,15 @@ def test_rows_with_a_window_keep_their_bits(
     paged = Paged(heads, [1100, 40, 1100], dtype, fp8=fp8)
     ops.reserve(heads, DEVICE)
     assert ops._workspace is not None
+    logits = torch.linspace(-4, 6, heads.num_heads, device=DEVICE) if sinks else None
 
     def run(spans: list[tuple[int, int, int]], prefill: bool, programs: int = 1) -> list[torch.Tensor]:
         ops._workspace.programs = programs
         batch = paged.batch(ops, spans, prefill)
-        for row, (_, first, _) in enumerate(spans):
+        for row, (_, first, _) in enumerate(spans if window else ()):
             batch.block_tables[row, : max(0, first + 1 - window) // BLOCK_SIZE] = 0
         each = [queries[s][first:last] for s, first, last in spans]
-        out = ops.attention(torch.cat(each), batch, heads, paged.k, paged.v, paged.scales)
+        out = ops.attention(torch.cat(each), batch, heads, paged.k, paged.v, paged.scales, logits)
         return list(out.split([len(q) for q in each]))
 
     queries = [randn(n, heads.num_heads, heads.head_dim, dtype=dtype) for n in paged.lengths]
@@ -194,7 +197,7 @@ def test_rows_with_a_window_keep_their_bits(
     whole = run(spans, prefill=True)
     batch = paged.batch(ops, spans, prefill=True)
     q = torch.cat([queries[s][first:last] for s, first, last in spans])
-    close(torch.cat(whole), ReferenceOps().attention(q, batch, heads, paged.k, paged.v, paged.scales), dtype)
+    close(torch.cat(whole), ReferenceOps().attention(q, batch, heads, paged.k, paged.v, paged.scales, logits), dtype)
     for programs in (1, 2, 64):
         for i, ours in enumerate(run([(0, 1090, 1100), (1, 38, 40), (2, 509, 516)], False, programs)):
             part = [slice(30, 40), slice(38, 40), slice(9, 16)][i]
@@ -263,24 +266,26 @@ def test_linear_rows_keep_their_bits(ops: triton_ops.TritonOps, columns: int, de
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("heads", [HeadShape(32, 8, 128), HeadShape(32, 8, 64), HeadShape(40, 8, 128)], ids=str)
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("fp8", "sinks"), [(False, False), (True, False), (False, True)])
 def test_attention_rows_keep_their_bits(
-    ops: triton_ops.TritonOps, heads: HeadShape, block_size: int, fp8: bool
+    ops: triton_ops.TritonOps, heads: HeadShape, block_size: int, fp8: bool, sinks: bool
 ) -> None:
     """A query's bits are the same in a prefill, a chunk, a decode step and a verification, in any company."""
     lengths = [700, 129, 64, 1000, 5000]
     paged = Paged(heads, lengths, torch.bfloat16, block_size, fp8=fp8)
     ops.reserve(heads, DEVICE)
+    logits = torch.linspace(-4, 6, heads.num_heads, device=DEVICE) if sinks else None
     whole = paged.batch(ops, [(s, 0, n) for s, n in enumerate(lengths)], prefill=True)
     q = randn(sum(lengths), heads.num_heads, heads.head_dim, dtype=torch.bfloat16)
-    expected = ops.attention(q, whole, heads, paged.k, paged.v, paged.scales).split(lengths)
+    expected = ops.attention(q, whole, heads, paged.k, paged.v, paged.scales, logits).split(lengths)
     parts = q.split(lengths)
     for s, n in enumerate(lengths):
         for first, last, prefill in ((n - 1, n, False), (n - 8, n, False), (n // 2, n, True), (n - 40, n - 3, True)):
             batch = paged.batch(ops, [(s, first, last)], prefill)
-            ours = ops.attention(parts[s][first:last].contiguous(), batch, heads, paged.k, paged.v, paged.scales)
+            q = parts[s][first:last].contiguous()
+            ours = ops.attention(q, batch, heads, paged.k, paged.v, paged.scales, logits)
             assert torch.equal(ours, expected[s][first:last]), f"sequence {s}, positions {first}..{last}"
     many = paged.batch(ops, [(s, n - 1, n) for s, n in enumerate(lengths)] * 60, prefill=False)  # one program per tile
     rows = torch.stack([part[-1] for part in parts] * 60)
-    together = ops.attention(rows, many, heads, paged.k, paged.v, paged.scales)
+    together = ops.attention(rows, many, heads, paged.k, paged.v, paged.scales, logits)
     assert torch.equal(together, torch.stack([part[-1] for part in expected] * 60))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import pytest
 import torch
 
 from ssd.errors import ModelNotFound, SSDError, UnsupportedModel
-from ssd.layers.spec import RopeConfig
+from ssd.kernels.ops import GLU
+from ssd.layers.spec import AttentionSpec, ExpertNames, ExpertsSpec, RopeConfig
 from ssd.models.checkpoint import all_weights
-from ssd.models.families import decoder_config
+from ssd.models.families import decoder_config, gpt_oss
 from ssd.models.open import open_checkpoint
 
 transformers = pytest.importorskip("transformers")
@@ -267,6 +269,27 @@ def test_defaults_are_those_of_transformers(name: str) -> None:
     assert ours.tie_embeddings == theirs.tie_word_embeddings
     assert ours.attention.output_bias == getattr(theirs, "attention_bias", False)
     assert ours.mlp.bias == getattr(theirs, "mlp_bias", False)
+
+
+def test_gpt_oss() -> None:
+    """Of the published config.json, in the spelling of transformers 4, and of what transformers 5 writes: the same."""
+    shape = {"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880}
+    raw: dict[str, Any] = {**shape, "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8}
+    raw |= {"num_local_experts": 32}
+    yarn = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    yarn |= {"original_max_position_embeddings": 4096}
+    published = {**raw, "head_dim": 64, "rope_scaling": yarn, "rope_theta": 150000, "sliding_window": 128}
+    published |= {"attention_bias": True, "rms_norm_eps": 1e-05, "max_position_embeddings": 131072}
+    published |= {"experts_per_token": 4, "swiglu_limit": 7.0}
+    config = gpt_oss(published)
+    assert config == gpt_oss(raw) == gpt_oss({**transformers.GptOssConfig(**raw).to_dict(), "dtype": None})
+    rope = RopeConfig(150000.0, "yarn", 32.0, original_max_position=4096, truncate=False)
+    full = AttentionSpec(64, 8, 64, rope, qkv_bias=True, output_bias=True, sinks=True)
+    assert [layer.attention for layer in config.layers] == [replace(full, window=128), full] * 12
+    names, glu = ExpertNames(router="router"), GLU(1.702, 7.0, 1.0)
+    experts = ExpertsSpec(32, 4, 2880, bias=True, glu=glu, names=names, interleaved=True)
+    assert {layer.mlp for layer in config.layers} == {experts}
+    assert (config.max_position, config.rms_eps, config.float32_norms) == (131072, 1e-5, True)
 
 
 def test_null_head_dim_and_missing_kv_heads_are_derived() -> None:

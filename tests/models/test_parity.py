@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import KINDS, VOCAB, TestModel
+from conftest import KINDS, VOCAB, WITH_EXPERTS, TestModel
 
 from ssd import LLM, SamplingParams
 
@@ -25,19 +25,19 @@ def engine_logits(llm: LLM, tokens: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_and_greedy_tokens_equal_transformers(make_model: Callable[[str], TestModel], kind: str) -> None:
     """Catches any slip in a family: rotary scaling, head sizes, norms, biases, tying, sharded loading."""
-    model = make_model(kind)
+    model, count = make_model(kind), 64 if kind in WITH_EXPERTS else 32
     with LLM(model.path, device="cpu", dtype="float32", max_num_seqs=8) as llm:
         for length in LENGTHS:
             with torch.no_grad():
                 theirs = model.reference(torch.tensor([prompt(length)])).logits[0]
             assert (engine_logits(llm, prompt(length)) - theirs).abs().max() < 1e-4
-        params = SamplingParams(max_new_tokens=32, ignore_eos=True)
+        params = SamplingParams(max_new_tokens=count, ignore_eos=True)
         alone = [llm.generate(prompt(n), params)[0].token_ids for n in LENGTHS]
         together = [out.token_ids for out in llm.generate([prompt(n) for n in LENGTHS], params)]
     assert alone == together
     for length, ours in zip(LENGTHS, alone, strict=True):
         ids = torch.tensor([prompt(length)])
-        options = {"do_sample": False, "max_new_tokens": 32, "min_new_tokens": 32}
+        options = {"do_sample": False, "max_new_tokens": count, "min_new_tokens": count}
         theirs = model.reference.generate(ids, attention_mask=torch.ones_like(ids), **options)
         assert ours == theirs[0, length:].tolist(), f"{kind}, prompt of {length} tokens"
 

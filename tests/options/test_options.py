@@ -20,7 +20,7 @@ from ssd.core import SamplingParams
 from ssd.errors import ConfigError
 from ssd.options import Option, option, options_of, validate
 from ssd.server.options import ServerOptions
-from ssd.server.tools import PARSERS
+from ssd.text.tool_calls import PARSERS
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = (EngineConfig, SpeculationConfig, ServerOptions, SamplingParams)

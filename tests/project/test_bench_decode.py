@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from ssd.layers.spec import MLPSpec
+from ssd.layers.spec import ExpertsSpec, MLPSpec
 from ssd.models.decoder import parameter_shapes
+from ssd.models.fused_experts import single_experts
 from ssd.models.shapes import SHAPES
 
 FAMILIES = {shape.family: shape for shape in SHAPES.values()}
@@ -27,7 +28,7 @@ def test_the_peer_of_a_shape_has_the_same_parameters(decode: Any, name: str) -> 
     """Names and shapes, biases and tied embeddings among them: catches a family without a peer, and another model."""
     shape = SHAPES[name].with_layers(2)
     peer = decode.hf_model(shape, torch.bfloat16, torch.device("meta"))
-    parameters = dict(peer.named_parameters())
+    parameters = dict(single_experts(peer.named_parameters(), shape))
     assert {name: tuple(parameter.shape) for name, parameter in parameters.items()} == parameter_shapes(shape)
     assert {parameter.dtype for parameter in parameters.values()} == {torch.bfloat16}
 
@@ -40,7 +41,8 @@ def test_a_small_shape_of_every_family(
 ) -> None:
     layer = FAMILIES[family].with_layers(1, num_heads=4, num_kv_heads=2, head_dim=16).layer
     sizes = {"vocab_size": 96, "hidden_size": 64, "max_position": 256}
-    small = replace(FAMILIES[family], layers=(replace(layer, mlp=MLPSpec(96)),), **sizes)
+    mlp = ExpertsSpec(4, 2, 32) if isinstance(layer.mlp, ExpertsSpec) else MLPSpec(96)
+    small = replace(FAMILIES[family], layers=(replace(layer, mlp=mlp),), **sizes)
     monkeypatch.setattr(decode, "SHAPES", {"small": small})
     flags = ["--shape", "small", "--prompt-len", "4", "--new-tokens", "4", "--repeats", "1"]
     monkeypatch.setattr(sys, "argv", ["decode.py", *flags])

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import ssd
 from ssd.core import Delta, RequestMetrics, RequestOutput, Sample, SamplingParams
 
@@ -86,3 +88,43 @@ class Script:
             return [Scripted(self.text, ids, params, self.finish_reason)]
 
         return start
+
+
+HARMONY_TOKENS = {  # tokens of Harmony, in place of special ones of tiny-llama
+    **{"reserved_0": "start", "reserved_1": "end", "reserved_2": "message", "start_header_id": "channel"},
+    **{"end_header_id": "constrain", "end_of_text": "return", "eot_id": "call"},
+}
+
+
+def harmony_checkpoint(folder: Path) -> Path:
+    """A random GPT-OSS, whose tokenizer is that of a bundled model with the tokens of Harmony."""
+    transformers = pytest.importorskip("transformers")
+    checkpoint(folder, "tiny-llama", "{# <|start|><|channel|><|message|> #}")
+    (folder / "model.safetensors").unlink()
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
+    experts = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(vocab_size=8192, **sizes, **experts))
+    model.generation_config.eos_token_id = [8187, 8191]  # <|return|> and <|call|>
+    model.save_pretrained(folder)
+    for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
+        text = file.read_text()
+        for old, new in HARMONY_TOKENS.items():
+            text = text.replace(f'"<|{old}|>"', f'"<|{new}|>"')
+        file.write_text(text)
+    return folder
+
+
+class Forced:
+    """A logits processor: the model writes these texts, one a request, as tokens of its tokenizer."""
+
+    def __init__(self, tokenizer: Any, *texts: str) -> None:
+        self._answers = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        self._left: list[int] = []
+
+    def __call__(self, token_ids: list[int], logits: Any) -> Any:
+        if not self._left:
+            self._left = self._answers.pop(0)
+        chosen = self._left.pop(0)
+        logits[:] = float("-inf")
+        logits[chosen] = 0.0
+        return logits

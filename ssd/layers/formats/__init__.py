@@ -14,17 +14,19 @@ from typing import Any, Final
 
 import torch
 
-from ssd.kernels.ops import Ops
+from ssd.kernels.ops import GLU, Ops, Routing
 
 FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
 class Use:
-    """What a weight is for. `gated`: its first half are gate rows, its second half up rows. `columns`: this rank's
-    part, which a format must cut itself if its `share` has all columns."""
+    """What a weight is for. `gated`: its first half are gate rows, its second half up rows. `experts`: it is that of
+    so many experts, see `Ops.prepare`. `columns`: this rank's part, which a format must cut itself if its `share` has
+    all columns."""
 
     gated: bool = False
+    experts: int = 0
     embedding: bool = False  # its rows are looked up
     product: bool = True  # it is multiplied with
     columns: slice = field(default_factory=lambda: slice(None))
@@ -56,13 +58,27 @@ class WeightFormat:
 
     def prepare(self, parts: Seq[Mapping[str, torch.Tensor]], ops: Ops, dtype: torch.dtype, use: Use) -> Any:
         """Lays out a weight fused from `parts` (stored tensors by name), for products with rows of type `dtype`."""
-        return ops.prepare(fused(parts, dtype), gated=use.gated)
+        return ops.prepare(fused(parts, dtype), gated=use.gated, experts=use.experts)
 
     def linear(
         self, ops: Ops, x: torch.Tensor, weight: Any, bias: torch.Tensor | None, *, gated: bool, float32: bool
     ) -> torch.Tensor:
         """x W^T (+ bias), see `Ops.linear`; `gated`: silu(gate) * up, see `Ops.gated_linear`."""
         return ops.gated_linear(x, weight, bias) if gated else ops.linear(x, weight, bias, float32=float32)
+
+    def expert_linear(
+        self,
+        ops: Ops,
+        x: torch.Tensor,
+        weight: Any,
+        bias: torch.Tensor | None,
+        routing: Routing,
+        *,
+        glu: GLU | None,
+        float32: bool,
+    ) -> torch.Tensor:
+        """Each pair's row times the weight of its expert, see `Ops.expert_linear`."""
+        return ops.expert_linear(x, weight, routing, bias, glu=glu, float32=float32)
 
     def embedding(self, ops: Ops, weight: Any, token_ids: torch.Tensor) -> torch.Tensor:
         """Rows of a weight that was prepared for `Use.embedding`."""

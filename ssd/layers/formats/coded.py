@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import torch
 
-from ssd.errors import ConfigError
-from ssd.kernels.ops import Ops
+from ssd.errors import ConfigError, UnsupportedModel
+from ssd.kernels.ops import GLU, Ops, Routing
 from ssd.kernels.quantized import Codes, CodeType, RowType, dequantize, fused_codes
 from ssd.layers.formats import Use, WeightFormat, wrong_type
 
@@ -81,7 +81,7 @@ class Coded(WeightFormat):
             return Mixed((self,) * len(parts)).prepare(parts, ops, dtype, use)
         how = self.activations
         rows = how.kind if how is not None and how.group is None else None
-        prepared = ops.prepare_codes(fused_codes(codes), dtype, gated=use.gated, rows=rows)
+        prepared = ops.prepare_codes(fused_codes(codes), dtype, gated=use.gated, experts=use.experts, rows=rows)
         scales = [part["input_scale"].float().reshape(1, 1) for part in parts if "input_scale" in part]
         return CodedWeight(prepared, torch.cat(scales).amax(0, keepdim=True) if scales else None, orders[0])
 
@@ -90,12 +90,29 @@ class Coded(WeightFormat):
     ) -> torch.Tensor:
         if isinstance(weight, list):
             return Mixed((self,) * len(weight)).linear(ops, x, weight, bias, gated=gated, float32=float32)
+        x, scales = self._rows(ops, x, weight)
+        return ops.codes_linear(x, weight.codes, bias, gated=gated, float32=float32, row_scales=scales)
+
+    def expert_linear(
+        self,
+        ops: Ops,
+        x: torch.Tensor,
+        weight: Any,
+        bias: torch.Tensor | None,
+        routing: Routing,
+        *,
+        glu: GLU | None,
+        float32: bool,
+    ) -> torch.Tensor:
+        x, scales = self._rows(ops, x, weight)
+        return ops.expert_linear(x, weight.codes, routing, bias, glu=glu, float32=float32, row_scales=scales)
+
+    def _rows(self, ops: Ops, x: torch.Tensor, weight: CodedWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows as the weight takes them, and their scales."""
         if weight.order is not None:
             x = x[:, weight.order]
-        scales, how = None, self.activations
-        if how is not None:
-            x, scales = ops.round_rows(x, how.group, how.kind, weight.input_scale, weight.codes)
-        return ops.codes_linear(x, weight.codes, bias, gated=gated, float32=float32, row_scales=scales)
+        how = self.activations
+        return (x, None) if how is None else ops.round_rows(x, how.group, how.kind, weight.input_scale, weight.codes)
 
     def embedding(self, ops: Ops, weight: CodedWeight, token_ids: torch.Tensor) -> torch.Tensor:
         return ops.codes_embedding(weight.codes, token_ids)
@@ -147,6 +164,8 @@ class Mixed(WeightFormat):
         return hash(self.formats)
 
     def prepare(self, parts: Seq[Mapping[str, torch.Tensor]], ops: Ops, dtype: torch.dtype, use: Use) -> list[Any]:
+        if use.experts:
+            raise UnsupportedModel("experts in different formats (or orders of columns) are not supported")
         alone = replace(use, gated=False)
         return [each.prepare([part], ops, dtype, alone) for each, part in zip(self.formats, parts, strict=True)]
 

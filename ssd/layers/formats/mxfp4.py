@@ -1,7 +1,5 @@
-"""MXFP4: floats of 4 bits (e2m1) in groups of 32 that share a power of two; compressed-tensors `mxfp4-pack-quantized`.
-
-Every number of e2m1 is one of e4m3, which the kernels know: a weight takes a byte in memory.
-"""
+"""MXFP4: floats of 4 bits (e2m1) in groups of 32 that share a power of two: compressed-tensors `mxfp4-pack-quantized`,
+and the experts of GPT-OSS (`ssd.models.fused_experts`). On a CPU a weight takes a byte in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +15,6 @@ from ssd.layers.formats import Use
 from ssd.layers.formats.coded import Coded, codes_of, cut
 
 GROUP: Final = 32
-_E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same with a sign, which is the highest bit
 
 
 @dataclass(frozen=True)
@@ -44,10 +41,9 @@ class MXFP4(Coded):
 
     def codes(self, stored: Mapping[str, torch.Tensor]) -> Codes:
         packed, exponents = stored["weight_packed"], stored["weight_scale"]
-        numbers = torch.tensor([*_E2M1, *(-each for each in _E2M1)], device=packed.device).to(torch.float8_e4m3fn)
         halves = torch.stack((packed & 15, packed >> 4), 2).flatten(1)
         scales = (exponents.int() << 23).view(torch.float32)  # an exponent of 0, 2^-127, is as good as zero
-        return codes_of(numbers.view(torch.uint8)[halves.int()], scales, None, "fp8", GROUP)
+        return codes_of(halves, scales, None, "fp4", GROUP)
 
     def num_bytes(self, rows: int, depth: int, dtype: torch.dtype, use: Use) -> int:
-        return rows * (depth + 4 * (depth // GROUP))
+        return rows * (depth // 2 + 4 * (depth // GROUP))

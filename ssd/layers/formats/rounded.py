@@ -14,11 +14,11 @@ from typing import Any, cast
 import torch
 
 from ssd.errors import ConfigError
-from ssd.kernels.ops import Ops
+from ssd.kernels.ops import GLU, Ops, Routing
 from ssd.kernels.quantized import Codes, Format, RowType, TargetFormat, quantize, quantized_bytes
 from ssd.layers.formats import DENSE, FormatOf, Use, WeightFormat, dense, fused
 
-_AROUND = ("embed_tokens", "lm_head")
+_AROUND = ("embed_tokens", "lm_head", "gate", "router")  # a router's small weight decides which experts are read
 _FEW_ROWS = 64  # products of more rows are bound by arithmetic, not by reading the weight
 _LEAST_GROUP = 16  # weights of one scale that kernels take
 
@@ -53,9 +53,11 @@ class Rounded(WeightFormat):
         codes = dense = None
         if use.product:
             own = _columns(quantize(weight, self.form), use.columns)
-            codes = ops.prepare_codes(own, dtype, gated=use.gated, exact=self.exact, rows=self.rows)
+            codes = ops.prepare_codes(
+                own, dtype, gated=use.gated, experts=use.experts, exact=self.exact, rows=self.rows
+            )
         if use.embedding or self.keeps_dense:
-            dense = ops.prepare(weight[:, use.columns].contiguous(), gated=use.gated)
+            dense = ops.prepare(weight[:, use.columns].contiguous(), gated=use.gated, experts=use.experts)
         return RoundedWeight(codes, dense)
 
     def linear(
@@ -63,10 +65,28 @@ class Rounded(WeightFormat):
     ) -> torch.Tensor:
         if self.keeps_dense and len(x) > _FEW_ROWS:
             return DENSE.linear(ops, x, weight.dense, bias, gated=gated, float32=float32)
-        scales = None
-        if self.rows is not None:
-            x, scales = ops.round_rows(x, None, self.rows, None, weight.codes)
+        x, scales = self._rounded(ops, x, weight)
         return ops.codes_linear(x, weight.codes, bias, gated=gated, float32=float32, row_scales=scales)
+
+    def expert_linear(
+        self,
+        ops: Ops,
+        x: torch.Tensor,
+        weight: RoundedWeight,
+        bias: torch.Tensor | None,
+        routing: Routing,
+        *,
+        glu: GLU | None,
+        float32: bool,
+    ) -> torch.Tensor:
+        if self.keeps_dense and len(routing.weights) > _FEW_ROWS:
+            return ops.expert_linear(x, weight.dense, routing, bias, glu=glu, float32=float32)
+        x, scales = self._rounded(ops, x, weight)
+        return ops.expert_linear(x, weight.codes, routing, bias, glu=glu, float32=float32, row_scales=scales)
+
+    def _rounded(self, ops: Ops, x: torch.Tensor, weight: RoundedWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows as the weight takes them, and their scales."""
+        return (x, None) if self.rows is None else ops.round_rows(x, None, self.rows, None, weight.codes)
 
     def embedding(self, ops: Ops, weight: RoundedWeight, token_ids: torch.Tensor) -> torch.Tensor:
         return ops.embedding(weight.dense, token_ids)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
-from ssd.server import tools
-from ssd.server.reasoning import ReasoningSplitter
-from ssd.server.tools import CallArguments, CallBegin, CallEnd, Text, ToolParser
+from ssd.text import harmony
+from ssd.text.events import CallArguments, CallBegin, CallEnd, Event, Reasoning, Text
+from ssd.text.harmony import is_harmony
+from ssd.text.harmony_parser import HarmonyParser
+from ssd.text.reasoning import CLOSING, OPENING, ReasoningSplitter, marks_reasoning, opens_reasoning
+from ssd.text.tokenizer import Tokenizer
+from ssd.text.tool_calls import ToolParser
 
-
-@dataclass(frozen=True)
-class Reasoning:
-    text: str
-
-
-Event = Reasoning | tools.Event
+PROMPT_END: Final = 16  # tokens of a prompt that may open a message, or a block of reasoning
 
 
 class MessageParser:
@@ -48,13 +47,50 @@ class MessageFormat:
     parallel_tool_calls: bool = True
     reasoning: bool = False
     reasoning_opened: bool = False  # by the prompt
+    harmony: bool = False
+    continued: bool = False  # in Harmony: the prompt ends inside of a message for the user
 
-    def parser(self) -> MessageParser:
+    def parser(self) -> MessageParser | HarmonyParser:
         """A parser for one sample."""
+        if self.harmony:
+            return HarmonyParser(self.tool_names, self.parallel_tool_calls, self.continued)
         splitter = ReasoningSplitter(self.reasoning_opened) if self.reasoning else None
         if self.tool_parser is None:
             return MessageParser(splitter, None)
         return MessageParser(splitter, self.tool_parser(self.tool_names, self.parallel_tool_calls))
+
+
+def format_of(
+    chat_template: str,
+    prompt_end: str,
+    parser: type[ToolParser] | None = None,
+    names: frozenset[str] = frozenset(),
+    parallel: bool = True,
+) -> MessageFormat:
+    """How answers are parsed after a prompt that ends so; `parser`: of calls of the tools `names`."""
+    if is_harmony(chat_template):
+        continued = not prompt_end.endswith((harmony.REPLY, harmony.END, harmony.CALL))
+        return MessageFormat(None, names, parallel, harmony=True, continued=continued)
+    reasoning = marks_reasoning(chat_template)
+    return MessageFormat(parser, names, parallel, reasoning, reasoning and opens_reasoning(prompt_end))
+
+
+def stop_tokens(chat_template: str, tokenizer: Tokenizer) -> list[int]:
+    """Tokens that end an answer in this format, whether or not the checkpoint names them."""
+    tags = harmony.STOPS if is_harmony(chat_template) else ()
+    return [token_id for tag in tags if (token_id := tokenizer.token_id(tag)) is not None]
+
+
+def tags_of(parser: type[ToolParser] | None) -> tuple[str, ...]:
+    return () if parser is None else (parser.opening, parser.closing)
+
+
+def shown_tokens(chat_template: str, parser: type[ToolParser] | None, tokenizer: Tokenizer) -> list[int]:
+    """The tags of calls and of reasoning that are special tokens, which a text has only if told so."""
+    tags = tags_of(parser) + ((OPENING, CLOSING) if marks_reasoning(chat_template) else ())
+    tags += harmony.TOKENS if is_harmony(chat_template) else ()
+    ids = [token_id for tag in tags if (token_id := tokenizer.token_id(tag)) is not None]
+    return [token_id for token_id in ids if tokenizer.is_special(token_id)]
 
 
 def parse(text: str, format: MessageFormat) -> list[Event]:

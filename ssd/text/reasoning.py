@@ -7,28 +7,16 @@ the engine.
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any, Final
-
-from ssd.server.errors import invalid
+from typing import Final
 
 OPENING: Final = "<think>"
 CLOSING: Final = "</think>"
-EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 class _State(Enum):
     START = 0
     REASONING = 1
     TEXT = 2
-
-
-def effort_options(path: str, effort: object) -> dict[str, Any]:
-    """Variables of the chat template for an effort of reasoning; a template that does not read them ignores them."""
-    if effort is None:
-        return {}
-    if effort not in EFFORTS:
-        raise invalid(path, f"{effort!r:.60} is not one of {', '.join(EFFORTS)}")
-    return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
 
 
 def marks_reasoning(chat_template: str) -> bool:

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.server.chat_messages import message_fields
-from ssd.server.parsing import Event, MessageFormat, parse
-from ssd.server.tools import PARSERS, CallArguments, CallBegin, Text, parser_for
+from ssd.text.events import CallArguments, CallBegin, Event, Text
+from ssd.text.message_format import MessageFormat, parse
+from ssd.text.tool_calls import PARSERS, parser_for
 
 NAMES = frozenset({"get_weather", "add"})
 QWEN_TEMPLATE = "{% if tools %}<tool_call>{{ tools }}</tool_call>{% endif %}"

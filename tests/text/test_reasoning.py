@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ssd.server.reasoning import ReasoningSplitter, marks_reasoning, opens_reasoning
+from ssd.text.reasoning import ReasoningSplitter, marks_reasoning, opens_reasoning
 
 
 def split(pieces: list[str], opened: bool = False) -> tuple[str, str]:

@@ -11,42 +11,12 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Final
 
-from ssd.server.call_object import CallObject
-from ssd.server.reasoning import partial_length
-
-
-@dataclass(frozen=True)
-class Text:
-    text: str
-
-
-@dataclass(frozen=True)
-class CallBegin:
-    index: int
-    id: str
-    name: str
-
-
-@dataclass(frozen=True)
-class CallArguments:
-    """A piece of the arguments' JSON text."""
-
-    index: int
-    text: str
-
-
-@dataclass(frozen=True)
-class CallEnd:
-    """`broken`: for a call that began and then is not valid JSON, its text in the message."""
-
-    index: int
-    broken: str | None = None
-
-
-Event = Text | CallBegin | CallArguments | CallEnd
+from ssd.text.call_object import CallObject
+from ssd.text.events import CallArguments, CallBegin, CallEnd, Event, Text
+from ssd.text.harmony import is_harmony
+from ssd.text.reasoning import partial_length
 
 
 class ToolParser:
@@ -197,7 +167,7 @@ class JsonParser(ToolParser):
 
 
 class Llama3Parser(JsonParser):
-    """Llama 3.1 to 3.3. The tag, which may be missing, is a special token: see `tool_use.special_tags`."""
+    """Llama 3.1 to 3.3. The tag, which may be missing, is a special token: see `message_format.shown_tokens`."""
 
     opening = "<|python_tag|>"
 
@@ -207,12 +177,12 @@ PARSERS: Final[Mapping[str, type[ToolParser]]] = {"llama3": Llama3Parser, "herme
 
 def has_tools(chat_template: str) -> bool:
     """Whether a chat template describes tools to the model."""
-    return re.search(r"\btools\b", chat_template) is not None
+    return is_harmony(chat_template) or re.search(r"\btools\b", chat_template) is not None
 
 
 def parser_for(chat_template: str) -> type[ToolParser] | None:
-    """The parser for what a chat template teaches; None if it has no tools, or in a format that is not known."""
-    if not has_tools(chat_template):
+    """The parser for what a chat template teaches; None if it has no tools, or in a format that is not known here."""
+    if not has_tools(chat_template) or is_harmony(chat_template):
         return None
     if HermesParser.opening in chat_template:
         return HermesParser

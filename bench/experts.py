@@ -1,0 +1,117 @@
+"""How fast is a layer of experts? Time and bandwidth for several rows, against the bytes of the experts that are hit.
+
+    python bench/experts.py --rows 1 8                                           # the CPU, Qwen3-30B-A3B's experts
+    python bench/experts.py --device cuda --format dense fp8 --rows 1 5 8 64     # one GPU, bfloat16
+    python bench/experts.py --device cuda --layer gpt-oss-20b --format mxfp4
+
+The rows choose their experts at random, other ones each time. `layer` is routing, both products and the weighted sum,
+without the router's own product; `hit` the number of experts, `floor` the bytes of their weights over the copy
+bandwidth as a part of the time. On a GPU all is in one CUDA graph: launches do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+import torch
+from decode import copy_bandwidth
+from linear import host_bandwidth, seconds
+
+from ssd.kernels.device import kernels
+from ssd.kernels.ops import GLU, SWIGLU, Ops, Routing
+from ssd.kernels.quantized import Format
+from ssd.layers.formats import DENSE, Use, WeightFormat
+from ssd.layers.formats.mxfp4 import GROUP, MXFP4
+from ssd.layers.formats.rounded import Rounded
+
+_ROUTINGS: Final = 16  # timed one after the other
+_GPT_OSS: Final = GLU(1.702, 7.0, 1.0)
+LAYERS: Final = {  # experts, those of a token, width of the stream, of an expert
+    "qwen3-30b-a3b": (128, 8, 2048, 768, SWIGLU),
+    "mixtral-8x7b": (8, 2, 4096, 14336, SWIGLU),
+    "gpt-oss-20b": (32, 4, 2880, 2880, _GPT_OSS),
+    "gpt-oss-120b": (128, 4, 2880, 2880, _GPT_OSS),
+}
+
+
+class Layer:
+    """Random experts in a format."""
+
+    def __init__(self, name: str, form: str, device: torch.device) -> None:
+        self.count, self.chosen, self.hidden, self.inner, self.glu = LAYERS[name]
+        self.ops: Ops = kernels(device).ops()
+        self.device, self.dtype = device, torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.format: WeightFormat = {"dense": DENSE, "mxfp4": MXFP4()}.get(form) or Rounded(
+            cast(Format, form), exact=True
+        )
+        self.gate_up, self.down = self._weight(2 * self.inner, self.hidden, True), self._weight(self.hidden, self.inner)
+        sizes = ((2 * self.inner, self.hidden), (self.hidden, self.inner))
+        self.num_bytes = [self.format.num_bytes(*size, self.dtype, Use()) for size in sizes]  # of one expert
+
+    def _weight(self, rows: int, depth: int, gated: bool = False) -> Any:
+        rows, use = rows * self.count, Use(gated=gated, experts=self.count)
+        if isinstance(self.format, MXFP4):
+            numbers = functools.partial(torch.randint, dtype=torch.uint8, device=self.device)
+            stored = {"weight_packed": numbers(0, 256, (rows, depth // 2))}
+            stored["weight_scale"] = numbers(110, 120, (rows, depth // GROUP))
+        else:
+            stored = {"weight": torch.randn(rows, depth, device=self.device, dtype=self.dtype)}
+        return self.format.prepare([stored], self.ops, self.dtype, use)
+
+    def route(self, logits: torch.Tensor) -> Routing:
+        return self.ops.route(logits, self.chosen, chosen=True)
+
+    def first(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        return self.format.expert_linear(self.ops, x, self.gate_up, None, routing, glu=self.glu, float32=False)
+
+    def last(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        return self.format.expert_linear(self.ops, x, self.down, None, routing, glu=None, float32=False)
+
+    def __call__(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        routing = self.route(logits)
+        return self.ops.combine(self.last(self.first(x, routing), routing), routing)
+
+
+@torch.inference_mode()
+def bench(name: str, form: str, row_counts: list[int], device: torch.device) -> None:
+    layer, speed = Layer(name, form, device), (copy_bandwidth if device.type == "cuda" else host_bandwidth)(device)
+    print(f"{name}'s experts in {form}, copies at {speed / 1e9:.0f} GB/s")
+    print(f"{'part':<8} {'rows':>5} {'hit':>6} {'us':>9} {'GB/s':>6} {'floor':>6}")
+    for rows in row_counts:
+        x = torch.randn(rows, layer.hidden, device=device, dtype=layer.dtype)
+        logits = torch.randn(_ROUTINGS, rows, layer.count, device=device).unbind()
+        routed = [layer.route(each) for each in logits]
+        inner = torch.randn(rows * layer.chosen, layer.inner, device=device, dtype=layer.dtype)
+        hit = sum(len(each.experts.unique()) for each in routed) / _ROUTINGS
+        parts: dict[str, tuple[Callable[[Any], object], Any, int]] = {
+            "layer": (functools.partial(layer, x), logits, sum(layer.num_bytes)),
+            "gate/up": (functools.partial(layer.first, x), routed, layer.num_bytes[0]),
+            "down": (functools.partial(layer.last, inner), routed, layer.num_bytes[1]),
+        }
+        for part, (work, inputs, size) in parts.items():
+            took = seconds(functools.partial(_for_each, work, inputs), device) / _ROUTINGS
+            rates = f"{1e6 * took:>9.1f} {hit * size / took / 1e9:>6.0f} {hit * size / took / speed:>6.2f}"
+            print(f"{part:<8} {rows:>5} {hit:>6.1f} {rates}", flush=True)
+
+
+def _for_each(work: Callable[[Any], object], inputs: Any) -> None:
+    for each in inputs:
+        work(each)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--layer", choices=sorted(LAYERS), default="qwen3-30b-a3b")
+    parser.add_argument("--format", choices=["dense", "fp8", "int8", "int4", "mxfp4"], nargs="+", default=["dense"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 5, 8, 64])
+    args = parser.parse_args()
+    for form in args.format:
+        bench(args.layer, form, args.rows, torch.device(args.device))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Reads an answer of a model in a conversation: what is shown, and the message that goes into the history."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ssd.core import SamplingParams
+from ssd.errors import ConfigError
+from ssd.text.events import CallArguments, CallBegin, CallEnd, Event, Reasoning, Text
+from ssd.text.harmony import is_harmony
+from ssd.text.message_format import PROMPT_END, MessageFormat, format_of, shown_tokens, stop_tokens
+from ssd.text.tokenizer import Tokenizer
+from ssd.text.tool_calls import parser_for
+
+Tools = list[dict[str, Any]]
+
+
+class ReplyFormat:
+    """How a model writes its messages. `template`: its chat template; "" for a model without one."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str, tools: Tools) -> None:
+        self.tools, self.harmony = tools, is_harmony(template)
+        self._tokenizer, self._template = tokenizer, template
+        self._parser = parser_for(template) if tools else None
+        if tools and self._parser is None and not self.harmony:
+            raise ConfigError("--tools: the model's chat template has no tools, or in an unknown format: leave it out")
+
+    def sampling(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with the tokens that answers are parsed by, and those that end them."""
+        stops = stop_tokens(self._template, self._tokenizer)
+        shown = shown_tokens(self._template, self._parser, self._tokenizer)
+        return replace(params, shown_token_ids=shown, stop_token_ids=(*params.stop_token_ids, *stops))
+
+    def reader(self, prompt: Seq[int]) -> ReplyReader:
+        """For the answer to a prompt."""
+        end = self._tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
+        names = frozenset(tool["function"]["name"] for tool in self.tools)
+        return ReplyReader(format_of(self._template, end, self._parser, names, parallel=False), text=self.harmony)
+
+
+class ReplyReader:
+    """Takes an answer in pieces. `fields`: of its message, at the end."""
+
+    def __init__(self, form: MessageFormat, *, text: bool) -> None:
+        """`text`: the arguments of calls stay JSON text in the history."""
+        self._parser, self._as_text = form.parser(), text
+        self._reasoning = self._arguments = ""
+        self._call: CallBegin | None = None
+        self.content = ""
+        self.fields: dict[str, Any] = {}
+
+    def feed(self, text: str) -> list[tuple[str, bool]]:
+        """What to show, in pieces, each with whether it is reasoning."""
+        return self._shown(self._parser.feed(text))
+
+    def finish(self) -> list[tuple[str, bool]]:
+        shown = self._shown(self._parser.finish())
+        self.fields |= {"reasoning_content": self._reasoning} if self._reasoning else {}
+        return shown
+
+    def _shown(self, events: Seq[Event]) -> list[tuple[str, bool]]:
+        shown = []
+        for event in events:
+            match event:
+                case Text(text):
+                    self.content += text
+                    shown.append((text, False))
+                case Reasoning(text):
+                    self._reasoning += text
+                    shown.append((text, True))
+                case CallBegin():
+                    self._call = event
+                case CallArguments(_, text):
+                    self._arguments += text
+                case CallEnd(_, broken) if broken is not None:
+                    self.content += broken
+                    shown.append((broken, False))
+                case CallEnd():
+                    self.fields["tool_calls"] = [self._called()]
+        return shown
+
+    def _called(self) -> dict[str, Any]:
+        if self._call is None:
+            raise AssertionError("a call ends that has not begun")
+        arguments: Any = self._arguments if self._as_text else json.loads(self._arguments)
+        return {
+            "id": self._call.id,
+            "type": "function",
+            "function": {"name": self._call.name, "arguments": arguments},
+        }
+
+
+def read_tools(file: Path) -> Tools:
+    """A JSON file with a list of tools in OpenAI's shape."""
+    try:
+        tools: Tools = json.loads(file.read_text(encoding="utf-8"))
+        names = {tool["function"]["name"] for tool in tools if tool["type"] == "function"}
+        if not tools or len(names) < len(tools) or not all(isinstance(name, str) for name in names):
+            raise ValueError("no tools, or not functions of different names")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        what = '[{"type": "function", "function": {"name": …, "description": …, "parameters": {…}}}, …]'
+        raise ConfigError(f"--tools {file}: cannot be used ({error}): name a JSON file with {what}") from error
+    return tools

@@ -1,0 +1,55 @@
+"""A mixture of experts: a router, and gated MLPs of which it chooses some for each token.
+
+The experts' weights are one gate/up weight and one down weight, whose parts are the tensors of single experts. Ranks
+split the experts' inner dimension; all of them compute the same routing. What the experts of a token give is added in
+the router's order, the largest weight first, whatever other tokens there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ssd.layers.formats import Use
+from ssd.layers.linear import ColumnLinear, Linear, RowLinear
+from ssd.layers.parameter import Build, Parameter
+from ssd.layers.spec import ExpertsSpec
+
+
+class Router(Linear):
+    """Logits of all experts, on every rank."""
+
+    def cut(self, rows: int) -> tuple[slice, slice]:
+        return slice(None), slice(None)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._product(x, self.bias, float32=True)
+
+
+class Experts:
+    """The sum of w_e * down_e(glu(gate_e(x), up_e(x))) over the experts e of each token."""
+
+    def __init__(self, build: Build, name: str, spec: ExpertsSpec, hidden_size: int) -> None:
+        """`name`: the layer's."""
+        names, inner, count = spec.names, spec.intermediate_size, spec.num_experts
+        block = f"{name}.{names.block}"
+        each = [f"{block}.experts.{i}" for i in range(count)]
+        self.spec, self.ops, self.tp = spec, build.ops, build.tp
+        self.router = Router(build, {f"{block}.{names.router}": count}, hidden_size, bias=spec.bias)
+        gates_ups = {f"{expert}.{part}": inner for part in (names.gate, names.up) for expert in each}
+        downs = {f"{expert}.{names.down}": hidden_size for expert in each}
+        self.gate_up = ColumnLinear(build, gates_ups, hidden_size, bias=spec.bias, use=Use(gated=True, experts=count))
+        self.down = RowLinear(build, downs, inner, bias=spec.bias, use=Use(experts=count))
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield from (self.router, self.gate_up, self.down)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        spec, ops, wide = self.spec, self.ops, self.tp.group is not None
+        routing = ops.route(self.router(x), spec.experts_per_token, chosen=spec.softmax_of_chosen)
+        first, last = self.gate_up, self.down
+        inner = first.format.expert_linear(ops, x, first.weight, first.bias, routing, glu=spec.glu, float32=False)
+        bias = last.bias if self.tp.rank == 0 else None
+        outputs = last.format.expert_linear(ops, inner, last.weight, bias, routing, glu=None, float32=wide)
+        return self.tp.sum(ops.combine(outputs, routing, float32=wide), x.dtype)

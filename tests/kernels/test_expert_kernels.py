@@ -1,0 +1,121 @@
+"""Kernels of experts: every implementation against plain torch, and rows in any company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from stored_codes import some_codes
+from test_quantized import close, make_ops
+
+from ssd.kernels.ops import GLU, SWIGLU, Ops
+from ssd.kernels.quantized import Codes, CodeType
+from ssd.kernels.reference import ReferenceOps
+
+CLAMPED = GLU(1.702, 7.0, 1.0)
+KERNELS = ("plain", "c", "triton")
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+@pytest.mark.parametrize("kind", KERNELS)
+def test_routing(kind: str, chosen: bool) -> None:
+    """The largest logits in order, the lower expert first where they are equal; softmax; pairs sorted by expert."""
+    ops, device, _ = make_ops(kind)
+    torch.manual_seed(0)
+    logits = torch.randn(37, 12, device=device)
+    logits[3] = 1.0  # all equal: the first ones
+    logits[4, [7, 2, 9]] = 5.0
+    routing = ops.route(logits, 3, chosen=chosen)
+    assert routing.experts[3].tolist() == [0, 1, 2]
+    assert routing.experts[4].tolist() == [2, 7, 9]
+    values, ids = logits.topk(3)
+    others = [i for i in range(37) if i not in (3, 4)]
+    assert torch.equal(routing.experts[others].long(), ids[others])
+    expected = values.softmax(1) if chosen else logits.softmax(1).gather(1, ids)
+    torch.testing.assert_close(routing.weights, expected, rtol=1e-6, atol=1e-7)
+    pairs = routing.experts.flatten()[routing.order.long()]
+    assert torch.equal(pairs, pairs.sort().values)
+    assert torch.equal(routing.order.sort().values, torch.arange(37 * 3, device=device).int())
+    assert torch.equal(routing.starts.long(), torch.searchsorted(pairs.long(), torch.arange(13, device=device)))
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_routing_of_rows_that_are_not_finite(kind: str) -> None:
+    """Catches an expert that is not there: it would be read from memory of others. Other rows are not affected."""
+    ops, device, _ = make_ops(kind)
+    torch.manual_seed(0)
+    logits = torch.randn(5, 12, device=device)
+    alone = ops.route(logits[4:], 3, chosen=True)
+    logits[0], logits[1], logits[2, 5], logits[3, 11] = torch.nan, -torch.inf, torch.inf, torch.nan
+    found = ops.route(logits, 3, chosen=True)
+    assert ((found.experts >= 0) & (found.experts < 12)).all()
+    assert torch.equal(found.experts[4:], alone.experts)
+    assert torch.equal(found.weights[4:], alone.weights)
+
+
+def expert_weights(ops: Ops, code: CodeType | None, device: torch.device, dtype: torch.dtype) -> tuple[object, ...]:
+    """Gated and plain weights of 5 experts, as `ops` has them and as plain torch has them."""
+    made = []
+    for columns, depth, gated in ((2 * 22, 96, True), (38, 32, False)):
+        weight: torch.Tensor | Codes
+        if code is None:
+            weight = torch.randn(5 * columns, depth, device=device).to(dtype)
+            made += [ops.prepare(weight, gated=gated, experts=5), weight.float()]
+        else:
+            codes = some_codes(code, 5 * columns, depth, 32, offsets=code == "uint4", device=device)
+            made += [ops.prepare_codes(codes, dtype, gated=gated, experts=5), (codes, torch.float32)]
+    return tuple(made)
+
+
+@pytest.mark.parametrize(
+    ("code", "glu"),
+    [(None, CLAMPED), ("fp8", SWIGLU), ("fp4", CLAMPED), ("int8", SWIGLU), ("int4", SWIGLU), ("uint4", CLAMPED)],
+)
+@pytest.mark.parametrize("kind", ["c", "triton"])
+def test_products_and_their_weighted_sums(kind: str, code: CodeType | None, glu: GLU) -> None:
+    """Rows of tokens and of pairs; biases; odd sizes; more rows than a tile has; experts without any row."""
+    ops, device, types = make_ops(kind)
+    torch.manual_seed(0)
+    reference = ReferenceOps()
+    for dtype in types:
+        gated, wide_gated, plain, wide_plain = expert_weights(ops, code, device, dtype)
+        for rows in (1, 40):
+            logits = torch.randn(rows, 5, device=device)
+            logits[:, 3] = -9.0
+            routing = ops.route(logits, 2, chosen=True)
+            x = (3 * torch.randn(rows, 104, device=device)).to(dtype)[:, :96]
+            bias, last = (torch.randn(5 * n, device=device).to(dtype) for n in (44, 38))
+            inner = ops.expert_linear(x, gated, routing, bias, glu=glu)
+            expected = reference.expert_linear(x.float(), wide_gated, routing, bias.float(), glu=glu)
+            close(inner, expected, dtype)
+            inner = torch.randn(2 * rows, 32, device=device).to(dtype)
+            outputs = ops.expert_linear(inner, plain, routing, last)
+            expected = reference.expert_linear(inner.float(), wide_plain, routing, last.float())
+            close(outputs, expected, dtype)
+            assert ops.expert_linear(inner, plain, routing, float32=True).dtype is torch.float32
+            total = ops.combine(outputs, routing, float32=True)
+            close(total, reference.combine(outputs, routing, float32=True), torch.float32)
+            assert torch.equal(ops.combine(outputs, routing), total.to(dtype))
+
+
+@pytest.mark.parametrize("code", [None, "fp8", "int4"])
+@pytest.mark.parametrize("kind", ["c", "triton"])
+def test_a_row_has_the_same_bits_in_any_company(kind: str, code: CodeType | None) -> None:
+    """Alone, and among others that share its experts or do not: routing, products and sums."""
+    ops, device, types = make_ops(kind)
+    torch.manual_seed(0)
+    logits, x, inner = (torch.randn(*size, device=device) for size in ((70, 5), (70, 96), (140, 32)))
+
+    def results(index: torch.Tensor, gated: object, plain: object, dtype: torch.dtype) -> list[torch.Tensor]:
+        routing = ops.route(logits[index], 2, chosen=False)
+        first = ops.expert_linear(x[index].to(dtype), gated, routing, glu=SWIGLU)
+        pairs = (2 * index[:, None] + torch.arange(2, device=device)).flatten()
+        second = ops.expert_linear(inner[pairs].to(dtype), plain, routing)
+        return [first.view(len(index), -1), ops.combine(second, routing)]
+
+    for dtype in types:
+        gated, _, plain, _ = expert_weights(ops, code, device, dtype)
+        whole = results(torch.arange(70, device=device), gated, plain, dtype)
+        for rows in (1, 2, 9, 33):
+            index = torch.randperm(70, device=device)[:rows]
+            for found, expected in zip(results(index, gated, plain, dtype), whole, strict=True):
+                assert torch.equal(found, expected[index]), rows
