@@ -155,8 +155,8 @@ def gpt_oss(raw: Raw) -> DecoderConfig:
     )
     alpha, limit = (raw.get(name) for name in ("swiglu_alpha", "swiglu_limit"))
     glu = GLU(1.702 if alpha is None else alpha, 7.0 if limit is None else limit, 1.0)
-    names, size = ExpertNames(router="router"), _size(raw, "intermediate_size")
-    config = _with_experts(raw, config, range(count), size, bias=True, glu=glu, names=names, interleaved=True)
+    names, sizes = ExpertNames(router="router"), (128, 4, _size(raw, "intermediate_size"))
+    config = _with_experts(raw, config, range(count), sizes, bias=True, glu=glu, names=names, interleaved=True)
     return replace(config, float32_norms=True)
 
 
@@ -176,8 +176,8 @@ def qwen3_moe(raw: Raw) -> DecoderConfig:
     )
     step, dense = _size(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or ()
     sparse = [i for i in range(layers) if i not in dense and (i + 1) % step == 0]
-    size = _size(raw, "moe_intermediate_size", 768)
-    return _with_experts(raw, config, sparse, size, softmax_of_chosen=bool(raw.get("norm_topk_prob", False)))
+    size, over_chosen = _size(raw, "moe_intermediate_size", 768), bool(raw.get("norm_topk_prob", False))
+    return _with_experts(raw, config, sparse, (128, 8, size), softmax_of_chosen=over_chosen)
 
 
 def mixtral(raw: Raw) -> DecoderConfig:
@@ -187,13 +187,17 @@ def mixtral(raw: Raw) -> DecoderConfig:
     windows = [raw.get("sliding_window")] * layers
     config = _decoder(raw, "mixtral", max_position=131072, kv_heads=8, windows=windows)
     names = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")
-    return _with_experts(raw, config, range(layers), _size(raw, "intermediate_size"), names=names)
+    return _with_experts(raw, config, range(layers), (8, 2, _size(raw, "intermediate_size")), names=names)
 
 
-def _with_experts(raw: Raw, config: DecoderConfig, sparse: Iterable[int], size: int, **options: Any) -> DecoderConfig:
-    """Experts of an inner `size` in the layers `sparse`; `options`: further fields of `ExpertsSpec`."""
-    count = _size(raw, "num_experts" if raw.get("num_experts") is not None else "num_local_experts")
-    chosen = _size(raw, "num_experts_per_tok")
+def _with_experts(
+    raw: Raw, config: DecoderConfig, sparse: Iterable[int], sizes: tuple[int, int, int], **options: Any
+) -> DecoderConfig:
+    """Experts in the layers `sparse`. `sizes`: the family's own number of experts, and of those of a token, and the
+    inner size of each; `options`: further fields of `ExpertsSpec`."""
+    count, chosen, size = sizes
+    count = _size(raw, "num_experts" if raw.get("num_experts") is not None else "num_local_experts", count)
+    chosen = _size(raw, "num_experts_per_tok", chosen)
     if chosen > count:
         raise UnsupportedModel(f"num_experts_per_tok={chosen}: expected up to the number of experts, {count}")
     experts, sparse = ExpertsSpec(count, chosen, size, **options), set(sparse)

@@ -116,7 +116,13 @@ def test_quantized_products(architecture: int, kind: CodeType, group: int, offse
 
 @pytest.mark.parametrize(
     ("kind", "group", "dtype"),
-    [(None, 0, torch.bfloat16), (None, 0, torch.float32), ("fp4", 32, torch.bfloat16), ("int4", 128, torch.bfloat16)],
+    [
+        (None, 0, torch.bfloat16),
+        (None, 0, torch.float32),
+        ("fp8", 0, torch.bfloat16),
+        ("fp4", 32, torch.bfloat16),
+        ("int4", 128, torch.bfloat16),
+    ],
 )
 def test_experts(architecture: int, kind: CodeType | None, group: int, dtype: torch.dtype) -> None:
     """Products of 32 experts with 1024 inner dimensions, from 1 row on to those of a prompt."""
@@ -125,7 +131,7 @@ def test_experts(architecture: int, kind: CodeType | None, group: int, dtype: to
         for columns, depth, inputs, glu in ((2048, 2048, rows, GLU(1.702, 7.0, 1.0)), (2048, 1024, 4 * rows, None)):
             weight: torch.Tensor | packing.PackedCodes = empty(32 * columns, depth, dtype=dtype)
             if kind is not None:
-                scales = empty(32 * columns, depth // group, dtype=torch.float32)
+                scales = empty(32 * columns, depth // (group or depth), dtype=torch.float32)
                 weight = packing.pack(Codes(weight.to(torch.uint8), scales, kind, depth), dtype, strips=False)
             x, bias = empty(inputs, depth, dtype=dtype), empty(32 * columns, dtype=dtype)
             experts.expert_linear(x, weight, routing, bias, glu=glu)

@@ -59,6 +59,22 @@ def test_a_published_config() -> None:
     assert decoder_config({**QWEN3_30B_A3B, "architectures": None, "model_type": "qwen3_moe"}) == config
 
 
+@pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral"])
+def test_defaults_are_those_of_transformers(name: str) -> None:
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    theirs = getattr(transformers, f"{name}Config")()
+    raw = {key: getattr(theirs, key) for key in sizes}
+    ours = decoder_config({"architectures": [f"{name}ForCausalLM"], **raw})
+    mlp, attention = ours.layer.mlp, ours.attention
+    assert isinstance(mlp, ExpertsSpec)
+    assert (mlp.num_experts, mlp.experts_per_token) == (theirs.num_experts, theirs.num_experts_per_tok)
+    assert mlp.intermediate_size == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+    assert mlp.softmax_of_chosen == getattr(theirs, "norm_topk_prob", True)
+    assert (attention.num_kv_heads, attention.window) == (theirs.num_key_value_heads, None)
+    assert (ours.max_position, ours.rms_eps) == (theirs.max_position_embeddings, theirs.rms_norm_eps)
+    assert attention.rope.theta == theirs.rope_parameters["rope_theta"]
+
+
 def test_which_layers_have_experts() -> None:
     """By `decoder_sparse_step` and `mlp_only_layers`; weights of all experts without `norm_topk_prob`."""
     raw = {**QWEN3_30B_A3B, "num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
