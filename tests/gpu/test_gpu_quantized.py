@@ -15,6 +15,7 @@ from fakes import wait_until_idle
 from stored_codes import CODES, some_codes
 
 from ssd import LLM, SamplingParams
+from ssd.kernels.fp8_linear import Fp8Weight
 from ssd.kernels.packing import pack
 from ssd.kernels.quantized import CodeType, Format, dequantize, quantize, rounded_rows
 from ssd.kernels.quantized_linear import quantized_linear
@@ -78,6 +79,31 @@ def test_a_row_has_the_same_bits_in_any_company(
                 assert torch.equal(found[place], each[place]), (rows, both, place)
 
 
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("columns", "depth"), [(6144, 4096), (4096, 14336)])
+def test_rows_and_weights_in_fp8_have_the_same_bits_in_any_company(columns: int, depth: int, gated: bool) -> None:
+    """Products on the tensor cores for e4m3: those of few rows by our kernel, of many by the library, with a bias, too."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    ops, device = TritonOps(), torch.device("cuda")
+    torch.manual_seed(0)
+    wide = torch.randn(columns, depth, device=device) * depth**-0.5
+    weight = ops.prepare_codes(quantize(wide, "fp8"), torch.bfloat16, gated=gated, rows="fp8")
+    assert isinstance(weight, Fp8Weight)
+    x, bias = torch.randn(1024, depth, device=device).bfloat16(), torch.randn(columns, device=device).bfloat16()
+    rows, scales = ops.round_rows(x, None, "fp8", None, weight)
+    for added in (None, bias):
+        whole = ops.codes_linear(rows, weight, added, gated=gated, row_scales=scales)
+        for count in (1, 7, 8, 16, 17, 32, 33, 64, 65, 128, 300, 1000):
+            found = ops.codes_linear(rows[-count:], weight, added, gated=gated, row_scales=scales[-count:])
+            assert torch.equal(found, whole[-count:]), count
+    expected, found = x.float() @ wide.t(), ops.codes_linear(rows, weight, gated=gated, row_scales=scales)
+    if gated:
+        gate, up = expected.chunk(2, 1)
+        expected = torch.nn.functional.silu(gate) * up
+    assert (found.float() - expected).norm() < 0.08 * expected.norm()
+
+
 WAYS: list[dict[str, Any]] = [
     *({"mode": "sd", "k": 3, "draft_quantization": form} for form in FORMATS),
     {"mode": "ssd", "k": 4, "backup": "jit", "draft_quantization": "int8"},
@@ -111,8 +137,8 @@ def test_a_quantized_draft_changes_no_token(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_quantized_target_writes_the_same_text_in_all_modes(form: Format, temperature: float) -> None:
+@pytest.mark.parametrize("form", [*FORMATS, "fp8_dynamic"])
+def test_a_quantized_target_writes_the_same_text_in_all_modes(form: str, temperature: float) -> None:
     """Batches of 1, 6 and 16 sequences: graphs, splits of the depth and tiles differ."""
     target, draft = f"graft:tiny-llama@llama-3.2-1b:{form}", "graft:tiny-llama-draft@llama-3.2-1b"
     prompts = load_prompts("gsm8k").asked()[:16]
