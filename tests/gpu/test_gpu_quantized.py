@@ -82,7 +82,7 @@ def test_a_row_has_the_same_bits_in_any_company(
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("columns", "depth"), [(6144, 4096), (4096, 14336)])
 def test_rows_and_weights_in_fp8_have_the_same_bits_in_any_company(columns: int, depth: int, gated: bool) -> None:
-    """Products on the tensor cores for e4m3: those of few rows by our kernel, of many by the library, with a bias, too."""
+    """Products on the tensor cores for e4m3: of few rows by our kernel, of many by the library; with a bias, too."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     ops, device = TritonOps(), torch.device("cuda")
