@@ -104,6 +104,8 @@ def linear(
     (num_rows, depth), columns = x.shape, len(weight.values)
     shape = (num_rows, columns // 2 if gated else columns)
     if num_rows > _FEW_ROWS:
+        if row_scales.data_ptr() % 16:  # which the library refuses
+            row_scales = row_scales.clone()
         product = torch._scaled_mm(
             *(x, weight.values.t(), row_scales, weight.scales[None]), out_dtype=torch.bfloat16, use_fast_accum=True
         )

@@ -9,7 +9,7 @@ import triton.language as tl
 from ssd.kernels.e4m3 import encode, widen_bits
 from ssd.kernels.quantized import LEAST_SCALE, ROW_LIMITS, RowType
 
-_BLOCK = 1024
+_BLOCK = 16384  # numbers that one program rounds at a time
 
 
 @triton.jit
@@ -54,6 +54,7 @@ def rounded_rows(
     groups = triton.cdiv(depth, size)
     scales = torch.empty(num_rows, groups, dtype=torch.float32, device=x.device) if stored is None else stored
     lowest, highest = ROW_LIMITS[kind]
+    block = min(_BLOCK, triton.next_power_of_2(size))
     _round_kernel[(num_rows, groups)](
         *(x, out, scales, stored, depth, size, x.stride(0)),
         INTEGERS=kind == "int8",
@@ -61,6 +62,7 @@ def rounded_rows(
         LOWEST=lowest,
         HIGHEST=highest,
         LEAST=LEAST_SCALE,
-        BLOCK=min(_BLOCK, triton.next_power_of_2(size)),
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 512)),
     )
     return out.view(torch.float8_e4m3fn) if narrow else out, scales if stored is None else stored.expand(num_rows, 1)
