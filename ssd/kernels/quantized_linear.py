@@ -403,8 +403,7 @@ def _in_pairs(x: torch.Tensor) -> bool:
 
 
 def is_wide(x: torch.Tensor, weight: PackedCodes) -> bool:
-    """Whether `wide_linear` is for this product. Not in float32, whose products on tensor cores have the order of sums of
-    their tile shape."""
+    """Whether `wide_linear` is for this product. Not in float32: there the order of sums depends on the tile shape."""
     exact = x.dtype is not torch.float32 or not x.is_cuda
     return exact and weight.parts_of_group == 0 and len(x) > _WIDE_ROWS
 
