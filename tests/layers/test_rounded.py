@@ -41,6 +41,12 @@ def test_the_shares_of_ranks_are_parts_of_one_rounded_weight(form: Format, depth
     assert torch.equal(torch.cat(parts, 1), whole)
 
 
+def test_the_share_of_one_rank_may_have_any_size() -> None:
+    weight = torch.randn(4, 40)
+    whole, share = (widened(Rounded("int4"), weight, part) for part in (slice(None), slice(0, 40)))
+    assert torch.equal(whole, share)
+
+
 def test_a_share_that_no_kernel_multiplies_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_size: a rank's share of 24 weights .*use fewer ranks"):
         widened(Rounded("int4"), torch.randn(4, 192), slice(24, 48))

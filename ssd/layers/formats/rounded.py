@@ -101,7 +101,7 @@ class Rounded(WeightFormat):
 
 def _columns(codes: Codes, part: slice) -> Codes:
     """A part of all rows. Groups that it cuts become smaller ones of the same scale."""
-    if part == slice(None):
+    if part.indices(codes.depth)[:2] == (0, codes.depth):
         return codes
     unit, size = math.gcd(codes.group, part.start, part.stop), part.stop - part.start
     if codes.scales.shape[1] == 1:
