@@ -19,7 +19,7 @@ from ssd.kernels.quantized import Codes, Format, RowType, TargetFormat, quantize
 from ssd.layers.formats import DENSE, FormatOf, Use, WeightFormat, dense, fused
 
 _AROUND = ("embed_tokens", "lm_head", "gate", "router")  # a router's small weight decides which experts are read
-_FEW_ROWS = 64  # products of more rows are bound by arithmetic, not by reading the weight
+_FEW_ROWS = 32  # products of more rows are bound by arithmetic, not by reading the weight
 _LEAST_GROUP = 16  # weights of one scale that kernels take
 
 
