@@ -79,7 +79,8 @@ def check_answer(output: RequestOutput, whole: RequestOutput, *, left: bool, los
     reasons = {sample.finish_reason for sample in output.samples}
     assert (output.error is not None) == ("error" in reasons)
     assert output.error == whole.error or left or lost, output.error
-    assert ("abort" in reasons) == left or (left and lost), f"aborted: {left}, but it ended with {reasons}"
+    failed = lost or (output.error is not None and output.error == whole.error)  # perhaps before it was aborted
+    assert ("abort" in reasons) == left or (left and failed), f"aborted: {left}, but it ended with {reasons}"
     check_prompt(output, whole, ended=not left and not lost)
     for sample, full in zip(output.samples, whole.samples, strict=True):
         what, end = f"sample {sample.index}", len(sample.token_ids)
