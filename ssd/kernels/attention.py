@@ -31,6 +31,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ssd.kernels.e4m3 import as_bytes, widen, widening
+from ssd.kernels.launching import processors
 from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales
 
 Prefill = Callable[[torch.Tensor, torch.Tensor, DeviceBatch, torch.Tensor, torch.Tensor, torch.Tensor | None], bool]
@@ -412,9 +413,8 @@ class Workspace:
     def __init__(self, heads: HeadShape, device: torch.device) -> None:
         self.heads = heads
         on_cuda = device.type == "cuda"
-        processors = torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else 4
         self.has_tma = on_cuda and torch.cuda.get_device_capability(device)[0] >= 9
-        self.programs = max(1, _PROGRAMS * processors // heads.num_kv_heads)  # per KV head
+        self.programs = max(1, _PROGRAMS * processors(device) // heads.num_kv_heads)  # per KV head
         pieces = _WORKSPACE_PIECES * heads.num_kv_heads
         rows = pieces * tile_rows(heads.group_size, False)
         self.partial = torch.empty(rows * heads.head_dim, dtype=torch.float32, device=device)

@@ -16,6 +16,7 @@ import torch
 
 from ssd.kernels.compiling import compiling
 from ssd.kernels.driver import DriverError
+from ssd.kernels.launching import processors
 from ssd.kernels.nvrtc import BuildError, Kernel, compiled
 from ssd.kernels.packing import PackedCodes
 
@@ -73,11 +74,6 @@ def _kernels(device: torch.device, kind: str, block: int) -> dict[int, Kernel] |
     return kernels
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def share_of(strips: int, processors: int) -> int:
     """Strips of a block of threads, such that the busiest multiprocessor has as few as possible."""
 
@@ -111,10 +107,10 @@ def linear(
     if compiling():
         return y
     tiles = next(each for each in _TILES if 8 * each >= rows)
-    strips, processors = len(weight.words), _processors(x.device)
-    share = share_of(strips, processors)
+    strips, count = len(weight.words), processors(x.device)
+    share = share_of(strips, count)
     blocks, size = -(-strips // share), stage_bytes(weight, share, tiles)
-    memory = _SHARED // (2 if blocks > processors else 1) - _RESERVED - _BARRIERS
+    memory = _SHARED // (2 if blocks > count else 1) - _RESERVED - _BARRIERS
     stages = max(2, min(_MAX_STAGES, memory // size))
     pointers = {"x": x, "words": weight.words, "scales": weight.scales, "row_scales": row_scales, "bias": bias, "y": y}
     params = Params(

@@ -43,10 +43,9 @@ def _fp8_kernel(
     x_ptr, w_ptr, row_scale_ptr, scale_ptr, bias_ptr, y_ptr, num_rows, N, K, y_stride,
     GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """y[m, n] = sum_k x[m, k] w[n, k], scaled."""
-    tiles_m = tl.cdiv(num_rows, BLOCK_M)
-    m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n0 = (tl.program_id(0) // tiles_m) * BLOCK_N
+    """y[m, n] = sum_k x[m, k] w[n, k], scaled; for up to BLOCK_M rows."""
+    m = tl.arange(0, BLOCK_M)
+    n0 = tl.program_id(0) * BLOCK_N
     n = n0 + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     m_mask, n_mask = m < num_rows, n < N

@@ -1,4 +1,4 @@
-"""What a launch may ask of a GPU: its shared memory, and an early launch.
+"""What a launch may ask of a GPU: its shared memory, its multiprocessors, and an early launch.
 
 Early launches: a kernel that begins while the one before it still runs, which hides what a launch costs.
 
@@ -28,3 +28,9 @@ def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program can have; the interpreter gets an H200's."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
     return {(8, 0): 163, (9, 0): 227, (10, 0): 227}.get(capability, 99) << 10
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; the interpreter gets 4."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

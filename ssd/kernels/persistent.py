@@ -16,6 +16,7 @@ from typing import Final
 
 import torch
 
+from ssd.kernels.launching import processors
 from ssd.kernels.nvrtc import BuildError, Kernel, compiled
 from ssd.kernels.ops import DeviceBatch, HeadShape
 
@@ -95,8 +96,9 @@ class PersistentStep:
         self._shared_bytes = [kernel.constant("shared_bytes") for kernel in self._kernels]
         for kernel, size in zip(self._kernels, self._shared_bytes, strict=True):
             kernel.allow_shared(size)
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._blocks = min(processors, 2 * inter // 8, len(head) // 8)  # every block needs a share of these products
+        self._blocks = min(
+            processors(device), 2 * inter // 8, len(head) // 8
+        )  # every block needs a share of these products
         self._vocab, self._device = len(head), device
         pointers = [[0 if t is None else t.data_ptr() for t in layer.tensors()] for layer in layers]
         fixed = {

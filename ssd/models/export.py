@@ -146,7 +146,8 @@ def _compressed(codes: Codes) -> dict[str, torch.Tensor]:
 
 def _quantization_json(graft: GraftCheckpoint, chosen: TargetFormat) -> dict[str, Any]:
     """`quantization_config` of compressed-tensors, with a group for each size of the groups that have one scale."""
-    form: Format = "fp8" if chosen == "fp8_dynamic" else chosen
+    rounding = Rounded(chosen)
+    form = rounding.form
     rows = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
     parts: dict[int | None, set[str]] = {}  # by weights of one scale; None: a whole output channel
     for name, shape in parameter_shapes(graft.config).items():
@@ -158,7 +159,7 @@ def _quantization_json(graft: GraftCheckpoint, chosen: TargetFormat) -> dict[str
         f"group_{i}": {
             "targets": ["Linear"] if len(parts) == 1 else [f"re:.*{name}$" for name in sorted(names)],
             "weights": {**kind, "strategy": "channel" if size is None else "group", "group_size": size},
-            "input_activations": rows if chosen == "fp8_dynamic" else None,
+            "input_activations": None if rounding.rows is None else rows,
             "output_activations": None,
         }
         for i, (size, names) in enumerate(parts.items())
