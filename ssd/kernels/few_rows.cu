@@ -1,30 +1,35 @@
 // x [rows, depth] times a packed weight (`packing.py`) transposed, for up to 8 TILES rows: bound by reading the weight.
 //
-// A block of threads has some strips of 16 outputs, one for each consumer warp. Its producer warp copies, for one block
-// of the depth after the other, the strips' codes and the rows of x to a ring in shared memory. A consumer widens codes
-// to bfloat16 in registers: they are the A operand of the tensor cores, 8 rows of x the B operand. Sums are those of
-// `quantized_linear.py`, to the bit: over the depth in one order, sixteen at a time.
+// Blocks of threads form clusters of CLUSTER. A block takes `share` strips of 16 outputs at a time, one for each of its
+// consumer warps. Its producer warp copies, for one block of the depth after the other, the strips' codes, the scales of
+// their groups and its part of x, which all blocks of the cluster receive, to a ring in shared memory. Consumers widen
+// codes to bfloat16 in registers: those of four warps are the A operand of the tensor cores (`wgmma`), x in shared memory
+// is the B operand. Sums are those of `quantized_linear.py`, to the bit: over the depth in one order, sixteen at a time.
 //
-// Macros: FORMAT (0: fp8, 1: int8), WORDS (of a block of an output), TILES, MAX_SHARE (strips of a block of threads).
+// Macros: FORMAT (0: fp8, 1: int8, 2: int4), WORDS (of a block of an output), GROUP (weights of a scale, 0: all of an
+// output's), TILES, CLUSTER, MAX_SHARE.
 
-constexpr int PARTS = 4;              // weights of a word
-constexpr int DEPTH = WORDS * PARTS;  // of a block
+constexpr int PARTS = FORMAT == 2 ? 8 : 4;  // weights of a word
+constexpr int DEPTH = WORDS * PARTS;        // of a block
 constexpr int RUNS = WORDS / 16;
-constexpr int STEPS = DEPTH / 16;  // of the tensor cores
+constexpr int STEPS = DEPTH / 16;                // of the tensor cores
+constexpr int BATCH = GROUP ? GROUP / 16 : STEPS / 2;  // steps that are issued together
+constexpr int GROUPS = GROUP ? DEPTH / GROUP : 0;  // of a block
+constexpr int SUMS = TILES * 4;                  // of a thread
 constexpr int STRIP_BYTES = 16 * WORDS * 4;
-constexpr int ROW_BYTES = DEPTH * 2 + 16;                          // of x in a stage; the 16 avoid bank conflicts
-constexpr int PIECES = DEPTH * 2 / 16 < 32 ? DEPTH * 2 / 16 : 32;  // of a row of x, 16 bytes each
-constexpr int MAX_STAGES = 16;
+constexpr int BOXES = DEPTH / 64;  // of x: 64 numbers of each row
+constexpr int BOX_BYTES = TILES * 8 * 128;
+constexpr int MAX_STAGES = 12;
 constexpr u32 MAX_POLLS = 1u << 26;
-static_assert(DEPTH <= 256 && STEPS % 2 == 0, "a warp copies whole rows of x; x is loaded for two steps at a time");
+constexpr int BATCHES = STEPS / BATCH;
+static_assert(BATCHES % 2 == 0, "batches take turns with two sets of registers");
 
 struct Params {
-    const bf16* x;
     const u32* words;
-    const float *scales, *row_scales;  // of outputs, of rows or null
+    const float *scales, *row_scales;  // of outputs (and groups), of rows or null
     const bf16* bias;
     void* y;
-    long long x_stride, y_stride;
+    long long y_stride;
     int rows, columns, strips, blocks, share, stages;
     int gated, float32;  // whether rows of the weight alternate gate and up; whether y is float32
 };
@@ -32,8 +37,8 @@ struct Params {
 struct Barriers {
     u64 full[MAX_STAGES], empty[MAX_STAGES];
 };
-constexpr int BARRIER_BYTES = 256;
-static_assert(sizeof(Barriers) <= BARRIER_BYTES, "the ring is behind them");
+constexpr int RING_AT = 1024;  // boxes of x are multiples of 1024 bytes, and so are their addresses
+static_assert(sizeof(Barriers) <= RING_AT, "the ring is behind them");
 
 struct Ring {
     int stage = 0;
@@ -43,7 +48,10 @@ struct Ring {
     }
 };
 
-__device__ __forceinline__ int stage_bytes(const Params& p) { return p.share * STRIP_BYTES + TILES * 8 * ROW_BYTES; }
+__device__ __forceinline__ int scale_bytes(const Params& p) { return p.share * GROUPS * 64; }
+__device__ __forceinline__ int stage_bytes(const Params& p) {
+    return BOXES * BOX_BYTES + p.share * STRIP_BYTES + (scale_bytes(p) + 1023) / 1024 * 1024;
+}
 
 __device__ __forceinline__ void wait(u64* barrier, u32 parity) {
     u32 polls = 0;
@@ -51,7 +59,6 @@ __device__ __forceinline__ void wait(u64* barrier, u32 parity) {
         if (++polls > MAX_POLLS) give_up();
         pause();
     }
-    __syncwarp();
 }
 
 // Numbers `part` of two words of neighbouring weights, as a pair of bfloat16.
@@ -62,7 +69,11 @@ __device__ __forceinline__ u32 widened(uint2 w) {
         const u32 bits = part % 2 ? ((v << 4) & 0x80F080F0u) | ((v >> 4) & 0x07000700u) : v & 0x87F087F0u;
         return fma2(bits, 0x7B807B80u, 0x80008000u);
     }
-    const u32 v = bytes<0x0400 + part * 0x1111>(w.x, w.y);  // 128 and seven bits, minus 128, or 256 for the sign
+    if (FORMAT == 2) {  // 128 and four bits, minus 136
+        const u32 v = bytes<0x0400 + part / 2 * 0x1111>(w.x, w.y) >> part % 2 * 4;
+        return fma2((v & 0x000F000Fu) | 0x43004300u, 0x3F803F80u, 0xC308C308u);
+    }
+    const u32 v = bytes<0x0400 + part % 4 * 0x1111>(w.x, w.y);  // 128 and seven bits, minus 128, or 256 for the sign
     return fma2((v & 0x007F007Fu) | 0x43004300u, 0x3F803F80u, (v & 0x00800080u) | 0xC300C300u);
 }
 
@@ -80,26 +91,67 @@ struct Words {
     }
 };
 
-// One step of the tensor cores for all rows; `b`: two steps of x.
-template <int step>
-__device__ __forceinline__ void multiply(float (&sums)[TILES][4], const Words& words, const u32 (&b)[TILES][4]) {
-    constexpr int part = step / RUNS, run = step % RUNS;
-    const u32 a0 = widened<part>(words.of[run][0][0]), a1 = widened<part>(words.of[run][0][1]);
-    const u32 a2 = widened<part>(words.of[run][1][0]), a3 = widened<part>(words.of[run][1][1]);
+// The A operand of steps `step` up to `end`.
+template <int step, int end>
+__device__ __forceinline__ void widen(u32 (&a)[BATCH][4], const Words& words) {
+    if constexpr (step < end) {
+        constexpr int part = step / RUNS, run = step % RUNS;
 #pragma unroll
-    for (int i = 0; i < TILES; ++i) mma(sums[i], a0, a1, a2, a3, b[i][step % 2 * 2], b[i][step % 2 * 2 + 1]);
-}
-template <int step>
-__device__ __forceinline__ void multiply_all(float (&sums)[TILES][4], const Words& words, u32 x) {
-    if constexpr (step < STEPS) {
-        u32 b[TILES][4];
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) load_matrices(b[i], x + i * 8 * ROW_BYTES + step * 32);
-        multiply<step>(sums, words, b);
-        multiply<step + 1>(sums, words, b);
-        multiply_all<step + 2>(sums, words, x);
+        for (int i = 0; i < 4; ++i) a[step % BATCH][i] = widened<part>(words.of[run][i / 2][i % 2]);
+        widen<step + 1, end>(a, words);
     }
 }
+
+struct Consumer {
+    float total[SUMS], sums[2][SUMS];  // of earlier groups; of two that are computed. Without groups only sums[0]
+    float scales[2];                   // of the group before the current one
+    u32 a[2][BATCH][4];
+    Words words;
+
+    __device__ __forceinline__ void begin() {
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) total[i] = sums[0][i] = sums[1][i] = 0.0f;
+        scales[0] = scales[1] = 0.0f;
+    }
+    // Waits for all batches but the last `pending`, and adds up the group that is done.
+    template <int pending>
+    __device__ __forceinline__ void collect(float (&done)[SUMS]) {
+        wgmma_wait<pending>(done);
+        if (GROUP)
+#pragma unroll
+            for (int i = 0; i < SUMS; ++i) total[i] = __fmaf_rn(done[i], scales[i % 4 / 2], total[i]);
+    }
+    // One batch is computed while the codes of the next are widened. `x`: descriptor of the first box, `scale`: address
+    // of those of the thread's first output, `previous`:
+    // barrier of the block before, if it is a `later` one; its last batch may be under way.
+    template <int batch>
+    __device__ __forceinline__ void multiply(u64 x, u32 scale, bool later, u64* previous) {
+        if constexpr (batch < STEPS / BATCH) {
+            constexpr int now = batch % 2;
+            widen<batch * BATCH, batch * BATCH + BATCH>(a[now], words);
+            wgmma_fence();
+            issue<batch, 0>(x);
+            wgmma_commit();
+            collect<1>(sums[GROUP ? 1 - now : 0]);
+            if (GROUP) scales[0] = shared_float(scale + batch * 64), scales[1] = shared_float(scale + batch * 64 + 32);
+            if (batch == 0) release(later, previous);
+            multiply<batch + 1>(x, scale, later, previous);
+        }
+    }
+    template <int batch, int i>
+    __device__ __forceinline__ void issue(u64 x) {
+        if constexpr (i < BATCH) {
+            constexpr int step = batch * BATCH + i, now = batch % 2;
+            wgmma<!GROUP || (i > 0)>(sums[GROUP ? now : 0], a[now][i], x + (step / 4 * BOX_BYTES + step % 4 * 32) / 16);
+            issue<batch, i + 1>(x);
+        }
+    }
+    // A slot of the ring, to the producers of the cluster.
+    static __device__ __forceinline__ void release(bool wanted, u64* empty) {
+        __syncwarp();
+        mbarrier_arrive_at(wanted && threadIdx.x % 32 < CLUSTER, empty, threadIdx.x % 32);
+    }
+};
 
 __device__ __forceinline__ void store(const Params& p, int row, int column, float value) {
     const u64 at = (u64)row * p.y_stride + column;
@@ -110,95 +162,128 @@ __device__ __forceinline__ void store(const Params& p, int row, int column, floa
 }
 // Scales, bias and activation of outputs `first` and 8 more, of rows lane % 4 * 2 and the next, as
 // `quantized_linear._finish` has them.
-__device__ __forceinline__ void finish(const Params& p, const float (&sums)[TILES][4], int first, int lane) {
+__device__ __forceinline__ void finish(const Params& p, const float (&sums)[SUMS], int first, int lane) {
 #pragma unroll
-    for (int i = 0; i < TILES; ++i)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const int row = i * 8 + lane % 4 * 2 + e % 2, column = first + e / 2 * 8;
-            const bool there = row < p.rows && column < p.columns;
+    for (int i = 0; i < SUMS; ++i) {
+        const int row = i / 4 * 8 + lane % 4 * 2 + i % 2, column = first + i % 4 / 2 * 8;
+        const bool there = row < p.rows && column < p.columns;
+        const float bias = p.bias && there ? __uint_as_float((u32)p.bias[column] << 16) : 0.0f;
+        float v = sums[i];
+        if (!GROUP) {
             const float scale = __ldg(p.scales + column);
-            float v = sums[i][e];
             if (p.row_scales) v = __fmul_rn(v, there ? p.row_scales[row] : 0.0f);
-            if (p.bias)
-                v = __fmaf_rn(v, scale, there ? __uint_as_float((u32)p.bias[column] << 16) : 0.0f);
-            else
-                v = __fmul_rn(v, scale);
-            if (!p.gated) {
-                if (there) store(p, row, column, v);
-                continue;
-            }
-            const float up = __shfl_xor_sync(~0u, v, 4);  // of the next output
-            if (there && column % 2 == 0) {
-                const float below = __fadd_rn(1.0f, exp2_(__fmul_rn(-v, 1.4426950408889634f)));
-                store(p, row, column / 2, __fmul_rn(divided(v, below), up));
-            }
+            v = p.bias ? __fmaf_rn(v, scale, bias) : __fmul_rn(v, scale);
+        } else if (p.bias) {
+            v = __fadd_rn(v, bias);
         }
+        if (!p.gated) {
+            if (there) store(p, row, column, v);
+            continue;
+        }
+        const float up = __shfl_xor_sync(~0u, v, 4);  // of the next output
+        if (there && column % 2 == 0) {
+            const float below = __fadd_rn(1.0f, exp2_(__fmul_rn(-v, 1.4426950408889634f)));
+            store(p, row, column / 2, __fmul_rn(divided(v, below), up));
+        }
+    }
 }
 
-__device__ __forceinline__ void consume(const Params& p, Barriers& barriers, const unsigned char* ring, int strip,
-                                        int first) {
+// Which strips blocks of threads take: the cluster's tiles are `step` apart.
+struct Tiles {
+    int first, step, count;
+    __device__ __forceinline__ explicit Tiles(const Params& p) {
+        const int all = (p.strips + CLUSTER * p.share - 1) / (CLUSTER * p.share);
+        first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
+        count = first < all ? (all - first + step - 1) / step : 0;
+    }
+    __device__ __forceinline__ int strip(const Params& p, int tile, u32 rank) const {
+        return ((first + tile * step) * CLUSTER + rank) * p.share;
+    }
+};
+
+__device__ __forceinline__ void consume(const Params& p, Barriers& barriers, u32 ring, int warp) {
     const int lane = threadIdx.x % 32, size = stage_bytes(p);
-    float sums[TILES][4] = {};
+    const Tiles tiles(p);
+    const u32 rank = cluster_rank();
+    Consumer consumer;
     Ring at;
-    for (int block = 0; block < p.blocks; ++block, at.next(p.stages)) {
-        wait(&barriers.full[at.stage], at.parity);
-        const u32 base = shared_address(ring + at.stage * size);
-        Words words;
-        words.load(base + strip * STRIP_BYTES, lane);
-        multiply_all<0>(sums, words, base + p.share * STRIP_BYTES + lane % 8 * ROW_BYTES + lane / 8 * 16);
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(&barriers.empty[at.stage]);
-    }
-    finish(p, sums, first * 16 + lane / 4, lane);
-}
-
-// The weight does not depend on earlier kernels: its first blocks are copied before they have ended.
-__device__ __forceinline__ void produce(const Params& p, Barriers& barriers, unsigned char* ring, int first, int count) {
-    constexpr int STEP = 32 / PIECES;  // rows of x that are copied at a time
-    const int lane = threadIdx.x % 32, piece = lane % PIECES, row = lane / PIECES, size = stage_bytes(p);
-    const u64 policy = evict_first();
-    const u32* words = p.words + (u64)(first + lane) * p.blocks * (STRIP_BYTES / 4);
-    const auto copy_weight = [&](int block, int stage) {
-        u64* full = &barriers.full[stage];
-        if (lane == 0) mbarrier_expect(full, count * STRIP_BYTES);
-        __syncwarp();
-        if (lane < count)
-            copy_to_shared(ring + stage * size + lane * STRIP_BYTES, words + (u64)block * (STRIP_BYTES / 4), STRIP_BYTES,
-                           full, policy);
-    };
-    const int ahead = min(p.stages, p.blocks);
-    for (int block = 0; block < ahead; ++block) copy_weight(block, block);
-    wait_for_earlier_kernels();
-    const bf16* x = p.x + row * p.x_stride + piece * 8;
-    Ring at;
-    for (int block = 0; block < p.blocks; ++block, at.next(p.stages), x += DEPTH) {
-        if (block >= ahead) {
-            wait(&barriers.empty[at.stage], at.parity ^ 1);
-            copy_weight(block, at.stage);
+    for (int tile = 0; tile < tiles.count; ++tile) {
+        const int strip = tiles.strip(p, tile, rank) + warp;
+        const bool there = warp < p.share && strip < p.strips;  // others multiply zeros
+        const u32 codes = BOXES * BOX_BYTES + (there ? warp * STRIP_BYTES : 0);
+        const u32 scales = BOXES * BOX_BYTES + p.share * STRIP_BYTES + (there ? warp * GROUPS * 64 : 0) + lane / 4 * 4;
+        u64* previous = barriers.empty;
+        consumer.begin();
+        if (!there) consumer.words = {};
+        for (int block = 0; block < p.blocks; ++block, at.next(p.stages)) {
+            wait(&barriers.full[at.stage], at.parity);
+            __syncwarp();
+            const u32 x = ring + at.stage * size;
+            if (there) consumer.words.load(x + codes, lane);
+            consumer.multiply<0>(rows_descriptor(x), x + scales, block > 0, previous);
+            previous = &barriers.empty[at.stage];
         }
-        unsigned char* to = ring + at.stage * size + p.share * STRIP_BYTES + row * ROW_BYTES + piece * 16;
-        const bf16* from = x;
-#pragma unroll 4
-        for (int r = row; r < p.rows; r += STEP, to += STEP * ROW_BYTES, from += STEP * p.x_stride) copy16(to, from);
-        arrive_with_copies(&barriers.full[at.stage]);
+        consumer.collect<0>(consumer.sums[GROUP ? 1 : 0]);
+        Consumer::release(true, previous);
+        if (there) finish(p, GROUP ? consumer.total : consumer.sums[0], strip * 16 + lane / 4, lane);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * (MAX_SHARE + 1), 2) product(const __grid_constant__ Params p) {
+// One thread. The weight does not depend on earlier kernels: its first blocks are copied before they have ended.
+__device__ __forceinline__ void produce(const TensorMap& x, const Params& p, Barriers& barriers, unsigned char* ring) {
+    const int size = stage_bytes(p);
+    const u64 policy = evict_first();
+    const Tiles tiles(p);
+    const u32 rank = cluster_rank();
+    const int fills = tiles.count * p.blocks, ahead = min(p.stages, fills);
+    const auto copy_weight = [&](int fill, int stage) {
+        const int block = fill % p.blocks, first = tiles.strip(p, fill / p.blocks, rank);
+        const int count = max(0, min(p.share, p.strips - first));
+        const u64 from = (u64)block * p.strips + first;  // strips
+        unsigned char* codes = ring + stage * size + BOXES * BOX_BYTES;
+        u64* full = &barriers.full[stage];
+        mbarrier_expect(full, BOXES * BOX_BYTES + count * (STRIP_BYTES + GROUPS * 64));
+        if (count == 0) return;
+        copy_to_shared(codes, p.words + from * (STRIP_BYTES / 4), count * STRIP_BYTES, full, policy);
+        if (GROUPS)
+            copy_to_shared(codes + p.share * STRIP_BYTES, p.scales + from * (GROUPS * 16), count * GROUPS * 64, full,
+                           policy);
+    };
+    for (int fill = 0; fill < ahead; ++fill) copy_weight(fill, fill);
+    wait_for_earlier_kernels();
+    Ring at;
+    for (int fill = 0; fill < fills; ++fill, at.next(p.stages)) {
+        if (fill >= ahead) {
+            wait(&barriers.empty[at.stage], at.parity ^ 1);
+            copy_weight(fill, at.stage);
+        }
+        const int first = rank * (BOXES / CLUSTER);  // boxes that are this block's to copy
+        copy_box(ring + at.stage * size + first * BOX_BYTES, x, fill % p.blocks * BOXES + first, &barriers.full[at.stage],
+                 CLUSTER);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * (MAX_SHARE + 1), 1)
+    product(const __grid_constant__ TensorMap x, const __grid_constant__ Params p) {
     Barriers& barriers = *reinterpret_cast<Barriers*>(memory);
-    unsigned char* ring = memory + BARRIER_BYTES;
-    const int first = blockIdx.x * p.share, count = min(p.share, p.strips - first), warp = threadIdx.x / 32;
+    unsigned char* ring = memory + RING_AT;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), consumers = (p.share + 3) / 4 * 4;
     if (threadIdx.x == 0) {
         for (int i = 0; i < p.stages; ++i) {
-            mbarrier_init(&barriers.full[i], 1 + 32);  // the weight's bytes, and the lanes' copies of x
-            mbarrier_init(&barriers.empty[i], count);
+            mbarrier_init(&barriers.full[i], 1);
+            mbarrier_init(&barriers.empty[i], CLUSTER * consumers);
         }
         mbarriers_are_ready();
     }
     __syncthreads();
+    cluster_meet();  // barriers of the others are ready
     let_later_kernels_begin();
-    if (warp == p.share) return produce(p, barriers, ring, first, count);
-    wait_for_earlier_kernels();  // they may read what is written here
-    if (warp < count) consume(p, barriers, ring, warp, first + warp);
+    if (warp == consumers) {
+        if (threadIdx.x % 32 == 0) produce(x, p, barriers, ring);
+        __syncwarp();
+    } else {
+        wait_for_earlier_kernels();  // they may read what is written here
+        consume(p, barriers, shared_address(ring), warp);
+    }
+    cluster_meet();  // the others copy to this block's memory no more
 }

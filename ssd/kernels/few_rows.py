@@ -1,6 +1,6 @@
 """Products of few rows with a quantised weight as a CUDA kernel (`few_rows.cu`), near the speed of reading the weight.
 
-It is for weights of 8 bits with one scale an output, and has the bits of `quantized_linear`, which does all the rest.
+It is for weights in strips (`packing`), and has the bits of `quantized_linear`, which does all the rest.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 from ssd.kernels.compiling import compiling
 from ssd.kernels.driver import DriverError
 from ssd.kernels.launching import processors
-from ssd.kernels.nvrtc import BuildError, Kernel, compiled
+from ssd.kernels.nvrtc import BuildError, Kernel, compiled, tensor_map
 from ssd.kernels.packing import PackedCodes
 
 log = logging.getLogger("ssd")
 SOURCE: Final = Path(__file__).with_name("few_rows.cu")
-MAX_ROWS: Final = 32
-_TILES: Final = (1, 2, 4)  # of 8 rows, each a kernel of its own
-_MAX_SHARE: Final = 7  # strips of a block of threads, which has a warp more: registers are for multiples of 4 warps
+_TILES: Final = (1, 2, 4, 8)  # of 8 rows, each a kernel of its own
+MAX_ROWS: Final = 8 * _TILES[-1]
+CLUSTER: Final = 2  # blocks of threads that share x
 _MAX_STAGES: Final = 12
-_SHARED: Final = 226 << 10  # bytes of a multiprocessor's shared memory that blocks of threads can have
-_RESERVED: Final = 1024  # bytes that the system takes of a block's
-_BARRIERS: Final = 256  # bytes
+_SHARED: Final = 227 << 10  # bytes of shared memory that a block of threads can have
+_RING_AT: Final = 1024  # bytes
+_FORMATS: Final = {"fp8": 0, "int8": 1, "int4": 2}
 _P = ctypes.c_void_p
 
 
@@ -36,57 +36,72 @@ class Params(ctypes.Structure):
     """`Params` of the source."""
 
     _fields_ = [
-        *((name, _P) for name in ("x", "words", "scales", "row_scales", "bias", "y")),
-        *((name, ctypes.c_longlong) for name in ("x_stride", "y_stride")),
+        *((name, _P) for name in ("words", "scales", "row_scales", "bias", "y")),
+        ("y_stride", ctypes.c_longlong),
         *((name, ctypes.c_int) for name in ("rows", "columns", "strips", "blocks", "share", "stages")),
         *((name, ctypes.c_int) for name in ("gated", "float32")),
     ]
 
 
-def takes(x: torch.Tensor, weight: PackedCodes, bias: torch.Tensor | None) -> bool:
+def takes(x: torch.Tensor, weight: PackedCodes, bias: torch.Tensor | None, row_scales: torch.Tensor | None) -> bool:
     """Whether `linear` is for this product."""
     if not x.is_cuda or x.dtype is not torch.bfloat16 or not 0 < len(x) <= MAX_ROWS:
         return False
     fits = weight.strips and weight.depth == weight.width * weight.parts
+    scaled = row_scales is None or not weight.parts_of_group
     aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     same = bias is None or bias.dtype is x.dtype
-    return fits and aligned and same and _kernels(x.device, weight.type, weight.block) is not None
+    return fits and scaled and aligned and same and _kernels(x.device, weight.type, weight.block, _group(weight)) != {}
 
 
-def macros_of(kind: str, block: int, tiles: int) -> dict[str, int]:
-    return {"FORMAT": int(kind == "int8"), "WORDS": block, "TILES": tiles, "MAX_SHARE": _MAX_SHARE}
+def _group(weight: PackedCodes) -> int:
+    """Weights of one scale; 0: all of an output's."""
+    return weight.group if weight.parts_of_group else 0
+
+
+def macros_of(kind: str, block: int, group: int, tiles: int) -> dict[str, int]:
+    sizes = {"TILES": tiles, "CLUSTER": CLUSTER, "MAX_SHARE": _max_share(group, tiles)}
+    return {"FORMAT": _FORMATS[kind], "WORDS": block, "GROUP": group, **sizes}
+
+
+def _max_share(group: int, tiles: int) -> int:
+    """Strips of a block of threads: as many warps as there are registers for."""
+    return 4 if group and tiles > 4 else 8
 
 
 @functools.cache
-def _kernels(device: torch.device, kind: str, block: int) -> dict[int, Kernel] | None:
-    """Kernels by tiles; None where they cannot be built."""
-    if torch.cuda.get_device_capability(device) < (9, 0):
-        return None
+def _kernels(device: torch.device, kind: str, block: int, group: int) -> dict[int, Kernel]:
+    """Kernels by tiles; none where they cannot be built."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return {}
     try:
         with ThreadPoolExecutor() as pool:  # NVRTC uses one core each
-            cubins = list(pool.map(lambda tiles: compiled(SOURCE, macros_of(kind, block, tiles), device), _TILES))
+            macros = [macros_of(kind, block, group, tiles) for tiles in _TILES]
+            cubins = list(pool.map(lambda each: compiled(SOURCE, each, device), macros))
         kernels = {tiles: Kernel(cubin, "product", device) for tiles, cubin in zip(_TILES, cubins, strict=True)}
         for kernel in kernels.values():
             kernel.allow_shared(_SHARED)
     except (BuildError, DriverError, OSError) as error:
         log.warning("quantised weights are multiplied by slower kernels: %s", error)
-        return None
+        return {}
     return kernels
 
 
-def share_of(strips: int, processors: int) -> int:
-    """Strips of a block of threads, such that the busiest multiprocessor has as few as possible."""
+def share_of(strips: int, processors: int, most: int) -> int:
+    """Strips of a block of threads, at most `most`, such that the busiest multiprocessor has as few as possible."""
+    clusters = processors // CLUSTER
 
     def busiest(share: int) -> int:
-        blocks = -(-strips // share)
-        return -(-blocks // processors) * share
+        return -(-strips // (CLUSTER * share * clusters)) * share
 
-    return min(range(_MAX_SHARE, 0, -1), key=busiest)
+    return min(range(most, 0, -1), key=busiest)
 
 
 def stage_bytes(weight: PackedCodes, share: int, tiles: int) -> int:
     """`stage_bytes` of the source."""
-    return share * 64 * weight.block + tiles * 8 * (2 * weight.block * weight.parts + 16)
+    depth, group = weight.block * weight.parts, _group(weight)
+    scales = share * 64 * (depth // group) if group else 0
+    return tiles * 16 * depth + share * 64 * weight.block + -(-scales // 1024) * 1024
 
 
 def linear(
@@ -99,25 +114,26 @@ def linear(
     row_scales: torch.Tensor | None,
 ) -> torch.Tensor:
     """See `quantized_linear`; `takes` is true."""
-    rows, columns = len(x), weight.columns
+    (rows, depth), columns, group = x.shape, weight.columns, _group(weight)
     y = x.new_empty((rows, columns // 2 if gated else columns), dtype=out_dtype)
-    kernels = _kernels(x.device, weight.type, weight.block)
-    if kernels is None:
-        raise AssertionError("takes() comes before linear()")
     if compiling():
         return y
     tiles = next(each for each in _TILES if 8 * each >= rows)
-    strips, count = len(weight.words), processors(x.device)
-    share = share_of(strips, count)
-    blocks, size = -(-strips // share), stage_bytes(weight, share, tiles)
-    memory = _SHARED // (2 if blocks > count else 1) - _RESERVED - _BARRIERS
-    stages = max(2, min(_MAX_STAGES, memory // size))
-    pointers = {"x": x, "words": weight.words, "scales": weight.scales, "row_scales": row_scales, "bias": bias, "y": y}
+    strips, count = weight.words.shape[1], processors(x.device)
+    share = share_of(strips, count, _max_share(group, tiles))
+    size = stage_bytes(weight, share, tiles)
+    stages = min(_MAX_STAGES, (_SHARED - _RING_AT) // size)
+    blocks = CLUSTER * min(count // CLUSTER, -(-strips // (CLUSTER * share)))
+    pointers = {"words": weight.words, "scales": weight.scales, "row_scales": row_scales, "bias": bias, "y": y}
     params = Params(
         **{name: None if tensor is None else tensor.data_ptr() for name, tensor in pointers.items()},
-        **{"x_stride": x.stride(0), "y_stride": y.stride(0), "rows": rows, "columns": columns, "strips": strips},
+        **{"y_stride": y.stride(0), "rows": rows, "columns": columns, "strips": strips},
         **{"blocks": weight.width // weight.block, "share": share, "stages": stages},
         **{"gated": gated, "float32": out_dtype is torch.float32},
     )
-    kernels[tiles].launch(blocks, 32 * (share + 1), _BARRIERS + stages * size, params, "early")
+    threads, memory = 32 * (-(-share // 4) * 4 + 1), _RING_AT + stages * size
+    boxes = weight.block * weight.parts // 64 // CLUSTER
+    rows_of_x = tensor_map(x.data_ptr(), rows, depth, 2 * x.stride(0), (boxes, 8 * tiles))
+    kernel = _kernels(x.device, weight.type, weight.block, group)[tiles]
+    kernel.launch(blocks, threads, memory, "early", rows_of_x, params, cluster=CLUSTER)
     return y

@@ -19,13 +19,17 @@ _P = ctypes.c_void_p
 # cuda.h
 _FUNC_MAX_DYNAMIC_SHARED: Final = 8
 _COOPERATIVE: Final = 2
+_CLUSTER: Final = 4
 _PROGRAMMATIC: Final = 6
+_BFLOAT16: Final = 9  # of a tensor map
+_SWIZZLE_128B: Final = 3
+_PROMOTION_256B: Final = 3
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute with a value that is an int."""
+    """CUlaunchAttribute with a value of up to three ints."""
 
-    _fields_ = [("id", ctypes.c_int64), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+    _fields_ = [("id", ctypes.c_int64), ("value", ctypes.c_int * 3), ("rest", ctypes.c_char * 52)]
 
 
 class _Config(ctypes.Structure):
@@ -80,7 +84,7 @@ def compile_source(path: Path, macros: Mapping[str, int], architecture: str) -> 
 
 def compiled(path: Path, macros: Mapping[str, int], device: torch.device) -> bytes:
     """The cubin from the user's cache, compiling it first if it is not there yet."""
-    architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    architecture = "sm_{}{}a".format(*torch.cuda.get_device_capability(device))  # a: with its own instructions
     major, minor = ctypes.c_int(), ctypes.c_int()
     _library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     identity = f"{sorted(macros.items())} {architecture} {major.value}.{minor.value}"
@@ -115,12 +119,35 @@ class Kernel:
         blocks: int,
         threads: int,
         shared: int,
-        params: ctypes.Structure,
         how: Literal["cooperative", "early"],
+        *params: ctypes.Structure,
+        cluster: int = 1,
     ) -> None:
         """On the current stream. Cooperative: all blocks run at the same time, or the launch fails. Early: see
-        `launching`."""
-        attribute = _Attribute(_COOPERATIVE if how == "cooperative" else _PROGRAMMATIC, 1)
-        stream, arguments = torch.cuda.current_stream().cuda_stream, (_P * 1)(ctypes.addressof(params))
-        config = _Config(blocks, 1, 1, threads, 1, 1, shared, stream, ctypes.addressof(attribute), 1)
+        `launching`. Cluster: blocks that reach each other's shared memory."""
+        attributes = [_Attribute(_COOPERATIVE if how == "cooperative" else _PROGRAMMATIC, (1, 0, 0))]
+        if cluster > 1:
+            attributes.append(_Attribute(_CLUSTER, (cluster, 1, 1)))
+        array = (_Attribute * len(attributes))(*attributes)
+        stream, arguments = torch.cuda.current_stream().cuda_stream, (_P * len(params))(*map(ctypes.addressof, params))
+        config = _Config(blocks, 1, 1, threads, 1, 1, shared, stream, ctypes.addressof(array), len(array))
         call("cuLaunchKernelEx", ctypes.byref(config), self._function, arguments, None)
+
+
+class TensorMap(ctypes.Structure):
+    """CUtensorMap."""
+
+    _fields_ = [("of", ctypes.c_uint64 * 16)]
+
+
+@functools.lru_cache(4096)
+def tensor_map(at: int, rows: int, columns: int, stride: int, box: tuple[int, int]) -> TensorMap:
+    """Of a bfloat16 matrix whose rows are `stride` bytes apart, in parts of 64 columns: [parts, rows, 64]. Boxes are some
+    parts of some rows; they are swizzled (128B), and zero beyond the last row."""
+    memory = ctypes.create_string_buffer(192)
+    made = TensorMap.from_buffer(memory, -ctypes.addressof(memory) % 64)
+    sizes, strides = (ctypes.c_uint64 * 3)(64, rows, columns // 64), (ctypes.c_uint64 * 2)(stride, 128)
+    boxes, steps = (ctypes.c_uint32 * 3)(64, *reversed(box)), (ctypes.c_uint32 * 3)(1, 1, 1)
+    address = (ctypes.byref(made), _BFLOAT16, 3, _P(at))
+    call("cuTensorMapEncodeTiled", *address, sizes, strides, boxes, steps, 0, _SWIZZLE_128B, _PROMOTION_256B, 0)
+    return made

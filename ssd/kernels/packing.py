@@ -3,9 +3,10 @@
 Codes are stored in words of 32 bits, in blocks of some words of an output: part i (a byte, or half of one) of word j is
 weight i * words + j of the block. So the parts with one i are a run of consecutive weights, widened two at a time.
 
-Outputs come one after the other, or (for `few_rows`) in strips of sixteen: after the first eight words of a strip's
-first output come those of its second, and so on. So a block of a strip is one piece of memory, and threads read its
-words from shared memory without bank conflicts.
+Outputs come one after the other, or (for `few_rows`) in strips of sixteen: first the first blocks of all strips, then
+the second ones, and so on; within a block of a strip, after the first eight words of its first output come those of its
+second. So a block of several strips is one piece of memory, and threads read its words from shared memory without bank
+conflicts.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ UNIT = 8  # words of one output, one after the other
 class PackedCodes:
     """A quantised weight [columns, depth] in words."""
 
-    words: torch.Tensor  # int32 [columns, width], or [strips, units, STRIP, UNIT]
-    scales: torch.Tensor  # float32 [groups, columns (of whole strips)]
-    offsets: torch.Tensor | None  # likewise
+    words: torch.Tensor  # int32 [columns, width], or [blocks, strips, units, STRIP, UNIT]
+    scales: torch.Tensor  # float32 [groups, columns]; in strips [blocks, strips, groups of a block, STRIP]
+    offsets: torch.Tensor | None  # float32 [groups, columns]
     type: CodeType
     dtype: torch.dtype  # of its products
     columns: int
@@ -44,16 +45,22 @@ class PackedCodes:
     @property
     def width(self) -> int:
         """Words of an output."""
-        return self.words.shape[1] * (UNIT if self.strips else 1)
+        return len(self.words) * self.block if self.strips else self.words.shape[1]
 
     @property
     def strips(self) -> bool:
-        return self.words.dim() == 4
+        return self.words.dim() == 5
 
     @property
     def parts_of_group(self) -> int:
         """Tiles of a group; 0: a scale is for a whole row."""
-        return 0 if len(self.scales) == 1 and self.offsets is None else self.group // self.block
+        return self.group // self.block if self.group < self.depth or self.offsets is not None else 0
+
+    def scales_of(self, index: torch.Tensor) -> torch.Tensor:
+        """Scales [len(index), groups] of some outputs."""
+        if self.strips:
+            return self.scales[:, index // STRIP, :, index % STRIP].flatten(1)
+        return self.scales.t()[index]
 
 
 def pack(codes: Codes, dtype: torch.dtype, *, exact: bool = True, strips: bool = True) -> PackedCodes:
@@ -70,7 +77,7 @@ def pack(codes: Codes, dtype: torch.dtype, *, exact: bool = True, strips: bool =
         if group % block or parts * block % group:
             raise ValueError(f"groups of {group} weights are not supported: they must be 16, 32, 64 or 128")
     rows, width = codes.values.shape
-    strips = strips and exact and bits == 8 and not grouped
+    strips = strips and exact and (codes.type == "int4" if grouped else bits == 8) and codes.offsets is None
     missing, more = -width % (parts * block), -rows % STRIP if strips else 0
     values = torch.nn.functional.pad(codes.values, (0, missing, 0, more), value=8 if codes.type == "int4" else 0)
     values = values.view(rows + more, -1, parts, block)
@@ -84,16 +91,25 @@ def pack(codes: Codes, dtype: torch.dtype, *, exact: bool = True, strips: bool =
 
     def columns(numbers: torch.Tensor) -> torch.Tensor:
         around = (0, missing // group if grouped else 0, 0, more)
-        return torch.nn.functional.pad(numbers, around).t().contiguous()
+        numbers = torch.nn.functional.pad(numbers, around)
+        if strips:
+            of_block = parts * block // group if grouped else 1
+            return numbers.view(-1, STRIP, numbers.shape[1] // of_block, of_block).permute(2, 0, 3, 1).contiguous()
+        return numbers.t().contiguous()
 
     return PackedCodes(
-        words.view(-1, STRIP, words.shape[1] // UNIT, UNIT).transpose(1, 2).contiguous() if strips else words,
+        in_strips(words, block) if strips else words,
         columns(codes.scales),
         None if codes.offsets is None else columns(codes.offsets),
         codes.type,
         dtype,
         *(rows, codes.depth, block, group, exact, paired),
     )
+
+
+def in_strips(words: torch.Tensor, block: int) -> torch.Tensor:
+    """Words of outputs, in strips."""
+    return words.view(-1, STRIP, words.shape[1] // block, block // UNIT, UNIT).permute(2, 0, 3, 1, 4).contiguous()
 
 
 def pairs_of_fp8(words: torch.Tensor) -> torch.Tensor:
@@ -131,10 +147,11 @@ def packed_rows(weight: PackedCodes, index: torch.Tensor) -> torch.Tensor:
     """Rows of a weight, widened."""
     bits, count = bits_of(weight.type), len(index)
     shift = torch.arange(0, 32, bits, dtype=torch.int32, device=index.device)
-    words = weight.words[index // STRIP, :, index % STRIP].flatten(1) if weight.strips else weight.words[index]
+    words = weight.words[:, index // STRIP, :, index % STRIP].flatten(1) if weight.strips else weight.words[index]
     if weight.paired:
         words = _bytes_of_pairs(words)
     values = (words.view(count, -1, 1, weight.block) >> shift[:, None]) & ((1 << bits) - 1)
-    values = values.to(torch.uint8).flatten(1)[:, : len(weight.scales) * weight.group]
+    scales = weight.scales_of(index)
+    values = values.to(torch.uint8).flatten(1)[:, : scales.shape[1] * weight.group]
     offsets = None if weight.offsets is None else weight.offsets.t()[index]
-    return dequantize(Codes(values, weight.scales.t()[index], weight.type, weight.depth, offsets), weight.dtype)
+    return dequantize(Codes(values, scales, weight.type, weight.depth, offsets), weight.dtype)

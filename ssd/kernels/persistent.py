@@ -141,7 +141,7 @@ class PersistentStep:
         )
         which = rows > MAX_ROWS // 2
         threads = 32 * (_TUNING["WARPS"] + 1)
-        self._kernels[which].launch(self._blocks, threads, self._shared_bytes[which], params, "cooperative")
+        self._kernels[which].launch(self._blocks, threads, self._shared_bytes[which], "cooperative", params)
         return logits
 
 

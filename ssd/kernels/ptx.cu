@@ -4,7 +4,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short bf16;
 
-extern __shared__ __align__(128) unsigned char memory[];
+extern __shared__ __align__(1024) unsigned char memory[];
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -91,11 +91,10 @@ __device__ __forceinline__ uint2 shared8(u32 at) {
     asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
     return v;
 }
-// Four matrices of 8 x 8 numbers of 16 bits; lane l has the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void load_matrices(u32 (&d)[4], u32 at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-                 : "r"(at));
+__device__ __forceinline__ float shared_float(u32 at) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at));
+    return v;
 }
 __device__ __forceinline__ uint4 shared16(u32 at) {
     uint4 v;
@@ -153,14 +152,74 @@ __device__ __forceinline__ void copy_to_shared(void* to, const void* from, u32 b
         "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
         : "memory");
 }
-// A small copy to shared memory. One of those above takes some 60 cycles, whatever its size.
-__device__ __forceinline__ void copy16(void* to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+
+// Blocks of threads in a cluster.
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
 }
-// Arrives when the thread's copies of 16 bytes are done.
-__device__ __forceinline__ void arrive_with_copies(u64* barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+// Orders no memory accesses but those of barriers that are ready: what others write comes with an mbarrier.
+__device__ __forceinline__ void cluster_meet() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
+// If `wanted`, at the same barrier of another block. (A branch would end the batches of `wgmma` that run.)
+__device__ __forceinline__ void mbarrier_arrive_at(bool wanted, u64* b, u32 rank) {
+    asm volatile("{\n.reg .b32 at;\n.reg .pred q;\nsetp.ne.b32 q, %2, 0;\n@q mapa.shared::cluster.u32 at, %0, %1;\n"
+                 "@q mbarrier.arrive.shared::cluster.b64 _, [at];\n}" ::"r"(shared_address(b)),
+                 "r"(rank), "r"((int)wanted)
+                 : "memory");
+}
+// A CUtensorMap of three dimensions.
+struct alignas(64) TensorMap {
+    u64 of[16];
+};
+// Copies boxes from `first` on to the memory of all blocks of the cluster, and their barriers count them.
+__device__ __forceinline__ void copy_box(void* to, const TensorMap& map, int first, u64* barrier, int cluster) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%2, %2, %3}], [%4], %5;" ::"r"(shared_address(to)),
+        "l"(&map), "r"(0), "r"(first), "r"(shared_address(barrier)), "h"((unsigned short)((1 << cluster) - 1))
+        : "memory");
+}
+
+// Products of four warps: d += a b, without `add` d = a b. Warp i has rows 16 i to 16 i + 15 of a, as in `mma`, and those
+// of d; b is in shared memory, by columns. They run behind the thread, in batches: until a wait, a and d are theirs.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// For all batches but the last `pending`.
+template <int pending, int n>
+__device__ __forceinline__ void wgmma_wait(float (&d)[n]) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+#pragma unroll
+    for (int i = 0; i < n; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+// Of b: rows of 64 numbers of 16 bits, those of 8 rows in 1024 bytes, swizzled as by a tensor map (128B).
+__device__ __forceinline__ u64 rows_descriptor(u32 at) {
+    return (u64)(at >> 4 & 0x3FFF) | 1ull << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
+}
+#define SUMS4(how, i) how(d[i]), how(d[i + 1]), how(d[i + 2]), how(d[i + 3])
+#define SUMS8(how, i) SUMS4(how, i), SUMS4(how, i + 4)
+#define SUMS16(how, i) SUMS8(how, i), SUMS8(how, i + 8)
+#define SUMS32(how, i) SUMS16(how, i), SUMS16(how, i + 16)
+#define WGMMA(count, columns, list, operands)                                                                          \
+    template <bool add>                                                                                                \
+    __device__ __forceinline__ void wgmma(float (&d)[count], const u32 (&a)[4], u64 b) {                               \
+        if (add)                                                                                                       \
+            asm volatile("{\n.reg .pred q;\nsetp.ne.b32 q, 1, 0;\nwgmma.mma_async.sync.aligned.m64n" #columns             \
+                         "k16.f32.bf16.bf16 {" list "}, " operands ", q, 1, 1, 0;\n}"                                  \
+                         : SUMS##count("+f", 0)                                                                        \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                        \
+        else                                                                                                           \
+            asm volatile("{\n.reg .pred q;\nsetp.ne.b32 q, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #columns             \
+                         "k16.f32.bf16.bf16 {" list "}, " operands ", q, 1, 1, 0;\n}"                                  \
+                         : SUMS##count("=f", 0)                                                                        \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                        \
+    }
+WGMMA(4, 8, "%0,%1,%2,%3", "{%4,%5,%6,%7}, %8")
+WGMMA(8, 16, "%0,%1,%2,%3,%4,%5,%6,%7", "{%8,%9,%10,%11}, %12")
+WGMMA(16, 32, "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15", "{%16,%17,%18,%19}, %20")
+WGMMA(32, 64, "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "{%32,%33,%34,%35}, %36")
 __device__ __forceinline__ void prefetch_to_l2(const void* line) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
 }

@@ -179,11 +179,11 @@ def _part(words, i: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _places(w_ptr, n, k, w_stride, STRIPS: tl.constexpr):
-    """Pointers to words k [1, WORDS] of outputs n [N, 1] of a block; the next is WORDS further, in strips 16 WORDS."""
+def _places(w_ptr, n, k, w_stride, WORDS: tl.constexpr, STRIPS: tl.constexpr):
+    """Pointers to words k [1, WORDS] of outputs n [N, 1] of the first block."""
     if not STRIPS:
         return w_ptr + n.to(tl.int64) * w_stride + k
-    strips = w_ptr + (n // STRIP_OUTPUTS).to(tl.int64) * (w_stride * STRIP_OUTPUTS)
+    strips = w_ptr + n // STRIP_OUTPUTS * (STRIP_OUTPUTS * WORDS)
     return strips + n % STRIP_OUTPUTS * UNIT_WORDS + k // UNIT_WORDS * (STRIP_OUTPUTS * UNIT_WORDS) + k % UNIT_WORDS
 
 
@@ -198,8 +198,9 @@ def sums(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     k = tl.arange(0, WORDS)
     x_ptrs = x_ptr + m[None, :].to(tl.int64) * x_stride + k[:, None]
-    w_ptrs = _places(w_ptr, n[:, None], k[None, :], w_stride, STRIPS)
-    step: tl.constexpr = STRIP_OUTPUTS if STRIPS else 1
+    w_ptrs = _places(w_ptr, n[:, None], k[None, :], w_stride, WORDS, STRIPS)
+    step = tl.cdiv(N, STRIP_OUTPUTS) * STRIP_OUTPUTS if STRIPS else 1
+    of_block: tl.constexpr = PARTS // PARTS_OF_GROUP if PARTS_OF_GROUP else 1  # groups
     acc = tl.zeros((n.shape[0], m.shape[0]), tl.float32)
     for start in tl.range(0, w_stride, WORDS, num_stages=STAGES):
         words = tl.load(w_ptrs + start * step, mask=n_mask[:, None], other=0)
@@ -224,7 +225,13 @@ def sums(
                     if row_scale_ptr is not None:
                         at = m * groups + g if ROW_GROUPS else m
                         group *= tl.load(row_scale_ptr + at, mask=m_mask & (g < groups), other=0.0)[None, :]
-                    acc += group * tl.load(scale_ptr + g * N + n, mask=n_mask, other=0.0)[:, None]
+                    if STRIPS:
+                        at = n // STRIP_OUTPUTS * of_block + i // PARTS_OF_GROUP
+                        at = at * STRIP_OUTPUTS + n % STRIP_OUTPUTS
+                        at += start // WORDS * (tl.cdiv(N, STRIP_OUTPUTS) * STRIP_OUTPUTS * of_block)
+                    else:
+                        at = g * N + n
+                    acc += group * tl.load(scale_ptr + at, mask=n_mask, other=0.0)[:, None]
                     if offset_ptr is not None:
                         sums = tl.load(row_sum_ptr + m * groups + g, mask=m_mask & (g < groups), other=0.0)
                         acc += tl.load(offset_ptr + g * N + n, mask=n_mask, other=0.0)[:, None] * sums[None, :]
@@ -243,7 +250,7 @@ def _split_sums(
     split = tl.arange(0, SPLIT)
     x_ptrs = x_ptr + m[None, None, :].to(tl.int64) * x_stride + (split * (WORDS * PARTS))[:, None, None]
     x_ptrs += k[None, :, None]
-    w_ptrs = _places(w_ptr, n[None, :, None], k[None, None, :], w_stride, False)
+    w_ptrs = _places(w_ptr, n[None, :, None], k[None, None, :], w_stride, WORDS, False)
     w_ptrs += (split * WORDS)[:, None, None]
     acc = tl.zeros((SPLIT, n.shape[0], m.shape[0]), tl.float32)
     for start in tl.range(0, w_stride, WORDS * SPLIT, num_stages=STAGES):
@@ -347,15 +354,16 @@ def _quantized_kernel(
 
 
 @triton.jit
-def _widen_kernel(w_ptr, out_ptr, N, K, w_stride, FORMAT: tl.constexpr, PAIRS: tl.constexpr, PARTS: tl.constexpr,
+def _widen_kernel(w_ptr, out_ptr, N, K, w_stride, step, FORMAT: tl.constexpr, PAIRS: tl.constexpr, PARTS: tl.constexpr,
                   BLOCK_N: tl.constexpr, WORDS: tl.constexpr, STRIPS: tl.constexpr):  # fmt: skip
-    """The codes of a block of words as numbers of the type of out [N, K], without their scales."""
+    """The codes of a block of words as numbers of the type of out [N, K], without their scales; blocks are WORDS * step
+    words apart."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, WORDS)
     start = tl.program_id(1) * WORDS
     n_mask = n < N
-    step: tl.constexpr = STRIP_OUTPUTS if STRIPS else 1
-    words = tl.load(_places(w_ptr, n[:, None], k[None, :], w_stride, STRIPS) + start * step, mask=n_mask[:, None])
+    places = _places(w_ptr, n[:, None], k[None, :], w_stride, WORDS, STRIPS)
+    words = tl.load(places + start * step, mask=n_mask[:, None])
     if PAIRS:
         pairs = _pairs(words, FORMAT)
     for i in tl.static_range(PARTS):
@@ -526,17 +534,18 @@ def wide_linear(
     y = x.new_empty((num_rows, columns // 2 if gated else columns), dtype=out_dtype)
     block = _WIDE_COLUMNS
     wide = x.new_empty((min(block, columns), depth))
+    step = weight.words.shape[1] * STRIP if weight.strips else 1
     for start in range(0, columns, block):
         count = min(block, columns - start)
-        words = weight.words[start // (STRIP if weight.strips else 1) :]
+        words = weight.words[:, start // STRIP :] if weight.strips else weight.words[start:]
         _widen_kernel[(triton.cdiv(count, 16), width // weight.block)](
-            *(words, wide, count, depth, width, weight.type, _in_pairs(x)),
+            *(words, wide, count, depth, width, step, weight.type, _in_pairs(x)),
             **{"PARTS": weight.parts, "BLOCK_N": 16, "WORDS": weight.block, "STRIPS": weight.strips},
         )
         sums = product(x, wide[:count])
         part = y[:, start // 2 : (start + count) // 2] if gated else y[:, start : start + count]
         _finish_kernel[(triton.cdiv(num_rows, 16), triton.cdiv(count, 128))](
-            *(sums, weight.scales[0, start:], row_scales, None if bias is None else bias[start:], part),
+            *(sums, weight.scales.flatten()[start:], row_scales, None if bias is None else bias[start:], part),
             *(num_rows, count, sums.stride(0), y.stride(0)),
             **{"GATED": gated, "BLOCK_M": 16, "BLOCK_N": 128},
         )

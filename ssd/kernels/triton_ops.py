@@ -103,7 +103,7 @@ class TritonOps:
             out_dtype = torch.float32 if float32 else torch.bfloat16
             return fp8_linear.linear(x, weight, bias, gated=gated, out_dtype=out_dtype, row_scales=scales)
         out_dtype = torch.float32 if float32 else x.dtype
-        if few_rows.takes(x, weight, bias):
+        if few_rows.takes(x, weight, bias, scales):
             return few_rows.linear(x, weight, bias, gated=gated, out_dtype=out_dtype, row_scales=scales)
         if quantized_linear.is_wide(x, weight):
             return quantized_linear.wide_linear(
