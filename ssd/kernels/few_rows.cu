@@ -61,20 +61,20 @@ __device__ __forceinline__ void wait(u64* barrier, u32 parity) {
     }
 }
 
-// Numbers `part` of two words of neighbouring weights, as a pair of bfloat16.
+// Numbers `part` of two words of neighbouring weights, as a pair of bfloat16. See `packing.paired` for fp8 and int4.
 template <int part>
 __device__ __forceinline__ u32 widened(uint2 w) {
-    if (FORMAT == 0) {  // see `packing.pairs_of_fp8`: the exponent is not moved, which divides by 2^120
+    if (FORMAT == 0) {  // the exponent is not moved, which divides by 2^120
         const u32 v = part < 2 ? w.x : w.y;
-        const u32 bits = part % 2 ? ((v << 4) & 0x80F080F0u) | ((v >> 4) & 0x07000700u) : v & 0x87F087F0u;
+        const u32 bits = part % 2 ? masked(v << 4, 0x80F080F0u, (v >> 4) & 0x07000700u) : v & 0x87F087F0u;
         return fma2(bits, 0x7B807B80u, 0x80008000u);
     }
     if (FORMAT == 2) {  // 128 and four bits, minus 136
-        const u32 v = bytes<0x0400 + part / 2 * 0x1111>(w.x, w.y) >> part % 2 * 4;
-        return fma2((v & 0x000F000Fu) | 0x43004300u, 0x3F803F80u, 0xC308C308u);
+        const u32 v = (part < 4 ? w.x : w.y) >> part % 4 * 4;
+        return fma2(masked(v, 0x000F000Fu, 0x43004300u), 0x3F803F80u, 0xC308C308u);
     }
     const u32 v = bytes<0x0400 + part % 4 * 0x1111>(w.x, w.y);  // 128 and seven bits, minus 128, or 256 for the sign
-    return fma2((v & 0x007F007Fu) | 0x43004300u, 0x3F803F80u, (v & 0x00800080u) | 0xC300C300u);
+    return fma2(masked(v, 0x007F007Fu, 0x43004300u), 0x3F803F80u, masked(v, 0x00800080u, 0xC300C300u));
 }
 
 struct Words {
@@ -122,20 +122,21 @@ struct Consumer {
             for (int i = 0; i < SUMS; ++i) total[i] = __fmaf_rn(done[i], scales[i % 4 / 2], total[i]);
     }
     // One batch is computed while the codes of the next are widened. `x`: descriptor of the first box, `scale`: address
-    // of those of the thread's first output, `previous`:
-    // barrier of the block before, if it is a `later` one; its last batch may be under way.
-    template <int batch>
-    __device__ __forceinline__ void multiply(u64 x, u32 scale, bool later, u64* previous) {
-        if constexpr (batch < STEPS / BATCH) {
+    // of those of the thread's first output, `previous`: barrier of the block before, if it is a `later` one (its last
+    // batch may be under way), `next`: loads the words of the block after this one.
+    template <int batch, typename Next>
+    __device__ __forceinline__ void multiply(u64 x, u32 scale, bool later, u64* previous, Next next) {
+        if constexpr (batch < BATCHES) {
             constexpr int now = batch % 2;
             widen<batch * BATCH, batch * BATCH + BATCH>(a[now], words);
+            if (batch == BATCHES - 1) next();
             wgmma_fence();
             issue<batch, 0>(x);
             wgmma_commit();
             collect<1>(sums[GROUP ? 1 - now : 0]);
             if (GROUP) scales[0] = shared_float(scale + batch * 64), scales[1] = shared_float(scale + batch * 64 + 32);
             if (batch == 0) release(later, previous);
-            multiply<batch + 1>(x, scale, later, previous);
+            multiply<batch + 1>(x, scale, later, previous, next);
         }
     }
     template <int batch, int i>
@@ -212,16 +213,24 @@ __device__ __forceinline__ void consume(const Params& p, Barriers& barriers, u32
         const bool there = warp < p.share && strip < p.strips;  // others multiply zeros
         const u32 codes = BOXES * BOX_BYTES + (there ? warp * STRIP_BYTES : 0);
         const u32 scales = BOXES * BOX_BYTES + p.share * STRIP_BYTES + (there ? warp * GROUPS * 64 : 0) + lane / 4 * 4;
+        const auto load = [&](const Ring& from) {
+            wait(&barriers.full[from.stage], from.parity);
+            __syncwarp();
+            if (there) consumer.words.load(ring + from.stage * size + codes, lane);
+        };
         u64* previous = barriers.empty;
         consumer.begin();
         if (!there) consumer.words = {};
-        for (int block = 0; block < p.blocks; ++block, at.next(p.stages)) {
-            wait(&barriers.full[at.stage], at.parity);
-            __syncwarp();
+        load(at);
+        for (int block = 0; block < p.blocks; ++block) {
             const u32 x = ring + at.stage * size;
-            if (there) consumer.words.load(x + codes, lane);
-            consumer.multiply<0>(rows_descriptor(x), x + scales, block > 0, previous);
+            Ring next = at;
+            next.next(p.stages);
+            consumer.multiply<0>(rows_descriptor(x), x + scales, block > 0, previous, [&] {
+                if (block + 1 < p.blocks) load(next);
+            });
             previous = &barriers.empty[at.stage];
+            at = next;
         }
         consumer.collect<0>(consumer.sums[GROUP ? 1 : 0]);
         Consumer::release(true, previous);
@@ -250,6 +259,7 @@ __device__ __forceinline__ void produce(const TensorMap& x, const Params& p, Bar
                            policy);
     };
     for (int fill = 0; fill < ahead; ++fill) copy_weight(fill, fill);
+    prefetch(x);
     wait_for_earlier_kernels();
     Ring at;
     for (int fill = 0; fill < fills; ++fill, at.next(p.stages)) {

@@ -19,6 +19,7 @@ from ssd.kernels.quantized import Codes, CodeType, bits_of, dequantize
 
 STRIP = 16  # outputs
 UNIT = 8  # words of one output, one after the other
+_PAIRED = ("fp8", "int4", "uint4")  # codes that are stored in pairs
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class PackedCodes:
     block: int  # words of a block
     group: int  # weights of one scale
     exact: bool  # products are row-invariant
-    paired: bool  # fp8 as `pairs_of_fp8` has it
+    paired: bool  # see `paired`
 
     @property
     def parts(self) -> int:
@@ -84,10 +85,10 @@ def pack(codes: Codes, dtype: torch.dtype, *, exact: bool = True, strips: bool =
     words = values[:, :, 0].to(torch.int32)
     for i in range(1, parts):
         words |= values[:, :, i].to(torch.int32) << (bits * i)
-    paired = codes.type == "fp8" and dtype is torch.bfloat16 and words.is_cuda
+    pairs = codes.type in _PAIRED and dtype is torch.bfloat16 and words.is_cuda
     words = words.flatten(1)
-    if paired:
-        words = pairs_of_fp8(words)
+    if pairs:
+        words = paired(words, codes.type)
 
     def columns(numbers: torch.Tensor) -> torch.Tensor:
         around = (0, missing // group if grouped else 0, 0, more)
@@ -103,7 +104,7 @@ def pack(codes: Codes, dtype: torch.dtype, *, exact: bool = True, strips: bool =
         None if codes.offsets is None else columns(codes.offsets),
         codes.type,
         dtype,
-        *(rows, codes.depth, block, group, exact, paired),
+        *(rows, codes.depth, block, group, exact, pairs),
     )
 
 
@@ -112,15 +113,19 @@ def in_strips(words: torch.Tensor, block: int) -> torch.Tensor:
     return words.view(-1, STRIP, words.shape[1] // block, block // UNIT, UNIT).permute(2, 0, 3, 1, 4).contiguous()
 
 
-def pairs_of_fp8(words: torch.Tensor) -> torch.Tensor:
-    """Parts 0 and 1 of words j and j + 1 in one word, parts 2 and 3 in the next; weight j in the lower half.
+def paired(words: torch.Tensor, kind: CodeType) -> torch.Tensor:
+    """Parts of words j and j + 1 as a GPU widens them with the fewest instructions, two at a time: the first half of the
+    parts in one word, the second half in the next; those of word j in the lower 16 bits.
 
-    A half has the first number where bfloat16 has its sign (bit 15), exponent and mantissa (bits 4 to 10), and the
-    second one in the other bits: its sign in bit 11, its bits 4 to 6 in bits 12 to 14, its bits 0 to 3 in bits 0 to 3.
-    Two words become four pairs of bfloat16 with ten instructions instead of sixteen.
+    Codes of 4 bits stay in their order. Of two numbers of fp8, the first one is where bfloat16 has its sign (bit 15),
+    exponent and mantissa (bits 4 to 10), and the second one in the other bits: its sign in bit 11, its bits 4 to 6 in
+    bits 12 to 14, its bits 0 to 3 in bits 0 to 3.
     """
     one, other = words.view(len(words), -1, 2).unbind(-1)
-    made = [_halves(one, i) | (_halves(other, i) << 16) for i in (0, 2)]
+    if kind == "fp8":
+        made = [_halves(one, i) | (_halves(other, i) << 16) for i in (0, 2)]
+    else:
+        made = [(one & 0xFFFF) | (other << 16), ((one >> 16) & 0xFFFF) | (other & -0x10000)]
     return torch.stack(made, -1).flatten(1)
 
 
@@ -130,8 +135,10 @@ def _halves(words: torch.Tensor, part: int) -> torch.Tensor:
     return placed | ((second & 128) << 4) | ((second & 112) << 8) | (second & 15)
 
 
-def _bytes_of_pairs(words: torch.Tensor) -> torch.Tensor:
-    """What `pairs_of_fp8` was made from."""
+def _unpaired(words: torch.Tensor, kind: CodeType) -> torch.Tensor:
+    """What `paired` was made from."""
+    if kind != "fp8":
+        return paired(words, kind)
     pair = words.view(len(words), -1, 2)
 
     def parts(half: torch.Tensor) -> torch.Tensor:
@@ -149,7 +156,7 @@ def packed_rows(weight: PackedCodes, index: torch.Tensor) -> torch.Tensor:
     shift = torch.arange(0, 32, bits, dtype=torch.int32, device=index.device)
     words = weight.words[:, index // STRIP, :, index % STRIP].flatten(1) if weight.strips else weight.words[index]
     if weight.paired:
-        words = _bytes_of_pairs(words)
+        words = _unpaired(words, weight.type)
     values = (words.view(count, -1, 1, weight.block) >> shift[:, None]) & ((1 << bits) - 1)
     scales = weight.scales_of(index)
     values = values.to(torch.uint8).flatten(1)[:, : scales.shape[1] * weight.group]

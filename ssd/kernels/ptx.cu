@@ -39,6 +39,12 @@ __device__ __forceinline__ u32 bytes(u32 a, u32 b) {
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "n"(which));
     return d;
 }
+// a & mask | bits, in one instruction: that needs one of them in a register.
+__device__ __forceinline__ u32 masked(u32 a, u32 mask, u32 bits) {
+    u32 d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(a), "r"(mask), "r"(bits));
+    return d;
+}
 // a / b, rounded as Triton does.
 __device__ __forceinline__ float divided(float a, float b) {
     float d;
@@ -174,6 +180,9 @@ __device__ __forceinline__ void mbarrier_arrive_at(bool wanted, u64* b, u32 rank
 struct alignas(64) TensorMap {
     u64 of[16];
 };
+__device__ __forceinline__ void prefetch(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
 // Copies boxes from `first` on to the memory of all blocks of the cluster, and their barriers count them.
 __device__ __forceinline__ void copy_box(void* to, const TensorMap& map, int first, u64* barrier, int cluster) {
     asm volatile(

@@ -24,9 +24,9 @@ STRIP_OUTPUTS, UNIT_WORDS = tl.constexpr(STRIP), tl.constexpr(UNIT)
 _SUMS = 32  # groups of a row that one program adds up
 _WIDE_COLUMNS = 8192  # outputs that are widened at a time
 
-# Two words to pairs of bfloat16, part by part. Integers are set as the last bits of 128, then 128 (and the zero point)
-# is subtracted. The exponents of fp8 (`packing.pairs_of_fp8`) and fp4 are not moved, which divides by 2^120 or 2^126:
-# they are multiplied.
+# Two words (fp8, int4 and uint4: as `packing.paired` has them) to pairs of bfloat16, part by part. Integers are set as
+# the last bits of 128, then 128 (and the zero point) is subtracted. The exponents of fp8 and fp4 are not moved, which
+# divides by 2^120 or 2^126: they are multiplied.
 _INT8_PAIRS = tl.constexpr("""{
     .reg .b32 p<4>, s<4>, one;
     mov.b32 one, 0x3F803F80;
@@ -66,35 +66,21 @@ _FP8_PAIRS = tl.constexpr("""{
     fma.rn.bf16x2 $2, p2, up, none;
     fma.rn.bf16x2 $3, p3, up, none;
 }""")
-_INT4_PAIRS = tl.constexpr("""{
-    .reg .b32 p<4>, a<8>, one, zero;
+_INT4_PAIRS = tl.constexpr(
+    """{
+    .reg .b32 a<8>, one, zero;
     mov.b32 one, 0x3F803F80;
     mov.b32 zero, 0xC308C308;
-    prmt.b32 p0, $8, $9, 0x0400;
-    prmt.b32 p1, $8, $9, 0x1511;
-    prmt.b32 p2, $8, $9, 0x2622;
-    prmt.b32 p3, $8, $9, 0x3733;
-    lop3.b32 a0, p0, 0x000F000F, 0x43004300, 0xEA;
-    lop3.b32 a2, p1, 0x000F000F, 0x43004300, 0xEA;
-    lop3.b32 a4, p2, 0x000F000F, 0x43004300, 0xEA;
-    lop3.b32 a6, p3, 0x000F000F, 0x43004300, 0xEA;
-    shr.u32 p0, p0, 4;
-    shr.u32 p1, p1, 4;
-    shr.u32 p2, p2, 4;
-    shr.u32 p3, p3, 4;
-    lop3.b32 a1, p0, 0x000F000F, 0x43004300, 0xEA;
-    lop3.b32 a3, p1, 0x000F000F, 0x43004300, 0xEA;
-    lop3.b32 a5, p2, 0x000F000F, 0x43004300, 0xEA;
-    lop3.b32 a7, p3, 0x000F000F, 0x43004300, 0xEA;
-    fma.rn.bf16x2 $0, a0, one, zero;
-    fma.rn.bf16x2 $1, a1, one, zero;
-    fma.rn.bf16x2 $2, a2, one, zero;
-    fma.rn.bf16x2 $3, a3, one, zero;
-    fma.rn.bf16x2 $4, a4, one, zero;
-    fma.rn.bf16x2 $5, a5, one, zero;
-    fma.rn.bf16x2 $6, a6, one, zero;
-    fma.rn.bf16x2 $7, a7, one, zero;
-}""")
+"""
+    + "".join(
+        f"""    shr.u32 a{i}, ${8 + i // 4}, {i % 4 * 4};
+    lop3.b32 a{i}, a{i}, 0x000F000F, 0x43004300, 0xEA;
+    fma.rn.bf16x2 ${i}, a{i}, one, zero;
+"""
+        for i in range(8)
+    )
+    + "}"
+)
 _UINT4_PAIRS = tl.constexpr(_INT4_PAIRS.value.replace("0xC308C308", "0xC300C300"))  # no zero point
 _FP4_PAIRS = tl.constexpr(
     """{
