@@ -1,28 +1,27 @@
 // x [rows, depth] times a packed weight (`packing.py`) transposed, for up to 8 TILES rows: bound by reading the weight.
 //
-// Blocks of threads form clusters of CLUSTER. A block takes `share` strips of 16 outputs at a time, one for each of its
-// consumer warps. Its producer warp copies, for one block of the depth after the other, the strips' codes, the scales of
-// their groups and its part of x, which all blocks of the cluster receive, to a ring in shared memory. Consumers widen
-// codes to bfloat16 in registers: those of four warps are the A operand of the tensor cores (`wgmma`), x in shared memory
-// is the B operand. Sums are those of `quantized_linear.py`, to the bit: over the depth in one order, sixteen at a time.
+// A block of threads takes `share` strips of 16 outputs at a time, one for each of its consumer warps. Its producer
+// copies, for one block of the depth after the other, the strips' codes, the scales of their groups and the rows of x to
+// a ring in shared memory. Consumers widen codes to bfloat16 in registers: those of four warps are the A operand of the
+// tensor cores (`wgmma`), x in shared memory is the B operand. Sums are those of `quantized_linear.py`, to the bit: over
+// the depth in one order, sixteen at a time.
 //
 // Macros: FORMAT (0: fp8, 1: int8, 2: int4), WORDS (of a block of an output), GROUP (weights of a scale, 0: all of an
-// output's), TILES, CLUSTER, MAX_SHARE.
+// output's), TILES, MAX_SHARE.
 
 constexpr int PARTS = FORMAT == 2 ? 8 : 4;  // weights of a word
 constexpr int DEPTH = WORDS * PARTS;        // of a block
 constexpr int RUNS = WORDS / 16;
-constexpr int STEPS = DEPTH / 16;                // of the tensor cores
-constexpr int BATCH = GROUP ? GROUP / 16 : STEPS / 2;  // steps that are issued together
+constexpr int STEPS = DEPTH / 16;                  // of the tensor cores
+constexpr int BATCH = 2;                           // steps that are issued together
+constexpr int OF_GROUP = GROUP ? GROUP / 16 : STEPS;  // steps
 constexpr int GROUPS = GROUP ? DEPTH / GROUP : 0;  // of a block
-constexpr int SUMS = TILES * 4;                  // of a thread
+constexpr int SUMS = TILES * 4;                    // of a thread
 constexpr int STRIP_BYTES = 16 * WORDS * 4;
-constexpr int BOXES = DEPTH / 64;  // of x: 64 numbers of each row
-constexpr int BOX_BYTES = TILES * 8 * 128;
+constexpr int X_BYTES = TILES * 8 * DEPTH * 2;  // of a stage: 64 numbers of each row, the next 64, and so on
 constexpr int MAX_STAGES = 12;
 constexpr u32 MAX_POLLS = 1u << 26;
-constexpr int BATCHES = STEPS / BATCH;
-static_assert(BATCHES % 2 == 0, "batches take turns with two sets of registers");
+static_assert(STEPS % (2 * BATCH) == 0 && GROUPS % 2 == 0, "batches and groups take turns with two sets of registers");
 
 struct Params {
     const u32* words;
@@ -50,7 +49,7 @@ struct Ring {
 
 __device__ __forceinline__ int scale_bytes(const Params& p) { return p.share * GROUPS * 64; }
 __device__ __forceinline__ int stage_bytes(const Params& p) {
-    return BOXES * BOX_BYTES + p.share * STRIP_BYTES + (scale_bytes(p) + 1023) / 1024 * 1024;
+    return X_BYTES + p.share * STRIP_BYTES + (scale_bytes(p) + 1023) / 1024 * 1024;
 }
 
 __device__ __forceinline__ void wait(u64* barrier, u32 parity) {
@@ -91,17 +90,6 @@ struct Words {
     }
 };
 
-// The A operand of steps `step` up to `end`.
-template <int step, int end>
-__device__ __forceinline__ void widen(u32 (&a)[BATCH][4], const Words& words) {
-    if constexpr (step < end) {
-        constexpr int part = step / RUNS, run = step % RUNS;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[step % BATCH][i] = widened<part>(words.of[run][i / 2][i % 2]);
-        widen<step + 1, end>(a, words);
-    }
-}
-
 struct Consumer {
     float total[SUMS], sums[2][SUMS];  // of earlier groups; of two that are computed. Without groups only sums[0]
     float scales[2];                   // of the group before the current one
@@ -113,7 +101,23 @@ struct Consumer {
         for (int i = 0; i < SUMS; ++i) total[i] = sums[0][i] = sums[1][i] = 0.0f;
         scales[0] = scales[1] = 0.0f;
     }
-    // Waits for all batches but the last `pending`, and adds up the group that is done.
+    // The A operand of steps from `step` to the end of the batch.
+    template <int step>
+    __device__ __forceinline__ void widen() {
+        constexpr int part = step / RUNS, run = step % RUNS;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[step / BATCH % 2][step % BATCH][i] = widened<part>(words.of[run][i / 2][i % 2]);
+        if constexpr ((step + 1) % BATCH) widen<step + 1>();
+    }
+    // Likewise their products; `x`: descriptor of the block's rows.
+    template <int step>
+    __device__ __forceinline__ void issue(u64 x) {
+        constexpr int group = GROUP ? step / OF_GROUP % 2 : 0;
+        constexpr bool add = !GROUP || step % OF_GROUP;
+        wgmma<add>(sums[group], a[step / BATCH % 2][step % BATCH], x + step / 4 * (TILES * 64) + step % 4 * 2);
+        if constexpr ((step + 1) % BATCH) issue<step + 1>(x);
+    }
+    // Waits for all batches but the last `pending`, and adds up the group of `done`.
     template <int pending>
     __device__ __forceinline__ void collect(float (&done)[SUMS]) {
         wgmma_wait<pending>(done);
@@ -121,36 +125,32 @@ struct Consumer {
 #pragma unroll
             for (int i = 0; i < SUMS; ++i) total[i] = __fmaf_rn(done[i], scales[i % 4 / 2], total[i]);
     }
-    // One batch is computed while the codes of the next are widened. `x`: descriptor of the first box, `scale`: address
-    // of those of the thread's first output, `previous`: barrier of the block before, if it is a `later` one (its last
-    // batch may be under way), `next`: loads the words of the block after this one.
-    template <int batch, typename Next>
+    // One batch is computed while the codes of the next are widened. `scale`: address of those of the thread's first
+    // output, `previous`: barrier of the block before, if it is a `later` one (its last batch may be under way), `next`:
+    // loads the words of the block after this one.
+    template <int step, typename Next>
     __device__ __forceinline__ void multiply(u64 x, u32 scale, bool later, u64* previous, Next next) {
-        if constexpr (batch < BATCHES) {
-            constexpr int now = batch % 2;
-            widen<batch * BATCH, batch * BATCH + BATCH>(a[now], words);
-            if (batch == BATCHES - 1) next();
+        if constexpr (step < STEPS) {
+            widen<step>();
+            if (step + BATCH == STEPS) next();
             wgmma_fence();
-            issue<batch, 0>(x);
+            issue<step>(x);
             wgmma_commit();
-            collect<1>(sums[GROUP ? 1 - now : 0]);
-            if (GROUP) scales[0] = shared_float(scale + batch * 64), scales[1] = shared_float(scale + batch * 64 + 32);
-            if (batch == 0) release(later, previous);
-            multiply<batch + 1>(x, scale, later, previous, next);
+            if constexpr (GROUP && step % OF_GROUP == 0) {
+                constexpr int group = step / OF_GROUP;
+                collect<1>(sums[1 - group % 2]);
+                scales[0] = shared_float(scale + group * 64), scales[1] = shared_float(scale + group * 64 + 32);
+            } else {
+                wgmma_wait<1>();
+            }
+            if (step == 0) release(later, previous);
+            multiply<step + BATCH>(x, scale, later, previous, next);
         }
     }
-    template <int batch, int i>
-    __device__ __forceinline__ void issue(u64 x) {
-        if constexpr (i < BATCH) {
-            constexpr int step = batch * BATCH + i, now = batch % 2;
-            wgmma<!GROUP || (i > 0)>(sums[GROUP ? now : 0], a[now][i], x + (step / 4 * BOX_BYTES + step % 4 * 32) / 16);
-            issue<batch, i + 1>(x);
-        }
-    }
-    // A slot of the ring, to the producers of the cluster.
+    // Gives a slot of the ring back to the producer.
     static __device__ __forceinline__ void release(bool wanted, u64* empty) {
         __syncwarp();
-        mbarrier_arrive_at(wanted && threadIdx.x % 32 < CLUSTER, empty, threadIdx.x % 32);
+        mbarrier_arrive_if(wanted && threadIdx.x % 32 == 0, empty);
     }
 };
 
@@ -189,30 +189,15 @@ __device__ __forceinline__ void finish(const Params& p, const float (&sums)[SUMS
     }
 }
 
-// Which strips blocks of threads take: the cluster's tiles are `step` apart.
-struct Tiles {
-    int first, step, count;
-    __device__ __forceinline__ explicit Tiles(const Params& p) {
-        const int all = (p.strips + CLUSTER * p.share - 1) / (CLUSTER * p.share);
-        first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
-        count = first < all ? (all - first + step - 1) / step : 0;
-    }
-    __device__ __forceinline__ int strip(const Params& p, int tile, u32 rank) const {
-        return ((first + tile * step) * CLUSTER + rank) * p.share;
-    }
-};
-
 __device__ __forceinline__ void consume(const Params& p, Barriers& barriers, u32 ring, int warp) {
     const int lane = threadIdx.x % 32, size = stage_bytes(p);
-    const Tiles tiles(p);
-    const u32 rank = cluster_rank();
     Consumer consumer;
     Ring at;
-    for (int tile = 0; tile < tiles.count; ++tile) {
-        const int strip = tiles.strip(p, tile, rank) + warp;
+    for (int first = blockIdx.x * p.share; first < p.strips; first += gridDim.x * p.share) {
+        const int strip = first + warp;
         const bool there = warp < p.share && strip < p.strips;  // others multiply zeros
-        const u32 codes = BOXES * BOX_BYTES + (there ? warp * STRIP_BYTES : 0);
-        const u32 scales = BOXES * BOX_BYTES + p.share * STRIP_BYTES + (there ? warp * GROUPS * 64 : 0) + lane / 4 * 4;
+        const u32 codes = X_BYTES + (there ? warp * STRIP_BYTES : 0);
+        const u32 scales = X_BYTES + p.share * STRIP_BYTES + (there ? warp * GROUPS * 64 : 0) + lane / 4 * 4;
         const auto load = [&](const Ring& from) {
             wait(&barriers.full[from.stage], from.parity);
             __syncwarp();
@@ -242,17 +227,15 @@ __device__ __forceinline__ void consume(const Params& p, Barriers& barriers, u32
 __device__ __forceinline__ void produce(const TensorMap& x, const Params& p, Barriers& barriers, unsigned char* ring) {
     const int size = stage_bytes(p);
     const u64 policy = evict_first();
-    const Tiles tiles(p);
-    const u32 rank = cluster_rank();
-    const int fills = tiles.count * p.blocks, ahead = min(p.stages, fills);
+    const int tiles = (p.strips + p.share - 1) / p.share, own = (tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
+    const int fills = own * p.blocks, ahead = min(p.stages, fills);
     const auto copy_weight = [&](int fill, int stage) {
-        const int block = fill % p.blocks, first = tiles.strip(p, fill / p.blocks, rank);
-        const int count = max(0, min(p.share, p.strips - first));
+        const int block = fill % p.blocks, first = (blockIdx.x + fill / p.blocks * gridDim.x) * p.share;
+        const int count = min(p.share, p.strips - first);
         const u64 from = (u64)block * p.strips + first;  // strips
-        unsigned char* codes = ring + stage * size + BOXES * BOX_BYTES;
+        unsigned char* codes = ring + stage * size + X_BYTES;
         u64* full = &barriers.full[stage];
-        mbarrier_expect(full, BOXES * BOX_BYTES + count * (STRIP_BYTES + GROUPS * 64));
-        if (count == 0) return;
+        mbarrier_expect(full, X_BYTES + count * (STRIP_BYTES + GROUPS * 64));
         copy_to_shared(codes, p.words + from * (STRIP_BYTES / 4), count * STRIP_BYTES, full, policy);
         if (GROUPS)
             copy_to_shared(codes + p.share * STRIP_BYTES, p.scales + from * (GROUPS * 16), count * GROUPS * 64, full,
@@ -267,9 +250,7 @@ __device__ __forceinline__ void produce(const TensorMap& x, const Params& p, Bar
             wait(&barriers.empty[at.stage], at.parity ^ 1);
             copy_weight(fill, at.stage);
         }
-        const int first = rank * (BOXES / CLUSTER);  // boxes that are this block's to copy
-        copy_box(ring + at.stage * size + first * BOX_BYTES, x, fill % p.blocks * BOXES + first, &barriers.full[at.stage],
-                 CLUSTER);
+        copy_box(ring + at.stage * size, x, fill % p.blocks * (DEPTH / 64), &barriers.full[at.stage]);
     }
 }
 
@@ -281,19 +262,16 @@ extern "C" __global__ void __launch_bounds__(32 * (MAX_SHARE + 1), 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < p.stages; ++i) {
             mbarrier_init(&barriers.full[i], 1);
-            mbarrier_init(&barriers.empty[i], CLUSTER * consumers);
+            mbarrier_init(&barriers.empty[i], consumers);
         }
         mbarriers_are_ready();
     }
     __syncthreads();
-    cluster_meet();  // barriers of the others are ready
     let_later_kernels_begin();
     if (warp == consumers) {
         if (threadIdx.x % 32 == 0) produce(x, p, barriers, ring);
-        __syncwarp();
     } else {
         wait_for_earlier_kernels();  // they may read what is written here
         consume(p, barriers, shared_address(ring), warp);
     }
-    cluster_meet();  // the others copy to this block's memory no more
 }

@@ -24,7 +24,6 @@ log = logging.getLogger("ssd")
 SOURCE: Final = Path(__file__).with_name("few_rows.cu")
 _TILES: Final = (1, 2, 4, 8)  # of 8 rows, each a kernel of its own
 MAX_ROWS: Final = 8 * _TILES[-1]
-CLUSTER: Final = 2  # blocks of threads that share x
 _MAX_STAGES: Final = 12
 _SHARED: Final = 227 << 10  # bytes of shared memory that a block of threads can have
 _RING_AT: Final = 1024  # bytes
@@ -60,7 +59,7 @@ def _group(weight: PackedCodes) -> int:
 
 
 def macros_of(kind: str, block: int, group: int, tiles: int) -> dict[str, int]:
-    sizes = {"TILES": tiles, "CLUSTER": CLUSTER, "MAX_SHARE": _max_share(group, tiles)}
+    sizes = {"TILES": tiles, "MAX_SHARE": _max_share(group, tiles)}
     return {"FORMAT": _FORMATS[kind], "WORDS": block, "GROUP": group, **sizes}
 
 
@@ -89,10 +88,9 @@ def _kernels(device: torch.device, kind: str, block: int, group: int) -> dict[in
 
 def share_of(strips: int, processors: int, most: int) -> int:
     """Strips of a block of threads, at most `most`, such that the busiest multiprocessor has as few as possible."""
-    clusters = processors // CLUSTER
 
     def busiest(share: int) -> int:
-        return -(-strips // (CLUSTER * share * clusters)) * share
+        return -(-strips // (share * processors)) * share
 
     return min(range(most, 0, -1), key=busiest)
 
@@ -123,7 +121,7 @@ def linear(
     share = share_of(strips, count, _max_share(group, tiles))
     size = stage_bytes(weight, share, tiles)
     stages = min(_MAX_STAGES, (_SHARED - _RING_AT) // size)
-    blocks = CLUSTER * min(count // CLUSTER, -(-strips // (CLUSTER * share)))
+    blocks = min(count, -(-strips // share))
     pointers = {"words": weight.words, "scales": weight.scales, "row_scales": row_scales, "bias": bias, "y": y}
     params = Params(
         **{name: None if tensor is None else tensor.data_ptr() for name, tensor in pointers.items()},
@@ -132,8 +130,8 @@ def linear(
         **{"gated": gated, "float32": out_dtype is torch.float32},
     )
     threads, memory = 32 * (-(-share // 4) * 4 + 1), _RING_AT + stages * size
-    boxes = weight.block * weight.parts // 64 // CLUSTER
-    rows_of_x = tensor_map(x.data_ptr(), rows, depth, 2 * x.stride(0), (boxes, 8 * tiles))
+    box = (weight.block * weight.parts // 64, 8 * tiles)
+    rows_of_x = tensor_map(x.data_ptr(), rows, depth, 2 * x.stride(0), box)
     kernel = _kernels(x.device, weight.type, weight.block, group)[tiles]
-    kernel.launch(blocks, threads, memory, "early", rows_of_x, params, cluster=CLUSTER)
+    kernel.launch(blocks, threads, memory, "early", rows_of_x, params)
     return y

@@ -19,7 +19,6 @@ _P = ctypes.c_void_p
 # cuda.h
 _FUNC_MAX_DYNAMIC_SHARED: Final = 8
 _COOPERATIVE: Final = 2
-_CLUSTER: Final = 4
 _PROGRAMMATIC: Final = 6
 _BFLOAT16: Final = 9  # of a tensor map
 _SWIZZLE_128B: Final = 3
@@ -27,9 +26,9 @@ _PROMOTION_256B: Final = 3
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute with a value of up to three ints."""
+    """CUlaunchAttribute with a value that is an int."""
 
-    _fields_ = [("id", ctypes.c_int64), ("value", ctypes.c_int * 3), ("rest", ctypes.c_char * 52)]
+    _fields_ = [("id", ctypes.c_int64), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
 
 
 class _Config(ctypes.Structure):
@@ -121,16 +120,12 @@ class Kernel:
         shared: int,
         how: Literal["cooperative", "early"],
         *params: ctypes.Structure,
-        cluster: int = 1,
     ) -> None:
         """On the current stream. Cooperative: all blocks run at the same time, or the launch fails. Early: see
-        `launching`. Cluster: blocks that reach each other's shared memory."""
-        attributes = [_Attribute(_COOPERATIVE if how == "cooperative" else _PROGRAMMATIC, (1, 0, 0))]
-        if cluster > 1:
-            attributes.append(_Attribute(_CLUSTER, (cluster, 1, 1)))
-        array = (_Attribute * len(attributes))(*attributes)
+        `launching`."""
+        attribute = _Attribute(_COOPERATIVE if how == "cooperative" else _PROGRAMMATIC, 1)
         stream, arguments = torch.cuda.current_stream().cuda_stream, (_P * len(params))(*map(ctypes.addressof, params))
-        config = _Config(blocks, 1, 1, threads, 1, 1, shared, stream, ctypes.addressof(array), len(array))
+        config = _Config(blocks, 1, 1, threads, 1, 1, shared, stream, ctypes.addressof(attribute), 1)
         call("cuLaunchKernelEx", ctypes.byref(config), self._function, arguments, None)
 
 

@@ -136,6 +136,13 @@ __device__ __forceinline__ bool mbarrier_passed(u64* b, u32 parity) {
 __device__ __forceinline__ void mbarrier_arrive(u64* b) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
 }
+// (A branch would end the batches of `wgmma` that run.)
+__device__ __forceinline__ void mbarrier_arrive_if(bool wanted, u64* b) {
+    asm volatile("{\n.reg .pred q;\nsetp.ne.b32 q, %1, 0;\n@q mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(
+                     shared_address(b)),
+                 "r"((int)wanted)
+                 : "memory");
+}
 __device__ __forceinline__ void mbarrier_expect(u64* b, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
                  : "memory");
@@ -159,23 +166,6 @@ __device__ __forceinline__ void copy_to_shared(void* to, const void* from, u32 b
         : "memory");
 }
 
-// Blocks of threads in a cluster.
-__device__ __forceinline__ u32 cluster_rank() {
-    u32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-// Orders no memory accesses but those of barriers that are ready: what others write comes with an mbarrier.
-__device__ __forceinline__ void cluster_meet() {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-// If `wanted`, at the same barrier of another block. (A branch would end the batches of `wgmma` that run.)
-__device__ __forceinline__ void mbarrier_arrive_at(bool wanted, u64* b, u32 rank) {
-    asm volatile("{\n.reg .b32 at;\n.reg .pred q;\nsetp.ne.b32 q, %2, 0;\n@q mapa.shared::cluster.u32 at, %0, %1;\n"
-                 "@q mbarrier.arrive.shared::cluster.b64 _, [at];\n}" ::"r"(shared_address(b)),
-                 "r"(rank), "r"((int)wanted)
-                 : "memory");
-}
 // A CUtensorMap of three dimensions.
 struct alignas(64) TensorMap {
     u64 of[16];
@@ -183,12 +173,12 @@ struct alignas(64) TensorMap {
 __device__ __forceinline__ void prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
-// Copies boxes from `first` on to the memory of all blocks of the cluster, and their barriers count them.
-__device__ __forceinline__ void copy_box(void* to, const TensorMap& map, int first, u64* barrier, int cluster) {
+// Copies the box that begins with part `first`; `barrier` counts its bytes.
+__device__ __forceinline__ void copy_box(void* to, const TensorMap& map, int first, u64* barrier) {
     asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-        " [%0], [%1, {%2, %2, %3}], [%4], %5;" ::"r"(shared_address(to)),
-        "l"(&map), "r"(0), "r"(first), "r"(shared_address(barrier)), "h"((unsigned short)((1 << cluster) - 1))
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %2, %3}], [%4];" ::
+            "r"(shared_address(to)),
+        "l"(&map), "r"(0), "r"(first), "r"(shared_address(barrier))
         : "memory");
 }
 
@@ -196,10 +186,14 @@ __device__ __forceinline__ void copy_box(void* to, const TensorMap& map, int fir
 // of d; b is in shared memory, by columns. They run behind the thread, in batches: until a wait, a and d are theirs.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// For all batches but the last `pending`.
+// For all batches but the last `pending`; d is of those.
+template <int pending>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
 template <int pending, int n>
 __device__ __forceinline__ void wgmma_wait(float (&d)[n]) {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+    wgmma_wait<pending>();
 #pragma unroll
     for (int i = 0; i < n; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
