@@ -13,7 +13,7 @@ constexpr int PARTS = FORMAT == 2 ? 8 : 4;  // weights of a word
 constexpr int DEPTH = WORDS * PARTS;        // of a block
 constexpr int RUNS = WORDS / 16;
 constexpr int STEPS = DEPTH / 16;                  // of the tensor cores
-constexpr int BATCH = 2;                           // steps that are issued together
+constexpr int BATCH = GROUP >= 64 ? 4 : 2;         // steps that are issued together
 constexpr int OF_GROUP = GROUP ? GROUP / 16 : STEPS;  // steps
 constexpr int GROUPS = GROUP ? DEPTH / GROUP : 0;  // of a block
 constexpr int SUMS = TILES * 4;                    // of a thread

@@ -19,6 +19,7 @@ from ssd.kernels.quantized import Codes, CodeType, bits_of, dequantize
 
 STRIP = 16  # outputs
 UNIT = 8  # words of one output, one after the other
+_BLOCK = 64  # words
 _PAIRED = ("fp8", "int4", "uint4")  # codes that are stored in pairs
 
 
@@ -71,7 +72,7 @@ def pack(codes: Codes, dtype: torch.dtype, *, exact: bool = True, strips: bool =
     """
     bits = bits_of(codes.type)
     parts, group = 32 // bits, codes.group
-    block = 64 if codes.depth % (64 * parts) == 0 else 32
+    block = _BLOCK if codes.depth % (_BLOCK * parts) == 0 else 32
     grouped = codes.scales.shape[1] > 1 or codes.offsets is not None
     if grouped:
         block = min(block, group)

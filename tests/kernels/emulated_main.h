@@ -1,15 +1,20 @@
 // Runs the kernel ENTRY in all blocks and threads; see `emulated_ptx.h`.
 
 #undef s
-static const Params* launched;
+static const void* const* launched;
+static void call(void (*kernel)(Params)) { kernel(*(const Params*)launched[0]); }
+template <typename First>
+static void call(void (*kernel)(First, Params)) {
+    kernel(*(const First*)launched[0], *(const Params*)launched[1]);
+}
 static void run_fiber() {
-    ENTRY(*launched);
+    call(ENTRY);
     fiber->ended = true;
     yield();
 }
 
 // Whether all waits ended.
-extern "C" bool launch(const Params* params, u32 blocks, u32 threads, u32 shared, u32 seed) {
+extern "C" bool launch(const void* const* params, u32 blocks, u32 threads, u32 shared, u32 seed) {
     launched = params, gridDim.x = blocks, blockDim.x = threads, emulator.failed = false;
     std::vector<Block> grid(blocks);
     std::vector<Fiber> fibers(blocks * blockDim.x);
@@ -17,6 +22,7 @@ extern "C" bool launch(const Params* params, u32 blocks, u32 threads, u32 shared
         Fiber& f = fibers[i];
         Block& block = grid[i / blockDim.x];
         block.number = i / blockDim.x, block.shared.resize(shared, 0xee), block.warps.resize(blockDim.x / 32);
+        block.warpgroups.resize(blockDim.x / 128);
         f.block = &block, f.number = i % blockDim.x, f.ended = false, f.stack.resize(128 << 10);
         getcontext(&f.context);
         f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = f.stack.size();

@@ -54,12 +54,17 @@ struct Warp {
     Gathering gathering;
     u32 values[2][32][6];
 };
+struct Warpgroup {
+    Gathering gathering;
+    u32 values[2][128][4];
+};
 struct Block {
     u32 number;
     std::vector<unsigned char> shared;
     std::map<u64*, Barrier> barriers;
     Gathering some, all;
     std::vector<Warp> warps;
+    std::vector<Warpgroup> warpgroups;
 };
 struct Fiber {
     ucontext_t context;
@@ -122,6 +127,14 @@ static T __shfl_xor_sync(u32, T value, int distance) {
     return value;
 }
 
+template <typename T>
+static T __shfl_sync(u32, T value, int lane) {
+    u32 bits;
+    memcpy(&bits, &value, 4);
+    memcpy(&value, exchanged(&bits, 1)[lane], 4);
+    return value;
+}
+
 static float __uint_as_float(u32 v) {
     float f;
     memcpy(&f, &v, 4);
@@ -162,6 +175,7 @@ static u32 bytes(u32 a, u32 b) {
     for (int i = 0; i < 4; ++i) d |= (u32)(all >> ((which >> 4 * i & 7) * 8) & 255) << 8 * i;
     return d;
 }
+static u32 masked(u32 a, u32 mask, u32 bits) { return (a & mask) | bits; }
 static float divided(float a, float b) { return a / b; }
 static float __fmul_rn(float a, float b) { return a * b; }
 static float __fadd_rn(float a, float b) { return a + b; }
@@ -170,13 +184,7 @@ static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 static int thread() { return threadIdx.x; }
 static u32 shared_address(const void* p) { return (const unsigned char*)p - memory; }
 static uint2 shared8(u32 at) { return *(const uint2*)(memory + at); }
-static void load_matrices(u32 (&d)[4], u32 at) {
-    const auto lanes = exchanged(&at, 1);
-    u32 from[32];
-    for (int i = 0; i < 32; ++i) from[i] = lanes[i][0];
-    for (int i = 0; i < 4; ++i)
-        d[i] = *(const u32*)(memory + from[i * 8 + fiber->number % 32 / 4] + fiber->number % 4 * 4);
-}
+static float shared_float(u32 at) { return *(const float*)(memory + at); }
 static uint4 shared16(u32 at) { return *(const uint4*)(memory + at); }
 static uint4 load16(const void* p) { return *(const uint4*)p; }
 static uint2 load8(const void* p) { return *(const uint2*)p; }
@@ -217,6 +225,9 @@ static void mbarrier_arrive(u64* b) {
     --barrier.pending;
     barrier.check();
 }
+static void mbarrier_arrive_if(bool wanted, u64* b) {
+    if (wanted) mbarrier_arrive(b);
+}
 static void mbarrier_expect(u64* b, u32 bytes) {
     fiber->block->barriers[b].bytes += bytes;
     mbarrier_arrive(b);
@@ -229,6 +240,52 @@ static void copy_to_shared(void* to, const void* from, u32 bytes, u64* b, u64) {
     barrier.bytes -= bytes;
     barrier.check();
 }
-static void copy16(void* to, const void* from) { memcpy(to, from, 16); }
-static void arrive_with_copies(u64* b) { mbarrier_arrive(b); }
+
+// What `nvrtc.tensor_map` says, with the sizes of a box.
+struct TensorMap {
+    const bf16* at;
+    long long rows, stride, parts, box_rows;
+};
+static void prefetch(const TensorMap&) {}
+static u32 swizzled(u32 at) { return at ^ (at >> 7 & 7) << 4; }
+static void copy_box(void* to, const TensorMap& map, int first, u64* b) {
+    const u32 at = shared_address(to);
+    if (at % 1024) give_up();
+    for (int part = 0; part < map.parts; ++part)
+        for (int row = 0; row < map.box_rows; ++row)
+            for (int i = 0; i < 64; ++i) {
+                const bf16 v = row < map.rows ? map.at[row * map.stride + (first + part) * 64 + i] : 0;
+                *(bf16*)(memory + swizzled(at + (part * map.box_rows + row) * 128 + i * 2)) = v;
+            }
+    Barrier& barrier = fiber->block->barriers[b];
+    barrier.bytes -= map.parts * map.box_rows * 128;
+    barrier.check();
+}
+
+// Products are computed when they are issued.
+static void wgmma_fence() {}
+static void wgmma_commit() {}
+template <int pending>
+static void wgmma_wait() {}
+template <int pending, int n>
+static void wgmma_wait(float (&)[n]) {}
+static u64 rows_descriptor(u32 at) { return at >> 4; }
+template <bool add, int n>
+static void wgmma(float (&d)[n], const u32 (&a)[4], u64 b) {
+    Warpgroup& group = fiber->block->warpgroups[fiber->number / 128];
+    auto& lanes = group.values[group.gathering.times & 1];
+    memcpy(lanes[fiber->number % 128], a, sizeof a);
+    gather(group.gathering, 128);
+    const int lane = fiber->number % 32, warp = fiber->number % 128 - lane;
+    for (int e = 0; e < n; ++e) {
+        const int row = lane / 4 + 8 * (e % 4 / 2), column = e / 4 * 8 + lane % 4 * 2 + e % 2;
+        float sum = 0;
+        for (int k = 0; k < 16; ++k) {
+            const u32 from = lanes[warp + row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
+            const u32 to = (u32)*(const bf16*)(memory + swizzled((u32)b * 16 + column * 128 + k * 2)) << 16;
+            sum += half_of(from, k % 2) * __uint_as_float(to);
+        }
+        d[e] = add ? d[e] + sum : sum;
+    }
+}
 static void prefetch_to_l2(const void* line) { (void)*(const volatile char*)line; }

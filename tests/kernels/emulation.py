@@ -13,12 +13,16 @@ COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 
 def emulated_kernel(source: Path, entry: str, macros: Mapping[str, int], library: Path) -> ctypes.CDLL:
-    """A library whose `launch(params, blocks, threads, shared bytes, seed)` says whether all waits ended."""
+    """A library whose `launch(addresses of params, blocks, threads, shared bytes, seed)` says whether all waits ended."""
     code = f'#include "emulated_ptx.h"\n#include "{source}"\n#include "emulated_main.h"\n'
     options = [f"-D{name}={value}" for name, value in {**macros, "ENTRY": entry}.items()]
     command = [str(COMPILER), "-O1", "-w", "-std=c++17", "-fPIC", "-shared", f"-I{HERE}", *options, "-xc++", "-"]
     subprocess.run([*command, "-o", str(library)], input=code, text=True, check=True)
     return ctypes.CDLL(str(library))
+
+
+def addresses(*params: ctypes.Structure) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(params))(*map(ctypes.addressof, params))
 
 
 def constant(library: ctypes.CDLL, name: str) -> int:

@@ -12,23 +12,27 @@ import torch
 from stored_codes import some_codes
 
 from ssd.kernels import few_rows as kernel
-from ssd.kernels.packing import PackedCodes, pack, packed_rows, pairs_of_fp8
+from ssd.kernels.packing import PackedCodes, in_strips, pack, packed_rows, paired
 from ssd.kernels.quantized import Codes, CodeType, dequantize
-from tests.kernels.emulation import COMPILER, emulated_kernel
+from tests.kernels.emulation import COMPILER, addresses, emulated_kernel
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 
+class TensorMap(ctypes.Structure):
+    """The emulator's."""
+
+    _fields_ = [("at", ctypes.c_void_p), *((n, ctypes.c_longlong) for n in ("rows", "stride", "parts", "box_rows"))]
+
+
 def as_on_a_gpu(codes: Codes) -> PackedCodes:
     """Packed as for a GPU."""
     weight = pack(codes, torch.bfloat16)
-    if codes.type != "fp8":
+    if codes.type == "int8":
         return weight
-    strips, units, outputs, unit = weight.words.shape
-    rows = pairs_of_fp8(weight.words.transpose(1, 2).reshape(strips * outputs, -1))
-    words = rows.view(strips, outputs, units, unit).transpose(1, 2).contiguous()
-    return replace(weight, words=words, paired=True)
+    in_rows = weight.words.permute(1, 3, 0, 2, 4).reshape(-1, weight.width)
+    return replace(weight, words=in_strips(paired(in_rows, codes.type), weight.block), paired=True)
 
 
 def emulated(
@@ -39,32 +43,39 @@ def emulated(
     *,
     gated: bool = False,
     row_scales: torch.Tensor | None = None,
+    blocks: int = 2,
+    share: int = 3,
+    stages: int = 3,
     seed: int = 0,
 ) -> torch.Tensor:
     """`few_rows.linear` with float32 outputs."""
-    rows, strips = len(x), len(weight.words)
-    tiles, share, stages = -(-rows // 8), 3, 3
-    macros = kernel.macros_of(weight.type, weight.block, tiles)
+    rows, strips = len(x), weight.words.shape[1]
+    tiles = -(-rows // 8)
+    macros = kernel.macros_of(weight.type, weight.block, kernel._group(weight), tiles)
     library = emulated_kernel(kernel.SOURCE, "product", macros, folder / f"{seed}.so")
     y = torch.full((rows, weight.columns // (2 if gated else 1)), torch.nan)
-    pointers = {"x": x, "words": weight.words, "scales": weight.scales, "row_scales": row_scales, "bias": bias, "y": y}
+    pointers = {"words": weight.words, "scales": weight.scales, "row_scales": row_scales, "bias": bias, "y": y}
     params = kernel.Params(
         **{name: None if tensor is None else tensor.data_ptr() for name, tensor in pointers.items()},
-        **{"x_stride": x.stride(0), "y_stride": y.stride(0), "rows": rows, "columns": weight.columns},
-        **{"strips": strips, "blocks": weight.width // weight.block, "share": share, "stages": stages},
-        **{"gated": gated, "float32": 1},
+        **{"y_stride": y.stride(0), "rows": rows, "columns": weight.columns, "strips": strips},
+        **{"blocks": len(weight.words), "share": share, "stages": stages, "gated": gated, "float32": 1},
     )
-    shared = kernel._BARRIERS + stages * kernel.stage_bytes(weight, share, tiles)
-    threads = 32 * (share + 1)
-    assert library.launch(ctypes.byref(params), -(-strips // share), threads, shared, seed), "a wait is endless"
+    x_map = TensorMap(x.data_ptr(), rows, x.stride(0), weight.block * weight.parts // 64, 8 * tiles)
+    shared = kernel._RING_AT + stages * kernel.stage_bytes(weight, share, tiles)
+    threads = 32 * (-(-share // 4) * 4 + 1)
+    assert library.launch(addresses(x_map, params), blocks, threads, shared, seed), "a wait is endless"
     return y
 
 
 @needs_compiler
-@pytest.mark.parametrize(("kind", "rows", "depth"), [("fp8", 3, 1280), ("int8", 9, 256), ("fp8", 16, 384)])
-def test_products(kind: CodeType, rows: int, depth: int, tmp_path: Path) -> None:
-    """Blocks of 64 and of 32 words, fewer and more blocks than stages, and outputs that are no whole strip."""
-    codes = some_codes(kind, 75, depth, depth, offsets=False, device=CPU)
+@pytest.mark.parametrize(
+    ("kind", "rows", "depth", "group"),
+    [("fp8", 3, 1280, 0), ("int8", 9, 256, 0), ("fp8", 16, 384, 0), ("int4", 5, 1536, 128), ("int4", 12, 768, 64)],
+)
+def test_products(kind: CodeType, rows: int, depth: int, group: int, tmp_path: Path) -> None:
+    """Blocks of 64 and of 32 words, fewer and more of them than stages, several tiles of outputs for a block of threads
+    and outputs that are no whole strip."""
+    codes = some_codes(kind, 138, depth, group or depth, offsets=False, device=CPU)
     x = torch.randn(rows, depth).bfloat16()
     expected = x.float() @ dequantize(codes, torch.float32).t()
     found = emulated(x, as_on_a_gpu(codes), None, tmp_path, seed=rows)
@@ -90,9 +101,10 @@ def test_parameters_have_the_source_s_fields_in_its_order() -> None:
     assert names == [name for name, _ in kernel.Params._fields_]
 
 
-def test_rows_of_pairs_of_fp8_are_the_weight_s() -> None:
-    """All 254 numbers, in every place of a pair of words."""
-    codes = some_codes("fp8", 40, 512, 512, offsets=False, device=CPU)
+@pytest.mark.parametrize(("kind", "group"), [("fp8", 512), ("int4", 128)])
+def test_rows_of_a_weight_in_pairs_are_its_own(kind: CodeType, group: int) -> None:
+    """All numbers, in every place of a pair of words."""
+    codes = some_codes(kind, 40, 512, group, offsets=False, device=CPU)
     index = torch.tensor([0, 39, 17, 16])
     expected = dequantize(codes, torch.bfloat16)[index]
     assert torch.equal(packed_rows(as_on_a_gpu(codes), index), expected)
@@ -100,4 +112,4 @@ def test_rows_of_pairs_of_fp8_are_the_weight_s() -> None:
 
 @pytest.mark.parametrize(("strips", "share"), [(512, 4), (640, 5), (3584, 7), (384, 3), (1, 1)])
 def test_multiprocessors_have_equally_many_strips(strips: int, share: int) -> None:
-    assert kernel.share_of(strips, 132) == share
+    assert kernel.share_of(strips, 132, 8) == share

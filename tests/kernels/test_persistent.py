@@ -128,7 +128,7 @@ def test_a_cubin_is_compiled_once_per_shape(monkeypatch: pytest.MonkeyPatch, tmp
             return
 
     def fake(path: Path, macros: dict[str, int], architecture: str) -> bytes:
-        assert (path, architecture) == (kernel.SOURCE, "sm_90")
+        assert (path, architecture) == (kernel.SOURCE, "sm_90a")
         compiled.append(macros["HIDDEN"])
         return b"cubin %d" % macros["HIDDEN"]
 

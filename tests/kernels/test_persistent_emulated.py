@@ -18,7 +18,7 @@ from ssd.layers.parameter import Build
 from ssd.models.config import DecoderConfig, equal_layers
 from ssd.models.decoder import Decoder, KVCache, parameter_shapes
 from tests.device_batches import make_device_batch
-from tests.kernels.emulation import COMPILER, constant, emulated_kernel
+from tests.kernels.emulation import COMPILER, addresses, constant, emulated_kernel
 
 CPU, BLOCK, BLOCKS = torch.device("cpu"), 16, 40
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -99,7 +99,7 @@ class Emulated:
         )
         library = self.library(1 if len(batch.token_ids) <= 8 else 2)
         threads, shared = 32 * (kernel._TUNING["WARPS"] + 1), constant(library, "shared_bytes")
-        assert library.launch(ctypes.byref(params), self.blocks, threads, shared, seed), "a value never came"
+        assert library.launch(addresses(params), self.blocks, threads, shared, seed), "a value never came"
         return logits, kv
 
     def batch(self, lengths: list[int], queries: int, branches: Branches | None = None) -> DeviceBatch:
