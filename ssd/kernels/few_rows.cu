@@ -7,21 +7,24 @@
 // the depth in one order, sixteen at a time.
 //
 // Macros: FORMAT (0: fp8, 1: int8, 2: int4), WORDS (of a block of an output), GROUP (weights of a scale, 0: all of an
-// output's), TILES, MAX_SHARE.
+// output's), TILES.
 
 constexpr int PARTS = FORMAT == 2 ? 8 : 4;  // weights of a word
 constexpr int DEPTH = WORDS * PARTS;        // of a block
 constexpr int RUNS = WORDS / 16;
-constexpr int STEPS = DEPTH / 16;                  // of the tensor cores
-constexpr int BATCH = GROUP >= 64 ? 4 : 2;         // steps that are issued together
+constexpr int STEPS = DEPTH / 16;                     // of the tensor cores
+constexpr int GROUPS = GROUP ? DEPTH / GROUP : 0;     // of a block
 constexpr int OF_GROUP = GROUP ? GROUP / 16 : STEPS;  // steps
-constexpr int GROUPS = GROUP ? DEPTH / GROUP : 0;  // of a block
+constexpr int CHAINS = GROUP ? 2 : 1;                 // groups that are summed up at the same time
+constexpr int OF_ROUND = CHAINS * OF_GROUP;           // steps of so many groups
+constexpr int BATCH = 2 * CHAINS;                     // steps that are issued together
 constexpr int SUMS = TILES * 4;                    // of a thread
 constexpr int STRIP_BYTES = 16 * WORDS * 4;
 constexpr int X_BYTES = TILES * 8 * DEPTH * 2;  // of a stage: 64 numbers of each row, the next 64, and so on
 constexpr int MAX_STAGES = 12;
+constexpr int MAX_SHARE = 8;  // of strips
 constexpr u32 MAX_POLLS = 1u << 26;
-static_assert(STEPS % (2 * BATCH) == 0 && GROUPS % 2 == 0, "batches and groups take turns with two sets of registers");
+static_assert(STEPS % (2 * BATCH) == 0 && GROUPS % 4 == 0, "batches and rounds take turns with two sets of registers");
 
 struct Params {
     const u32* words;
@@ -90,61 +93,75 @@ struct Words {
     }
 };
 
+// Steps are issued in turns for the groups of a round: one alone would wait for its sums.
+constexpr __host__ __device__ int step_of(int i) {
+    return i / OF_ROUND * OF_ROUND + i % CHAINS * OF_GROUP + i % OF_ROUND / CHAINS;
+}
+
 struct Consumer {
-    float total[SUMS], sums[2][SUMS];  // of earlier groups; of two that are computed. Without groups only sums[0]
-    float scales[2];                   // of the group before the current one
+    float total[SUMS];            // of earlier rounds
+    float sums[2][CHAINS][SUMS];  // of two rounds that are computed; without groups only the first
+    float scales[CHAINS][2];      // of the round before the current one
     u32 a[2][BATCH][4];
     Words words;
 
     __device__ __forceinline__ void begin() {
 #pragma unroll
-        for (int i = 0; i < SUMS; ++i) total[i] = sums[0][i] = sums[1][i] = 0.0f;
-        scales[0] = scales[1] = 0.0f;
+        for (int i = 0; i < SUMS; ++i) {
+            total[i] = 0.0f;
+            for (int chain = 0; chain < CHAINS; ++chain) sums[0][chain][i] = sums[1][chain][i] = 0.0f;
+        }
+        for (int chain = 0; chain < CHAINS; ++chain) scales[chain][0] = scales[chain][1] = 0.0f;
     }
-    // The A operand of steps from `step` to the end of the batch.
-    template <int step>
+    // The A operand of steps from the i-th one to the end of the batch.
+    template <int i>
     __device__ __forceinline__ void widen() {
-        constexpr int part = step / RUNS, run = step % RUNS;
+        constexpr int part = step_of(i) / RUNS, run = step_of(i) % RUNS;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) a[step / BATCH % 2][step % BATCH][i] = widened<part>(words.of[run][i / 2][i % 2]);
-        if constexpr ((step + 1) % BATCH) widen<step + 1>();
+        for (int j = 0; j < 4; ++j) a[i / BATCH % 2][i % BATCH][j] = widened<part>(words.of[run][j / 2][j % 2]);
+        if constexpr ((i + 1) % BATCH) widen<i + 1>();
     }
     // Likewise their products; `x`: descriptor of the block's rows.
-    template <int step>
+    template <int i>
     __device__ __forceinline__ void issue(u64 x) {
-        constexpr int group = GROUP ? step / OF_GROUP % 2 : 0;
+        constexpr int step = step_of(i), round = GROUP ? i / OF_ROUND % 2 : 0;
         constexpr bool add = !GROUP || step % OF_GROUP;
-        wgmma<add>(sums[group], a[step / BATCH % 2][step % BATCH], x + step / 4 * (TILES * 64) + step % 4 * 2);
-        if constexpr ((step + 1) % BATCH) issue<step + 1>(x);
+        wgmma<add>(sums[round][i % CHAINS], a[i / BATCH % 2][i % BATCH], x + step / 4 * (TILES * 64) + step % 4 * 2);
+        if constexpr ((i + 1) % BATCH) issue<i + 1>(x);
     }
-    // Waits for all batches but the last `pending`, and adds up the group of `done`.
+    // Waits for all batches but the last `pending`, and adds up a round.
     template <int pending>
-    __device__ __forceinline__ void collect(float (&done)[SUMS]) {
-        wgmma_wait<pending>(done);
-        if (GROUP)
+    __device__ __forceinline__ void collect(float (&done)[CHAINS][SUMS]) {
 #pragma unroll
-            for (int i = 0; i < SUMS; ++i) total[i] = __fmaf_rn(done[i], scales[i % 4 / 2], total[i]);
+        for (int chain = 0; chain < CHAINS; ++chain) {
+            wgmma_wait<pending>(done[chain]);
+            if (GROUP)
+#pragma unroll
+                for (int i = 0; i < SUMS; ++i) total[i] = __fmaf_rn(done[chain][i], scales[chain][i % 4 / 2], total[i]);
+        }
     }
     // One batch is computed while the codes of the next are widened. `scale`: address of those of the thread's first
     // output, `previous`: barrier of the block before, if it is a `later` one (its last batch may be under way), `next`:
     // loads the words of the block after this one.
-    template <int step, typename Next>
+    template <int i, typename Next>
     __device__ __forceinline__ void multiply(u64 x, u32 scale, bool later, u64* previous, Next next) {
-        if constexpr (step < STEPS) {
-            widen<step>();
-            if (step + BATCH == STEPS) next();
+        if constexpr (i < STEPS) {
+            widen<i>();
+            if (i + BATCH == STEPS) next();
             wgmma_fence();
-            issue<step>(x);
+            issue<i>(x);
             wgmma_commit();
-            if constexpr (GROUP && step % OF_GROUP == 0) {
-                constexpr int group = step / OF_GROUP;
-                collect<1>(sums[1 - group % 2]);
-                scales[0] = shared_float(scale + group * 64), scales[1] = shared_float(scale + group * 64 + 32);
+            if constexpr (GROUP && i % OF_ROUND == 0) {
+                constexpr int round = i / OF_ROUND;
+                collect<1>(sums[1 - round % 2]);
+#pragma unroll
+                for (int j = 0; j < 2 * CHAINS; ++j)
+                    scales[j / 2][j % 2] = shared_float(scale + round * CHAINS * 64 + j * 32);
             } else {
                 wgmma_wait<1>();
             }
-            if (step == 0) release(later, previous);
-            multiply<step + BATCH>(x, scale, later, previous, next);
+            if (i == 0) release(later, previous);
+            multiply<i + BATCH>(x, scale, later, previous, next);
         }
     }
     // Gives a slot of the ring back to the producer.
@@ -219,7 +236,7 @@ __device__ __forceinline__ void consume(const Params& p, Barriers& barriers, u32
         }
         consumer.collect<0>(consumer.sums[GROUP ? 1 : 0]);
         Consumer::release(true, previous);
-        if (there) finish(p, GROUP ? consumer.total : consumer.sums[0], strip * 16 + lane / 4, lane);
+        if (there) finish(p, GROUP ? consumer.total : consumer.sums[0][0], strip * 16 + lane / 4, lane);
     }
 }
 

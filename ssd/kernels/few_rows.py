@@ -22,8 +22,8 @@ from ssd.kernels.packing import PackedCodes
 
 log = logging.getLogger("ssd")
 SOURCE: Final = Path(__file__).with_name("few_rows.cu")
-_TILES: Final = (1, 2, 4, 8)  # of 8 rows, each a kernel of its own
-MAX_ROWS: Final = 8 * _TILES[-1]
+MAX_ROWS: Final = 64
+_MAX_SHARE: Final = 8  # strips of a block of threads
 _MAX_STAGES: Final = 12
 _SHARED: Final = 227 << 10  # bytes of shared memory that a block of threads can have
 _RING_AT: Final = 1024  # bytes
@@ -59,13 +59,12 @@ def _group(weight: PackedCodes) -> int:
 
 
 def macros_of(kind: str, block: int, group: int, tiles: int) -> dict[str, int]:
-    sizes = {"TILES": tiles, "MAX_SHARE": _max_share(group, tiles)}
-    return {"FORMAT": _FORMATS[kind], "WORDS": block, "GROUP": group, **sizes}
+    return {"FORMAT": _FORMATS[kind], "WORDS": block, "GROUP": group, "TILES": tiles}
 
 
-def _max_share(group: int, tiles: int) -> int:
-    """Strips of a block of threads: as many warps as there are registers for."""
-    return 4 if group and tiles > 4 else 8
+def _tiles(group: int) -> tuple[int, ...]:
+    """Of 8 rows, each number a kernel of its own; sums of groups take more registers."""
+    return (1, 2, 4) if group else (1, 2, 4, 8)
 
 
 @functools.cache
@@ -75,9 +74,9 @@ def _kernels(device: torch.device, kind: str, block: int, group: int) -> dict[in
         return {}
     try:
         with ThreadPoolExecutor() as pool:  # NVRTC uses one core each
-            macros = [macros_of(kind, block, group, tiles) for tiles in _TILES]
+            macros = [macros_of(kind, block, group, tiles) for tiles in _tiles(group)]
             cubins = list(pool.map(lambda each: compiled(SOURCE, each, device), macros))
-        kernels = {tiles: Kernel(cubin, "product", device) for tiles, cubin in zip(_TILES, cubins, strict=True)}
+        kernels = {each["TILES"]: Kernel(cubin, "product", device) for each, cubin in zip(macros, cubins, strict=True)}
         for kernel in kernels.values():
             kernel.allow_shared(_SHARED)
     except (BuildError, DriverError, OSError) as error:
@@ -86,13 +85,13 @@ def _kernels(device: torch.device, kind: str, block: int, group: int) -> dict[in
     return kernels
 
 
-def share_of(strips: int, processors: int, most: int) -> int:
-    """Strips of a block of threads, at most `most`, such that the busiest multiprocessor has as few as possible."""
+def share_of(strips: int, processors: int) -> int:
+    """Strips of a block of threads, such that the busiest multiprocessor has as few as possible."""
 
     def busiest(share: int) -> int:
         return -(-strips // (share * processors)) * share
 
-    return min(range(most, 0, -1), key=busiest)
+    return min(range(_MAX_SHARE, 0, -1), key=busiest)
 
 
 def stage_bytes(weight: PackedCodes, share: int, tiles: int) -> int:
@@ -112,26 +111,40 @@ def linear(
     row_scales: torch.Tensor | None,
 ) -> torch.Tensor:
     """See `quantized_linear`; `takes` is true."""
-    (rows, depth), columns, group = x.shape, weight.columns, _group(weight)
-    y = x.new_empty((rows, columns // 2 if gated else columns), dtype=out_dtype)
+    columns = weight.columns // 2 if gated else weight.columns
+    y = x.new_empty((len(x), columns), dtype=out_dtype)
     if compiling():
         return y
-    tiles = next(each for each in _TILES if 8 * each >= rows)
-    strips, count = weight.words.shape[1], processors(x.device)
-    share = share_of(strips, count, _max_share(group, tiles))
+    most = 8 * _tiles(_group(weight))[-1]
+    for start in range(0, len(x), most):
+        some = slice(start, start + most)
+        _launch(x[some], weight, bias, None if row_scales is None else row_scales[some], y[some], gated)
+    return y
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: PackedCodes,
+    bias: torch.Tensor | None,
+    row_scales: torch.Tensor | None,
+    y: torch.Tensor,
+    gated: bool,
+) -> None:
+    (rows, depth), group, strips = x.shape, _group(weight), weight.words.shape[1]
+    tiles = next(each for each in _tiles(group) if 8 * each >= rows)
+    count = processors(x.device)
+    share = share_of(strips, count)
     size = stage_bytes(weight, share, tiles)
     stages = min(_MAX_STAGES, (_SHARED - _RING_AT) // size)
-    blocks = min(count, -(-strips // share))
     pointers = {"words": weight.words, "scales": weight.scales, "row_scales": row_scales, "bias": bias, "y": y}
     params = Params(
         **{name: None if tensor is None else tensor.data_ptr() for name, tensor in pointers.items()},
-        **{"y_stride": y.stride(0), "rows": rows, "columns": columns, "strips": strips},
-        **{"blocks": weight.width // weight.block, "share": share, "stages": stages},
-        **{"gated": gated, "float32": out_dtype is torch.float32},
+        **{"y_stride": y.stride(0), "rows": rows, "columns": weight.columns, "strips": strips},
+        **{"blocks": len(weight.words), "share": share, "stages": stages},
+        **{"gated": gated, "float32": y.dtype is torch.float32},
     )
-    threads, memory = 32 * (-(-share // 4) * 4 + 1), _RING_AT + stages * size
+    blocks, threads = min(count, -(-strips // share)), 32 * (-(-share // 4) * 4 + 1)
     box = (weight.block * weight.parts // 64, 8 * tiles)
     rows_of_x = tensor_map(x.data_ptr(), rows, depth, 2 * x.stride(0), box)
     kernel = _kernels(x.device, weight.type, weight.block, group)[tiles]
-    kernel.launch(blocks, threads, memory, "early", rows_of_x, params)
-    return y
+    kernel.launch(blocks, threads, _RING_AT + stages * size, "early", rows_of_x, params)

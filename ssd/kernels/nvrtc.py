@@ -137,8 +137,8 @@ class TensorMap(ctypes.Structure):
 
 @functools.lru_cache(4096)
 def tensor_map(at: int, rows: int, columns: int, stride: int, box: tuple[int, int]) -> TensorMap:
-    """Of a bfloat16 matrix whose rows are `stride` bytes apart, in parts of 64 columns: [parts, rows, 64]. Boxes are some
-    parts of some rows; they are swizzled (128B), and zero beyond the last row."""
+    """Of a bfloat16 matrix whose rows are `stride` bytes apart, in parts of 64 columns: [parts, rows, 64]. Boxes are
+    some parts of some rows; they are swizzled (128B), and zero beyond the last row."""
     memory = ctypes.create_string_buffer(192)
     made = TensorMap.from_buffer(memory, -ctypes.addressof(memory) % 64)
     sizes, strides = (ctypes.c_uint64 * 3)(64, rows, columns // 64), (ctypes.c_uint64 * 2)(stride, 128)

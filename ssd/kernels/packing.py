@@ -19,7 +19,6 @@ from ssd.kernels.quantized import Codes, CodeType, bits_of, dequantize
 
 STRIP = 16  # outputs
 UNIT = 8  # words of one output, one after the other
-_BLOCK = 64  # words
 _PAIRED = ("fp8", "int4", "uint4")  # codes that are stored in pairs
 
 
@@ -72,14 +71,19 @@ def pack(codes: Codes, dtype: torch.dtype, *, exact: bool = True, strips: bool =
     """
     bits = bits_of(codes.type)
     parts, group = 32 // bits, codes.group
-    block = _BLOCK if codes.depth % (_BLOCK * parts) == 0 else 32
+    block = 64 if codes.depth % (64 * parts) == 0 else 32
     grouped = codes.scales.shape[1] > 1 or codes.offsets is not None
     if grouped:
         block = min(block, group)
         if group % block or parts * block % group:
             raise ValueError(f"groups of {group} weights are not supported: they must be 16, 32, 64 or 128")
     rows, width = codes.values.shape
-    strips = strips and exact and (codes.type == "int4" if grouped else bits == 8) and codes.offsets is None
+    if grouped:  # `few_rows` takes four groups of a block at a time
+        strips = (
+            strips and exact and codes.type == "int4" and codes.offsets is None and parts * block % (4 * group) == 0
+        )
+    else:
+        strips = strips and exact and bits == 8
     missing, more = -width % (parts * block), -rows % STRIP if strips else 0
     values = torch.nn.functional.pad(codes.values, (0, missing, 0, more), value=8 if codes.type == "int4" else 0)
     values = values.view(rows + more, -1, parts, block)

@@ -112,4 +112,4 @@ def test_rows_of_a_weight_in_pairs_are_its_own(kind: CodeType, group: int) -> No
 
 @pytest.mark.parametrize(("strips", "share"), [(512, 4), (640, 5), (3584, 7), (384, 3), (1, 1)])
 def test_multiprocessors_have_equally_many_strips(strips: int, share: int) -> None:
-    assert kernel.share_of(strips, 132, 8) == share
+    assert kernel.share_of(strips, 132) == share
