@@ -78,12 +78,8 @@ def pack(codes: Codes, dtype: torch.dtype, *, exact: bool = True, strips: bool =
         if group % block or parts * block % group:
             raise ValueError(f"groups of {group} weights are not supported: they must be 16, 32, 64 or 128")
     rows, width = codes.values.shape
-    if grouped:  # `few_rows` takes four groups of a block at a time
-        strips = (
-            strips and exact and codes.type == "int4" and codes.offsets is None and parts * block % (4 * group) == 0
-        )
-    else:
-        strips = strips and exact and bits == 8
+    fours = codes.type == "int4" and codes.offsets is None and parts * block % (4 * group) == 0  # groups of a block
+    strips = strips and exact and (fours if grouped else bits == 8)
     missing, more = -width % (parts * block), -rows % STRIP if strips else 0
     values = torch.nn.functional.pad(codes.values, (0, missing, 0, more), value=8 if codes.type == "int4" else 0)
     values = values.view(rows + more, -1, parts, block)
@@ -119,8 +115,8 @@ def in_strips(words: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def paired(words: torch.Tensor, kind: CodeType) -> torch.Tensor:
-    """Parts of words j and j + 1 as a GPU widens them with the fewest instructions, two at a time: the first half of the
-    parts in one word, the second half in the next; those of word j in the lower 16 bits.
+    """Parts of words j and j + 1 as a GPU widens them with the fewest instructions, two at a time: the first half of
+    the parts in one word, the second half in the next; those of word j in the lower 16 bits.
 
     Codes of 4 bits stay in their order. Of two numbers of fp8, the first one is where bfloat16 has its sign (bit 15),
     exponent and mantissa (bits 4 to 10), and the second one in the other bits: its sign in bit 11, its bits 4 to 6 in

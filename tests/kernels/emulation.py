@@ -13,7 +13,7 @@ COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 
 def emulated_kernel(source: Path, entry: str, macros: Mapping[str, int], library: Path) -> ctypes.CDLL:
-    """A library whose `launch(addresses of params, blocks, threads, shared bytes, seed)` says whether all waits ended."""
+    """A library whose `launch(addresses of params, blocks, threads, shared bytes, seed)` says if all waits ended."""
     code = f'#include "emulated_ptx.h"\n#include "{source}"\n#include "emulated_main.h"\n'
     options = [f"-D{name}={value}" for name, value in {**macros, "ENTRY": entry}.items()]
     command = [str(COMPILER), "-O1", "-w", "-std=c++17", "-fPIC", "-shared", f"-I{HERE}", *options, "-xc++", "-"]
