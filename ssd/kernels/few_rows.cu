@@ -12,13 +12,13 @@
 constexpr int PARTS = FORMAT == 2 ? 8 : 4;  // weights of a word
 constexpr int DEPTH = WORDS * PARTS;        // of a block
 constexpr int RUNS = WORDS / 16;
-constexpr int STEPS = DEPTH / 16;                     // of the tensor cores
-constexpr int GROUPS = GROUP ? DEPTH / GROUP : 0;     // of a block
-constexpr int OF_GROUP = GROUP ? GROUP / 16 : STEPS;  // steps
-constexpr int CHAINS = GROUP ? 2 : 1;                 // groups that are summed up at the same time
-constexpr int OF_ROUND = CHAINS * OF_GROUP;           // steps of so many groups
-constexpr int BATCH = 2 * CHAINS;                     // steps that are issued together
-constexpr int SUMS = TILES * 4;                    // of a thread
+constexpr int STEPS = DEPTH / 16;                      // of the tensor cores
+constexpr int GROUPS = GROUP ? DEPTH / GROUP : 0;      // of a block
+constexpr int OF_GROUP = GROUP ? GROUP / 16 : STEPS;   // steps
+constexpr int CHAINS = GROUP && TILES <= 2 ? 2 : 1;    // groups that are summed up at the same time
+constexpr int OF_ROUND = CHAINS * OF_GROUP;            // steps of so many groups
+constexpr int BATCH = GROUP && OF_ROUND >= 4 ? 4 : 2;  // steps that are issued together
+constexpr int SUMS = TILES * 4;                        // of a thread
 constexpr int STRIP_BYTES = 16 * WORDS * 4;
 constexpr int X_BYTES = TILES * 8 * DEPTH * 2;  // of a stage: 64 numbers of each row, the next 64, and so on
 constexpr int MAX_STAGES = 12;
@@ -93,7 +93,7 @@ struct Words {
     }
 };
 
-// Steps are issued in turns for the groups of a round: one alone would wait for its sums.
+// Steps are issued in turns for the groups of a round: a group alone waits for its own sums.
 constexpr __host__ __device__ int step_of(int i) {
     return i / OF_ROUND * OF_ROUND + i % CHAINS * OF_GROUP + i % OF_ROUND / CHAINS;
 }

@@ -50,7 +50,7 @@ def emulated(
 ) -> torch.Tensor:
     """`few_rows.linear` with float32 outputs."""
     rows, strips = len(x), weight.words.shape[1]
-    tiles = -(-rows // 8)
+    tiles = next(each for each in kernel._tiles(kernel._group(weight)) if 8 * each >= rows)
     macros = kernel.macros_of(weight.type, weight.block, kernel._group(weight), tiles)
     library = emulated_kernel(kernel.SOURCE, "product", macros, folder / f"{seed}.so")
     y = torch.full((rows, weight.columns // (2 if gated else 1)), torch.nan)
@@ -70,7 +70,14 @@ def emulated(
 @needs_compiler
 @pytest.mark.parametrize(
     ("kind", "rows", "depth", "group"),
-    [("fp8", 3, 1280, 0), ("int8", 9, 256, 0), ("fp8", 16, 384, 0), ("int4", 5, 1536, 128), ("int4", 12, 768, 64)],
+    [
+        ("fp8", 3, 1280, 0),
+        ("int8", 9, 256, 0),
+        ("fp8", 16, 384, 0),
+        ("int4", 5, 1536, 128),
+        ("int4", 20, 1024, 128),
+        ("int4", 9, 768, 64),
+    ],
 )
 def test_products(kind: CodeType, rows: int, depth: int, group: int, tmp_path: Path) -> None:
     """Blocks of 64 and of 32 words, fewer and more of them than stages, several tiles of outputs for a block of threads
