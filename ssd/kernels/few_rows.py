@@ -16,9 +16,9 @@ import torch
 
 from ssd.kernels.compiling import compiling
 from ssd.kernels.driver import DriverError
-from ssd.kernels.launching import processors
 from ssd.kernels.nvrtc import BuildError, Kernel, compiled, tensor_map
 from ssd.kernels.packing import PackedCodes
+from ssd.kernels.partition import current_processors
 
 log = logging.getLogger("ssd")
 SOURCE: Final = Path(__file__).with_name("few_rows.cu")
@@ -132,7 +132,7 @@ def _launch(
 ) -> None:
     (rows, depth), group, strips = x.shape, _group(weight), weight.words.shape[1]
     tiles = next(each for each in _tiles(group) if 8 * each >= rows)
-    count = processors(x.device)
+    count = current_processors(x.device)
     share = share_of(strips, count)
     size = stage_bytes(weight, share, tiles)
     stages = min(_MAX_STAGES, (_SHARED - _RING_AT) // size)

@@ -15,6 +15,7 @@ from typing import Final
 import torch
 
 from ssd.kernels.driver import DriverError, call
+from ssd.kernels.launching import processors
 
 _P = ctypes.c_void_p
 # cuda.h
@@ -50,8 +51,16 @@ class Partition:
     large: Part
 
 
+_PARTS: Final[dict[int, int]] = {}  # multiprocessors by stream
+
+
+def current_processors(device: torch.device) -> int:
+    """Multiprocessors that kernels on the current stream run on."""
+    return _PARTS.get(torch.cuda.current_stream(device).cuda_stream) or processors(device)
+
+
 @functools.cache
-def split(device: torch.device, processors: int) -> Partition:
+def split(device: torch.device, small_part: int) -> Partition:
     """A small part of that many multiprocessors, rounded up to what the GPU can split (8 on Hopper), and the others.
 
     DriverError where the driver cannot split the GPU. The small part's stream has the higher priority.
@@ -64,10 +73,10 @@ def split(device: torch.device, processors: int) -> Partition:
         groups = ctypes.c_uint(1)
         call(
             "cuDevSmResourceSplitByCount",
-            *(ctypes.byref(small), ctypes.byref(groups), ctypes.byref(whole), ctypes.byref(large), 0, processors),
+            *(ctypes.byref(small), ctypes.byref(groups), ctypes.byref(whole), ctypes.byref(large), 0, small_part),
         )
         if groups.value != 1 or not large.processors:
-            raise DriverError(f"{processors} of {whole.processors} multiprocessors cannot be split off")
+            raise DriverError(f"{small_part} of {whole.processors} multiprocessors cannot be split off")
         return Partition(_part(small, handle, -1), _part(large, handle, 0))
 
 
@@ -76,4 +85,6 @@ def _part(resource: _Resource, device: ctypes.c_int, priority: int) -> Part:
     call("cuDevResourceGenerateDesc", ctypes.byref(description), ctypes.byref(resource), 1)
     call("cuGreenCtxCreate", ctypes.byref(context), description, device, _DEFAULT_STREAM)
     call("cuGreenCtxStreamCreate", ctypes.byref(stream), context, _NON_BLOCKING, priority)
-    return Part(resource.processors, torch.cuda.ExternalStream(stream.value))  # type: ignore[no-untyped-call]
+    part = Part(resource.processors, torch.cuda.ExternalStream(stream.value))  # type: ignore[no-untyped-call]
+    _PARTS[part.stream.cuda_stream] = part.processors
+    return part
