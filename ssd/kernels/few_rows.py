@@ -22,7 +22,7 @@ from ssd.kernels.partition import current_processors
 
 log = logging.getLogger("ssd")
 SOURCE: Final = Path(__file__).with_name("few_rows.cu")
-MAX_ROWS: Final = 64
+_LAUNCHES: Final = 2  # of the kernel for most rows: as fast as one of `quantized_linear`
 _MAX_SHARE: Final = 8  # strips of a block of threads
 _MAX_STAGES: Final = 12
 _SHARED: Final = 227 << 10  # bytes of shared memory that a block of threads can have
@@ -44,7 +44,7 @@ class Params(ctypes.Structure):
 
 def takes(x: torch.Tensor, weight: PackedCodes, bias: torch.Tensor | None, row_scales: torch.Tensor | None) -> bool:
     """Whether `linear` is for this product."""
-    if not x.is_cuda or x.dtype is not torch.bfloat16 or not 0 < len(x) <= MAX_ROWS:
+    if not x.is_cuda or x.dtype is not torch.bfloat16 or not 0 < len(x) <= _LAUNCHES * _most_rows(weight):
         return False
     fits = weight.strips and weight.depth == weight.width * weight.parts
     scaled = row_scales is None or not weight.parts_of_group
@@ -65,6 +65,11 @@ def macros_of(kind: str, block: int, group: int, tiles: int) -> dict[str, int]:
 def _tiles(group: int) -> tuple[int, ...]:
     """Of 8 rows, each number a kernel of its own; sums of groups take more registers."""
     return (1, 2, 4) if group else (1, 2, 4, 8)
+
+
+def _most_rows(weight: PackedCodes) -> int:
+    """Of one launch."""
+    return 8 * _tiles(_group(weight))[-1]
 
 
 @functools.cache
@@ -115,7 +120,7 @@ def linear(
     y = x.new_empty((len(x), columns), dtype=out_dtype)
     if compiling():
         return y
-    most = 8 * _tiles(_group(weight))[-1]
+    most = _most_rows(weight)
     for start in range(0, len(x), most):
         some = slice(start, start + most)
         _launch(x[some], weight, bias, None if row_scales is None else row_scales[some], y[some], gated)
