@@ -244,10 +244,10 @@ __device__ __forceinline__ void consume(const Params& p, Barriers& barriers, u32
 __device__ __forceinline__ void produce(const TensorMap& x, const Params& p, Barriers& barriers, unsigned char* ring) {
     const int size = stage_bytes(p);
     const u64 policy = evict_first();
-    const int tiles = (p.strips + p.share - 1) / p.share, own = (tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
-    const int fills = own * p.blocks, ahead = min(p.stages, fills);
+    const int grid = gridDim.x, tiles = (p.strips + p.share - 1) / p.share;
+    const int fills = (tiles - (int)blockIdx.x + grid - 1) / grid * p.blocks, ahead = min(p.stages, fills);
     const auto copy_weight = [&](int fill, int stage) {
-        const int block = fill % p.blocks, first = (blockIdx.x + fill / p.blocks * gridDim.x) * p.share;
+        const int block = fill % p.blocks, first = (blockIdx.x + fill / p.blocks * grid) * p.share;
         const int count = min(p.share, p.strips - first);
         const u64 from = (u64)block * p.strips + first;  // strips
         unsigned char* codes = ring + stage * size + X_BYTES;
