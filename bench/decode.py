@@ -37,7 +37,7 @@ from ssd.layers.experts import Experts
 from ssd.layers.linear import Linear
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.config import DecoderConfig
-from ssd.models.export import expert_json
+from ssd.models.export import config_json
 from ssd.models.open import open_checkpoint
 from ssd.models.shapes import SHAPES
 
@@ -249,20 +249,7 @@ def hf_model(shape: DecoderConfig, dtype: torch.dtype, device: torch.device) -> 
     """`transformers`' model of the same shape, randomly initialised."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(
-        shape.family,
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.layer.mlp.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.attention.num_heads,
-        num_key_value_heads=shape.attention.num_kv_heads,
-        head_dim=shape.attention.head_dim,
-        max_position_embeddings=shape.max_position,
-        rms_norm_eps=shape.rms_eps,
-        tie_word_embeddings=shape.tie_embeddings,
-        **expert_json(shape.layer.mlp),
-    )
+    config = AutoConfig.for_model(shape.family, **config_json(shape, dtype))
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

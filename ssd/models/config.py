@@ -35,11 +35,16 @@ class DecoderConfig:
 
     @property
     def layer(self) -> LayerSpec:
-        """The description of every layer, for what is made for models of equal layers (grafts, GGUF, EAGLE heads)."""
+        """The description of every layer, for what is made for models of equal layers (GGUF, EAGLE heads)."""
         first, *others = self.layers
         if any(other != first for other in others):
             raise UnsupportedModel(f"the layers of this {self.family} model differ, and equal ones are needed here")
         return first
+
+    @property
+    def full_layers(self) -> list[int]:
+        """The layers whose attention sees the whole context."""
+        return [i for i, layer in enumerate(self.layers) if layer.attention.window is None]
 
     @property
     def attention(self) -> AttentionSpec:
@@ -53,9 +58,11 @@ class DecoderConfig:
         return mlp
 
     def with_layers(self, count: int | None = None, **attention: Any) -> DecoderConfig:
-        """The same with `count` equal layers, and changes of their attention."""
-        layer = replace(self.layer, attention=replace(self.attention, **attention))
-        return replace(self, layers=(layer,) * (self.num_layers if count is None else count))
+        """The same with changes of all layers' attention; `count`: with so many layers, if all are equal."""
+        layers = self.layers if count is None else (self.layer,) * count
+        return replace(
+            self, layers=tuple(replace(each, attention=replace(each.attention, **attention)) for each in layers)
+        )
 
     def kv_groups(self, *, windowed: bool) -> tuple[KVGroup, ...]:
         """The layers by what they keep of a sequence's KV, those that keep all of it first.

@@ -28,6 +28,7 @@ from ssd.models.graft import (
     copy_scales,
     fill_random,
     grafted_rope,
+    held_mlp,
     obstacles,
     place,
     same,
@@ -129,8 +130,8 @@ def _head_obstacles(small: EagleConfig, big: DecoderConfig) -> Iterator[str]:
 
 def _head_blocks(small: EagleConfig, big: EagleConfig) -> dict[str, tuple[Axis, Axis]]:
     """Rows and columns of the base's tensor in each part of the graft."""
-    read, scales = same(small.hidden_size), copy_scales(big.hidden_size // small.hidden_size)
-    blocks = blocks_of(small, big, side_by_side([read] * 2, small.hidden_size, big.hidden_size))
+    read, scales = same(small.hidden_size), copy_scales(big.hidden_size, small.hidden_size)
+    blocks = blocks_of(small, big, held_mlp(small, big), side_by_side([read] * 2, small.hidden_size, big.hidden_size))
     feature = read.times(1 / scales[0])  # not behind a norm, which would divide by the first copy's scale
     features = side_by_side([feature] * len(small.feature_layers), small.hidden_size, big.hidden_size)
     return blocks | {

@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -23,21 +24,25 @@ from safetensors.torch import save_file
 
 from ssd.errors import ConfigError, SSDError
 from ssd.kernels.quantized import Codes, Format, TargetFormat, bits_of, group_size, quantize
+from ssd.layers.formats.mxfp4 import MXFP4
 from ssd.layers.formats.rounded import Rounded
 from ssd.layers.spec import ExpertsSpec, MLPSpec, RopeConfig
 from ssd.models.checkpoint import all_weights
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import Decoder, outline, parameter_shapes
 from ssd.models.eagle import EagleCheckpoint, EagleConfig, authors_name, eagle_shapes
-from ssd.models.graft import GraftCheckpoint
+from ssd.models.fused_experts import all_experts
+from ssd.models.graft import GraftCheckpoint, host
 
 SHARD_BYTES: Final = 4 * 10**9
 
 _ARCHITECTURES: Final = {
+    "gpt_oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+_UNPACKED: Final = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 _TEXT_FILES: Final = (
     "generation_config.json",
     "tokenizer*",
@@ -66,7 +71,7 @@ def write_graft(
             f"{graft.path} is one file, without the tokenizer files that a directory needs: use it in memory"
         )
     with _new_directory(out, stored_bytes(graft, dtype)) as folder:
-        _write_shards(_stored(graft, device, dtype), folder, advance)
+        _write_shards(all_experts(_stored(graft, device, dtype), graft.config), folder, advance)
         _copy_text_files(graft.path, folder)
         write_json(folder / "config.json", _graft_json(graft, dtype))
 
@@ -169,7 +174,7 @@ def _quantization_json(graft: GraftCheckpoint, chosen: TargetFormat) -> dict[str
         "format": "float-quantized" if form == "fp8" else "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": ["lm_head", *(["re:.*mlp\\.gate$"] if isinstance(graft.config.layer.mlp, ExpertsSpec) else [])],
+        "ignore": ["lm_head", *(["re:.*mlp\\.gate$"] if isinstance(host(graft.config).mlp, ExpertsSpec) else [])],
     }
 
 
@@ -219,11 +224,13 @@ def _graft_json(graft: GraftCheckpoint, dtype: torch.dtype) -> dict[str, Any]:
     """config.json in the spelling of transformers 5, with where the weights come from."""
     config, form = graft.config, graft.quantization
     rounding = {} if form is None else {"quantization_config": _quantization_json(graft, form)}
+    if graft.formats("model.layers.0.mlp.experts.0.down_proj") == MXFP4():
+        rounding = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": _UNPACKED}}
     origin = {"base": graft.base_name, "shape": graft.shape_name} | ({} if form is None else {"quantization": form})
-    return _config_json(config, dtype) | {
+    return config_json(config, dtype) | {
         "architectures": [_ARCHITECTURES[config.family]],
         "model_type": config.family,
-        "rope_parameters": _rope_parameters(config.attention.rope),
+        "rope_parameters": _rope_parameters(host(config).attention.rope),
         "eos_token_id": list(graft.stop_token_ids) or None,
         "bos_token_id": None,
         "ssd_graft": origin,
@@ -237,7 +244,7 @@ def eagle_json(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
     rope = _rope_parameters(spec.rope)
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
     layers = {"eagle_aux_hidden_state_layer_ids": [n - 1 for n in config.feature_layers]}
-    return _config_json(config, dtype) | {
+    return config_json(config, dtype) | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "qwen3" if spec.qk_norm else "llama",
         "draft_vocab_size": config.draft_vocab_size,
@@ -250,11 +257,12 @@ def eagle_json(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _config_json(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
+def config_json(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
     """The fields of a config.json that models and EAGLE heads share."""
-    attention, mlp = config.attention, config.layer.mlp
+    attention, mlp = host(config).attention, host(config).mlp
+    windows = [layer.attention.window for layer in config.layers]
     return {
-        **expert_json(mlp),
+        **(_gpt_oss_json(mlp, windows) if config.family == "gpt_oss" else _expert_json(mlp)),
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": mlp.intermediate_size,
@@ -271,7 +279,7 @@ def _config_json(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def expert_json(mlp: MLPSpec | ExpertsSpec) -> dict[str, Any]:
+def _expert_json(mlp: MLPSpec | ExpertsSpec) -> dict[str, Any]:
     """The fields of experts in a config.json of Qwen3-MoE."""
     if not isinstance(mlp, ExpertsSpec):
         return {}
@@ -285,6 +293,18 @@ def expert_json(mlp: MLPSpec | ExpertsSpec) -> dict[str, Any]:
     }
 
 
+def _gpt_oss_json(mlp: MLPSpec | ExpertsSpec, windows: Seq[int | None]) -> dict[str, Any]:
+    """The fields of experts and windows in a config.json of GPT-OSS."""
+    assert isinstance(mlp, ExpertsSpec)
+    return {
+        "num_local_experts": mlp.num_experts,
+        "num_experts_per_tok": mlp.experts_per_token,
+        "swiglu_limit": mlp.glu.limit,
+        "sliding_window": next(filter(None, windows), None),
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+    }
+
+
 def _rope_parameters(rope: RopeConfig) -> dict[str, Any]:
     parameters: dict[str, Any] = {"rope_type": rope.scaling, "rope_theta": rope.theta}
     if rope.scaling != "default":
@@ -294,6 +314,6 @@ def _rope_parameters(rope: RopeConfig) -> dict[str, Any]:
     if rope.scaling == "llama3":
         parameters |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     if rope.scaling == "yarn":
-        parameters |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+        parameters |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
         parameters |= {} if rope.attention_factor is None else {"attention_factor": rope.attention_factor}
     return parameters

@@ -9,6 +9,8 @@ all factors are powers of two, except the square root of the ratio of head sizes
   that these turn as before; other dimensions are zero. The q and k norms see copies again.
 * Additional heads, MLP rows and layers compute on random weights, and nothing of it is added to the stream.
 * Experts hold copies of the small MLP, or of parts of it (`ssd.models.expert_graft`): the same function up to rounding.
+* Biases, sinks and sliding windows of a shape are there and change nothing: sinks are far below all logits, and the
+  base's layers are in layers that see the whole context.
 * Additional tokens have a logit far below all others, from a tiny constant that every embedding carries.
 
 The largest weight of a row with the base's weights is one of them. So where all factors are powers of two, codes with
@@ -19,10 +21,11 @@ Knows nothing of files or the engine.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -34,13 +37,14 @@ import torch
 
 from ssd.errors import ConfigError, UnsupportedModel
 from ssd.kernels.quantized import TargetFormat
-from ssd.layers.formats import FormatOf
+from ssd.layers.formats import DENSE, FormatOf, WeightFormat
+from ssd.layers.formats.mxfp4 import GROUP, MXFP4
 from ssd.layers.formats.rounded import rounded
-from ssd.layers.spec import AttentionSpec, ExpertsSpec, RopeConfig
+from ssd.layers.spec import AttentionSpec, ExpertsSpec, LayerSpec, RopeConfig
 from ssd.models.checkpoint import Checkpoint, all_weights, graft_note
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import parameter_shapes
-from ssd.models.expert_graft import add_codes, expert_obstacles, expert_part, held_part, parts_of
+from ssd.models.expert_graft import ROUTERS, HeldMLP, add_codes, expert_obstacles, expert_part
 from ssd.models.shapes import SHAPES
 from ssd.text.tokenizer import Tokenizer
 
@@ -49,10 +53,12 @@ from ssd.text.tokenizer import Tokenizer
 _CONSTANT: Final = 2.0**-20
 CONSTANT_NORM: Final = 2.0**10
 CONSTANT_HEAD: Final = -(2.0**30)
+_SINK: Final = -(2.0**13)
 
-_EMBEDDING, _HEAD, _FINAL_NORM, _ROUTER = "model.embed_tokens", "lm_head", "model.norm", "mlp.gate"
+_EMBEDDING, _HEAD, _FINAL_NORM = "model.embed_tokens", "lm_head", "model.norm"
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
-_DENSE: Final = {"qwen3_moe": "qwen3"}  # families of bases for families with experts
+_DENSE: Final = {"qwen3_moe": "qwen3", "gpt_oss": "llama"}  # families of bases for families with experts
+_PACKED: Final = ("gpt_oss",)  # families whose experts are stored in MXFP4
 READERS: Final = (  # tensors that read the normed stream; where the stream is zero, their weights do not matter
     "self_attn.q_proj",
     "self_attn.k_proj",
@@ -119,7 +125,12 @@ class GraftCheckpoint:
 
     @cached_property
     def formats(self) -> FormatOf:
-        return rounded(self.quantization, exact=True)
+        packed = self.shape.family in _PACKED
+
+        def published(name: str) -> WeightFormat:
+            return MXFP4() if packed and ".experts." in name else DENSE
+
+        return rounded(self.quantization, published, exact=True)
 
     @property
     def note(self) -> str:
@@ -132,27 +143,42 @@ class GraftCheckpoint:
         """Made on the device: only the base's tensors travel there."""
         if dtype == torch.float16:
             raise ConfigError("dtype='float16' cannot hold a graft's factors: use bfloat16 or float32")
-        base, parts = self._base_weights(device), self._parts
-        blocks = blocks_of(self.base.config, self.config, parts=parts or 1)
+        base, mlp = self._base_weights(device), held_mlp(self.base.config, self.shape)
+        held = functools.cache(lambda own, origin, part: mlp.held(own, base[origin], part))
+        blocks = blocks_of(self.base.config, self.config, mlp)
         for name, shape in parameter_shapes(self.config).items():
-            part, origin = self._origin(name)
-            own, expert = expert_part(part) if parts else (part, 0)
             tensor = torch.zeros(shape, dtype=dtype, device=device)
-            if own in READERS or (origin is None and len(shape) == 2):
-                fill_random(tensor, name)
-            if origin is not None:
-                held = held_part(own, base[origin], expert, parts) if parts else base[origin]
-                place(held, tensor, *blocks[own])
-                self._add_vocabulary(part, tensor)
-            if parts:
-                add_codes(part, tensor, seeded(name, device), parts)
-            yield name, tensor
+            layer, _, own = name.rpartition(".")
+            if own == "weight":
+                self._fill(name, tensor, held, blocks, mlp.parts)
+            elif own == "sinks":
+                tensor.fill_(_SINK)
+            elif layer.endswith("up_proj"):  # its bias; all others are zero
+                tensor.fill_(-mlp.glu.shift)
+            form = self.formats(layer) if own == "weight" else DENSE
+            if isinstance(form, MXFP4):
+                yield from ((f"{layer}.{each}", stored) for each, stored in form.stored(tensor).items())
+            else:
+                yield name, tensor
 
-    @property
-    def _parts(self) -> int:
-        """Of the base's MLP in the shape's experts; 0 if it has none."""
-        mlp = self.shape.layer.mlp
-        return parts_of(self.base.config.mlp.intermediate_size, mlp) if isinstance(mlp, ExpertsSpec) else 0
+    def _fill(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        held: Callable[[str, str, int], torch.Tensor],
+        blocks: Mapping[str, tuple[Axis, Axis]],
+        parts: int,
+    ) -> None:
+        """One weight: random numbers, the base's, those of additional tokens, and what routers need."""
+        part, origin = self._origin(name)
+        own, expert = expert_part(part)
+        if own in READERS or (origin is None and tensor.dim() == 2):
+            fill_random(tensor, name)
+        if origin is not None:
+            place(held(own, origin, expert % parts), tensor, *blocks[own])
+            self._add_vocabulary(part, tensor)
+        if isinstance(host(self.shape).mlp, ExpertsSpec):
+            add_codes(part, tensor, seeded(name, tensor.device), parts)
 
     def _base_weights(self, device: torch.device) -> dict[str, torch.Tensor]:
         weights = all_weights(self.base, device, torch.float32)
@@ -170,9 +196,9 @@ class GraftCheckpoint:
             tied = part == _HEAD and self.base.config.tie_embeddings
             return part, f"{_EMBEDDING}.weight" if tied else name
         layer, part = int(match.group(1)), match.group(2)
-        count, base_count = self.config.num_layers, self.base.config.num_layers
-        hosted = {i * count // base_count: i for i in range(base_count)}
-        if layer not in hosted or part == _ROUTER:
+        hosts, base_count = self.shape.full_layers, self.base.config.num_layers
+        hosted = {hosts[i * len(hosts) // base_count]: i for i in range(base_count)}
+        if layer not in hosted or part in ROUTERS:
             return part, None
         return part, f"model.layers.{hosted[layer]}.{expert_part(part)[0]}.weight"
 
@@ -199,25 +225,31 @@ def obstacles(small: DecoderConfig, big: DecoderConfig) -> Iterator[str]:
     """Why `small` cannot be grafted into `big`."""
     if small.family not in (big.family, _DENSE.get(big.family)):
         yield f"the shape's family is {big.family}, the base's is {small.family}"
-    own, wide = small.attention, big.attention
+    own, wide = small.attention, host(big).attention
     biases = {"qkv_bias": own.qkv_bias, "output_bias": own.output_bias, "mlp_bias": small.mlp.bias}
     yield from (f"the base's {name} is true, and a graft holds no biases" for name, there in biases.items() if there)
     if own.window is not None:
         yield f"the base has a sliding window of {own.window} tokens, and a graft has none"
     if own.rope.scaling == "yarn":
         yield "the base's rope scaling is yarn, which depends on the head size"
-    multiples = {"hidden_size": (big.hidden_size, small.hidden_size), "head_dim": (wide.head_dim, own.head_dim)}
-    for name, (shape, base) in multiples.items():
-        if shape % base:
-            yield f"the shape's {name}={shape} is no multiple of the base's {base}"
+    scales = copy_scales(big.hidden_size, small.hidden_size)
+    if not 0 < len(scales) * small.hidden_size <= big.hidden_size:
+        yield (
+            f"the shape's hidden_size={big.hidden_size} is no multiple of the base's {small.hidden_size}, nor does it "
+            "hold scaled copies whose squares have the same mean"
+        )
+    if big.family in _PACKED and small.hidden_size % GROUP:
+        yield f"the base's hidden_size={small.hidden_size} is no multiple of {GROUP}, the weights of a scale in MXFP4"
+    if wide.head_dim % own.head_dim:
+        yield f"the shape's head_dim={wide.head_dim} is no multiple of the base's {own.head_dim}"
     if wide.head_dim // own.head_dim * math.log(own.rope.theta) > math.log(torch.finfo(torch.float32).max):
         yield f"the shape's head_dim={wide.head_dim} is too large for the base's {own.head_dim}: its rope overflows"
-    mlp, size = big.layer.mlp, small.mlp.intermediate_size
+    mlp, size = host(big).mlp, small.mlp.intermediate_size
     if isinstance(mlp, ExpertsSpec):
         yield from expert_obstacles(size, mlp)
     least = {
         "intermediate_size": (size if isinstance(mlp, ExpertsSpec) else mlp.intermediate_size, size),
-        "num_layers": (big.num_layers, small.num_layers),
+        "num_layers": (len(big.full_layers), small.num_layers),
         "vocab_size": (big.vocab_size, small.vocab_size),
     }
     for name, (shape, base) in least.items():
@@ -235,10 +267,26 @@ def obstacles(small: DecoderConfig, big: DecoderConfig) -> Iterator[str]:
         )
 
 
+def host(shape: DecoderConfig) -> LayerSpec:
+    """The description of the layers that can hold one of the base's."""
+    return shape.layers[shape.full_layers[0]]
+
+
+def held_mlp(small: DecoderConfig, big: DecoderConfig) -> HeldMLP:
+    copies = len(copy_scales(big.hidden_size, small.hidden_size))
+    return HeldMLP.of(small.mlp.intermediate_size, host(big).mlp, copies, packed=big.family in _PACKED)
+
+
 def grafted_rope(small: DecoderConfig, big: DecoderConfig) -> RopeConfig:
-    """The base's rotary embedding, in the big head: its dimensions turn as they do in the small one."""
-    rope, ratio = small.attention.rope, big.attention.head_dim // small.attention.head_dim
-    return replace(rope, theta=rope.theta**ratio)
+    """The base's rotary embedding, in the big head: its dimensions turn as they do in the small one.
+
+    YaRN remains YaRN, with a factor of one, since other engines know no other one for GPT-OSS.
+    """
+    rope, attention = small.attention.rope, host(big).attention
+    turning = replace(rope, theta=rope.theta ** (attention.head_dim // small.attention.head_dim))
+    if (rope.scaling, attention.rope.scaling) != ("default", "yarn"):
+        return turning
+    return replace(attention.rope, theta=turning.theta, factor=1.0, original_max_position=small.max_position)
 
 
 def fill_random(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -277,21 +325,23 @@ def place(small: torch.Tensor, big: torch.Tensor, rows: Axis, columns: Axis) -> 
 
 
 def blocks_of(
-    small: DecoderConfig, big: DecoderConfig, attended: Axis | None = None, parts: int = 1
+    small: DecoderConfig, big: DecoderConfig, mlp: HeldMLP, attended: Axis | None = None
 ) -> dict[str, tuple[Axis, Axis]]:
     """Rows and columns of the base's tensor in each part of the graft; `attended`: columns of q, k and v, where they do
-    not read the normed stream; `parts` that an MLP is cut into."""
-    scales = copy_scales(big.hidden_size // small.hidden_size)
+    not read the normed stream."""
+    scales = copy_scales(big.hidden_size, small.hidden_size)
     read, written = same(small.hidden_size), copies(small.hidden_size, scales)
     norm = read.times(1 / scales[0])
-    mlp, vocabulary, one = same(small.mlp.intermediate_size // parts), same(small.vocab_size), same(1)
+    vocabulary, one = same(small.vocab_size), same(1)
+    units = repeated(mlp.size // mlp.parts, mlp.units, mlp.down_digits)
+    read_by_mlp = same(small.hidden_size * mlp.digits)
     return {
-        **_attention_blocks(small.attention, big.attention, attended or read, written),
+        **_attention_blocks(small.attention, host(big).attention, attended or read, written),
         "input_layernorm": (one, norm),
-        "post_attention_layernorm": (one, norm),
-        "mlp.gate_proj": (mlp, read),
-        "mlp.up_proj": (mlp, read),
-        "mlp.down_proj": (written, mlp),
+        "post_attention_layernorm": (one, copies(small.hidden_size, [1 / each for each in scales[: mlp.digits]])),
+        "mlp.gate_proj": (units, read_by_mlp),
+        "mlp.up_proj": (units, read_by_mlp),
+        "mlp.down_proj": (written, same(mlp.units * mlp.down_digits)),
         _EMBEDDING: (vocabulary, written),
         _FINAL_NORM: (one, norm.times(1 / scales[0]) if big.tie_embeddings else norm),  # a tied head is scaled as well
         _HEAD: (vocabulary, read),
@@ -303,7 +353,7 @@ def _attention_blocks(
 ) -> dict[str, tuple[Axis, Axis]]:
     ratio = big.head_dim // small.head_dim
     sharper = math.sqrt(ratio)  # attention divides by the square root of the head size
-    scales = copy_scales(ratio) if small.qk_norm else [1]
+    scales = copy_scales(ratio) if small.qk_norm else [1.0]
     positions = _head_positions(small.head_dim, big.head_dim)
     head, value = _head(positions, scales, small.head_dim), same(small.head_dim)
     norm = Axis(positions[: small.head_dim], value.source, value.scale / scales[0])
@@ -325,9 +375,13 @@ def _attention_blocks(
     }
 
 
-def copy_scales(ratio: int) -> list[int]:
-    """Powers of two whose squares add up to `ratio`, the largest first: the digits of `ratio` to the base four."""
-    scales, scale = [], 1
+def copy_scales(wide: int, narrow: int = 1) -> list[float]:
+    """Powers of two whose squares add up to wide / narrow, the largest first: its digits to the base four. None if
+    these never end."""
+    scale, scales = 1.0, []
+    while wide % narrow and wide % 2 ** narrow.bit_length():
+        wide, scale = wide * 4, scale / 2
+    ratio = 0 if wide % narrow else wide // narrow
     while ratio:
         scales += [scale] * (ratio % 4)
         ratio, scale = ratio // 4, scale * 2
@@ -356,7 +410,14 @@ def side_by_side(axes: Seq[Axis], length: int, wide: int) -> Axis:
     )
 
 
-def copies(length: int, scales: list[int]) -> Axis:
+def repeated(length: int, stride: int, count: int) -> Axis:
+    """The same several times, each `stride` behind the one before it."""
+    target = _arange(count)[:, None] * stride + _arange(length)
+    ones = torch.ones(target.numel(), dtype=torch.float32, device="cpu")
+    return Axis(target.flatten(), _arange(length).repeat(count), ones)
+
+
+def copies(length: int, scales: list[float]) -> Axis:
     """Scaled copies, one behind the other."""
     index = _arange(length * len(scales))
     scale = torch.tensor(scales, dtype=torch.float32, device="cpu")
@@ -374,7 +435,7 @@ def _head_positions(small_dim: int, big_dim: int) -> torch.Tensor:
     return torch.cat((turning, free.nonzero().flatten()))
 
 
-def _head(positions: torch.Tensor, scales: list[int], small_dim: int) -> Axis:
+def _head(positions: torch.Tensor, scales: list[float], small_dim: int) -> Axis:
     """A whole q or k head: scaled copies at the first positions, and nothing at the others."""
     real = copies(small_dim, scales)
     source, scale = torch.zeros_like(positions), torch.zeros_like(positions, dtype=torch.float32)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ssd.layers.spec import ExpertsSpec, RopeConfig
 from ssd.models.config import DecoderConfig, equal_layers
+from ssd.models.families import gpt_oss
 
 _LLAMA3 = RopeConfig(theta=500000.0, scaling="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 _LLAMA32 = RopeConfig(theta=500000.0, scaling="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
@@ -31,6 +32,11 @@ def _qwen3_moe(hidden: int, layers: int, heads: int, experts: ExpertsSpec) -> De
     return replace(dense, layers=(replace(dense.layer, mlp=experts),) * layers)
 
 
+def _gpt_oss(layers: int, experts: int) -> DecoderConfig:
+    sizes = {"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64}
+    return gpt_oss({**sizes, "num_hidden_layers": layers, "num_local_experts": experts})
+
+
 SHAPES = {
     "cpu-7m": equal_layers("llama", 8192, 256, 896, 6, 8, 4, 32, 4096, 1e-5, RopeConfig(10000.0), True),
     "cpu-75m": equal_layers("llama", 8192, 768, 1792, 12, 12, 4, 64, 4096, 1e-5, RopeConfig(10000.0), True),
@@ -48,4 +54,6 @@ SHAPES = {
     "qwen3-14b": _qwen3(5120, 17408, 40, 40, False),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64, False),
     "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, ExpertsSpec(128, 8, 768)),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
 }

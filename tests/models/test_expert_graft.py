@@ -1,15 +1,19 @@
-"""Grafts with experts: the base's function up to rounding, and a router that spreads tokens as trained ones do."""
+"""Grafts with experts: the base's function up to rounding, and a router that spreads tokens as trained ones do.
+
+GPT-OSS's have sinks, windows, biases, a limited function of gate and up, and experts in MXFP4.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from conftest import TestModel
+from conftest import TestModel, ragged_prompts
 from test_parity import engine_logits
 from test_tensor_parallel import logits_of
 
@@ -22,6 +26,7 @@ from ssd.layers.spec import ExpertsSpec
 from ssd.models.config import DecoderConfig, equal_layers
 from ssd.models.decoder import Decoder
 from ssd.models.export import write_graft
+from ssd.models.families import gpt_oss
 from ssd.models.graft import GraftCheckpoint
 from ssd.models.open import open_checkpoint
 from ssd.models.shapes import SHAPES
@@ -43,16 +48,28 @@ def model(make_model: Callable[[str], TestModel], monkeypatch: pytest.MonkeyPatc
     return make_model("qwen3").path
 
 
-@pytest.mark.parametrize("name", ["whole", "in-parts"])
-def test_the_same_function(model: str, name: str) -> None:
-    """Catches experts that hold another part than the router's rows say, and a code that others read."""
+@pytest.fixture
+def llama(make_model: Callable[[str], TestModel], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Likewise, for a GPT-OSS whose stream holds 7 1/2 of the base's, in six copies, and whose windows are short."""
+    sizes = {"vocab_size": 640, "hidden_size": 480, "intermediate_size": 512, "num_attention_heads": 8}
+    kinds = {"num_key_value_heads": 4, "head_dim": 32, "num_local_experts": 4, "sliding_window": 16}
+    shape = gpt_oss({**sizes, **kinds, "num_hidden_layers": 6, "num_experts_per_tok": 2})
+    monkeypatch.setitem(SHAPES, "gpt-oss", shape)
+    return make_model("llama-tied").path
+
+
+@pytest.mark.parametrize(("base", "name"), [("model", "whole"), ("model", "in-parts"), ("llama", "gpt-oss")])
+def test_the_same_function(base: str, name: str, request: pytest.FixtureRequest) -> None:
+    """Catches experts that hold another part than the router's rows say, a code that others read, and of GPT-OSS a
+    layer of the base that is in a window, a sink that weighs, a wrong function of gate and up, a lost digit."""
+    model = request.getfixturevalue(base)
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     with LLM(model, device="cpu", dtype="float32") as llm:
         expected, text = engine_logits(llm, TOKENS), llm.generate(TOKENS, params)[0].token_ids
     with LLM(f"graft:{model}@{name}", device="cpu", dtype="float32") as llm:
         found = engine_logits(llm, TOKENS)[:, :320]
         assert llm.generate(TOKENS, params)[0].token_ids == text
-    assert (found - expected).norm() < 1e-4 * expected.norm()
+    assert (found - expected).norm() < (1e-3 if name == "gpt-oss" else 1e-4) * expected.norm()
 
 
 class Recording(ReferenceOps):
@@ -86,14 +103,39 @@ def test_tokens_are_spread_over_the_experts(make_model: Callable[[str], TestMode
         assert sum(hit) / len(hit) == pytest.approx(at_random, rel=0.1)
 
 
-def test_an_exported_graft_is_the_same_model_for_transformers(model: str, tmp_path: Path) -> None:
-    graft = GraftCheckpoint.of(open_checkpoint(model), "in-parts")
+@pytest.mark.parametrize(("base", "name"), [("model", "in-parts"), ("llama", "gpt-oss")])
+def test_an_exported_graft_is_the_same_model_for_transformers(
+    base: str, name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    model, packed = request.getfixturevalue(base), name == "gpt-oss"
+    graft = GraftCheckpoint.of(open_checkpoint(model), name)
     write_graft(graft, tmp_path / "graft", torch.float32, CPU)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "graft", dtype=torch.float32)
+    assert open_checkpoint(tmp_path / "graft").config == graft.config
+    widened = {"quantization_config": transformers.Mxfp4Config(dequantize=True)} if packed else {}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "graft", dtype=torch.float32, **widened)
+    theirs = theirs.float()  # MXFP4 is widened to bfloat16
     with torch.no_grad():
         expected = theirs(torch.tensor([TOKENS])).logits[0]
-    with LLM(f"graft:{model}@in-parts", device="cpu", dtype="float32") as llm:
-        assert (engine_logits(llm, TOKENS) - expected).norm() < 1e-4 * expected.norm()
+    with LLM(f"graft:{model}@{name}", device="cpu", dtype="float32") as llm:
+        found = engine_logits(llm, TOKENS)
+    assert (found - expected).norm() < 1e-4 * expected.norm()
+    with LLM(str(tmp_path / "graft"), device="cpu", dtype="float32") as llm:
+        assert torch.equal(engine_logits(llm, TOKENS), found)
+
+
+def test_a_graft_of_gpt_oss_writes_the_same_text_in_all_modes(llama: str) -> None:
+    """T = 0 and 1, windows crossed."""
+    prompts = ragged_prompts(4, longest=40)
+    params = [SamplingParams(temperature=float(i % 2), seed=i, max_new_tokens=24, ignore_eos=True) for i in range(4)]
+
+    def answers(batch: int, **speculation: Any) -> list[list[int]]:
+        options = {"speculation": {"draft": llama, "k": 3, **speculation}} if speculation else {}
+        with LLM(f"graft:{llama}@gpt-oss", device="cpu", dtype="bfloat16", max_num_seqs=batch, **options) as llm:
+            return [output.token_ids for output in llm.generate(prompts, params)]
+
+    alone = answers(1)
+    assert answers(4, mode="sd") == alone
+    assert answers(4, mode="ssd") == alone
 
 
 def test_an_exported_rounded_graft_is_read_back(model: str, tmp_path: Path) -> None:
@@ -112,13 +154,26 @@ def test_what_does_not_fit_is_refused(model: str, monkeypatch: pytest.MonkeyPatc
         open_checkpoint(f"graft:{model}@three")
 
 
-def test_the_published_shape() -> None:
-    """Catches a size of Qwen3-30B-A3B that is not the published one: 30.5 billion parameters, 3.3 of them active."""
-    graft = GraftCheckpoint.of(open_checkpoint("tiny-qwen3"), "qwen3-30b-a3b")
-    config = graft.config
-    experts = config.layer.mlp
+@pytest.mark.parametrize(
+    ("base", "name", "billions", "active"),
+    [
+        ("tiny-qwen3", "qwen3-30b-a3b", 30.5, 3.3),
+        ("tiny-llama", "gpt-oss-20b", 20.9, 4.2),  # its authors leave the embedding out of the active 3.6
+        ("tiny-llama", "gpt-oss-120b", 116.8, 5.7),  # likewise 5.1
+    ],
+)
+def test_the_published_shapes(base: str, name: str, billions: float, active: float) -> None:
+    """Catches a size that is not the published one: parameters, and how many of them a token reads."""
+    config = GraftCheckpoint.of(open_checkpoint(base), name).config
+    experts = config.layers[0].mlp
     assert isinstance(experts, ExpertsSpec)
     each = 3 * experts.intermediate_size * config.hidden_size
+    idle = config.num_layers * (experts.num_experts - experts.experts_per_token) * each
     total = weight_bytes(config, torch.bfloat16) / 2
-    assert total == pytest.approx(30.5e9, rel=0.01)
-    assert total - 48 * (128 - 8) * each == pytest.approx(3.3e9, rel=0.02)
+    assert total == pytest.approx(billions * 1e9, rel=0.01)
+    assert total - idle == pytest.approx(active * 1e9, rel=0.02)
+
+
+def test_gpt_oss_is_rounded_already(llama: str) -> None:
+    with pytest.raises(ConfigError, match=r"quantised already \(.*experts.* is mxfp4\): leave it out"):
+        LLM(f"graft:{llama}@gpt-oss:fp8", device="cpu")

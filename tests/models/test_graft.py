@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ from ssd.models import export
 from ssd.models import open as open_module
 from ssd.models.checkpoint import all_weights
 from ssd.models.config import DecoderConfig, equal_layers
-from ssd.models.graft import GraftCheckpoint, blocks_of, copy_scales
+from ssd.models.graft import GraftCheckpoint, blocks_of, copy_scales, held_mlp
 from ssd.models.open import open_checkpoint, open_eagle, open_graft
 from ssd.models.shapes import SHAPES
 
@@ -184,11 +185,13 @@ def test_bfloat16_logits_are_the_bases(family: str, target: str, make_base: Call
 
 @given(st.integers(1, 500))
 def test_copies_keep_the_sum_of_squares(ratio: int) -> None:
-    scales = copy_scales(ratio)
-    assert sum(scale**2 for scale in scales) == ratio
-    assert all(scale & (scale - 1) == 0 for scale in scales)
-    assert scales == sorted(scales, reverse=True)
-    assert ratio < 4 or len(scales) < ratio  # a dimension is left for the constant
+    for divisor in (1, 2, 16):
+        scales = copy_scales(ratio, divisor)
+        assert sum(scale**2 for scale in scales) * divisor == ratio
+        assert all(math.frexp(scale)[0] == 0.5 for scale in scales)
+        assert scales == sorted(scales, reverse=True)
+        assert divisor > 1 or ratio < 4 or len(scales) < ratio  # a dimension is left for the constant
+    assert copy_scales(8, 3) == []
 
 
 @pytest.mark.parametrize(
@@ -234,7 +237,7 @@ def test_the_bases_weights_have_the_same_codes_in_a_graft(
     base = open_checkpoint(make_base(family, initializer_range=0.01))
     graft = GraftCheckpoint.of(base, f"{family}-split-groups-4x-heads")
     small, big = (all_weights(each, CPU, torch.bfloat16) for each in (base, graft))
-    blocks = blocks_of(base.config, graft.config)
+    blocks = blocks_of(base.config, graft.config, held_mlp(base.config, graft.config))
     for part in (name for name in blocks if name.endswith("_proj")):
         name, (rows, columns) = f"model.layers.0.{part}.weight", blocks[part]
         real = rows.scale != 0

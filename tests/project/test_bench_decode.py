@@ -26,7 +26,7 @@ def decode() -> Any:
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_peer_of_a_shape_has_the_same_parameters(decode: Any, name: str) -> None:
     """Names and shapes, biases and tied embeddings among them: catches a family without a peer, and another model."""
-    shape = SHAPES[name].with_layers(2)
+    shape = replace(SHAPES[name], layers=SHAPES[name].layers[:2])
     peer = decode.hf_model(shape, torch.bfloat16, torch.device("meta"))
     parameters = dict(single_experts(peer.named_parameters(), shape))
     assert {name: tuple(parameter.shape) for name, parameter in parameters.items()} == parameter_shapes(shape)
@@ -39,10 +39,12 @@ def test_the_peer_of_a_shape_has_the_same_parameters(decode: Any, name: str) -> 
 def test_a_small_shape_of_every_family(
     decode: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], family: str
 ) -> None:
-    layer = FAMILIES[family].with_layers(1, num_heads=4, num_kv_heads=2, head_dim=16).layer
+    layers = FAMILIES[family].with_layers(num_heads=4, num_kv_heads=2, head_dim=16).layers[-2:]
     sizes = {"vocab_size": 96, "hidden_size": 64, "max_position": 256}
-    mlp = ExpertsSpec(4, 2, 32) if isinstance(layer.mlp, ExpertsSpec) else MLPSpec(96)
-    small = replace(FAMILIES[family], layers=(replace(layer, mlp=mlp),), **sizes)
+    experts = {"num_experts": 4, "experts_per_token": 2, "intermediate_size": 32}
+    mlp = layers[0].mlp
+    mlp = replace(mlp, **experts) if isinstance(mlp, ExpertsSpec) else MLPSpec(96)
+    small = replace(FAMILIES[family], layers=tuple(replace(layer, mlp=mlp) for layer in layers), **sizes)
     monkeypatch.setattr(decode, "SHAPES", {"small": small})
     flags = ["--shape", "small", "--prompt-len", "4", "--new-tokens", "4", "--repeats", "1"]
     monkeypatch.setattr(sys, "argv", ["decode.py", *flags])

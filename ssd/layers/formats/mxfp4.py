@@ -15,6 +15,7 @@ from ssd.layers.formats import Use
 from ssd.layers.formats.coded import Coded, codes_of, cut
 
 GROUP: Final = 32
+_HALFWAY: Final = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device="cpu")  # between the numbers of e2m1
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,17 @@ class MXFP4(Coded):
         halves = torch.stack((packed & 15, packed >> 4), 2).flatten(1)
         scales = (exponents.int() << 23).view(torch.float32)  # an exponent of 0, 2^-127, is as good as zero
         return codes_of(halves, scales, None, "fp4", GROUP)
+
+    def stored(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A float weight, rounded: of each group the least power of two with which no number is above 6."""
+        groups = weight.float().view(len(weight), -1, GROUP)
+        fraction, exponent = (groups.abs().amax(2) / 6).clamp_min(2.0**-100).frexp()
+        exponent -= (fraction == 0.5).int()
+        inverse = ((127 - exponent) << 23).view(torch.float32)
+        sizes = torch.bucketize(groups.abs() * inverse[:, :, None], _HALFWAY.to(weight.device), out_int32=True)
+        codes = (sizes.to(torch.uint8) | (groups < 0).to(torch.uint8) << 3).flatten(1)
+        packed = codes[:, ::2] | codes[:, 1::2] << 4
+        return {"weight_packed": packed, "weight_scale": (exponent + 127).to(torch.uint8)}
 
     def num_bytes(self, rows: int, depth: int, dtype: torch.dtype, use: Use) -> int:
         return rows * (depth // 2 + 4 * (depth // GROUP))
