@@ -137,7 +137,7 @@ def bench_gpu(shape: str, args: argparse.Namespace) -> list[Row]:
         args.model or shape,
         device=args.device,
         max_model_len=longest,
-        max_num_seqs=16,
+        max_num_seqs=64,
         kv_cache_dtype=args.kv_cache_dtype,
     )
     engine, config = build_engine(config, checkpoint)
@@ -151,7 +151,7 @@ def bench_gpu(shape: str, args: argparse.Namespace) -> list[Row]:
     ]
     assert isinstance(engine.round.target, Target)
     runner = engine.round.target.runner
-    floors = {n: streamed_bytes(runner, n) / bandwidth for n in (1, 8, 16)}  # seconds, by rows
+    floors = {n: streamed_bytes(runner, n) / bandwidth for n in (1, 8, 16, 64)}  # seconds, by rows
     floor = f"{floors[1] * 1e3:.3f} ms ({floors[1] * bandwidth / 1e9:.2f} GB)"
     rows.append(("copy bandwidth", f"{bandwidth / 1e12:.2f} TB/s"))
     rows.append(("floor: one pass over the weights", floor))
@@ -167,7 +167,7 @@ def bench_gpu(shape: str, args: argparse.Namespace) -> list[Row]:
         part = floors[sequences * queries] / seconds
         value = f"{seconds * 1e3:.3f} ms, {part:.3f} of the floor, {seconds / one:.3f} x one token"
         rows.append((label, value))
-    for batch in (1, 8, 16):
+    for batch in (1, 8, 16, 64):
         prompts = random_prompts(batch, args.prompt_len, known_tokens(checkpoint))
         speeds = alternate({"ssd": lambda p=prompts: engine_decode(driver, p, args.new_tokens)}, args.repeats)["ssd"]
         step = batch / statistics.median(speeds)

@@ -3,10 +3,15 @@
     python bench/experts.py --rows 1 8                                           # the CPU, Qwen3-30B-A3B's experts
     python bench/experts.py --device cuda --format dense fp8 --rows 1 5 8 64     # one GPU, bfloat16
     python bench/experts.py --device cuda --layer gpt-oss-20b --format mxfp4
+    python bench/experts.py --model graft:tiny-llama@gpt-oss-20b                 # how a graft's router spreads tokens
 
 The rows choose their experts at random, other ones each time. `layer` is routing, both products and the weighted sum,
 without the router's own product; `hit` the number of experts, `floor` the bytes of their weights over the copy
 bandwidth as a part of the time. On a GPU all is in one CUDA graph: launches do not count.
+
+With --model: what share of the tokens of the prompt sets each expert of some layers has (1: as many as the others), and
+how many experts are hit by tokens that follow each other in a prompt (`one text`: a verification), or by the same place
+of as many prompts (`texts`: a batch), beside the number for random choices.
 """
 
 from __future__ import annotations
@@ -26,6 +31,11 @@ from ssd.kernels.quantized import Format
 from ssd.layers.formats import DENSE, Use, WeightFormat
 from ssd.layers.formats.mxfp4 import GROUP, MXFP4
 from ssd.layers.formats.rounded import Rounded
+from ssd.layers.spec import ExpertsSpec
+from ssd.models.expert_graft import CODE, add_codes
+from ssd.models.graft import GraftCheckpoint, held_mlp, seeded
+from ssd.models.open import open_checkpoint
+from ssd.prompts import OWN_SETS, load_prompts
 
 _ROUTINGS: Final = 16  # timed one after the other
 _GPT_OSS: Final = GLU(1.702, 7.0, 1.0)
@@ -97,6 +107,53 @@ def bench(name: str, form: str, row_counts: list[int], device: torch.device) -> 
             print(f"{part:<8} {rows:>5} {hit:>6.1f} {rates}", flush=True)
 
 
+def graft_routing(
+    graft: GraftCheckpoint, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> list[torch.Tensor]:
+    """The experts of each of the base's tokens, layer by layer, as the graft's router chooses them: it reads a code of
+    the token, nothing else. `device`: where the graft is made, since random numbers are different ones elsewhere."""
+    parts = held_mlp(graft.base.config, graft.shape).parts
+
+    def codes(layer: str, part: str, rows: int) -> torch.Tensor:
+        tensor = torch.zeros(rows, CODE + 1, device=device)
+        add_codes(part, tensor, seeded(f"{layer}{part}.weight", device), parts)
+        return tensor.to(dtype).float()
+
+    tokens, found = codes("", "model.embed_tokens", graft.config.vocab_size)[: graft.base.config.vocab_size], []
+    for i, layer in enumerate(graft.config.layers):
+        assert isinstance(layer.mlp, ExpertsSpec)
+        part = f"{layer.mlp.names.block}.{layer.mlp.names.router}"
+        router = codes(f"model.layers.{i}.", part, layer.mlp.num_experts)
+        found.append((tokens @ router.t()).topk(layer.mlp.experts_per_token).indices)
+    return found
+
+
+def histogram(model: str, row_counts: list[int], device: torch.device) -> None:
+    graft = open_checkpoint(model)
+    if not isinstance(graft, GraftCheckpoint) or not isinstance(experts := graft.config.layers[0].mlp, ExpertsSpec):
+        raise SystemExit(f"--model {model}: name a graft in a shape with experts")
+    tokenizer, count, chosen = graft.tokenizer(), experts.num_experts, experts.experts_per_token
+    texts = [torch.tensor(tokenizer.encode(text)) for name in OWN_SETS for text in load_prompts(name).prompts]
+    routing, tokens = [layer.cpu() for layer in graft_routing(graft, device)], torch.cat(texts)
+    print(f"{graft.note}\n{len(tokens)} tokens of {len(texts)} prompts, {chosen} of {count} experts a token")
+    print("experts with 0, 0.25, … 2.75 times their share of the tokens:")
+    for i in range(0, len(routing), -(-len(routing) // 6)):
+        load = routing[i][tokens].flatten().bincount(minlength=count) * count / (chosen * len(tokens))
+        shares = [float(((load >= low) & (load < low + 0.25)).float().mean()) for low in (x / 4 for x in range(12))]
+        print(f"layer {i:>2}: {' '.join(f'{share:>4.0%}' for share in shares)}")
+    print(f"{'rows':>5} {'one text':>9} {'texts':>7} {'random':>7}   experts hit in a layer, on average")
+    for rows in row_counts:
+        following = [window for text in texts for window in text[: len(text) // rows * rows].view(-1, rows)]
+        places = [torch.stack([text[at] for text in texts[:rows]]) for at in range(min(map(len, texts[:rows])))]
+        means = [_mean_hit(routing, each) if len(texts) >= rows else float("nan") for each in (following, places)]
+        print(f"{rows:>5} {means[0]:>9.1f} {means[1]:>7.1f} {count * (1 - (1 - chosen / count) ** rows):>7.1f}")
+
+
+def _mean_hit(routing: list[torch.Tensor], steps: list[torch.Tensor]) -> float:
+    hit = [len(layer[tokens].unique()) for layer in routing[:: max(1, len(routing) // 6)] for tokens in steps[:200]]
+    return sum(hit) / max(1, len(hit))
+
+
 def _for_each(work: Callable[[Any], object], inputs: Any) -> None:
     for each in inputs:
         work(each)
@@ -108,7 +165,11 @@ def main() -> None:
     parser.add_argument("--layer", choices=sorted(LAYERS), default="qwen3-30b-a3b")
     parser.add_argument("--format", choices=["dense", "fp8", "int8", "int4", "mxfp4"], nargs="+", default=["dense"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 5, 8, 64])
+    parser.add_argument("--model", help="a graft, whose router is looked at instead")
     args = parser.parse_args()
+    if args.model:
+        histogram(args.model, args.rows, torch.device(args.device))
+        return
     for form in args.format:
         bench(args.layer, form, args.rows, torch.device(args.device))
 

@@ -14,6 +14,8 @@ def some_codes(kind: CodeType, rows: int, depth: int, group: int, *, offsets: bo
     if kind == "fp8":
         values[values & 0x7F == 0x7F] = 0  # not a number
     scales = torch.rand(rows, depth // group) + 0.5
+    if kind == "fp4":
+        scales = torch.exp2(torch.randint(-3, 3, scales.shape))  # powers of two
     shift = torch.randn(rows, depth // group) if offsets else None
     codes = Codes(values, scales, kind, depth, shift)
     moved = None if shift is None else shift.to(device)

@@ -1,9 +1,11 @@
 """Kernels of a mixture of experts in Triton: routing, grouped products, weighted sums.
 
 A grouped product is that of `linear` or `quantized_linear` with the rows of one expert in each tile: pairs (see
-`Routing`) are sorted by expert on the device, and a tile finds its expert from where the pairs of each expert begin.
+`Routing`) are sorted by expert on the device, and cut into tiles (`Routing.tiles`).
 Grids depend on the number of rows only, so that everything runs in CUDA graphs. Sums over the depth are taken in the
 order of those kernels, whatever the tile shape, and pairs are independent: a row's bits are its own.
+
+All of them are launched early (`launching`): for one row they take a few microseconds each.
 """
 
 from __future__ import annotations
@@ -15,59 +17,134 @@ import triton
 import triton.language as tl
 
 from ssd.kernels import linear, quantized_linear
-from ssd.kernels.launching import shared_memory
+from ssd.kernels.launching import early_launch, shared_memory
 from ssd.kernels.linear import sums as dense_sums
 from ssd.kernels.ops import GLU, SWIGLU, Routing
 from ssd.kernels.packing import PackedCodes
 from ssd.kernels.quantized_linear import sums as code_sums
 
 _PAIRS = 1024  # that one step of `_order_kernel` sorts
+_LEAST_ROWS = 8  # of a tile
+_FEW_ROWS = 8  # that one program routes, if weights are those of the chosen experts
 _WIDTH = 1024  # numbers of a row that one program of `_combine_kernel` adds up
 
 
 @triton.jit
 def _route_kernel(
     logits_ptr, ids_ptr, weights_ptr, experts,
-    COUNT: tl.constexpr, CHOSEN: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
+    COUNT: tl.constexpr, CHOSEN: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row: its COUNT largest logits, the lower expert first where they are equal, and their softmax."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK)
     place = tl.arange(0, PLACES)
     logits = tl.load(logits_ptr + row * experts + e, mask=e < experts, other=float("-inf"))
     left = tl.where(logits == logits, logits, float("-inf"))  # NaN would be chosen with any index
     ids = tl.zeros((PLACES,), tl.int32)
-    values = tl.full((PLACES,), float("-inf"), tl.float32)
+    weights = tl.zeros((PLACES,), tl.float32)
+    top = tl.max(left, 0)
+    total = 0.0
     for i in tl.static_range(COUNT):
         best = tl.argmax(left, 0)
+        weight = tl.exp(tl.sum(tl.where(e == best, logits, 0.0)) - top)
         ids = tl.where(place == i, best, ids)
-        values = tl.where(place == i, tl.sum(tl.where(e == best, logits, 0.0)), values)
+        weights = tl.where(place == i, weight, weights)
+        total += weight  # in this order, as `_route_few_kernel` has it
         left = tl.where(e == best, float("-inf"), left)
-    top = tl.max(values)
-    weights = tl.exp(values - top)
-    total = tl.sum(weights) if CHOSEN else tl.sum(tl.exp(logits - top))
+    if not CHOSEN:
+        total = tl.sum(tl.exp(logits - top))
     tl.store(ids_ptr + row * COUNT + place, ids, mask=place < COUNT)
     tl.store(weights_ptr + row * COUNT + place, weights / total, mask=place < COUNT)
 
 
-@triton.jit(do_not_specialize=["pairs"])
-def _order_kernel(ids_ptr, order_ptr, starts_ptr, pairs, BLOCK: tl.constexpr):
-    """One expert: its pairs in order, after those of lower experts."""
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def _route_few_kernel(
+    logits_ptr, ids_ptr, weights_ptr, order_ptr, starts_ptr, tiles_ptr, rows, experts, tiles,
+    COUNT: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """What `_route_kernel` (with CHOSEN) and `_order_kernel` do, in one program, for so few rows that an expert has one
+    tile."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    e = tl.arange(0, BLOCK)[None, :]
+    place = tl.arange(0, PLACES)[None, :]
+    row = tl.arange(0, ROWS)[:, None]
+    logits = tl.load(logits_ptr + row * experts + e, mask=(row < rows) & (e < experts), other=float("-inf"))
+    left = tl.where(logits == logits, logits, float("-inf"))
+    ids = tl.zeros((ROWS, PLACES), tl.int32)
+    weights = tl.zeros((ROWS, PLACES), tl.float32)
+    top = tl.max(left, 1)[:, None]
+    total = tl.zeros((ROWS, 1), tl.float32)
+    for i in tl.static_range(COUNT):
+        best = tl.argmax(left, 1)[:, None]
+        weight = tl.exp(tl.sum(tl.where(e == best, logits, 0.0), 1)[:, None] - top)
+        ids = tl.where(place == i, best, ids)
+        weights = tl.where(place == i, weight, weights)
+        total += weight
+        left = tl.where(e == best, float("-inf"), left)
+    there = (row < rows) & (place < COUNT)
+    tl.store(ids_ptr + row * COUNT + place, ids, mask=there)
+    tl.store(weights_ptr + row * COUNT + place, weights / total, mask=there)
+    PAIRS: tl.constexpr = ROWS * PLACES
+    own = tl.reshape(tl.where(there, ids, BLOCK), (PAIRS,))  # the experts of all pairs, after them BLOCK
+    pair = tl.reshape(row * COUNT + place, (PAIRS,))
+    p = tl.arange(0, PAIRS)
+    before = (own[None, :] < own[:, None]).to(tl.int32)
+    same = (own[None, :] == own[:, None]).to(tl.int32)
+    earlier = tl.sum(same * (p[None, :] < p[:, None]).to(tl.int32), 1)  # pairs of the same expert
+    start = tl.sum(before, 1)
+    real = own < BLOCK
+    tl.store(order_ptr + start + earlier, pair, mask=real)
+    first = real & (earlier == 0)
+    firsts = (tl.sum(same * (p[None, :] > p[:, None]).to(tl.int32), 0) == 0) & real  # the same, along the other axis
+    tile = tl.sum(before * firsts.to(tl.int32)[None, :], 1)
+    tl.store(tiles_ptr + 3 * tile, own, mask=first)
+    tl.store(tiles_ptr + 3 * tile + 1, start, mask=first)
+    tl.store(tiles_ptr + 3 * tile + 2, start + tl.sum(same, 1), mask=first)
+    used = tl.sum(first.to(tl.int32))
+    tl.store(tiles_ptr + 3 * (used + p), -1, mask=used + p < tiles)
+    expert = tl.arange(0, BLOCK)
+    starts = tl.sum((own[None, :] < expert[:, None]).to(tl.int32), 1)
+    tl.store(starts_ptr + expert, starts, mask=expert < experts)
+    tl.store(starts_ptr + experts, rows * COUNT)
+
+
+@triton.jit(do_not_specialize=["pairs", "tiles"])
+def _order_kernel(
+    ids_ptr, order_ptr, starts_ptr, tiles_ptr, pairs, tiles,
+    BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One expert: its pairs in order, after those of lower experts, and its tiles. The last one's program also marks
+    the tiles that there are too many."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     expert = tl.program_id(0)
     at = tl.arange(0, BLOCK)
-    lower = tl.zeros((BLOCK,), tl.int32)
+    e = tl.arange(0, BLOCK_E)
+    counts = tl.where(e == BLOCK_E - 1, pairs - tl.cdiv(pairs, BLOCK) * BLOCK, 0)  # what comes after the last pair
     for start in range(0, pairs, BLOCK):
-        ids = tl.load(ids_ptr + start + at, mask=start + at < pairs, other=expert)
-        lower += (ids < expert).to(tl.int32)
-    first = tl.sum(lower)
+        counts += tl.histogram(tl.load(ids_ptr + start + at, mask=start + at < pairs, other=BLOCK_E - 1), BLOCK_E)
+    first = tl.sum(tl.where(e < expert, counts, 0))
+    end = first + tl.sum(tl.where(e == expert, counts, 0))
+    tile = tl.sum(tl.where(e < expert, tl.cdiv(counts, BLOCK_M), 0))
     tl.store(starts_ptr + expert, first)
+    for start in range(first, end, BLOCK_M):
+        tl.store(tiles_ptr + 3 * tile, expert)
+        tl.store(tiles_ptr + 3 * tile + 1, start)
+        tl.store(tiles_ptr + 3 * tile + 2, tl.minimum(start + BLOCK_M, end))
+        tile += 1
+    if expert == tl.num_programs(0) - 1:
+        tl.store(starts_ptr + expert + 1, end)
+        tl.store(tiles_ptr + 3 * (tile + e), -1, mask=tile + e < tiles)
     for start in range(0, pairs, BLOCK):
-        ids = tl.load(ids_ptr + start + at, mask=start + at < pairs, other=-1)
-        mine = (ids == expert).to(tl.int32)
+        mine = (tl.load(ids_ptr + start + at, mask=start + at < pairs, other=-1) == expert).to(tl.int32)
         tl.store(order_ptr + first + tl.cumsum(mine, 0) - 1, start + at, mask=mine == 1)
         first += tl.sum(mine)
-    if expert == tl.num_programs(0) - 1:
-        tl.store(starts_ptr + expert + 1, first)
 
 
 def route(logits: torch.Tensor, count: int, *, chosen: bool) -> Routing:
@@ -75,40 +152,56 @@ def route(logits: torch.Tensor, count: int, *, chosen: bool) -> Routing:
     rows, experts = logits.shape
     ids = logits.new_empty((rows, count), dtype=torch.int32)
     weights = logits.new_empty((rows, count))
-    order, starts = ids.new_empty(rows * count), ids.new_empty(experts + 1)
-    _route_kernel[(rows,)](
-        *(logits, ids, weights, experts),
-        COUNT=count,
-        CHOSEN=chosen,
-        PLACES=triton.next_power_of_2(count),
-        BLOCK=triton.next_power_of_2(experts),
-        num_warps=1,
+    order, starts, block = ids.new_empty(rows * count), ids.new_empty(experts + 1), tile_rows(rows, count, experts)
+    tiles = ids.new_empty((min(rows * count, rows * count // block + experts), 3))  # as many as there can be
+    options = {
+        "COUNT": count,
+        "PLACES": triton.next_power_of_2(count),
+        "BLOCK": triton.next_power_of_2(experts),
+        **early_launch(logits.device),
+    }
+    if chosen and rows <= min(_FEW_ROWS, block):
+        few = {"ROWS": triton.next_power_of_2(rows), "num_warps": 4}
+        sizes = (rows, experts, len(tiles))
+        _route_few_kernel[(1,)](logits, ids, weights, order, starts, tiles, *sizes, **few, **options)
+        return Routing(ids, weights, order, starts, tiles)
+    _route_kernel[(rows,)](logits, ids, weights, experts, CHOSEN=chosen, num_warps=1, **options)
+    _order_kernel[(experts,)](
+        *(ids, order, starts, tiles, rows * count, len(tiles)),
+        BLOCK=min(_PAIRS, max(128, triton.next_power_of_2(rows * count))),
+        BLOCK_E=max(16, triton.next_power_of_2(experts)),
+        BLOCK_M=block,
+        num_warps=4,
+        **early_launch(logits.device),
     )
-    _order_kernel[(experts,)](ids, order, starts, rows * count, BLOCK=_PAIRS, num_warps=4)
-    return Routing(ids, weights, order, starts)
+    return Routing(ids, weights, order, starts, tiles)
+
+
+def tile_rows(rows: int, count: int, experts: int) -> int:
+    """Pairs of a tile: twice as many as an expert has on average, so that most experts have one tile."""
+    most: int = triton.next_power_of_2(min(rows, 2 * triton.cdiv(rows * count, experts)))
+    return min(64, max(_LEAST_ROWS, most))
 
 
 @triton.jit
 def _expert_kernel(
-    x_ptr, w_ptr, scale_ptr, offset_ptr, row_scale_ptr, row_sum_ptr, bias_ptr, y_ptr, order_ptr, starts_ptr,
-    repeats, experts, N, K: tl.constexpr, w_stride, x_stride, groups, slope, limit, shift,
-    GATED: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, w_ptr, scale_ptr, offset_ptr, exponent_ptr, row_scale_ptr, row_sum_ptr, bias_ptr, y_ptr, order_ptr,
+    tiles_ptr, repeats, experts, N, K: tl.constexpr, w_stride, x_stride, groups, slope, limit, shift,
+    GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
     STAGES: tl.constexpr, FORMAT: tl.constexpr, PAIRS: tl.constexpr, EVEN_K: tl.constexpr, PARTS: tl.constexpr,
     PARTS_OF_GROUP: tl.constexpr, WORDS: tl.constexpr, STRIPS: tl.constexpr, ROW_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """y[p] = x[p // repeats] times the N rows of w of p's expert. GATED: these alternate gate, up, and y has half as
     many columns. FORMAT "": w is not quantised."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     tiles_n = tl.cdiv(N, BLOCK_N)
-    tile = tl.program_id(0) // tiles_n
-    e = tl.arange(0, BLOCK_E)
-    counts = tl.load(starts_ptr + e + 1, mask=e < experts, other=0) - tl.load(starts_ptr + e, mask=e < experts, other=0)
-    tiles = tl.cdiv(counts, BLOCK_M)
-    expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32))
-    if expert >= experts:  # there are fewer tiles than programs
+    tile = tiles_ptr + 3 * (tl.program_id(0) // tiles_n)
+    expert = tl.load(tile)
+    if expert < 0:  # there are fewer tiles than programs
         return
-    before = tl.sum(tl.where(e < expert, tiles, 0))
-    at = tl.load(starts_ptr + expert) + (tile - before) * BLOCK_M + tl.arange(0, BLOCK_M)
-    m_mask = at < tl.load(starts_ptr + expert + 1)
+    at = tl.load(tile + 1) + tl.arange(0, BLOCK_M)
+    m_mask = at < tl.load(tile + 2)
     pair = tl.load(order_ptr + at, mask=m_mask, other=0)
     m = pair // repeats
     n0 = (tl.program_id(0) % tiles_n) * BLOCK_N
@@ -122,12 +215,12 @@ def _expert_kernel(
         acc = dense_sums(x_ptrs, w_ptrs, m_mask, n_mask, K, BLOCK_K, STAGES)
     else:
         acc = code_sums(
-            x_ptr, w_ptr, scale_ptr, offset_ptr, row_scale_ptr, row_sum_ptr, m, row, m_mask, n_mask, experts * N, K,
-            w_stride, x_stride, groups, FORMAT, PAIRS, EVEN_K, PARTS, PARTS_OF_GROUP, WORDS, STRIPS, STAGES,
-            ROW_GROUPS,
+            x_ptr, w_ptr, scale_ptr, offset_ptr, exponent_ptr, row_scale_ptr, row_sum_ptr, m, row, m_mask, n_mask,
+            experts * N, K, w_stride, x_stride, groups, FORMAT, PAIRS, EVEN_K, PARTS, PARTS_OF_GROUP, WORDS, STRIPS,
+            STAGES, ROW_GROUPS,
         )  # fmt: skip
-        if PARTS_OF_GROUP == 0:
-            if row_scale_ptr is not None:
+        if PARTS_OF_GROUP == 0 or FORMAT == "fp4":
+            if row_scale_ptr is not None and not ROW_GROUPS:
                 acc *= tl.load(row_scale_ptr + m, mask=m_mask, other=0.0)[None, :]
             acc *= tl.load(scale_ptr + row, mask=n_mask, other=0.0)[:, None]
     if bias_ptr is not None:  # of a gated weight: those of all gates, then those of all ups
@@ -169,52 +262,62 @@ def expert_linear(
     row_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `Ops.expert_linear`. A gated weight has alternating gate and up rows."""
+    if routing.tiles is None:
+        raise AssertionError("route() of the same kernels comes before expert_linear()")
     experts, pairs, depth = routing.num_experts, len(routing.order), x.shape[1]
-    rows = triton.next_power_of_2(min(len(routing.weights), 2 * triton.cdiv(pairs, experts)))  # of most experts
+    rows = tile_rows(len(routing.weights), pairs // len(routing.weights), experts)
     tile: linear.Tile | quantized_linear.Tile
     codes: tuple[torch.Tensor | None, ...]
     if isinstance(weight, PackedCodes):
         tile, words, groups = code_tile(rows, x, weight), weight.words, triton.cdiv(depth, weight.group)
-        codes = (weight.scales, weight.offsets, row_scales, quantized_linear.row_sums(x, weight, row_scales))
+        codes = (weight.scales, weight.offsets, weight.exponents, row_scales)
+        codes += (quantized_linear.row_sums(x, weight, row_scales),)
         options = {**quantized_linear.sum_options(x, weight, row_scales), "BLOCK_K": 0}
     else:
-        tile, words, groups, codes = dense_tile(rows, x), weight, 0, (None,) * 4
+        tile, words, groups, codes = dense_tile(rows, x), weight, 0, (None,) * 5
         options = {**_DENSE, "BLOCK_K": tile.depth * 2 // x.element_size()}
     columns, gate = len(words) // experts, glu or SWIGLU
     y = x.new_empty((pairs, columns if glu is None else columns // 2), dtype=out_dtype or x.dtype)
-    tiles = min(pairs, pairs // tile.rows + experts)  # at most
-    _expert_kernel[(tiles * triton.cdiv(columns, tile.columns),)](
-        *(x, words, *codes, bias, y, routing.order, routing.starts),
+    _expert_kernel[(len(routing.tiles) * triton.cdiv(columns, tile.columns),)](
+        *(x, words, *codes, bias, y, routing.order, routing.tiles),
         *(pairs // len(x), experts, columns, depth, words.shape[1], x.stride(0), groups),
         *(gate.slope, gate.limit, gate.shift),
         GATED=glu is not None,
-        BLOCK_E=triton.next_power_of_2(experts),
-        BLOCK_M=tile.rows,
+        BLOCK_M=rows,
         BLOCK_N=tile.columns,
         STAGES=tile.stages,
         num_warps=tile.warps,
+        **early_launch(x.device),
         **options,
     )
     return y
 
 
 def dense_tile(rows: int, x: torch.Tensor) -> linear.Tile:
-    """For experts with up to so many rows: the shapes of `linear`, which was measured."""
-    tile = linear.Tile(max(16, rows), 64, 128, 4, 4) if rows <= 64 else linear.Tile(128, 128, 64, 4, 8)
+    """For experts with up to so many rows. Measured on an H200 for up to 16."""
+    tile = linear.Tile(rows, 64, 128, 4, 4) if rows < 64 else linear.Tile(rows, 128, 128, 4, 8)
     return linear.fitting(tile, x.element_size(), shared_memory(x.device))
 
 
 def code_tile(rows: int, x: torch.Tensor, weight: PackedCodes) -> quantized_linear.Tile:
-    """Likewise: the shapes of `quantized_linear`."""
-    if rows > 64:
-        tile = quantized_linear.Tile(64, 128, 4, 8)
+    """Likewise. Those of fp4 are larger where there are enough programs: its widening takes many instructions, fewer
+    for a warp with more outputs."""
+    if rows >= 64:
+        tile = quantized_linear.Tile(rows, 128, 4, 8)
+    elif rows <= 16:
+        tile = quantized_linear.Tile(rows, 64 if weight.type == "fp4" and rows > 8 else 32, 3, 2)
     else:
-        tile = quantized_linear.Tile(max(8, rows), 64, 3 if rows <= 16 else 4, 4)
+        tile = quantized_linear.Tile(rows, 64, 4, 4)
     return quantized_linear.fitting(tile, x, weight)
 
 
 @triton.jit
-def _combine_kernel(x_ptr, weights_ptr, y_ptr, width, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def _combine_kernel(
+    x_ptr, weights_ptr, y_ptr, width, COUNT: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < width
@@ -231,5 +334,6 @@ def combine(x: torch.Tensor, routing: Routing, *, float32: bool = False) -> torc
     (rows, count), width = routing.weights.shape, x.shape[1]
     y = x.new_empty((rows, width), dtype=torch.float32 if float32 else x.dtype)
     grid = (rows, triton.cdiv(width, _WIDTH))
-    _combine_kernel[grid](x, routing.weights, y, width, COUNT=count, BLOCK=_WIDTH, num_warps=4)
+    options = {"COUNT": count, "BLOCK": _WIDTH, "num_warps": 4, **early_launch(x.device)}
+    _combine_kernel[grid](x, routing.weights, y, width, **options)
     return y

@@ -105,6 +105,7 @@ class Routing:
     weights: torch.Tensor  # float32 [rows, k]
     order: torch.Tensor  # int32 [rows * k]: the pairs, by expert
     starts: torch.Tensor  # int32 [experts + 1]: where those of each expert begin in `order`
+    tiles: torch.Tensor | None = None  # int32 [tiles, 3], on a GPU: expert or -1, and its part of `order`
 
     @property
     def num_experts(self) -> int:

@@ -19,7 +19,7 @@ from ssd.kernels.quantized import Codes, CodeType, bits_of, dequantize
 
 STRIP = 16  # outputs
 UNIT = 8  # words of one output, one after the other
-_PAIRED = ("fp8", "int4", "uint4")  # codes that are stored in pairs
+_PAIRED = ("fp8", "fp4", "int4", "uint4")  # codes that are stored in pairs
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class PackedCodes:
     words: torch.Tensor  # int32 [columns, width], or [blocks, strips, units, STRIP, UNIT]
     scales: torch.Tensor  # float32 [groups, columns]; in strips [blocks, strips, groups of a block, STRIP]
     offsets: torch.Tensor | None  # float32 [groups, columns]
+    exponents: torch.Tensor | None  # of fp4, int32 [blocks, columns, 2]: bytes, see `_exponents`
     type: CodeType
     dtype: torch.dtype  # of its products
     columns: int
@@ -55,6 +56,8 @@ class PackedCodes:
     @property
     def parts_of_group(self) -> int:
         """Tiles of a group; 0: a scale is for a whole row."""
+        if self.exponents is not None:
+            return 0
         return self.group // self.block if self.group < self.depth or self.offsets is not None else 0
 
     def scales_of(self, index: torch.Tensor) -> torch.Tensor:
@@ -99,10 +102,14 @@ def pack(codes: Codes, dtype: torch.dtype, *, exact: bool = True, strips: bool =
             return numbers.view(-1, STRIP, numbers.shape[1] // of_block, of_block).permute(2, 0, 3, 1).contiguous()
         return numbers.t().contiguous()
 
+    scales, exponents = codes.scales, None
+    if codes.type == "fp4":
+        scales, exponents = _exponents(scales, missing // group)
     return PackedCodes(
         in_strips(words, block) if strips else words,
-        columns(codes.scales),
+        columns(scales) if exponents is None else scales[None],
         None if codes.offsets is None else columns(codes.offsets),
+        exponents,
         codes.type,
         dtype,
         *(rows, codes.depth, block, group, exact, pairs),
@@ -114,17 +121,33 @@ def in_strips(words: torch.Tensor, block: int) -> torch.Tensor:
     return words.view(-1, STRIP, words.shape[1] // block, block // UNIT, UNIT).permute(2, 0, 3, 1, 4).contiguous()
 
 
+def _exponents(scales: torch.Tensor, missing: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Powers of two [rows, groups] as a power for each row, and what numbers of its groups are multiplied with first.
+
+    That is 2^127 for the largest of a row: numbers are made from codes as they are, which divides them by 2^126. Its
+    exponent is a byte; the bytes of a block's eight groups are two words.
+    """
+    exponents = scales.view(torch.int32) >> 23
+    top = exponents.amax(1)
+    fields = torch.nn.functional.pad((exponents - top[:, None] + 254).clamp_min(0), (0, missing)).to(torch.uint8)
+    words = fields.view(torch.int32).view(len(scales), -1, 2).transpose(0, 1).contiguous()
+    return ((top - 1).clamp_min(0) << 23).view(torch.float32), words
+
+
 def paired(words: torch.Tensor, kind: CodeType) -> torch.Tensor:
     """Parts of words j and j + 1 as a GPU widens them with the fewest instructions, two at a time: the first half of
     the parts in one word, the second half in the next; those of word j in the lower 16 bits.
 
-    Codes of 4 bits stay in their order. Of two numbers of fp8, the first one is where bfloat16 has its sign (bit 15),
-    exponent and mantissa (bits 4 to 10), and the second one in the other bits: its sign in bit 11, its bits 4 to 6 in
-    bits 12 to 14, its bits 0 to 3 in bits 0 to 3.
+    Integers of 4 bits stay in their order. Of two numbers of fp8, the first is where bfloat16 has its sign (bit 15),
+    exponent and mantissa (bits 4 to 10), the second in the other bits: its sign in bit 11, its bits 4 to 6 in bits 12
+    to 14, its bits 0 to 3 in bits 0 to 3. Of four numbers of fp4, the first is in bits 15 and 6 to 8, the second three
+    bits and the third six bits lower, the last in bits 14, 13, 11 and 10.
     """
     one, other = words.view(len(words), -1, 2).unbind(-1)
     if kind == "fp8":
         made = [_halves(one, i) | (_halves(other, i) << 16) for i in (0, 2)]
+    elif kind == "fp4":
+        made = [_quarters(one, i) | (_quarters(other, i) << 16) for i in (0, 4)]
     else:
         made = [(one & 0xFFFF) | (other << 16), ((one >> 16) & 0xFFFF) | (other & -0x10000)]
     return torch.stack(made, -1).flatten(1)
@@ -136,8 +159,17 @@ def _halves(words: torch.Tensor, part: int) -> torch.Tensor:
     return placed | ((second & 128) << 4) | ((second & 112) << 8) | (second & 15)
 
 
+def _quarters(words: torch.Tensor, part: int) -> torch.Tensor:
+    codes = [(words >> (4 * i)) & 15 for i in range(part, part + 4)]
+    placed = [((code & 8) << 12 | (code & 7) << 6) >> (3 * i) for i, code in enumerate(codes[:3])]
+    last = (codes[3] & 12) << 11 | (codes[3] & 3) << 10
+    return placed[0] | placed[1] | placed[2] | last
+
+
 def _unpaired(words: torch.Tensor, kind: CodeType) -> torch.Tensor:
     """What `paired` was made from."""
+    if kind == "fp4":
+        return _codes_of_quarters(words)
     if kind != "fp8":
         return paired(words, kind)
     pair = words.view(len(words), -1, 2)
@@ -151,6 +183,19 @@ def _unpaired(words: torch.Tensor, kind: CodeType) -> torch.Tensor:
     return torch.stack([each[..., 0] | (each[..., 1] << 16) for each in both], -1).flatten(1)
 
 
+def _codes_of_quarters(words: torch.Tensor) -> torch.Tensor:
+    def parts(half: torch.Tensor) -> torch.Tensor:
+        """Four codes in sixteen bits."""
+        made = (half >> 10 & 3 | half >> 11 & 12) << 12
+        for i in range(3):
+            made |= ((half << (3 * i) >> 12 & 8) | (half << (3 * i) >> 6 & 7)) << (4 * i)
+        return made
+
+    low, high = words.view(len(words), -1, 2).unbind(-1)
+    both = [parts(low >> shift & 0xFFFF) | parts(high >> shift & 0xFFFF) << 16 for shift in (0, 16)]
+    return torch.stack(both, -1).flatten(1)
+
+
 def packed_rows(weight: PackedCodes, index: torch.Tensor) -> torch.Tensor:
     """Rows of a weight, widened."""
     bits, count = bits_of(weight.type), len(index)
@@ -160,6 +205,9 @@ def packed_rows(weight: PackedCodes, index: torch.Tensor) -> torch.Tensor:
         words = _unpaired(words, weight.type)
     values = (words.view(count, -1, 1, weight.block) >> shift[:, None]) & ((1 << bits) - 1)
     scales = weight.scales_of(index)
+    if weight.exponents is not None:
+        fields = weight.exponents[:, index].transpose(0, 1).contiguous().view(torch.uint8).flatten(1).float()
+        scales = (scales * torch.exp2(fields - 253))[:, : weight.depth // weight.group]
     values = values.to(torch.uint8).flatten(1)[:, : scales.shape[1] * weight.group]
     offsets = None if weight.offsets is None else weight.offsets.t()[index]
     return dequantize(Codes(values, scales, weight.type, weight.depth, offsets), weight.dtype)

@@ -1,8 +1,9 @@
 """A linear layer in Triton whose weight is quantised (see `quantized`): tiles are widened in registers.
 
 Every code is a bfloat16 number, and products are summed as in `linear`: over the depth in one fixed order, sixteen at a
-time, whatever the tile shape. A scale is applied to the float32 sum of its group before groups are added up. So a row's
-bits depend neither on the number of rows nor on the tile shape, except where SPLIT divides the depth (drafts only).
+time, whatever the tile shape. A scale is applied to the float32 sum of its group before groups are added up; those of
+fp4 are powers of two, and are applied to its numbers. So a row's bits depend neither on the number of rows nor on the
+tile shape, except where SPLIT divides the depth (drafts only).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ STRIP_OUTPUTS, UNIT_WORDS = tl.constexpr(STRIP), tl.constexpr(UNIT)
 _SUMS = 32  # groups of a row that one program adds up
 _WIDE_COLUMNS = 8192  # outputs that are widened at a time
 
-# Two words (fp8, int4 and uint4: as `packing.paired` has them) to pairs of bfloat16, part by part. Integers are set as
+# Two words (all but int8: as `packing.paired` has them) to pairs of bfloat16, part by part. Integers are set as
 # the last bits of 128, then 128 (and the zero point) is subtracted. The exponents of fp8 and fp4 are not moved, which
 # divides by 2^120 or 2^126: they are multiplied.
 _INT8_PAIRS = tl.constexpr("""{
@@ -82,23 +83,34 @@ _INT4_PAIRS = tl.constexpr(
     + "}"
 )
 _UINT4_PAIRS = tl.constexpr(_INT4_PAIRS.value.replace("0xC308C308", "0xC300C300"))  # no zero point
+# A part's byte of `PackedCodes.exponents` is the exponent that it is multiplied with.
 _FP4_PAIRS = tl.constexpr(
     """{
-    .reg .b32 p<4>, a<8>, s, up, none;
-    mov.b32 up, 0x7E807E80;
+    .reg .b32 a, b, c, m, none, zero;
     mov.b32 none, 0x80008000;
-    prmt.b32 p0, $8, $9, 0x0400;
-    prmt.b32 p1, $8, $9, 0x1511;
-    prmt.b32 p2, $8, $9, 0x2622;
-    prmt.b32 p3, $8, $9, 0x3733;
+    mov.b32 zero, 0;
 """
     + "".join(
-        f"""    shl.b32 a{i}, p{i // 2}, {6 - i % 2 * 4};
-    and.b32 a{i}, a{i}, 0x01C001C0;
-    shl.b32 s, p{i // 2}, {12 - i % 2 * 4};
-    lop3.b32 a{i}, s, 0x80008000, a{i}, 0xEA;
-    fma.rn.bf16x2 ${i}, a{i}, up, none;
+        f"""
+    prmt.b32 m, ${10 + 2 * (i // 4)}, zero, 0x{i % 4}4{i % 4}4;
+    shr.u32 m, m, 1;
 """
+        + (
+            f"""
+    shl.b32 a, ${8 + i // 4}, {3 * (i % 4)};
+    and.b32 a, a, 0x81C081C0;
+"""
+            if i % 4 < 3
+            else f"""
+    shr.u32 a, ${8 + i // 4}, 4;
+    and.b32 a, a, 0x00C000C0;
+    shr.u32 b, ${8 + i // 4}, 5;
+    lop3.b32 a, b, 0x01000100, a, 0xEA;
+    shl.b32 c, ${8 + i // 4}, 1;
+    lop3.b32 a, c, 0x80008000, a, 0xEA;
+"""
+        )
+        + f"    fma.rn.bf16x2 ${i}, a, m, none;\n"
         for i in range(8)
     )
     + "}"
@@ -108,9 +120,9 @@ _FP4_PAIRS = tl.constexpr(
 @triton.jit
 def _pairs(words, FORMAT: tl.constexpr):
     """All parts of the words as bfloat16, part by part."""
-    if FORMAT == "int4" or FORMAT == "uint4" or FORMAT == "fp4":
+    if FORMAT == "int4" or FORMAT == "uint4":
         return tl.inline_asm_elementwise(
-            _INT4_PAIRS if FORMAT == "int4" else _UINT4_PAIRS if FORMAT == "uint4" else _FP4_PAIRS,
+            _INT4_PAIRS if FORMAT == "int4" else _UINT4_PAIRS,
             "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
             [words],
             dtype=(
@@ -147,6 +159,36 @@ def _pairs(words, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def _fp4_pairs(words, low, high):
+    """The same of fp4, multiplied with the powers of two of their groups: `low` and `high` [N, 1] are eight bytes."""
+    return tl.inline_asm_elementwise(
+        _FP4_PAIRS,
+        "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r",
+        [words, tl.broadcast_to(low, words.shape), tl.broadcast_to(high, words.shape)],
+        dtype=(
+            tl.bfloat16,
+            tl.bfloat16,
+            tl.bfloat16,
+            tl.bfloat16,
+            tl.bfloat16,
+            tl.bfloat16,
+            tl.bfloat16,
+            tl.bfloat16,
+        ),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _fp4_part(words, low, high, i: tl.constexpr, dtype: tl.constexpr):
+    """Part i of them, of any type."""
+    field = ((low if i < 4 else high) >> (8 * (i % 4))) & 255
+    scale = (tl.maximum(field - 126, 0) << 23).to(tl.float32, bitcast=True)
+    return (_part(words, i, "fp4", tl.float32) * scale).to(dtype)
+
+
+@triton.jit
 def _part(words, i: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
     """Part i of the words, of any type."""
     if FORMAT == "int4":
@@ -175,8 +217,8 @@ def _places(w_ptr, n, k, w_stride, WORDS: tl.constexpr, STRIPS: tl.constexpr):
 
 @triton.jit
 def sums(
-    x_ptr, w_ptr, scale_ptr, offset_ptr, row_scale_ptr, row_sum_ptr, m, n, m_mask, n_mask, N, K, w_stride, x_stride,
-    groups,
+    x_ptr, w_ptr, scale_ptr, offset_ptr, exponent_ptr, row_scale_ptr, row_sum_ptr, m, n, m_mask, n_mask, N, K,
+    w_stride, x_stride, groups,
     FORMAT: tl.constexpr, PAIRS: tl.constexpr, EVEN_K: tl.constexpr, PARTS: tl.constexpr, PARTS_OF_GROUP: tl.constexpr,
     WORDS: tl.constexpr, STRIPS: tl.constexpr, STAGES: tl.constexpr, ROW_GROUPS: tl.constexpr,
 ):  # fmt: skip
@@ -190,15 +232,26 @@ def sums(
     acc = tl.zeros((n.shape[0], m.shape[0]), tl.float32)
     for start in tl.range(0, w_stride, WORDS, num_stages=STAGES):
         words = tl.load(w_ptrs + start * step, mask=n_mask[:, None], other=0)
+        if FORMAT == "fp4":
+            exponents = exponent_ptr + (start // WORDS * N + n[:, None]) * 2
+            low = tl.load(exponents, mask=n_mask[:, None], other=0)
+            high = tl.load(exponents + 1, mask=n_mask[:, None], other=0)
         if PAIRS:
-            pairs = _pairs(words, FORMAT)
+            pairs = _fp4_pairs(words, low, high) if FORMAT == "fp4" else _pairs(words, FORMAT)
         for i in tl.static_range(PARTS):
             first = start * PARTS + i * WORDS
             if EVEN_K:
                 x = tl.load(x_ptrs + first, mask=m_mask[None, :], other=0.0)
+            elif FORMAT == "fp4":  # a part is a group: all of it is there, or nothing
+                x = tl.load(x_ptrs + first, mask=m_mask[None, :] & (first < K), other=0.0)
             else:
                 x = tl.load(x_ptrs + first, mask=m_mask[None, :] & (first + k < K)[:, None], other=0.0)
-            w = pairs[i] if PAIRS else _part(words, i, FORMAT, dtype)
+            if PAIRS:
+                w = pairs[i]
+            elif FORMAT == "fp4":
+                w = _fp4_part(words, low, high, i, dtype)
+            else:
+                w = _part(words, i, FORMAT, dtype)
             if PARTS_OF_GROUP == 0:
                 acc = tl.dot(w, x, acc, input_precision="tf32x3")
             else:
@@ -211,13 +264,16 @@ def sums(
                     if row_scale_ptr is not None:
                         at = m * groups + g if ROW_GROUPS else m
                         group *= tl.load(row_scale_ptr + at, mask=m_mask & (g < groups), other=0.0)[None, :]
-                    if STRIPS:
-                        at = n // STRIP_OUTPUTS * of_block + i // PARTS_OF_GROUP
-                        at = at * STRIP_OUTPUTS + n % STRIP_OUTPUTS
-                        at += start // WORDS * (tl.cdiv(N, STRIP_OUTPUTS) * STRIP_OUTPUTS * of_block)
+                    if FORMAT == "fp4":
+                        acc += group
                     else:
-                        at = g * N + n
-                    acc += group * tl.load(scale_ptr + at, mask=n_mask, other=0.0)[:, None]
+                        if STRIPS:
+                            at = n // STRIP_OUTPUTS * of_block + i // PARTS_OF_GROUP
+                            at = at * STRIP_OUTPUTS + n % STRIP_OUTPUTS
+                            at += start // WORDS * (tl.cdiv(N, STRIP_OUTPUTS) * STRIP_OUTPUTS * of_block)
+                        else:
+                            at = g * N + n
+                        acc += group * tl.load(scale_ptr + at, mask=n_mask, other=0.0)[:, None]
                     if offset_ptr is not None:
                         sums = tl.load(row_sum_ptr + m * groups + g, mask=m_mask & (g < groups), other=0.0)
                         acc += tl.load(offset_ptr + g * N + n, mask=n_mask, other=0.0)[:, None] * sums[None, :]
@@ -266,11 +322,11 @@ def _split_sums(
 @triton.jit
 def _finish(
     acc, m, n, n0, m_mask, n_mask, scale_ptr, row_scale_ptr, bias_ptr, y_ptr, N, y_stride,
-    SCALED: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SCALED: tl.constexpr, ROW_GROUPS: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Scales (if SCALED) and stores the sums of a tile [n, m]."""
     if SCALED:
-        if row_scale_ptr is not None:
+        if row_scale_ptr is not None and not ROW_GROUPS:
             acc *= tl.load(row_scale_ptr + m, mask=m_mask, other=0.0)[None, :]
         acc *= tl.load(scale_ptr + n, mask=n_mask, other=0.0)[:, None]
     if bias_ptr is not None:
@@ -290,6 +346,7 @@ def _quantized_kernel(
     w_ptr,
     scale_ptr,
     offset_ptr,
+    exponent_ptr,
     row_scale_ptr,
     row_sum_ptr,
     bias_ptr,
@@ -324,8 +381,8 @@ def _quantized_kernel(
     n_mask = n < N
     if SPLIT == 1:
         acc = sums(
-            x_ptr, w_ptr, scale_ptr, offset_ptr, row_scale_ptr, row_sum_ptr, m, n, m_mask, n_mask, N, K, w_stride,
-            x_stride, groups, FORMAT, PAIRS, EVEN_K, PARTS, PARTS_OF_GROUP, WORDS, STRIPS, STAGES,
+            x_ptr, w_ptr, scale_ptr, offset_ptr, exponent_ptr, row_scale_ptr, row_sum_ptr, m, n, m_mask, n_mask, N, K,
+            w_stride, x_stride, groups, FORMAT, PAIRS, EVEN_K, PARTS, PARTS_OF_GROUP, WORDS, STRIPS, STAGES,
             ROW_GROUPS,
         )  # fmt: skip
     else:
@@ -335,7 +392,7 @@ def _quantized_kernel(
         )  # fmt: skip
     _finish(
         acc, m, n, n0, m_mask, n_mask, scale_ptr, row_scale_ptr, bias_ptr, y_ptr, N, y_stride,
-        PARTS_OF_GROUP == 0, GATED, BLOCK_M, BLOCK_N,
+        PARTS_OF_GROUP == 0 or FORMAT == "fp4", ROW_GROUPS, GATED, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
 
@@ -370,7 +427,7 @@ def _finish_kernel(sum_ptr, scale_ptr, row_scale_ptr, bias_ptr, y_ptr, num_rows,
     acc = tl.load(sums, mask=m_mask[None, :] & n_mask[:, None], other=0.0)
     _finish(
         acc, m, n, n0, m_mask, n_mask, scale_ptr, row_scale_ptr, bias_ptr, y_ptr, N, y_stride,
-        True, GATED, BLOCK_M, BLOCK_N,
+        True, False, GATED, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
 
@@ -399,7 +456,7 @@ def _in_pairs(x: torch.Tensor) -> bool:
 def is_wide(x: torch.Tensor, weight: PackedCodes) -> bool:
     """Whether `wide_linear` is for this product. Not in float32: there the order of sums depends on the tile shape."""
     exact = x.dtype is not torch.float32 or not x.is_cuda
-    return exact and weight.parts_of_group == 0 and len(x) > _WIDE_ROWS
+    return exact and weight.parts_of_group == 0 and weight.exponents is None and len(x) > _WIDE_ROWS
 
 
 @dataclass(frozen=True)
@@ -436,15 +493,16 @@ def fitting(tile: Tile, x: torch.Tensor, weight: PackedCodes) -> Tile:
 
 def sum_options(x: torch.Tensor, weight: PackedCodes, row_scales: torch.Tensor | None) -> dict[str, Any]:
     """Options of `sums` that no tile shape decides."""
+    by_group = row_scales is not None and row_scales.shape[1] > 1
     return {
         "FORMAT": weight.type,
         "PAIRS": _in_pairs(x),
         "EVEN_K": weight.width * weight.parts == weight.depth,
         "PARTS": weight.parts,
-        "PARTS_OF_GROUP": weight.parts_of_group,
+        "PARTS_OF_GROUP": 1 if weight.exponents is not None and by_group else weight.parts_of_group,
         "WORDS": weight.block,
         "STRIPS": weight.strips,
-        "ROW_GROUPS": row_scales is not None and row_scales.shape[1] > 1,
+        "ROW_GROUPS": by_group,
     }
 
 
@@ -482,6 +540,7 @@ def quantized_linear(
         weight.words,
         weight.scales,
         weight.offsets,
+        weight.exponents,
         row_scales,
         row_sums(x, weight, row_scales),
         bias,

@@ -55,6 +55,8 @@ class Layer:
         values = torch.randint(0, 1 << bits_of(code), (total, depth), dtype=torch.uint8, device=CUDA)
         values = torch.where(values & 0x7F == 0x7F, 0, values)  # not a number in fp8
         scales = (torch.rand(total, depth // (group or depth), device=CUDA) + 0.5) * depth**-0.5 / 100
+        if code == "fp4":
+            scales = scales.log2().round().exp2()  # powers of two
         codes = Codes(values, scales, code, depth)
         self.wide = dequantize(codes, torch.bfloat16)
         return self.ops.prepare_codes(codes, torch.bfloat16, gated=gated, experts=self.experts)
@@ -140,20 +142,27 @@ def test_the_same_text_by_ar_sd_and_ssd(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "qwen3-30b-a3b:fp8"])
-def test_a_graft_writes_the_same_text_in_all_modes(shape: str) -> None:
-    """At the size of Qwen3-30B-A3B, batches of 1 and 16."""
+@pytest.mark.parametrize(
+    ("family", "shape", "small"),
+    [
+        ("qwen3", "qwen3-30b-a3b", "qwen3-0.6b"),
+        ("qwen3", "qwen3-30b-a3b:fp8", "qwen3-0.6b"),
+        ("llama", "gpt-oss-20b", "smollm2-135m"),
+    ],
+)
+def test_a_graft_writes_the_same_text_in_all_modes(family: str, shape: str, small: str) -> None:
+    """At published sizes, batches of 1 and 16."""
     prompts = load_prompts("gsm8k").asked()[:16]
     params = [SamplingParams(temperature=float(i % 2), max_new_tokens=48, ignore_eos=True, seed=i) for i in range(16)]
 
     def answers(batch: int, **speculation: Any) -> list[list[int]]:
         options: dict[str, Any] = {"speculation": speculation or None, "max_model_len": 1024}
-        with LLM(f"graft:tiny-qwen3@{shape}", device="cuda", max_num_seqs=batch, **options) as llm:
+        with LLM(f"graft:tiny-{family}@{shape}", device="cuda", max_num_seqs=batch, **options) as llm:
             outputs = llm.generate(prompts, params)
             wait_until_idle(llm.driver)
         return [output.token_ids for output in outputs]
 
     alone = answers(1)
-    draft = "graft:tiny-qwen3-draft@qwen3-0.6b"
+    draft = f"graft:tiny-{family}-draft@{small}"
     assert answers(16, mode="sd", draft=draft, k=4) == alone
     assert answers(16, mode="ssd", draft=draft, k=4) == alone

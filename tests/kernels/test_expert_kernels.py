@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from stored_codes import some_codes
 from test_quantized import close, make_ops
 
 from ssd.kernels.ops import GLU, SWIGLU, Ops
-from ssd.kernels.quantized import Codes, CodeType
+from ssd.kernels.packing import pack, packed_rows, paired
+from ssd.kernels.quantized import Codes, CodeType, dequantize
 from ssd.kernels.reference import ReferenceOps
 
 CLAMPED = GLU(1.702, 7.0, 1.0)
@@ -38,6 +41,29 @@ def test_routing(kind: str, chosen: bool) -> None:
     assert torch.equal(routing.starts.long(), torch.searchsorted(pairs.long(), torch.arange(13, device=device)))
 
 
+@pytest.mark.parametrize(("count", "experts"), [(3, 12), (4, 32), (8, 128), (1, 5)])
+def test_routing_of_few_rows_on_a_gpu(count: int, experts: int) -> None:
+    """As plain torch has it, and with the tiles of every expert that is hit. Catches rows and places that are not there
+    (their numbers are no powers of two)."""
+    ops, device, _ = make_ops("triton")
+    torch.manual_seed(0)
+    for rows in (1, 3, 8, 9):
+        logits = torch.randn(rows, experts, device=device)
+        logits[rows // 2] = logits[0]
+        found, expected = (each.route(logits, count, chosen=True) for each in (ops, ReferenceOps()))
+        assert torch.equal(found.experts, expected.experts)
+        torch.testing.assert_close(found.weights, expected.weights)
+        assert torch.equal(found.order, expected.order)
+        assert torch.equal(found.starts, expected.starts)
+        starts = expected.starts.tolist()
+        tiles = [[e, starts[e], starts[e + 1]] for e in range(experts) if starts[e] < starts[e + 1]]
+        assert found.tiles is not None
+        listed = found.tiles.tolist()
+        if rows <= 8 or len(tiles) == len([tile for tile in listed if tile[0] >= 0]):
+            assert listed[: len(tiles)] == tiles
+        assert all(tile[0] == -1 for tile in listed[len(tiles) :] if rows <= 8)
+
+
 @pytest.mark.parametrize("kind", KERNELS)
 def test_routing_of_rows_that_are_not_finite(kind: str) -> None:
     """Catches an expert that is not there: it would be read from memory of others. Other rows are not affected."""
@@ -50,6 +76,27 @@ def test_routing_of_rows_that_are_not_finite(kind: str) -> None:
     assert ((found.experts >= 0) & (found.experts < 12)).all()
     assert torch.equal(found.experts[4:], alone.experts)
     assert torch.equal(found.weights[4:], alone.weights)
+
+
+def test_pairs_of_fp4_are_the_weight_s() -> None:
+    """What the instructions of a GPU make of packed words: shifted and masked halves as bfloat16, times a power of two.
+    Also read back row by row."""
+    codes = some_codes("fp4", 7, 288, 32, offsets=False, device=torch.device("cpu"))
+    weight = pack(codes, torch.float32, strips=False)
+    assert weight.exponents is not None
+    words, found = paired(weight.words, "fp4"), torch.zeros(7, weight.width * 8)
+    powers = weight.exponents.view(torch.uint8).short() << 7  # [blocks, rows, parts]
+    for j in range(weight.width):
+        block, at = divmod(j, 32)
+        for i in range(8):
+            half = words[:, j - j % 2 + i // 4] >> (16 * (j % 2)) & 0xFFFF
+            last = half >> 4 & 0xC0 | half >> 5 & 0x100 | half << 1 & 0x8000
+            bits = (half << (3 * (i % 4)) & 0x81C0 if i % 4 < 3 else last).short()
+            number = bits.view(torch.bfloat16).double() * powers[block, :, i].view(torch.bfloat16).double()
+            found[:, block * 256 + i * 32 + at] = (number * weight.scales[0]).float()
+    expected = dequantize(codes, torch.float32)
+    assert torch.equal(found[:, :288], expected)
+    assert torch.equal(packed_rows(replace(weight, words=words, paired=True), torch.arange(7)), expected)
 
 
 def expert_weights(ops: Ops, code: CodeType | None, device: torch.device, dtype: torch.dtype) -> tuple[object, ...]:

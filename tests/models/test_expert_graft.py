@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from conftest import TestModel, ragged_prompts
+from experts import graft_routing
 from test_parity import engine_logits
 from test_tensor_parallel import logits_of
 
@@ -21,10 +22,12 @@ from ssd import LLM, ConfigError, SamplingParams
 from ssd.assembly.memory import weight_bytes
 from ssd.kernels.ops import Routing
 from ssd.kernels.reference import ReferenceOps
+from ssd.layers.formats.mxfp4 import MXFP4
 from ssd.layers.parameter import Build
 from ssd.layers.spec import ExpertsSpec
 from ssd.models.config import DecoderConfig, equal_layers
 from ssd.models.decoder import Decoder
+from ssd.models.expert_graft import digits
 from ssd.models.export import write_graft
 from ssd.models.families import gpt_oss
 from ssd.models.graft import GraftCheckpoint
@@ -72,6 +75,16 @@ def test_the_same_function(base: str, name: str, request: pytest.FixtureRequest)
     assert (found - expected).norm() < (1e-3 if name == "gpt-oss" else 1e-4) * expected.norm()
 
 
+@pytest.mark.parametrize(("count", "error"), [(3, 3e-3), (6, 1e-5)])
+def test_numbers_of_4_bits_add_up_to_a_weight(count: int, error: float) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(64, 80)
+    parts = digits(weight, count).view(64, count, 96)
+    assert (parts.sum(1)[:, :80] - weight).norm() < error * weight.norm()
+    stored = MXFP4().stored(parts.flatten(1))
+    assert torch.equal(MXFP4().widened(stored)["weight"], parts.flatten(1))
+
+
 class Recording(ReferenceOps):
     def __init__(self) -> None:
         self.found: list[torch.Tensor] = []
@@ -101,6 +114,11 @@ def test_tokens_are_spread_over_the_experts(make_model: Callable[[str], TestMode
         hit = [len(set(each.flatten().tolist())) for each in experts.split(5)]
         at_random = 128 * (1 - (1 - 8 / 128) ** 5)
         assert sum(hit) / len(hit) == pytest.approx(at_random, rel=0.1)
+    ops.found.clear()
+    tokens = torch.arange(0, 320, 9)
+    logits_of(decoder, tokens.tolist())  # `bench/experts.py --model` shows what the router does
+    for found, told in zip(ops.found, graft_routing(graft, CPU, torch.float32), strict=True):
+        assert torch.equal(found.long().sort().values, told[tokens].sort().values)
 
 
 @pytest.mark.parametrize(("base", "name"), [("model", "in-parts"), ("llama", "gpt-oss")])

@@ -58,4 +58,4 @@ class MXFP4(Coded):
         return {"weight_packed": packed, "weight_scale": (exponent + 127).to(torch.uint8)}
 
     def num_bytes(self, rows: int, depth: int, dtype: torch.dtype, use: Use) -> int:
-        return rows * (depth // 2 + 4 * (depth // GROUP))
+        return rows * (depth // 2 + depth // GROUP)
