@@ -56,9 +56,8 @@ class PackedCodes:
     @property
     def parts_of_group(self) -> int:
         """Tiles of a group; 0: a scale is for a whole row."""
-        if self.exponents is not None:
-            return 0
-        return self.group // self.block if self.group < self.depth or self.offsets is not None else 0
+        grouped = self.group < self.depth and self.exponents is None
+        return self.group // self.block if grouped or self.offsets is not None else 0
 
     def scales_of(self, index: torch.Tensor) -> torch.Tensor:
         """Scales [len(index), groups] of some outputs."""
@@ -138,16 +137,15 @@ def paired(words: torch.Tensor, kind: CodeType) -> torch.Tensor:
     """Parts of words j and j + 1 as a GPU widens them with the fewest instructions, two at a time: the first half of
     the parts in one word, the second half in the next; those of word j in the lower 16 bits.
 
-    Integers of 4 bits stay in their order. Of two numbers of fp8, the first is where bfloat16 has its sign (bit 15),
-    exponent and mantissa (bits 4 to 10), the second in the other bits: its sign in bit 11, its bits 4 to 6 in bits 12
-    to 14, its bits 0 to 3 in bits 0 to 3. Of four numbers of fp4, the first is in bits 15 and 6 to 8, the second three
-    bits and the third six bits lower, the last in bits 14, 13, 11 and 10.
+    Integers of 4 bits stay in their order. The first number of fp8 or fp4 is where bfloat16 has its sign (bit 15),
+    exponent and mantissa (fp8: bits 4 to 10, fp4: bits 6 to 8). The second one of fp8 is in the other bits: its sign in
+    bit 11, its bits 4 to 6 in bits 12 to 14, its bits 0 to 3 in bits 0 to 3. The second one of fp4 is three bits lower
+    than the first, the third one six, and the fourth one in the bits that are left: 14, 13, 11 and 10.
     """
     one, other = words.view(len(words), -1, 2).unbind(-1)
-    if kind == "fp8":
-        made = [_halves(one, i) | (_halves(other, i) << 16) for i in (0, 2)]
-    elif kind == "fp4":
-        made = [_quarters(one, i) | (_quarters(other, i) << 16) for i in (0, 4)]
+    if kind in ("fp8", "fp4"):
+        placed, second = (_halves, 2) if kind == "fp8" else (_quarters, 4)
+        made = [placed(one, i) | (placed(other, i) << 16) for i in (0, second)]
     else:
         made = [(one & 0xFFFF) | (other << 16), ((one >> 16) & 0xFFFF) | (other & -0x10000)]
     return torch.stack(made, -1).flatten(1)
@@ -168,24 +166,15 @@ def _quarters(words: torch.Tensor, part: int) -> torch.Tensor:
 
 def _unpaired(words: torch.Tensor, kind: CodeType) -> torch.Tensor:
     """What `paired` was made from."""
-    if kind == "fp4":
-        return _codes_of_quarters(words)
-    if kind != "fp8":
+    if kind not in ("fp8", "fp4"):
         return paired(words, kind)
-    pair = words.view(len(words), -1, 2)
 
     def parts(half: torch.Tensor) -> torch.Tensor:
-        first = ((half >> 8) & 128) | ((half >> 4) & 127)
-        second = ((half >> 4) & 128) | ((half >> 8) & 112) | (half & 15)
-        return first | (second << 8)
-
-    both = [parts(pair >> shift) for shift in (0, 16)]
-    return torch.stack([each[..., 0] | (each[..., 1] << 16) for each in both], -1).flatten(1)
-
-
-def _codes_of_quarters(words: torch.Tensor) -> torch.Tensor:
-    def parts(half: torch.Tensor) -> torch.Tensor:
-        """Four codes in sixteen bits."""
+        """Their sixteen bits."""
+        if kind == "fp8":
+            first = ((half >> 8) & 128) | ((half >> 4) & 127)
+            second = ((half >> 4) & 128) | ((half >> 8) & 112) | (half & 15)
+            return first | (second << 8)
         made = (half >> 10 & 3 | half >> 11 & 12) << 12
         for i in range(3):
             made |= ((half << (3 * i) >> 12 & 8) | (half << (3 * i) >> 6 & 7)) << (4 * i)
