@@ -148,9 +148,9 @@ def test_a_row_has_the_same_bits_in_any_company(kind: str, code: CodeType, group
             ops.codes_linear(x, weight, float32=True),
             ops.codes_linear(rounded, weight, float32=True, row_scales=scales),
         )
-        few = [[0], [69], [5, 3], [*range(9)]]
-        many = [[*range(60, 70)], [*range(1, 34)], [*range(2, 67)]]
-        for rows in few + many if kind == "c" or CUDA else [*few, many[1]]:
+        chosen = [[69], [*range(9)], [*range(1, 34)]]
+        more = [[0], [5, 3], [*range(60, 70)], [*range(2, 67)]]
+        for rows in chosen + more if kind == "c" or CUDA else chosen:  # the interpreter is slow
             index = torch.tensor(rows, device=device)
             assert torch.equal(ops.codes_linear(x[index], weight, float32=True), sums[index])
             again = ops.codes_linear(rounded[index], weight, float32=True, row_scales=scales[index])
