@@ -883,6 +883,31 @@ static code_tile_fn *const *const DOTS[2][5] = { /* of fp32 rows, of bf16 rows *
 /* bits of a code that are stored inverted, so that it is unsigned (signed) */
 long ssd_flipped_bits(int form) { return SIGNED_CODES ? (form == INT4 ? 8 : 0) : form == INT8 ? 128 : 0; }
 
+/* rows of a quantised (not gated) weight [n, k], widened: out[t] = scale * code (+ offset), each rounded to fp32 */
+int ssd_codes_embedding(const void *w, const float *scales, const void *ids, int ids64, void *out, long tokens, long n,
+                        long k, int form, long scaled, int offsets, int bf16) {
+    long depth = ceil_div(k, form == FP8 ? 4 : 16) * (form == FP8 ? 4 : 16), numbers = offsets ? 2 : 1;
+    long width = is_4_bits(form) ? VL : NR, together = form == FP8 ? 1 : 4, flipped = ssd_flipped_bits(form);
+    float *row = scratch(ROWS, (size_t)k);
+    for (long t = 0; t < tokens; t++) {
+        long id = int_at(ids, t, ids64), j = id % NR;
+        if (outside(id, n)) return 1;
+        const uint8_t *codes = (const uint8_t *)w + id / NR * depth * width + j % width * together;
+        const float *s = scales + id / NR * ceil_div(k, scaled) * numbers * NR + j;
+        for (long i = 0; i < k; i++) {
+            int code = codes[i / together * together * width + i % together];
+            if (is_4_bits(form)) code = code >> j / width * 4 & 15;
+            code ^= (int)flipped;
+            float value = form == INT8 ? (float)(int8_t)code : (float)(form == INT4 ? code - 8 : code);
+            if (form == FP8) load_e4m3(&value, &(int8_t){(int8_t)code}, 1);
+            row[i] = value * s[i / scaled * numbers * NR];
+            if (offsets) row[i] += s[i / scaled * numbers * NR + NR];
+        }
+        store_row(out, t * k, row, k, bf16);
+    }
+    return 0;
+}
+
 /* 16 numbers, times `up`, rounded to integers and written in digits, those of one place `stride` after those of the place
  * before; adds them to `sum`, and their low digits to `low` */
 INLINE void to_digits(digit *out, long stride, const float *x, float up, int digits, vi *sum, vi *low) {
@@ -2127,6 +2152,51 @@ int ssd_accept(const int32_t *chosen, const int32_t *slots, const int32_t *first
         row[1] = origin[slot];
         memcpy(row + 3 + width, draft, (size_t)(count - 1) * 4);
     }
+    return 0;
+}
+
+/* ---------------------------------------------------------------- repeating recorded calls
+ * A call is 32 words: its arguments, and at the end the number of its function.  The threads are those of now. */
+#define CALL_WORDS 32
+typedef union {
+    int64_t i;
+    float f;
+} word;
+
+#define P(n) ((void *)(intptr_t)a[n].i)
+#define L(n) ((long)a[n].i)
+#define I(n) ((int)a[n].i)
+#define F(n) (a[n].f)
+
+static int repeat_call(const word *a, int threads) {
+    switch (a[CALL_WORDS - 1].i) {
+    case 0: return ssd_embedding(P(0), P(1), I(2), P(3), L(4), L(5), L(6), I(7));
+    case 1: return ssd_codes_embedding(P(0), P(1), P(2), I(3), P(4), L(5), L(6), L(7), I(8), L(9), I(10), I(11));
+    case 2:
+        ssd_linear(P(0), L(1), P(2), P(3), P(4), L(5), L(6), L(7), I(8), I(9), F(10), F(11), F(12), I(13), I(14), P(15),
+                   L(16), I(17), P(18), L(19), threads);
+        return 0;
+    case 3:
+        ssd_expert_linear(P(0), L(1), P(2), P(3), L(4), L(5), P(6), P(7), P(8), P(9), L(10), L(11), I(12), I(13), F(14),
+                          F(15), F(16), I(17), I(18), L(19), I(20), P(21), L(22), threads);
+        return 0;
+    case 4: ssd_route(P(0), L(1), L(2), L(3), I(4), P(5), P(6), P(7), P(8)); return 0;
+    case 5: ssd_combine(P(0), P(1), P(2), L(3), L(4), L(5), I(6), I(7), threads); return 0;
+    case 6: ssd_rms_norm(P(0), L(1), P(2), P(3), P(4), L(5), L(6), F(7), I(8), I(9), threads); return 0;
+    case 7:
+        return ssd_rope_and_store(P(0), L(1), P(2), I(3), P(4), I(5), P(6), P(7), P(8), P(9), F(10), P(11), P(12), P(13),
+                                  L(14), L(15), L(16), L(17), L(18), L(19), I(20), I(21), F(22), F(23), threads);
+    case 8:
+        return ssd_paged_attention(P(0), L(1), P(2), P(3), P(4), P(5), P(6), P(7), P(8), L(9), L(10), L(11), L(12), L(13),
+                                   L(14), L(15), L(16), L(17), L(18), F(19), F(20), P(21), P(22), P(23), L(24), L(25),
+                                   L(26), I(27), I(28), threads);
+    }
+    return 1;
+}
+
+int ssd_repeat(const word *calls, long count, int nthreads) {
+    for (long i = 0; i < count; i++)
+        if (repeat_call(calls + i * CALL_WORDS, nthreads)) return 1;
     return 0;
 }
 

@@ -22,17 +22,19 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ssd.kernels import cache
+from ssd.kernels import cache, recording
 from ssd.kernels.ops import GLU, SWIGLU, UNSCALED, KVScales, Routing
-from ssd.kernels.quantized import Codes, CodeType, bits_of, dequantize, doubled_fp4
+from ssd.kernels.quantized import Codes, CodeType, bits_of, doubled_fp4
 from ssd.kernels.variants import FLAGS, Variant, usable
 
 logger = logging.getLogger("ssd")
@@ -90,6 +92,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "ssd_use_huge_pages": [_P, _L],
     "ssd_pack": [_P, _L, _P, _L, _L, _I, _I, _I],
     "ssd_embedding": [_P, _P, _I, _P, _L, _L, _L, _I],
+    "ssd_codes_embedding": [_P, _P, _P, _I, _P, _L, _L, _L, _I, _L, _I, _I],
     "ssd_linear": [_P, _L, _P, _P, _P, _L, _L, _L, _I, _I, _F, _F, _F, _I, _I, _P, _L, _I, _P, _L, _I],
     "ssd_expert_linear": [
         *[_P, _L, _P, _P, _L, _L, _P, _P, _P, _P, _L, _L],
@@ -107,11 +110,19 @@ _SIGNATURES: dict[str, list[type]] = {
     "ssd_best": [_P, _L, _P, _P, _P, _L, _L, _L, _I],
     "ssd_prepare_rows": [*[_P] * 17, *[_L] * 8],
     "ssd_accept": [*[_P] * 10, *[_L] * 6],
+    "ssd_repeat": [_P, _L, _I],
 }
+_RECORDED = (  # as `ssd_repeat` numbers them
+    *("ssd_embedding", "ssd_codes_embedding", "ssd_linear", "ssd_expert_linear", "ssd_route", "ssd_combine"),
+    *("ssd_rms_norm", "ssd_rope_and_store", "ssd_paged_attention"),
+)
 _CODES: tuple[CodeType, ...] = ("fp8", "int8", "int4", "uint4")  # as `cpu.c` numbers them, from 1
 _STORAGE = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}  # likewise
 _SIZES = ("ssd_packed_bytes", "ssd_panel_columns", "ssd_flipped_bits")  # what they return; others status or nothing
-_STATUS = ("ssd_enable", "ssd_embedding", "ssd_rope_and_store", "ssd_paged_attention", "ssd_prepare_rows", "ssd_accept")
+_STATUS = (
+    *("ssd_enable", "ssd_embedding", "ssd_codes_embedding", "ssd_rope_and_store", "ssd_paged_attention"),
+    *("ssd_prepare_rows", "ssd_accept", "ssd_repeat"),
+)
 
 
 class Kernels:
@@ -133,14 +144,10 @@ class Kernels:
         }
         self._pack = library.ssd_pack
         self._use_huge_pages = library.ssd_use_huge_pages
-        self._embedding = library.ssd_embedding
-        self._linear = library.ssd_linear
-        self._expert_linear = library.ssd_expert_linear
-        self._route = library.ssd_route
-        self._combine = library.ssd_combine
-        self._rms_norm = library.ssd_rms_norm
-        self._rope_and_store = library.ssd_rope_and_store
-        self._paged_attention = library.ssd_paged_attention
+        recorded = [_recorded(getattr(library, name), number) for number, name in enumerate(_RECORDED)]
+        self._embedding, self._codes_embedding, self._linear, self._expert_linear, *others = recorded
+        self._route, self._combine, self._rms_norm, self._rope_and_store, self._paged_attention = others
+        self._repeat = library.ssd_repeat
         self._gumbel = library.ssd_gumbel
         self._best = library.ssd_best
         self.prepare_rows = library.ssd_prepare_rows  # these two take addresses, see `rounds_cpu`
@@ -203,7 +210,7 @@ class Kernels:
             raise TypeError(f"token ids are {token_ids.dtype}, not int32 or int64")
         if packed.gated or packed.form:
             raise TypeError("rows are looked up in a weight that is neither gated nor quantised")
-        out = packed.data.new_empty(tokens, packed.k)
+        out = recording.empty((tokens, packed.k), packed.dtype)
         size = (tokens, packed.n, packed.k)
         if self._embedding(packed.address, token_ids.data_ptr(), wide, out.data_ptr(), *size, bf16):
             raise IndexError(f"token ids {token_ids.tolist()} are not all in a vocabulary of {packed.n}")
@@ -211,18 +218,22 @@ class Kernels:
 
     def codes_embedding(self, packed: PackedWeight, token_ids: Tensor) -> Tensor:
         """Rows `token_ids` of a quantised weight -> [T, K], widened."""
-        panel, column = token_ids.long() // self._panel_columns, token_ids.long() % self._panel_columns
-        if packed.scales is None or (token_ids.numel() and not 0 <= token_ids.min() <= token_ids.max() < packed.n):
+        tokens, wide, scales = token_ids.shape[0], token_ids.dtype is torch.int64, packed.scales
+        if packed.gated or scales is None or not (wide or token_ids.dtype is torch.int32):
+            raise TypeError("int32 or int64 token ids are looked up in a quantised weight that is not gated")
+        out = recording.empty((tokens, packed.k), packed.dtype)
+        if self._codes_embedding(
+            *(packed.address, scales.data_ptr(), token_ids.data_ptr(), wide, out.data_ptr()),
+            *(tokens, packed.n, packed.k, packed.form, packed.group, scales.shape[2] == 2),
+            packed.dtype is torch.bfloat16,
+        ):
             raise IndexError(f"token ids {token_ids.tolist()} are not all in a vocabulary of {packed.n}")
-        kind, width = _CODES[packed.form - 1], packed.data.shape[2]
-        values = packed.data[panel, :, column % width].flatten(1)
-        if bits_of(kind) == 4:
-            values = values >> (column // width * 4)[:, None].to(torch.uint8) & 15
-        values = values ^ self._flipped[kind]
-        numbers = packed.scales[panel, :, :, column]  # [tokens, groups, 1 or 2]
-        values = torch.nn.functional.pad(values, (0, numbers.shape[1] * packed.group - values.shape[1]))
-        offsets = numbers[:, :, 1] if numbers.shape[2] == 2 else None
-        return dequantize(Codes(values, numbers[:, :, 0], kind, packed.k, offsets), packed.dtype)
+        return out
+
+    def repeat(self, calls: np.ndarray) -> None:
+        """Repeats recorded calls, with the number of threads of now."""
+        if self._repeat(calls.ctypes.data, len(calls), num_threads()):
+            raise IndexError("a token id, position, slot or block is out of range")
 
     def linear(
         self,
@@ -242,7 +253,7 @@ class Kernels:
         (m, k), n, dtype = x.shape, packed.n // 2 if packed.gated else packed.n, packed.dtype
         if x.dtype is not dtype or k != packed.k:
             raise TypeError(f"the input is {x.dtype} and {k} wide, the weight {dtype} and {packed.k} wide")
-        y = torch.empty(m, n, dtype=torch.float32 if float32 else dtype, device=_CPU)
+        y = recording.empty((m, n), torch.float32 if float32 else dtype)
         self._linear(
             x.data_ptr(),
             x.stride(0),
@@ -273,7 +284,7 @@ class Kernels:
         dtype, n, gate = packed.dtype, packed.n // 2 if packed.gated else packed.n, glu or SWIGLU
         if x.dtype is not dtype or x.shape[1] != packed.k or len(weight.each) != routing.num_experts:
             raise TypeError(f"the input is {x.dtype} and {x.shape[1]} wide, the weight {dtype} and {packed.k} wide")
-        y = torch.empty(pairs, n, dtype=torch.float32 if float32 else dtype, device=_CPU)
+        y = recording.empty((pairs, n), torch.float32 if float32 else dtype)
         row_scales = None if row_scales is None else row_scales.contiguous()
         self._expert_linear(
             *(x.data_ptr(), x.stride(0), routing.order.data_ptr(), routing.starts.data_ptr(), routing.num_experts),
@@ -289,8 +300,9 @@ class Kernels:
     def route(self, logits: Tensor, count: int, *, chosen: bool) -> Routing:
         """See `Ops.route`."""
         rows, experts = logits.shape
-        ids, order = (torch.empty(rows * count, dtype=torch.int32, device=_CPU) for _ in range(2))
-        weights, starts = logits.new_empty(rows, count), ids.new_empty(experts + 1)
+        ids, order = (recording.empty((rows * count,), torch.int32) for _ in range(2))
+        weights = recording.empty((rows, count), torch.float32)
+        starts = recording.empty((experts + 1,), torch.int32)
         outputs = (ids.data_ptr(), weights.data_ptr(), order.data_ptr(), starts.data_ptr())
         self._route(logits.contiguous().data_ptr(), rows, experts, count, chosen, *outputs)
         return Routing(ids.view(rows, count), weights, order, starts)
@@ -298,7 +310,7 @@ class Kernels:
     def combine(self, x: Tensor, routing: Routing, *, float32: bool = False) -> Tensor:
         """See `Ops.combine`."""
         (rows, count), n = routing.weights.shape, x.shape[1]
-        y = torch.empty(rows, n, dtype=torch.float32 if float32 else x.dtype, device=_CPU)
+        y = recording.empty((rows, n), torch.float32 if float32 else x.dtype)
         bf16 = x.dtype is torch.bfloat16
         addresses = (x.data_ptr(), routing.weights.data_ptr(), y.data_ptr())
         self._combine(*addresses, rows, count, n, bf16, float32, num_threads())
@@ -307,7 +319,7 @@ class Kernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
         """Norm of `x` [M, D] times `weight`; with a contiguous residual, that of their sum, which it becomes."""
         m, d = x.shape
-        out = x.new_empty(m, d)
+        out = recording.empty((m, d), x.dtype)
         self._rms_norm(
             *(x.data_ptr(), x.stride(0), None if residual is None else residual.data_ptr()),
             *(weight.data_ptr(), out.data_ptr()),
@@ -337,7 +349,7 @@ class Kernels:
         `scales`. `q_norm`, `k_norm` [D]: per-head RMS norm before the rotation (Qwen 3).
         """
         tokens, (blocks, block_size, kv_heads, d) = qkv.shape[0], k_cache.shape
-        q = qkv.new_empty(tokens, num_heads, d)
+        q = recording.empty((tokens, num_heads, d), qkv.dtype)
         if self._rope_and_store(
             *(qkv.data_ptr(), qkv.stride(0), positions.data_ptr(), positions.dtype is torch.int64),
             *(slots.data_ptr(), slots.dtype is torch.int64, cos.data_ptr(), sin.data_ptr()),
@@ -379,7 +391,7 @@ class Kernels:
         if sinks is not None and (sinks.dtype is not torch.float32 or sinks.shape != q.shape[1:2]):
             raise TypeError(f"sinks are {sinks.dtype} {tuple(sinks.shape)}, not a float32 for each head")
         (tokens, heads, d), (blocks, block_size, kv_heads, _) = q.shape, k_cache.shape
-        out = q.new_empty(tokens, heads, d)
+        out = recording.empty((tokens, heads, d), q.dtype)
         positions, slots, depth = None, None, 0
         if branches is not None:
             positions, slots, depth = branches[0].data_ptr(), branches[1].data_ptr(), branches[2]
@@ -420,6 +432,19 @@ class Kernels:
             *(tokens.data_ptr(), values.data_ptr(), rows, vocab, count, num_threads()),
         )
         return tokens, values
+
+
+def _recorded(function: Any, number: int) -> Callable[..., int]:
+    """Calls a function of the library, and writes the call to the tape if there is one."""
+
+    def call(*arguments: Any) -> int:
+        status: int = function(*arguments)
+        tape = recording.current()
+        if tape is not None:
+            tape.add(number, arguments)
+        return status
+
+    return call
 
 
 def _together(kind: CodeType) -> int:

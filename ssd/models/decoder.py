@@ -17,7 +17,9 @@ import numpy as np
 import torch
 
 from ssd.errors import ConfigError, UnsupportedModel
+from ssd.kernels.cpu_ops import CpuOps
 from ssd.kernels.ops import DeviceBatch, HeadShape
+from ssd.kernels.recording import Recordings
 from ssd.kernels.reference import ReferenceOps
 from ssd.layers.attention import Attention, LayerKV
 from ssd.layers.experts import Experts
@@ -31,6 +33,7 @@ from ssd.layers.spec import ExpertsSpec, KVLayout, LayerSpec, RopeConfig
 from ssd.models.config import DecoderConfig
 
 KVCache = Seq[LayerKV]  # one entry per layer
+_MOST_RECORDED = 64  # rows: with more, kernels take far longer than their calls
 
 
 class RopeTables(dict[tuple[RopeConfig, int], tuple[torch.Tensor, torch.Tensor]]):
@@ -117,6 +120,9 @@ class Decoder:
         self.kv_groups, self._windowed = config.kv_groups(windowed=windowed), windowed
         self._places = {i: (g, n) for g, group in enumerate(self.kv_groups) for n, i in enumerate(group.layers)}
         self._run: Seq[int] = range(len(self.layers))  # the layers of a forward pass
+        self._recordings: Recordings | None = None  # of forward passes on a CPU
+        if isinstance(build.ops, CpuOps) and self.tp.group is None:
+            self._recordings = Recordings(build.ops.kernels.repeat)
 
     def _make_layers(self, build: Build) -> Seq[DecoderLayer]:
         return [
@@ -162,6 +168,8 @@ class Decoder:
 
         Scales of the KV cache are optional.
         """
+        if self._recordings is not None:
+            self._recordings.clear()
         wanted = {
             name: (shape, parameter) for parameter in self.parameters() for name, shape in parameter.shapes().items()
         }
@@ -240,18 +248,45 @@ class Decoder:
         `features`: by number of layers, where to write the hidden states after so many of them. `states`: where to
         write those of all rows that the head reads, after the last norm.
         """
-        wanted, batches = features or {}, (batch, *batch.others)
-        x, residual = self.embedding.embed(batch.token_ids), None
-        for i in self._run:
-            x, residual = self.layers[i](x, residual, batches[self._places[i][0]], kv[i])
-            if i + 1 in wanted:
-                torch.add(x, residual, out=wanted[i + 1])
+        x, residual = self._hidden(batch, kv, features or {})
         if states is not None:
             states.copy_(self.norm(x, residual))
             return self.head.logits(states if batch.logit_rows is None else states[batch.logit_rows])
         if batch.logit_rows is not None:
             x, residual = x[batch.logit_rows], residual[batch.logit_rows] if residual is not None else None
         return self.head.logits(self.norm(x, residual))
+
+    def _hidden(
+        self, batch: DeviceBatch, kv: KVCache, features: Mapping[int, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The last product and the residual stream without it, of all rows."""
+        compute = functools.partial(self._compute, batch, kv, features)
+        whole = not features and len(self._run) == len(self.layers)
+        if self._recordings is None or not whole or len(batch.token_ids) > _MOST_RECORDED:
+            return compute()
+        key = id(kv), tuple(map(_memory, (batch, *batch.others)))
+        return self._recordings.run(key, compute, kv)
+
+    def _compute(
+        self, batch: DeviceBatch, kv: KVCache, features: Mapping[int, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        batches = (batch, *batch.others)
+        x, residual = self.embedding.embed(batch.token_ids), None
+        for i in self._run:
+            x, residual = self.layers[i](x, residual, batches[self._places[i][0]], kv[i])
+            if i + 1 in features:
+                torch.add(x, residual, out=features[i + 1])
+        return x, residual
+
+
+def _memory(batch: DeviceBatch) -> tuple[object, ...]:
+    """Where a batch is, and its shape: what the calls of a forward pass on a CPU depend on."""
+    tables, ids = batch.block_tables, batch.token_ids
+    others = (batch.positions, batch.slot_mapping, batch.query_start, batch.context_len, batch.table_rows)
+    return (
+        *(ids.data_ptr(), len(ids), ids.dtype, len(batch.table_rows), batch.branches),
+        *(tables.data_ptr(), tables.shape, tables.stride(0), *(each.data_ptr() for each in others)),
+    )
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,74 @@
+"""Recorded C calls: the same bits as the calls themselves, for changed inputs too."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ssd.kernels import cpu
+from ssd.kernels.recording import Arena, Recordings
+
+kernels = cpu.load()
+pytestmark = pytest.mark.skipif(kernels is None, reason="needs a C compiler")
+
+
+def run(recordings: Recordings, x: torch.Tensor, weight: cpu.PackedWeight, norm: torch.Tensor) -> torch.Tensor:
+    assert kernels is not None
+    compute = kernels
+
+    def chain() -> torch.Tensor:
+        y = compute.rms_norm(compute.linear(x, weight), norm, 1e-5)
+        return compute.linear(compute.rms_norm(y, norm, 1e-5), weight)
+
+    return recordings.run("key", chain, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_repeats_with_the_numbers_and_the_threads_of_now(dtype: torch.dtype) -> None:
+    assert kernels is not None
+    weight, norm = kernels.pack_linear(torch.randn(64, 64, dtype=dtype)), torch.ones(64, dtype=dtype)
+    recordings, x = Recordings(kernels.repeat), torch.empty(3, 64, dtype=dtype)
+    for threads in (1, 2, 1, 2):
+        x.copy_(torch.randn(3, 64))
+        expected = run(Recordings(kernels.repeat), x, weight, norm)
+        with cpu.threads(threads):
+            assert torch.equal(run(recordings, x, weight, norm), expected)
+
+
+def test_what_torch_computes_is_not_recorded() -> None:
+    assert kernels is not None
+    recordings, x = Recordings(kernels.repeat), torch.ones(2, 2)
+    for value in range(4):
+        x.fill_(value)
+        assert torch.equal(recordings.run("key", lambda: x + 1, None), x + 1)
+
+
+def test_repeated_indices_are_checked() -> None:
+    assert kernels is not None
+    weight, ids = kernels.pack_linear(torch.randn(8, 4)), torch.zeros(1, dtype=torch.int32)
+    recordings, look_up = Recordings(kernels.repeat), lambda: kernels.embedding(weight, ids)
+    for _ in range(3):
+        recordings.run("key", look_up, None)
+    ids.fill_(8)
+    with pytest.raises(IndexError):
+        recordings.run("key", look_up, None)
+
+
+def test_memory_is_used_again_when_its_last_view_is_gone() -> None:
+    arena = Arena()
+    first = arena.empty((4, 8), torch.bfloat16)
+    view, address = first.view(-1), first.data_ptr()
+    del first
+    assert arena.empty((4, 8), torch.bfloat16).data_ptr() != address
+    del view
+    assert arena.empty((16,), torch.float32).data_ptr() == address
+    assert address % 64 == 0
+
+
+def test_old_recordings_are_forgotten() -> None:
+    repeated: list[np.ndarray] = []
+    recordings = Recordings(repeated.append)
+    for key in (*range(200), *range(200)):
+        recordings.run(key, lambda: 0, None)
+    assert not repeated
