@@ -2036,58 +2036,134 @@ void ssd_gumbel(const int64_t *keys, float *out, long rows, long vocab, int64_t 
 /* ---------------------------------------------------------------- best
  * The `count` largest scores of each row, in order, the lower token first where they are equal; `excluded` (or NULL): a
  * token of each row that does not count, -1: none.  -inf comes with token 0, and the first token is -1 if the row has no
- * choice: all are -inf, or some are NaN or +inf. */
-#define SCAN (8 * VL) /* scores that are compared with the smallest one found so far at once */
-
-static int any_not_below(const float *x, float limit) { /* NaN is never below */
-    vf bound = (vf){0} + limit;
-    vi above = {0};
-    UNROLL for (int i = 0; i < SCAN / VL; i++) above |= ~(vload(x + i * VL) < bound);
-    int32_t found = 0;
-    UNROLL for (int i = 0; i < VL; i++) found |= above[i];
-    return found != 0;
-}
-
-static void best_row(const float *x, long vocab, long count, long excluded, int32_t *tokens, float *values) {
-    for (long i = 0; i < count; i++) tokens[i] = 0, values[i] = -INFINITY;
-    for (long start = 0; start < vocab; start += SCAN) {
-        long end = min_l(vocab, start + SCAN);
-        if (end - start == SCAN && !any_not_below(x + start, values[count - 1])) continue;
-        for (long t = start; t < end; t++) {
-            if (!(x[t] < INFINITY)) {
-                tokens[0] = -1, values[0] = INFINITY;
-                return;
-            }
-            if (!(x[t] > values[count - 1]) || t == excluded) continue;
-            long place = count - 1;
-            for (; place > 0 && values[place - 1] < x[t]; place--)
-                values[place] = values[place - 1], tokens[place] = tokens[place - 1];
-            values[place] = x[t], tokens[place] = (int32_t)t;
-        }
-    }
-    if (values[0] == -INFINITY) tokens[0] = -1;
-}
+ * choice: all are -inf, or some are NaN or +inf.
+ * With `slots` (-1: padding), rows whose temperature is above 0 have the scores logit / temperature + noise: the seed's key
+ * and the temperature are words 0 and 2 of the slot's `columns`, the position is that of the token to choose.  Noise grows
+ * with its random bits, so logarithms are computed only in blocks that have bits which could reach the best so far. */
+#define SCAN 256       /* scores of a block */
+#define BEST_PART 8192 /* scores of a task */
 
 struct best_args {
     const float *scores;
     const int32_t *excluded;
-    int32_t *tokens;
+    long ld, vocab, count, parts; /* parts: of a row */
+    const int32_t *slots, *positions, *columns;
+    long words; /* of a slot's columns */
+    struct generator g;
+    int32_t *tokens; /* [rows][parts][count] */
     float *values;
-    long ld, vocab, count;
+    _Atomic float *least; /* [rows]: a score that is not better is none of the best; for speed only */
 };
 
-static void best_rows(void *given, long begin, long end) {
+static uint64_t mixed(uint64_t x, const struct generator *g) {
+    x = (x ^ (x >> 30)) * g->mix1;
+    x = (x ^ (x >> 27)) * g->mix2;
+    return x ^ (x >> 31);
+}
+
+INLINE int any_nonzero(vi v) {
+    int32_t found = 0;
+    UNROLL for (int i = 0; i < VL; i++) found |= v[i];
+    return found != 0;
+}
+
+/* puts a score at its place among the `count` best, behind those that are equal */
+static void insert(float score, long token, long count, int32_t *tokens, float *values) {
+    long place = count - 1;
+    for (; place > 0 && values[place - 1] < score; place--)
+        values[place] = values[place - 1], tokens[place] = tokens[place - 1];
+    values[place] = score, tokens[place] = (int32_t)token;
+}
+
+/* adds noise to the scores of a block, whose counters begin at `first`; 0: none of them could exceed `least` */
+static int add_noise(float *z, float top, float least, uint64_t first, const struct generator *g) {
+    vd noise[SCAN / DL], most = {0};
+    for (long i = 0; i < SCAN / DL; i++) {
+        noise[i] = noise_uniform(first + (uint64_t)(i * DL) * g->golden, g);
+        vq above = (vq)(noise[i] > most);
+        most = (vd)((above & (vq)noise[i]) | (~above & (vq)most));
+    }
+    double wanted = (double)least - top - 1e-3 - 1e-6 * fabs((double)least), largest = most[0];
+    for (int i = 1; i < DL; i++) largest = most[i] > largest ? most[i] : largest;
+    if (largest - 1.0 < exp(-exp(-wanted))) return 0;
+    for (long i = 0; i < SCAN / DL; i++) {
+        vh *out = (vh *)(z + i * DL);
+        *out = *out + __builtin_convertvector(minus_log(minus_log(noise[i] - 1.0)), vh);
+    }
+    return 1;
+}
+
+/* the best of tokens [begin, end) of a row; key: where the counters of its noise begin, if it has a temperature */
+static void best_of_part(const float *x, long begin, long end, long count, long excluded, float temperature,
+                         uint64_t key, const struct generator *g, int32_t *tokens, float *values, _Atomic float *least) {
+    for (long i = 0; i < count; i++) tokens[i] = 0, values[i] = -INFINITY;
+    for (long start = begin; start < end; start += SCAN) {
+        float z[SCAN] __attribute__((aligned(64)));
+        long n = min_l(SCAN, end - start);
+        memcpy(z, x + start, (size_t)n * 4);
+        for (long i = n; i < SCAN; i++) z[i] = -INFINITY;
+        vf top = vset(-INFINITY), limit = vset(INFINITY);
+        vi endless = {0};
+        for (long i = 0; i < SCAN; i += VL) {
+            vf v = vload(z + i);
+            if (temperature > 0) v = v / temperature, vstore(z + i, v);
+            endless |= ~(v < limit);
+            top = vmax(v, top);
+        }
+        if (any_nonzero(endless)) {
+            tokens[0] = -1, values[0] = INFINITY;
+            return;
+        }
+        float largest = vmax_lanes(top);
+        float known = atomic_load_explicit(least, memory_order_relaxed);
+        if (temperature > 0 && !add_noise(z, largest, known, key + (uint64_t)start * g->golden, g)) continue;
+        if (!(temperature > 0) && !(largest > values[count - 1])) continue;
+        for (long i = 0; i < n; i++)
+            if (z[i] > values[count - 1] && start + i != excluded) insert(z[i], start + i, count, tokens, values);
+        if (values[count - 1] > known) atomic_store_explicit(least, values[count - 1], memory_order_relaxed);
+    }
+}
+
+static void best_parts(void *given, long begin, long end) {
     const struct best_args *a = given;
-    for (long row = begin; row < end; row++)
-        best_row(a->scores + row * a->ld, a->vocab, a->count, a->excluded ? a->excluded[row] : -1,
-                 a->tokens + row * a->count, a->values + row * a->count);
+    for (long i = begin; i < end; i++) {
+        long row = i / a->parts, first = i % a->parts * BEST_PART;
+        float temperature = 0.0f;
+        uint64_t key = 0;
+        if (a->slots && a->slots[row] >= 0) {
+            const int32_t *own = a->columns + a->slots[row] * a->words;
+            memcpy(&key, own, 8);
+            memcpy(&temperature, own + 2, 4);
+            key = mixed(key + (uint64_t)a->positions[row] * a->g.golden, &a->g);
+        }
+        best_of_part(a->scores + row * a->ld, first, min_l(a->vocab, first + BEST_PART), a->count,
+                     a->excluded ? a->excluded[row] : -1, temperature, key, &a->g, a->tokens + i * a->count,
+                     a->values + i * a->count, a->least + row);
+    }
 }
 
 void ssd_best(const float *scores, long ld, const int32_t *excluded, int32_t *tokens, float *values, long rows,
-              long vocab, long count, int nthreads) {
-    if (count < 1) return;
-    struct best_args a = {scores, excluded, tokens, values, ld, vocab, count};
-    parallel(rows, rows * vocab < 262144 ? 1 : nthreads, best_rows, &a);
+              long vocab, long count, const int32_t *slots, const int32_t *positions, const int32_t *columns, long words,
+              int64_t golden, int64_t mix1, int64_t mix2, int nthreads) {
+    if (count < 1 || rows < 1) return;
+    struct best_args a = {.scores = scores, .excluded = excluded, .ld = ld, .vocab = vocab, .count = count,
+                          .parts = ceil_div(vocab, BEST_PART), .slots = slots, .positions = positions,
+                          .columns = columns, .words = words, .g = {(uint64_t)golden, (uint64_t)mix1, (uint64_t)mix2}};
+    long found = rows * a.parts * count;
+    a.values = scratch(SUMS, (size_t)(2 * found + rows));
+    a.tokens = (int32_t *)(a.values + found);
+    a.least = (_Atomic float *)(a.tokens + found);
+    for (long row = 0; row < rows; row++) a.least[row] = -INFINITY;
+    parallel(rows * a.parts, rows * vocab < 32768 ? 1 : nthreads, best_parts, &a);
+    for (long row = 0; row < rows; row++, tokens += count, values += count) {
+        int none = 0;
+        for (long i = 0; i < count; i++) tokens[i] = 0, values[i] = -INFINITY;
+        for (long i = row * a.parts * count; i < (row + 1) * a.parts * count; i++) {
+            none |= a.tokens[i] < 0;
+            if (a.values[i] > values[count - 1]) insert(a.values[i], a.tokens[i], count, tokens, values);
+        }
+        if (none || values[0] == -INFINITY) tokens[0] = -1;
+    }
 }
 
 /* ---------------------------------------------------------------- rounds: `prepare_rows` and `accept` of rounds.py

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -64,6 +64,15 @@ class PackedWeight:
     @functools.cached_property
     def address(self) -> int:
         return self.data.data_ptr()
+
+
+class Noise(NamedTuple):
+    """Where the seeds and temperatures of rows are: `ssd.sampling.sampler.SamplingColumns`. All int32, contiguous."""
+
+    slots: Tensor  # [R], -1: padding
+    positions: Tensor  # [R], of the tokens to choose
+    columns: Tensor  # [slots, words]: words 0 and 1 are the seed's key, word 2 the temperature (float32)
+    constants: tuple[int, int, int]  # the generator's, as signed int64
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,7 @@ _SIGNATURES: dict[str, list[type]] = {
     ],
     "ssd_paged_attention": [*[_P, _L], *[_P] * 7, *[_L] * 10, *[_F, _F, _P, _P, _P, _L, _L, _L, _I, _I, _I]],
     "ssd_gumbel": [_P, _P, _L, _L, _Q, _Q, _Q, _I],
-    "ssd_best": [_P, _L, _P, _P, _P, _L, _L, _L, _I],
+    "ssd_best": [_P, _L, _P, _P, _P, _L, _L, _L, _P, _P, _P, _L, _Q, _Q, _Q, _I],
     "ssd_prepare_rows": [*[_P] * 17, *[_L] * 8],
     "ssd_accept": [*[_P] * 10, *[_L] * 6],
     "ssd_repeat": [_P, _L, _I],
@@ -417,19 +426,27 @@ class Kernels:
         self._gumbel(keys.data_ptr(), out.data_ptr(), *size, num_threads())
         return out
 
-    def best(self, scores: Tensor, count: int, excluded: Tensor | None) -> tuple[Tensor, Tensor]:
+    def best(
+        self, scores: Tensor, count: int, excluded: Tensor | None = None, noise: Noise | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The `count` largest of each row of fp32 `scores` [R, V], in order: tokens int32, scores fp32 [R, count].
 
         The lower token first where scores are equal; -inf comes with token 0. `excluded` (int32 [R]; -1: none) are
-        left out. The first token is -1 if a row has no choice: all are -inf, or some are NaN or +inf.
+        left out. The first token is -1 if a row has no choice: all are -inf, or some are NaN or +inf. `noise`: scores
+        are logits, which are divided by the temperature and get noise first, in rows that have a temperature.
         """
         if scores.dtype is not torch.float32:
             raise TypeError(f"scores are {scores.dtype}, not float32")
         rows, vocab = scores.shape
         tokens, values = torch.empty(rows, count, dtype=torch.int32, device=_CPU), scores.new_empty(rows, count)
+        own: tuple[Any, ...] = (None, None, None, 0, 0, 0, 0)
+        if noise is not None:
+            columns = noise.columns
+            own = *(each.data_ptr() for each in (noise.slots, noise.positions, columns)), columns.shape[1]
+            own = *own, *noise.constants
         self._best(
             *(scores.data_ptr(), scores.stride(0), None if excluded is None else excluded.data_ptr()),
-            *(tokens.data_ptr(), values.data_ptr(), rows, vocab, count, num_threads()),
+            *(tokens.data_ptr(), values.data_ptr(), rows, vocab, count, *own, num_threads()),
         )
         return tokens, values
 

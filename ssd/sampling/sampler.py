@@ -74,18 +74,18 @@ class SamplingColumns:
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
-        self._packed = torch.zeros((num_slots, 12), dtype=torch.int32, device=device)  # one upload sets a slot
-        floats = self._packed.view(torch.float32)
-        self.seed_key = self._packed.view(torch.int64)[:, 0]  # `noise.seed_key`, signed
+        self.packed = torch.zeros((num_slots, 12), dtype=torch.int32, device=device)  # one upload sets a slot
+        floats = self.packed.view(torch.float32)
+        self.seed_key = self.packed.view(torch.int64)[:, 0]  # `noise.seed_key`, signed
         self.temperature = floats[:, 2]  # 0 (greedy) or at least MIN_TEMPERATURE
         self.log_min_p = floats[:, 3]  # -inf: none
         self.top_p = floats[:, 4]
-        self.top_k = self._packed[:, 5]  # 0: all
+        self.top_k = self.packed[:, 5]  # 0: all
         self.repetition = floats[:, 6]
         self.presence = floats[:, 7]
         self.frequency = floats[:, 8]
-        self.min_length = self._packed[:, 9]  # no stop token at positions below this
-        self.flags = self._packed[:, 10]  # which tables are valid for this slot
+        self.min_length = self.packed[:, 9]  # no stop token at positions below this
+        self.flags = self.packed[:, 10]  # which tables are valid for this slot
         self.bias: torch.Tensor | None = None  # float32 [S, V]
         self._last_biases: tuple[Mapping[int, float] | None, np.ndarray] = None, np.zeros(0, dtype=np.float32)
         self.counts: torch.Tensor | None = None  # int32 [S, V]: occurrences in the output * 4 + stop * 2 + in prompt
@@ -93,9 +93,9 @@ class SamplingColumns:
     def allocate_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Bias and counts; both are allocated when the first of them is needed."""
         if self.bias is None or self.counts is None:
-            shape = (len(self._packed), self.vocab_size)
-            self.bias = torch.zeros(shape, dtype=torch.float32, device=self._packed.device)
-            self.counts = torch.zeros(shape, dtype=torch.int32, device=self._packed.device)
+            shape = (len(self.packed), self.vocab_size)
+            self.bias = torch.zeros(shape, dtype=torch.float32, device=self.packed.device)
+            self.counts = torch.zeros(shape, dtype=torch.int32, device=self.packed.device)
         return self.bias, self.counts
 
     @contextmanager
@@ -128,7 +128,7 @@ class SamplingColumns:
             counts[self._in_vocabulary(prompt)] |= _IN_PROMPT
             counts[self._in_vocabulary(stop_token_ids)] |= _IS_STOP
             upload(counts, self.allocate_tables()[1][slot])
-        row = np.zeros(self._packed.shape[1], dtype=np.int32)
+        row = np.zeros(self.packed.shape[1], dtype=np.int32)
         row[:2].view(np.int64)[0] = noise.signed(noise.seed_key(seed))
         row[2:5].view(np.float32)[:] = (
             0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE),
@@ -140,7 +140,7 @@ class SamplingColumns:
         row[6:9].view(np.float32)[:] = (repetition, params.presence_penalty, params.frequency_penalty)
         row[9] = min(len(prompt) + params.min_tokens, _INT32_MAX)
         row[10] = flags
-        upload(row, self._packed[slot])
+        upload(row, self.packed[slot])
 
     def count(self, slots: torch.Tensor, tokens: torch.Tensor, valid: torch.Tensor) -> None:
         """Counts decided tokens of slots for the penalties: [N] each, those that are not `valid` are ignored."""
@@ -228,7 +228,15 @@ class Sampler:
                 constants=noise.constants(),
             )
             return found
-        return _largest(self._scores(logits, rows, needs), count, excluded)
+        compiled = cpu.load()
+        if compiled is None:
+            return _largest(self._scores(logits, rows, needs), count, excluded)
+        if needs.truncated:
+            return compiled.best(self._scores(logits, rows, needs), count, excluded)
+        slots, positions = rows.slots.contiguous(), rows.positions.contiguous()
+        return compiled.best(
+            logits, count, excluded, cpu.Noise(slots, positions, self.columns.packed, noise.constants())
+        )
 
     def distribution(self, logits: torch.Tensor, rows: Rows, needs: Needs) -> torch.Tensor:
         """The distribution of each row: float64 [R, V] (greedy: MIN_TEMPERATURE). `needs.adjusted` changes logits."""
@@ -374,10 +382,7 @@ def _first(key: np.ndarray, weight: np.ndarray, limit: float) -> np.ndarray:
 
 
 def _largest(scores: torch.Tensor, count: int, excluded: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`Sampler.best` of scores on a CPU."""
-    compiled = cpu.load()
-    if compiled is not None:
-        return compiled.best(scores, count, excluded)
+    """`Sampler.best` of scores on a CPU without kernels."""
     if excluded is not None:
         named = (excluded >= 0).nonzero()[:, 0]
         scores = scores.clone()

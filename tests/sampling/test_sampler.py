@@ -351,7 +351,7 @@ def chosen(
     """What n sequences with the seeds 0, 1, … choose after the same tokens."""
     columns = SamplingColumns(n, len(logits), CPU)
     columns.set(0, params, 0, PROMPT, output, STOPS)
-    for table in (columns._packed, columns.bias, columns.counts):
+    for table in (columns.packed, columns.bias, columns.counts):
         if table is not None:
             table[1:] = table[0].clone()  # setting thousands of slots one by one takes most of a test's time
     columns.seed_key[:] = torch.tensor([noise.signed(noise.seed_key(seed)) for seed in range(n)])
