@@ -176,6 +176,29 @@ INLINE vf vround_bf16(vf v) {
     return vselect(nan, (vf)((u & 0xffff0000u) | 0x400000u), (vf)rounded);
 }
 
+/* ---------------------------------------------------------------- fp16: finite numbers, widened exactly */
+typedef uint16_t vs_mem __attribute__((vector_size(VL * 2), aligned(2), may_alias));
+
+INLINE vf vload_half(const uint16_t *p) {
+#if VL == 16
+    return (vf)_mm512_cvtph_ps((__m256i)*(const vs_mem *)p);
+#elif VL == 8
+    return (vf)_mm256_cvtph_ps((__m128i)*(const vs_mem *)p);
+#elif defined(NEON)
+    return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+#else
+    vu bits = __builtin_convertvector(*(const vs_mem *)p, vu);
+    return (vf)((vu)((vf)((bits & 0x7fffu) << 13) * 0x1p112f) | (bits & 0x8000u) << 16);
+#endif
+}
+
+INLINE float from_half(uint16_t h) {
+    uint32_t bits = (uint32_t)(h & 0x7fff) << 13;
+    float size;
+    memcpy(&size, &bits, 4);
+    return (h & 0x8000 ? -size : size) * 0x1p112f;
+}
+
 /* ---------------------------------------------------------------- e4m3: floats of 8 bits */
 static void load_e4m3(float *dst, const int8_t *src, long n) {
     uint8_t nan = 0;
@@ -618,6 +641,7 @@ static tile_fn *const TILES[2][9] = {
 /* The same with fp8 weights: codes [K][NR]; scales [groups][NR] of `gq` quads of k each.  A group's sums are multiplied by
  * the row's scale of that group, if rows have scales, then by the weight's, and added to those of the groups before it. */
 enum { FP8 = 1, INT8, INT4, UINT4 };
+enum { OFFSETS = 1, HALF = 2 }; /* flags of a weight's scales: offsets beside them; fp16, not fp32 (which fp8's are) */
 INLINE int is_4_bits(int form) { return form >= INT4; }
 
 INLINE vf from_fp8(const char *w) {
@@ -644,6 +668,7 @@ struct groups {
     long gq;                 /* quads of k in a group */
     long count;              /* groups */
     int offsets;             /* the weight has offsets, too */
+    int half;                /* its scales and offsets are fp16, else fp32 */
     const float *row_scales; /* of the tile's first row, or 0 */
     long ld;                 /* scales of a row: 1, or one for each group */
     long shared;             /* groups with the same scale of the weight: more than one with digits only */
@@ -679,10 +704,10 @@ INLINE void code_tile(const int mr, const float *x, const char *w, const float *
     }
 }
 
-typedef void code_tile_fn(const void *x, const char *w, const float *scales, long kq, const struct groups *g,
+typedef void code_tile_fn(const void *x, const char *w, const void *scales, long kq, const struct groups *g,
                           float *buf);
 #define CODE_TILE(mr)                                                                                             \
-    static void code_tile_##mr(const void *x, const char *w, const float *s, long kq, const struct groups *g,     \
+    static void code_tile_##mr(const void *x, const char *w, const void *s, long kq, const struct groups *g,      \
                                float *b) {                                                                        \
         code_tile(mr, x, w, s, kq, g, b);                                                                         \
     }
@@ -802,13 +827,26 @@ INLINE vf from_digits(const vi *sums, const int digits, const int32_t *excess) {
     return vfma(__builtin_convertvector(SIGNED_CODES ? sums[0] : sums[0] - excess[1], vf), value, vset(256.0f));
 }
 
-/* acc + the sums of a group; `at`: which row and group it is */
-INLINE vf add_group(vf acc, const vi *sums, const int digits, const float *scales, const struct groups *g, long at) {
-    return vfma(acc, from_digits(sums, digits, g->excess + 2 * at) * vset(g->units[at]), vload(scales));
+/* numbers of a group of a panel: scales of its two halves, then (if there are) offsets; returns those of the next group */
+INLINE const void *load_numbers(vf *numbers, const void *at, const struct groups *g) {
+    const int count = g->offsets ? 4 : 2;
+    if (g->half) {
+        UNROLL for (int i = 0; i < 4; i++)
+            if (i < count) numbers[i] = vload_half((const uint16_t *)at + i * VL);
+        return (const uint16_t *)at + count * VL;
+    }
+    UNROLL for (int i = 0; i < 4; i++)
+        if (i < count) numbers[i] = vload((const float *)at + i * VL);
+    return (const float *)at + count * VL;
 }
 
-INLINE vf add_offsets(vf acc, const float *scales, const struct groups *g, long at) {
-    return vfma(acc, vset(g->sums[at]), vload(scales + NR));
+/* acc + the sums of a group; `at`: which row and group it is */
+INLINE vf add_group(vf acc, const vi *sums, const int digits, vf scales, const struct groups *g, long at) {
+    return vfma(acc, from_digits(sums, digits, g->excess + 2 * at) * vset(g->units[at]), scales);
+}
+
+INLINE vf add_offsets(vf acc, vf offsets, const struct groups *g, long at) {
+    return vfma(acc, vset(g->sums[at]), offsets);
 }
 
 #define DOT_STEP(lane)                                                                               \
@@ -822,7 +860,7 @@ INLINE vf add_offsets(vf acc, const float *scales, const struct groups *g, long 
     }
 
 INLINE void dot_tile(const int mr, const int form, const int digits, const void *rows, const char *w,
-                     const float *scales, long kq, const struct groups *given, float *buf) {
+                     const void *scales, long kq, const struct groups *given, float *buf) {
     const long step = is_4_bits(form) ? 4 * VL : 4 * NR;
     const struct groups g = *given;
     const digit *x = rows;
@@ -836,18 +874,17 @@ INLINE void dot_tile(const int mr, const int form, const int digits, const void 
             x += 16 * mr * digits;
             w += 4 * step;
         }
+        vf numbers[4];
+        const void *next = load_numbers(numbers, scales, &g);
         UNROLL for (int m = 0; m < mr; m++) {
-            lo[m] = add_group(lo[m], left + m * digits, digits, scales, &g, m * g.count + n);
-            hi[m] = add_group(hi[m], right + m * digits, digits, scales + VL, &g, m * g.count + n);
+            lo[m] = add_group(lo[m], left + m * digits, digits, numbers[0], &g, m * g.count + n);
+            hi[m] = add_group(hi[m], right + m * digits, digits, numbers[1], &g, m * g.count + n);
         }
         if (g.offsets) UNROLL for (int m = 0; m < mr; m++) {
-            lo[m] = add_offsets(lo[m], scales, &g, m * g.count + n);
-            hi[m] = add_offsets(hi[m], scales + VL, &g, m * g.count + n);
+            lo[m] = add_offsets(lo[m], numbers[2], &g, m * g.count + n);
+            hi[m] = add_offsets(hi[m], numbers[3], &g, m * g.count + n);
         }
-        if (++used == g.shared) {
-            scales += g.offsets ? 2 * NR : NR;
-            used = 0;
-        }
+        if (++used == g.shared) scales = next, used = 0;
     }
     UNROLL for (int m = 0; m < mr; m++) {
         vstore(buf + m * GROUP * NR, lo[m]);
@@ -856,7 +893,7 @@ INLINE void dot_tile(const int mr, const int form, const int digits, const void 
 }
 
 #define DOT_TILE(mr, form, digits)                                                                                \
-    static void dot_tile_##mr##_##form##_##digits(const void *x, const char *w, const float *s, long kq,          \
+    static void dot_tile_##mr##_##form##_##digits(const void *x, const char *w, const void *s, long kq,           \
                                                   const struct groups *g, float *b) {                             \
         dot_tile(mr, form, digits - (DIGIT_BITS == 16), x, w, s, kq, g, b);                                       \
     }
@@ -883,25 +920,30 @@ static code_tile_fn *const *const DOTS[2][5] = { /* of fp32 rows, of bf16 rows *
 /* bits of a code that are stored inverted, so that it is unsigned (signed) */
 long ssd_flipped_bits(int form) { return SIGNED_CODES ? (form == INT4 ? 8 : 0) : form == INT8 ? 128 : 0; }
 
+INLINE float number_at(const void *numbers, long i, int flags) {
+    return flags & HALF ? from_half(((const uint16_t *)numbers)[i]) : ((const float *)numbers)[i];
+}
+
 /* rows of a quantised (not gated) weight [n, k], widened: out[t] = scale * code (+ offset), each rounded to fp32 */
-int ssd_codes_embedding(const void *w, const float *scales, const void *ids, int ids64, void *out, long tokens, long n,
-                        long k, int form, long scaled, int offsets, int bf16) {
-    long depth = ceil_div(k, form == FP8 ? 4 : 16) * (form == FP8 ? 4 : 16), numbers = offsets ? 2 : 1;
+int ssd_codes_embedding(const void *w, const void *scales, const void *ids, int ids64, void *out, long tokens, long n,
+                        long k, int form, long scaled, int numbers, int bf16) {
+    long depth = ceil_div(k, form == FP8 ? 4 : 16) * (form == FP8 ? 4 : 16), kinds = numbers & OFFSETS ? 2 : 1;
     long width = is_4_bits(form) ? VL : NR, together = form == FP8 ? 1 : 4, flipped = ssd_flipped_bits(form);
     float *row = scratch(ROWS, (size_t)k);
     for (long t = 0; t < tokens; t++) {
         long id = int_at(ids, t, ids64), j = id % NR;
         if (outside(id, n)) return 1;
         const uint8_t *codes = (const uint8_t *)w + id / NR * depth * width + j % width * together;
-        const float *s = scales + id / NR * ceil_div(k, scaled) * numbers * NR + j;
+        long first = id / NR * ceil_div(k, scaled) * kinds * NR + j;
         for (long i = 0; i < k; i++) {
             int code = codes[i / together * together * width + i % together];
             if (is_4_bits(form)) code = code >> j / width * 4 & 15;
             code ^= (int)flipped;
             float value = form == INT8 ? (float)(int8_t)code : (float)(form == INT4 ? code - 8 : code);
             if (form == FP8) load_e4m3(&value, &(int8_t){(int8_t)code}, 1);
-            row[i] = value * s[i / scaled * numbers * NR];
-            if (offsets) row[i] += s[i / scaled * numbers * NR + NR];
+            long at = first + i / scaled * kinds * NR;
+            row[i] = value * number_at(scales, at, numbers);
+            if (numbers & OFFSETS) row[i] += number_at(scales, at + NR, numbers);
         }
         store_row(out, t * k, row, k, bf16);
     }
@@ -1042,7 +1084,7 @@ INLINE void amx_bf16_tile(const int both, const char *x, long next, long rows, c
 
 /* a row tile of digits against a panel of bytes; `rows` and `step` are those of the packed tile */
 INLINE void amx_dot_tile(const int digits, long mr, long rows, long step, const char *x, const char *w,
-                         const float *scales, long kq, const struct groups *given, float *buf) {
+                         const void *scales, long kq, const struct groups *given, float *buf) {
     int32_t sums[6][AMX_ROWS][VL] __attribute__((aligned(64)));
     const struct groups g = *given;
     for (long m = 0; m < mr; m++) memset(buf + m * GROUP * NR, 0, NR * 4);
@@ -1075,18 +1117,17 @@ INLINE void amx_dot_tile(const int digits, long mr, long rows, long step, const 
             _tile_stored(4, sums[4], 64);
             _tile_stored(5, sums[5], 64);
         }
+        vf numbers[4];
+        const void *next = load_numbers(numbers, scales, &g);
         for (long m = 0; m < mr; m++)
             UNROLL for (int half = 0; half < 2; half++) {
                 vi of_row[3];
                 float *acc = buf + m * GROUP * NR + half * VL;
                 UNROLL for (int d = 0; d < digits; d++) of_row[d] = (vi)*(const vu_mem *)sums[2 * d + half][m];
-                vf sum = add_group(vload(acc), of_row, digits, scales + half * VL, &g, m * g.count + n);
-                vstore(acc, g.offsets ? add_offsets(sum, scales + half * VL, &g, m * g.count + n) : sum);
+                vf sum = add_group(vload(acc), of_row, digits, numbers[half], &g, m * g.count + n);
+                vstore(acc, g.offsets ? add_offsets(sum, numbers[2 + half], &g, m * g.count + n) : sum);
             }
-        if (++used == g.shared) {
-            scales += g.offsets ? 2 * NR : NR;
-            used = 0;
-        }
+        if (++used == g.shared) scales = next, used = 0;
     }
 }
 
@@ -1139,7 +1180,7 @@ struct linear_args {
     int bf16, gated, wide;
     struct glu glu;
     int form;            /* of a quantised weight, else 0 */
-    const float *scales; /* [panels][groups][NR], with offsets [panels][groups][2][NR] */
+    const void *scales; /* [panels][groups][NR], with offsets [panels][groups][2][NR]; fp32 or fp16 */
     struct groups groups;
     int digits;          /* of packed rows; 0: they are fp32 (bf16 for AMX) */
     int amx;             /* whether tile registers are used */
@@ -1238,7 +1279,7 @@ INLINE struct groups groups_from(const struct linear_args *a, long row) {
 static void codes_block(const struct linear_args *a, long t0, long t1, long panel0, long panels) {
     float buf[ROWS_MAX * GROUP * NR] __attribute__((aligned(64)));
     long span = a->gated ? 2 : 1, first = panel0 * span, bytes = a->kq * NR * (is_4_bits(a->form) ? 2 : 4);
-    long scales = ceil_div(a->groups.count, a->groups.shared) * NR * (a->groups.offsets ? 2 : 1);
+    long scales = ceil_div(a->groups.count, a->groups.shared) * NR * (a->groups.offsets ? 2 : 1) * (a->groups.half ? 2 : 4);
 #ifdef AMX
     char *wide = a->amx && is_4_bits(a->form) ? (char *)scratch(PANELS, (size_t)(panels * span * a->kq * NR)) : 0;
     if (a->amx) amx_configure(a->rows, a->rows, a->step, a->step / 4);
@@ -1248,7 +1289,7 @@ static void codes_block(const struct linear_args *a, long t0, long t1, long pane
         struct groups g = groups_from(a, row);
         for (long p = 0; p < panels * span; p++) {
             const char *x = packed_tile(a, t), *w = a->w + (first + p) * bytes;
-            const float *s = a->scales + (first + p) * scales;
+            const void *s = (const char *)a->scales + (first + p) * scales;
 #ifdef AMX
             if (wide) {
                 char *out = wide + p * a->kq * NR * 4;
@@ -1343,9 +1384,10 @@ static void linear_blocks(void *given, long begin, long end) {
 }
 
 /* how rows are multiplied by a quantised weight: rows in digits unless it is fp8 */
-static void plan_codes(struct linear_args *a, long scaled, int offsets, const float *row_scales, long row_groups) {
+static void plan_codes(struct linear_args *a, long scaled, int numbers, const float *row_scales, long row_groups) {
     struct groups *g = &a->groups;
-    *g = (struct groups){.gq = ceil_div(scaled, 4), .count = ceil_div(a->k, scaled), .offsets = offsets,
+    *g = (struct groups){.gq = ceil_div(scaled, 4), .count = ceil_div(a->k, scaled), .offsets = numbers & OFFSETS,
+                         .half = numbers & HALF,
                          .row_scales = row_scales, .ld = row_groups, .shared = 1};
     a->run = codes_block;
     a->kq = ceil_div(a->k, 4);
@@ -1371,17 +1413,17 @@ static void plan_codes(struct linear_args *a, long scaled, int offsets, const fl
 
 /* y[m, n] = x[m, k] @ W^T (+ bias), or what `glu` makes of a gated weight's rows; n counts the columns of y.
  * wide: y is fp32 although the storage is bf16.  form: that of a quantised W, with a scale (and an offset, if
- * `offsets`) for every `scaled` weights of a row; else 0.  row_scales: fp32 [m][row_groups], or 0. */
+ * `numbers` says so) for every `scaled` weights of a row; else 0.  row_scales: fp32 [m][row_groups], or 0. */
 void ssd_linear(const void *x, long ldx, const void *w, const void *bias, void *y, long m, long n, long k, int bf16,
-                int gated, float slope, float limit, float shift, int wide, int form, const float *scales, long scaled,
-                int offsets, const float *row_scales, long row_groups, int nthreads) {
+                int gated, float slope, float limit, float shift, int wide, int form, const void *scales, long scaled,
+                int numbers, const float *row_scales, long row_groups, int nthreads) {
     if (m <= 0 || n <= 0) return;
     struct linear_args a = {.x = x, .w = w, .bias = bias, .y = y, .ldx = ldx, .m = m, .n = n, .k = k,
                             .kq = padded_depth(k, bf16) / 4, .bf16 = bf16, .gated = gated, .glu = {slope, limit, shift},
                             .wide = wide, .form = form, .scales = scales, .rows = MR_MAX, .xp = x,
                             .run = linear_block};
     a.row_size = a.kq * 16;
-    if (form) plan_codes(&a, scaled, offsets, row_scales, row_groups);
+    if (form) plan_codes(&a, scaled, numbers, row_scales, row_groups);
 #ifdef AMX
     if (!form && bf16) {
         a.amx = 1, a.rows = AMX_ROWS, a.row_size = a.kq * 8, a.run = amx_bf16_block;
@@ -1442,7 +1484,7 @@ void ssd_route(const float *logits, long rows, long experts, long count, int cho
 void ssd_expert_linear(const void *x, long ldx, const int32_t *order, const int32_t *starts, long experts, long repeats,
                        const int64_t *weights, const int64_t *scales, const void *bias, void *y, long n, long k,
                        int bf16, int gated, float slope, float limit, float shift, int wide, int form, long scaled,
-                       int offsets, const float *row_scales, long row_groups, int nthreads) {
+                       int numbers, const float *row_scales, long row_groups, int nthreads) {
     size_t size = bf16 ? 2 : 4, in = (size_t)k * size, out = (size_t)n * (wide ? 4 : size), part = (size_t)n * size;
     for (long e = 0; e < experts; e++, order += starts[e] - starts[e - 1]) {
         long m = starts[e + 1] - starts[e];
@@ -1459,7 +1501,7 @@ void ssd_expert_linear(const void *x, long ldx, const int32_t *order, const int3
         for (long half = 0; bias && half < (gated ? 2 : 1); half++)
             memcpy(biases + (size_t)half * part, (const char *)bias + (size_t)(half * experts + e) * part, part);
         ssd_linear(rows, k, (const void *)weights[e], bias ? biases : 0, found, m, n, k, bf16, gated, slope, limit, shift,
-                   wide, form, scales ? (const float *)scales[e] : 0, scaled, offsets, row_scales ? own : 0, row_groups,
+                   wide, form, scales ? (const void *)scales[e] : 0, scaled, numbers, row_scales ? own : 0, row_groups,
                    nthreads);
         for (long i = 0; i < m; i++) memcpy((char *)y + (size_t)order[i] * out, found + (size_t)i * out, out);
     }

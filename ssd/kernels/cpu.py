@@ -58,12 +58,19 @@ class PackedWeight:
     dtype: torch.dtype  # of inputs and outputs, and of the weight itself unless it is quantised
     gated: bool = False
     form: int = 0  # a quantised weight's, as `cpu.c` numbers them
-    scales: Tensor | None = None  # a quantised weight's (and offsets), float32 [panels, groups, 1 or 2, columns]
+    scales: Tensor | None = None  # a quantised weight's (and offsets) [panels, groups, 1 or 2, columns]
     group: int = 0  # weights of one scale
 
     @functools.cached_property
     def address(self) -> int:
         return self.data.data_ptr()
+
+    @functools.cached_property
+    def numbers(self) -> int:
+        """Flags of the scales, as in `cpu.c`."""
+        if self.scales is None:
+            return 0
+        return (1 if self.scales.shape[2] == 2 else 0) | (2 if self.scales.dtype is torch.float16 else 0)
 
 
 class Noise(NamedTuple):
@@ -178,8 +185,14 @@ class Kernels:
         self._pack(weight.data_ptr(), weight.stride(0), data.data_ptr(), n, k, bf16, gated, num_threads())
         return PackedWeight(data, n, k, weight.dtype, gated)
 
-    def pack_codes(self, codes: Codes, dtype: torch.dtype, gated: bool = False) -> PackedWeight:
-        """Repack a quantised weight into panels, for a `linear` of inputs of type `dtype`."""
+    def pack_codes(
+        self, codes: Codes, dtype: torch.dtype, gated: bool = False, half: bool | None = None
+    ) -> PackedWeight:
+        """Repack a quantised weight into panels, for a `linear` of inputs of type `dtype`.
+
+        `half`: its scales become float16; None: if that is exact.
+        """
+        half = has_half_scales(codes) if half is None else half
         if codes.type == "fp8" and codes.offsets is not None:
             raise ValueError("fp8 codes have no offsets")
         if codes.type == "fp4":  # halves of integers
@@ -198,6 +211,7 @@ class Kernels:
         n, form = len(codes.values), _CODES.index(codes.type) + 1
         data = torch.empty(values.shape, dtype=torch.uint8, device=_CPU)
         self._use_huge_pages(data.data_ptr(), data.nbytes)
+        scales = scales.half() if half else scales
         return PackedWeight(data.copy_(values), n, codes.depth, dtype, gated, form, scales, codes.group)
 
     def _panels(self, rows: Tensor, gated: bool) -> Tensor:
@@ -233,7 +247,7 @@ class Kernels:
         out = recording.empty((tokens, packed.k), packed.dtype)
         if self._codes_embedding(
             *(packed.address, scales.data_ptr(), token_ids.data_ptr(), wide, out.data_ptr()),
-            *(tokens, packed.n, packed.k, packed.form, packed.group, scales.shape[2] == 2),
+            *(tokens, packed.n, packed.k, packed.form, packed.group, packed.numbers),
             packed.dtype is torch.bfloat16,
         ):
             raise IndexError(f"token ids {token_ids.tolist()} are not all in a vocabulary of {packed.n}")
@@ -270,8 +284,7 @@ class Kernels:
             None if bias is None else bias.data_ptr(),
             y.data_ptr(),
             *(m, n, k, dtype is torch.bfloat16, packed.gated, glu.slope, glu.limit, glu.shift, float32, packed.form),
-            *(None if packed.scales is None else packed.scales.data_ptr(), packed.group),
-            packed.scales is not None and packed.scales.shape[2] == 2,
+            *(None if packed.scales is None else packed.scales.data_ptr(), packed.group, packed.numbers),
             *((None, 0) if row_scales is None else (row_scales.data_ptr(), row_scales.shape[1])),
             num_threads(),
         )
@@ -300,7 +313,7 @@ class Kernels:
             *(pairs // len(x), weights.data_ptr(), None if scales is None else scales.data_ptr()),
             *(None if bias is None else bias.data_ptr(), y.data_ptr(), n, packed.k, dtype is torch.bfloat16),
             *(packed.gated, gate.slope, gate.limit, gate.shift, float32, packed.form, packed.group),
-            packed.scales is not None and packed.scales.shape[2] == 2,
+            packed.numbers,
             *((None, 0) if row_scales is None else (row_scales.data_ptr(), row_scales.shape[1])),
             num_threads(),
         )
@@ -449,6 +462,12 @@ class Kernels:
             *(tokens.data_ptr(), values.data_ptr(), rows, vocab, count, *own, num_threads()),
         )
         return tokens, values
+
+
+def has_half_scales(codes: Codes) -> bool:
+    """Whether scales and offsets are float16 numbers, as many files store them. Products of fp8 take float32."""
+    numbers = [codes.scales] if codes.offsets is None else [codes.scales, codes.offsets]
+    return codes.type not in ("fp8", "fp4") and all(torch.equal(each.half().float(), each) for each in numbers)
 
 
 def _recorded(function: Any, number: int) -> Callable[..., int]:

@@ -46,8 +46,8 @@ class CpuOps:
     ) -> Packed:
         if not experts:
             return self.kernels.pack_codes(codes, dtype, gated)
-        each = _rows_of(experts, len(codes.values), gated)
-        return cpu.PackedExperts(tuple(self.kernels.pack_codes(codes.rows(own), dtype, gated) for own in each))
+        each, half = _rows_of(experts, len(codes.values), gated), cpu.has_half_scales(codes)
+        return cpu.PackedExperts(tuple(self.kernels.pack_codes(codes.rows(own), dtype, gated, half) for own in each))
 
     def round_rows(
         self, x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None, weight: object = None

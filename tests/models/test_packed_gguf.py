@@ -91,13 +91,14 @@ def test_every_weight_can_be_widened(files: dict[str, Path]) -> None:
 
 
 def test_formats_are_named_and_memory_is_counted(files: dict[str, Path]) -> None:
-    """What is reported is what the kernels hold (all sizes here are multiples of a panel)."""
+    """What is reported is what the kernels hold (all sizes here are multiples of a panel), or twice a float16."""
     checkpoint = opened(files["packed"])
     build = Build(kernels(CPU).ops(), CPU, torch.bfloat16, format_of=checkpoint.formats)
     decoder = Decoder(checkpoint.config, build, max_positions=16)
     decoder.load(checkpoint.weights(CPU, torch.bfloat16))
     assert decoder.formats == set(BLOCKS)
-    held = [tensor.nbytes for tensor in tensors_in([each for each in decoder.parameters() if hasattr(each, "format")])]
+    tensors = tensors_in([each for each in decoder.parameters() if hasattr(each, "format")])
+    held = [tensor.numel() * (4 if tensor.dtype is torch.float16 else tensor.itemsize) for tensor in tensors]
     norms = sum(256 * 2 for name in decoder.shapes() if "norm" in name)
     assert decoder.num_bytes() == sum(held) + norms
     assert sum(held) < 0.65 * sum(2 * rows * depth for rows, depth in [(320, 256), *2 * [*SHAPES.values()]])

@@ -25,7 +25,7 @@ class Blocks(Coded):
     """One type of blocks: a tensor `weight`, uint8 [rows, bytes of a row].
 
     Kernels have codes of 8 or 4 bits and numbers of 32, so that memory differs from the file's: a weight of 5 or 6
-    bits takes a byte, and a scale (or offset) four.
+    bits takes a byte, and a scale (or offset) four; on a CPU two if the file has it in float16.
     """
 
     name: str

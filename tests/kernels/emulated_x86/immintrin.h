@@ -25,6 +25,17 @@ EMULATED __m128i _mm_loadl_epi64(const void *p) {
     return v;
 }
 
+#define CVTPH(bits, lanes, half)                                                                  \
+    EMULATED __m##bits _mm##bits##_cvtph_ps(half v) {                                             \
+        _Float16 in[lanes];                                                                       \
+        __m##bits out;                                                                            \
+        memcpy(in, &v, sizeof in);                                                                \
+        for (int i = 0; i < lanes; i++) out[i] = (float)in[i];                                    \
+        return out;                                                                               \
+    }
+CVTPH(512, 16, __m256i)
+CVTPH(256, 8, __m128i)
+
 #define FOR_WIDTH(bits, lanes, dpbusd)                                                            \
     EMULATED __m##bits _mm##bits##_fmadd_ps(__m##bits a, __m##bits b, __m##bits c) {              \
         for (int i = 0; i < lanes; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);                  \
