@@ -303,6 +303,7 @@ INLINE long int_at(const void *p, long i, int is64) {
  * a line that all of them share. */
 #define MAX_THREADS 256
 #define CHUNKS 4                 /* of a loop, per thread */
+#define ALONE 8192               /* numbers of several rows below which one thread rounds or normalises them all */
 #define LOOKING_NS (100 * 1000L) /* how long a worker looks for work before it sleeps */
 
 typedef void loop_fn(void *arg, long begin, long end);
@@ -1149,20 +1150,19 @@ static void run_tile(long mr, long panels, int bf16, const float *x, const char 
     for (long p = 0; p < panels; p++) TILES[bf16][mr](x, w + p * kq * 4 * NR * (bf16 ? 2 : 4), kq, buf + p * NR);
 }
 
-static void pack_x(float *dst, const void *x, long ldx, long row0, long mr, long k, int bf16) {
-    for (long m = 0; m < mr; m++) {
-        float *d = dst + 4 * m;
-        long offset = (row0 + m) * ldx;
-        for (long i = 0; i < k; i += 4, d += 4 * mr) {
-            if (i + 4 <= k && !bf16) {
-                memcpy(d, (const float *)x + offset + i, 16);
-                continue;
-            }
-            for (long j = 0; j < 4; j++)
-                d[j] = i + j >= k ? 0.0f
-                       : bf16     ? from_bf16(((const uint16_t *)x)[offset + i + j])
-                                  : ((const float *)x)[offset + i + j];
+/* row m of a tile that has mr rows */
+static void pack_x(float *dst, const void *x, long ldx, long row, long m, long mr, long k, int bf16) {
+    float *d = dst + 4 * m;
+    long offset = row * ldx;
+    for (long i = 0; i < k; i += 4, d += 4 * mr) {
+        if (i + 4 <= k && !bf16) {
+            memcpy(d, (const float *)x + offset + i, 16);
+            continue;
         }
+        for (long j = 0; j < 4; j++)
+            d[j] = i + j >= k ? 0.0f
+                   : bf16     ? from_bf16(((const uint16_t *)x)[offset + i + j])
+                              : ((const float *)x)[offset + i + j];
     }
 }
 
@@ -1331,46 +1331,45 @@ static void linear_block(const struct linear_args *a, long t0, long t1, long pan
     }
 }
 
-/* rows [row, row + mr) in digits */
-static void pack_digit_rows(const struct linear_args *a, digit *dst, long row, long mr) {
+/* row m of a tile that has mr rows, in digits */
+static void pack_digit_row(const struct linear_args *a, digit *dst, long row, long m, long mr) {
     float *x = scratch(PANELS, (size_t)(a->kq * 4));
     struct digit_layout layout = {16, 16, mr * a->digits * 16};
     if (a->amx) layout = (struct digit_layout){a->rows * a->step, a->step, a->rows * a->step * a->digits};
-    long ahead = a->amx ? a->step : a->digits * 16; /* from row to row */
-    for (long m = 0; m < mr; m++, row++, dst += ahead) {
-        load_row(x, a->x, row * a->ldx, a->k, a->bf16);
-        for (long i = a->k; i < a->kq * 4; i++) x[i] = 0.0f;
-        const float *row_scales = a->groups.row_scales ? a->groups.row_scales + row * a->groups.ld : 0;
-        pack_digits(dst, &layout, x, a->kq, a->bf16, a->form, &a->groups, row_scales, row);
-    }
+    load_row(x, a->x, row * a->ldx, a->k, a->bf16);
+    for (long i = a->k; i < a->kq * 4; i++) x[i] = 0.0f;
+    const float *row_scales = a->groups.row_scales ? a->groups.row_scales + row * a->groups.ld : 0;
+    pack_digits(dst + m * (a->amx ? a->step : a->digits * 16), &layout, x, a->kq, a->bf16, a->form, &a->groups, row_scales,
+                row);
 }
 
 #ifdef AMX
-static void pack_bf16_rows(const struct linear_args *a, uint16_t *dst, long row, long mr) {
-    for (long m = 0; m < mr; m++, row++, dst += BF16_DEPTH) {
-        const uint16_t *src = (const uint16_t *)a->x + row * a->ldx;
-        for (long k = 0; k < a->kq * 4; k += BF16_DEPTH) {
-            long n = min_l(BF16_DEPTH, a->k - k);
-            memset(dst + k * a->rows + n, 0, (size_t)(BF16_DEPTH - n) * 2);
-            memcpy(dst + k * a->rows, src + k, (size_t)n * 2);
-        }
+static void pack_bf16_row(const struct linear_args *a, uint16_t *dst, long row, long m) {
+    const uint16_t *src = (const uint16_t *)a->x + row * a->ldx;
+    dst += m * BF16_DEPTH;
+    for (long k = 0; k < a->kq * 4; k += BF16_DEPTH) {
+        long n = min_l(BF16_DEPTH, a->k - k);
+        memset(dst + k * a->rows + n, 0, (size_t)(BF16_DEPTH - n) * 2);
+        memcpy(dst + k * a->rows, src + k, (size_t)n * 2);
     }
 }
 #endif
 
+/* rows [begin, end), each to its place in its tile */
 static void pack_rows(void *given, long begin, long end) {
     const struct linear_args *a = given;
-    for (long t = begin; t < end; t++) {
-        long row = tile_row(a, t), mr = tile_row(a, t + 1) - row;
+    for (long row = begin, t = 0; row < end; row++) {
+        while (tile_row(a, t + 1) <= row) t++;
+        long m = row - tile_row(a, t), mr = tile_row(a, t + 1) - tile_row(a, t);
         void *dst = (void *)packed_tile(a, t);
         if (a->digits)
-            pack_digit_rows(a, dst, row, mr);
+            pack_digit_row(a, dst, row, m, mr);
 #ifdef AMX
         else if (a->amx)
-            pack_bf16_rows(a, dst, row, mr);
+            pack_bf16_row(a, dst, row, m);
 #endif
         else
-            pack_x(dst, a->x, a->ldx, row, mr, a->k, a->bf16);
+            pack_x(dst, a->x, a->ldx, row, m, mr, a->k, a->bf16);
     }
 }
 
@@ -1434,7 +1433,7 @@ void ssd_linear(const void *x, long ldx, const void *w, const void *bias, void *
     int as_it_is = m == 1 && !a.digits && k == a.kq * 4 && (a.amx || !bf16);
     if (!as_it_is) {
         a.xp = scratch(ROWS, (size_t)(a.tiles * a.rows * a.row_size / 4));
-        parallel(a.tiles, m * k > 32768 ? nthreads : 1, pack_rows, &a);
+        parallel(m, m * k >= ALONE ? nthreads : 1, pack_rows, &a);
     }
     long span = gated ? 2 : 1;
     a.panels = ceil_div(n, NR);
@@ -1594,7 +1593,7 @@ static void norm_rows(void *given, long begin, long end) {
 void ssd_rms_norm(const void *x, long ldx, void *residual, const void *w, void *out, long m, long d, float eps,
                   int bf16, int w_bf16, int nthreads) {
     struct norm_args a = {x, residual, w, out, ldx, d, eps, bf16, w_bf16};
-    parallel(m, m * d < 32768 ? 1 : nthreads, norm_rows, &a);
+    parallel(m, m * d < ALONE ? 1 : nthreads, norm_rows, &a);
 }
 
 /* ---------------------------------------------------------------- rope_and_store */

@@ -17,12 +17,12 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 _T = TypeVar("_T")
 ARGUMENTS: Final = 32  # words of a recorded call, as in `cpu.c`: its arguments, and at the end the function's number
 _MOST: Final = 64  # recordings of a model
-_VIEWS: Final = ("aten::view", "aten::slice", "aten::select", "aten::alias", "aten::_unsafe_view", "aten::detach")
+_HARMLESS: Final = ("__get__", "__len__", "data_ptr", "dim", "element_size", "numel", "size", "stride", "view")
 _local = threading.local()
 
 
@@ -50,11 +50,11 @@ def _aligned(size: int, alignment: int = 64) -> np.ndarray:
     return memory[first : first + size]
 
 
-class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Tape(TorchFunctionMode):
     """The calls inside `with` of the current thread. `complete`: nothing else was computed."""
 
     def __init__(self, arena: Arena) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.arena, self.complete = arena, True
         self._calls: list[np.ndarray] = []
 
@@ -78,9 +78,11 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def calls(self) -> np.ndarray:
         return np.stack(self._calls) if self._calls else np.zeros((0, ARGUMENTS), dtype=np.int64)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.complete &= func.name().partition(".")[0] in _VIEWS
-        return func(*args, **(kwargs or {}))
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        same = func is torch.Tensor.contiguous and result is args[0]
+        self.complete &= same or func.__name__ in _HARMLESS
+        return result
 
 
 def current() -> Tape | None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 import math
+import mmap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from ssd.errors import ConfigError, UnsupportedModel
@@ -290,11 +290,10 @@ def _memory(batch: DeviceBatch) -> tuple[object, ...]:
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on the CPU that take no time, and no memory before they are used, as numpy's do; aligned as torch's are."""
-    size, alignment = math.prod(shape) * dtype.itemsize, 64
-    memory = np.zeros(size + alignment, dtype=np.uint8)
-    first = -memory.ctypes.data % alignment
-    return torch.from_numpy(memory[first : first + size]).view(dtype).view(shape)
+    """Zeros on the CPU that take no time, and no memory before they are used. Not numpy's, which take huge pages: the
+    first token would take one in each tensor."""
+    memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize))
+    return torch.frombuffer(memory, dtype=torch.uint8)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def outline(dtype: torch.dtype = torch.float32, format_of: FormatOf = dense) -> Build:
