@@ -2128,7 +2128,7 @@ static int add_noise(float *z, float top, float least, uint64_t first, const str
     for (int i = 1; i < DL; i++) largest = most[i] > largest ? most[i] : largest;
     if (largest - 1.0 < exp(-exp(-wanted))) return 0;
     for (long i = 0; i < SCAN / DL; i++) {
-        vh *out = (vh *)(z + i * DL);
+        vh_mem *out = (vh_mem *)(z + i * DL);
         *out = *out + __builtin_convertvector(minus_log(minus_log(noise[i] - 1.0)), vh);
     }
     return 1;

@@ -292,8 +292,9 @@ def _memory(batch: DeviceBatch) -> tuple[object, ...]:
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros on the CPU that take no time, and no memory before they are used. Not numpy's, which take huge pages: the
     first token would take one in each tensor."""
-    memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize))
-    return torch.frombuffer(memory, dtype=torch.uint8)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+    size = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:size].view(dtype).view(shape)
 
 
 def outline(dtype: torch.dtype = torch.float32, format_of: FormatOf = dense) -> Build:
