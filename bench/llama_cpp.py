@@ -23,7 +23,6 @@ from decode import engine_decode, random_prompts  # bench/decode.py
 
 from ssd import LLM
 from ssd.core import SamplingParams
-from ssd.execution.threads import CpuTimes, own_cores
 
 DISTURBED = 0.12  # cores
 PROMPT, NEW, BATCH_PROMPT = 256, 64, 16  # tokens of a prompt, of an answer, and of each prompt of a batch
@@ -89,22 +88,25 @@ def _output(*command: object) -> str:
 
 
 def undisturbed(run: Callable[[], float]) -> float | None:
-    cores = own_cores()
     for _ in range(8):
-        before, own = CpuTimes.now(cores), _children()
+        began, busy, own = time.perf_counter(), _busy(), _own()
         found = run()
-        after = CpuTimes.now(cores)
-        others = after.others_since(before, len(cores)) - (_children() - own) / (after.wall - before.wall)
-        if others < DISTURBED:
+        if (_busy() - busy - (_own() - own)) / (time.perf_counter() - began) < DISTURBED:
             return found
         time.sleep(2)
     return None
 
 
-def _children() -> float:
-    """CPU time of child processes that have ended, in seconds."""
-    times = os.times()
-    return times.children_user + times.children_system
+def _busy() -> float:
+    """CPU time of all processes of the machine, in seconds. Those of a lower priority count, too: threads that wait for
+    each other by spinning lose most to them."""
+    user, nice, system, _, _, *others = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:])
+    return (user + nice + system + sum(others[:3])) / os.sysconf("SC_CLK_TCK")  # irq, softirq, steal
+
+
+def _own() -> float:
+    """CPU time of this process and of its child processes that have ended, in seconds."""
+    return sum(os.times()[:4])
 
 
 def _arguments() -> argparse.Namespace:
