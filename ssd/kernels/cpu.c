@@ -829,9 +829,9 @@ INLINE vf from_digits(const vi *sums, const int digits, const int32_t *excess) {
 }
 
 /* numbers of a group of a panel: scales of its two halves, then (if there are) offsets; returns those of the next group */
-INLINE const void *load_numbers(vf *numbers, const void *at, const struct groups *g) {
+INLINE const void *load_numbers(vf *numbers, const void *at, const struct groups *g, const int half) {
     const int count = g->offsets ? 4 : 2;
-    if (g->half) {
+    if (half) {
         UNROLL for (int i = 0; i < 4; i++)
             if (i < count) numbers[i] = vload_half((const uint16_t *)at + i * VL);
         return (const uint16_t *)at + count * VL;
@@ -860,7 +860,7 @@ INLINE vf add_offsets(vf acc, vf offsets, const struct groups *g, long at) {
         }                                                                                            \
     }
 
-INLINE void dot_tile(const int mr, const int form, const int digits, const void *rows, const char *w,
+INLINE void dot_tile(const int mr, const int form, const int digits, const int half, const void *rows, const char *w,
                      const void *scales, long kq, const struct groups *given, float *buf) {
     const long step = is_4_bits(form) ? 4 * VL : 4 * NR;
     const struct groups g = *given;
@@ -876,7 +876,7 @@ INLINE void dot_tile(const int mr, const int form, const int digits, const void 
             w += 4 * step;
         }
         vf numbers[4];
-        const void *next = load_numbers(numbers, scales, &g);
+        const void *next = load_numbers(numbers, scales, &g, half);
         UNROLL for (int m = 0; m < mr; m++) {
             lo[m] = add_group(lo[m], left + m * digits, digits, numbers[0], &g, m * g.count + n);
             hi[m] = add_group(hi[m], right + m * digits, digits, numbers[1], &g, m * g.count + n);
@@ -896,7 +896,10 @@ INLINE void dot_tile(const int mr, const int form, const int digits, const void 
 #define DOT_TILE(mr, form, digits)                                                                                \
     static void dot_tile_##mr##_##form##_##digits(const void *x, const char *w, const void *s, long kq,           \
                                                   const struct groups *g, float *b) {                             \
-        dot_tile(mr, form, digits - (DIGIT_BITS == 16), x, w, s, kq, g, b);                                       \
+        if (g->half)                                                                                              \
+            dot_tile(mr, form, digits - (DIGIT_BITS == 16), 1, x, w, s, kq, g, b);                                \
+        else                                                                                                      \
+            dot_tile(mr, form, digits - (DIGIT_BITS == 16), 0, x, w, s, kq, g, b);                                \
     }
 #if DOT_ROWS == 4
 #define DOT_TILES(form, digits)                                                                                   \
@@ -1119,7 +1122,7 @@ INLINE void amx_dot_tile(const int digits, long mr, long rows, long step, const 
             _tile_stored(5, sums[5], 64);
         }
         vf numbers[4];
-        const void *next = load_numbers(numbers, scales, &g);
+        const void *next = load_numbers(numbers, scales, &g, g.half);
         for (long m = 0; m < mr; m++)
             UNROLL for (int half = 0; half < 2; half++) {
                 vi of_row[3];
