@@ -22,7 +22,7 @@ from ssd.kernels.partition import current_processors
 
 log = logging.getLogger("ssd")
 SOURCE: Final = Path(__file__).with_name("few_rows.cu")
-_LAUNCHES: Final = 2  # of the kernel for most rows: as fast as one of `quantized_linear`
+_LAUNCHES: Final = 2  # at most, for one product: they read the weight as often, and are still the faster kernel
 _MAX_SHARE: Final = 8  # strips of a block of threads
 _MAX_STAGES: Final = 12
 _SHARED: Final = 227 << 10  # bytes of shared memory that a block of threads can have

@@ -96,9 +96,8 @@ class PersistentStep:
         self._shared_bytes = [kernel.constant("shared_bytes") for kernel in self._kernels]
         for kernel, size in zip(self._kernels, self._shared_bytes, strict=True):
             kernel.allow_shared(size)
-        self._blocks = min(
-            processors(device), 2 * inter // 8, len(head) // 8
-        )  # every block needs a share of these products
+        # Every block needs a share of the products of gate/up and of the head.
+        self._blocks = min(processors(device), 2 * inter // 8, len(head) // 8)
         self._vocab, self._device = len(head), device
         pointers = [[0 if t is None else t.data_ptr() for t in layer.tensors()] for layer in layers]
         fixed = {

@@ -118,13 +118,16 @@ _FP4_PAIRS = tl.constexpr(
 
 
 @triton.jit
-def _pairs(words, FORMAT: tl.constexpr):
-    """All parts of the words as bfloat16, part by part."""
-    if FORMAT == "int4" or FORMAT == "uint4":
+def _pairs(words, low, high, FORMAT: tl.constexpr):
+    """All parts of the words as bfloat16, part by part; fp4: times the powers of two of their groups, whose exponents
+    are the eight bytes of `low` and `high` [N, 1]."""
+    if FORMAT == "int4" or FORMAT == "uint4" or FORMAT == "fp4":
         return tl.inline_asm_elementwise(
-            _INT4_PAIRS if FORMAT == "int4" else _UINT4_PAIRS,
-            "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
-            [words],
+            _INT4_PAIRS if FORMAT == "int4" else _UINT4_PAIRS if FORMAT == "uint4" else _FP4_PAIRS,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r" if FORMAT == "fp4" else "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
+            [words, tl.broadcast_to(low, words.shape), tl.broadcast_to(high, words.shape)]
+            if FORMAT == "fp4"
+            else [words],
             dtype=(
                 tl.bfloat16,
                 tl.bfloat16,
@@ -159,30 +162,8 @@ def _pairs(words, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _fp4_pairs(words, low, high):
-    """The same of fp4, multiplied with the powers of two of their groups: `low` and `high` [N, 1] are eight bytes."""
-    return tl.inline_asm_elementwise(
-        _FP4_PAIRS,
-        "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r",
-        [words, tl.broadcast_to(low, words.shape), tl.broadcast_to(high, words.shape)],
-        dtype=(
-            tl.bfloat16,
-            tl.bfloat16,
-            tl.bfloat16,
-            tl.bfloat16,
-            tl.bfloat16,
-            tl.bfloat16,
-            tl.bfloat16,
-            tl.bfloat16,
-        ),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
 def _fp4_part(words, low, high, i: tl.constexpr, dtype: tl.constexpr):
-    """Part i of them, of any type."""
+    """Part i of words of fp4, times the powers of two of their groups, of any type."""
     field = ((low if i < 4 else high) >> (8 * (i % 4))) & 255
     scale = (tl.maximum(field - 126, 0) << 23).to(tl.float32, bitcast=True)
     return (_part(words, i, "fp4", tl.float32) * scale).to(dtype)
@@ -232,12 +213,13 @@ def sums(
     acc = tl.zeros((n.shape[0], m.shape[0]), tl.float32)
     for start in tl.range(0, w_stride, WORDS, num_stages=STAGES):
         words = tl.load(w_ptrs + start * step, mask=n_mask[:, None], other=0)
+        low, high = None, None
         if FORMAT == "fp4":
             exponents = exponent_ptr + (start // WORDS * N + n[:, None]) * 2
             low = tl.load(exponents, mask=n_mask[:, None], other=0)
             high = tl.load(exponents + 1, mask=n_mask[:, None], other=0)
         if PAIRS:
-            pairs = _fp4_pairs(words, low, high) if FORMAT == "fp4" else _pairs(words, FORMAT)
+            pairs = _pairs(words, low, high, FORMAT)
         for i in tl.static_range(PARTS):
             first = start * PARTS + i * WORDS
             if EVEN_K:
@@ -299,7 +281,7 @@ def _split_sums(
         inside = start + split * WORDS < w_stride
         words = tl.load(w_ptrs + start, mask=n_mask[None, :, None] & inside[:, None, None], other=0)
         if PAIRS:
-            pairs = _pairs(words, FORMAT)
+            pairs = _pairs(words, None, None, FORMAT)
         for i in tl.static_range(PARTS):
             first = start * PARTS + i * WORDS
             there = (first + (split * (WORDS * PARTS))[:, None] + k[None, :] < K)[:, :, None]
@@ -408,7 +390,7 @@ def _widen_kernel(w_ptr, out_ptr, N, K, w_stride, step, FORMAT: tl.constexpr, PA
     places = _places(w_ptr, n[:, None], k[None, :], w_stride, WORDS, STRIPS)
     words = tl.load(places + start * step, mask=n_mask[:, None])
     if PAIRS:
-        pairs = _pairs(words, FORMAT)
+        pairs = _pairs(words, None, None, FORMAT)
     for i in tl.static_range(PARTS):
         at = start * PARTS + i * WORDS + k
         part = pairs[i] if PAIRS else _part(words, i, FORMAT, out_ptr.dtype.element_ty)

@@ -44,7 +44,7 @@ def test_all_modes_write_the_same_text(make_model: Callable[[str], TestModel], k
     dice = random.Random(3)
 
     def preempt_one(engine: Engine) -> bool:
-        if engine.scheduler.running and dice.random() < 0.08:
+        if engine.scheduler.running and dice.random() < 0.2:
             engine.scheduler.preempt(dice.choice(engine.scheduler.running))
         return engine.has_work
 
@@ -66,7 +66,7 @@ def test_all_modes_write_the_same_text(make_model: Callable[[str], TestModel], k
             counts = llm.engine.metrics
         assert [output.token_ids for output in first] == expected, way
         assert [output.token_ids for output in second] == expected, way
-        assert counts.num_preemptions > 0
+        assert counts.num_preemptions > 5
         assert sum(output.metrics.cached_tokens for output in (*second, *turns)) > 0
         assert not way or counts.spec_decode_num_draft_tokens > 0
 
