@@ -30,7 +30,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ssd.kernels.e4m3 import as_bytes, widen, widening
+from ssd.kernels import fp8_attention
+from ssd.kernels.e4m3 import as_bytes, beside, widen, widening
 from ssd.kernels.launching import processors
 from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales
 
@@ -263,7 +264,7 @@ def _decode_kernel(
     d_mask = d < D
     flat = (row * (HKV * GROUP) + kv_head * GROUP + r % GROUP).to(tl.int64)  # row of [T, heads]
     mask = valid[:, None] & d_mask[None, :]
-    q = tl.load(q_ptr + flat[:, None] * D + d[None, :], mask=mask, other=0.0)
+    q = beside(tl.load(q_ptr + flat[:, None] * D + d[None, :], mask=mask, other=0.0), WIDEN)
     stop = tl.minimum(end, last_piece * SPLIT_LEN)
     seen_by_all = (tl.min(tl.where(valid, position, end)) + 1) // BLOCK_N * BLOCK_N  # steps up to there need no mask
     begin = first_piece * SPLIT_LEN
@@ -366,7 +367,7 @@ def _prefill_kernel(
     d = tl.arange(0, BLOCK_D)
     flat = ((row0 + token) * (HKV * GROUP) + kv_head * GROUP + r % GROUP).to(tl.int64)  # row of [T, heads]
     mask = valid[:, None] & (d < D)[None, :]
-    q = tl.load(q_ptr + flat[:, None] * D + d[None, :], mask=mask, other=0.0)
+    q = beside(tl.load(q_ptr + flat[:, None] * D + d[None, :], mask=mask, other=0.0), WIDEN)
     end = before + tl.minimum(first_token + BLOCK_M // GROUP, num_queries)
     seen_by_all = (before + first_token + 1) // BLOCK_N * BLOCK_N  # steps up to there need no mask
     begin = 0
@@ -412,23 +413,22 @@ class Workspace:
 
     def __init__(self, heads: HeadShape, device: torch.device) -> None:
         self.heads = heads
-        on_cuda = device.type == "cuda"
-        self.has_tma = on_cuda and torch.cuda.get_device_capability(device)[0] >= 9
+        self.capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         self.programs = max(1, _PROGRAMS * processors(device) // heads.num_kv_heads)  # per KV head
         pieces = _WORKSPACE_PIECES * heads.num_kv_heads
         rows = pieces * tile_rows(heads.group_size, False)
         self.partial = torch.empty(rows * heads.head_dim, dtype=torch.float32, device=device)
         self.stats = torch.empty(rows * 2, dtype=torch.float32, device=device)
         self.count = torch.zeros(pieces, dtype=torch.int32, device=device)  # programs that are done with a tile
-        self._planned: dict[int, tuple[DeviceBatch, torch.Tensor]] = {}  # by window
+        self._planned: dict[tuple[int, int], tuple[DeviceBatch, torch.Tensor]] = {}  # by window and programs
 
-    def items(self, batch: DeviceBatch, window: int) -> torch.Tensor:
+    def items(self, batch: DeviceBatch, window: int, programs: int) -> torch.Tensor:
         """Work items of a batch's decode-size tiles (see `_plan_kernel`), computed once for all layers of a kind."""
-        planned = self._planned.get(window)
+        planned = self._planned.get((window, programs))
         if planned is not None and planned[0] is batch:
             return planned[1]
         num_tiles = batch.tiles.shape[1]
-        shape = (num_tiles + self.programs, _ITEM.value)
+        shape = (num_tiles + programs, _ITEM.value)
         items = torch.empty(shape, dtype=torch.int32, device=batch.tiles.device)
         _plan_kernel[(num_tiles + 1,)](
             *(batch.tiles, batch.query_start, batch.context_len, batch.table_rows, batch.positions, batch.slot_mapping),
@@ -436,17 +436,17 @@ class Workspace:
             num_tiles,
             len(items),
             batch.branches.depth if batch.branches is not None else 0,
-            self.programs,
+            programs,
             _WORKSPACE_PIECES,
             TOKENS=tile_rows(self.heads.group_size, False) // self.heads.group_size,
             BRANCHES=batch.branches is not None,
             WINDOW=window,
             SPLIT_LEN=SPLIT,
             BLOCK_T=next(size for size in _PLAN_SIZES if size >= num_tiles),
-            BLOCK_I=triton.next_power_of_2(self.programs),
+            BLOCK_I=triton.next_power_of_2(programs),
             num_warps=1 if num_tiles <= _PLAN_SIZES[0] else 4,
         )
-        self._planned[window] = batch, items
+        self._planned[window, programs] = batch, items
         return items
 
 
@@ -465,10 +465,10 @@ def paged_attention(
     reads no KV in fp8."""
     out = q.new_empty((q.shape[0], heads.num_heads * heads.head_dim))
     block_size, block_d = k_cache.shape[1], triton.next_power_of_2(heads.head_dim)
-    widen_how, wide = widening(k_cache, q.dtype), q.element_size() == 4
+    widen_how, wide = widening(k_cache, q.dtype, workspace.capability), q.element_size() == 4
     k_cache, v_cache = as_bytes(k_cache), as_bytes(v_cache)
     whole = block_size % BLOCK_N == 0 and block_d == heads.head_dim and block_d * k_cache.element_size() >= _TMA_BYTES
-    tma = workspace.has_tma and whole and not wide
+    tma = workspace.capability >= (9, 0) and whole and not wide
     decode_stages, prefill_stages = (2, 1) if wide else (5, 7 if tma else 3)  # that fit into shared memory
     k, v = (_descriptor(cache) if tma else cache for cache in (k_cache, v_cache))
     table_stride, slot_stride = batch.block_tables.stride(0), k_cache.stride(1)
@@ -485,8 +485,16 @@ def paged_attention(
         "TMA": tma,
         "WIDEN": widen_how,
     }
-    if batch.tiles.shape[1]:
-        items = workspace.items(batch, heads.window)
+    if (
+        batch.tiles.shape[1]
+        and widen_how
+        and fp8_attention.takes(heads, q.dtype, k_cache, plain=sinks is None and batch.branches is None)
+    ):
+        items = workspace.items(batch, heads.window, fp8_attention.programs(heads, q.device))
+        scratch = workspace.partial, workspace.stats, workspace.count
+        fp8_attention.attend(q, out, batch, heads, k_cache, v_cache, items, scratch, *softmax)
+    elif batch.tiles.shape[1]:
+        items = workspace.items(batch, heads.window, workspace.programs)
         depth, width = 0, 0
         if batch.branches is not None:
             depth, width = batch.branches.depth, triton.next_power_of_2(batch.branches.slots_per_branch)

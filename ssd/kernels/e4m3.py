@@ -5,45 +5,46 @@ A KV cache in fp8 is stored so; `reference.encode` says how numbers are rounded.
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
 
-Widening = Literal["", "bits", "bf16", "f16"]
-_TYPES: Final[dict[torch.dtype, Widening]] = {torch.bfloat16: "bf16", torch.float16: "f16"}
+Widening = Literal["", "bits", "f16", "cvt"]
+# Four bytes to two pairs of float16. Sign, exponent and mantissa get their places; the exponent is that of another
+# bias, which an exact product with 2^8 corrects.
+_F16 = tl.constexpr("""{
+    .reg .b32 p<2>, m<2>, factor, zero;
+    mov.b32 factor, 0x5C005C00;
+    mov.b32 zero, 0x80008000;
+    prmt.b32 p0, $2, 0, 0x1404;
+    prmt.b32 p1, $2, 0, 0x3424;
+    shr.u32 m0, p0, 1;
+    shr.u32 m1, p1, 1;
+    and.b32 m0, m0, 0x3F803F80;
+    and.b32 m1, m1, 0x3F803F80;
+    lop3.b32 p0, p0, 0x80008000, m0, 0xEA;
+    lop3.b32 p1, p1, 0x80008000, m1, 0xEA;
+    fma.rn.f16x2 $0, p0, factor, zero;
+    fma.rn.f16x2 $1, p1, factor, zero;
+}""")
+_CVT = tl.constexpr("""{
+    .reg .b16 a, b;
+    mov.b32 {a, b}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, a;
+    cvt.rn.f16x2.e4m3x2 $1, b;
+}""")
 
 
-def _assembly(kind: str, shift: int, mask: int, factor: int) -> tl.constexpr:
-    """Four bytes to two pairs of a 16-bit type. Sign, exponent and mantissa get their places; the exponent is that of
-    another bias, which an exact product with a power of two corrects."""
-    return tl.constexpr(f"""{{
-        .reg .b32 p<2>, m<2>, factor, zero;
-        mov.b32 factor, {factor:#x};
-        mov.b32 zero, 0x80008000;
-        prmt.b32 p0, $2, 0, 0x1404;
-        prmt.b32 p1, $2, 0, 0x3424;
-        shr.u32 m0, p0, {shift};
-        shr.u32 m1, p1, {shift};
-        and.b32 m0, m0, {mask:#x};
-        and.b32 m1, m1, {mask:#x};
-        lop3.b32 p0, p0, 0x80008000, m0, 0xEA;
-        lop3.b32 p1, p1, 0x80008000, m1, 0xEA;
-        fma.rn.{kind}x2 $0, p0, factor, zero;
-        fma.rn.{kind}x2 $1, p1, factor, zero;
-    }}""")
-
-
-_BF16 = _assembly("bf16", 4, 0x07F007F0, 0x7B807B80)  # 2^120
-_F16 = _assembly("f16", 1, 0x3F803F80, 0x5C005C00)  # 2^8
-
-
-def widening(cache: torch.Tensor, dtype: torch.dtype) -> Widening:
-    """How `widen` reads this cache: as it is, by integer operations, or (16-bit types on a GPU) by its own."""
+def widening(cache: torch.Tensor, dtype: torch.dtype, capability: tuple[int, int]) -> Widening:
+    """How `widen` reads this cache: as it is, or fp8 by integer operations; on a GPU, for 16-bit types, as float16, by
+    an instruction where there is one (sm_89)."""
     if cache.dtype is not torch.float8_e4m3fn:
         return ""
-    return _TYPES.get(dtype, "bits") if cache.device.type != "cpu" else "bits"
+    if cache.device.type == "cpu" or dtype is torch.float32:
+        return "bits"
+    return "cvt" if capability >= (8, 9) else "f16"
 
 
 def as_bytes(cache: torch.Tensor) -> torch.Tensor:
@@ -65,14 +66,24 @@ def widen(x, dtype: tl.constexpr, HOW: tl.constexpr):
     Not `is_pure`: Triton looks behind pure operations for the width of what was loaded, and chooses an order of sums by
     it, but for some of the tensor cores' instructions only. Decoding and prefill would have different bits.
     """
-    if HOW == "bf16":
-        return tl.inline_asm_elementwise(_BF16, "=r,=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=4)
+    if HOW == "cvt":
+        return tl.inline_asm_elementwise(_CVT, "=r,=r,r", [x], dtype=tl.float16, is_pure=False, pack=4)
     elif HOW == "f16":
         return tl.inline_asm_elementwise(_F16, "=r,=r,r", [x], dtype=tl.float16, is_pure=False, pack=4)
     elif HOW == "bits":
         return widen_bits(x.to(tl.int32), dtype)
     else:
         return x
+
+
+@triton.jit
+def beside(q, HOW: tl.constexpr):
+    """Queries in the type that stored numbers are widened to. float16 has more bits than bfloat16; what is beyond its
+    range becomes its largest number."""
+    if HOW == "cvt" or HOW == "f16":
+        return tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+    else:
+        return q
 
 
 @triton.jit

@@ -9,6 +9,8 @@
 // Macros: FORMAT (0: fp8, 1: int8, 2: int4), WORDS (of a block of an output), GROUP (weights of a scale, 0: all of an
 // output's), TILES.
 
+#include "pipeline.cu"
+
 constexpr int PARTS = FORMAT == 2 ? 8 : 4;  // weights of a word
 constexpr int DEPTH = WORDS * PARTS;        // of a block
 constexpr int RUNS = WORDS / 16;
@@ -21,9 +23,7 @@ constexpr int BATCH = GROUP && OF_ROUND >= 4 ? 4 : 2;  // steps that are issued 
 constexpr int SUMS = TILES * 4;                        // of a thread
 constexpr int STRIP_BYTES = 16 * WORDS * 4;
 constexpr int X_BYTES = TILES * 8 * DEPTH * 2;  // of a stage: 64 numbers of each row, the next 64, and so on
-constexpr int MAX_STAGES = 12;
 constexpr int MAX_SHARE = 8;  // of strips
-constexpr u32 MAX_POLLS = 1u << 26;
 static_assert(STEPS % (2 * BATCH) == 0 && GROUPS % 4 == 0, "batches and rounds take turns with two sets of registers");
 
 struct Params {
@@ -36,31 +36,9 @@ struct Params {
     int gated, float32;  // whether rows of the weight alternate gate and up; whether y is float32
 };
 
-struct Barriers {
-    u64 full[MAX_STAGES], empty[MAX_STAGES];
-};
-constexpr int RING_AT = 1024;  // boxes of x are multiples of 1024 bytes, and so are their addresses
-static_assert(sizeof(Barriers) <= RING_AT, "the ring is behind them");
-
-struct Ring {
-    int stage = 0;
-    u32 parity = 0;
-    __device__ __forceinline__ void next(int stages) {
-        if (++stage == stages) stage = 0, parity ^= 1;
-    }
-};
-
 __device__ __forceinline__ int scale_bytes(const Params& p) { return p.share * GROUPS * 64; }
 __device__ __forceinline__ int stage_bytes(const Params& p) {
     return X_BYTES + p.share * STRIP_BYTES + (scale_bytes(p) + 1023) / 1024 * 1024;
-}
-
-__device__ __forceinline__ void wait(u64* barrier, u32 parity) {
-    u32 polls = 0;
-    while (!mbarrier_passed(barrier, parity)) {
-        if (++polls > MAX_POLLS) give_up();
-        pause();
-    }
 }
 
 // Numbers `part` of two words of neighbouring weights, as a pair of bfloat16. See `packing.paired` for fp8 and int4.
@@ -164,20 +142,8 @@ struct Consumer {
             multiply<i + BATCH>(x, scale, later, previous, next);
         }
     }
-    // Gives a slot of the ring back to the producer.
-    static __device__ __forceinline__ void release(bool wanted, u64* empty) {
-        __syncwarp();
-        mbarrier_arrive_if(wanted && threadIdx.x % 32 == 0, empty);
-    }
 };
 
-__device__ __forceinline__ void store(const Params& p, int row, int column, float value) {
-    const u64 at = (u64)row * p.y_stride + column;
-    if (p.float32)
-        ((float*)p.y)[at] = value;
-    else
-        ((bf16*)p.y)[at] = (bf16)pack(value, 0.0f);
-}
 // Scales, bias and activation of outputs `first` and 8 more, of rows lane % 4 * 2 and the next, as
 // `quantized_linear._finish` has them.
 __device__ __forceinline__ void finish(const Params& p, const float (&sums)[SUMS], int first, int lane) {
@@ -185,7 +151,7 @@ __device__ __forceinline__ void finish(const Params& p, const float (&sums)[SUMS
     for (int i = 0; i < SUMS; ++i) {
         const int row = i / 4 * 8 + lane % 4 * 2 + i % 2, column = first + i % 4 / 2 * 8;
         const bool there = row < p.rows && column < p.columns;
-        const float bias = p.bias && there ? __uint_as_float((u32)p.bias[column] << 16) : 0.0f;
+        const float bias = p.bias && there ? wide(p.bias[column]) : 0.0f;
         float v = sums[i];
         if (!GROUP) {
             const float scale = __ldg(p.scales + column);
@@ -194,15 +160,13 @@ __device__ __forceinline__ void finish(const Params& p, const float (&sums)[SUMS
         } else if (p.bias) {
             v = __fadd_rn(v, bias);
         }
+        const u64 at = (u64)row * p.y_stride;
         if (!p.gated) {
-            if (there) store(p, row, column, v);
+            if (there) store(p.y, p.float32, at + column, v);
             continue;
         }
         const float up = __shfl_xor_sync(~0u, v, 4);  // of the next output
-        if (there && column % 2 == 0) {
-            const float below = __fadd_rn(1.0f, exp2_(__fmul_rn(-v, 1.4426950408889634f)));
-            store(p, row, column / 2, __fmul_rn(divided(v, below), up));
-        }
+        if (there && column % 2 == 0) store(p.y, p.float32, at + column / 2, gated_by(v, up));
     }
 }
 
@@ -235,39 +199,38 @@ __device__ __forceinline__ void consume(const Params& p, Barriers& barriers, u32
             at = next;
         }
         consumer.collect<0>(consumer.sums[GROUP ? 1 : 0]);
-        Consumer::release(true, previous);
+        release(true, previous);
         if (there) finish(p, GROUP ? consumer.total : consumer.sums[0][0], strip * 16 + lane / 4, lane);
     }
 }
 
-// One thread. The weight does not depend on earlier kernels: its first blocks are copied before they have ended.
+// One warp. The weight does not depend on earlier kernels: its first blocks are copied before they have ended.
 __device__ __forceinline__ void produce(const TensorMap& x, const Params& p, Barriers& barriers, unsigned char* ring) {
-    const int size = stage_bytes(p);
+    const bool leader = threadIdx.x % 32 == 0;
+    const int size = stage_bytes(p), tiles = (p.strips + p.share - 1) / p.share;
     const u64 policy = evict_first();
-    const int grid = gridDim.x, tiles = (p.strips + p.share - 1) / p.share;
-    const int fills = (tiles - (int)blockIdx.x + grid - 1) / grid * p.blocks, ahead = min(p.stages, fills);
-    const auto copy_weight = [&](int fill, int stage) {
-        const int block = fill % p.blocks, first = (blockIdx.x + fill / p.blocks * grid) * p.share;
-        const int count = min(p.share, p.strips - first);
-        const u64 from = (u64)block * p.strips + first;  // strips
+    const auto copy_weight = [&](const Fill& fill, int stage) {
+        const int first = fill.tile * p.share, count = min(p.share, p.strips - first);
+        const u64 from = (u64)fill.block * p.strips + first;  // strips
         unsigned char* codes = ring + stage * size + X_BYTES;
         u64* full = &barriers.full[stage];
-        mbarrier_expect(full, X_BYTES + count * (STRIP_BYTES + GROUPS * 64));
-        copy_to_shared(codes, p.words + from * (STRIP_BYTES / 4), count * STRIP_BYTES, full, policy);
+        mbarrier_expect_if(leader, full, X_BYTES + count * (STRIP_BYTES + GROUPS * 64));
+        copy_to_shared_if(leader, codes, p.words + from * (STRIP_BYTES / 4), count * STRIP_BYTES, full, policy);
         if (GROUPS)
-            copy_to_shared(codes + p.share * STRIP_BYTES, p.scales + from * (GROUPS * 16), count * GROUPS * 64, full,
-                           policy);
+            copy_to_shared_if(leader, codes + p.share * STRIP_BYTES, p.scales + from * (GROUPS * 16), count * GROUPS * 64,
+                              full, policy);
     };
-    for (int fill = 0; fill < ahead; ++fill) copy_weight(fill, fill);
-    prefetch(x);
+    Fill weight{(int)blockIdx.x}, fill = weight;
+    int ahead = 0;
+    for (; ahead < p.stages && weight.tile < tiles; ++ahead, weight.next(p.blocks, gridDim.x)) copy_weight(weight, ahead);
+    if (leader) prefetch(x);
     wait_for_earlier_kernels();
-    Ring at;
-    for (int fill = 0; fill < fills; ++fill, at.next(p.stages)) {
-        if (fill >= ahead) {
+    for (Ring at; fill.tile < tiles; fill.next(p.blocks, gridDim.x), at.next(p.stages)) {
+        if (--ahead < 0) {
             wait(&barriers.empty[at.stage], at.parity ^ 1);
             copy_weight(fill, at.stage);
         }
-        copy_box(ring + at.stage * size, x, fill % p.blocks * (DEPTH / 64), &barriers.full[at.stage]);
+        copy_box_if(leader, ring + at.stage * size, x, 0, fill.block * (DEPTH / 64), &barriers.full[at.stage]);
     }
 }
 
@@ -276,17 +239,11 @@ extern "C" __global__ void __launch_bounds__(32 * (MAX_SHARE + 1), 1)
     Barriers& barriers = *reinterpret_cast<Barriers*>(memory);
     unsigned char* ring = memory + RING_AT;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), consumers = (p.share + 3) / 4 * 4;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < p.stages; ++i) {
-            mbarrier_init(&barriers.full[i], 1);
-            mbarrier_init(&barriers.empty[i], consumers);
-        }
-        mbarriers_are_ready();
-    }
+    if (threadIdx.x == 0) prepare(barriers, p.stages, consumers);
     __syncthreads();
     let_later_kernels_begin();
     if (warp == consumers) {
-        if (threadIdx.x % 32 == 0) produce(x, p, barriers, ring);
+        produce(x, p, barriers, ring);
     } else {
         wait_for_earlier_kernels();  // they may read what is written here
         consume(p, barriers, shared_address(ring), warp);

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +15,7 @@ import torch
 
 from ssd.kernels.compiling import compiling
 from ssd.kernels.driver import DriverError
-from ssd.kernels.nvrtc import BuildError, Kernel, compiled, tensor_map
+from ssd.kernels.nvrtc import BuildError, Kernel, kernels, tensor_map
 from ssd.kernels.packing import PackedCodes
 from ssd.kernels.partition import current_processors
 
@@ -25,8 +24,8 @@ SOURCE: Final = Path(__file__).with_name("few_rows.cu")
 _LAUNCHES: Final = 2  # at most, for one product: they read the weight as often, and are still the faster kernel
 _MAX_SHARE: Final = 8  # strips of a block of threads
 _MAX_STAGES: Final = 12
-_SHARED: Final = 227 << 10  # bytes of shared memory that a block of threads can have
-_RING_AT: Final = 1024  # bytes
+SHARED: Final = 227 << 10  # bytes of shared memory that a block of threads can have
+RING_AT: Final = 1024  # bytes
 _FORMATS: Final = {"fp8": 0, "int8": 1, "int4": 2}
 _P = ctypes.c_void_p
 
@@ -77,26 +76,22 @@ def _kernels(device: torch.device, kind: str, block: int, group: int) -> dict[in
     """Kernels by tiles; none where they cannot be built."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         return {}
+    macros = [macros_of(kind, block, group, tiles) for tiles in _tiles(group)]
     try:
-        with ThreadPoolExecutor() as pool:  # NVRTC uses one core each
-            macros = [macros_of(kind, block, group, tiles) for tiles in _tiles(group)]
-            cubins = list(pool.map(lambda each: compiled(SOURCE, each, device), macros))
-        kernels = {each["TILES"]: Kernel(cubin, "product", device) for each, cubin in zip(macros, cubins, strict=True)}
-        for kernel in kernels.values():
-            kernel.allow_shared(_SHARED)
+        return dict(zip(_tiles(group), kernels(SOURCE, macros, "product", device, SHARED), strict=True))
     except (BuildError, DriverError, OSError) as error:
         log.warning("quantised weights are multiplied by slower kernels: %s", error)
         return {}
-    return kernels
 
 
-def share_of(strips: int, processors: int) -> int:
-    """Strips of a block of threads, such that the busiest multiprocessor has as few as possible."""
+def share_of(units: int, processors: int, most: int) -> int:
+    """Units of outputs (at most so many) of a block of threads, such that the busiest multiprocessor has as few as
+    possible."""
 
     def busiest(share: int) -> int:
-        return -(-strips // (share * processors)) * share
+        return -(-units // (share * processors)) * share
 
-    return min(range(_MAX_SHARE, 0, -1), key=busiest)
+    return min(range(most, 0, -1), key=busiest)
 
 
 def stage_bytes(weight: PackedCodes, share: int, tiles: int) -> int:
@@ -138,9 +133,9 @@ def _launch(
     (rows, depth), group, strips = x.shape, _group(weight), weight.words.shape[1]
     tiles = next(each for each in _tiles(group) if 8 * each >= rows)
     count = current_processors(x.device)
-    share = share_of(strips, count)
+    share = share_of(strips, count, _MAX_SHARE)
     size = stage_bytes(weight, share, tiles)
-    stages = min(_MAX_STAGES, (_SHARED - _RING_AT) // size)
+    stages = min(_MAX_STAGES, (SHARED - RING_AT) // size)
     pointers = {"words": weight.words, "scales": weight.scales, "row_scales": row_scales, "bias": bias, "y": y}
     params = Params(
         **{name: None if tensor is None else tensor.data_ptr() for name, tensor in pointers.items()},
@@ -152,4 +147,4 @@ def _launch(
     box = (weight.block * weight.parts // 64, 8 * tiles)
     rows_of_x = tensor_map(x.data_ptr(), rows, depth, 2 * x.stride(0), box)
     kernel = _kernels(x.device, weight.type, weight.block, group)[tiles]
-    kernel.launch(blocks, threads, _RING_AT + stages * size, "early", rows_of_x, params)
+    kernel.launch(blocks, threads, RING_AT + stages * size, "early", rows_of_x, params)

@@ -1,21 +1,48 @@
 """Products of e4m3 rows with e4m3 weights on the 8-bit tensor cores of Hopper GPUs, one scale a row and an output.
 
-Few rows are multiplied by a Triton kernel whose A operand is the weight, many by the library. Both sum over the depth
-in one chain of the same instruction (`wgmma`, 32 at a time), so a row has the same bits in any company. The product is
-rounded to bfloat16 before a bias or an activation.
+Few rows are multiplied by a CUDA kernel (`fp8_rows.cu`), many by the library. Both sum over the depth in one chain of
+the same instruction (`wgmma`, 32 at a time), so a row has the same bits in any company. The product is rounded to
+bfloat16 before a bias or an activation.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import logging
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 
+from ssd.kernels.compiling import compiling
+from ssd.kernels.driver import DriverError
+from ssd.kernels.few_rows import RING_AT, SHARED, share_of
+from ssd.kernels.nvrtc import BuildError, Kernel, kernels, tensor_map
+from ssd.kernels.partition import current_processors
 from ssd.kernels.quantized import Codes, RowType
 
-_FEW_ROWS = 64
+log = logging.getLogger("ssd")
+SOURCE: Final = Path(__file__).with_name("fp8_rows.cu")
+TILES: Final = (1, 2, 4, 8, 16)  # of 8 rows, each number a kernel of its own
+PARTS: Final = 2  # of 128 numbers of the depth, that a stage holds
+MAX_SHARE: Final = 16  # of 8 outputs
+BEHIND: Final = 8 << 10  # bytes behind the ring that the tensor cores may read
+_MAX_STAGES: Final = 20
+_P = ctypes.c_void_p
+
+
+class Params(ctypes.Structure):
+    """`Params` of the source."""
+
+    _fields_ = [
+        *((name, _P) for name in ("scales", "row_scales", "bias", "y")),
+        ("y_stride", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("rows", "columns", "blocks", "share", "stages", "gated", "float32")),
+    ]
 
 
 @dataclass(frozen=True)
@@ -38,33 +65,16 @@ def prepare(codes: Codes) -> Fp8Weight:
     return Fp8Weight(codes.values.view(torch.float8_e4m3fn).contiguous(), codes.scales[:, 0].contiguous())
 
 
-@triton.jit
-def _fp8_kernel(
-    x_ptr, w_ptr, row_scale_ptr, scale_ptr, bias_ptr, y_ptr, num_rows, N, K, y_stride,
-    GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """y[m, n] = sum_k x[m, k] w[n, k], scaled; for up to BLOCK_M rows."""
-    m = tl.arange(0, BLOCK_M)
-    n0 = tl.program_id(0) * BLOCK_N
+@triton.jit(do_not_specialize=["num_rows"])
+def _finish_kernel(product_ptr, bias_ptr, y_ptr, num_rows, N, y_stride,
+                   GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """The bias and the activation of products."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n0 = tl.program_id(1) * BLOCK_N
     n = n0 + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
     m_mask, n_mask = m < num_rows, n < N
-    x_ptrs = x_ptr + m[None, :] * K + k[:, None]
-    w_ptrs = w_ptr + n[:, None].to(tl.int64) * K + k[None, :]
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        w = tl.load(w_ptrs + start, mask=n_mask[:, None], other=0.0)
-        x = tl.load(x_ptrs + start, mask=m_mask[None, :], other=0.0)
-        acc = tl.dot(w, x, acc)
-    acc = acc * tl.load(scale_ptr + n, mask=n_mask, other=0.0)[:, None]
-    acc = acc * tl.load(row_scale_ptr + m, mask=m_mask, other=0.0)[None, :]
-    _store(acc.to(tl.bfloat16), m, n, n0, m_mask, n_mask, bias_ptr, y_ptr, N, y_stride, GATED, BLOCK_M, BLOCK_N)
-
-
-@triton.jit
-def _store(y, m, n, n0, m_mask, n_mask, bias_ptr, y_ptr, N, y_stride,
-           GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Stores products [n, m], after the bias and the activation."""
+    products = product_ptr + m[None, :].to(tl.int64) * N + n[:, None]
+    y = tl.load(products, mask=m_mask[None, :] & n_mask[:, None], other=0.0)
     if bias_ptr is not None:
         y = (y.to(tl.float32) + tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]).to(tl.bfloat16)
     if GATED:
@@ -77,17 +87,20 @@ def _store(y, m, n, n0, m_mask, n_mask, bias_ptr, y_ptr, N, y_stride,
     tl.store(y_ptr + m[None, :].to(tl.int64) * y_stride + n[:, None], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _finish_kernel(product_ptr, bias_ptr, y_ptr, num_rows, N, y_stride,
-                   GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """What `_fp8_kernel` does with products."""
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n0 = tl.program_id(1) * BLOCK_N
-    n = n0 + tl.arange(0, BLOCK_N)
-    m_mask, n_mask = m < num_rows, n < N
-    products = product_ptr + m[None, :].to(tl.int64) * N + n[:, None]
-    y = tl.load(products, mask=m_mask[None, :] & n_mask[:, None], other=0.0)
-    _store(y, m, n, n0, m_mask, n_mask, bias_ptr, y_ptr, N, y_stride, GATED, BLOCK_M, BLOCK_N)
+@functools.cache
+def _kernels(device: torch.device) -> dict[int, Kernel]:
+    """Kernels by tiles; none where they cannot be built."""
+    try:
+        made = kernels(SOURCE, [{"TILES": tiles} for tiles in TILES], "product", device, SHARED)
+    except (BuildError, DriverError, OSError) as error:
+        log.warning("few rows are multiplied with e4m3 weights by slower kernels: %s", error)
+        return {}
+    return dict(zip(TILES, made, strict=True))
+
+
+def stage_bytes(share: int, tiles: int) -> int:
+    """`stage_bytes` of the source."""
+    return PARTS * 1024 * (tiles + share)
 
 
 def linear(
@@ -100,26 +113,47 @@ def linear(
     row_scales: torch.Tensor,
 ) -> torch.Tensor:
     """x [M, K] in e4m3 times the weight transposed; see `Ops.codes_linear`."""
-    (num_rows, depth), columns = x.shape, len(weight.values)
-    shape = (num_rows, columns // 2 if gated else columns)
-    if num_rows > _FEW_ROWS:
-        if row_scales.data_ptr() % 16:  # which the library refuses
-            row_scales = row_scales.clone()
-        product = torch._scaled_mm(
-            *(x, weight.values.t(), row_scales, weight.scales[None]), out_dtype=torch.bfloat16, use_fast_accum=True
-        )
-        if bias is None and not gated:
-            return product.to(out_dtype)
-        y = torch.empty(shape, dtype=out_dtype, device=x.device)
-        _finish_kernel[(triton.cdiv(num_rows, 8), triton.cdiv(columns, 256))](
-            *(product, bias, y, num_rows, columns, y.stride(0)), **{"GATED": gated, "BLOCK_M": 8, "BLOCK_N": 256}
-        )
+    num_rows, columns = len(x), len(weight.values)
+    y = torch.empty(num_rows, columns // 2 if gated else columns, dtype=out_dtype, device=x.device)
+    if 0 < num_rows <= 8 * TILES[-1] and _kernels(x.device):
+        if not compiling():
+            _few_rows(x, weight, bias, row_scales, y, gated)
         return y
-    y = torch.empty(shape, dtype=out_dtype, device=x.device)
-    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64  # with 8, Triton has another instruction
-    _fp8_kernel[(triton.cdiv(columns, 64),)](
-        *(x, weight.values, row_scales, weight.scales, bias, y, num_rows, columns, depth, y.stride(0)),
-        **{"GATED": gated, "BLOCK_M": rows, "BLOCK_N": 64, "BLOCK_K": 256, "STAGES": 4},
-        num_warps=4,
+    if row_scales.data_ptr() % 16:  # which the library refuses
+        row_scales = row_scales.clone()
+    product = torch._scaled_mm(
+        *(x, weight.values.t(), row_scales, weight.scales[None]), out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+    if bias is None and not gated:
+        return product.to(out_dtype)
+    _finish_kernel[(triton.cdiv(num_rows, 8), triton.cdiv(columns, 256))](
+        *(product, bias, y, num_rows, columns, y.stride(0)), **{"GATED": gated, "BLOCK_M": 8, "BLOCK_N": 256}
     )
     return y
+
+
+def _few_rows(
+    x: torch.Tensor,
+    weight: Fp8Weight,
+    bias: torch.Tensor | None,
+    row_scales: torch.Tensor,
+    y: torch.Tensor,
+    gated: bool,
+) -> None:
+    (rows, depth), columns, count = x.shape, len(weight.values), current_processors(x.device)
+    tiles = next(each for each in TILES if 8 * each >= rows)
+    share = share_of(-(-columns // 8), count, MAX_SHARE)
+    size = stage_bytes(share, tiles)
+    stages = min(_MAX_STAGES, (SHARED - RING_AT - BEHIND) // size)
+    pointers = {"scales": weight.scales, "row_scales": row_scales, "bias": bias, "y": y}
+    params = Params(
+        **{name: None if tensor is None else tensor.data_ptr() for name, tensor in pointers.items()},
+        **{"y_stride": y.stride(0), "rows": rows, "columns": columns, "blocks": depth // (128 * PARTS)},
+        **{"share": share, "stages": stages, "gated": gated, "float32": y.dtype is torch.float32},
+    )
+    maps = [  # pairs of numbers as one of 16 bits
+        tensor_map(matrix.data_ptr(), len(matrix), depth // 2, depth, (PARTS, box))
+        for matrix, box in ((x, 8 * tiles), (weight.values, 8 * share))
+    ]
+    blocks, threads = min(count, -(-columns // (8 * share))), 32 * (-(-share // 8) * 4 + 1)
+    _kernels(x.device)[tiles].launch(blocks, threads, RING_AT + stages * size + BEHIND, "early", *maps, params)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, Literal
 
@@ -45,7 +47,9 @@ class BuildError(Exception):
 
 
 def source_of(path: Path) -> bytes:
-    return PTX.read_bytes() + path.read_bytes()
+    """The source, with what it includes in its place."""
+    text = PTX.read_text(encoding="utf-8") + path.read_text(encoding="utf-8")
+    return re.sub(r'#include "(.+)"', lambda name: path.with_name(name[1]).read_text(encoding="utf-8"), text).encode()
 
 
 @functools.cache
@@ -127,6 +131,18 @@ class Kernel:
         stream, arguments = torch.cuda.current_stream().cuda_stream, (_P * len(params))(*map(ctypes.addressof, params))
         config = _Config(blocks, 1, 1, threads, 1, 1, shared, stream, ctypes.addressof(attribute), 1)
         call("cuLaunchKernelEx", ctypes.byref(config), self._function, arguments, None)
+
+
+def kernels(
+    path: Path, macros: Sequence[Mapping[str, int]], name: str, device: torch.device, shared: int
+) -> list[Kernel]:
+    """The kernel of one source for each set of macros, with so many bytes of shared memory."""
+    with ThreadPoolExecutor() as pool:  # NVRTC uses one core each
+        cubins = list(pool.map(lambda each: compiled(path, each, device), macros))
+    made = [Kernel(cubin, name, device) for cubin in cubins]
+    for kernel in made:
+        kernel.allow_shared(shared)
+    return made
 
 
 class TensorMap(ctypes.Structure):

@@ -32,6 +32,26 @@ __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
 }
+// Two numbers as float16; those of a pair of bfloat16, up to the largest float16.
+__device__ __forceinline__ u32 pack16(float a, float b) {
+    u32 d;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(b), "f"(a));
+    return d;
+}
+__device__ __forceinline__ u32 limited16(u32 pair) {
+    const float a = __uint_as_float(pair << 16), b = __uint_as_float(pair & 0xFFFF0000u), most = 65504.0f;
+    return pack16(fminf(fmaxf(a, -most), most), fminf(fmaxf(b, -most), most));
+}
+// Two of four e4m3 numbers, the lower (0) or the upper ones (1), as float16.
+template <int half>
+__device__ __forceinline__ u32 halves(u32 v) {
+    u32 d;
+    if (half)
+        asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %1;\ncvt.rn.f16x2.e4m3x2 %0, b;\n}" : "=r"(d) : "r"(v));
+    else
+        asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %1;\ncvt.rn.f16x2.e4m3x2 %0, a;\n}" : "=r"(d) : "r"(v));
+    return d;
+}
 // Four of the eight bytes of a (0 to 3) and b (4 to 7), the first in the last digit of `which`.
 template <u32 which>
 __device__ __forceinline__ u32 bytes(u32 a, u32 b) {
@@ -86,11 +106,20 @@ __device__ __forceinline__ u32 load4(const void* p) {
 __device__ __forceinline__ void store4(void* p, u32 v) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
+__device__ __forceinline__ void store16(void* p, uint4 v) {
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
 // Reads 16 bytes if `wanted`; v is left as it is otherwise.
 __device__ __forceinline__ void load16_if(bool wanted, const void* p, uint4& v) {
     asm volatile("{\n.reg .pred q;\nsetp.ne.u32 q, %5, 0;\n@q ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];\n}"
                  : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
                  : "l"(p), "r"((u32)wanted));
+}
+__device__ __forceinline__ u32 shared4(u32 at) {
+    u32 v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
+    return v;
 }
 __device__ __forceinline__ uint2 shared8(u32 at) {
     uint2 v;
@@ -114,6 +143,13 @@ __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// Likewise of float16.
+__device__ __forceinline__ void mma16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 // Transposes 8 x 8 numbers of 16 bits, two per thread.
 __device__ __forceinline__ u32 transposed(u32 v) {
@@ -147,6 +183,15 @@ __device__ __forceinline__ void mbarrier_expect(u64* b, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
                  : "memory");
 }
+// What follows with `_if` is called by whole warps, where `wanted` is true for one lane: behind a branch, addresses would
+// have to be made uniform one by one, which takes hundreds of cycles.
+__device__ __forceinline__ void mbarrier_expect_if(bool wanted, u64* b, u32 bytes) {
+    asm volatile(
+        "{\n.reg .pred q;\nsetp.ne.b32 q, %2, 0;\n@q mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n}" ::"r"(
+            shared_address(b)),
+        "r"(bytes), "r"((int)wanted)
+        : "memory");
+}
 __device__ __forceinline__ void mbarriers_are_ready() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -166,6 +211,16 @@ __device__ __forceinline__ void copy_to_shared(void* to, const void* from, u32 b
         : "memory");
 }
 
+__device__ __forceinline__ void copy_to_shared_if(bool wanted, void* to, const void* from, u32 bytes, u64* barrier,
+                                                  u64 policy) {
+    asm volatile(
+        "{\n.reg .pred q;\nsetp.ne.b32 q, %5, 0;\n"
+        "@q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;\n}" ::
+            "r"(shared_address(to)),
+        "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy), "r"((int)wanted)
+        : "memory");
+}
+
 // A CUtensorMap of three dimensions.
 struct alignas(64) TensorMap {
     u64 of[16];
@@ -173,12 +228,13 @@ struct alignas(64) TensorMap {
 __device__ __forceinline__ void prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
-// Copies the box that begins with part `first`; `barrier` counts its bytes.
-__device__ __forceinline__ void copy_box(void* to, const TensorMap& map, int first, u64* barrier) {
+// Copies the box that begins with row `row` of part `part`; `barrier` counts its bytes.
+__device__ __forceinline__ void copy_box_if(bool wanted, void* to, const TensorMap& map, int row, int part, u64* barrier) {
     asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %2, %3}], [%4];" ::
+        "{\n.reg .pred q;\nsetp.ne.b32 q, %6, 0;\n"
+        "@q cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];\n}" ::
             "r"(shared_address(to)),
-        "l"(&map), "r"(0), "r"(first), "r"(shared_address(barrier))
+        "l"(&map), "r"(0), "r"(row), "r"(part), "r"(shared_address(barrier)), "r"((int)wanted)
         : "memory");
 }
 
@@ -205,6 +261,7 @@ __device__ __forceinline__ u64 rows_descriptor(u32 at) {
 #define SUMS8(how, i) SUMS4(how, i), SUMS4(how, i + 4)
 #define SUMS16(how, i) SUMS8(how, i), SUMS8(how, i + 8)
 #define SUMS32(how, i) SUMS16(how, i), SUMS16(how, i + 16)
+#define SUMS64(how, i) SUMS32(how, i), SUMS32(how, i + 32)
 #define WGMMA(count, columns, list, operands)                                                                          \
     template <bool add>                                                                                                \
     __device__ __forceinline__ void wgmma(float (&d)[count], const u32 (&a)[4], u64 b) {                               \
@@ -219,10 +276,29 @@ __device__ __forceinline__ u64 rows_descriptor(u32 at) {
                          : SUMS##count("=f", 0)                                                                        \
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                        \
     }
-WGMMA(4, 8, "%0,%1,%2,%3", "{%4,%5,%6,%7}, %8")
-WGMMA(8, 16, "%0,%1,%2,%3,%4,%5,%6,%7", "{%8,%9,%10,%11}, %12")
-WGMMA(16, 32, "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15", "{%16,%17,%18,%19}, %20")
-WGMMA(32, 64, "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "{%32,%33,%34,%35}, %36")
+// Likewise of e4m3 numbers, 32 at a time, with a in shared memory by rows.
+#define WGMMA8(count, columns, list, operands)                                                                         \
+    __device__ __forceinline__ void wgmma8(float (&d)[count], u64 a, u64 b) {                                          \
+        asm volatile("{\n.reg .pred q;\nsetp.ne.b32 q, 1, 0;\nwgmma.mma_async.sync.aligned.m64n" #columns                 \
+                     "k32.f32.e4m3.e4m3 {" list "}, " operands ", q, 1, 1;\n}"                                         \
+                     : SUMS##count("+f", 0)                                                                            \
+                     : "l"(a), "l"(b));                                                                                \
+    }
+#define LIST4 "%0,%1,%2,%3"
+#define LIST8 LIST4 ",%4,%5,%6,%7"
+#define LIST16 LIST8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define LIST32 LIST16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define LIST64 LIST32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
+    ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+WGMMA(4, 8, LIST4, "{%4,%5,%6,%7}, %8")
+WGMMA(8, 16, LIST8, "{%8,%9,%10,%11}, %12")
+WGMMA(16, 32, LIST16, "{%16,%17,%18,%19}, %20")
+WGMMA(32, 64, LIST32, "{%32,%33,%34,%35}, %36")
+WGMMA8(4, 8, LIST4, "%4, %5")
+WGMMA8(8, 16, LIST8, "%8, %9")
+WGMMA8(16, 32, LIST16, "%16, %17")
+WGMMA8(32, 64, LIST32, "%32, %33")
+WGMMA8(64, 128, LIST64, "%64, %65")
 __device__ __forceinline__ void prefetch_to_l2(const void* line) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
 }

@@ -7,42 +7,67 @@ import triton
 import triton.language as tl
 
 from ssd.kernels.e4m3 import encode, widen_bits
+from ssd.kernels.launching import early_launch
 from ssd.kernels.quantized import LEAST_SCALE, ROW_LIMITS, RowType
 
 _BLOCK = 16384  # numbers that one program rounds at a time
+_ENCODE = tl.constexpr("""{
+    .reg .b16 a, b;
+    cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;
+    cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;
+    mov.b32 $0, {a, b};
+}""")
+
+
+@triton.jit
+def _rounded(
+    x, scale, dtype: tl.constexpr,
+    INTEGERS: tl.constexpr, NARROW: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
+):  # fmt: skip
+    if NARROW:  # what `encode` does, in an instruction
+        scaled = tl.div_rn(x, scale)
+        return tl.inline_asm_elementwise(_ENCODE, "=r,r,r,r,r", [scaled], dtype=tl.uint8, is_pure=True, pack=4)
+    elif INTEGERS:
+        scaled = tl.minimum(tl.maximum(tl.div_rn(x, scale), LOWEST), HIGHEST)
+        return ((scaled + 12582912.0) - 12582912.0).to(dtype)  # 1.5 * 2^23: to the nearest integer, ties to even
+    else:
+        return widen_bits(encode(x, scale).to(tl.int32), tl.float32).to(dtype)
 
 
 @triton.jit
 def _round_kernel(
     x_ptr, out_ptr, scale_ptr, stored_ptr, K, group, x_stride,
     INTEGERS: tl.constexpr, NARROW: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr, LEAST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One group of one row. stored_ptr: its scale, or None: that of its largest number."""
+    """One group of one row, in one block if it is WHOLE. stored_ptr: its scale, or None: that of its largest number."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * group
     end = tl.minimum(K, first + group)
+    k = first + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_stride + k, mask=k < end, other=0.0).to(tl.float32)
     if stored_ptr is None:
-        largest = tl.zeros((BLOCK,), tl.float32)
-        for start in range(first, end, BLOCK):
-            k = start + tl.arange(0, BLOCK)
-            x = tl.load(x_ptr + row * x_stride + k, mask=k < end, other=0.0).to(tl.float32)
-            largest = tl.maximum(largest, tl.abs(x))
+        largest = tl.abs(x)
+        if not WHOLE:
+            for start in range(first + BLOCK, end, BLOCK):
+                k = start + tl.arange(0, BLOCK)
+                more = tl.load(x_ptr + row * x_stride + k, mask=k < end, other=0.0).to(tl.float32)
+                largest = tl.maximum(largest, tl.abs(more))
         scale = tl.maximum(tl.div_rn(tl.max(largest, 0), HIGHEST), LEAST)
         tl.store(scale_ptr + row * tl.num_programs(1) + tl.program_id(1), scale)
     else:
         scale = tl.load(stored_ptr)
-    for start in range(first, end, BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * x_stride + k, mask=k < end, other=0.0).to(tl.float32)
-        if NARROW:
-            rounded = encode(x, scale)
-        elif INTEGERS:
-            scaled = tl.minimum(tl.maximum(tl.div_rn(x, scale), LOWEST), HIGHEST)
-            rounded = (scaled + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest integer, ties to even
-        else:
-            rounded = widen_bits(encode(x, scale).to(tl.int32), tl.float32)
-        tl.store(out_ptr + row * K + k, rounded.to(out_ptr.dtype.element_ty), mask=k < end)
+    dtype = out_ptr.dtype.element_ty
+    if WHOLE:
+        tl.store(out_ptr + row * K + k, _rounded(x, scale, dtype, INTEGERS, NARROW, LOWEST, HIGHEST), mask=k < end)
+    else:
+        for start in range(first, end, BLOCK):
+            k = start + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + row * x_stride + k, mask=k < end, other=0.0).to(tl.float32)
+            tl.store(out_ptr + row * K + k, _rounded(x, scale, dtype, INTEGERS, NARROW, LOWEST, HIGHEST), mask=k < end)
 
 
 def rounded_rows(
@@ -62,7 +87,9 @@ def rounded_rows(
         LOWEST=lowest,
         HIGHEST=highest,
         LEAST=LEAST_SCALE,
+        WHOLE=size <= block,
         BLOCK=block,
         num_warps=max(1, min(16, block // 512)),
+        **early_launch(x.device),
     )
     return out.view(torch.float8_e4m3fn) if narrow else out, scales if stored is None else stored.expand(num_rows, 1)

@@ -48,7 +48,8 @@ def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(module, "shared_memory", lambda device: limit)
     monkeypatch.setattr(JITFunction, "run", compile_only)
     before = driver._active
-    driver.set_active(FakeDriver(request.param))  # type: ignore[arg-type]
+    # A device each: Triton keeps what a function was compiled for by device.
+    driver.set_active(FakeDriver(request.param, device=request.param))  # type: ignore[arg-type]
     yield request.param
     driver._active = before
 
@@ -150,7 +151,7 @@ def test_attention(architecture: int, dtype: torch.dtype, heads: HeadShape, fp8:
     """KV in fp8 is a target's, which has no branches; some models have sinks."""
     sinks = empty(heads.num_heads, dtype=torch.float32) if dtype is torch.bfloat16 and heads.head_dim == 64 else None
     workspace = attention.Workspace(heads, META)
-    workspace.has_tma = architecture >= 90
+    workspace.capability = divmod(architecture, 10)
     q = empty(8, heads.num_heads, heads.head_dim, dtype=dtype)
     for block_size in (16, 64):
         kv = empty(64, block_size, heads.num_kv_heads, heads.head_dim, dtype=torch.float8_e4m3fn if fp8 else dtype)

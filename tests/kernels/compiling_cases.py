@@ -30,8 +30,8 @@ def wrong(x_ptr):  # type: ignore[no-untyped-def]
 class FakeDriver:
     """Of one GPU, which runs nothing."""
 
-    def __init__(self, architecture: int = 90) -> None:
-        self._architecture = architecture
+    def __init__(self, architecture: int = 90, device: int = 0) -> None:
+        self._architecture, self._device = architecture, device
         self.loaded: list[str] = []
         self.runs = 0
         self.utils = self
@@ -40,7 +40,7 @@ class FakeDriver:
         return GPUTarget("cuda", self._architecture, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self._device
 
     def get_current_stream(self, device: int) -> int:
         return device

@@ -7,6 +7,10 @@ template <typename First>
 static void call(void (*kernel)(First, Params)) {
     kernel(*(const First*)launched[0], *(const Params*)launched[1]);
 }
+template <typename First, typename Second>
+static void call(void (*kernel)(First, Second, Params)) {
+    kernel(*(const First*)launched[0], *(const Second*)launched[1], *(const Params*)launched[2]);
+}
 static void run_fiber() {
     call(ENTRY);
     fiber->ended = true;

@@ -168,6 +168,30 @@ static u32 times2(u32 a, u32 b) { return pack(half_of(a, 0) * half_of(b, 0), hal
 static u32 fma2(u32 a, u32 b, u32 c) {
     return pack(fmaf(half_of(a, 0), half_of(b, 0), half_of(c, 0)), fmaf(half_of(a, 1), half_of(b, 1), half_of(c, 1)));
 }
+// Numbers of float16, not below the smallest normal one.
+static float of16(u32 v) {
+    const int exponent = v >> 10 & 31, fraction = v & 1023;
+    const float size = exponent ? ldexpf(1024 + fraction, exponent - 25) : ldexpf(fraction, -24);
+    return v & 0x8000 ? -size : size;
+}
+static u32 to16(float f) {
+    const float size = fabsf(f), unit = size < 0x1p-14f ? 0x1p-24f : ldexpf(1, ilogbf(size) - 10);
+    const float rounded = nearbyintf(size / unit) * unit;
+    const u32 sign = __float_as_uint(f) >> 16 & 0x8000;
+    if (rounded < 0x1p-14f) return sign | (u32)(rounded * 0x1p24f);
+    const int exponent = ilogbf(rounded);
+    return sign | (u32)((exponent + 15) << 10 | ((u32)ldexpf(rounded, 10 - exponent) & 1023));
+}
+static u32 pack16(float a, float b) { return to16(a) | to16(b) << 16; }
+static u32 limited16(u32 pair) {
+    const auto limited = [](float f) { return fminf(fmaxf(f, -65504), 65504); };
+    return pack16(limited(half_of(pair, 0)), limited(half_of(pair, 1)));
+}
+static float e4m3(unsigned char v) { return __uint_as_float((v & 0x80) << 24 | (v & 0x7f) << 20) * 0x1p120f; }
+template <int half>
+static u32 halves(u32 v) {
+    return pack16(e4m3(v >> 16 * half), e4m3(v >> (16 * half + 8)));
+}
 template <u32 which>
 static u32 bytes(u32 a, u32 b) {
     const u64 all = (u64)b << 32 | a;
@@ -178,11 +202,13 @@ static u32 bytes(u32 a, u32 b) {
 static u32 masked(u32 a, u32 mask, u32 bits) { return (a & mask) | bits; }
 static float divided(float a, float b) { return a / b; }
 static float __fmul_rn(float a, float b) { return a * b; }
+static float __fsub_rn(float a, float b) { return a - b; }
 static float __fadd_rn(float a, float b) { return a + b; }
 static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 
 static int thread() { return threadIdx.x; }
 static u32 shared_address(const void* p) { return (const unsigned char*)p - memory; }
+static u32 shared4(u32 at) { return *(const u32*)(memory + at); }
 static uint2 shared8(u32 at) { return *(const uint2*)(memory + at); }
 static float shared_float(u32 at) { return *(const float*)(memory + at); }
 static uint4 shared16(u32 at) { return *(const uint4*)(memory + at); }
@@ -194,10 +220,16 @@ static void load16_if(bool wanted, const void* p, uint4& v) {
     if (wanted) v = load16(p);
 }
 static void store8(void* p, uint2 v) { *(uint2*)p = v; }
+static void store16(void* p, uint4 v) { *(uint4*)p = v; }
+static int atomicAdd(int* p, int v) {
+    const int before = *p;
+    *p += v;
+    return before;
+}
 static void store4(void* p, u32 v) { *(u32*)p = v; }
 
-static void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    const u32 own[6] = {a0, a1, a2, a3, b0, b1};
+template <typename Number>
+static void mma_of(float (&d)[4], const u32 (&own)[6], Number number) {
     const auto lanes = exchanged(own, 6);
     const int lane = fiber->number % 32;
     for (int e = 0; e < 4; ++e) {
@@ -206,10 +238,16 @@ static void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
         for (int k = 0; k < 16; ++k) {
             const u32 a = lanes[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2],
                       b = lanes[column * 4 + k % 8 / 2][4 + k / 8];
-            sum += half_of(a, k % 2) * half_of(b, k % 2);
+            sum += number(a, k % 2) * number(b, k % 2);
         }
         d[e] += sum;
     }
+}
+static void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    mma_of(d, {a0, a1, a2, a3, b0, b1}, half_of);
+}
+static void mma16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    mma_of(d, {a[0], a[1], a[2], a[3], b[0], b[1]}, [](u32 pair, int i) { return of16(pair >> 16 * i & 0xffff); });
 }
 static u32 transposed(u32 v) {
     const auto lanes = exchanged(&v, 1);
@@ -232,6 +270,9 @@ static void mbarrier_expect(u64* b, u32 bytes) {
     fiber->block->barriers[b].bytes += bytes;
     mbarrier_arrive(b);
 }
+static void mbarrier_expect_if(bool wanted, u64* b, u32 bytes) {
+    if (wanted) mbarrier_expect(b, bytes);
+}
 static void mbarriers_are_ready() {}
 static u64 evict_first() { return 0; }
 static void copy_to_shared(void* to, const void* from, u32 bytes, u64* b, u64) {
@@ -241,6 +282,10 @@ static void copy_to_shared(void* to, const void* from, u32 bytes, u64* b, u64) {
     barrier.check();
 }
 
+static void copy_to_shared_if(bool wanted, void* to, const void* from, u32 bytes, u64* b, u64 policy) {
+    if (wanted) copy_to_shared(to, from, bytes, b, policy);
+}
+
 // What `nvrtc.tensor_map` says, with the sizes of a box.
 struct TensorMap {
     const bf16* at;
@@ -248,13 +293,15 @@ struct TensorMap {
 };
 static void prefetch(const TensorMap&) {}
 static u32 swizzled(u32 at) { return at ^ (at >> 7 & 7) << 4; }
-static void copy_box(void* to, const TensorMap& map, int first, u64* b) {
+static void copy_box_if(bool wanted, void* to, const TensorMap& map, int first_row, int first, u64* b) {
+    if (!wanted) return;
     const u32 at = shared_address(to);
     if (at % 1024) give_up();
     for (int part = 0; part < map.parts; ++part)
         for (int row = 0; row < map.box_rows; ++row)
             for (int i = 0; i < 64; ++i) {
-                const bf16 v = row < map.rows ? map.at[row * map.stride + (first + part) * 64 + i] : 0;
+                const bool there = first_row + row < map.rows;
+                const bf16 v = there ? map.at[(first_row + row) * map.stride + (first + part) * 64 + i] : 0;
                 *(bf16*)(memory + swizzled(at + (part * map.box_rows + row) * 128 + i * 2)) = v;
             }
     Barrier& barrier = fiber->block->barriers[b];
@@ -286,6 +333,17 @@ static void wgmma(float (&d)[n], const u32 (&a)[4], u64 b) {
             sum += half_of(from, k % 2) * __uint_as_float(to);
         }
         d[e] = add ? d[e] + sum : sum;
+    }
+}
+template <int n>
+static void wgmma8(float (&d)[n], u64 a, u64 b) {
+    const int lane = fiber->number % 32, warp = fiber->number % 128 / 32;
+    const auto at = [](u64 rows, int row, int k) { return e4m3(memory[swizzled((u32)rows * 16 + row * 128 + k)]); };
+    for (int e = 0; e < n; ++e) {
+        const int row = warp * 16 + lane / 4 + 8 * (e % 4 / 2), column = e / 4 * 8 + lane % 4 * 2 + e % 2;
+        float sum = 0;
+        for (int k = 0; k < 32; ++k) sum += at(a, row, k) * at(b, column, k);
+        d[e] += sum;
     }
 }
 static void prefetch_to_l2(const void* line) { (void)*(const volatile char*)line; }

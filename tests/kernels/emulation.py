@@ -12,6 +12,12 @@ HERE = Path(__file__).parent
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 
+class TensorMap(ctypes.Structure):
+    """Of a matrix of 16-bit numbers, with `stride` of them from row to row, and the sizes of a box."""
+
+    _fields_ = [("at", ctypes.c_void_p), *((n, ctypes.c_longlong) for n in ("rows", "stride", "parts", "box_rows"))]
+
+
 def emulated_kernel(source: Path, entry: str, macros: Mapping[str, int], library: Path) -> ctypes.CDLL:
     """A library whose `launch(addresses of params, blocks, threads, shared bytes, seed)` says if all waits ended."""
     code = f'#include "emulated_ptx.h"\n#include "{source}"\n#include "emulated_main.h"\n'

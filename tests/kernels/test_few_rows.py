@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,16 +13,10 @@ from stored_codes import some_codes
 from ssd.kernels import few_rows as kernel
 from ssd.kernels.packing import PackedCodes, in_strips, pack, packed_rows, paired
 from ssd.kernels.quantized import Codes, CodeType, dequantize
-from tests.kernels.emulation import COMPILER, addresses, emulated_kernel
+from tests.kernels.emulation import COMPILER, TensorMap, addresses, emulated_kernel
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
-
-
-class TensorMap(ctypes.Structure):
-    """The emulator's."""
-
-    _fields_ = [("at", ctypes.c_void_p), *((n, ctypes.c_longlong) for n in ("rows", "stride", "parts", "box_rows"))]
 
 
 def as_on_a_gpu(codes: Codes) -> PackedCodes:
@@ -61,7 +54,7 @@ def emulated(
         **{"blocks": len(weight.words), "share": share, "stages": stages, "gated": gated, "float32": 1},
     )
     x_map = TensorMap(x.data_ptr(), rows, x.stride(0), weight.block * weight.parts // 64, 8 * tiles)
-    shared = kernel._RING_AT + stages * kernel.stage_bytes(weight, share, tiles)
+    shared = kernel.RING_AT + stages * kernel.stage_bytes(weight, share, tiles)
     threads = 32 * (-(-share // 4) * 4 + 1)
     assert library.launch(addresses(x_map, params), blocks, threads, shared, seed), "a wait is endless"
     return y
@@ -119,4 +112,4 @@ def test_rows_of_a_weight_in_pairs_are_its_own(kind: CodeType, group: int) -> No
 
 @pytest.mark.parametrize(("strips", "share"), [(512, 4), (640, 5), (3584, 7), (384, 3), (1, 1)])
 def test_multiprocessors_have_equally_many_strips(strips: int, share: int) -> None:
-    assert kernel.share_of(strips, 132) == share
+    assert kernel.share_of(strips, 132, 8) == share

@@ -1,0 +1,104 @@
+"""Attention of few queries over a KV cache in fp8 as a CUDA kernel (`fp8_attention.cu`), near the speed of reading KV.
+
+It has the bits of `attention._decode_kernel`, which does what this one does not: heads of other sizes, windows, sinks,
+branches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from ssd.kernels.compiling import compiling
+from ssd.kernels.driver import DriverError
+from ssd.kernels.launching import processors
+from ssd.kernels.nvrtc import BuildError, Kernel, kernels, tensor_map
+from ssd.kernels.ops import DeviceBatch, HeadShape
+from ssd.kernels.partition import current_processors
+
+log = logging.getLogger("ssd")
+SOURCE: Final = Path(__file__).with_name("fp8_attention.cu")
+HEAD_DIM: Final = 128
+STEP: Final = 64  # positions
+WARPS: Final = 8  # of a block of threads
+UNITS: Final = 2  # of 8 KiB in the ring of a warp
+_COLUMNS: Final = (1, 2)  # of 8 rows that a tile has: a kernel for each
+_SHARED: Final = 1024 + WARPS * UNITS * STEP * HEAD_DIM  # bytes
+_P = ctypes.c_void_p
+
+
+class Params(ctypes.Structure):
+    """`Params` of the source."""
+
+    _fields_ = [
+        *((name, _P) for name in ("q", "out", "partial", "stats", "count", "items", "tables")),
+        ("table_stride", ctypes.c_longlong),
+        *((name, ctypes.c_float) for name in ("scale", "v_scale")),
+        *((name, ctypes.c_int) for name in ("num_items", "kv_heads", "block_size")),
+    ]
+
+
+def takes(heads: HeadShape, dtype: torch.dtype, k_cache: torch.Tensor, plain: bool) -> bool:
+    """Whether `attend` is for these heads. plain: there are neither sinks nor branches."""
+    if not k_cache.is_cuda or torch.cuda.get_device_capability(k_cache.device) != (9, 0):
+        return False
+    fits = heads.head_dim == HEAD_DIM and heads.group_size <= 16 and k_cache.shape[1] % STEP == 0
+    whole = plain and not heads.window and not heads.first_position
+    return fits and whole and dtype is torch.bfloat16 and _kernels(k_cache.device, heads.group_size) != {}
+
+
+def programs(heads: HeadShape, device: torch.device) -> int:
+    """Warps for each KV head, for which pieces are shared out."""
+    return max(1, WARPS * processors(device) // heads.num_kv_heads)
+
+
+def macros_of(group: int, columns: int) -> dict[str, int]:
+    return {"GROUP": group, "NT": columns, "WARPS": WARPS, "UNITS": UNITS}
+
+
+@functools.cache
+def _kernels(device: torch.device, group: int) -> dict[int, Kernel]:
+    """Kernels by columns of 8 rows; none where they cannot be built."""
+    try:
+        made = kernels(SOURCE, [macros_of(group, columns) for columns in _COLUMNS], "attend", device, _SHARED)
+        return dict(zip(_COLUMNS, made, strict=True))
+    except (BuildError, DriverError, OSError) as error:
+        log.warning("KV in fp8 is read by a slower kernel: %s", error)
+        return {}
+
+
+def attend(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    batch: DeviceBatch,
+    heads: HeadShape,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    items: torch.Tensor,
+    workspace: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    scale: float,
+    v_scale: float,
+) -> None:
+    """Writes `out` for the decode-size tiles of a batch. items: see `attention._plan_kernel`; workspace: partial
+    results, their statistics, counters; scale: of products, to the base 2."""
+    if compiling():
+        return
+    columns = 1 if heads.group_size <= 8 and batch.tiles.shape[1] >= len(q) else 2  # one token a tile
+    pointers = (q, out, *workspace, items, batch.block_tables)
+    block_size, kv_heads = k_cache.shape[1], heads.num_kv_heads
+    params = Params(
+        *(tensor.data_ptr() for tensor in pointers),
+        *(batch.block_tables.stride(0), scale, v_scale, len(items), kv_heads, block_size),
+    )
+    width = kv_heads * HEAD_DIM
+    maps = [  # pairs of numbers as one of 16 bits
+        tensor_map(cache.data_ptr(), cache.shape[0] * block_size, width // 2, width, (1, STEP))
+        for cache in (k_cache, v_cache)
+    ]
+    blocks = min(current_processors(q.device), -(-len(items) * kv_heads // WARPS))
+    _kernels(q.device, heads.group_size)[columns].launch(blocks, 32 * WARPS, _SHARED, "early", *maps, params)

@@ -1,0 +1,60 @@
+// What kernels share whose producer thread copies blocks of operands to a ring in shared memory, for consumer warps.
+
+constexpr int MAX_STAGES = 20;
+constexpr int RING_AT = 1024;  // bytes; swizzled boxes (tensor maps) need addresses that are multiples of 1024
+constexpr u32 MAX_POLLS = 1u << 26;
+
+struct Barriers {
+    u64 full[MAX_STAGES], empty[MAX_STAGES];
+};
+static_assert(sizeof(Barriers) <= RING_AT, "the ring is behind them");
+
+struct Ring {
+    int stage = 0;
+    u32 parity = 0;
+    __device__ __forceinline__ void next(int stages) {
+        if (++stage == stages) stage = 0, parity ^= 1;
+    }
+};
+
+__device__ __forceinline__ void wait(u64* barrier, u32 parity) {
+    u32 polls = 0;
+    while (!mbarrier_passed(barrier, parity)) {
+        if (++polls > MAX_POLLS) give_up();
+        pause();
+    }
+}
+// Gives a slot of the ring back to the producer; all lanes of a warp call it.
+__device__ __forceinline__ void release(bool wanted, u64* empty) {
+    __syncwarp();
+    mbarrier_arrive_if(wanted && threadIdx.x % 32 == 0, empty);
+}
+// The blocks of operands that a producer copies: those of the first tile of outputs, of the next, and so on.
+struct Fill {
+    int tile, block = 0;
+    __device__ __forceinline__ void next(int blocks, int grid) {
+        if (++block == blocks) block = 0, tile += grid;
+    }
+};
+// By one thread, before all threads of the block meet.
+__device__ __forceinline__ void prepare(Barriers& barriers, int stages, int consumers) {
+    for (int i = 0; i < stages; ++i) {
+        mbarrier_init(&barriers.full[i], 1);
+        mbarrier_init(&barriers.empty[i], consumers);
+    }
+    mbarriers_are_ready();
+}
+
+__device__ __forceinline__ float wide(bf16 v) { return __uint_as_float((u32)v << 16); }
+__device__ __forceinline__ bf16 narrow(float v) { return (bf16)pack(v, 0.0f); }
+__device__ __forceinline__ void store(void* y, bool float32, u64 at, float value) {
+    if (float32)
+        ((float*)y)[at] = value;
+    else
+        ((bf16*)y)[at] = narrow(value);
+}
+// silu(gate) up, rounded as Triton does.
+__device__ __forceinline__ float gated_by(float gate, float up) {
+    const float below = __fadd_rn(1.0f, exp2_(__fmul_rn(-gate, 1.4426950408889634f)));
+    return __fmul_rn(divided(gate, below), up);
+}
