@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ssd.kernels import cpu
-from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope
+from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, RoundedRows
 from ssd.kernels.quantized import Codes, RowType, rounded_rows
 
 Packed = cpu.PackedWeight | cpu.PackedExperts
@@ -51,8 +51,8 @@ class CpuOps:
 
     def round_rows(
         self, x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None, weight: object = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return rounded_rows(x, group, kind, stored)
+    ) -> RoundedRows:
+        return RoundedRows(*rounded_rows(x, group, kind, stored))
 
     def codes_linear(
         self,
@@ -73,6 +73,17 @@ class CpuOps:
 
     def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
         return 1 << 30  # one tile per sequence: tiles are not used here
+
+    def rms_norm_and_round(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        residual: torch.Tensor | None,
+        kind: RowType,
+        target: object,
+    ) -> RoundedRows:
+        return self.round_rows(self.rms_norm(x, weight, eps, residual), None, kind, None, target)
 
     def rope_and_store(
         self,

@@ -6,13 +6,18 @@ import torch
 import triton
 import triton.language as tl
 
-from ssd.kernels.e4m3 import as_bytes, encode
+from ssd.kernels.e4m3 import as_bytes, encode, encode_by_cvt
 from ssd.kernels.launching import early_launch
 from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope
+from ssd.kernels.quantized import LEAST_SCALE
 
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, residual_ptr, w_ptr, y_ptr, x_stride, width, eps, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _rms_norm_kernel(
+    x_ptr, residual_ptr, w_ptr, y_ptr, scale_ptr, x_stride, width, eps,
+    BLOCK: tl.constexpr, LEAST: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """scale_ptr: None, or what is normed is rounded to e4m3, as by `row_codes`."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     mask = k < width
@@ -27,21 +32,49 @@ def _rms_norm_kernel(x_ptr, residual_ptr, w_ptr, y_ptr, x_stride, width, eps, BL
         tl.store(at, total, mask=mask)
         x = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x) / width + eps)
-    normed = (x * scale).to(w_ptr.dtype.element_ty)
-    tl.store(y_ptr + row * width + k, normed * w, mask=mask)
+    y = ((x * scale).to(w_ptr.dtype.element_ty) * w).to(x_ptr.dtype.element_ty)
+    if scale_ptr is None:
+        tl.store(y_ptr + row * width + k, y, mask=mask)
+    else:
+        wide = y.to(tl.float32)
+        row_scale = tl.maximum(tl.div_rn(tl.max(tl.abs(wide), 0), 448.0), LEAST)
+        tl.store(scale_ptr + row, row_scale)
+        tl.store(y_ptr + row * width + k, encode_by_cvt(wide, row_scale), mask=mask)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
     """See `Ops.rms_norm`."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch_rms_norm(x, residual, weight, y, None, eps)
+    return y
+
+
+def rms_norm_and_round(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Ops.rms_norm_and_round`; rows of e4m3 numbers."""
+    y = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    scales = torch.empty((len(x), 1), dtype=torch.float32, device=x.device)
+    _launch_rms_norm(x, residual, weight, y, scales, eps)
+    return y.view(torch.float8_e4m3fn), scales
+
+
+def _launch_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    y: torch.Tensor,
+    scales: torch.Tensor | None,
+    eps: float,
+) -> None:
     block = triton.next_power_of_2(x.shape[1])
     _rms_norm_kernel[(x.shape[0],)](
-        *(x, residual, weight, y, x.stride(0), x.shape[1], eps),
+        *(x, residual, weight, y, scales, x.stride(0), x.shape[1], eps),
         BLOCK=block,
+        LEAST=LEAST_SCALE,
         num_warps=min(8, max(1, block // 512)),
         **early_launch(x.device),
     )
-    return y
 
 
 @triton.jit
@@ -107,7 +140,9 @@ def _finite(x):
 
 @triton.jit
 def _store(ptr, x, scale, mask, FP8: tl.constexpr):
-    if FP8:
+    if FP8 == "cvt":
+        tl.store(ptr, encode_by_cvt(x.to(tl.float32), scale), mask=mask)
+    elif FP8 == "bits":
         tl.store(ptr, encode(x.to(tl.float32), scale), mask=mask)
     else:
         tl.store(ptr, x, mask=mask)
@@ -184,6 +219,9 @@ def rope_and_store(
 ) -> torch.Tensor:
     """See `Ops.rope_and_store`."""
     q = qkv.new_empty((qkv.shape[0], heads.num_heads, heads.head_dim))
+    fp8 = ""
+    if k_cache.dtype is torch.float8_e4m3fn:
+        fp8 = "cvt" if k_cache.is_cuda and torch.cuda.get_device_capability(k_cache.device) >= (8, 9) else "bits"
     parts = triton.cdiv(heads.num_heads, _HEADS) + triton.cdiv(heads.num_kv_heads, _HEADS)
     _rope_kernel[(qkv.shape[0], parts)](
         qkv,
@@ -206,7 +244,7 @@ def rope_and_store(
         D=heads.head_dim,
         HEADS=_HEADS,
         BLOCK=triton.next_power_of_2(heads.head_dim // 2),
-        FP8=k_cache.dtype is torch.float8_e4m3fn,
+        FP8=fp8,
         num_warps=1,
     )
     return q

@@ -1,10 +1,10 @@
 // x [rows, depth] times a packed weight (`packing.py`) transposed, for up to 8 TILES rows: bound by reading the weight.
 //
 // A block of threads takes `share` strips of 16 outputs at a time, one for each of its consumer warps. Its producer
-// copies, for one block of the depth after the other, the strips' codes, the scales of their groups and the rows of x to
-// a ring in shared memory. Consumers widen codes to bfloat16 in registers: those of four warps are the A operand of the
-// tensor cores (`wgmma`), x in shared memory is the B operand. Sums are those of `quantized_linear.py`, to the bit: over
-// the depth in one order, sixteen at a time.
+// copies, for one block of the depth after the other, the strips' codes, the scales of their groups and the rows of x
+// to a ring in shared memory. Consumers widen codes to bfloat16 in registers: those of four warps are the A operand of
+// the tensor cores (`wgmma`), x in shared memory is the B operand. Sums are those of `quantized_linear.py`, to the bit:
+// over the depth in one order, sixteen at a time.
 //
 // Macros: FORMAT (0: fp8, 1: int8, 2: int4), WORDS (of a block of an output), GROUP (weights of a scale, 0: all of an
 // output's), TILES.
@@ -23,7 +23,7 @@ constexpr int BATCH = GROUP && OF_ROUND >= 4 ? 4 : 2;  // steps that are issued 
 constexpr int SUMS = TILES * 4;                        // of a thread
 constexpr int STRIP_BYTES = 16 * WORDS * 4;
 constexpr int X_BYTES = TILES * 8 * DEPTH * 2;  // of a stage: 64 numbers of each row, the next 64, and so on
-constexpr int MAX_SHARE = 8;  // of strips
+constexpr int MAX_SHARE = 8;                    // of strips
 static_assert(STEPS % (2 * BATCH) == 0 && GROUPS % 4 == 0, "batches and rounds take turns with two sets of registers");
 
 struct Params {
@@ -119,8 +119,8 @@ struct Consumer {
         }
     }
     // One batch is computed while the codes of the next are widened. `scale`: address of those of the thread's first
-    // output, `previous`: barrier of the block before, if it is a `later` one (its last batch may be under way), `next`:
-    // loads the words of the block after this one.
+    // output, `previous`: barrier of the block before, if it is a `later` one (its last batch may be under way),
+    // `next`: loads the words of the block after this one.
     template <int i, typename Next>
     __device__ __forceinline__ void multiply(u64 x, u32 scale, bool later, u64* previous, Next next) {
         if constexpr (i < STEPS) {
@@ -217,12 +217,13 @@ __device__ __forceinline__ void produce(const TensorMap& x, const Params& p, Bar
         mbarrier_expect_if(leader, full, X_BYTES + count * (STRIP_BYTES + GROUPS * 64));
         copy_to_shared_if(leader, codes, p.words + from * (STRIP_BYTES / 4), count * STRIP_BYTES, full, policy);
         if (GROUPS)
-            copy_to_shared_if(leader, codes + p.share * STRIP_BYTES, p.scales + from * (GROUPS * 16), count * GROUPS * 64,
-                              full, policy);
+            copy_to_shared_if(leader, codes + p.share * STRIP_BYTES, p.scales + from * (GROUPS * 16),
+                              count * GROUPS * 64, full, policy);
     };
     Fill weight{(int)blockIdx.x}, fill = weight;
     int ahead = 0;
-    for (; ahead < p.stages && weight.tile < tiles; ++ahead, weight.next(p.blocks, gridDim.x)) copy_weight(weight, ahead);
+    for (; ahead < p.stages && weight.tile < tiles; ++ahead, weight.next(p.blocks, gridDim.x))
+        copy_weight(weight, ahead);
     if (leader) prefetch(x);
     wait_for_earlier_kernels();
     for (Ring at; fill.tile < tiles; fill.next(p.blocks, gridDim.x), at.next(p.stages)) {

@@ -1,20 +1,20 @@
-// Attention of few queries over paged KV in e4m3, heads of 128: bound by reading KV. Arithmetic and work items are those
-// of `_decode_kernel` (attention.py), to the bit.
+// Attention of few queries over paged KV in e4m3, heads of 128: bound by reading KV. Arithmetic and work items are
+// those of `_decode_kernel` (attention.py), to the bit.
 //
 // A warp computes an item of one KV head on its own. It copies keys and values of 64 positions at a time to its ring in
 // shared memory, reads them as the A operand of the tensor cores and widens them to float16 in registers: scores are
-// k q^T [positions, rows], results v^T p^T [dimensions, rows]. Rows of a tile: query tokens times the GROUP heads of the
-// KV head, in NT columns of 8.
+// k q^T [positions, rows], results v^T p^T [dimensions, rows]. Rows of a tile: query tokens times the GROUP heads of
+// the KV head, in NT = 1 or 2 columns of 8.
 //
-// Macros: GROUP, NT, WARPS (of a block of threads), UNITS (of 64 keys or values in a warp's ring).
+// Macros: GROUP, WARPS (of a block of threads), UNITS (of 64 keys or values in a warp's ring).
+
+#include "pipeline.cu"
 
 constexpr int DIM = 128, STEP = 64, SPLIT = 512;  // STEP, SPLIT: BLOCK_N and SPLIT of attention.py
 constexpr int UNIT_BYTES = STEP * DIM;
-constexpr int ITEM = 16;        // integers of an item
-constexpr int TILE_ROWS = 16;   // rows of a tile in the workspace
-constexpr int AT_ONCE = 8;      // pieces whose partial results are read at the same time
-constexpr int RING_AT = 1024;   // bytes; boxes are swizzled, their addresses are multiples of 1024
-constexpr u32 MAX_POLLS = 1u << 26;
+constexpr int ITEM = 16;       // integers of an item
+constexpr int TILE_ROWS = 16;  // rows of a tile in the workspace
+constexpr int AT_ONCE = 8;     // pieces whose partial results are read at the same time
 
 #define MINUS_INF __uint_as_float(0xFF800000u)
 
@@ -43,11 +43,7 @@ struct KVRing {
     // Address of the next unit, once it is there.
     __device__ __forceinline__ u32 arrived() {
         const int unit = used % UNITS;
-        u32 polls = 0;
-        while (!mbarrier_passed(&barriers[unit], used / UNITS & 1)) {
-            if (++polls > MAX_POLLS) give_up();
-            pause();
-        }
+        wait(&barriers[unit], used / UNITS & 1);
         ++used;
         __syncwarp();
         return shared_address(units + unit * UNIT_BYTES);
@@ -55,9 +51,10 @@ struct KVRing {
 };
 
 // Softmax sums of a lane's columns (rows of the tile) 8 n + lane % 4 * 2 and the next.
+template <int NT>
 struct Sums {
     float m[NT][2], l[NT][2];
-    float acc[8][NT][4];  // dimensions 16 i + lane / 4 * 4 of `dimension`, two columns each
+    float acc[8][NT][4];  // see `dimension`; elements 0 and 2 are of the first column
     __device__ __forceinline__ void begin() {
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
@@ -72,7 +69,8 @@ struct Sums {
 };
 __device__ __forceinline__ float safe_of(float m) { return m == MINUS_INF ? 0.0f : m; }
 // `_fold` of one column's statistics: the factors of its earlier results and of those that are added.
-__device__ __forceinline__ void fold(float& m, float& l, float m_piece, float l_piece, float scale, float (&factors)[2]) {
+__device__ __forceinline__ void fold(float& m, float& l, float m_piece, float l_piece, float scale,
+                                     float (&factors)[2]) {
     const float top = fmaxf(m, m_piece), safe = safe_of(top);
     factors[0] = exp2_(__fmul_rn(__fsub_rn(m, safe), scale));
     factors[1] = exp2_(__fmul_rn(__fsub_rn(m_piece, safe), scale));
@@ -81,7 +79,8 @@ __device__ __forceinline__ void fold(float& m, float& l, float m_piece, float l_
 __device__ __forceinline__ float folded(float sum, float piece, const float (&factors)[2]) {
     return __fmaf_rn(sum, factors[0], __fmul_rn(piece, factors[1]));
 }
-__device__ __forceinline__ void fold(Sums& all, const Sums& piece, float scale) {
+template <int NT>
+__device__ __forceinline__ void fold(Sums<NT>& all, const Sums<NT>& piece, float scale) {
 #pragma unroll
     for (int n = 0; n < NT; ++n)
 #pragma unroll
@@ -96,13 +95,15 @@ __device__ __forceinline__ void fold(Sums& all, const Sums& piece, float scale) 
         }
 }
 
+template <int NT>
 struct Queries {
-    u32 of[8][NT][2];  // by sixteen dimensions: the B operand
+    u32 of[8][NT][2];  // by sixteen dimensions: the B operand, in the order in which words of keys hold them
     int position[NT][2];
 };
 
 // Keys of a unit at `from`: scores [64 positions, rows].
-__device__ __forceinline__ void multiply_keys(u32 from, const Queries& q, float (&scores)[4][NT][4], int lane) {
+template <int NT>
+__device__ __forceinline__ void multiply_keys(u32 from, const Queries<NT>& q, float (&scores)[4][NT][4], int lane) {
     const u32 at = from + lane / 4 * 128 + (lane / 4 << 4) + lane % 4 * 4;
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -121,6 +122,7 @@ __device__ __forceinline__ void multiply_keys(u32 from, const Queries& q, float 
         }
 }
 // Values of a unit at `from`, times p, to the sums.
+template <int NT>
 __device__ __forceinline__ void multiply_values(u32 from, const u32 (&p)[4][NT][2], float (&acc)[8][NT][4], int lane) {
     const u32 even = from + lane % 4 * 256 + ((lane / 16 ^ lane % 4 * 2) << 4) + lane / 4 % 4 * 4;
     const u32 odd = (even ^ 16) + 128;
@@ -146,9 +148,9 @@ __device__ __forceinline__ void multiply_values(u32 from, const u32 (&p)[4][NT][
 __device__ __forceinline__ int dimension(int d, int lane) { return d * 32 + lane / 4 * 4; }
 
 // `_step`; `from`: position of the first key, `copy`: starts the copy of a unit.
-template <typename Copy>
-__device__ __forceinline__ void step(KVRing& ring, const Queries& q, Sums& sums, bool masked, int from, float scale,
-                                     int lane, Copy copy) {
+template <int NT, typename Copy>
+__device__ __forceinline__ void step(KVRing& ring, const Queries<NT>& q, Sums<NT>& sums, bool masked, int from,
+                                     float scale, int lane, Copy copy) {
     float scores[4][NT][4];
     multiply_keys(ring.arrived(), q, scores, lane);
     __syncwarp();
@@ -159,7 +161,8 @@ __device__ __forceinline__ void step(KVRing& ring, const Queries& q, Sums& sums,
         if (masked)
 #pragma unroll
             for (int i = 0; i < 16; ++i)
-                if (from + i / 4 * 16 + i % 4 / 2 * 8 + lane / 4 > q.position[n][i % 2]) scores[i / 4][n][i % 4] = MINUS_INF;
+                if (from + i / 4 * 16 + i % 4 / 2 * 8 + lane / 4 > q.position[n][i % 2])
+                    scores[i / 4][n][i % 4] = MINUS_INF;
         float keep[2], shift[2];
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
@@ -180,8 +183,9 @@ __device__ __forceinline__ void step(KVRing& ring, const Queries& q, Sums& sums,
         for (int i = 0; i < 4; ++i) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float *of = &scores[i][n][half * 2];
-                p[i][n][half] = transposed(pack16(exp2_(__fmaf_rn(of[0], scale, shift[0])), exp2_(__fmaf_rn(of[1], scale, shift[1]))));
+                const float* of = &scores[i][n][half * 2];
+                p[i][n][half] = transposed(
+                    pack16(exp2_(__fmaf_rn(of[0], scale, shift[0])), exp2_(__fmaf_rn(of[1], scale, shift[1]))));
             }
             mma16(l, ones, p[i][n]);
         }
@@ -215,7 +219,8 @@ __device__ __forceinline__ float* results_at(const Params& p, u64 place, int pai
 __device__ __forceinline__ uint4 bits_of(float a, float b, float c, float d) {
     return make_uint4(__float_as_uint(a), __float_as_uint(b), __float_as_uint(c), __float_as_uint(d));
 }
-__device__ __forceinline__ void store_piece(const Params& p, u64 place, const Sums& sums, int rows, int lane) {
+template <int NT>
+__device__ __forceinline__ void store_piece(const Params& p, u64 place, const Sums<NT>& sums, int rows, int lane) {
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
         const int pair = 4 * n + lane % 4;
@@ -235,7 +240,8 @@ __device__ __forceinline__ void fold_pieces(const Params& p, int place, int piec
     for (int pair = 0; 2 * pair < rows; pair += 2) {
         float m[2][2], l[2][2], sums[4][4];
 #pragma unroll
-        for (int i = 0; i < 16; ++i) sums[i / 4][i % 4] = 0.0f, m[i / 2 % 2][i % 2] = MINUS_INF, l[i / 2 % 2][i % 2] = 0.0f;
+        for (int i = 0; i < 16; ++i)
+            sums[i / 4][i % 4] = 0.0f, m[i / 2 % 2][i % 2] = MINUS_INF, l[i / 2 % 2][i % 2] = 0.0f;
         for (int piece = 0; piece < pieces; piece += AT_ONCE) {
             uint4 stats[AT_ONCE][2], results[AT_ONCE][4];
 #pragma unroll
@@ -260,12 +266,12 @@ __device__ __forceinline__ void fold_pieces(const Params& p, int place, int piec
                     const int own = i / 2, c = i % 2;
                     const uint4 of = stats[k][own];
                     float factors[2];
-                    fold(m[own][c], l[own][c], __uint_as_float(c ? of.z : of.x), __uint_as_float(c ? of.w : of.y), p.scale,
-                         factors);
+                    fold(m[own][c], l[own][c], __uint_as_float(c ? of.z : of.x), __uint_as_float(c ? of.w : of.y),
+                         p.scale, factors);
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
                         const uint4 v = results[k][own * 2 + half];
-                        float(&sum)[4] = sums[own * 2 + half];
+                        float (&sum)[4] = sums[own * 2 + half];
                         sum[c] = folded(sum[c], __uint_as_float(c ? v.y : v.x), factors);
                         sum[c + 2] = folded(sum[c + 2], __uint_as_float(c ? v.w : v.z), factors);
                     }
@@ -274,14 +280,17 @@ __device__ __forceinline__ void fold_pieces(const Params& p, int place, int piec
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const int own = i / 4, c = i / 2 % 2, half = i % 2, r = 2 * (pair + own) + c;
-            const int tile = half * 4 + lane / 8, dim = tile / 2 * 32 + lane % 8 * 4 + tile % 2 * 2;  // as in `dimension`
+            const int tile = half * 4 + lane / 8,
+                      dim = tile / 2 * 32 + lane % 8 * 4 + tile % 2 * 2;  // as in `dimension`
             const float* of = sums[own * 2 + half];
             if (r < rows)
-                *(u32*)(p.out + query_row(p, first_row, head, r) * DIM + dim) = finished(p, of[c], of[c + 2], l[own][c]);
+                *(u32*)(p.out + query_row(p, first_row, head, r) * DIM + dim) =
+                    finished(p, of[c], of[c + 2], l[own][c]);
         }
     }
 }
 
+template <int NT>
 __device__ __forceinline__ void compute(const TensorMap& k, const TensorMap& v, const Params& p, KVRing& ring,
                                         const int* item, int head) {
     const int lane = threadIdx.x % 32;
@@ -299,7 +308,7 @@ __device__ __forceinline__ void compute(const TensorMap& k, const TensorMap& v, 
     };
     for (int i = 0; i < UNITS; ++i) copy();
 
-    Queries q;
+    Queries<NT> q;
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
 #pragma unroll
@@ -316,7 +325,7 @@ __device__ __forceinline__ void compute(const TensorMap& k, const TensorMap& v, 
         }
     }
     const int seen_by_all = (first_position + 1) / STEP * STEP;
-    Sums sums, all;
+    Sums<NT> sums, all;
     all.begin();
     sums.begin();
     for (int from = begin; from < end; from += STEP) {
@@ -358,10 +367,7 @@ __device__ __forceinline__ void compute(const TensorMap& k, const TensorMap& v, 
         }
 }
 
-#ifndef RESIDENT
-#define RESIDENT 1
-#endif
-extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     attend(const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v, const __grid_constant__ Params p) {
     const int number = __shfl_sync(~0u, threadIdx.x / 32, 0);
     KVRing ring{memory + RING_AT + number * UNITS * UNIT_BYTES, (u64*)memory + number * UNITS};
@@ -376,6 +382,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
     for (int unit = number * gridDim.x + blockIdx.x; unit < p.num_items * p.kv_heads; unit += gridDim.x * WARPS) {
         const int* item = p.items + unit / p.kv_heads * ITEM;
         if (item[0] < 0) break;
-        compute(k, v, p, ring, item, unit % p.kv_heads);
+        if (item[1] * GROUP <= 8)
+            compute<1>(k, v, p, ring, item, unit % p.kv_heads);
+        else
+            compute<2>(k, v, p, ring, item, unit % p.kv_heads);
     }
 }

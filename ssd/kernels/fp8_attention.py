@@ -27,7 +27,6 @@ HEAD_DIM: Final = 128
 STEP: Final = 64  # positions
 WARPS: Final = 8  # of a block of threads
 UNITS: Final = 2  # of 8 KiB in the ring of a warp
-_COLUMNS: Final = (1, 2)  # of 8 rows that a tile has: a kernel for each
 _SHARED: Final = 1024 + WARPS * UNITS * STEP * HEAD_DIM  # bytes
 _P = ctypes.c_void_p
 
@@ -49,7 +48,7 @@ def takes(heads: HeadShape, dtype: torch.dtype, k_cache: torch.Tensor, plain: bo
         return False
     fits = heads.head_dim == HEAD_DIM and heads.group_size <= 16 and k_cache.shape[1] % STEP == 0
     whole = plain and not heads.window and not heads.first_position
-    return fits and whole and dtype is torch.bfloat16 and _kernels(k_cache.device, heads.group_size) != {}
+    return fits and whole and dtype is torch.bfloat16 and _kernel(k_cache.device, heads.group_size) is not None
 
 
 def programs(heads: HeadShape, device: torch.device) -> int:
@@ -57,19 +56,18 @@ def programs(heads: HeadShape, device: torch.device) -> int:
     return max(1, WARPS * processors(device) // heads.num_kv_heads)
 
 
-def macros_of(group: int, columns: int) -> dict[str, int]:
-    return {"GROUP": group, "NT": columns, "WARPS": WARPS, "UNITS": UNITS}
+def macros_of(group: int) -> dict[str, int]:
+    return {"GROUP": group, "WARPS": WARPS, "UNITS": UNITS}
 
 
 @functools.cache
-def _kernels(device: torch.device, group: int) -> dict[int, Kernel]:
-    """Kernels by columns of 8 rows; none where they cannot be built."""
+def _kernel(device: torch.device, group: int) -> Kernel | None:
+    """None where it cannot be built."""
     try:
-        made = kernels(SOURCE, [macros_of(group, columns) for columns in _COLUMNS], "attend", device, _SHARED)
-        return dict(zip(_COLUMNS, made, strict=True))
+        return kernels(SOURCE, [macros_of(group)], "attend", device, _SHARED)[0]
     except (BuildError, DriverError, OSError) as error:
         log.warning("KV in fp8 is read by a slower kernel: %s", error)
-        return {}
+        return None
 
 
 def attend(
@@ -86,9 +84,9 @@ def attend(
 ) -> None:
     """Writes `out` for the decode-size tiles of a batch. items: see `attention._plan_kernel`; workspace: partial
     results, their statistics, counters; scale: of products, to the base 2."""
-    if compiling():
+    kernel = _kernel(q.device, heads.group_size)
+    if compiling() or kernel is None:
         return
-    columns = 1 if heads.group_size <= 8 and batch.tiles.shape[1] >= len(q) else 2  # one token a tile
     pointers = (q, out, *workspace, items, batch.block_tables)
     block_size, kv_heads = k_cache.shape[1], heads.num_kv_heads
     params = Params(
@@ -101,4 +99,4 @@ def attend(
         for cache in (k_cache, v_cache)
     ]
     blocks = min(current_processors(q.device), -(-len(items) * kv_heads // WARPS))
-    _kernels(q.device, heads.group_size)[columns].launch(blocks, 32 * WARPS, _SHARED, "early", *maps, params)
+    kernel.launch(blocks, 32 * WARPS, _SHARED, "early", *maps, params)

@@ -27,7 +27,7 @@ from ssd.kernels.quantized import Codes, RowType
 
 log = logging.getLogger("ssd")
 SOURCE: Final = Path(__file__).with_name("fp8_rows.cu")
-TILES: Final = (1, 2, 4, 8, 16)  # of 8 rows, each number a kernel of its own
+TILES: Final = (1, 2, 4, 8)  # of 8 rows, each number a kernel of its own; for more rows the library is faster
 PARTS: Final = 2  # of 128 numbers of the depth, that a stage holds
 MAX_SHARE: Final = 16  # of 8 outputs
 BEHIND: Final = 8 << 10  # bytes behind the ring that the tensor cores may read

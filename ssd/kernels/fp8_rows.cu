@@ -1,20 +1,20 @@
 // x [rows, depth] times a weight [columns, depth] transposed, both e4m3, for up to 8 TILES rows: bound by reading the
 // weight.
 //
-// A block of threads takes `share` times 8 outputs at a time, up to 64 for each of its one or two groups of four consumer
-// warps. Its producer copies, for one block of the depth after the other, the outputs' weights and the rows of x to a
-// ring in shared memory, from where the tensor cores (`wgmma`) read both. Sums are over the depth in one chain, 32 at a
-// time, as the library's are.
+// A block of threads takes `share` times 8 outputs at a time, up to 64 for each of its one or two groups of four
+// consumer warps. Its producer copies, for one block of the depth after the other, the outputs' weights and the rows of
+// x to a ring in shared memory, from where the tensor cores (`wgmma`) read both. Sums are over the depth in one chain,
+// 32 at a time, as the library's are.
 //
 // Macro: TILES.
 
 #include "pipeline.cu"
 
-constexpr int PARTS = 2;                            // of 128 numbers, that a stage holds
-constexpr int PART_STEPS = 4;                       // of the tensor cores, 32 numbers each
-constexpr int SUMS = TILES * 4;                     // of a thread
-constexpr int X_BYTES = PARTS * TILES * 8 * 128;    // of a stage
-constexpr int UNIT_BYTES = 8 * 128;                 // 8 outputs of a part
+constexpr int PARTS = 2;                          // of 128 numbers, that a stage holds
+constexpr int PART_STEPS = 4;                     // of the tensor cores, 32 numbers each
+constexpr int SUMS = TILES * 4;                   // of a thread
+constexpr int X_BYTES = PARTS * TILES * 8 * 128;  // of a stage
+constexpr int UNIT_BYTES = 8 * 128;               // 8 outputs of a part
 constexpr int GROUP_UNITS = 8, MAX_SHARE = 16;
 
 struct Params {
@@ -94,7 +94,8 @@ __device__ __forceinline__ void produce(const TensorMap& x, const TensorMap& w, 
     };
     Fill weight{(int)blockIdx.x}, fill = weight;
     int ahead = 0;
-    for (; ahead < p.stages && weight.tile < tiles; ++ahead, weight.next(p.blocks, gridDim.x)) copy_weight(weight, ahead);
+    for (; ahead < p.stages && weight.tile < tiles; ++ahead, weight.next(p.blocks, gridDim.x))
+        copy_weight(weight, ahead);
     if (leader) prefetch(x);
     wait_for_earlier_kernels();
     for (Ring at; fill.tile < tiles; fill.next(p.blocks, gridDim.x), at.next(p.stages)) {
@@ -107,7 +108,8 @@ __device__ __forceinline__ void produce(const TensorMap& x, const TensorMap& w, 
 }
 
 extern "C" __global__ void __launch_bounds__(32 * (MAX_SHARE / 2 + 1), 1)
-    product(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const __grid_constant__ Params p) {
+    product(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
+            const __grid_constant__ Params p) {
     Barriers& barriers = *reinterpret_cast<Barriers*>(memory);
     unsigned char* ring = memory + RING_AT;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), consumers = (p.share + GROUP_UNITS - 1) / GROUP_UNITS * 4;

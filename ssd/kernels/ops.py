@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:  # `ssd --help` lists shapes, and does not need torch
     import torch
@@ -112,6 +112,16 @@ class Routing:
         return len(self.starts) - 1
 
 
+class RoundedRows(NamedTuple):
+    """Rows in 8-bit floats or integers, and their scales, float32 [rows, groups]."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+
+Rows: TypeAlias = "torch.Tensor | RoundedRows"
+
+
 class Ops(Protocol):
     """Weights are passed to `prepare` once, which lays them out as the device needs; x is always [rows, width]."""
 
@@ -198,9 +208,9 @@ class Ops(Protocol):
 
     def round_rows(
         self, x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None, weight: Any = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> RoundedRows:
         """Each row of x in 8-bit floats (e4m3) or integers, in x's type or (if it has kernels for that) as the products
-        of `weight` take them, and its scales, float32 [rows, groups].
+        of `weight` take them.
 
         A scale for each `group` columns, or for all; `stored`: it is this one [1, 1], else that of the largest number.
         """
@@ -215,6 +225,17 @@ class Ops(Protocol):
 
         What is normalised is rounded to the type of the weight, that of x or float32, before they are multiplied.
         """
+
+    def rms_norm_and_round(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        residual: torch.Tensor | None,
+        kind: RowType,
+        target: Any,
+    ) -> RoundedRows:
+        """`rms_norm`, then `round_rows` with one scale a row for products of the weight `target`."""
 
     def rope_and_store(
         self,

@@ -183,8 +183,8 @@ __device__ __forceinline__ void mbarrier_expect(u64* b, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
                  : "memory");
 }
-// What follows with `_if` is called by whole warps, where `wanted` is true for one lane: behind a branch, addresses would
-// have to be made uniform one by one, which takes hundreds of cycles.
+// What follows with `_if` is called by whole warps, where `wanted` is true for one lane: behind a branch, addresses
+// would have to be made uniform one by one, which takes hundreds of cycles.
 __device__ __forceinline__ void mbarrier_expect_if(bool wanted, u64* b, u32 bytes) {
     asm volatile(
         "{\n.reg .pred q;\nsetp.ne.b32 q, %2, 0;\n@q mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n}" ::"r"(
@@ -215,8 +215,8 @@ __device__ __forceinline__ void copy_to_shared_if(bool wanted, void* to, const v
                                                   u64 policy) {
     asm volatile(
         "{\n.reg .pred q;\nsetp.ne.b32 q, %5, 0;\n"
-        "@q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;\n}" ::
-            "r"(shared_address(to)),
+        "@q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
+        "%4;\n}" ::"r"(shared_address(to)),
         "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy), "r"((int)wanted)
         : "memory");
 }
@@ -229,17 +229,19 @@ __device__ __forceinline__ void prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 // Copies the box that begins with row `row` of part `part`; `barrier` counts its bytes.
-__device__ __forceinline__ void copy_box_if(bool wanted, void* to, const TensorMap& map, int row, int part, u64* barrier) {
+__device__ __forceinline__ void copy_box_if(bool wanted, void* to, const TensorMap& map, int row, int part,
+                                            u64* barrier) {
     asm volatile(
         "{\n.reg .pred q;\nsetp.ne.b32 q, %6, 0;\n"
-        "@q cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];\n}" ::
-            "r"(shared_address(to)),
+        "@q cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+        "[%5];\n}" ::"r"(shared_address(to)),
         "l"(&map), "r"(0), "r"(row), "r"(part), "r"(shared_address(barrier)), "r"((int)wanted)
         : "memory");
 }
 
-// Products of four warps: d += a b, without `add` d = a b. Warp i has rows 16 i to 16 i + 15 of a, as in `mma`, and those
-// of d; b is in shared memory, by columns. They run behind the thread, in batches: until a wait, a and d are theirs.
+// Products of four warps: d += a b, without `add` d = a b. Warp i has rows 16 i to 16 i + 15 of a, as in `mma`, and
+// those of d; b is in shared memory, by columns. They run behind the thread, in batches: until a wait, a and d are
+// theirs.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // For all batches but the last `pending`; d is of those.
@@ -261,35 +263,32 @@ __device__ __forceinline__ u64 rows_descriptor(u32 at) {
 #define SUMS8(how, i) SUMS4(how, i), SUMS4(how, i + 4)
 #define SUMS16(how, i) SUMS8(how, i), SUMS8(how, i + 8)
 #define SUMS32(how, i) SUMS16(how, i), SUMS16(how, i + 16)
-#define SUMS64(how, i) SUMS32(how, i), SUMS32(how, i + 32)
-#define WGMMA(count, columns, list, operands)                                                                          \
-    template <bool add>                                                                                                \
-    __device__ __forceinline__ void wgmma(float (&d)[count], const u32 (&a)[4], u64 b) {                               \
-        if (add)                                                                                                       \
-            asm volatile("{\n.reg .pred q;\nsetp.ne.b32 q, 1, 0;\nwgmma.mma_async.sync.aligned.m64n" #columns             \
-                         "k16.f32.bf16.bf16 {" list "}, " operands ", q, 1, 1, 0;\n}"                                  \
-                         : SUMS##count("+f", 0)                                                                        \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                        \
-        else                                                                                                           \
-            asm volatile("{\n.reg .pred q;\nsetp.ne.b32 q, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #columns             \
-                         "k16.f32.bf16.bf16 {" list "}, " operands ", q, 1, 1, 0;\n}"                                  \
-                         : SUMS##count("=f", 0)                                                                        \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                        \
+#define WGMMA(count, columns, list, operands)                                                                 \
+    template <bool add>                                                                                       \
+    __device__ __forceinline__ void wgmma(float (&d)[count], const u32(&a)[4], u64 b) {                       \
+        if (add)                                                                                              \
+            asm volatile("{\n.reg .pred q;\nsetp.ne.b32 q, 1, 0;\nwgmma.mma_async.sync.aligned.m64n" #columns \
+                         "k16.f32.bf16.bf16 {" list "}, " operands ", q, 1, 1, 0;\n}"                         \
+                         : SUMS##count("+f", 0)                                                               \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                               \
+        else                                                                                                  \
+            asm volatile("{\n.reg .pred q;\nsetp.ne.b32 q, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #columns \
+                         "k16.f32.bf16.bf16 {" list "}, " operands ", q, 1, 1, 0;\n}"                         \
+                         : SUMS##count("=f", 0)                                                               \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                               \
     }
 // Likewise of e4m3 numbers, 32 at a time, with a in shared memory by rows.
-#define WGMMA8(count, columns, list, operands)                                                                         \
-    __device__ __forceinline__ void wgmma8(float (&d)[count], u64 a, u64 b) {                                          \
-        asm volatile("{\n.reg .pred q;\nsetp.ne.b32 q, 1, 0;\nwgmma.mma_async.sync.aligned.m64n" #columns                 \
-                     "k32.f32.e4m3.e4m3 {" list "}, " operands ", q, 1, 1;\n}"                                         \
-                     : SUMS##count("+f", 0)                                                                            \
-                     : "l"(a), "l"(b));                                                                                \
+#define WGMMA8(count, columns, list, operands)                                                            \
+    __device__ __forceinline__ void wgmma8(float (&d)[count], u64 a, u64 b) {                             \
+        asm volatile("{\n.reg .pred q;\nsetp.ne.b32 q, 1, 0;\nwgmma.mma_async.sync.aligned.m64n" #columns \
+                     "k32.f32.e4m3.e4m3 {" list "}, " operands ", q, 1, 1;\n}"                            \
+                     : SUMS##count("+f", 0)                                                               \
+                     : "l"(a), "l"(b));                                                                   \
     }
 #define LIST4 "%0,%1,%2,%3"
 #define LIST8 LIST4 ",%4,%5,%6,%7"
 #define LIST16 LIST8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define LIST32 LIST16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define LIST64 LIST32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
-    ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 WGMMA(4, 8, LIST4, "{%4,%5,%6,%7}, %8")
 WGMMA(8, 16, LIST8, "{%8,%9,%10,%11}, %12")
 WGMMA(16, 32, LIST16, "{%16,%17,%18,%19}, %20")
@@ -298,7 +297,6 @@ WGMMA8(4, 8, LIST4, "%4, %5")
 WGMMA8(8, 16, LIST8, "%8, %9")
 WGMMA8(16, 32, LIST16, "%16, %17")
 WGMMA8(32, 64, LIST32, "%32, %33")
-WGMMA8(64, 128, LIST64, "%64, %65")
 __device__ __forceinline__ void prefetch_to_l2(const void* line) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
 }

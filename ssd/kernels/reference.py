@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ssd.kernels.ops import GLU, UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, Routing
+from ssd.kernels.ops import GLU, UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, RoundedRows, Routing
 from ssd.kernels.quantized import Codes, RowType, dequantize, rounded_rows
 
 _E4M3_MAX = 448.0
@@ -108,8 +108,8 @@ class ReferenceOps:
 
     def round_rows(
         self, x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None, weight: object = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return rounded_rows(x, group, kind, stored)
+    ) -> RoundedRows:
+        return RoundedRows(*rounded_rows(x, group, kind, stored))
 
     def codes_embedding(self, weight: tuple[Codes, torch.dtype], token_ids: torch.Tensor) -> torch.Tensor:
         codes, dtype = weight
@@ -123,6 +123,17 @@ class ReferenceOps:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return (weight * wide.to(weight.dtype)).to(x.dtype)
+
+    def rms_norm_and_round(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        residual: torch.Tensor | None,
+        kind: RowType,
+        target: object,
+    ) -> RoundedRows:
+        return self.round_rows(self.rms_norm(x, weight, eps, residual), None, kind, None, target)
 
     def rope_and_store(
         self,

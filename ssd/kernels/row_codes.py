@@ -6,17 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ssd.kernels.e4m3 import encode, widen_bits
+from ssd.kernels.e4m3 import encode, encode_by_cvt, widen_bits
 from ssd.kernels.launching import early_launch
 from ssd.kernels.quantized import LEAST_SCALE, ROW_LIMITS, RowType
 
 _BLOCK = 16384  # numbers that one program rounds at a time
-_ENCODE = tl.constexpr("""{
-    .reg .b16 a, b;
-    cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;
-    cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;
-    mov.b32 $0, {a, b};
-}""")
 
 
 @triton.jit
@@ -24,9 +18,8 @@ def _rounded(
     x, scale, dtype: tl.constexpr,
     INTEGERS: tl.constexpr, NARROW: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
 ):  # fmt: skip
-    if NARROW:  # what `encode` does, in an instruction
-        scaled = tl.div_rn(x, scale)
-        return tl.inline_asm_elementwise(_ENCODE, "=r,r,r,r,r", [scaled], dtype=tl.uint8, is_pure=True, pack=4)
+    if NARROW:
+        return encode_by_cvt(x, scale)
     elif INTEGERS:
         scaled = tl.minimum(tl.maximum(tl.div_rn(x, scale), LOWEST), HIGHEST)
         return ((scaled + 12582912.0) - 12582912.0).to(dtype)  # 1.5 * 2^23: to the nearest integer, ties to even

@@ -18,7 +18,7 @@ from ssd.kernels import (
     quantized_linear,
     row_codes,
 )
-from ssd.kernels.ops import GLU, UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, Routing
+from ssd.kernels.ops import GLU, UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, RoundedRows, Routing
 from ssd.kernels.quantized import Codes, RowType
 
 Weight = packing.PackedCodes | fp8_linear.Fp8Weight  # of `prepare_codes`
@@ -81,9 +81,9 @@ class TritonOps:
 
     def round_rows(
         self, x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None, weight: object = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> RoundedRows:
         narrow = isinstance(weight, fp8_linear.Fp8Weight)
-        return row_codes.rounded_rows(x, group, kind, stored, narrow=narrow)
+        return RoundedRows(*row_codes.rounded_rows(x, group, kind, stored, narrow=narrow))
 
     def codes_linear(
         self,
@@ -138,6 +138,19 @@ class TritonOps:
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         return elementwise.rms_norm(x, weight, eps, residual)
+
+    def rms_norm_and_round(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        residual: torch.Tensor | None,
+        kind: RowType,
+        target: object,
+    ) -> RoundedRows:
+        if isinstance(target, fp8_linear.Fp8Weight):
+            return RoundedRows(*elementwise.rms_norm_and_round(x, weight, eps, residual))
+        return self.round_rows(self.rms_norm(x, weight, eps, residual), None, kind, None, target)
 
     def rope_and_store(
         self,

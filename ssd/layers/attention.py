@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ssd.kernels.ops import DeviceBatch, Rope
+from ssd.kernels.ops import DeviceBatch, Rope, Rows
 from ssd.layers.kv_scales import LayerScales
 from ssd.layers.linear import ColumnLinear, RowLinear
 from ssd.layers.norm import RMSNorm
@@ -75,12 +75,12 @@ class Attention:
             return Rope(*self.tables)
         return Rope(*self.tables, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
-    def store(self, x: torch.Tensor, batch: DeviceBatch, kv: LayerKV) -> torch.Tensor:
+    def store(self, x: Rows, batch: DeviceBatch, kv: LayerKV) -> torch.Tensor:
         """Writes keys and values of a batch to their slots; returns the queries."""
         k, v = kv
         return self.ops.rope_and_store(self.qkv(x), batch, self.rope, self.heads, k, v, self.kv_scales.value)
 
-    def __call__(self, x: torch.Tensor, batch: DeviceBatch, kv: LayerKV) -> torch.Tensor:
+    def __call__(self, x: Rows, batch: DeviceBatch, kv: LayerKV) -> torch.Tensor:
         (k, v), q = kv, self.store(x, batch, kv)
         sinks = None if self.sinks is None else self.sinks.logits
         return self.output(self.ops.attention(q, batch, self.heads, k, v, self.kv_scales.value, sinks))

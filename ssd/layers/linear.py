@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ssd.errors import UnsupportedModel
+from ssd.kernels.ops import Rows
 from ssd.layers.formats import DENSE, Use
 from ssd.layers.formats.coded import Mixed
 from ssd.layers.parameter import Build, LazyTensor, share_of
@@ -105,7 +106,7 @@ class Linear:
     def _padded(self, share: torch.Tensor) -> torch.Tensor:
         return share
 
-    def _product(self, x: torch.Tensor, bias: torch.Tensor | None, *, float32: bool = False) -> torch.Tensor:
+    def _product(self, x: Rows, bias: torch.Tensor | None, *, float32: bool = False) -> torch.Tensor:
         return self.format.linear(self.ops, x, self.weight, bias, gated=self.use.gated, float32=float32)
 
 
@@ -115,7 +116,7 @@ class ColumnLinear(Linear):
     def cut(self, rows: int) -> tuple[slice, slice]:
         return self.tp.share(rows, self.unit), _ALL
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Rows) -> torch.Tensor:
         return self._product(x, self.bias)
 
 

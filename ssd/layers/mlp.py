@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ssd.kernels.ops import Rows
 from ssd.layers.formats import Use
 from ssd.layers.linear import ColumnLinear, RowLinear
 from ssd.layers.parameter import Build, Parameter
@@ -24,5 +25,5 @@ class MLP:
     def parameters(self) -> Iterator[Parameter]:
         yield from (self.gate_up, self.down)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Rows) -> torch.Tensor:
         return self.down(self.gate_up(x))

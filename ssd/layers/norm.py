@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import torch
 
+from ssd.kernels.ops import Rows
+from ssd.layers.linear import Linear
 from ssd.layers.parameter import Build, LazyTensor
 
 
 class RMSNorm:
     """A norm with one weight per column; every rank has all of it.
 
-    `float32`: its product is rounded once, after it; else the normalised numbers are rounded before it, too.
+    `float32`: its product is rounded once, after it; else the normalised numbers are rounded before it, too. `feeds`:
+    the only layer that reads what is normed, whose format may round it in the same kernel.
     """
 
-    def __init__(self, build: Build, name: str, width: int, eps: float, *, float32: bool = False) -> None:
-        self.name, self.width, self.eps = name, width, eps
+    def __init__(
+        self,
+        build: Build,
+        name: str,
+        width: int,
+        eps: float,
+        *,
+        float32: bool = False,
+        feeds: Linear | None = None,
+    ) -> None:
+        self.name, self.width, self.eps, self._feeds = name, width, eps, feeds
         dtype = torch.float32 if float32 else build.dtype
         self.weight = torch.empty(0, dtype=dtype, device=build.device)  # until it is loaded
-        self._rms_norm = build.ops.rms_norm
+        self._ops = build.ops
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {f"{self.name}.weight": (self.width,)}
@@ -30,4 +42,10 @@ class RMSNorm:
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """The norm of x, or of residual + x, which is written to `residual`."""
-        return self._rms_norm(x, self.weight, self.eps, residual)
+        return self._ops.rms_norm(x, self.weight, self.eps, residual)
+
+    def rows(self, x: torch.Tensor, residual: torch.Tensor | None) -> Rows:
+        """Likewise, as the layer that it feeds takes them."""
+        if self._feeds is None:
+            return self(x, residual)
+        return self._feeds.format.norm(self._ops, x, self.weight, self.eps, residual, self._feeds.weight)

@@ -18,7 +18,7 @@ import torch
 
 from ssd.errors import ConfigError, UnsupportedModel
 from ssd.kernels.cpu_ops import CpuOps
-from ssd.kernels.ops import DeviceBatch, HeadShape
+from ssd.kernels.ops import DeviceBatch, HeadShape, Rows
 from ssd.kernels.recording import Recordings
 from ssd.kernels.reference import ReferenceOps
 from ssd.layers.attention import Attention, LayerKV
@@ -66,15 +66,16 @@ class DecoderLayer:
     ) -> None:
         size, eps, attention, wide = config.hidden_size, config.rms_eps, spec.attention, config.float32_norms
         self.spec = spec
-        self.input_norm = RMSNorm(build, f"{name}.input_layernorm", size, eps, float32=wide)
         cos_sin = tables[attention.rope, attention.head_dim]
         self.attention = Attention(build, f"{name}.self_attn", attention, size, eps, cos_sin, width)
-        self.mlp_norm = RMSNorm(build, f"{name}.post_attention_layernorm", size, eps, float32=wide)
         self.mlp: MLP | Experts
         if isinstance(spec.mlp, ExpertsSpec):
             self.mlp = Experts(build, name, spec.mlp, size)
         else:
             self.mlp = MLP(build, f"{name}.mlp", spec.mlp, size)
+        qkv, gate_up = self.attention.qkv, None if isinstance(self.mlp, Experts) else self.mlp.gate_up
+        self.input_norm = RMSNorm(build, f"{name}.input_layernorm", size, eps, float32=wide, feeds=qkv)
+        self.mlp_norm = RMSNorm(build, f"{name}.post_attention_layernorm", size, eps, float32=wide, feeds=gate_up)
 
     def parameters(self) -> Iterator[Parameter]:
         yield from (self.input_norm, *self.attention.parameters(), self.mlp_norm, *self.mlp.parameters())
@@ -91,13 +92,16 @@ class DecoderLayer:
 
         They are added by the RMS norm that follows, in the same kernel.
         """
-        normed = self.input_norm(x, residual)
+        normed = self.input_norm.rows(x, residual)
         residual = x if residual is None else residual
         return self.after_norm(normed, residual, batch, kv), residual
 
-    def after_norm(self, normed: torch.Tensor, residual: torch.Tensor, batch: DeviceBatch, kv: LayerKV) -> torch.Tensor:
+    def after_norm(self, normed: Rows, residual: torch.Tensor, batch: DeviceBatch, kv: LayerKV) -> torch.Tensor:
         """The layer after its first norm; adds the attention's output to `residual` and returns the MLP's."""
-        return self.mlp(self.mlp_norm(self.attention(normed, batch, kv), residual))
+        out = self.attention(normed, batch, kv)
+        if isinstance(self.mlp, Experts):
+            return self.mlp(self.mlp_norm(out, residual))
+        return self.mlp(self.mlp_norm.rows(out, residual))
 
 
 class Decoder:

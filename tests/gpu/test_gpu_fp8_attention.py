@@ -1,4 +1,4 @@
-"""KV in fp8 on a Hopper GPU: the CUDA kernel for few queries against the kernel for prompts, bit by bit, and all modes."""
+"""KV in fp8 on a Hopper GPU: the CUDA kernel for few queries against that for prompts, bit by bit, and all modes."""
 
 from __future__ import annotations
 

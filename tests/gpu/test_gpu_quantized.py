@@ -92,6 +92,13 @@ def test_rows_and_weights_in_fp8_have_the_same_bits_in_any_company(columns: int,
     assert isinstance(weight, Fp8Weight)
     x, bias = torch.randn(1024, depth, device=device).bfloat16(), torch.randn(columns, device=device).bfloat16()
     rows, scales = ops.round_rows(x, None, "fp8", None, weight)
+    size = torch.randn(depth, device=device).bfloat16()
+    for residual in (None, x.flip(0).contiguous()):
+        normed = ops.rms_norm(x, size, 1e-5, None if residual is None else residual.clone())
+        expected_rows = ops.round_rows(normed, None, "fp8", None, weight)
+        found_rows = ops.rms_norm_and_round(x, size, 1e-5, residual, "fp8", weight)
+        assert torch.equal(found_rows.values.view(torch.uint8), expected_rows.values.view(torch.uint8))
+        assert torch.equal(found_rows.scales, expected_rows.scales)
     for added in (None, bias):
         whole = ops.codes_linear(rows, weight, added, gated=gated, row_scales=scales)
         for count in (1, 7, 8, 16, 17, 32, 33, 64, 65, 128, 300, 1000):

@@ -18,7 +18,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from ssd.kernels import attention, elementwise, experts, features, linear, packing, quantized_linear
+from ssd.kernels import attention, elementwise, experts, features, linear, packing, quantized_linear, row_codes
 from ssd.kernels.ops import GLU, Branches, DeviceBatch, HeadShape, Rope
 from ssd.kernels.quantized import Codes, CodeType
 
@@ -173,6 +173,9 @@ def test_what_is_between_products(architecture: int, dtype: torch.dtype) -> None
     for heads, norms in zip(HEADS, (True, False), strict=True):
         dim, hidden = heads.head_dim, empty(8, 4096, dtype=dtype)
         elementwise.rms_norm(hidden, hidden[0], 1e-5, hidden)
+        if architecture >= 89:
+            elementwise.rms_norm_and_round(hidden, hidden[0], 1e-5, hidden)
+            row_codes.rounded_rows(hidden, None, "fp8", None, narrow=True)
         elementwise.silu_and_mul(hidden)
         elementwise.add_parts(empty(4 * 4096, dtype=torch.float32), 4, dtype)
         angles = empty(512, dim // 2, dtype=torch.float32)

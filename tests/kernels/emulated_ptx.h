@@ -329,7 +329,7 @@ static void wgmma(float (&d)[n], const u32 (&a)[4], u64 b) {
         float sum = 0;
         for (int k = 0; k < 16; ++k) {
             const u32 from = lanes[warp + row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
-            const u32 to = (u32)*(const bf16*)(memory + swizzled((u32)b * 16 + column * 128 + k * 2)) << 16;
+            const u32 to = (u32) * (const bf16*)(memory + swizzled((u32)b * 16 + column * 128 + k * 2)) << 16;
             sum += half_of(from, k % 2) * __uint_as_float(to);
         }
         d[e] = add ? d[e] + sum : sum;

@@ -21,12 +21,11 @@ def expected(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("columns", [1, 2])
-def test_attention(columns: int, tmp_path: Path) -> None:
-    """Three sequences: one whose pieces are shared by two items, one of a single position, one of two pieces in one
-    item. With two columns they have up to 5 tokens."""
-    tokens = [5, 1, 3] if columns == 2 else [1, 1, 1]
-    lengths, blocks = [1100, 1, 700], 40
+@pytest.mark.parametrize("tokens", [[1, 2, 1], [5, 1, 3]], ids=str)
+def test_attention(tokens: list[int], tmp_path: Path) -> None:
+    """Three sequences: one whose pieces are shared by two items, one of few positions, one of two pieces in one item;
+    tiles of up to 8 rows and of more."""
+    lengths, blocks = [1100, 2, 700], 40
     tables = torch.randperm(blocks)[: 3 * 18].int()
     tables = torch.cat([tables, tables])[: 3 * 18].view(3, 18).contiguous()
     shape = (blocks, BLOCK_SIZE, KV_HEADS, kernel.HEAD_DIM)
@@ -49,10 +48,10 @@ def test_attention(columns: int, tmp_path: Path) -> None:
     )
     width = KV_HEADS * kernel.HEAD_DIM // 2
     maps = [TensorMap(cache.data_ptr(), blocks * BLOCK_SIZE, width, 1, kernel.STEP) for cache in (k, v)]
-    macros = {**kernel.macros_of(GROUP, columns), "WARPS": 3}
+    macros = {**kernel.macros_of(GROUP), "WARPS": 3}
     library = emulated_kernel(kernel.SOURCE, "attend", macros, tmp_path / "kernel.so")
     shared = 1024 + 3 * macros["UNITS"] * 8192
-    assert library.launch(addresses(*maps, params), 2, 32 * 3, shared, columns), "a wait is endless"
+    assert library.launch(addresses(*maps, params), 2, 32 * 3, shared, tokens[0]), "a wait is endless"
     assert not count.any()
     for i, length in enumerate(lengths):
         keys, values = (cache[tables[i].long()].flatten(0, 1)[:length] for cache in (k, v))

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from ssd.errors import ConfigError, UnsupportedModel
-from ssd.kernels.ops import GLU, Ops, Routing
+from ssd.kernels.ops import GLU, Ops, RoundedRows, Routing, Rows
 from ssd.kernels.quantized import Codes, CodeType, RowType, dequantize, fused_codes
 from ssd.layers.formats import Use, WeightFormat, wrong_type
 
@@ -85,13 +85,27 @@ class Coded(WeightFormat):
         scales = [part["input_scale"].float().reshape(1, 1) for part in parts if "input_scale" in part]
         return CodedWeight(prepared, torch.cat(scales).amax(0, keepdim=True) if scales else None, orders[0])
 
+    def norm(
+        self,
+        ops: Ops,
+        x: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        residual: torch.Tensor | None,
+        weight: Any,
+    ) -> Rows:
+        how = self.activations
+        if isinstance(weight, list) or how is None or how.static or how.group is not None or weight.order is not None:
+            return ops.rms_norm(x, norm_weight, eps, residual)
+        return ops.rms_norm_and_round(x, norm_weight, eps, residual, how.kind, weight.codes)
+
     def linear(
-        self, ops: Ops, x: torch.Tensor, weight: Any, bias: torch.Tensor | None, *, gated: bool, float32: bool
+        self, ops: Ops, x: Rows, weight: Any, bias: torch.Tensor | None, *, gated: bool, float32: bool
     ) -> torch.Tensor:
         if isinstance(weight, list):
             return Mixed((self,) * len(weight)).linear(ops, x, weight, bias, gated=gated, float32=float32)
-        x, scales = self._rows(ops, x, weight)
-        return ops.codes_linear(x, weight.codes, bias, gated=gated, float32=float32, row_scales=scales)
+        rows, scales = self._rows(ops, x, weight)
+        return ops.codes_linear(rows, weight.codes, bias, gated=gated, float32=float32, row_scales=scales)
 
     def expert_linear(
         self,
@@ -107,8 +121,10 @@ class Coded(WeightFormat):
         x, scales = self._rows(ops, x, weight)
         return ops.expert_linear(x, weight.codes, routing, bias, glu=glu, float32=float32, row_scales=scales)
 
-    def _rows(self, ops: Ops, x: torch.Tensor, weight: CodedWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _rows(self, ops: Ops, x: Rows, weight: CodedWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows as the weight takes them, and their scales."""
+        if isinstance(x, RoundedRows):
+            return x
         if weight.order is not None:
             x = x[:, weight.order]
         how = self.activations
@@ -170,7 +186,7 @@ class Mixed(WeightFormat):
         return [each.prepare([part], ops, dtype, alone) for each, part in zip(self.formats, parts, strict=True)]
 
     def linear(
-        self, ops: Ops, x: torch.Tensor, weight: list[Any], bias: torch.Tensor | None, *, gated: bool, float32: bool
+        self, ops: Ops, x: Any, weight: list[Any], bias: torch.Tensor | None, *, gated: bool, float32: bool
     ) -> torch.Tensor:
         each = [
             own.linear(ops, x, part, None, gated=False, float32=True)

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from ssd.errors import ConfigError
-from ssd.kernels.ops import GLU, Ops, Routing
+from ssd.kernels.ops import GLU, Ops, RoundedRows, Routing, Rows
 from ssd.kernels.quantized import Codes, Format, RowType, TargetFormat, quantize, quantized_bytes
 from ssd.layers.formats import DENSE, FormatOf, Use, WeightFormat, dense, fused
 
@@ -60,13 +60,26 @@ class Rounded(WeightFormat):
             dense = ops.prepare(weight[:, use.columns].contiguous(), gated=use.gated, experts=use.experts)
         return RoundedWeight(codes, dense)
 
+    def norm(
+        self,
+        ops: Ops,
+        x: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        residual: torch.Tensor | None,
+        weight: RoundedWeight,
+    ) -> Rows:
+        if self.rows is None:
+            return ops.rms_norm(x, norm_weight, eps, residual)
+        return ops.rms_norm_and_round(x, norm_weight, eps, residual, self.rows, weight.codes)
+
     def linear(
-        self, ops: Ops, x: torch.Tensor, weight: RoundedWeight, bias: torch.Tensor | None, *, gated: bool, float32: bool
+        self, ops: Ops, x: Rows, weight: RoundedWeight, bias: torch.Tensor | None, *, gated: bool, float32: bool
     ) -> torch.Tensor:
-        if self.keeps_dense and len(x) > _FEW_ROWS:
+        if self.keeps_dense and isinstance(x, torch.Tensor) and len(x) > _FEW_ROWS:
             return DENSE.linear(ops, x, weight.dense, bias, gated=gated, float32=float32)
-        x, scales = self._rounded(ops, x, weight)
-        return ops.codes_linear(x, weight.codes, bias, gated=gated, float32=float32, row_scales=scales)
+        rows, scales = self._rounded(ops, x, weight)
+        return ops.codes_linear(rows, weight.codes, bias, gated=gated, float32=float32, row_scales=scales)
 
     def expert_linear(
         self,
@@ -84,8 +97,10 @@ class Rounded(WeightFormat):
         x, scales = self._rounded(ops, x, weight)
         return ops.expert_linear(x, weight.codes, routing, bias, glu=glu, float32=float32, row_scales=scales)
 
-    def _rounded(self, ops: Ops, x: torch.Tensor, weight: RoundedWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _rounded(self, ops: Ops, x: Rows, weight: RoundedWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows as the weight takes them, and their scales."""
+        if isinstance(x, RoundedRows):
+            return x
         return (x, None) if self.rows is None else ops.round_rows(x, None, self.rows, None, weight.codes)
 
     def embedding(self, ops: Ops, weight: RoundedWeight, token_ids: torch.Tensor) -> torch.Tensor:
