@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ssd.kernels import linear, quantized_linear
+from ssd.kernels import expert_rows, linear, quantized_linear
 from ssd.kernels.launching import early_launch, shared_memory
 from ssd.kernels.linear import sums as dense_sums
 from ssd.kernels.ops import GLU, SWIGLU, Routing
@@ -266,21 +266,25 @@ def expert_linear(
         raise AssertionError("route() of the same kernels comes before expert_linear()")
     experts, pairs, depth = routing.num_experts, len(routing.order), x.shape[1]
     rows = tile_rows(len(routing.weights), pairs // len(routing.weights), experts)
+    if isinstance(weight, PackedCodes) and expert_rows.takes(x, weight, bias, rows, row_scales):
+        return expert_rows.linear(x, weight, routing, bias, rows, glu=glu, out_dtype=out_dtype or x.dtype)
     tile: linear.Tile | quantized_linear.Tile
     codes: tuple[torch.Tensor | None, ...]
     if isinstance(weight, PackedCodes):
         tile, words, groups = code_tile(rows, x, weight), weight.words, triton.cdiv(depth, weight.group)
+        columns, width = weight.columns // experts, weight.width
         codes = (weight.scales, weight.offsets, weight.exponents, row_scales)
         codes += (quantized_linear.row_sums(x, weight, row_scales),)
         options = {**quantized_linear.sum_options(x, weight, row_scales), "BLOCK_K": 0}
     else:
         tile, words, groups, codes = dense_tile(rows, x), weight, 0, (None,) * 5
+        columns, width = len(weight) // experts, depth
         options = {**_DENSE, "BLOCK_K": tile.depth * 2 // x.element_size()}
-    columns, gate = len(words) // experts, glu or SWIGLU
+    gate = glu or SWIGLU
     y = x.new_empty((pairs, columns if glu is None else columns // 2), dtype=out_dtype or x.dtype)
     _expert_kernel[(len(routing.tiles) * triton.cdiv(columns, tile.columns),)](
         *(x, words, *codes, bias, y, routing.order, routing.tiles),
-        *(pairs // len(x), experts, columns, depth, words.shape[1], x.stride(0), groups),
+        *(pairs // len(x), experts, columns, depth, width, x.stride(0), groups),
         *(gate.slope, gate.limit, gate.shift),
         GATED=glu is not None,
         BLOCK_M=rows,

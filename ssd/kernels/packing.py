@@ -3,10 +3,10 @@
 Codes are stored in words of 32 bits, in blocks of some words of an output: part i (a byte, or half of one) of word j is
 weight i * words + j of the block. So the parts with one i are a run of consecutive weights, widened two at a time.
 
-Outputs come one after the other, or (for `few_rows`) in strips of sixteen: first the first blocks of all strips, then
-the second ones, and so on; within a block of a strip, after the first eight words of its first output come those of its
-second. So a block of several strips is one piece of memory, and threads read its words from shared memory without bank
-conflicts.
+Outputs come one after the other, or (for `few_rows` and `expert_rows`) in strips of sixteen: first the first blocks of
+all strips, then the second ones, and so on; within a block of a strip, after the first eight words of its first output
+come those of its second. So a block of several strips is one piece of memory, and threads read its words from shared
+memory without bank conflicts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PackedCodes:
     """A quantised weight [columns, depth] in words."""
 
     words: torch.Tensor  # int32 [columns, width], or [blocks, strips, units, STRIP, UNIT]
-    scales: torch.Tensor  # float32 [groups, columns]; in strips [blocks, strips, groups of a block, STRIP]
+    scales: torch.Tensor  # float32 [groups, columns]; in strips (but fp4) [blocks, strips, groups of a block, STRIP]
     offsets: torch.Tensor | None  # float32 [groups, columns]
     exponents: torch.Tensor | None  # of fp4, int32 [blocks, columns, 2]: bytes, see `_exponents`
     type: CodeType
@@ -61,7 +61,7 @@ class PackedCodes:
 
     def scales_of(self, index: torch.Tensor) -> torch.Tensor:
         """Scales [len(index), groups] of some outputs."""
-        if self.strips:
+        if self.strips and self.exponents is None:
             return self.scales[:, index // STRIP, :, index % STRIP].flatten(1)
         return self.scales.t()[index]
 
@@ -81,7 +81,7 @@ def pack(codes: Codes, dtype: torch.dtype, *, exact: bool = True, strips: bool =
             raise ValueError(f"groups of {group} weights are not supported: they must be 16, 32, 64 or 128")
     rows, width = codes.values.shape
     fours = codes.type == "int4" and codes.offsets is None and parts * block % (4 * group) == 0  # groups of a block
-    strips = strips and exact and (fours if grouped else bits == 8)
+    strips = strips and exact and (fours or codes.type == "fp4" if grouped else bits == 8)
     missing, more = -width % (parts * block), -rows % STRIP if strips else 0
     values = torch.nn.functional.pad(codes.values, (0, missing, 0, more), value=8 if codes.type == "int4" else 0)
     values = values.view(rows + more, -1, parts, block)

@@ -10,6 +10,7 @@ from ssd.kernels import (
     attention,
     cublaslt,
     elementwise,
+    expert_rows,
     experts,
     few_rows,
     fp8_linear,
@@ -77,7 +78,8 @@ class TritonOps:
             codes = codes.rows(_alternating(torch.arange(len(codes.values), device=codes.values.device)))
         if not experts and fp8_linear.takes(codes, dtype, rows):
             return fp8_linear.prepare(codes)
-        return packing.pack(codes, dtype, exact=exact, strips=not experts)
+        strips = expert_rows.fits(codes, experts) if codes.type == "fp4" else not experts
+        return packing.pack(codes, dtype, exact=exact, strips=strips)
 
     def round_rows(
         self, x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None, weight: object = None

@@ -99,6 +99,18 @@ def test_pairs_of_fp4_are_the_weight_s() -> None:
     assert torch.equal(packed_rows(replace(weight, words=words, paired=True), torch.arange(7)), expected)
 
 
+def test_fp4_in_strips_has_the_bits_of_outputs_one_after_the_other() -> None:
+    ops, device, types = make_ops("triton")
+    torch.manual_seed(0)
+    codes = some_codes("fp4", 5 * 48, 320, 32, offsets=False, device=device)
+    routing, x = ops.route(torch.randn(9, 5, device=device), 2, chosen=True), torch.randn(9, 320, device=device)
+    for dtype in types:
+        weights = [ops.prepare_codes(codes, dtype, experts=5), pack(codes, dtype, strips=False)]
+        assert [weight.strips for weight in weights] == [True, False]
+        found, expected = (ops.expert_linear(x.to(dtype), weight, routing) for weight in weights)
+        assert torch.equal(found, expected)
+
+
 def expert_weights(ops: Ops, code: CodeType | None, device: torch.device, dtype: torch.dtype) -> tuple[object, ...]:
     """Gated and plain weights of 5 experts, as `ops` has them and as plain torch has them."""
     made = []

@@ -1,0 +1,268 @@
+// Rows times the MXFP4 weights of their experts (`packing.py`, in strips), for tiles of up to 8 TILES pairs of one expert
+// (`Routing.tiles`): bound by reading the weights of the experts that are hit.
+//
+// The strips of 16 outputs of all tiles are cut into equal ranges, one for each block of threads, which takes up to
+// CONSUMERS strips at a time, one for each of its consumer warps. Its producer copies their codes and exponents, one block
+// of the depth after the other, to a ring in shared memory. The rows of a tile stay in shared memory. Consumers widen codes
+// to bfloat16 in registers: those of four warps are the A operand of the tensor cores (`wgmma`), the rows the B operand.
+// Sums are those of `quantized_linear.py`, to the bit: over the depth in one order, sixteen at a time.
+//
+// Macros: DEPTH (of the weight, a multiple of 64), TILES.
+
+constexpr int WORDS = 32, PARTS = 8;  // of a block of an output: a part is a group, with one exponent
+constexpr int BLOCK = WORDS * PARTS;  // weights
+constexpr int FULL = DEPTH / BLOCK, REST = DEPTH % BLOCK / 16;  // whole blocks, steps of the one after them
+constexpr int BLOCKS = FULL + (REST > 0);
+constexpr int RUNS = 2;  // steps of a part
+constexpr int STEPS = BLOCK / 16;
+constexpr int SUMS = TILES * 4;  // of a thread
+constexpr int STRIP_BYTES = 16 * WORDS * 4, EXPONENT_BYTES = 16 * PARTS;
+constexpr int CONSUMERS = 12;
+constexpr int STAGE_BYTES = CONSUMERS * (STRIP_BYTES + EXPONENT_BYTES);
+constexpr int X_BYTES = DEPTH / 64 * TILES * 1024;  // 64 numbers of each row, the next 64, and so on
+constexpr int OF_BLOCK = BLOCK / 64 * TILES * 1024;  // bytes of them
+constexpr int STAGES = (226 * 1024 - X_BYTES) / STAGE_BYTES;
+constexpr u32 MAX_POLLS = 1u << 26;
+static_assert(DEPTH % 64 == 0 && FULL > 0 && STAGES >= 2, "the rows and a ring fit into shared memory");
+
+struct Params {
+    const u32 *words, *exponents;
+    const float* scales;  // of outputs
+    const bf16 *bias, *x;
+    void* y;
+    const int *order, *tiles;
+    long long x_stride;
+    int num_tiles, repeats, experts, strips;  // repeats: pairs of a row of x; strips: of one expert
+    int gated, float32;                       // whether outputs alternate gate and up; whether y is float32
+    float slope, limit, shift;
+};
+
+struct Shared {
+    u64 full[STAGES], empty[STAGES];
+};
+constexpr int X_AT = 1024, RING_AT = X_AT + X_BYTES;
+static_assert(sizeof(Shared) <= X_AT, "rows are behind them");
+extern "C" __constant__ const u32 shared_bytes = RING_AT + STAGES * STAGE_BYTES;  // for the host
+
+struct Ring {
+    int stage = 0;
+    u32 parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+__device__ __forceinline__ void wait(u64* barrier, u32 parity) {
+    u32 polls = 0;
+    while (!mbarrier_passed(barrier, parity)) {
+        if (++polls > MAX_POLLS) give_up();
+        pause();
+    }
+}
+
+// Strips that a block of threads takes at a time: some of one tile.
+struct Work {
+    int at, end, strips;
+    int tile, first, count;
+    __device__ __forceinline__ Work(const Params& p) : strips(p.strips) {
+        int used = 0;
+        for (int i = threadIdx.x % 32; i < p.num_tiles; i += 32) used += p.tiles[3 * i] >= 0;
+        for (int distance = 16; distance; distance /= 2) used += __shfl_xor_sync(~0u, used, distance);
+        const long long all = (long long)used * strips;
+        at = (int)(all * blockIdx.x / gridDim.x), end = (int)(all * (blockIdx.x + 1) / gridDim.x);
+    }
+    __device__ __forceinline__ bool next() {
+        if (at == end) return false;
+        tile = at / strips, first = at - tile * strips;
+        const int left = min(end - at, strips - first), times = (left + CONSUMERS - 1) / CONSUMERS;
+        count = (left + times - 1) / times;
+        at += count;
+        return true;
+    }
+};
+
+// Numbers `part` of two words of neighbouring weights, as a pair of bfloat16 (see `packing.paired`), times a power of two.
+template <int part>
+__device__ __forceinline__ u32 widened(uint2 w, u32 power) {
+    const u32 v = part < 4 ? w.x : w.y;
+    u32 bits;
+    if (part % 4 < 3)
+        bits = v << part % 4 * 3 & 0x81C081C0u;
+    else
+        bits = masked(v << 1, 0x80008000u, masked(v >> 5, 0x01000100u, v >> 4 & 0x00C000C0u));
+    return fma2(bits, power, 0x80008000u);
+}
+
+struct Consumer {
+    float sums[SUMS];
+    u32 a[2][RUNS][4];
+    uint2 words[RUNS][2][2], exponents[2];  // by run of 16 weights, halves of it, and outputs
+
+    // The codes of a strip at `strip`, with its exponents at `powers`.
+    __device__ __forceinline__ void load(u32 strip, u32 powers, int lane) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            exponents[row] = shared8(powers + (row * 8 + lane / 4) * 8);
+#pragma unroll
+            for (int run = 0; run < RUNS; ++run)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    words[run][half][row] =
+                        shared8(strip + ((run * 2 + half) * 16 + row * 8 + lane / 4) * 32 + lane % 4 * 8);
+        }
+    }
+    // The A operand of a part's steps.
+    template <int part>
+    __device__ __forceinline__ void widen() {
+        u32 powers[2];
+#pragma unroll
+        for (int row = 0; row < 2; ++row)
+            powers[row] = bytes<0x0404 + part % 4 * 0x1010>(part < 4 ? exponents[row].x : exponents[row].y, 0) >> 1;
+#pragma unroll
+        for (int run = 0; run < RUNS; ++run)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) a[part % 2][run][j] = widened<part>(words[run][j / 2][j % 2], powers[j % 2]);
+    }
+    // Products of a block's parts: one part is computed while the codes of the next are widened. `x`: descriptor of the
+    // rows' numbers for this block, `next`: loads the block after it.
+    template <int part, int parts, typename Next>
+    __device__ __forceinline__ void multiply(u64 x, Next next) {
+        if constexpr (part < parts) {
+            widen<part>();
+            if (part + 1 == parts) next();
+            wgmma_fence();
+#pragma unroll
+            for (int run = 0; run < RUNS; ++run) {
+                constexpr int step = part * RUNS;
+                const int ahead = step / 4 * (TILES * 1024) + (step % 4 + run) * 32;
+                wgmma<true>(sums, a[part % 2][run], moved(x, ahead));
+            }
+            wgmma_commit();
+            wgmma_wait<1>();
+            multiply<part + 1, parts>(x, next);
+        }
+    }
+};
+
+__device__ __forceinline__ void store(const Params& p, u64 at, float value) {
+    if (p.float32)
+        ((float*)p.y)[at] = value;
+    else
+        ((bf16*)p.y)[at] = (bf16)pack(value, 0.0f);
+}
+// Scales, bias and activation of outputs `first` and 8 more of an expert, of the tile's rows lane % 4 * 2 and the next, as
+// `experts._expert_kernel` has them.
+__device__ __forceinline__ void finish(const Params& p, const float (&sums)[SUMS], const int* tile, int first, int lane) {
+    const int columns = p.strips * 16, all = p.experts * columns;
+    const int* pairs = p.order + tile[1];
+    const int rows = tile[2] - tile[1];
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) {
+        const int row = i / 4 * 8 + lane % 4 * 2 + i % 2, column = first + i % 4 / 2 * 8;
+        const int output = tile[0] * columns + column, place = p.gated ? output % 2 * (all / 2) + output / 2 : output;
+        const bool there = row < rows;
+        const float scale = __ldg(p.scales + output);
+        const float v = p.bias ? __fmaf_rn(sums[i], scale, __uint_as_float((u32)__ldg(p.bias + place) << 16))
+                               : __fmul_rn(sums[i], scale);
+        const u64 to = there ? (u64)pairs[row] * (p.gated ? columns / 2 : columns) : 0;
+        if (!p.gated) {
+            if (there) store(p, to + column, v);
+            continue;
+        }
+        const float other = __shfl_xor_sync(~0u, v, 4);  // of the next output
+        if (there && column % 2 == 0) {
+            const float gate = v > p.limit ? p.limit : v;
+            const float up = other > p.limit ? p.limit : other < -p.limit ? -p.limit : other;
+            const float below = __fadd_rn(1.0f, exp2_(__fmul_rn(__fmul_rn(-p.slope, gate), 1.4426950408889634f)));
+            store(p, to + column / 2, __fmul_rn(divided(gate, below), __fadd_rn(up, p.shift)));
+        }
+    }
+}
+
+// Rows of a tile, as `rows_descriptor` has them. What other rows of the tile have been does not matter.
+__device__ __forceinline__ void load_rows(const Params& p, const int* tile, u32 x) {
+    const int rows = tile[2] - tile[1];
+    meet<32 * CONSUMERS>();  // the rows before them are no longer needed
+    for (int i = threadIdx.x; i < rows * (DEPTH / 8); i += 32 * CONSUMERS) {
+        const int row = i / (DEPTH / 8), piece = i % (DEPTH / 8);  // of 16 bytes
+        const uint4 v = load16(p.x + (u64)(p.order[tile[1] + row] / p.repeats) * p.x_stride + piece * 8);
+        shared_store16(x + (piece / 8 * TILES + row / 8) * 1024 + row % 8 * 128 + (piece ^ row) % 8 * 16, v);
+    }
+    show_to_tensor_cores();
+    meet<32 * CONSUMERS>();
+}
+
+__device__ __forceinline__ void consume(const Params& p, Shared& shared, u32 x, u32 ring, int warp) {
+    const int lane = threadIdx.x % 32;
+    Consumer consumer;
+    Ring at;
+    int tile = -1;
+    for (Work work(p); work.next();) {
+        if (work.tile != tile) load_rows(p, p.tiles + 3 * work.tile, x);
+        tile = work.tile;
+        const bool there = warp < work.count;  // others of an active group of four multiply what they have
+        const bool active = warp / 4 * 4 < work.count;
+        const auto load = [&] {
+            wait(&shared.full[at.stage], at.parity);
+            const u32 stage = ring + at.stage * STAGE_BYTES;
+            if (there)
+                consumer.load(stage + warp * STRIP_BYTES, stage + CONSUMERS * STRIP_BYTES + warp * EXPONENT_BYTES, lane);
+            __syncwarp();
+            mbarrier_arrive_if(lane == 0, &shared.empty[at.stage]);
+            at.next();
+        };
+        if (!active) {
+            for (int block = 0; block < BLOCKS; ++block) load();
+            continue;
+        }
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) consumer.sums[i] = 0.0f;
+        load();
+        for (int block = 0; block < FULL; ++block)
+            consumer.multiply<0, PARTS>(rows_descriptor(x + block * OF_BLOCK), [&] {
+                if (block + 1 < BLOCKS) load();
+            });
+        consumer.multiply<0, REST / RUNS>(rows_descriptor(x + FULL * OF_BLOCK), [] {});
+        wgmma_wait<0>(consumer.sums);
+        if (there) finish(p, consumer.sums, p.tiles + 3 * work.tile, (work.first + warp) * 16 + lane / 4, lane);
+    }
+}
+
+// A warp, of which one thread copies.
+__device__ __forceinline__ void produce(const Params& p, Shared& shared, unsigned char* ring) {
+    const u64 policy = evict_first(), strips = (u64)p.experts * p.strips;
+    Ring at;
+    for (Work work(p); work.next();) {
+        if (threadIdx.x % 32) continue;
+        const u64 first = (u64)p.tiles[3 * work.tile] * p.strips + work.first;
+        for (int block = 0; block < BLOCKS; ++block, at.next()) {
+            const u64 from = block * strips + first;
+            unsigned char* codes = ring + at.stage * STAGE_BYTES;
+            u64* full = &shared.full[at.stage];
+            wait(&shared.empty[at.stage], at.parity ^ 1);
+            mbarrier_expect(full, work.count * (STRIP_BYTES + EXPONENT_BYTES));
+            copy_to_shared(codes, p.words + from * (STRIP_BYTES / 4), work.count * STRIP_BYTES, full, policy);
+            copy_to_shared(codes + CONSUMERS * STRIP_BYTES, p.exponents + from * (EXPONENT_BYTES / 4),
+                           work.count * EXPONENT_BYTES, full, policy);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * (CONSUMERS + 1), 1) product(const __grid_constant__ Params p) {
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            mbarrier_init(&shared.full[i], 1);
+            mbarrier_init(&shared.empty[i], CONSUMERS);
+        }
+        mbarriers_are_ready();
+    }
+    __syncthreads();
+    let_later_kernels_begin();
+    wait_for_earlier_kernels();
+    if (warp == CONSUMERS)
+        produce(p, shared, memory + RING_AT);
+    else
+        consume(p, shared, shared_address(memory + X_AT), shared_address(memory + RING_AT), warp);
+}

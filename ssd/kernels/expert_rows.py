@@ -1,0 +1,118 @@
+"""Products of few rows with experts in MXFP4 as a CUDA kernel (`expert_rows.cu`), near the speed of reading the experts
+that are hit.
+
+It is for weights in strips (`packing`), and has the bits of `experts.expert_linear`, which does all the rest.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from ssd.kernels.compiling import compiling
+from ssd.kernels.driver import DriverError
+from ssd.kernels.nvrtc import BuildError, Kernel, compiled
+from ssd.kernels.ops import GLU, SWIGLU, Routing
+from ssd.kernels.packing import STRIP, PackedCodes
+from ssd.kernels.partition import current_processors
+from ssd.kernels.quantized import Codes
+
+log = logging.getLogger("ssd")
+SOURCE: Final = Path(__file__).with_name("expert_rows.cu")
+THREADS: Final = 32 * (12 + 1)  # consumers and a producer
+_TILES: Final = (1, 2)  # of 8 rows, each number a kernel of its own
+_MAX_DEPTH: Final = 4096  # its rows are in shared memory
+_P = ctypes.c_void_p
+
+
+class Params(ctypes.Structure):
+    """`Params` of the source."""
+
+    _fields_ = [
+        *((name, _P) for name in ("words", "exponents", "scales", "bias", "x", "y", "order", "tiles")),
+        ("x_stride", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("num_tiles", "repeats", "experts", "strips", "gated", "float32")),
+        *((name, ctypes.c_float) for name in ("slope", "limit", "shift")),
+    ]
+
+
+def fits(codes: Codes, experts: int) -> bool:
+    """Whether `linear` is for a weight of so many experts."""
+    whole = experts > 0 and len(codes.values) % (experts * STRIP) == 0 and codes.depth % 64 == 0
+    return whole and 256 <= codes.depth <= _MAX_DEPTH
+
+
+def takes(
+    x: torch.Tensor, weight: PackedCodes, bias: torch.Tensor | None, rows: int, row_scales: torch.Tensor | None
+) -> bool:
+    """Whether `linear` is for this product with tiles of so many rows."""
+    if not x.is_cuda or x.dtype is not torch.bfloat16 or row_scales is not None or rows > 8 * _TILES[-1]:
+        return False
+    aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    same = bias is None or bias.dtype is x.dtype
+    return weight.strips and weight.type == "fp4" and aligned and same and _kernels(x.device, weight.depth) != {}
+
+
+@functools.cache
+def _kernels(device: torch.device, depth: int) -> dict[int, tuple[Kernel, int]]:
+    """Kernels by tiles, each with its bytes of shared memory; none where they cannot be built."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return {}
+    found = {}
+    try:
+        for tiles in _TILES:
+            kernel = Kernel(compiled(SOURCE, {"DEPTH": depth, "TILES": tiles}, device), "product", device)
+            found[tiles] = kernel, kernel.constant("shared_bytes")
+            kernel.allow_shared(found[tiles][1])
+    except (BuildError, DriverError, OSError) as error:
+        log.warning("experts are multiplied by slower kernels: %s", error)
+        return {}
+    return found
+
+
+def params_of(
+    x: torch.Tensor,
+    weight: PackedCodes,
+    routing: Routing,
+    bias: torch.Tensor | None,
+    glu: GLU | None,
+    y: torch.Tensor,
+) -> Params:
+    assert routing.tiles is not None
+    pointers = {
+        **{"words": weight.words, "exponents": weight.exponents, "scales": weight.scales, "bias": bias},
+        **{"x": x, "y": y, "order": routing.order, "tiles": routing.tiles},
+    }
+    gate, experts = glu or SWIGLU, routing.num_experts
+    return Params(
+        **{name: None if tensor is None else tensor.data_ptr() for name, tensor in pointers.items()},
+        **{"x_stride": x.stride(0), "num_tiles": len(routing.tiles), "repeats": len(routing.order) // len(x)},
+        **{"experts": experts, "strips": weight.columns // (experts * STRIP)},
+        **{"gated": glu is not None, "float32": y.dtype is torch.float32},
+        **{"slope": gate.slope, "limit": gate.limit, "shift": gate.shift},
+    )
+
+
+def linear(
+    x: torch.Tensor,
+    weight: PackedCodes,
+    routing: Routing,
+    bias: torch.Tensor | None,
+    rows: int,
+    *,
+    glu: GLU | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """See `experts.expert_linear`; `takes` is true."""
+    columns = weight.columns // routing.num_experts
+    y = x.new_empty((len(routing.order), columns if glu is None else columns // 2), dtype=out_dtype)
+    if not compiling():
+        kernel, shared = _kernels(x.device, weight.depth)[1 if rows <= 8 else 2]
+        blocks = current_processors(x.device)
+        kernel.launch(blocks, THREADS, shared, "early", params_of(x, weight, routing, bias, glu, y))
+    return y

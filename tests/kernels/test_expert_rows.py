@@ -1,0 +1,84 @@
+"""The CUDA kernel for few rows of experts in MXFP4 on a CPU, in an emulator (`emulated_ptx.h`)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from stored_codes import some_codes
+
+from ssd.kernels import expert_rows as kernel
+from ssd.kernels.experts import route
+from ssd.kernels.ops import GLU, Routing
+from ssd.kernels.packing import PackedCodes, in_strips, pack, packed_rows, paired
+from ssd.kernels.quantized import Codes, dequantize
+from ssd.kernels.reference import ReferenceOps
+from tests.kernels.emulation import COMPILER, addresses, constant, emulated_kernel
+
+CPU = torch.device("cpu")
+
+
+def as_on_a_gpu(codes: Codes) -> PackedCodes:
+    """Packed as for a GPU."""
+    weight = pack(codes, torch.bfloat16)
+    in_rows = weight.words.permute(1, 3, 0, 2, 4).reshape(-1, weight.width)
+    return replace(weight, words=in_strips(paired(in_rows, codes.type), weight.block), paired=True)
+
+
+def emulated(
+    x: torch.Tensor,
+    weight: PackedCodes,
+    routing: Routing,
+    bias: torch.Tensor | None,
+    folder: Path,
+    *,
+    tiles: int,
+    glu: GLU | None = None,
+    blocks: int = 3,
+) -> torch.Tensor:
+    """`expert_rows.linear` with float32 outputs."""
+    library = emulated_kernel(kernel.SOURCE, "product", {"DEPTH": weight.depth, "TILES": tiles}, folder / "kernel.so")
+    y = torch.full((len(routing.order), weight.columns // routing.num_experts // (1 if glu is None else 2)), torch.nan)
+    params, shared = kernel.params_of(x, weight, routing, bias, glu, y), constant(library, "shared_bytes")
+    assert library.launch(addresses(params), blocks, kernel.THREADS, shared, 0), "a wait is endless"
+    return y
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(
+    ("rows", "depth", "tiles", "glu"), [(1, 576, 1, None), (9, 320, 1, GLU(1.702, 7.0, 1.0)), (20, 256, 2, None)]
+)
+def test_products(rows: int, depth: int, tiles: int, glu: GLU | None, tmp_path: Path) -> None:
+    """A block of threads with several tiles and parts of one, more strips than warps, experts without a row and with
+    several tiles, a depth that is no whole block."""
+    torch.manual_seed(0)
+    experts, columns = 5, 16 * 26
+    codes = some_codes("fp4", experts * columns, depth, 32, offsets=False, device=CPU)
+    logits = torch.randn(rows, experts)
+    logits[:, 3], logits[:, 1] = -9.0, 9.0
+    routing = route(logits, 2, chosen=True)
+    pairs = glu is None  # x has a row for each of them
+    x, bias = torch.randn(rows * (2 if pairs else 1), depth).bfloat16() / 16, torch.randn(experts * columns).bfloat16()
+    weight = dequantize(codes, torch.float32)
+    if glu is not None:  # gate and up rows in turns
+        codes = codes.rows(torch.stack(torch.arange(len(weight)).chunk(2), dim=1).flatten())
+    expected = ReferenceOps().expert_linear(x.float(), weight, routing, bias.float(), glu=glu)
+    found = emulated(x, as_on_a_gpu(codes), routing, bias, tmp_path, tiles=tiles, glu=glu)
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_parameters_have_the_source_s_fields_in_its_order() -> None:
+    body = re.search(r"struct Params {(.*?)\n};", kernel.SOURCE.read_text(encoding="utf-8"), re.DOTALL)
+    assert body is not None
+    code = re.sub(r"//[^\n]*", "", body[1])
+    names = [name for line in code.split(";") for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]
+    assert names == [name for name, _ in kernel.Params._fields_]
+
+
+def test_rows_of_a_weight_in_strips_are_its_own() -> None:
+    codes = some_codes("fp4", 48, 320, 32, offsets=False, device=CPU)
+    index = torch.tensor([0, 47, 17, 16])
+    assert torch.equal(packed_rows(as_on_a_gpu(codes), index), dequantize(codes, torch.bfloat16)[index])
