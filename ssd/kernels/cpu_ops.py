@@ -34,6 +34,9 @@ class CpuOps:
         each = _rows_of(experts, len(weight), gated)
         return cpu.PackedExperts(tuple(self.kernels.pack_linear(weight[rows], gated) for rows in each))
 
+    def router(self, x: torch.Tensor, weight: cpu.PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        return self.linear(x, weight, bias, float32=True)
+
     def prepare_codes(
         self,
         codes: Codes,

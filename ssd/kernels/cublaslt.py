@@ -39,6 +39,7 @@ _P = ctypes.c_void_p
 # cublasLt.h and library_types.h
 _TYPES: Final = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 _COMPUTE_32F, _TRANSPOSED, _DESC_TRANSA = 68, 1, 3
+_DESC_EPILOGUE, _DESC_BIAS, _EPILOGUE_BIAS = 7, 8, 4
 _PREF_MAX_WORKSPACE, _PREF_REDUCTION_SCHEMES = 1, 3
 
 
@@ -61,10 +62,12 @@ class CublasLt:
     def __init__(self, library: ctypes.CDLL, choices: Choices) -> None:
         self._library = library
         self._choices = choices
-        self._handle, self._product, self._preference = _P(), _P(), _P()
+        self._handle, self._plain, self._biased, self._preference = _P(), _P(), _P(), _P()
         self._call("Create", ctypes.byref(self._handle))
-        self._call("MatmulDescCreate", ctypes.byref(self._product), _COMPUTE_32F, _TYPES[torch.float32])
-        self._set("MatmulDescSetAttribute", self._product, _DESC_TRANSA, ctypes.c_int32(_TRANSPOSED))
+        for product in (self._plain, self._biased):
+            self._call("MatmulDescCreate", ctypes.byref(product), _COMPUTE_32F, _TYPES[torch.float32])
+            self._set("MatmulDescSetAttribute", product, _DESC_TRANSA, ctypes.c_int32(_TRANSPOSED))
+        self._set("MatmulDescSetAttribute", self._biased, _DESC_EPILOGUE, ctypes.c_int32(_EPILOGUE_BIAS))
         self._call("MatmulPreferenceCreate", ctypes.byref(self._preference))
         self._set("MatmulPreferenceSetAttribute", self._preference, _PREF_MAX_WORKSPACE, ctypes.c_uint64(0))
         self._set("MatmulPreferenceSetAttribute", self._preference, _PREF_REDUCTION_SCHEMES, ctypes.c_uint32(0))
@@ -75,51 +78,73 @@ class CublasLt:
         self._layouts: dict[tuple[int, int, int, int], ctypes.c_void_p] = {}
 
     def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype, *, gated: bool = False
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype,
+        *,
+        gated: bool = False,
     ) -> torch.Tensor | None:
         """None if our own kernel has to do it. `gated`: with `silu_and_mul` of the product."""
         rows, (columns, depth) = x.shape[0], weight.shape
         if x.dtype not in (torch.float16, torch.bfloat16) or columns % 8 or depth % 8:
             return None
+        if bias is not None and (gated or not bias.dtype is x.dtype is out_dtype):
+            return None
         bucket = _BUCKETS[min(bisect.bisect_left(_BUCKETS, rows), len(_BUCKETS) - 1)]
-        key = (bucket, columns, depth, x.dtype, out_dtype, gated)
+        key = (bucket, columns, depth, x.dtype, out_dtype, gated, bias is not None)
         if key not in self._chosen:
             name = " ".join(map(str, key))
             if name not in self._choices:
                 if torch.cuda.is_current_stream_capturing():
                     return None
                 if compiling():
-                    return self._compile(x, weight, out_dtype, gated)
-                self._choose(name, bucket, weight, x.dtype, out_dtype, gated)
+                    return self._compile(x, weight, bias, out_dtype, gated)
+                self._choose(name, bucket, weight, bias, x.dtype, out_dtype, gated)
             self._chosen[key] = self._choices[name]
         algorithm = self._chosen[key]
         if algorithm is None:
             return None
         y = x.new_empty((rows, columns), dtype=out_dtype)
-        if not self._multiply(x, weight, y, algorithm):
+        if not self._multiply(x, weight, bias, y, algorithm):
             return None
         return silu_and_mul(y) if gated else y
 
-    def _compile(self, x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype, gated: bool) -> torch.Tensor:
+    def _compile(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype,
+        gated: bool,
+    ) -> torch.Tensor:
         """Launches all kernels that `_choose` compares, and those that it may choose."""
         columns, depth = weight.shape
-        own.linear(x, weight, out_dtype=out_dtype, tile=own.choose_tile(64, columns, depth))
+        own.linear(x, weight, bias, out_dtype=out_dtype, tile=own.choose_tile(64, columns, depth))
         if len(x) <= _OURS_UP_TO:
-            own.linear(x, weight, gated=gated, out_dtype=out_dtype)
+            own.linear(x, weight, bias, gated=gated, out_dtype=out_dtype)
         y = x.new_empty((len(x), columns), dtype=out_dtype)
         return silu_and_mul(y) if gated else y
 
     def _choose(
-        self, name: str, rows: int, weight: torch.Tensor, dtype: torch.dtype, out_dtype: torch.dtype, gated: bool
+        self,
+        name: str,
+        rows: int,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype,
+        gated: bool,
     ) -> None:
         """Chooses the fastest algorithm of those with our bits; None if our kernel is faster, or there are none."""
         columns, depth = weight.shape
-        found = self._algorithms(rows, columns, depth, dtype, out_dtype)
+        found = self._algorithms(rows, columns, depth, bias, dtype, out_dtype)
         generator = torch.Generator(weight.device).manual_seed(rows)
         x = torch.randn((rows, depth), generator=generator, dtype=torch.float32, device=weight.device).to(dtype)
         y = x.new_empty((rows, columns), dtype=out_dtype)
-        ours = own.linear(x, weight, out_dtype=out_dtype, tile=own.choose_tile(64, columns, depth))
-        equal = [each for each in found if self._multiply(x, weight, y, each) and torch.equal(y, ours)]
+        ours = own.linear(x, weight, bias, out_dtype=out_dtype, tile=own.choose_tile(64, columns, depth))
+        equal = [each for each in found if self._multiply(x, weight, bias, y, each) and torch.equal(y, ours)]
         if not equal:
             log.warning(
                 "cuBLASLt has no product of %d x %d weights with our bits on this GPU: ours are used, which is slower "
@@ -131,35 +156,55 @@ class CublasLt:
             return
 
         def library(algorithm: _Algorithm) -> Callable[[torch.Tensor], object]:
-            return lambda w: (self._multiply(x, w, y, algorithm), silu_and_mul(y) if gated else None)
+            return lambda w: (self._multiply(x, w, bias, y, algorithm), silu_and_mul(y) if gated else None)
 
         runs: list[tuple[_Algorithm | None, Callable[[torch.Tensor], object]]] = [(e, library(e)) for e in equal]
         if rows <= _OURS_UP_TO:
-            runs.insert(0, (None, lambda w: own.linear(x, w, gated=gated, out_dtype=out_dtype)))
+            runs.insert(0, (None, lambda w: own.linear(x, w, bias, gated=gated, out_dtype=out_dtype)))
         times = measure([run for _, run in runs], weight) if len(runs) > 1 else [0.0]
         best = min(range(len(runs)), key=times.__getitem__)
         log.debug("%s: %s us, number %d is used", name, [round(1e3 * time, 1) for time in times], best)
         self._choices.set(name, runs[best][0])
 
     def _algorithms(
-        self, rows: int, columns: int, depth: int, dtype: torch.dtype, out_dtype: torch.dtype
+        self,
+        rows: int,
+        columns: int,
+        depth: int,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype,
     ) -> list[_Algorithm]:
         count, most = ctypes.c_int(), _CANDIDATES if rows < _FIRST_FROM else 1
         found = (_Heuristic * most)()
         a, b, d = self._arguments(rows, columns, depth, depth, dtype, out_dtype)
         status = self._library.cublasLtMatmulAlgoGetHeuristic(
-            self._handle, self._product, a, b, d, d, self._preference, most, found, ctypes.byref(count)
+            self._handle, self._with(bias), a, b, d, d, self._preference, most, found, ctypes.byref(count)
         )
         if status != 0:
             return []
         return [each.algorithm for each in found[: count.value] if each.state == 0 and each.workspace == 0]
 
-    def _multiply(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, algorithm: _Algorithm) -> bool:
+    def _with(self, bias: torch.Tensor | None) -> ctypes.c_void_p:
+        """The description of a product."""
+        if bias is None:
+            return self._plain
+        self._set("MatmulDescSetAttribute", self._biased, _DESC_BIAS, ctypes.c_uint64(bias.data_ptr()))
+        return self._biased
+
+    def _multiply(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        y: torch.Tensor,
+        algorithm: _Algorithm,
+    ) -> bool:
         columns, depth = weight.shape
         a, b, d = self._arguments(x.shape[0], columns, depth, x.stride(0), x.dtype, y.dtype)
         to = y.data_ptr()
         status = self._matmul(
-            *(self._handle, self._product, ctypes.addressof(self._one), weight.data_ptr(), a, x.data_ptr(), b),
+            *(self._handle, self._with(bias), ctypes.addressof(self._one), weight.data_ptr(), a, x.data_ptr(), b),
             *(ctypes.addressof(self._zero), to, d, to, d, ctypes.addressof(algorithm), None, 0),
             torch.cuda.current_stream().cuda_stream,
         )

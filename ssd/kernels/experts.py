@@ -23,15 +23,66 @@ from ssd.kernels.ops import GLU, SWIGLU, Routing
 from ssd.kernels.packing import PackedCodes
 from ssd.kernels.quantized_linear import sums as code_sums
 
+_ROUTER_DEPTH = 256  # of a piece of the router's product
 _PAIRS = 1024  # that one step of `_order_kernel` sorts
 _LEAST_ROWS = 8  # of a tile
-_FEW_ROWS = 8  # that one program routes, if weights are those of the chosen experts
+_FEW_PAIRS = 32  # that one program routes, if weights are those of the chosen experts
 _WIDTH = 1024  # numbers of a row that one program of `_combine_kernel` adds up
 
 
+@triton.jit(do_not_specialize=["rows"])
+def _router_kernel(
+    x_ptr, w_ptr, bias_ptr, y_ptr, rows, experts, x_stride, K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A piece of the depth of the logits of some rows and experts; the first one with the bias."""
+    piece = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = piece * BLOCK_K + tl.arange(0, BLOCK_K)
+    m_mask, n_mask, k_mask = m < rows, n < experts, k < K
+    w = tl.load(w_ptr + n[:, None] * K + k[None, :], mask=n_mask[:, None] & k_mask[None, :], other=0.0)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x_ptrs = x_ptr + m[None, :].to(tl.int64) * x_stride + k[:, None]
+    x = tl.load(x_ptrs, mask=m_mask[None, :] & k_mask[:, None], other=0.0)
+    acc = tl.dot(w, x, input_precision="tf32x3")
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + n, mask=n_mask & (piece == 0), other=0.0).to(tl.float32)[:, None]
+    to = y_ptr + (piece * rows + m[None, :]).to(tl.int64) * experts + n[:, None]
+    tl.store(to, acc, mask=m_mask[None, :] & n_mask[:, None])
+
+
+def router(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """See `Ops.router`: sums of `_ROUTER_DEPTH` products [pieces, rows, experts], by programs of their own. A whole sum
+    would take one program as long as an expert's product takes them all."""
+    (rows, depth), experts, tile = x.shape, len(weight), 8 if len(x) <= 8 else 16
+    pieces = triton.cdiv(depth, _ROUTER_DEPTH)
+    y = x.new_empty((pieces, rows, experts), dtype=torch.float32)
+    _router_kernel[(pieces, triton.cdiv(experts, 32), triton.cdiv(rows, tile))](
+        *(x, weight, bias, y, rows, experts, x.stride(0), depth),
+        BLOCK_M=tile,
+        BLOCK_N=32,
+        BLOCK_K=_ROUTER_DEPTH,
+        num_warps=4,
+        **early_launch(x.device),
+    )
+    return y
+
+
 @triton.jit
+def _added_up(ptrs, mask, stride, PIECES: tl.constexpr):
+    """Logits, whose pieces are added up in order."""
+    logits = tl.load(ptrs, mask=mask, other=float("-inf"))
+    for i in tl.static_range(1, PIECES):
+        logits += tl.load(ptrs + i * stride, mask=mask, other=0.0)
+    return logits
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _route_kernel(
-    logits_ptr, ids_ptr, weights_ptr, experts,
+    logits_ptr, ids_ptr, weights_ptr, rows, experts, PIECES: tl.constexpr,
     COUNT: tl.constexpr, CHOSEN: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row: its COUNT largest logits, the lower expert first where they are equal, and their softmax."""
@@ -41,7 +92,7 @@ def _route_kernel(
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK)
     place = tl.arange(0, PLACES)
-    logits = tl.load(logits_ptr + row * experts + e, mask=e < experts, other=float("-inf"))
+    logits = _added_up(logits_ptr + row * experts + e, e < experts, rows * experts, PIECES)
     left = tl.where(logits == logits, logits, float("-inf"))  # NaN would be chosen with any index
     ids = tl.zeros((PLACES,), tl.int32)
     weights = tl.zeros((PLACES,), tl.float32)
@@ -62,7 +113,7 @@ def _route_kernel(
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def _route_few_kernel(
-    logits_ptr, ids_ptr, weights_ptr, order_ptr, starts_ptr, tiles_ptr, rows, experts, tiles,
+    logits_ptr, ids_ptr, weights_ptr, order_ptr, starts_ptr, tiles_ptr, rows, experts, tiles, PIECES: tl.constexpr,
     COUNT: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """What `_route_kernel` (with CHOSEN) and `_order_kernel` do, in one program, for so few rows that an expert has one
@@ -73,7 +124,7 @@ def _route_few_kernel(
     e = tl.arange(0, BLOCK)[None, :]
     place = tl.arange(0, PLACES)[None, :]
     row = tl.arange(0, ROWS)[:, None]
-    logits = tl.load(logits_ptr + row * experts + e, mask=(row < rows) & (e < experts), other=float("-inf"))
+    logits = _added_up(logits_ptr + row * experts + e, (row < rows) & (e < experts), rows * experts, PIECES)
     left = tl.where(logits == logits, logits, float("-inf"))
     ids = tl.zeros((ROWS, PLACES), tl.int32)
     weights = tl.zeros((ROWS, PLACES), tl.float32)
@@ -148,8 +199,8 @@ def _order_kernel(
 
 
 def route(logits: torch.Tensor, count: int, *, chosen: bool) -> Routing:
-    """See `Ops.route`."""
-    rows, experts = logits.shape
+    """See `Ops.route`. Logits are those of `router`, or [rows, experts]."""
+    rows, experts = logits.shape[-2:]
     ids = logits.new_empty((rows, count), dtype=torch.int32)
     weights = logits.new_empty((rows, count))
     order, starts, block = ids.new_empty(rows * count), ids.new_empty(experts + 1), tile_rows(rows, count, experts)
@@ -158,14 +209,16 @@ def route(logits: torch.Tensor, count: int, *, chosen: bool) -> Routing:
         "COUNT": count,
         "PLACES": triton.next_power_of_2(count),
         "BLOCK": triton.next_power_of_2(experts),
+        "PIECES": len(logits) if logits.dim() == 3 else 1,
         **early_launch(logits.device),
     }
-    if chosen and rows <= min(_FEW_ROWS, block):
-        few = {"ROWS": triton.next_power_of_2(rows), "num_warps": 4}
+    few_rows = triton.next_power_of_2(rows)
+    if chosen and rows <= block and few_rows * options["PLACES"] <= _FEW_PAIRS:
+        few = {"ROWS": few_rows, "num_warps": min(4, few_rows)}
         sizes = (rows, experts, len(tiles))
         _route_few_kernel[(1,)](logits, ids, weights, order, starts, tiles, *sizes, **few, **options)
         return Routing(ids, weights, order, starts, tiles)
-    _route_kernel[(rows,)](logits, ids, weights, experts, CHOSEN=chosen, num_warps=1, **options)
+    _route_kernel[(rows,)](logits, ids, weights, rows, experts, CHOSEN=chosen, num_warps=1, **options)
     _order_kernel[(experts,)](
         *(ids, order, starts, tiles, rows * count, len(tiles)),
         BLOCK=min(_PAIRS, max(128, triton.next_power_of_2(rows * count))),

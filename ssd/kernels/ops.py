@@ -181,9 +181,12 @@ class Ops(Protocol):
         multiplied by them.
         """
 
+    def router(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        """x W^T (+ bias) in float32 [rows, experts], or what `route` makes it from."""
+
     def route(self, logits: torch.Tensor, count: int, *, chosen: bool) -> Routing:
-        """The `count` experts of each row with the largest logits (float32 [rows, experts]), the lower one first where
-        they are equal. Their weights are a softmax: over the chosen ones, or over all experts."""
+        """The `count` experts of each row with the largest logits, the lower one first where they are equal. Their
+        weights are a softmax: over the chosen ones, or over all experts."""
 
     def expert_linear(
         self,

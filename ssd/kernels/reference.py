@@ -65,6 +65,9 @@ class ReferenceOps:
         x, wide = _widened(x, weight, row_scales)
         return self.gated_linear(x, wide, bias) if gated else self.linear(x, wide, bias, float32=float32)
 
+    def router(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self.linear(x, weight, bias, float32=True)
+
     def route(self, logits: torch.Tensor, count: int, *, chosen: bool) -> Routing:
         ids = logits.argsort(dim=1, descending=True, stable=True)[:, :count]
         logits = logits - logits.amax(1, keepdim=True)

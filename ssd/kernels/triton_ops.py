@@ -31,7 +31,7 @@ class TritonOps:
     def __init__(self) -> None:
         self._workspace: attention.Workspace | None = None
         self._prefill: attention.Prefill | None = None
-        self.route, self.combine = experts.route, experts.combine
+        self.router, self.route, self.combine = experts.router, experts.route, experts.combine
 
     def reserve(self, heads: HeadShape, device: torch.device) -> None:
         self._workspace = attention.Workspace(heads, device)
@@ -53,13 +53,13 @@ class TritonOps:
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, float32: bool = False
     ) -> torch.Tensor:
-        product = None if bias is not None else _library(x, weight, torch.float32 if float32 else x.dtype)
+        product = _library(x, weight, bias, torch.float32 if float32 else x.dtype)
         if product is not None:
             return product
         return linear.linear(x, weight, bias, out_dtype=torch.float32 if float32 else None)
 
     def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        product = None if bias is not None else _library(x, weight, x.dtype, gated=True)
+        product = _library(x, weight, bias, x.dtype, gated=True)
         if product is not None:
             return product
         return linear.linear(x, weight, None if bias is None else _alternating(bias), gated=True)
@@ -189,8 +189,8 @@ def _alternating(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _library(
-    x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype, *, gated: bool = False
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, *, gated: bool = False
 ) -> torch.Tensor | None:
     """The product by cuBLASLt, where it is faster and has the same bits, else None."""
     library = cublaslt.load() if x.is_cuda else None
-    return None if library is None else library.linear(x, weight, out_dtype, gated=gated)
+    return None if library is None else library.linear(x, weight, bias, out_dtype, gated=gated)

@@ -11,19 +11,21 @@ from collections.abc import Iterator
 
 import torch
 
-from ssd.layers.formats import Use
+from ssd.layers.formats import DENSE, Use
 from ssd.layers.linear import ColumnLinear, Linear, RowLinear
 from ssd.layers.parameter import Build, Parameter
 from ssd.layers.spec import ExpertsSpec
 
 
 class Router(Linear):
-    """Logits of all experts, on every rank."""
+    """Logits of all experts, on every rank, as `Ops.route` takes them."""
 
     def cut(self, rows: int) -> tuple[slice, slice]:
         return slice(None), slice(None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.format is DENSE:
+            return self.ops.router(x, self.weight, self.bias)
         return self._product(x, self.bias, float32=True)
 
 

@@ -62,7 +62,7 @@ class Layer:
         return self.ops.prepare_codes(codes, torch.bfloat16, gated=gated, experts=self.experts)
 
     def route(self, x: torch.Tensor) -> Routing:
-        return self.ops.route(self.ops.linear(x, self.router, float32=True), self.per_row, chosen=True)
+        return self.ops.route(self.ops.router(x, self.router, None), self.per_row, chosen=True)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         routing = self.route(x)

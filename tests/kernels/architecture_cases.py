@@ -128,12 +128,13 @@ def test_quantized_products(architecture: int, kind: CodeType, group: int, offse
 def test_experts(architecture: int, kind: CodeType | None, group: int, dtype: torch.dtype) -> None:
     """Products of 32 experts with 1024 inner dimensions, from 1 row on to those of a prompt."""
     for rows in (1, 64, 200, 2000):
-        routing = experts.route(empty(rows, 32, dtype=torch.float32), 4, chosen=rows == 1)
+        logits = experts.router(empty(rows, 2048, dtype=dtype), empty(32, 2048, dtype=dtype), empty(32, dtype=dtype))
+        routing = experts.route(logits, 4, chosen=rows == 1)
         for columns, depth, inputs, glu in ((2048, 2048, rows, GLU(1.702, 7.0, 1.0)), (2048, 1024, 4 * rows, None)):
             weight: torch.Tensor | packing.PackedCodes = empty(32 * columns, depth, dtype=dtype)
             if kind is not None:
                 scales = empty(32 * columns, depth // (group or depth), dtype=torch.float32)
-                weight = packing.pack(Codes(weight.to(torch.uint8), scales, kind, depth), dtype, strips=False)
+                weight = packing.pack(Codes(weight.to(torch.uint8), scales, kind, depth), dtype, strips=kind == "fp4")
             x, bias = empty(inputs, depth, dtype=dtype), empty(32 * columns, dtype=dtype)
             experts.expert_linear(x, weight, routing, bias, glu=glu)
         experts.combine(empty(4 * rows, 2048, dtype=dtype), routing)

@@ -41,6 +41,22 @@ def test_routing(kind: str, chosen: bool) -> None:
     assert torch.equal(routing.starts.long(), torch.searchsorted(pairs.long(), torch.arange(13, device=device)))
 
 
+@pytest.mark.parametrize("kind", KERNELS)
+def test_a_router_s_logits(kind: str) -> None:
+    """A depth of several pieces; experts and rows of several tiles; rows in any company."""
+    ops, device, types = make_ops(kind)
+    torch.manual_seed(0)
+    for dtype in types:
+        x, weight = torch.randn(19, 600, device=device).to(dtype), torch.randn(40, 600, device=device).to(dtype) / 25
+        bias, prepared = torch.randn(40, device=device).to(dtype), ops.prepare(weight)
+        found = ops.route(ops.router(x, prepared, bias), 3, chosen=True)
+        expected = ReferenceOps().route(x.float() @ weight.float().t() + bias.float(), 3, chosen=True)
+        assert torch.equal(found.experts, expected.experts)
+        close(found.weights, expected.weights, dtype)
+        alone = ops.route(ops.router(x[7:8], prepared, bias), 3, chosen=True)
+        assert kind == "plain" or torch.equal(alone.weights, found.weights[7:8])
+
+
 @pytest.mark.parametrize(("count", "experts"), [(3, 12), (4, 32), (8, 128), (1, 5)])
 def test_routing_of_few_rows_on_a_gpu(count: int, experts: int) -> None:
     """As plain torch has it, and with the tiles of every expert that is hit. Catches rows and places that are not there
