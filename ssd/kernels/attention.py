@@ -32,7 +32,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ssd.kernels import fp8_attention
 from ssd.kernels.e4m3 import as_bytes, beside, widen, widening
-from ssd.kernels.launching import processors
+from ssd.kernels.launching import early_launch, processors
 from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales
 
 Prefill = Callable[[torch.Tensor, torch.Tensor, DeviceBatch, torch.Tensor, torch.Tensor, torch.Tensor | None], bool]
@@ -227,7 +227,7 @@ def _decode_kernel(
     slots_ptr, sinks_ptr, table_stride, slot_stride, scale, v_scale, depth,
     HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT_LEN: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr,
-    WINDOW: tl.constexpr, TMA: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, TMA: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One item, one KV head. Rows of a tile: BLOCK_M // GROUP query tokens times the GROUP heads of the KV head.
 
@@ -235,6 +235,9 @@ def _decode_kernel(
     branch; 0: the query tokens are no branches. FIRST: positions before it are not seen. WINDOW: positions that a
     query sees, its own included; 0: all. WIDEN: how KV is read; where it is in fp8, `scale` has the scale of k.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     kv_head = tl.program_id(0)
     item = items_ptr + tl.program_id(1) * _ITEM
     first_row = tl.load(item)
@@ -509,6 +512,7 @@ def paged_attention(
             FIRST=heads.first_position,
             STAGES=decode_stages,
             num_warps=_DECODE_WARPS,
+            **early_launch(q.device),
         )
     if batch.prefill_tiles is not None:
         tiles = batch.prefill_tiles

@@ -171,8 +171,12 @@ def _rope_kernel(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     FP8: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Some heads of one token: query heads, or (past those) key heads together with their value heads."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     HALF: tl.constexpr = D // 2
@@ -246,5 +250,6 @@ def rope_and_store(
         BLOCK=triton.next_power_of_2(heads.head_dim // 2),
         FP8=fp8,
         num_warps=1,
+        **early_launch(qkv.device),
     )
     return q

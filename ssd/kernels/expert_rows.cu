@@ -4,23 +4,21 @@
 // The strips of 16 outputs of all tiles are cut into equal ranges, one for each block of threads, which takes up to
 // CONSUMERS strips at a time, one for each of its consumer warps. Its producer copies their codes and exponents, one block
 // of the depth after the other, to a ring in shared memory. The rows of a tile stay in shared memory. Consumers widen codes
-// to bfloat16 in registers: those of four warps are the A operand of the tensor cores (`wgmma`), the rows the B operand.
-// Sums are those of `quantized_linear.py`, to the bit: over the depth in one order, sixteen at a time.
+// to bfloat16 in registers, which are the A operand of the tensor cores, the rows the B operand. (Warps do not wait for
+// each other, as those of a `wgmma` do: that was half as fast.) Sums are those of `quantized_linear.py`, to the bit: over
+// the depth in one order, sixteen at a time.
 //
 // Macros: DEPTH (of the weight, a multiple of 64), TILES.
 
 constexpr int WORDS = 32, PARTS = 8;  // of a block of an output: a part is a group, with one exponent
 constexpr int BLOCK = WORDS * PARTS;  // weights
-constexpr int FULL = DEPTH / BLOCK, REST = DEPTH % BLOCK / 16;  // whole blocks, steps of the one after them
+constexpr int FULL = DEPTH / BLOCK, REST = DEPTH % BLOCK / WORDS;  // whole blocks, parts of the one after them
 constexpr int BLOCKS = FULL + (REST > 0);
-constexpr int RUNS = 2;  // steps of a part
-constexpr int STEPS = BLOCK / 16;
-constexpr int SUMS = TILES * 4;  // of a thread
 constexpr int STRIP_BYTES = 16 * WORDS * 4, EXPONENT_BYTES = 16 * PARTS;
 constexpr int CONSUMERS = 12;
 constexpr int STAGE_BYTES = CONSUMERS * (STRIP_BYTES + EXPONENT_BYTES);
-constexpr int X_BYTES = DEPTH / 64 * TILES * 1024;  // 64 numbers of each row, the next 64, and so on
-constexpr int OF_BLOCK = BLOCK / 64 * TILES * 1024;  // bytes of them
+constexpr int ROW_BYTES = DEPTH * 2 + 16;  // of x, such that eight rows are in different banks
+constexpr int X_BYTES = (TILES * 8 * ROW_BYTES + 127) / 128 * 128;
 constexpr int STAGES = (226 * 1024 - X_BYTES) / STAGE_BYTES;
 constexpr u32 MAX_POLLS = 1u << 26;
 static_assert(DEPTH % 64 == 0 && FULL > 0 && STAGES >= 2, "the rows and a ring fit into shared memory");
@@ -81,22 +79,38 @@ struct Work {
     }
 };
 
-// Numbers `part` of two words of neighbouring weights, as a pair of bfloat16 (see `packing.paired`), times a power of two.
+// Numbers `part` of two words of neighbouring weights, as a pair of bfloat16 (`packing.FP4_PLACES`), times a power of two.
 template <int part>
 __device__ __forceinline__ u32 widened(uint2 w, u32 power) {
-    const u32 v = part < 4 ? w.x : w.y;
-    u32 bits;
-    if (part % 4 < 3)
-        bits = v << part % 4 * 3 & 0x81C081C0u;
-    else
-        bits = masked(v << 1, 0x80008000u, masked(v >> 5, 0x01000100u, v >> 4 & 0x00C000C0u));
-    return fma2(bits, power, 0x80008000u);
+    constexpr int turns[PARTS] = {0, 6, 26, 4, 2, 28, 24, 30}, turn = turns[part];
+    const u32 v = part % 4 == 3 ? (w.x & 0x0C180C18u) | (w.y & ~0x0C180C18u) : part < 4 ? w.x : w.y;
+    return fma2((v << turn | (turn ? v >> (32 - turn) % 32 : 0)) & 0x81C081C0u, power, 0x80008000u);
 }
 
+// What a thread needs of its outputs (lane / 4 and 8 more) and rows (lane % 4 * 2 and the next, of each 8) in the end.
+struct Outputs {
+    float scales[2], biases[2];
+    int pairs[TILES][2];  // -1: there is no such row
+    __device__ __forceinline__ Outputs(const Params& p, const int* tile, int first, int lane) {
+        const int columns = p.strips * 16, all = p.experts * columns, start = tile[1], end = tile[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int output = tile[0] * columns + first + i * 8;
+            scales[i] = __ldg(p.scales + output);
+            const int place = p.gated ? output % 2 * (all / 2) + output / 2 : output;
+            biases[i] = p.bias ? __uint_as_float((u32)__ldg(p.bias + place) << 16) : 0.0f;
+#pragma unroll
+            for (int t = 0; t < TILES; ++t) {
+                const int at = start + t * 8 + lane % 4 * 2 + i;
+                pairs[t][i] = at < end ? p.order[at] : -1;
+            }
+        }
+    }
+};
+
 struct Consumer {
-    float sums[SUMS];
-    u32 a[2][RUNS][4];
-    uint2 words[RUNS][2][2], exponents[2];  // by run of 16 weights, halves of it, and outputs
+    float sums[TILES][4];
+    uint2 words[2][2][2], exponents[2];  // by run of 16 weights, halves of it, and outputs
 
     // The codes of a strip at `strip`, with its exponents at `powers`.
     __device__ __forceinline__ void load(u32 strip, u32 powers, int lane) {
@@ -104,41 +118,33 @@ struct Consumer {
         for (int row = 0; row < 2; ++row) {
             exponents[row] = shared8(powers + (row * 8 + lane / 4) * 8);
 #pragma unroll
-            for (int run = 0; run < RUNS; ++run)
+            for (int run = 0; run < 2; ++run)
 #pragma unroll
                 for (int half = 0; half < 2; ++half)
                     words[run][half][row] =
                         shared8(strip + ((run * 2 + half) * 16 + row * 8 + lane / 4) * 32 + lane % 4 * 8);
         }
     }
-    // The A operand of a part's steps.
-    template <int part>
-    __device__ __forceinline__ void widen() {
-        u32 powers[2];
-#pragma unroll
-        for (int row = 0; row < 2; ++row)
-            powers[row] = bytes<0x0404 + part % 4 * 0x1010>(part < 4 ? exponents[row].x : exponents[row].y, 0) >> 1;
-#pragma unroll
-        for (int run = 0; run < RUNS; ++run)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) a[part % 2][run][j] = widened<part>(words[run][j / 2][j % 2], powers[j % 2]);
-    }
-    // Products of a block's parts: one part is computed while the codes of the next are widened. `x`: descriptor of the
-    // rows' numbers for this block, `next`: loads the block after it.
+    // Products of a block's parts. `x`: where this thread reads the rows' numbers for the block, `next`: loads the block
+    // after it.
     template <int part, int parts, typename Next>
-    __device__ __forceinline__ void multiply(u64 x, Next next) {
+    __device__ __forceinline__ void multiply(u32 x, Next next) {
         if constexpr (part < parts) {
-            widen<part>();
-            if (part + 1 == parts) next();
-            wgmma_fence();
+            u32 a[2][4], powers[2];
+            uint4 b[TILES];
 #pragma unroll
-            for (int run = 0; run < RUNS; ++run) {
-                constexpr int step = part * RUNS;
-                const int ahead = step / 4 * (TILES * 1024) + (step % 4 + run) * 32;
-                wgmma<true>(sums, a[part % 2][run], moved(x, ahead));
+            for (int t = 0; t < TILES; ++t) b[t] = shared_matrices(x + part * (WORDS * 2) + t * (8 * ROW_BYTES));
+#pragma unroll
+            for (int row = 0; row < 2; ++row)
+                powers[row] = bytes<0x0404 + part % 4 * 0x1010>(part < 4 ? exponents[row].x : exponents[row].y, 0) >> 1;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = widened<part>(words[i / 4][i % 4 / 2][i % 2], powers[i % 2]);
+            if (part + 1 == parts) next();
+#pragma unroll
+            for (int t = 0; t < TILES; ++t) {
+                mma(sums[t], a[0][0], a[0][1], a[0][2], a[0][3], b[t].x, b[t].y);
+                mma(sums[t], a[1][0], a[1][1], a[1][2], a[1][3], b[t].z, b[t].w);
             }
-            wgmma_commit();
-            wgmma_wait<1>();
             multiply<part + 1, parts>(x, next);
         }
     }
@@ -150,58 +156,49 @@ __device__ __forceinline__ void store(const Params& p, u64 at, float value) {
     else
         ((bf16*)p.y)[at] = (bf16)pack(value, 0.0f);
 }
-// Scales, bias and activation of outputs `first` and 8 more of an expert, of the tile's rows lane % 4 * 2 and the next, as
-// `experts._expert_kernel` has them.
-__device__ __forceinline__ void finish(const Params& p, const float (&sums)[SUMS], const int* tile, int first, int lane) {
-    const int columns = p.strips * 16, all = p.experts * columns;
-    const int* pairs = p.order + tile[1];
-    const int rows = tile[2] - tile[1];
+// Scales, bias and activation of outputs `first` and 8 more of an expert, as `experts._expert_kernel` has them.
+__device__ __forceinline__ void finish(const Params& p, const float (&sums)[TILES][4], const Outputs& of, int first) {
+    const int columns = p.strips * 16;
 #pragma unroll
-    for (int i = 0; i < SUMS; ++i) {
-        const int row = i / 4 * 8 + lane % 4 * 2 + i % 2, column = first + i % 4 / 2 * 8;
-        const int output = tile[0] * columns + column, place = p.gated ? output % 2 * (all / 2) + output / 2 : output;
-        const bool there = row < rows;
-        const float scale = __ldg(p.scales + output);
-        const float v = p.bias ? __fmaf_rn(sums[i], scale, __uint_as_float((u32)__ldg(p.bias + place) << 16))
-                               : __fmul_rn(sums[i], scale);
-        const u64 to = there ? (u64)pairs[row] * (p.gated ? columns / 2 : columns) : 0;
+    for (int i = 0; i < TILES * 4; ++i) {
+        const int half = i % 4 / 2, column = first + half * 8, pair = of.pairs[i / 4][i % 2];
+        const float sum = sums[i / 4][i % 4], scale = of.scales[half];
+        const float v = p.bias ? __fmaf_rn(sum, scale, of.biases[half]) : __fmul_rn(sum, scale);
         if (!p.gated) {
-            if (there) store(p, to + column, v);
+            if (pair >= 0) store(p, (u64)pair * columns + column, v);
             continue;
         }
         const float other = __shfl_xor_sync(~0u, v, 4);  // of the next output
-        if (there && column % 2 == 0) {
+        if (pair >= 0 && column % 2 == 0) {
             const float gate = v > p.limit ? p.limit : v;
             const float up = other > p.limit ? p.limit : other < -p.limit ? -p.limit : other;
             const float below = __fadd_rn(1.0f, exp2_(__fmul_rn(__fmul_rn(-p.slope, gate), 1.4426950408889634f)));
-            store(p, to + column / 2, __fmul_rn(divided(gate, below), __fadd_rn(up, p.shift)));
+            store(p, (u64)pair * (columns / 2) + column / 2, __fmul_rn(divided(gate, below), __fadd_rn(up, p.shift)));
         }
     }
 }
 
-// Rows of a tile, as `rows_descriptor` has them. What other rows of the tile have been does not matter.
+// Rows of a tile. What others have been does not matter: a row's sums are its own.
 __device__ __forceinline__ void load_rows(const Params& p, const int* tile, u32 x) {
-    const int rows = tile[2] - tile[1];
+    const int start = tile[1], rows = tile[2] - start;
     meet<32 * CONSUMERS>();  // the rows before them are no longer needed
     for (int i = threadIdx.x; i < rows * (DEPTH / 8); i += 32 * CONSUMERS) {
         const int row = i / (DEPTH / 8), piece = i % (DEPTH / 8);  // of 16 bytes
-        const uint4 v = load16(p.x + (u64)(p.order[tile[1] + row] / p.repeats) * p.x_stride + piece * 8);
-        shared_store16(x + (piece / 8 * TILES + row / 8) * 1024 + row % 8 * 128 + (piece ^ row) % 8 * 16, v);
+        const uint4 v = load16(p.x + (u64)(p.order[start + row] / p.repeats) * p.x_stride + piece * 8);
+        shared_store16(x + row * ROW_BYTES + piece * 16, v);
     }
-    show_to_tensor_cores();
     meet<32 * CONSUMERS>();
 }
 
 __device__ __forceinline__ void consume(const Params& p, Shared& shared, u32 x, u32 ring, int warp) {
     const int lane = threadIdx.x % 32;
+    const u32 own_x = x + lane % 8 * ROW_BYTES + lane / 8 * 16;
     Consumer consumer;
     Ring at;
     int tile = -1;
     for (Work work(p); work.next();) {
-        if (work.tile != tile) load_rows(p, p.tiles + 3 * work.tile, x);
-        tile = work.tile;
-        const bool there = warp < work.count;  // others of an active group of four multiply what they have
-        const bool active = warp / 4 * 4 < work.count;
+        const int first = (work.first + warp) * 16 + lane / 4;
+        const bool there = warp < work.count;
         const auto load = [&] {
             wait(&shared.full[at.stage], at.parity);
             const u32 stage = ring + at.stage * STAGE_BYTES;
@@ -211,20 +208,22 @@ __device__ __forceinline__ void consume(const Params& p, Shared& shared, u32 x, 
             mbarrier_arrive_if(lane == 0, &shared.empty[at.stage]);
             at.next();
         };
-        if (!active) {
+        if (work.tile != tile) load_rows(p, p.tiles + 3 * work.tile, x);
+        tile = work.tile;
+        if (!there) {
             for (int block = 0; block < BLOCKS; ++block) load();
             continue;
         }
+        const Outputs outputs(p, p.tiles + 3 * tile, first, lane);
 #pragma unroll
-        for (int i = 0; i < SUMS; ++i) consumer.sums[i] = 0.0f;
+        for (int i = 0; i < TILES * 4; ++i) consumer.sums[i / 4][i % 4] = 0.0f;
         load();
         for (int block = 0; block < FULL; ++block)
-            consumer.multiply<0, PARTS>(rows_descriptor(x + block * OF_BLOCK), [&] {
+            consumer.multiply<0, PARTS>(own_x + block * (BLOCK * 2), [&] {
                 if (block + 1 < BLOCKS) load();
             });
-        consumer.multiply<0, REST / RUNS>(rows_descriptor(x + FULL * OF_BLOCK), [] {});
-        wgmma_wait<0>(consumer.sums);
-        if (there) finish(p, consumer.sums, p.tiles + 3 * work.tile, (work.first + warp) * 16 + lane / 4, lane);
+        consumer.multiply<0, REST>(own_x + FULL * (BLOCK * 2), [] {});
+        finish(p, consumer.sums, outputs, first);
     }
 }
 

@@ -20,6 +20,16 @@ from ssd.kernels.quantized import Codes, CodeType, bits_of, dequantize
 STRIP = 16  # outputs
 UNIT = 8  # words of one output, one after the other
 _PAIRED = ("fp8", "fp4", "int4", "uint4")  # codes that are stored in pairs
+# Parts of a pair of words of fp4: which bits are those of the first word (others: of the second), and by how many bits
+# they are rotated to the left. Then each number is where bfloat16 has its sign (bits 15 and 31), the last bits of its
+# exponent and the first one of its mantissa (bits 6 to 8 and 22 to 24). Two parts are in bits that three others leave
+# of each word. Eight parts take sixteen instructions and a product each; no arrangement of a single word has four parts
+# that are rotations of each other.
+SHARED_BITS = 0x0C180C18
+FP4_PLACES = (
+    *((-1, 0), (-1, 6), (-1, -6), (SHARED_BITS, 4)),
+    *((0, 2), (0, -4), (0, -8), (SHARED_BITS, -2)),
+)
 
 
 @dataclass(frozen=True)
@@ -137,15 +147,20 @@ def paired(words: torch.Tensor, kind: CodeType) -> torch.Tensor:
     """Parts of words j and j + 1 as a GPU widens them with the fewest instructions, two at a time: the first half of
     the parts in one word, the second half in the next; those of word j in the lower 16 bits.
 
-    Integers of 4 bits stay in their order. The first number of fp8 or fp4 is where bfloat16 has its sign (bit 15),
-    exponent and mantissa (fp8: bits 4 to 10, fp4: bits 6 to 8). The second one of fp8 is in the other bits: its sign in
-    bit 11, its bits 4 to 6 in bits 12 to 14, its bits 0 to 3 in bits 0 to 3. The second one of fp4 is three bits lower
-    than the first, the third one six, and the fourth one in the bits that are left: 14, 13, 11 and 10.
+    Integers of 4 bits stay in their order. The first number of fp8 is where bfloat16 has its sign (bit 15), exponent
+    and mantissa (bits 4 to 10). The second one is in the other bits: its sign in bit 11, its bits 4 to 6 in bits 12 to
+    14, its bits 0 to 3 in bits 0 to 3. For fp4 see `FP4_PLACES`.
     """
     one, other = words.view(len(words), -1, 2).unbind(-1)
-    if kind in ("fp8", "fp4"):
-        placed, second = (_halves, 2) if kind == "fp8" else (_quarters, 4)
-        made = [placed(one, i) | (placed(other, i) << 16) for i in (0, second)]
+    if kind == "fp8":
+        made = [_halves(one, i) | (_halves(other, i) << 16) for i in (0, 2)]
+    elif kind == "fp4":
+        made = [torch.zeros_like(one), torch.zeros_like(one)]
+        for i, (first, turn) in enumerate(FP4_PLACES):
+            codes = [(word >> (4 * i)) & 15 for word in (one, other)]
+            low, high = (((code & 8) << 12) | ((code & 7) << 6) for code in codes)
+            numbers = _rotated(low | (high << 16), -turn)
+            made = [word | (numbers & bits) for word, bits in zip(made, (first, ~first), strict=True)]
     else:
         made = [(one & 0xFFFF) | (other << 16), ((one >> 16) & 0xFFFF) | (other & -0x10000)]
     return torch.stack(made, -1).flatten(1)
@@ -157,30 +172,33 @@ def _halves(words: torch.Tensor, part: int) -> torch.Tensor:
     return placed | ((second & 128) << 4) | ((second & 112) << 8) | (second & 15)
 
 
-def _quarters(words: torch.Tensor, part: int) -> torch.Tensor:
-    codes = [(words >> (4 * i)) & 15 for i in range(part, part + 4)]
-    placed = [((code & 8) << 12 | (code & 7) << 6) >> (3 * i) for i, code in enumerate(codes[:3])]
-    last = (codes[3] & 12) << 11 | (codes[3] & 3) << 10
-    return placed[0] | placed[1] | placed[2] | last
+def _rotated(words: torch.Tensor, turn: int) -> torch.Tensor:
+    """To the left, by some bits."""
+    turn %= 32
+    return words if turn == 0 else (words << turn) | ((words >> (32 - turn)) & ((1 << turn) - 1))
 
 
 def _unpaired(words: torch.Tensor, kind: CodeType) -> torch.Tensor:
     """What `paired` was made from."""
     if kind not in ("fp8", "fp4"):
         return paired(words, kind)
+    low, high = words.view(len(words), -1, 2).unbind(-1)
+    if kind == "fp4":
+        made = [torch.zeros_like(low), torch.zeros_like(low)]
+        for i, (first, turn) in enumerate(FP4_PLACES):
+            numbers = _rotated((low & first) | (high & ~first), turn)
+            made = [
+                word | (((numbers >> (at + 12)) & 8 | (numbers >> (at + 6)) & 7) << (4 * i))
+                for word, at in zip(made, (0, 16), strict=True)
+            ]
+        return torch.stack(made, -1).flatten(1)
 
     def parts(half: torch.Tensor) -> torch.Tensor:
         """Their sixteen bits."""
-        if kind == "fp8":
-            first = ((half >> 8) & 128) | ((half >> 4) & 127)
-            second = ((half >> 4) & 128) | ((half >> 8) & 112) | (half & 15)
-            return first | (second << 8)
-        made = (half >> 10 & 3 | half >> 11 & 12) << 12
-        for i in range(3):
-            made |= ((half << (3 * i) >> 12 & 8) | (half << (3 * i) >> 6 & 7)) << (4 * i)
-        return made
+        first = ((half >> 8) & 128) | ((half >> 4) & 127)
+        second = ((half >> 4) & 128) | ((half >> 8) & 112) | (half & 15)
+        return first | (second << 8)
 
-    low, high = words.view(len(words), -1, 2).unbind(-1)
     both = [parts(low >> shift & 0xFFFF) | parts(high >> shift & 0xFFFF) << 16 for shift in (0, 16)]
     return torch.stack(both, -1).flatten(1)
 

@@ -140,8 +140,15 @@ __device__ __forceinline__ uint4 shared16(u32 at) {
 __device__ __forceinline__ void shared_store16(u32 at, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// The tensor cores see what this thread has stored to shared memory.
-__device__ __forceinline__ void show_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Four matrices of 8 x 8 numbers of 16 bits: lane i has the address of row i % 8 of matrix i / 8, and gets numbers
+// i % 4 * 2 and the next of row i / 4 of each.
+__device__ __forceinline__ uint4 shared_matrices(u32 at) {
+    uint4 v;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(at));
+    return v;
+}
 
 // d += a b: a is 16 x 16 by rows, b 16 x 8 by columns.
 __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -264,14 +271,6 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[n]) {
 // Of b: rows of 64 numbers of 16 bits, those of 8 rows in 1024 bytes, swizzled as by a tensor map (128B).
 __device__ __forceinline__ u64 rows_descriptor(u32 at) {
     return (u64)(at >> 4 & 0x3FFF) | 1ull << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
-}
-// The same, some bytes further on. (Addresses have no carry: fewer instructions than a sum of 64 bits.)
-__device__ __forceinline__ u64 moved(u64 descriptor, int bytes) {
-    u64 d;
-    asm("{\n.reg .b32 l, h;\nmov.b64 {l, h}, %1;\nadd.u32 l, l, %2;\nmov.b64 %0, {l, h};\n}"
-        : "=l"(d)
-        : "l"(descriptor), "r"(bytes >> 4));
-    return d;
 }
 #define SUMS4(how, i) how(d[i]), how(d[i + 1]), how(d[i + 2]), how(d[i + 3])
 #define SUMS8(how, i) SUMS4(how, i), SUMS4(how, i + 4)

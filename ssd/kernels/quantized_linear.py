@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ssd.kernels.e4m3 import widen_bits
 from ssd.kernels.launching import shared_memory
-from ssd.kernels.packing import STRIP, UNIT, PackedCodes
+from ssd.kernels.packing import FP4_PLACES, SHARED_BITS, STRIP, UNIT, PackedCodes
 
 _WIDE_ROWS = 256  # products of more rows are bound by arithmetic: codes are widened first, and the library multiplies
 STRIP_OUTPUTS, UNIT_WORDS = tl.constexpr(STRIP), tl.constexpr(UNIT)
@@ -83,35 +83,24 @@ _INT4_PAIRS = tl.constexpr(
     + "}"
 )
 _UINT4_PAIRS = tl.constexpr(_INT4_PAIRS.value.replace("0xC308C308", "0xC300C300"))  # no zero point
-# A part's byte of `PackedCodes.exponents` is the exponent that it is multiplied with.
+# See `packing.FP4_PLACES`. A part's byte of `PackedCodes.exponents` is the exponent that it is multiplied with.
 _FP4_PAIRS = tl.constexpr(
     """{
-    .reg .b32 a, b, c, m, none, zero;
+    .reg .b32 a, m, none, zero, both;
     mov.b32 none, 0x80008000;
     mov.b32 zero, 0;
 """
+    + f"    lop3.b32 both, $8, $9, 0x{SHARED_BITS:08X}, 0xAC;\n"
     + "".join(
         f"""
     prmt.b32 m, ${10 + 2 * (i // 4)}, zero, 0x{i % 4}4{i % 4}4;
     shr.u32 m, m, 1;
-"""
-        + (
-            f"""
-    shl.b32 a, ${8 + i // 4}, {3 * (i % 4)};
+    shf.l.wrap.b32 a, {word}, {word}, {turn % 32};
     and.b32 a, a, 0x81C081C0;
+    fma.rn.bf16x2 ${i}, a, m, none;
 """
-            if i % 4 < 3
-            else f"""
-    shr.u32 a, ${8 + i // 4}, 4;
-    and.b32 a, a, 0x00C000C0;
-    shr.u32 b, ${8 + i // 4}, 5;
-    lop3.b32 a, b, 0x01000100, a, 0xEA;
-    shl.b32 c, ${8 + i // 4}, 1;
-    lop3.b32 a, c, 0x80008000, a, 0xEA;
-"""
-        )
-        + f"    fma.rn.bf16x2 ${i}, a, m, none;\n"
-        for i in range(8)
+        for i, (first, turn) in enumerate(FP4_PLACES)
+        for word in [{-1: "$8", 0: "$9"}.get(first, "both")]
     )
     + "}"
 )

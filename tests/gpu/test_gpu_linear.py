@@ -37,13 +37,14 @@ def library(tmp_path: Path) -> cublaslt.CublasLt:
 @pytest.mark.parametrize(("columns", "depth"), SHAPES)
 def test_products_have_our_bits(library: cublaslt.CublasLt, columns: int, depth: int, dtype: torch.dtype) -> None:
     """Of every number of rows, whichever kernel is chosen."""
-    weight = random(columns, depth, dtype=dtype)
+    weight, bias = random(columns, depth, dtype=dtype), random(columns, dtype=dtype, seed=1)
     for rows in ROWS:
         x = random(rows, depth + 8, dtype=dtype, seed=rows)[:, :depth]  # rows may be strided
         for out_dtype in (dtype, torch.float32):
-            y = library.linear(x, weight, out_dtype)
-            assert y is not None or rows <= 64, f"{rows} rows are not computed by the library"
-            assert y is None or torch.equal(y, linear(x, weight, out_dtype=out_dtype))
+            for added in (None, bias) if out_dtype is dtype else (None,):
+                y = library.linear(x, weight, added, out_dtype)
+                assert y is not None or rows <= 64, f"{rows} rows are not computed by the library"
+                assert y is None or torch.equal(y, linear(x, weight, added, out_dtype=out_dtype))
 
 
 def test_gates_have_our_bits() -> None:
@@ -60,7 +61,7 @@ def test_other_bits_are_noticed_and_not_used(
     """Catches a check that cannot fail."""
     monkeypatch.setattr(library, "_one", ctypes.c_float(1.001))
     x, weight = random(100, 512, dtype=torch.bfloat16), random(256, 512, dtype=torch.bfloat16)
-    assert library.linear(x, weight, torch.bfloat16) is None
+    assert library.linear(x, weight, None, torch.bfloat16) is None
     assert "no product of 256 x 512 weights with our bits" in caplog.text
 
 

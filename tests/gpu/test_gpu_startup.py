@@ -99,5 +99,5 @@ def test_compilations_and_checks_are_seen(compiled: list[str], monkeypatch: pyte
     library = cublaslt.load()
     assert library is not None
     monkeypatch.setattr(library, "_choices", cublaslt.Choices(tmp_path / "choices"))
-    library.linear(x, weight, torch.bfloat16)
+    library.linear(x, weight, None, torch.bfloat16)
     assert "a product of cuBLASLt" in compiled

@@ -213,7 +213,13 @@ static uint2 shared8(u32 at) { return *(const uint2*)(memory + at); }
 static float shared_float(u32 at) { return *(const float*)(memory + at); }
 static uint4 shared16(u32 at) { return *(const uint4*)(memory + at); }
 static void shared_store16(u32 at, uint4 v) { *(uint4*)(memory + at) = v; }
-static void show_to_tensor_cores() {}
+static uint4 shared_matrices(u32 at) {
+    const auto lanes = exchanged(&at, 1);
+    const int lane = fiber->number % 32;
+    u32 v[4];
+    for (int i = 0; i < 4; ++i) memcpy(&v[i], memory + lanes[i * 8 + lane / 4][0] + lane % 4 * 4, 4);
+    return {v[0], v[1], v[2], v[3]};
+}
 static uint4 load16(const void* p) { return *(const uint4*)p; }
 static uint2 load8(const void* p) { return *(const uint2*)p; }
 static u32 load4(const void* p) { return *(const u32*)p; }
@@ -319,7 +325,6 @@ static void wgmma_wait() {}
 template <int pending, int n>
 static void wgmma_wait(float (&)[n]) {}
 static u64 rows_descriptor(u32 at) { return at >> 4; }
-static u64 moved(u64 descriptor, int bytes) { return descriptor + (bytes >> 4); }
 template <bool add, int n>
 static void wgmma(float (&d)[n], const u32 (&a)[4], u64 b) {
     Warpgroup& group = fiber->block->warpgroups[fiber->number / 128];

@@ -10,7 +10,7 @@ from stored_codes import some_codes
 from test_quantized import close, make_ops
 
 from ssd.kernels.ops import GLU, SWIGLU, Ops
-from ssd.kernels.packing import pack, packed_rows, paired
+from ssd.kernels.packing import FP4_PLACES, pack, packed_rows, paired
 from ssd.kernels.quantized import Codes, CodeType, dequantize
 from ssd.kernels.reference import ReferenceOps
 
@@ -104,10 +104,11 @@ def test_pairs_of_fp4_are_the_weight_s() -> None:
     powers = weight.exponents.view(torch.uint8).short() << 7  # [blocks, rows, parts]
     for j in range(weight.width):
         block, at = divmod(j, 32)
-        for i in range(8):
-            half = words[:, j - j % 2 + i // 4] >> (16 * (j % 2)) & 0xFFFF
-            last = half >> 4 & 0xC0 | half >> 5 & 0x100 | half << 1 & 0x8000
-            bits = (half << (3 * (i % 4)) & 0x81C0 if i % 4 < 3 else last).short()
+        pair = words[:, j - j % 2], words[:, j - j % 2 + 1]
+        for i, (first, turn) in enumerate(FP4_PLACES):
+            bits = ((pair[0] & first) | (pair[1] & ~first)).long() & 0xFFFFFFFF
+            bits = (bits << turn % 32 | bits >> -turn % 32) >> (16 * (j % 2)) & 0x81C0
+            bits = torch.where(bits >= 1 << 15, bits - (1 << 16), bits).short()
             number = bits.view(torch.bfloat16).double() * powers[block, :, i].view(torch.bfloat16).double()
             found[:, block * 256 + i * 32 + at] = (number * weight.scales[0]).float()
     expected = dequantize(codes, torch.float32)
