@@ -1,12 +1,12 @@
-// Rows times the MXFP4 weights of their experts (`packing.py`, in strips), for tiles of up to 8 TILES pairs of one expert
-// (`Routing.tiles`): bound by reading the weights of the experts that are hit.
+// Rows times the MXFP4 weights of their experts (`packing.py`, in strips), for tiles of up to 8 TILES pairs of one
+// expert (`Routing.tiles`): bound by reading the weights of the experts that are hit.
 //
 // The strips of 16 outputs of all tiles are cut into equal ranges, one for each block of threads, which takes up to
-// CONSUMERS strips at a time, one for each of its consumer warps. Its producer copies their codes and exponents, one block
-// of the depth after the other, to a ring in shared memory. The rows of a tile stay in shared memory. Consumers widen codes
-// to bfloat16 in registers, which are the A operand of the tensor cores, the rows the B operand. (Warps do not wait for
-// each other, as those of a `wgmma` do: that was half as fast.) Sums are those of `quantized_linear.py`, to the bit: over
-// the depth in one order, sixteen at a time.
+// SHARE strips at a time, OF_WARP for each of its consumer warps (two read the rows half as often). Its producer copies
+// their codes and exponents, one block of the depth after the other, to a ring in shared memory. The rows of a tile stay
+// in shared memory. Consumers widen codes to bfloat16 in registers, which are the A operand of the tensor cores, the
+// rows the B operand. Sums are those of `quantized_linear.py`, to the bit: over the depth in one order, sixteen at a
+// time.
 //
 // Macros: DEPTH (of the weight, a multiple of 64), TILES.
 
@@ -15,8 +15,8 @@ constexpr int BLOCK = WORDS * PARTS;  // weights
 constexpr int FULL = DEPTH / BLOCK, REST = DEPTH % BLOCK / WORDS;  // whole blocks, parts of the one after them
 constexpr int BLOCKS = FULL + (REST > 0);
 constexpr int STRIP_BYTES = 16 * WORDS * 4, EXPONENT_BYTES = 16 * PARTS;
-constexpr int CONSUMERS = 12;
-constexpr int STAGE_BYTES = CONSUMERS * (STRIP_BYTES + EXPONENT_BYTES);
+constexpr int SHARE = 20, OF_WARP = TILES, CONSUMERS = SHARE / OF_WARP;
+constexpr int STAGE_BYTES = SHARE * (STRIP_BYTES + EXPONENT_BYTES);
 constexpr int ROW_BYTES = DEPTH * 2 + 16;  // of x, such that eight rows are in different banks
 constexpr int X_BYTES = (TILES * 8 * ROW_BYTES + 127) / 128 * 128;
 constexpr int STAGES = (226 * 1024 - X_BYTES) / STAGE_BYTES;
@@ -40,7 +40,7 @@ struct Shared {
 };
 constexpr int X_AT = 1024, RING_AT = X_AT + X_BYTES;
 static_assert(sizeof(Shared) <= X_AT, "rows are behind them");
-extern "C" __constant__ const u32 shared_bytes = RING_AT + STAGES * STAGE_BYTES;  // for the host
+extern "C" __constant__ const u32 shared_bytes = RING_AT + STAGES * STAGE_BYTES, threads = 32 * (CONSUMERS + 1);
 
 struct Ring {
     int stage = 0;
@@ -72,33 +72,42 @@ struct Work {
     __device__ __forceinline__ bool next() {
         if (at == end) return false;
         tile = at / strips, first = at - tile * strips;
-        const int left = min(end - at, strips - first), times = (left + CONSUMERS - 1) / CONSUMERS;
+        const int left = min(end - at, strips - first), times = (left + SHARE - 1) / SHARE;
         count = (left + times - 1) / times;
         at += count;
         return true;
     }
 };
 
-// Numbers `part` of two words of neighbouring weights, as a pair of bfloat16 (`packing.FP4_PLACES`), times a power of two.
+// Numbers `part` of two words of neighbouring weights, as a pair of bfloat16 (`packing.FP4_PLACES`), times a power of
+// two.
+struct Words {
+    u32 first, second, both;
+};
 template <int part>
-__device__ __forceinline__ u32 widened(uint2 w, u32 power) {
+__device__ __forceinline__ u32 widened(const Words& w, u32 power) {
     constexpr int turns[PARTS] = {0, 6, 26, 4, 2, 28, 24, 30}, turn = turns[part];
-    const u32 v = part % 4 == 3 ? (w.x & 0x0C180C18u) | (w.y & ~0x0C180C18u) : part < 4 ? w.x : w.y;
+    const u32 v = part % 4 == 3 ? w.both : part < 4 ? w.first : w.second;
     return fma2((v << turn | (turn ? v >> (32 - turn) % 32 : 0)) & 0x81C081C0u, power, 0x80008000u);
 }
 
-// What a thread needs of its outputs (lane / 4 and 8 more) and rows (lane % 4 * 2 and the next, of each 8) in the end.
+// What a thread needs of its outputs (lane / 4 and 8 more, of each strip) and rows (lane % 4 * 2 and the next, of each
+// 8) in the end.
 struct Outputs {
-    float scales[2], biases[2];
+    float scales[OF_WARP][2], biases[OF_WARP][2];
     int pairs[TILES][2];  // -1: there is no such row
-    __device__ __forceinline__ Outputs(const Params& p, const int* tile, int first, int lane) {
+    // `first`: its first output, `count`: strips that are there.
+    __device__ __forceinline__ Outputs(const Params& p, const int* tile, int first, int count, int lane) {
         const int columns = p.strips * 16, all = p.experts * columns, start = tile[1], end = tile[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int output = tile[0] * columns + first + i * 8;
-            scales[i] = __ldg(p.scales + output);
-            const int place = p.gated ? output % 2 * (all / 2) + output / 2 : output;
-            biases[i] = p.bias ? __uint_as_float((u32)__ldg(p.bias + place) << 16) : 0.0f;
+#pragma unroll
+            for (int s = 0; s < OF_WARP; ++s) {
+                const int output = tile[0] * columns + first + (s < count ? s * 16 : 0) + i * 8;
+                const int place = p.gated ? output % 2 * (all / 2) + output / 2 : output;
+                scales[s][i] = __ldg(p.scales + output);
+                biases[s][i] = p.bias ? __uint_as_float((u32)__ldg(p.bias + place) << 16) : 0.0f;
+            }
 #pragma unroll
             for (int t = 0; t < TILES; ++t) {
                 const int at = start + t * 8 + lane % 4 * 2 + i;
@@ -109,41 +118,55 @@ struct Outputs {
 };
 
 struct Consumer {
-    float sums[TILES][4];
-    uint2 words[2][2][2], exponents[2];  // by run of 16 weights, halves of it, and outputs
+    float sums[OF_WARP][TILES][4];
+    Words words[OF_WARP][2][2][2];  // by run of 16 weights, halves of it, and outputs
+    uint2 exponents[OF_WARP][2];
 
-    // The codes of a strip at `strip`, with its exponents at `powers`.
-    __device__ __forceinline__ void load(u32 strip, u32 powers, int lane) {
+    __device__ __forceinline__ void begin() {
+#pragma unroll
+        for (int i = 0; i < OF_WARP * TILES * 4; ++i) sums[i / (TILES * 4)][i / 4 % TILES][i % 4] = 0.0f;
+    }
+    // The codes of strip s at `strip`, with its exponents at `powers`.
+    __device__ __forceinline__ void load(int s, u32 strip, u32 powers, int lane) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            exponents[row] = shared8(powers + (row * 8 + lane / 4) * 8);
+            exponents[s][row] = shared8(powers + (row * 8 + lane / 4) * 8);
 #pragma unroll
             for (int run = 0; run < 2; ++run)
 #pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    words[run][half][row] =
-                        shared8(strip + ((run * 2 + half) * 16 + row * 8 + lane / 4) * 32 + lane % 4 * 8);
+                for (int half = 0; half < 2; ++half) {
+                    const uint2 w = shared8(strip + ((run * 2 + half) * 16 + row * 8 + lane / 4) * 32 + lane % 4 * 8);
+                    words[s][run][half][row] = {w.x, w.y, (w.x & 0x0C180C18u) | (w.y & ~0x0C180C18u)};
+                }
         }
     }
-    // Products of a block's parts. `x`: where this thread reads the rows' numbers for the block, `next`: loads the block
-    // after it.
+    // Products of a block's parts. `x`: where this thread reads the rows' numbers for the block, `next`: loads the
+    // block after it.
     template <int part, int parts, typename Next>
     __device__ __forceinline__ void multiply(u32 x, Next next) {
         if constexpr (part < parts) {
-            u32 a[2][4], powers[2];
+            u32 a[OF_WARP][2][4];
             uint4 b[TILES];
 #pragma unroll
             for (int t = 0; t < TILES; ++t) b[t] = shared_matrices(x + part * (WORDS * 2) + t * (8 * ROW_BYTES));
 #pragma unroll
-            for (int row = 0; row < 2; ++row)
-                powers[row] = bytes<0x0404 + part % 4 * 0x1010>(part < 4 ? exponents[row].x : exponents[row].y, 0) >> 1;
+            for (int s = 0; s < OF_WARP; ++s) {
+                u32 powers[2];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = widened<part>(words[i / 4][i % 4 / 2][i % 2], powers[i % 2]);
+                for (int row = 0; row < 2; ++row) {
+                    const uint2 of = exponents[s][row];
+                    powers[row] = bytes<0x0404 + part % 4 * 0x1010>(part < 4 ? of.x : of.y, 0) >> 1;
+                }
+#pragma unroll
+                for (int i = 0; i < 8; ++i)
+                    a[s][i / 4][i % 4] = widened<part>(words[s][i / 4][i % 4 / 2][i % 2], powers[i % 2]);
+            }
             if (part + 1 == parts) next();
 #pragma unroll
-            for (int t = 0; t < TILES; ++t) {
-                mma(sums[t], a[0][0], a[0][1], a[0][2], a[0][3], b[t].x, b[t].y);
-                mma(sums[t], a[1][0], a[1][1], a[1][2], a[1][3], b[t].z, b[t].w);
+            for (int i = 0; i < 2 * OF_WARP * TILES; ++i) {
+                const int run = i / (OF_WARP * TILES), s = i / TILES % OF_WARP, t = i % TILES;
+                const auto& own = a[s][run];
+                mma(sums[s][t], own[0], own[1], own[2], own[3], run ? b[t].z : b[t].x, run ? b[t].w : b[t].y);
             }
             multiply<part + 1, parts>(x, next);
         }
@@ -156,14 +179,15 @@ __device__ __forceinline__ void store(const Params& p, u64 at, float value) {
     else
         ((bf16*)p.y)[at] = (bf16)pack(value, 0.0f);
 }
-// Scales, bias and activation of outputs `first` and 8 more of an expert, as `experts._expert_kernel` has them.
-__device__ __forceinline__ void finish(const Params& p, const float (&sums)[TILES][4], const Outputs& of, int first) {
+// Scales, bias and activation of a strip's outputs, `first` and 8 more of an expert, as `experts._expert_kernel` has
+// them.
+__device__ __forceinline__ void finish(const Params& p, const Consumer& consumer, const Outputs& of, int s, int first) {
     const int columns = p.strips * 16;
 #pragma unroll
     for (int i = 0; i < TILES * 4; ++i) {
         const int half = i % 4 / 2, column = first + half * 8, pair = of.pairs[i / 4][i % 2];
-        const float sum = sums[i / 4][i % 4], scale = of.scales[half];
-        const float v = p.bias ? __fmaf_rn(sum, scale, of.biases[half]) : __fmul_rn(sum, scale);
+        const float sum = consumer.sums[s][i / 4][i % 4], scale = of.scales[s][half];
+        const float v = p.bias ? __fmaf_rn(sum, scale, of.biases[s][half]) : __fmul_rn(sum, scale);
         if (!p.gated) {
             if (pair >= 0) store(p, (u64)pair * columns + column, v);
             continue;
@@ -197,33 +221,40 @@ __device__ __forceinline__ void consume(const Params& p, Shared& shared, u32 x, 
     Ring at;
     int tile = -1;
     for (Work work(p); work.next();) {
-        const int first = (work.first + warp) * 16 + lane / 4;
-        const bool there = warp < work.count;
+        const int count = work.count - warp * OF_WARP;  // of its strips, if positive
+        const int first = (work.first + warp * OF_WARP) * 16 + lane / 4;
         const auto load = [&] {
             wait(&shared.full[at.stage], at.parity);
             const u32 stage = ring + at.stage * STAGE_BYTES;
-            if (there)
-                consumer.load(stage + warp * STRIP_BYTES, stage + CONSUMERS * STRIP_BYTES + warp * EXPONENT_BYTES, lane);
+            if (count > 0)
+#pragma unroll
+                for (int s = 0; s < OF_WARP; ++s) {  // one that is not there has any codes
+                    const int strip = warp * OF_WARP + s;
+                    consumer.load(s, stage + strip * STRIP_BYTES, stage + SHARE * STRIP_BYTES + strip * EXPONENT_BYTES,
+                                  lane);
+                }
             __syncwarp();
             mbarrier_arrive_if(lane == 0, &shared.empty[at.stage]);
             at.next();
         };
         if (work.tile != tile) load_rows(p, p.tiles + 3 * work.tile, x);
         tile = work.tile;
-        if (!there) {
+        if (count <= 0) {
             for (int block = 0; block < BLOCKS; ++block) load();
             continue;
         }
-        const Outputs outputs(p, p.tiles + 3 * tile, first, lane);
-#pragma unroll
-        for (int i = 0; i < TILES * 4; ++i) consumer.sums[i / 4][i % 4] = 0.0f;
+        const Outputs outputs(p, p.tiles + 3 * tile, first, count, lane);
+        consumer.begin();
         load();
+#pragma unroll 1
         for (int block = 0; block < FULL; ++block)
             consumer.multiply<0, PARTS>(own_x + block * (BLOCK * 2), [&] {
                 if (block + 1 < BLOCKS) load();
             });
         consumer.multiply<0, REST>(own_x + FULL * (BLOCK * 2), [] {});
-        finish(p, consumer.sums, outputs, first);
+#pragma unroll
+        for (int s = 0; s < OF_WARP; ++s)
+            if (s < count) finish(p, consumer, outputs, s, first + s * 16);
     }
 }
 
@@ -241,7 +272,7 @@ __device__ __forceinline__ void produce(const Params& p, Shared& shared, unsigne
             wait(&shared.empty[at.stage], at.parity ^ 1);
             mbarrier_expect(full, work.count * (STRIP_BYTES + EXPONENT_BYTES));
             copy_to_shared(codes, p.words + from * (STRIP_BYTES / 4), work.count * STRIP_BYTES, full, policy);
-            copy_to_shared(codes + CONSUMERS * STRIP_BYTES, p.exponents + from * (EXPONENT_BYTES / 4),
+            copy_to_shared(codes + SHARE * STRIP_BYTES, p.exponents + from * (EXPONENT_BYTES / 4),
                            work.count * EXPONENT_BYTES, full, policy);
         }
     }

@@ -24,7 +24,6 @@ from ssd.kernels.quantized import Codes
 
 log = logging.getLogger("ssd")
 SOURCE: Final = Path(__file__).with_name("expert_rows.cu")
-THREADS: Final = 32 * (12 + 1)  # consumers and a producer
 _TILES: Final = (1, 2)  # of 8 rows, each number a kernel of its own
 _MAX_DEPTH: Final = 4096  # its rows are in shared memory
 _P = ctypes.c_void_p
@@ -59,16 +58,16 @@ def takes(
 
 
 @functools.cache
-def _kernels(device: torch.device, depth: int) -> dict[int, tuple[Kernel, int]]:
-    """Kernels by tiles, each with its bytes of shared memory; none where they cannot be built."""
+def _kernels(device: torch.device, depth: int) -> dict[int, tuple[Kernel, int, int]]:
+    """Kernels by tiles, each with its threads and bytes of shared memory; none where they cannot be built."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         return {}
     found = {}
     try:
         for tiles in _TILES:
             kernel = Kernel(compiled(SOURCE, {"DEPTH": depth, "TILES": tiles}, device), "product", device)
-            found[tiles] = kernel, kernel.constant("shared_bytes")
-            kernel.allow_shared(found[tiles][1])
+            found[tiles] = kernel, kernel.constant("threads"), kernel.constant("shared_bytes")
+            kernel.allow_shared(found[tiles][2])
     except (BuildError, DriverError, OSError) as error:
         log.warning("experts are multiplied by slower kernels: %s", error)
         return {}
@@ -112,7 +111,7 @@ def linear(
     columns = weight.columns // routing.num_experts
     y = x.new_empty((len(routing.order), columns if glu is None else columns // 2), dtype=out_dtype)
     if not compiling():
-        kernel, shared = _kernels(x.device, weight.depth)[1 if rows <= 8 else 2]
+        kernel, threads, shared = _kernels(x.device, weight.depth)[1 if rows <= 8 else 2]
         blocks = current_processors(x.device)
-        kernel.launch(blocks, THREADS, shared, "early", params_of(x, weight, routing, bias, glu, y))
+        kernel.launch(blocks, threads, shared, "early", params_of(x, weight, routing, bias, glu, y))
     return y

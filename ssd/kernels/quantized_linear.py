@@ -90,7 +90,7 @@ _FP4_PAIRS = tl.constexpr(
     mov.b32 none, 0x80008000;
     mov.b32 zero, 0;
 """
-    + f"    lop3.b32 both, $8, $9, 0x{SHARED_BITS:08X}, 0xAC;\n"
+    + f"    lop3.b32 both, $8, $9, 0x{SHARED_BITS:08X}, 0xE4;\n"
     + "".join(
         f"""
     prmt.b32 m, ${10 + 2 * (i // 4)}, zero, 0x{i % 4}4{i % 4}4;

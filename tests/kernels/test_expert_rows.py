@@ -42,8 +42,9 @@ def emulated(
     """`expert_rows.linear` with float32 outputs."""
     library = emulated_kernel(kernel.SOURCE, "product", {"DEPTH": weight.depth, "TILES": tiles}, folder / "kernel.so")
     y = torch.full((len(routing.order), weight.columns // routing.num_experts // (1 if glu is None else 2)), torch.nan)
-    params, shared = kernel.params_of(x, weight, routing, bias, glu, y), constant(library, "shared_bytes")
-    assert library.launch(addresses(params), blocks, kernel.THREADS, shared, 0), "a wait is endless"
+    params = kernel.params_of(x, weight, routing, bias, glu, y)
+    threads, shared = constant(library, "threads"), constant(library, "shared_bytes")
+    assert library.launch(addresses(params), blocks, threads, shared, 0), "a wait is endless"
     return y
 
 
