@@ -236,7 +236,6 @@ def _decode_kernel(
     query sees, its own included; 0: all. WIDEN: how KV is read; where it is in fp8, `scale` has the scale of k.
     """
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     kv_head = tl.program_id(0)
     item = items_ptr + tl.program_id(1) * _ITEM
