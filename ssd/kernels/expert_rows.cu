@@ -3,12 +3,14 @@
 //
 // The strips of 16 outputs of all tiles are cut into equal ranges, one for each block of threads, which takes up to
 // SHARE strips at a time, OF_WARP for each of its consumer warps (two read the rows half as often). Its producer copies
-// their codes and exponents, one block of the depth after the other, to a ring in shared memory. The rows of a tile stay
-// in shared memory. Consumers widen codes to bfloat16 in registers, which are the A operand of the tensor cores, the
-// rows the B operand. Sums are those of `quantized_linear.py`, to the bit: over the depth in one order, sixteen at a
+// their codes and exponents, one block of the depth after the other, to a ring in shared memory; the rows of a tile are
+// behind that. Consumers widen codes to bfloat16 in registers, which are the A operand of the tensor cores, the rows
+// are the B operand. Sums are those of `quantized_linear.py`, to the bit: over the depth in one order, sixteen at a
 // time.
 //
 // Macros: DEPTH (of the weight, a multiple of 64), TILES.
+
+#include "pipeline.cu"
 
 constexpr int WORDS = 32, PARTS = 8;  // of a block of an output: a part is a group, with one exponent
 constexpr int BLOCK = WORDS * PARTS;  // weights
@@ -20,8 +22,8 @@ constexpr int STAGE_BYTES = SHARE * (STRIP_BYTES + EXPONENT_BYTES);
 constexpr int ROW_BYTES = DEPTH * 2 + 16;  // of x, such that eight rows are in different banks
 constexpr int X_BYTES = (TILES * 8 * ROW_BYTES + 127) / 128 * 128;
 constexpr int STAGES = (226 * 1024 - X_BYTES) / STAGE_BYTES;
-constexpr u32 MAX_POLLS = 1u << 26;
 static_assert(DEPTH % 64 == 0 && FULL > 0 && STAGES >= 2, "the rows and a ring fit into shared memory");
+static_assert(STAGES <= MAX_STAGES, "there are barriers for them");
 
 struct Params {
     const u32 *words, *exponents;
@@ -35,28 +37,8 @@ struct Params {
     float slope, limit, shift;
 };
 
-struct Shared {
-    u64 full[STAGES], empty[STAGES];
-};
-constexpr int X_AT = 1024, RING_AT = X_AT + X_BYTES;
-static_assert(sizeof(Shared) <= X_AT, "rows are behind them");
-extern "C" __constant__ const u32 shared_bytes = RING_AT + STAGES * STAGE_BYTES, threads = 32 * (CONSUMERS + 1);
-
-struct Ring {
-    int stage = 0;
-    u32 parity = 0;
-    __device__ __forceinline__ void next() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-};
-
-__device__ __forceinline__ void wait(u64* barrier, u32 parity) {
-    u32 polls = 0;
-    while (!mbarrier_passed(barrier, parity)) {
-        if (++polls > MAX_POLLS) give_up();
-        pause();
-    }
-}
+extern "C" __constant__ const u32 threads = 32 * (CONSUMERS + 1);  // for the host
+extern "C" __constant__ const u32 shared_bytes = RING_AT + STAGES * STAGE_BYTES + X_BYTES;
 
 // Strips that a block of threads takes at a time: some of one tile.
 struct Work {
@@ -106,7 +88,7 @@ struct Outputs {
                 const int output = tile[0] * columns + first + (s < count ? s * 16 : 0) + i * 8;
                 const int place = p.gated ? output % 2 * (all / 2) + output / 2 : output;
                 scales[s][i] = __ldg(p.scales + output);
-                biases[s][i] = p.bias ? __uint_as_float((u32)__ldg(p.bias + place) << 16) : 0.0f;
+                biases[s][i] = p.bias ? wide(__ldg(p.bias + place)) : 0.0f;
             }
 #pragma unroll
             for (int t = 0; t < TILES; ++t) {
@@ -173,12 +155,6 @@ struct Consumer {
     }
 };
 
-__device__ __forceinline__ void store(const Params& p, u64 at, float value) {
-    if (p.float32)
-        ((float*)p.y)[at] = value;
-    else
-        ((bf16*)p.y)[at] = (bf16)pack(value, 0.0f);
-}
 // Scales, bias and activation of a strip's outputs, `first` and 8 more of an expert, as `experts._expert_kernel` has
 // them.
 __device__ __forceinline__ void finish(const Params& p, const Consumer& consumer, const Outputs& of, int s, int first) {
@@ -189,7 +165,7 @@ __device__ __forceinline__ void finish(const Params& p, const Consumer& consumer
         const float sum = consumer.sums[s][i / 4][i % 4], scale = of.scales[s][half];
         const float v = p.bias ? __fmaf_rn(sum, scale, of.biases[s][half]) : __fmul_rn(sum, scale);
         if (!p.gated) {
-            if (pair >= 0) store(p, (u64)pair * columns + column, v);
+            if (pair >= 0) store(p.y, p.float32, (u64)pair * columns + column, v);
             continue;
         }
         const float other = __shfl_xor_sync(~0u, v, 4);  // of the next output
@@ -197,7 +173,8 @@ __device__ __forceinline__ void finish(const Params& p, const Consumer& consumer
             const float gate = v > p.limit ? p.limit : v;
             const float up = other > p.limit ? p.limit : other < -p.limit ? -p.limit : other;
             const float below = __fadd_rn(1.0f, exp2_(__fmul_rn(__fmul_rn(-p.slope, gate), 1.4426950408889634f)));
-            store(p, (u64)pair * (columns / 2) + column / 2, __fmul_rn(divided(gate, below), __fadd_rn(up, p.shift)));
+            const float both = __fmul_rn(divided(gate, below), __fadd_rn(up, p.shift));
+            store(p.y, p.float32, (u64)pair * (columns / 2) + column / 2, both);
         }
     }
 }
@@ -214,8 +191,9 @@ __device__ __forceinline__ void load_rows(const Params& p, const int* tile, u32 
     meet<32 * CONSUMERS>();
 }
 
-__device__ __forceinline__ void consume(const Params& p, Shared& shared, u32 x, u32 ring, int warp) {
+__device__ __forceinline__ void consume(const Params& p, Barriers& barriers, u32 ring, int warp) {
     const int lane = threadIdx.x % 32;
+    const u32 x = ring + STAGES * STAGE_BYTES;
     const u32 own_x = x + lane % 8 * ROW_BYTES + lane / 8 * 16;
     Consumer consumer;
     Ring at;
@@ -224,7 +202,7 @@ __device__ __forceinline__ void consume(const Params& p, Shared& shared, u32 x, 
         const int count = work.count - warp * OF_WARP;  // of its strips, if positive
         const int first = (work.first + warp * OF_WARP) * 16 + lane / 4;
         const auto load = [&] {
-            wait(&shared.full[at.stage], at.parity);
+            wait(&barriers.full[at.stage], at.parity);
             const u32 stage = ring + at.stage * STAGE_BYTES;
             if (count > 0)
 #pragma unroll
@@ -233,9 +211,8 @@ __device__ __forceinline__ void consume(const Params& p, Shared& shared, u32 x, 
                     consumer.load(s, stage + strip * STRIP_BYTES, stage + SHARE * STRIP_BYTES + strip * EXPONENT_BYTES,
                                   lane);
                 }
-            __syncwarp();
-            mbarrier_arrive_if(lane == 0, &shared.empty[at.stage]);
-            at.next();
+            release(true, &barriers.empty[at.stage]);
+            at.next(STAGES);
         };
         if (work.tile != tile) load_rows(p, p.tiles + 3 * work.tile, x);
         tile = work.tile;
@@ -259,17 +236,17 @@ __device__ __forceinline__ void consume(const Params& p, Shared& shared, u32 x, 
 }
 
 // A warp, of which one thread copies.
-__device__ __forceinline__ void produce(const Params& p, Shared& shared, unsigned char* ring) {
+__device__ __forceinline__ void produce(const Params& p, Barriers& barriers, unsigned char* ring) {
     const u64 policy = evict_first(), strips = (u64)p.experts * p.strips;
     Ring at;
     for (Work work(p); work.next();) {
         if (threadIdx.x % 32) continue;
         const u64 first = (u64)p.tiles[3 * work.tile] * p.strips + work.first;
-        for (int block = 0; block < BLOCKS; ++block, at.next()) {
+        for (int block = 0; block < BLOCKS; ++block, at.next(STAGES)) {
             const u64 from = block * strips + first;
             unsigned char* codes = ring + at.stage * STAGE_BYTES;
-            u64* full = &shared.full[at.stage];
-            wait(&shared.empty[at.stage], at.parity ^ 1);
+            u64* full = &barriers.full[at.stage];
+            wait(&barriers.empty[at.stage], at.parity ^ 1);
             mbarrier_expect(full, work.count * (STRIP_BYTES + EXPONENT_BYTES));
             copy_to_shared(codes, p.words + from * (STRIP_BYTES / 4), work.count * STRIP_BYTES, full, policy);
             copy_to_shared(codes + SHARE * STRIP_BYTES, p.exponents + from * (EXPONENT_BYTES / 4),
@@ -279,20 +256,14 @@ __device__ __forceinline__ void produce(const Params& p, Shared& shared, unsigne
 }
 
 extern "C" __global__ void __launch_bounds__(32 * (CONSUMERS + 1), 1) product(const __grid_constant__ Params p) {
-    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    Barriers& barriers = *reinterpret_cast<Barriers*>(memory);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
-            mbarrier_init(&shared.full[i], 1);
-            mbarrier_init(&shared.empty[i], CONSUMERS);
-        }
-        mbarriers_are_ready();
-    }
+    if (threadIdx.x == 0) prepare(barriers, STAGES, CONSUMERS);
     __syncthreads();
     let_later_kernels_begin();
     wait_for_earlier_kernels();
     if (warp == CONSUMERS)
-        produce(p, shared, memory + RING_AT);
+        produce(p, barriers, memory + RING_AT);
     else
-        consume(p, shared, shared_address(memory + X_AT), shared_address(memory + RING_AT), warp);
+        consume(p, barriers, shared_address(memory + RING_AT), warp);
 }
