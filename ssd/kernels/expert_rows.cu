@@ -1,12 +1,11 @@
 // Rows times the MXFP4 weights of their experts (`packing.py`, in strips), for tiles of up to 8 TILES pairs of one
 // expert (`Routing.tiles`): bound by reading the weights of the experts that are hit.
 //
-// The strips of 16 outputs of all tiles are cut into equal ranges, one for each block of threads, which takes up to
-// SHARE strips at a time, OF_WARP for each of its consumer warps (two read the rows half as often). Its producer copies
-// their codes and exponents, one block of the depth after the other, to a ring in shared memory; the rows of a tile are
-// behind that. Consumers widen codes to bfloat16 in registers, which are the A operand of the tensor cores, the rows
-// are the B operand. Sums are those of `quantized_linear.py`, to the bit: over the depth in one order, sixteen at a
-// time.
+// A block of threads takes some strips of 16 outputs of a tile at a time (`Work`), one for each of its consumer warps.
+// Its producer copies their codes and exponents, one block of the depth after the other, to a ring in shared memory;
+// the rows of the tile are behind that. Consumers widen codes to bfloat16 in registers, which are the A operand of the
+// tensor cores, the rows are the B operand. Sums are those of `quantized_linear.py`, to the bit: over the depth in one
+// order, sixteen at a time.
 //
 // Macros: DEPTH (of the weight, a multiple of 64), TILES.
 
@@ -17,8 +16,8 @@ constexpr int BLOCK = WORDS * PARTS;  // weights
 constexpr int FULL = DEPTH / BLOCK, REST = DEPTH % BLOCK / WORDS;  // whole blocks, parts of the one after them
 constexpr int BLOCKS = FULL + (REST > 0);
 constexpr int STRIP_BYTES = 16 * WORDS * 4, EXPONENT_BYTES = 16 * PARTS;
-constexpr int SHARE = 20, OF_WARP = TILES, CONSUMERS = SHARE / OF_WARP;
-constexpr int STAGE_BYTES = SHARE * (STRIP_BYTES + EXPONENT_BYTES);
+constexpr int CONSUMERS = 20;
+constexpr int STAGE_BYTES = CONSUMERS * (STRIP_BYTES + EXPONENT_BYTES);
 constexpr int ROW_BYTES = DEPTH * 2 + 16;  // of x, such that eight rows are in different banks
 constexpr int X_BYTES = (TILES * 8 * ROW_BYTES + 127) / 128 * 128;
 constexpr int STAGES = (226 * 1024 - X_BYTES) / STAGE_BYTES;
@@ -40,23 +39,27 @@ struct Params {
 extern "C" __constant__ const u32 threads = 32 * (CONSUMERS + 1);  // for the host
 extern "C" __constant__ const u32 shared_bytes = RING_AT + STAGES * STAGE_BYTES + X_BYTES;
 
-// Strips that a block of threads takes at a time: some of one tile.
+// Tiles are cut into items of equally many strips, and blocks of threads take items that follow each other. An item
+// takes about as long as its strips and START more: their number is the one with which all items end first.
+constexpr int START = 5;
 struct Work {
-    int at, end, strips;
-    int tile, first, count;
+    int strips, share, items;  // of a tile, of an item, of a tile
+    int at, end, tile, first, count;
     __device__ __forceinline__ Work(const Params& p) : strips(p.strips) {
+        const int lane = threadIdx.x % 32, grid = gridDim.x;
         int used = 0;
-        for (int i = threadIdx.x % 32; i < p.num_tiles; i += 32) used += p.tiles[3 * i] >= 0;
+        for (int i = lane; i < p.num_tiles; i += 32) used += p.tiles[3 * i] >= 0;
         for (int distance = 16; distance; distance /= 2) used += __shfl_xor_sync(~0u, used, distance);
-        const long long all = (long long)used * strips;
-        at = (int)(all * blockIdx.x / gridDim.x), end = (int)(all * (blockIdx.x + 1) / gridDim.x);
+        const int own = min(lane, CONSUMERS - 1) + 1, turns = (used * ((strips + own - 1) / own) + grid - 1) / grid;
+        int best = turns * (own + START) * 32 + lane;
+        for (int distance = 16; distance; distance /= 2) best = min(best, __shfl_xor_sync(~0u, best, distance));
+        share = min(best % 32, CONSUMERS - 1) + 1, items = (strips + share - 1) / share;
+        at = (int)((long long)used * items * blockIdx.x / grid);
+        end = (int)((long long)used * items * (blockIdx.x + 1) / grid);
     }
     __device__ __forceinline__ bool next() {
         if (at == end) return false;
-        tile = at / strips, first = at - tile * strips;
-        const int left = min(end - at, strips - first), times = (left + SHARE - 1) / SHARE;
-        count = (left + times - 1) / times;
-        at += count;
+        tile = at / items, first = at++ % items * share, count = min(share, strips - first);
         return true;
     }
 };
@@ -73,23 +76,18 @@ __device__ __forceinline__ u32 widened(const Words& w, u32 power) {
     return fma2((v << turn | (turn ? v >> (32 - turn) % 32 : 0)) & 0x81C081C0u, power, 0x80008000u);
 }
 
-// What a thread needs of its outputs (lane / 4 and 8 more, of each strip) and rows (lane % 4 * 2 and the next, of each
-// 8) in the end.
+// What a thread needs of its outputs (lane / 4 and 8 more) and rows (lane % 4 * 2 and the next, of each 8) in the end.
 struct Outputs {
-    float scales[OF_WARP][2], biases[OF_WARP][2];
+    float scales[2], biases[2];
     int pairs[TILES][2];  // -1: there is no such row
-    // `first`: its first output, `count`: strips that are there.
-    __device__ __forceinline__ Outputs(const Params& p, const int* tile, int first, int count, int lane) {
+    __device__ __forceinline__ Outputs(const Params& p, const int* tile, int first, int lane) {
         const int columns = p.strips * 16, all = p.experts * columns, start = tile[1], end = tile[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-#pragma unroll
-            for (int s = 0; s < OF_WARP; ++s) {
-                const int output = tile[0] * columns + first + (s < count ? s * 16 : 0) + i * 8;
-                const int place = p.gated ? output % 2 * (all / 2) + output / 2 : output;
-                scales[s][i] = __ldg(p.scales + output);
-                biases[s][i] = p.bias ? wide(__ldg(p.bias + place)) : 0.0f;
-            }
+            const int output = tile[0] * columns + first + i * 8;
+            const int place = p.gated ? output % 2 * (all / 2) + output / 2 : output;
+            scales[i] = __ldg(p.scales + output);
+            biases[i] = p.bias ? wide(__ldg(p.bias + place)) : 0.0f;
 #pragma unroll
             for (int t = 0; t < TILES; ++t) {
                 const int at = start + t * 8 + lane % 4 * 2 + i;
@@ -100,25 +98,25 @@ struct Outputs {
 };
 
 struct Consumer {
-    float sums[OF_WARP][TILES][4];
-    Words words[OF_WARP][2][2][2];  // by run of 16 weights, halves of it, and outputs
-    uint2 exponents[OF_WARP][2];
+    float sums[TILES][4];
+    Words words[2][2][2];  // by run of 16 weights, halves of it, and outputs
+    uint2 exponents[2];
 
     __device__ __forceinline__ void begin() {
 #pragma unroll
-        for (int i = 0; i < OF_WARP * TILES * 4; ++i) sums[i / (TILES * 4)][i / 4 % TILES][i % 4] = 0.0f;
+        for (int i = 0; i < TILES * 4; ++i) sums[i / 4][i % 4] = 0.0f;
     }
-    // The codes of strip s at `strip`, with its exponents at `powers`.
-    __device__ __forceinline__ void load(int s, u32 strip, u32 powers, int lane) {
+    // The codes of a strip at `strip`, with its exponents at `powers`.
+    __device__ __forceinline__ void load(u32 strip, u32 powers, int lane) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            exponents[s][row] = shared8(powers + (row * 8 + lane / 4) * 8);
+            exponents[row] = shared8(powers + (row * 8 + lane / 4) * 8);
 #pragma unroll
             for (int run = 0; run < 2; ++run)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const uint2 w = shared8(strip + ((run * 2 + half) * 16 + row * 8 + lane / 4) * 32 + lane % 4 * 8);
-                    words[s][run][half][row] = {w.x, w.y, (w.x & 0x0C180C18u) | (w.y & ~0x0C180C18u)};
+                    words[run][half][row] = {w.x, w.y, (w.x & 0x0C180C18u) | (w.y & ~0x0C180C18u)};
                 }
         }
     }
@@ -127,43 +125,34 @@ struct Consumer {
     template <int part, int parts, typename Next>
     __device__ __forceinline__ void multiply(u32 x, Next next) {
         if constexpr (part < parts) {
-            u32 a[OF_WARP][2][4];
+            u32 a[2][4], powers[2];
             uint4 b[TILES];
 #pragma unroll
             for (int t = 0; t < TILES; ++t) b[t] = shared_matrices(x + part * (WORDS * 2) + t * (8 * ROW_BYTES));
 #pragma unroll
-            for (int s = 0; s < OF_WARP; ++s) {
-                u32 powers[2];
+            for (int row = 0; row < 2; ++row)
+                powers[row] = bytes<0x0404 + part % 4 * 0x1010>(part < 4 ? exponents[row].x : exponents[row].y, 0) >> 1;
 #pragma unroll
-                for (int row = 0; row < 2; ++row) {
-                    const uint2 of = exponents[s][row];
-                    powers[row] = bytes<0x0404 + part % 4 * 0x1010>(part < 4 ? of.x : of.y, 0) >> 1;
-                }
-#pragma unroll
-                for (int i = 0; i < 8; ++i)
-                    a[s][i / 4][i % 4] = widened<part>(words[s][i / 4][i % 4 / 2][i % 2], powers[i % 2]);
-            }
+            for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = widened<part>(words[i / 4][i % 4 / 2][i % 2], powers[i % 2]);
             if (part + 1 == parts) next();
 #pragma unroll
-            for (int i = 0; i < 2 * OF_WARP * TILES; ++i) {
-                const int run = i / (OF_WARP * TILES), s = i / TILES % OF_WARP, t = i % TILES;
-                const auto& own = a[s][run];
-                mma(sums[s][t], own[0], own[1], own[2], own[3], run ? b[t].z : b[t].x, run ? b[t].w : b[t].y);
+            for (int i = 0; i < 2 * TILES; ++i) {
+                const int run = i / TILES, t = i % TILES;
+                mma(sums[t], a[run][0], a[run][1], a[run][2], a[run][3], run ? b[t].z : b[t].x, run ? b[t].w : b[t].y);
             }
             multiply<part + 1, parts>(x, next);
         }
     }
 };
 
-// Scales, bias and activation of a strip's outputs, `first` and 8 more of an expert, as `experts._expert_kernel` has
-// them.
-__device__ __forceinline__ void finish(const Params& p, const Consumer& consumer, const Outputs& of, int s, int first) {
+// Scales, bias and activation of outputs `first` and 8 more of an expert, as `experts._expert_kernel` has them.
+__device__ __forceinline__ void finish(const Params& p, const float (&sums)[TILES][4], const Outputs& of, int first) {
     const int columns = p.strips * 16;
 #pragma unroll
     for (int i = 0; i < TILES * 4; ++i) {
         const int half = i % 4 / 2, column = first + half * 8, pair = of.pairs[i / 4][i % 2];
-        const float sum = consumer.sums[s][i / 4][i % 4], scale = of.scales[s][half];
-        const float v = p.bias ? __fmaf_rn(sum, scale, of.biases[s][half]) : __fmul_rn(sum, scale);
+        const float sum = sums[i / 4][i % 4], scale = of.scales[half];
+        const float v = p.bias ? __fmaf_rn(sum, scale, of.biases[half]) : __fmul_rn(sum, scale);
         if (!p.gated) {
             if (pair >= 0) store(p.y, p.float32, (u64)pair * columns + column, v);
             continue;
@@ -199,39 +188,31 @@ __device__ __forceinline__ void consume(const Params& p, Barriers& barriers, u32
     Ring at;
     int tile = -1;
     for (Work work(p); work.next();) {
-        const int count = work.count - warp * OF_WARP;  // of its strips, if positive
-        const int first = (work.first + warp * OF_WARP) * 16 + lane / 4;
+        const int first = (work.first + warp) * 16 + lane / 4;
+        const bool there = warp < work.count;
         const auto load = [&] {
             wait(&barriers.full[at.stage], at.parity);
             const u32 stage = ring + at.stage * STAGE_BYTES;
-            if (count > 0)
-#pragma unroll
-                for (int s = 0; s < OF_WARP; ++s) {  // one that is not there has any codes
-                    const int strip = warp * OF_WARP + s;
-                    consumer.load(s, stage + strip * STRIP_BYTES, stage + SHARE * STRIP_BYTES + strip * EXPONENT_BYTES,
-                                  lane);
-                }
+            const u32 powers = stage + CONSUMERS * STRIP_BYTES + warp * EXPONENT_BYTES;
+            if (there) consumer.load(stage + warp * STRIP_BYTES, powers, lane);
             release(true, &barriers.empty[at.stage]);
             at.next(STAGES);
         };
         if (work.tile != tile) load_rows(p, p.tiles + 3 * work.tile, x);
         tile = work.tile;
-        if (count <= 0) {
+        if (!there) {
             for (int block = 0; block < BLOCKS; ++block) load();
             continue;
         }
-        const Outputs outputs(p, p.tiles + 3 * tile, first, count, lane);
+        const Outputs outputs(p, p.tiles + 3 * tile, first, lane);
         consumer.begin();
         load();
-#pragma unroll 1
         for (int block = 0; block < FULL; ++block)
             consumer.multiply<0, PARTS>(own_x + block * (BLOCK * 2), [&] {
                 if (block + 1 < BLOCKS) load();
             });
         consumer.multiply<0, REST>(own_x + FULL * (BLOCK * 2), [] {});
-#pragma unroll
-        for (int s = 0; s < OF_WARP; ++s)
-            if (s < count) finish(p, consumer, outputs, s, first + s * 16);
+        finish(p, consumer.sums, outputs, first);
     }
 }
 
@@ -249,7 +230,7 @@ __device__ __forceinline__ void produce(const Params& p, Barriers& barriers, uns
             wait(&barriers.empty[at.stage], at.parity ^ 1);
             mbarrier_expect(full, work.count * (STRIP_BYTES + EXPONENT_BYTES));
             copy_to_shared(codes, p.words + from * (STRIP_BYTES / 4), work.count * STRIP_BYTES, full, policy);
-            copy_to_shared(codes + SHARE * STRIP_BYTES, p.exponents + from * (EXPONENT_BYTES / 4),
+            copy_to_shared(codes + CONSUMERS * STRIP_BYTES, p.exponents + from * (EXPONENT_BYTES / 4),
                            work.count * EXPONENT_BYTES, full, policy);
         }
     }
