@@ -216,22 +216,23 @@ __device__ __forceinline__ void consume(const Params& p, Barriers& barriers, u32
     }
 }
 
-// A warp, of which one thread copies.
+// A warp, of which one lane copies.
 __device__ __forceinline__ void produce(const Params& p, Barriers& barriers, unsigned char* ring) {
     const u64 policy = evict_first(), strips = (u64)p.experts * p.strips;
+    const bool leader = threadIdx.x % 32 == 0;
     Ring at;
     for (Work work(p); work.next();) {
-        if (threadIdx.x % 32) continue;
         const u64 first = (u64)p.tiles[3 * work.tile] * p.strips + work.first;
         for (int block = 0; block < BLOCKS; ++block, at.next(STAGES)) {
             const u64 from = block * strips + first;
             unsigned char* codes = ring + at.stage * STAGE_BYTES;
             u64* full = &barriers.full[at.stage];
             wait(&barriers.empty[at.stage], at.parity ^ 1);
-            mbarrier_expect(full, work.count * (STRIP_BYTES + EXPONENT_BYTES));
-            copy_to_shared(codes, p.words + from * (STRIP_BYTES / 4), work.count * STRIP_BYTES, full, policy);
-            copy_to_shared(codes + CONSUMERS * STRIP_BYTES, p.exponents + from * (EXPONENT_BYTES / 4),
-                           work.count * EXPONENT_BYTES, full, policy);
+            mbarrier_expect_if(leader, full, work.count * (STRIP_BYTES + EXPONENT_BYTES));
+            copy_to_shared_if(leader, codes, p.words + from * (STRIP_BYTES / 4), work.count * STRIP_BYTES, full,
+                              policy);
+            copy_to_shared_if(leader, codes + CONSUMERS * STRIP_BYTES, p.exponents + from * (EXPONENT_BYTES / 4),
+                              work.count * EXPONENT_BYTES, full, policy);
         }
     }
 }

@@ -376,7 +376,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         mbarriers_are_ready();
     }
     __syncwarp();
-    let_later_kernels_begin();
     wait_for_earlier_kernels();
     // Items of padding are behind all others.
     for (int unit = number * gridDim.x + blockIdx.x; unit < p.num_items * p.kv_heads; unit += gridDim.x * WARPS) {
