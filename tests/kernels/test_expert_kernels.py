@@ -142,11 +142,17 @@ def expert_weights(ops: Ops, code: CodeType | None, device: torch.device, dtype:
     return tuple(made)
 
 
+CASES = [(None, CLAMPED), ("fp8", SWIGLU), ("fp4", CLAMPED), ("int8", SWIGLU), ("int4", SWIGLU), ("uint4", CLAMPED)]
+
+
 @pytest.mark.parametrize(
-    ("code", "glu"),
-    [(None, CLAMPED), ("fp8", SWIGLU), ("fp4", CLAMPED), ("int8", SWIGLU), ("int4", SWIGLU), ("uint4", CLAMPED)],
+    ("kind", "code", "glu"),
+    [
+        pytest.param(kind, code, glu, marks=pytest.mark.slow if kind == "triton" and code in ("int8", "int4") else ())
+        for kind in ("c", "triton")
+        for code, glu in CASES
+    ],
 )
-@pytest.mark.parametrize("kind", ["c", "triton"])
 def test_products_and_their_weighted_sums(kind: str, code: CodeType | None, glu: GLU) -> None:
     """Rows of tokens and of pairs; biases; odd sizes; more rows than a tile has; experts without any row."""
     ops, device, types = make_ops(kind)

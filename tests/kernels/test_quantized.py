@@ -109,9 +109,21 @@ def test_products(kind: str, form: Format, rows: int, columns: int, depth: int) 
         close(ops.codes_linear(x, gated, bias, gated=True), reference.gated_linear(wide, rounded, bias32), dtype)
 
 
+# One of each way that kernels read codes: Triton's interpreter takes seconds for each.
+FEW = (("fp8", 0, False), ("fp4", 32, False), ("int8", 16, False), ("int4", 128, False), ("uint4", 64, True))
+
+
+def stored_codes(*kinds: str) -> pytest.MarkDecorator:
+    cases = [
+        pytest.param(kind, *case, marks=pytest.mark.slow if kind == "triton" and case not in FEW else ())
+        for kind in kinds
+        for case in CODES
+    ]
+    return pytest.mark.parametrize(("kind", "code", "group", "offsets"), cases)
+
+
 @pytest.mark.parametrize("row_scales", ["none", "row", "group"])
-@pytest.mark.parametrize(("code", "group", "offsets"), CODES)
-@pytest.mark.parametrize("kind", ["plain", "c", "triton"])
+@stored_codes("plain", "c", "triton")
 def test_products_of_stored_codes(kind: str, code: CodeType, group: int, offsets: bool, row_scales: str) -> None:
     """Every type of codes with scales of rows or groups, offsets, and rows that were scaled; gate and bias."""
     ops, device, types = make_ops(kind)
@@ -133,8 +145,7 @@ def test_products_of_stored_codes(kind: str, code: CodeType, group: int, offsets
         assert torch.equal(ops.codes_embedding(plain, tokens), rounded[tokens].to(dtype))
 
 
-@pytest.mark.parametrize(("code", "group", "offsets"), CODES)
-@pytest.mark.parametrize("kind", ["c", "triton"])
+@stored_codes("c", "triton")
 def test_a_row_has_the_same_bits_in_any_company(kind: str, code: CodeType, group: int, offsets: bool) -> None:
     """Alone, among others, and at any place among them; with scales of rows, too."""
     ops, device, types = make_ops(kind)
