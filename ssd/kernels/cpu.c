@@ -66,6 +66,7 @@ typedef float vf __attribute__((vector_size(VL * 4)));
 typedef int32_t vi __attribute__((vector_size(VL * 4)));
 typedef uint32_t vu __attribute__((vector_size(VL * 4)));
 typedef uint8_t vb_mem __attribute__((vector_size(VL), aligned(1), may_alias));
+typedef int8_t vc_mem __attribute__((vector_size(VL), aligned(1), may_alias));
 typedef float vf_mem __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef uint32_t vu_mem __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 
@@ -79,7 +80,7 @@ typedef uint32_t vu_mem __attribute__((vector_size(VL * 4), aligned(4), may_alia
 
 INLINE vf vload(const float *p) { return *(const vf_mem *)p; }
 INLINE void vstore(float *p, vf v) { *(vf_mem *)p = v; }
-INLINE vf vset(float s) { return (vf){0} + s; }
+INLINE vf vset(float s) { return s - (vf){0}; } /* exact, where 0 + s is not */
 INLINE vf vselect(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
 INLINE vf vmax(vf a, vf b) { return vselect(a > b, a, b); }
 
@@ -118,6 +119,29 @@ INLINE float vsum(vf v) {
     UNROLL for (int w = VL / 2; w > 0; w /= 2)
         for (int i = 0; i < w; i++) a[i] += a[i + w];
     return a[0];
+#endif
+}
+
+/* vsum of four vectors */
+INLINE void vsum_4(float *out, const vf *v) {
+#if defined(NEON)
+    float32x4_t lo = vpaddq_f32((float32x4_t)v[0], (float32x4_t)v[1]);
+    vst1q_f32(out, vpaddq_f32(lo, vpaddq_f32((float32x4_t)v[2], (float32x4_t)v[3])));
+#elif VL >= 8
+    __m128 half[4];
+    UNROLL for (int i = 0; i < 4; i++) {
+#if VL == 16
+        __m256 wide = _mm512_castps512_ps256((__m512)v[i]) + _mm512_extractf32x8_ps((__m512)v[i], 1);
+#else
+        __m256 wide = (__m256)v[i];
+#endif
+        half[i] = _mm256_castps256_ps128(wide) + _mm256_extractf128_ps(wide, 1);
+    }
+    __m128 a = _mm_unpacklo_ps(half[0], half[1]) + _mm_unpackhi_ps(half[0], half[1]);
+    __m128 b = _mm_unpacklo_ps(half[2], half[3]) + _mm_unpackhi_ps(half[2], half[3]);
+    _mm_storeu_ps(out, _mm_movelh_ps(a, b) + _mm_movehl_ps(b, a));
+#else
+    UNROLL for (int i = 0; i < 4; i++) out[i] = vsum(v[i]);
 #endif
 }
 
@@ -176,8 +200,16 @@ INLINE vf vround_bf16(vf v) {
     return vselect(nan, (vf)((u & 0xffff0000u) | 0x400000u), (vf)rounded);
 }
 
-/* ---------------------------------------------------------------- fp16: finite numbers, widened exactly */
 typedef uint16_t vs_mem __attribute__((vector_size(VL * 2), aligned(2), may_alias));
+INLINE void vstore_bf16(uint16_t *p, vf v) {
+#ifdef NEON /* GCC converts this short vector number by number */
+    vst1_u16(p, vshrn_n_u32((uint32x4_t)vround_bf16(v), 16));
+#else
+    *(vs_mem *)p = __builtin_convertvector((vu)vround_bf16(v) >> 16, vs_mem);
+#endif
+}
+
+/* ---------------------------------------------------------------- fp16: finite numbers, widened exactly */
 
 INLINE vf vload_half(const uint16_t *p) {
 #if VL == 16
@@ -241,16 +273,29 @@ static void load_row(float *dst, const void *src, long offset, long n, int type)
     }
 }
 
-static void store_row(void *dst, long offset, const float *src, long n, int type) {
+INLINE void store_row(void *dst, long offset, const float *src, long n, int type) {
     if (type == FP32) {
         memcpy((float *)dst + offset, src, (size_t)n * 4);
     } else if (type == BF16) {
         uint16_t *d = (uint16_t *)dst + offset;
-        for (long i = 0; i < n; i++) d[i] = to_bf16(src[i]);
+        long i = 0;
+        for (; i + VL <= n; i += VL) vstore_bf16(d + i, vload(src + i));
+        for (; i < n; i++) d[i] = to_bf16(src[i]);
     } else {
         uint8_t *d = (uint8_t *)dst + offset;
         for (long i = 0; i < n; i++) d[i] = to_e4m3(src[i]);
     }
+}
+
+/* store_row of numbers that the type has: bf16 or fp32 */
+static void store_exact(void *dst, long offset, const float *src, long n, int bf16) {
+    if (!bf16) {
+        memcpy((float *)dst + offset, src, (size_t)n * 4);
+        return;
+    }
+    const uint32_t *bits = (const void *)src;
+    uint16_t *d = (uint16_t *)dst + offset;
+    for (long i = 0; i < n; i++) d[i] = (uint16_t)(bits[i] >> 16);
 }
 
 /* ---------------------------------------------------------------- scratch memory: blocks per thread, kept until it ends */
@@ -303,7 +348,7 @@ INLINE long int_at(const void *p, long i, int is64) {
  * a line that all of them share. */
 #define MAX_THREADS 256
 #define CHUNKS 4                 /* of a loop, per thread */
-#define ALONE 8192               /* numbers of several rows below which one thread rounds or normalises them all */
+#define ALONE (512 * VL)         /* numbers of several rows below which one thread rounds or normalises them all */
 #define LOOKING_NS (100 * 1000L) /* how long a worker looks for work before it sleeps */
 
 typedef void loop_fn(void *arg, long begin, long end);
@@ -642,7 +687,11 @@ static tile_fn *const TILES[2][9] = {
 /* The same with fp8 weights: codes [K][NR]; scales [groups][NR] of `gq` quads of k each.  A group's sums are multiplied by
  * the row's scale of that group, if rows have scales, then by the weight's, and added to those of the groups before it. */
 enum { FP8 = 1, INT8, INT4, UINT4 };
-enum { OFFSETS = 1, HALF = 2 }; /* flags of a weight's scales: offsets beside them; fp16, not fp32 (which fp8's are) */
+/* flags of a weight: its scales have offsets beside them; they are fp16, or int8 times an fp16 for each block of BLOCK
+ * weights, else fp32; rows are rounded to integers of 8 bits */
+enum { OFFSETS = 1, HALF = 2, FACTORED = 4, COARSE = 8 };
+enum { SINGLES, HALVES, FACTORS }; /* how scales are stored */
+#define BLOCK 256
 INLINE int is_4_bits(int form) { return form >= INT4; }
 
 INLINE vf from_fp8(const char *w) {
@@ -669,7 +718,8 @@ struct groups {
     long gq;                 /* quads of k in a group */
     long count;              /* groups */
     int offsets;             /* the weight has offsets, too */
-    int half;                /* its scales and offsets are fp16, else fp32 */
+    int stored;              /* how its scales and offsets are */
+    long per;                /* groups of a block, if they are FACTORS */
     const float *row_scales; /* of the tile's first row, or 0 */
     long ld;                 /* scales of a row: 1, or one for each group */
     long shared;             /* groups with the same scale of the weight: more than one with digits only */
@@ -719,9 +769,10 @@ static code_tile_fn *const CODE_TILES[9] = {
 
 /* Integer codes.  In each group (of 128 k at most) a row's x is rounded to unit * v, with a power of two as the unit and
  * |v| <= 2^22 (2^14 if the row is bf16), and v is written in signed digits: 3 (2) of 8 bits where the machine has dot
- * products of four bytes, else a high one of 16 bits, after a low one of 8 (none).  Sums of digits times codes are exact;
- * one of a group is converted to fp32, and multiplied and added as in code_tile.  With offsets, scales are
- * [groups][2][NR]: scales and offsets (a weight is scale * code + offset).
+ * products of four bytes, else a high one of 16 bits, after a low one of 8 (none).  Coarse rows have one digit: the unit is
+ * a 127th of the group's largest |x|.  Sums of digits times codes are exact; one of a group is converted to fp32, and
+ * multiplied and added as in code_tile.  With offsets, scales are [groups][2][NR]: scales and offsets (a weight is
+ * scale * code + offset).  FACTORS are, for each block, fp16 [1 or 2][NR] and then int8 [groups][1 or 2][NR].
  * Codes are [K/4][NR][4], or of 4 bits [K/4][VL][4] (column j in the low half of a byte, column VL + j in the high one);
  * x is [K/16][MR][digits][16].  Codes are unsigned: `excess_of` is added to them, and its part of the sums subtracted.
  * NEON has no dot product of unsigned with signed bytes: there codes are signed, and int4 is read times 16, which the unit
@@ -746,12 +797,25 @@ static code_tile_fn *const CODE_TILES[9] = {
 #else
 #define DOT_ROWS 4
 #endif
+#if defined(NEON) || VL == 16
+#define COARSE_ROWS 8 /* of a tile with unpacked panels */
+#define FEW_ROWS 4    /* of one with panels as they are */
+#else
+#define COARSE_ROWS 2
+#define FEW_ROWS 2
+#endif
+#ifdef NEON /* Neoverse N1 prefetches too little by itself */
+#define PREFETCH(at, bytes) \
+    for (long ahead = 0; ahead < (bytes); ahead += 64) __builtin_prefetch((at) + ahead, 0, 0)
+#else
+#define PREFETCH(at, bytes)
+#endif
 #if DIGIT_BITS == 8
 typedef int8_t digit;
 #else
 typedef int16_t digit;
 #endif
-INLINE int digits_of(int bf16) { return (bf16 ? 2 : 3) - (DIGIT_BITS == 16); }
+INLINE int digits_of(int bf16, int coarse) { return coarse ? 1 : (bf16 ? 2 : 3) - (DIGIT_BITS == 16); }
 INLINE int excess_of(int form) { return SIGNED_CODES ? 0 : form == INT8 ? 128 : form == INT4 ? 8 : 0; }
 
 #if !SIGNED_CODES
@@ -828,23 +892,82 @@ INLINE vf from_digits(const vi *sums, const int digits, const int32_t *excess) {
     return vfma(__builtin_convertvector(SIGNED_CODES ? sums[0] : sums[0] - excess[1], vf), value, vset(256.0f));
 }
 
-/* numbers of a group of a panel: scales of its two halves, then (if there are) offsets; returns those of the next group */
-INLINE const void *load_numbers(vf *numbers, const void *at, const struct groups *g, const int half) {
-    const int count = g->offsets ? 4 : 2;
-    if (half) {
-        UNROLL for (int i = 0; i < 4; i++)
-            if (i < count) numbers[i] = vload_half((const uint16_t *)at + i * VL);
-        return (const uint16_t *)at + count * VL;
+/* NR bytes as numbers */
+INLINE void load_bytes(vf *numbers, const int8_t *p) {
+#ifdef NEON /* bytes plus 128 as the low bits of a float of 2^23: integers are converted at a quarter of that speed */
+    uint8x16_t bytes = veorq_u8(vreinterpretq_u8_u64(vld1q_dup_u64((const uint64_t *)p)), vdupq_n_u8(128));
+    uint16x8_t words = vreinterpretq_u16_u8(vzip1q_u8(bytes, vdupq_n_u8(0))), top = vdupq_n_u16(0x4b00);
+    numbers[0] = (vf)vzip1q_u16(words, top) - 8388736.0f;
+    numbers[1] = (vf)vzip2q_u16(words, top) - 8388736.0f;
+#else
+    UNROLL for (int i = 0; i < 2; i++) {
+#if VL == 16
+        vi wide = (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)(p + i * VL)));
+#elif VL == 8
+        vi wide = (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)(p + i * VL)));
+#else
+        vi wide = __builtin_convertvector(*(const vc_mem *)(p + i * VL), vi);
+#endif
+        numbers[i] = __builtin_convertvector(wide, vf);
     }
-    UNROLL for (int i = 0; i < 4; i++)
-        if (i < count) numbers[i] = vload((const float *)at + i * VL);
-    return (const float *)at + count * VL;
+#endif
+}
+
+/* bytes of the scales and offsets of a panel */
+INLINE long numbers_bytes(long groups, const struct groups *g) {
+    long each = NR * (g->offsets ? 2 : 1);
+    if (g->stored == FACTORS) return groups / g->per * each * 2 + groups * each;
+    return groups * each * (g->stored == HALVES ? 2 : 4);
+}
+
+/* numbers of group n of a panel, whose groups are read one after the other: scales of its two halves, then (if there are)
+ * offsets; units: those of its block */
+INLINE void load_numbers(vf *numbers, vf *units, const void *of_panel, long n, const long per, const struct groups *g,
+                         const int stored) {
+    const int count = g->offsets ? 4 : 2;
+    const char *at = (const char *)of_panel;
+    if (stored == FACTORS) {
+        const char *own = at + count * VL * (n + 2 * (n / per)); /* behind n groups and the units of the blocks before */
+        if (n % per == 0)
+            UNROLL for (int i = 0; i < 4; i++)
+                if (i < count) units[i] = vload_half((const uint16_t *)own + i * VL);
+        load_bytes(numbers, (const int8_t *)own + 2 * count * VL);
+        if (count > 2) load_bytes(numbers + 2, (const int8_t *)own + 2 * count * VL + NR);
+        UNROLL for (int i = 0; i < 4; i++)
+            if (i < count) numbers[i] *= units[i];
+        return;
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        if (i >= count) break;
+        long place = (n * count + i) * VL;
+        numbers[i] = stored == HALVES ? vload_half((const uint16_t *)at + place) : vload((const float *)at + place);
+    }
 }
 
 /* acc + the sums of a group; `at`: which row and group it is */
 INLINE vf add_group(vf acc, const vi *sums, const int digits, vf scales, const struct groups *g, long at) {
     return vfma(acc, from_digits(sums, digits, g->excess + 2 * at) * vset(g->units[at]), scales);
 }
+
+/* The same of coarse rows.  NEON converts integers at a quarter of the speed of other operations, so that there a sum (which
+ * is below 2^22) begins as the bits of a float that is 1.5 * 2^23 too large.  It is loaded, since loads cost least. */
+#if SIGNED_CODES
+#define START 12582912.0f
+INLINE vi start_sum(void) {
+    static const float start[VL] = {START, START, START, START};
+    vi sum;
+    __asm__ volatile("ldr %q0, %1" : "=w"(sum) : "m"(start));
+    return sum;
+}
+INLINE vf add_sums(vf acc, vi sums, vf scales, const struct groups *g, long at) {
+    return vfma(acc, ((vf)sums - START) * vset(g->units[at]), scales);
+}
+#else
+INLINE vi start_sum(void) { return (vi){0}; }
+INLINE vf add_sums(vf acc, vi sums, vf scales, const struct groups *g, long at) {
+    return vfma(acc, __builtin_convertvector(sums - g->excess[2 * at], vf) * vset(g->units[at]), scales);
+}
+#endif
 
 INLINE vf add_offsets(vf acc, vf offsets, const struct groups *g, long at) {
     return vfma(acc, vset(g->sums[at]), offsets);
@@ -860,14 +983,14 @@ INLINE vf add_offsets(vf acc, vf offsets, const struct groups *g, long at) {
         }                                                                                            \
     }
 
-INLINE void dot_tile(const int mr, const int form, const int digits, const int half, const void *rows, const char *w,
+INLINE void dot_tile(const int mr, const int form, const int digits, const int stored, const void *rows, const char *w,
                      const void *scales, long kq, const struct groups *given, float *buf) {
     const long step = is_4_bits(form) ? 4 * VL : 4 * NR;
     const struct groups g = *given;
     const digit *x = rows;
     vf lo[DOT_ROWS], hi[DOT_ROWS];
     UNROLL for (int m = 0; m < mr; m++) lo[m] = hi[m] = vset(0.0f);
-    for (long group = 0, n = 0, used = 0; group < kq; group += g.gq, n++) {
+    for (long group = 0, n = 0, used = 0, own = 0; group < kq; group += g.gq, n++) {
         vi left[DOT_ROWS * 3], right[DOT_ROWS * 3];
         UNROLL for (int i = 0; i < mr * digits; i++) left[i] = right[i] = (vi){0};
         for (long q = group; q < min_l(kq, group + g.gq); q += 4) {
@@ -876,7 +999,7 @@ INLINE void dot_tile(const int mr, const int form, const int digits, const int h
             w += 4 * step;
         }
         vf numbers[4];
-        const void *next = load_numbers(numbers, scales, &g, half);
+        load_numbers(numbers, 0, scales, own, 0, &g, stored);
         UNROLL for (int m = 0; m < mr; m++) {
             lo[m] = add_group(lo[m], left + m * digits, digits, numbers[0], &g, m * g.count + n);
             hi[m] = add_group(hi[m], right + m * digits, digits, numbers[1], &g, m * g.count + n);
@@ -885,7 +1008,7 @@ INLINE void dot_tile(const int mr, const int form, const int digits, const int h
             lo[m] = add_offsets(lo[m], numbers[2], &g, m * g.count + n);
             hi[m] = add_offsets(hi[m], numbers[3], &g, m * g.count + n);
         }
-        if (++used == g.shared) scales = next, used = 0;
+        if (++used == g.shared) own++, used = 0;
     }
     UNROLL for (int m = 0; m < mr; m++) {
         vstore(buf + m * GROUP * NR, lo[m]);
@@ -896,10 +1019,10 @@ INLINE void dot_tile(const int mr, const int form, const int digits, const int h
 #define DOT_TILE(mr, form, digits)                                                                                \
     static void dot_tile_##mr##_##form##_##digits(const void *x, const char *w, const void *s, long kq,           \
                                                   const struct groups *g, float *b) {                             \
-        if (g->half)                                                                                              \
-            dot_tile(mr, form, digits - (DIGIT_BITS == 16), 1, x, w, s, kq, g, b);                                \
+        if (g->stored == HALVES)                                                                                  \
+            dot_tile(mr, form, digits - (DIGIT_BITS == 16), HALVES, x, w, s, kq, g, b);                           \
         else                                                                                                      \
-            dot_tile(mr, form, digits - (DIGIT_BITS == 16), 0, x, w, s, kq, g, b);                                \
+            dot_tile(mr, form, digits - (DIGIT_BITS == 16), SINGLES, x, w, s, kq, g, b);                          \
     }
 #if DOT_ROWS == 4
 #define DOT_TILES(form, digits)                                                                                   \
@@ -921,57 +1044,223 @@ static code_tile_fn *const *const DOTS[2][5] = { /* of fp32 rows, of bf16 rows *
     {0, 0, DOTS_INT8_2, DOTS_INT4_2, DOTS_UINT4_2},
 };
 
+/* The same with coarse rows.  A few rows at a time, of many rows two: the conversions of one pair go along with the products
+ * of the next one, and codes are read again for each pair, which costs less than registers.  x is [groups][mr][k of a group].
+ * quads: of each group, if that is known, else 0. */
+#if SIGNED_CODES /* in the order of the source: four chains side by side, not one after the other as GCC likes it */
+#define NEXT_DOT(acc, codes, x, lane)                                                                             \
+    ({                                                                                                            \
+        vi sum = (acc);                                                                                           \
+        __asm__ volatile("sdot %0.4s, %1.16b, %2.4b[" #lane "]" : "+w"(sum) : "w"(codes), "w"(vld1q_s8(x)));      \
+        sum;                                                                                                      \
+    })
+#else
+#define NEXT_DOT DOT
+#endif
+#define PAIR_STEP(lane)                                                                                           \
+    {                                                                                                             \
+        vi first, second;                                                                                         \
+        load_codes(&first, &second, w + (q + (lane)) * step, form);                                               \
+        UNROLL for (int i = 0; i < rows; i++) {                                                                   \
+            left[i] = NEXT_DOT(left[i], first, own + i * 4 * gq + 4 * q, lane);                                   \
+            right[i] = NEXT_DOT(right[i], second, own + i * 4 * gq + 4 * q, lane);                                \
+        }                                                                                                         \
+    }
+
+INLINE void few_rows(const int rows, const int form, const long quads, long gq, long last, const digit *own, const char *w,
+                     const vf *numbers, const struct groups *g, const int offsets, long at, vf *lo, vf *hi) {
+    const long step = is_4_bits(form) ? 4 * VL : 4 * NR;
+    vi left[FEW_ROWS], right[FEW_ROWS];
+    UNROLL for (int i = 0; i < rows; i++) left[i] = start_sum(), right[i] = start_sum();
+    if (quads)
+        UNROLL for (long q = 0; q < quads; q += 4) { PAIR_STEP(0) PAIR_STEP(1) PAIR_STEP(2) PAIR_STEP(3) }
+    else
+        for (long q = 0; q < last; q += 4) { PAIR_STEP(0) PAIR_STEP(1) PAIR_STEP(2) PAIR_STEP(3) }
+    UNROLL for (int i = 0; i < rows; i++, at += g->count) {
+        lo[i] = add_sums(lo[i], left[i], numbers[0], g, at);
+        hi[i] = add_sums(hi[i], right[i], numbers[1], g, at);
+        if (offsets) lo[i] = add_offsets(lo[i], numbers[2], g, at), hi[i] = add_offsets(hi[i], numbers[3], g, at);
+    }
+    COMPILER_BARRIER(); /* else codes are kept */
+}
+
+INLINE void pairs_tile(const int mr, const int form, const int stored, const long quads, const int offsets, const void *x,
+                       const char *w, const void *scales, long kq, const struct groups *given, float *buf) {
+    struct groups g = *given;
+    const long gq = quads ? quads : g.gq;
+    const digit *own = x;
+    vf lo[COARSE_ROWS], hi[COARSE_ROWS], numbers[4], units[4];
+    g.offsets = offsets;
+    UNROLL for (int m = 0; m < mr; m++) lo[m] = hi[m] = vset(0.0f);
+    const long bytes = gq * (is_4_bits(form) ? 4 * VL : 4 * NR);
+    for (long n = 0; n < g.count; n++, w += bytes, own += mr * 4 * gq) {
+        load_numbers(numbers, units, scales, g.shared == 1 ? n : n / g.shared, quads ? 64 / quads : g.per, &g, stored);
+        const long last = min_l(gq, kq - n * gq); /* the last group may be shorter */
+        if (mr <= FEW_ROWS) PREFETCH(w + 512, bytes);
+        const int together = mr > FEW_ROWS || (form == INT8 && stored == SINGLES && mr > 2) ? 2 : mr;
+        UNROLL for (int m = 0; m < mr; m += together)
+            if (m + together <= mr)
+                few_rows(together, form, quads, gq, last, own + m * 4 * gq, w, numbers, &g, offsets, m * g.count + n, lo + m,
+                         hi + m);
+            else
+                few_rows(1, form, quads, gq, last, own + m * 4 * gq, w, numbers, &g, offsets, m * g.count + n, lo + m,
+                         hi + m);
+    }
+    UNROLL for (int m = 0; m < mr; m++) {
+        vstore(buf + m * GROUP * NR, lo[m]);
+        vstore(buf + m * GROUP * NR + VL, hi[m]);
+    }
+}
+
+#define PAIRS_OF(mr, form, stored, quads)                               \
+    if (g->offsets)                                                     \
+        pairs_tile(mr, form, stored, quads, 1, x, w, s, kq, g, b);      \
+    else                                                                \
+        pairs_tile(mr, form, stored, quads, 0, x, w, s, kq, g, b);
+#define PAIRS_TILE(mr, form, stored)                                                                              \
+    static void pairs_##mr##_##form##_##stored(const void *x, const char *w, const void *s, long kq,              \
+                                               const struct groups *g, float *b) {                                \
+        if (g->gq == 8 && kq % 8 == 0) {                                                                          \
+            PAIRS_OF(mr, form, stored, 8)                                                                         \
+        } else if (g->gq == 4) {                                                                                  \
+            PAIRS_OF(mr, form, stored, 4)                                                                         \
+        } else {                                                                                                  \
+            PAIRS_OF(mr, form, stored, 0)                                                                         \
+        }                                                                                                         \
+    }
+#if FEW_ROWS == 4
+#define PAIRS_FEW(form, stored)                                                                                   \
+    PAIRS_TILE(1, form, stored) PAIRS_TILE(2, form, stored) PAIRS_TILE(3, form, stored) PAIRS_TILE(4, form, stored) \
+    static code_tile_fn *const PAIRS_##form##_##stored[4] = {pairs_1_##form##_##stored, pairs_2_##form##_##stored, \
+                                                             pairs_3_##form##_##stored, pairs_4_##form##_##stored};
+#else
+#define PAIRS_FEW(form, stored)                                                                                   \
+    PAIRS_TILE(1, form, stored) PAIRS_TILE(2, form, stored)                                                       \
+    static code_tile_fn *const PAIRS_##form##_##stored[2] = {pairs_1_##form##_##stored, pairs_2_##form##_##stored};
+#endif
+PAIRS_FEW(INT8, SINGLES) PAIRS_FEW(INT8, HALVES) PAIRS_FEW(INT8, FACTORS)
+PAIRS_FEW(INT4, SINGLES) PAIRS_FEW(INT4, HALVES) PAIRS_FEW(INT4, FACTORS)
+PAIRS_FEW(UINT4, SINGLES) PAIRS_FEW(UINT4, HALVES) PAIRS_FEW(UINT4, FACTORS)
+static code_tile_fn *const *const FEW_PAIRS[3][3] = { /* by form and how scales are stored; of those by rows, from 1 on */
+    {PAIRS_INT8_SINGLES, PAIRS_INT8_HALVES, PAIRS_INT8_FACTORS},
+    {PAIRS_INT4_SINGLES, PAIRS_INT4_HALVES, PAIRS_INT4_FACTORS},
+    {PAIRS_UINT4_SINGLES, PAIRS_UINT4_HALVES, PAIRS_UINT4_FACTORS},
+};
+#if COARSE_ROWS == 8
+PAIRS_TILE(5, INT8, SINGLES) PAIRS_TILE(6, INT8, SINGLES) PAIRS_TILE(7, INT8, SINGLES) PAIRS_TILE(8, INT8, SINGLES)
+static code_tile_fn *const PAIRS[9] = { /* of bytes and fp32 scales, by rows */
+    0, pairs_1_INT8_SINGLES, pairs_2_INT8_SINGLES, pairs_3_INT8_SINGLES, pairs_4_INT8_SINGLES, pairs_5_INT8_SINGLES,
+    pairs_6_INT8_SINGLES, pairs_7_INT8_SINGLES, pairs_8_INT8_SINGLES,
+};
+#else
+static code_tile_fn *const PAIRS[3] = {0, pairs_1_INT8_SINGLES, pairs_2_INT8_SINGLES};
+#endif
+
 /* bits of a code that are stored inverted, so that it is unsigned (signed) */
 long ssd_flipped_bits(int form) { return SIGNED_CODES ? (form == INT4 ? 8 : 0) : form == INT8 ? 128 : 0; }
 
-INLINE float number_at(const void *numbers, long i, int flags) {
-    return flags & HALF ? from_half(((const uint16_t *)numbers)[i]) : ((const float *)numbers)[i];
+/* a scale or an offset (kind 1) of a panel */
+static float number_at(const void *of_panel, long group, long kind, long column, const struct groups *g) {
+    long kinds = g->offsets ? 2 : 1, at = (group * kinds + kind) * NR + column;
+    if (g->stored == FACTORS) {
+        const char *block = (const char *)of_panel + group / g->per * kinds * NR * (2 + g->per);
+        const int8_t *own = (const int8_t *)block + (2 + group % g->per) * kinds * NR;
+        return (float)own[kind * NR + column] * from_half(((const uint16_t *)block)[kind * NR + column]);
+    }
+    return g->stored == HALVES ? from_half(((const uint16_t *)of_panel)[at]) : ((const float *)of_panel)[at];
+}
+
+/* how the scales of a weight are stored, with one for every `scaled` weights */
+static struct groups stored_groups(long scaled, int flags) {
+    return (struct groups){.offsets = flags & OFFSETS, .per = BLOCK / scaled, .shared = 1,
+                           .stored = flags & FACTORED ? FACTORS : flags & HALF ? HALVES : SINGLES};
 }
 
 /* rows of a quantised (not gated) weight [n, k], widened: out[t] = scale * code (+ offset), each rounded to fp32 */
 int ssd_codes_embedding(const void *w, const void *scales, const void *ids, int ids64, void *out, long tokens, long n,
-                        long k, int form, long scaled, int numbers, int bf16) {
-    long depth = ceil_div(k, form == FP8 ? 4 : 16) * (form == FP8 ? 4 : 16), kinds = numbers & OFFSETS ? 2 : 1;
+                        long k, int form, long scaled, int flags, int bf16) {
+    long depth = ceil_div(k, form == FP8 ? 4 : 16) * (form == FP8 ? 4 : 16);
     long width = is_4_bits(form) ? VL : NR, together = form == FP8 ? 1 : 4, flipped = ssd_flipped_bits(form);
+    struct groups g = stored_groups(scaled, flags);
     float *row = scratch(ROWS, (size_t)k);
     for (long t = 0; t < tokens; t++) {
         long id = int_at(ids, t, ids64), j = id % NR;
         if (outside(id, n)) return 1;
         const uint8_t *codes = (const uint8_t *)w + id / NR * depth * width + j % width * together;
-        long first = id / NR * ceil_div(k, scaled) * kinds * NR + j;
+        const char *numbers = (const char *)scales + id / NR * numbers_bytes(ceil_div(k, scaled), &g);
         for (long i = 0; i < k; i++) {
             int code = codes[i / together * together * width + i % together];
             if (is_4_bits(form)) code = code >> j / width * 4 & 15;
             code ^= (int)flipped;
             float value = form == INT8 ? (float)(int8_t)code : (float)(form == INT4 ? code - 8 : code);
             if (form == FP8) load_e4m3(&value, &(int8_t){(int8_t)code}, 1);
-            long at = first + i / scaled * kinds * NR;
-            row[i] = value * number_at(scales, at, numbers);
-            if (numbers & OFFSETS) row[i] += number_at(scales, at + NR, numbers);
+            row[i] = value * number_at(numbers, i / scaled, 0, j, &g);
+            if (g.offsets) row[i] += number_at(numbers, i / scaled, 1, j, &g);
         }
         store_row(out, t * k, row, k, bf16);
     }
     return 0;
 }
 
+INLINE vi vmax_int(vi a, vi b) {
+    vi mask = a > b;
+    return (mask & a) | (~mask & b);
+}
+
+INLINE int32_t vsum_int(vi v) {
+#if VL == 16
+    return _mm512_reduce_add_epi32((__m512i)v);
+#elif defined(NEON)
+    return vaddvq_s32((int32x4_t)v);
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < VL; i++) sum += v[i];
+    return sum;
+#endif
+}
+
+INLINE int32_t vmax_int_lanes(vi v) {
+#if VL == 16
+    return _mm512_reduce_max_epi32((__m512i)v);
+#elif defined(NEON)
+    return vmaxvq_s32((int32x4_t)v);
+#else
+    int32_t largest = v[0];
+    for (int i = 1; i < VL; i++) largest = v[i] > largest ? v[i] : largest;
+    return largest;
+#endif
+}
+
+/* 16 integers as bytes */
+INLINE void store_bytes(int8_t *out, const vi *v) {
+#if VL == 16
+    _mm_storeu_si128((__m128i *)out, _mm512_cvtepi32_epi8((__m512i)v[0]));
+#elif defined(NEON)
+    int16x8_t low = vuzp1q_s16((int16x8_t)v[0], (int16x8_t)v[1]), high = vuzp1q_s16((int16x8_t)v[2], (int16x8_t)v[3]);
+    vst1q_s8(out, vuzp1q_s8((int8x16_t)low, (int8x16_t)high));
+#else
+    for (int i = 0; i < 16; i++) out[i] = (int8_t)v[i / VL][i % VL];
+#endif
+}
+
 /* 16 numbers, times `up`, rounded to integers and written in digits, those of one place `stride` after those of the place
  * before; adds them to `sum`, and their low digits to `low` */
 INLINE void to_digits(digit *out, long stride, const float *x, float up, int digits, vi *sum, vi *low) {
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
-    int32_t v[16];
-    for (int i = 0; i < 16; i += VL) {
-        vi rounded = (vi)(vload(x + i) * up + magic) - (vi)vset(magic);
-        *sum += rounded;
-        *low += (vi)((vu)rounded << 24) >> 24;
-        memcpy(v + i, &rounded, sizeof rounded);
+    vi rounded[16 / VL];
+    UNROLL for (int i = 0; i < 16 / VL; i++) {
+        rounded[i] = (vi)(vload(x + i * VL) * up + magic) - (vi)vset(magic);
+        *sum += rounded[i];
+        if (digits > 1) *low += (vi)((vu)rounded[i] << 24) >> 24;
     }
 #if DIGIT_BITS == 8
-    for (int d = 0; d < digits; d++, out += stride)
-        for (int i = 0; i < 16; i++) {
-            out[i] = (int8_t)v[i];
-            v[i] = (v[i] + 128) >> 8; /* without that signed digit */
-        }
+    for (int d = 0; d < digits; d++, out += stride) {
+        store_bytes(out, rounded);
+        UNROLL for (int i = 0; i < 16 / VL; i++) rounded[i] = (rounded[i] + 128) >> 8; /* without that signed digit */
+    }
 #else
+    int32_t v[16];
+    memcpy(v, rounded, sizeof v);
     for (int d = 0; d < digits; d++, out += stride) {
         int last = d == digits - 1;
         for (int i = 0; i < 16; i++) {
@@ -983,17 +1272,6 @@ INLINE void to_digits(digit *out, long stride, const float *x, float up, int dig
 #endif
 }
 
-INLINE vi vmax_int(vi a, vi b) {
-    vi mask = a > b;
-    return (mask & a) | (~mask & b);
-}
-
-INLINE int32_t vsum_int(vi v) {
-    int32_t sum = 0;
-    for (int i = 0; i < VL; i++) sum += v[i];
-    return sum;
-}
-
 /* A row in digits, with units and sums of its groups.  A group with NaN or infinity in it gets NaN as
  * its unit. */
 struct digit_layout {
@@ -1001,30 +1279,40 @@ struct digit_layout {
     long run, jump; /* numbers that lie side by side, and from one such run to the next */
 };
 
-static void pack_digits(digit *dst, const struct digit_layout *layout, const float *x, long kq, int bf16, int form,
-                        const struct groups *g, const float *row_scales, long row) {
-    const float most = bf16 ? 0x1p13f : 0x1p21f;
-    const int digits = digits_of(bf16);
+INLINE void pack_groups(digit *dst, const struct digit_layout *layout, const float *x, long kq, int bf16, const int coarse,
+                        int form, const struct groups *g, const float *row_scales, long row) {
+    const float most = coarse ? 127.0f : bf16 ? 0x1p13f : 0x1p21f;
+    const int digits = digits_of(bf16, coarse);
     for (long group = 0, n = row * g->count, i = 0; group < kq; group += g->gq, n++, i++) {
         long first = group * 4, last = min_l(kq, group + g->gq) * 4;
         vi top = (vi)vset(0x1p-100f), sum = {0}, low = {0};
         for (long k = first; k < last; k += VL) top = vmax_int(top, (vi)vload(x + k) & 0x7fffffff);
-        int32_t largest = top[0];
-        for (int j = 1; j < VL; j++) largest = top[j] > largest ? top[j] : largest;
+        int32_t largest = vmax_int_lanes(top);
         int finite = largest < 0x7f800000;
-        largest &= 0x7f800000;
-        float power;
+        if (!coarse) largest &= 0x7f800000;
+        float power; /* of two; of coarse rows the largest number */
         memcpy(&power, &largest, 4);
         float unit = finite ? power / most : NAN, up = finite ? most / power : 0.0f;
-        for (long k = first; k < last; k += 16)
-            to_digits(dst + k / layout->run * layout->jump + k % layout->run, layout->stride, x + k, up, digits, &sum, &low);
+        for (long k = first, place = 0; k < last; k += 16) {
+            to_digits(dst + place, layout->stride, x + k, up, digits, &sum, &low);
+            place += 16;
+            if (place == layout->run) dst += layout->jump, place = 0;
+        }
         if (row_scales) unit *= row_scales[g->ld > 1 ? i / g->shared : 0];
-        int32_t total = finite ? vsum_int(sum) : 0, of_low = finite ? vsum_int(low) : 0;
+        int32_t total = finite ? vsum_int(sum) : 0, of_low = finite && !coarse ? vsum_int(low) : 0;
         g->sums[n] = (float)total * unit;
         g->units[n] = SIGNED_CODES && form == INT4 ? unit / 16 : unit;
-        g->excess[2 * n] = excess_of(form) * (bf16 ? total : (total - of_low) / 256);
+        g->excess[2 * n] = excess_of(form) * (bf16 || coarse ? total : (total - of_low) / 256);
         g->excess[2 * n + 1] = excess_of(form) * of_low;
     }
+}
+
+static void pack_digits(digit *dst, const struct digit_layout *layout, const float *x, long kq, int bf16, int coarse,
+                        int form, const struct groups *g, const float *row_scales, long row) {
+    if (coarse)
+        pack_groups(dst, layout, x, kq, bf16, 1, form, g, row_scales, row);
+    else
+        pack_groups(dst, layout, x, kq, bf16, 0, form, g, row_scales, row);
 }
 
 /* ---------------------------------------------------------------- linear: AMX
@@ -1081,6 +1369,7 @@ INLINE void amx_bf16_tile(const int both, const char *x, long next, long rows, c
 }
 
 #define AMX_DIGIT(sums, d)                     \
+    if (digits > (d))                          \
     {                                          \
         _tile_loadd(6, x + (d)*rows * step, step); \
         _tile_dpbsud(sums, 6, 7);              \
@@ -1091,12 +1380,15 @@ INLINE void amx_dot_tile(const int digits, long mr, long rows, long step, const 
                          const void *scales, long kq, const struct groups *given, float *buf) {
     int32_t sums[6][AMX_ROWS][VL] __attribute__((aligned(64)));
     const struct groups g = *given;
+    vf units[4];
     for (long m = 0; m < mr; m++) memset(buf + m * GROUP * NR, 0, NR * 4);
-    for (long group = 0, n = 0, used = 0; group < kq; group += g.gq, n++) {
+    for (long group = 0, n = 0, used = 0, own = 0; group < kq; group += g.gq, n++) {
         _tile_zero(0);
         _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+        if (digits > 1) {
+            _tile_zero(2);
+            _tile_zero(3);
+        }
         if (digits == 3) {
             _tile_zero(4);
             _tile_zero(5);
@@ -1105,35 +1397,40 @@ INLINE void amx_dot_tile(const int digits, long mr, long rows, long step, const 
             _tile_loadd(7, w, 4 * NR);
             AMX_DIGIT(0, 0)
             AMX_DIGIT(2, 1)
-            if (digits == 3) AMX_DIGIT(4, 2)
+            AMX_DIGIT(4, 2)
             _tile_loadd(7, w + 4 * VL, 4 * NR);
             AMX_DIGIT(1, 0)
             AMX_DIGIT(3, 1)
-            if (digits == 3) AMX_DIGIT(5, 2)
+            AMX_DIGIT(5, 2)
             x += digits * rows * step;
             w += step * NR;
         }
         _tile_stored(0, sums[0], 64);
         _tile_stored(1, sums[1], 64);
-        _tile_stored(2, sums[2], 64);
-        _tile_stored(3, sums[3], 64);
+        if (digits > 1) {
+            _tile_stored(2, sums[2], 64);
+            _tile_stored(3, sums[3], 64);
+        }
         if (digits == 3) {
             _tile_stored(4, sums[4], 64);
             _tile_stored(5, sums[5], 64);
         }
         vf numbers[4];
-        const void *next = load_numbers(numbers, scales, &g, g.half);
+        load_numbers(numbers, units, scales, own, g.per, &g, g.stored);
         for (long m = 0; m < mr; m++)
             UNROLL for (int half = 0; half < 2; half++) {
                 vi of_row[3];
                 float *acc = buf + m * GROUP * NR + half * VL;
                 UNROLL for (int d = 0; d < digits; d++) of_row[d] = (vi)*(const vu_mem *)sums[2 * d + half][m];
-                vf sum = add_group(vload(acc), of_row, digits, numbers[half], &g, m * g.count + n);
+                vf sum = digits == 1 ? add_sums(vload(acc), of_row[0], numbers[half], &g, m * g.count + n)
+                                     : add_group(vload(acc), of_row, digits, numbers[half], &g, m * g.count + n);
                 vstore(acc, g.offsets ? add_offsets(sum, numbers[2 + half], &g, m * g.count + n) : sum);
             }
-        if (++used == g.shared) scales = next, used = 0;
+        if (++used == g.shared) own++, used = 0;
     }
 }
+
+#endif
 
 /* codes of 4 bits as bytes */
 static void unpack_codes(char *out, const char *w, long kq, int form) {
@@ -1145,7 +1442,6 @@ static void unpack_codes(char *out, const char *w, long kq, int form) {
     }
     COMPILER_BARRIER();
 }
-#endif
 
 /* One row tile against consecutive panels, one after the other: a single stream of weights is what the hardware
  * prefetcher likes best, and two chains per row hide enough latency even at one row. */
@@ -1185,7 +1481,8 @@ struct linear_args {
     int form;            /* of a quantised weight, else 0 */
     const void *scales; /* [panels][groups][NR], with offsets [panels][groups][2][NR]; fp32 or fp16 */
     struct groups groups;
-    int digits;          /* of packed rows; 0: they are fp32 (bf16 for AMX) */
+    int digits, coarse;  /* of packed rows; 0: they are fp32 (bf16 for AMX) */
+    int unpack;          /* panels are unpacked for several row tiles */
     int amx;             /* whether tile registers are used */
     long tiles;          /* row tiles, of m / tiles rows or one more */
     long rows, row_size; /* room for rows in a packed row tile; bytes of a packed row */
@@ -1278,37 +1575,65 @@ INLINE struct groups groups_from(const struct linear_args *a, long row) {
     return g;
 }
 
+/* A panel for several rows: codes of 4 bits as bytes, where tiles take bytes, and scales of coarse rows in fp32. */
+struct panel {
+    const char *w;
+    const void *scales;
+};
+
+static struct panel unpacked(const struct linear_args *a, struct panel given, float *memory) {
+    const struct groups *g = &a->groups;
+    if (is_4_bits(a->form) && (a->amx || a->coarse)) {
+        unpack_codes((char *)memory, given.w, a->kq, a->form);
+        given.w = (char *)memory;
+        memory += a->kq * NR;
+    }
+    if (!a->coarse || g->stored == SINGLES) return given;
+    vf numbers[4], units[4];
+    long kinds = g->offsets ? 2 : 1;
+    for (long n = 0; n < ceil_div(g->count, g->shared); n++) {
+        load_numbers(numbers, units, given.scales, n, g->per, g, g->stored);
+        for (long i = 0; i < 2 * kinds; i++) vstore(memory + n * kinds * NR + i * VL, numbers[i]);
+    }
+    given.scales = memory;
+    return given;
+}
+
 /* row tiles [t0, t1) against output panels [panel0, panel0 + panels) of a quantised weight */
 static void codes_block(const struct linear_args *a, long t0, long t1, long panel0, long panels) {
     float buf[ROWS_MAX * GROUP * NR] __attribute__((aligned(64)));
     long span = a->gated ? 2 : 1, first = panel0 * span, bytes = a->kq * NR * (is_4_bits(a->form) ? 2 : 4);
-    long scales = ceil_div(a->groups.count, a->groups.shared) * NR * (a->groups.offsets ? 2 : 1) * (a->groups.half ? 2 : 4);
+    long count = ceil_div(a->groups.count, a->groups.shared), scales = numbers_bytes(count, &a->groups);
+    long room = (a->kq + 2 * count) * NR;
+    float *memory = a->unpack ? scratch(PANELS, (size_t)(panels * span * room)) : 0;
+    struct panel found[GROUP];
 #ifdef AMX
-    char *wide = a->amx && is_4_bits(a->form) ? (char *)scratch(PANELS, (size_t)(panels * span * a->kq * NR)) : 0;
     if (a->amx) amx_configure(a->rows, a->rows, a->step, a->step / 4);
 #endif
     for (long t = t0; t < t1; t++) {
         long row = tile_row(a, t), mr = tile_row(a, t + 1) - row;
         struct groups g = groups_from(a, row);
+        if (a->coarse && a->unpack) g.stored = SINGLES;
         for (long p = 0; p < panels * span; p++) {
-            const char *x = packed_tile(a, t), *w = a->w + (first + p) * bytes;
-            const void *s = (const char *)a->scales + (first + p) * scales;
+            struct panel own = {a->w + (first + p) * bytes, (const char *)a->scales + (first + p) * scales};
+            if (t == t0) found[p] = a->unpack ? unpacked(a, own, memory + p * room) : own;
+            const void *x = packed_tile(a, t), *s = found[p].scales;
+            const char *w = found[p].w;
+            float *out = buf + p * NR;
 #ifdef AMX
-            if (wide) {
-                char *out = wide + p * a->kq * NR * 4;
-                if (t == t0) unpack_codes(out, w, a->kq, a->form);
-                w = out;
-            }
             if (a->amx) {
-                if (a->digits == 2)
-                    amx_dot_tile(2, mr, a->rows, a->step, x, w, s, a->kq, &g, buf + p * NR);
+                if (a->digits == 1)
+                    amx_dot_tile(1, mr, a->rows, a->step, x, w, s, a->kq, &g, out);
+                else if (a->digits == 2)
+                    amx_dot_tile(2, mr, a->rows, a->step, x, w, s, a->kq, &g, out);
                 else
-                    amx_dot_tile(3, mr, a->rows, a->step, x, w, s, a->kq, &g, buf + p * NR);
+                    amx_dot_tile(3, mr, a->rows, a->step, x, w, s, a->kq, &g, out);
                 continue;
             }
 #endif
-            code_tile_fn *run = a->digits ? DOTS[a->bf16][a->form][mr] : CODE_TILES[mr];
-            run(x, w, s, a->kq, &g, buf + p * NR);
+            code_tile_fn *run = !a->digits ? CODE_TILES[mr] : !a->coarse ? DOTS[a->bf16][a->form][mr]
+                                : a->unpack ? PAIRS[mr] : FEW_PAIRS[a->form - INT8][g.stored][mr - 1];
+            run(x, w, s, a->kq, &g, out);
         }
         finish_tile(a, buf, row, mr, panel0, panels);
     }
@@ -1337,13 +1662,14 @@ static void linear_block(const struct linear_args *a, long t0, long t1, long pan
 /* row m of a tile that has mr rows, in digits */
 static void pack_digit_row(const struct linear_args *a, digit *dst, long row, long m, long mr) {
     float *x = scratch(PANELS, (size_t)(a->kq * 4));
-    struct digit_layout layout = {16, 16, mr * a->digits * 16};
-    if (a->amx) layout = (struct digit_layout){a->rows * a->step, a->step, a->rows * a->step * a->digits};
+    long run = a->amx ? a->step : a->coarse ? 4 * a->groups.gq : 16;
+    struct digit_layout layout = {16, run, mr * a->digits * run};
+    if (a->amx) layout = (struct digit_layout){a->rows * run, run, a->rows * run * a->digits};
     load_row(x, a->x, row * a->ldx, a->k, a->bf16);
     for (long i = a->k; i < a->kq * 4; i++) x[i] = 0.0f;
     const float *row_scales = a->groups.row_scales ? a->groups.row_scales + row * a->groups.ld : 0;
-    pack_digits(dst + m * (a->amx ? a->step : a->digits * 16), &layout, x, a->kq, a->bf16, a->form, &a->groups, row_scales,
-                row);
+    pack_digits(dst + m * (a->amx ? run : a->digits * run), &layout, x, a->kq, a->bf16, a->coarse, a->form, &a->groups,
+                row_scales, row);
 }
 
 #ifdef AMX
@@ -1386,11 +1712,10 @@ static void linear_blocks(void *given, long begin, long end) {
 }
 
 /* how rows are multiplied by a quantised weight: rows in digits unless it is fp8 */
-static void plan_codes(struct linear_args *a, long scaled, int numbers, const float *row_scales, long row_groups) {
+static void plan_codes(struct linear_args *a, long scaled, int flags, const float *row_scales, long row_groups) {
     struct groups *g = &a->groups;
-    *g = (struct groups){.gq = ceil_div(scaled, 4), .count = ceil_div(a->k, scaled), .offsets = numbers & OFFSETS,
-                         .half = numbers & HALF,
-                         .row_scales = row_scales, .ld = row_groups, .shared = 1};
+    *g = stored_groups(scaled, flags);
+    g->gq = ceil_div(scaled, 4), g->count = ceil_div(a->k, scaled), g->row_scales = row_scales, g->ld = row_groups;
     a->run = codes_block;
     a->kq = ceil_div(a->k, 4);
     a->row_size = a->kq * 16;
@@ -1402,30 +1727,32 @@ static void plan_codes(struct linear_args *a, long scaled, int numbers, const fl
     g->units = scratch(SUMS, (size_t)(4 * a->m * g->count));
     g->sums = g->units + a->m * g->count;
     g->excess = (int32_t *)(g->sums + a->m * g->count);
-    a->digits = digits_of(a->bf16);
-    a->rows = DOT_ROWS;
+    a->coarse = flags & COARSE;
+    a->digits = digits_of(a->bf16, a->coarse);
+    a->unpack = a->coarse && a->m > (is_4_bits(a->form) || g->stored == FACTORS ? 2 * FEW_ROWS : FEW_ROWS);
+    a->rows = !a->coarse ? DOT_ROWS : a->unpack && !g->offsets ? COARSE_ROWS : FEW_ROWS; /* offsets take registers */
     a->kq = ceil_div(a->k, 16) * 4;
-    a->row_size = a->kq * 4 * a->digits * (long)sizeof(digit);
+    a->row_size = (a->coarse ? g->count * g->gq : a->kq) * 4 * a->digits * (long)sizeof(digit);
 #ifdef AMX
     if (a->m < AMX_LEAST) return;
-    a->amx = 1, a->rows = AMX_ROWS, a->step = 64;
+    a->amx = a->unpack = 1, a->rows = AMX_ROWS, a->step = 64;
     while (group % a->step || a->kq * 4 % a->step) a->step /= 2;
 #endif
 }
 
 /* y[m, n] = x[m, k] @ W^T (+ bias), or what `glu` makes of a gated weight's rows; n counts the columns of y.
  * wide: y is fp32 although the storage is bf16.  form: that of a quantised W, with a scale (and an offset, if
- * `numbers` says so) for every `scaled` weights of a row; else 0.  row_scales: fp32 [m][row_groups], or 0. */
+ * `flags` says so) for every `scaled` weights of a row; else 0.  row_scales: fp32 [m][row_groups], or 0. */
 void ssd_linear(const void *x, long ldx, const void *w, const void *bias, void *y, long m, long n, long k, int bf16,
                 int gated, float slope, float limit, float shift, int wide, int form, const void *scales, long scaled,
-                int numbers, const float *row_scales, long row_groups, int nthreads) {
+                int flags, const float *row_scales, long row_groups, int nthreads) {
     if (m <= 0 || n <= 0) return;
     struct linear_args a = {.x = x, .w = w, .bias = bias, .y = y, .ldx = ldx, .m = m, .n = n, .k = k,
                             .kq = padded_depth(k, bf16) / 4, .bf16 = bf16, .gated = gated, .glu = {slope, limit, shift},
                             .wide = wide, .form = form, .scales = scales, .rows = MR_MAX, .xp = x,
                             .run = linear_block};
     a.row_size = a.kq * 16;
-    if (form) plan_codes(&a, scaled, numbers, row_scales, row_groups);
+    if (form) plan_codes(&a, scaled, flags, row_scales, row_groups);
 #ifdef AMX
     if (!form && bf16) {
         a.amx = 1, a.rows = AMX_ROWS, a.row_size = a.kq * 8, a.run = amx_bf16_block;
@@ -1440,7 +1767,7 @@ void ssd_linear(const void *x, long ldx, const void *w, const void *bias, void *
     }
     long span = gated ? 2 : 1;
     a.panels = ceil_div(n, NR);
-    a.group = (a.tiles == 1 ? GROUP : 2) / span; /* one row tile: wide tasks; more: keep the panels in L1 */
+    a.group = (a.tiles == 1 || a.coarse ? GROUP : 2) / span; /* one row tile: wide tasks; more: keep the panels in L1 */
     while (a.group > 1 && ceil_div(a.panels, a.group) < 2 * nthreads) a.group /= 2;
     a.block = max_l(2, (384 << 10) / (a.rows * a.row_size)); /* row tiles that stay in L2 with a stream of panels */
     a.block = ceil_div(a.tiles, ceil_div(a.tiles, a.block)); /* equal ones: threads share them */
@@ -1486,7 +1813,7 @@ void ssd_route(const float *logits, long rows, long experts, long count, int cho
 void ssd_expert_linear(const void *x, long ldx, const int32_t *order, const int32_t *starts, long experts, long repeats,
                        const int64_t *weights, const int64_t *scales, const void *bias, void *y, long n, long k,
                        int bf16, int gated, float slope, float limit, float shift, int wide, int form, long scaled,
-                       int numbers, const float *row_scales, long row_groups, int nthreads) {
+                       int flags, const float *row_scales, long row_groups, int nthreads) {
     size_t size = bf16 ? 2 : 4, in = (size_t)k * size, out = (size_t)n * (wide ? 4 : size), part = (size_t)n * size;
     for (long e = 0; e < experts; e++, order += starts[e] - starts[e - 1]) {
         long m = starts[e + 1] - starts[e];
@@ -1503,7 +1830,7 @@ void ssd_expert_linear(const void *x, long ldx, const int32_t *order, const int3
         for (long half = 0; bias && half < (gated ? 2 : 1); half++)
             memcpy(biases + (size_t)half * part, (const char *)bias + (size_t)(half * experts + e) * part, part);
         ssd_linear(rows, k, (const void *)weights[e], bias ? biases : 0, found, m, n, k, bf16, gated, slope, limit, shift,
-                   wide, form, scales ? (const void *)scales[e] : 0, scaled, numbers, row_scales ? own : 0, row_groups,
+                   wide, form, scales ? (const void *)scales[e] : 0, scaled, flags, row_scales ? own : 0, row_groups,
                    nthreads);
         for (long i = 0; i < m; i++) memcpy((char *)y + (size_t)order[i] * out, found + (size_t)i * out, out);
     }
@@ -1568,7 +1895,7 @@ static void add_residual(float *x, void *residual, long at, long d, int bf16) {
     for (long i = 0; i < d; i++)
         x[i] = bf16 ? round_bf16(x[i] + from_bf16(((const uint16_t *)residual)[at + i]))
                     : x[i] + ((const float *)residual)[at + i];
-    store_row(residual, at, x, d, bf16);
+    store_exact(residual, at, x, d, bf16);
 }
 
 struct norm_args {
@@ -1588,7 +1915,10 @@ static void norm_rows(void *given, long begin, long end) {
         load_row(v, a->x, row * a->ldx, a->d, a->bf16);
         if (a->residual) add_residual(v, a->residual, row * a->d, a->d, a->bf16);
         norm_row(v, a->w, a->d, a->eps, a->w_bf16);
-        store_row(a->out, row * a->d, v, a->d, a->bf16);
+        if (a->w_bf16)
+            store_exact(a->out, row * a->d, v, a->d, a->bf16);
+        else
+            store_row(a->out, row * a->d, v, a->d, a->bf16);
     }
 }
 
@@ -1666,7 +1996,7 @@ int ssd_rope_and_store(const void *qkv, long ldqkv, const void *positions, int p
         if (outside(int_at(positions, t, positions64), max_position) || int_at(slots, t, slots64) >= cache_slots) return 1;
     struct rope_args a = {qkv,     ldqkv,   positions, slots,    positions64, slots64, cos, sin,     q_weight, k_weight, eps,
                           q_out,   k_cache, v_cache,   heads,    kv_heads,    d,       bf16, kv,     k_scale,  v_scale};
-    parallel(tokens, tokens * (heads + 2 * kv_heads) * d < 32768 ? 1 : nthreads, rope_tokens, &a);
+    parallel(tokens, tokens * (heads + 2 * kv_heads) * d < 4 * ALONE ? 1 : nthreads, rope_tokens, &a);
     return 0;
 }
 
@@ -1732,15 +2062,7 @@ INLINE void score_tile(const int nq, const float *q, long dp, const float *const
             UNROLL for (int j = 0; j < AP; j++) acc[i][j] = vfma(acc[i][j], qv, kv[j]);
         }
     }
-    UNROLL for (int i = 0; i < nq; i++) {
-#ifdef NEON
-        float32x4_t lo = vpaddq_f32((float32x4_t)acc[i][0], (float32x4_t)acc[i][1]);
-        float32x4_t hi = vpaddq_f32((float32x4_t)acc[i][2], (float32x4_t)acc[i][3]);
-        vst1q_f32(scores + i * CH, vpaddq_f32(lo, hi));
-#else
-        UNROLL for (int j = 0; j < AP; j++) scores[i * CH + j] = vsum(acc[i][j]);
-#endif
-    }
+    UNROLL for (int i = 0; i < nq; i++) vsum_4(scores + i * CH, acc[i]);
 }
 
 #define VALUE_STEP(lane)                                                                           \
@@ -1968,6 +2290,7 @@ int ssd_paged_attention(const void *q, long ldq, const void *k_cache, const void
         longest = max_l(longest, query_start[s + 1] - query_start[s]);
     }
     a.rows = max_l(1, min_l(longest, QUERIES * kv_heads / heads));
+    a.rows = max_l(1, ceil_div(longest, ceil_div(longest, a.rows))); /* equal tasks */
     for (long s = 0; s < sequences; s++) {
         tasks += ceil_div(query_start[s + 1] - query_start[s], a.rows);
         for (long row = query_start[s]; row < query_start[s + 1]; row++)

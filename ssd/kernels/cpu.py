@@ -42,6 +42,7 @@ logger = logging.getLogger("ssd")
 SOURCE = Path(__file__).with_name("cpu.c")
 _CPU = torch.device("cpu")  # every tensor states its dtype and device: torch's defaults are the user's
 COMPILE_TIMEOUT_S = 120
+_PACKED = 1 << 21  # weights packed at a time
 
 
 class BuildError(Exception):
@@ -58,19 +59,13 @@ class PackedWeight:
     dtype: torch.dtype  # of inputs and outputs, and of the weight itself unless it is quantised
     gated: bool = False
     form: int = 0  # a quantised weight's, as `cpu.c` numbers them
-    scales: Tensor | None = None  # a quantised weight's (and offsets) [panels, groups, 1 or 2, columns]
+    scales: Tensor | None = None  # a quantised weight's (and offsets), as `cpu.c` has them
     group: int = 0  # weights of one scale
+    flags: int = 0  # a quantised weight's, see below
 
     @functools.cached_property
     def address(self) -> int:
         return self.data.data_ptr()
-
-    @functools.cached_property
-    def numbers(self) -> int:
-        """Flags of the scales, as in `cpu.c`."""
-        if self.scales is None:
-            return 0
-        return (1 if self.scales.shape[2] == 2 else 0) | (2 if self.scales.dtype is torch.float16 else 0)
 
 
 class Noise(NamedTuple):
@@ -132,6 +127,7 @@ _RECORDED = (  # as `ssd_repeat` numbers them
     *("ssd_embedding", "ssd_codes_embedding", "ssd_linear", "ssd_expert_linear", "ssd_route", "ssd_combine"),
     *("ssd_rms_norm", "ssd_rope_and_store", "ssd_paged_attention"),
 )
+_OFFSETS, _HALF, _FACTORED, _COARSE = 1, 2, 4, 8  # flags of a quantised weight, as in `cpu.c`
 _CODES: tuple[CodeType, ...] = ("fp8", "int8", "int4", "uint4")  # as `cpu.c` numbers them, from 1
 _STORAGE = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}  # likewise
 _SIZES = ("ssd_packed_bytes", "ssd_panel_columns", "ssd_flipped_bits")  # what they return; others status or nothing
@@ -186,11 +182,17 @@ class Kernels:
         return PackedWeight(data, n, k, weight.dtype, gated)
 
     def pack_codes(
-        self, codes: Codes, dtype: torch.dtype, gated: bool = False, half: bool | None = None
+        self,
+        codes: Codes,
+        dtype: torch.dtype,
+        gated: bool = False,
+        *,
+        coarse: bool = False,
+        half: bool | None = None,
     ) -> PackedWeight:
         """Repack a quantised weight into panels, for a `linear` of inputs of type `dtype`.
 
-        `half`: its scales become float16; None: if that is exact.
+        `coarse`: see `Ops.prepare_codes`. `half`: its scales become float16; None: if that is exact.
         """
         half = has_half_scales(codes) if half is None else half
         if codes.type == "fp8" and codes.offsets is not None:
@@ -198,21 +200,44 @@ class Kernels:
         if codes.type == "fp4":  # halves of integers
             values = doubled_fp4(codes.values).view(torch.uint8)
             codes = Codes(values, codes.scales / 2, "int8", codes.depth, codes.offsets)
-        together = _together(codes.type)
-        depth = codes.depth + -codes.depth % (4 * together)
-        values = torch.nn.functional.pad(codes.values, (0, depth - codes.values.shape[1]))  # cuts off whole groups
-        values = self._panels(values ^ self._flipped[codes.type], gated)
-        if bits_of(codes.type) == 4:
-            low, high = values.chunk(2, 2)
-            values = low | high << 4
-        values = values.reshape(len(values), -1, together, values.shape[2]).transpose(2, 3)
-        numbers = [codes.scales] if codes.offsets is None else [codes.scales, codes.offsets]
-        scales = torch.stack([self._panels(each, gated) for each in numbers], dim=2)
         n, form = len(codes.values), _CODES.index(codes.type) + 1
-        data = torch.empty(values.shape, dtype=torch.uint8, device=_CPU)
+        flags = (0 if codes.offsets is None else _OFFSETS) | (_COARSE if coarse and codes.type != "fp8" else 0)
+        if coarse and codes.factors is not None:
+            integers, units = (self._numbers(list(each), gated) for each in codes.factors)
+            integers = integers.reshape(*units.shape[:2], -1)  # those of a block behind its units
+            scales, flags = torch.cat((units.flatten(2).view(torch.int8), integers), 2), flags | _FACTORED
+        else:
+            numbers = [codes.scales] if codes.offsets is None else [codes.scales, codes.offsets]
+            scales, flags = self._numbers(numbers, gated), flags | (_HALF if half else 0)
+            scales = scales.half() if half else scales
+        data = self._packed_values(codes, gated)
+        return PackedWeight(data, n, codes.depth, dtype, gated, form, scales, codes.group, flags)
+
+    def _packed_values(self, codes: Codes, gated: bool) -> Tensor:
+        """[panels, depth / together, columns of a byte, together]. A few panels at a time, which takes less memory."""
+        width, together, four = self._panel_columns, _together(codes.type), bits_of(codes.type) == 4
+        depth, halves = codes.depth + -codes.depth % (4 * together), codes.values.chunk(2 if gated else 1)
+        panels, step = -(-len(halves[0]) // width), max(1, _PACKED // (depth * width))
+        data = torch.empty(
+            (panels * len(halves), depth // together, width // 2 if four else width, together),
+            dtype=torch.uint8,
+            device=_CPU,
+        )
         self._use_huge_pages(data.data_ptr(), data.nbytes)
-        scales = scales.half() if half else scales
-        return PackedWeight(data.copy_(values), n, codes.depth, dtype, gated, form, scales, codes.group)
+        for first in range(0, panels, step):
+            own = torch.cat([half[first * width : (first + step) * width] for half in halves])
+            own = torch.nn.functional.pad(own, (0, depth - own.shape[1]))  # cuts off whole groups
+            values = self._panels(own ^ self._flipped[codes.type], gated)
+            if four:
+                low, high = values.chunk(2, 2)
+                values = low | high << 4
+            values = values.reshape(len(values), -1, together, values.shape[2]).transpose(2, 3)
+            data[first * len(halves) :][: len(values)] = values
+        return data
+
+    def _numbers(self, numbers: list[Tensor], gated: bool) -> Tensor:
+        """[N, groups] of each kind -> [panels, groups, kinds, columns]"""
+        return torch.stack([self._panels(each, gated) for each in numbers], dim=2).contiguous()
 
     def _panels(self, rows: Tensor, gated: bool) -> Tensor:
         """[N, K] -> [panels, K, columns of a panel], padded with zeros; gate and up panels alternate."""
@@ -247,7 +272,7 @@ class Kernels:
         out = recording.empty((tokens, packed.k), packed.dtype)
         if self._codes_embedding(
             *(packed.address, scales.data_ptr(), token_ids.data_ptr(), wide, out.data_ptr()),
-            *(tokens, packed.n, packed.k, packed.form, packed.group, packed.numbers),
+            *(tokens, packed.n, packed.k, packed.form, packed.group, packed.flags),
             packed.dtype is torch.bfloat16,
         ):
             raise IndexError(f"token ids {token_ids.tolist()} are not all in a vocabulary of {packed.n}")
@@ -284,7 +309,7 @@ class Kernels:
             None if bias is None else bias.data_ptr(),
             y.data_ptr(),
             *(m, n, k, dtype is torch.bfloat16, packed.gated, glu.slope, glu.limit, glu.shift, float32, packed.form),
-            *(None if packed.scales is None else packed.scales.data_ptr(), packed.group, packed.numbers),
+            *(None if packed.scales is None else packed.scales.data_ptr(), packed.group, packed.flags),
             *((None, 0) if row_scales is None else (row_scales.data_ptr(), row_scales.shape[1])),
             num_threads(),
         )
@@ -313,7 +338,7 @@ class Kernels:
             *(pairs // len(x), weights.data_ptr(), None if scales is None else scales.data_ptr()),
             *(None if bias is None else bias.data_ptr(), y.data_ptr(), n, packed.k, dtype is torch.bfloat16),
             *(packed.gated, gate.slope, gate.limit, gate.shift, float32, packed.form, packed.group),
-            packed.numbers,
+            packed.flags,
             *((None, 0) if row_scales is None else (row_scales.data_ptr(), row_scales.shape[1])),
             num_threads(),
         )

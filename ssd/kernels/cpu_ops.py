@@ -46,11 +46,14 @@ class CpuOps:
         experts: int = 0,
         exact: bool = True,
         rows: RowType | None = None,
+        coarse: bool = False,
     ) -> Packed:
+        coarse |= not exact and rows is None
         if not experts:
-            return self.kernels.pack_codes(codes, dtype, gated)
+            return self.kernels.pack_codes(codes, dtype, gated, coarse=coarse)
         each, half = _rows_of(experts, len(codes.values), gated), cpu.has_half_scales(codes)
-        return cpu.PackedExperts(tuple(self.kernels.pack_codes(codes.rows(own), dtype, gated, half) for own in each))
+        packed = (self.kernels.pack_codes(codes.rows(own), dtype, gated, coarse=coarse, half=half) for own in each)
+        return cpu.PackedExperts(tuple(packed))
 
     def round_rows(
         self, x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None, weight: object = None

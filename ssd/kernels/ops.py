@@ -158,11 +158,13 @@ class Ops(Protocol):
         experts: int = 0,
         exact: bool = True,
         rows: RowType | None = None,
+        coarse: bool = False,
     ) -> Any:
         """Lays out a quantised weight for products with rows of type `dtype`, else as `prepare`.
 
         Not `exact`: for drafts, whose products need not be row-invariant. `rows`: what whole rows are rounded to
-        before every product (`round_rows`).
+        before every product (`round_rows`). `coarse`: rows may be rounded to integers of 8 bits, with a scale for each
+        group of the weight (of 128 at most): a CPU multiplies such integers several times as fast.
         """
 
     def codes_linear(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import torch
 
@@ -27,6 +27,14 @@ LEAST_SCALE: Final = 2.0**-120  # a row of zeros has it, too
 _CHUNK: Final = 1 << 24  # weights quantised at a time: bounds the memory of float32 copies
 
 
+class Factors(NamedTuple):
+    """Scales and offsets as integers times a number of a larger block, as GGUF's K types store them. Products are the
+    scales and offsets themselves, rounded to float32."""
+
+    integers: torch.Tensor  # int8 [1 or 2, rows, groups]: of scales, then of offsets
+    units: torch.Tensor  # float16 [1 or 2, rows, blocks]
+
+
 @dataclass(frozen=True)
 class Codes:
     """A weight [rows, depth]: scale * code (+ offset). Devices pack it as their kernels need."""
@@ -36,6 +44,7 @@ class Codes:
     type: CodeType
     depth: int  # beyond it, the last group is padded with zeros
     offsets: torch.Tensor | None = None  # float32 [rows, groups]
+    factors: Factors | None = None  # of the same scales and offsets
 
     @property
     def group(self) -> int:
@@ -44,7 +53,8 @@ class Codes:
 
     def rows(self, index: torch.Tensor) -> Codes:
         offsets = None if self.offsets is None else self.offsets[index]
-        return replace(self, values=self.values[index], scales=self.scales[index], offsets=offsets)
+        factors = None if self.factors is None else Factors(*(each[:, index] for each in self.factors))
+        return replace(self, values=self.values[index], scales=self.scales[index], offsets=offsets, factors=factors)
 
 
 def bits_of(kind: CodeType) -> int:
@@ -104,12 +114,16 @@ def doubled_fp4(values: torch.Tensor) -> torch.Tensor:
 
 def fused_codes(parts: Seq[Codes]) -> Codes:
     """The rows of all parts, which differ in nothing else, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
     offsets = [part.offsets for part in parts if part.offsets is not None]
+    factors = [part.factors for part in parts if part.factors is not None]
     return replace(
         parts[0],
         values=torch.cat([part.values for part in parts]),
         scales=torch.cat([part.scales for part in parts]),
         offsets=torch.cat(offsets) if offsets else None,
+        factors=Factors(*(torch.cat(each, 1) for each in zip(*factors, strict=True))) if factors else None,
     )
 
 

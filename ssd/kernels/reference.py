@@ -49,6 +49,7 @@ class ReferenceOps:
         experts: int = 0,
         exact: bool = True,
         rows: RowType | None = None,
+        coarse: bool = False,
     ) -> tuple[Codes, torch.dtype]:
         return codes, dtype
 

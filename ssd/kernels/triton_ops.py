@@ -73,6 +73,7 @@ class TritonOps:
         experts: int = 0,
         exact: bool = True,
         rows: RowType | None = None,
+        coarse: bool = False,
     ) -> Weight:
         if gated:
             codes = codes.rows(_alternating(torch.arange(len(codes.values), device=codes.values.device)))

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf_files import SIZES, random_blocks
 from stored_codes import CODES, some_codes
 
 from ssd.kernels import cpu, variants
 from ssd.kernels.cpu import Kernels
+from ssd.layers.formats.gguf import BLOCKS
 
 EMULATED = Path(__file__).with_name("emulated_x86")
 MACROS = {
@@ -65,7 +67,7 @@ def test_integer_codes_have_the_same_bits_in_every_variant(native: Kernels, othe
         x, tokens = torch.randn(ROWS[-1], depth).to(dtype), torch.tensor([3, 69])
         scales = torch.rand(ROWS[-1], 1) + 0.5
         for gated in (False, True):
-            ours, theirs = (each.pack_codes(codes, dtype, gated) for each in (native, other))
+            ours, theirs = (each.pack_codes(codes, dtype, gated, coarse=i % 3 == 0) for each in (native, other))
             expected = native.linear(x, ours, float32=True, row_scales=scales)
             for rows in ROWS:
                 found = other.linear(x[:rows], theirs, float32=True, row_scales=scales[:rows])
@@ -74,6 +76,22 @@ def test_integer_codes_have_the_same_bits_in_every_variant(native: Kernels, othe
                 else:
                     assert torch.equal(found, expected[:rows]), (code, group, depth, rows)
                     assert torch.equal(native.codes_embedding(ours, tokens), other.codes_embedding(theirs, tokens))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gguf_blocks_have_the_same_bits_in_every_variant(native: Kernels, other: Kernels, dtype: torch.dtype) -> None:
+    """With rows rounded to 8 bits. All numbers of rows that a tile has of its own."""
+    x = torch.randn(35, 512).to(dtype)
+    for kind, form in BLOCKS.items():
+        codes = form.codes(
+            {"weight": torch.from_numpy(random_blocks(kind, 70, 512, sizes=SIZES.get(kind, (1e-2, -0.07))))}
+        )
+        ours, theirs = (each.pack_codes(codes, dtype, coarse=True) for each in (native, other))
+        expected = native.linear(x, ours, float32=True)
+        for rows in (1, 2, 3, 4, 5, 7, 8, 9, 17, 35):
+            assert torch.equal(native.linear(x[:rows], ours, float32=True), expected[:rows]), (kind, rows)
+            assert torch.equal(other.linear(x[:rows], theirs, float32=True), expected[:rows]), (kind, rows)
 
 
 @pytest.mark.slow

@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf_files import SHAPES, random_blocks, widened, write_models
+from gguf_files import SHAPES, SIZES, random_blocks, widened, write_models
 from test_tensor_parallel import logits, on_ranks
 
 from ssd import LLM, SamplingParams
 from ssd.errors import ConfigError, UnsupportedModel
+from ssd.kernels import cpu
 from ssd.kernels.device import kernels
-from ssd.kernels.quantized import dequantize
-from ssd.layers.formats.gguf import BLOCKS
+from ssd.kernels.quantized import dequantize, rounded_rows
+from ssd.layers.formats.gguf import BLOCKS, Blocks
 from ssd.layers.parameter import Build
 from ssd.models.checkpoint import all_weights
 from ssd.models.decoder import Decoder
@@ -54,6 +55,26 @@ def test_blocks_are_not_cut(kind: str) -> None:
         form.shapes(8, 272)
 
 
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_products_on_a_cpu_take_rows_of_8_bits(kind: str) -> None:
+    """Each row as `rounded_rows` has it, with a scale for each group of the weight; the same bits in any company, and
+    rows that are looked up are the weights themselves."""
+    loaded = cpu.load()
+    if loaded is None:
+        pytest.skip("no C compiler")
+    blocks = torch.from_numpy(random_blocks(kind, 70, 512, sizes=SIZES.get(kind, (0.01, -0.07))))
+    codes, x = BLOCKS[kind].codes({"weight": blocks}), torch.randn(21, 512)
+    packed, wide = loaded.pack_codes(codes, torch.float32, coarse=True), dequantize(codes, torch.float32)
+    integers, scales = rounded_rows(x, codes.group, "int8")
+    rows = integers.view(21, -1, codes.group).double() * scales[:, :, None].double()
+    found, expected = loaded.linear(x, packed), rows.flatten(1) @ wide.double().T
+    assert (found - expected).norm() < 1e-6 * expected.norm()
+    assert (found - x.double() @ wide.double().T).norm() < 0.008 * expected.norm()
+    for few in (1, 2, 3, 4, 6, 8, 9):
+        assert torch.equal(loaded.linear(x[:few], packed), found[:few])
+    assert torch.equal(loaded.codes_embedding(packed, torch.tensor([3, 69])), wide[[3, 69]])
+
+
 # --- a model with all types, some of them fused -----------------------------------------------------------------------
 
 
@@ -68,16 +89,23 @@ def opened(path: Path) -> GGUFCheckpoint:
     return checkpoint
 
 
-def test_logits_are_those_of_the_widened_weights(files: dict[str, Path]) -> None:
+@pytest.mark.parametrize(("coarse", "error"), [(False, 1e-5), (True, 0.05)])
+def test_logits_are_those_of_the_widened_weights(
+    files: dict[str, Path], coarse: bool, error: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches weights of a fused part in the wrong place (all of them are mixed), q and k rows that are left permuted,
-    and a packed embedding that looks up other rows; float32, the other tests have bfloat16."""
+    and a packed embedding that looks up other rows; float32, the other tests have bfloat16. Rows of 8 bits cost 2.4 %
+    in this model of random weights."""
+    monkeypatch.setattr(Blocks, "coarse", coarse)
     packed, wide = (logits(opened(files[name]), TensorParallel(), TOKENS) for name in ("packed", "wide"))
-    assert (packed - wide).norm() < 1e-5 * wide.norm()
+    assert (packed - wide).norm() < error * wide.norm()
     assert wide.std() > 0.5
 
 
-def test_two_ranks_have_the_logits_of_one(files: dict[str, Path]) -> None:
-    """Blocks are split between ranks by rows and by columns."""
+def test_two_ranks_have_the_logits_of_one(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are split between ranks by rows and by columns. Rows are not rounded: sums that differ in their last bits
+    would be rounded to other integers now and then."""
+    monkeypatch.setattr(Blocks, "coarse", False)
     checkpoint = opened(files["packed"])
     split = on_ranks(2, lambda tp: logits(checkpoint, tp, TOKENS))[0]
     assert (split - logits(checkpoint, TensorParallel(), TOKENS)).abs().max() < 1e-4
@@ -91,17 +119,17 @@ def test_every_weight_can_be_widened(files: dict[str, Path]) -> None:
 
 
 def test_formats_are_named_and_memory_is_counted(files: dict[str, Path]) -> None:
-    """What is reported is what the kernels hold (all sizes here are multiples of a panel), or twice a float16."""
+    """What is reported is no less than what the kernels hold, which depends on the device."""
     checkpoint = opened(files["packed"])
     build = Build(kernels(CPU).ops(), CPU, torch.bfloat16, format_of=checkpoint.formats)
     decoder = Decoder(checkpoint.config, build, max_positions=16)
     decoder.load(checkpoint.weights(CPU, torch.bfloat16))
     assert decoder.formats == set(BLOCKS)
     tensors = tensors_in([each for each in decoder.parameters() if hasattr(each, "format")])
-    held = [tensor.numel() * (4 if tensor.dtype is torch.float16 else tensor.itemsize) for tensor in tensors]
+    held = sum(tensor.nbytes for tensor in tensors)
     norms = sum(256 * 2 for name in decoder.shapes() if "norm" in name)
-    assert decoder.num_bytes() == sum(held) + norms
-    assert sum(held) < 0.65 * sum(2 * rows * depth for rows, depth in [(320, 256), *2 * [*SHAPES.values()]])
+    assert 0.8 * decoder.num_bytes() < held + norms <= decoder.num_bytes()
+    assert held < 0.5 * sum(2 * rows * depth for rows, depth in [(320, 256), *2 * [*SHAPES.values()]])
 
 
 def tensors_in(layers: list[Any]) -> list[torch.Tensor]:

@@ -44,9 +44,11 @@ class CodedWeight:
 
 
 class Coded(WeightFormat):
-    """A format whose tensors are codes and scales. `activations`: None if products take rows as they are."""
+    """A format whose tensors are codes and scales. `activations`: None if products take rows as they are. `coarse`:
+    rows may be rounded to 8 bits, see `Ops.prepare_codes`."""
 
     activations: Activations | None = None
+    coarse = False
 
     def types(self, tensor: str) -> tuple[torch.dtype, ...]:
         """What a stored tensor may be; empty: anything."""
@@ -81,7 +83,13 @@ class Coded(WeightFormat):
             return Mixed((self,) * len(parts)).prepare(parts, ops, dtype, use)
         how = self.activations
         rows = how.kind if how is not None and how.group is None else None
-        prepared = ops.prepare_codes(fused_codes(codes), dtype, gated=use.gated, experts=use.experts, rows=rows)
+        prepared = ops.prepare_codes(
+            *(fused_codes(codes), dtype),
+            gated=use.gated,
+            experts=use.experts,
+            rows=rows,
+            coarse=self.coarse,
+        )
         scales = [part["input_scale"].float().reshape(1, 1) for part in parts if "input_scale" in part]
         return CodedWeight(prepared, torch.cat(scales).amax(0, keepdim=True) if scales else None, orders[0])
 

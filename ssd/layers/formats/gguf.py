@@ -8,25 +8,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
 from ssd.errors import UnsupportedModel
-from ssd.kernels.quantized import Codes, CodeType, bits_of
+from ssd.kernels.quantized import Codes, CodeType, Factors, bits_of
 from ssd.layers.formats import Use
 from ssd.layers.formats.coded import Coded, cut
 
-Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # values, scales, offsets of [rows, blocks, bytes]
+
+class Numbers(NamedTuple):
+    """Scales or offsets of blocks: a float16 of each, times integers of its groups if it has several."""
+
+    unit: torch.Tensor  # float16 [rows, blocks, 1]
+    integers: torch.Tensor | None = None  # int8 [rows, blocks, groups]
+
+    def widened(self) -> torch.Tensor:
+        unit = self.unit.float()
+        return (unit if self.integers is None else unit * self.integers.float()).flatten(1)
+
+
+Parts = tuple[torch.Tensor, Numbers, Numbers | None]  # values, scales, offsets of [rows, blocks, bytes]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks(Coded):
     """One type of blocks: a tensor `weight`, uint8 [rows, bytes of a row].
 
-    Kernels have codes of 8 or 4 bits and numbers of 32, so that memory differs from the file's: a weight of 5 or 6
-    bits takes a byte, and a scale (or offset) four; on a CPU two if the file has it in float16.
+    Kernels have codes of 8 or 4 bits, so that memory differs from the file's: a weight of 5 or 6 bits takes a byte. A
+    scale (or offset) takes four; on a CPU two, or one if it is an integer times a number of its block.
     """
+
+    coarse = True  # what these types are made for: llama.cpp rounds the rows of their products to 8 bits, too
 
     name: str
     weights: int  # of a block
@@ -54,17 +68,23 @@ class Blocks(Coded):
         weight = stored["weight"]
         blocks = weight.reshape(len(weight), -1, self.num_stored)
         values, scales, offsets = self.unpack(blocks)
-        offsets = None if offsets is None else offsets.flatten(1)
-        return Codes(values.flatten(1), scales.flatten(1), self.type, blocks.shape[1] * self.weights, offsets)
+        numbers = [scales] if offsets is None else [scales, offsets]
+        integers = [each.integers.flatten(1) for each in numbers if each.integers is not None]
+        units = [each.unit[..., 0] for each in numbers]
+        return Codes(
+            *(values.flatten(1), scales.widened(), self.type, blocks.shape[1] * self.weights),
+            offsets=None if offsets is None else offsets.widened(),
+            factors=Factors(torch.stack(integers), torch.stack(units)) if integers else None,
+        )
 
     def num_bytes(self, rows: int, depth: int, dtype: torch.dtype, use: Use) -> int:
         numbers = depth // self.group * (2 if self.offsets else 1)
         return rows * (depth * bits_of(self.type) // 8 + 4 * numbers)
 
 
-def _number(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    """The float16 at a byte of each block, [rows, blocks, 1]."""
-    return blocks[..., at : at + 2].contiguous().view(torch.float16).float()
+def _number(blocks: torch.Tensor, at: int, integers: torch.Tensor | None = None) -> Numbers:
+    """The float16 at a byte of each block."""
+    return Numbers(blocks[..., at : at + 2].contiguous().view(torch.float16), integers)
 
 
 def _fields(stored: torch.Tensor, bits: int, run: int) -> torch.Tensor:
@@ -80,16 +100,17 @@ def _fifth_bits(stored: torch.Tensor) -> torch.Tensor:
     return (stored[..., None] >> shifts & 1).flatten(2) << 4
 
 
-def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _k_scales(blocks: torch.Tensor) -> tuple[Numbers, Numbers]:
     """Scales and offsets of 8 groups, each an integer of 6 bits times a float16 of the block.
 
     Of 12 bytes, four and four hold the integers of the first groups; the others' low bits are in the last four bytes,
     their high bits above the first ones.
     """
     scale, least, low = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
-    scales = torch.cat((scale & 63, low & 15 | scale >> 2 & 48), 2).float()
-    offsets = torch.cat((least & 63, low >> 4 | least >> 2 & 48), 2).float()
-    return _number(blocks, 0) * scales, -(_number(blocks, 2) * offsets)
+    scales = torch.cat((scale & 63, low & 15 | scale >> 2 & 48), 2)
+    offsets = torch.cat((least & 63, low >> 4 | least >> 2 & 48), 2)
+    least_of_block = _number(blocks, 2, offsets.view(torch.int8))
+    return _number(blocks, 0, scales.view(torch.int8)), least_of_block._replace(unit=-least_of_block.unit)
 
 
 def _q4_0(blocks: torch.Tensor) -> Parts:
@@ -125,8 +146,7 @@ def _q5_k(blocks: torch.Tensor) -> Parts:
 
 def _q6_k(blocks: torch.Tensor) -> Parts:
     values = _fields(blocks[..., :128], 4, 64) | _fields(blocks[..., 128:192], 2, 32) << 4
-    scales = blocks[..., 192:208].view(torch.int8).float() * _number(blocks, 208)
-    return values - 32, scales, None
+    return values - 32, _number(blocks, 208, blocks[..., 192:208].contiguous().view(torch.int8)), None
 
 
 BLOCKS: Final = {

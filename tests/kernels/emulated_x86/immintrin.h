@@ -8,6 +8,7 @@
 typedef float __m512 __attribute__((vector_size(64), may_alias));
 typedef int64_t __m512i __attribute__((vector_size(64), may_alias));
 typedef float __m256 __attribute__((vector_size(32), may_alias));
+typedef float __m128 __attribute__((vector_size(16), may_alias));
 typedef int64_t __m256i __attribute__((vector_size(32), may_alias));
 typedef int64_t __m128i __attribute__((vector_size(16), may_alias));
 
@@ -24,6 +25,51 @@ EMULATED __m128i _mm_loadl_epi64(const void *p) {
     memcpy(&v, p, 8);
     return v;
 }
+
+EMULATED void _mm_storeu_si128(void *p, __m128i v) { memcpy(p, &v, 16); }
+
+EMULATED __m128i _mm512_cvtepi32_epi8(__m512i v) {
+    int32_t in[16];
+    int8_t out[16];
+    __m128i result;
+    memcpy(in, &v, 64);
+    for (int i = 0; i < 16; i++) out[i] = (int8_t)in[i];
+    memcpy(&result, out, 16);
+    return result;
+}
+
+EMULATED int _mm512_reduce_add_epi32(__m512i v) {
+    int32_t in[16], sum = 0;
+    memcpy(in, &v, 64);
+    for (int i = 0; i < 16; i++) sum += in[i];
+    return sum;
+}
+
+EMULATED int _mm512_reduce_max_epi32(__m512i v) {
+    int32_t in[16];
+    memcpy(in, &v, 64);
+    for (int i = 1; i < 16; i++) in[0] = in[i] > in[0] ? in[i] : in[0];
+    return in[0];
+}
+
+EMULATED void _mm_storeu_ps(float *p, __m128 v) { memcpy(p, &v, 16); }
+EMULATED __m128 _mm_unpacklo_ps(__m128 a, __m128 b) { return (__m128){a[0], b[0], a[1], b[1]}; }
+EMULATED __m128 _mm_unpackhi_ps(__m128 a, __m128 b) { return (__m128){a[2], b[2], a[3], b[3]}; }
+EMULATED __m128 _mm_movelh_ps(__m128 a, __m128 b) { return (__m128){a[0], a[1], b[0], b[1]}; }
+EMULATED __m128 _mm_movehl_ps(__m128 a, __m128 b) { return (__m128){b[2], b[3], a[2], a[3]}; }
+
+#define HALVES_OF(name, wide, narrow, at)          \
+    EMULATED narrow name(wide v) {                 \
+        narrow half;                               \
+        memcpy(&half, (char *)&v + (at), sizeof half); \
+        return half;                               \
+    }
+HALVES_OF(_mm512_castps512_ps256, __m512, __m256, 0)
+HALVES_OF(emulated_upper_8, __m512, __m256, 32)
+HALVES_OF(_mm256_castps256_ps128, __m256, __m128, 0)
+HALVES_OF(emulated_upper_4, __m256, __m128, 16)
+#define _mm512_extractf32x8_ps(v, upper) emulated_upper_8(v)
+#define _mm256_extractf128_ps(v, upper) emulated_upper_4(v)
 
 #define CVTPH(bits, lanes, half)                                                                  \
     EMULATED __m##bits _mm##bits##_cvtph_ps(half v) {                                             \
@@ -43,6 +89,15 @@ CVTPH(256, 8, __m128i)
     }                                                                                             \
     EMULATED __m##bits##i _mm##bits##_cvtepu8_epi32(__m128i v) {                                  \
         uint8_t in[16];                                                                           \
+        int32_t out[lanes];                                                                       \
+        memcpy(in, &v, 16);                                                                       \
+        for (int i = 0; i < lanes; i++) out[i] = in[i];                                           \
+        __m##bits##i result;                                                                      \
+        memcpy(&result, out, sizeof result);                                                      \
+        return result;                                                                            \
+    }                                                                                             \
+    EMULATED __m##bits##i _mm##bits##_cvtepi8_epi32(__m128i v) {                                  \
+        int8_t in[16];                                                                            \
         int32_t out[lanes];                                                                       \
         memcpy(in, &v, 16);                                                                       \
         for (int i = 0; i < lanes; i++) out[i] = in[i];                                           \
