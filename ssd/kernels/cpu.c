@@ -797,7 +797,7 @@ static code_tile_fn *const CODE_TILES[9] = {
 #else
 #define DOT_ROWS 4
 #endif
-#if defined(NEON) || VL == 16
+#if defined(__ARM_FEATURE_DOTPROD) || VL == 16
 #define COARSE_ROWS 8 /* of a tile with unpacked panels */
 #define FEW_ROWS 4    /* of one with panels as they are */
 #else
@@ -1112,42 +1112,50 @@ INLINE void pairs_tile(const int mr, const int form, const int stored, const lon
     }
 }
 
-#define PAIRS_OF(mr, form, stored, quads)                               \
-    if (g->offsets)                                                     \
-        pairs_tile(mr, form, stored, quads, 1, x, w, s, kq, g, b);      \
-    else                                                                \
-        pairs_tile(mr, form, stored, quads, 0, x, w, s, kq, g, b);
-#define PAIRS_TILE(mr, form, stored)                                                                              \
-    static void pairs_##mr##_##form##_##stored(const void *x, const char *w, const void *s, long kq,              \
-                                               const struct groups *g, float *b) {                                \
-        if (g->gq == 8 && kq % 8 == 0) {                                                                          \
-            PAIRS_OF(mr, form, stored, 8)                                                                         \
-        } else if (g->gq == 4) {                                                                                  \
-            PAIRS_OF(mr, form, stored, 4)                                                                         \
-        } else {                                                                                                  \
-            PAIRS_OF(mr, form, stored, 0)                                                                         \
-        }                                                                                                         \
+/* Of groups of so many quads, with offsets or without, as GGUF's types have them; all others are computed more slowly
+ * (and all of them by old ARM processors, for which GCC takes long to compile this). */
+#if defined(NEON) && !SIGNED_CODES
+#define GROUPS_OF(mr, form, stored, quads, has_offsets)
+#else
+#define GROUPS_OF(mr, form, stored, quads, has_offsets)                         \
+    if (g->gq == (quads) && kq % (quads) == 0 && !g->offsets == !(has_offsets)) \
+        pairs_tile(mr, form, stored, quads, has_offsets, x, w, s, kq, g, b);    \
+    else
+#endif
+#define PAIRS_TILE(mr, form, stored, SPECIAL)                                                        \
+    static void pairs_##mr##_##form##_##stored(const void *x, const char *w, const void *s, long kq, \
+                                               const struct groups *g, float *b) {                   \
+        SPECIAL(mr, form, stored) pairs_tile(mr, form, stored, 0, g->offsets, x, w, s, kq, g, b);    \
     }
+#define NONE(mr, form, stored)
+#define PLAIN(mr, form, stored) GROUPS_OF(mr, form, stored, 8, 0)
+#define WITH_OFFSETS(mr, form, stored) GROUPS_OF(mr, form, stored, 8, 1)
+#define SMALL(mr, form, stored) GROUPS_OF(mr, form, stored, 4, 0)
+#define BOTH(mr, form, stored) PLAIN(mr, form, stored) WITH_OFFSETS(mr, form, stored)
+#define OF_K_TYPES(mr, form, stored) SMALL(mr, form, stored) WITH_OFFSETS(mr, form, stored)
+#define ALL(mr, form, stored) BOTH(mr, form, stored) SMALL(mr, form, stored)
 #if FEW_ROWS == 4
-#define PAIRS_FEW(form, stored)                                                                                   \
-    PAIRS_TILE(1, form, stored) PAIRS_TILE(2, form, stored) PAIRS_TILE(3, form, stored) PAIRS_TILE(4, form, stored) \
+#define PAIRS_FEW(form, stored, SPECIAL)                                                                           \
+    PAIRS_TILE(1, form, stored, SPECIAL) PAIRS_TILE(2, form, stored, SPECIAL)                                      \
+    PAIRS_TILE(3, form, stored, SPECIAL) PAIRS_TILE(4, form, stored, SPECIAL)                                      \
     static code_tile_fn *const PAIRS_##form##_##stored[4] = {pairs_1_##form##_##stored, pairs_2_##form##_##stored, \
                                                              pairs_3_##form##_##stored, pairs_4_##form##_##stored};
 #else
-#define PAIRS_FEW(form, stored)                                                                                   \
-    PAIRS_TILE(1, form, stored) PAIRS_TILE(2, form, stored)                                                       \
+#define PAIRS_FEW(form, stored, SPECIAL)                                                                          \
+    PAIRS_TILE(1, form, stored, SPECIAL) PAIRS_TILE(2, form, stored, SPECIAL)                                     \
     static code_tile_fn *const PAIRS_##form##_##stored[2] = {pairs_1_##form##_##stored, pairs_2_##form##_##stored};
 #endif
-PAIRS_FEW(INT8, SINGLES) PAIRS_FEW(INT8, HALVES) PAIRS_FEW(INT8, FACTORS)
-PAIRS_FEW(INT4, SINGLES) PAIRS_FEW(INT4, HALVES) PAIRS_FEW(INT4, FACTORS)
-PAIRS_FEW(UINT4, SINGLES) PAIRS_FEW(UINT4, HALVES) PAIRS_FEW(UINT4, FACTORS)
+PAIRS_FEW(INT8, SINGLES, ALL) PAIRS_FEW(INT8, HALVES, BOTH) PAIRS_FEW(INT8, FACTORS, OF_K_TYPES)
+PAIRS_FEW(INT4, SINGLES, NONE) PAIRS_FEW(INT4, HALVES, PLAIN) PAIRS_FEW(INT4, FACTORS, NONE)
+PAIRS_FEW(UINT4, SINGLES, NONE) PAIRS_FEW(UINT4, HALVES, WITH_OFFSETS) PAIRS_FEW(UINT4, FACTORS, WITH_OFFSETS)
 static code_tile_fn *const *const FEW_PAIRS[3][3] = { /* by form and how scales are stored; of those by rows, from 1 on */
     {PAIRS_INT8_SINGLES, PAIRS_INT8_HALVES, PAIRS_INT8_FACTORS},
     {PAIRS_INT4_SINGLES, PAIRS_INT4_HALVES, PAIRS_INT4_FACTORS},
     {PAIRS_UINT4_SINGLES, PAIRS_UINT4_HALVES, PAIRS_UINT4_FACTORS},
 };
 #if COARSE_ROWS == 8
-PAIRS_TILE(5, INT8, SINGLES) PAIRS_TILE(6, INT8, SINGLES) PAIRS_TILE(7, INT8, SINGLES) PAIRS_TILE(8, INT8, SINGLES)
+PAIRS_TILE(5, INT8, SINGLES, ALL) PAIRS_TILE(6, INT8, SINGLES, ALL)
+PAIRS_TILE(7, INT8, SINGLES, ALL) PAIRS_TILE(8, INT8, SINGLES, ALL)
 static code_tile_fn *const PAIRS[9] = { /* of bytes and fp32 scales, by rows */
     0, pairs_1_INT8_SINGLES, pairs_2_INT8_SINGLES, pairs_3_INT8_SINGLES, pairs_4_INT8_SINGLES, pairs_5_INT8_SINGLES,
     pairs_6_INT8_SINGLES, pairs_7_INT8_SINGLES, pairs_8_INT8_SINGLES,
