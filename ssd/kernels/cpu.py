@@ -617,13 +617,18 @@ def _openmp() -> ctypes.CDLL | None:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
         return None
-    mapped = {fields[5] for line in maps.splitlines() if len(fields := line.split(None, 5)) == 6}
-    paths = sorted(path for path in mapped if re.search(r"/lib(?:gomp|iomp5|omp)[-.\w]*\.so[^/]*$", path))
-    torch_root = str(Path(torch.__file__).parent.parent)
-    for path in sorted(paths, key=lambda p: not p.startswith(torch_root)):
+    for path in openmp_paths(maps, str(Path(torch.__file__).parent)):
         with suppress(OSError):
             return ctypes.CDLL(path)
     return None
+
+
+def openmp_paths(maps: str, torch_folder: str) -> list[str]:
+    """The OpenMP runtimes that a process has mapped (/proc/PID/maps), torch's first: other packages bring their own."""
+    mapped = {fields[5] for line in maps.splitlines() if len(fields := line.split(None, 5)) == 6}
+    paths = sorted(path for path in mapped if re.search(r"/lib(?:gomp|iomp5|omp)[-.\w]*\.so[^/]*$", path))
+    own = f"{torch_folder}/", f"{torch_folder}.libs/"
+    return sorted(paths, key=lambda path: not path.startswith(own))
 
 
 # --- compiling --------------------------------------------------------------------------------------------------------

@@ -189,3 +189,11 @@ def test_quotas_of_control_groups(tmp_path: Path) -> None:
 def test_no_more_threads_than_the_quota() -> None:
     cores, times = frozenset(range(8)), CpuTimes(0.0, 0.0, None)
     assert ThreadController(cores, lambda _: times, lambda: 0.0, most=3).count(8) == 3
+
+
+def test_torch_s_own_openmp_is_the_first_of_several() -> None:
+    """Wheels of other packages have one, too, whose number of threads is not torch's."""
+    site = "/venv/site-packages"
+    paths = [f"{site}/sentencepiece.libs/libgomp-1.so.1", f"{site}/torch/lib/libgomp.so.1", "/usr/lib/libgomp.so.1"]
+    maps = "".join(f"7f00-7f01 r-xp 00000000 08:01 42  {path}\n" for path in (*paths, f"{site}/torch/lib/libtorch.so"))
+    assert cpu.openmp_paths(maps, f"{site}/torch") == [paths[1], paths[2], paths[0]]
