@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from ssd.kernels import cpu
-from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, RoundedRows
+from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, RoundedRows, SharedOps
 from ssd.kernels.quantized import Codes, RowType, rounded_rows
 
 Packed = cpu.PackedWeight | cpu.PackedExperts
 
 
-class CpuOps:
+class CpuOps(SharedOps):
     """float32 and bfloat16 on the CPU."""
 
     def __init__(self, kernels: cpu.Kernels) -> None:
@@ -33,9 +33,6 @@ class CpuOps:
             return self.kernels.pack_linear(weight, gated)
         each = _rows_of(experts, len(weight), gated)
         return cpu.PackedExperts(tuple(self.kernels.pack_linear(weight[rows], gated) for rows in each))
-
-    def router(self, x: torch.Tensor, weight: cpu.PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-        return self.linear(x, weight, bias, float32=True)
 
     def prepare_codes(
         self,
@@ -79,17 +76,6 @@ class CpuOps:
 
     def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
         return 1 << 30  # one tile per sequence: tiles are not used here
-
-    def rms_norm_and_round(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        residual: torch.Tensor | None,
-        kind: RowType,
-        target: object,
-    ) -> RoundedRows:
-        return self.round_rows(self.rms_norm(x, weight, eps, residual), None, kind, None, target)
 
     def rope_and_store(
         self,

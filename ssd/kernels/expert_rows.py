@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from pathlib import Path
 from typing import Final
 
 import torch
 
 from ssd.kernels.compiling import compiling
-from ssd.kernels.driver import DriverError
-from ssd.kernels.nvrtc import BuildError, Kernel, compiled
+from ssd.kernels.few_rows import SHARED
+from ssd.kernels.nvrtc import Kernel, kernels
 from ssd.kernels.ops import GLU, SWIGLU, Routing
 from ssd.kernels.packing import STRIP, PackedCodes
 from ssd.kernels.partition import current_processors
 from ssd.kernels.quantized import Codes
 
-log = logging.getLogger("ssd")
 SOURCE: Final = Path(__file__).with_name("expert_rows.cu")
 _TILES: Final = (1, 2)  # of 8 rows, each number a kernel of its own
 _MAX_DEPTH: Final = 4096  # its rows are in shared memory
@@ -62,16 +60,10 @@ def _kernels(device: torch.device, depth: int) -> dict[int, tuple[Kernel, int, i
     """Kernels by tiles, each with its threads and bytes of shared memory; none where they cannot be built."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         return {}
-    found = {}
-    try:
-        for tiles in _TILES:
-            kernel = Kernel(compiled(SOURCE, {"DEPTH": depth, "TILES": tiles}, device), "product", device)
-            found[tiles] = kernel, kernel.constant("threads"), kernel.constant("shared_bytes")
-            kernel.allow_shared(found[tiles][2])
-    except (BuildError, DriverError, OSError) as error:
-        log.warning("experts are multiplied by slower kernels: %s", error)
-        return {}
-    return found
+    macros = [{"DEPTH": depth, "TILES": tiles} for tiles in _TILES]
+    made = kernels(SOURCE, macros, "product", device, SHARED, "experts are multiplied by slower kernels")
+    sizes = ((kernel, kernel.constant("threads"), kernel.constant("shared_bytes")) for kernel in made)
+    return dict(zip(_TILES, sizes, strict=False))
 
 
 def params_of(

@@ -160,13 +160,7 @@ __device__ __forceinline__ void finish(const Params& p, const float (&sums)[SUMS
         } else if (p.bias) {
             v = __fadd_rn(v, bias);
         }
-        const u64 at = (u64)row * p.y_stride;
-        if (!p.gated) {
-            if (there) store(p.y, p.float32, at + column, v);
-            continue;
-        }
-        const float up = __shfl_xor_sync(~0u, v, 4);  // of the next output
-        if (there && column % 2 == 0) store(p.y, p.float32, at + column / 2, gated_by(v, up));
+        write(p.y, p.float32, p.gated, (u64)row * p.y_stride, column, there, v);
     }
 }
 
@@ -204,12 +198,11 @@ __device__ __forceinline__ void consume(const Params& p, Barriers& barriers, u32
     }
 }
 
-// One warp. The weight does not depend on earlier kernels: its first blocks are copied before they have ended.
 __device__ __forceinline__ void produce(const TensorMap& x, const Params& p, Barriers& barriers, unsigned char* ring) {
     const bool leader = threadIdx.x % 32 == 0;
     const int size = stage_bytes(p), tiles = (p.strips + p.share - 1) / p.share;
     const u64 policy = evict_first();
-    const auto copy_weight = [&](const Fill& fill, int stage) {
+    produce(x, barriers, ring, size, p.stages, tiles, p.blocks, DEPTH / 64, [&](const Fill& fill, int stage) {
         const int first = fill.tile * p.share, count = min(p.share, p.strips - first);
         const u64 from = (u64)fill.block * p.strips + first;  // strips
         unsigned char* codes = ring + stage * size + X_BYTES;
@@ -219,20 +212,7 @@ __device__ __forceinline__ void produce(const TensorMap& x, const Params& p, Bar
         if (GROUPS)
             copy_to_shared_if(leader, codes + p.share * STRIP_BYTES, p.scales + from * (GROUPS * 16),
                               count * GROUPS * 64, full, policy);
-    };
-    Fill weight{(int)blockIdx.x}, fill = weight;
-    int ahead = 0;
-    for (; ahead < p.stages && weight.tile < tiles; ++ahead, weight.next(p.blocks, gridDim.x))
-        copy_weight(weight, ahead);
-    if (leader) prefetch(x);
-    wait_for_earlier_kernels();
-    for (Ring at; fill.tile < tiles; fill.next(p.blocks, gridDim.x), at.next(p.stages)) {
-        if (--ahead < 0) {
-            wait(&barriers.empty[at.stage], at.parity ^ 1);
-            copy_weight(fill, at.stage);
-        }
-        copy_box_if(leader, ring + at.stage * size, x, 0, fill.block * (DEPTH / 64), &barriers.full[at.stage]);
-    }
+    });
 }
 
 extern "C" __global__ void __launch_bounds__(32 * (MAX_SHARE + 1), 1)

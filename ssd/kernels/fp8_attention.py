@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from pathlib import Path
 from typing import Final
 
 import torch
 
 from ssd.kernels.compiling import compiling
-from ssd.kernels.driver import DriverError
 from ssd.kernels.launching import processors
-from ssd.kernels.nvrtc import BuildError, Kernel, kernels, tensor_map
+from ssd.kernels.nvrtc import Kernel, kernels, tensor_map
 from ssd.kernels.ops import DeviceBatch, HeadShape
 from ssd.kernels.partition import current_processors
 
-log = logging.getLogger("ssd")
 SOURCE: Final = Path(__file__).with_name("fp8_attention.cu")
 HEAD_DIM: Final = 128
 STEP: Final = 64  # positions
@@ -63,11 +60,8 @@ def macros_of(group: int) -> dict[str, int]:
 @functools.cache
 def _kernel(device: torch.device, group: int) -> Kernel | None:
     """None where it cannot be built."""
-    try:
-        return kernels(SOURCE, [macros_of(group)], "attend", device, _SHARED)[0]
-    except (BuildError, DriverError, OSError) as error:
-        log.warning("KV in fp8 is read by a slower kernel: %s", error)
-        return None
+    made = kernels(SOURCE, [macros_of(group)], "attend", device, _SHARED, "KV in fp8 is read by a slower kernel")
+    return made[0] if made else None
 
 
 def attend(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -19,13 +18,11 @@ import triton
 import triton.language as tl
 
 from ssd.kernels.compiling import compiling
-from ssd.kernels.driver import DriverError
 from ssd.kernels.few_rows import RING_AT, SHARED, share_of
-from ssd.kernels.nvrtc import BuildError, Kernel, kernels, tensor_map
+from ssd.kernels.nvrtc import Kernel, kernels, tensor_map
 from ssd.kernels.partition import current_processors
 from ssd.kernels.quantized import Codes, RowType
 
-log = logging.getLogger("ssd")
 SOURCE: Final = Path(__file__).with_name("fp8_rows.cu")
 TILES: Final = (1, 2, 4, 8)  # of 8 rows, each number a kernel of its own; for more rows the library is faster
 PARTS: Final = 2  # of 128 numbers of the depth, that a stage holds
@@ -90,12 +87,9 @@ def _finish_kernel(product_ptr, bias_ptr, y_ptr, num_rows, N, y_stride,
 @functools.cache
 def _kernels(device: torch.device) -> dict[int, Kernel]:
     """Kernels by tiles; none where they cannot be built."""
-    try:
-        made = kernels(SOURCE, [{"TILES": tiles} for tiles in TILES], "product", device, SHARED)
-    except (BuildError, DriverError, OSError) as error:
-        log.warning("few rows are multiplied with e4m3 weights by slower kernels: %s", error)
-        return {}
-    return dict(zip(TILES, made, strict=True))
+    slower = "few rows are multiplied with e4m3 weights by slower kernels"
+    made = kernels(SOURCE, [{"TILES": tiles} for tiles in TILES], "product", device, SHARED, slower)
+    return dict(zip(TILES, made, strict=False))
 
 
 def stage_bytes(share: int, tiles: int) -> int:

@@ -38,13 +38,7 @@ __device__ __forceinline__ void finish(const Params& p, const float (&sums)[SUMS
         float v = __fmul_rn(__fmul_rn(sums[i], scale), there ? p.row_scales[row] : 0.0f);
         v = wide(narrow(v));
         if (p.bias) v = wide(narrow(__fadd_rn(v, there ? wide(p.bias[column]) : 0.0f)));
-        const u64 at = (u64)row * p.y_stride;
-        if (!p.gated) {
-            if (there) store(p.y, p.float32, at + column, v);
-            continue;
-        }
-        const float up = __shfl_xor_sync(~0u, v, 4);  // of the next output
-        if (there && column % 2 == 0) store(p.y, p.float32, at + column / 2, gated_by(v, up));
+        write(p.y, p.float32, p.gated, (u64)row * p.y_stride, column, there, v);
     }
 }
 
@@ -82,29 +76,15 @@ __device__ __forceinline__ void consume(const Params& p, Barriers& barriers, u32
     }
 }
 
-// One warp. The weight does not depend on earlier kernels: its first blocks are copied before they have ended.
 __device__ __forceinline__ void produce(const TensorMap& x, const TensorMap& w, const Params& p, Barriers& barriers,
                                         unsigned char* ring) {
     const bool leader = threadIdx.x % 32 == 0;
     const int size = stage_bytes(p), outputs = p.share * 8, tiles = (p.columns + outputs - 1) / outputs;
-    const auto copy_weight = [&](const Fill& fill, int stage) {
+    produce(x, barriers, ring, size, p.stages, tiles, p.blocks, PARTS, [&](const Fill& fill, int stage) {
         u64* full = &barriers.full[stage];
         mbarrier_expect_if(leader, full, size);
         copy_box_if(leader, ring + stage * size + X_BYTES, w, fill.tile * outputs, fill.block * PARTS, full);
-    };
-    Fill weight{(int)blockIdx.x}, fill = weight;
-    int ahead = 0;
-    for (; ahead < p.stages && weight.tile < tiles; ++ahead, weight.next(p.blocks, gridDim.x))
-        copy_weight(weight, ahead);
-    if (leader) prefetch(x);
-    wait_for_earlier_kernels();
-    for (Ring at; fill.tile < tiles; fill.next(p.blocks, gridDim.x), at.next(p.stages)) {
-        if (--ahead < 0) {
-            wait(&barriers.empty[at.stage], at.parity ^ 1);
-            copy_weight(fill, at.stage);
-        }
-        copy_box_if(leader, ring + at.stage * size, x, 0, fill.block * PARTS, &barriers.full[at.stage]);
-    }
+    });
 }
 
 extern "C" __global__ void __launch_bounds__(32 * (MAX_SHARE / 2 + 1), 1)

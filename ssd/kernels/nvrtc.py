@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +15,9 @@ from typing import Final, Literal
 import torch
 
 from ssd.kernels import cache
-from ssd.kernels.driver import call
+from ssd.kernels.driver import DriverError, call
 
+log = logging.getLogger("ssd")
 PTX: Final = Path(__file__).with_name("ptx.cu")  # what all sources begin with
 _P = ctypes.c_void_p
 # cuda.h
@@ -134,14 +136,19 @@ class Kernel:
 
 
 def kernels(
-    path: Path, macros: Sequence[Mapping[str, int]], name: str, device: torch.device, shared: int
+    path: Path, macros: Sequence[Mapping[str, int]], name: str, device: torch.device, shared: int, slower: str
 ) -> list[Kernel]:
-    """The kernel of one source for each set of macros, with so many bytes of shared memory."""
-    with ThreadPoolExecutor() as pool:  # NVRTC uses one core each
-        cubins = list(pool.map(lambda each: compiled(path, each, device), macros))
-    made = [Kernel(cubin, name, device) for cubin in cubins]
-    for kernel in made:
-        kernel.allow_shared(shared)
+    """The kernel of one source for each set of macros, with so many bytes of shared memory at most. None where they
+    cannot be built, after a warning: what is `slower` then."""
+    try:
+        with ThreadPoolExecutor() as pool:  # NVRTC uses one core each
+            cubins = list(pool.map(lambda each: compiled(path, each, device), macros))
+        made = [Kernel(cubin, name, device) for cubin in cubins]
+        for kernel in made:
+            kernel.allow_shared(shared)
+    except (BuildError, DriverError, OSError) as error:
+        log.warning("%s: %s", slower, error)
+        return []
     return made
 
 

@@ -276,3 +276,21 @@ class Ops(Protocol):
         With `branches` of depth s, row r sees its sequence's positions before positions[r] - s through the block table,
         then its own slots slot_mapping[r] - s .. slot_mapping[r]. The result of a padding row (slot -1) is undefined.
         """
+
+
+class SharedOps:
+    """What implementations of `Ops` have in common, unless they have a kernel for it."""
+
+    def router(self: Ops, x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        return self.linear(x, weight, bias, float32=True)
+
+    def rms_norm_and_round(
+        self: Ops,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        residual: torch.Tensor | None,
+        kind: RowType,
+        target: Any,
+    ) -> RoundedRows:
+        return self.round_rows(self.rms_norm(x, weight, eps, residual), None, kind, None, target)

@@ -58,3 +58,32 @@ __device__ __forceinline__ float gated_by(float gate, float up) {
     const float below = __fadd_rn(1.0f, exp2_(__fmul_rn(-gate, 1.4426950408889634f)));
     return __fmul_rn(divided(gate, below), up);
 }
+// Writes an output of a row, which is `there`; of gated ones, which alternate gate and up, lane ^ 4 has the neighbour.
+__device__ __forceinline__ void write(void* y, bool float32, bool gated, u64 row, int column, bool there, float v) {
+    if (!gated) {
+        if (there) store(y, float32, row + column, v);
+        return;
+    }
+    const float up = __shfl_xor_sync(~0u, v, 4);
+    if (there && column % 2 == 0) store(y, float32, row + column / 2, gated_by(v, up));
+}
+
+// The producer, one warp: blocks of tiles of outputs by `copy_weight(fill, stage)`, and `parts` parts of x for each.
+// The weight does not depend on earlier kernels: its first blocks are copied before they have ended.
+template <typename Copy>
+__device__ __forceinline__ void produce(const TensorMap& x, Barriers& barriers, unsigned char* ring, int size,
+                                        int stages, int tiles, int blocks, int parts, Copy copy_weight) {
+    const bool leader = threadIdx.x % 32 == 0;
+    Fill weight{(int)blockIdx.x}, fill = weight;
+    int ahead = 0;
+    for (; ahead < stages && weight.tile < tiles; ++ahead, weight.next(blocks, gridDim.x)) copy_weight(weight, ahead);
+    if (leader) prefetch(x);
+    wait_for_earlier_kernels();
+    for (Ring at; fill.tile < tiles; fill.next(blocks, gridDim.x), at.next(stages)) {
+        if (--ahead < 0) {
+            wait(&barriers.empty[at.stage], at.parity ^ 1);
+            copy_weight(fill, at.stage);
+        }
+        copy_box_if(leader, ring + at.stage * size, x, 0, fill.block * parts, &barriers.full[at.stage]);
+    }
+}

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ssd.kernels.ops import GLU, UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, RoundedRows, Routing
+from ssd.kernels.ops import GLU, UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, RoundedRows, Routing, SharedOps
 from ssd.kernels.quantized import Codes, RowType, dequantize, rounded_rows
 
 _E4M3_MAX = 448.0
 
 
-class ReferenceOps:
+class ReferenceOps(SharedOps):
     """Plain torch. Not row-invariant: the libraries choose their algorithm by the number of rows."""
 
     def reserve(self, heads: HeadShape, device: torch.device) -> None:
@@ -65,9 +65,6 @@ class ReferenceOps:
     ) -> torch.Tensor:
         x, wide = _widened(x, weight, row_scales)
         return self.gated_linear(x, wide, bias) if gated else self.linear(x, wide, bias, float32=float32)
-
-    def router(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return self.linear(x, weight, bias, float32=True)
 
     def route(self, logits: torch.Tensor, count: int, *, chosen: bool) -> Routing:
         ids = logits.argsort(dim=1, descending=True, stable=True)[:, :count]
@@ -127,17 +124,6 @@ class ReferenceOps:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return (weight * wide.to(weight.dtype)).to(x.dtype)
-
-    def rms_norm_and_round(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        residual: torch.Tensor | None,
-        kind: RowType,
-        target: object,
-    ) -> RoundedRows:
-        return self.round_rows(self.rms_norm(x, weight, eps, residual), None, kind, None, target)
 
     def rope_and_store(
         self,

@@ -19,19 +19,19 @@ from ssd.kernels import (
     quantized_linear,
     row_codes,
 )
-from ssd.kernels.ops import GLU, UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, RoundedRows, Routing
+from ssd.kernels.ops import GLU, UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, RoundedRows, Routing, SharedOps
 from ssd.kernels.quantized import Codes, RowType
 
 Weight = packing.PackedCodes | fp8_linear.Fp8Weight  # of `prepare_codes`
 
 
-class TritonOps:
+class TritonOps(SharedOps):
     """For CUDA; also runs in Triton's interpreter on the CPU, for tests."""
 
     def __init__(self) -> None:
         self._workspace: attention.Workspace | None = None
         self._prefill: attention.Prefill | None = None
-        self.router, self.route, self.combine = experts.router, experts.route, experts.combine
+        self.route, self.combine = experts.route, experts.combine
 
     def reserve(self, heads: HeadShape, device: torch.device) -> None:
         self._workspace = attention.Workspace(heads, device)
@@ -137,6 +137,9 @@ class TritonOps:
             return (weight.values[token_ids].float() * weight.scales[token_ids, None]).to(torch.bfloat16)
         return packing.packed_rows(weight, token_ids)
 
+    def router(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return experts.router(x, weight, bias)
+
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -153,7 +156,7 @@ class TritonOps:
     ) -> RoundedRows:
         if isinstance(target, fp8_linear.Fp8Weight):
             return RoundedRows(*elementwise.rms_norm_and_round(x, weight, eps, residual))
-        return self.round_rows(self.rms_norm(x, weight, eps, residual), None, kind, None, target)
+        return super().rms_norm_and_round(x, weight, eps, residual, kind, target)
 
     def rope_and_store(
         self,

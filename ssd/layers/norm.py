@@ -46,6 +46,7 @@ class RMSNorm:
 
     def rows(self, x: torch.Tensor, residual: torch.Tensor | None) -> Rows:
         """Likewise, as the layer that it feeds takes them."""
-        if self._feeds is None:
+        rounding = None if self._feeds is None else self._feeds.format.rounding(self._feeds.weight)
+        if rounding is None:
             return self(x, residual)
-        return self._feeds.format.norm(self._ops, x, self.weight, self.eps, residual, self._feeds.weight)
+        return self._ops.rms_norm_and_round(x, self.weight, self.eps, residual, *rounding)

@@ -14,7 +14,8 @@ from typing import Any, Final
 
 import torch
 
-from ssd.kernels.ops import GLU, Ops, Routing, Rows
+from ssd.kernels.ops import GLU, Ops, Routing
+from ssd.kernels.quantized import RowType
 
 FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -60,23 +61,16 @@ class WeightFormat:
         """Lays out a weight fused from `parts` (stored tensors by name), for products with rows of type `dtype`."""
         return ops.prepare(fused(parts, dtype), gated=use.gated, experts=use.experts)
 
-    def norm(
-        self,
-        ops: Ops,
-        x: torch.Tensor,
-        norm_weight: torch.Tensor,
-        eps: float,
-        residual: torch.Tensor | None,
-        weight: Any,
-    ) -> Rows:
-        """The RMS norm of what only `linear` of this weight reads, see `Ops.rms_norm`."""
-        return ops.rms_norm(x, norm_weight, eps, residual)
+    def rounding(self, weight: Any) -> tuple[RowType, Any] | None:
+        """How `linear` rounds rows, if each has one scale of its own, and the weight that `Ops.round_rows` does it
+        for. A norm before it may do so instead (`Ops.rms_norm_and_round`)."""
+        return None
 
     def linear(
         self, ops: Ops, x: Any, weight: Any, bias: torch.Tensor | None, *, gated: bool, float32: bool
     ) -> torch.Tensor:
-        """x W^T (+ bias), see `Ops.linear`; `gated`: silu(gate) * up, see `Ops.gated_linear`. x: a tensor, or what
-        `norm` has returned."""
+        """x W^T (+ bias), see `Ops.linear`; `gated`: silu(gate) * up, see `Ops.gated_linear`. x: a tensor, or
+        rows that were rounded (`rounding`)."""
         return ops.gated_linear(x, weight, bias) if gated else ops.linear(x, weight, bias, float32=float32)
 
     def expert_linear(

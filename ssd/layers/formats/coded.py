@@ -93,19 +93,11 @@ class Coded(WeightFormat):
         scales = [part["input_scale"].float().reshape(1, 1) for part in parts if "input_scale" in part]
         return CodedWeight(prepared, torch.cat(scales).amax(0, keepdim=True) if scales else None, orders[0])
 
-    def norm(
-        self,
-        ops: Ops,
-        x: torch.Tensor,
-        norm_weight: torch.Tensor,
-        eps: float,
-        residual: torch.Tensor | None,
-        weight: Any,
-    ) -> Rows:
+    def rounding(self, weight: Any) -> tuple[RowType, Any] | None:
         how = self.activations
         if isinstance(weight, list) or how is None or how.static or how.group is not None or weight.order is not None:
-            return ops.rms_norm(x, norm_weight, eps, residual)
-        return ops.rms_norm_and_round(x, norm_weight, eps, residual, how.kind, weight.codes)
+            return None
+        return how.kind, weight.codes
 
     def linear(
         self, ops: Ops, x: Rows, weight: Any, bias: torch.Tensor | None, *, gated: bool, float32: bool

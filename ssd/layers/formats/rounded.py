@@ -60,18 +60,8 @@ class Rounded(WeightFormat):
             dense = ops.prepare(weight[:, use.columns].contiguous(), gated=use.gated, experts=use.experts)
         return RoundedWeight(codes, dense)
 
-    def norm(
-        self,
-        ops: Ops,
-        x: torch.Tensor,
-        norm_weight: torch.Tensor,
-        eps: float,
-        residual: torch.Tensor | None,
-        weight: RoundedWeight,
-    ) -> Rows:
-        if self.rows is None:
-            return ops.rms_norm(x, norm_weight, eps, residual)
-        return ops.rms_norm_and_round(x, norm_weight, eps, residual, self.rows, weight.codes)
+    def rounding(self, weight: RoundedWeight) -> tuple[RowType, Any] | None:
+        return None if self.rows is None else (self.rows, weight.codes)
 
     def linear(
         self, ops: Ops, x: Rows, weight: RoundedWeight, bias: torch.Tensor | None, *, gated: bool, float32: bool
