@@ -46,3 +46,23 @@ def make_device_batch(
         table_rows=tensor(range(len(tables))),
         branches=branches,
     )
+
+
+def paged_batch(
+    sequences: Seq[tuple[int, int]], block_size: int, *, tile_tokens: int, device: torch.device, prefill: bool = False
+) -> tuple[DeviceBatch, int]:
+    """Sequences of (tokens before, query tokens), each in blocks of its own, the last one first; how many blocks."""
+    starts, lengths, positions, slots, used = [0], [], [], [], 0
+    tables: list[list[int]] = []
+    for before, count in sequences:
+        blocks = -(-(before + count) // block_size)
+        tables.append(list(reversed(range(used, used + blocks))))
+        positions += range(before, before + count)
+        slots += [tables[-1][at // block_size] * block_size + at % block_size for at in range(before, before + count)]
+        starts.append(starts[-1] + count)
+        lengths.append(before + count)
+        used += blocks
+    batch = make_device_batch(
+        positions, slots, starts, lengths, tables, tile_tokens=tile_tokens, device=device, prefill=prefill
+    )
+    return batch, used

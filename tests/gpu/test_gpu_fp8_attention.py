@@ -14,7 +14,7 @@ from ssd import LLM, SamplingParams
 from ssd.kernels import attention, fp8_attention
 from ssd.kernels.ops import DeviceBatch, HeadShape, KVScales
 from ssd.prompts import load_prompts
-from tests.device_batches import make_device_batch
+from tests.device_batches import paged_batch
 
 pytestmark = pytest.mark.gpu
 CUDA, BLOCK = torch.device("cuda"), 64
@@ -31,20 +31,9 @@ BATCHES = [
 ]
 
 
-def batch_of(sequences: list[tuple[int, int]], heads: HeadShape, prefill: bool) -> DeviceBatch:
-    starts, lengths, tables, positions, slots, used = [0], [], [], [], [], 0
-    for before, count in sequences:
-        blocks = -(-(before + count) // BLOCK)
-        tables.append(list(reversed(range(used, used + blocks))))
-        positions += range(before, before + count)
-        slots += [tables[-1][at // BLOCK] * BLOCK + at % BLOCK for at in range(before, before + count)]
-        starts.append(starts[-1] + count)
-        lengths.append(before + count)
-        used += blocks
+def batch_of(sequences: list[tuple[int, int]], heads: HeadShape, prefill: bool) -> tuple[DeviceBatch, int]:
     tokens = attention.tile_rows(heads.group_size, prefill) // heads.group_size
-    return make_device_batch(
-        positions, slots, starts, lengths, tables, tile_tokens=tokens, device=CUDA, prefill=prefill
-    )
+    return paged_batch(sequences, BLOCK, tile_tokens=tokens, device=CUDA, prefill=prefill)
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
@@ -55,16 +44,15 @@ def test_a_row_has_the_same_bits_alone_in_company_and_in_a_prompt(
     torch.manual_seed(0)
     workspace, scales = attention.Workspace(heads, CUDA), KVScales(0.7, 1.3)
     for sequences in BATCHES:
-        blocks = sum(-(-(before + count) // BLOCK) for before, count in sequences)
+        batch, blocks = batch_of(sequences, heads, prefill=True)
         shape = (2, blocks, BLOCK, heads.num_kv_heads, heads.head_dim)
         k, v = torch.randn(shape, device=CUDA).to(torch.float8_e4m3fn)
         assert fp8_attention.takes(heads, torch.bfloat16, k, plain=True)
         q = torch.randn(sum(n for _, n in sequences), heads.num_heads, heads.head_dim, device=CUDA).bfloat16()
-        batch = batch_of(sequences, heads, prefill=True)
         expected = attention.paged_attention(q, batch, heads, k, v, workspace, scales=scales)
         for programs in (1, 5, 132, 132):  # for which pieces are shared out
             monkeypatch.setattr(fp8_attention, "programs", lambda *_, programs=programs: programs)
-            batch = batch_of(sequences, heads, prefill=False)
+            batch, _ = batch_of(sequences, heads, prefill=False)
             found = attention.paged_attention(q, batch, heads, k, v, workspace, scales=scales)
             assert torch.equal(found, expected), (sequences, programs)
 

@@ -12,7 +12,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 from ssd.kernels import attention, prefill
 from ssd.kernels.ops import HeadShape
-from tests.device_batches import make_device_batch
+from tests.device_batches import make_device_batch, paged_batch
 
 pytestmark = pytest.mark.gpu
 CUDA, BLOCK = torch.device("cuda"), 64
@@ -44,20 +44,9 @@ def test_bits_are_those_of_the_other_kernel(heads: HeadShape, dtype: torch.dtype
     logits = torch.linspace(-4, 6, heads.num_heads, device=CUDA) if sinks else None
     workspace = attention.Workspace(heads, CUDA)
     for sequences in BATCHES:
-        starts, lengths, tables, positions, slots, used = [0], [], [], [], [], 0
-        for before, count in sequences:
-            blocks = -(-(before + count) // BLOCK)
-            tables.append(list(reversed(range(used, used + blocks))))
-            positions += range(before, before + count)
-            slots += [tables[-1][at // BLOCK] * BLOCK + at % BLOCK for at in range(before, before + count)]
-            starts.append(starts[-1] + count)
-            lengths.append(before + count)
-            used += blocks
         tokens = attention.tile_rows(heads.group_size, True) // heads.group_size
-        batch = make_device_batch(
-            positions, slots, starts, lengths, tables, tile_tokens=tokens, device=CUDA, prefill=True
-        )
-        q = random(len(positions), heads.num_heads, heads.head_dim, dtype=dtype)
+        batch, used = paged_batch(sequences, BLOCK, tile_tokens=tokens, device=CUDA, prefill=True)
+        q = random(len(batch.positions), heads.num_heads, heads.head_dim, dtype=dtype)
         k, v = random(2, used, BLOCK, heads.num_kv_heads, heads.head_dim, dtype=dtype)
         expected = attention.paged_attention(q, batch, heads, k, v, workspace, sinks=logits)
         for _ in range(3):
