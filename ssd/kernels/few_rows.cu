@@ -148,19 +148,24 @@ struct Consumer {
 // `quantized_linear._finish` has them.
 __device__ __forceinline__ void finish(const Params& p, const float (&sums)[SUMS], int first, int lane) {
 #pragma unroll
-    for (int i = 0; i < SUMS; ++i) {
-        const int row = i / 4 * 8 + lane % 4 * 2 + i % 2, column = first + i % 4 / 2 * 8;
-        const bool there = row < p.rows && column < p.columns;
-        const float bias = p.bias && there ? wide(p.bias[column]) : 0.0f;
-        float v = sums[i];
-        if (!GROUP) {
-            const float scale = __ldg(p.scales + column);
-            if (p.row_scales) v = __fmul_rn(v, there ? p.row_scales[row] : 0.0f);
-            v = p.bias ? __fmaf_rn(v, scale, bias) : __fmul_rn(v, scale);
-        } else if (p.bias) {
-            v = __fadd_rn(v, bias);
+    for (int i = 0; i < SUMS; i += 2) {
+        const int row = i / 4 * 8 + lane % 4 * 2, column = first + i % 4 / 2 * 8;
+        const float bias = p.bias && column < p.columns ? wide(p.bias[column]) : 0.0f;
+        float v[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            v[r] = sums[i + r];
+            if (!GROUP) {
+                const float scale = __ldg(p.scales + column);
+                if (p.row_scales) v[r] = __fmul_rn(v[r], row + r < p.rows ? p.row_scales[row + r] : 0.0f);
+                v[r] = p.bias ? __fmaf_rn(v[r], scale, bias) : __fmul_rn(v[r], scale);
+            } else if (p.bias) {
+                v[r] = __fadd_rn(v[r], bias);
+            }
         }
-        write(p.y, p.float32, p.gated, (u64)row * p.y_stride, column, there, v);
+        const Pair pair(v, lane);
+        const int own = row + pair.row;
+        if (own < p.rows) write(pair, p.y, p.float32, p.gated, (u64)own * p.y_stride, column, p.columns);
     }
 }
 

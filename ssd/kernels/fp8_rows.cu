@@ -31,14 +31,21 @@ __device__ __forceinline__ int stage_bytes(const Params& p) { return X_BYTES + P
 // The sums are rounded to bfloat16 before bias and activation, as the library's are.
 __device__ __forceinline__ void finish(const Params& p, const float (&sums)[SUMS], int first, int end, int lane) {
 #pragma unroll
-    for (int i = 0; i < SUMS; ++i) {
-        const int row = i / 4 * 8 + lane % 4 * 2 + i % 2, column = first + i % 4 / 2 * 8;
-        const bool there = row < p.rows && column < end;
-        const float scale = there ? __ldg(p.scales + column) : 0.0f;
-        float v = __fmul_rn(__fmul_rn(sums[i], scale), there ? p.row_scales[row] : 0.0f);
-        v = wide(narrow(v));
-        if (p.bias) v = wide(narrow(__fadd_rn(v, there ? wide(p.bias[column]) : 0.0f)));
-        write(p.y, p.float32, p.gated, (u64)row * p.y_stride, column, there, v);
+    for (int i = 0; i < SUMS; i += 2) {
+        const int row = i / 4 * 8 + lane % 4 * 2, column = first + i % 4 / 2 * 8;
+        const bool there = column < end;
+        const float scale = there ? __ldg(p.scales + column) : 0.0f,
+                    bias = p.bias && there ? wide(p.bias[column]) : 0.0f;
+        float v[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            v[r] = __fmul_rn(__fmul_rn(sums[i + r], scale), row + r < p.rows ? p.row_scales[row + r] : 0.0f);
+            v[r] = wide(narrow(v[r]));
+            if (p.bias) v[r] = wide(narrow(__fadd_rn(v[r], bias)));
+        }
+        const Pair pair(v, lane);
+        const int own = row + pair.row;
+        if (own < p.rows) write(pair, p.y, p.float32, p.gated, (u64)own * p.y_stride, column, end);
     }
 }
 

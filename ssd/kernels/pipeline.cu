@@ -53,19 +53,40 @@ __device__ __forceinline__ void store(void* y, bool float32, u64 at, float value
     else
         ((bf16*)y)[at] = narrow(value);
 }
+// Neighbouring numbers; `both`: whether the second one is there.
+__device__ __forceinline__ void store_pair(void* y, bool float32, u64 at, float low, float high, bool both) {
+    if (!float32 && both && at % 2 == 0)
+        ((u32*)y)[at / 2] = pack(low, high);
+    else {
+        store(y, float32, at, low);
+        if (both) store(y, float32, at + 1, high);
+    }
+}
+// A lane has two rows (0, 1) of an output, lane ^ 4 those of its neighbour: then one has both outputs of the first row,
+// `low` and `high`, and the other those of the second.
+struct Pair {
+    int row;
+    float low, high;
+    __device__ __forceinline__ Pair(const float (&rows)[2], int lane) : row(lane / 4 % 2) {
+        const float other = __shfl_xor_sync(~0u, row ? rows[0] : rows[1], 4);
+        low = row ? other : rows[0], high = row ? rows[1] : other;
+    }
+};
 // silu(gate) up, rounded as Triton does.
 __device__ __forceinline__ float gated_by(float gate, float up) {
     const float below = __fadd_rn(1.0f, exp2_(__fmul_rn(-gate, 1.4426950408889634f)));
     return __fmul_rn(divided(gate, below), up);
 }
-// Writes an output of a row, which is `there`; of gated ones, which alternate gate and up, lane ^ 4 has the neighbour.
-__device__ __forceinline__ void write(void* y, bool float32, bool gated, u64 row, int column, bool there, float v) {
-    if (!gated) {
-        if (there) store(y, float32, row + column, v);
-        return;
-    }
-    const float up = __shfl_xor_sync(~0u, v, 4);
-    if (there && column % 2 == 0) store(y, float32, row + column / 2, gated_by(v, up));
+// Writes the outputs of a pair: alternating gate and up if they are gated. `column`: the lane's own, `end`: behind the
+// last one.
+__device__ __forceinline__ void write(const Pair& pair, void* y, bool float32, bool gated, u64 at, int column,
+                                      int end) {
+    const int even = column & ~1;
+    if (even >= end) return;
+    if (gated)
+        store(y, float32, at + even / 2, gated_by(pair.low, pair.high));
+    else
+        store_pair(y, float32, at + even, pair.low, pair.high, even + 1 < end);
 }
 
 // The producer, one warp: blocks of tiles of outputs by `copy_weight(fill, stage)`, and `parts` parts of x for each.
