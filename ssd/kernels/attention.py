@@ -45,6 +45,7 @@ _PROGRAMS = 2  # of the decode kernel per multiprocessor, for which pieces are s
 _DECODE_WARPS, _PREFILL_WARPS = 4, 8
 _TMA_BYTES = 32  # of a head at one position, at least: shared memory is laid out by 32 bytes
 _WORKSPACE_PIECES = 1024  # of tiles that several programs compute
+_MORE = tl.constexpr(7)  # pieces that an item can have beyond a program's share
 _ITEM = tl.constexpr(16)  # integers of a work item, see `_plan_kernel`
 _FAR = tl.constexpr(1 << 30)  # behind all positions
 _PLAN_SIZES = 128, 1024, 8192  # tiles of a batch, at most: a kernel for each
@@ -184,7 +185,13 @@ def _plan_kernel(
     if WINDOW:
         passed = tl.maximum(lowest - WINDOW + 1, 0) // SPLIT_LEN
         pieces = tl.maximum(pieces - passed, 0)
-    chunk = tl.maximum(1, (tl.sum(pieces) + programs - 1) // programs)  # pieces per item
+    # Pieces per item: as few as make no more items than programs, since a program's second item would begin when the
+    # others end. With more tiles than programs there is no such number, and each has its share.
+    share = tl.maximum(1, (tl.sum(pieces) + programs - 1) // programs)
+    chunk = share
+    for more in tl.static_range(_MORE, -1, -1):
+        fits = tl.sum((pieces + share + more - 1) // (share + more)) <= programs
+        chunk = tl.where(fits, share + more, chunk)
     items = tl.where(live, tl.maximum(1, (pieces + chunk - 1) // chunk), 0)
     needed = tl.where(items > 1, pieces + BRANCHES, 0)
     place = tl.cumsum(needed, 0) - needed

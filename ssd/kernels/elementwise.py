@@ -72,7 +72,7 @@ def _launch_rms_norm(
         *(x, residual, weight, y, scales, x.stride(0), x.shape[1], eps),
         BLOCK=block,
         LEAST=LEAST_SCALE,
-        num_warps=min(8, max(1, block // 512)),
+        num_warps=min(16, max(1, block // 256)),
         **early_launch(x.device),
     )
 

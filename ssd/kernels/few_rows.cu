@@ -146,32 +146,33 @@ struct Consumer {
 
 // Scales, bias and activation of outputs `first` and 8 more, of rows lane % 4 * 2 and the next, as
 // `quantized_linear._finish` has them.
-__device__ __forceinline__ void finish(const Params& p, const float (&sums)[SUMS], int first, int lane) {
+__device__ __forceinline__ void finish(const Params& p, const float (&sums)[SUMS], const Scales<TILES>& scales,
+                                       int first, int lane) {
 #pragma unroll
     for (int i = 0; i < SUMS; i += 2) {
-        const int row = i / 4 * 8 + lane % 4 * 2, column = first + i % 4 / 2 * 8;
-        const float bias = p.bias && column < p.columns ? wide(p.bias[column]) : 0.0f;
+        const int tile = i / 4, output = i % 4 / 2;
+        const float scale = scales.outputs[output], bias = scales.biases[output];
         float v[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             v[r] = sums[i + r];
             if (!GROUP) {
-                const float scale = __ldg(p.scales + column);
-                if (p.row_scales) v[r] = __fmul_rn(v[r], row + r < p.rows ? p.row_scales[row + r] : 0.0f);
+                v[r] = __fmul_rn(v[r], scales.rows[tile][r]);
                 v[r] = p.bias ? __fmaf_rn(v[r], scale, bias) : __fmul_rn(v[r], scale);
             } else if (p.bias) {
                 v[r] = __fadd_rn(v[r], bias);
             }
         }
         const Pair pair(v, lane);
-        const int own = row + pair.row;
-        if (own < p.rows) write(pair, p.y, p.float32, p.gated, (u64)own * p.y_stride, column, p.columns);
+        const int row = tile * 8 + lane % 4 * 2 + pair.row;
+        if (row < p.rows) write(pair, p.y, p.float32, p.gated, (u64)row * p.y_stride, first + output * 8, p.columns);
     }
 }
 
 __device__ __forceinline__ void consume(const Params& p, Barriers& barriers, u32 ring, int warp) {
     const int lane = threadIdx.x % 32, size = stage_bytes(p);
     Consumer consumer;
+    Scales<TILES> of_outputs(p.row_scales, p.rows, lane);
     Ring at;
     for (int first = blockIdx.x * p.share; first < p.strips; first += gridDim.x * p.share) {
         const int strip = first + warp;
@@ -184,6 +185,7 @@ __device__ __forceinline__ void consume(const Params& p, Barriers& barriers, u32
             if (there) consumer.words.load(ring + from.stage * size + codes, lane);
         };
         u64* previous = barriers.empty;
+        of_outputs.load_outputs(GROUP ? nullptr : p.scales, p.bias, strip * 16 + lane / 4, there ? p.columns : 0);
         consumer.begin();
         if (!there) consumer.words = {};
         load(at);
@@ -199,7 +201,7 @@ __device__ __forceinline__ void consume(const Params& p, Barriers& barriers, u32
         }
         consumer.collect<0>(consumer.sums[GROUP ? 1 : 0]);
         release(true, previous);
-        if (there) finish(p, GROUP ? consumer.total : consumer.sums[0][0], strip * 16 + lane / 4, lane);
+        if (there) finish(p, GROUP ? consumer.total : consumer.sums[0][0], of_outputs, strip * 16 + lane / 4, lane);
     }
 }
 

@@ -29,31 +29,33 @@ struct Params {
 __device__ __forceinline__ int stage_bytes(const Params& p) { return X_BYTES + PARTS * p.share * UNIT_BYTES; }
 
 // The sums are rounded to bfloat16 before bias and activation, as the library's are.
-__device__ __forceinline__ void finish(const Params& p, const float (&sums)[SUMS], int first, int end, int lane) {
+__device__ __forceinline__ void finish(const Params& p, const float (&sums)[SUMS], const Scales<TILES>& scales,
+                                       int first, int end, int lane) {
 #pragma unroll
     for (int i = 0; i < SUMS; i += 2) {
-        const int row = i / 4 * 8 + lane % 4 * 2, column = first + i % 4 / 2 * 8;
-        const bool there = column < end;
-        const float scale = there ? __ldg(p.scales + column) : 0.0f,
-                    bias = p.bias && there ? wide(p.bias[column]) : 0.0f;
+        const int tile = i / 4, output = i % 4 / 2;
         float v[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            v[r] = __fmul_rn(__fmul_rn(sums[i + r], scale), row + r < p.rows ? p.row_scales[row + r] : 0.0f);
+            v[r] = __fmul_rn(__fmul_rn(sums[i + r], scales.outputs[output]), scales.rows[tile][r]);
             v[r] = wide(narrow(v[r]));
-            if (p.bias) v[r] = wide(narrow(__fadd_rn(v[r], bias)));
+            if (p.bias) v[r] = wide(narrow(__fadd_rn(v[r], scales.biases[output])));
         }
         const Pair pair(v, lane);
-        const int own = row + pair.row;
-        if (own < p.rows) write(pair, p.y, p.float32, p.gated, (u64)own * p.y_stride, column, end);
+        const int row = tile * 8 + lane % 4 * 2 + pair.row;
+        if (row < p.rows) write(pair, p.y, p.float32, p.gated, (u64)row * p.y_stride, first + output * 8, end);
     }
 }
 
 __device__ __forceinline__ void consume(const Params& p, Barriers& barriers, u32 ring, int warp) {
     const int lane = threadIdx.x % 32, size = stage_bytes(p), outputs = p.share * 8;
     const u32 own = X_BYTES + warp / 4 * GROUP_UNITS * UNIT_BYTES;
+    const int mine = warp * 16 + lane / 4;
+    Scales<TILES> scales(p.row_scales, p.rows, lane);
     Ring at;
     for (int first = blockIdx.x * outputs; first < p.columns; first += gridDim.x * outputs) {
+        const int end = min(p.columns, first + outputs);
+        scales.load_outputs(p.scales, p.bias, first + mine, end);
         float sums[SUMS];
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) sums[i] = 0.0f;
@@ -78,8 +80,7 @@ __device__ __forceinline__ void consume(const Params& p, Barriers& barriers, u32
         wgmma_wait<0>(sums);
         release(true, previous);
         // Rows of the tensor cores beyond the tile hold what is behind it in shared memory.
-        const int mine = warp * 16 + lane / 4;
-        finish(p, sums, first + mine, min(p.columns, first + outputs), lane);
+        finish(p, sums, scales, first + mine, end, lane);
     }
 }
 

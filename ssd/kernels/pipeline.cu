@@ -72,6 +72,27 @@ struct Pair {
         low = row ? other : rows[0], high = row ? rows[1] : other;
     }
 };
+// Of a thread's rows, lane % 4 * 2 and the next of each eight, and of its two outputs, 8 apart: 1 where there are none
+// (null). They are loaded before the products: behind these, their latency would be the kernel's.
+template <int COUNT>
+struct Scales {
+    float rows[COUNT][2], outputs[2], biases[2];
+    __device__ __forceinline__ Scales(const float* row_scales, int num_rows, int lane) {
+#pragma unroll
+        for (int i = 0; i < 2 * COUNT; ++i) {
+            const int row = i / 2 * 8 + lane % 4 * 2 + i % 2;
+            rows[i / 2][i % 2] = row_scales && row < num_rows ? row_scales[row] : 1.0f;
+        }
+    }
+    __device__ __forceinline__ void load_outputs(const float* scales, const bf16* bias, int first, int end) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int output = first + i * 8;
+            outputs[i] = scales && output < end ? __ldg(scales + output) : 1.0f;
+            biases[i] = bias && output < end ? wide(bias[output]) : 0.0f;
+        }
+    }
+};
 // silu(gate) up, rounded as Triton does.
 __device__ __forceinline__ float gated_by(float gate, float up) {
     const float below = __fadd_rn(1.0f, exp2_(__fmul_rn(-gate, 1.4426950408889634f)));

@@ -66,7 +66,7 @@ def test_all_modes_write_the_same_text(temperature: float) -> None:
 
     def write(batch: int, **speculation: Any) -> list[list[int]]:
         options = {"max_model_len": 1024, "max_num_seqs": batch, "kv_cache_dtype": "fp8"}
-        with LLM("graft:tiny-llama@llama-3.1-8b", device="cuda", speculation=speculation or None, **options) as llm:
+        with LLM("graft:tiny-llama@llama-3.2-3b", device="cuda", speculation=speculation or None, **options) as llm:
             return [output.token_ids for output in llm.generate(prompts, params)]
 
     draft = "graft:tiny-llama-draft@llama-3.2-1b"

@@ -9,12 +9,13 @@ import dataclasses
 
 import pytest
 import torch
-from device_batches import make_device_batch
+from device_batches import make_device_batch, paged_batch
 
 from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope
 from ssd.kernels.reference import ReferenceOps
 
 triton_ops = pytest.importorskip("ssd.kernels.triton_ops", reason="triton is not installed")
+attention = pytest.importorskip("ssd.kernels.attention", reason="triton is not installed")
 elementwise = pytest.importorskip("ssd.kernels.elementwise", reason="triton is not installed")
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -289,3 +290,28 @@ def test_attention_rows_keep_their_bits(
     rows = torch.stack([part[-1] for part in parts] * 60)
     together = ops.attention(rows, many, heads, paged.k, paged.v, paged.scales, logits)
     assert torch.equal(together, torch.stack([part[-1] for part in expected] * 60))
+
+
+@pytest.mark.parametrize(
+    ("contexts", "most"),
+    [
+        ([33 * 512] * 8, 3),
+        ([32 * 512] * 8, 2),
+        ([300] * 5, 1),
+        ([5000, 1, 700], 1),
+        ([1000] * 140, 2),
+        ([512] * 140, 1),
+    ],
+)
+def test_pieces_are_shared_out_once_in_no_more_items_than_programs(contexts: list[int], most: int) -> None:
+    """Where there are fewer tiles than the 132 programs. `most`: pieces of an item."""
+    heads = HeadShape(8, 2, 128)
+    workspace = attention.Workspace(heads, DEVICE)
+    batch, _ = paged_batch([(context - 1, 1) for context in contexts], 64, tile_tokens=4, device=DEVICE)
+    items = workspace.items(batch, 0, 132).tolist()
+    live = [item for item in items if item[0] >= 0]
+    assert items[: len(live)] == live
+    assert len(contexts) > 132 or len(live) <= 132
+    found = sorted((row, piece) for row, _, _, _, first, end, *_ in live for piece in range(first, end))
+    assert found == [(row, piece) for row, context in enumerate(contexts) for piece in range(-(-context // 512))]
+    assert max(end - first for _, _, _, _, first, end, *_ in live) == most
