@@ -14,7 +14,7 @@ constexpr int DIM = 128, STEP = 64, SPLIT = 512;  // STEP, SPLIT: BLOCK_N and SP
 constexpr int UNIT_BYTES = STEP * DIM;
 constexpr int ITEM = 16;       // integers of an item
 constexpr int TILE_ROWS = 16;  // rows of a tile in the workspace
-constexpr int AT_ONCE = 8;     // pieces whose partial results are read at the same time
+constexpr int AT_ONCE = 11;    // pieces whose partial results are read at the same time
 
 #define MINUS_INF __uint_as_float(0xFF800000u)
 
@@ -234,46 +234,72 @@ __device__ __forceinline__ void store_piece(const Params& p, u64 place, const Su
         }
     }
 }
+// `_fold` of some pieces of one row, of which each lane has one: the factors of what was folded before and of the
+// piece.
+struct Factors {
+    float before, piece, l;  // l: that of the piece times its factor
+    // m: the largest product before these pieces, then with them.
+    __device__ __forceinline__ void of(float& m, float m_piece, float l_piece, float scale, int lane) {
+        float top = m_piece;
+#pragma unroll
+        for (int distance = 1; distance < AT_ONCE; distance *= 2) {
+            const float other = __shfl_up_sync(~0u, top, distance);
+            if (lane >= distance) top = fmaxf(top, other);
+        }
+        top = fmaxf(m, top);
+        const float earlier = __shfl_up_sync(~0u, top, 1), safe = safe_of(top);
+        before = exp2_(__fmul_rn(__fsub_rn(lane ? earlier : m, safe), scale));
+        piece = exp2_(__fmul_rn(__fsub_rn(m_piece, safe), scale));
+        l = __fmul_rn(l_piece, piece);
+        m = __shfl_sync(~0u, top, AT_ONCE - 1);
+    }
+};
 // Folds all pieces of a tile in order, two pairs of rows at a time, and writes the rows.
 __device__ __forceinline__ void fold_pieces(const Params& p, int place, int pieces, int head, int first_row, int rows,
                                             int lane) {
     for (int pair = 0; 2 * pair < rows; pair += 2) {
-        float m[2][2], l[2][2], sums[4][4];
+        float m[4], l[4], sums[4][4];  // by rows; by pairs and halves of their dimensions
 #pragma unroll
-        for (int i = 0; i < 16; ++i)
-            sums[i / 4][i % 4] = 0.0f, m[i / 2 % 2][i % 2] = MINUS_INF, l[i / 2 % 2][i % 2] = 0.0f;
+        for (int i = 0; i < 16; ++i) sums[i / 4][i % 4] = 0.0f, m[i % 4] = MINUS_INF, l[i % 4] = 0.0f;
         for (int piece = 0; piece < pieces; piece += AT_ONCE) {
-            uint4 stats[AT_ONCE][2], results[AT_ONCE][4];
+            uint4 stats[2], results[AT_ONCE][4];
 #pragma unroll
-            for (int k = 0; k < AT_ONCE; ++k) {
-                const u64 at = place_of(p, place + piece + k, head);
+            for (int k = 0; k < AT_ONCE; ++k)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const int own = pair + i / 2;
-                    const bool there = piece + k < pieces && 2 * own < rows;
-                    if (i % 2 == 0) {
-                        stats[k][i / 2] = make_uint4(0xFF800000u, 0, 0xFF800000u, 0);
-                        load16_if(there, stats_at(p, at, own), stats[k][i / 2]);
-                    }
                     results[k][i] = make_uint4(0, 0, 0, 0);
-                    load16_if(there, results_at(p, at, own, i % 2 * 32 + lane), results[k][i]);
+                    load16_if(piece + k < pieces && 2 * own < rows,
+                              results_at(p, place_of(p, place + piece + k, head), own, i % 2 * 32 + lane),
+                              results[k][i]);
                 }
+#pragma unroll
+            for (int own = 0; own < 2; ++own) {
+                stats[own] = make_uint4(0xFF800000u, 0, 0xFF800000u, 0);
+                load16_if(lane < AT_ONCE && piece + lane < pieces && 2 * (pair + own) < rows,
+                          stats_at(p, place_of(p, place + piece + lane, head), pair + own), stats[own]);
+            }
+            Factors factors[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const uint4 of = stats[i / 2];
+                factors[i].of(m[i], __uint_as_float(i % 2 ? of.z : of.x), __uint_as_float(i % 2 ? of.w : of.y), p.scale,
+                              lane);
             }
 #pragma unroll
             for (int k = 0; k < AT_ONCE; ++k)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {  // pairs and their rows
+                for (int i = 0; i < 4; ++i) {  // rows
                     const int own = i / 2, c = i % 2;
-                    const uint4 of = stats[k][own];
-                    float factors[2];
-                    fold(m[own][c], l[own][c], __uint_as_float(c ? of.z : of.x), __uint_as_float(c ? of.w : of.y),
-                         p.scale, factors);
+                    const float both[2] = {__shfl_sync(~0u, factors[i].before, k),
+                                           __shfl_sync(~0u, factors[i].piece, k)};
+                    l[i] = __fmaf_rn(l[i], both[0], __shfl_sync(~0u, factors[i].l, k));
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
                         const uint4 v = results[k][own * 2 + half];
                         float (&sum)[4] = sums[own * 2 + half];
-                        sum[c] = folded(sum[c], __uint_as_float(c ? v.y : v.x), factors);
-                        sum[c + 2] = folded(sum[c + 2], __uint_as_float(c ? v.w : v.z), factors);
+                        sum[c] = folded(sum[c], __uint_as_float(c ? v.y : v.x), both);
+                        sum[c + 2] = folded(sum[c + 2], __uint_as_float(c ? v.w : v.z), both);
                     }
                 }
         }
@@ -285,7 +311,7 @@ __device__ __forceinline__ void fold_pieces(const Params& p, int place, int piec
             const float* of = sums[own * 2 + half];
             if (r < rows)
                 *(u32*)(p.out + query_row(p, first_row, head, r) * DIM + dim) =
-                    finished(p, of[c], of[c + 2], l[own][c]);
+                    finished(p, of[c], of[c + 2], l[own * 2 + c]);
         }
     }
 }

@@ -128,6 +128,15 @@ static T __shfl_xor_sync(u32, T value, int distance) {
 }
 
 template <typename T>
+static T __shfl_up_sync(u32, T value, int distance) {
+    const int lane = fiber->number % 32;
+    u32 bits;
+    memcpy(&bits, &value, 4);
+    memcpy(&value, exchanged(&bits, 1)[lane < distance ? lane : lane - distance], 4);
+    return value;
+}
+
+template <typename T>
 static T __shfl_sync(u32, T value, int lane) {
     u32 bits;
     memcpy(&bits, &value, 4);
