@@ -1,11 +1,11 @@
 // Rows times the MXFP4 weights of their experts (`packing.py`, in strips), for tiles of up to 8 TILES pairs of one
 // expert (`Routing.tiles`): bound by reading the weights of the experts that are hit.
 //
-// A block of threads takes some strips of 16 outputs of a tile at a time (`Work`), one for each of its consumer warps.
-// Its producer copies their codes and exponents, one block of the depth after the other, to a ring in shared memory;
-// the rows of the tile are behind that. Consumers widen codes to bfloat16 in registers, which are the A operand of the
-// tensor cores, the rows are the B operand. Sums are those of `quantized_linear.py`, to the bit: over the depth in one
-// order, sixteen at a time.
+// A block of threads takes some strips of 16 outputs of a tile at a time (`Work`), one or two for each of its consumer
+// warps. One producer warp copies their codes and exponents, for one block of the depth after the other, to a ring in
+// shared memory, another one the rows of the tile. Consumers widen codes to bfloat16 in registers, which are the A
+// operand of the tensor cores, the rows are the B operand. Sums are those of `quantized_linear.py`, to the bit: over
+// the depth in one order, sixteen at a time.
 //
 // Macros: DEPTH (of the weight, a multiple of 64), TILES.
 
@@ -15,14 +15,16 @@ constexpr int WORDS = 32, PARTS = 8;  // of a block of an output: a part is a gr
 constexpr int BLOCK = WORDS * PARTS;  // weights
 constexpr int FULL = DEPTH / BLOCK, REST = DEPTH % BLOCK / WORDS;  // whole blocks, parts of the one after them
 constexpr int BLOCKS = FULL + (REST > 0);
+constexpr int CONSUMERS = 12, MOST = 2;  // warps, strips of each
+constexpr int SLOTS = CONSUMERS * MOST;
 constexpr int STRIP_BYTES = 16 * WORDS * 4, EXPONENT_BYTES = 16 * PARTS;
-constexpr int CONSUMERS = 20;
-constexpr int STAGE_BYTES = CONSUMERS * (STRIP_BYTES + EXPONENT_BYTES);
-constexpr int ROW_BYTES = DEPTH * 2 + 16;  // of x, such that eight rows are in different banks
-constexpr int X_BYTES = (TILES * 8 * ROW_BYTES + 127) / 128 * 128;
-constexpr int STAGES = (226 * 1024 - X_BYTES) / STAGE_BYTES;
-static_assert(DEPTH % 64 == 0 && FULL > 0 && STAGES >= 2, "the rows and a ring fit into shared memory");
-static_assert(STAGES <= MAX_STAGES, "there are barriers for them");
+constexpr int ROW_BYTES = BLOCK * 2 + 16;  // of x, such that eight rows are in different banks
+constexpr int EXPONENTS_AT = SLOTS * STRIP_BYTES, ROWS_AT = EXPONENTS_AT + SLOTS * EXPONENT_BYTES;  // of a stage
+constexpr int STAGE_BYTES = ROWS_AT + TILES * 8 * ROW_BYTES;
+constexpr int MAX_TILES = 512;
+constexpr int STAGES = (226 * 1024 - MAX_TILES * 12) / STAGE_BYTES;
+constexpr int TILES_AT = RING_AT + STAGES * STAGE_BYTES;
+static_assert(DEPTH % 64 == 0 && FULL > 0 && STAGES >= 2 && STAGES <= MAX_STAGES, "there is a ring");
 
 struct Params {
     const u32 *words, *exponents;
@@ -33,33 +35,37 @@ struct Params {
     long long x_stride;
     int num_tiles, repeats, experts, strips;  // repeats: pairs of a row of x; strips: of one expert
     int gated, float32;                       // whether outputs alternate gate and up; whether y is float32
+    int settled;                              // whether `tiles` were there before the last kernel let this one begin
     float slope, limit, shift;
 };
 
-extern "C" __constant__ const u32 threads = 32 * (CONSUMERS + 1);  // for the host
-extern "C" __constant__ const u32 shared_bytes = RING_AT + STAGES * STAGE_BYTES + X_BYTES;
+extern "C" __constant__ const u32 threads = 32 * (CONSUMERS + 2);  // for the host
+extern "C" __constant__ const u32 shared_bytes = TILES_AT + MAX_TILES * 12;
 
 // Tiles are cut into items of equally many strips, and blocks of threads take items that follow each other. An item
 // takes about as long as its strips and START more: their number is the one with which all items end first.
 constexpr int START = 5;
 struct Work {
-    int strips, share, items;  // of a tile, of an item, of a tile
-    int at, end, tile, first, count;
-    __device__ __forceinline__ Work(const Params& p) : strips(p.strips) {
+    const int* tiles;
+    int strips, share, items, at, end;  // of a tile, of an item, of a tile; of this block of threads
+    int tile, first, count;             // of the current item
+    int expert, start, rows;            // of its tile
+    __device__ __forceinline__ Work(const Params& p, const int* tiles) : tiles(tiles), strips(p.strips) {
         const int lane = threadIdx.x % 32, grid = gridDim.x;
         int used = 0;
-        for (int i = lane; i < p.num_tiles; i += 32) used += p.tiles[3 * i] >= 0;
+        for (int i = lane; i < p.num_tiles; i += 32) used += tiles[3 * i] >= 0;
         for (int distance = 16; distance; distance /= 2) used += __shfl_xor_sync(~0u, used, distance);
-        const int own = min(lane, CONSUMERS - 1) + 1, turns = (used * ((strips + own - 1) / own) + grid - 1) / grid;
+        const int own = min(lane, SLOTS - 1) + 1, turns = (used * ((strips + own - 1) / own) + grid - 1) / grid;
         int best = turns * (own + START) * 32 + lane;
         for (int distance = 16; distance; distance /= 2) best = min(best, __shfl_xor_sync(~0u, best, distance));
-        share = min(best % 32, CONSUMERS - 1) + 1, items = (strips + share - 1) / share;
+        share = min(best % 32, SLOTS - 1) + 1, items = (strips + share - 1) / share;
         at = (int)((long long)used * items * blockIdx.x / grid);
         end = (int)((long long)used * items * (blockIdx.x + 1) / grid);
     }
     __device__ __forceinline__ bool next() {
         if (at == end) return false;
         tile = at / items, first = at++ % items * share, count = min(share, strips - first);
+        expert = tiles[3 * tile], start = tiles[3 * tile + 1], rows = tiles[3 * tile + 2] - start;
         return true;
     }
 };
@@ -76,37 +82,27 @@ __device__ __forceinline__ u32 widened(const Words& w, u32 power) {
     return fma2((v << turn | (turn ? v >> (32 - turn) % 32 : 0)) & 0x81C081C0u, power, 0x80008000u);
 }
 
-// What a thread needs of its outputs (lane / 4 and 8 more) and rows (lane % 4 * 2 and the next, of each 8) in the end.
-struct Outputs {
+// A strip of a warp, for T times 8 rows: a thread has outputs lane / 4 and 8 more, rows lane % 4 * 2 and the next.
+template <int T>
+struct Strip {
+    float sums[T][4];
+    Words words[2][2][2];  // by run of 16 weights, halves of it, and outputs
+    uint2 exponents[2];
     float scales[2], biases[2];
-    int pairs[TILES][2];  // -1: there is no such row
-    __device__ __forceinline__ Outputs(const Params& p, const int* tile, int first, int lane) {
-        const int columns = p.strips * 16, all = p.experts * columns, start = tile[1], end = tile[2];
+
+    __device__ __forceinline__ void begin(const Params& p, const Work& work, int first) {
+        const int columns = p.strips * 16, all = p.experts * columns;
+#pragma unroll
+        for (int i = 0; i < T * 4; ++i) sums[i / 4][i % 4] = 0.0f;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int output = tile[0] * columns + first + i * 8;
+            const int output = work.expert * columns + first + i * 8;
             const int place = p.gated ? output % 2 * (all / 2) + output / 2 : output;
             scales[i] = __ldg(p.scales + output);
             biases[i] = p.bias ? wide(__ldg(p.bias + place)) : 0.0f;
-#pragma unroll
-            for (int t = 0; t < TILES; ++t) {
-                const int at = start + t * 8 + lane % 4 * 2 + i;
-                pairs[t][i] = at < end ? p.order[at] : -1;
-            }
         }
     }
-};
-
-struct Consumer {
-    float sums[TILES][4];
-    Words words[2][2][2];  // by run of 16 weights, halves of it, and outputs
-    uint2 exponents[2];
-
-    __device__ __forceinline__ void begin() {
-#pragma unroll
-        for (int i = 0; i < TILES * 4; ++i) sums[i / 4][i % 4] = 0.0f;
-    }
-    // The codes of a strip at `strip`, with its exponents at `powers`.
+    // Codes at `strip`, exponents at `powers`.
     __device__ __forceinline__ void load(u32 strip, u32 powers, int lane) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
@@ -120,109 +116,130 @@ struct Consumer {
                 }
         }
     }
-    // Products of a block's parts. `x`: where this thread reads the rows' numbers for the block, `next`: loads the
-    // block after it.
-    template <int part, int parts, typename Next>
-    __device__ __forceinline__ void multiply(u32 x, Next next) {
-        if constexpr (part < parts) {
-            u32 a[2][4], powers[2];
-            uint4 b[TILES];
+    template <int part>
+    __device__ __forceinline__ void widen(u32 (&a)[2][4]) const {
+        u32 powers[2];
 #pragma unroll
-            for (int t = 0; t < TILES; ++t) b[t] = shared_matrices(x + part * (WORDS * 2) + t * (8 * ROW_BYTES));
+        for (int row = 0; row < 2; ++row)
+            powers[row] = bytes<0x0404 + part % 4 * 0x1010>(part < 4 ? exponents[row].x : exponents[row].y, 0) >> 1;
 #pragma unroll
-            for (int row = 0; row < 2; ++row)
-                powers[row] = bytes<0x0404 + part % 4 * 0x1010>(part < 4 ? exponents[row].x : exponents[row].y, 0) >> 1;
+        for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = widened<part>(words[i / 4][i % 4 / 2][i % 2], powers[i % 2]);
+    }
+    // Scales, bias and activation, as `experts._expert_kernel` has them. `first`: the thread's first output.
+    __device__ __forceinline__ void finish(const Params& p, const int (&pairs)[T][2], int first) const {
+        const int columns = p.strips * 16;
 #pragma unroll
-            for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = widened<part>(words[i / 4][i % 4 / 2][i % 2], powers[i % 2]);
-            if (part + 1 == parts) next();
-#pragma unroll
-            for (int i = 0; i < 2 * TILES; ++i) {
-                const int run = i / TILES, t = i % TILES;
-                mma(sums[t], a[run][0], a[run][1], a[run][2], a[run][3], run ? b[t].z : b[t].x, run ? b[t].w : b[t].y);
+        for (int i = 0; i < T * 4; ++i) {
+            const int half = i % 4 / 2, column = first + half * 8, pair = pairs[i / 4][i % 2];
+            const float sum = sums[i / 4][i % 4], scale = scales[half];
+            const float v = p.bias ? __fmaf_rn(sum, scale, biases[half]) : __fmul_rn(sum, scale);
+            if (!p.gated) {
+                if (pair >= 0) store(p.y, p.float32, (u64)pair * columns + column, v);
+                continue;
             }
-            multiply<part + 1, parts>(x, next);
+            const float other = __shfl_xor_sync(~0u, v, 4);  // of the next output
+            if (pair >= 0 && column % 2 == 0) {
+                const float gate = v > p.limit ? p.limit : v;
+                const float up = other > p.limit ? p.limit : other < -p.limit ? -p.limit : other;
+                const float below = __fadd_rn(1.0f, exp2_(__fmul_rn(__fmul_rn(-p.slope, gate), 1.4426950408889634f)));
+                const float both = __fmul_rn(divided(gate, below), __fadd_rn(up, p.shift));
+                store(p.y, p.float32, (u64)pair * (columns / 2) + column / 2, both);
+            }
         }
     }
 };
 
-// Scales, bias and activation of outputs `first` and 8 more of an expert, as `experts._expert_kernel` has them.
-__device__ __forceinline__ void finish(const Params& p, const float (&sums)[TILES][4], const Outputs& of, int first) {
-    const int columns = p.strips * 16;
+// Products of a block's parts. `x`: where this thread reads the rows' numbers, `next`: is called when all that the block
+// has in shared memory was read.
+template <int part, int parts, int N, int T, typename Next>
+__device__ __forceinline__ void multiply(Strip<T> (&strips)[N], u32 x, Next next) {
+    if constexpr (part < parts) {
+        u32 a[N][2][4];
+        uint4 b[T];
 #pragma unroll
-    for (int i = 0; i < TILES * 4; ++i) {
-        const int half = i % 4 / 2, column = first + half * 8, pair = of.pairs[i / 4][i % 2];
-        const float sum = sums[i / 4][i % 4], scale = of.scales[half];
-        const float v = p.bias ? __fmaf_rn(sum, scale, of.biases[half]) : __fmul_rn(sum, scale);
-        if (!p.gated) {
-            if (pair >= 0) store(p.y, p.float32, (u64)pair * columns + column, v);
-            continue;
+        for (int t = 0; t < T; ++t) b[t] = shared_matrices(x + part * (WORDS * 2) + t * (8 * ROW_BYTES));
+#pragma unroll
+        for (int n = 0; n < N; ++n) strips[n].template widen<part>(a[n]);
+        if (part + 1 == parts) next();
+#pragma unroll
+        for (int i = 0; i < 2 * N * T; ++i) {
+            const int run = i / (N * T), n = i / T % N, t = i % T;
+            const u32(&w)[4] = a[n][run];
+            mma(strips[n].sums[t], w[0], w[1], w[2], w[3], run ? b[t].z : b[t].x, run ? b[t].w : b[t].y);
         }
-        const float other = __shfl_xor_sync(~0u, v, 4);  // of the next output
-        if (pair >= 0 && column % 2 == 0) {
-            const float gate = v > p.limit ? p.limit : v;
-            const float up = other > p.limit ? p.limit : other < -p.limit ? -p.limit : other;
-            const float below = __fadd_rn(1.0f, exp2_(__fmul_rn(__fmul_rn(-p.slope, gate), 1.4426950408889634f)));
-            const float both = __fmul_rn(divided(gate, below), __fadd_rn(up, p.shift));
-            store(p.y, p.float32, (u64)pair * (columns / 2) + column / 2, both);
-        }
+        multiply<part + 1, parts>(strips, x, next);
     }
 }
 
-// Rows of a tile. What others have been does not matter: a row's sums are its own.
-__device__ __forceinline__ void load_rows(const Params& p, const int* tile, u32 x) {
-    const int start = tile[1], rows = tile[2] - start;
-    meet<32 * CONSUMERS>();  // the rows before them are no longer needed
-    for (int i = threadIdx.x; i < rows * (DEPTH / 8); i += 32 * CONSUMERS) {
-        const int row = i / (DEPTH / 8), piece = i % (DEPTH / 8);  // of 16 bytes
-        const uint4 v = load16(p.x + (u64)(p.order[start + row] / p.repeats) * p.x_stride + piece * 8);
-        shared_store16(x + row * ROW_BYTES + piece * 16, v);
+// N strips of an item by a warp: strip `warp`, and CONSUMERS after it.
+template <int N, int T>
+__device__ __forceinline__ void multiply(const Params& p, const Work& work, Barriers& barriers, u32 ring, Ring& at,
+                                         int warp) {
+    const int lane = threadIdx.x % 32, first = (work.first + warp) * 16 + lane / 4;
+    Strip<T> strips[N];
+    int pairs[T][2];  // -1: there is no such row
+#pragma unroll
+    for (int n = 0; n < N; ++n) strips[n].begin(p, work, first + n * (CONSUMERS * 16));
+#pragma unroll
+    for (int i = 0; i < 2 * T; ++i) {
+        const int row = i / 2 * 8 + lane % 4 * 2 + i % 2;
+        pairs[i / 2][i % 2] = row < work.rows ? p.order[work.start + row] : -1;
     }
-    meet<32 * CONSUMERS>();
+    const auto load = [&] {
+        wait(&barriers.full[at.stage], at.parity);
+        const u32 stage = ring + at.stage * STAGE_BYTES;
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const int slot = warp + n * CONSUMERS;
+            strips[n].load(stage + slot * STRIP_BYTES, stage + EXPONENTS_AT + slot * EXPONENT_BYTES, lane);
+        }
+    };
+    const auto rows = [&] { return ring + at.stage * STAGE_BYTES + ROWS_AT + lane % 8 * ROW_BYTES + lane / 8 * 16; };
+    const auto done = [&] {
+        release(true, &barriers.empty[at.stage]);
+        at.next(STAGES);
+    };
+    load();
+    for (int block = 0; block < FULL; ++block)
+        multiply<0, PARTS>(strips, rows(), [&] {
+            done();
+            if (block + 1 < BLOCKS) load();
+        });
+    multiply<0, REST>(strips, rows(), done);
+#pragma unroll
+    for (int n = 0; n < N; ++n) strips[n].finish(p, pairs, first + n * (CONSUMERS * 16));
 }
 
-__device__ __forceinline__ void consume(const Params& p, Barriers& barriers, u32 ring, int warp) {
-    const int lane = threadIdx.x % 32;
-    const u32 x = ring + STAGES * STAGE_BYTES;
-    const u32 own_x = x + lane % 8 * ROW_BYTES + lane / 8 * 16;
-    Consumer consumer;
+__device__ __forceinline__ void consume(const Params& p, const int* tiles, Barriers& barriers, u32 ring, int warp) {
+    constexpr int FEW = TILES > 1 ? TILES / 2 : 1;
     Ring at;
-    int tile = -1;
-    for (Work work(p); work.next();) {
-        const int first = (work.first + warp) * 16 + lane / 4;
-        const bool there = warp < work.count;
-        const auto load = [&] {
-            wait(&barriers.full[at.stage], at.parity);
-            const u32 stage = ring + at.stage * STAGE_BYTES;
-            const u32 powers = stage + CONSUMERS * STRIP_BYTES + warp * EXPONENT_BYTES;
-            if (there) consumer.load(stage + warp * STRIP_BYTES, powers, lane);
-            release(true, &barriers.empty[at.stage]);
-            at.next(STAGES);
-        };
-        if (work.tile != tile) load_rows(p, p.tiles + 3 * work.tile, x);
-        tile = work.tile;
-        if (!there) {
-            for (int block = 0; block < BLOCKS; ++block) load();
-            continue;
-        }
-        const Outputs outputs(p, p.tiles + 3 * tile, first, lane);
-        consumer.begin();
-        load();
-        for (int block = 0; block < FULL; ++block)
-            consumer.multiply<0, PARTS>(own_x + block * (BLOCK * 2), [&] {
-                if (block + 1 < BLOCKS) load();
-            });
-        consumer.multiply<0, REST>(own_x + FULL * (BLOCK * 2), [] {});
-        finish(p, consumer.sums, outputs, first);
+    for (Work work(p, tiles); work.next();) {
+        const int own = (warp < work.count) + (MOST > 1 && warp + CONSUMERS < work.count);
+        const bool few = work.rows <= 8 * FEW;
+        if (own == 0)
+            for (int block = 0; block < BLOCKS; ++block, at.next(STAGES)) {
+                wait(&barriers.full[at.stage], at.parity);
+                release(true, &barriers.empty[at.stage]);
+            }
+        else if (own == 1 && few)
+            multiply<1, FEW>(p, work, barriers, ring, at, warp);
+        else if (own == 1)
+            multiply<1, TILES>(p, work, barriers, ring, at, warp);
+        else if (few)
+            multiply<MOST, FEW>(p, work, barriers, ring, at, warp);
+        else
+            multiply<MOST, TILES>(p, work, barriers, ring, at, warp);
     }
 }
 
 // A warp, of which one lane copies.
-__device__ __forceinline__ void produce(const Params& p, Barriers& barriers, unsigned char* ring) {
+__device__ __forceinline__ void copy_weights(const Params& p, const int* tiles, Barriers& barriers,
+                                             unsigned char* ring) {
     const u64 policy = evict_first(), strips = (u64)p.experts * p.strips;
     const bool leader = threadIdx.x % 32 == 0;
     Ring at;
-    for (Work work(p); work.next();) {
-        const u64 first = (u64)p.tiles[3 * work.tile] * p.strips + work.first;
+    for (Work work(p, tiles); work.next();) {
+        const u64 first = (u64)work.expert * p.strips + work.first;
         for (int block = 0; block < BLOCKS; ++block, at.next(STAGES)) {
             const u64 from = block * strips + first;
             unsigned char* codes = ring + at.stage * STAGE_BYTES;
@@ -231,21 +248,46 @@ __device__ __forceinline__ void produce(const Params& p, Barriers& barriers, uns
             mbarrier_expect_if(leader, full, work.count * (STRIP_BYTES + EXPONENT_BYTES));
             copy_to_shared_if(leader, codes, p.words + from * (STRIP_BYTES / 4), work.count * STRIP_BYTES, full,
                               policy);
-            copy_to_shared_if(leader, codes + CONSUMERS * STRIP_BYTES, p.exponents + from * (EXPONENT_BYTES / 4),
+            copy_to_shared_if(leader, codes + EXPONENTS_AT, p.exponents + from * (EXPONENT_BYTES / 4),
                               work.count * EXPONENT_BYTES, full, policy);
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * (CONSUMERS + 1), 1) product(const __grid_constant__ Params p) {
+// A warp: 16 bytes of a row by each lane. What is behind the rows of a tile does not matter: a row's sums are its own.
+__device__ __forceinline__ void copy_rows(const Params& p, const int* tiles, Barriers& barriers, u32 ring) {
+    const int lane = threadIdx.x % 32;
+    Ring at;
+    for (Work work(p, tiles); work.next();) {
+        const int own = lane < work.rows ? p.order[work.start + lane] / p.repeats : 0;
+        for (int block = 0; block < BLOCKS; ++block, at.next(STAGES)) {
+            const bool there = block < FULL || lane < REST * (WORDS / 8);
+            wait(&barriers.empty[at.stage], at.parity ^ 1);
+            for (int row = 0; row < work.rows; ++row) {
+                const bf16* from = p.x + __shfl_sync(~0u, own, row) * p.x_stride + block * BLOCK + lane * 8;
+                copy16_if(there, ring + at.stage * STAGE_BYTES + ROWS_AT + row * ROW_BYTES + lane * 16, from);
+            }
+            arrive_when_copied(&barriers.full[at.stage]);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * (CONSUMERS + 2), 1) product(const __grid_constant__ Params p) {
     Barriers& barriers = *reinterpret_cast<Barriers*>(memory);
+    int* tiles = reinterpret_cast<int*>(memory + TILES_AT);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    if (threadIdx.x == 0) prepare(barriers, STAGES, CONSUMERS);
+    if (threadIdx.x == 0) prepare(barriers, STAGES, CONSUMERS, 1 + 32);
+    if (!p.settled) wait_for_earlier_kernels();
+    for (int i = threadIdx.x; i < 3 * p.num_tiles; i += 32 * (CONSUMERS + 2)) tiles[i] = load4(p.tiles + i);
     __syncthreads();
     let_later_kernels_begin();
+    if (warp == CONSUMERS) {
+        copy_weights(p, tiles, barriers, memory + RING_AT);
+        return;
+    }
     wait_for_earlier_kernels();
-    if (warp == CONSUMERS)
-        produce(p, barriers, memory + RING_AT);
+    if (warp < CONSUMERS)
+        consume(p, tiles, barriers, shared_address(memory + RING_AT), warp);
     else
-        consume(p, barriers, shared_address(memory + RING_AT), warp);
+        copy_rows(p, tiles, barriers, shared_address(memory + RING_AT));
 }

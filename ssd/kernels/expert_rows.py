@@ -22,8 +22,8 @@ from ssd.kernels.partition import current_processors
 from ssd.kernels.quantized import Codes
 
 SOURCE: Final = Path(__file__).with_name("expert_rows.cu")
-_TILES: Final = (1, 2)  # of 8 rows, each number a kernel of its own
-_MAX_DEPTH: Final = 4096  # its rows are in shared memory
+_TILES: Final = (1, 2, 4)  # of 8 rows, each number a kernel of its own
+_MAX_TILES: Final = 512  # of pairs
 _P = ctypes.c_void_p
 
 
@@ -33,7 +33,8 @@ class Params(ctypes.Structure):
     _fields_ = [
         *((name, _P) for name in ("words", "exponents", "scales", "bias", "x", "y", "order", "tiles")),
         ("x_stride", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("num_tiles", "repeats", "experts", "strips", "gated", "float32")),
+        *((name, ctypes.c_int) for name in ("num_tiles", "repeats", "experts", "strips")),
+        *((name, ctypes.c_int) for name in ("gated", "float32", "settled")),
         *((name, ctypes.c_float) for name in ("slope", "limit", "shift")),
     ]
 
@@ -41,14 +42,21 @@ class Params(ctypes.Structure):
 def fits(codes: Codes, experts: int) -> bool:
     """Whether `linear` is for a weight of so many experts."""
     whole = experts > 0 and len(codes.values) % (experts * STRIP) == 0 and codes.depth % 64 == 0
-    return whole and 256 <= codes.depth <= _MAX_DEPTH
+    return whole and codes.depth >= 256
 
 
 def takes(
-    x: torch.Tensor, weight: PackedCodes, bias: torch.Tensor | None, rows: int, row_scales: torch.Tensor | None
+    x: torch.Tensor,
+    weight: PackedCodes,
+    routing: Routing,
+    bias: torch.Tensor | None,
+    rows: int,
+    row_scales: torch.Tensor | None,
 ) -> bool:
     """Whether `linear` is for this product with tiles of so many rows."""
     if not x.is_cuda or x.dtype is not torch.bfloat16 or row_scales is not None or rows > 8 * _TILES[-1]:
+        return False
+    if routing.tiles is None or len(routing.tiles) > _MAX_TILES:
         return False
     aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     same = bias is None or bias.dtype is x.dtype
@@ -84,7 +92,7 @@ def params_of(
         **{name: None if tensor is None else tensor.data_ptr() for name, tensor in pointers.items()},
         **{"x_stride": x.stride(0), "num_tiles": len(routing.tiles), "repeats": len(routing.order) // len(x)},
         **{"experts": experts, "strips": weight.columns // (experts * STRIP)},
-        **{"gated": glu is not None, "float32": y.dtype is torch.float32},
+        **{"gated": glu is not None, "float32": y.dtype is torch.float32, "settled": routing.settled},
         **{"slope": gate.slope, "limit": gate.limit, "shift": gate.shift},
     )
 
@@ -103,7 +111,9 @@ def linear(
     columns = weight.columns // routing.num_experts
     y = x.new_empty((len(routing.order), columns if glu is None else columns // 2), dtype=out_dtype)
     if not compiling():
-        kernel, threads, shared = _kernels(x.device, weight.depth)[1 if rows <= 8 else 2]
+        tiles = next(each for each in _TILES if 8 * each >= rows)
+        kernel, threads, shared = _kernels(x.device, weight.depth)[tiles]
         blocks = current_processors(x.device)
         kernel.launch(blocks, threads, shared, "early", params_of(x, weight, routing, bias, glu, y))
+        routing.settled = True
     return y

@@ -319,7 +319,7 @@ def expert_linear(
         raise AssertionError("route() of the same kernels comes before expert_linear()")
     experts, pairs, depth = routing.num_experts, len(routing.order), x.shape[1]
     rows = tile_rows(len(routing.weights), pairs // len(routing.weights), experts)
-    if isinstance(weight, PackedCodes) and expert_rows.takes(x, weight, bias, rows, row_scales):
+    if isinstance(weight, PackedCodes) and expert_rows.takes(x, weight, routing, bias, rows, row_scales):
         return expert_rows.linear(x, weight, routing, bias, rows, glu=glu, out_dtype=out_dtype or x.dtype)
     tile: linear.Tile | quantized_linear.Tile
     codes: tuple[torch.Tensor | None, ...]

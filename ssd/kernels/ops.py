@@ -97,7 +97,7 @@ class GLU:
 SWIGLU = GLU()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Routing:
     """The experts of each row. Pair p is the row p // k with the expert that comes p % k-th among its k experts."""
 
@@ -106,6 +106,7 @@ class Routing:
     order: torch.Tensor  # int32 [rows * k]: the pairs, by expert
     starts: torch.Tensor  # int32 [experts + 1]: where those of each expert begin in `order`
     tiles: torch.Tensor | None = None  # int32 [tiles, 3], on a GPU: expert or -1, and its part of `order`
+    settled: bool = False  # kernels that are launched from now on begin when it is there, even early (`launching`)
 
     @property
     def num_experts(self) -> int:

@@ -36,10 +36,10 @@ struct Fill {
         if (++block == blocks) block = 0, tile += grid;
     }
 };
-// By one thread, before all threads of the block meet.
-__device__ __forceinline__ void prepare(Barriers& barriers, int stages, int consumers) {
+// By one thread, before all threads of the block meet. `arrivals`: of those who fill a slot.
+__device__ __forceinline__ void prepare(Barriers& barriers, int stages, int consumers, int arrivals = 1) {
     for (int i = 0; i < stages; ++i) {
-        mbarrier_init(&barriers.full[i], 1);
+        mbarrier_init(&barriers.full[i], arrivals);
         mbarrier_init(&barriers.empty[i], consumers);
     }
     mbarriers_are_ready();

@@ -233,6 +233,16 @@ __device__ __forceinline__ void copy_to_shared_if(bool wanted, void* to, const v
         "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy), "r"((int)wanted)
         : "memory");
 }
+// Copies 16 bytes if `wanted`, behind the thread; `arrive_when_copied` counts as an arrival when all such copies of the
+// thread are done.
+__device__ __forceinline__ void copy16_if(bool wanted, u32 to, const void* from) {
+    asm volatile("{\n.reg .pred q;\nsetp.ne.b32 q, %2, 0;\n@q cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(to),
+                 "l"(from), "r"((int)wanted)
+                 : "memory");
+}
+__device__ __forceinline__ void arrive_when_copied(u64* b) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(b)) : "memory");
+}
 
 // A CUtensorMap of three dimensions.
 struct alignas(64) TensorMap {

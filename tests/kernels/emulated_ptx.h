@@ -302,6 +302,10 @@ static void copy_to_shared(void* to, const void* from, u32 bytes, u64* b, u64) {
 static void copy_to_shared_if(bool wanted, void* to, const void* from, u32 bytes, u64* b, u64 policy) {
     if (wanted) copy_to_shared(to, from, bytes, b, policy);
 }
+static void copy16_if(bool wanted, u32 to, const void* from) {
+    if (wanted) memcpy(memory + to, from, 16);
+}
+static void arrive_when_copied(u64* b) { mbarrier_arrive(b); }
 
 // What `nvrtc.tensor_map` says, with the sizes of a box.
 struct TensorMap {
