@@ -15,16 +15,13 @@ constexpr int WORDS = 32, PARTS = 8;  // of a block of an output: a part is a gr
 constexpr int BLOCK = WORDS * PARTS;  // weights
 constexpr int FULL = DEPTH / BLOCK, REST = DEPTH % BLOCK / WORDS;  // whole blocks, parts of the one after them
 constexpr int BLOCKS = FULL + (REST > 0);
-constexpr int CONSUMERS = 12, MOST = 2;  // warps, strips of each
-constexpr int SLOTS = CONSUMERS * MOST;
+constexpr int CONSUMERS = TILES > 1 ? 18 : 12, MOST = TILES > 1 ? 1 : 2;  // warps, strips of each
+constexpr int KINDS = TILES > 2 ? 3 : TILES;                              // of tiles: of up to 8, 16, 32 rows
 constexpr int STRIP_BYTES = 16 * WORDS * 4, EXPONENT_BYTES = 16 * PARTS;
 constexpr int ROW_BYTES = BLOCK * 2 + 16;  // of x, such that eight rows are in different banks
-constexpr int EXPONENTS_AT = SLOTS * STRIP_BYTES, ROWS_AT = EXPONENTS_AT + SLOTS * EXPONENT_BYTES;  // of a stage
-constexpr int STAGE_BYTES = ROWS_AT + TILES * 8 * ROW_BYTES;
 constexpr int MAX_TILES = 512;
-constexpr int STAGES = (226 * 1024 - MAX_TILES * 12) / STAGE_BYTES;
-constexpr int TILES_AT = RING_AT + STAGES * STAGE_BYTES;
-static_assert(DEPTH % 64 == 0 && FULL > 0 && STAGES >= 2 && STAGES <= MAX_STAGES, "there is a ring");
+constexpr int RING_BYTES = 226 * 1024 - MAX_TILES * 12;
+static_assert(DEPTH % 64 == 0 && FULL > 0 && TILES <= 4, "there is a whole block, and a kind of each tile");
 
 struct Params {
     const u32 *words, *exponents;
@@ -40,34 +37,77 @@ struct Params {
 };
 
 extern "C" __constant__ const u32 threads = 32 * (CONSUMERS + 2);  // for the host
-extern "C" __constant__ const u32 shared_bytes = TILES_AT + MAX_TILES * 12;
+extern "C" __constant__ const u32 shared_bytes = RING_AT + RING_BYTES + MAX_TILES * 12;
 
-// Tiles are cut into items of equally many strips, and blocks of threads take items that follow each other. An item
-// takes about as long as its strips and START more: their number is the one with which all items end first.
+// Tiles are cut into items of some strips, and blocks of threads take equally many items that follow each other. A strip
+// of more rows takes longer, so the items of such a tile have fewer strips. An item takes about as long as its strips
+// and START more: their number is the one with which all items end first.
 constexpr int START = 5;
 struct Work {
     const int* tiles;
-    int strips, share, items, at, end;  // of a tile, of an item, of a tile; of this block of threads
-    int tile, first, count;             // of the current item
-    int expert, start, rows;            // of its tile
+    int strips, share;       // of a tile, of an item at most
+    int of_tile[KINDS];      // items
+    int tile, item, left;    // the next item, and how many this block of threads has left
+    int expert, start, rows; // of the current item's tile
+    int first, count;        // strips of the current item
     __device__ __forceinline__ Work(const Params& p, const int* tiles) : tiles(tiles), strips(p.strips) {
-        const int lane = threadIdx.x % 32, grid = gridDim.x;
-        int used = 0;
-        for (int i = lane; i < p.num_tiles; i += 32) used += tiles[3 * i] >= 0;
+        const int lane = threadIdx.x % 32, grid = gridDim.x, most = CONSUMERS * MOST;
+        int used = 0;  // tiles, ten bits for each kind
+        for (int i = lane; i < p.num_tiles; i += 32) used += tiles[3 * i] < 0 ? 0 : 1 << 10 * kind(i);
         for (int distance = 16; distance; distance /= 2) used += __shfl_xor_sync(~0u, used, distance);
-        const int own = min(lane, SLOTS - 1) + 1, turns = (used * ((strips + own - 1) / own) + grid - 1) / grid;
-        int best = turns * (own + START) * 32 + lane;
+        share = min(lane, most - 1) + 1;
+        int best = (cut(used) + grid - 1) / grid * (share + START) * 32 + lane;
         for (int distance = 16; distance; distance /= 2) best = min(best, __shfl_xor_sync(~0u, best, distance));
-        share = min(best % 32, SLOTS - 1) + 1, items = (strips + share - 1) / share;
-        at = (int)((long long)used * items * blockIdx.x / grid);
-        end = (int)((long long)used * items * (blockIdx.x + 1) / grid);
+        share = min(best % 32, most - 1) + 1;
+        const int all = cut(used), begin = (int)((long long)all * blockIdx.x / grid);
+        left = (int)((long long)all * (blockIdx.x + 1) / grid) - begin;
+        tile = 0, item = begin;
+        for (int i = lane;; i += 32) {  // tiles before `begin`
+            int own = i < p.num_tiles && tiles[3 * i] >= 0 ? items(kind(i)) : 0, sum = own;
+            for (int distance = 1; distance < 32; distance *= 2) {
+                const int other = __shfl_sync(~0u, sum, max(lane - distance, 0));
+                sum += lane < distance ? 0 : other;
+            }
+            const u32 before = __ballot_sync(~0u, sum <= item);  // the first lanes
+            const int count = 32 - __clz(before);
+            item -= count ? __shfl_sync(~0u, sum, count - 1) : 0, tile += count;
+            if (count < 32 || tile >= p.num_tiles) break;
+        }
+    }
+    __device__ __forceinline__ int kind(int tile) const {
+        const int rows = tiles[3 * tile + 2] - tiles[3 * tile + 1];
+        return min((rows > 8) + (rows > 16), KINDS - 1);
+    }
+    __device__ __forceinline__ int items(int kind) const {
+        int found = of_tile[0];
+#pragma unroll
+        for (int i = 1; i < KINDS; ++i) found = kind == i ? of_tile[i] : found;
+        return found;
+    }
+    // Cuts the tiles of all kinds, and returns the number of items.
+    __device__ __forceinline__ int cut(int used) {
+        int all = 0;
+#pragma unroll
+        for (int i = 0; i < KINDS; ++i) {
+            const int own = max(share * 8 / (i == 0 ? 8 : i == 1 ? 10 : 14), 1);
+            of_tile[i] = (strips + own - 1) / own;
+            all += (used >> 10 * i & 1023) * of_tile[i];
+        }
+        return all;
     }
     __device__ __forceinline__ bool next() {
-        if (at == end) return false;
-        tile = at / items, first = at++ % items * share, count = min(share, strips - first);
+        if (left-- == 0) return false;
+        const int all = items(kind(tile));
         expert = tiles[3 * tile], start = tiles[3 * tile + 1], rows = tiles[3 * tile + 2] - start;
+        first = strips * item / all, count = strips * (item + 1) / all - first;
+        if (++item == all) item = 0, ++tile;
         return true;
     }
+    // A stage of the ring: codes, exponents, rows of x.
+    __device__ __forceinline__ int exponents_at() const { return share * STRIP_BYTES; }
+    __device__ __forceinline__ int rows_at() const { return share * (STRIP_BYTES + EXPONENT_BYTES); }
+    __device__ __forceinline__ int stage_bytes() const { return rows_at() + TILES * 8 * ROW_BYTES; }
+    __device__ __forceinline__ int stages() const { return min(RING_BYTES / stage_bytes(), MAX_STAGES); }
 };
 
 // Numbers `part` of two words of neighbouring weights, as a pair of bfloat16 (`packing.FP4_PLACES`), times a power of
@@ -121,7 +161,7 @@ struct Strip {
         u32 powers[2];
 #pragma unroll
         for (int row = 0; row < 2; ++row)
-            powers[row] = bytes<0x0404 + part % 4 * 0x1010>(part < 4 ? exponents[row].x : exponents[row].y, 0) >> 1;
+            powers[row] = bytes<0x4040 + part % 4 * 0x0101>(part < 4 ? exponents[row].x : exponents[row].y, 0) << 7;
 #pragma unroll
         for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = widened<part>(words[i / 4][i % 4 / 2][i % 2], powers[i % 2]);
     }
@@ -185,19 +225,19 @@ __device__ __forceinline__ void multiply(const Params& p, const Work& work, Barr
         const int row = i / 2 * 8 + lane % 4 * 2 + i % 2;
         pairs[i / 2][i % 2] = row < work.rows ? p.order[work.start + row] : -1;
     }
+    const int size = work.stage_bytes(), stages = work.stages(), rows_at = work.rows_at();
+    const u32 codes = ring + warp * STRIP_BYTES, exponents = ring + work.exponents_at() + warp * EXPONENT_BYTES;
     const auto load = [&] {
         wait(&barriers.full[at.stage], at.parity);
-        const u32 stage = ring + at.stage * STAGE_BYTES;
 #pragma unroll
-        for (int n = 0; n < N; ++n) {
-            const int slot = warp + n * CONSUMERS;
-            strips[n].load(stage + slot * STRIP_BYTES, stage + EXPONENTS_AT + slot * EXPONENT_BYTES, lane);
-        }
+        for (int n = 0; n < N; ++n)
+            strips[n].load(codes + at.stage * size + n * (CONSUMERS * STRIP_BYTES),
+                           exponents + at.stage * size + n * (CONSUMERS * EXPONENT_BYTES), lane);
     };
-    const auto rows = [&] { return ring + at.stage * STAGE_BYTES + ROWS_AT + lane % 8 * ROW_BYTES + lane / 8 * 16; };
+    const auto rows = [&] { return ring + at.stage * size + rows_at + lane % 8 * ROW_BYTES + lane / 8 * 16; };
     const auto done = [&] {
         release(true, &barriers.empty[at.stage]);
-        at.next(STAGES);
+        at.next(stages);
     };
     load();
     for (int block = 0; block < FULL; ++block)
@@ -210,25 +250,30 @@ __device__ __forceinline__ void multiply(const Params& p, const Work& work, Barr
     for (int n = 0; n < N; ++n) strips[n].finish(p, pairs, first + n * (CONSUMERS * 16));
 }
 
+template <int N>
+__device__ __forceinline__ void multiply(const Params& p, const Work& work, Barriers& barriers, u32 ring, Ring& at,
+                                         int warp) {
+    if (work.rows <= 8)
+        multiply<N, 1>(p, work, barriers, ring, at, warp);
+    else if (TILES == 2 || work.rows <= 16)
+        multiply<N, TILES < 2 ? 1 : 2>(p, work, barriers, ring, at, warp);
+    else
+        multiply<N, TILES>(p, work, barriers, ring, at, warp);
+}
+
 __device__ __forceinline__ void consume(const Params& p, const int* tiles, Barriers& barriers, u32 ring, int warp) {
-    constexpr int FEW = TILES > 1 ? TILES / 2 : 1;
     Ring at;
-    for (Work work(p, tiles); work.next();) {
-        const int own = (warp < work.count) + (MOST > 1 && warp + CONSUMERS < work.count);
-        const bool few = work.rows <= 8 * FEW;
-        if (own == 0)
-            for (int block = 0; block < BLOCKS; ++block, at.next(STAGES)) {
+    Work work(p, tiles);
+    while (work.next()) {
+        if (warp >= work.count)
+            for (int block = 0; block < BLOCKS; ++block, at.next(work.stages())) {
                 wait(&barriers.full[at.stage], at.parity);
                 release(true, &barriers.empty[at.stage]);
             }
-        else if (own == 1 && few)
-            multiply<1, FEW>(p, work, barriers, ring, at, warp);
-        else if (own == 1)
-            multiply<1, TILES>(p, work, barriers, ring, at, warp);
-        else if (few)
-            multiply<MOST, FEW>(p, work, barriers, ring, at, warp);
+        else if (MOST == 1 || warp + CONSUMERS >= work.count)
+            multiply<1>(p, work, barriers, ring, at, warp);
         else
-            multiply<MOST, TILES>(p, work, barriers, ring, at, warp);
+            multiply<MOST>(p, work, barriers, ring, at, warp);
     }
 }
 
@@ -238,17 +283,19 @@ __device__ __forceinline__ void copy_weights(const Params& p, const int* tiles, 
     const u64 policy = evict_first(), strips = (u64)p.experts * p.strips;
     const bool leader = threadIdx.x % 32 == 0;
     Ring at;
-    for (Work work(p, tiles); work.next();) {
+    Work work(p, tiles);
+    const int size = work.stage_bytes(), stages = work.stages();
+    while (work.next()) {
         const u64 first = (u64)work.expert * p.strips + work.first;
-        for (int block = 0; block < BLOCKS; ++block, at.next(STAGES)) {
+        for (int block = 0; block < BLOCKS; ++block, at.next(stages)) {
             const u64 from = block * strips + first;
-            unsigned char* codes = ring + at.stage * STAGE_BYTES;
+            unsigned char* codes = ring + at.stage * size;
             u64* full = &barriers.full[at.stage];
             wait(&barriers.empty[at.stage], at.parity ^ 1);
             mbarrier_expect_if(leader, full, work.count * (STRIP_BYTES + EXPONENT_BYTES));
             copy_to_shared_if(leader, codes, p.words + from * (STRIP_BYTES / 4), work.count * STRIP_BYTES, full,
                               policy);
-            copy_to_shared_if(leader, codes + EXPONENTS_AT, p.exponents + from * (EXPONENT_BYTES / 4),
+            copy_to_shared_if(leader, codes + work.exponents_at(), p.exponents + from * (EXPONENT_BYTES / 4),
                               work.count * EXPONENT_BYTES, full, policy);
         }
     }
@@ -258,14 +305,17 @@ __device__ __forceinline__ void copy_weights(const Params& p, const int* tiles, 
 __device__ __forceinline__ void copy_rows(const Params& p, const int* tiles, Barriers& barriers, u32 ring) {
     const int lane = threadIdx.x % 32;
     Ring at;
-    for (Work work(p, tiles); work.next();) {
+    Work work(p, tiles);
+    const int size = work.stage_bytes(), stages = work.stages();
+    ring += work.rows_at() + lane * 16;
+    while (work.next()) {
         const int own = lane < work.rows ? p.order[work.start + lane] / p.repeats : 0;
-        for (int block = 0; block < BLOCKS; ++block, at.next(STAGES)) {
+        for (int block = 0; block < BLOCKS; ++block, at.next(stages)) {
             const bool there = block < FULL || lane < REST * (WORDS / 8);
             wait(&barriers.empty[at.stage], at.parity ^ 1);
             for (int row = 0; row < work.rows; ++row) {
                 const bf16* from = p.x + __shfl_sync(~0u, own, row) * p.x_stride + block * BLOCK + lane * 8;
-                copy16_if(there, ring + at.stage * STAGE_BYTES + ROWS_AT + row * ROW_BYTES + lane * 16, from);
+                copy16_if(there, ring + at.stage * size + row * ROW_BYTES, from);
             }
             arrive_when_copied(&barriers.full[at.stage]);
         }
@@ -274,9 +324,9 @@ __device__ __forceinline__ void copy_rows(const Params& p, const int* tiles, Bar
 
 extern "C" __global__ void __launch_bounds__(32 * (CONSUMERS + 2), 1) product(const __grid_constant__ Params p) {
     Barriers& barriers = *reinterpret_cast<Barriers*>(memory);
-    int* tiles = reinterpret_cast<int*>(memory + TILES_AT);
+    int* tiles = reinterpret_cast<int*>(memory + RING_AT + RING_BYTES);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    if (threadIdx.x == 0) prepare(barriers, STAGES, CONSUMERS, 1 + 32);
+    if (threadIdx.x == 0) prepare(barriers, MAX_STAGES, CONSUMERS, 1 + 32);
     if (!p.settled) wait_for_earlier_kernels();
     for (int i = threadIdx.x; i < 3 * p.num_tiles; i += 32 * (CONSUMERS + 2)) tiles[i] = load4(p.tiles + i);
     __syncthreads();

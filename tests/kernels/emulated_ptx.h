@@ -144,6 +144,14 @@ static T __shfl_sync(u32, T value, int lane) {
     return value;
 }
 
+static u32 __ballot_sync(u32, bool value) {
+    const u32 own = value;
+    const auto lanes = exchanged(&own, 1);
+    u32 bits = 0;
+    for (int i = 0; i < 32; ++i) bits |= lanes[i][0] << i;
+    return bits;
+}
+
 static float __uint_as_float(u32 v) {
     float f;
     memcpy(&f, &v, 4);

@@ -49,7 +49,9 @@ def emulated(
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize(("rows", "depth", "tiles", "glu"), [(9, 320, 1, GLU(1.702, 7.0, 1.0)), (20, 256, 2, None)])
+@pytest.mark.parametrize(
+    ("rows", "depth", "tiles", "glu"), [(9, 320, 1, GLU(1.702, 7.0, 1.0)), (20, 256, 2, None), (40, 320, 4, None)]
+)
 def test_products(rows: int, depth: int, tiles: int, glu: GLU | None, tmp_path: Path) -> None:
     """A block of threads with several tiles and parts of one, more strips than warps, experts without a row and with
     several tiles, a depth that is no whole block."""
