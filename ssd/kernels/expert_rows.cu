@@ -15,13 +15,17 @@ constexpr int WORDS = 32, PARTS = 8;  // of a block of an output: a part is a gr
 constexpr int BLOCK = WORDS * PARTS;  // weights
 constexpr int FULL = DEPTH / BLOCK, REST = DEPTH % BLOCK / WORDS;  // whole blocks, parts of the one after them
 constexpr int BLOCKS = FULL + (REST > 0);
-constexpr int CONSUMERS = TILES > 1 ? 18 : 12, MOST = TILES > 1 ? 1 : 2;  // warps, strips of each
-constexpr int KINDS = TILES > 2 ? 3 : TILES;                              // of tiles: of up to 8, 16, 32 rows
+constexpr int CONSUMERS = TILES == 1 ? 12 : TILES == 2 ? 22 : 18, MOST = TILES == 1 ? 2 : 1;  // warps, strips of each
+constexpr int SLOTS = CONSUMERS * MOST;
+constexpr int FEW = TILES == 1 ? 1 : TILES / 2, KINDS = TILES == 1 ? 1 : 2;  // of tiles: up to 8 FEW rows, or more
 constexpr int STRIP_BYTES = 16 * WORDS * 4, EXPONENT_BYTES = 16 * PARTS;
 constexpr int ROW_BYTES = BLOCK * 2 + 16;  // of x, such that eight rows are in different banks
-constexpr int MAX_TILES = 512;
-constexpr int RING_BYTES = 226 * 1024 - MAX_TILES * 12;
-static_assert(DEPTH % 64 == 0 && FULL > 0 && TILES <= 4, "there is a whole block, and a kind of each tile");
+constexpr int EXPONENTS_AT = SLOTS * STRIP_BYTES, ROWS_AT = EXPONENTS_AT + SLOTS * EXPONENT_BYTES;  // of a stage
+constexpr int STAGE_BYTES = ROWS_AT + TILES * 8 * ROW_BYTES;
+constexpr int MAX_TILES = 448;
+constexpr int STAGES = (226 * 1024 - MAX_TILES * 12) / STAGE_BYTES;
+constexpr int TILES_AT = RING_AT + STAGES * STAGE_BYTES;
+static_assert(DEPTH % 64 == 0 && FULL > 0 && STAGES >= 2 && STAGES <= MAX_STAGES, "there is a ring");
 
 struct Params {
     const u32 *words, *exponents;
@@ -37,77 +41,62 @@ struct Params {
 };
 
 extern "C" __constant__ const u32 threads = 32 * (CONSUMERS + 2);  // for the host
-extern "C" __constant__ const u32 shared_bytes = RING_AT + RING_BYTES + MAX_TILES * 12;
+extern "C" __constant__ const u32 shared_bytes = TILES_AT + MAX_TILES * 12;
 
-// Tiles are cut into items of some strips, and blocks of threads take equally many items that follow each other. A strip
-// of more rows takes longer, so the items of such a tile have fewer strips. An item takes about as long as its strips
-// and START more: their number is the one with which all items end first.
+// Tiles are cut into items of some strips, and blocks of threads take equally many items that follow each other. An item
+// takes about as long as its strips and START more: the number of strips is the one with which all items end first. A
+// strip of many rows takes longer, so items of such a tile have fewer.
 constexpr int START = 5;
 struct Work {
     const int* tiles;
-    int strips, share;       // of a tile, of an item at most
-    int of_tile[KINDS];      // items
-    int tile, item, left;    // the next item, and how many this block of threads has left
-    int expert, start, rows; // of the current item's tile
-    int first, count;        // strips of the current item
+    int strips, of_tile[2];   // items of a tile with few rows, with many
+    int tile, item, left;     // the next item, and how many of them this block of threads has left
+    int expert, start, rows;  // of the current item's tile
+    int first, count;         // strips of the current item
     __device__ __forceinline__ Work(const Params& p, const int* tiles) : tiles(tiles), strips(p.strips) {
-        const int lane = threadIdx.x % 32, grid = gridDim.x, most = CONSUMERS * MOST;
-        int used = 0;  // tiles, ten bits for each kind
-        for (int i = lane; i < p.num_tiles; i += 32) used += tiles[3 * i] < 0 ? 0 : 1 << 10 * kind(i);
-        for (int distance = 16; distance; distance /= 2) used += __shfl_xor_sync(~0u, used, distance);
-        share = min(lane, most - 1) + 1;
-        int best = (cut(used) + grid - 1) / grid * (share + START) * 32 + lane;
+        const int lane = threadIdx.x % 32, grid = gridDim.x;
+        int used = 0, large = 0;  // tiles
+        for (int i = lane; i < p.num_tiles; i += 32) used += tiles[3 * i] >= 0, large += tiles[3 * i] >= 0 && many(i);
+        used = summed(used), large = KINDS > 1 ? summed(large) : 0;
+        const int turns = (cut(min(lane, SLOTS - 1) + 1, used, large) + grid - 1) / grid;
+        int best = turns * (min(lane, SLOTS - 1) + 1 + START) * 32 + lane;
         for (int distance = 16; distance; distance /= 2) best = min(best, __shfl_xor_sync(~0u, best, distance));
-        share = min(best % 32, most - 1) + 1;
-        const int all = cut(used), begin = (int)((long long)all * blockIdx.x / grid);
+        const int all = cut(min(best % 32, SLOTS - 1) + 1, used, large);
+        const int begin = (int)((long long)all * blockIdx.x / grid);
         left = (int)((long long)all * (blockIdx.x + 1) / grid) - begin;
-        tile = 0, item = begin;
-        for (int i = lane;; i += 32) {  // tiles before `begin`
-            int own = i < p.num_tiles && tiles[3 * i] >= 0 ? items(kind(i)) : 0, sum = own;
+        tile = KINDS > 1 ? 0 : begin / of_tile[0], item = KINDS > 1 ? begin : begin % of_tile[0];
+        for (int i = lane; KINDS > 1; i += 32) {  // finds the tile of item `begin`, 32 at a time
+            int sum = i < used ? (many(i) ? of_tile[1] : of_tile[0]) : 0;
             for (int distance = 1; distance < 32; distance *= 2) {
                 const int other = __shfl_sync(~0u, sum, max(lane - distance, 0));
                 sum += lane < distance ? 0 : other;
             }
-            const u32 before = __ballot_sync(~0u, sum <= item);  // the first lanes
-            const int count = 32 - __clz(before);
-            item -= count ? __shfl_sync(~0u, sum, count - 1) : 0, tile += count;
-            if (count < 32 || tile >= p.num_tiles) break;
+            const int before = 32 - __clz(__ballot_sync(~0u, sum <= item));  // tiles
+            item -= before ? __shfl_sync(~0u, sum, before - 1) : 0, tile += before;
+            if (before < 32 || tile >= used) break;
         }
     }
-    __device__ __forceinline__ int kind(int tile) const {
-        const int rows = tiles[3 * tile + 2] - tiles[3 * tile + 1];
-        return min((rows > 8) + (rows > 16), KINDS - 1);
+    __device__ __forceinline__ bool many(int tile) const {
+        return KINDS > 1 && tiles[3 * tile + 2] - tiles[3 * tile + 1] > 8 * FEW;
     }
-    __device__ __forceinline__ int items(int kind) const {
-        int found = of_tile[0];
-#pragma unroll
-        for (int i = 1; i < KINDS; ++i) found = kind == i ? of_tile[i] : found;
-        return found;
+    static __device__ __forceinline__ int summed(int v) {
+        for (int distance = 16; distance; distance /= 2) v += __shfl_xor_sync(~0u, v, distance);
+        return v;
     }
-    // Cuts the tiles of all kinds, and returns the number of items.
-    __device__ __forceinline__ int cut(int used) {
-        int all = 0;
-#pragma unroll
-        for (int i = 0; i < KINDS; ++i) {
-            const int own = max(share * 8 / (i == 0 ? 8 : i == 1 ? 10 : 14), 1);
-            of_tile[i] = (strips + own - 1) / own;
-            all += (used >> 10 * i & 1023) * of_tile[i];
-        }
-        return all;
+    // Cuts tiles into items of up to so many strips; returns the number of all items.
+    __device__ __forceinline__ int cut(int share, int used, int large) {
+        const int fewer = max(share * 2 / 3, 1);
+        of_tile[0] = (strips + share - 1) / share, of_tile[1] = (strips + fewer - 1) / fewer;
+        return (used - large) * of_tile[0] + large * of_tile[1];
     }
     __device__ __forceinline__ bool next() {
         if (left-- == 0) return false;
-        const int all = items(kind(tile));
+        const int all = many(tile) ? of_tile[1] : of_tile[0];
         expert = tiles[3 * tile], start = tiles[3 * tile + 1], rows = tiles[3 * tile + 2] - start;
         first = strips * item / all, count = strips * (item + 1) / all - first;
         if (++item == all) item = 0, ++tile;
         return true;
     }
-    // A stage of the ring: codes, exponents, rows of x.
-    __device__ __forceinline__ int exponents_at() const { return share * STRIP_BYTES; }
-    __device__ __forceinline__ int rows_at() const { return share * (STRIP_BYTES + EXPONENT_BYTES); }
-    __device__ __forceinline__ int stage_bytes() const { return rows_at() + TILES * 8 * ROW_BYTES; }
-    __device__ __forceinline__ int stages() const { return min(RING_BYTES / stage_bytes(), MAX_STAGES); }
 };
 
 // Numbers `part` of two words of neighbouring weights, as a pair of bfloat16 (`packing.FP4_PLACES`), times a power of
@@ -225,19 +214,19 @@ __device__ __forceinline__ void multiply(const Params& p, const Work& work, Barr
         const int row = i / 2 * 8 + lane % 4 * 2 + i % 2;
         pairs[i / 2][i % 2] = row < work.rows ? p.order[work.start + row] : -1;
     }
-    const int size = work.stage_bytes(), stages = work.stages(), rows_at = work.rows_at();
-    const u32 codes = ring + warp * STRIP_BYTES, exponents = ring + work.exponents_at() + warp * EXPONENT_BYTES;
     const auto load = [&] {
         wait(&barriers.full[at.stage], at.parity);
+        const u32 stage = ring + at.stage * STAGE_BYTES;
 #pragma unroll
-        for (int n = 0; n < N; ++n)
-            strips[n].load(codes + at.stage * size + n * (CONSUMERS * STRIP_BYTES),
-                           exponents + at.stage * size + n * (CONSUMERS * EXPONENT_BYTES), lane);
+        for (int n = 0; n < N; ++n) {
+            const int slot = warp + n * CONSUMERS;
+            strips[n].load(stage + slot * STRIP_BYTES, stage + EXPONENTS_AT + slot * EXPONENT_BYTES, lane);
+        }
     };
-    const auto rows = [&] { return ring + at.stage * size + rows_at + lane % 8 * ROW_BYTES + lane / 8 * 16; };
+    const auto rows = [&] { return ring + at.stage * STAGE_BYTES + ROWS_AT + lane % 8 * ROW_BYTES + lane / 8 * 16; };
     const auto done = [&] {
         release(true, &barriers.empty[at.stage]);
-        at.next(stages);
+        at.next(STAGES);
     };
     load();
     for (int block = 0; block < FULL; ++block)
@@ -253,20 +242,17 @@ __device__ __forceinline__ void multiply(const Params& p, const Work& work, Barr
 template <int N>
 __device__ __forceinline__ void multiply(const Params& p, const Work& work, Barriers& barriers, u32 ring, Ring& at,
                                          int warp) {
-    if (work.rows <= 8)
-        multiply<N, 1>(p, work, barriers, ring, at, warp);
-    else if (TILES == 2 || work.rows <= 16)
-        multiply<N, TILES < 2 ? 1 : 2>(p, work, barriers, ring, at, warp);
+    if (KINDS == 1 || work.rows <= 8 * FEW)
+        multiply<N, FEW>(p, work, barriers, ring, at, warp);
     else
         multiply<N, TILES>(p, work, barriers, ring, at, warp);
 }
 
 __device__ __forceinline__ void consume(const Params& p, const int* tiles, Barriers& barriers, u32 ring, int warp) {
     Ring at;
-    Work work(p, tiles);
-    while (work.next()) {
+    for (Work work(p, tiles); work.next();) {
         if (warp >= work.count)
-            for (int block = 0; block < BLOCKS; ++block, at.next(work.stages())) {
+            for (int block = 0; block < BLOCKS; ++block, at.next(STAGES)) {
                 wait(&barriers.full[at.stage], at.parity);
                 release(true, &barriers.empty[at.stage]);
             }
@@ -283,19 +269,17 @@ __device__ __forceinline__ void copy_weights(const Params& p, const int* tiles, 
     const u64 policy = evict_first(), strips = (u64)p.experts * p.strips;
     const bool leader = threadIdx.x % 32 == 0;
     Ring at;
-    Work work(p, tiles);
-    const int size = work.stage_bytes(), stages = work.stages();
-    while (work.next()) {
+    for (Work work(p, tiles); work.next();) {
         const u64 first = (u64)work.expert * p.strips + work.first;
-        for (int block = 0; block < BLOCKS; ++block, at.next(stages)) {
+        for (int block = 0; block < BLOCKS; ++block, at.next(STAGES)) {
             const u64 from = block * strips + first;
-            unsigned char* codes = ring + at.stage * size;
+            unsigned char* codes = ring + at.stage * STAGE_BYTES;
             u64* full = &barriers.full[at.stage];
             wait(&barriers.empty[at.stage], at.parity ^ 1);
             mbarrier_expect_if(leader, full, work.count * (STRIP_BYTES + EXPONENT_BYTES));
             copy_to_shared_if(leader, codes, p.words + from * (STRIP_BYTES / 4), work.count * STRIP_BYTES, full,
                               policy);
-            copy_to_shared_if(leader, codes + work.exponents_at(), p.exponents + from * (EXPONENT_BYTES / 4),
+            copy_to_shared_if(leader, codes + EXPONENTS_AT, p.exponents + from * (EXPONENT_BYTES / 4),
                               work.count * EXPONENT_BYTES, full, policy);
         }
     }
@@ -305,17 +289,14 @@ __device__ __forceinline__ void copy_weights(const Params& p, const int* tiles, 
 __device__ __forceinline__ void copy_rows(const Params& p, const int* tiles, Barriers& barriers, u32 ring) {
     const int lane = threadIdx.x % 32;
     Ring at;
-    Work work(p, tiles);
-    const int size = work.stage_bytes(), stages = work.stages();
-    ring += work.rows_at() + lane * 16;
-    while (work.next()) {
+    for (Work work(p, tiles); work.next();) {
         const int own = lane < work.rows ? p.order[work.start + lane] / p.repeats : 0;
-        for (int block = 0; block < BLOCKS; ++block, at.next(stages)) {
+        for (int block = 0; block < BLOCKS; ++block, at.next(STAGES)) {
             const bool there = block < FULL || lane < REST * (WORDS / 8);
             wait(&barriers.empty[at.stage], at.parity ^ 1);
             for (int row = 0; row < work.rows; ++row) {
                 const bf16* from = p.x + __shfl_sync(~0u, own, row) * p.x_stride + block * BLOCK + lane * 8;
-                copy16_if(there, ring + at.stage * size + row * ROW_BYTES, from);
+                copy16_if(there, ring + at.stage * STAGE_BYTES + ROWS_AT + row * ROW_BYTES + lane * 16, from);
             }
             arrive_when_copied(&barriers.full[at.stage]);
         }
@@ -324,9 +305,9 @@ __device__ __forceinline__ void copy_rows(const Params& p, const int* tiles, Bar
 
 extern "C" __global__ void __launch_bounds__(32 * (CONSUMERS + 2), 1) product(const __grid_constant__ Params p) {
     Barriers& barriers = *reinterpret_cast<Barriers*>(memory);
-    int* tiles = reinterpret_cast<int*>(memory + RING_AT + RING_BYTES);
+    int* tiles = reinterpret_cast<int*>(memory + TILES_AT);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    if (threadIdx.x == 0) prepare(barriers, MAX_STAGES, CONSUMERS, 1 + 32);
+    if (threadIdx.x == 0) prepare(barriers, STAGES, CONSUMERS, 1 + 32);
     if (!p.settled) wait_for_earlier_kernels();
     for (int i = threadIdx.x; i < 3 * p.num_tiles; i += 32 * (CONSUMERS + 2)) tiles[i] = load4(p.tiles + i);
     __syncthreads();

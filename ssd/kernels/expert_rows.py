@@ -23,7 +23,7 @@ from ssd.kernels.quantized import Codes
 
 SOURCE: Final = Path(__file__).with_name("expert_rows.cu")
 _TILES: Final = (1, 2, 4)  # of 8 rows, each number a kernel of its own
-_MAX_TILES: Final = 512  # of pairs
+_MAX_TILES: Final = 448  # of pairs
 _P = ctypes.c_void_p
 
 
