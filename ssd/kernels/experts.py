@@ -243,11 +243,14 @@ def _expert_kernel(
     GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
     STAGES: tl.constexpr, FORMAT: tl.constexpr, PAIRS: tl.constexpr, EVEN_K: tl.constexpr, PARTS: tl.constexpr,
     PARTS_OF_GROUP: tl.constexpr, WORDS: tl.constexpr, STRIPS: tl.constexpr, ROW_GROUPS: tl.constexpr,
+    SETTLED: tl.constexpr,
 ):  # fmt: skip
     """y[p] = x[p // repeats] times the N rows of w of p's expert. GATED: these alternate gate, up, and y has half as
-    many columns. FORMAT "": w is not quantised."""
+    many columns. FORMAT "": w is not quantised. SETTLED: see `Routing`."""
     if EARLY:
-        tl.extra.cuda.gdc_wait()
+        if not SETTLED:
+            tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tiles_n = tl.cdiv(N, BLOCK_N)
     tile = tiles_ptr + 3 * (tl.program_id(0) // tiles_n)
     expert = tl.load(tile)
@@ -256,6 +259,8 @@ def _expert_kernel(
     at = tl.load(tile + 1) + tl.arange(0, BLOCK_M)
     m_mask = at < tl.load(tile + 2)
     pair = tl.load(order_ptr + at, mask=m_mask, other=0)
+    if EARLY and SETTLED:
+        tl.extra.cuda.gdc_wait()
     m = pair // repeats
     n0 = (tl.program_id(0) % tiles_n) * BLOCK_N
     n = n0 + tl.arange(0, BLOCK_N)
@@ -320,7 +325,9 @@ def expert_linear(
     experts, pairs, depth = routing.num_experts, len(routing.order), x.shape[1]
     rows = tile_rows(len(routing.weights), pairs // len(routing.weights), experts)
     if isinstance(weight, PackedCodes) and expert_rows.takes(x, weight, routing, bias, rows, row_scales):
-        return expert_rows.linear(x, weight, routing, bias, rows, glu=glu, out_dtype=out_dtype or x.dtype)
+        y = expert_rows.linear(x, weight, routing, bias, rows, glu=glu, out_dtype=out_dtype or x.dtype)
+        routing.settled = True
+        return y
     tile: linear.Tile | quantized_linear.Tile
     codes: tuple[torch.Tensor | None, ...]
     if isinstance(weight, PackedCodes):
@@ -343,10 +350,12 @@ def expert_linear(
         BLOCK_M=rows,
         BLOCK_N=tile.columns,
         STAGES=tile.stages,
+        SETTLED=routing.settled,
         num_warps=tile.warps,
         **early_launch(x.device),
         **options,
     )
+    routing.settled = True
     return y
 
 

@@ -106,7 +106,7 @@ class Routing:
     order: torch.Tensor  # int32 [rows * k]: the pairs, by expert
     starts: torch.Tensor  # int32 [experts + 1]: where those of each expert begin in `order`
     tiles: torch.Tensor | None = None  # int32 [tiles, 3], on a GPU: expert or -1, and its part of `order`
-    settled: bool = False  # kernels that are launched from now on begin when it is there, even early (`launching`)
+    settled: bool = False  # a product was launched that waits for it before it lets later kernels begin (`launching`)
 
     @property
     def num_experts(self) -> int:
