@@ -113,6 +113,13 @@ class Routing:
         return len(self.starts) - 1
 
 
+class ExpertOutputs(NamedTuple):
+    """What the experts of each row give, before it is added up (`Ops.combine`)."""
+
+    pairs: torch.Tensor  # [pairs, width]
+    routing: Routing
+
+
 class RoundedRows(NamedTuple):
     """Rows in 8-bit floats or integers, and their scales, float32 [rows, groups]."""
 
@@ -232,6 +239,11 @@ class Ops(Protocol):
         What is normalised is rounded to the type of the weight, that of x or float32, before they are multiplied.
         """
 
+    def combine_and_norm(
+        self, x: ExpertOutputs, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`rms_norm` of what `combine` makes of x."""
+
     def rms_norm_and_round(
         self,
         x: torch.Tensor,
@@ -284,6 +296,11 @@ class SharedOps:
 
     def router(self: Ops, x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
         return self.linear(x, weight, bias, float32=True)
+
+    def combine_and_norm(
+        self: Ops, x: ExpertOutputs, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.rms_norm(self.combine(*x), weight, eps, residual)
 
     def rms_norm_and_round(
         self: Ops,

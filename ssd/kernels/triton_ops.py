@@ -19,7 +19,18 @@ from ssd.kernels import (
     quantized_linear,
     row_codes,
 )
-from ssd.kernels.ops import GLU, UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, RoundedRows, Routing, SharedOps
+from ssd.kernels.ops import (
+    GLU,
+    UNSCALED,
+    DeviceBatch,
+    ExpertOutputs,
+    HeadShape,
+    KVScales,
+    Rope,
+    RoundedRows,
+    Routing,
+    SharedOps,
+)
 from ssd.kernels.quantized import Codes, RowType
 
 Weight = packing.PackedCodes | fp8_linear.Fp8Weight  # of `prepare_codes`
@@ -144,6 +155,11 @@ class TritonOps(SharedOps):
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         return elementwise.rms_norm(x, weight, eps, residual)
+
+    def combine_and_norm(
+        self, x: ExpertOutputs, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        return elementwise.combine_and_norm(x, weight, eps, residual)
 
     def rms_norm_and_round(
         self,

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ssd.kernels.ops import ExpertOutputs
 from ssd.layers.formats import DENSE, Use
 from ssd.layers.linear import ColumnLinear, Linear, RowLinear
 from ssd.layers.parameter import Build, Parameter
@@ -47,11 +48,14 @@ class Experts:
     def parameters(self) -> Iterator[Parameter]:
         yield from (self.router, self.gate_up, self.down)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor | ExpertOutputs:
+        """Ranks add up what they have; without them, the norm that follows does."""
         spec, ops, wide = self.spec, self.ops, self.tp.group is not None
         routing = ops.route(self.router(x), spec.experts_per_token, chosen=spec.softmax_of_chosen)
         first, last = self.gate_up, self.down
         inner = first.format.expert_linear(ops, x, first.weight, first.bias, routing, glu=spec.glu, float32=False)
         bias = last.bias if self.tp.rank == 0 else None
         outputs = last.format.expert_linear(ops, inner, last.weight, bias, routing, glu=None, float32=wide)
-        return self.tp.sum(ops.combine(outputs, routing, float32=wide), x.dtype)
+        if not wide:
+            return ExpertOutputs(outputs, routing)
+        return self.tp.sum(ops.combine(outputs, routing, float32=True), x.dtype)

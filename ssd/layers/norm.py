@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ssd.kernels.ops import Rows
+from ssd.kernels.ops import ExpertOutputs, Rows
 from ssd.layers.linear import Linear
 from ssd.layers.parameter import Build, LazyTensor
 
@@ -40,13 +40,16 @@ class RMSNorm:
     def num_bytes(self) -> int:
         return self.width * self.weight.itemsize
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | ExpertOutputs, residual: torch.Tensor | None = None) -> torch.Tensor:
         """The norm of x, or of residual + x, which is written to `residual`."""
+        if isinstance(x, ExpertOutputs):
+            return self._ops.combine_and_norm(x, self.weight, self.eps, residual)
         return self._ops.rms_norm(x, self.weight, self.eps, residual)
 
-    def rows(self, x: torch.Tensor, residual: torch.Tensor | None) -> Rows:
+    def rows(self, x: torch.Tensor | ExpertOutputs, residual: torch.Tensor | None) -> Rows:
         """Likewise, as the layer that it feeds takes them."""
         rounding = None if self._feeds is None else self._feeds.format.rounding(self._feeds.weight)
         if rounding is None:
             return self(x, residual)
+        x = self._ops.combine(*x) if isinstance(x, ExpertOutputs) else x
         return self._ops.rms_norm_and_round(x, self.weight, self.eps, residual, *rounding)

@@ -18,7 +18,7 @@ import torch
 
 from ssd.errors import ConfigError, UnsupportedModel
 from ssd.kernels.cpu_ops import CpuOps
-from ssd.kernels.ops import DeviceBatch, HeadShape, Rows
+from ssd.kernels.ops import DeviceBatch, ExpertOutputs, HeadShape, Rows
 from ssd.kernels.recording import Recordings
 from ssd.kernels.reference import ReferenceOps
 from ssd.layers.attention import Attention, LayerKV
@@ -86,17 +86,21 @@ class DecoderLayer:
         return (self.spec, *(each.format for each in self.parameters() if isinstance(each, Linear)))
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, batch: DeviceBatch, kv: LayerKV
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: torch.Tensor | ExpertOutputs, residual: torch.Tensor | None, batch: DeviceBatch, kv: LayerKV
+    ) -> tuple[torch.Tensor | ExpertOutputs, torch.Tensor]:
         """Takes and returns the last product and the residual stream without it (None before the first layer).
 
         They are added by the RMS norm that follows, in the same kernel.
         """
         normed = self.input_norm.rows(x, residual)
-        residual = x if residual is None else residual
+        if residual is None:
+            assert isinstance(x, torch.Tensor)
+            residual = x
         return self.after_norm(normed, residual, batch, kv), residual
 
-    def after_norm(self, normed: Rows, residual: torch.Tensor, batch: DeviceBatch, kv: LayerKV) -> torch.Tensor:
+    def after_norm(
+        self, normed: Rows, residual: torch.Tensor, batch: DeviceBatch, kv: LayerKV
+    ) -> torch.Tensor | ExpertOutputs:
         """The layer after its first norm; adds the attention's output to `residual` and returns the MLP's."""
         out = self.attention(normed, batch, kv)
         if isinstance(self.mlp, Experts):
@@ -274,13 +278,17 @@ class Decoder:
     def _compute(
         self, batch: DeviceBatch, kv: KVCache, features: Mapping[int, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        batches = (batch, *batch.others)
-        x, residual = self.embedding.embed(batch.token_ids), None
+        batches, residual = (batch, *batch.others), None
+        x: torch.Tensor | ExpertOutputs = self.embedding.embed(batch.token_ids)
         for i in self._run:
             x, residual = self.layers[i](x, residual, batches[self._places[i][0]], kv[i])
             if i + 1 in features:
+                x = self._combined(x)
                 torch.add(x, residual, out=features[i + 1])
-        return x, residual
+        return self._combined(x), residual
+
+    def _combined(self, x: torch.Tensor | ExpertOutputs) -> torch.Tensor:
+        return self.ops.combine(*x) if isinstance(x, ExpertOutputs) else x
 
 
 def _memory(batch: DeviceBatch) -> tuple[object, ...]:

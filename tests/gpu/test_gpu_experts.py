@@ -15,7 +15,7 @@ from conftest import TestModel, ragged_prompts
 from fakes import wait_until_idle
 
 from ssd import LLM, SamplingParams
-from ssd.kernels.ops import GLU, SWIGLU, Routing
+from ssd.kernels.ops import GLU, SWIGLU, ExpertOutputs, Routing
 from ssd.kernels.quantized import Codes, CodeType, bits_of, dequantize
 from ssd.kernels.reference import ReferenceOps
 from ssd.kernels.triton_ops import TritonOps
@@ -111,6 +111,17 @@ def test_a_graph_routes_other_rows_than_those_it_was_captured_with() -> None:
         x.normal_()
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(found, layer(x.clone()), strict=True))
+
+
+def test_sums_of_experts_that_a_norm_adds_up_have_the_bits_of_others() -> None:
+    """A forward pass that writes features has both."""
+    layer = Layer("gpt-oss-20b", "fp4", 32)
+    x = torch.randn(70, layer.hidden, device=CUDA).bfloat16()
+    routing, weight = layer.route(x), torch.rand(layer.hidden, device=CUDA)
+    outputs = ExpertOutputs(torch.randn(70 * layer.per_row, layer.hidden, device=CUDA).bfloat16(), routing)
+    expected = layer.ops.rms_norm(layer.ops.combine(*outputs), weight, 1e-5, other := x.clone())
+    assert torch.equal(layer.ops.combine_and_norm(outputs, weight, 1e-5, x), expected)
+    assert torch.equal(x, other)
 
 
 PROMPTS = ragged_prompts(16, longest=150)

@@ -9,7 +9,7 @@ import torch
 from stored_codes import some_codes
 from test_quantized import close, make_ops
 
-from ssd.kernels.ops import GLU, SWIGLU, Ops
+from ssd.kernels.ops import GLU, SWIGLU, ExpertOutputs, Ops
 from ssd.kernels.packing import FP4_PLACES, pack, packed_rows, paired
 from ssd.kernels.quantized import Codes, CodeType, dequantize
 from ssd.kernels.reference import ReferenceOps
@@ -177,6 +177,11 @@ def test_products_and_their_weighted_sums(kind: str, code: CodeType | None, glu:
             total = ops.combine(outputs, routing, float32=True)
             close(total, reference.combine(outputs, routing, float32=True), torch.float32)
             assert torch.equal(ops.combine(outputs, routing), total.to(dtype))
+            weight, residual = torch.randn(38, device=device).to(dtype), torch.randn(rows, 38, device=device).to(dtype)
+            expected = ops.rms_norm(ops.combine(outputs, routing), weight, 1e-5, other := residual.clone())
+            normed = ops.combine_and_norm(ExpertOutputs(outputs, routing), weight, 1e-5, residual)
+            assert torch.equal(normed, expected)
+            assert torch.equal(residual, other)
 
 
 @pytest.mark.parametrize("code", [None, "fp8", "int4"])
