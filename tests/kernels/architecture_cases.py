@@ -19,7 +19,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from ssd.kernels import attention, elementwise, experts, features, linear, packing, quantized_linear, row_codes
-from ssd.kernels.ops import GLU, Branches, DeviceBatch, HeadShape, Rope
+from ssd.kernels.ops import GLU, Branches, DeviceBatch, ExpertOutputs, HeadShape, Rope
 from ssd.kernels.quantized import Codes, CodeType
 
 META = torch.device("meta")
@@ -137,7 +137,9 @@ def test_experts(architecture: int, kind: CodeType | None, group: int, dtype: to
                 weight = packing.pack(Codes(weight.to(torch.uint8), scales, kind, depth), dtype, strips=kind == "fp4")
             x, bias = empty(inputs, depth, dtype=dtype), empty(32 * columns, dtype=dtype)
             experts.expert_linear(x, weight, routing, bias, glu=glu)
-        experts.combine(empty(4 * rows, 2048, dtype=dtype), routing)
+        outputs = ExpertOutputs(empty(4 * rows, 2048, dtype=dtype), routing)
+        experts.combine(*outputs)
+        elementwise.combine_and_norm(outputs, empty(2048, dtype=dtype), 1e-5, empty(rows, 2048, dtype=dtype))
 
 
 @pytest.mark.parametrize(
