@@ -80,6 +80,20 @@ def _added_up(ptrs, mask, stride, PIECES: tl.constexpr):
     return logits
 
 
+@triton.jit
+def _ordered(numbers):
+    """float32 numbers as integers in the same order (a warp finds the largest with one instruction), or such integers
+    as the numbers."""
+    bits = numbers.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _logit_keys(logits):
+    """NaN is the least logit, and -0.0 is 0.0."""
+    return _ordered(tl.where(logits == logits, logits + 0.0, float("-inf")))
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _route_kernel(
     logits_ptr, ids_ptr, weights_ptr, rows, experts, PIECES: tl.constexpr,
@@ -93,18 +107,20 @@ def _route_kernel(
     e = tl.arange(0, BLOCK)
     place = tl.arange(0, PLACES)
     logits = _added_up(logits_ptr + row * experts + e, e < experts, rows * experts, PIECES)
-    left = tl.where(logits == logits, logits, float("-inf"))  # NaN would be chosen with any index
+    keys = _logit_keys(logits)
     ids = tl.zeros((PLACES,), tl.int32)
     weights = tl.zeros((PLACES,), tl.float32)
-    top = tl.max(left, 0)
+    top = 0.0
     total = 0.0
     for i in tl.static_range(COUNT):
-        best = tl.argmax(left, 0)
-        weight = tl.exp(tl.sum(tl.where(e == best, logits, 0.0)) - top)
+        key = tl.max(keys, 0)
+        best, logit = tl.min(tl.where(keys == key, e, BLOCK), 0), _ordered(key).to(tl.float32, bitcast=True)
+        top = logit if i == 0 else top
+        weight = tl.exp(logit - top)
         ids = tl.where(place == i, best, ids)
         weights = tl.where(place == i, weight, weights)
         total += weight  # in this order, as `_route_few_kernel` has it
-        left = tl.where(e == best, float("-inf"), left)
+        keys = tl.where(e == best, -1 << 31, keys)
     if not CHOSEN:
         total = tl.sum(tl.exp(logits - top))
     tl.store(ids_ptr + row * COUNT + place, ids, mask=place < COUNT)
@@ -125,18 +141,21 @@ def _route_few_kernel(
     place = tl.arange(0, PLACES)[None, :]
     row = tl.arange(0, ROWS)[:, None]
     logits = _added_up(logits_ptr + row * experts + e, (row < rows) & (e < experts), rows * experts, PIECES)
-    left = tl.where(logits == logits, logits, float("-inf"))
+    keys = _logit_keys(logits)
     ids = tl.zeros((ROWS, PLACES), tl.int32)
     weights = tl.zeros((ROWS, PLACES), tl.float32)
-    top = tl.max(left, 1)[:, None]
+    top = tl.zeros((ROWS, 1), tl.float32)
     total = tl.zeros((ROWS, 1), tl.float32)
     for i in tl.static_range(COUNT):
-        best = tl.argmax(left, 1)[:, None]
-        weight = tl.exp(tl.sum(tl.where(e == best, logits, 0.0), 1)[:, None] - top)
+        key = tl.max(keys, 1)[:, None]
+        best = tl.min(tl.where(keys == key, e, BLOCK), 1)[:, None]
+        logit = _ordered(key).to(tl.float32, bitcast=True)
+        top = logit if i == 0 else top
+        weight = tl.exp(logit - top)
         ids = tl.where(place == i, best, ids)
         weights = tl.where(place == i, weight, weights)
         total += weight
-        left = tl.where(e == best, float("-inf"), left)
+        keys = tl.where(e == best, -1 << 31, keys)
     there = (row < rows) & (place < COUNT)
     tl.store(ids_ptr + row * COUNT + place, ids, mask=there)
     tl.store(weights_ptr + row * COUNT + place, weights / total, mask=there)
