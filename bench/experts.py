@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final, cast
 
 import torch
@@ -98,7 +99,7 @@ def bench(name: str, form: str, row_counts: list[int], device: torch.device) -> 
         hit = sum(len(each.experts.unique()) for each in routed) / _ROUTINGS
         parts: dict[str, tuple[Callable[[Any], object], Any, int]] = {
             "layer": (functools.partial(layer, x), logits, sum(layer.num_bytes)),
-            "gate/up": (functools.partial(layer.first, x), routed, layer.num_bytes[0]),
+            "gate/up": (functools.partial(_first, layer, x), routed, layer.num_bytes[0]),
             "down": (functools.partial(layer.last, inner), routed, layer.num_bytes[1]),
         }
         for part, (work, inputs, size) in parts.items():
@@ -152,6 +153,10 @@ def histogram(model: str, row_counts: list[int], device: torch.device) -> None:
 def _mean_hit(routing: list[torch.Tensor], steps: list[torch.Tensor]) -> float:
     hit = [len(layer[tokens].unique()) for layer in routing[:: max(1, len(routing) // 6)] for tokens in steps[:200]]
     return sum(hit) / max(1, len(hit))
+
+
+def _first(layer: Layer, x: torch.Tensor, routing: Routing) -> None:
+    layer.first(x, replace(routing, settled=False))  # as right after it was made
 
 
 def _for_each(work: Callable[[Any], object], inputs: Any) -> None:
