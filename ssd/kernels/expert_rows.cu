@@ -43,9 +43,9 @@ struct Params {
 extern "C" __constant__ const u32 threads = 32 * (CONSUMERS + 2);  // for the host
 extern "C" __constant__ const u32 shared_bytes = TILES_AT + MAX_TILES * 12;
 
-// Tiles are cut into items of some strips, and blocks of threads take equally many items that follow each other. An item
-// takes about as long as its strips and START more: the number of strips is the one with which all items end first. A
-// strip of many rows takes longer, so items of such a tile have fewer.
+// Tiles are cut into items of some strips, and blocks of threads take equally many items that follow each other. An
+// item takes about as long as its strips and START more: the number of strips is the one with which all items end
+// first. A strip of many rows takes longer, so items of such a tile have fewer.
 constexpr int START = 5;
 struct Work {
     const int* tiles;
@@ -178,8 +178,8 @@ struct Strip {
     }
 };
 
-// Products of a block's parts. `x`: where this thread reads the rows' numbers, `next`: is called when all that the block
-// has in shared memory was read.
+// Products of a block's parts. `x`: where this thread reads the rows' numbers, `next`: is called when all that the
+// block has in shared memory was read.
 template <int part, int parts, int N, int T, typename Next>
 __device__ __forceinline__ void multiply(Strip<T> (&strips)[N], u32 x, Next next) {
     if constexpr (part < parts) {
