@@ -269,7 +269,8 @@ def _expert_kernel(
     if EARLY:
         if not SETTLED:
             tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if BLOCK_M <= 16:  # programs that wait would keep multiprocessors from a draft beside a large batch
+            tl.extra.cuda.gdc_launch_dependents()
     tiles_n = tl.cdiv(N, BLOCK_N)
     tile = tiles_ptr + 3 * (tl.program_id(0) // tiles_n)
     expert = tl.load(tile)

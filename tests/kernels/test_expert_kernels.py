@@ -57,7 +57,7 @@ def test_a_router_s_logits(kind: str) -> None:
         assert kind == "plain" or torch.equal(alone.weights, found.weights[7:8])
 
 
-@pytest.mark.parametrize(("count", "experts"), [(3, 12), (4, 32), (8, 128), (1, 5)])
+@pytest.mark.parametrize(("count", "experts"), [(3, 12), (4, 32), pytest.param(8, 128, marks=pytest.mark.slow), (1, 5)])
 def test_routing_of_few_rows_on_a_gpu(count: int, experts: int) -> None:
     """As plain torch has it, and with the tiles of every expert that is hit. Catches rows and places that are not there
     (their numbers are no powers of two)."""
