@@ -60,6 +60,7 @@
 #define CH 64       /* attention: absolute positions per softmax chunk */
 #define AP 4        /* attention: key positions of a score tile */
 #define AV 4        /* attention: value vectors of an output tile */
+#define KV_AHEAD 4 /* attention: positions that are prefetched */
 #define QUERIES 24  /* attention: (row, head) pairs that share one pass over the keys, where there are so many */
 
 typedef float vf __attribute__((vector_size(VL * 4)));
@@ -2043,18 +2044,29 @@ struct softmax { /* running state of the queries of a task */
     float *q, *acc, *scores, *max, *sum, *alpha;
 };
 
-/* positions [from, n) of the chunk at `start`, which without a table is a slot */
+/* where a KV head's row of a position is; without a table the position is a slot */
+INLINE long kv_offset(const struct attention_args *a, const int32_t *table, long kv_head, long position) {
+    long slot = table ? table[position / a->block_size] * a->block_size + position % a->block_size : position;
+    return (slot * a->kv_heads + kv_head) * a->d;
+}
+
+/* positions [from, n) of the chunk at `start`.  Rows of a head are far apart: hardware does not foresee the next one. */
 static void load_chunk(const struct attention_args *a, struct chunk *c, const int32_t *table, long kv_head, long start,
                        long from, long n) {
-    long block = (start + from) / a->block_size, in_block = (start + from) % a->block_size;
-    for (long i = from; i < n; i++) {
-        long slot = (table ? table[block] : block) * a->block_size + in_block;
-        long offset = (slot * a->kv_heads + kv_head) * a->d;
+    const long bytes = a->kv == FP32 ? 4 : a->kv == BF16 ? 2 : 1;
+    for (long i = from, ahead = from; i < n; i++) {
+        for (; ahead < min_l(n, i + KV_AHEAD); ahead++) {
+            long next = kv_offset(a, table, kv_head, start + ahead) * bytes;
+            for (long line = 0; line < a->d * bytes; line += 64) {
+                __builtin_prefetch((const char *)a->k_cache + next + line);
+                __builtin_prefetch((const char *)a->v_cache + next + line);
+            }
+        }
+        long offset = kv_offset(a, table, kv_head, start + i);
         c->k[i] = c->copy_k + i * a->dp;
         c->v[i] = c->copy_v + i * a->dp;
         load_row(c->copy_k + i * a->dp, a->k_cache, offset, a->d, a->kv);
         load_row(c->copy_v + i * a->dp, a->v_cache, offset, a->d, a->kv);
-        if (++in_block == a->block_size) in_block = 0, block++;
     }
 }
 
