@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +23,7 @@ from ssd.models.decoder import Decoder
 # Rows of eager batches: one of each number that has kernels of its own (`kernels.linear`, `kernels.cublaslt`).
 _EAGER_SIZES = (1, *range(8, 128, 8), *(n * 2**i // 2 + 1 for i in range(8, 16) for n in (2, 3)))
 _SIZES = 6  # of eager inputs
+_MOST_INPUTS = 64  # that are kept on a CPU
 _HEAD_ROWS = 128  # whose logits are computed at a time, where those of all rows are wanted
 
 
@@ -105,7 +107,7 @@ class ModelRunner:
         self.followers: Followers | None = None  # on rank 0 of a split model
         self.graphs: BatchGraphs | None = None  # of decode-size batches
         self.prefill_graphs: BatchGraphs | None = None
-        self._last_inputs: tuple[tuple[int, ...], BatchInputs] | None = None  # on a CPU, with their sizes
+        self._last_inputs: OrderedDict[tuple[int, ...], BatchInputs] = OrderedDict()  # on a CPU, by their sizes
 
     def plan_graphs(self, *, prefill_only: bool = False) -> None:
         """Graphs of decode-size batches and short prefills, to be captured; `prefill_only`: of single prefills only."""
@@ -177,6 +179,9 @@ class ModelRunner:
             inputs = self._eager_inputs(sizes)
             inputs.write(batch)
             return Staged(inputs, (*sizes, int(keep)), keep=keep)
+        last = next(reversed(self._last_inputs.items()), None)
+        if last is not None and last[1].holds(batch):  # the same sequences decode
+            return Staged(last[1], last[0])
         decode_size = batch.max_queries <= FEW_QUERIES and batch.num_rows <= self.max_decode_rows
         graphs = self.graphs if decode_size and self.graphs is not None else self.prefill_graphs
         if graphs is not None and graphs.takes(batch):
@@ -205,9 +210,11 @@ class ModelRunner:
         return rows, logits, len(batch.slots), few, int(logits < rows), int(prefill)
 
     def _eager_inputs(self, sizes: tuple[int, ...]) -> BatchInputs:
-        """Tensors of the size of a batch. On a CPU those of the last batch are used again if they fit."""
-        if self._last_inputs is not None and self._last_inputs[0] == sizes:
-            return self._last_inputs[1]
+        """Tensors of the size of a batch. On a CPU those of the last sizes are used again: recordings know where they
+        are."""
+        if sizes in self._last_inputs:
+            self._last_inputs.move_to_end(sizes)
+            return self._last_inputs[sizes]
         rows, logits, works, few, gather, prefill = sizes
         made = BatchInputs(
             rows,
@@ -221,7 +228,9 @@ class ModelRunner:
             groups=len(self.decoder.kv_groups),
         )
         if self.decoder.device.type == "cpu":
-            self._last_inputs = sizes, made
+            self._last_inputs[sizes] = made
+            if len(self._last_inputs) > _MOST_INPUTS:
+                self._last_inputs.popitem(last=False)
         return made
 
     def run(self, staged: Staged, *, in_part: bool = False, read: ReadLogits | None = None) -> Forward:

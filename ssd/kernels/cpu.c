@@ -60,6 +60,9 @@
 #define CH 64       /* attention: absolute positions per softmax chunk */
 #define AP 4        /* attention: key positions of a score tile */
 #define AV 4        /* attention: value vectors of an output tile */
+#ifndef AHEAD
+#define AHEAD 512
+#endif
 #define KV_AHEAD 4 /* attention: positions that are prefetched */
 #define QUERIES 24  /* attention: (row, head) pairs that share one pass over the keys, where there are so many */
 
@@ -350,7 +353,9 @@ INLINE long int_at(const void *p, long i, int is64) {
 #define MAX_THREADS 256
 #define CHUNKS 4                 /* of a loop, per thread */
 #define ALONE (512 * VL)         /* numbers of several rows below which one thread rounds or normalises them all */
+#ifndef LOOKING_NS
 #define LOOKING_NS (100 * 1000L) /* how long a worker looks for work before it sleeps */
+#endif
 
 typedef void loop_fn(void *arg, long begin, long end);
 
@@ -1097,7 +1102,7 @@ INLINE void pairs_tile(const int mr, const int form, const int stored, const lon
     for (long n = 0; n < g.count; n++, w += bytes, own += mr * 4 * gq) {
         load_numbers(numbers, units, scales, g.shared == 1 ? n : n / g.shared, quads ? 64 / quads : g.per, &g, stored);
         const long last = min_l(gq, kq - n * gq); /* the last group may be shorter */
-        if (mr <= FEW_ROWS) PREFETCH(w + 512, bytes);
+        if (mr <= FEW_ROWS) PREFETCH(w + AHEAD, bytes);
         const int together = mr > FEW_ROWS || (form == INT8 && stored == SINGLES && mr > 2) ? 2 : mr;
         UNROLL for (int m = 0; m < mr; m += together)
             if (m + together <= mr)

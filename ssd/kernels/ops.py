@@ -42,6 +42,16 @@ class DeviceBatch:
     branches: Branches | None = None  # every row is a branch (without prefill_tiles; context_len is not used)
     others: tuple[DeviceBatch, ...] = ()  # the same for further groups of layers, with their own KV slots and blocks
 
+    @functools.cached_property
+    def memory(self) -> tuple[object, ...]:
+        """Where it is, and its shape: what the calls of a forward pass on a CPU depend on."""
+        tables, ids = self.block_tables, self.token_ids
+        others = (self.positions, self.slot_mapping, self.query_start, self.context_len, self.table_rows)
+        return (
+            *(ids.data_ptr(), len(ids), ids.dtype, len(self.table_rows), self.branches),
+            *(tables.data_ptr(), tables.shape, tables.stride(0), *(each.data_ptr() for each in others)),
+        )
+
 
 @dataclass(frozen=True)
 class HeadShape:

@@ -13,15 +13,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-_T = TypeVar("_T")
 ARGUMENTS: Final = 32  # words of a recorded call, as in `cpu.c`: its arguments, and at the end the function's number
 _MOST: Final = 64  # recordings of a model
+_MOST_BYTES: Final = 64 << 20  # of their results
 _HARMLESS: Final = ("__get__", "__len__", "data_ptr", "dim", "element_size", "numel", "size", "stride", "view")
 _local = threading.local()
 
@@ -111,12 +111,12 @@ class Recordings:
 
     def __init__(self, repeat: Callable[[np.ndarray], None]) -> None:
         self._repeat, self._arena, self._possible = repeat, Arena(), True
-        self._seen: OrderedDict[Hashable, tuple[np.ndarray, Any, object] | None] = OrderedDict()
+        self._seen: OrderedDict[Hashable, tuple[np.ndarray, torch.Tensor, object] | None] = OrderedDict()
 
     def clear(self) -> None:
         self._seen.clear()
 
-    def run(self, key: Hashable, compute: Callable[[], _T], keeps: object) -> _T:
+    def run(self, key: Hashable, compute: Callable[[], torch.Tensor], keeps: object) -> torch.Tensor:
         """What `compute` returns; `keeps`: what the key names by its identity."""
         if not self._possible:
             return compute()
@@ -129,12 +129,22 @@ class Recordings:
         found = self._seen[key]
         if found is not None:
             self._repeat(found[0])
-            result: _T = found[1]
-            return result
+            return found[1]
         tape = Tape(self._arena)
         with recording(tape):
             made = compute()
         self._possible = tape.complete
         if tape.complete:
             self._seen[key] = tape.calls, made, keeps
+            self._forget(_MOST_BYTES)
         return made
+
+    def _forget(self, most_bytes: int) -> None:
+        """Old recordings, so that the results of the others take no more memory than that; not the newest one."""
+        kept = [(key, found[1].nbytes) for key, found in self._seen.items() if found is not None]
+        excess = sum(size for _, size in kept) - most_bytes
+        for key, size in kept[:-1]:
+            if excess <= 0:
+                break
+            self._seen[key] = None
+            excess -= size

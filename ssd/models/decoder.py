@@ -256,7 +256,19 @@ class Decoder:
         `features`: by number of layers, where to write the hidden states after so many of them. `states`: where to
         write those of all rows that the head reads, after the last norm.
         """
-        x, residual = self._hidden(batch, kv, features or {})
+        few = len(batch.token_ids) <= _MOST_RECORDED and len(self._run) == len(self.layers)
+        if self._recordings is None or not few or features or states is not None:
+            return self._compute(batch, kv, features or {}, states)
+        key = id(kv), batch.logit_rows is None, batch.memory, *(each.memory for each in batch.others)
+        if batch.logit_rows is None:
+            return self._recordings.run(key, lambda: self._compute(batch, kv, {}, None), kv)
+        normed = self._recordings.run(key, lambda: self.norm(*self._hidden(batch, kv, {})), kv)
+        return self.head.logits(normed[batch.logit_rows])
+
+    def _compute(
+        self, batch: DeviceBatch, kv: KVCache, features: Mapping[int, torch.Tensor], states: torch.Tensor | None
+    ) -> torch.Tensor:
+        x, residual = self._hidden(batch, kv, features)
         if states is not None:
             states.copy_(self.norm(x, residual))
             return self.head.logits(states if batch.logit_rows is None else states[batch.logit_rows])
@@ -268,16 +280,6 @@ class Decoder:
         self, batch: DeviceBatch, kv: KVCache, features: Mapping[int, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The last product and the residual stream without it, of all rows."""
-        compute = functools.partial(self._compute, batch, kv, features)
-        whole = not features and len(self._run) == len(self.layers)
-        if self._recordings is None or not whole or len(batch.token_ids) > _MOST_RECORDED:
-            return compute()
-        key = id(kv), tuple(map(_memory, (batch, *batch.others)))
-        return self._recordings.run(key, compute, kv)
-
-    def _compute(
-        self, batch: DeviceBatch, kv: KVCache, features: Mapping[int, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         batches, residual = (batch, *batch.others), None
         x: torch.Tensor | ExpertOutputs = self.embedding.embed(batch.token_ids)
         for i in self._run:
@@ -289,16 +291,6 @@ class Decoder:
 
     def _combined(self, x: torch.Tensor | ExpertOutputs) -> torch.Tensor:
         return self.ops.combine(*x) if isinstance(x, ExpertOutputs) else x
-
-
-def _memory(batch: DeviceBatch) -> tuple[object, ...]:
-    """Where a batch is, and its shape: what the calls of a forward pass on a CPU depend on."""
-    tables, ids = batch.block_tables, batch.token_ids
-    others = (batch.positions, batch.slot_mapping, batch.query_start, batch.context_len, batch.table_rows)
-    return (
-        *(ids.data_ptr(), len(ids), ids.dtype, len(batch.table_rows), batch.branches),
-        *(tables.data_ptr(), tables.shape, tables.stride(0), *(each.data_ptr() for each in others)),
-    )
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -70,5 +70,5 @@ def test_old_recordings_are_forgotten() -> None:
     repeated: list[np.ndarray] = []
     recordings = Recordings(repeated.append)
     for key in (*range(200), *range(200)):
-        recordings.run(key, lambda: 0, None)
+        recordings.run(key, lambda: torch.zeros(1), None)
     assert not repeated
