@@ -60,9 +60,6 @@
 #define CH 64       /* attention: absolute positions per softmax chunk */
 #define AP 4        /* attention: key positions of a score tile */
 #define AV 4        /* attention: value vectors of an output tile */
-#ifndef AHEAD
-#define AHEAD 512
-#endif
 #define KV_AHEAD 4 /* attention: positions that are prefetched */
 #define QUERIES 24  /* attention: (row, head) pairs that share one pass over the keys, where there are so many */
 
@@ -149,10 +146,17 @@ INLINE void vsum_4(float *out, const vf *v) {
 #endif
 }
 
+/* of numbers; what NaN gives is not said */
 INLINE float vmax_lanes(vf v) {
-    float best = v[0];
-    UNROLL for (int i = 1; i < VL; i++) best = v[i] > best ? v[i] : best;
-    return best;
+#ifdef NEON
+    return vmaxvq_f32((float32x4_t)v);
+#else
+    float a[VL];
+    memcpy(a, &v, sizeof a);
+    UNROLL for (int w = VL / 2; w > 0; w /= 2)
+        for (int i = 0; i < w; i++) a[i] = a[i] > a[i + w] ? a[i] : a[i + w];
+    return a[0];
+#endif
 }
 
 /* exp, 1-2 ulp: 2^n * P(r) with |r| <= ln2/2; exactly 0 far below the range, inf above it, NaN stays NaN */
@@ -205,6 +209,21 @@ INLINE vf vround_bf16(vf v) {
 }
 
 typedef uint16_t vs_mem __attribute__((vector_size(VL * 2), aligned(2), may_alias));
+/* 2 * VL numbers; on NEON by permutes, which have two pipes on Neoverse N1, where shifts have one */
+INLINE void vload_bf16(vf *lo, vf *hi, const uint16_t *p) {
+#ifdef NEON
+    uint16x8_t halves = vld1q_u16(p), zero = {0};
+    *lo = (vf)vzip1q_u16(zero, halves);
+    *hi = (vf)vzip2q_u16(zero, halves);
+#elif VL == 16
+    *lo = (vf)((vu)_mm512_cvtepu16_epi32((__m256i)*(const vs_mem *)p) << 16);
+    *hi = (vf)((vu)_mm512_cvtepu16_epi32((__m256i)*(const vs_mem *)(p + VL)) << 16);
+#else
+    *lo = (vf)(__builtin_convertvector(*(const vs_mem *)p, vu) << 16);
+    *hi = (vf)(__builtin_convertvector(*(const vs_mem *)(p + VL), vu) << 16);
+#endif
+}
+
 INLINE void vstore_bf16(uint16_t *p, vf v) {
 #ifdef NEON /* GCC converts this short vector number by number */
     vst1_u16(p, vshrn_n_u32((uint32x4_t)vround_bf16(v), 16));
@@ -271,7 +290,12 @@ static void load_row(float *dst, const void *src, long offset, long n, int type)
         memcpy(dst, (const float *)src + offset, (size_t)n * 4);
     } else if (type == BF16) {
         const uint16_t *s = (const uint16_t *)src + offset;
-        for (long i = 0; i < n; i++) dst[i] = from_bf16(s[i]);
+        long i = 0;
+        for (vf lo, hi; i + 2 * VL <= n; i += 2 * VL) {
+            vload_bf16(&lo, &hi, s + i);
+            vstore(dst + i, lo), vstore(dst + i + VL, hi);
+        }
+        for (; i < n; i++) dst[i] = from_bf16(s[i]);
     } else {
         load_e4m3(dst, (const int8_t *)src + offset, n);
     }
@@ -353,9 +377,7 @@ INLINE long int_at(const void *p, long i, int is64) {
 #define MAX_THREADS 256
 #define CHUNKS 4                 /* of a loop, per thread */
 #define ALONE (512 * VL)         /* numbers of several rows below which one thread rounds or normalises them all */
-#ifndef LOOKING_NS
 #define LOOKING_NS (100 * 1000L) /* how long a worker looks for work before it sleeps */
-#endif
 
 typedef void loop_fn(void *arg, long begin, long end);
 
@@ -374,7 +396,7 @@ struct team {
     void *arg;
     long items, chunk;
     _Alignas(64) _Atomic long done; /* chunks of it */
-    _Atomic int asleep, stopping;
+    _Alignas(64) _Atomic int asleep, stopping;
     _Atomic int limit; /* threads of the last loop */
     struct range ranges[MAX_THREADS];
     int count; /* workers */
@@ -419,7 +441,7 @@ static void take_part(struct team *team, uint64_t ticket, long number) {
             team->body(team->arg, begin, min_l(team->items, begin + team->chunk));
             done++;
         }
-        if (done) atomic_fetch_add(&team->done, done);
+        if (done && atomic_fetch_add(&team->done, done) + done == chunks) return; /* no need to look at the others' */
     }
 }
 
@@ -1102,7 +1124,7 @@ INLINE void pairs_tile(const int mr, const int form, const int stored, const lon
     for (long n = 0; n < g.count; n++, w += bytes, own += mr * 4 * gq) {
         load_numbers(numbers, units, scales, g.shared == 1 ? n : n / g.shared, quads ? 64 / quads : g.per, &g, stored);
         const long last = min_l(gq, kq - n * gq); /* the last group may be shorter */
-        if (mr <= FEW_ROWS) PREFETCH(w + AHEAD, bytes);
+        if (mr <= FEW_ROWS) PREFETCH(w + 640, bytes);
         const int together = mr > FEW_ROWS || (form == INT8 && stored == SINGLES && mr > 2) ? 2 : mr;
         UNROLL for (int m = 0; m < mr; m += together)
             if (m + together <= mr)
@@ -1330,7 +1352,7 @@ static void pack_digits(digit *dst, const struct digit_layout *layout, const flo
 }
 
 /* ---------------------------------------------------------------- linear: AMX
- * Tile registers: 0 to 5 hold sums, 6 and 7 (of bf16 rows: 4 to 7) what is multiplied.  Row tiles have up to 16 rows; the
+ * Tile registers: 0 to 5 hold sums, 6 and 7 (of bf16 rows 4 to 7, of coarse rows 5 to 7) what is multiplied.  Row tiles have up to 16 rows; the
  * unused last row of one of those that are smaller is multiplied, too, and not read.
  * bf16: every output element is the sum, first to last, of products of 32 k; its bits differ from those of `tile`, so a
  * machine uses either.  x is [K/32][rows][32].
@@ -1345,9 +1367,10 @@ struct tile_config {
     uint8_t rows[16];
 };
 
-static void amx_configure(long rows, long rows_of_6, long bytes_of_6, long rows_of_7) {
+static void amx_configure(long rows, long rows_of_5, long rows_of_6, long bytes_of_6, long rows_of_7) {
     struct tile_config c = {.palette = 1};
     for (int i = 0; i < 6; i++) c.rows[i] = (uint8_t)rows, c.bytes[i] = 64;
+    c.rows[5] = (uint8_t)rows_of_5;
     c.rows[6] = (uint8_t)rows_of_6, c.bytes[6] = (uint16_t)bytes_of_6;
     c.rows[7] = (uint8_t)rows_of_7, c.bytes[7] = 64;
     COMPILER_BARRIER(); /* the intrinsics do not say what they read */
@@ -1399,10 +1422,8 @@ INLINE void amx_dot_tile(const int digits, long mr, long rows, long step, const 
     for (long group = 0, n = 0, used = 0, own = 0; group < kq; group += g.gq, n++) {
         _tile_zero(0);
         _tile_zero(1);
-        if (digits > 1) {
-            _tile_zero(2);
-            _tile_zero(3);
-        }
+        _tile_zero(2);
+        _tile_zero(3);
         if (digits == 3) {
             _tile_zero(4);
             _tile_zero(5);
@@ -1421,10 +1442,8 @@ INLINE void amx_dot_tile(const int digits, long mr, long rows, long step, const 
         }
         _tile_stored(0, sums[0], 64);
         _tile_stored(1, sums[1], 64);
-        if (digits > 1) {
-            _tile_stored(2, sums[2], 64);
-            _tile_stored(3, sums[3], 64);
-        }
+        _tile_stored(2, sums[2], 64);
+        _tile_stored(3, sums[3], 64);
         if (digits == 3) {
             _tile_stored(4, sums[4], 64);
             _tile_stored(5, sums[5], 64);
@@ -1436,14 +1455,12 @@ INLINE void amx_dot_tile(const int digits, long mr, long rows, long step, const 
                 vi of_row[3];
                 float *acc = buf + m * GROUP * NR + half * VL;
                 UNROLL for (int d = 0; d < digits; d++) of_row[d] = (vi)*(const vu_mem *)sums[2 * d + half][m];
-                vf sum = digits == 1 ? add_sums(vload(acc), of_row[0], numbers[half], &g, m * g.count + n)
-                                     : add_group(vload(acc), of_row, digits, numbers[half], &g, m * g.count + n);
+                vf sum = add_group(vload(acc), of_row, digits, numbers[half], &g, m * g.count + n);
                 vstore(acc, g.offsets ? add_offsets(sum, numbers[2 + half], &g, m * g.count + n) : sum);
             }
         if (++used == g.shared) own++, used = 0;
     }
 }
-
 #endif
 
 /* codes of 4 bits as bytes */
@@ -1456,6 +1473,54 @@ static void unpack_codes(char *out, const char *w, long kq, int form) {
     }
     COMPILER_BARRIER();
 }
+
+#ifdef AMX
+#define AMX_COARSE(left, right, out)                       \
+    _tile_zero(left);                                      \
+    _tile_zero(right);                                     \
+    for (long q = 0; q < quads; q += step / 4) {           \
+        _tile_loadd(6, x, step);                           \
+        _tile_loadd(7, own, 4 * NR);                       \
+        _tile_dpbsud(left, 6, 7);                          \
+        _tile_loadd(5, own + 4 * VL, 4 * NR);              \
+        _tile_dpbsud(right, 6, 5);                         \
+        x += rows * step, own += step * NR;                \
+    }                                                      \
+    _tile_stored(left, (out)[0], 64);                      \
+    _tile_stored(right, (out)[1], 64);
+
+/* A tile of coarse rows against a panel.  Beside the products of a group, the codes of the next one are unpacked, if they
+ * are of 4 bits, and the sums of the one before are added: each of these has to wait for what was written last. */
+INLINE void amx_coarse_tile(const int form, long mr, long rows, long step, const char *x, const char *w, const void *scales,
+                            long kq, const struct groups *given, float *buf) {
+    char codes[2][DOT_MOST * NR] __attribute__((aligned(64)));
+    int32_t sums[2][2][AMX_ROWS][VL] __attribute__((aligned(64)));
+    const struct groups g = *given;
+    const long bytes = g.gq * (is_4_bits(form) ? 4 * VL : 4 * NR);
+    vf numbers[4], units[4];
+    for (long m = 0; m < mr; m++) memset(buf + m * GROUP * NR, 0, NR * 4);
+    if (is_4_bits(form)) unpack_codes(codes[0], w, min_l(g.gq, kq), form);
+    for (long n = 0; n <= g.count; n++) {
+        const long quads = min_l(g.gq, kq - n * g.gq), next = min_l(g.gq, kq - (n + 1) * g.gq);
+        const char *own = is_4_bits(form) ? codes[n % 2] : w + n * bytes;
+        if (quads > 0 && n % 2) {
+            AMX_COARSE(2, 3, sums[1])
+        } else if (quads > 0) {
+            AMX_COARSE(0, 1, sums[0])
+        }
+        if (is_4_bits(form) && next > 0) unpack_codes(codes[(n + 1) % 2], w + (n + 1) * bytes, next, form);
+        if (!n) continue;
+        load_numbers(numbers, units, scales, g.shared == 1 ? n - 1 : (n - 1) / g.shared, g.per, &g, g.stored);
+        for (long m = 0, at = n - 1; m < mr; m++, at += g.count)
+            UNROLL for (int half = 0; half < 2; half++) {
+                float *acc = buf + m * GROUP * NR + half * VL;
+                vi of_row = (vi)*(const vu_mem *)sums[(n - 1) % 2][half][m];
+                vf sum = add_sums(vload(acc), of_row, numbers[half], &g, at);
+                vstore(acc, g.offsets ? add_offsets(sum, numbers[2 + half], &g, at) : sum);
+            }
+    }
+}
+#endif
 
 /* One row tile against consecutive panels, one after the other: a single stream of weights is what the hardware
  * prefetcher likes best, and two chains per row hide enough latency even at one row. */
@@ -1566,7 +1631,7 @@ static const char *widen_panels(const char *w, long depth) {
 static void amx_bf16_block(const struct linear_args *a, long t0, long t1, long panel0, long panels) {
     float buf[2][AMX_ROWS * GROUP * NR] __attribute__((aligned(64)));
     long span = a->gated ? 2 : 1, depth = a->kq * 4, next = a->rows * a->row_size;
-    amx_configure(a->rows, 16, 64, 16);
+    amx_configure(a->rows, a->rows, 16, 64, 16);
     for (long t = t0; t < t1; t += 2) {
         const char *x = packed_tile(a, t), *w = a->w + panel0 * span * depth * NR * 2;
         for (long p = 0; p < panels * span; p++, w += depth * NR * 2)
@@ -1622,7 +1687,7 @@ static void codes_block(const struct linear_args *a, long t0, long t1, long pane
     float *memory = a->unpack ? scratch(PANELS, (size_t)(panels * span * room)) : 0;
     struct panel found[GROUP];
 #ifdef AMX
-    if (a->amx) amx_configure(a->rows, a->rows, a->step, a->step / 4);
+    if (a->amx) amx_configure(a->rows, a->coarse ? a->step / 4 : a->rows, a->rows, a->step, a->step / 4);
 #endif
     for (long t = t0; t < t1; t++) {
         long row = tile_row(a, t), mr = tile_row(a, t + 1) - row;
@@ -1636,8 +1701,10 @@ static void codes_block(const struct linear_args *a, long t0, long t1, long pane
             float *out = buf + p * NR;
 #ifdef AMX
             if (a->amx) {
-                if (a->digits == 1)
-                    amx_dot_tile(1, mr, a->rows, a->step, x, w, s, a->kq, &g, out);
+                if (a->coarse && (a->unpack || a->form == INT8))
+                    amx_coarse_tile(INT8, mr, a->rows, a->step, x, w, s, a->kq, &g, out);
+                else if (a->coarse)
+                    amx_coarse_tile(UINT4, mr, a->rows, a->step, x, w, s, a->kq, &g, out);
                 else if (a->digits == 2)
                     amx_dot_tile(2, mr, a->rows, a->step, x, w, s, a->kq, &g, out);
                 else
@@ -1749,7 +1816,8 @@ static void plan_codes(struct linear_args *a, long scaled, int flags, const floa
     a->row_size = (a->coarse ? g->count * g->gq : a->kq) * 4 * a->digits * (long)sizeof(digit);
 #ifdef AMX
     if (a->m < AMX_LEAST) return;
-    a->amx = a->unpack = 1, a->rows = AMX_ROWS, a->step = 64;
+    a->amx = 1, a->rows = AMX_ROWS, a->step = 64;
+    a->unpack = !a->coarse || a->m > AMX_ROWS;
     while (group % a->step || a->kq * 4 % a->step) a->step /= 2;
 #endif
 }
@@ -1897,7 +1965,13 @@ static void norm_row(float *x, const void *w, long d, float eps, int bf16) {
     float scale = inverse_rms(x, d, eps);
     if (bf16) {
         const uint16_t *wh = w;
-        for (long i = 0; i < d; i++) x[i] = round_bf16(round_bf16(x[i] * scale) * from_bf16(wh[i]));
+        long i = 0;
+        for (vf lo, hi; i + 2 * VL <= d; i += 2 * VL) {
+            vload_bf16(&lo, &hi, wh + i);
+            vstore(x + i, vround_bf16(vround_bf16(vload(x + i) * scale) * lo));
+            vstore(x + i + VL, vround_bf16(vround_bf16(vload(x + i + VL) * scale) * hi));
+        }
+        for (; i < d; i++) x[i] = round_bf16(round_bf16(x[i] * scale) * from_bf16(wh[i]));
     } else {
         const float *wf = w;
         for (long i = 0; i < d; i++) x[i] = x[i] * scale * wf[i];
@@ -1906,7 +1980,13 @@ static void norm_row(float *x, const void *w, long d, float eps, int bf16) {
 
 /* x += residual, and residual = x */
 static void add_residual(float *x, void *residual, long at, long d, int bf16) {
-    for (long i = 0; i < d; i++)
+    long i = 0;
+    for (vf lo, hi; bf16 && i + 2 * VL <= d; i += 2 * VL) {
+        vload_bf16(&lo, &hi, (const uint16_t *)residual + at + i);
+        vstore(x + i, vround_bf16(vload(x + i) + lo));
+        vstore(x + i + VL, vround_bf16(vload(x + i + VL) + hi));
+    }
+    for (; i < d; i++)
         x[i] = bf16 ? round_bf16(x[i] + from_bf16(((const uint16_t *)residual)[at + i]))
                     : x[i] + ((const float *)residual)[at + i];
     store_exact(residual, at, x, d, bf16);
@@ -2049,29 +2129,27 @@ struct softmax { /* running state of the queries of a task */
     float *q, *acc, *scores, *max, *sum, *alpha;
 };
 
-/* where a KV head's row of a position is; without a table the position is a slot */
-INLINE long kv_offset(const struct attention_args *a, const int32_t *table, long kv_head, long position) {
-    long slot = table ? table[position / a->block_size] * a->block_size + position % a->block_size : position;
-    return (slot * a->kv_heads + kv_head) * a->d;
-}
-
-/* positions [from, n) of the chunk at `start`.  Rows of a head are far apart: hardware does not foresee the next one. */
+/* Positions [from, n) of the chunk at `start`, which without a table is a slot.  The rows of a head are far apart: a
+ * machine does not foresee the next one. */
 static void load_chunk(const struct attention_args *a, struct chunk *c, const int32_t *table, long kv_head, long start,
                        long from, long n) {
-    const long bytes = a->kv == FP32 ? 4 : a->kv == BF16 ? 2 : 1;
+    const long bytes = a->d * (a->kv == FP32 ? 4 : a->kv == BF16 ? 2 : 1);
+    long block = (start + from) / a->block_size, in_block = (start + from) % a->block_size, offsets[CH];
+    for (long i = from; i < n; i++) {
+        long slot = (table ? table[block] : block) * a->block_size + in_block;
+        offsets[i] = slot * a->kv_heads + kv_head;
+        if (++in_block == a->block_size) in_block = 0, block++;
+    }
     for (long i = from, ahead = from; i < n; i++) {
-        for (; ahead < min_l(n, i + KV_AHEAD); ahead++) {
-            long next = kv_offset(a, table, kv_head, start + ahead) * bytes;
-            for (long line = 0; line < a->d * bytes; line += 64) {
-                __builtin_prefetch((const char *)a->k_cache + next + line);
-                __builtin_prefetch((const char *)a->v_cache + next + line);
+        for (; ahead < min_l(n, i + KV_AHEAD); ahead++)
+            for (long line = 0; line < bytes; line += 64) {
+                __builtin_prefetch((const char *)a->k_cache + offsets[ahead] * bytes + line);
+                __builtin_prefetch((const char *)a->v_cache + offsets[ahead] * bytes + line);
             }
-        }
-        long offset = kv_offset(a, table, kv_head, start + i);
         c->k[i] = c->copy_k + i * a->dp;
         c->v[i] = c->copy_v + i * a->dp;
-        load_row(c->copy_k + i * a->dp, a->k_cache, offset, a->d, a->kv);
-        load_row(c->copy_v + i * a->dp, a->v_cache, offset, a->d, a->kv);
+        load_row(c->copy_k + i * a->dp, a->k_cache, offsets[i] * a->d, a->d, a->kv);
+        load_row(c->copy_v + i * a->dp, a->v_cache, offsets[i] * a->d, a->d, a->kv);
     }
 }
 
@@ -2119,7 +2197,11 @@ INLINE void value_tile(const int nq, const int nv, const struct softmax *s, long
 static void softmax_query(const struct softmax *s, long q, long n) {
     float *p = s->scores + q * CH;
     long padded = ceil_div(n, VL) * VL;
-    for (long i = n; i < padded; i++) p[i] = -INFINITY;
+    if (n < padded) {
+        vi lanes;
+        UNROLL for (int i = 0; i < VL; i++) lanes[i] = i;
+        vstore(p + padded - VL, vselect(lanes < (vi){0} + (int)(n - padded + VL), vload(p + padded - VL), vset(-INFINITY)));
+    }
     vf best = vset(s->max[q]);
     for (long i = 0; i < padded; i += VL) best = vmax(vload(p + i), best);
     float top = vmax_lanes(best);

@@ -28,6 +28,15 @@ EMULATED __m128i _mm_loadl_epi64(const void *p) {
 
 EMULATED void _mm_storeu_si128(void *p, __m128i v) { memcpy(p, &v, 16); }
 
+EMULATED __m512i _mm512_cvtepu16_epi32(__m256i v) {
+    uint16_t in[16];
+    uint32_t out[16];
+    memcpy(in, &v, sizeof in);
+    for (int i = 0; i < 16; i++) out[i] = in[i];
+    __m512i result;
+    memcpy(&result, out, sizeof result);
+    return result;
+}
 EMULATED __m128i _mm512_cvtepi32_epi8(__m512i v) {
     int32_t in[16];
     int8_t out[16];
