@@ -87,6 +87,7 @@ class DraftBuffers:
         self._branch_slots = runner.scratch_slot  # the first; after those of all rows comes one for padding
         self.padding_slot = runner.scratch_slot + shapes.scratch_slots - 1
         self._indices: dict[RunShape, Indices] = {}
+        self._reading: dict[tuple[int, int, bool], tuple[torch.Tensor, ...]] = {}  # see `_in_place`
 
     def inputs(self, *, branches: bool) -> Inputs:
         """Those of `branch`, or of `write`."""
@@ -169,11 +170,14 @@ class DraftBuffers:
         blocks = tables.blocks[tables.rows[:, None], 1 + index]
         real = (place < inputs.count[:n, None]) & (index < tables.blocks[tables.rows, :1])
         mapping = torch.where(real, blocks * size + positions % size, self.padding_slot)
-        context = inputs.first[:n] + reads
+        tokens, positions, mapping, context = self._in_place(
+            (n, reads, shape.branches),
+            (inputs.tokens[:n, :reads].flatten(), positions.flatten(), mapping.flatten(), inputs.first[:n] + reads),
+        )
         return DeviceBatch(
-            token_ids=inputs.tokens[:n, :reads].flatten().contiguous(),
-            positions=positions.flatten(),
-            slot_mapping=mapping.flatten(),
+            token_ids=tokens,
+            positions=positions,
+            slot_mapping=mapping,
             query_start=indices.read_start,
             context_len=context,
             logit_rows=logit_rows,
@@ -182,6 +186,15 @@ class DraftBuffers:
             block_tables=tables.blocks[:, 1:],
             table_rows=tables.rows,
         )
+
+    def _in_place(self, key: tuple[int, int, bool], made: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Tensors that were just made; on a CPU where those of the same key were, since recordings know that place."""
+        if self.device.type != "cpu":
+            return made
+        kept = self._reading.setdefault(key, tuple(each.clone() for each in made))
+        for place, each in zip(kept, made, strict=True):
+            place.copy_(each)
+        return kept
 
     def row_batch(self, shape: RunShape, depth: int, tables: Tables) -> DeviceBatch:
         """The newest token of every row, whose KV goes to the row's branch slots."""
