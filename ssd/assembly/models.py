@@ -13,6 +13,7 @@ from ssd.assembly.memory import Loaded, gib
 from ssd.config import EngineConfig
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import DeviceBlockTables, SequenceState
+from ssd.kernels.cpu import trim_heap
 from ssd.kernels.device import kernels, name_of
 from ssd.layers.formats import FormatOf
 from ssd.layers.formats.rounded import rounded
@@ -85,6 +86,8 @@ def load_decoder(
     decoder.load(_reported(name, _weights(checkpoint, decoder), len(decoder.shapes())))
     if decoder.quantized and device.type == "cuda":
         torch.cuda.empty_cache()  # the weights as they were before: memory for KV
+    if device.type == "cpu":
+        trim_heap()
     log.info(
         "%s: %s of weights in %s on %s, %s kernels, loaded in %.1f s",
         *(checkpoint.path.name, gib(decoder.num_bytes() // tp.size)),

@@ -489,6 +489,12 @@ class Kernels:
         return tokens, values
 
 
+def trim_heap() -> None:
+    """Gives freed memory back to the system, which glibc keeps otherwise: after a model was loaded."""
+    with suppress(OSError, AttributeError, TypeError):  # other systems do not have it
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def has_half_scales(codes: Codes) -> bool:
     """Whether scales and offsets are float16 numbers, as many files store them. Products of fp8 take float32."""
     numbers = [codes.scales] if codes.offsets is None else [codes.scales, codes.offsets]
