@@ -377,7 +377,7 @@ INLINE long int_at(const void *p, long i, int is64) {
 #define MAX_THREADS 256
 #define CHUNKS 4                 /* of a loop, per thread */
 #define ALONE (512 * VL)         /* numbers of several rows below which one thread rounds or normalises them all */
-#define LOOKING_NS (100 * 1000L) /* how long a worker looks for work before it sleeps */
+#define LOOKING_NS (300 * 1000L) /* how long a worker looks for work before it sleeps: longer than Python between two steps */
 
 typedef void loop_fn(void *arg, long begin, long end);
 
