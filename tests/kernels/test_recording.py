@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ssd.kernels import cpu
+from ssd.kernels import cpu, recording
 from ssd.kernels.recording import Arena, Recordings
 
 kernels = cpu.load()
@@ -72,3 +72,13 @@ def test_old_recordings_are_forgotten() -> None:
     for key in (*range(200), *range(200)):
         recordings.run(key, lambda: torch.zeros(1), None)
     assert not repeated
+
+
+def test_results_of_recordings_take_limited_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernels is not None
+    monkeypatch.setattr(recording, "_MOST_BYTES", 1024)
+    repeated: list[np.ndarray] = []
+    recordings, x, norm = Recordings(repeated.append), torch.ones(1, 128), torch.ones(128)
+    for key in (*"aabb", *"bbb", *"ccdd", "b"):  # two results of 512 bytes are kept, b's not
+        recordings.run(key, lambda: kernels.rms_norm(x, norm, 1e-5), None)
+    assert len(repeated) == 3
