@@ -6,7 +6,8 @@
 // k q^T [positions, rows], results v^T p^T [dimensions, rows]. Rows of a tile: query tokens times the GROUP heads of
 // the KV head, in NT = 1 or 2 columns of 8.
 //
-// Macros: GROUP, WARPS (of a block of threads), UNITS (of 64 keys or values in a warp's ring).
+// Macros: GROUP, WARPS (of a block of threads), UNITS (of 64 keys or values in a warp's ring), AT_ONCE (pieces whose
+// partial results are read at the same time).
 
 #include "pipeline.cu"
 
@@ -14,7 +15,6 @@ constexpr int DIM = 128, STEP = 64, SPLIT = 512;  // STEP, SPLIT: BLOCK_N and SP
 constexpr int UNIT_BYTES = STEP * DIM;
 constexpr int ITEM = 16;       // integers of an item
 constexpr int TILE_ROWS = 16;  // rows of a tile in the workspace
-constexpr int AT_ONCE = 11;    // pieces whose partial results are read at the same time
 
 #define MINUS_INF __uint_as_float(0xFF800000u)
 

@@ -54,7 +54,7 @@ def programs(heads: HeadShape, device: torch.device) -> int:
 
 
 def macros_of(group: int) -> dict[str, int]:
-    return {"GROUP": group, "WARPS": WARPS, "UNITS": UNITS}
+    return {"GROUP": group, "WARPS": WARPS, "UNITS": UNITS, "AT_ONCE": 11}
 
 
 @functools.cache
