@@ -91,29 +91,23 @@ HALVES_OF(emulated_upper_4, __m256, __m128, 16)
 CVTPH(512, 16, __m256i)
 CVTPH(256, 8, __m128i)
 
+#define WIDENED(bits, lanes, name, type)                                                          \
+    EMULATED __m##bits##i _mm##bits##_##name(__m128i v) {                                         \
+        type in[16];                                                                              \
+        int32_t out[lanes];                                                                       \
+        memcpy(in, &v, 16);                                                                       \
+        for (int i = 0; i < lanes; i++) out[i] = in[i];                                           \
+        __m##bits##i result;                                                                      \
+        memcpy(&result, out, sizeof result);                                                      \
+        return result;                                                                            \
+    }
 #define FOR_WIDTH(bits, lanes, dpbusd)                                                            \
     EMULATED __m##bits _mm##bits##_fmadd_ps(__m##bits a, __m##bits b, __m##bits c) {              \
         for (int i = 0; i < lanes; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);                  \
         return c;                                                                                 \
     }                                                                                             \
-    EMULATED __m##bits##i _mm##bits##_cvtepu8_epi32(__m128i v) {                                  \
-        uint8_t in[16];                                                                           \
-        int32_t out[lanes];                                                                       \
-        memcpy(in, &v, 16);                                                                       \
-        for (int i = 0; i < lanes; i++) out[i] = in[i];                                           \
-        __m##bits##i result;                                                                      \
-        memcpy(&result, out, sizeof result);                                                      \
-        return result;                                                                            \
-    }                                                                                             \
-    EMULATED __m##bits##i _mm##bits##_cvtepi8_epi32(__m128i v) {                                  \
-        int8_t in[16];                                                                            \
-        int32_t out[lanes];                                                                       \
-        memcpy(in, &v, 16);                                                                       \
-        for (int i = 0; i < lanes; i++) out[i] = in[i];                                           \
-        __m##bits##i result;                                                                      \
-        memcpy(&result, out, sizeof result);                                                      \
-        return result;                                                                            \
-    }                                                                                             \
+    WIDENED(bits, lanes, cvtepu8_epi32, uint8_t)                                                  \
+    WIDENED(bits, lanes, cvtepi8_epi32, int8_t)                                                   \
     EMULATED __m##bits##i _mm##bits##_madd_epi16(__m##bits##i a, __m##bits##i b) {                \
         int16_t x[2 * lanes], y[2 * lanes];                                                       \
         int32_t out[lanes];                                                                       \
