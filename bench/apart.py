@@ -4,6 +4,7 @@ python bench/apart.py                                     # graft:tiny-qwen3@qwe
 python bench/apart.py --delays 0 0.5 1 2 4                # ms that every step of the draft takes longer
 python bench/apart.py --model graft:tiny-llama@llama-3.1-8b --sd-draft graft:tiny-llama-draft@llama-3.2-1b \\
     --draft tiny-llama-draft --k 3 4
+python bench/apart.py --draft graft:tiny-qwen3-draft@qwen3-0.6b --draft-quantization int4 --draft-threads 14 --k 3 4 6
 python bench/apart.py --smoke                             # small models on a CPU: whether it runs
 
 The target is a graft: a small trained model inside of a published shape, computed in full. `--draft` is the small
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from arguments import add_options, given  # bench/arguments.py
 from rich.console import Console
 from rich.table import Table
 
@@ -116,8 +118,7 @@ def worker_drafter(llm: LLM, args: argparse.Namespace, k: int, budget: int | str
         "draft_device": args.draft_device,
         "placement": "process",
     }
-    options |= {"budget": budget, "backup": args.backup, "draft_threads": args.draft_threads}
-    wanted = SpeculationConfig(**options)
+    wanted = SpeculationConfig(**given(args, SpeculationConfig) | options | {"budget": budget})
     speculation = drafters.placed(wanted, torch.device(llm.config.device))
     length = llm.config.max_model_len
     config = EngineConfig(args.model, max_model_len=length, max_num_seqs=max(args.batches), speculation=speculation)
@@ -280,7 +281,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--budget", nargs="+", default=[16], type=lambda text: text if text == "auto" else int(text), help="SSD's"
     )
-    parser.add_argument("--draft-threads", type=int, help="SSD's, on a CPU")
+    names = {"draft_threads": "--draft-threads", "draft_quantization": "--draft-quantization"}
+    add_options(parser, SpeculationConfig, **names)
     parser.add_argument("--backup", default="auto")
     parser.add_argument("--batches", type=int, nargs="+", default=[1])
     parser.add_argument("--delays", type=float, nargs="+", default=[0.0], help="ms added to every step of SSD's draft")
