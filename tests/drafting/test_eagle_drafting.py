@@ -7,7 +7,6 @@ chunked prompts, with prefixes from the cache, at block borders, after preemptio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,15 @@ import pytest
 import torch
 from conftest import TestModel, ragged_prompts
 from eagle_heads import Head, make_head
+from eagle_observers import FEW, Branches, Drafts
 from fakes import wait_until_idle
 
 from ssd import LLM, SamplingParams
-from ssd.core import Origin, Outcome, Sequence, Work
-from ssd.decoding.drafter import Prepared
-from ssd.decoding.observer import RoundObserver
-from ssd.drafting.eagle import CARRIED
 from ssd.drafting.runner import DraftRun, DraftRunner, StagedBranches
 from ssd.drafting.ssd import SSDDrafter
 from ssd.models.eagle import EagleHead
 
 PROMPTS = ragged_prompts(10, longest=40)
-FEW = (3, 17, 60, 101, 222)  # tokens that requests are limited to, so that drafts of a random head are accepted, too
 Answers = list[tuple[Any, ...]]
 
 
@@ -97,36 +92,22 @@ def test_every_k_writes_what_plain_decoding_writes(target: TestModel, head: Head
         assert 0 < counts.spec_decode_num_accepted_tokens < counts.spec_decode_num_draft_tokens
 
 
-def before_round(work: Work, outcome: Outcome) -> tuple[list[int], tuple[int, ...] | None]:
-    """The tokens before a round that was committed, and those that the request is limited to."""
-    tokens = work.sequence.tokens
-    return tokens[: len(tokens) - len(outcome.token_ids)], FEW if work.sequence.params.logit_bias else None
-
-
 @pytest.mark.parametrize("case", mostly_slow(OPTIONS, fast={"preempted"}))
 def test_drafts_are_those_of_a_plain_implementation(target: TestModel, head: Head, alone: Answers, case: str) -> None:
     """Every draft of every round of greedy requests."""
-    seen = list[tuple[tuple[int, ...], list[int]]]()
-
-    class Drafts(RoundObserver):
-        def decided(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
-            for work, outcome in zip(works, outcomes, strict=True):
-                if outcome is not None and outcome.draft and work.sequence.params.greedy:
-                    before, allowed = before_round(work, outcome)
-                    seen.append((outcome.draft, head.draft(before, len(outcome.draft), allowed)[0]))
-
+    drafts = Drafts(head)
     speculation = {"mode": "sd", "draft": head.path, "k": 3}
     with (
         LLM(target.path, device="cpu", speculation=speculation, **OPTIONS[case]) as llm,
-        llm.driver.observing(Drafts()),
+        llm.driver.observing(drafts),
     ):
         assert answers(llm) == alone
         if case == "preempted":
             assert llm.engine.metrics.num_preemptions > 0
         elif case in ("one at a time", "chunked prompts"):
             assert llm.engine.metrics.cached_prompt_tokens > 0
-    assert len(seen) > 20
-    assert [list(draft) for draft, _ in seen] == [expected for _, expected in seen]
+    assert len(drafts.seen) > 20
+    assert [draft for draft, _ in drafts.seen] == [wanted for _, wanted in drafts.seen]
 
 
 @pytest.mark.parametrize("k", mostly_slow(range(1, 7), fast={1, 4}))
@@ -140,43 +121,6 @@ def test_every_k_writes_the_same_when_it_is_prepared_ahead(
         counts = llm.engine.metrics
         assert sum(counts.ssd_hits_after) > 0
         assert counts.spec_decode_num_accepted_tokens > 0
-
-
-class Branches(RoundObserver):
-    """The branches of greedy requests, and those of a plain implementation.
-
-    It reads a draft that was prepared with the states of its branch, moved by the feature that is known since.
-    """
-
-    def __init__(self, head: Head) -> None:
-        self.head = head
-        self.seen = list[tuple[list[int], list[int]]]()
-        self.num_after_hits = 0
-        self.states: dict[int, list[torch.Tensor]] = {}  # by sequence id: of its next draft, if it was prepared
-
-    def launched(self, works: Seq[Work], prepared: Callable[[Sequence], Prepared]) -> None:
-        self.prepared = {work.sequence.id: prepared(work.sequence) for work in works}
-
-    def decided(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
-        for work, outcome in zip(works, outcomes, strict=True):
-            wanted = len(self.seen) < 150 or self.num_after_hits <= 10
-            if outcome is not None and work.sequence.params.greedy and wanted:
-                self.compare(work, outcome)
-
-    def compare(self, work: Work, outcome: Outcome) -> None:
-        (before, allowed), states = before_round(work, outcome), self.states.pop(work.sequence.id, [])
-        given = list[torch.Tensor]()
-        if outcome.origin is Origin.HIT:
-            moved = self.head.fused(before[:-1])[-1] - states[0]
-            given = [state + CARRIED**place * moved for place, state in enumerate(states)][1:]
-        for (after, root), draft in self.prepared[work.sequence.id].items():
-            path = [*outcome.draft[:after], root]
-            count = len(path) + len(draft)
-            wanted, _, found = self.head.draft(before, count, allowed, path, given[:after])
-            self.seen.append((list(draft), wanted[len(path) :]))
-            self.num_after_hits += after > 0 and len(given) > 0
-            if (after, root) == (outcome.num_accepted, outcome.token_ids[-1]):
-                self.states[work.sequence.id] = found[after:]
 
 
 @pytest.mark.parametrize("case", mostly_slow(["one at a time", "chunked prompts", "preempted"], fast={"preempted"}))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,13 @@ import pytest
 import torch
 from conftest import TestModel, ragged_prompts
 from eagle_heads import make_head
+from eagle_observers import FEW, Branches, Drafts
 from fakes import wait_until_idle
 
 from ssd import LLM, SamplingParams
-from ssd.core import Outcome, Sequence, Work
-from ssd.decoding.drafter import Prepared
-from ssd.decoding.observer import RoundObserver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 PROMPTS = ragged_prompts(12, longest=100)
-FEW = (3, 17, 60, 101, 222)  # tokens that requests are limited to, so that drafts of a random head are accepted
 PARAMS = SamplingParams(max_new_tokens=40, ignore_eos=True, logit_bias=dict.fromkeys(FEW, 100.0))
 SHARE = 0.98  # of the drafts: sums are taken in another order, so a close choice may be another one
 
@@ -32,40 +28,20 @@ def test_drafts_are_those_of_a_plain_implementation(
     """Catches KV or features of another position or sequence, and what is missing in a graph."""
     target = make_model("llama-tied")
     head = make_head(target, tmp_path / "head")
-    right = list[bool]()
-
-    class Compared(RoundObserver):
-        synchronous = mode == "ssd"  # so that what was prepared last is for the round that is decided
-        prepared: dict[int, Prepared]
-
-        def launched(self, works: Seq[Work], prepared: Callable[[Sequence], Prepared]) -> None:
-            self.prepared = {work.sequence.id: prepared(work.sequence) for work in works if self.synchronous}
-
-        def decided(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
-            for work, outcome in zip(works, outcomes, strict=True):
-                tokens = work.sequence.tokens
-                if outcome is None or outcome.token_ids != tuple(tokens[-len(outcome.token_ids) :]) or len(right) > 400:
-                    continue  # a prompt, or cut at the end of the text
-                before = tokens[: len(tokens) - len(outcome.token_ids)]
-                if mode == "sd" and outcome.draft:
-                    right.append(list(outcome.draft) == head.draft(before, len(outcome.draft), FEW)[0])
-                for (after, root), draft in self.prepared.get(work.sequence.id, {}).items():
-                    path = [*outcome.draft[:after], root]
-                    right.append(list(draft) == head.draft(before, len(path) + len(draft), FEW, path)[0][len(path) :])
-
+    observer = Drafts(head) if mode == "sd" else Branches(head)
     options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_num_seqs": 4, "num_kv_blocks": 512}
     options |= {"block_size": 16, "max_model_len": 200, "max_num_batched_tokens": 48}
     with LLM(target.path, **options) as llm:
         expected = [output.token_ids for output in llm.generate(PROMPTS, PARAMS)]
     speculation = {"mode": mode, "draft": head.path, "k": 3} | ({"budget": 6} if mode == "ssd" else {})
-    with LLM(target.path, speculation=speculation, **options) as llm, llm.driver.observing(Compared()):
+    with LLM(target.path, speculation=speculation, **options) as llm, llm.driver.observing(observer):
         outputs = llm.generate(PROMPTS, PARAMS)
         wait_until_idle(llm.driver)
         assert llm.engine.metrics.drafter_failures == 0
     assert [output.token_ids for output in outputs] == expected
     assert sum(output.metrics.accepted for output in outputs) > 0
-    assert len(right) > 100
-    assert sum(right) >= SHARE * len(right)
+    assert len(observer.seen) > 100
+    assert sum(draft == wanted for draft, wanted in observer.seen) >= SHARE * len(observer.seen)
 
 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
