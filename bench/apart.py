@@ -4,7 +4,7 @@ python bench/apart.py                                     # graft:tiny-qwen3@qwe
 python bench/apart.py --delays 0 0.5 1 2 4                # ms that every step of the draft takes longer
 python bench/apart.py --model graft:tiny-llama@llama-3.1-8b --sd-draft graft:tiny-llama-draft@llama-3.2-1b \\
     --draft tiny-llama-draft --k 3 4
-python bench/apart.py --draft graft:tiny-qwen3-draft@qwen3-0.6b --draft-quantization int4 --draft-threads 14 --k 3 4 6
+python bench/apart.py --draft graft:tiny-qwen3-draft@qwen3-0.6b --k 3 4 6     # a real 0.6B there, in 4 bits
 python bench/apart.py --smoke                             # small models on a CPU: whether it runs
 
 The target is a graft: a small trained model inside of a published shape, computed in full. `--draft` is the small
@@ -42,6 +42,7 @@ from ssd.config import EngineConfig, SpeculationConfig
 from ssd.core import Origin, Outcome, Work
 from ssd.decoding.drafter import Drafter
 from ssd.decoding.observer import RoundObserver
+from ssd.models.open import open_checkpoint
 from ssd.parallel.process import Worker
 from ssd.prompts import load_prompts
 
@@ -119,7 +120,8 @@ def worker_drafter(llm: LLM, args: argparse.Namespace, k: int, budget: int | str
         "placement": "process",
     }
     wanted = SpeculationConfig(**given(args, SpeculationConfig) | options | {"budget": budget})
-    speculation = drafters.placed(wanted, torch.device(llm.config.device))
+    device = torch.device(llm.config.device)
+    speculation = drafters.sized(drafters.placed(wanted, device), open_checkpoint(args.draft), device)
     length = llm.config.max_model_len
     config = EngineConfig(args.model, max_model_len=length, max_num_seqs=max(args.batches), speculation=speculation)
     argv = [sys.executable, __file__, "--worker", str(delay)]

@@ -11,7 +11,7 @@ import torch
 
 from ssd.assembly.cores import split_cores
 from ssd.assembly.device import batched_tokens, resolve_device
-from ssd.assembly.drafters import follow_draft, load_draft, make_drafter, open_draft, placed, quantized
+from ssd.assembly.drafters import follow_draft, load_draft, make_drafter, open_draft, placed, sized
 from ssd.assembly.fit import check_draft_fits, check_fits
 from ssd.assembly.memory import MAX_IN_FLIGHT, blocks_for, fitting_length, gib, kv_blocks, possible_length
 from ssd.assembly.models import load_decoder, make_runner, make_state, num_slots
@@ -59,7 +59,7 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
         head=isinstance(draft, EagleCheckpoint),
         ranks=local_size(config.tensor_parallel_size),
     )
-    speculation = quantized(speculation, draft)
+    speculation = sized(speculation, draft, device)
     config = replace(config, device=str(device), speculation=speculation)
     apart, own_device = speculation.placement == "process", speculation.draft_device not in (None, str(device))
     here = draft if not apart or speculation.mode == "auto" else None

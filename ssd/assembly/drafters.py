@@ -53,7 +53,7 @@ log = logging.getLogger("ssd")
 _MAX_BRANCHES = 256  # of a whole batch
 _WORKER_START_SECONDS = 120.0
 _LARGE_DRAFT = 256 << 20  # bytes in bfloat16, of which a step of the draft reads all
-_DRAFT_THREADS = 4  # of a draft on the CPU beside a target on a GPU: small products gain nothing from more
+_DRAFT_THREADS = 4  # of a small draft on the CPU beside a target on a GPU: small products gain nothing from more
 
 
 def open_draft(
@@ -111,22 +111,29 @@ def placed(
     speculation = replace(speculation, placement=placement)
     first = rank_device(device, ranks) if wanted is None else resolve_device(wanted, "speculation draft_device")
     _check_draft_devices(speculation, first, {rank_device(device, rank) for rank in range(ranks)})
-    speculation = replace(speculation, draft_device=str(first))
-    if first.type == "cpu" and device.type == "cuda" and speculation.draft_threads is None:
-        threads = max(1, min(_DRAFT_THREADS, num_cores() // (2 * speculation.draft_ranks)))
-        return replace(speculation, draft_threads=threads)
-    return speculation
+    return replace(speculation, draft_device=str(first))
 
 
-def quantized(speculation: SpeculationConfig, draft: Checkpoint | EagleCheckpoint | None) -> SpeculationConfig:
-    """Resolves `draft_quantization`: for a large draft that reads a GPU's memory while the target does."""
-    if speculation.draft_quantization is not None or speculation.placement != "stream":
+def sized(
+    speculation: SpeculationConfig, draft: Checkpoint | EagleCheckpoint | None, device: torch.device
+) -> SpeculationConfig:
+    """Resolves `draft_quantization` and, for a draft on the CPU beside a target on a GPU, `draft_threads`.
+
+    A step of a large draft takes as long as reading it. It is rounded where the target reads the same memory, and to
+    fewer bits where memory is slower: on a CPU, of which it has all cores but two.
+    """
+    on_cpu = device.type == "cuda" and speculation.draft_device == "cpu"
+    large = False
+    if draft is not None and not isinstance(draft, EagleCheckpoint):
+        large = weight_bytes(draft.config, torch.bfloat16) >= _LARGE_DRAFT
+    if on_cpu and speculation.draft_threads is None:
+        threads = num_cores() - 2 if large else min(_DRAFT_THREADS, num_cores() // 2)
+        speculation = replace(speculation, draft_threads=max(1, threads // speculation.draft_ranks))
+    if speculation.draft_quantization is not None or not (on_cpu or speculation.placement == "stream"):
         return speculation
-    if draft is None or isinstance(draft, EagleCheckpoint) or weight_bytes(draft.config, torch.bfloat16) < _LARGE_DRAFT:
+    if draft is None or not large or format_names(draft.config, draft.formats):
         return speculation
-    if format_names(draft.config, draft.formats):
-        return speculation
-    return replace(speculation, draft_quantization="int8+bf16")
+    return replace(speculation, draft_quantization="int4" if on_cpu else "int8+bf16")
 
 
 def _check_draft_devices(speculation: SpeculationConfig, first: torch.device, target: set[torch.device]) -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from ssd import LLM, SamplingParams
-from ssd.assembly import cores
-from ssd.config import EngineConfig
+from ssd.assembly import cores, drafters
+from ssd.config import EngineConfig, SpeculationConfig
+from ssd.models.open import open_checkpoint
 
 K, BRANCHES = 3, 16
 
@@ -55,6 +56,26 @@ def test_few_cores_and_a_given_number_are_not_measured(split: Callable[..., int 
     assert split(2, 1.0, 4.0) == 1
     assert split(3, 1.0, 4.0) == 1
     assert split(16, 1.0, 4.0, draft_threads=5) == 5
+
+
+@pytest.mark.parametrize(
+    ("draft", "options", "threads", "form"),
+    [
+        ("graft:tiny-qwen3-draft@qwen3-0.6b", {}, 14, "int4"),
+        ("graft:tiny-qwen3-draft@qwen3-0.6b", {"draft_replicas": 2}, 7, "int4"),
+        ("graft:tiny-qwen3-draft@qwen3-0.6b", {"draft_threads": 6, "draft_quantization": "int8"}, 6, "int8"),
+        ("graft:tiny-qwen3-draft@qwen3-0.6b:int8", {}, 14, None),
+        ("tiny-qwen3-draft", {}, 4, None),
+    ],
+)
+def test_a_large_draft_on_the_cpu_beside_a_gpu_is_rounded_and_has_most_cores(
+    monkeypatch: pytest.MonkeyPatch, draft: str, options: dict[str, Any], threads: int, form: str | None
+) -> None:
+    monkeypatch.setattr(drafters, "num_cores", lambda: 16)
+    wanted = SpeculationConfig(mode="ssd", draft=draft, placement="process", draft_device="cpu", **options)
+    found = drafters.sized(wanted, open_checkpoint(draft), torch.device("cuda"))
+    assert (found.draft_threads, found.draft_quantization) == (threads, form)
+    assert drafters.sized(wanted, open_checkpoint(draft), torch.device("cpu")) == wanted
 
 
 @pytest.mark.slow
