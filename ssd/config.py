@@ -70,8 +70,8 @@ class SpeculationConfig:
     draft_quantization: Literal["none", "fp8", "int8", "int4", "int8+bf16"] | None = option(
         None,
         "Weights of the draft model in 8 or 4 bits: drafts are faster, and slightly fewer tokens are accepted. "
-        "int8+bf16: both are in memory, and steps of more than 32 rows take the latter. None: for a large draft of ssd "
-        "beside a target on a GPU that, where both read memory at the same time, and int4 for one on the CPU.",
+        "int8+bf16: both are in memory, and steps of more than 32 rows take the latter. None: that, for a large draft "
+        "of ssd on the target's GPU, where both read memory at the same time; int4, for one on the CPU beside a GPU.",
     )
     acceptance: Literal["coupled", "rejection"] = option(
         "coupled",
