@@ -34,6 +34,7 @@ _BUCKETS: Final = [16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, *_LARGE]
 _OURS_UP_TO: Final = 64  # rows; for more, the library is faster
 _FIRST_FROM: Final = 1024  # rows; from these on its first algorithm is the fastest
 _CANDIDATES: Final = 5  # algorithms that are compared for fewer
+_FEW_CANDIDATES: Final = 24  # and for up to _OURS_UP_TO, where a product takes as long as its weight is read
 _MOST_COPIES: Final = 32  # of a weight; those of a tiny model stay in the GPU's cache when it runs, too
 _P = ctypes.c_void_p
 # cublasLt.h and library_types.h
@@ -175,7 +176,8 @@ class CublasLt:
         dtype: torch.dtype,
         out_dtype: torch.dtype,
     ) -> list[_Algorithm]:
-        count, most = ctypes.c_int(), _CANDIDATES if rows < _FIRST_FROM else 1
+        most = _FEW_CANDIDATES if rows <= _OURS_UP_TO else _CANDIDATES if rows < _FIRST_FROM else 1
+        count = ctypes.c_int()
         found = (_Heuristic * most)()
         a, b, d = self._arguments(rows, columns, depth, depth, dtype, out_dtype)
         status = self._library.cublasLtMatmulAlgoGetHeuristic(
@@ -314,5 +316,5 @@ def load() -> CublasLt | None:
 def _key(version: int) -> str:
     """Hash of everything that affects bits and speed."""
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-    what = f"{gpu.name} {gpu.major}.{gpu.minor} {version} {torch.version.cuda} {triton.__version__} "
+    what = f"{gpu.name} {gpu.major}.{gpu.minor} {version} {torch.version.cuda} {triton.__version__} {_FEW_CANDIDATES} "
     return hashlib.sha256(what.encode() + Path(own.__file__).read_bytes()).hexdigest()[:16]

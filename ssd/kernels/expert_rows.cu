@@ -15,7 +15,7 @@ constexpr int WORDS = 32, PARTS = 8;  // of a block of an output: a part is a gr
 constexpr int BLOCK = WORDS * PARTS;  // weights
 constexpr int FULL = DEPTH / BLOCK, REST = DEPTH % BLOCK / WORDS;  // whole blocks, parts of the one after them
 constexpr int BLOCKS = FULL + (REST > 0);
-constexpr int CONSUMERS = TILES == 1 ? 12 : TILES == 2 ? 22 : 18, MOST = TILES == 1 ? 2 : 1;  // warps, strips of each
+constexpr int CONSUMERS = TILES == 1 ? 12 : TILES == 2 ? 24 : 20, MOST = TILES == 1 ? 2 : 1;  // warps, strips of each
 constexpr int SLOTS = CONSUMERS * MOST;
 constexpr int FEW = TILES == 1 ? 1 : TILES / 2, KINDS = TILES == 1 ? 1 : 2;  // of tiles: up to 8 FEW rows, or more
 constexpr int STRIP_BYTES = 16 * WORDS * 4, EXPONENT_BYTES = 16 * PARTS;
@@ -43,61 +43,98 @@ struct Params {
 extern "C" __constant__ const u32 threads = 32 * (CONSUMERS + 2);  // for the host
 extern "C" __constant__ const u32 shared_bytes = TILES_AT + MAX_TILES * 12;
 
-// Tiles are cut into items of some strips, and blocks of threads take equally many items that follow each other. An
-// item takes about as long as its strips and START more: the number of strips is the one with which all items end
-// first. A strip of many rows takes longer, so items of such a tile have fewer.
+// A block of threads takes some strips of a tile at a time, an item.
+struct Item {
+    int expert, start, rows;  // of its tile
+    int first, count;         // strips
+};
+__device__ __forceinline__ int summed(int v) {
+    for (int distance = 16; distance; distance /= 2) v += __shfl_xor_sync(~0u, v, distance);
+    return v;
+}
+__device__ __forceinline__ bool many(const int* tile) { return tile[2] - tile[1] > 8 * FEW; }
+
+#if TILES == 1
+// Tiles are cut into items of some strips, and blocks of threads take equally many that follow each other.
+// An item takes about as long as its strips and START more: the number of strips is the one with which all items end
+// first.
 constexpr int START = 5;
-struct Work {
+struct Work : Item {
     const int* tiles;
-    int strips, of_tile[2];   // items of a tile with few rows, with many
-    int tile, item, left;     // the next item, and how many of them this block of threads has left
-    int expert, start, rows;  // of the current item's tile
-    int first, count;         // strips of the current item
+    int strips, of_tile;   // items of a tile
+    int tile, item, left;  // the next item, and how many of them this block of threads has left
+    __device__ __forceinline__ Work(const Params& p, const int* tiles) : tiles(tiles), strips(p.strips) {
+        const int lane = threadIdx.x % 32, grid = gridDim.x;
+        int used = 0;  // tiles
+        for (int i = lane; i < p.num_tiles; i += 32) used += tiles[3 * i] >= 0;
+        used = summed(used);
+        const int share = min(lane, SLOTS - 1) + 1, turns = (used * cut(share) + grid - 1) / grid;
+        int best = turns * (share + START) * 32 + lane;
+        for (int distance = 16; distance; distance /= 2) best = min(best, __shfl_xor_sync(~0u, best, distance));
+        of_tile = cut(min(best % 32, SLOTS - 1) + 1);
+        const int begin = (int)((long long)used * of_tile * blockIdx.x / grid);
+        left = (int)((long long)used * of_tile * (blockIdx.x + 1) / grid) - begin;
+        tile = begin / of_tile, item = begin % of_tile;
+    }
+    __device__ __forceinline__ int cut(int share) const { return (strips + share - 1) / share; }
+    __device__ __forceinline__ bool next() {
+        if (left-- == 0) return false;
+        expert = tiles[3 * tile], start = tiles[3 * tile + 1], rows = tiles[3 * tile + 2] - start;
+        first = strips * item / of_tile, count = strips * (item + 1) / of_tile - first;
+        if (++item == of_tile) item = 0, ++tile;
+        return true;
+    }
+};
+
+#else
+// Each block of threads takes a range of units: 4 strips, one for each scheduler of warps. All ranges cost the same,
+// and a unit of a tile with many rows costs more than one with few. A range is cut at tiles, and then into items.
+constexpr int COST[2] = {TILES == 4 ? 2 : 3, TILES == 4 ? 3 : 4};
+struct Work : Item {
+    const int* tiles;
+    int strips, units;       // of a tile
+    int begin, end;          // of the range; in costs of all tiles' units, one after the other
+    int tile, before, cost;  // the current tile, cost of those before it, of a unit of it
+    int unit, last;          // of the current tile: the next one, behind the last one
     __device__ __forceinline__ Work(const Params& p, const int* tiles) : tiles(tiles), strips(p.strips) {
         const int lane = threadIdx.x % 32, grid = gridDim.x;
         int used = 0, large = 0;  // tiles
-        for (int i = lane; i < p.num_tiles; i += 32) used += tiles[3 * i] >= 0, large += tiles[3 * i] >= 0 && many(i);
-        used = summed(used), large = KINDS > 1 ? summed(large) : 0;
-        const int turns = (cut(min(lane, SLOTS - 1) + 1, used, large) + grid - 1) / grid;
-        int best = turns * (min(lane, SLOTS - 1) + 1 + START) * 32 + lane;
-        for (int distance = 16; distance; distance /= 2) best = min(best, __shfl_xor_sync(~0u, best, distance));
-        const int all = cut(min(best % 32, SLOTS - 1) + 1, used, large);
-        const int begin = (int)((long long)all * blockIdx.x / grid);
-        left = (int)((long long)all * (blockIdx.x + 1) / grid) - begin;
-        tile = KINDS > 1 ? 0 : begin / of_tile[0], item = KINDS > 1 ? begin : begin % of_tile[0];
-        for (int i = lane; KINDS > 1; i += 32) {  // finds the tile of item `begin`, 32 at a time
-            int sum = i < used ? (many(i) ? of_tile[1] : of_tile[0]) : 0;
+        for (int i = lane; i < p.num_tiles && tiles[3 * i] >= 0; i += 32) ++used, large += many(tiles + 3 * i);
+        used = summed(used), large = summed(large), units = (strips + 3) / 4;
+        const int all = units * ((used - large) * COST[0] + large * COST[1]);
+        begin = (int)((long long)all * blockIdx.x / grid), end = (int)((long long)all * (blockIdx.x + 1) / grid);
+        tile = before = 0;
+        for (int i = lane;; i += 32) {  // finds the tile where the range begins, 32 at a time
+            int sum = i < used ? units * COST[many(tiles + 3 * i)] : 0;
             for (int distance = 1; distance < 32; distance *= 2) {
                 const int other = __shfl_sync(~0u, sum, max(lane - distance, 0));
                 sum += lane < distance ? 0 : other;
             }
-            const int before = 32 - __clz(__ballot_sync(~0u, sum <= item));  // tiles
-            item -= before ? __shfl_sync(~0u, sum, before - 1) : 0, tile += before;
-            if (before < 32 || tile >= used) break;
+            const int passed = 32 - __clz(__ballot_sync(~0u, sum <= begin - before));  // tiles
+            before += passed ? __shfl_sync(~0u, sum, passed - 1) : 0, tile += passed;
+            if (passed < 32 || tile >= used) break;
         }
+        enter();
     }
-    __device__ __forceinline__ bool many(int tile) const {
-        return KINDS > 1 && tiles[3 * tile + 2] - tiles[3 * tile + 1] > 8 * FEW;
+    __device__ __forceinline__ void enter() {
+        cost = COST[many(tiles + 3 * tile)], unit = up_to(begin), last = up_to(end);
+        expert = tiles[3 * tile], start = tiles[3 * tile + 1], rows = tiles[3 * tile + 2] - start;
     }
-    static __device__ __forceinline__ int summed(int v) {
-        for (int distance = 16; distance; distance /= 2) v += __shfl_xor_sync(~0u, v, distance);
-        return v;
-    }
-    // Cuts tiles into items of up to so many strips; returns the number of all items.
-    __device__ __forceinline__ int cut(int share, int used, int large) {
-        const int fewer = max(share * 2 / 3, 1);
-        of_tile[0] = (strips + share - 1) / share, of_tile[1] = (strips + fewer - 1) / fewer;
-        return (used - large) * of_tile[0] + large * of_tile[1];
+    // Units of the current tile that begin before a place in the range of all.
+    __device__ __forceinline__ int up_to(int place) const {
+        return min(max((place - before + cost - 1) / cost, 0), units);
     }
     __device__ __forceinline__ bool next() {
-        if (left-- == 0) return false;
-        const int all = many(tile) ? of_tile[1] : of_tile[0];
-        expert = tiles[3 * tile], start = tiles[3 * tile + 1], rows = tiles[3 * tile + 2] - start;
-        first = strips * item / all, count = strips * (item + 1) / all - first;
-        if (++item == all) item = 0, ++tile;
+        for (; unit == last; enter()) {
+            ++tile, before += units * cost;
+            if (before >= end) return false;
+        }
+        const int left = last - unit, items = (left + SLOTS / 4 - 1) / (SLOTS / 4);
+        first = unit * 4, unit += (left + items - 1) / items, count = min(unit * 4, strips) - first;
         return true;
     }
 };
+#endif
 
 // Numbers `part` of two words of neighbouring weights, as a pair of bfloat16 (`packing.FP4_PLACES`), times a power of
 // two.
@@ -119,10 +156,12 @@ struct Strip {
     uint2 exponents[2];
     float scales[2], biases[2];
 
-    __device__ __forceinline__ void begin(const Params& p, const Work& work, int first) {
-        const int columns = p.strips * 16, all = p.experts * columns;
+    __device__ __forceinline__ void begin() {
 #pragma unroll
         for (int i = 0; i < T * 4; ++i) sums[i / 4][i % 4] = 0.0f;
+    }
+    __device__ __forceinline__ void load_scales(const Params& p, const Item& work, int first) {
+        const int columns = p.strips * 16, all = p.experts * columns;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int output = work.expert * columns + first + i * 8;
@@ -202,18 +241,24 @@ __device__ __forceinline__ void multiply(Strip<T> (&strips)[N], u32 x, Next next
 
 // N strips of an item by a warp: strip `warp`, and CONSUMERS after it.
 template <int N, int T>
-__device__ __forceinline__ void multiply(const Params& p, const Work& work, Barriers& barriers, u32 ring, Ring& at,
+__device__ __forceinline__ void multiply(const Params& p, const Item& work, Barriers& barriers, u32 ring, Ring& at,
                                          int warp) {
     const int lane = threadIdx.x % 32, first = (work.first + warp) * 16 + lane / 4;
     Strip<T> strips[N];
     int pairs[T][2];  // -1: there is no such row
 #pragma unroll
-    for (int n = 0; n < N; ++n) strips[n].begin(p, work, first + n * (CONSUMERS * 16));
+    for (int n = 0; n < N; ++n) strips[n].begin();
+    // What the end needs: for the latency of few rows early, else late, since registers are few.
+    const auto load_ends = [&] {
 #pragma unroll
-    for (int i = 0; i < 2 * T; ++i) {
-        const int row = i / 2 * 8 + lane % 4 * 2 + i % 2;
-        pairs[i / 2][i % 2] = row < work.rows ? p.order[work.start + row] : -1;
-    }
+        for (int n = 0; n < N; ++n) strips[n].load_scales(p, work, first + n * (CONSUMERS * 16));
+#pragma unroll
+        for (int i = 0; i < 2 * T; ++i) {
+            const int row = i / 2 * 8 + lane % 4 * 2 + i % 2;
+            pairs[i / 2][i % 2] = row < work.rows ? p.order[work.start + row] : -1;
+        }
+    };
+    if (TILES == 1) load_ends();
     const auto load = [&] {
         wait(&barriers.full[at.stage], at.parity);
         const u32 stage = ring + at.stage * STAGE_BYTES;
@@ -229,18 +274,19 @@ __device__ __forceinline__ void multiply(const Params& p, const Work& work, Barr
         at.next(STAGES);
     };
     load();
-    for (int block = 0; block < FULL; ++block)
+    for (int block = 0; block + 1 < BLOCKS; ++block)
         multiply<0, PARTS>(strips, rows(), [&] {
             done();
-            if (block + 1 < BLOCKS) load();
+            load();
         });
-    multiply<0, REST>(strips, rows(), done);
+    if (TILES > 1) load_ends();
+    multiply<0, REST ? REST : PARTS>(strips, rows(), done);
 #pragma unroll
     for (int n = 0; n < N; ++n) strips[n].finish(p, pairs, first + n * (CONSUMERS * 16));
 }
 
 template <int N>
-__device__ __forceinline__ void multiply(const Params& p, const Work& work, Barriers& barriers, u32 ring, Ring& at,
+__device__ __forceinline__ void multiply(const Params& p, const Item& work, Barriers& barriers, u32 ring, Ring& at,
                                          int warp) {
     if (KINDS == 1 || work.rows <= 8 * FEW)
         multiply<N, FEW>(p, work, barriers, ring, at, warp);

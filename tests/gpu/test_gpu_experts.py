@@ -24,7 +24,7 @@ from ssd.prompts import load_prompts
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 CLAMPED = GLU(1.702, 7.0, 1.0)
-ROWS = (1, 2, 5, 8, 16, 17, 64, 65, 200, 513, 2000)
+ROWS = (1, 2, 5, 8, 16, 17, 40, 64, 65, 128, 200, 256, 513, 2000)
 SIZES = {"qwen3-30b-a3b": (128, 8, 2048, 768, SWIGLU), "gpt-oss-20b": (32, 4, 2880, 2880, CLAMPED)}
 LAYERS: list[tuple[str, CodeType | None, int]] = [  # type of codes, and weights of one scale (0: a whole row)
     ("qwen3-30b-a3b", None, 0),
