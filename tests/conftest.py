@@ -9,7 +9,7 @@ import signal
 import ssl
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a 
 # Test machines are shared: a slow example is no failure. The same examples in every run, so that a change is judged by
 # itself; `--hypothesis-profile=search` (part of `make test-all`) tries new ones.
 hypothesis.settings.register_profile("search", deadline=None, max_examples=200)
-hypothesis.settings.register_profile("same", deadline=None, max_examples=50, derandomize=True)
+hypothesis.settings.register_profile("same", deadline=None, max_examples=20, derandomize=True)
 hypothesis.settings.load_profile("same")
 
 VOCAB = 320
@@ -222,6 +222,16 @@ def smollm2_reference(smollm2: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:  # transformers builds the same map of names for each of 400 modules
         patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
         return transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+
+
+def mostly_slow(values: Iterable[Any], fast: Collection[Any]) -> list[Any]:
+    """Values of a parameter, or tuples of several: those that are not in `fast` are left to the long run."""
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)), marks=[] if value in fast else pytest.mark.slow
+        )
+        for value in values
+    ]
 
 
 def ragged_prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,15 +16,27 @@ from typing import Any
 import pytest
 
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
-pytest.importorskip("openai")
-
-import openai
 
 from ssd import LLM
 from ssd.server.app import create_app
 from ssd.server.options import ServerOptions
 from ssd.server.run import Server
 
+
+def lazily(name: str) -> Any:
+    """A client's package, imported when it is first used: it takes seconds, and every worker collects all tests."""
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.loader is None:
+        pytest.skip(f"{name} is not installed", allow_module_level=True)
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+openai = lazily("openai")
 MODEL, DRAFT = "tiny-llama", "tiny-llama-draft"
 SPECULATION: dict[str, Any] = {
     "ar": None,

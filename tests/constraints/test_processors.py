@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import TestModel
+from conftest import TestModel, mostly_slow
 
 from ssd import LLM, RequestError, RequestFailed, SamplingParams
 
@@ -44,8 +44,10 @@ def texts(llm: LLM) -> list[list[int]]:
     return [output.token_ids for each in ALL for output in llm.generate(PROMPTS, each)]
 
 
-@pytest.mark.parametrize("run_ahead", [False, True])
-@pytest.mark.parametrize("mode", ["ngram", "sd", "ssd"])
+@pytest.mark.parametrize(
+    ("mode", "run_ahead"),
+    mostly_slow(itertools.product(("ngram", "sd", "ssd"), (False, True)), fast={("sd", False), ("ssd", True)}),
+)
 def test_a_logits_processor_writes_the_same_text_in_every_mode(
     path: str, plain: LLM, mode: str, run_ahead: bool
 ) -> None:

@@ -152,9 +152,8 @@ SPECULATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "speculation", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("sd-1", "sd-4", "ssd-2")), "ngram"]
-)
+@pytest.mark.slow  # the next test is the short one
+@pytest.mark.parametrize("speculation", SPECULATIONS)
 def test_same_text_with_drafts(alone: list[RequestOutput], speculation: str) -> None:
     """Catches a mask of another position, a draft that breaks the grammar and stands, and a changed neighbour."""
     outputs = generate(mixed(), speculation=SPECULATIONS[speculation])

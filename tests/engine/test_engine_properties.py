@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import mostly_slow
 from engine_machine import BASE, EOS, EngineMachine
 from fakes import (
     VOCAB,
@@ -31,9 +32,7 @@ from ssd.core import Proposal, SamplingParams, Work
 from ssd.decoding.round import InFlight
 from ssd.errors import EngineFailed, RequestError
 
-EngineMachine.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
+EngineMachine.TestCase.settings = settings(stateful_step_count=30, suppress_health_check=list(HealthCheck))
 TestEngineMachine = EngineMachine.TestCase
 
 
@@ -56,7 +55,7 @@ def check_crowd(harness: Harness, wanted: dict[str, Expected]) -> None:
     assert got == wanted
 
 
-@pytest.mark.parametrize("lookahead", [1, 3, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lookahead", mostly_slow([1, 3, 7], fast={3}))
 @pytest.mark.parametrize("manner", ["right", "wrong", "mixed"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_drafts_never_change_the_tokens(lookahead: int, manner: Manner, temperature: float) -> None:

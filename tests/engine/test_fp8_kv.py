@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import TestModel, ragged_prompts
+from conftest import TestModel, mostly_slow, ragged_prompts
 from eagle_heads import make_head
 from fakes import wait_until_idle
 from safetensors.torch import save_file
@@ -75,7 +75,7 @@ def answers(path: str, batch: int, dtype: str, *, turns: int = 1, **options: Any
     return [output.token_ids for output in out]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", mostly_slow(["float32", "bfloat16"], fast={"bfloat16"}))
 def test_all_modes_write_the_same_text(scaled: str, dtype: str) -> None:
     """T = 0 and 1, alone and together, prompts whole and in chunks, with prefix hits and few blocks.
 

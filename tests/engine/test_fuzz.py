@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import mostly_slow
 from fuzz.__main__ import fuzz
 from fuzz.case import Call, Case, random_case
 from fuzz.oracle import Oracle
@@ -22,7 +23,7 @@ from ssd.execution.batch import BatchInputs
 from ssd.execution.state import SequenceState
 from ssd.kv.blocks import BlockPool, BlockTable
 
-SEEDS = (47, 76, 96, 150, 165, 172, 198, 199)  # cases of one small model that together do almost everything
+SEEDS = (76, 96, 165, 172, 199, 47, 150, 198)  # cases of one small model that together do almost everything
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +40,11 @@ def test_a_case_survives_json() -> None:
         assert (again.to_json(), again.calls) == (case.to_json(), case.calls)
 
 
-def test_random_engines_answer_like_plain_decoding(oracle: Oracle) -> None:
+@pytest.mark.parametrize("cases", mostly_slow([5, 8], fast={5}))
+def test_random_engines_answer_like_plain_decoding(oracle: Oracle, cases: int) -> None:
     """Catches what the guarantees' own tests do not combine; `make fuzz` does this for longer."""
     covered: Counter[str] = Counter()
-    for seed in SEEDS:
+    for seed in SEEDS[:cases]:
         covered += run(random_case(seed, processes=False), oracle)
     assert {"preemption", "abort", "dropped stream", "interrupt", "failed request", "drafts accepted"} <= covered.keys()
 
@@ -108,7 +110,10 @@ def hand_out_twice(pool: BlockPool, table: BlockTable, num_tokens: int) -> bool:
 
 @pytest.mark.parametrize(
     ("seed", "owner", "name", "defect"),
-    [(57, BatchInputs, "accept", accept_wrongly), (47, BlockPool, "grow", hand_out_twice)],
+    mostly_slow(
+        [(57, BatchInputs, "accept", accept_wrongly), (47, BlockPool, "grow", hand_out_twice)],
+        fast=[(57, BatchInputs, "accept", accept_wrongly)],
+    ),
     ids=["acceptance", "blocks"],
 )
 def test_a_planted_defect_is_found_and_shrunk(

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
+from conftest import mostly_slow
 from engine_machine import BASE, EOS
 from fakes import Expected, Harness, ScriptedDrafter, StateDrafter, make_harness, naive, state_of
 
@@ -76,8 +77,8 @@ def serve(harness: Harness, params: Seq[SamplingParams]) -> tuple[dict[str, Requ
     return {delta.request_id: delta.output for delta in deltas if delta.output is not None}, deltas
 
 
-@pytest.mark.parametrize("run_ahead", [False, True])
-@pytest.mark.parametrize(("lookahead", "max_num_seqs"), [(0, 1), (0, 8), (3, 8), (7, 1)])
+@pytest.mark.parametrize("run_ahead", mostly_slow([False, True], fast={True}))
+@pytest.mark.parametrize(("lookahead", "max_num_seqs"), mostly_slow([(0, 1), (0, 8), (3, 8), (7, 1)], fast={(3, 8)}))
 def test_samples_fail_alone_after_their_accepted_tokens(lookahead: int, max_num_seqs: int, run_ahead: bool) -> None:
     """Catches siblings that end with a sample that fails, accepted drafts that are dropped with it, and a stop among
     them that is taken for a failure."""
@@ -195,9 +196,7 @@ def test_a_sample_without_a_choice_fails_alone(alone: list[RequestOutput]) -> No
     assert answers(answer(max_num_seqs=8)) == answers(alone)
 
 
-@pytest.mark.parametrize(
-    "variant", [*list(VARIANTS)[:3], *(pytest.param(name, marks=pytest.mark.slow) for name in list(VARIANTS)[3:])]
-)
+@pytest.mark.parametrize("variant", mostly_slow(VARIANTS, fast={"ssd"}))
 def test_failures_are_the_same_with_drafts(alone: list[RequestOutput], variant: str) -> None:
     """Catches accepted draft tokens that are dropped in the round that finds no token to choose."""
     outputs = answer(max_num_seqs=8, **VARIANTS[variant])

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 from fakes import VOCAB, Harness, ScriptedDrafter, make_harness, make_sequence, naive, wait_until_idle
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -247,7 +247,6 @@ def naive_stop(text: str, stops: list[str]) -> tuple[str, bool]:
     return text, False
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.text("aab.é€", max_size=14),
     st.lists(st.text("ab.é€", min_size=1, max_size=4), max_size=3),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fakes import make_sequence
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.core import Proposal, Request, SamplingParams, Sequence, Status, Work
@@ -630,7 +630,6 @@ def test_blocks_that_are_about_to_be_free_are_waited_for() -> None:
 # --- progress ---------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=75, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 23), min_size=1, max_size=6),
     extra=st.integers(0, 4),
@@ -656,7 +655,6 @@ def test_everybody_finishes(
     assert scheduler.pool.num_free == 6 + extra
 
 
-@settings(max_examples=75, deadline=None)
 @given(
     data=st.data(),
     lengths=st.lists(st.integers(1, 23), min_size=1, max_size=6),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import KINDS, TestModel, ragged_prompts, save_model
+from conftest import KINDS, TestModel, mostly_slow, ragged_prompts, save_model
 from eagle_heads import make_head
 from fakes import wait_until_idle
 
@@ -21,7 +21,7 @@ from ssd.kv.blocks import NULL, most_blocks
 
 PROMPTS = ragged_prompts(6, longest=180)
 PARAMS = [
-    SamplingParams(temperature=0.8 * (i % 2), seed=i, max_new_tokens=36, ignore_eos=True) for i in range(len(PROMPTS))
+    SamplingParams(temperature=0.8 * (i % 2), seed=i, max_new_tokens=24, ignore_eos=True) for i in range(len(PROMPTS))
 ]
 WAYS: list[dict[str, Any]] = [{}, {"mode": "sd", "k": 3}, {"mode": "ssd", "k": 3, "placement": "inline"}]
 WINDOWS = {"mistral-windows": (37,), "qwen2-windows": (None, 16), "qwen3-windows": (None, 21)}
@@ -30,11 +30,14 @@ SIZES: dict[str, Any] = {"device": "cpu", "max_model_len": 280, "block_size": 8,
 
 @pytest.mark.parametrize(
     ("kind", "draft"),
-    [
-        ("qwen3-windows", "mistral-windows"),
-        pytest.param("mistral-windows", "qwen3-windows", marks=pytest.mark.slow),
-        pytest.param("qwen2-windows", "llama-tied", marks=pytest.mark.slow),
-    ],
+    mostly_slow(
+        [
+            ("qwen3-windows", "mistral-windows"),
+            ("mistral-windows", "qwen3-windows"),
+            ("qwen2-windows", "llama-tied"),
+        ],
+        fast={("qwen3-windows", "mistral-windows")},
+    ),
 )
 def test_all_modes_write_the_same_text(make_model: Callable[[str], TestModel], kind: str, draft: str) -> None:
     """With few blocks: prompts in chunks, preemption, prefix hits, and a stream that is dropped.

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from conftest import mostly_slow
 from device_batches import make_device_batch
 
 from ssd.kernels.cpu_ops import CpuOps
@@ -128,7 +129,7 @@ def close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
         assert (one.float() - other.float()).norm(dim=-1).le(limit * other.float().norm(dim=-1)).all(), f"sequence {s}"
 
 
-@pytest.mark.parametrize("window", [0, 1, 3, 40])
+@pytest.mark.parametrize("window", mostly_slow([0, 1, 3, 40], fast={0, 3}))
 @pytest.mark.parametrize("branches", [Branches(0, 1), Branches(0, 6), Branches(3, 4), Branches(2, 7)], ids=str)
 @pytest.mark.parametrize("sinks", [False, True])
 def test_reference_is_dense_attention(branches: Branches, window: int, sinks: bool) -> None:
@@ -141,10 +142,13 @@ def test_reference_is_dense_attention(branches: Branches, window: int, sinks: bo
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "heads",
-    [
-        *[HeadShape(2, 2, 32), HeadShape(9, 3, 64), HeadShape(8, 2, 128), HeadShape(5, 1, 64)],
-        *[HeadShape(4, 2, 32, window=window) for window in (1, 5, 68, 100)],
-    ],
+    mostly_slow(
+        [
+            *[HeadShape(2, 2, 32), HeadShape(9, 3, 64), HeadShape(8, 2, 128), HeadShape(5, 1, 64)],
+            *[HeadShape(4, 2, 32, window=window) for window in (1, 5, 68, 100)],
+        ],
+        fast=[HeadShape(9, 3, 64), HeadShape(4, 2, 32, window=68)],
+    ),
     ids=str,
 )
 def test_c_kernel(cpu: CpuOps, heads: HeadShape, dtype: torch.dtype) -> None:
@@ -217,6 +221,17 @@ def test_positions_before_the_first_are_not_seen(kernels: str, request: pytest.F
                 close([out[None, 2 * s + j]], [trees.attend(s, j, trees.slots(s, position + 1)[1:])[None]])
 
 
+ALSO_ON_A_GPU = (
+    [
+        (HeadShape(6, 2, 16), Branches(0, 1)),
+        (HeadShape(2, 2, 24), Branches(2, 6)),
+        (HeadShape(4, 1, 16), Branches(69, 70)),
+    ]
+    if CUDA
+    else []
+)
+
+
 class TestTriton:
     """In Triton's interpreter on a CPU (float32: its bfloat16 dot is wrong), for real on a GPU."""
 
@@ -230,18 +245,21 @@ class TestTriton:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize(
         ("heads", "branches"),
-        [
-            (HeadShape(6, 2, 16), Branches(0, 1)),
-            pytest.param(HeadShape(8, 2, 32), Branches(3, 4), marks=pytest.mark.slow),
-            pytest.param(HeadShape(5, 1, 64), Branches(5, 17), marks=pytest.mark.slow),
-            (HeadShape(2, 2, 24), Branches(2, 6)),
-            (HeadShape(4, 1, 16), Branches(69, 70)),
-            (HeadShape(4, 2, 16, window=70), Branches(2, 6)),
-            pytest.param(HeadShape(4, 1, 16, window=5), Branches(69, 70), marks=pytest.mark.slow),
-        ],
+        mostly_slow(
+            [
+                (HeadShape(6, 2, 16), Branches(0, 1)),
+                (HeadShape(8, 2, 32), Branches(3, 4)),
+                (HeadShape(5, 1, 64), Branches(5, 17)),
+                (HeadShape(2, 2, 24), Branches(2, 6)),
+                (HeadShape(4, 1, 16), Branches(69, 70)),
+                (HeadShape(4, 2, 16, window=70), Branches(2, 6)),
+                (HeadShape(4, 1, 16, window=5), Branches(69, 70)),
+            ],
+            fast=[(HeadShape(4, 2, 16, window=70), Branches(2, 6)), *ALSO_ON_A_GPU],
+        ),
         ids=str,
     )
-    @pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("fp8", mostly_slow([False, True], fast={False}))
     def test_kernel(self, ops: Ops, heads: HeadShape, branches: Branches, dtype: torch.dtype, fp8: bool) -> None:
         forks, sinks = [[128, 300, 127, 16, 257], [40, 38], [0]], heads.num_kv_heads == 2
         trees = Trees(heads, forks, branches, dtype, DEVICE, fp8=fp8, sinks=sinks)

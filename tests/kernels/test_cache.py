@@ -176,10 +176,8 @@ def test_a_library_that_was_cut_off_does_not_end_the_process(tmp_path: Path) -> 
     assert path.read_bytes() == whole
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [pytest.param("size=16k", "No space left", marks=pytest.mark.slow), ("ro", "Read-only file system")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "reason"), [("size=16k", "No space left"), ("ro", "Read-only file system")])
 def test_a_cache_that_cannot_be_written_to(tmp_path: Path, options: str, reason: str) -> None:
     """A real file system, in a name space of the process: kernels are loaded from a temporary folder."""
     apart = ("unshare", "--map-root-user", "--mount")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from conftest import mostly_slow
 from device_batches import make_device_batch
 
 from ssd.kernels.cpu_ops import CpuOps
@@ -17,7 +20,13 @@ BLOCK_SIZE, ROW = 16, WIDE.num_kv_heads * WIDE.head_dim
 CODES = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(FP8)
 
 
-@pytest.fixture(params=["reference", "C", "triton"])
+KERNELS = ("reference", "C", "triton")
+EACH = list(itertools.product(KERNELS, (torch.float32, torch.bfloat16, torch.float16)))
+FEW = [each for each in EACH if CUDA or each[0] != "triton" or each[1] is torch.float32]  # the interpreter is slow
+in_every_type = pytest.mark.parametrize(("ops", "dtype"), mostly_slow(EACH, fast=FEW), indirect=["ops"], ids=str)
+
+
+@pytest.fixture(params=KERNELS)
 def ops(request: pytest.FixtureRequest) -> Ops:
     if request.param == "reference":
         return ReferenceOps()
@@ -73,7 +82,7 @@ def store(ops: Ops, values: torch.Tensor, scales: KVScales) -> tuple[torch.Tenso
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in divide")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@in_every_type
 def test_every_number_is_stored_as_the_nearest_code(ops: Ops, dtype: torch.dtype) -> None:
     """Catches another rounding of ties, a scale that multiplies, and overflow that becomes NaN."""
     if dtype is torch.float16 and isinstance(ops, CpuOps):
@@ -97,7 +106,7 @@ def test_infinities_are_the_largest_and_nan_stays(ops: Ops) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # rows of padding, never stored
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@in_every_type
 def test_every_code_is_read_as_its_number(ops: Ops, dtype: torch.dtype) -> None:
     """One token sees itself alone: the result is its value. Catches wrong subnormals, signs and scales."""
     on_cpu, reference = device_of(ops).type == "cpu", isinstance(ops, ReferenceOps)

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import mostly_slow
 from stored_codes import some_codes
-from test_quantized import close, make_ops
+from test_quantized import CUDA, close, make_ops
 
 from ssd.kernels.ops import GLU, SWIGLU, ExpertOutputs, Ops
 from ssd.kernels.packing import FP4_PLACES, pack, packed_rows, paired
@@ -18,8 +19,13 @@ CLAMPED = GLU(1.702, 7.0, 1.0)
 KERNELS = ("plain", "c", "triton")
 
 
-@pytest.mark.parametrize("chosen", [True, False])
-@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize(
+    ("kind", "chosen"),
+    mostly_slow(
+        [(kind, chosen) for kind in KERNELS for chosen in (True, False)],
+        fast=[(kind, chosen) for kind in KERNELS for chosen in (True, False) if CUDA or kind != "triton" or chosen],
+    ),
+)
 def test_routing(kind: str, chosen: bool) -> None:
     """The largest logits in order, the lower expert first where they are equal; softmax; pairs sorted by expert."""
     ops, device, _ = make_ops(kind)
@@ -57,7 +63,10 @@ def test_a_router_s_logits(kind: str) -> None:
         assert kind == "plain" or torch.equal(alone.weights, found.weights[7:8])
 
 
-@pytest.mark.parametrize(("count", "experts"), [(3, 12), (4, 32), pytest.param(8, 128, marks=pytest.mark.slow), (1, 5)])
+@pytest.mark.parametrize(
+    ("count", "experts"),
+    mostly_slow([(3, 12), (4, 32), (8, 128), (1, 5)], fast=[(3, 12), (4, 32), (1, 5)] if CUDA else [(3, 12)]),
+)
 def test_routing_of_few_rows_on_a_gpu(count: int, experts: int) -> None:
     """As plain torch has it, and with the tiles of every expert that is hit. Catches rows and places that are not there
     (their numbers are no powers of two)."""
@@ -119,7 +128,7 @@ def test_pairs_of_fp4_are_the_weight_s() -> None:
 def test_fp4_in_strips_has_the_bits_of_outputs_one_after_the_other() -> None:
     ops, device, types = make_ops("triton")
     torch.manual_seed(0)
-    codes = some_codes("fp4", 5 * 48, 320, 32, offsets=False, device=device)
+    codes = some_codes("fp4", 5 * 16, 320, 32, offsets=False, device=device)
     routing, x = ops.route(torch.randn(9, 5, device=device), 2, chosen=True), torch.randn(9, 320, device=device)
     for dtype in types:
         weights = [ops.prepare_codes(codes, dtype, experts=5), pack(codes, dtype, strips=False)]
@@ -143,15 +152,15 @@ def expert_weights(ops: Ops, code: CodeType | None, device: torch.device, dtype:
 
 
 CASES = [(None, CLAMPED), ("fp8", SWIGLU), ("fp4", CLAMPED), ("int8", SWIGLU), ("int4", SWIGLU), ("uint4", CLAMPED)]
+FEW = [case for case in CASES if case[0] == "fp4" or (CUDA and case[0] not in ("int8", "int4"))]  # by Triton
 
 
 @pytest.mark.parametrize(
     ("kind", "code", "glu"),
-    [
-        pytest.param(kind, code, glu, marks=pytest.mark.slow if kind == "triton" and code in ("int8", "int4") else ())
-        for kind in ("c", "triton")
-        for code, glu in CASES
-    ],
+    mostly_slow(
+        [(kind, *case) for kind in ("c", "triton") for case in CASES],
+        fast=[*(("c", *case) for case in CASES), *(("triton", *case) for case in FEW)],
+    ),
 )
 def test_products_and_their_weighted_sums(kind: str, code: CodeType | None, glu: GLU) -> None:
     """Rows of tokens and of pairs; biases; odd sizes; more rows than a tile has; experts without any row."""
@@ -184,8 +193,19 @@ def test_products_and_their_weighted_sums(kind: str, code: CodeType | None, glu:
             assert torch.equal(residual, other)
 
 
-@pytest.mark.parametrize("code", [None, "fp8", "int4"])
-@pytest.mark.parametrize("kind", ["c", "triton"])
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    mostly_slow(
+        [(kind, code) for kind in ("c", "triton") for code in (None, "fp8", "int4")],
+        fast=[
+            ("c", None),
+            ("c", "fp8"),
+            ("c", "int4"),
+            *([("triton", None), ("triton", "fp8")] if CUDA else []),
+            ("triton", "int4"),
+        ],
+    ),
+)
 def test_a_row_has_the_same_bits_in_any_company(kind: str, code: CodeType | None) -> None:
     """Alone, and among others that share its experts or do not: routing, products and sums."""
     ops, device, types = make_ops(kind)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import mostly_slow
 from stored_codes import some_codes
 
 from ssd.kernels import expert_rows as kernel
@@ -50,7 +51,11 @@ def emulated(
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
-    ("rows", "depth", "tiles", "glu"), [(9, 320, 1, GLU(1.702, 7.0, 1.0)), (20, 256, 2, None), (40, 320, 4, None)]
+    ("rows", "depth", "tiles", "glu"),
+    mostly_slow(
+        [(9, 320, 1, GLU(1.702, 7.0, 1.0)), (20, 256, 2, None), (40, 320, 4, None)],
+        fast=[(9, 320, 1, GLU(1.702, 7.0, 1.0))],
+    ),
 )
 def test_products(rows: int, depth: int, tiles: int, glu: GLU | None, tmp_path: Path) -> None:
     """A block of threads with several tiles and parts of one, more strips than warps, experts without a row and with

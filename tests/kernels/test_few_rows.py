@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import mostly_slow
 from stored_codes import some_codes
 
 from ssd.kernels import few_rows as kernel
@@ -57,14 +58,17 @@ def emulated(
 @needs_compiler
 @pytest.mark.parametrize(
     ("kind", "rows", "depth", "group"),
-    [
-        ("fp8", 3, 1280, 0),
-        ("int8", 9, 256, 0),
-        ("fp8", 16, 384, 0),
-        ("int4", 5, 1536, 128),
-        ("int4", 20, 1024, 128),
-        ("int4", 9, 768, 64),
-    ],
+    mostly_slow(
+        [
+            ("fp8", 3, 1280, 0),
+            ("int8", 9, 256, 0),
+            ("fp8", 16, 384, 0),
+            ("int4", 5, 1536, 128),
+            ("int4", 20, 1024, 128),
+            ("int4", 9, 768, 64),
+        ],
+        fast=[("int4", 5, 1536, 128)],  # the next test runs fp8
+    ),
 )
 def test_products(kind: CodeType, rows: int, depth: int, group: int, tmp_path: Path) -> None:
     """Blocks of 64 and of 32 words, fewer and more of them than stages, several tiles of outputs for a block of threads

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import mostly_slow
 
 from tests.kernels.emulation import COMPILER, TensorMap, addresses, emulated_kernel
 
@@ -19,7 +20,9 @@ def numbers(*shape: int) -> torch.Tensor:
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
     ("rows", "columns", "depth", "share", "gated"),
-    [(3, 48, 1280, 3, False), (9, 210, 256, 9, False), (17, 136, 512, 16, True)],
+    mostly_slow(
+        [(3, 48, 1280, 3, False), (9, 210, 256, 9, False), (17, 136, 512, 16, True)], fast=[(17, 136, 512, 16, True)]
+    ),
 )
 def test_products(rows: int, columns: int, depth: int, share: int, gated: bool, tmp_path: Path) -> None:
     """One and two groups of warps, whole and cut ones, several tiles of outputs for a block of threads, the last of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import mostly_slow
 from stored_codes import CODES, some_codes
 
 from ssd.kernels.cpu_ops import CpuOps
@@ -23,10 +24,11 @@ from ssd.layers.formats.rounded import Rounded
 
 FORMATS: tuple[Format, ...] = ("fp8", "int8", "int4")
 CUDA = torch.cuda.is_available()
+KINDS = ("plain", "c", "triton")
 ODD_SHAPES = [
     (1, 70, 96),
-    pytest.param(5, 64, 128, marks=pytest.mark.slow),
-    pytest.param(20, 130, 200, marks=pytest.mark.slow),
+    (5, 64, 128),
+    (20, 130, 200),
     (70, 96, 64),
     (3, 48, 512),
     (2, 34, 37),
@@ -87,8 +89,13 @@ def test_bytes(form: Format, rows: int, depth: int) -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("kind", ["plain", "c", "triton"])
-@pytest.mark.parametrize(("rows", "columns", "depth"), ODD_SHAPES)
+@pytest.mark.parametrize(
+    ("kind", "rows", "columns", "depth"),
+    mostly_slow(
+        [(kind, *shape) for kind in KINDS for shape in ODD_SHAPES],
+        fast=[(k, *ODD_SHAPES[i]) for k in KINDS for i in (0, 3, 4, 5) if CUDA or k != "triton" or i == 5],
+    ),
+)
 def test_products(kind: str, form: Format, rows: int, columns: int, depth: int) -> None:
     """Odd sizes in every direction; bias and gate; rows of x that are not contiguous."""
     ops, device, types = make_ops(kind)
@@ -109,20 +116,20 @@ def test_products(kind: str, form: Format, rows: int, columns: int, depth: int) 
         close(ops.codes_linear(x, gated, bias, gated=True), reference.gated_linear(wide, rounded, bias32), dtype)
 
 
-# One of each way that kernels read codes: Triton's interpreter takes seconds for each.
-FEW = (("fp8", 0, False), ("fp4", 32, False), ("int8", 16, False), ("int4", 128, False), ("uint4", 64, True))
+# One of each way that kernels read codes; Triton's interpreter takes seconds for each.
+FEW = [("fp8", 0, False), ("int4", 128, False), ("uint4", 64, True)]
+FEW += [("fp4", 32, False), ("int8", 16, False)] if CUDA else []
 
 
 def stored_codes(*kinds: str) -> pytest.MarkDecorator:
-    cases = [
-        pytest.param(kind, *case, marks=pytest.mark.slow if kind == "triton" and case not in FEW else ())
-        for kind in kinds
-        for case in CODES
-    ]
-    return pytest.mark.parametrize(("kind", "code", "group", "offsets"), cases)
+    cases = [(kind, *case) for kind in kinds for case in CODES]
+    fast = [case for case in cases if case[0] != "triton" or case[1:] in FEW]
+    return pytest.mark.parametrize(("kind", "code", "group", "offsets"), mostly_slow(cases, fast))
 
 
-@pytest.mark.parametrize("row_scales", ["none", "row", "group"])
+@pytest.mark.parametrize(
+    "row_scales", mostly_slow(["none", "row", "group"], fast={"none", "group", *(["row"] if CUDA else [])})
+)
 @stored_codes("plain", "c", "triton")
 def test_products_of_stored_codes(kind: str, code: CodeType, group: int, offsets: bool, row_scales: str) -> None:
     """Every type of codes with scales of rows or groups, offsets, and rows that were scaled; gate and bias."""
@@ -168,7 +175,7 @@ def test_a_row_has_the_same_bits_in_any_company(kind: str, code: CodeType, group
             assert torch.equal(again, scaled[index])
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("kind", mostly_slow(FORMATS, fast=FORMATS if CUDA else {"int4"}))
 def test_many_rows_are_multiplied_by_widened_codes(kind: CodeType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some outputs at a time, gated and not, with the bits of fewer rows on a GPU."""
     ops, device, types = make_ops("triton")
@@ -223,7 +230,7 @@ def test_rows_of_any_size(code: CodeType, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("number", ["fp8", "int8"])
-@pytest.mark.parametrize("kind", ["plain", "c", "triton"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_rounded_by_themselves(kind: str, number: RowType) -> None:
     """To numbers of 8 bits, by scales of their own or a stored one; zeros, tiny and huge rows stay finite."""
     ops, device, types = make_ops(kind)
@@ -247,7 +254,7 @@ def test_rows_are_rounded_by_themselves(kind: str, number: RowType) -> None:
                 assert torch.equal(scale[0], scales[i])
 
 
-@pytest.mark.parametrize("kind", ["plain", "c", "triton"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_embedding_is_looked_up_unrounded(kind: str) -> None:
     """And is not quantised at all where no head shares it."""
     ops, device, _ = make_ops(kind)

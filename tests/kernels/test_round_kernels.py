@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import mostly_slow
 
 from ssd.core import Origin
 from ssd.execution import batch as batches
@@ -19,7 +20,7 @@ rounds = pytest.importorskip("ssd.kernels.rounds", exc_type=ImportError)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
 VOCAB, BLOCK_SIZE, MAX_LEN = 50, 4, 40
-SEEDS = range(12)
+SEEDS = mostly_slow(range(12), fast=range(12 if torch.cuda.is_available() else 4))
 Tensors = dict[str, torch.Tensor]
 
 

@@ -9,6 +9,7 @@ import dataclasses
 
 import pytest
 import torch
+from conftest import mostly_slow
 from device_batches import make_device_batch, paged_batch
 
 from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope
@@ -128,17 +129,18 @@ class Paged:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # rows of padding, never stored
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("prefill", [False, True])
+@pytest.mark.parametrize(
+    ("prefill", "fp8"),
+    mostly_slow(
+        [(False, False), (False, True), (True, False), (True, True)],
+        fast=[(False, True), (True, False), *([(False, False), (True, True)] if CUDA else [])],
+    ),
+)
 @pytest.mark.parametrize(
     "heads",
-    [
-        HeadShape(6, 2, 16),
-        pytest.param(HeadShape(5, 1, 32), marks=pytest.mark.slow),
-        pytest.param(HeadShape(2, 2, 24), marks=pytest.mark.slow),
-    ],
+    mostly_slow([HeadShape(6, 2, 16), HeadShape(5, 1, 32), HeadShape(2, 2, 24)], fast=[HeadShape(6, 2, 16)]),
     ids=str,
 )
-@pytest.mark.parametrize("fp8", [False, True])
 def test_rope_and_attention(
     ops: triton_ops.TritonOps, heads: HeadShape, prefill: bool, dtype: torch.dtype, fp8: bool
 ) -> None:
@@ -164,12 +166,13 @@ def test_rope_and_attention(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("window", "fp8", "sinks"),
-    [
-        *[(1, False, False), (70, False, True), (70, True, False)],
-        *(pytest.param(600, fp8, sinks, marks=pytest.mark.slow) for fp8 in (False, True) for sinks in (False, True)),
-        pytest.param(64, False, False, marks=pytest.mark.slow),
-        pytest.param(0, False, True, marks=pytest.mark.slow),
-    ],
+    mostly_slow(
+        [
+            *[(1, False, False), (70, False, True), (70, True, False), (64, False, False), (0, False, True)],
+            *((600, fp8, sinks) for fp8 in (False, True) for sinks in (False, True)),
+        ],
+        fast=[(70, False, True), *([(1, False, False), (70, True, False)] if CUDA else [])],
+    ),
 )
 def test_rows_with_a_window_or_sinks_keep_their_bits(
     ops: triton_ops.TritonOps, window: int, dtype: torch.dtype, fp8: bool, sinks: bool
@@ -294,12 +297,10 @@ def test_attention_rows_keep_their_bits(
 
 @pytest.mark.parametrize(
     ("contexts", "most"),
-    [
-        ([33 * 512] * 2, 3),
-        ([32 * 512] * 2, 2),
-        ([5000, 1, 700], 1),
-        ([1000] * 35, 2),
-    ],
+    mostly_slow(
+        [([33 * 512] * 2, 3), ([32 * 512] * 2, 2), ([5000, 1, 700], 1), ([1000] * 35, 2)],
+        fast=[([33 * 512] * 2, 3), ([5000, 1, 700], 1), *([([32 * 512] * 2, 2), ([1000] * 35, 2)] if CUDA else [])],
+    ),
 )
 def test_pieces_are_shared_out_once_in_no_more_items_than_programs(contexts: list[int], most: int) -> None:
     """Where there are fewer tiles than the 33 programs. `most`: pieces of an item."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 import pytest
 from fakes import cached_prefixes
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.kv.blocks import NULL, BlockPool, BlockTable, most_blocks
@@ -338,7 +338,6 @@ def test_a_prefix_needs_the_last_blocks_of_each_window(windows: tuple[int | None
     assert cached_tokens(pool, range(29)) == 12, "28 need block 5, 20 need block 3, and 12 the blocks 1 and 2"
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     st.data(),
     st.integers(1, 3),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TestModel
+from conftest import TestModel, mostly_slow
 from eagle_heads import Layout, make_head
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -138,7 +138,7 @@ def test_other_uses_of_a_head_are_refused_with_the_reason(
         LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": head.path})
 
 
-@pytest.mark.parametrize("vocab", [33000, 1000, 320])
+@pytest.mark.parametrize("vocab", mostly_slow([33000, 1000, 320], fast={33000}))
 def test_a_grafted_head_drafts_what_the_small_one_drafts(
     make_model: Callable[[str], TestModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab: int
 ) -> None:

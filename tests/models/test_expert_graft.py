@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import TestModel, ragged_prompts
+from conftest import TestModel, mostly_slow, ragged_prompts
 from experts import graft_routing
 from test_parity import engine_logits
 from test_tensor_parallel import logits_of
@@ -95,6 +95,7 @@ class Recording(ReferenceOps):
         return routing
 
 
+@pytest.mark.slow
 def test_tokens_are_spread_over_the_experts(make_model: Callable[[str], TestModel]) -> None:
     """Eight of 128 experts, in layers with and without a layer of the base: all are used, none three times as often as
     the others; few rows hit as many as if they chose at random. Catches a router that reads what all tokens share."""
@@ -121,7 +122,9 @@ def test_tokens_are_spread_over_the_experts(make_model: Callable[[str], TestMode
         assert torch.equal(found.long().sort().values, told[tokens].sort().values)
 
 
-@pytest.mark.parametrize(("base", "name"), [("model", "in-parts"), ("llama", "gpt-oss")])
+@pytest.mark.parametrize(
+    ("base", "name"), mostly_slow([("model", "in-parts"), ("llama", "gpt-oss")], fast={("model", "in-parts")})
+)
 def test_an_exported_graft_is_the_same_model_for_transformers(
     base: str, name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -141,6 +144,7 @@ def test_an_exported_graft_is_the_same_model_for_transformers(
         assert torch.equal(engine_logits(llm, TOKENS), found)
 
 
+@pytest.mark.slow  # tests/models/test_expert_models.py does so with a small GPT-OSS
 def test_a_graft_of_gpt_oss_writes_the_same_text_in_all_modes(llama: str) -> None:
     """T = 0 and 1, windows crossed."""
     prompts = ragged_prompts(4, longest=40)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import KINDS, SHAPE, WITH_EXPERTS, TestModel, ragged_prompts
+from conftest import KINDS, SHAPE, WITH_EXPERTS, TestModel, mostly_slow, ragged_prompts
 from safetensors.torch import load_file, save_file
 from test_parity import engine_logits
 from test_tensor_parallel import logits, on_ranks
@@ -153,8 +153,8 @@ PROMPTS = ragged_prompts(6, longest=40)
 PARAMS = [SamplingParams(temperature=float(i % 2), seed=i, max_new_tokens=16, ignore_eos=True) for i in range(6)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("dtype", mostly_slow(["float32", "bfloat16"], fast={"float32"}))
+@pytest.mark.parametrize("kind", mostly_slow(["qwen3-moe", "gpt-oss"], fast={"gpt-oss"}))
 def test_the_same_text_by_ar_sd_and_ssd(make_model: Callable[[str], TestModel], kind: str, dtype: str) -> None:
     """T = 0 and 1, alone and together, with a dense draft and with one that has experts."""
     target, dense, experts = (make_model(kind).path for kind in (kind, "qwen3", "mixtral"))

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import LLAMA3_ROPE, VOCAB, byte_tokenizer, ragged_prompts, randomise_vectors
+from conftest import LLAMA3_ROPE, VOCAB, byte_tokenizer, mostly_slow, ragged_prompts, randomise_vectors
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -69,7 +69,6 @@ TARGETS = {
     "everything": sizes(768, 300, 7, 12, 4, 64, 1000, True),
     "same-but-untied": sizes(64, 112, 3, 4, 2, 16, VOCAB, False),
 }
-SLOW = pytest.mark.slow
 CASES = [(family, target) for family in FAMILIES for target in TARGETS]
 
 
@@ -150,7 +149,7 @@ def base_answers(make_base: Callable[..., Path]) -> Callable[[str, str], Answers
 
 @pytest.mark.parametrize(
     ("family", "target"),
-    [pytest.param(*case, marks=SLOW if case[0] == "qwen3" and case[1] != "everything" else []) for case in CASES],
+    mostly_slow(CASES, fast={("llama", "split-groups-4x-heads"), ("llama", "larger-groups"), ("qwen3", "everything")}),
 )
 def test_logits_and_texts_are_the_bases(
     family: str, target: str, make_base: Callable[..., Path], base_answers: Callable[[str, str], Answers]
@@ -167,10 +166,7 @@ def test_logits_and_texts_are_the_bases(
 
 @pytest.mark.parametrize(
     ("family", "target"),
-    [
-        pytest.param(*case, marks=[] if case in [("llama", "split-groups-4x-heads"), ("qwen3", "2x-heads")] else SLOW)
-        for case in CASES
-    ],
+    mostly_slow(CASES, fast={("llama", "split-groups-4x-heads"), ("qwen3", "2x-heads")}),
 )
 def test_bfloat16_logits_are_the_bases(family: str, target: str, make_base: Callable[..., Path]) -> None:
     """Catches a factor that is no power of two: it would round all weights anew (a difference of 0.02 or more here).
@@ -378,7 +374,7 @@ def graft(make_base: Callable[..., Path]) -> GraftCheckpoint:
 @pytest.mark.parametrize(
     ("family", "target", "shard_bytes"),
     [
-        pytest.param("llama", "everything", 3_000_000, marks=SLOW),
+        pytest.param("llama", "everything", 3_000_000, marks=pytest.mark.slow),
         ("qwen3", "split-groups-4x-heads", export.SHARD_BYTES),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import mostly_slow
 from gguf_files import SHAPES, SIZES, random_blocks, widened, write_models
 from test_tensor_parallel import logits, on_ranks
 
@@ -147,7 +148,7 @@ def tensors_in(layers: list[Any]) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", mostly_slow(["float32", "bfloat16"], fast={"bfloat16"}))
 def test_text_is_the_same_in_all_modes(files: dict[str, Path], dtype: str) -> None:
     """AR one by one; SD and SSD together, with drafts that are partly wrong; T = 0 and 1."""
     prompts = [TOKENS[:5], TOKENS[3:20], TOKENS[:30], TOKENS[7:9]]

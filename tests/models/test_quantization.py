@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ragged_prompts
+from conftest import mostly_slow, ragged_prompts
 from quantized_checkpoints import FORMATS, PublishedFormat, write_checkpoint
 from safetensors.torch import load_file, save_file
 from test_hostile_files import HOSTILE, check_ends_well, damaged, places
@@ -80,18 +80,11 @@ PROMPTS = ragged_prompts(6, longest=40)
 PARAMS = [
     SamplingParams(temperature=float(i % 2), seed=i, max_new_tokens=16, ignore_eos=True) for i in range(len(PROMPTS))
 ]
-QUICK = {
-    *(("ct-fp8-channel", "float32"), ("ct-int4", "float32"), ("awq", "bfloat16")),
-    *(("fp8-block", "bfloat16"), ("ct-w8a8", "bfloat16"), ("gptq-act-order", "bfloat16")),
-}
+QUICK = {("awq", "bfloat16"), ("fp8-block", "bfloat16"), ("ct-w8a8", "bfloat16")}
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
-        for case in itertools.product(FORMATS, ["float32", "bfloat16"])
-    ],
+    ("name", "dtype"), mostly_slow(itertools.product(FORMATS, ["float32", "bfloat16"]), fast=QUICK)
 )
 def test_ar_sd_and_ssd_write_the_same(made: Made, name: str, dtype: str) -> None:
     """At temperatures 0 and 1, one request at a time or all at once, drafted by the model itself in another type of

@@ -312,14 +312,14 @@ def streamed(tokenizer: Tokenizer, ids: list[int], prompt_ids: list[int] | None 
     return text
 
 
-@settings(max_examples=75, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(max_size=60))
 def test_streamed_unicode_is_the_text(real: tuple[Tokenizer, Path], text: str) -> None:
     ids = real[0].encode(text)
     assert streamed(real[0], ids) == real[0].decode(ids)
 
 
-@settings(max_examples=75, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_streamed_random_tokens_are_their_text(real: tuple[Tokenizer, Path], data: st.DataObject) -> None:
     """Random ids hold invalid bytes, special tokens and ids beyond the vocabulary; low ids are single bytes."""
@@ -377,7 +377,7 @@ def test_sentencepiece_spaces_survive(spm: Tokenizer) -> None:
     assert streamed(spm, ids) == spm.decode(ids) == "world  a"
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     pieces=st.lists(st.sampled_from(["Hello", " world", "a", " a", "é", " ", "  ", "中", "🙂", "!", "ß"]), max_size=20)
 )

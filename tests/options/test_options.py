@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ def run(*arguments: str) -> tuple[Any, Given]:
     return CliRunner().invoke(program, arguments), seen
 
 
+@functools.cache
 def flags_of(name: str) -> dict[str, Any]:
     """The parameters of a command of `ssd`, by every spelling of their flags."""
     parameters = get_command(app).commands[name].params  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ equally good generator been pinned.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -15,6 +16,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import pytest
 import torch
+from conftest import mostly_slow
 from fakes import chi_squared_p
 from hypothesis import given
 from hypothesis import strategies as st
@@ -223,6 +225,7 @@ def test_seeds_positions_and_tokens_all_matter() -> None:
 # --- the distribution -------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def axis(name: str, n: int) -> torch.Tensor:
     """`n` values along one axis, the other two held fixed: each alone must be a good random sequence."""
     if name == "tokens":
@@ -255,7 +258,7 @@ def test_kolmogorov_smirnov(name: str) -> None:
 
 
 @AXES
-@pytest.mark.parametrize("lag", [1, pytest.param(2, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("lag", mostly_slow([1, 2, 8], fast={1, 8}))
 def test_neighbours_are_independent(name: str, lag: int) -> None:
     """Catches correlation along an axis (chi-squared over 8 x 8 cells of pairs). False alarm: 1e-7."""
     uniform = torch.exp(-torch.exp(-axis(name, 200_000).double()))
@@ -288,6 +291,7 @@ def test_gumbel_max_samples_the_distribution(p: list[float]) -> None:
 # --- the streams ------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def numbers(stream: Stream, n: int, token: int = 0) -> torch.Tensor:
     """Uniform numbers of one stream at positions 0..999 of several seeds; of one token where it has many."""
     places = [(seed, position) for seed in range(n // 1000) for position in range(1000)]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import mostly_slow
 from fakes import chi_squared_p
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -133,7 +134,7 @@ class Case:
 
 
 @pytest.mark.usefixtures("host_kernels")
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", mostly_slow(range(12), fast=range(4)))
 def test_the_naive_sampler_chooses_the_same(seed: int) -> None:
     case = Case(seed)
     sampler, count = Sampler(case.columns), 1 + seed % 3

@@ -42,6 +42,7 @@ def test_a_server_survives_broken_requests(fragile: Served, caplog: pytest.LogCa
     assert not [record for record in caplog.records if record.exc_info]
 
 
+@pytest.mark.slow  # schemathesis takes ten seconds to draw them
 def test_a_server_keeps_to_its_schema(fragile: Served) -> None:
     """One valid and one invalid request of every kind."""
     pytest.importorskip("schemathesis")

@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("fastapi", reason="needs the extras serve and dev")
-pytest.importorskip("openai", reason="needs the extras serve and dev")
-pytest.importorskip("anthropic", reason="needs the extras serve and dev")
 
-import anthropic
-from live_server import MODEL, Served, serving
+from live_server import MODEL, Served, lazily, serving
 
 from server.scripted import WEATHER, Forced, harmony_checkpoint
 from ssd import LLM
@@ -22,6 +19,7 @@ from ssd.constraints.grammars import Constraint, Grammars
 from ssd.server import chat
 from ssd.server.protocol import ChatRequest
 
+anthropic = lazily("anthropic")
 TOOL: Any = {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}
 ASK: Any = [{"role": "user", "content": "Weather?"}]
 ARGUMENTS = '{"city":"Rome","days":2}'

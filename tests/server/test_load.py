@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from conftest import mostly_slow
 from live_server import MODEL, SPECULATION, Served, openai, serving, until
 
 from ssd import LLM, SamplingParams
@@ -63,8 +64,8 @@ def alone(llm: LLM) -> Callable[[int], list[str]]:
     return functools.cache(functools.partial(expected, llm))
 
 
-@pytest.mark.parametrize("count", [16, pytest.param(64, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("ar", "sd")), "ssd"])
+@pytest.mark.parametrize("count", mostly_slow([8, 16, 64], fast={8}))
+@pytest.mark.parametrize("mode", mostly_slow(["ar", "sd", "ssd"], fast={"ssd"}))
 def test_text_under_load_is_that_of_the_library_alone(alone: Callable[[int], list[str]], mode: str, count: int) -> None:
     """Catches text that depends on the batch, on speculation, or on how it is cut into chunks."""
 

@@ -8,19 +8,18 @@ from typing import Any
 import pytest
 
 pytest.importorskip("fastapi", reason="needs the extras serve and dev")
-pytest.importorskip("anthropic", reason="needs the extras serve and dev")
 
-import anthropic
-from live_server import MODEL, Served, serving
+from live_server import MODEL, Served, lazily, serving
 
 from ssd import LLM, SamplingParams
 
+anthropic = lazily("anthropic")
 BAD = {"type": "objekt"}
 GREEDY = {"temperature": 0.0}  # newer clients have no such argument
 ASK: Any = [{"role": "user", "content": "Tell me a story."}]
 
 
-def client_of(served: Served, key: str = "none") -> anthropic.Anthropic:
+def client_of(served: Served, key: str = "none") -> Any:
     return anthropic.Anthropic(base_url=served.url, api_key=key, max_retries=0)
 
 

@@ -27,13 +27,17 @@ TIMEOUT = 120.0
 SECONDS = 3.0  # of an attack at least
 PROPERTIES = {f"p{i}": {"type": "string"} for i in range(3800)}  # 110 kB, all of them optional
 NUMBERS = {"allOf": [{"type": "integer", "multipleOf": prime} for prime in (7, 11, 13, 17, 19, 23)]}
-ATTACKS: dict[str, tuple[int, dict[str, Any]]] = {  # requests at the same time, and their parameters; {} is a number
-    "large schemas": (8, {"structured_outputs": {"json": {"type": "object", "title": "{}", "properties": PROPERTIES}}}),
-    "a long literal": (1, {"structured_outputs": {"regex": "ab" * 65_000}, "max_tokens": 64}),
-    "stop_token_ids": (1, {"stop_token_ids": [7] * 3_900_000}),
-    "logit_bias": (1, {"logit_bias": {str(i): 1 for i in range(560_000)}}),
-    "a bias for every token, 64 samples": (4, {"logit_bias": {str(i): 1 for i in range(4000)}, "n": 64}),
-    "small schemas that compile for minutes": (8, {"structured_outputs": {"json": {"title": "{}", **NUMBERS}}}),
+Attack = tuple[int, Callable[[], dict[str, Any]]]  # requests at the same time, and their parameters; {} is a number
+ATTACKS: dict[str, Attack] = {
+    "large schemas": (
+        8,
+        lambda: {"structured_outputs": {"json": {"type": "object", "title": "{}", "properties": PROPERTIES}}},
+    ),
+    "a long literal": (1, lambda: {"structured_outputs": {"regex": "ab" * 65_000}, "max_tokens": 64}),
+    "stop_token_ids": (1, lambda: {"stop_token_ids": [7] * 3_900_000}),
+    "logit_bias": (1, lambda: {"logit_bias": {str(i): 1 for i in range(560_000)}}),
+    "a bias for every token, 64 samples": (4, lambda: {"logit_bias": {str(i): 1 for i in range(4000)}, "n": 64}),
+    "small schemas that compile for minutes": (8, lambda: {"structured_outputs": {"json": {"title": "{}", **NUMBERS}}}),
 }
 NEIGHBOURS: dict[str, dict[str, Any]] = {
     "text": {"max_tokens": 2},
@@ -62,7 +66,7 @@ def post(server: ServeProcess, body: bytes) -> int:
 
 def attack(server: ServeProcess, name: str) -> Longest:
     count, parameters = ATTACKS[name]
-    bodies = [request(parameters, number) for number in range(count)]
+    bodies = [request(parameters(), number) for number in range(count)]
     over = threading.Event()
     longest: dict[str, float] = {}
 

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("fastapi", reason="needs the extras serve and dev")
-pytest.importorskip("openai", reason="needs the extras serve and dev")
 
-import openai
-from live_server import MODEL, Served
+from live_server import MODEL, Served, openai
 
 from ssd import SamplingParams
 

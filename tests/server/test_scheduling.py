@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from conftest import mostly_slow
 from live_server import MODEL, Served, openai, serving, until
 
 from ssd import LLM, SamplingParams
@@ -40,7 +41,7 @@ def alone(llm: LLM) -> str:
     return llm.generate(PROMPT, SamplingParams(max_tokens=120, ignore_eos=True))[0].text
 
 
-@pytest.mark.parametrize("endpoint", ASK)
+@pytest.mark.parametrize("endpoint", mostly_slow(ASK, fast={"chat"}))
 def test_a_request_of_higher_priority_is_answered_first(single: Served, alone: str, endpoint: str) -> None:
     """Also: the one that made way goes on, with the text that it has alone."""
     client = single.client()
@@ -84,7 +85,7 @@ def test_a_priority_that_is_no_integer_is_refused(single: Served, endpoint: str)
         ASK[endpoint](single.client(), {"priority": 0.5})
 
 
-@pytest.mark.parametrize("prompts", [pytest.param(1, marks=pytest.mark.slow), 6])
+@pytest.mark.parametrize("prompts", mostly_slow([1, 6], fast={6}))
 def test_many_samples_or_prompts_do_not_hold_up_another_request(llm: LLM, prompts: int) -> None:
     """A request with many of them gives places to others, and their texts are those that they have alone."""
     body: dict[str, Any] = {"model": MODEL, "max_tokens": 60, "temperature": 1, "seed": 4}

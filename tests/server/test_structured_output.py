@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from conftest import mostly_slow
 from live_server import MODEL, SPECULATION, Served, openai, serving, until
 
 from ssd import LLM, SamplingParams, StructuredOutput
@@ -29,7 +30,7 @@ SCHEMAS = "response_format.json_schema"
 CHAT: Any = [{"role": "user", "content": "Who are you?"}]
 
 
-@pytest.mark.parametrize("mode", ["ar", "ssd"])
+@pytest.mark.parametrize("mode", mostly_slow(["ar", "ssd"], fast={"ssd"}))
 def test_a_schema(mode: str) -> None:
     """Valid JSON, the same as the library's own."""
     with LLM(MODEL, device="cpu", speculation=SPECULATION[mode]) as llm, serving(llm) as served:

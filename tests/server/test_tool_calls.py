@@ -10,14 +10,10 @@ from typing import Any
 import pytest
 
 pytest.importorskip("fastapi", reason="needs the extras serve and dev")
-pytest.importorskip("openai", reason="needs the extras serve and dev")
-pytest.importorskip("anthropic", reason="needs the extras serve and dev")
 pytest.importorskip("jsonschema", reason="needs the extras serve and dev")
 
-import anthropic
 import jsonschema
-import openai
-from live_server import MODEL, Served, serving
+from live_server import MODEL, Served, lazily, openai, serving
 
 import ssd
 from server.scripted import ARGUMENTS, CALL, LLAMA_TEMPLATE, TEMPLATE, WEATHER, Script, checkpoint
@@ -50,8 +46,8 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     return given
 
 
-def claude(served: Served) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)
+def claude(served: Served) -> Any:
+    return lazily("anthropic").Anthropic(base_url=served.url, api_key="none", max_retries=0)
 
 
 # --- chat completions -------------------------------------------------------------------------------------------------
