@@ -2121,19 +2121,25 @@ struct attention_args {
 };
 
 struct chunk {
-    const float *k[CH + AP], *v[CH + AP];
-    float *copy_k, *copy_v; /* fp32 rows of dp; reading cold cache rows in place gains nothing */
+    const char *k[CH + AP], *v[CH + AP]; /* rows: of the cache, or fp32 rows of dp in the copies */
+    float *copy_k, *copy_v;
+    int in_place, narrow; /* rows are those of the cache; they are bf16 */
+    long bytes;           /* of a row of the cache */
 };
 
 struct softmax { /* running state of the queries of a task */
     float *q, *acc, *scores, *max, *sum, *alpha;
 };
 
-/* Positions [from, n) of the chunk at `start`, which without a table is a slot.  The rows of a head are far apart: a
- * machine does not foresee the next one. */
+/* The rows of a head are far apart: a machine does not foresee the next one. */
+INLINE void prefetch_row(const char *row, long bytes) {
+    for (long line = 0; line < bytes; line += 64) __builtin_prefetch(row + line);
+}
+
+/* Positions [from, n) of the chunk at `start`, which without a table is a slot. */
 static void load_chunk(const struct attention_args *a, struct chunk *c, const int32_t *table, long kv_head, long start,
                        long from, long n) {
-    const long bytes = a->d * (a->kv == FP32 ? 4 : a->kv == BF16 ? 2 : 1);
+    const long bytes = c->bytes;
     long block = (start + from) / a->block_size, in_block = (start + from) % a->block_size, offsets[CH];
     for (long i = from; i < n; i++) {
         long slot = (table ? table[block] : block) * a->block_size + in_block;
@@ -2141,44 +2147,65 @@ static void load_chunk(const struct attention_args *a, struct chunk *c, const in
         if (++in_block == a->block_size) in_block = 0, block++;
     }
     for (long i = from, ahead = from; i < n; i++) {
-        for (; ahead < min_l(n, i + KV_AHEAD); ahead++)
-            for (long line = 0; line < bytes; line += 64) {
-                __builtin_prefetch((const char *)a->k_cache + offsets[ahead] * bytes + line);
-                __builtin_prefetch((const char *)a->v_cache + offsets[ahead] * bytes + line);
-            }
-        c->k[i] = c->copy_k + i * a->dp;
-        c->v[i] = c->copy_v + i * a->dp;
+        c->k[i] = (const char *)a->k_cache + offsets[i] * bytes;
+        c->v[i] = (const char *)a->v_cache + offsets[i] * bytes;
+        if (c->in_place) {
+            prefetch_row(c->k[i], bytes);
+            continue;
+        }
+        for (; ahead < min_l(n, i + KV_AHEAD); ahead++) {
+            prefetch_row((const char *)a->k_cache + offsets[ahead] * bytes, bytes);
+            prefetch_row((const char *)a->v_cache + offsets[ahead] * bytes, bytes);
+        }
         load_row(c->copy_k + i * a->dp, a->k_cache, offsets[i] * a->d, a->d, a->kv);
         load_row(c->copy_v + i * a->dp, a->v_cache, offsets[i] * a->d, a->d, a->kv);
+        c->k[i] = (const char *)(c->copy_k + i * a->dp);
+        c->v[i] = (const char *)(c->copy_v + i * a->dp);
     }
 }
 
+/* two vectors of a row from element e on */
+INLINE void load_pair(vf *lo, vf *hi, const char *row, long e, const int narrow) {
+    if (narrow)
+        vload_bf16(lo, hi, (const uint16_t *)row + e);
+    else
+        *lo = vload((const float *)row + e), *hi = vload((const float *)row + e + VL);
+}
+
 /* scores of nq queries against AP positions: lanes run over d, then are added in vsum's order */
-INLINE void score_tile(const int nq, const float *q, long dp, const float *const *k, float *scores) {
-    vf acc[AQ][AP];
+INLINE void score_tile(const int nq, const int narrow, const float *q, long dp, const char *const *k, float *scores) {
+    vf acc[AQ][AP], kv[AP], next[AP];
     UNROLL for (int i = 0; i < nq; i++) UNROLL for (int j = 0; j < AP; j++) acc[i][j] = vset(0.0f);
-    const float *k0 = k[0], *k1 = k[1], *k2 = k[2], *k3 = k[3];
-    for (long e = 0; e < dp; e += VL) {
-        vf kv[AP] = {vload(k0 + e), vload(k1 + e), vload(k2 + e), vload(k3 + e)};
+    const char *rows[AP] = {k[0], k[1], k[2], k[3]};
+    long e = 0;
+    for (; e + 2 * VL <= dp; e += 2 * VL) {
+        UNROLL for (int j = 0; j < AP; j++) load_pair(&kv[j], &next[j], rows[j], e, narrow);
         UNROLL for (int i = 0; i < nq; i++) {
-            vf qv = vload(q + i * dp + e);
-            UNROLL for (int j = 0; j < AP; j++) acc[i][j] = vfma(acc[i][j], qv, kv[j]);
+            vf qv = vload(q + i * dp + e), qn = vload(q + i * dp + e + VL);
+            UNROLL for (int j = 0; j < AP; j++) acc[i][j] = vfma(vfma(acc[i][j], qv, kv[j]), qn, next[j]);
         }
+    }
+    if (e < dp) { /* of copies only */
+        UNROLL for (int i = 0; i < nq; i++) UNROLL for (int j = 0; j < AP; j++)
+            acc[i][j] = vfma(acc[i][j], vload(q + i * dp + e), vload((const float *)rows[j] + e));
     }
     UNROLL for (int i = 0; i < nq; i++) vsum_4(scores + i * CH, acc[i]);
 }
 
-#define VALUE_STEP(lane)                                                                           \
-    {                                                                                              \
-        vf x[AV];                                                                                  \
-        UNROLL for (int j = 0; j < nv; j++) x[j] = vload(v[t + (lane)] + e + j * VL);              \
-        UNROLL for (int i = 0; i < nq; i++)                                                        \
-            UNROLL for (int j = 0; j < nv; j++) acc[i][j] = FMA_LANE(acc[i][j], x[j], pq[i], lane); \
+#define VALUE_STEP(lane)                                                                               \
+    {                                                                                                  \
+        vf x[AV];                                                                                      \
+        if (nv == 1)                                                                                   \
+            x[0] = vload((const float *)v[t + (lane)] + e);                                            \
+        else                                                                                           \
+            UNROLL for (int j = 0; j < nv; j += 2) load_pair(&x[j], &x[j + 1], v[t + (lane)], e + j * VL, narrow); \
+        UNROLL for (int i = 0; i < nq; i++)                                                            \
+            UNROLL for (int j = 0; j < nv; j++) acc[i][j] = FMA_LANE(acc[i][j], x[j], pq[i], lane);     \
     }
 
 /* acc = acc * alpha + p @ v for nq queries and nv vectors of d: one FMA chain over the positions per element */
-INLINE void value_tile(const int nq, const int nv, const struct softmax *s, long q0, long dp, long e,
-                       const float *const *v, long n) {
+INLINE void value_tile(const int nq, const int nv, const int narrow, const struct softmax *s, long q0, long dp, long e,
+                       const char *const *v, long n) {
     vf acc[AQ][AV];
     float *out = s->acc + q0 * dp + e;
     const float *p = s->scores + q0 * CH;
@@ -2217,41 +2244,52 @@ static void softmax_query(const struct softmax *s, long q, long n) {
     s->max[q] = top;
 }
 
-INLINE void attend_queries(const int nq, const struct softmax *s, long q0, long dp, const float *const *k,
-                           const float *const *v, long n) {
-    for (long t = 0; t < n; t += AP) score_tile(nq, s->q + q0 * dp, dp, k + t, s->scores + q0 * CH + t);
-    for (long i = 0; i < nq; i++) softmax_query(s, q0 + i, n);
-    long e = 0;
-    for (; e + AV * VL <= dp; e += AV * VL) value_tile(nq, AV, s, q0, dp, e, v, n);
-    for (; e < dp; e += VL) value_tile(nq, 1, s, q0, dp, e, v, n);
-}
-
-#define ATTEND(nq)                                                                                          \
-    static void attend_##nq(const struct softmax *s, long q0, long dp, const float *const *k,               \
-                            const float *const *v, long n) {                                                \
-        attend_queries(nq, s, q0, dp, k, v, n);                                                             \
+#define SCORES(nq)                                                                                                      \
+    static void scores_##nq(const struct softmax *s, long q0, long dp, const struct chunk *c, long at, long t) {         \
+        const float *q = s->q + q0 * dp;                                                                                 \
+        float *scores = s->scores + q0 * CH + t;                                                                         \
+        if (c->narrow)                                                                                                   \
+            score_tile(nq, 1, q, dp, c->k + at + t, scores);                                                             \
+        else                                                                                                             \
+            score_tile(nq, 0, q, dp, c->k + at + t, scores);                                                             \
     }
-ATTEND(1) ATTEND(2)
-#if AQ == 4
-ATTEND(3) ATTEND(4)
-#endif
-
-/* queries [q0, q1) against n positions of a chunk, from its position `from` on */
-static void attend_chunk(const struct softmax *s, long q0, long q1, long dp, struct chunk *c, long from, long n) {
-    const float **k = c->k + from, **v = c->v + from;
-    for (long i = n; i < n + 3; i++) k[i] = k[0], v[i] = v[0];
-    for (; q0 + AQ <= q1; q0 += AQ) {
-#if AQ == 4
-        attend_4(s, q0, dp, k, v, n);
+#define VALUES(nq)                                                                                                      \
+    static void values_##nq(const struct softmax *s, long q0, long dp, const struct chunk *c, long at, long e, long n) { \
+        if (e + AV * VL > dp)                                                                                            \
+            value_tile(nq, 1, 0, s, q0, dp, e, c->v + at, n);                                                            \
+        else if (c->narrow)                                                                                              \
+            value_tile(nq, AV, 1, s, q0, dp, e, c->v + at, n);                                                           \
+        else                                                                                                             \
+            value_tile(nq, AV, 0, s, q0, dp, e, c->v + at, n);                                                           \
     }
-    if (q1 - q0 == 3) attend_3(s, q0, dp, k, v, n);
+SCORES(1) SCORES(2) VALUES(1) VALUES(2)
+typedef void scores_fn(const struct softmax *s, long q0, long dp, const struct chunk *c, long at, long t);
+typedef void values_fn(const struct softmax *s, long q0, long dp, const struct chunk *c, long at, long e, long n);
+#if AQ == 4
+SCORES(3) SCORES(4) VALUES(3) VALUES(4)
+static scores_fn *const SCORES_OF[] = {0, scores_1, scores_2, scores_3, scores_4};
+static values_fn *const VALUES_OF[] = {0, values_1, values_2, values_3, values_4};
 #else
-        attend_2(s, q0, dp, k, v, n);
-    }
+static scores_fn *const SCORES_OF[] = {0, scores_1, scores_2};
+static values_fn *const VALUES_OF[] = {0, values_1, values_2};
 #endif
-    if (q1 - q0 == 2) attend_2(s, q0, dp, k, v, n);
-    if (q1 - q0 == 1) attend_1(s, q0, dp, k, v, n);
-    for (long i = from + n; i < CH && i < from + n + 3; i++) c->k[i] = c->copy_k + i * dp, c->v[i] = c->copy_v + i * dp;
+
+/* Queries [q0, q1) against n positions of a chunk, from its position `at` on.  All of them read a few keys, then a few
+ * columns of the values, which stay in the L1 cache. */
+static void attend_chunk(const struct softmax *s, long q0, long q1, long dp, struct chunk *c, long at, long n) {
+    const char *kept[2][AP]; /* of the positions behind the last one: those of the first are read in their place */
+    for (long i = 0; i < AP - 1; i++) {
+        kept[0][i] = c->k[at + n + i], kept[1][i] = c->v[at + n + i];
+        c->k[at + n + i] = c->k[at], c->v[at + n + i] = c->v[at];
+    }
+    for (long t = 0; t < n; t += AP) {
+        for (long i = t; c->in_place && i < min_l(n, t + AP); i++) prefetch_row(c->v[at + i], c->bytes);
+        for (long q = q0; q < q1; q += AQ) SCORES_OF[min_l(AQ, q1 - q)](s, q, dp, c, at, t);
+    }
+    for (long q = q0; q < q1; q++) softmax_query(s, q, n);
+    for (long e = 0; e < dp; e += e + AV * VL > dp ? VL : AV * VL)
+        for (long q = q0; q < q1; q += AQ) VALUES_OF[min_l(AQ, q1 - q)](s, q, dp, c, at, e, n);
+    for (long i = 0; i < AP - 1; i++) c->k[at + n + i] = kept[0][i], c->v[at + n + i] = kept[1][i];
 }
 
 static size_t attention_floats(const struct attention_args *a) {
@@ -2313,7 +2351,9 @@ static void attention_task(const struct attention_args *a, long seq, long row, l
     }
     struct softmax s = {memory, memory + queries * dp, memory + 2 * queries * dp, 0, 0, 0};
     s.max = s.scores + queries * CH, s.sum = s.max + queries, s.alpha = s.sum + queries;
-    struct chunk c;
+    struct chunk c = {.bytes = a->d * (a->kv == FP32 ? 4 : a->kv == BF16 ? 2 : 1)};
+    c.in_place = queries <= AQ && a->kv != E4M3 && a->d % (AV * VL) == 0; /* else keys and values are widened once */
+    c.narrow = c.in_place && a->kv == BF16;
     c.copy_k = memory + attention_floats(a) - 2 * CH * dp, c.copy_v = c.copy_k + CH * dp;
     if (dp != a->d) memset(c.copy_k, 0, (size_t)(2 * CH * dp) * 4);
     start_softmax(a, &s, row, rows, kv_head);
