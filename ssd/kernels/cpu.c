@@ -359,6 +359,10 @@ static float *scratch(int which, size_t floats) {
     return pool->data[which];
 }
 
+INLINE void fetch(const char *at, long bytes) {
+    for (long line = 0; line < bytes; line += 64) __builtin_prefetch(at + line);
+}
+
 INLINE long ceil_div(long a, long b) { return (a + b - 1) / b; }
 INLINE long min_l(long a, long b) { return a < b ? a : b; }
 INLINE long max_l(long a, long b) { return a > b ? a : b; }
@@ -751,7 +755,7 @@ struct groups {
     const float *row_scales; /* of the tile's first row, or 0 */
     long ld;                 /* scales of a row: 1, or one for each group */
     long shared;             /* groups with the same scale of the weight: more than one with digits only */
-    /* of rows in digits, [row][groups] */
+    /* of rows in digits, for each tile of rows [groups][rows of the tile] */
     float *units, *sums; /* of the integers; of x */
     int32_t *excess;     /* [2], see from_digits */
 };
@@ -1029,12 +1033,12 @@ INLINE void dot_tile(const int mr, const int form, const int digits, const int s
         vf numbers[4];
         load_numbers(numbers, 0, scales, own, 0, &g, stored);
         UNROLL for (int m = 0; m < mr; m++) {
-            lo[m] = add_group(lo[m], left + m * digits, digits, numbers[0], &g, m * g.count + n);
-            hi[m] = add_group(hi[m], right + m * digits, digits, numbers[1], &g, m * g.count + n);
+            lo[m] = add_group(lo[m], left + m * digits, digits, numbers[0], &g, n * mr + m);
+            hi[m] = add_group(hi[m], right + m * digits, digits, numbers[1], &g, n * mr + m);
         }
         if (g.offsets) UNROLL for (int m = 0; m < mr; m++) {
-            lo[m] = add_offsets(lo[m], numbers[2], &g, m * g.count + n);
-            hi[m] = add_offsets(hi[m], numbers[3], &g, m * g.count + n);
+            lo[m] = add_offsets(lo[m], numbers[2], &g, n * mr + m);
+            hi[m] = add_offsets(hi[m], numbers[3], &g, n * mr + m);
         }
         if (++used == g.shared) own++, used = 0;
     }
@@ -1104,7 +1108,7 @@ INLINE void few_rows(const int rows, const int form, const long quads, long gq, 
         UNROLL for (long q = 0; q < quads; q += 4) { PAIR_STEP(0) PAIR_STEP(1) PAIR_STEP(2) PAIR_STEP(3) }
     else
         for (long q = 0; q < last; q += 4) { PAIR_STEP(0) PAIR_STEP(1) PAIR_STEP(2) PAIR_STEP(3) }
-    UNROLL for (int i = 0; i < rows; i++, at += g->count) {
+    UNROLL for (int i = 0; i < rows; i++, at++) {
         lo[i] = add_sums(lo[i], left[i], numbers[0], g, at);
         hi[i] = add_sums(hi[i], right[i], numbers[1], g, at);
         if (offsets) lo[i] = add_offsets(lo[i], numbers[2], g, at), hi[i] = add_offsets(hi[i], numbers[3], g, at);
@@ -1128,10 +1132,10 @@ INLINE void pairs_tile(const int mr, const int form, const int stored, const lon
         const int together = mr > FEW_ROWS || (form == INT8 && stored == SINGLES && mr > 2) ? 2 : mr;
         UNROLL for (int m = 0; m < mr; m += together)
             if (m + together <= mr)
-                few_rows(together, form, quads, gq, last, own + m * 4 * gq, w, numbers, &g, offsets, m * g.count + n, lo + m,
+                few_rows(together, form, quads, gq, last, own + m * 4 * gq, w, numbers, &g, offsets, n * mr + m, lo + m,
                          hi + m);
             else
-                few_rows(1, form, quads, gq, last, own + m * 4 * gq, w, numbers, &g, offsets, m * g.count + n, lo + m,
+                few_rows(1, form, quads, gq, last, own + m * 4 * gq, w, numbers, &g, offsets, n * mr + m, lo + m,
                          hi + m);
     }
     UNROLL for (int m = 0; m < mr; m++) {
@@ -1308,18 +1312,18 @@ INLINE void to_digits(digit *out, long stride, const float *x, float up, int dig
 #endif
 }
 
-/* A row in digits, with units and sums of its groups.  A group with NaN or infinity in it gets NaN as
- * its unit. */
+/* A row in digits, with units and sums of its groups, from `at` on, `mr` apart.  A group with NaN or infinity in it gets
+ * NaN as its unit. */
 struct digit_layout {
     long stride;    /* between the digits of a number */
     long run, jump; /* numbers that lie side by side, and from one such run to the next */
 };
 
 INLINE void pack_groups(digit *dst, const struct digit_layout *layout, const float *x, long kq, int bf16, const int coarse,
-                        int form, const struct groups *g, const float *row_scales, long row) {
+                        int form, const struct groups *g, const float *row_scales, long at, long mr) {
     const float most = coarse ? 127.0f : bf16 ? 0x1p13f : 0x1p21f;
     const int digits = digits_of(bf16, coarse);
-    for (long group = 0, n = row * g->count, i = 0; group < kq; group += g->gq, n++, i++) {
+    for (long group = 0, n = at, i = 0; group < kq; group += g->gq, n += mr, i++) {
         long first = group * 4, last = min_l(kq, group + g->gq) * 4;
         vi top = (vi)vset(0x1p-100f), sum = {0}, low = {0};
         for (long k = first; k < last; k += VL) top = vmax_int(top, (vi)vload(x + k) & 0x7fffffff);
@@ -1344,11 +1348,11 @@ INLINE void pack_groups(digit *dst, const struct digit_layout *layout, const flo
 }
 
 static void pack_digits(digit *dst, const struct digit_layout *layout, const float *x, long kq, int bf16, int coarse,
-                        int form, const struct groups *g, const float *row_scales, long row) {
+                        int form, const struct groups *g, const float *row_scales, long at, long mr) {
     if (coarse)
-        pack_groups(dst, layout, x, kq, bf16, 1, form, g, row_scales, row);
+        pack_groups(dst, layout, x, kq, bf16, 1, form, g, row_scales, at, mr);
     else
-        pack_groups(dst, layout, x, kq, bf16, 0, form, g, row_scales, row);
+        pack_groups(dst, layout, x, kq, bf16, 0, form, g, row_scales, at, mr);
 }
 
 /* ---------------------------------------------------------------- linear: AMX
@@ -1455,8 +1459,8 @@ INLINE void amx_dot_tile(const int digits, long mr, long rows, long step, const 
                 vi of_row[3];
                 float *acc = buf + m * GROUP * NR + half * VL;
                 UNROLL for (int d = 0; d < digits; d++) of_row[d] = (vi)*(const vu_mem *)sums[2 * d + half][m];
-                vf sum = add_group(vload(acc), of_row, digits, numbers[half], &g, m * g.count + n);
-                vstore(acc, g.offsets ? add_offsets(sum, numbers[2 + half], &g, m * g.count + n) : sum);
+                vf sum = add_group(vload(acc), of_row, digits, numbers[half], &g, n * mr + m);
+                vstore(acc, g.offsets ? add_offsets(sum, numbers[2 + half], &g, n * mr + m) : sum);
             }
         if (++used == g.shared) own++, used = 0;
     }
@@ -1475,49 +1479,92 @@ static void unpack_codes(char *out, const char *w, long kq, int form) {
 }
 
 #ifdef AMX
-#define AMX_COARSE(left, right, out)                       \
-    _tile_zero(left);                                      \
-    _tile_zero(right);                                     \
-    for (long q = 0; q < quads; q += step / 4) {           \
-        _tile_loadd(6, x, step);                           \
-        _tile_loadd(7, own, 4 * NR);                       \
-        _tile_dpbsud(left, 6, 7);                          \
-        _tile_loadd(5, own + 4 * VL, 4 * NR);              \
-        _tile_dpbsud(right, 6, 5);                         \
-        x += rows * step, own += step * NR;                \
-    }                                                      \
-    _tile_stored(left, (out)[0], 64);                      \
-    _tile_stored(right, (out)[1], 64);
+/* One half of a panel's columns: codes of 4 bits as bytes */
+INLINE void unpack_half(char *out, const char *w, long quads, const int half) {
+    for (long q = 0; q < quads; q++) {
+        vu both = *(const vu_mem *)(w + q * 4 * VL);
+        *(vu_mem *)(out + q * 4 * VL) = (half ? both >> 4 : both) & 0x0f0f0f0fu;
+    }
+    COMPILER_BARRIER();
+}
 
-/* A tile of coarse rows against a panel.  Beside the products of a group, the codes of the next one are unpacked, if they
- * are of 4 bits, and the sums of the one before are added: each of these has to wait for what was written last. */
-INLINE void amx_coarse_tile(const int form, long mr, long rows, long step, const char *x, const char *w, const void *scales,
-                            long kq, const struct groups *given, float *buf) {
-    char codes[2][DOT_MOST * NR] __attribute__((aligned(64)));
+#define AMX_PRODUCTS(left, right)                                          \
+    _tile_zero(left);                                                      \
+    if (halves == 2) _tile_zero(right);                                    \
+    for (long q = 0; q < quads; q += step / 4) {                           \
+        _tile_loadd(6, rows_at, step);                                     \
+        _tile_loadd(7, own, stride);                                       \
+        _tile_dpbsud(left, 6, 7);                                          \
+        if (halves == 2) {                                                 \
+            _tile_loadd(5, own + 4 * VL, stride);                          \
+            _tile_dpbsud(right, 6, 5);                                     \
+        }                                                                  \
+        rows_at += rows * step, own += step / 4 * stride;                  \
+    }
+#define AMX_STORE(left, right, out)                                        \
+    _tile_stored(left, (out)[0], 64);                                      \
+    if (halves == 2) _tile_stored(right, (out)[1], 64);
+
+/* Up to `most` coarse rows against both halves of a panel's columns, or the half `first`: as many sums as registers hold.
+ * Tile registers neither read nor write what other instructions have just written or will read before that is in the L1
+ * cache.  So beside the products of group n, the sums of group n - 1 are stored, those of n - 2 are added to the others,
+ * and the codes of n + 2 are unpacked.  ahead: bytes to the next panel, which is fetched meanwhile; 0: it is not. */
+INLINE void amx_coarse_pass(const int form, const int most, const int halves, const int first, long mr, long rows, long step,
+                            const char *x, const char *w, const void *scales, long kq, const struct groups *given, long ahead,
+                            float *buf) {
+    const int four = is_4_bits(form);
+    const long stride = 4 * VL * (four ? halves : 2);
+    char ring[4 * DOT_MOST * NR] __attribute__((aligned(64))); /* of codes; those after each other not 4096 bytes apart */
     int32_t sums[2][2][AMX_ROWS][VL] __attribute__((aligned(64)));
     const struct groups g = *given;
-    const long bytes = g.gq * (is_4_bits(form) ? 4 * VL : 4 * NR);
-    vf numbers[4], units[4];
-    for (long m = 0; m < mr; m++) memset(buf + m * GROUP * NR, 0, NR * 4);
-    if (is_4_bits(form)) unpack_codes(codes[0], w, min_l(g.gq, kq), form);
-    for (long n = 0; n <= g.count; n++) {
-        const long quads = min_l(g.gq, kq - n * g.gq), next = min_l(g.gq, kq - (n + 1) * g.gq);
-        const char *own = is_4_bits(form) ? codes[n % 2] : w + n * bytes;
-        if (quads > 0 && n % 2) {
-            AMX_COARSE(2, 3, sums[1])
-        } else if (quads > 0) {
-            AMX_COARSE(0, 1, sums[0])
-        }
-        if (is_4_bits(form) && next > 0) unpack_codes(codes[(n + 1) % 2], w + (n + 1) * bytes, next, form);
-        if (!n) continue;
-        load_numbers(numbers, units, scales, g.shared == 1 ? n - 1 : (n - 1) / g.shared, g.per, &g, g.stored);
-        for (long m = 0, at = n - 1; m < mr; m++, at += g.count)
-            UNROLL for (int half = 0; half < 2; half++) {
-                float *acc = buf + m * GROUP * NR + half * VL;
-                vi of_row = (vi)*(const vu_mem *)sums[(n - 1) % 2][half][m];
-                vf sum = add_sums(vload(acc), of_row, numbers[half], &g, at);
-                vstore(acc, g.offsets ? add_offsets(sum, numbers[2 + half], &g, at) : sum);
+    const long place = DOT_MOST * VL * halves, bytes = g.gq * (four ? 4 * VL : 4 * NR);
+    vf acc[AMX_ROWS], numbers[4], units[4];
+    UNROLL for (int i = 0; i < most * halves; i++) acc[i] = vset(0.0f);
+    for (long n = four ? -2 : 0; n < g.count + 2; n++) {
+        const long next = min_l(g.gq, kq - (n + 2) * g.gq), quads = min_l(g.gq, kq - n * g.gq);
+        if (n >= 0 && quads > 0) {
+            const char *rows_at = x + n * 4 * g.gq * rows, *own = four ? ring + n % 4 * place : w + n * bytes + first * 4 * VL;
+            if (n % 2) {
+                AMX_PRODUCTS(2, 3)
+            } else {
+                AMX_PRODUCTS(0, 1)
             }
+        }
+        if (n > 0 && n <= g.count) {
+            if (n % 2) {
+                AMX_STORE(0, 1, sums[0])
+            } else {
+                AMX_STORE(2, 3, sums[1])
+            }
+        }
+        if (four && next > 0) {
+            if (halves == 2)
+                unpack_codes(ring + (n + 2) % 4 * place, w + (n + 2) * bytes, next, form);
+            else
+                unpack_half(ring + (n + 2) % 4 * place, w + (n + 2) * bytes, next, first);
+        }
+        if (ahead && n >= 0 && n < g.count) fetch(w + ahead + n * bytes, bytes);
+        if (n < 2) continue;
+        load_numbers(numbers, units, scales, g.shared == 1 ? n - 2 : (n - 2) / g.shared, g.per, &g, g.stored);
+        UNROLL for (int m = 0; m < most; m++)
+            UNROLL for (int h = 0; h < halves; h++) {
+                const long at = (n - 2) * mr + m;
+                vf *sum = &acc[m * halves + h];
+                *sum = add_sums(*sum, (vi)*(const vu_mem *)sums[n % 2][h][m], numbers[first + h], &g, at);
+                if (g.offsets) *sum = add_offsets(*sum, numbers[2 + first + h], &g, at);
+            }
+    }
+    UNROLL for (int m = 0; m < most; m++)
+        if (m < mr) UNROLL for (int h = 0; h < halves; h++) vstore(buf + m * GROUP * NR + (first + h) * VL, acc[m * halves + h]);
+}
+
+INLINE void amx_coarse_tile(const int form, long mr, long rows, long step, const char *x, const char *w, const void *scales,
+                            long kq, const struct groups *g, long ahead, float *buf) {
+    if (rows <= AMX_ROWS / 2) {
+        amx_coarse_pass(form, AMX_ROWS / 2, 2, 0, mr, rows, step, x, w, scales, kq, g, 0, buf);
+    } else {
+        amx_coarse_pass(form, AMX_ROWS, 1, 0, mr, rows, step, x, w, scales, kq, g, 0, buf);
+        amx_coarse_pass(form, AMX_ROWS, 1, 1, mr, rows, step, x, w, scales, kq, g, ahead, buf);
     }
 }
 #endif
@@ -1702,9 +1749,9 @@ static void codes_block(const struct linear_args *a, long t0, long t1, long pane
 #ifdef AMX
             if (a->amx) {
                 if (a->coarse && (a->unpack || a->form == INT8))
-                    amx_coarse_tile(INT8, mr, a->rows, a->step, x, w, s, a->kq, &g, out);
+                    amx_coarse_tile(INT8, mr, a->rows, a->step, x, w, s, a->kq, &g, a->unpack ? 0 : bytes, out);
                 else if (a->coarse)
-                    amx_coarse_tile(UINT4, mr, a->rows, a->step, x, w, s, a->kq, &g, out);
+                    amx_coarse_tile(UINT4, mr, a->rows, a->step, x, w, s, a->kq, &g, bytes, out);
                 else if (a->digits == 2)
                     amx_dot_tile(2, mr, a->rows, a->step, x, w, s, a->kq, &g, out);
                 else
@@ -1750,7 +1797,7 @@ static void pack_digit_row(const struct linear_args *a, digit *dst, long row, lo
     for (long i = a->k; i < a->kq * 4; i++) x[i] = 0.0f;
     const float *row_scales = a->groups.row_scales ? a->groups.row_scales + row * a->groups.ld : 0;
     pack_digits(dst + m * (a->amx ? run : a->digits * run), &layout, x, a->kq, a->bf16, a->coarse, a->form, &a->groups,
-                row_scales, row);
+                row_scales, (row - m) * a->groups.count + m, mr);
 }
 
 #ifdef AMX
@@ -1805,9 +1852,10 @@ static void plan_codes(struct linear_args *a, long scaled, int flags, const floa
     g->gq = group / 4;
     g->count = ceil_div(a->k, group);
     g->shared = ceil_div(scaled, group);
-    g->units = scratch(SUMS, (size_t)(4 * a->m * g->count));
-    g->sums = g->units + a->m * g->count;
-    g->excess = (int32_t *)(g->sums + a->m * g->count);
+    long numbers = a->m * g->count + ROWS_MAX; /* a tile may read those of rows that it does not have */
+    g->units = scratch(SUMS, (size_t)(4 * numbers));
+    g->sums = g->units + numbers;
+    g->excess = (int32_t *)(g->sums + numbers);
     a->coarse = flags & COARSE;
     a->digits = digits_of(a->bf16, a->coarse);
     a->unpack = a->coarse && a->m > (is_4_bits(a->form) || g->stored == FACTORS ? 2 * FEW_ROWS : FEW_ROWS);
@@ -2131,12 +2179,8 @@ struct softmax { /* running state of the queries of a task */
     float *q, *acc, *scores, *max, *sum, *alpha;
 };
 
-/* The rows of a head are far apart: a machine does not foresee the next one. */
-INLINE void prefetch_row(const char *row, long bytes) {
-    for (long line = 0; line < bytes; line += 64) __builtin_prefetch(row + line);
-}
-
-/* Positions [from, n) of the chunk at `start`, which without a table is a slot. */
+/* Positions [from, n) of the chunk at `start`, which without a table is a slot.  The rows of a head are far apart: a
+ * machine does not foresee the next one. */
 static void load_chunk(const struct attention_args *a, struct chunk *c, const int32_t *table, long kv_head, long start,
                        long from, long n) {
     const long bytes = c->bytes;
@@ -2150,12 +2194,12 @@ static void load_chunk(const struct attention_args *a, struct chunk *c, const in
         c->k[i] = (const char *)a->k_cache + offsets[i] * bytes;
         c->v[i] = (const char *)a->v_cache + offsets[i] * bytes;
         if (c->in_place) {
-            prefetch_row(c->k[i], bytes);
+            fetch(c->k[i], bytes);
             continue;
         }
         for (; ahead < min_l(n, i + KV_AHEAD); ahead++) {
-            prefetch_row((const char *)a->k_cache + offsets[ahead] * bytes, bytes);
-            prefetch_row((const char *)a->v_cache + offsets[ahead] * bytes, bytes);
+            fetch((const char *)a->k_cache + offsets[ahead] * bytes, bytes);
+            fetch((const char *)a->v_cache + offsets[ahead] * bytes, bytes);
         }
         load_row(c->copy_k + i * a->dp, a->k_cache, offsets[i] * a->d, a->d, a->kv);
         load_row(c->copy_v + i * a->dp, a->v_cache, offsets[i] * a->d, a->d, a->kv);
@@ -2283,7 +2327,7 @@ static void attend_chunk(const struct softmax *s, long q0, long q1, long dp, str
         c->k[at + n + i] = c->k[at], c->v[at + n + i] = c->v[at];
     }
     for (long t = 0; t < n; t += AP) {
-        for (long i = t; c->in_place && i < min_l(n, t + AP); i++) prefetch_row(c->v[at + i], c->bytes);
+        for (long i = t; c->in_place && i < min_l(n, t + AP); i++) fetch(c->v[at + i], c->bytes);
         for (long q = q0; q < q1; q += AQ) SCORES_OF[min_l(AQ, q1 - q)](s, q, dp, c, at, t);
     }
     for (long q = q0; q < q1; q++) softmax_query(s, q, n);
