@@ -373,14 +373,19 @@ INLINE long int_at(const void *p, long i, int is64) {
 
 /* ---------------------------------------------------------------- threads
  * Every calling thread has workers of its own.  A loop is cut into chunks, of which each thread has a range.  It claims
- * them one by one, then those that others have not begun: the loop ends with its last chunk, and a worker that has no core
- * just then delays nothing.  After a loop the workers look for the next one for a while (kernels follow each other within
- * microseconds), then they sleep.  Workers beyond the number of the last loop sleep until a loop wants more: their cores
- * are another process's.  What threads write to is in cache lines of its own: there are two writes per thread and loop to
- * a line that all of them share. */
+ * them one by one, and a little later those that others have not begun: the loop ends with its last chunk, and a worker
+ * that has no core just then delays nothing.  After a loop the workers look for the next one for a while (kernels follow
+ * each other within microseconds), then they sleep.  Workers beyond the number of the last loop sleep until a loop wants
+ * more: their cores are another process's.  A thread writes to cache lines of its own, which others read when it is done
+ * with them: threads that change one line in turn wait for each other. */
 #define MAX_THREADS 256
 #define CHUNKS 4                 /* of a loop, per thread */
 #define ALONE (512 * VL)         /* numbers of several rows below which one thread rounds or normalises them all */
+#if defined(__x86_64__) || defined(__i386__)
+#define HELP_AFTER 16 /* pauses of a thread, a microsecond, before it takes chunks of others */
+#else
+#define HELP_AFTER 64
+#endif
 #define LOOKING_NS (300 * 1000L) /* how long a worker looks for work before it sleeps: longer than Python between two steps */
 
 typedef void loop_fn(void *arg, long begin, long end);
@@ -393,13 +398,13 @@ struct worker {
 };
 struct range {
     _Alignas(64) _Atomic uint64_t next; /* number of the last loop in which a chunk was claimed << 32 | chunks claimed */
+    _Alignas(64) _Atomic uint64_t done; /* number of a loop << 32 | chunks, of any range, that its owner has computed */
 };
 struct team {
     _Alignas(64) _Atomic uint64_t ticket; /* the current loop: number << 32 | chunks << 16 | threads */
     loop_fn *body;                        /* valid for whoever has claimed a chunk that is not done */
     void *arg;
     long items, chunk;
-    _Alignas(64) _Atomic long done; /* chunks of it */
     _Alignas(64) _Atomic int asleep, stopping;
     _Atomic int limit; /* threads of the last loop */
     struct range ranges[MAX_THREADS];
@@ -435,18 +440,35 @@ static long claim(struct range *range, uint32_t loop, long chunks) {
     }
 }
 
-/* computes chunks of the loop that `ticket` shows, until none is left; `number`: of the thread, 0 is the caller */
-static void take_part(struct team *team, uint64_t ticket, long number) {
-    long chunks = ticket >> 16 & 0xffff, threads = ticket & 0xffff;
-    for (long i = 0; i < threads; i++) {
-        long owner = (number + i) % threads, first = owner * chunks / threads, done = 0, next;
-        while ((next = claim(&team->ranges[owner], (uint32_t)(ticket >> 32), (owner + 1) * chunks / threads - first)) >= 0) {
-            long begin = (first + next) * team->chunk;
-            team->body(team->arg, begin, min_l(team->items, begin + team->chunk));
-            done++;
-        }
-        if (done && atomic_fetch_add(&team->done, done) + done == chunks) return; /* no need to look at the others' */
+/* computes what is left of a range in the loop that `ticket` shows; `number`: of the thread, 0 is the caller */
+static void compute(struct team *team, uint64_t ticket, long owner, long number) {
+    long chunks = ticket >> 16 & 0xffff, threads = ticket & 0xffff, first = owner * chunks / threads, count = 0, next;
+    uint32_t loop = (uint32_t)(ticket >> 32);
+    while ((next = claim(&team->ranges[owner], loop, (owner + 1) * chunks / threads - first)) >= 0) {
+        long begin = (first + next) * team->chunk;
+        team->body(team->arg, begin, min_l(team->items, begin + team->chunk));
+        count++;
     }
+    if (!count) return;
+    _Atomic uint64_t *done = &team->ranges[number].done;
+    uint64_t before = atomic_load(done);
+    uint64_t now = (before >> 32 == loop ? before : (uint64_t)loop << 32) + (uint64_t)count;
+    atomic_store_explicit(done, now, memory_order_release);
+}
+
+/* the same of all other ranges */
+static void help(struct team *team, uint64_t ticket, long number) {
+    long threads = ticket & 0xffff;
+    for (long i = 1; i < threads; i++) compute(team, ticket, (number + i) % threads, number);
+}
+
+static int all_done(struct team *team, uint64_t ticket) {
+    uint64_t chunks = ticket >> 16 & 0xffff, count = 0;
+    for (uint64_t i = 0; i < (ticket & 0xffff); i++) {
+        uint64_t done = atomic_load(&team->ranges[i].done);
+        if (done >> 32 == ticket >> 32) count += done & 0xffffffff;
+    }
+    return count == chunks;
 }
 
 static void await_limit(struct worker *self) {
@@ -471,13 +493,14 @@ static void set_limit(struct team *team, int limit) {
 static void *work(void *given) {
     struct worker *self = given;
     struct team *team = self->team;
-    uint64_t seen = 0;
+    uint64_t last = 0, seen = 0; /* ticket of the last loop that it took part in, number of the last one that it has seen */
     for (;;) {
         uint64_t ticket = atomic_load(&team->ticket);
         for (long began = 0, spins = 0; ticket >> 32 == seen; ticket = atomic_load(&team->ticket)) {
             if (atomic_load(&team->stopping)) return 0;
             pause_core();
-            if (++spins % 64) continue;
+            if (++spins == HELP_AFTER) help(team, last, self->number);
+            if (spins % 64) continue;
             if (!began) began = now_ns();
             if (now_ns() - began < LOOKING_NS) continue;
             pthread_mutex_lock(&team->lock);
@@ -489,7 +512,7 @@ static void *work(void *given) {
         }
         seen = ticket >> 32;
         if (self->number < (long)(ticket & 0xffff))
-            take_part(team, ticket, self->number);
+            compute(team, last = ticket, self->number, self->number);
         else
             await_limit(self);
     }
@@ -554,13 +577,13 @@ static void parallel(long items, int nthreads, loop_fn *body, void *arg) {
     struct team *team = team_of(nthreads - 1);
     long chunk = ceil_div(items, (long)CHUNKS * nthreads), chunks = ceil_div(items, chunk);
     team->body = body, team->arg = arg, team->items = items, team->chunk = chunk;
-    atomic_store(&team->done, 0);
     set_limit(team, nthreads);
     uint64_t ticket = ((atomic_load(&team->ticket) >> 32) + 1) << 32 | (uint64_t)chunks << 16 | (uint64_t)nthreads;
     atomic_store(&team->ticket, ticket);
     wake_all(team);
-    take_part(team, ticket, 0);
-    for (long spins = 0; atomic_load(&team->done) < chunks; spins++) {
+    compute(team, ticket, 0, 0);
+    for (long spins = 0; !all_done(team, ticket); spins++) {
+        if (spins == HELP_AFTER) help(team, ticket, 0);
         if (spins < 4096)
             pause_core();
         else
@@ -2425,6 +2448,223 @@ static void attention_task(const struct attention_args *a, long seq, long row, l
     store_attention(a, &s, row, rows, kv_head);
 }
 
+#ifdef AMX
+/* ---------------------------------------------------------------- paged_attention: AMX
+ * The same over bf16 keys and values, 16 queries at a time, one in each lane of a vector.  Scores are sums of products of bf16
+ * numbers, which are multiplied by the scale; the weights of the values are rounded to bf16.  A query's lane depends on the
+ * other queries, its numbers do not: what it does not see has the weight 0.  These bits differ from those of vectors, so a
+ * machine uses either. */
+#define LANES VL
+#define HALF_CHUNK (CH / 2) /* positions of a product of tiles */
+
+INLINE int amx_attends(const struct attention_args *a) { return a->bf16 && a->kv == BF16 && a->d % 32 == 0; }
+
+struct lanes { /* of a task; tiles are of LANES queries */
+    long tiles;
+    uint32_t *q;     /* [tiles][d / 2][LANES]: pairs of numbers */
+    float *acc;      /* [tiles][LANES][d] */
+    vf *max, *sum;   /* [tiles] */
+    vi *from, *stop; /* [tiles]: positions of a sequence that are seen */
+    uint16_t *k;     /* [CH][d] */
+    uint32_t *v;     /* [CH / 2][d]: pairs of positions */
+    float *scores;   /* [CH][LANES] */
+    uint32_t *pairs; /* [CH / 2][LANES]: weights of pairs of positions */
+    uint32_t *p;     /* [LANES][CH / 2]: the same, transposed */
+    uint16_t *zeros; /* [d] */
+};
+
+static size_t lanes_floats(const struct attention_args *a, long queries) {
+    long tiles = ceil_div(queries, LANES), d = a->d;
+    return (size_t)(tiles * LANES * (d / 2 + d + 4) + CH * d + 2 * CH * LANES + d + LANES);
+}
+
+static struct lanes lanes_at(const struct attention_args *a, long queries, float *memory) {
+    long tiles = ceil_div(queries, LANES), d = a->d;
+    struct lanes s = {.tiles = tiles, .acc = memory, .max = (vf *)(memory + tiles * LANES * d)};
+    s.sum = s.max + tiles, s.from = (vi *)(s.sum + tiles), s.stop = s.from + tiles;
+    s.q = (uint32_t *)(s.stop + tiles), s.v = s.q + tiles * d / 2 * LANES;
+    s.k = (uint16_t *)(s.v + CH / 2 * d), s.scores = (float *)(s.k + CH * d);
+    s.pairs = (uint32_t *)(s.scores + CH * LANES), s.p = s.pairs + CH / 2 * LANES;
+    s.zeros = (uint16_t *)(s.p + CH / 2 * LANES);
+    memset(s.zeros, 0, (size_t)d * 2);
+    return s;
+}
+
+static void start_lanes(const struct attention_args *a, const struct lanes *s, long seq, long row, long rows, long kv_head) {
+    long group = a->heads / a->kv_heads, queries = rows * group, half = a->d / 2;
+    memset(s->acc, 0, (size_t)(s->tiles * LANES * a->d) * 4);
+    for (long i = 0; i < s->tiles * LANES; i++) {
+        long t = i / LANES, lane = i % LANES, r = row + i / group;
+        const uint16_t *q = (const uint16_t *)a->q + r * a->ldq + (kv_head * group + i % group) * a->d;
+        const uint32_t *words = (const void *)(i < queries ? q : s->zeros);
+        for (long e = 0; e < half; e++) s->q[(t * half + e) * LANES + lane] = words[e];
+        s->max[t][lane] = -INFINITY, s->sum[t][lane] = 0.0f;
+        s->from[t][lane] = i < queries ? (int)min_l(INT_MAX, first_seen(a, seq, r)) : 0;
+        s->stop[t][lane] = i < queries ? (int)shared_positions(a, seq, r) : 0;
+    }
+}
+
+/* keys and values of n positions, a multiple of HALF_CHUNK; offsets: of their rows in the caches, -1: zeros */
+static void load_lanes(const struct attention_args *a, const struct lanes *s, const long *offsets, long n) {
+    long d = a->d;
+    for (long i = 0; i < n; i += 2) {
+        const uint16_t *k[2], *v[2];
+        for (long j = 0; j < 2; j++) {
+            long at = offsets[i + j];
+            k[j] = at < 0 ? s->zeros : (const uint16_t *)a->k_cache + at * d;
+            v[j] = at < 0 ? s->zeros : (const uint16_t *)a->v_cache + at * d;
+            memcpy(s->k + (i + j) * d, k[j], (size_t)d * 2);
+        }
+        for (long e = 0; e < d; e += VL) {
+            vu even = (vu)_mm512_cvtepu16_epi32((__m256i)*(const vs_mem *)(v[0] + e));
+            vu odd = (vu)_mm512_cvtepu16_epi32((__m256i)*(const vs_mem *)(v[1] + e));
+            *(vu_mem *)(s->v + i / 2 * d + e) = even | odd << 16;
+        }
+    }
+    COMPILER_BARRIER();
+}
+
+#define AMX_SCORES(sums, t)                      \
+    _tile_loadd(4, s->k + (t)*d + e, d * 2);     \
+    _tile_dpbf16ps(sums, 4, 5);
+
+/* a tile of queries against n positions, of which each query sees [from, stop) */
+static void attend_lanes(const struct attention_args *a, const struct lanes *s, long tile, vi from, vi stop, long n) {
+    const long d = a->d, whole = n > HALF_CHUNK;
+    float *acc = s->acc + tile * LANES * d;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (long e = 0; e < d; e += 32) {
+        _tile_loadd(5, s->q + (tile * d / 2 + e / 2) * LANES, 64);
+        AMX_SCORES(0, 0)
+        AMX_SCORES(1, 16)
+        if (!whole) continue;
+        AMX_SCORES(2, 32)
+        AMX_SCORES(3, 48)
+    }
+    _tile_stored(0, s->scores, 64);
+    _tile_stored(1, s->scores + 16 * LANES, 64);
+    _tile_stored(2, s->scores + 32 * LANES, 64);
+    _tile_stored(3, s->scores + 48 * LANES, 64);
+    COMPILER_BARRIER();
+    vf best = s->max[tile], none = vset(-INFINITY), total = vset(0.0f);
+    for (long t = 0; t < n; t++) {
+        vi at = (vi){0} + (int)t;
+        vf x = vselect((at >= from) & (at < stop), vload(s->scores + t * LANES) * a->scale, none);
+        vstore(s->scores + t * LANES, x);
+        best = vmax(x, best);
+    }
+    vf shift = vselect(best == none, vset(0.0f), best), alpha = vexp(s->max[tile] - shift);
+    for (long t = 0; t < n; t += 2) {
+        vf even = vexp(vload(s->scores + t * LANES) - shift), odd = vexp(vload(s->scores + (t + 1) * LANES) - shift);
+        total = total + even;
+        total = total + odd;
+        *(vu_mem *)(s->pairs + t / 2 * LANES) = (vu)vround_bf16(even) >> 16 | (vu)vround_bf16(odd);
+    }
+    s->sum[tile] = s->sum[tile] * alpha + total;
+    s->max[tile] = best;
+    for (long i = 0; i < LANES; i++) {
+        for (long t = 0; t < n / 2; t++) s->p[i * CH / 2 + t] = s->pairs[t * LANES + i];
+        for (long e = 0; e < d; e += VL) vstore(acc + i * d + e, vload(acc + i * d + e) * alpha[i]);
+    }
+    COMPILER_BARRIER();
+    _tile_loadd(4, s->p, CH * 2);
+    if (whole) _tile_loadd(6, s->p + CH / 4, CH * 2);
+    for (long e = 0; e < d; e += 2 * VL) {
+        _tile_loadd(0, acc + e, d * 4);
+        _tile_loadd(1, acc + e + VL, d * 4);
+        _tile_loadd(5, s->v + e, d * 4);
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_loadd(7, s->v + e + VL, d * 4);
+        _tile_dpbf16ps(1, 4, 7);
+        if (whole) {
+            _tile_loadd(5, s->v + CH / 4 * d + e, d * 4);
+            _tile_dpbf16ps(0, 6, 5);
+            _tile_loadd(7, s->v + CH / 4 * d + e + VL, d * 4);
+            _tile_dpbf16ps(1, 6, 7);
+        }
+        _tile_stored(0, acc + e, d * 4);
+        _tile_stored(1, acc + e + VL, d * 4);
+    }
+    COMPILER_BARRIER();
+}
+
+/* offsets of CH positions from `start` on, which without a table is a slot; those from `end` on are -1 */
+static void find_offsets(const struct attention_args *a, const int32_t *table, long kv_head, long start, long end,
+                         long *offsets) {
+    for (long i = 0; i < CH; i++) {
+        long block = (start + i) / a->block_size, in_block = (start + i) % a->block_size;
+        offsets[i] = start + i < end ? ((table ? table[block] : block) * a->block_size + in_block) * a->kv_heads + kv_head : -1;
+    }
+}
+
+/* The slots of its own branch, for each row: of several rows beside each other, where they are few.  Each begins at a place
+ * that does not cut it in two between products of tiles. */
+static void attend_branches(const struct attention_args *a, const struct lanes *s, long row, long rows, long kv_head) {
+    long group = a->heads / a->kv_heads, most = a->window ? min_l(a->depth + 1, a->window) : a->depth + 1, place = 2;
+    while (place < min_l(most, CH)) place *= 2;
+    for (long r = 0; r < rows; r += CH / place)
+        for (long start = 0; start < most; start += CH) {
+            long offsets[CH], count = min_l(rows - r, CH / place), n = ceil_div(count * place, HALF_CHUNK) * HALF_CHUNK;
+            vi from[s->tiles], stop[s->tiles];
+            memset(from, 0, sizeof from);
+            memset(stop, 0, sizeof stop);
+            for (long i = 0; i < CH; i++) offsets[i] = -1;
+            for (long i = 0; i < count; i++) {
+                long own = min_l(CH, own_slots(a, row + r + i) - start), slot = a->slots[row + r + i] - most + 1 + start;
+                for (long j = 0; j < own; j++) offsets[i * place + j] = (slot + j) * a->kv_heads + kv_head;
+                for (long q = (r + i) * group; q < (r + i + 1) * group; q++) {
+                    from[q / LANES][q % LANES] = (int)(i * place);
+                    stop[q / LANES][q % LANES] = (int)(i * place + max_l(0, own));
+                }
+            }
+            load_lanes(a, s, offsets, n);
+            for (long t = r * group / LANES; t < ceil_div((r + count) * group, LANES); t++)
+                attend_lanes(a, s, t, from[t], stop[t], n);
+        }
+}
+
+static void amx_attention_task(const struct attention_args *a, long seq, long row, long rows, long kv_head, float *memory) {
+    long group = a->heads / a->kv_heads, begin = LONG_MAX, end = 0, offsets[CH];
+    struct lanes s = lanes_at(a, rows * group, memory);
+    for (long r = 0; r < rows; r++) {
+        begin = min_l(begin, first_seen(a, seq, row + r));
+        end = max_l(end, shared_positions(a, seq, row + r));
+    }
+    amx_configure(16, 16, 16, 64, 16);
+    start_lanes(a, &s, seq, row, rows, kv_head);
+    const int32_t *table = end > begin ? a->block_tables + a->table_rows[seq] * a->table_stride : 0;
+    for (long start = begin - (begin - a->first) % CH; start < end; start += CH) {
+        find_offsets(a, table, kv_head, start, end, offsets);
+        for (long i = 0; start + i < begin; i++) offsets[i] = -1;
+        long n = end - start > HALF_CHUNK ? CH : HALF_CHUNK;
+        load_lanes(a, &s, offsets, n);
+        if (start + CH < end) { /* they are far apart: a machine does not foresee them */
+            find_offsets(a, table, kv_head, start + CH, end, offsets);
+            for (long i = 0; i < CH && offsets[i] >= 0; i++) {
+                fetch((const char *)a->k_cache + offsets[i] * a->d * 2, a->d * 2);
+                fetch((const char *)a->v_cache + offsets[i] * a->d * 2, a->d * 2);
+            }
+        }
+        for (long t = 0; t < s.tiles; t++) attend_lanes(a, &s, t, s.from[t] - (int)start, s.stop[t] - (int)start, n);
+    }
+    if (a->slots) attend_branches(a, &s, row, rows, kv_head);
+    _tile_release();
+    for (long i = 0; i < rows * group; i++) {
+        float *acc = s.acc + i * a->d, sum = s.sum[i / LANES][i % LANES];
+        if (sum == 0.0f) sum = 1.0f; /* padding */
+        else if (a->sinks) sum += vexp(vset(a->sinks[kv_head * group + i % group] - s.max[i / LANES][i % LANES]))[0];
+        for (long e = 0; e < a->d; e++) { /* tile registers flush small numbers, if there is anything to add */
+            float x = fabsf(acc[e]) < 0x1p-126f ? 0.0f : acc[e];
+            acc[e] = x / sum * a->v_scale;
+        }
+        store_row(a->out, ((row + i / group) * a->heads + kv_head * group + i % group) * a->d, acc, a->d, a->bf16);
+    }
+}
+#endif
+
 /* the task-th tile of rows: finds its sequence; returns how many rows it has */
 static long find_rows(const struct attention_args *a, long task, long *seq, long *row) {
     for (long s = 0;; s++) {
@@ -2440,15 +2680,22 @@ static long find_rows(const struct attention_args *a, long task, long *seq, long
 
 static void attention_item(const struct attention_args *a, long item) {
     long seq, row, rows = find_rows(a, item / a->kv_heads, &seq, &row);
+#ifdef AMX
+    if (amx_attends(a)) {
+        float *memory = scratch(ROWS, lanes_floats(a, a->rows * (a->heads / a->kv_heads)));
+        amx_attention_task(a, seq, row, rows, item % a->kv_heads, memory);
+        return;
+    }
+#endif
     attention_task(a, seq, row, rows, item % a->kv_heads, scratch(ROWS, attention_floats(a)));
 }
 
-/* whether all that the queries of a sequence see is in the caches */
 static void attention_items(void *given, long begin, long end) {
     const struct attention_args *a = given;
     for (long i = begin; i < end; i++) attention_item(a, a->items - 1 - i); /* longest rows first */
 }
 
+/* whether all that the queries of a sequence see is in the caches */
 static int attention_fits(const struct attention_args *a, long seq) {
     long begin = a->query_start[seq], stop = a->query_start[seq + 1], first = LONG_MAX, end = 0;
     if (begin < 0 || begin > stop || stop > a->tokens) return 0;
