@@ -778,6 +778,7 @@ struct groups {
     const float *row_scales; /* of the tile's first row, or 0 */
     long ld;                 /* scales of a row: 1, or one for each group */
     long shared;             /* groups with the same scale of the weight: more than one with digits only */
+    long ahead;              /* bytes from a weight to one that is fetched meanwhile, or 0 */
     /* of rows in digits, for each tile of rows [groups][rows of the tile] */
     float *units, *sums; /* of the integers; of x */
     int32_t *excess;     /* [2], see from_digits */
@@ -858,6 +859,11 @@ static code_tile_fn *const CODE_TILES[9] = {
 #else
 #define COARSE_ROWS 2
 #define FEW_ROWS 2
+#endif
+#if VL == 16 && DIGIT_BITS == 8
+#define MORE_ROWS 8 /* the same, where codes are of 4 bits: so many sums fit into the registers */
+#else
+#define MORE_ROWS FEW_ROWS
 #endif
 #ifdef NEON /* Neoverse N1 prefetches too little by itself */
 #define PREFETCH(at, bytes) \
@@ -1125,7 +1131,7 @@ static code_tile_fn *const *const DOTS[2][5] = { /* of fp32 rows, of bf16 rows *
 INLINE void few_rows(const int rows, const int form, const long quads, long gq, long last, const digit *own, const char *w,
                      const vf *numbers, const struct groups *g, const int offsets, long at, vf *lo, vf *hi) {
     const long step = is_4_bits(form) ? 4 * VL : 4 * NR;
-    vi left[FEW_ROWS], right[FEW_ROWS];
+    vi left[MORE_ROWS], right[MORE_ROWS];
     UNROLL for (int i = 0; i < rows; i++) left[i] = start_sum(), right[i] = start_sum();
     if (quads)
         UNROLL for (long q = 0; q < quads; q += 4) { PAIR_STEP(0) PAIR_STEP(1) PAIR_STEP(2) PAIR_STEP(3) }
@@ -1152,7 +1158,9 @@ INLINE void pairs_tile(const int mr, const int form, const int stored, const lon
         load_numbers(numbers, units, scales, g.shared == 1 ? n : n / g.shared, quads ? 64 / quads : g.per, &g, stored);
         const long last = min_l(gq, kq - n * gq); /* the last group may be shorter */
         if (mr <= FEW_ROWS) PREFETCH(w + 640, bytes);
-        const int together = mr > FEW_ROWS || (form == INT8 && stored == SINGLES && mr > 2) ? 2 : mr;
+        if (g.ahead) fetch(w + g.ahead, bytes);
+        const int most = is_4_bits(form) ? MORE_ROWS : FEW_ROWS;
+        const int together = mr > most || (form == INT8 && stored == SINGLES && mr > 2) ? 2 : mr;
         UNROLL for (int m = 0; m < mr; m += together)
             if (m + together <= mr)
                 few_rows(together, form, quads, gq, last, own + m * 4 * gq, w, numbers, &g, offsets, n * mr + m, lo + m,
@@ -1203,6 +1211,19 @@ INLINE void pairs_tile(const int mr, const int form, const int stored, const lon
 PAIRS_FEW(INT8, SINGLES, ALL) PAIRS_FEW(INT8, HALVES, BOTH) PAIRS_FEW(INT8, FACTORS, OF_K_TYPES)
 PAIRS_FEW(INT4, SINGLES, NONE) PAIRS_FEW(INT4, HALVES, PLAIN) PAIRS_FEW(INT4, FACTORS, NONE)
 PAIRS_FEW(UINT4, SINGLES, NONE) PAIRS_FEW(UINT4, HALVES, WITH_OFFSETS) PAIRS_FEW(UINT4, FACTORS, WITH_OFFSETS)
+#if MORE_ROWS == 8
+#define PAIRS_MORE(form, stored, SPECIAL)                                                                          \
+    PAIRS_TILE(5, form, stored, SPECIAL) PAIRS_TILE(6, form, stored, SPECIAL)                                      \
+    PAIRS_TILE(7, form, stored, SPECIAL) PAIRS_TILE(8, form, stored, SPECIAL)                                      \
+    static code_tile_fn *const MORE_##form##_##stored[4] = {pairs_5_##form##_##stored, pairs_6_##form##_##stored,  \
+                                                            pairs_7_##form##_##stored, pairs_8_##form##_##stored};
+PAIRS_MORE(INT4, SINGLES, NONE) PAIRS_MORE(INT4, HALVES, PLAIN) PAIRS_MORE(INT4, FACTORS, NONE)
+PAIRS_MORE(UINT4, SINGLES, NONE) PAIRS_MORE(UINT4, HALVES, WITH_OFFSETS) PAIRS_MORE(UINT4, FACTORS, WITH_OFFSETS)
+static code_tile_fn *const *const MORE_PAIRS[2][3] = { /* by form and how scales are stored; of those by rows, from 5 on */
+    {MORE_INT4_SINGLES, MORE_INT4_HALVES, MORE_INT4_FACTORS},
+    {MORE_UINT4_SINGLES, MORE_UINT4_HALVES, MORE_UINT4_FACTORS},
+};
+#endif
 static code_tile_fn *const *const FEW_PAIRS[3][3] = { /* by form and how scales are stored; of those by rows, from 1 on */
     {PAIRS_INT8_SINGLES, PAIRS_INT8_HALVES, PAIRS_INT8_FACTORS},
     {PAIRS_INT4_SINGLES, PAIRS_INT4_HALVES, PAIRS_INT4_FACTORS},
@@ -1502,92 +1523,44 @@ static void unpack_codes(char *out, const char *w, long kq, int form) {
 }
 
 #ifdef AMX
-/* One half of a panel's columns: codes of 4 bits as bytes */
-INLINE void unpack_half(char *out, const char *w, long quads, const int half) {
-    for (long q = 0; q < quads; q++) {
-        vu both = *(const vu_mem *)(w + q * 4 * VL);
-        *(vu_mem *)(out + q * 4 * VL) = (half ? both >> 4 : both) & 0x0f0f0f0fu;
-    }
-    COMPILER_BARRIER();
-}
+#define AMX_COARSE(left, right, out)                       \
+    _tile_zero(left);                                      \
+    _tile_zero(right);                                     \
+    for (long q = 0; q < quads; q += step / 4) {           \
+        _tile_loadd(6, x, step);                           \
+        _tile_loadd(7, w, 4 * NR);                         \
+        _tile_dpbsud(left, 6, 7);                          \
+        _tile_loadd(5, w + 4 * VL, 4 * NR);                \
+        _tile_dpbsud(right, 6, 5);                         \
+        x += rows * step, w += step * NR;                  \
+    }                                                      \
+    _tile_stored(left, (out)[0], 64);                      \
+    _tile_stored(right, (out)[1], 64);
 
-#define AMX_PRODUCTS(left, right)                                          \
-    _tile_zero(left);                                                      \
-    if (halves == 2) _tile_zero(right);                                    \
-    for (long q = 0; q < quads; q += step / 4) {                           \
-        _tile_loadd(6, rows_at, step);                                     \
-        _tile_loadd(7, own, stride);                                       \
-        _tile_dpbsud(left, 6, 7);                                          \
-        if (halves == 2) {                                                 \
-            _tile_loadd(5, own + 4 * VL, stride);                          \
-            _tile_dpbsud(right, 6, 5);                                     \
-        }                                                                  \
-        rows_at += rows * step, own += step / 4 * stride;                  \
-    }
-#define AMX_STORE(left, right, out)                                        \
-    _tile_stored(left, (out)[0], 64);                                      \
-    if (halves == 2) _tile_stored(right, (out)[1], 64);
-
-/* Up to `most` coarse rows against both halves of a panel's columns, or the half `first`: as many sums as registers hold.
- * Tile registers neither read nor write what other instructions have just written or will read before that is in the L1
- * cache.  So beside the products of group n, the sums of group n - 1 are stored, those of n - 2 are added to the others,
- * and the codes of n + 2 are unpacked.  ahead: bytes to the next panel, which is fetched meanwhile; 0: it is not. */
-INLINE void amx_coarse_pass(const int form, const int most, const int halves, const int first, long mr, long rows, long step,
-                            const char *x, const char *w, const void *scales, long kq, const struct groups *given, long ahead,
-                            float *buf) {
-    const int four = is_4_bits(form);
-    const long stride = 4 * VL * (four ? halves : 2);
-    char ring[4 * DOT_MOST * NR] __attribute__((aligned(64))); /* of codes; those after each other not 4096 bytes apart */
+/* A tile of coarse rows against a panel of bytes.  Beside the products of a group, the sums of the one before are added:
+ * they have to wait for what was written last. */
+static void amx_coarse_tile(long mr, long rows, long step, const char *x, const char *w, const void *scales, long kq,
+                            const struct groups *given, float *buf) {
     int32_t sums[2][2][AMX_ROWS][VL] __attribute__((aligned(64)));
     const struct groups g = *given;
-    const long place = DOT_MOST * VL * halves, bytes = g.gq * (four ? 4 * VL : 4 * NR);
-    vf acc[AMX_ROWS], numbers[4], units[4];
-    UNROLL for (int i = 0; i < most * halves; i++) acc[i] = vset(0.0f);
-    for (long n = four ? -2 : 0; n < g.count + 2; n++) {
-        const long next = min_l(g.gq, kq - (n + 2) * g.gq), quads = min_l(g.gq, kq - n * g.gq);
-        if (n >= 0 && quads > 0) {
-            const char *rows_at = x + n * 4 * g.gq * rows, *own = four ? ring + n % 4 * place : w + n * bytes + first * 4 * VL;
-            if (n % 2) {
-                AMX_PRODUCTS(2, 3)
-            } else {
-                AMX_PRODUCTS(0, 1)
-            }
+    vf numbers[4], units[4];
+    for (long m = 0; m < mr; m++) memset(buf + m * GROUP * NR, 0, NR * 4);
+    for (long n = 0; n <= g.count; n++) {
+        const long quads = min_l(g.gq, kq - n * g.gq);
+        if (quads > 0 && n % 2) {
+            AMX_COARSE(2, 3, sums[1])
+        } else if (quads > 0) {
+            AMX_COARSE(0, 1, sums[0])
         }
-        if (n > 0 && n <= g.count) {
-            if (n % 2) {
-                AMX_STORE(0, 1, sums[0])
-            } else {
-                AMX_STORE(2, 3, sums[1])
+        if (!n) continue;
+        load_numbers(numbers, units, scales, g.shared == 1 ? n - 1 : (n - 1) / g.shared, g.per, &g, g.stored);
+        for (long m = 0, at = (n - 1) * mr; m < mr; m++, at++)
+            UNROLL for (int half = 0; half < 2; half++) {
+                float *acc = buf + m * GROUP * NR + half * VL;
+                vi of_row = (vi)*(const vu_mem *)sums[(n - 1) % 2][half][m];
+                vf sum = add_sums(vload(acc), of_row, numbers[half], &g, at);
+                vstore(acc, g.offsets ? add_offsets(sum, numbers[2 + half], &g, at) : sum);
             }
-        }
-        if (four && next > 0) {
-            if (halves == 2)
-                unpack_codes(ring + (n + 2) % 4 * place, w + (n + 2) * bytes, next, form);
-            else
-                unpack_half(ring + (n + 2) % 4 * place, w + (n + 2) * bytes, next, first);
-        }
-        if (ahead && n >= 0 && n < g.count) fetch(w + ahead + n * bytes, bytes);
-        if (n < 2) continue;
-        load_numbers(numbers, units, scales, g.shared == 1 ? n - 2 : (n - 2) / g.shared, g.per, &g, g.stored);
-        UNROLL for (int m = 0; m < most; m++)
-            UNROLL for (int h = 0; h < halves; h++) {
-                const long at = (n - 2) * mr + m;
-                vf *sum = &acc[m * halves + h];
-                *sum = add_sums(*sum, (vi)*(const vu_mem *)sums[n % 2][h][m], numbers[first + h], &g, at);
-                if (g.offsets) *sum = add_offsets(*sum, numbers[2 + first + h], &g, at);
-            }
-    }
-    UNROLL for (int m = 0; m < most; m++)
-        if (m < mr) UNROLL for (int h = 0; h < halves; h++) vstore(buf + m * GROUP * NR + (first + h) * VL, acc[m * halves + h]);
-}
-
-INLINE void amx_coarse_tile(const int form, long mr, long rows, long step, const char *x, const char *w, const void *scales,
-                            long kq, const struct groups *g, long ahead, float *buf) {
-    if (rows <= AMX_ROWS / 2) {
-        amx_coarse_pass(form, AMX_ROWS / 2, 2, 0, mr, rows, step, x, w, scales, kq, g, 0, buf);
-    } else {
-        amx_coarse_pass(form, AMX_ROWS, 1, 0, mr, rows, step, x, w, scales, kq, g, 0, buf);
-        amx_coarse_pass(form, AMX_ROWS, 1, 1, mr, rows, step, x, w, scales, kq, g, ahead, buf);
     }
 }
 #endif
@@ -1748,6 +1721,16 @@ static struct panel unpacked(const struct linear_args *a, struct panel given, fl
     return given;
 }
 
+static code_tile_fn *code_tile_of(const struct linear_args *a, long mr, int stored) {
+    if (!a->digits) return CODE_TILES[mr];
+    if (!a->coarse) return DOTS[a->bf16][a->form][mr];
+    if (a->unpack) return PAIRS[mr];
+#if MORE_ROWS == 8
+    if (mr > FEW_ROWS) return MORE_PAIRS[a->form - INT4][stored][mr - FEW_ROWS - 1];
+#endif
+    return FEW_PAIRS[a->form - INT8][stored][mr - 1];
+}
+
 /* row tiles [t0, t1) against output panels [panel0, panel0 + panels) of a quantised weight */
 static void codes_block(const struct linear_args *a, long t0, long t1, long panel0, long panels) {
     float buf[ROWS_MAX * GROUP * NR] __attribute__((aligned(64)));
@@ -1771,10 +1754,8 @@ static void codes_block(const struct linear_args *a, long t0, long t1, long pane
             float *out = buf + p * NR;
 #ifdef AMX
             if (a->amx) {
-                if (a->coarse && (a->unpack || a->form == INT8))
-                    amx_coarse_tile(INT8, mr, a->rows, a->step, x, w, s, a->kq, &g, a->unpack ? 0 : bytes, out);
-                else if (a->coarse)
-                    amx_coarse_tile(UINT4, mr, a->rows, a->step, x, w, s, a->kq, &g, bytes, out);
+                if (a->coarse)
+                    amx_coarse_tile(mr, a->rows, a->step, x, w, s, a->kq, &g, out);
                 else if (a->digits == 2)
                     amx_dot_tile(2, mr, a->rows, a->step, x, w, s, a->kq, &g, out);
                 else
@@ -1782,9 +1763,8 @@ static void codes_block(const struct linear_args *a, long t0, long t1, long pane
                 continue;
             }
 #endif
-            code_tile_fn *run = !a->digits ? CODE_TILES[mr] : !a->coarse ? DOTS[a->bf16][a->form][mr]
-                                : a->unpack ? PAIRS[mr] : FEW_PAIRS[a->form - INT8][g.stored][mr - 1];
-            run(x, w, s, a->kq, &g, out);
+            g.ahead = !a->unpack && t > t0 && t == t1 - 1 ? panels * span * bytes : 0; /* those of the next task */
+            code_tile_of(a, mr, g.stored)(x, w, s, a->kq, &g, out);
         }
         finish_tile(a, buf, row, mr, panel0, panels);
     }
@@ -1875,18 +1855,19 @@ static void plan_codes(struct linear_args *a, long scaled, int flags, const floa
     g->gq = group / 4;
     g->count = ceil_div(a->k, group);
     g->shared = ceil_div(scaled, group);
-    long numbers = a->m * g->count + ROWS_MAX; /* a tile may read those of rows that it does not have */
+    long numbers = a->m * g->count;
     g->units = scratch(SUMS, (size_t)(4 * numbers));
     g->sums = g->units + numbers;
     g->excess = (int32_t *)(g->sums + numbers);
     a->coarse = flags & COARSE;
     a->digits = digits_of(a->bf16, a->coarse);
-    a->unpack = a->coarse && a->m > (is_4_bits(a->form) || g->stored == FACTORS ? 2 * FEW_ROWS : FEW_ROWS);
-    a->rows = !a->coarse ? DOT_ROWS : a->unpack && !g->offsets ? COARSE_ROWS : FEW_ROWS; /* offsets take registers */
+    long few = is_4_bits(a->form) ? MORE_ROWS : FEW_ROWS; /* in a tile with panels as they are */
+    a->unpack = a->coarse && a->m > (is_4_bits(a->form) || g->stored == FACTORS ? 2 * few : few);
+    a->rows = !a->coarse ? DOT_ROWS : !a->unpack ? few : g->offsets ? FEW_ROWS : COARSE_ROWS; /* offsets take registers */
     a->kq = ceil_div(a->k, 16) * 4;
     a->row_size = (a->coarse ? g->count * g->gq : a->kq) * 4 * a->digits * (long)sizeof(digit);
 #ifdef AMX
-    if (a->m < AMX_LEAST) return;
+    if (a->m < AMX_LEAST || (a->coarse && is_4_bits(a->form) && !a->unpack)) return;
     a->amx = 1, a->rows = AMX_ROWS, a->step = 64;
     a->unpack = !a->coarse || a->m > AMX_ROWS;
     while (group % a->step || a->kq * 4 % a->step) a->step /= 2;
@@ -2448,223 +2429,6 @@ static void attention_task(const struct attention_args *a, long seq, long row, l
     store_attention(a, &s, row, rows, kv_head);
 }
 
-#ifdef AMX
-/* ---------------------------------------------------------------- paged_attention: AMX
- * The same over bf16 keys and values, 16 queries at a time, one in each lane of a vector.  Scores are sums of products of bf16
- * numbers, which are multiplied by the scale; the weights of the values are rounded to bf16.  A query's lane depends on the
- * other queries, its numbers do not: what it does not see has the weight 0.  These bits differ from those of vectors, so a
- * machine uses either. */
-#define LANES VL
-#define HALF_CHUNK (CH / 2) /* positions of a product of tiles */
-
-INLINE int amx_attends(const struct attention_args *a) { return a->bf16 && a->kv == BF16 && a->d % 32 == 0; }
-
-struct lanes { /* of a task; tiles are of LANES queries */
-    long tiles;
-    uint32_t *q;     /* [tiles][d / 2][LANES]: pairs of numbers */
-    float *acc;      /* [tiles][LANES][d] */
-    vf *max, *sum;   /* [tiles] */
-    vi *from, *stop; /* [tiles]: positions of a sequence that are seen */
-    uint16_t *k;     /* [CH][d] */
-    uint32_t *v;     /* [CH / 2][d]: pairs of positions */
-    float *scores;   /* [CH][LANES] */
-    uint32_t *pairs; /* [CH / 2][LANES]: weights of pairs of positions */
-    uint32_t *p;     /* [LANES][CH / 2]: the same, transposed */
-    uint16_t *zeros; /* [d] */
-};
-
-static size_t lanes_floats(const struct attention_args *a, long queries) {
-    long tiles = ceil_div(queries, LANES), d = a->d;
-    return (size_t)(tiles * LANES * (d / 2 + d + 4) + CH * d + 2 * CH * LANES + d + LANES);
-}
-
-static struct lanes lanes_at(const struct attention_args *a, long queries, float *memory) {
-    long tiles = ceil_div(queries, LANES), d = a->d;
-    struct lanes s = {.tiles = tiles, .acc = memory, .max = (vf *)(memory + tiles * LANES * d)};
-    s.sum = s.max + tiles, s.from = (vi *)(s.sum + tiles), s.stop = s.from + tiles;
-    s.q = (uint32_t *)(s.stop + tiles), s.v = s.q + tiles * d / 2 * LANES;
-    s.k = (uint16_t *)(s.v + CH / 2 * d), s.scores = (float *)(s.k + CH * d);
-    s.pairs = (uint32_t *)(s.scores + CH * LANES), s.p = s.pairs + CH / 2 * LANES;
-    s.zeros = (uint16_t *)(s.p + CH / 2 * LANES);
-    memset(s.zeros, 0, (size_t)d * 2);
-    return s;
-}
-
-static void start_lanes(const struct attention_args *a, const struct lanes *s, long seq, long row, long rows, long kv_head) {
-    long group = a->heads / a->kv_heads, queries = rows * group, half = a->d / 2;
-    memset(s->acc, 0, (size_t)(s->tiles * LANES * a->d) * 4);
-    for (long i = 0; i < s->tiles * LANES; i++) {
-        long t = i / LANES, lane = i % LANES, r = row + i / group;
-        const uint16_t *q = (const uint16_t *)a->q + r * a->ldq + (kv_head * group + i % group) * a->d;
-        const uint32_t *words = (const void *)(i < queries ? q : s->zeros);
-        for (long e = 0; e < half; e++) s->q[(t * half + e) * LANES + lane] = words[e];
-        s->max[t][lane] = -INFINITY, s->sum[t][lane] = 0.0f;
-        s->from[t][lane] = i < queries ? (int)min_l(INT_MAX, first_seen(a, seq, r)) : 0;
-        s->stop[t][lane] = i < queries ? (int)shared_positions(a, seq, r) : 0;
-    }
-}
-
-/* keys and values of n positions, a multiple of HALF_CHUNK; offsets: of their rows in the caches, -1: zeros */
-static void load_lanes(const struct attention_args *a, const struct lanes *s, const long *offsets, long n) {
-    long d = a->d;
-    for (long i = 0; i < n; i += 2) {
-        const uint16_t *k[2], *v[2];
-        for (long j = 0; j < 2; j++) {
-            long at = offsets[i + j];
-            k[j] = at < 0 ? s->zeros : (const uint16_t *)a->k_cache + at * d;
-            v[j] = at < 0 ? s->zeros : (const uint16_t *)a->v_cache + at * d;
-            memcpy(s->k + (i + j) * d, k[j], (size_t)d * 2);
-        }
-        for (long e = 0; e < d; e += VL) {
-            vu even = (vu)_mm512_cvtepu16_epi32((__m256i)*(const vs_mem *)(v[0] + e));
-            vu odd = (vu)_mm512_cvtepu16_epi32((__m256i)*(const vs_mem *)(v[1] + e));
-            *(vu_mem *)(s->v + i / 2 * d + e) = even | odd << 16;
-        }
-    }
-    COMPILER_BARRIER();
-}
-
-#define AMX_SCORES(sums, t)                      \
-    _tile_loadd(4, s->k + (t)*d + e, d * 2);     \
-    _tile_dpbf16ps(sums, 4, 5);
-
-/* a tile of queries against n positions, of which each query sees [from, stop) */
-static void attend_lanes(const struct attention_args *a, const struct lanes *s, long tile, vi from, vi stop, long n) {
-    const long d = a->d, whole = n > HALF_CHUNK;
-    float *acc = s->acc + tile * LANES * d;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (long e = 0; e < d; e += 32) {
-        _tile_loadd(5, s->q + (tile * d / 2 + e / 2) * LANES, 64);
-        AMX_SCORES(0, 0)
-        AMX_SCORES(1, 16)
-        if (!whole) continue;
-        AMX_SCORES(2, 32)
-        AMX_SCORES(3, 48)
-    }
-    _tile_stored(0, s->scores, 64);
-    _tile_stored(1, s->scores + 16 * LANES, 64);
-    _tile_stored(2, s->scores + 32 * LANES, 64);
-    _tile_stored(3, s->scores + 48 * LANES, 64);
-    COMPILER_BARRIER();
-    vf best = s->max[tile], none = vset(-INFINITY), total = vset(0.0f);
-    for (long t = 0; t < n; t++) {
-        vi at = (vi){0} + (int)t;
-        vf x = vselect((at >= from) & (at < stop), vload(s->scores + t * LANES) * a->scale, none);
-        vstore(s->scores + t * LANES, x);
-        best = vmax(x, best);
-    }
-    vf shift = vselect(best == none, vset(0.0f), best), alpha = vexp(s->max[tile] - shift);
-    for (long t = 0; t < n; t += 2) {
-        vf even = vexp(vload(s->scores + t * LANES) - shift), odd = vexp(vload(s->scores + (t + 1) * LANES) - shift);
-        total = total + even;
-        total = total + odd;
-        *(vu_mem *)(s->pairs + t / 2 * LANES) = (vu)vround_bf16(even) >> 16 | (vu)vround_bf16(odd);
-    }
-    s->sum[tile] = s->sum[tile] * alpha + total;
-    s->max[tile] = best;
-    for (long i = 0; i < LANES; i++) {
-        for (long t = 0; t < n / 2; t++) s->p[i * CH / 2 + t] = s->pairs[t * LANES + i];
-        for (long e = 0; e < d; e += VL) vstore(acc + i * d + e, vload(acc + i * d + e) * alpha[i]);
-    }
-    COMPILER_BARRIER();
-    _tile_loadd(4, s->p, CH * 2);
-    if (whole) _tile_loadd(6, s->p + CH / 4, CH * 2);
-    for (long e = 0; e < d; e += 2 * VL) {
-        _tile_loadd(0, acc + e, d * 4);
-        _tile_loadd(1, acc + e + VL, d * 4);
-        _tile_loadd(5, s->v + e, d * 4);
-        _tile_dpbf16ps(0, 4, 5);
-        _tile_loadd(7, s->v + e + VL, d * 4);
-        _tile_dpbf16ps(1, 4, 7);
-        if (whole) {
-            _tile_loadd(5, s->v + CH / 4 * d + e, d * 4);
-            _tile_dpbf16ps(0, 6, 5);
-            _tile_loadd(7, s->v + CH / 4 * d + e + VL, d * 4);
-            _tile_dpbf16ps(1, 6, 7);
-        }
-        _tile_stored(0, acc + e, d * 4);
-        _tile_stored(1, acc + e + VL, d * 4);
-    }
-    COMPILER_BARRIER();
-}
-
-/* offsets of CH positions from `start` on, which without a table is a slot; those from `end` on are -1 */
-static void find_offsets(const struct attention_args *a, const int32_t *table, long kv_head, long start, long end,
-                         long *offsets) {
-    for (long i = 0; i < CH; i++) {
-        long block = (start + i) / a->block_size, in_block = (start + i) % a->block_size;
-        offsets[i] = start + i < end ? ((table ? table[block] : block) * a->block_size + in_block) * a->kv_heads + kv_head : -1;
-    }
-}
-
-/* The slots of its own branch, for each row: of several rows beside each other, where they are few.  Each begins at a place
- * that does not cut it in two between products of tiles. */
-static void attend_branches(const struct attention_args *a, const struct lanes *s, long row, long rows, long kv_head) {
-    long group = a->heads / a->kv_heads, most = a->window ? min_l(a->depth + 1, a->window) : a->depth + 1, place = 2;
-    while (place < min_l(most, CH)) place *= 2;
-    for (long r = 0; r < rows; r += CH / place)
-        for (long start = 0; start < most; start += CH) {
-            long offsets[CH], count = min_l(rows - r, CH / place), n = ceil_div(count * place, HALF_CHUNK) * HALF_CHUNK;
-            vi from[s->tiles], stop[s->tiles];
-            memset(from, 0, sizeof from);
-            memset(stop, 0, sizeof stop);
-            for (long i = 0; i < CH; i++) offsets[i] = -1;
-            for (long i = 0; i < count; i++) {
-                long own = min_l(CH, own_slots(a, row + r + i) - start), slot = a->slots[row + r + i] - most + 1 + start;
-                for (long j = 0; j < own; j++) offsets[i * place + j] = (slot + j) * a->kv_heads + kv_head;
-                for (long q = (r + i) * group; q < (r + i + 1) * group; q++) {
-                    from[q / LANES][q % LANES] = (int)(i * place);
-                    stop[q / LANES][q % LANES] = (int)(i * place + max_l(0, own));
-                }
-            }
-            load_lanes(a, s, offsets, n);
-            for (long t = r * group / LANES; t < ceil_div((r + count) * group, LANES); t++)
-                attend_lanes(a, s, t, from[t], stop[t], n);
-        }
-}
-
-static void amx_attention_task(const struct attention_args *a, long seq, long row, long rows, long kv_head, float *memory) {
-    long group = a->heads / a->kv_heads, begin = LONG_MAX, end = 0, offsets[CH];
-    struct lanes s = lanes_at(a, rows * group, memory);
-    for (long r = 0; r < rows; r++) {
-        begin = min_l(begin, first_seen(a, seq, row + r));
-        end = max_l(end, shared_positions(a, seq, row + r));
-    }
-    amx_configure(16, 16, 16, 64, 16);
-    start_lanes(a, &s, seq, row, rows, kv_head);
-    const int32_t *table = end > begin ? a->block_tables + a->table_rows[seq] * a->table_stride : 0;
-    for (long start = begin - (begin - a->first) % CH; start < end; start += CH) {
-        find_offsets(a, table, kv_head, start, end, offsets);
-        for (long i = 0; start + i < begin; i++) offsets[i] = -1;
-        long n = end - start > HALF_CHUNK ? CH : HALF_CHUNK;
-        load_lanes(a, &s, offsets, n);
-        if (start + CH < end) { /* they are far apart: a machine does not foresee them */
-            find_offsets(a, table, kv_head, start + CH, end, offsets);
-            for (long i = 0; i < CH && offsets[i] >= 0; i++) {
-                fetch((const char *)a->k_cache + offsets[i] * a->d * 2, a->d * 2);
-                fetch((const char *)a->v_cache + offsets[i] * a->d * 2, a->d * 2);
-            }
-        }
-        for (long t = 0; t < s.tiles; t++) attend_lanes(a, &s, t, s.from[t] - (int)start, s.stop[t] - (int)start, n);
-    }
-    if (a->slots) attend_branches(a, &s, row, rows, kv_head);
-    _tile_release();
-    for (long i = 0; i < rows * group; i++) {
-        float *acc = s.acc + i * a->d, sum = s.sum[i / LANES][i % LANES];
-        if (sum == 0.0f) sum = 1.0f; /* padding */
-        else if (a->sinks) sum += vexp(vset(a->sinks[kv_head * group + i % group] - s.max[i / LANES][i % LANES]))[0];
-        for (long e = 0; e < a->d; e++) { /* tile registers flush small numbers, if there is anything to add */
-            float x = fabsf(acc[e]) < 0x1p-126f ? 0.0f : acc[e];
-            acc[e] = x / sum * a->v_scale;
-        }
-        store_row(a->out, ((row + i / group) * a->heads + kv_head * group + i % group) * a->d, acc, a->d, a->bf16);
-    }
-}
-#endif
-
 /* the task-th tile of rows: finds its sequence; returns how many rows it has */
 static long find_rows(const struct attention_args *a, long task, long *seq, long *row) {
     for (long s = 0;; s++) {
@@ -2680,13 +2444,6 @@ static long find_rows(const struct attention_args *a, long task, long *seq, long
 
 static void attention_item(const struct attention_args *a, long item) {
     long seq, row, rows = find_rows(a, item / a->kv_heads, &seq, &row);
-#ifdef AMX
-    if (amx_attends(a)) {
-        float *memory = scratch(ROWS, lanes_floats(a, a->rows * (a->heads / a->kv_heads)));
-        amx_attention_task(a, seq, row, rows, item % a->kv_heads, memory);
-        return;
-    }
-#endif
     attention_task(a, seq, row, rows, item % a->kv_heads, scratch(ROWS, attention_floats(a)));
 }
 
