@@ -140,7 +140,8 @@ def test_attention_of_every_variant(other: Kernels, heads: int, kv_heads: int, d
         for row in range(20):
             seen = [*slots, *(30 * block_size + 8 * row + i for i in range(depth + 1))] if branches else slots
             seen = seen[: None if branches else length - 19 + row][-window if window else 0 :]
-            keys, values = (each.double().flatten(0, 1)[seen].repeat_interleave(heads // kv_heads, 1) for each in (k, v))
+            group = heads // kv_heads
+            keys, values = (each.double().flatten(0, 1)[seen].repeat_interleave(group, 1) for each in (k, v))
             weights = torch.einsum("hd,phd->hp", q[row].double(), keys).mul(d**-0.5).softmax(-1)
             expected = torch.einsum("hp,phd->hd", weights, values)
             assert (whole[row] - expected).norm() < 1e-2 * expected.norm(), (row, branches)
