@@ -377,7 +377,8 @@ INLINE long int_at(const void *p, long i, int is64) {
  * that has no core just then delays nothing.  After a loop the workers look for the next one for a while (kernels follow
  * each other within microseconds), then they sleep.  Workers beyond the number of the last loop sleep until a loop wants
  * more: their cores are another process's.  A thread writes to cache lines of its own, which others read when it is done
- * with them: threads that change one line in turn wait for each other. */
+ * with them: threads that change one line in turn wait for each other.  While a worker looks for work, it fetches its share
+ * of the weights that are multiplied next, if they are known. */
 #define MAX_THREADS 256
 #define CHUNKS 4                 /* of a loop, per thread */
 #define ALONE (512 * VL)         /* numbers of several rows below which one thread rounds or normalises them all */
@@ -386,6 +387,7 @@ INLINE long int_at(const void *p, long i, int is64) {
 #else
 #define HELP_AFTER 64
 #endif
+#define FETCHED (256 << 10) /* most bytes of the next weights that a worker fetches: they stay in its L2 cache */
 #define LOOKING_NS (300 * 1000L) /* how long a worker looks for work before it sleeps: longer than Python between two steps */
 
 typedef void loop_fn(void *arg, long begin, long end);
@@ -407,6 +409,8 @@ struct team {
     long items, chunk;
     _Alignas(64) _Atomic int asleep, stopping;
     _Atomic int limit; /* threads of the last loop */
+    _Atomic(const char *) weights; /* that are multiplied next, or 0 */
+    _Atomic long weight_bytes;
     struct range ranges[MAX_THREADS];
     int count; /* workers */
     pthread_mutex_t lock;
@@ -494,11 +498,18 @@ static void *work(void *given) {
     struct worker *self = given;
     struct team *team = self->team;
     uint64_t last = 0, seen = 0; /* ticket of the last loop that it took part in, number of the last one that it has seen */
+    const char *weights = 0;     /* its share of the next ones, as far as it is not fetched yet */
+    long left = 0;
     for (;;) {
         uint64_t ticket = atomic_load(&team->ticket);
         for (long began = 0, spins = 0; ticket >> 32 == seen; ticket = atomic_load(&team->ticket)) {
             if (atomic_load(&team->stopping)) return 0;
-            pause_core();
+            if (left > 0) {
+                UNROLL for (int i = 0; i < 4; i++) __builtin_prefetch(weights + 64 * i, 0, 2); /* to the L2 cache */
+                weights += 256, left -= 256;
+            } else {
+                pause_core();
+            }
             if (++spins == HELP_AFTER) help(team, last, self->number);
             if (spins % 64) continue;
             if (!began) began = now_ns();
@@ -511,10 +522,15 @@ static void *work(void *given) {
             pthread_mutex_unlock(&team->lock);
         }
         seen = ticket >> 32;
-        if (self->number < (long)(ticket & 0xffff))
+        left = 0;
+        if (self->number < (long)(ticket & 0xffff)) {
             compute(team, last = ticket, self->number, self->number);
-        else
+            long share = atomic_load(&team->weight_bytes) / (long)(ticket & 0xffff);
+            weights = atomic_load(&team->weights) + self->number * share;
+            left = min_l(share, FETCHED);
+        } else {
             await_limit(self);
+        }
     }
 }
 
@@ -2796,6 +2812,7 @@ int ssd_accept(const int32_t *chosen, const int32_t *slots, const int32_t *first
 /* ---------------------------------------------------------------- repeating recorded calls
  * A call is 32 words: its arguments, and at the end the number of its function.  The threads are those of now. */
 #define CALL_WORDS 32
+#define LINEAR 2 /* number of ssd_linear */
 typedef union {
     int64_t i;
     float f;
@@ -2810,7 +2827,7 @@ static int repeat_call(const word *a, int threads) {
     switch (a[CALL_WORDS - 1].i) {
     case 0: return ssd_embedding(P(0), P(1), I(2), P(3), L(4), L(5), L(6), I(7));
     case 1: return ssd_codes_embedding(P(0), P(1), P(2), I(3), P(4), L(5), L(6), L(7), I(8), L(9), I(10), I(11));
-    case 2:
+    case LINEAR:
         ssd_linear(P(0), L(1), P(2), P(3), P(4), L(5), L(6), L(7), I(8), I(9), F(10), F(11), F(12), I(13), I(14), P(15),
                    L(16), I(17), P(18), L(19), threads);
         return 0;
@@ -2832,10 +2849,27 @@ static int repeat_call(const word *a, int threads) {
     return 1;
 }
 
+/* bytes of the panels of a product, in the words of its call */
+static long panel_bytes(const word *a) {
+    long rows = L(6) * (I(9) ? 2 : 1), k = L(7);
+    if (!I(14)) return ssd_packed_bytes(rows, k, I(8), I(9));
+    return ceil_div(rows, NR) * NR * (is_4_bits(I(14)) ? ceil_div(k, 16) * 8 : ceil_div(k, 16) * 16);
+}
+
 int ssd_repeat(const word *calls, long count, int nthreads) {
-    for (long i = 0; i < count; i++)
-        if (repeat_call(calls + i * CALL_WORDS, nthreads)) return 1;
-    return 0;
+    struct team *team = nthreads > 1 ? team_of(nthreads - 1) : 0;
+    int status = 0;
+    for (long i = 0, next = 0; i < count && !status; i++) {
+        if (team && next <= i) { /* the next product */
+            for (next = i + 1; next < count && calls[next * CALL_WORDS + CALL_WORDS - 1].i != LINEAR;) next++;
+            const word *a = calls + next * CALL_WORDS;
+            atomic_store(&team->weights, next < count ? P(2) : 0);
+            atomic_store(&team->weight_bytes, next < count ? panel_bytes(a) : 0);
+        }
+        status = repeat_call(calls + i * CALL_WORDS, nthreads);
+    }
+    if (team) atomic_store(&team->weight_bytes, 0);
+    return status;
 }
 
 /* ---------------------------------------------------------------- the process
