@@ -105,6 +105,7 @@ class BatchInputs:
         self._places = {name: self._host[place] for name, place in zip(sizes, places, strict=True)}
         self._tensors = {name: self._meta[place] for name, place in zip(sizes, places, strict=True)}
         self._written: Batch | None = None  # what is there; None: nothing
+        self._made: tuple[Seq[torch.Tensor], DeviceBatch] | None = None  # tables, and the batch over them
         self.clear()
         self.token_ids, self.positions, self.context_len, *rest = (
             self.all[total : total + end][place] for place in computed
@@ -191,7 +192,12 @@ class BatchInputs:
             )
 
     def device_batch(self, tables: Seq[torch.Tensor]) -> DeviceBatch:
-        """The batch as the decoder takes it, for one pass: attention plans its work once for each such object."""
+        """The batch as the decoder takes it, for one pass."""
+        if self._made is None or self._made[0] is not tables:
+            self._made = tables, self._device_batch(tables)
+        return self._made[1].again()
+
+    def _device_batch(self, tables: Seq[torch.Tensor]) -> DeviceBatch:
         batch = DeviceBatch(
             token_ids=self.token_ids,
             positions=self.positions,

@@ -359,6 +359,10 @@ static float *scratch(int which, size_t floats) {
     return pool->data[which];
 }
 
+INLINE void fetch(const char *at, long bytes) {
+    for (long line = 0; line < bytes; line += 64) __builtin_prefetch(at + line);
+}
+
 INLINE long ceil_div(long a, long b) { return (a + b - 1) / b; }
 INLINE long min_l(long a, long b) { return a < b ? a : b; }
 INLINE long max_l(long a, long b) { return a > b ? a : b; }
@@ -369,14 +373,21 @@ INLINE long int_at(const void *p, long i, int is64) {
 
 /* ---------------------------------------------------------------- threads
  * Every calling thread has workers of its own.  A loop is cut into chunks, of which each thread has a range.  It claims
- * them one by one, then those that others have not begun: the loop ends with its last chunk, and a worker that has no core
- * just then delays nothing.  After a loop the workers look for the next one for a while (kernels follow each other within
- * microseconds), then they sleep.  Workers beyond the number of the last loop sleep until a loop wants more: their cores
- * are another process's.  What threads write to is in cache lines of its own: there are two writes per thread and loop to
- * a line that all of them share. */
+ * them one by one, and a little later those that others have not begun: the loop ends with its last chunk, and a worker
+ * that has no core just then delays nothing.  After a loop the workers look for the next one for a while (kernels follow
+ * each other within microseconds), then they sleep.  Workers beyond the number of the last loop sleep until a loop wants
+ * more: their cores are another process's.  A thread writes to cache lines of its own, which others read when it is done
+ * with them: threads that change one line in turn wait for each other.  While a worker looks for work, it fetches its share
+ * of the weights that are multiplied next, if they are known. */
 #define MAX_THREADS 256
 #define CHUNKS 4                 /* of a loop, per thread */
 #define ALONE (512 * VL)         /* numbers of several rows below which one thread rounds or normalises them all */
+#if defined(__x86_64__) || defined(__i386__)
+#define HELP_AFTER 16 /* pauses of a thread, a microsecond, before it takes chunks of others */
+#else
+#define HELP_AFTER 64
+#endif
+#define FETCHED (256 << 10) /* most bytes of the next weights that a worker fetches: they stay in its L2 cache */
 #define LOOKING_NS (300 * 1000L) /* how long a worker looks for work before it sleeps: longer than Python between two steps */
 
 typedef void loop_fn(void *arg, long begin, long end);
@@ -389,15 +400,17 @@ struct worker {
 };
 struct range {
     _Alignas(64) _Atomic uint64_t next; /* number of the last loop in which a chunk was claimed << 32 | chunks claimed */
+    _Alignas(64) _Atomic uint64_t done; /* number of a loop << 32 | chunks, of any range, that its owner has computed */
 };
 struct team {
     _Alignas(64) _Atomic uint64_t ticket; /* the current loop: number << 32 | chunks << 16 | threads */
     loop_fn *body;                        /* valid for whoever has claimed a chunk that is not done */
     void *arg;
     long items, chunk;
-    _Alignas(64) _Atomic long done; /* chunks of it */
     _Alignas(64) _Atomic int asleep, stopping;
     _Atomic int limit; /* threads of the last loop */
+    _Atomic(const char *) weights; /* that are multiplied next, or 0 */
+    _Atomic long weight_bytes;
     struct range ranges[MAX_THREADS];
     int count; /* workers */
     pthread_mutex_t lock;
@@ -431,18 +444,35 @@ static long claim(struct range *range, uint32_t loop, long chunks) {
     }
 }
 
-/* computes chunks of the loop that `ticket` shows, until none is left; `number`: of the thread, 0 is the caller */
-static void take_part(struct team *team, uint64_t ticket, long number) {
-    long chunks = ticket >> 16 & 0xffff, threads = ticket & 0xffff;
-    for (long i = 0; i < threads; i++) {
-        long owner = (number + i) % threads, first = owner * chunks / threads, done = 0, next;
-        while ((next = claim(&team->ranges[owner], (uint32_t)(ticket >> 32), (owner + 1) * chunks / threads - first)) >= 0) {
-            long begin = (first + next) * team->chunk;
-            team->body(team->arg, begin, min_l(team->items, begin + team->chunk));
-            done++;
-        }
-        if (done && atomic_fetch_add(&team->done, done) + done == chunks) return; /* no need to look at the others' */
+/* computes what is left of a range in the loop that `ticket` shows; `number`: of the thread, 0 is the caller */
+static void compute(struct team *team, uint64_t ticket, long owner, long number) {
+    long chunks = ticket >> 16 & 0xffff, threads = ticket & 0xffff, first = owner * chunks / threads, count = 0, next;
+    uint32_t loop = (uint32_t)(ticket >> 32);
+    while ((next = claim(&team->ranges[owner], loop, (owner + 1) * chunks / threads - first)) >= 0) {
+        long begin = (first + next) * team->chunk;
+        team->body(team->arg, begin, min_l(team->items, begin + team->chunk));
+        count++;
     }
+    if (!count) return;
+    _Atomic uint64_t *done = &team->ranges[number].done;
+    uint64_t before = atomic_load(done);
+    uint64_t now = (before >> 32 == loop ? before : (uint64_t)loop << 32) + (uint64_t)count;
+    atomic_store_explicit(done, now, memory_order_release);
+}
+
+/* the same of all other ranges */
+static void help(struct team *team, uint64_t ticket, long number) {
+    long threads = ticket & 0xffff;
+    for (long i = 1; i < threads; i++) compute(team, ticket, (number + i) % threads, number);
+}
+
+static int all_done(struct team *team, uint64_t ticket) {
+    uint64_t chunks = ticket >> 16 & 0xffff, count = 0;
+    for (uint64_t i = 0; i < (ticket & 0xffff); i++) {
+        uint64_t done = atomic_load(&team->ranges[i].done);
+        if (done >> 32 == ticket >> 32) count += done & 0xffffffff;
+    }
+    return count == chunks;
 }
 
 static void await_limit(struct worker *self) {
@@ -467,13 +497,21 @@ static void set_limit(struct team *team, int limit) {
 static void *work(void *given) {
     struct worker *self = given;
     struct team *team = self->team;
-    uint64_t seen = 0;
+    uint64_t last = 0, seen = 0; /* ticket of the last loop that it took part in, number of the last one that it has seen */
+    const char *weights = 0;     /* its share of the next ones, as far as it is not fetched yet */
+    long left = 0;
     for (;;) {
         uint64_t ticket = atomic_load(&team->ticket);
         for (long began = 0, spins = 0; ticket >> 32 == seen; ticket = atomic_load(&team->ticket)) {
             if (atomic_load(&team->stopping)) return 0;
-            pause_core();
-            if (++spins % 64) continue;
+            if (left > 0) {
+                UNROLL for (int i = 0; i < 4; i++) __builtin_prefetch(weights + 64 * i, 0, 2); /* to the L2 cache */
+                weights += 256, left -= 256;
+            } else {
+                pause_core();
+            }
+            if (++spins == HELP_AFTER) help(team, last, self->number);
+            if (spins % 64) continue;
             if (!began) began = now_ns();
             if (now_ns() - began < LOOKING_NS) continue;
             pthread_mutex_lock(&team->lock);
@@ -484,10 +522,15 @@ static void *work(void *given) {
             pthread_mutex_unlock(&team->lock);
         }
         seen = ticket >> 32;
-        if (self->number < (long)(ticket & 0xffff))
-            take_part(team, ticket, self->number);
-        else
+        left = 0;
+        if (self->number < (long)(ticket & 0xffff)) {
+            compute(team, last = ticket, self->number, self->number);
+            long share = atomic_load(&team->weight_bytes) / (long)(ticket & 0xffff);
+            weights = atomic_load(&team->weights) + self->number * share;
+            left = min_l(share, FETCHED);
+        } else {
             await_limit(self);
+        }
     }
 }
 
@@ -550,13 +593,13 @@ static void parallel(long items, int nthreads, loop_fn *body, void *arg) {
     struct team *team = team_of(nthreads - 1);
     long chunk = ceil_div(items, (long)CHUNKS * nthreads), chunks = ceil_div(items, chunk);
     team->body = body, team->arg = arg, team->items = items, team->chunk = chunk;
-    atomic_store(&team->done, 0);
     set_limit(team, nthreads);
     uint64_t ticket = ((atomic_load(&team->ticket) >> 32) + 1) << 32 | (uint64_t)chunks << 16 | (uint64_t)nthreads;
     atomic_store(&team->ticket, ticket);
     wake_all(team);
-    take_part(team, ticket, 0);
-    for (long spins = 0; atomic_load(&team->done) < chunks; spins++) {
+    compute(team, ticket, 0, 0);
+    for (long spins = 0; !all_done(team, ticket); spins++) {
+        if (spins == HELP_AFTER) help(team, ticket, 0);
         if (spins < 4096)
             pause_core();
         else
@@ -751,7 +794,8 @@ struct groups {
     const float *row_scales; /* of the tile's first row, or 0 */
     long ld;                 /* scales of a row: 1, or one for each group */
     long shared;             /* groups with the same scale of the weight: more than one with digits only */
-    /* of rows in digits, [row][groups] */
+    long ahead;              /* bytes from a weight to one that is fetched meanwhile, or 0 */
+    /* of rows in digits, for each tile of rows [groups][rows of the tile] */
     float *units, *sums; /* of the integers; of x */
     int32_t *excess;     /* [2], see from_digits */
 };
@@ -831,6 +875,11 @@ static code_tile_fn *const CODE_TILES[9] = {
 #else
 #define COARSE_ROWS 2
 #define FEW_ROWS 2
+#endif
+#if VL == 16 && DIGIT_BITS == 8
+#define MORE_ROWS 8 /* the same, where codes are of 4 bits: so many sums fit into the registers */
+#else
+#define MORE_ROWS FEW_ROWS
 #endif
 #ifdef NEON /* Neoverse N1 prefetches too little by itself */
 #define PREFETCH(at, bytes) \
@@ -1029,12 +1078,12 @@ INLINE void dot_tile(const int mr, const int form, const int digits, const int s
         vf numbers[4];
         load_numbers(numbers, 0, scales, own, 0, &g, stored);
         UNROLL for (int m = 0; m < mr; m++) {
-            lo[m] = add_group(lo[m], left + m * digits, digits, numbers[0], &g, m * g.count + n);
-            hi[m] = add_group(hi[m], right + m * digits, digits, numbers[1], &g, m * g.count + n);
+            lo[m] = add_group(lo[m], left + m * digits, digits, numbers[0], &g, n * mr + m);
+            hi[m] = add_group(hi[m], right + m * digits, digits, numbers[1], &g, n * mr + m);
         }
         if (g.offsets) UNROLL for (int m = 0; m < mr; m++) {
-            lo[m] = add_offsets(lo[m], numbers[2], &g, m * g.count + n);
-            hi[m] = add_offsets(hi[m], numbers[3], &g, m * g.count + n);
+            lo[m] = add_offsets(lo[m], numbers[2], &g, n * mr + m);
+            hi[m] = add_offsets(hi[m], numbers[3], &g, n * mr + m);
         }
         if (++used == g.shared) own++, used = 0;
     }
@@ -1098,13 +1147,13 @@ static code_tile_fn *const *const DOTS[2][5] = { /* of fp32 rows, of bf16 rows *
 INLINE void few_rows(const int rows, const int form, const long quads, long gq, long last, const digit *own, const char *w,
                      const vf *numbers, const struct groups *g, const int offsets, long at, vf *lo, vf *hi) {
     const long step = is_4_bits(form) ? 4 * VL : 4 * NR;
-    vi left[FEW_ROWS], right[FEW_ROWS];
+    vi left[MORE_ROWS], right[MORE_ROWS];
     UNROLL for (int i = 0; i < rows; i++) left[i] = start_sum(), right[i] = start_sum();
     if (quads)
         UNROLL for (long q = 0; q < quads; q += 4) { PAIR_STEP(0) PAIR_STEP(1) PAIR_STEP(2) PAIR_STEP(3) }
     else
         for (long q = 0; q < last; q += 4) { PAIR_STEP(0) PAIR_STEP(1) PAIR_STEP(2) PAIR_STEP(3) }
-    UNROLL for (int i = 0; i < rows; i++, at += g->count) {
+    UNROLL for (int i = 0; i < rows; i++, at++) {
         lo[i] = add_sums(lo[i], left[i], numbers[0], g, at);
         hi[i] = add_sums(hi[i], right[i], numbers[1], g, at);
         if (offsets) lo[i] = add_offsets(lo[i], numbers[2], g, at), hi[i] = add_offsets(hi[i], numbers[3], g, at);
@@ -1125,13 +1174,15 @@ INLINE void pairs_tile(const int mr, const int form, const int stored, const lon
         load_numbers(numbers, units, scales, g.shared == 1 ? n : n / g.shared, quads ? 64 / quads : g.per, &g, stored);
         const long last = min_l(gq, kq - n * gq); /* the last group may be shorter */
         if (mr <= FEW_ROWS) PREFETCH(w + 640, bytes);
-        const int together = mr > FEW_ROWS || (form == INT8 && stored == SINGLES && mr > 2) ? 2 : mr;
+        if (g.ahead) fetch(w + g.ahead, bytes);
+        const int most = is_4_bits(form) ? MORE_ROWS : FEW_ROWS;
+        const int together = mr > most || (form == INT8 && stored == SINGLES && mr > 2) ? 2 : mr;
         UNROLL for (int m = 0; m < mr; m += together)
             if (m + together <= mr)
-                few_rows(together, form, quads, gq, last, own + m * 4 * gq, w, numbers, &g, offsets, m * g.count + n, lo + m,
+                few_rows(together, form, quads, gq, last, own + m * 4 * gq, w, numbers, &g, offsets, n * mr + m, lo + m,
                          hi + m);
             else
-                few_rows(1, form, quads, gq, last, own + m * 4 * gq, w, numbers, &g, offsets, m * g.count + n, lo + m,
+                few_rows(1, form, quads, gq, last, own + m * 4 * gq, w, numbers, &g, offsets, n * mr + m, lo + m,
                          hi + m);
     }
     UNROLL for (int m = 0; m < mr; m++) {
@@ -1176,6 +1227,19 @@ INLINE void pairs_tile(const int mr, const int form, const int stored, const lon
 PAIRS_FEW(INT8, SINGLES, ALL) PAIRS_FEW(INT8, HALVES, BOTH) PAIRS_FEW(INT8, FACTORS, OF_K_TYPES)
 PAIRS_FEW(INT4, SINGLES, NONE) PAIRS_FEW(INT4, HALVES, PLAIN) PAIRS_FEW(INT4, FACTORS, NONE)
 PAIRS_FEW(UINT4, SINGLES, NONE) PAIRS_FEW(UINT4, HALVES, WITH_OFFSETS) PAIRS_FEW(UINT4, FACTORS, WITH_OFFSETS)
+#if MORE_ROWS == 8
+#define PAIRS_MORE(form, stored, SPECIAL)                                                                          \
+    PAIRS_TILE(5, form, stored, SPECIAL) PAIRS_TILE(6, form, stored, SPECIAL)                                      \
+    PAIRS_TILE(7, form, stored, SPECIAL) PAIRS_TILE(8, form, stored, SPECIAL)                                      \
+    static code_tile_fn *const MORE_##form##_##stored[4] = {pairs_5_##form##_##stored, pairs_6_##form##_##stored,  \
+                                                            pairs_7_##form##_##stored, pairs_8_##form##_##stored};
+PAIRS_MORE(INT4, SINGLES, NONE) PAIRS_MORE(INT4, HALVES, PLAIN) PAIRS_MORE(INT4, FACTORS, NONE)
+PAIRS_MORE(UINT4, SINGLES, NONE) PAIRS_MORE(UINT4, HALVES, WITH_OFFSETS) PAIRS_MORE(UINT4, FACTORS, WITH_OFFSETS)
+static code_tile_fn *const *const MORE_PAIRS[2][3] = { /* by form and how scales are stored; of those by rows, from 5 on */
+    {MORE_INT4_SINGLES, MORE_INT4_HALVES, MORE_INT4_FACTORS},
+    {MORE_UINT4_SINGLES, MORE_UINT4_HALVES, MORE_UINT4_FACTORS},
+};
+#endif
 static code_tile_fn *const *const FEW_PAIRS[3][3] = { /* by form and how scales are stored; of those by rows, from 1 on */
     {PAIRS_INT8_SINGLES, PAIRS_INT8_HALVES, PAIRS_INT8_FACTORS},
     {PAIRS_INT4_SINGLES, PAIRS_INT4_HALVES, PAIRS_INT4_FACTORS},
@@ -1308,18 +1372,18 @@ INLINE void to_digits(digit *out, long stride, const float *x, float up, int dig
 #endif
 }
 
-/* A row in digits, with units and sums of its groups.  A group with NaN or infinity in it gets NaN as
- * its unit. */
+/* A row in digits, with units and sums of its groups, from `at` on, `mr` apart.  A group with NaN or infinity in it gets
+ * NaN as its unit. */
 struct digit_layout {
     long stride;    /* between the digits of a number */
     long run, jump; /* numbers that lie side by side, and from one such run to the next */
 };
 
 INLINE void pack_groups(digit *dst, const struct digit_layout *layout, const float *x, long kq, int bf16, const int coarse,
-                        int form, const struct groups *g, const float *row_scales, long row) {
+                        int form, const struct groups *g, const float *row_scales, long at, long mr) {
     const float most = coarse ? 127.0f : bf16 ? 0x1p13f : 0x1p21f;
     const int digits = digits_of(bf16, coarse);
-    for (long group = 0, n = row * g->count, i = 0; group < kq; group += g->gq, n++, i++) {
+    for (long group = 0, n = at, i = 0; group < kq; group += g->gq, n += mr, i++) {
         long first = group * 4, last = min_l(kq, group + g->gq) * 4;
         vi top = (vi)vset(0x1p-100f), sum = {0}, low = {0};
         for (long k = first; k < last; k += VL) top = vmax_int(top, (vi)vload(x + k) & 0x7fffffff);
@@ -1344,11 +1408,11 @@ INLINE void pack_groups(digit *dst, const struct digit_layout *layout, const flo
 }
 
 static void pack_digits(digit *dst, const struct digit_layout *layout, const float *x, long kq, int bf16, int coarse,
-                        int form, const struct groups *g, const float *row_scales, long row) {
+                        int form, const struct groups *g, const float *row_scales, long at, long mr) {
     if (coarse)
-        pack_groups(dst, layout, x, kq, bf16, 1, form, g, row_scales, row);
+        pack_groups(dst, layout, x, kq, bf16, 1, form, g, row_scales, at, mr);
     else
-        pack_groups(dst, layout, x, kq, bf16, 0, form, g, row_scales, row);
+        pack_groups(dst, layout, x, kq, bf16, 0, form, g, row_scales, at, mr);
 }
 
 /* ---------------------------------------------------------------- linear: AMX
@@ -1455,8 +1519,8 @@ INLINE void amx_dot_tile(const int digits, long mr, long rows, long step, const 
                 vi of_row[3];
                 float *acc = buf + m * GROUP * NR + half * VL;
                 UNROLL for (int d = 0; d < digits; d++) of_row[d] = (vi)*(const vu_mem *)sums[2 * d + half][m];
-                vf sum = add_group(vload(acc), of_row, digits, numbers[half], &g, m * g.count + n);
-                vstore(acc, g.offsets ? add_offsets(sum, numbers[2 + half], &g, m * g.count + n) : sum);
+                vf sum = add_group(vload(acc), of_row, digits, numbers[half], &g, n * mr + m);
+                vstore(acc, g.offsets ? add_offsets(sum, numbers[2 + half], &g, n * mr + m) : sum);
             }
         if (++used == g.shared) own++, used = 0;
     }
@@ -1480,38 +1544,33 @@ static void unpack_codes(char *out, const char *w, long kq, int form) {
     _tile_zero(right);                                     \
     for (long q = 0; q < quads; q += step / 4) {           \
         _tile_loadd(6, x, step);                           \
-        _tile_loadd(7, own, 4 * NR);                       \
+        _tile_loadd(7, w, 4 * NR);                         \
         _tile_dpbsud(left, 6, 7);                          \
-        _tile_loadd(5, own + 4 * VL, 4 * NR);              \
+        _tile_loadd(5, w + 4 * VL, 4 * NR);                \
         _tile_dpbsud(right, 6, 5);                         \
-        x += rows * step, own += step * NR;                \
+        x += rows * step, w += step * NR;                  \
     }                                                      \
     _tile_stored(left, (out)[0], 64);                      \
     _tile_stored(right, (out)[1], 64);
 
-/* A tile of coarse rows against a panel.  Beside the products of a group, the codes of the next one are unpacked, if they
- * are of 4 bits, and the sums of the one before are added: each of these has to wait for what was written last. */
-INLINE void amx_coarse_tile(const int form, long mr, long rows, long step, const char *x, const char *w, const void *scales,
-                            long kq, const struct groups *given, float *buf) {
-    char codes[2][DOT_MOST * NR] __attribute__((aligned(64)));
+/* A tile of coarse rows against a panel of bytes.  Beside the products of a group, the sums of the one before are added:
+ * they have to wait for what was written last. */
+static void amx_coarse_tile(long mr, long rows, long step, const char *x, const char *w, const void *scales, long kq,
+                            const struct groups *given, float *buf) {
     int32_t sums[2][2][AMX_ROWS][VL] __attribute__((aligned(64)));
     const struct groups g = *given;
-    const long bytes = g.gq * (is_4_bits(form) ? 4 * VL : 4 * NR);
     vf numbers[4], units[4];
     for (long m = 0; m < mr; m++) memset(buf + m * GROUP * NR, 0, NR * 4);
-    if (is_4_bits(form)) unpack_codes(codes[0], w, min_l(g.gq, kq), form);
     for (long n = 0; n <= g.count; n++) {
-        const long quads = min_l(g.gq, kq - n * g.gq), next = min_l(g.gq, kq - (n + 1) * g.gq);
-        const char *own = is_4_bits(form) ? codes[n % 2] : w + n * bytes;
+        const long quads = min_l(g.gq, kq - n * g.gq);
         if (quads > 0 && n % 2) {
             AMX_COARSE(2, 3, sums[1])
         } else if (quads > 0) {
             AMX_COARSE(0, 1, sums[0])
         }
-        if (is_4_bits(form) && next > 0) unpack_codes(codes[(n + 1) % 2], w + (n + 1) * bytes, next, form);
         if (!n) continue;
         load_numbers(numbers, units, scales, g.shared == 1 ? n - 1 : (n - 1) / g.shared, g.per, &g, g.stored);
-        for (long m = 0, at = n - 1; m < mr; m++, at += g.count)
+        for (long m = 0, at = (n - 1) * mr; m < mr; m++, at++)
             UNROLL for (int half = 0; half < 2; half++) {
                 float *acc = buf + m * GROUP * NR + half * VL;
                 vi of_row = (vi)*(const vu_mem *)sums[(n - 1) % 2][half][m];
@@ -1678,6 +1737,16 @@ static struct panel unpacked(const struct linear_args *a, struct panel given, fl
     return given;
 }
 
+static code_tile_fn *code_tile_of(const struct linear_args *a, long mr, int stored) {
+    if (!a->digits) return CODE_TILES[mr];
+    if (!a->coarse) return DOTS[a->bf16][a->form][mr];
+    if (a->unpack) return PAIRS[mr];
+#if MORE_ROWS == 8
+    if (mr > FEW_ROWS) return MORE_PAIRS[a->form - INT4][stored][mr - FEW_ROWS - 1];
+#endif
+    return FEW_PAIRS[a->form - INT8][stored][mr - 1];
+}
+
 /* row tiles [t0, t1) against output panels [panel0, panel0 + panels) of a quantised weight */
 static void codes_block(const struct linear_args *a, long t0, long t1, long panel0, long panels) {
     float buf[ROWS_MAX * GROUP * NR] __attribute__((aligned(64)));
@@ -1701,10 +1770,8 @@ static void codes_block(const struct linear_args *a, long t0, long t1, long pane
             float *out = buf + p * NR;
 #ifdef AMX
             if (a->amx) {
-                if (a->coarse && (a->unpack || a->form == INT8))
-                    amx_coarse_tile(INT8, mr, a->rows, a->step, x, w, s, a->kq, &g, out);
-                else if (a->coarse)
-                    amx_coarse_tile(UINT4, mr, a->rows, a->step, x, w, s, a->kq, &g, out);
+                if (a->coarse)
+                    amx_coarse_tile(mr, a->rows, a->step, x, w, s, a->kq, &g, out);
                 else if (a->digits == 2)
                     amx_dot_tile(2, mr, a->rows, a->step, x, w, s, a->kq, &g, out);
                 else
@@ -1712,9 +1779,8 @@ static void codes_block(const struct linear_args *a, long t0, long t1, long pane
                 continue;
             }
 #endif
-            code_tile_fn *run = !a->digits ? CODE_TILES[mr] : !a->coarse ? DOTS[a->bf16][a->form][mr]
-                                : a->unpack ? PAIRS[mr] : FEW_PAIRS[a->form - INT8][g.stored][mr - 1];
-            run(x, w, s, a->kq, &g, out);
+            g.ahead = !a->unpack && t > t0 && t == t1 - 1 ? panels * span * bytes : 0; /* those of the next task */
+            code_tile_of(a, mr, g.stored)(x, w, s, a->kq, &g, out);
         }
         finish_tile(a, buf, row, mr, panel0, panels);
     }
@@ -1750,7 +1816,7 @@ static void pack_digit_row(const struct linear_args *a, digit *dst, long row, lo
     for (long i = a->k; i < a->kq * 4; i++) x[i] = 0.0f;
     const float *row_scales = a->groups.row_scales ? a->groups.row_scales + row * a->groups.ld : 0;
     pack_digits(dst + m * (a->amx ? run : a->digits * run), &layout, x, a->kq, a->bf16, a->coarse, a->form, &a->groups,
-                row_scales, row);
+                row_scales, (row - m) * a->groups.count + m, mr);
 }
 
 #ifdef AMX
@@ -1805,17 +1871,19 @@ static void plan_codes(struct linear_args *a, long scaled, int flags, const floa
     g->gq = group / 4;
     g->count = ceil_div(a->k, group);
     g->shared = ceil_div(scaled, group);
-    g->units = scratch(SUMS, (size_t)(4 * a->m * g->count));
-    g->sums = g->units + a->m * g->count;
-    g->excess = (int32_t *)(g->sums + a->m * g->count);
+    long numbers = a->m * g->count;
+    g->units = scratch(SUMS, (size_t)(4 * numbers));
+    g->sums = g->units + numbers;
+    g->excess = (int32_t *)(g->sums + numbers);
     a->coarse = flags & COARSE;
     a->digits = digits_of(a->bf16, a->coarse);
-    a->unpack = a->coarse && a->m > (is_4_bits(a->form) || g->stored == FACTORS ? 2 * FEW_ROWS : FEW_ROWS);
-    a->rows = !a->coarse ? DOT_ROWS : a->unpack && !g->offsets ? COARSE_ROWS : FEW_ROWS; /* offsets take registers */
+    long few = is_4_bits(a->form) ? MORE_ROWS : FEW_ROWS; /* in a tile with panels as they are */
+    a->unpack = a->coarse && a->m > (is_4_bits(a->form) || g->stored == FACTORS ? 2 * few : few);
+    a->rows = !a->coarse ? DOT_ROWS : !a->unpack ? few : g->offsets ? FEW_ROWS : COARSE_ROWS; /* offsets take registers */
     a->kq = ceil_div(a->k, 16) * 4;
     a->row_size = (a->coarse ? g->count * g->gq : a->kq) * 4 * a->digits * (long)sizeof(digit);
 #ifdef AMX
-    if (a->m < AMX_LEAST) return;
+    if (a->m < AMX_LEAST || (a->coarse && is_4_bits(a->form) && !a->unpack)) return;
     a->amx = 1, a->rows = AMX_ROWS, a->step = 64;
     a->unpack = !a->coarse || a->m > AMX_ROWS;
     while (group % a->step || a->kq * 4 % a->step) a->step /= 2;
@@ -2121,8 +2189,10 @@ struct attention_args {
 };
 
 struct chunk {
-    const float *k[CH + AP], *v[CH + AP];
-    float *copy_k, *copy_v; /* fp32 rows of dp; reading cold cache rows in place gains nothing */
+    const char *k[CH + AP], *v[CH + AP]; /* rows: of the cache, or fp32 rows of dp in the copies */
+    float *copy_k, *copy_v;
+    int in_place, narrow; /* rows are those of the cache; they are bf16 */
+    long bytes;           /* of a row of the cache */
 };
 
 struct softmax { /* running state of the queries of a task */
@@ -2133,7 +2203,7 @@ struct softmax { /* running state of the queries of a task */
  * machine does not foresee the next one. */
 static void load_chunk(const struct attention_args *a, struct chunk *c, const int32_t *table, long kv_head, long start,
                        long from, long n) {
-    const long bytes = a->d * (a->kv == FP32 ? 4 : a->kv == BF16 ? 2 : 1);
+    const long bytes = c->bytes;
     long block = (start + from) / a->block_size, in_block = (start + from) % a->block_size, offsets[CH];
     for (long i = from; i < n; i++) {
         long slot = (table ? table[block] : block) * a->block_size + in_block;
@@ -2141,44 +2211,65 @@ static void load_chunk(const struct attention_args *a, struct chunk *c, const in
         if (++in_block == a->block_size) in_block = 0, block++;
     }
     for (long i = from, ahead = from; i < n; i++) {
-        for (; ahead < min_l(n, i + KV_AHEAD); ahead++)
-            for (long line = 0; line < bytes; line += 64) {
-                __builtin_prefetch((const char *)a->k_cache + offsets[ahead] * bytes + line);
-                __builtin_prefetch((const char *)a->v_cache + offsets[ahead] * bytes + line);
-            }
-        c->k[i] = c->copy_k + i * a->dp;
-        c->v[i] = c->copy_v + i * a->dp;
+        c->k[i] = (const char *)a->k_cache + offsets[i] * bytes;
+        c->v[i] = (const char *)a->v_cache + offsets[i] * bytes;
+        if (c->in_place) {
+            fetch(c->k[i], bytes);
+            continue;
+        }
+        for (; ahead < min_l(n, i + KV_AHEAD); ahead++) {
+            fetch((const char *)a->k_cache + offsets[ahead] * bytes, bytes);
+            fetch((const char *)a->v_cache + offsets[ahead] * bytes, bytes);
+        }
         load_row(c->copy_k + i * a->dp, a->k_cache, offsets[i] * a->d, a->d, a->kv);
         load_row(c->copy_v + i * a->dp, a->v_cache, offsets[i] * a->d, a->d, a->kv);
+        c->k[i] = (const char *)(c->copy_k + i * a->dp);
+        c->v[i] = (const char *)(c->copy_v + i * a->dp);
     }
 }
 
+/* two vectors of a row from element e on */
+INLINE void load_pair(vf *lo, vf *hi, const char *row, long e, const int narrow) {
+    if (narrow)
+        vload_bf16(lo, hi, (const uint16_t *)row + e);
+    else
+        *lo = vload((const float *)row + e), *hi = vload((const float *)row + e + VL);
+}
+
 /* scores of nq queries against AP positions: lanes run over d, then are added in vsum's order */
-INLINE void score_tile(const int nq, const float *q, long dp, const float *const *k, float *scores) {
-    vf acc[AQ][AP];
+INLINE void score_tile(const int nq, const int narrow, const float *q, long dp, const char *const *k, float *scores) {
+    vf acc[AQ][AP], kv[AP], next[AP];
     UNROLL for (int i = 0; i < nq; i++) UNROLL for (int j = 0; j < AP; j++) acc[i][j] = vset(0.0f);
-    const float *k0 = k[0], *k1 = k[1], *k2 = k[2], *k3 = k[3];
-    for (long e = 0; e < dp; e += VL) {
-        vf kv[AP] = {vload(k0 + e), vload(k1 + e), vload(k2 + e), vload(k3 + e)};
+    const char *rows[AP] = {k[0], k[1], k[2], k[3]};
+    long e = 0;
+    for (; e + 2 * VL <= dp; e += 2 * VL) {
+        UNROLL for (int j = 0; j < AP; j++) load_pair(&kv[j], &next[j], rows[j], e, narrow);
         UNROLL for (int i = 0; i < nq; i++) {
-            vf qv = vload(q + i * dp + e);
-            UNROLL for (int j = 0; j < AP; j++) acc[i][j] = vfma(acc[i][j], qv, kv[j]);
+            vf qv = vload(q + i * dp + e), qn = vload(q + i * dp + e + VL);
+            UNROLL for (int j = 0; j < AP; j++) acc[i][j] = vfma(vfma(acc[i][j], qv, kv[j]), qn, next[j]);
         }
+    }
+    if (e < dp) { /* of copies only */
+        UNROLL for (int i = 0; i < nq; i++) UNROLL for (int j = 0; j < AP; j++)
+            acc[i][j] = vfma(acc[i][j], vload(q + i * dp + e), vload((const float *)rows[j] + e));
     }
     UNROLL for (int i = 0; i < nq; i++) vsum_4(scores + i * CH, acc[i]);
 }
 
-#define VALUE_STEP(lane)                                                                           \
-    {                                                                                              \
-        vf x[AV];                                                                                  \
-        UNROLL for (int j = 0; j < nv; j++) x[j] = vload(v[t + (lane)] + e + j * VL);              \
-        UNROLL for (int i = 0; i < nq; i++)                                                        \
-            UNROLL for (int j = 0; j < nv; j++) acc[i][j] = FMA_LANE(acc[i][j], x[j], pq[i], lane); \
+#define VALUE_STEP(lane)                                                                               \
+    {                                                                                                  \
+        vf x[AV];                                                                                      \
+        if (nv == 1)                                                                                   \
+            x[0] = vload((const float *)v[t + (lane)] + e);                                            \
+        else                                                                                           \
+            UNROLL for (int j = 0; j < nv; j += 2) load_pair(&x[j], &x[j + 1], v[t + (lane)], e + j * VL, narrow); \
+        UNROLL for (int i = 0; i < nq; i++)                                                            \
+            UNROLL for (int j = 0; j < nv; j++) acc[i][j] = FMA_LANE(acc[i][j], x[j], pq[i], lane);     \
     }
 
 /* acc = acc * alpha + p @ v for nq queries and nv vectors of d: one FMA chain over the positions per element */
-INLINE void value_tile(const int nq, const int nv, const struct softmax *s, long q0, long dp, long e,
-                       const float *const *v, long n) {
+INLINE void value_tile(const int nq, const int nv, const int narrow, const struct softmax *s, long q0, long dp, long e,
+                       const char *const *v, long n) {
     vf acc[AQ][AV];
     float *out = s->acc + q0 * dp + e;
     const float *p = s->scores + q0 * CH;
@@ -2217,41 +2308,52 @@ static void softmax_query(const struct softmax *s, long q, long n) {
     s->max[q] = top;
 }
 
-INLINE void attend_queries(const int nq, const struct softmax *s, long q0, long dp, const float *const *k,
-                           const float *const *v, long n) {
-    for (long t = 0; t < n; t += AP) score_tile(nq, s->q + q0 * dp, dp, k + t, s->scores + q0 * CH + t);
-    for (long i = 0; i < nq; i++) softmax_query(s, q0 + i, n);
-    long e = 0;
-    for (; e + AV * VL <= dp; e += AV * VL) value_tile(nq, AV, s, q0, dp, e, v, n);
-    for (; e < dp; e += VL) value_tile(nq, 1, s, q0, dp, e, v, n);
-}
-
-#define ATTEND(nq)                                                                                          \
-    static void attend_##nq(const struct softmax *s, long q0, long dp, const float *const *k,               \
-                            const float *const *v, long n) {                                                \
-        attend_queries(nq, s, q0, dp, k, v, n);                                                             \
+#define SCORES(nq)                                                                                                      \
+    static void scores_##nq(const struct softmax *s, long q0, long dp, const struct chunk *c, long at, long t) {         \
+        const float *q = s->q + q0 * dp;                                                                                 \
+        float *scores = s->scores + q0 * CH + t;                                                                         \
+        if (c->narrow)                                                                                                   \
+            score_tile(nq, 1, q, dp, c->k + at + t, scores);                                                             \
+        else                                                                                                             \
+            score_tile(nq, 0, q, dp, c->k + at + t, scores);                                                             \
     }
-ATTEND(1) ATTEND(2)
-#if AQ == 4
-ATTEND(3) ATTEND(4)
-#endif
-
-/* queries [q0, q1) against n positions of a chunk, from its position `from` on */
-static void attend_chunk(const struct softmax *s, long q0, long q1, long dp, struct chunk *c, long from, long n) {
-    const float **k = c->k + from, **v = c->v + from;
-    for (long i = n; i < n + 3; i++) k[i] = k[0], v[i] = v[0];
-    for (; q0 + AQ <= q1; q0 += AQ) {
-#if AQ == 4
-        attend_4(s, q0, dp, k, v, n);
+#define VALUES(nq)                                                                                                      \
+    static void values_##nq(const struct softmax *s, long q0, long dp, const struct chunk *c, long at, long e, long n) { \
+        if (e + AV * VL > dp)                                                                                            \
+            value_tile(nq, 1, 0, s, q0, dp, e, c->v + at, n);                                                            \
+        else if (c->narrow)                                                                                              \
+            value_tile(nq, AV, 1, s, q0, dp, e, c->v + at, n);                                                           \
+        else                                                                                                             \
+            value_tile(nq, AV, 0, s, q0, dp, e, c->v + at, n);                                                           \
     }
-    if (q1 - q0 == 3) attend_3(s, q0, dp, k, v, n);
+SCORES(1) SCORES(2) VALUES(1) VALUES(2)
+typedef void scores_fn(const struct softmax *s, long q0, long dp, const struct chunk *c, long at, long t);
+typedef void values_fn(const struct softmax *s, long q0, long dp, const struct chunk *c, long at, long e, long n);
+#if AQ == 4
+SCORES(3) SCORES(4) VALUES(3) VALUES(4)
+static scores_fn *const SCORES_OF[] = {0, scores_1, scores_2, scores_3, scores_4};
+static values_fn *const VALUES_OF[] = {0, values_1, values_2, values_3, values_4};
 #else
-        attend_2(s, q0, dp, k, v, n);
-    }
+static scores_fn *const SCORES_OF[] = {0, scores_1, scores_2};
+static values_fn *const VALUES_OF[] = {0, values_1, values_2};
 #endif
-    if (q1 - q0 == 2) attend_2(s, q0, dp, k, v, n);
-    if (q1 - q0 == 1) attend_1(s, q0, dp, k, v, n);
-    for (long i = from + n; i < CH && i < from + n + 3; i++) c->k[i] = c->copy_k + i * dp, c->v[i] = c->copy_v + i * dp;
+
+/* Queries [q0, q1) against n positions of a chunk, from its position `at` on.  All of them read a few keys, then a few
+ * columns of the values, which stay in the L1 cache. */
+static void attend_chunk(const struct softmax *s, long q0, long q1, long dp, struct chunk *c, long at, long n) {
+    const char *kept[2][AP]; /* of the positions behind the last one: those of the first are read in their place */
+    for (long i = 0; i < AP - 1; i++) {
+        kept[0][i] = c->k[at + n + i], kept[1][i] = c->v[at + n + i];
+        c->k[at + n + i] = c->k[at], c->v[at + n + i] = c->v[at];
+    }
+    for (long t = 0; t < n; t += AP) {
+        for (long i = t; c->in_place && i < min_l(n, t + AP); i++) fetch(c->v[at + i], c->bytes);
+        for (long q = q0; q < q1; q += AQ) SCORES_OF[min_l(AQ, q1 - q)](s, q, dp, c, at, t);
+    }
+    for (long q = q0; q < q1; q++) softmax_query(s, q, n);
+    for (long e = 0; e < dp; e += e + AV * VL > dp ? VL : AV * VL)
+        for (long q = q0; q < q1; q += AQ) VALUES_OF[min_l(AQ, q1 - q)](s, q, dp, c, at, e, n);
+    for (long i = 0; i < AP - 1; i++) c->k[at + n + i] = kept[0][i], c->v[at + n + i] = kept[1][i];
 }
 
 static size_t attention_floats(const struct attention_args *a) {
@@ -2313,7 +2415,9 @@ static void attention_task(const struct attention_args *a, long seq, long row, l
     }
     struct softmax s = {memory, memory + queries * dp, memory + 2 * queries * dp, 0, 0, 0};
     s.max = s.scores + queries * CH, s.sum = s.max + queries, s.alpha = s.sum + queries;
-    struct chunk c;
+    struct chunk c = {.bytes = a->d * (a->kv == FP32 ? 4 : a->kv == BF16 ? 2 : 1)};
+    c.in_place = queries <= AQ && a->kv != E4M3 && a->d % (AV * VL) == 0; /* else keys and values are widened once */
+    c.narrow = c.in_place && a->kv == BF16;
     c.copy_k = memory + attention_floats(a) - 2 * CH * dp, c.copy_v = c.copy_k + CH * dp;
     if (dp != a->d) memset(c.copy_k, 0, (size_t)(2 * CH * dp) * 4);
     start_softmax(a, &s, row, rows, kv_head);
@@ -2359,12 +2463,12 @@ static void attention_item(const struct attention_args *a, long item) {
     attention_task(a, seq, row, rows, item % a->kv_heads, scratch(ROWS, attention_floats(a)));
 }
 
-/* whether all that the queries of a sequence see is in the caches */
 static void attention_items(void *given, long begin, long end) {
     const struct attention_args *a = given;
     for (long i = begin; i < end; i++) attention_item(a, a->items - 1 - i); /* longest rows first */
 }
 
+/* whether all that the queries of a sequence see is in the caches */
 static int attention_fits(const struct attention_args *a, long seq) {
     long begin = a->query_start[seq], stop = a->query_start[seq + 1], first = LONG_MAX, end = 0;
     if (begin < 0 || begin > stop || stop > a->tokens) return 0;
@@ -2708,6 +2812,7 @@ int ssd_accept(const int32_t *chosen, const int32_t *slots, const int32_t *first
 /* ---------------------------------------------------------------- repeating recorded calls
  * A call is 32 words: its arguments, and at the end the number of its function.  The threads are those of now. */
 #define CALL_WORDS 32
+#define LINEAR 2 /* number of ssd_linear */
 typedef union {
     int64_t i;
     float f;
@@ -2722,7 +2827,7 @@ static int repeat_call(const word *a, int threads) {
     switch (a[CALL_WORDS - 1].i) {
     case 0: return ssd_embedding(P(0), P(1), I(2), P(3), L(4), L(5), L(6), I(7));
     case 1: return ssd_codes_embedding(P(0), P(1), P(2), I(3), P(4), L(5), L(6), L(7), I(8), L(9), I(10), I(11));
-    case 2:
+    case LINEAR:
         ssd_linear(P(0), L(1), P(2), P(3), P(4), L(5), L(6), L(7), I(8), I(9), F(10), F(11), F(12), I(13), I(14), P(15),
                    L(16), I(17), P(18), L(19), threads);
         return 0;
@@ -2744,10 +2849,27 @@ static int repeat_call(const word *a, int threads) {
     return 1;
 }
 
+/* bytes of the panels of a product, in the words of its call */
+static long panel_bytes(const word *a) {
+    long rows = L(6) * (I(9) ? 2 : 1), k = L(7);
+    if (!I(14)) return ssd_packed_bytes(rows, k, I(8), I(9));
+    return ceil_div(rows, NR) * NR * (is_4_bits(I(14)) ? ceil_div(k, 16) * 8 : ceil_div(k, 16) * 16);
+}
+
 int ssd_repeat(const word *calls, long count, int nthreads) {
-    for (long i = 0; i < count; i++)
-        if (repeat_call(calls + i * CALL_WORDS, nthreads)) return 1;
-    return 0;
+    struct team *team = nthreads > 1 ? team_of(nthreads - 1) : 0;
+    int status = 0;
+    for (long i = 0, next = 0; i < count && !status; i++) {
+        if (team && next <= i) { /* the next product */
+            for (next = i + 1; next < count && calls[next * CALL_WORDS + CALL_WORDS - 1].i != LINEAR;) next++;
+            const word *a = calls + next * CALL_WORDS;
+            atomic_store(&team->weights, next < count ? P(2) : 0);
+            atomic_store(&team->weight_bytes, next < count ? panel_bytes(a) : 0);
+        }
+        status = repeat_call(calls + i * CALL_WORDS, nthreads);
+    }
+    if (team) atomic_store(&team->weight_bytes, 0);
+    return status;
 }
 
 /* ---------------------------------------------------------------- the process

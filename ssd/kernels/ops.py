@@ -6,6 +6,7 @@ are *row-invariant*: a row's bits never depend on how many rows are computed tog
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from dataclasses import dataclass
@@ -41,6 +42,14 @@ class DeviceBatch:
     logit_rows: torch.Tensor | None  # int64 [rows]; None: all rows in order
     branches: Branches | None = None  # every row is a branch (without prefill_tiles; context_len is not used)
     others: tuple[DeviceBatch, ...] = ()  # the same for further groups of layers, with their own KV slots and blocks
+
+    def again(self) -> DeviceBatch:
+        """The same tensors for another pass: attention plans its work once for each object."""
+        _ = self.memory  # which the copies have, too
+        made = copy.copy(self)
+        if self.others:
+            object.__setattr__(made, "others", tuple(each.again() for each in self.others))
+        return made
 
     @functools.cached_property
     def memory(self) -> tuple[object, ...]:

@@ -107,3 +107,41 @@ def test_products_of_every_variant(other: Kernels, dtype: torch.dtype, n: int, k
     for rows in (*ROWS, 33, 48):
         assert torch.equal(other.linear(x[:rows], packed, float32=True), whole[:rows])
     assert torch.equal(other.embedding(packed, torch.tensor([0, n - 1])), weight[[0, n - 1]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(6, 2, 64), (3, 3, 32), (4, 1, 128)])
+def test_attention_of_every_variant(other: Kernels, heads: int, kv_heads: int, d: int, window: int) -> None:
+    """Against sums in double precision; a row's bits in any company. Rows of a sequence, and of branches."""
+    torch.manual_seed(0)
+    block_size, length, depth = 16, 150, 4
+    k, v = (torch.randn(40, block_size, kv_heads, d).bfloat16() for _ in range(2))
+    blocks = torch.randperm(30)[: -(-length // block_size)].int()[None]
+    table_row, q = torch.zeros(1, dtype=torch.int32), torch.randn(20, heads, d).bfloat16()
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    def attend(first: int, count: int, branches: bool) -> torch.Tensor:
+        rows, own = q[first : first + count], None
+        positions, slots = [length + depth] * count, [30 * block_size + 8 * row + depth for row in range(20)]
+        if branches:
+            own = ints(*positions), ints(*slots[first : first + count]), depth
+        seen = length if branches else length - 20 + first + count
+        places = (ints(0, count), ints(seen), blocks, table_row)
+        return other.paged_attention(rows, k, v, *places, d**-0.5, own, window=window)
+
+    for branches in (False, True):
+        whole = attend(0, 20, branches)
+        for first, count in ((0, 1), (19, 1), (3, 5), (7, 13)):
+            assert torch.equal(attend(first, count, branches), whole[first : first + count]), (first, count, branches)
+        slots = [int(blocks[0, p // block_size]) * block_size + p % block_size for p in range(length)]
+        for row in range(20):
+            seen = [*slots, *(30 * block_size + 8 * row + i for i in range(depth + 1))] if branches else slots
+            seen = seen[: None if branches else length - 19 + row][-window if window else 0 :]
+            group = heads // kv_heads
+            keys, values = (each.double().flatten(0, 1)[seen].repeat_interleave(group, 1) for each in (k, v))
+            weights = torch.einsum("hd,phd->hp", q[row].double(), keys).mul(d**-0.5).softmax(-1)
+            expected = torch.einsum("hp,phd->hd", weights, values)
+            assert (whole[row] - expected).norm() < 1e-2 * expected.norm(), (row, branches)
