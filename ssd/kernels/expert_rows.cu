@@ -34,7 +34,8 @@ struct Params {
     void* y;
     const int *order, *tiles;
     long long x_stride;
-    int num_tiles, repeats, experts, strips;  // repeats: pairs of a row of x; strips: of one expert
+    int num_tiles, halves;         // halves: 2 if tiles have up to twice as many rows, which are cut in two
+    int repeats, experts, strips;  // repeats: pairs of a row of x; strips: of one expert
     int gated, float32;                       // whether outputs alternate gate and up; whether y is float32
     int settled;                              // whether `tiles` were there before the last kernel let this one begin
     float slope, limit, shift;
@@ -52,8 +53,6 @@ __device__ __forceinline__ int summed(int v) {
     for (int distance = 16; distance; distance /= 2) v += __shfl_xor_sync(~0u, v, distance);
     return v;
 }
-__device__ __forceinline__ bool many(const int* tile) { return tile[2] - tile[1] > 8 * FEW; }
-
 #if TILES == 1
 // Tiles are cut into items of some strips, and blocks of threads take equally many that follow each other.
 // An item takes about as long as its strips and START more: the number of strips is the one with which all items end
@@ -66,7 +65,7 @@ struct Work : Item {
     __device__ __forceinline__ Work(const Params& p, const int* tiles) : tiles(tiles), strips(p.strips) {
         const int lane = threadIdx.x % 32, grid = gridDim.x;
         int used = 0;  // tiles
-        for (int i = lane; i < p.num_tiles; i += 32) used += tiles[3 * i] >= 0;
+        for (int i = lane; i < p.num_tiles * p.halves; i += 32) used += tiles[3 * i] >= 0;
         used = summed(used);
         const int share = min(lane, SLOTS - 1) + 1, turns = (used * cut(share) + grid - 1) / grid;
         int best = turns * (share + START) * 32 + lane;
@@ -87,9 +86,9 @@ struct Work : Item {
 };
 
 #else
+constexpr int COST = TILES == 2 ? 3 : 2;  // of a unit of a tile with few rows; one with many costs one more
 // Each block of threads takes a range of units: 4 strips, one for each scheduler of warps. All ranges cost the same,
 // and a unit of a tile with many rows costs more than one with few. A range is cut at tiles, and then into items.
-constexpr int COST[2] = {TILES == 4 ? 2 : 3, TILES == 4 ? 3 : 4};
 struct Work : Item {
     const int* tiles;
     int strips, units;       // of a tile
@@ -98,14 +97,13 @@ struct Work : Item {
     int unit, last;          // of the current tile: the next one, behind the last one
     __device__ __forceinline__ Work(const Params& p, const int* tiles) : tiles(tiles), strips(p.strips) {
         const int lane = threadIdx.x % 32, grid = gridDim.x;
-        int used = 0, large = 0;  // tiles
-        for (int i = lane; i < p.num_tiles && tiles[3 * i] >= 0; i += 32) ++used, large += many(tiles + 3 * i);
-        used = summed(used), large = summed(large), units = (strips + 3) / 4;
-        const int all = units * ((used - large) * COST[0] + large * COST[1]);
+        int used = 0, all = 0;  // tiles, cost of them
+        for (int i = lane; i < p.num_tiles * p.halves && tiles[3 * i] >= 0; i += 32) ++used, all += cost_of(i);
+        used = summed(used), units = (strips + 3) / 4, all = units * summed(all);
         begin = (int)((long long)all * blockIdx.x / grid), end = (int)((long long)all * (blockIdx.x + 1) / grid);
         tile = before = 0;
         for (int i = lane;; i += 32) {  // finds the tile where the range begins, 32 at a time
-            int sum = i < used ? units * COST[many(tiles + 3 * i)] : 0;
+            int sum = i < used ? units * cost_of(i) : 0;
             for (int distance = 1; distance < 32; distance *= 2) {
                 const int other = __shfl_sync(~0u, sum, max(lane - distance, 0));
                 sum += lane < distance ? 0 : other;
@@ -116,13 +114,17 @@ struct Work : Item {
         }
         enter();
     }
+    __device__ __forceinline__ int cost_of(int tile) const {
+        const int rows = tiles[3 * tile + 2] - tiles[3 * tile + 1];
+        return rows == 0 ? 0 : rows <= 8 * FEW ? COST : COST + 1;
+    }
     __device__ __forceinline__ void enter() {
-        cost = COST[many(tiles + 3 * tile)], unit = up_to(begin), last = up_to(end);
+        cost = cost_of(tile), unit = up_to(begin), last = up_to(end);
         expert = tiles[3 * tile], start = tiles[3 * tile + 1], rows = tiles[3 * tile + 2] - start;
     }
     // Units of the current tile that begin before a place in the range of all.
     __device__ __forceinline__ int up_to(int place) const {
-        return min(max((place - before + cost - 1) / cost, 0), units);
+        return cost ? min(max((place - before + cost - 1) / cost, 0), units) : 0;
     }
     __device__ __forceinline__ bool next() {
         for (; unit == last; enter()) {
@@ -355,7 +357,12 @@ extern "C" __global__ void __launch_bounds__(32 * (CONSUMERS + 2), 1) product(co
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (threadIdx.x == 0) prepare(barriers, STAGES, CONSUMERS, 1 + 32);
     if (!p.settled) wait_for_earlier_kernels();
-    for (int i = threadIdx.x; i < 3 * p.num_tiles; i += 32 * (CONSUMERS + 2)) tiles[i] = load4(p.tiles + i);
+    for (int i = threadIdx.x; i < p.num_tiles * p.halves; i += 32 * (CONSUMERS + 2)) {
+        const int* tile = p.tiles + i / p.halves * 3;
+        const int start = load4(tile + 1), end = load4(tile + 2), half = min(start + 8 * TILES, end);
+        tiles[3 * i] = load4(tile);
+        tiles[3 * i + 1] = i % p.halves ? half : start, tiles[3 * i + 2] = i % p.halves == p.halves - 1 ? end : half;
+    }
     __syncthreads();
     let_later_kernels_begin();
     if (warp == CONSUMERS) {

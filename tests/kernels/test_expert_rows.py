@@ -37,13 +37,14 @@ def emulated(
     folder: Path,
     *,
     tiles: int,
+    halves: int = 1,
     glu: GLU | None = None,
     blocks: int = 3,
 ) -> torch.Tensor:
     """`expert_rows.linear` with float32 outputs."""
     library = emulated_kernel(kernel.SOURCE, "product", {"DEPTH": weight.depth, "TILES": tiles}, folder / "kernel.so")
     y = torch.full((len(routing.order), weight.columns // routing.num_experts // (1 if glu is None else 2)), torch.nan)
-    params = kernel.params_of(x, weight, routing, bias, glu, y)
+    params = kernel.params_of(x, weight, routing, bias, 8 * tiles * halves, glu, y)
     threads, shared = constant(library, "threads"), constant(library, "shared_bytes")
     assert library.launch(addresses(params), blocks, threads, shared, 0), "a wait is endless"
     return y
@@ -51,15 +52,20 @@ def emulated(
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
-    ("rows", "depth", "tiles", "glu"),
+    ("rows", "depth", "tiles", "halves", "glu"),
     mostly_slow(
-        [(9, 320, 1, GLU(1.702, 7.0, 1.0)), (20, 256, 2, None), (40, 320, 4, None)],
-        fast=[(9, 320, 1, GLU(1.702, 7.0, 1.0))],
+        [
+            (9, 320, 1, 1, GLU(1.702, 7.0, 1.0)),
+            (20, 256, 2, 1, None),
+            (40, 320, 4, 1, None),
+            (80, 320, 4, 2, GLU(1.702, 7.0, 1.0)),
+        ],
+        fast=[(9, 320, 1, 1, GLU(1.702, 7.0, 1.0))],
     ),
 )
-def test_products(rows: int, depth: int, tiles: int, glu: GLU | None, tmp_path: Path) -> None:
+def test_products(rows: int, depth: int, tiles: int, halves: int, glu: GLU | None, tmp_path: Path) -> None:
     """A block of threads with several tiles and parts of one, more strips than warps, experts without a row and with
-    several tiles, a depth that is no whole block."""
+    several tiles, tiles that are cut in two, a depth that is no whole block."""
     torch.manual_seed(0)
     experts, columns = 5, 16 * 26
     codes = some_codes("fp4", experts * columns, depth, 32, offsets=False, device=CPU)
@@ -72,7 +78,7 @@ def test_products(rows: int, depth: int, tiles: int, glu: GLU | None, tmp_path: 
     if glu is not None:  # gate and up rows in turns
         codes = codes.rows(torch.stack(torch.arange(len(weight)).chunk(2), dim=1).flatten())
     expected = ReferenceOps().expert_linear(x.float(), weight, routing, bias.float(), glu=glu)
-    found = emulated(x, as_on_a_gpu(codes), routing, bias, tmp_path, tiles=tiles, glu=glu)
+    found = emulated(x, as_on_a_gpu(codes), routing, bias, tmp_path, tiles=tiles, halves=halves, glu=glu)
     assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
