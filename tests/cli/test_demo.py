@@ -115,6 +115,7 @@ def test_speeds_are_compared_with_the_first() -> None:
     assert re.search(r"0\.5 +0\.50 +yes", shown.get())
 
 
+@pytest.mark.slow
 def test_the_same_seed_writes_the_same_texts_and_another_one_others() -> None:
     def answers(seed: int) -> list[str]:
         lines = demo("--model", "tiny-llama-draft", "--seed", str(seed)).stdout.splitlines()

@@ -270,7 +270,7 @@ def test_everything_for_long(models: Models, alone: Alone, speculation: str, opt
 @pytest.mark.parametrize(
     "speculation",
     [
-        {"mode": "sd", "draft": "self", "k": 3},
+        pytest.param({"mode": "sd", "draft": "self", "k": 3}, marks=pytest.mark.slow),
         ssd("self", k=3, backup="jit", budget=6),
         pytest.param(ssd("self", k=3, backup="fast", budget=6, fan_out="geometric"), marks=pytest.mark.slow),
         pytest.param({"mode": "sd", "draft": "self", "k": "auto"}, marks=pytest.mark.slow),

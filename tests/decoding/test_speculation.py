@@ -750,7 +750,7 @@ def test_a_drafter_that_goes_on_failing_is_asked_less_and_less() -> None:
 
 
 @pytest.mark.parametrize("run_ahead", mostly_slow([False, True], fast={True}))
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", mostly_slow([False, True], fast={True}))
 @pytest.mark.parametrize("where", mostly_slow(CALLS, fast={"propose", "settle"}))
 def test_a_request_that_a_drafter_cannot_serve_leaves_the_others_their_drafts(
     where: str, late: bool, run_ahead: bool

@@ -139,7 +139,8 @@ def test_an_observer_sees_the_branches_of_the_round(own_draft: LLM) -> None:
     assert any(two.hit for _, two in pairs)
 
 
-@pytest.mark.parametrize("sign", mostly_slow([signal.SIGKILL, signal.SIGSTOP], fast={signal.SIGKILL}))
+@pytest.mark.slow  # tests/drafting/test_drafter_process.py does so to a fake target
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_worker_costs_no_text(models: Models, alone: list[RequestOutput], sign: signal.Signals) -> None:
     """Catches a round that hangs, or an answer that changes, when the worker goes while rounds are in flight."""
     with engine_with(models, backup="jit") as llm:

@@ -124,7 +124,7 @@ def test_rows_without_a_choice() -> None:
     assert tokens[1:-1, 0].tolist() == expected[0][1:-1, 0].tolist()
 
 
-@pytest.mark.parametrize("vocab_size", [1, *(pytest.param(size, marks=SLOW) for size in (2, 5))])
+@pytest.mark.parametrize("vocab_size", mostly_slow([1, 2, 5], fast=[] if DEVICE == CPU else {1}))
 def test_small_vocabularies(vocab_size: int) -> None:
     mixes = [{k: v for k, v in mix.items() if k != "logit_bias"} for mix in MIXES]
     case = Case(mixes, vocab_size)
@@ -159,7 +159,7 @@ def test_masked_logits() -> None:
     assert (expected[1:4] > -torch.inf).all()
 
 
-@pytest.mark.parametrize("kind", [pytest.param("random", marks=SLOW), "ties"])
+@pytest.mark.parametrize("kind", mostly_slow(["random", "ties"], fast=[] if DEVICE == CPU else {"ties"}))
 def test_what_truncation_keeps(kind: str) -> None:
     case = Case(MIXES, VOCAB)
     logits = some_logits(kind, len(MIXES) + 2, VOCAB)
