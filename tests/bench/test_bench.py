@@ -409,8 +409,9 @@ def test_different_texts_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_json_alone_goes_to_stdout() -> None:
-    flags = ["bench", "--compare", "ar", "--sets", "random", "--prompts", "1", "--max-tokens", "4", "--input-len", "8"]
-    result = CliRunner().invoke(app, [*flags, "--repeats", "1", "--quantization", "int8", "--json", "-"])
+    flags = ["--compare", "ar", "--sets", "random", "--prompts", "1", "--max-tokens", "4", "--input-len", "8"]
+    flags += ["--repeats", "1", "--quantization", "int8", "--json", "-"]
+    result = CliRunner().invoke(app, ["bench", "tiny-llama", *flags])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["results"][0]["prompt_tokens"] == 8

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TestModel
+from conftest import TestModel, mostly_slow
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
@@ -60,7 +60,7 @@ def test_what_runs_without_arguments_is_a_pair_in_which_drafts_pay(command: Call
     assert weight_bytes(target, torch.float32) > 30 * weight_bytes(small, torch.float32)
 
 
-@pytest.mark.parametrize("model", ["tiny-llama", pytest.param(DEMO_MODEL, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", mostly_slow(["tiny-llama", DEMO_MODEL], fast={"tiny-llama"}))
 def test_it_shows_texts_speeds_and_what_they_mean(model: str) -> None:
     """Catches a section that is lost, and control characters in a pipe."""
     done = demo("--model", model)
@@ -115,6 +115,7 @@ def test_speeds_are_compared_with_the_first() -> None:
     assert re.search(r"0\.5 +0\.50 +yes", shown.get())
 
 
+@pytest.mark.slow
 def test_the_same_seed_writes_the_same_texts_and_another_one_others() -> None:
     def answers(seed: int) -> list[str]:
         lines = demo("--model", "tiny-llama-draft", "--seed", str(seed)).stdout.splitlines()
@@ -180,10 +181,10 @@ def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(LLM, "stream_deltas", interrupted)
-    assert demo().exit_code == 130
+    assert demo("--model", "tiny-llama").exit_code == 130
 
 
-@pytest.mark.parametrize("mode", [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("ar", "sd")), "ssd"])
+@pytest.mark.parametrize("mode", mostly_slow(["ar", "sd", "ssd"], fast={"ssd"}))
 def test_one_other_token_fails_the_demo(monkeypatch: pytest.MonkeyPatch, one_core: None, mode: str) -> None:
     """Catches a demo that claims equality without looking, and a further run that asks for something else."""
     generate = LLM.generate

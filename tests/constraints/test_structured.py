@@ -164,7 +164,7 @@ def test_same_text_with_drafts(alone: list[RequestOutput], speculation: str) -> 
 @pytest.mark.parametrize(
     "speculation",
     [
-        pytest.param(None, id="ar"),
+        pytest.param(None, id="ar", marks=pytest.mark.slow),
         pytest.param(sd(k=3), id="sd", marks=pytest.mark.slow),
         pytest.param(ssd(k=3, backup="fast"), id="ssd"),
     ],

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from conftest import TestModel
+from conftest import TestModel, mostly_slow
 from engine_machine import BASE, EngineMachine
 from fakes import StateDrafter, cached_prefixes, check_cache, make_harness, naive
 from hypothesis import HealthCheck, settings
@@ -52,9 +52,7 @@ class InFlightMachine(EngineMachine):
         self.engine.round.run_ahead = True
 
 
-InFlightMachine.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
+InFlightMachine.TestCase.settings = settings(stateful_step_count=30, suppress_health_check=list(HealthCheck))
 TestInFlightMachine = InFlightMachine.TestCase
 
 
@@ -230,7 +228,7 @@ SPECULATIONS: dict[str, dict[str, Any] | None] = {
 }
 
 
-@pytest.mark.parametrize("speculation", SPECULATIONS)
+@pytest.mark.parametrize("speculation", mostly_slow(SPECULATIONS, fast={"ar", "sd", "fast", "ssd-auto"}))
 def test_everything_at_once(models: Models, alone: Alone, speculation: str) -> None:
     """Catches any difference to plain decoding that commits every round at once."""
     check_life(models, alone, SPECULATIONS[speculation], seeds=[0])
@@ -272,7 +270,7 @@ def test_everything_for_long(models: Models, alone: Alone, speculation: str, opt
 @pytest.mark.parametrize(
     "speculation",
     [
-        {"mode": "sd", "draft": "self", "k": 3},
+        pytest.param({"mode": "sd", "draft": "self", "k": 3}, marks=pytest.mark.slow),
         ssd("self", k=3, backup="jit", budget=6),
         pytest.param(ssd("self", k=3, backup="fast", budget=6, fan_out="geometric"), marks=pytest.mark.slow),
         pytest.param({"mode": "sd", "draft": "self", "k": "auto"}, marks=pytest.mark.slow),

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import TestModel, ragged_prompts
+from conftest import TestModel, mostly_slow, ragged_prompts
 from fakes import make_harness, wait_until_idle
 
 from ssd import LLM, RequestOutput, SamplingParams
@@ -140,8 +140,8 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-PROMPTS = ragged_prompts(32, longest=60)
-PARAMS = mixed_params(32, new_tokens=20)
+PROMPTS = ragged_prompts(24, longest=60)
+PARAMS = mixed_params(24, new_tokens=20)
 
 
 @pytest.fixture(scope="module")
@@ -151,14 +151,11 @@ def alone(target: str) -> Iterator[Answers]:
         yield answers(llm, PROMPTS, PARAMS, 1)
 
 
-def whole_table(fast: set[tuple[int, int]]) -> list[Any]:
-    """Every K and every batch; what is not essential is left to the long run."""
-    pairs = [(k, batch) for k in KS for batch in BATCHES]
-    return [pytest.param(*pair, marks=[] if pair in fast else pytest.mark.slow) for pair in pairs]
+WHOLE_TABLE = list(itertools.product(KS, BATCHES))
 
 
-@pytest.mark.parametrize(("k", "batch"), whole_table({(12, 5)}))
-@pytest.mark.parametrize("draft", ["target", "stranger", "ngram", "liar"])
+@pytest.mark.parametrize(("k", "batch"), mostly_slow(WHOLE_TABLE, fast={(12, 5)}))
+@pytest.mark.parametrize("draft", mostly_slow(["target", "stranger", "ngram", "liar"], fast={"stranger", "liar"}))
 def test_same_answers(target: str, stranger: str, alone: Answers, draft: str, k: int, batch: int) -> None:
     name = {"target": target, "stranger": stranger}.get(draft, "ngram")
     options: dict[str, Any] = {"num_kv_blocks": 18, "block_size": 8, "max_model_len": 120} if batch == 16 else {}
@@ -177,8 +174,8 @@ def test_same_answers(target: str, stranger: str, alone: Answers, draft: str, k:
         check_draft_pool(llm)
 
 
-@pytest.mark.parametrize(("k", "batch"), whole_table({(4, 16)}))
-@pytest.mark.parametrize("draft", ["target", pytest.param("stranger", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("k", "batch"), mostly_slow(WHOLE_TABLE, fast={(4, 16)}))
+@pytest.mark.parametrize("draft", mostly_slow(["target", "stranger"], fast={"target"}))
 def test_same_answers_prepared_ahead(
     target: str, stranger: str, alone: Answers, draft: str, k: int, batch: int
 ) -> None:
@@ -196,16 +193,10 @@ def test_same_answers_prepared_ahead(
         check_draft_pool(llm)
 
 
+@pytest.mark.slow  # tests/decoding/test_in_flight.py has some
 @pytest.mark.parametrize(
     ("fan_out", "backup"),
-    [
-        pytest.param("geometric", "fast", marks=pytest.mark.slow),
-        ("adaptive", "auto"),
-        pytest.param(1, "jit", marks=pytest.mark.slow),
-        pytest.param("listed", "jit", marks=pytest.mark.slow),
-        pytest.param(3, "auto", marks=pytest.mark.slow),
-        pytest.param("adaptive", "fast", marks=pytest.mark.slow),
-    ],
+    [("geometric", "fast"), ("adaptive", "auto"), (1, "jit"), ("listed", "jit"), (3, "auto"), ("adaptive", "fast")],
 )
 def test_same_answers_with_every_fan_out_and_backup(
     target: str, stranger: str, alone: Answers, fan_out: Any, backup: str
@@ -218,7 +209,7 @@ def test_same_answers_with_every_fan_out_and_backup(
         assert {"jit": "jit", "fast": "sibling", "auto": "jit"}[backup] in llm.engine.metrics.ssd_rounds
 
 
-@pytest.mark.parametrize("mode", ["sd", "ssd"])
+@pytest.mark.parametrize("mode", mostly_slow(["sd", "ssd"], fast={"ssd"}))
 def test_same_answers_with_a_controller(target: str, stranger: str, alone: Answers, mode: str) -> None:
     """k="auto": drafting more, less or not at all from round to round."""
     speculation = {"mode": mode, "draft": stranger, "k": "auto"} | (
@@ -229,8 +220,8 @@ def test_same_answers_with_a_controller(target: str, stranger: str, alone: Answe
         assert 0 < llm.engine.metrics.spec_decode_num_drafts < llm.engine.metrics.num_rounds * 5
 
 
-@pytest.mark.parametrize("placement", ["inline", pytest.param("process", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("draft", ["target", pytest.param("stranger", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("placement", mostly_slow(["inline", "process"], fast={"inline"}))
+@pytest.mark.parametrize("draft", mostly_slow(["target", "stranger"], fast={"target"}))
 def test_same_answers_whatever_mode_is_chosen(
     target: str, stranger: str, alone: Answers, monkeypatch: pytest.MonkeyPatch, draft: str, placement: str
 ) -> None:
@@ -249,8 +240,8 @@ def test_same_answers_whatever_mode_is_chosen(
         monkeypatch.setattr(ArmTimes, "choose", choose)
         monkeypatch.setattr("ssd.drafting.controller._SHORT_REST", 2)
         monkeypatch.setattr("ssd.drafting.model._CATCH_UP_TOKENS", 64)
-        for batch in (1, 4, 32):
-            assert answers(llm, PROMPTS, PARAMS, batch) == alone
+        for batch in (1, 4, 16):
+            assert answers(llm, PROMPTS[:16], PARAMS[:16], batch) == alone[:16]
         check_draft_pool(llm)
         rounds, metrics = llm.engine.round.drafter.stats.rounds, llm.engine.metrics
         assert min(rounds["ar"], rounds["sd"], rounds["ssd"]) > 5, rounds
@@ -301,7 +292,8 @@ def test_ahead_with_small_chunks_and_a_small_pool(target: str, stranger: str, al
         check_draft_pool(llm, held)
 
 
-def test_ahead_up_to_the_last_position(target: str, stranger: str) -> None:
+@pytest.mark.parametrize("k", mostly_slow([1, 4, 12], fast={4}))
+def test_ahead_up_to_the_last_position(target: str, stranger: str, k: int) -> None:
     """K and all branches reach beyond the model's length, the pool's last block and the request's last token."""
     params = [
         SamplingParams(max_new_tokens=n, ignore_eos=True, temperature=1.0, seed=n) for n in (1, 2, 5, 31, 32, 500)
@@ -316,11 +308,10 @@ def test_ahead_up_to_the_last_position(target: str, stranger: str) -> None:
     }
     with LLM(target, **options) as llm:
         expected = answers(llm, prompts, params, 6)
-    for k in (1, 4, 12):
-        speculation = {"mode": "ssd", "draft": stranger, "k": k, "placement": "inline", "budget": 40}
-        with LLM(target, **options, speculation=speculation) as llm:
-            assert answers(llm, prompts, params, 6) == expected
-            check_draft_pool(llm)
+    speculation = {"mode": "ssd", "draft": stranger, "k": k, "placement": "inline", "budget": 40}
+    with LLM(target, **options, speculation=speculation) as llm:
+        assert answers(llm, prompts, params, 6) == expected
+        check_draft_pool(llm)
 
 
 def test_a_draft_pool_that_is_too_small(target: str, stranger: str, alone: Answers) -> None:
@@ -467,14 +458,12 @@ MEDDLING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("run_ahead", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("run_ahead", mostly_slow([False, True], fast={True}))
 @pytest.mark.parametrize(
     ("mode", "meddling"),
-    [
-        pytest.param(mode, meddling, marks=[] if i == j else pytest.mark.slow)
-        for i, mode in enumerate(["sd", "jit", "fast"])
-        for j, meddling in enumerate(MEDDLING)
-    ],
+    mostly_slow(
+        itertools.product(("sd", "jit", "fast"), MEDDLING), fast=list(zip(("sd", "jit", "fast"), MEDDLING, strict=True))
+    ),
 )  # every mode and every meddling once in the short run
 def test_a_draft_of_the_target_itself_is_right(target: str, mode: str, meddling: str, run_ahead: bool) -> None:
     """Catches KV of rejected tokens, of other sequences or of none at all that the draft model reads.
@@ -563,7 +552,7 @@ def test_a_quantized_draft_of_the_bundled_pair(form: str, mode: str, options: di
     compare_bundled("llama", "tiny-llama-draft", 3, 4, count=8, new_tokens=16, mode=mode, **options)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", mostly_slow(FORMS, fast={"int4"}))
 def test_a_quantized_draft_of_the_target_itself_is_mostly_right(form: str, host_kernels: None) -> None:
     model = "tiny-llama-draft"
     speculation = {"mode": "sd", "draft": model, "k": 2, "draft_quantization": form}
@@ -575,11 +564,7 @@ def test_a_quantized_draft_of_the_target_itself_is_mostly_right(form: str, host_
 
 @pytest.mark.parametrize(
     ("form", "dtype"),
-    [
-        *(("fp8", "bfloat16"), ("int8", "float32"), ("int4", "bfloat16")),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fp8", "float32"), ("int4", "float32"))),
-        pytest.param("int8", "bfloat16", marks=pytest.mark.slow),
-    ],
+    mostly_slow(itertools.product(("fp8", "int8", "int4"), ("bfloat16", "float32")), fast={("int4", "bfloat16")}),
 )
 def test_a_quantized_target_writes_the_same_text_in_all_modes(form: str, dtype: str) -> None:
     """At all temperatures, `mixed_params` has them. Catches products whose bits depend on the number of rows, weights
@@ -724,8 +709,8 @@ class Broken(Drafter):
         self._call("forget")
 
 
-@pytest.mark.parametrize("run_ahead", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("where", [*CALLS, "forget", "count"])
+@pytest.mark.parametrize("run_ahead", mostly_slow([False, True], fast={True}))
+@pytest.mark.parametrize("where", mostly_slow([*CALLS, "forget", "count"], fast={"propose", "observe", "forget"}))
 def test_a_drafter_that_raises_costs_no_request(target: str, alone: Answers, where: str, run_ahead: bool) -> None:
     with LLM(target, device="cpu", max_num_seqs=5, speculation={"mode": "sd", "draft": "ngram"}) as llm:
         llm.engine.round.use(Broken(where))
@@ -764,9 +749,9 @@ def test_a_drafter_that_goes_on_failing_is_asked_less_and_less() -> None:
     assert harness.engine.metrics.drafter_failures == len(asked)
 
 
-@pytest.mark.parametrize("run_ahead", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("where", CALLS)
+@pytest.mark.parametrize("run_ahead", mostly_slow([False, True], fast={True}))
+@pytest.mark.parametrize("late", mostly_slow([False, True], fast={True}))
+@pytest.mark.parametrize("where", mostly_slow(CALLS, fast={"propose", "settle"}))
 def test_a_request_that_a_drafter_cannot_serve_leaves_the_others_their_drafts(
     where: str, late: bool, run_ahead: bool
 ) -> None:
@@ -838,13 +823,10 @@ def fail_now_and_then(engine: Engine, where: str, after: bool) -> list[str]:
 
 @pytest.mark.parametrize(
     ("after", "run_ahead"),
-    [
-        (True, True),
-        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in [(False, False), (False, True), (True, False)]),
-    ],
+    mostly_slow([(False, False), (False, True), (True, False), (True, True)], fast={(True, True)}),
 )
-@pytest.mark.parametrize("where", CALLS)
-@pytest.mark.parametrize("mode", [pytest.param("sd", marks=pytest.mark.slow), "ssd"])
+@pytest.mark.parametrize("where", mostly_slow(CALLS, fast={"propose", "prepare"}))
+@pytest.mark.parametrize("mode", mostly_slow(["sd", "ssd"], fast={"ssd"}))
 def test_a_draft_model_that_fails_starts_afresh(
     target: str, alone: Answers, mode: str, where: str, after: bool, run_ahead: bool
 ) -> None:

@@ -957,6 +957,7 @@ def test_texts_stand_while_the_worker_is_killed_again_and_again(nursery: Nursery
     assert len(set(nursery.pids)) == 1 + drafter.replicas[0].supervisor.restarts
 
 
+@pytest.mark.slow
 def test_the_module_is_quiet_at_the_end() -> None:
     """Catches a trace of a worker whose engine went before it said anything."""
     here, there = socket.socketpair()

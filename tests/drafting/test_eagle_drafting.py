@@ -6,13 +6,13 @@ chunked prompts, with prefixes from the cache, at block borders, after preemptio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import TestModel, ragged_prompts
+from conftest import TestModel, mostly_slow, ragged_prompts
 from eagle_heads import Head, make_head
 from eagle_observers import FEW, Branches, Drafts
 from fakes import wait_until_idle
@@ -26,7 +26,7 @@ PROMPTS = ragged_prompts(10, longest=40)
 Answers = list[tuple[Any, ...]]
 
 
-@pytest.fixture(scope="module", params=["llama-tied", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=mostly_slow(["llama-tied", "qwen3"], fast={"llama-tied"}))
 def target(request: pytest.FixtureRequest, make_model: Callable[[str], TestModel]) -> TestModel:
     return make_model(request.param)
 
@@ -78,12 +78,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def mostly_slow(values: Iterable[Any], fast: set[Any]) -> list[Any]:
-    """What is not essential is left to the long run."""
-    return [pytest.param(value, marks=[] if value in fast else pytest.mark.slow) for value in values]
-
-
-@pytest.mark.parametrize("k", mostly_slow(range(1, 7), fast={1, 4}))
+@pytest.mark.slow  # the next test compares the text as well
+@pytest.mark.parametrize("k", range(1, 7))
 def test_every_k_writes_what_plain_decoding_writes(target: TestModel, head: Head, alone: Answers, k: int) -> None:
     options = list(OPTIONS.values())[k % len(OPTIONS)]
     with LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": head.path, "k": k}, **options) as llm:
@@ -110,7 +106,8 @@ def test_drafts_are_those_of_a_plain_implementation(target: TestModel, head: Hea
     assert [draft for draft, _ in drafts.seen] == [wanted for _, wanted in drafts.seen]
 
 
-@pytest.mark.parametrize("k", mostly_slow(range(1, 7), fast={1, 4}))
+@pytest.mark.slow  # the next test compares the text as well
+@pytest.mark.parametrize("k", range(1, 7))
 def test_every_k_writes_the_same_when_it_is_prepared_ahead(
     target: TestModel, head: Head, alone: Answers, k: int
 ) -> None:
@@ -190,7 +187,10 @@ def test_drafts_looked_up_have_the_states_of_their_branch(
     assert all(checked)
 
 
-@pytest.mark.parametrize(("mode", "quantization"), [("sd", "int8"), ("sd", None), ("ssd", None)])
+@pytest.mark.parametrize(
+    ("mode", "quantization"),
+    mostly_slow([("sd", "int8"), ("sd", None), ("ssd", None)], fast={("sd", "int8"), ("ssd", None)}),
+)
 def test_a_controller_and_quantised_heads_change_no_token(
     target: TestModel, head: Head, alone: Answers, mode: str, quantization: str | None
 ) -> None:
@@ -213,7 +213,7 @@ def test_a_head_of_a_rounded_target_stays_as_it_is(target: TestModel, head: Head
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("mode", [pytest.param("sd", marks=pytest.mark.slow), "ssd"])
+@pytest.mark.parametrize("mode", mostly_slow(["sd", "ssd"], fast={"ssd"}))
 def test_the_rejection_rule_gets_distributions_over_the_targets_vocabulary(
     target: TestModel, head: Head, alone: Answers, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

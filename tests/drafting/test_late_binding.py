@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import reference_tables
 import torch
-from conftest import TestModel
+from conftest import TestModel, mostly_slow
 from draft_workers import LIAR, LIES
 from random_requests import (
     MAX_LEN,
@@ -49,16 +49,10 @@ from ssd.parallel.process import Worker
 COUNT = 10
 
 
-def slow(value: Any) -> Any:
-    return pytest.param(value, marks=pytest.mark.slow)
-
-
-@pytest.fixture(autouse=True)
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def on_cpu() -> Iterator[None]:
     """Targets on a CPU have the kernels; a look-up is made when the workers have prepared, as it is on a GPU."""
     own = kernels(torch.device("cpu"))._replace(draft_table=reference_tables)
-    for module in (drafters, table):
-        monkeypatch.setattr(module, "kernels", lambda device: own)
     propose = LateBindingDrafter.propose
 
     def patient(self: LateBindingDrafter, works: list[Work]) -> Any:
@@ -67,7 +61,11 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
             self._enter_prepared()
         return propose(self, works)
 
-    monkeypatch.setattr(LateBindingDrafter, "propose", patient)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (drafters, table):
+            patch.setattr(module, "kernels", lambda device: own)
+        patch.setattr(LateBindingDrafter, "propose", patient)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -97,15 +95,18 @@ def drafter_of(llm: LLM) -> LateBindingDrafter:
     return drafter
 
 
+@pytest.fixture(scope="module")
+def own_draft(models: Models) -> Iterator[LLM]:
+    """The target drafts for itself."""
+    with engine_with(models, "self", backup="fast") as llm:
+        yield llm
+
+
 @pytest.mark.parametrize(
     "options",
-    [
-        {"backup": "jit"},
-        *(
-            pytest.param(o, marks=pytest.mark.slow)
-            for o in ({"backup": "fast"}, {"draft_replicas": 2}, {"budget": "auto"})
-        ),
-    ],
+    mostly_slow(
+        [{"backup": "jit"}, {"backup": "fast"}, {"draft_replicas": 2}, {"budget": "auto"}], fast=[{"backup": "jit"}]
+    ),
 )
 def test_everything_at_once(models: Models, alone: list[RequestOutput], options: dict[str, Any]) -> None:
     """Catches any difference to plain decoding; requests come, are preempted and aborted while rounds are in flight."""
@@ -117,29 +118,29 @@ def test_everything_at_once(models: Models, alone: list[RequestOutput], options:
         assert not llm.engine.round.synchronous
 
 
-def test_what_the_target_drafts_for_itself_stands(models: Models) -> None:
+def test_what_the_target_drafts_for_itself_stands(own_draft: LLM) -> None:
     """Catches drafts for another outcome, sequence or round, which cost nothing but speed: so nobody notices."""
     verified = VerifiedDrafts()
-    with engine_with(models, "self", backup="fast") as llm, llm.driver.observing(verified):
+    with own_draft.driver.observing(verified):
         requests = [replace(r, params=replace(r.params, **UNPENALISED)) for r in random_requests(12, 0)]
-        llm.driver.call(lambda engine: play(engine, requests, preempt=0.03))
-        assert llm.engine.round.synchronous == verified.synchronous
+        own_draft.driver.call(lambda engine: play(engine, requests, preempt=0.03))
+        assert own_draft.engine.round.synchronous == verified.synchronous
     written = [each for each in verified.drafts if each[0] in MODEL_WRITTEN]
     assert [each for each in written if each[1] != each[2]] == []
     assert sum(origin is Origin.HIT for origin, _, _ in written) > 50
 
 
-def test_an_observer_sees_the_branches_of_the_round(models: Models) -> None:
+def test_an_observer_sees_the_branches_of_the_round(own_draft: LLM) -> None:
     """Catches branches of another round, and none: the next draft is a hit if and only if a branch came true."""
-    with engine_with(models, "self") as llm:
-        _, steps = record(llm, [5, 6, 7, 8], SamplingParams(max_new_tokens=24, ignore_eos=True))
+    _, steps = record(own_draft, [5, 6, 7, 8], SamplingParams(max_new_tokens=24, ignore_eos=True))
     pairs = [(one, two) for one, two in pairwise(steps) if one.branches and two.looked_up]
     assert len(pairs) > len(steps) / 2
     assert all(two.hit == any(map(one.came_true, one.branches)) for one, two in pairs)
     assert any(two.hit for _, two in pairs)
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/drafting/test_drafter_process.py does so to a fake target
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_worker_costs_no_text(models: Models, alone: list[RequestOutput], sign: signal.Signals) -> None:
     """Catches a round that hangs, or an answer that changes, when the worker goes while rounds are in flight."""
     with engine_with(models, backup="jit") as llm:
@@ -158,13 +159,10 @@ def test_a_lost_worker_costs_no_text(models: Models, alone: list[RequestOutput],
 
 @pytest.mark.parametrize(
     "lie",
-    [
-        "prepared an id too high",
-        *(
-            pytest.param(lie, marks=pytest.mark.slow)
-            for lie in ("an id too high", "prepared twice", "noise", "no reply")
-        ),
-    ],
+    mostly_slow(
+        ["prepared an id too high", "an id too high", "prepared twice", "noise", "no reply"],
+        fast={"prepared an id too high"},
+    ),
 )
 def test_a_lying_worker_costs_no_text(
     models: Models, alone: list[RequestOutput], lie: str, monkeypatch: pytest.MonkeyPatch
@@ -176,6 +174,7 @@ def test_a_lying_worker_costs_no_text(
         check_generated(llm, alone)
 
 
+@pytest.mark.slow
 def test_torn_tables_cost_no_text(models: Models, alone: list[RequestOutput], monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a look-up that relies on what it reads: rows of another round are found half written, and valid."""
     write = DraftTables.write

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import VOCAB, make_sequence
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.core import Origin, Proposal, SamplingParams
@@ -248,7 +248,6 @@ def test_truncated_payloads_are_refused(round_: Told, sent: list[Proposal], data
             decode(np.append(payload, 0))
 
 
-@settings(max_examples=100)
 @given(rounds, proposals(), st.data())
 def test_corrupted_payloads_do_no_harm(round_: Told, sent: list[Proposal], data: st.DataObject) -> None:
     """Catches any error but a WireError, and memory that a corrupted number asks for."""

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from conftest import mostly_slow
 
 from ssd.core import SamplingParams
 from ssd.sampling import noise
@@ -123,7 +124,7 @@ def test_rows_without_a_choice() -> None:
     assert tokens[1:-1, 0].tolist() == expected[0][1:-1, 0].tolist()
 
 
-@pytest.mark.parametrize("vocab_size", [1, *(pytest.param(size, marks=SLOW) for size in (2, 5))])
+@pytest.mark.parametrize("vocab_size", mostly_slow([1, 2, 5], fast=[] if DEVICE == CPU else {1}))
 def test_small_vocabularies(vocab_size: int) -> None:
     mixes = [{k: v for k, v in mix.items() if k != "logit_bias"} for mix in MIXES]
     case = Case(mixes, vocab_size)
@@ -158,7 +159,7 @@ def test_masked_logits() -> None:
     assert (expected[1:4] > -torch.inf).all()
 
 
-@pytest.mark.parametrize("kind", [pytest.param("random", marks=SLOW), "ties"])
+@pytest.mark.parametrize("kind", mostly_slow(["random", "ties"], fast=[] if DEVICE == CPU else {"ties"}))
 def test_what_truncation_keeps(kind: str) -> None:
     case = Case(MIXES, VOCAB)
     logits = some_logits(kind, len(MIXES) + 2, VOCAB)
@@ -167,14 +168,15 @@ def test_what_truncation_keeps(kind: str) -> None:
     torch.testing.assert_close(real(z.double().softmax(-1)), real(expected), rtol=1e-4, atol=1e-9)
 
 
-def test_company_and_variants_do_not_matter() -> None:
+@pytest.mark.parametrize("step", mostly_slow([4, 8], fast={8 if DEVICE == CPU else 4}))
+def test_company_and_variants_do_not_matter(step: int) -> None:
     """Alone or in company, in every variant that covers its needs: the same bits."""
     case = Case(MIXES, VOCAB)
     logits, rows = some_logits("ties", len(MIXES) + 2, VOCAB), case.on_device()
     expected = case.triton_best(logits, rows, Needs(True, True), 2)
-    for i, mix in enumerate(MIXES[::4]):
-        row = slice(1 + 4 * i, 2 + 4 * i)
-        own = Needs.of([SamplingParams(**mix)])  # type: ignore[arg-type]
+    for i in range(0, len(MIXES), step):
+        row = slice(1 + i, 2 + i)
+        own = Needs.of([SamplingParams(**MIXES[i])])  # type: ignore[arg-type]
         alone = Rows(*(c[row] for c in rows[:3] if c is not None), rows.drafts)
         for needs in {own, Needs(True, own.adjusted)}:
             found = case.triton_best(logits[row], alone, needs, 2)

@@ -33,9 +33,8 @@ def test_the_peer_of_a_shape_has_the_same_parameters(decode: Any, name: str) -> 
     assert {parameter.dtype for parameter in parameters.values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name == "qwen2" else pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_small_shape_of_every_family(
     decode: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], family: str
 ) -> None:

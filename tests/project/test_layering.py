@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -43,6 +44,7 @@ def module_of(file: Path) -> str:
 MODULES = {module_of(file): file for file in ROOT.rglob("*.py")}
 
 
+@functools.cache
 def imports(file: Path) -> set[str]:
     """The modules of ssd that a file imports, at its top, inside functions or for the type checker."""
     found: set[str] = set()

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 import sizes
 from arguments import GPUs, pair_of
+from conftest import mostly_slow
 from eagle_heads import make_tiny_head
 
 from ssd.errors import ConfigError, ModelNotFound
 
 BENCH = Path(__file__).parents[2] / "bench"
 COMMANDS = [line for line in (BENCH / "commands.txt").read_text().splitlines() if line.startswith("python")]
+BENCH_COMMANDS = [c for c in COMMANDS if "bench.py" in c and "--eagle" not in c]
 SHORT = ["--numseqs", "1", "--output_len", "10"]  # the last one counts
 FIELDS = {
     "decode_tokens_per_second",
@@ -91,11 +93,7 @@ def starts_a_process(command: str) -> bool:
 
 @pytest.mark.parametrize(
     "command",
-    [
-        pytest.param(c, marks=pytest.mark.slow if starts_a_process(c) else [])
-        for c in COMMANDS
-        if "bench.py" in c and "--eagle" not in c
-    ],
+    mostly_slow(BENCH_COMMANDS, fast=[c for c in BENCH_COMMANDS if "--spec --k" in c or "--wandb" in c]),
 )
 def test_bench(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     _, flags = program_and_flags(command)
