@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +121,27 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 WINDOWED = [kind for kind in KINDS if kind.endswith("windows")]
 WITH_EXPERTS = ["qwen3-moe", "mixtral", "gpt-oss"]
+
+
+def interpret_products_in_order() -> None:
+    """Makes Triton's interpreter add up every element of a product by itself, first to last, so that bits can be
+    compared: NumPy's products have other bits for other numbers of rows, depending on the processor."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    dot = InterpreterBuilder.create_dot
+
+    def in_order(self: Any, a: Any, b: Any, d: Any, *others: Any) -> Any:
+        if any(x.dtype.is_floating() and x.dtype.primitive_bitwidth == 8 for x in (a, b)):
+            return dot(self, a, b, d, *others)
+        left, right = (x.data.astype(d.data.dtype) for x in (a, b))
+        product = (left[..., :, :, None] * right[..., None, :, :]).sum(axis=-2, dtype=d.data.dtype)
+        return TensorHandle(product + d.data, d.dtype.scalar)
+
+    InterpreterBuilder.create_dot = in_order
+
+
+if os.environ["TRITON_INTERPRET"] == "1" and find_spec("triton") is not None:
+    interpret_products_in_order()
 
 
 @pytest.hookimpl(optionalhook=True)
