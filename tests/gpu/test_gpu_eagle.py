@@ -33,7 +33,7 @@ def test_drafts_are_those_of_a_plain_implementation(
     options |= {"block_size": 16, "max_model_len": 200, "max_num_batched_tokens": 48}
     with LLM(target.path, **options) as llm:
         expected = [output.token_ids for output in llm.generate(PROMPTS, PARAMS)]
-    speculation = {"mode": mode, "draft": head.path, "k": 3} | ({"budget": 6} if mode == "ssd" else {})
+    speculation = {"mode": mode, "draft": head.path, "k": 3} | ({"budget": 6, "backup": "jit"} if mode == "ssd" else {})
     with LLM(target.path, speculation=speculation, **options) as llm, llm.driver.observing(observer):
         outputs = llm.generate(PROMPTS, PARAMS)
         wait_until_idle(llm.driver)
