@@ -6,8 +6,7 @@ Early launches: a kernel that begins while the one before it still runs, which h
 (and a routing that is `settled`): then all kernels before it have ended. Measured on an H200 for an 8B, one row and 16:
 2 % of a round for the norms, another 1 % for the gate/up products, and 1 % where a norm lets the product after it begin
 at once (`gdc_launch_dependents`); nothing for rotary embedding and attention (1 % of a step of GPT-OSS-20B); a loss
-where weights were loaded before the wait, or where attention lets the product after it begin at once, unless that is
-one that fills shared memory with its weight meanwhile (`few_rows`: 4 % of a step of Qwen3-30B-A3B in FP8, 8 rows).
+where weights were loaded before the wait, or where attention lets the product after it begin at once.
 """
 
 from __future__ import annotations
