@@ -794,7 +794,6 @@ struct groups {
     const float *row_scales; /* of the tile's first row, or 0 */
     long ld;                 /* scales of a row: 1, or one for each group */
     long shared;             /* groups with the same scale of the weight: more than one with digits only */
-    long ahead;              /* bytes from a weight to one that is fetched meanwhile, or 0 */
     /* of rows in digits, for each tile of rows [groups][rows of the tile] */
     float *units, *sums; /* of the integers; of x */
     int32_t *excess;     /* [2], see from_digits */
@@ -1174,7 +1173,6 @@ INLINE void pairs_tile(const int mr, const int form, const int stored, const lon
         load_numbers(numbers, units, scales, g.shared == 1 ? n : n / g.shared, quads ? 64 / quads : g.per, &g, stored);
         const long last = min_l(gq, kq - n * gq); /* the last group may be shorter */
         if (mr <= FEW_ROWS) PREFETCH(w + 640, bytes);
-        if (g.ahead) fetch(w + g.ahead, bytes);
         const int most = is_4_bits(form) ? MORE_ROWS : FEW_ROWS;
         const int together = mr > most || (form == INT8 && stored == SINGLES && mr > 2) ? 2 : mr;
         UNROLL for (int m = 0; m < mr; m += together)
@@ -1544,30 +1542,35 @@ static void unpack_codes(char *out, const char *w, long kq, int form) {
     _tile_zero(right);                                     \
     for (long q = 0; q < quads; q += step / 4) {           \
         _tile_loadd(6, x, step);                           \
-        _tile_loadd(7, w, 4 * NR);                         \
+        _tile_loadd(7, own, 4 * NR);                       \
         _tile_dpbsud(left, 6, 7);                          \
-        _tile_loadd(5, w + 4 * VL, 4 * NR);                \
+        _tile_loadd(5, own + 4 * VL, 4 * NR);              \
         _tile_dpbsud(right, 6, 5);                         \
-        x += rows * step, w += step * NR;                  \
+        x += rows * step, own += step * NR;                \
     }                                                      \
     _tile_stored(left, (out)[0], 64);                      \
     _tile_stored(right, (out)[1], 64);
 
-/* A tile of coarse rows against a panel of bytes.  Beside the products of a group, the sums of the one before are added:
- * they have to wait for what was written last. */
-static void amx_coarse_tile(long mr, long rows, long step, const char *x, const char *w, const void *scales, long kq,
-                            const struct groups *given, float *buf) {
+/* A tile of coarse rows against a panel.  Beside the products of a group, the codes of the next one are unpacked, if they
+ * are of 4 bits, and the sums of the one before are added: each of these has to wait for what was written last. */
+INLINE void amx_coarse_tile(const int form, long mr, long rows, long step, const char *x, const char *w, const void *scales,
+                            long kq, const struct groups *given, float *buf) {
+    char codes[2][DOT_MOST * NR] __attribute__((aligned(64)));
     int32_t sums[2][2][AMX_ROWS][VL] __attribute__((aligned(64)));
     const struct groups g = *given;
+    const long bytes = g.gq * (is_4_bits(form) ? 4 * VL : 4 * NR);
     vf numbers[4], units[4];
     for (long m = 0; m < mr; m++) memset(buf + m * GROUP * NR, 0, NR * 4);
+    if (is_4_bits(form)) unpack_codes(codes[0], w, min_l(g.gq, kq), form);
     for (long n = 0; n <= g.count; n++) {
-        const long quads = min_l(g.gq, kq - n * g.gq);
+        const long quads = min_l(g.gq, kq - n * g.gq), next = min_l(g.gq, kq - (n + 1) * g.gq);
+        const char *own = is_4_bits(form) ? codes[n % 2] : w + n * bytes;
         if (quads > 0 && n % 2) {
             AMX_COARSE(2, 3, sums[1])
         } else if (quads > 0) {
             AMX_COARSE(0, 1, sums[0])
         }
+        if (is_4_bits(form) && next > 0) unpack_codes(codes[(n + 1) % 2], w + (n + 1) * bytes, next, form);
         if (!n) continue;
         load_numbers(numbers, units, scales, g.shared == 1 ? n - 1 : (n - 1) / g.shared, g.per, &g, g.stored);
         for (long m = 0, at = (n - 1) * mr; m < mr; m++, at++)
@@ -1770,8 +1773,10 @@ static void codes_block(const struct linear_args *a, long t0, long t1, long pane
             float *out = buf + p * NR;
 #ifdef AMX
             if (a->amx) {
-                if (a->coarse)
-                    amx_coarse_tile(mr, a->rows, a->step, x, w, s, a->kq, &g, out);
+                if (a->coarse && (a->unpack || a->form == INT8))
+                    amx_coarse_tile(INT8, mr, a->rows, a->step, x, w, s, a->kq, &g, out);
+                else if (a->coarse)
+                    amx_coarse_tile(UINT4, mr, a->rows, a->step, x, w, s, a->kq, &g, out);
                 else if (a->digits == 2)
                     amx_dot_tile(2, mr, a->rows, a->step, x, w, s, a->kq, &g, out);
                 else
@@ -1779,7 +1784,6 @@ static void codes_block(const struct linear_args *a, long t0, long t1, long pane
                 continue;
             }
 #endif
-            g.ahead = !a->unpack && t > t0 && t == t1 - 1 ? panels * span * bytes : 0; /* those of the next task */
             code_tile_of(a, mr, g.stored)(x, w, s, a->kq, &g, out);
         }
         finish_tile(a, buf, row, mr, panel0, panels);
@@ -1883,7 +1887,7 @@ static void plan_codes(struct linear_args *a, long scaled, int flags, const floa
     a->kq = ceil_div(a->k, 16) * 4;
     a->row_size = (a->coarse ? g->count * g->gq : a->kq) * 4 * a->digits * (long)sizeof(digit);
 #ifdef AMX
-    if (a->m < AMX_LEAST || (a->coarse && is_4_bits(a->form) && !a->unpack)) return;
+    if (a->m < AMX_LEAST || (a->coarse && is_4_bits(a->form) && a->m <= MORE_ROWS)) return;
     a->amx = 1, a->rows = AMX_ROWS, a->step = 64;
     a->unpack = !a->coarse || a->m > AMX_ROWS;
     while (group % a->step || a->kq * 4 % a->step) a->step /= 2;
@@ -2308,14 +2312,21 @@ static void softmax_query(const struct softmax *s, long q, long n) {
     s->max[q] = top;
 }
 
-#define SCORES(nq)                                                                                                      \
-    static void scores_##nq(const struct softmax *s, long q0, long dp, const struct chunk *c, long at, long t) {         \
-        const float *q = s->q + q0 * dp;                                                                                 \
-        float *scores = s->scores + q0 * CH + t;                                                                         \
-        if (c->narrow)                                                                                                   \
-            score_tile(nq, 1, q, dp, c->k + at + t, scores);                                                             \
-        else                                                                                                             \
-            score_tile(nq, 0, q, dp, c->k + at + t, scores);                                                             \
+/* scores of all n positions; values, which are read next, are fetched if they are still in the cache of KV */
+INLINE void score_queries(const int nq, const int narrow, const struct softmax *s, long q0, long dp, const struct chunk *c,
+                          long at, long n) {
+    for (long t = 0; t < n; t += AP) {
+        for (long i = t; c->in_place && i < min_l(n, t + AP); i++) fetch(c->v[at + i], c->bytes);
+        score_tile(nq, narrow, s->q + q0 * dp, dp, c->k + at + t, s->scores + q0 * CH + t);
+    }
+}
+
+#define SCORES(nq)                                                                                             \
+    static void scores_##nq(const struct softmax *s, long q0, long dp, const struct chunk *c, long at, long n) { \
+        if (c->narrow)                                                                                         \
+            score_queries(nq, 1, s, q0, dp, c, at, n);                                                         \
+        else                                                                                                   \
+            score_queries(nq, 0, s, q0, dp, c, at, n);                                                         \
     }
 #define VALUES(nq)                                                                                                      \
     static void values_##nq(const struct softmax *s, long q0, long dp, const struct chunk *c, long at, long e, long n) { \
@@ -2327,7 +2338,7 @@ static void softmax_query(const struct softmax *s, long q, long n) {
             value_tile(nq, AV, 0, s, q0, dp, e, c->v + at, n);                                                           \
     }
 SCORES(1) SCORES(2) VALUES(1) VALUES(2)
-typedef void scores_fn(const struct softmax *s, long q0, long dp, const struct chunk *c, long at, long t);
+typedef void scores_fn(const struct softmax *s, long q0, long dp, const struct chunk *c, long at, long n);
 typedef void values_fn(const struct softmax *s, long q0, long dp, const struct chunk *c, long at, long e, long n);
 #if AQ == 4
 SCORES(3) SCORES(4) VALUES(3) VALUES(4)
@@ -2338,18 +2349,15 @@ static scores_fn *const SCORES_OF[] = {0, scores_1, scores_2};
 static values_fn *const VALUES_OF[] = {0, values_1, values_2};
 #endif
 
-/* Queries [q0, q1) against n positions of a chunk, from its position `at` on.  All of them read a few keys, then a few
- * columns of the values, which stay in the L1 cache. */
+/* Queries [q0, q1) against n positions of a chunk, from its position `at` on.  All of them read a few columns of the values,
+ * which stay in the L1 cache. */
 static void attend_chunk(const struct softmax *s, long q0, long q1, long dp, struct chunk *c, long at, long n) {
     const char *kept[2][AP]; /* of the positions behind the last one: those of the first are read in their place */
     for (long i = 0; i < AP - 1; i++) {
         kept[0][i] = c->k[at + n + i], kept[1][i] = c->v[at + n + i];
         c->k[at + n + i] = c->k[at], c->v[at + n + i] = c->v[at];
     }
-    for (long t = 0; t < n; t += AP) {
-        for (long i = t; c->in_place && i < min_l(n, t + AP); i++) fetch(c->v[at + i], c->bytes);
-        for (long q = q0; q < q1; q += AQ) SCORES_OF[min_l(AQ, q1 - q)](s, q, dp, c, at, t);
-    }
+    for (long q = q0; q < q1; q += AQ) SCORES_OF[min_l(AQ, q1 - q)](s, q, dp, c, at, n);
     for (long q = q0; q < q1; q++) softmax_query(s, q, n);
     for (long e = 0; e < dp; e += e + AV * VL > dp ? VL : AV * VL)
         for (long q = q0; q < q1; q += AQ) VALUES_OF[min_l(AQ, q1 - q)](s, q, dp, c, at, e, n);
