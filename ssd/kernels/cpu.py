@@ -41,7 +41,7 @@ logger = logging.getLogger("ssd")
 
 SOURCE = Path(__file__).with_name("cpu.c")
 _CPU = torch.device("cpu")  # every tensor states its dtype and device: torch's defaults are the user's
-COMPILE_TIMEOUT_S = 120
+COMPILE_TIMEOUT_S = 900  # with sanitizers and AVX-512, minutes
 _PACKED = 1 << 21  # weights packed at a time
 
 
