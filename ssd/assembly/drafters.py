@@ -127,8 +127,9 @@ def sized(
     if draft is not None and not isinstance(draft, EagleCheckpoint):
         large = weight_bytes(draft.config, torch.bfloat16) >= _LARGE_DRAFT
     if on_cpu and speculation.draft_threads is None:
-        threads = num_cores() - 2 if large else min(_DRAFT_THREADS, num_cores() // 2)
-        speculation = replace(speculation, draft_threads=max(1, threads // speculation.draft_ranks))
+        ranks = speculation.draft_ranks
+        threads = (num_cores() - 2) // ranks if large else min(_DRAFT_THREADS, num_cores() // (2 * ranks))
+        speculation = replace(speculation, draft_threads=max(1, threads))
     if speculation.draft_quantization is not None or not (on_cpu or speculation.placement == "stream"):
         return speculation
     if draft is None or not large or format_names(draft.config, draft.formats):

@@ -66,6 +66,7 @@ def test_few_cores_and_a_given_number_are_not_measured(split: Callable[..., int 
         ("graft:tiny-qwen3-draft@qwen3-0.6b", {"draft_threads": 6, "draft_quantization": "int8"}, 6, "int8"),
         ("graft:tiny-qwen3-draft@qwen3-0.6b:int8", {}, 14, None),
         ("tiny-qwen3-draft", {}, 4, None),
+        ("tiny-qwen3-draft", {"draft_replicas": 2}, 4, None),
     ],
 )
 def test_a_large_draft_on_the_cpu_beside_a_gpu_is_rounded_and_has_most_cores(
