@@ -785,6 +785,12 @@ INLINE vf from_fp8(const char *w) {
         }                                                                        \
     }
 
+/* a group of a row that is in digits */
+struct digit_group {
+    float unit, sum;   /* of the integers; of x */
+    int32_t excess[2]; /* see from_digits */
+};
+
 struct groups {
     long gq;                 /* quads of k in a group */
     long count;              /* groups */
@@ -794,9 +800,8 @@ struct groups {
     const float *row_scales; /* of the tile's first row, or 0 */
     long ld;                 /* scales of a row: 1, or one for each group */
     long shared;             /* groups with the same scale of the weight: more than one with digits only */
-    /* of rows in digits, for each tile of rows [groups][rows of the tile] */
-    float *units, *sums; /* of the integers; of x */
-    int32_t *excess;     /* [2], see from_digits */
+    struct digit_group *of_rows; /* those of a row side by side: different threads write those of different rows */
+    long stride;                 /* from one row's to the next, in whole cache lines */
 };
 
 INLINE void code_tile(const int mr, const float *x, const char *w, const float *scales, long kq, const struct groups *g,
@@ -880,11 +885,13 @@ static code_tile_fn *const CODE_TILES[9] = {
 #else
 #define MORE_ROWS FEW_ROWS
 #endif
-#ifdef NEON /* Neoverse N1 prefetches too little by itself */
-#define PREFETCH(at, bytes) \
-    for (long ahead = 0; ahead < (bytes); ahead += 64) __builtin_prefetch((at) + ahead, 0, 0)
+/* codes that are read so many bytes later: processors prefetch too little by themselves */
+#ifdef NEON
+#define AHEAD 640
+#define PREFETCH(at) __builtin_prefetch((at) + AHEAD, 0, 0)
 #else
-#define PREFETCH(at, bytes)
+#define AHEAD 4096
+#define PREFETCH(at) __builtin_prefetch((at) + AHEAD)
 #endif
 #if DIGIT_BITS == 8
 typedef int8_t digit;
@@ -1022,7 +1029,7 @@ INLINE void load_numbers(vf *numbers, vf *units, const void *of_panel, long n, c
 
 /* acc + the sums of a group; `at`: which row and group it is */
 INLINE vf add_group(vf acc, const vi *sums, const int digits, vf scales, const struct groups *g, long at) {
-    return vfma(acc, from_digits(sums, digits, g->excess + 2 * at) * vset(g->units[at]), scales);
+    return vfma(acc, from_digits(sums, digits, g->of_rows[at].excess) * vset(g->of_rows[at].unit), scales);
 }
 
 /* The same of coarse rows.  NEON converts integers at a quarter of the speed of other operations, so that there a sum (which
@@ -1036,17 +1043,18 @@ INLINE vi start_sum(void) {
     return sum;
 }
 INLINE vf add_sums(vf acc, vi sums, vf scales, const struct groups *g, long at) {
-    return vfma(acc, ((vf)sums - START) * vset(g->units[at]), scales);
+    return vfma(acc, ((vf)sums - START) * vset(g->of_rows[at].unit), scales);
 }
 #else
 INLINE vi start_sum(void) { return (vi){0}; }
 INLINE vf add_sums(vf acc, vi sums, vf scales, const struct groups *g, long at) {
-    return vfma(acc, __builtin_convertvector(sums - g->excess[2 * at], vf) * vset(g->units[at]), scales);
+    const struct digit_group *own = g->of_rows + at;
+    return vfma(acc, __builtin_convertvector(sums - own->excess[0], vf) * vset(own->unit), scales);
 }
 #endif
 
 INLINE vf add_offsets(vf acc, vf offsets, const struct groups *g, long at) {
-    return vfma(acc, vset(g->sums[at]), offsets);
+    return vfma(acc, vset(g->of_rows[at].sum), offsets);
 }
 
 #define DOT_STEP(lane)                                                                               \
@@ -1077,12 +1085,12 @@ INLINE void dot_tile(const int mr, const int form, const int digits, const int s
         vf numbers[4];
         load_numbers(numbers, 0, scales, own, 0, &g, stored);
         UNROLL for (int m = 0; m < mr; m++) {
-            lo[m] = add_group(lo[m], left + m * digits, digits, numbers[0], &g, n * mr + m);
-            hi[m] = add_group(hi[m], right + m * digits, digits, numbers[1], &g, n * mr + m);
+            lo[m] = add_group(lo[m], left + m * digits, digits, numbers[0], &g, m * g.stride + n);
+            hi[m] = add_group(hi[m], right + m * digits, digits, numbers[1], &g, m * g.stride + n);
         }
         if (g.offsets) UNROLL for (int m = 0; m < mr; m++) {
-            lo[m] = add_offsets(lo[m], numbers[2], &g, n * mr + m);
-            hi[m] = add_offsets(hi[m], numbers[3], &g, n * mr + m);
+            lo[m] = add_offsets(lo[m], numbers[2], &g, m * g.stride + n);
+            hi[m] = add_offsets(hi[m], numbers[3], &g, m * g.stride + n);
         }
         if (++used == g.shared) own++, used = 0;
     }
@@ -1152,7 +1160,7 @@ INLINE void few_rows(const int rows, const int form, const long quads, long gq, 
         UNROLL for (long q = 0; q < quads; q += 4) { PAIR_STEP(0) PAIR_STEP(1) PAIR_STEP(2) PAIR_STEP(3) }
     else
         for (long q = 0; q < last; q += 4) { PAIR_STEP(0) PAIR_STEP(1) PAIR_STEP(2) PAIR_STEP(3) }
-    UNROLL for (int i = 0; i < rows; i++, at++) {
+    UNROLL for (int i = 0; i < rows; i++, at += g->stride) {
         lo[i] = add_sums(lo[i], left[i], numbers[0], g, at);
         hi[i] = add_sums(hi[i], right[i], numbers[1], g, at);
         if (offsets) lo[i] = add_offsets(lo[i], numbers[2], g, at), hi[i] = add_offsets(hi[i], numbers[3], g, at);
@@ -1172,15 +1180,16 @@ INLINE void pairs_tile(const int mr, const int form, const int stored, const lon
     for (long n = 0; n < g.count; n++, w += bytes, own += mr * 4 * gq) {
         load_numbers(numbers, units, scales, g.shared == 1 ? n : n / g.shared, quads ? 64 / quads : g.per, &g, stored);
         const long last = min_l(gq, kq - n * gq); /* the last group may be shorter */
-        if (mr <= FEW_ROWS) PREFETCH(w + 640, bytes);
+        if (is_4_bits(form) || mr <= FEW_ROWS) /* else a panel was unpacked */
+            for (long line = 0; line < bytes; line += 64) PREFETCH(w + line);
         const int most = is_4_bits(form) ? MORE_ROWS : FEW_ROWS;
         const int together = mr > most || (form == INT8 && stored == SINGLES && mr > 2) ? 2 : mr;
         UNROLL for (int m = 0; m < mr; m += together)
             if (m + together <= mr)
-                few_rows(together, form, quads, gq, last, own + m * 4 * gq, w, numbers, &g, offsets, n * mr + m, lo + m,
+                few_rows(together, form, quads, gq, last, own + m * 4 * gq, w, numbers, &g, offsets, m * g.stride + n, lo + m,
                          hi + m);
             else
-                few_rows(1, form, quads, gq, last, own + m * 4 * gq, w, numbers, &g, offsets, n * mr + m, lo + m,
+                few_rows(1, form, quads, gq, last, own + m * 4 * gq, w, numbers, &g, offsets, m * g.stride + n, lo + m,
                          hi + m);
     }
     UNROLL for (int m = 0; m < mr; m++) {
@@ -1370,18 +1379,17 @@ INLINE void to_digits(digit *out, long stride, const float *x, float up, int dig
 #endif
 }
 
-/* A row in digits, with units and sums of its groups, from `at` on, `mr` apart.  A group with NaN or infinity in it gets
- * NaN as its unit. */
+/* A row in digits and its groups.  A group with NaN or infinity in it gets NaN as its unit. */
 struct digit_layout {
     long stride;    /* between the digits of a number */
     long run, jump; /* numbers that lie side by side, and from one such run to the next */
 };
 
 INLINE void pack_groups(digit *dst, const struct digit_layout *layout, const float *x, long kq, int bf16, const int coarse,
-                        int form, const struct groups *g, const float *row_scales, long at, long mr) {
+                        int form, const struct groups *g, const float *row_scales, struct digit_group *out) {
     const float most = coarse ? 127.0f : bf16 ? 0x1p13f : 0x1p21f;
     const int digits = digits_of(bf16, coarse);
-    for (long group = 0, n = at, i = 0; group < kq; group += g->gq, n += mr, i++) {
+    for (long group = 0, i = 0; group < kq; group += g->gq, i++) {
         long first = group * 4, last = min_l(kq, group + g->gq) * 4;
         vi top = (vi)vset(0x1p-100f), sum = {0}, low = {0};
         for (long k = first; k < last; k += VL) top = vmax_int(top, (vi)vload(x + k) & 0x7fffffff);
@@ -1398,19 +1406,18 @@ INLINE void pack_groups(digit *dst, const struct digit_layout *layout, const flo
         }
         if (row_scales) unit *= row_scales[g->ld > 1 ? i / g->shared : 0];
         int32_t total = finite ? vsum_int(sum) : 0, of_low = finite && !coarse ? vsum_int(low) : 0;
-        g->sums[n] = (float)total * unit;
-        g->units[n] = SIGNED_CODES && form == INT4 ? unit / 16 : unit;
-        g->excess[2 * n] = excess_of(form) * (bf16 || coarse ? total : (total - of_low) / 256);
-        g->excess[2 * n + 1] = excess_of(form) * of_low;
+        int32_t excess = excess_of(form) * (bf16 || coarse ? total : (total - of_low) / 256);
+        float own = SIGNED_CODES && form == INT4 ? unit / 16 : unit;
+        out[i] = (struct digit_group){own, (float)total * unit, {excess, excess_of(form) * of_low}};
     }
 }
 
 static void pack_digits(digit *dst, const struct digit_layout *layout, const float *x, long kq, int bf16, int coarse,
-                        int form, const struct groups *g, const float *row_scales, long at, long mr) {
+                        int form, const struct groups *g, const float *row_scales, struct digit_group *out) {
     if (coarse)
-        pack_groups(dst, layout, x, kq, bf16, 1, form, g, row_scales, at, mr);
+        pack_groups(dst, layout, x, kq, bf16, 1, form, g, row_scales, out);
     else
-        pack_groups(dst, layout, x, kq, bf16, 0, form, g, row_scales, at, mr);
+        pack_groups(dst, layout, x, kq, bf16, 0, form, g, row_scales, out);
 }
 
 /* ---------------------------------------------------------------- linear: AMX
@@ -1517,8 +1524,8 @@ INLINE void amx_dot_tile(const int digits, long mr, long rows, long step, const 
                 vi of_row[3];
                 float *acc = buf + m * GROUP * NR + half * VL;
                 UNROLL for (int d = 0; d < digits; d++) of_row[d] = (vi)*(const vu_mem *)sums[2 * d + half][m];
-                vf sum = add_group(vload(acc), of_row, digits, numbers[half], &g, n * mr + m);
-                vstore(acc, g.offsets ? add_offsets(sum, numbers[2 + half], &g, n * mr + m) : sum);
+                vf sum = add_group(vload(acc), of_row, digits, numbers[half], &g, m * g.stride + n);
+                vstore(acc, g.offsets ? add_offsets(sum, numbers[2 + half], &g, m * g.stride + n) : sum);
             }
         if (++used == g.shared) own++, used = 0;
     }
@@ -1529,6 +1536,7 @@ INLINE void amx_dot_tile(const int digits, long mr, long rows, long step, const 
 static void unpack_codes(char *out, const char *w, long kq, int form) {
     for (long q = 0; q < kq; q++, w += 4 * VL, out += 4 * NR) {
         vi lo, hi;
+        PREFETCH(w);
         load_codes(&lo, &hi, w, form);
         *(vu_mem *)out = (vu)lo;
         *(vu_mem *)(out + 4 * VL) = (vu)hi;
@@ -1573,7 +1581,7 @@ INLINE void amx_coarse_tile(const int form, long mr, long rows, long step, const
         if (is_4_bits(form) && next > 0) unpack_codes(codes[(n + 1) % 2], w + (n + 1) * bytes, next, form);
         if (!n) continue;
         load_numbers(numbers, units, scales, g.shared == 1 ? n - 1 : (n - 1) / g.shared, g.per, &g, g.stored);
-        for (long m = 0, at = (n - 1) * mr; m < mr; m++, at++)
+        for (long m = 0, at = n - 1; m < mr; m++, at += g.stride)
             UNROLL for (int half = 0; half < 2; half++) {
                 float *acc = buf + m * GROUP * NR + half * VL;
                 vi of_row = (vi)*(const vu_mem *)sums[(n - 1) % 2][half][m];
@@ -1712,7 +1720,7 @@ static void amx_bf16_block(const struct linear_args *a, long t0, long t1, long p
 INLINE struct groups groups_from(const struct linear_args *a, long row) {
     struct groups g = a->groups;
     if (g.row_scales) g.row_scales += row * g.ld;
-    if (a->digits) g.sums += row * g.count, g.units += row * g.count, g.excess += 2 * row * g.count;
+    if (a->digits) g.of_rows += row * g.stride;
     return g;
 }
 
@@ -1750,6 +1758,15 @@ static code_tile_fn *code_tile_of(const struct linear_args *a, long mr, int stor
     return FEW_PAIRS[a->form - INT8][stored][mr - 1];
 }
 
+/* A row tile, which other threads have packed, to this thread's cache.  Each begins at another place: lines that many threads
+ * want at once come one after the other. */
+static void fetch_rows(const struct linear_args *a, long t, long panel) {
+    const char *x = packed_tile(a, t);
+    long lines = (tile_row(a, t + 1) - tile_row(a, t)) * a->row_size / 64, first = lines ? panel * 37 % lines : 0;
+    fetch(x + first * 64, (lines - first) * 64);
+    fetch(x, first * 64);
+}
+
 /* row tiles [t0, t1) against output panels [panel0, panel0 + panels) of a quantised weight */
 static void codes_block(const struct linear_args *a, long t0, long t1, long panel0, long panels) {
     float buf[ROWS_MAX * GROUP * NR] __attribute__((aligned(64)));
@@ -1765,6 +1782,7 @@ static void codes_block(const struct linear_args *a, long t0, long t1, long pane
         long row = tile_row(a, t), mr = tile_row(a, t + 1) - row;
         struct groups g = groups_from(a, row);
         if (a->coarse && a->unpack) g.stored = SINGLES;
+        if (t1 - t0 == 1 && mr > 1) fetch_rows(a, t, panel0);
         for (long p = 0; p < panels * span; p++) {
             struct panel own = {a->w + (first + p) * bytes, (const char *)a->scales + (first + p) * scales};
             if (t == t0) found[p] = a->unpack ? unpacked(a, own, memory + p * room) : own;
@@ -1820,7 +1838,7 @@ static void pack_digit_row(const struct linear_args *a, digit *dst, long row, lo
     for (long i = a->k; i < a->kq * 4; i++) x[i] = 0.0f;
     const float *row_scales = a->groups.row_scales ? a->groups.row_scales + row * a->groups.ld : 0;
     pack_digits(dst + m * (a->amx ? run : a->digits * run), &layout, x, a->kq, a->bf16, a->coarse, a->form, &a->groups,
-                row_scales, (row - m) * a->groups.count + m, mr);
+                row_scales, a->groups.of_rows + row * a->groups.stride);
 }
 
 #ifdef AMX
@@ -1875,10 +1893,8 @@ static void plan_codes(struct linear_args *a, long scaled, int flags, const floa
     g->gq = group / 4;
     g->count = ceil_div(a->k, group);
     g->shared = ceil_div(scaled, group);
-    long numbers = a->m * g->count;
-    g->units = scratch(SUMS, (size_t)(4 * numbers));
-    g->sums = g->units + numbers;
-    g->excess = (int32_t *)(g->sums + numbers);
+    g->stride = ceil_div(g->count, 4) * 4;
+    g->of_rows = (struct digit_group *)scratch(SUMS, (size_t)(a->m * g->stride) * sizeof(struct digit_group) / 4);
     a->coarse = flags & COARSE;
     a->digits = digits_of(a->bf16, a->coarse);
     long few = is_4_bits(a->form) ? MORE_ROWS : FEW_ROWS; /* in a tile with panels as they are */
@@ -1922,7 +1938,7 @@ void ssd_linear(const void *x, long ldx, const void *w, const void *bias, void *
     long span = gated ? 2 : 1;
     a.panels = ceil_div(n, NR);
     a.group = (a.tiles == 1 || a.coarse ? GROUP : 2) / span; /* one row tile: wide tasks; more: keep the panels in L1 */
-    while (a.group > 1 && ceil_div(a.panels, a.group) < 2 * nthreads) a.group /= 2;
+    while (a.group > 1 && ceil_div(a.panels, a.group) < 4 * nthreads) a.group /= 2;
     a.block = max_l(2, (384 << 10) / (a.rows * a.row_size)); /* row tiles that stay in L2 with a stream of panels */
     a.block = ceil_div(a.tiles, ceil_div(a.tiles, a.block)); /* equal ones: threads share them */
     if ((double)m * (double)n * (double)k * span < 65536.0) nthreads = 1;
