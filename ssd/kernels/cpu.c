@@ -380,7 +380,7 @@ INLINE long int_at(const void *p, long i, int is64) {
  * with them: threads that change one line in turn wait for each other.  While a worker looks for work, it fetches its share
  * of the weights that are multiplied next, if they are known. */
 #define MAX_THREADS 256
-#define CHUNKS 4                 /* of a loop, per thread */
+#define CHUNKS 16                /* of a loop, per thread, at most */
 #define ALONE (512 * VL)         /* numbers of several rows below which one thread rounds or normalises them all */
 #if defined(__x86_64__) || defined(__i386__)
 #define HELP_AFTER 16 /* pauses of a thread, a microsecond, before it takes chunks of others */
@@ -885,13 +885,15 @@ static code_tile_fn *const CODE_TILES[9] = {
 #else
 #define MORE_ROWS FEW_ROWS
 #endif
-/* codes that are read so many bytes later: processors prefetch too little by themselves */
+/* Codes that are read later: processors prefetch too little by themselves.  FETCH_GROUP: those of a whole group, which costs
+ * fewer instructions; FETCH_LATER: one line beside each that is read, so that requests never wait for each other. */
 #ifdef NEON
-#define AHEAD 640
-#define PREFETCH(at) __builtin_prefetch((at) + AHEAD, 0, 0)
+#define FETCH_GROUP(at, bytes) \
+    for (long line = 0; line < (bytes); line += 64) __builtin_prefetch((at) + 640 + line, 0, 0)
+#define FETCH_LATER(at)
 #else
-#define AHEAD 4096
-#define PREFETCH(at) __builtin_prefetch((at) + AHEAD)
+#define FETCH_GROUP(at, bytes)
+#define FETCH_LATER(at) __builtin_prefetch((at) + 8192, 0, 2)
 #endif
 #if DIGIT_BITS == 8
 typedef int8_t digit;
@@ -1145,14 +1147,15 @@ static code_tile_fn *const *const DOTS[2][5] = { /* of fp32 rows, of bf16 rows *
     {                                                                                                             \
         vi first, second;                                                                                         \
         load_codes(&first, &second, w + (q + (lane)) * step, form);                                               \
+        for (long line = 0; ahead && line < step; line += 64) FETCH_LATER(w + (q + (lane)) * step + line);        \
         UNROLL for (int i = 0; i < rows; i++) {                                                                   \
             left[i] = NEXT_DOT(left[i], first, own + i * 4 * gq + 4 * q, lane);                                   \
             right[i] = NEXT_DOT(right[i], second, own + i * 4 * gq + 4 * q, lane);                                \
         }                                                                                                         \
     }
 
-INLINE void few_rows(const int rows, const int form, const long quads, long gq, long last, const digit *own, const char *w,
-                     const vf *numbers, const struct groups *g, const int offsets, long at, vf *lo, vf *hi) {
+INLINE void few_rows(const int rows, const int form, const int ahead, const long quads, long gq, long last, const digit *own,
+                     const char *w, const vf *numbers, const struct groups *g, const int offsets, long at, vf *lo, vf *hi) {
     const long step = is_4_bits(form) ? 4 * VL : 4 * NR;
     vi left[MORE_ROWS], right[MORE_ROWS];
     UNROLL for (int i = 0; i < rows; i++) left[i] = start_sum(), right[i] = start_sum();
@@ -1180,17 +1183,17 @@ INLINE void pairs_tile(const int mr, const int form, const int stored, const lon
     for (long n = 0; n < g.count; n++, w += bytes, own += mr * 4 * gq) {
         load_numbers(numbers, units, scales, g.shared == 1 ? n : n / g.shared, quads ? 64 / quads : g.per, &g, stored);
         const long last = min_l(gq, kq - n * gq); /* the last group may be shorter */
-        if (is_4_bits(form) || mr <= FEW_ROWS) /* else a panel was unpacked */
-            for (long line = 0; line < bytes; line += 64) PREFETCH(w + line);
+        const int ahead = is_4_bits(form) || mr <= FEW_ROWS; /* else a panel was unpacked */
+        if (ahead) FETCH_GROUP(w, bytes);
         const int most = is_4_bits(form) ? MORE_ROWS : FEW_ROWS;
         const int together = mr > most || (form == INT8 && stored == SINGLES && mr > 2) ? 2 : mr;
         UNROLL for (int m = 0; m < mr; m += together)
             if (m + together <= mr)
-                few_rows(together, form, quads, gq, last, own + m * 4 * gq, w, numbers, &g, offsets, m * g.stride + n, lo + m,
-                         hi + m);
+                few_rows(together, form, ahead, quads, gq, last, own + m * 4 * gq, w, numbers, &g, offsets,
+                         m * g.stride + n, lo + m, hi + m);
             else
-                few_rows(1, form, quads, gq, last, own + m * 4 * gq, w, numbers, &g, offsets, m * g.stride + n, lo + m,
-                         hi + m);
+                few_rows(1, form, ahead, quads, gq, last, own + m * 4 * gq, w, numbers, &g, offsets,
+                         m * g.stride + n, lo + m, hi + m);
     }
     UNROLL for (int m = 0; m < mr; m++) {
         vstore(buf + m * GROUP * NR, lo[m]);
@@ -1536,7 +1539,7 @@ INLINE void amx_dot_tile(const int digits, long mr, long rows, long step, const 
 static void unpack_codes(char *out, const char *w, long kq, int form) {
     for (long q = 0; q < kq; q++, w += 4 * VL, out += 4 * NR) {
         vi lo, hi;
-        PREFETCH(w);
+        FETCH_LATER(w);
         load_codes(&lo, &hi, w, form);
         *(vu_mem *)out = (vu)lo;
         *(vu_mem *)(out + 4 * VL) = (vu)hi;
@@ -1566,7 +1569,7 @@ INLINE void amx_coarse_tile(const int form, long mr, long rows, long step, const
     char codes[2][DOT_MOST * NR] __attribute__((aligned(64)));
     int32_t sums[2][2][AMX_ROWS][VL] __attribute__((aligned(64)));
     const struct groups g = *given;
-    const long bytes = g.gq * (is_4_bits(form) ? 4 * VL : 4 * NR);
+    const long bytes = g.gq * (is_4_bits(form) ? 4 * VL : 4 * NR), later = 2 * g.gq * 4 * rows; /* of rows: two groups */
     vf numbers[4], units[4];
     for (long m = 0; m < mr; m++) memset(buf + m * GROUP * NR, 0, NR * 4);
     if (is_4_bits(form)) unpack_codes(codes[0], w, min_l(g.gq, kq), form);
@@ -1581,13 +1584,15 @@ INLINE void amx_coarse_tile(const int form, long mr, long rows, long step, const
         if (is_4_bits(form) && next > 0) unpack_codes(codes[(n + 1) % 2], w + (n + 1) * bytes, next, form);
         if (!n) continue;
         load_numbers(numbers, units, scales, g.shared == 1 ? n - 1 : (n - 1) / g.shared, g.per, &g, g.stored);
-        for (long m = 0, at = n - 1; m < mr; m++, at += g.stride)
+        for (long m = 0, at = n - 1; m < mr; m++, at += g.stride) {
+            for (long line = m * 64; line < g.gq * 4 * rows; line += mr * 64) __builtin_prefetch(x + later + line);
             UNROLL for (int half = 0; half < 2; half++) {
                 float *acc = buf + m * GROUP * NR + half * VL;
                 vi of_row = (vi)*(const vu_mem *)sums[(n - 1) % 2][half][m];
                 vf sum = add_sums(vload(acc), of_row, numbers[half], &g, at);
                 vstore(acc, g.offsets ? add_offsets(sum, numbers[2 + half], &g, at) : sum);
             }
+        }
     }
 }
 #endif
@@ -1758,15 +1763,6 @@ static code_tile_fn *code_tile_of(const struct linear_args *a, long mr, int stor
     return FEW_PAIRS[a->form - INT8][stored][mr - 1];
 }
 
-/* A row tile, which other threads have packed, to this thread's cache.  Each begins at another place: lines that many threads
- * want at once come one after the other. */
-static void fetch_rows(const struct linear_args *a, long t, long panel) {
-    const char *x = packed_tile(a, t);
-    long lines = (tile_row(a, t + 1) - tile_row(a, t)) * a->row_size / 64, first = lines ? panel * 37 % lines : 0;
-    fetch(x + first * 64, (lines - first) * 64);
-    fetch(x, first * 64);
-}
-
 /* row tiles [t0, t1) against output panels [panel0, panel0 + panels) of a quantised weight */
 static void codes_block(const struct linear_args *a, long t0, long t1, long panel0, long panels) {
     float buf[ROWS_MAX * GROUP * NR] __attribute__((aligned(64)));
@@ -1782,7 +1778,7 @@ static void codes_block(const struct linear_args *a, long t0, long t1, long pane
         long row = tile_row(a, t), mr = tile_row(a, t + 1) - row;
         struct groups g = groups_from(a, row);
         if (a->coarse && a->unpack) g.stored = SINGLES;
-        if (t1 - t0 == 1 && mr > 1) fetch_rows(a, t, panel0);
+        if (mr > 1) fetch(packed_tile(a, t), min_l(mr * a->row_size, 8 << 10)); /* other threads have packed it */
         for (long p = 0; p < panels * span; p++) {
             struct panel own = {a->w + (first + p) * bytes, (const char *)a->scales + (first + p) * scales};
             if (t == t0) found[p] = a->unpack ? unpacked(a, own, memory + p * room) : own;
@@ -2145,6 +2141,8 @@ static void rope_token(const struct rope_args *a, long t) {
     float *x = scratch(ROWS, (size_t)(2 * d)), *rotated = x + d;
     long position = int_at(a->positions, t, a->positions64), slot = int_at(a->slots, t, a->slots64);
     const float *cos = a->cos + position * half, *sin = a->sin + position * half;
+    const long size = a->bf16 ? 2 : 4; /* other threads have written the row */
+    fetch((const char *)a->qkv + t * a->ldqkv * size, (a->heads + 2 * a->kv_heads) * d * size);
     for (long h = 0; h < a->heads + a->kv_heads; h++) {
         int is_key = h >= a->heads;
         if (is_key && slot < 0) break;
