@@ -788,7 +788,7 @@ INLINE vf from_fp8(const char *w) {
 /* a group of a row that is in digits */
 struct digit_group {
     float unit, sum;   /* of the integers; of x */
-    int32_t excess[2]; /* see from_digits */
+    int32_t excess[2]; /* see from_digits; of coarse rows and 4-bit codes on NEON see start_sum */
 };
 
 struct groups {
@@ -851,8 +851,9 @@ static code_tile_fn *const CODE_TILES[9] = {
  * scale * code + offset).  FACTORS are, for each block, fp16 [1 or 2][NR] and then int8 [groups][1 or 2][NR].
  * Codes are [K/4][NR][4], or of 4 bits [K/4][VL][4] (column j in the low half of a byte, column VL + j in the high one);
  * x is [K/16][MR][digits][16].  Codes are unsigned: `excess_of` is added to them, and its part of the sums subtracted.
- * NEON has no dot product of unsigned with signed bytes: there codes are signed, and int4 is read times 16, which the unit
- * makes up for. */
+ * NEON has no dot product of unsigned with signed bytes: there bytes are signed, also those with two codes of 4 bits, whose
+ * high bit is inverted.  Such a byte is multiplied as it is, and so are its high four bits alone: 16 times the high code
+ * minus 128.  The difference of the sums is that of the low codes, so a byte takes one operation to unpack, not two. */
 #define DOT_MOST 128 /* k of a group: sums fit into 32 bits */
 #if defined(NEON) && defined(__ARM_FEATURE_DOTPROD)
 #define SIGNED_CODES 1
@@ -901,7 +902,10 @@ typedef int8_t digit;
 typedef int16_t digit;
 #endif
 INLINE int digits_of(int bf16, int coarse) { return coarse ? 1 : (bf16 ? 2 : 3) - (DIGIT_BITS == 16); }
-INLINE int excess_of(int form) { return SIGNED_CODES ? 0 : form == INT8 ? 128 : form == INT4 ? 8 : 0; }
+INLINE int excess_of(int form) {
+    if (SIGNED_CODES) return form == INT4 ? 8 : form == UINT4 ? -128 : 0; /* of the low codes; of the high ones times 16 */
+    return form == INT8 ? 128 : form == INT4 ? 8 : 0;
+}
 
 #if !SIGNED_CODES
 INLINE vi word_at(const digit *x) {
@@ -941,28 +945,22 @@ INLINE vi dot(vi acc, vi codes, const digit *x) {
 #endif
 #endif
 
+/* codes of the two halves of a panel; of 4 bits with SIGNED_CODES: of both halves, and of the second */
 INLINE void load_codes(vi *lo, vi *hi, const char *w, const int form) {
     vi both = (vi)*(const vu_mem *)w;
     if (form == INT8) {
         *lo = both;
         *hi = (vi)*(const vu_mem *)(w + 4 * VL);
-        return;
+    } else {
+        *lo = SIGNED_CODES ? both : both & 0x0f0f0f0f;
+        *hi = SIGNED_CODES ? both & (int32_t)0xf0f0f0f0 : (vi)((vu)both >> 4) & 0x0f0f0f0f;
     }
-#if SIGNED_CODES
-    if (form == INT4) {
-        *lo = (vi)vshlq_n_u8((uint8x16_t)both, 4);
-        *hi = both & (int32_t)0xf0f0f0f0;
-        return;
-    }
-    *lo = (vi)vandq_u8((uint8x16_t)both, vdupq_n_u8(15));
-    *hi = (vi)vshrq_n_u8((uint8x16_t)both, 4);
-#else
-    *lo = both & 0x0f0f0f0f;
-    *hi = (vi)((vu)both >> 4) & 0x0f0f0f0f;
-#endif
 }
 
-/* Sums of digits as one of numbers.  excess: what the sums of the high digits, and of the low one, have too much. */
+/* whether sums of the second half of a panel are 16 times as large, and part of those of the first half */
+INLINE int is_joint(const int form) { return SIGNED_CODES && is_4_bits(form); }
+
+/* Sums of digits as one of numbers.  excess: what the sums of the high digits, and of the low one, have too much, or 0. */
 INLINE vf from_digits(const vi *sums, const int digits, const int32_t *excess) {
 #if DIGIT_BITS == 8
     vi high = (vi)((vu)sums[digits - 1] << 8) + sums[digits - 2];
@@ -971,21 +969,39 @@ INLINE vf from_digits(const vi *sums, const int digits, const int32_t *excess) {
     vi high = sums[digits - 1];
     const int low = digits == 2;
 #endif
-    if (!SIGNED_CODES) high -= excess[0];
+    if (excess) high -= excess[0];
     vf value = __builtin_convertvector(high, vf);
     if (!low) return value;
-    return vfma(__builtin_convertvector(SIGNED_CODES ? sums[0] : sums[0] - excess[1], vf), value, vset(256.0f));
+    return vfma(__builtin_convertvector(excess ? sums[0] - excess[1] : sums[0], vf), value, vset(256.0f));
 }
 
-/* NR bytes as numbers */
-INLINE void load_bytes(vf *numbers, const int8_t *p) {
-#ifdef NEON /* bytes plus 128 as the low bits of a float of 2^23: integers are converted at a quarter of that speed */
+/* Scales of a group (count 2: of both halves of a panel), or scales and offsets (4), that are int8 times units of their block.
+ * NEON converts integers at a quarter of the speed of other operations: there bytes become the low bits of a float of 2^23.
+ * Of scales with offsets none is negative, so 2^23 times the unit can be subtracted in the operation that multiplies by it,
+ * which is exact, too; `more` has it, in memory, since loads cost least. */
+INLINE void load_factors(vf *numbers, const vf *units, const vf *more, const int8_t *p, const int count) {
+#ifdef NEON
+    const uint16x8_t top = vdupq_n_u16(0x4b00);
+    if (count == 4) {
+        uint8x16_t bytes = vld1q_u8((const uint8_t *)p);
+        __asm__ volatile("" : "+w"(bytes)); /* not before the products that precede this in the source */
+        UNROLL for (int i = 0; i < 4; i += 2) {
+            const uint8x16_t zero = vdupq_n_u8(0);
+            const uint16x8_t words = vreinterpretq_u16_u8(i ? vzip2q_u8(bytes, zero) : vzip1q_u8(bytes, zero));
+            __asm__ volatile("ldr %q0, %1" : "=w"(numbers[i]) : "m"(more[i]));
+            __asm__ volatile("ldr %q0, %1" : "=w"(numbers[i + 1]) : "m"(more[i + 1]));
+            numbers[i] = vfma(numbers[i], (vf)vzip1q_u16(words, top), units[i]);
+            numbers[i + 1] = vfma(numbers[i + 1], (vf)vzip2q_u16(words, top), units[i + 1]);
+        }
+        return;
+    }
     uint8x16_t bytes = veorq_u8(vreinterpretq_u8_u64(vld1q_dup_u64((const uint64_t *)p)), vdupq_n_u8(128));
-    uint16x8_t words = vreinterpretq_u16_u8(vzip1q_u8(bytes, vdupq_n_u8(0))), top = vdupq_n_u16(0x4b00);
-    numbers[0] = (vf)vzip1q_u16(words, top) - 8388736.0f;
-    numbers[1] = (vf)vzip2q_u16(words, top) - 8388736.0f;
+    uint16x8_t words = vreinterpretq_u16_u8(vzip1q_u8(bytes, vdupq_n_u8(0)));
+    numbers[0] = ((vf)vzip1q_u16(words, top) - 8388736.0f) * units[0];
+    numbers[1] = ((vf)vzip2q_u16(words, top) - 8388736.0f) * units[1];
 #else
-    UNROLL for (int i = 0; i < 2; i++) {
+    UNROLL for (int i = 0; i < 4; i++) {
+        if (i >= count) break;
 #if VL == 16
         vi wide = (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)(p + i * VL)));
 #elif VL == 8
@@ -993,7 +1009,7 @@ INLINE void load_bytes(vf *numbers, const int8_t *p) {
 #else
         vi wide = __builtin_convertvector(*(const vc_mem *)(p + i * VL), vi);
 #endif
-        numbers[i] = __builtin_convertvector(wide, vf);
+        numbers[i] = __builtin_convertvector(wide, vf) * units[i];
     }
 #endif
 }
@@ -1006,20 +1022,20 @@ INLINE long numbers_bytes(long groups, const struct groups *g) {
 }
 
 /* numbers of group n of a panel, whose groups are read one after the other: scales of its two halves, then (if there are)
- * offsets; units: those of its block */
-INLINE void load_numbers(vf *numbers, vf *units, const void *of_panel, long n, const long per, const struct groups *g,
-                         const int stored) {
+ * offsets; units: those of its block, and 4 more */
+INLINE void load_numbers(vf *numbers, vf *units, const void *of_panel, long n, const long per,
+                         const struct groups *g, const int stored) {
     const int count = g->offsets ? 4 : 2;
     const char *at = (const char *)of_panel;
     if (stored == FACTORS) {
         const char *own = at + count * VL * (n + 2 * (n / per)); /* behind n groups and the units of the blocks before */
         if (n % per == 0)
             UNROLL for (int i = 0; i < 4; i++)
-                if (i < count) units[i] = vload_half((const uint16_t *)own + i * VL);
-        load_bytes(numbers, (const int8_t *)own + 2 * count * VL);
-        if (count > 2) load_bytes(numbers + 2, (const int8_t *)own + 2 * count * VL + NR);
-        UNROLL for (int i = 0; i < 4; i++)
-            if (i < count) numbers[i] *= units[i];
+                if (i < count) {
+                    units[i] = vload_half((const uint16_t *)own + i * VL);
+                    units[4 + i] = units[i] * -8388608.0f;
+                }
+        load_factors(numbers, units, units + 4, (const int8_t *)own + 2 * count * VL, count);
         return;
     }
     UNROLL for (int i = 0; i < 4; i++) {
@@ -1029,34 +1045,57 @@ INLINE void load_numbers(vf *numbers, vf *units, const void *of_panel, long n, c
     }
 }
 
-/* acc + the sums of a group; `at`: which row and group it is */
-INLINE vf add_group(vf acc, const vi *sums, const int digits, vf scales, const struct groups *g, long at) {
-    return vfma(acc, from_digits(sums, digits, g->of_rows[at].excess) * vset(g->of_rows[at].unit), scales);
+/* acc + the sums of a group of one half of a panel; `at`: which row and group it is */
+INLINE vf add_group(vf acc, const vi *sums, const int form, const int half, const int digits, vf scales,
+                    const struct groups *g, long at) {
+    const struct digit_group *own = g->of_rows + at;
+    const int exceeds = SIGNED_CODES ? form == (half ? UINT4 : INT4) : 1;
+    const float unit = is_joint(form) && half ? own->unit / 16 : own->unit;
+    return vfma(acc, from_digits(sums, digits, exceeds ? own->excess : 0) * vset(unit), scales);
 }
 
 /* The same of coarse rows.  NEON converts integers at a quarter of the speed of other operations, so that there a sum (which
- * is below 2^22) begins as the bits of a float that is 1.5 * 2^23 too large.  It is loaded, since loads cost least. */
+ * is below 2^22) begins as the bits of a float that is 1.5 * 2^23 too large: START.  It is loaded, since loads cost least.
+ * Of codes of 4 bits, sums of the second half begin at HIGH_START, whose last bit is worth 1/16, without their excess; those
+ * of the first half become a difference of both. */
 #if SIGNED_CODES
 #define START 12582912.0f
-INLINE vi start_sum(void) {
+#define HIGH_START (START / 16)
+#define START_BITS 0x4b400000
+#define HIGH_START_BITS 0x49400000
+INLINE vi start_sum(const int form, const int half, const struct groups *g, long at) {
     static const float start[VL] = {START, START, START, START};
     vi sum;
-    __asm__ volatile("ldr %q0, %1" : "=w"(sum) : "m"(start));
+    if (is_4_bits(form))
+        __asm__ volatile("ld1r {%0.4s}, %1" : "=w"(sum) : "Q"(g->of_rows[at].excess[half]));
+    else
+        __asm__ volatile("ldr %q0, %1" : "=w"(sum) : "m"(start));
     return sum;
 }
-INLINE vf add_sums(vf acc, vi sums, vf scales, const struct groups *g, long at) {
-    return vfma(acc, ((vf)sums - START) * vset(g->of_rows[at].unit), scales);
+INLINE vf add_sums(vf acc, vi sums, const int form, const int half, vf scales, const struct groups *g, long at) {
+    const float start = is_4_bits(form) && half ? HIGH_START : START;
+    const float32x4_t own = vld1q_f32(&g->of_rows[at].unit);
+    return vfma(acc, (vf)vmulq_laneq_f32((float32x4_t)((vf)sums - start), own, 0), scales);
+}
+/* where the sums of both halves begin, for a row of that sum */
+INLINE void set_starts(int32_t *starts, int form, int32_t total) {
+    starts[1] = HIGH_START_BITS - (form == UINT4 ? excess_of(form) * total : 0);
+    starts[0] = (int32_t)((uint32_t)starts[1] + START_BITS) - (form == INT4 ? excess_of(form) * total : 0);
 }
 #else
-INLINE vi start_sum(void) { return (vi){0}; }
-INLINE vf add_sums(vf acc, vi sums, vf scales, const struct groups *g, long at) {
+INLINE vi start_sum(const int form, const int half, const struct groups *g, long at) { return (vi){0}; }
+INLINE vf add_sums(vf acc, vi sums, const int form, const int half, vf scales, const struct groups *g, long at) {
     const struct digit_group *own = g->of_rows + at;
     return vfma(acc, __builtin_convertvector(sums - own->excess[0], vf) * vset(own->unit), scales);
 }
 #endif
 
 INLINE vf add_offsets(vf acc, vf offsets, const struct groups *g, long at) {
+#ifdef NEON
+    return (vf)vfmaq_laneq_f32((float32x4_t)acc, (float32x4_t)offsets, vld1q_f32(&g->of_rows[at].unit), 1);
+#else
     return vfma(acc, vset(g->of_rows[at].sum), offsets);
+#endif
 }
 
 #define DOT_STEP(lane)                                                                               \
@@ -1084,11 +1123,12 @@ INLINE void dot_tile(const int mr, const int form, const int digits, const int s
             x += 16 * mr * digits;
             w += 4 * step;
         }
+        if (is_joint(form)) UNROLL for (int i = 0; i < mr * digits; i++) left[i] -= right[i];
         vf numbers[4];
         load_numbers(numbers, 0, scales, own, 0, &g, stored);
         UNROLL for (int m = 0; m < mr; m++) {
-            lo[m] = add_group(lo[m], left + m * digits, digits, numbers[0], &g, m * g.stride + n);
-            hi[m] = add_group(hi[m], right + m * digits, digits, numbers[1], &g, m * g.stride + n);
+            lo[m] = add_group(lo[m], left + m * digits, form, 0, digits, numbers[0], &g, m * g.stride + n);
+            hi[m] = add_group(hi[m], right + m * digits, form, 1, digits, numbers[1], &g, m * g.stride + n);
         }
         if (g.offsets) UNROLL for (int m = 0; m < mr; m++) {
             lo[m] = add_offsets(lo[m], numbers[2], &g, m * g.stride + n);
@@ -1130,8 +1170,8 @@ static code_tile_fn *const *const DOTS[2][5] = { /* of fp32 rows, of bf16 rows *
     {0, 0, DOTS_INT8_2, DOTS_INT4_2, DOTS_UINT4_2},
 };
 
-/* The same with coarse rows.  A few rows at a time, of many rows two: the conversions of one pair go along with the products
- * of the next one, and codes are read again for each pair, which costs less than registers.  x is [groups][mr][k of a group].
+/* The same with coarse rows.  Many rows in two halves: the conversions of one go along with the products of the other, and
+ * codes are read again, which costs less than registers.  x is [groups][mr][k of a group].
  * quads: of each group, if that is known, else 0. */
 #if SIGNED_CODES /* in the order of the source: four chains side by side, not one after the other as GCC likes it */
 #define NEXT_DOT(acc, codes, x, lane)                                                                             \
@@ -1154,18 +1194,33 @@ static code_tile_fn *const *const DOTS[2][5] = { /* of fp32 rows, of bf16 rows *
         }                                                                                                         \
     }
 
+/* where the numbers of a group are; see load_numbers */
+struct numbers_at {
+    const void *of_panel;
+    long n, per;
+    int stored;
+    vf *units;
+};
+
 INLINE void few_rows(const int rows, const int form, const int ahead, const long quads, long gq, long last, const digit *own,
-                     const char *w, const vf *numbers, const struct groups *g, const int offsets, long at, vf *lo, vf *hi) {
+                     const char *w, const struct numbers_at *numbers_at, const struct groups *g, const int offsets, long at,
+                     vf *lo, vf *hi) {
     const long step = is_4_bits(form) ? 4 * VL : 4 * NR;
     vi left[MORE_ROWS], right[MORE_ROWS];
-    UNROLL for (int i = 0; i < rows; i++) left[i] = start_sum(), right[i] = start_sum();
+    vf numbers[4];
+    UNROLL for (int i = 0; i < rows; i++) {
+        left[i] = start_sum(form, 0, g, at + i * g->stride);
+        right[i] = start_sum(form, 1, g, at + i * g->stride);
+    }
     if (quads)
         UNROLL for (long q = 0; q < quads; q += 4) { PAIR_STEP(0) PAIR_STEP(1) PAIR_STEP(2) PAIR_STEP(3) }
     else
         for (long q = 0; q < last; q += 4) { PAIR_STEP(0) PAIR_STEP(1) PAIR_STEP(2) PAIR_STEP(3) }
+    load_numbers(numbers, numbers_at->units, numbers_at->of_panel, numbers_at->n, numbers_at->per, g, numbers_at->stored);
     UNROLL for (int i = 0; i < rows; i++, at += g->stride) {
-        lo[i] = add_sums(lo[i], left[i], numbers[0], g, at);
-        hi[i] = add_sums(hi[i], right[i], numbers[1], g, at);
+        if (is_joint(form)) left[i] = (vi)((vu)left[i] - (vu)right[i]);
+        lo[i] = add_sums(lo[i], left[i], form, 0, numbers[0], g, at);
+        hi[i] = add_sums(hi[i], right[i], form, 1, numbers[1], g, at);
         if (offsets) lo[i] = add_offsets(lo[i], numbers[2], g, at), hi[i] = add_offsets(hi[i], numbers[3], g, at);
     }
     COMPILER_BARRIER(); /* else codes are kept */
@@ -1176,24 +1231,20 @@ INLINE void pairs_tile(const int mr, const int form, const int stored, const lon
     struct groups g = *given;
     const long gq = quads ? quads : g.gq;
     const digit *own = x;
-    vf lo[COARSE_ROWS], hi[COARSE_ROWS], numbers[4], units[4];
+    vf lo[COARSE_ROWS], hi[COARSE_ROWS], units[8];
     g.offsets = offsets;
     UNROLL for (int m = 0; m < mr; m++) lo[m] = hi[m] = vset(0.0f);
     const long bytes = gq * (is_4_bits(form) ? 4 * VL : 4 * NR);
     for (long n = 0; n < g.count; n++, w += bytes, own += mr * 4 * gq) {
-        load_numbers(numbers, units, scales, g.shared == 1 ? n : n / g.shared, quads ? 64 / quads : g.per, &g, stored);
+        const struct numbers_at numbers = {scales, quads ? n : n / g.shared, quads ? 64 / quads : g.per, stored, units};
         const long last = min_l(gq, kq - n * gq); /* the last group may be shorter */
         const int ahead = is_4_bits(form) || mr <= FEW_ROWS; /* else a panel was unpacked */
         if (ahead) FETCH_GROUP(w, bytes);
-        const int most = is_4_bits(form) ? MORE_ROWS : FEW_ROWS;
-        const int together = mr > most || (form == INT8 && stored == SINGLES && mr > 2) ? 2 : mr;
-        UNROLL for (int m = 0; m < mr; m += together)
-            if (m + together <= mr)
-                few_rows(together, form, ahead, quads, gq, last, own + m * 4 * gq, w, numbers, &g, offsets,
-                         m * g.stride + n, lo + m, hi + m);
-            else
-                few_rows(1, form, ahead, quads, gq, last, own + m * 4 * gq, w, numbers, &g, offsets,
-                         m * g.stride + n, lo + m, hi + m);
+        const int most = is_4_bits(form) ? MORE_ROWS : FEW_ROWS, first = mr > most ? (mr + 1) / 2 : mr;
+        few_rows(first, form, ahead, quads, gq, last, own, w, &numbers, &g, offsets, n, lo, hi);
+        if (first < mr)
+            few_rows(mr - first, form, ahead, quads, gq, last, own + first * 4 * gq, w, &numbers, &g, offsets,
+                     first * g.stride + n, lo + first, hi + first);
     }
     UNROLL for (int m = 0; m < mr; m++) {
         vstore(buf + m * GROUP * NR, lo[m]);
@@ -1266,8 +1317,8 @@ static code_tile_fn *const PAIRS[9] = { /* of bytes and fp32 scales, by rows */
 static code_tile_fn *const PAIRS[3] = {0, pairs_1_INT8_SINGLES, pairs_2_INT8_SINGLES};
 #endif
 
-/* bits of a code that are stored inverted, so that it is unsigned (signed) */
-long ssd_flipped_bits(int form) { return SIGNED_CODES ? (form == INT4 ? 8 : 0) : form == INT8 ? 128 : 0; }
+/* bits of a byte of codes that are stored inverted, so that it is unsigned (signed) */
+long ssd_flipped_bits(int form) { return (SIGNED_CODES ? is_4_bits(form) : form == INT8) ? 128 : 0; }
 
 /* a scale or an offset (kind 1) of a panel */
 static float number_at(const void *of_panel, long group, long kind, long column, const struct groups *g) {
@@ -1299,9 +1350,8 @@ int ssd_codes_embedding(const void *w, const void *scales, const void *ids, int 
         const uint8_t *codes = (const uint8_t *)w + id / NR * depth * width + j % width * together;
         const char *numbers = (const char *)scales + id / NR * numbers_bytes(ceil_div(k, scaled), &g);
         for (long i = 0; i < k; i++) {
-            int code = codes[i / together * together * width + i % together];
+            int code = codes[i / together * together * width + i % together] ^ (int)flipped;
             if (is_4_bits(form)) code = code >> j / width * 4 & 15;
-            code ^= (int)flipped;
             float value = form == INT8 ? (float)(int8_t)code : (float)(form == INT4 ? code - 8 : code);
             if (form == FP8) load_e4m3(&value, &(int8_t){(int8_t)code}, 1);
             row[i] = value * number_at(numbers, i / scaled, 0, j, &g);
@@ -1410,8 +1460,10 @@ INLINE void pack_groups(digit *dst, const struct digit_layout *layout, const flo
         if (row_scales) unit *= row_scales[g->ld > 1 ? i / g->shared : 0];
         int32_t total = finite ? vsum_int(sum) : 0, of_low = finite && !coarse ? vsum_int(low) : 0;
         int32_t excess = excess_of(form) * (bf16 || coarse ? total : (total - of_low) / 256);
-        float own = SIGNED_CODES && form == INT4 ? unit / 16 : unit;
-        out[i] = (struct digit_group){own, (float)total * unit, {excess, excess_of(form) * of_low}};
+        out[i] = (struct digit_group){unit, (float)total * unit, {excess, excess_of(form) * of_low}};
+#if SIGNED_CODES
+        if (coarse) set_starts(out[i].excess, form, total);
+#endif
     }
 }
 
@@ -1489,7 +1541,7 @@ INLINE void amx_dot_tile(const int digits, long mr, long rows, long step, const 
                          const void *scales, long kq, const struct groups *given, float *buf) {
     int32_t sums[6][AMX_ROWS][VL] __attribute__((aligned(64)));
     const struct groups g = *given;
-    vf units[4];
+    vf units[8];
     for (long m = 0; m < mr; m++) memset(buf + m * GROUP * NR, 0, NR * 4);
     for (long group = 0, n = 0, used = 0, own = 0; group < kq; group += g.gq, n++) {
         _tile_zero(0);
@@ -1527,7 +1579,7 @@ INLINE void amx_dot_tile(const int digits, long mr, long rows, long step, const 
                 vi of_row[3];
                 float *acc = buf + m * GROUP * NR + half * VL;
                 UNROLL for (int d = 0; d < digits; d++) of_row[d] = (vi)*(const vu_mem *)sums[2 * d + half][m];
-                vf sum = add_group(vload(acc), of_row, digits, numbers[half], &g, m * g.stride + n);
+                vf sum = add_group(vload(acc), of_row, INT8, half, digits, numbers[half], &g, m * g.stride + n);
                 vstore(acc, g.offsets ? add_offsets(sum, numbers[2 + half], &g, m * g.stride + n) : sum);
             }
         if (++used == g.shared) own++, used = 0;
@@ -1540,7 +1592,13 @@ static void unpack_codes(char *out, const char *w, long kq, int form) {
     for (long q = 0; q < kq; q++, w += 4 * VL, out += 4 * NR) {
         vi lo, hi;
         FETCH_LATER(w);
+#if SIGNED_CODES
+        int8x16_t both = vld1q_s8((const int8_t *)w), low = vandq_s8(both, vdupq_n_s8(15)), high = vshrq_n_s8(both, 4);
+        lo = (vi)(form == INT4 ? vsubq_s8(low, vdupq_n_s8(8)) : low);
+        hi = (vi)(form == INT4 ? high : vaddq_s8(high, vdupq_n_s8(8)));
+#else
         load_codes(&lo, &hi, w, form);
+#endif
         *(vu_mem *)out = (vu)lo;
         *(vu_mem *)(out + 4 * VL) = (vu)hi;
     }
@@ -1570,7 +1628,7 @@ INLINE void amx_coarse_tile(const int form, long mr, long rows, long step, const
     int32_t sums[2][2][AMX_ROWS][VL] __attribute__((aligned(64)));
     const struct groups g = *given;
     const long bytes = g.gq * (is_4_bits(form) ? 4 * VL : 4 * NR), later = 2 * g.gq * 4 * rows; /* of rows: two groups */
-    vf numbers[4], units[4];
+    vf numbers[4], units[8];
     for (long m = 0; m < mr; m++) memset(buf + m * GROUP * NR, 0, NR * 4);
     if (is_4_bits(form)) unpack_codes(codes[0], w, min_l(g.gq, kq), form);
     for (long n = 0; n <= g.count; n++) {
@@ -1589,7 +1647,7 @@ INLINE void amx_coarse_tile(const int form, long mr, long rows, long step, const
             UNROLL for (int half = 0; half < 2; half++) {
                 float *acc = buf + m * GROUP * NR + half * VL;
                 vi of_row = (vi)*(const vu_mem *)sums[(n - 1) % 2][half][m];
-                vf sum = add_sums(vload(acc), of_row, numbers[half], &g, at);
+                vf sum = add_sums(vload(acc), of_row, form, half, numbers[half], &g, at);
                 vstore(acc, g.offsets ? add_offsets(sum, numbers[2 + half], &g, at) : sum);
             }
         }
@@ -1743,7 +1801,7 @@ static struct panel unpacked(const struct linear_args *a, struct panel given, fl
         memory += a->kq * NR;
     }
     if (!a->coarse || g->stored == SINGLES) return given;
-    vf numbers[4], units[4];
+    vf numbers[4], units[8];
     long kinds = g->offsets ? 2 : 1;
     for (long n = 0; n < ceil_div(g->count, g->shared); n++) {
         load_numbers(numbers, units, given.scales, n, g->per, g, g->stored);

@@ -227,10 +227,11 @@ class Kernels:
         for first in range(0, panels, step):
             own = torch.cat([half[first * width : (first + step) * width] for half in halves])
             own = torch.nn.functional.pad(own, (0, depth - own.shape[1]))  # cuts off whole groups
-            values = self._panels(own ^ self._flipped[codes.type], gated)
+            values = self._panels(own, gated)
             if four:
                 low, high = values.chunk(2, 2)
                 values = low | high << 4
+            values = values ^ self._flipped[codes.type]
             values = values.reshape(len(values), -1, together, values.shape[2]).transpose(2, 3)
             data[first * len(halves) :][: len(values)] = values
         return data
