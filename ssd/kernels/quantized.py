@@ -31,7 +31,7 @@ class Factors(NamedTuple):
     """Scales and offsets as integers times a number of a larger block, as GGUF's K types store them. Products are the
     scales and offsets themselves, rounded to float32."""
 
-    integers: torch.Tensor  # int8 [1 or 2, rows, groups]: of scales, then of offsets; where there are both, not negative
+    integers: torch.Tensor  # int8 [1 or 2, rows, groups]: scales, then offsets; if both, not negative
     units: torch.Tensor  # float16 [1 or 2, rows, blocks]
 
 
