@@ -229,6 +229,7 @@ static u32 shared4(u32 at) { return *(const u32*)(memory + at); }
 static uint2 shared8(u32 at) { return *(const uint2*)(memory + at); }
 static float shared_float(u32 at) { return *(const float*)(memory + at); }
 static uint4 shared16(u32 at) { return *(const uint4*)(memory + at); }
+static void shared_store4(u32 at, u32 v) { memcpy(memory + at, &v, 4); }
 static void shared_store16(u32 at, uint4 v) { *(uint4*)(memory + at) = v; }
 static uint4 shared_matrices(u32 at) {
     const auto lanes = exchanged(&at, 1);
@@ -362,6 +363,20 @@ static void wgmma(float (&d)[n], const u32 (&a)[4], u64 b) {
             sum += half_of(from, k % 2) * __uint_as_float(to);
         }
         d[e] = add ? d[e] + sum : sum;
+    }
+}
+static void wgmma_sees() {}
+template <int n>
+static void wgmma(float (&d)[n], u64 a, u64 b) {
+    const int lane = fiber->number % 32, warp = fiber->number % 128 / 32;
+    const auto at = [](u64 rows, int row, int k) {
+        return __uint_as_float((u32) * (const bf16*)(memory + swizzled((u32)rows * 16 + row * 128 + k * 2)) << 16);
+    };
+    for (int e = 0; e < n; ++e) {
+        const int row = warp * 16 + lane / 4 + 8 * (e % 4 / 2), column = e / 4 * 8 + lane % 4 * 2 + e % 2;
+        float sum = 0;
+        for (int k = 0; k < 16; ++k) sum += at(a, row, k) * at(b, column, k);
+        d[e] += sum;
     }
 }
 template <int n>

@@ -39,25 +39,19 @@ def emulated(
     row_scales: torch.Tensor | None = None,
     blocks: int = 2,
     share: int = 3,
-    stages: int = 3,
+    ahead: int = 0,
     seed: int = 0,
 ) -> torch.Tensor:
     """`few_rows.linear` with float32 outputs."""
-    rows, strips = len(x), weight.words.shape[1]
+    rows = len(x)
     tiles = next(each for each in kernel._tiles(kernel._group(weight)) if 8 * each >= rows)
-    macros = kernel.macros_of(weight.type, weight.block, kernel._group(weight), tiles)
+    launch = kernel.Launch.of(weight, share, tiles, ahead, most=3)
+    macros = kernel.macros_of(weight.type, weight.block, kernel._group(weight), tiles, ahead)
     library = emulated_kernel(kernel.SOURCE, "product", macros, folder / f"{seed}.so")
     y = torch.full((rows, weight.columns // (2 if gated else 1)), torch.nan)
-    pointers = {"words": weight.words, "scales": weight.scales, "row_scales": row_scales, "bias": bias, "y": y}
-    params = kernel.Params(
-        **{name: None if tensor is None else tensor.data_ptr() for name, tensor in pointers.items()},
-        **{"y_stride": y.stride(0), "rows": rows, "columns": weight.columns, "strips": strips},
-        **{"blocks": len(weight.words), "share": share, "stages": stages, "gated": gated, "float32": 1},
-    )
+    params = kernel.params_of(weight, bias, row_scales, y, gated, launch)
     x_map = TensorMap(x.data_ptr(), rows, x.stride(0), weight.block * weight.parts // 64, 8 * tiles)
-    shared = kernel.RING_AT + stages * kernel.stage_bytes(weight, share, tiles)
-    threads = 32 * (-(-share // 4) * 4 + 1)
-    assert library.launch(addresses(x_map, params), blocks, threads, shared, seed), "a wait is endless"
+    assert library.launch(addresses(x_map, params), blocks, launch.threads, launch.shared, seed), "a wait is endless"
     return y
 
 
@@ -84,6 +78,24 @@ def test_products(kind: CodeType, rows: int, depth: int, group: int, tmp_path: P
     expected = x.float() @ dequantize(codes, torch.float32).t()
     found = emulated(x, as_on_a_gpu(codes), None, tmp_path, seed=rows)
     assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("kind", "rows", "depth", "share", "ahead"),
+    [("fp8", 3, 1280, 1, 3), ("int8", 16, 2048, 3, 2), ("fp8", 8, 384, 2, 3)],
+)
+def test_blocks_that_are_widened_ahead(
+    kind: CodeType, rows: int, depth: int, share: int, ahead: int, tmp_path: Path
+) -> None:
+    """Fewer and more blocks than slots, several tiles of outputs, a tile of fewer strips: the bits are those of
+    consumers that widen."""
+    weight = as_on_a_gpu(some_codes(kind, 138, depth, depth, offsets=False, device=CPU))
+    x = torch.randn(rows, depth).bfloat16()
+    expected, found = (
+        emulated(x, weight, None, tmp_path, share=share, ahead=each, seed=each + 1) for each in (0, ahead)
+    )
+    assert torch.equal(found, expected)
 
 
 @needs_compiler
