@@ -235,6 +235,7 @@ def _decode_kernel(
     HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT_LEN: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr,
     WINDOW: tl.constexpr, TMA: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    LETS_NEXT: tl.constexpr,
 ):  # fmt: skip
     """One item, one KV head. Rows of a tile: BLOCK_M // GROUP query tokens times the GROUP heads of the KV head.
 
@@ -243,6 +244,8 @@ def _decode_kernel(
     query sees, its own included; 0: all. WIDEN: how KV is read; where it is in fp8, `scale` has the scale of k.
     """
     if EARLY:
+        if LETS_NEXT:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     kv_head = tl.program_id(0)
     item = items_ptr + tl.program_id(1) * _ITEM
@@ -469,9 +472,11 @@ def paged_attention(
     prefill: Prefill | None = None,
     scales: KVScales = UNSCALED,
     sinks: torch.Tensor | None = None,
+    *,
+    lets_next: bool = False,
 ) -> torch.Tensor:
     """See `Ops.attention`. `prefill`: a faster kernel for prefill tiles, which says whether it has computed them; it
-    reads no KV in fp8."""
+    reads no KV in fp8. `lets_next`: a kernel that is launched early begins at once (`launching`)."""
     out = q.new_empty((q.shape[0], heads.num_heads * heads.head_dim))
     block_size, block_d = k_cache.shape[1], triton.next_power_of_2(heads.head_dim)
     widen_how, wide = widening(k_cache, q.dtype, workspace.capability), q.element_size() == 4
@@ -518,6 +523,7 @@ def paged_attention(
             FIRST=heads.first_position,
             STAGES=decode_stages,
             num_warps=_DECODE_WARPS,
+            LETS_NEXT=lets_next,
             **early_launch(q.device),
         )
     if batch.prefill_tiles is not None:
