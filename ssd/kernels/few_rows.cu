@@ -232,8 +232,9 @@ __device__ __forceinline__ void write_wide(const Words& words, u32 to, int part,
     }
 }
 
-// A warp: the blocks of one strip that go to one slot. (There are at least as many stages as slots: a barrier is not
-// waited for before its last phase has ended.) `to`: address of the slots.
+// A warp: the blocks of one strip that go to one slot. `to`: address of the slots. A slot is free when all blocks up to
+// the one before in it are multiplied: as there are at least as many stages as slots, the last phase of the stage's
+// barrier has then ended. (It tells two phases apart; copies do not end in order.)
 __device__ __forceinline__ void widen(const Params& p, Barriers& barriers, Slots& slots, u32 ring, u32 to, int warp) {
     const int lane = threadIdx.x % 32, size = stage_bytes(p), strip = warp % p.share, own = warp / p.share;
     Ring at, slot;
@@ -241,11 +242,10 @@ __device__ __forceinline__ void widen(const Params& p, Barriers& barriers, Slots
     for (int first = blockIdx.x * p.share; first < p.strips; first += gridDim.x * p.share)
         for (int block = 0; block < p.blocks; ++block, at.next(p.stages), slot.next(AHEAD)) {
             if (slot.stage != own) continue;
+            wait(&slots.empty[own], slot.parity ^ 1);
             wait(&barriers.full[at.stage], at.parity);
             __syncwarp();
             words.load(ring + at.stage * size + X_BYTES + strip * STRIP_BYTES, lane);
-            wait(&slots.empty[own], slot.parity ^ 1);
-            __syncwarp();
             write_wide<0>(words, to + own * p.share * WIDE_BYTES + strip * 2048, p.share * 2048, lane);
             wgmma_sees();
             release(true, &slots.full[own]);

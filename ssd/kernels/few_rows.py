@@ -24,7 +24,7 @@ _MAX_SHARE: Final = 8  # strips of a block of threads
 _MAX_STAGES: Final = 12
 _AHEAD: Final = 4  # blocks of the depth that are widened ahead, by warps of their own
 _AHEAD_TILES: Final = (1, 2)  # of rows, for which there is such a kernel
-_AHEAD_SHARE: Final = 3  # strips of a block of threads up to which it is the faster one
+_AHEAD_SHARE: Final = 3  # strips of a multiprocessor up to which it is the faster one
 SHARED: Final = 227 << 10  # bytes of shared memory that a block of threads can have
 RING_AT: Final = 1024  # bytes
 _FORMATS: Final = {"fp8": 0, "int8": 1, "int4": 2}
@@ -100,6 +100,13 @@ def stage_bytes(weight: PackedCodes, share: int, tiles: int) -> int:
     return tiles * 16 * depth + share * 64 * weight.block + -(-scales // 1024) * 1024
 
 
+def ahead_of(weight: PackedCodes, tiles: int, processors: int) -> int:
+    """Blocks of the depth that are widened ahead. A narrow weight has one or the other kernel by the number of rows:
+    their bits are equal."""
+    narrow = not _group(weight) and weight.words.shape[1] <= _AHEAD_SHARE * processors
+    return _AHEAD if narrow and tiles in _AHEAD_TILES else 0
+
+
 @dataclass(frozen=True)
 class Launch:
     """How a block of threads multiplies `share` strips of outputs with 8 `tiles` rows."""
@@ -155,8 +162,7 @@ def _launch(
     tiles = next(each for each in _tiles(group) if 8 * each >= rows)
     count = current_processors(x.device)
     share = share_of(strips, count, _MAX_SHARE)
-    narrow = not group and tiles in _AHEAD_TILES and share <= _AHEAD_SHARE
-    launch = Launch.of(weight, share, tiles, _AHEAD if narrow else 0)
+    launch = Launch.of(weight, share, tiles, ahead_of(weight, tiles, count))
     box = (weight.block * weight.parts // 64, 8 * tiles)
     rows_of_x = tensor_map(x.data_ptr(), rows, depth, 2 * x.stride(0), box)
     kernel = _kernels(x.device, weight.type, weight.block, group)[tiles, launch.ahead]

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <random>
 #include <vector>
@@ -65,6 +66,7 @@ struct Block {
     Gathering some, all;
     std::vector<Warp> warps;
     std::vector<Warpgroup> warpgroups;
+    std::vector<std::function<void()>> copies;  // under way; they end in any order
 };
 struct Fiber {
     ucontext_t context;
@@ -302,10 +304,12 @@ static void mbarrier_expect_if(bool wanted, u64* b, u32 bytes) {
 static void mbarriers_are_ready() {}
 static u64 evict_first() { return 0; }
 static void copy_to_shared(void* to, const void* from, u32 bytes, u64* b, u64) {
-    memcpy(to, from, bytes);
     Barrier& barrier = fiber->block->barriers[b];
-    barrier.bytes -= bytes;
-    barrier.check();
+    fiber->block->copies.push_back([=, &barrier] {
+        memcpy(to, from, bytes);
+        barrier.bytes -= bytes;
+        barrier.check();
+    });
 }
 
 static void copy_to_shared_if(bool wanted, void* to, const void* from, u32 bytes, u64* b, u64 policy) {
@@ -327,16 +331,18 @@ static void copy_box_if(bool wanted, void* to, const TensorMap& map, int first_r
     if (!wanted) return;
     const u32 at = shared_address(to);
     if (at % 1024) give_up();
-    for (int part = 0; part < map.parts; ++part)
-        for (int row = 0; row < map.box_rows; ++row)
-            for (int i = 0; i < 64; ++i) {
-                const bool there = first_row + row < map.rows;
-                const bf16 v = there ? map.at[(first_row + row) * map.stride + (first + part) * 64 + i] : 0;
-                *(bf16*)(memory + swizzled(at + (part * map.box_rows + row) * 128 + i * 2)) = v;
-            }
     Barrier& barrier = fiber->block->barriers[b];
-    barrier.bytes -= map.parts * map.box_rows * 128;
-    barrier.check();
+    fiber->block->copies.push_back([=, &barrier, shared = memory] {
+        for (int part = 0; part < map.parts; ++part)
+            for (int row = 0; row < map.box_rows; ++row)
+                for (int i = 0; i < 64; ++i) {
+                    const bool there = first_row + row < map.rows;
+                    const bf16 v = there ? map.at[(first_row + row) * map.stride + (first + part) * 64 + i] : 0;
+                    *(bf16*)(shared + swizzled(at + (part * map.box_rows + row) * 128 + i * 2)) = v;
+                }
+        barrier.bytes -= map.parts * map.box_rows * 128;
+        barrier.check();
+    });
 }
 
 // Products are computed when they are issued.

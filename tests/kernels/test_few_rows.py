@@ -98,6 +98,20 @@ def test_blocks_that_are_widened_ahead(
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("depth", [1024, 1152])
+@pytest.mark.parametrize(("columns", "ahead"), [(16, 4), (2048, 4), (6336, 4), (6352, 0), (8192, 0), (19008, 0)])
+def test_narrow_weights_are_widened_ahead(columns: int, depth: int, ahead: int) -> None:
+    """By their shape. A stage for each slot, at least: `widen` of the source needs that."""
+    weight = pack(
+        Codes(torch.zeros(columns, depth, dtype=torch.uint8), torch.ones(columns, 1), "fp8", depth), torch.bfloat16
+    )
+    share = kernel.share_of(weight.words.shape[1], 132, 8)
+    for tiles in (1, 2):
+        assert kernel.ahead_of(weight, tiles, 132) == ahead
+        assert kernel.Launch.of(weight, share, tiles, ahead).stages >= ahead
+    assert kernel.ahead_of(weight, 4, 132) == 0
+
+
 @needs_compiler
 def test_bias_activation_and_scales_of_rows(tmp_path: Path) -> None:
     codes = some_codes("fp8", 80, 512, 512, offsets=False, device=CPU)
