@@ -177,6 +177,12 @@ class TritonOps(SharedOps):
             return RoundedRows(*elementwise.rms_norm_and_round(x, weight, eps, residual))
         return super().rms_norm_and_round(x, weight, eps, residual, kind, target)
 
+    def plan(self, batch: DeviceBatch, heads: HeadShape, k_cache: torch.Tensor) -> None:
+        if self._workspace is None:
+            raise AssertionError("reserve() comes before plan()")
+        if batch.tiles.shape[1] and k_cache.dtype is not torch.float8_e4m3fn:  # which has another kernel
+            self._workspace.items(batch, heads.window, self._workspace.programs, before_pass=True)
+
     def rope_and_store(
         self,
         qkv: torch.Tensor,

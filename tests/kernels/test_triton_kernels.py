@@ -307,7 +307,7 @@ def test_pieces_are_shared_out_once_in_no_more_items_than_programs(contexts: lis
     heads = HeadShape(8, 2, 128)
     workspace = attention.Workspace(heads, DEVICE)
     batch, _ = paged_batch([(context - 1, 1) for context in contexts], 64, tile_tokens=4, device=DEVICE)
-    items = workspace.items(batch, 0, 33).tolist()
+    items = workspace.items(batch, 0, 33)[0].tolist()
     live = [item for item in items if item[0] >= 0]
     assert items[: len(live)] == live
     assert len(contexts) > 33 or len(live) <= 33
