@@ -135,8 +135,8 @@ def _route_few_kernel(
     """What `_route_kernel` (with CHOSEN) and `_order_kernel` do, in one program, for so few rows that an expert has one
     tile."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # see `route`
     e = tl.arange(0, BLOCK)[None, :]
     place = tl.arange(0, PLACES)[None, :]
     row = tl.arange(0, ROWS)[:, None]
@@ -191,8 +191,8 @@ def _order_kernel(
     """One expert: its pairs in order, after those of lower experts, and its tiles. The last one's program also marks
     the tiles that there are too many."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # see `route`
     expert = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     e = tl.arange(0, BLOCK_E)
@@ -218,7 +218,10 @@ def _order_kernel(
 
 
 def route(logits: torch.Tensor, count: int, *, chosen: bool) -> Routing:
-    """See `Ops.route`. Logits are those of `router`, or [rows, experts]."""
+    """See `Ops.route`. Logits are those of `router`, or [rows, experts].
+
+    The last kernel lets the experts' product begin after its own wait: multiprocessors are free then. Before, some are
+    still busy with the product before the norm, and the many programs that wait would fill up the few others."""
     rows, experts = logits.shape[-2:]
     ids = logits.new_empty((rows, count), dtype=torch.int32)
     weights = logits.new_empty((rows, count))
