@@ -235,20 +235,23 @@ def _decode_kernel(
     HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT_LEN: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr,
     WINDOW: tl.constexpr, TMA: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    LETS_NEXT: tl.constexpr, PLANNED: tl.constexpr,
 ):  # fmt: skip
     """One item, one KV head. Rows of a tile: BLOCK_M // GROUP query tokens times the GROUP heads of the KV head.
 
     k, v: what `_load_kv` takes; k_ptr, v_ptr: the same KV as pointers. WIDTH: columns for the own tokens of each
     branch; 0: the query tokens are no branches. FIRST: positions before it are not seen. WINDOW: positions that a
     query sees, its own included; 0: all. WIDEN: how KV is read; where it is in fp8, `scale` has the scale of k.
+    PLANNED: items are read before the wait (`Workspace.items`).
     """
     if EARLY:
-        tl.extra.cuda.gdc_wait()
+        if LETS_NEXT:
+            tl.extra.cuda.gdc_launch_dependents()
+        if not PLANNED:
+            tl.extra.cuda.gdc_wait()
     kv_head = tl.program_id(0)
     item = items_ptr + tl.program_id(1) * _ITEM
     first_row = tl.load(item)
-    if first_row < 0:
-        return
     tokens = tl.load(item + 1)
     first_position = tl.load(item + 2)
     table = tables_ptr + tl.load(item + 3).to(tl.int64) * table_stride
@@ -257,6 +260,10 @@ def _decode_kernel(
     num_pieces = tl.load(item + 6)
     num_items = tl.load(item + 7)
     place = tl.load(item + 8)
+    if EARLY and PLANNED:
+        tl.extra.cuda.gdc_wait()
+    if first_row < 0:  # after the wait: a kernel does not end before those before it, even if all items are padding
+        return
 
     r = tl.arange(0, BLOCK_M)
     row = first_row + r // GROUP
@@ -429,13 +436,16 @@ class Workspace:
         self.partial = torch.empty(rows * heads.head_dim, dtype=torch.float32, device=device)
         self.stats = torch.empty(rows * 2, dtype=torch.float32, device=device)
         self.count = torch.zeros(pieces, dtype=torch.int32, device=device)  # programs that are done with a tile
-        self._planned: dict[tuple[int, int], tuple[DeviceBatch, torch.Tensor]] = {}  # by window and programs
+        self._planned: dict[tuple[int, int], tuple[DeviceBatch, torch.Tensor, bool]] = {}  # by window and programs
 
-    def items(self, batch: DeviceBatch, window: int, programs: int) -> torch.Tensor:
-        """Work items of a batch's decode-size tiles (see `_plan_kernel`), computed once for all layers of a kind."""
+    def items(
+        self, batch: DeviceBatch, window: int, programs: int, *, before_pass: bool = False
+    ) -> tuple[torch.Tensor, bool]:
+        """Work items of a batch's decode-size tiles (see `_plan_kernel`), computed once for all layers of a kind; and
+        whether that was before the batch's forward pass: then early launches may read them before they wait."""
         planned = self._planned.get((window, programs))
         if planned is not None and planned[0] is batch:
-            return planned[1]
+            return planned[1:]
         num_tiles = batch.tiles.shape[1]
         shape = (num_tiles + programs, _ITEM.value)
         items = torch.empty(shape, dtype=torch.int32, device=batch.tiles.device)
@@ -455,8 +465,8 @@ class Workspace:
             BLOCK_I=triton.next_power_of_2(programs),
             num_warps=1 if num_tiles <= _PLAN_SIZES[0] else 4,
         )
-        self._planned[window, programs] = batch, items
-        return items
+        self._planned[window, programs] = batch, items, before_pass
+        return items, before_pass
 
 
 def paged_attention(
@@ -469,9 +479,11 @@ def paged_attention(
     prefill: Prefill | None = None,
     scales: KVScales = UNSCALED,
     sinks: torch.Tensor | None = None,
+    *,
+    lets_next: bool = False,
 ) -> torch.Tensor:
     """See `Ops.attention`. `prefill`: a faster kernel for prefill tiles, which says whether it has computed them; it
-    reads no KV in fp8."""
+    reads no KV in fp8. `lets_next`: a kernel that is launched early begins at once (`launching`)."""
     out = q.new_empty((q.shape[0], heads.num_heads * heads.head_dim))
     block_size, block_d = k_cache.shape[1], triton.next_power_of_2(heads.head_dim)
     widen_how, wide = widening(k_cache, q.dtype, workspace.capability), q.element_size() == 4
@@ -499,11 +511,11 @@ def paged_attention(
         and widen_how
         and fp8_attention.takes(heads, q.dtype, k_cache, plain=sinks is None and batch.branches is None)
     ):
-        items = workspace.items(batch, heads.window, fp8_attention.programs(heads, q.device))
+        items, _ = workspace.items(batch, heads.window, fp8_attention.programs(heads, q.device))
         scratch = workspace.partial, workspace.stats, workspace.count
         fp8_attention.attend(q, out, batch, heads, k_cache, v_cache, items, scratch, *softmax)
     elif batch.tiles.shape[1]:
-        items = workspace.items(batch, heads.window, workspace.programs)
+        items, planned = workspace.items(batch, heads.window, workspace.programs)
         depth, width = 0, 0
         if batch.branches is not None:
             depth, width = batch.branches.depth, triton.next_power_of_2(batch.branches.slots_per_branch)
@@ -518,6 +530,8 @@ def paged_attention(
             FIRST=heads.first_position,
             STAGES=decode_stages,
             num_warps=_DECODE_WARPS,
+            LETS_NEXT=lets_next,
+            PLANNED=planned,
             **early_launch(q.device),
         )
     if batch.prefill_tiles is not None:

@@ -138,15 +138,24 @@ _HEADS = 8  # heads of one program
 
 
 @triton.jit
-def _rotated(base, at, mask, w_ptr, half, cos, sin, eps, D: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr):
-    """Both halves of some heads [heads, HALF], normed when there is a norm, then rotated. `half`: [heads, HALF]."""
+def _rotated(
+    base, at, mask, w_ptr, half, cos, sin, eps,
+    D: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Both halves of some heads [heads, HALF], normed when there is a norm, then rotated. `half`: [heads, HALF]. EARLY:
+    waits for the kernel that computes them."""
+    if w_ptr is not None:
+        w_low = tl.load(w_ptr + half, mask=mask, other=0.0)
+        w_high = tl.load(w_ptr + HALF + half, mask=mask, other=0.0)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     low = tl.load(base + at, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(base + at + HALF, mask=mask, other=0.0).to(tl.float32)
     if w_ptr is not None:
         square = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
         scale = tl.rsqrt(square / D + eps)[:, None]
-        low = ((low * scale).to(dtype) * tl.load(w_ptr + half, mask=mask, other=0.0)).to(tl.float32)
-        high = ((high * scale).to(dtype) * tl.load(w_ptr + HALF + half, mask=mask, other=0.0)).to(tl.float32)
+        low = ((low * scale).to(dtype) * w_low).to(tl.float32)
+        high = ((high * scale).to(dtype) * w_high).to(tl.float32)
     return (low * cos - high * sin).to(dtype), (high * cos + low * sin).to(dtype)
 
 
@@ -191,10 +200,10 @@ def _rope_kernel(
     FP8: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Some heads of one token: query heads, or (past those) key heads together with their value heads."""
+    """Some heads of one token: query heads, or (past those) key heads together with their value heads. Positions,
+    slots and tables are read before the wait (in `_rotated`)."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     HALF: tl.constexpr = D // 2
@@ -212,7 +221,7 @@ def _rope_kernel(
         head = part * HEADS + index
         mask = (head < H) & inside
         at = head * D + half
-        low, high = _rotated(row, at, mask, q_norm_ptr, half, cos, sin, eps, D, HALF, dtype)
+        low, high = _rotated(row, at, mask, q_norm_ptr, half, cos, sin, eps, D, HALF, dtype, EARLY)
         out = q_ptr + token * H * D + at
         tl.store(out, low, mask=mask)
         tl.store(out + HALF, high, mask=mask)
@@ -221,7 +230,7 @@ def _rope_kernel(
         head = (part - QUERY_PARTS) * HEADS + index
         mask = (head < HKV) & inside & (slot >= 0)
         at = head * D + half
-        low, high = _rotated(row + H * D, at, mask, k_norm_ptr, half, cos, sin, eps, D, HALF, dtype)
+        low, high = _rotated(row + H * D, at, mask, k_norm_ptr, half, cos, sin, eps, D, HALF, dtype, EARLY)
         to = slot * slot_stride + at
         _store(k_ptr + to, low, k_scale, mask, FP8)
         _store(k_ptr + to + HALF, high, k_scale, mask, FP8)

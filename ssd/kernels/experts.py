@@ -135,8 +135,8 @@ def _route_few_kernel(
     """What `_route_kernel` (with CHOSEN) and `_order_kernel` do, in one program, for so few rows that an expert has one
     tile."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # see `route`
     e = tl.arange(0, BLOCK)[None, :]
     place = tl.arange(0, PLACES)[None, :]
     row = tl.arange(0, ROWS)[:, None]
@@ -191,8 +191,8 @@ def _order_kernel(
     """One expert: its pairs in order, after those of lower experts, and its tiles. The last one's program also marks
     the tiles that there are too many."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # see `route`
     expert = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     e = tl.arange(0, BLOCK_E)
@@ -218,7 +218,10 @@ def _order_kernel(
 
 
 def route(logits: torch.Tensor, count: int, *, chosen: bool) -> Routing:
-    """See `Ops.route`. Logits are those of `router`, or [rows, experts]."""
+    """See `Ops.route`. Logits are those of `router`, or [rows, experts].
+
+    The last kernel lets the experts' product begin after its own wait: multiprocessors are free then. Before, some are
+    still busy with the product before the norm, and the many programs that wait would fill up the few others."""
     rows, experts = logits.shape[-2:]
     ids = logits.new_empty((rows, count), dtype=torch.int32)
     weights = logits.new_empty((rows, count))
@@ -279,13 +282,16 @@ def _expert_kernel(
     at = tl.load(tile + 1) + tl.arange(0, BLOCK_M)
     m_mask = at < tl.load(tile + 2)
     pair = tl.load(order_ptr + at, mask=m_mask, other=0)
-    if EARLY and SETTLED:
-        tl.extra.cuda.gdc_wait()
-    m = pair // repeats
     n0 = (tl.program_id(0) % tiles_n) * BLOCK_N
     n = n0 + tl.arange(0, BLOCK_N)
     n_mask = n < N
     row = expert * N + n  # of w
+    SCALED: tl.constexpr = FORMAT != "" and (PARTS_OF_GROUP == 0 or FORMAT == "fp4")
+    if SCALED:  # loaded behind the sums, their latency would be the kernel's
+        scale = tl.load(scale_ptr + row, mask=n_mask, other=0.0)
+    if EARLY and SETTLED:
+        tl.extra.cuda.gdc_wait()
+    m = pair // repeats
     if FORMAT == "":
         k = tl.arange(0, BLOCK_K)
         x_ptrs = x_ptr + m[None, :].to(tl.int64) * x_stride + k[:, None]
@@ -297,10 +303,10 @@ def _expert_kernel(
             experts * N, K, w_stride, x_stride, groups, FORMAT, PAIRS, EVEN_K, PARTS, PARTS_OF_GROUP, WORDS, STRIPS,
             STAGES, ROW_GROUPS,
         )  # fmt: skip
-        if PARTS_OF_GROUP == 0 or FORMAT == "fp4":
+        if SCALED:
             if row_scale_ptr is not None and not ROW_GROUPS:
                 acc *= tl.load(row_scale_ptr + m, mask=m_mask, other=0.0)[None, :]
-            acc *= tl.load(scale_ptr + row, mask=n_mask, other=0.0)[:, None]
+            acc *= scale[:, None]
     if bias_ptr is not None:  # of a gated weight: those of all gates, then those of all ups
         place = row % 2 * (experts * N // 2) + row // 2 if GATED else row
         acc += tl.load(bias_ptr + place, mask=n_mask, other=0.0).to(tl.float32)[:, None]

@@ -6,8 +6,11 @@
 // the tensor cores (`wgmma`), x in shared memory is the B operand. Sums are those of `quantized_linear.py`, to the bit:
 // over the depth in one order, sixteen at a time.
 //
+// Where a block of threads has few strips (AHEAD), products follow each other slowly if their operands are registers:
+// other warps widen codes to shared memory, up to AHEAD blocks ahead, and all operands are read from there.
+//
 // Macros: FORMAT (0: fp8, 1: int8, 2: int4), WORDS (of a block of an output), GROUP (weights of a scale, 0: all of an
-// output's), TILES.
+// output's), TILES, AHEAD (0: consumers widen).
 
 #include "pipeline.cu"
 
@@ -24,6 +27,9 @@ constexpr int SUMS = TILES * 4;                        // of a thread
 constexpr int STRIP_BYTES = 16 * WORDS * 4;
 constexpr int X_BYTES = TILES * 8 * DEPTH * 2;  // of a stage: 64 numbers of each row, the next 64, and so on
 constexpr int MAX_SHARE = 8;                    // of strips
+constexpr int AHEAD_SHARE = 3;                  // where blocks are widened ahead
+constexpr int WIDE_BYTES = STEPS * 512;         // of a block of a strip, widened
+static_assert(!AHEAD || !GROUP, "sums are not those of groups");
 static_assert(STEPS % (2 * BATCH) == 0 && GROUPS % 4 == 0, "batches and rounds take turns with two sets of registers");
 
 struct Params {
@@ -205,6 +211,85 @@ __device__ __forceinline__ void consume(const Params& p, Barriers& barriers, u32
     }
 }
 
+// Slots for widened blocks, behind the ring: as x, 64 numbers of all strips' outputs, the next 64, and so on.
+struct Slots {
+    u64 full[AHEAD ? AHEAD : 1], empty[AHEAD ? AHEAD : 1];
+};
+constexpr int SLOTS_AT = sizeof(Barriers);
+static_assert(SLOTS_AT + sizeof(Slots) <= RING_AT, "the ring is behind them");
+
+// Writes the steps of a block of a strip from the i-th one; `part`: bytes of 64 numbers of all outputs.
+template <int i>
+__device__ __forceinline__ void write_wide(const Words& words, u32 to, int part, int lane) {
+    if constexpr (i < STEPS) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const u32 at = to + i / 4 * part + j % 2 * 1024 + lane / 4 * 128 + lane % 4 * 4;
+            shared_store4(at + ((i % 4 * 2 + j / 2) ^ lane / 4) * 16,
+                          widened<i / RUNS>(words.of[i % RUNS][j / 2][j % 2]));
+        }
+        write_wide<i + 1>(words, to, part, lane);
+    }
+}
+
+// A warp: the blocks of one strip that go to one slot. `to`: address of the slots. A slot is free when all blocks up to
+// the one before in it are multiplied: as there are at least as many stages as slots, the last phase of the stage's
+// barrier has then ended. (It tells two phases apart; copies do not end in order.)
+__device__ __forceinline__ void widen(const Params& p, Barriers& barriers, Slots& slots, u32 ring, u32 to, int warp) {
+    const int lane = threadIdx.x % 32, size = stage_bytes(p), strip = warp % p.share, own = warp / p.share;
+    Ring at, slot;
+    Words words;
+    for (int first = blockIdx.x * p.share; first < p.strips; first += gridDim.x * p.share)
+        for (int block = 0; block < p.blocks; ++block, at.next(p.stages), slot.next(AHEAD)) {
+            if (slot.stage != own) continue;
+            wait(&slots.empty[own], slot.parity ^ 1);
+            wait(&barriers.full[at.stage], at.parity);
+            __syncwarp();
+            words.load(ring + at.stage * size + X_BYTES + strip * STRIP_BYTES, lane);
+            write_wide<0>(words, to + own * p.share * WIDE_BYTES + strip * 2048, p.share * 2048, lane);
+            wgmma_sees();
+            release(true, &slots.full[own]);
+        }
+}
+
+// The products of what was widened: those of outputs behind the last strip are of any numbers.
+__device__ __forceinline__ void multiply(const Params& p, Barriers& barriers, Slots& slots, u32 ring, u32 from,
+                                         int warp) {
+    const int lane = threadIdx.x % 32, size = stage_bytes(p);
+    float sums[SUMS];
+    Scales<TILES> of_outputs(p.row_scales, p.rows, lane);
+    Ring at, slot;
+    for (int first = blockIdx.x * p.share; first < p.strips; first += gridDim.x * p.share) {
+        const int strip = first + warp;
+        const bool there = warp < p.share && strip < p.strips;
+        of_outputs.load_outputs(p.scales, p.bias, strip * 16 + lane / 4, there ? p.columns : 0);
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) sums[i] = 0.0f;
+        u64 *stage = barriers.empty, *wide = slots.empty;  // of the block before
+        for (int block = 0; block < p.blocks; ++block) {
+            wait(&slots.full[slot.stage], slot.parity);
+            wait(&barriers.full[at.stage], at.parity);
+            __syncwarp();
+            const u64 x = rows_descriptor(ring + at.stage * size);
+            const u64 w = rows_descriptor(from + slot.stage * p.share * WIDE_BYTES);
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < STEPS; ++i)
+                wgmma(sums, w + i / 4 * (p.share * 128) + i % 4 * 2, x + i / 4 * (TILES * 64) + i % 4 * 2);
+            wgmma_commit();
+            wgmma_wait<1>();
+            release(block > 0, stage);
+            release(block > 0, wide);
+            stage = &barriers.empty[at.stage], wide = &slots.empty[slot.stage];
+            at.next(p.stages), slot.next(AHEAD);
+        }
+        wgmma_wait<0>(sums);
+        release(true, stage);
+        release(true, wide);
+        if (there) finish(p, sums, of_outputs, strip * 16 + lane / 4, lane);
+    }
+}
+
 __device__ __forceinline__ void produce(const TensorMap& x, const Params& p, Barriers& barriers, unsigned char* ring) {
     const bool leader = threadIdx.x % 32 == 0;
     const int size = stage_bytes(p), tiles = (p.strips + p.share - 1) / p.share;
@@ -222,18 +307,28 @@ __device__ __forceinline__ void produce(const TensorMap& x, const Params& p, Bar
     });
 }
 
-extern "C" __global__ void __launch_bounds__(32 * (MAX_SHARE + 1), 1)
+extern "C" __global__ void __launch_bounds__(32 * (AHEAD ? 4 + AHEAD * AHEAD_SHARE + 1 : MAX_SHARE + 1), 1)
     product(const __grid_constant__ TensorMap x, const __grid_constant__ Params p) {
     Barriers& barriers = *reinterpret_cast<Barriers*>(memory);
+    Slots& slots = *reinterpret_cast<Slots*>(memory + SLOTS_AT);
     unsigned char* ring = memory + RING_AT;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), consumers = (p.share + 3) / 4 * 4;
-    if (threadIdx.x == 0) prepare(barriers, p.stages, consumers);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < AHEAD; ++i) mbarrier_init(&slots.full[i], p.share), mbarrier_init(&slots.empty[i], 4);
+        prepare(barriers, p.stages, consumers);
+    }
     __syncthreads();
     let_later_kernels_begin();
-    if (warp == consumers) {
+    const u32 wide = shared_address(ring + p.stages * stage_bytes(p));
+    if (warp == consumers + AHEAD * p.share) {
         produce(x, p, barriers, ring);
+    } else if (AHEAD && warp >= consumers) {
+        widen(p, barriers, slots, shared_address(ring), wide, warp - consumers);
     } else {
         wait_for_earlier_kernels();  // they may read what is written here
-        consume(p, barriers, shared_address(ring), warp);
+        if (AHEAD)
+            multiply(p, barriers, slots, shared_address(ring), wide, warp);
+        else
+            consume(p, barriers, shared_address(ring), warp);
     }
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +22,9 @@ SOURCE: Final = Path(__file__).with_name("few_rows.cu")
 _LAUNCHES: Final = 2  # at most, for one product: they read the weight as often, and are still the faster kernel
 _MAX_SHARE: Final = 8  # strips of a block of threads
 _MAX_STAGES: Final = 12
+_AHEAD: Final = 4  # blocks of the depth that are widened ahead, by warps of their own
+_AHEAD_TILES: Final = (1, 2)  # of rows, for which there is such a kernel
+_AHEAD_SHARE: Final = 3  # strips of a multiprocessor up to which it is the faster one
 SHARED: Final = 227 << 10  # bytes of shared memory that a block of threads can have
 RING_AT: Final = 1024  # bytes
 _FORMATS: Final = {"fp8": 0, "int8": 1, "int4": 2}
@@ -54,8 +58,8 @@ def _group(weight: PackedCodes) -> int:
     return weight.group if weight.parts_of_group else 0
 
 
-def macros_of(kind: str, block: int, group: int, tiles: int) -> dict[str, int]:
-    return {"FORMAT": _FORMATS[kind], "WORDS": block, "GROUP": group, "TILES": tiles}
+def macros_of(kind: str, block: int, group: int, tiles: int, ahead: int) -> dict[str, int]:
+    return {"FORMAT": _FORMATS[kind], "WORDS": block, "GROUP": group, "TILES": tiles, "AHEAD": ahead}
 
 
 def _tiles(group: int) -> tuple[int, ...]:
@@ -69,13 +73,14 @@ def _most_rows(weight: PackedCodes) -> int:
 
 
 @functools.cache
-def _kernels(device: torch.device, kind: str, block: int, group: int) -> dict[int, Kernel]:
-    """Kernels by tiles; none where they cannot be built."""
+def _kernels(device: torch.device, kind: str, block: int, group: int) -> dict[tuple[int, int], Kernel]:
+    """Kernels by tiles and blocks that are widened ahead; none where they cannot be built."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         return {}
-    macros = [macros_of(kind, block, group, tiles) for tiles in _tiles(group)]
+    each = [(tiles, 0) for tiles in _tiles(group)] + [(tiles, _AHEAD) for tiles in _AHEAD_TILES if not group]
+    macros = [macros_of(kind, block, group, *one) for one in each]
     slower = "quantised weights are multiplied by slower kernels"
-    return dict(zip(_tiles(group), kernels(SOURCE, macros, "product", device, SHARED, slower), strict=False))
+    return dict(zip(each, kernels(SOURCE, macros, "product", device, SHARED, slower), strict=False))
 
 
 def share_of(units: int, processors: int, most: int) -> int:
@@ -93,6 +98,35 @@ def stage_bytes(weight: PackedCodes, share: int, tiles: int) -> int:
     depth, group = weight.block * weight.parts, _group(weight)
     scales = share * 64 * (depth // group) if group else 0
     return tiles * 16 * depth + share * 64 * weight.block + -(-scales // 1024) * 1024
+
+
+def ahead_of(weight: PackedCodes, tiles: int, processors: int) -> int:
+    """Blocks of the depth that are widened ahead. A narrow weight has one or the other kernel by the number of rows:
+    their bits are equal."""
+    narrow = not _group(weight) and weight.words.shape[1] <= _AHEAD_SHARE * processors
+    return _AHEAD if narrow and tiles in _AHEAD_TILES else 0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a block of threads multiplies `share` strips of outputs with 8 `tiles` rows."""
+
+    share: int
+    tiles: int
+    ahead: int  # blocks of the depth that are widened ahead, by warps of their own; 0: consumers widen
+    stages: int
+    threads: int
+    shared: int  # bytes
+
+    @classmethod
+    def of(cls, weight: PackedCodes, share: int, tiles: int, ahead: int, most: int = _MAX_STAGES) -> Launch:
+        """With up to `most` stages."""
+        size, wide = stage_bytes(weight, share, tiles), 0
+        if ahead:  # widened strips, and what the tensor cores read behind the last one
+            wide = ahead * share * 32 * weight.block * weight.parts + (4 - share) * 2048
+        stages = min(most, (SHARED - RING_AT - wide) // size)
+        warps = -(-share // 4) * 4 + ahead * share + 1
+        return cls(share, tiles, ahead, stages, 32 * warps, RING_AT + stages * size + wide)
 
 
 def linear(
@@ -128,17 +162,26 @@ def _launch(
     tiles = next(each for each in _tiles(group) if 8 * each >= rows)
     count = current_processors(x.device)
     share = share_of(strips, count, _MAX_SHARE)
-    size = stage_bytes(weight, share, tiles)
-    stages = min(_MAX_STAGES, (SHARED - RING_AT) // size)
-    pointers = {"words": weight.words, "scales": weight.scales, "row_scales": row_scales, "bias": bias, "y": y}
-    params = Params(
-        **{name: None if tensor is None else tensor.data_ptr() for name, tensor in pointers.items()},
-        **{"y_stride": y.stride(0), "rows": rows, "columns": weight.columns, "strips": strips},
-        **{"blocks": len(weight.words), "share": share, "stages": stages},
-        **{"gated": gated, "float32": y.dtype is torch.float32},
-    )
-    blocks, threads = min(count, -(-strips // share)), 32 * (-(-share // 4) * 4 + 1)
+    launch = Launch.of(weight, share, tiles, ahead_of(weight, tiles, count))
     box = (weight.block * weight.parts // 64, 8 * tiles)
     rows_of_x = tensor_map(x.data_ptr(), rows, depth, 2 * x.stride(0), box)
-    kernel = _kernels(x.device, weight.type, weight.block, group)[tiles]
-    kernel.launch(blocks, threads, RING_AT + stages * size, "early", rows_of_x, params)
+    kernel = _kernels(x.device, weight.type, weight.block, group)[tiles, launch.ahead]
+    params = params_of(weight, bias, row_scales, y, gated, launch)
+    kernel.launch(min(count, -(-strips // share)), launch.threads, launch.shared, "early", rows_of_x, params)
+
+
+def params_of(
+    weight: PackedCodes,
+    bias: torch.Tensor | None,
+    row_scales: torch.Tensor | None,
+    y: torch.Tensor,
+    gated: bool,
+    launch: Launch,
+) -> Params:
+    pointers = {"words": weight.words, "scales": weight.scales, "row_scales": row_scales, "bias": bias, "y": y}
+    return Params(
+        **{name: None if tensor is None else tensor.data_ptr() for name, tensor in pointers.items()},
+        **{"y_stride": y.stride(0), "rows": len(y), "columns": weight.columns, "strips": weight.words.shape[1]},
+        **{"blocks": len(weight.words), "share": launch.share, "stages": launch.stages},
+        **{"gated": gated, "float32": y.dtype is torch.float32},
+    )

@@ -2,11 +2,20 @@
 
 Early launches: a kernel that begins while the one before it still runs, which hides what a launch costs.
 
-(CUDA: programmatic dependent launch.) Every program of it calls `gdc_wait`, and before that touches nothing but weights
-(and a routing that is `settled`): then all kernels before it have ended. Measured on an H200 for an 8B, one row and 16:
-2 % of a round for the norms, another 1 % for the gate/up products, and 1 % where a norm lets the product after it begin
-at once (`gdc_launch_dependents`); nothing for rotary embedding and attention (1 % of a step of GPT-OSS-20B); a loss
-where weights were loaded before the wait, or where attention lets the product after it begin at once.
+(CUDA: programmatic dependent launch.) Every program of it calls `gdc_wait`: then all kernels before it have ended, as
+each of them has waited, too. Before that it writes nothing, and reads only:
+
+- weights and tables
+- a routing that is `settled`
+- what was written before the last kernel that was not launched early, which began when all before it had ended: the
+  batch and its plan (`Ops.plan`), as the embedding comes after them
+
+What was written just before the kernel before is not enough: that may have let this one begin before it waited itself.
+
+Measured on an H200 for an 8B, one row and 16: 2 % of a round for the norms, another 1 % for the gate/up products, and
+1 % where a norm lets the product after it begin at once (`gdc_launch_dependents`); nothing for rotary embedding and
+attention (1 % of a step of GPT-OSS-20B); a loss where weights were loaded before the wait, or where attention lets the
+product after it begin at once, unless that one copies its weight ahead (`few_rows`).
 """
 
 from __future__ import annotations

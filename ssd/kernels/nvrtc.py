@@ -83,7 +83,8 @@ def compile_source(path: Path, macros: Mapping[str, int], architecture: str) -> 
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
     if failed:
-        raise BuildError(f"NVRTC: {text.value.decode(errors='replace')[:500]}")
+        shown = " ".join(options)
+        raise BuildError(f"NVRTC: {path.name} {shown}: {text.value.decode(errors='replace')[:500]}")
     return text.raw
 
 

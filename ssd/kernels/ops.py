@@ -274,6 +274,9 @@ class Ops(Protocol):
     ) -> RoundedRows:
         """`rms_norm`, then `round_rows` with one scale a row for products of the weight `target`."""
 
+    def plan(self, batch: DeviceBatch, heads: HeadShape, k_cache: torch.Tensor) -> None:
+        """Before a forward pass, if at all: prepares attention of layers with such heads and caches."""
+
     def rope_and_store(
         self,
         qkv: torch.Tensor,
@@ -312,6 +315,9 @@ class Ops(Protocol):
 
 class SharedOps:
     """What implementations of `Ops` have in common, unless they have a kernel for it."""
+
+    def plan(self, batch: DeviceBatch, heads: HeadShape, k_cache: torch.Tensor) -> None:
+        return
 
     def router(self: Ops, x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
         return self.linear(x, weight, bias, float32=True)

@@ -137,6 +137,9 @@ __device__ __forceinline__ uint4 shared16(u32 at) {
     return v;
 }
 
+__device__ __forceinline__ void shared_store4(u32 at, u32 v) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
+}
 __device__ __forceinline__ void shared_store16(u32 at, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
@@ -300,6 +303,15 @@ __device__ __forceinline__ u64 rows_descriptor(u32 at) {
                          : SUMS##count("=f", 0)                                                               \
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                               \
     }
+// Likewise with a in shared memory by rows, as b is. What threads have written there is seen after `wgmma_sees`.
+__device__ __forceinline__ void wgmma_sees() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+#define WGMMA_SHARED(count, columns, list, operands)                                                      \
+    __device__ __forceinline__ void wgmma(float (&d)[count], u64 a, u64 b) {                              \
+        asm volatile("{\n.reg .pred q;\nsetp.ne.b32 q, 1, 0;\nwgmma.mma_async.sync.aligned.m64n" #columns \
+                     "k16.f32.bf16.bf16 {" list "}, " operands ", q, 1, 1, 0, 0;\n}"                      \
+                     : SUMS##count("+f", 0)                                                               \
+                     : "l"(a), "l"(b));                                                                   \
+    }
 // Likewise of e4m3 numbers, 32 at a time, with a in shared memory by rows.
 #define WGMMA8(count, columns, list, operands)                                                            \
     __device__ __forceinline__ void wgmma8(float (&d)[count], u64 a, u64 b) {                             \
@@ -316,6 +328,10 @@ WGMMA(4, 8, LIST4, "{%4,%5,%6,%7}, %8")
 WGMMA(8, 16, LIST8, "{%8,%9,%10,%11}, %12")
 WGMMA(16, 32, LIST16, "{%16,%17,%18,%19}, %20")
 WGMMA(32, 64, LIST32, "{%32,%33,%34,%35}, %36")
+WGMMA_SHARED(4, 8, LIST4, "%4, %5")
+WGMMA_SHARED(8, 16, LIST8, "%8, %9")
+WGMMA_SHARED(16, 32, LIST16, "%16, %17")
+WGMMA_SHARED(32, 64, LIST32, "%32, %33")
 WGMMA8(4, 8, LIST4, "%4, %5")
 WGMMA8(8, 16, LIST8, "%8, %9")
 WGMMA8(16, 32, LIST16, "%16, %17")

@@ -42,6 +42,7 @@ class TritonOps(SharedOps):
     def __init__(self) -> None:
         self._workspace: attention.Workspace | None = None
         self._prefill: attention.Prefill | None = None
+        self._copies_ahead = False  # there are products that copy weights while attention runs (`few_rows`)
         self.route, self.combine = experts.route, experts.combine
 
     def reserve(self, heads: HeadShape, device: torch.device) -> None:
@@ -91,7 +92,9 @@ class TritonOps(SharedOps):
         if not experts and fp8_linear.takes(codes, dtype, rows):
             return fp8_linear.prepare(codes)
         strips = expert_rows.fits(codes, experts) if codes.type == "fp4" else not experts
-        return packing.pack(codes, dtype, exact=exact, strips=strips)
+        weight = packing.pack(codes, dtype, exact=exact, strips=strips)
+        self._copies_ahead |= weight.strips and not experts
+        return weight
 
     def round_rows(
         self, x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None, weight: object = None
@@ -174,6 +177,12 @@ class TritonOps(SharedOps):
             return RoundedRows(*elementwise.rms_norm_and_round(x, weight, eps, residual))
         return super().rms_norm_and_round(x, weight, eps, residual, kind, target)
 
+    def plan(self, batch: DeviceBatch, heads: HeadShape, k_cache: torch.Tensor) -> None:
+        if self._workspace is None:
+            raise AssertionError("reserve() comes before plan()")
+        if batch.tiles.shape[1] and k_cache.dtype is not torch.float8_e4m3fn:  # which has another kernel
+            self._workspace.items(batch, heads.window, self._workspace.programs, before_pass=True)
+
     def rope_and_store(
         self,
         qkv: torch.Tensor,
@@ -198,9 +207,8 @@ class TritonOps(SharedOps):
     ) -> torch.Tensor:
         if self._workspace is None:
             raise AssertionError("reserve() comes before attention()")
-        return attention.paged_attention(
-            q, batch, heads, k_cache, v_cache, self._workspace, self._prefill, scales, sinks
-        )
+        kv = k_cache, v_cache, self._workspace, self._prefill, scales
+        return attention.paged_attention(q, batch, heads, *kv, sinks, lets_next=self._copies_ahead)
 
 
 def _alternating(rows: torch.Tensor) -> torch.Tensor:

@@ -145,6 +145,12 @@ class Decoder:
         [heads] = {replace(layer.attention.heads, window=0) for layer in self.layers}
         return heads
 
+    @functools.cached_property
+    def _attentions(self) -> list[tuple[int, HeadShape, int]]:
+        """The kinds of attention: group of KV, heads, and a layer."""
+        kinds = {(self._places[i][0], layer.attention.heads): i for i, layer in enumerate(self.layers)}
+        return [(*kind, i) for kind, i in kinds.items()]
+
     def parameters(self) -> Iterator[Parameter]:
         yield from (self.embedding, self.norm)
         for layer in self.layers:
@@ -281,6 +287,8 @@ class Decoder:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The last product and the residual stream without it, of all rows."""
         batches, residual = (batch, *batch.others), None
+        for group, heads, i in self._attentions:
+            self.ops.plan(batches[group], heads, kv[i][0])
         x: torch.Tensor | ExpertOutputs = self.embedding.embed(batch.token_ids)
         for i in self._run:
             x, residual = self.layers[i](x, residual, batches[self._places[i][0]], kv[i])

@@ -48,7 +48,7 @@ def test_products_of_any_number_of_rows(columns: int, depth: int, dtype: torch.d
         assert (ops.codes_linear(x, gated, gated=True).float() - expected).norm() < 1e-2 * expected.norm(), rows
 
 
-@pytest.mark.parametrize(("columns", "depth"), [(6144, 4096), (4096, 14336), (28672, 4096), (1000, 512)])
+@pytest.mark.parametrize(("columns", "depth"), [(6144, 4096), (4096, 14336), (28672, 4096), (2048, 4096), (1000, 512)])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize(("code", "group", "offsets"), CODES)
 def test_a_row_has_the_same_bits_in_any_company(

@@ -46,12 +46,20 @@ def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
     for module in (linear, quantized_linear, experts):
         monkeypatch.setattr(module, "shared_memory", lambda device: limit)
+    if request.param >= 90:
+        for module in (attention, elementwise, experts, linear, row_codes):
+            monkeypatch.setattr(module, "early_launch", early_launch)
     monkeypatch.setattr(JITFunction, "run", compile_only)
     before = driver._active
     # A device each: Triton keeps what a function was compiled for by device.
     driver.set_active(FakeDriver(request.param, device=request.param))  # type: ignore[arg-type]
     yield request.param
     driver._active = before
+
+
+def early_launch(device: torch.device, wanted: bool = True) -> dict[str, bool]:
+    """As on a GPU."""
+    return {"EARLY": True, "launch_pdl": True} if wanted else {"EARLY": False}
 
 
 def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -165,6 +173,9 @@ def test_attention(architecture: int, dtype: torch.dtype, heads: HeadShape, fp8:
             attention.paged_attention(q, batch(branches=Branches(3, 8)), own, kv, kv, workspace, sinks=sinks)
         if not fp8:
             attention.paged_attention(q, batch(), replace(heads, first_position=1), kv, kv, workspace)
+            planned = batch()
+            workspace.items(planned, 0, workspace.programs, before_pass=True)
+            attention.paged_attention(q, planned, heads, kv, kv, workspace, sinks=sinks, lets_next=True)
     if architecture == 90 and not fp8:
         from ssd.kernels.prefill import prefill_attention
 

@@ -35,13 +35,21 @@ extern "C" bool launch(const void* const* params, u32 blocks, u32 threads, u32 s
     std::mt19937 random(seed);
     for (u32 left = fibers.size(); left > 0 && !emulator.failed;) {
         const u32 block = random() % blocks, first = random() % blockDim.x;  // a block runs for a while
-        for (u32 turns = random() % 8 + 1; turns > 0; --turns)
+        for (u32 turns = random() % 8 + 1; turns > 0; --turns) {
+            auto& copies = grid[block].copies;
+            if (!copies.empty() && random() % 2) {
+                std::swap(copies[random() % copies.size()], copies.back());
+                const auto end = std::move(copies.back());
+                copies.pop_back();
+                end();
+            }
             for (u32 i = 0; i < blockDim.x; ++i) {
                 fiber = &fibers[block * blockDim.x + (first + i) % blockDim.x];
                 if (fiber->ended) continue;
                 swapcontext(&scheduler, &fiber->context);
                 if (fiber->ended) --left;
             }
+        }
     }
     return !emulator.failed;
 }

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <random>
 #include <vector>
@@ -65,6 +66,7 @@ struct Block {
     Gathering some, all;
     std::vector<Warp> warps;
     std::vector<Warpgroup> warpgroups;
+    std::vector<std::function<void()>> copies;  // under way; they end in any order
 };
 struct Fiber {
     ucontext_t context;
@@ -229,6 +231,7 @@ static u32 shared4(u32 at) { return *(const u32*)(memory + at); }
 static uint2 shared8(u32 at) { return *(const uint2*)(memory + at); }
 static float shared_float(u32 at) { return *(const float*)(memory + at); }
 static uint4 shared16(u32 at) { return *(const uint4*)(memory + at); }
+static void shared_store4(u32 at, u32 v) { memcpy(memory + at, &v, 4); }
 static void shared_store16(u32 at, uint4 v) { *(uint4*)(memory + at) = v; }
 static uint4 shared_matrices(u32 at) {
     const auto lanes = exchanged(&at, 1);
@@ -301,10 +304,12 @@ static void mbarrier_expect_if(bool wanted, u64* b, u32 bytes) {
 static void mbarriers_are_ready() {}
 static u64 evict_first() { return 0; }
 static void copy_to_shared(void* to, const void* from, u32 bytes, u64* b, u64) {
-    memcpy(to, from, bytes);
     Barrier& barrier = fiber->block->barriers[b];
-    barrier.bytes -= bytes;
-    barrier.check();
+    fiber->block->copies.push_back([=, &barrier] {
+        memcpy(to, from, bytes);
+        barrier.bytes -= bytes;
+        barrier.check();
+    });
 }
 
 static void copy_to_shared_if(bool wanted, void* to, const void* from, u32 bytes, u64* b, u64 policy) {
@@ -326,16 +331,18 @@ static void copy_box_if(bool wanted, void* to, const TensorMap& map, int first_r
     if (!wanted) return;
     const u32 at = shared_address(to);
     if (at % 1024) give_up();
-    for (int part = 0; part < map.parts; ++part)
-        for (int row = 0; row < map.box_rows; ++row)
-            for (int i = 0; i < 64; ++i) {
-                const bool there = first_row + row < map.rows;
-                const bf16 v = there ? map.at[(first_row + row) * map.stride + (first + part) * 64 + i] : 0;
-                *(bf16*)(memory + swizzled(at + (part * map.box_rows + row) * 128 + i * 2)) = v;
-            }
     Barrier& barrier = fiber->block->barriers[b];
-    barrier.bytes -= map.parts * map.box_rows * 128;
-    barrier.check();
+    fiber->block->copies.push_back([=, &barrier, shared = memory] {
+        for (int part = 0; part < map.parts; ++part)
+            for (int row = 0; row < map.box_rows; ++row)
+                for (int i = 0; i < 64; ++i) {
+                    const bool there = first_row + row < map.rows;
+                    const bf16 v = there ? map.at[(first_row + row) * map.stride + (first + part) * 64 + i] : 0;
+                    *(bf16*)(shared + swizzled(at + (part * map.box_rows + row) * 128 + i * 2)) = v;
+                }
+        barrier.bytes -= map.parts * map.box_rows * 128;
+        barrier.check();
+    });
 }
 
 // Products are computed when they are issued.
@@ -362,6 +369,20 @@ static void wgmma(float (&d)[n], const u32 (&a)[4], u64 b) {
             sum += half_of(from, k % 2) * __uint_as_float(to);
         }
         d[e] = add ? d[e] + sum : sum;
+    }
+}
+static void wgmma_sees() {}
+template <int n>
+static void wgmma(float (&d)[n], u64 a, u64 b) {
+    const int lane = fiber->number % 32, warp = fiber->number % 128 / 32;
+    const auto at = [](u64 rows, int row, int k) {
+        return __uint_as_float((u32) * (const bf16*)(memory + swizzled((u32)rows * 16 + row * 128 + k * 2)) << 16);
+    };
+    for (int e = 0; e < n; ++e) {
+        const int row = warp * 16 + lane / 4 + 8 * (e % 4 / 2), column = e / 4 * 8 + lane % 4 * 2 + e % 2;
+        float sum = 0;
+        for (int k = 0; k < 16; ++k) sum += at(a, row, k) * at(b, column, k);
+        d[e] += sum;
     }
 }
 template <int n>

@@ -39,25 +39,19 @@ def emulated(
     row_scales: torch.Tensor | None = None,
     blocks: int = 2,
     share: int = 3,
-    stages: int = 3,
+    ahead: int = 0,
     seed: int = 0,
 ) -> torch.Tensor:
     """`few_rows.linear` with float32 outputs."""
-    rows, strips = len(x), weight.words.shape[1]
+    rows = len(x)
     tiles = next(each for each in kernel._tiles(kernel._group(weight)) if 8 * each >= rows)
-    macros = kernel.macros_of(weight.type, weight.block, kernel._group(weight), tiles)
+    launch = kernel.Launch.of(weight, share, tiles, ahead, most=3)
+    macros = kernel.macros_of(weight.type, weight.block, kernel._group(weight), tiles, ahead)
     library = emulated_kernel(kernel.SOURCE, "product", macros, folder / f"{seed}.so")
     y = torch.full((rows, weight.columns // (2 if gated else 1)), torch.nan)
-    pointers = {"words": weight.words, "scales": weight.scales, "row_scales": row_scales, "bias": bias, "y": y}
-    params = kernel.Params(
-        **{name: None if tensor is None else tensor.data_ptr() for name, tensor in pointers.items()},
-        **{"y_stride": y.stride(0), "rows": rows, "columns": weight.columns, "strips": strips},
-        **{"blocks": len(weight.words), "share": share, "stages": stages, "gated": gated, "float32": 1},
-    )
+    params = kernel.params_of(weight, bias, row_scales, y, gated, launch)
     x_map = TensorMap(x.data_ptr(), rows, x.stride(0), weight.block * weight.parts // 64, 8 * tiles)
-    shared = kernel.RING_AT + stages * kernel.stage_bytes(weight, share, tiles)
-    threads = 32 * (-(-share // 4) * 4 + 1)
-    assert library.launch(addresses(x_map, params), blocks, threads, shared, seed), "a wait is endless"
+    assert library.launch(addresses(x_map, params), blocks, launch.threads, launch.shared, seed), "a wait is endless"
     return y
 
 
@@ -84,6 +78,38 @@ def test_products(kind: CodeType, rows: int, depth: int, group: int, tmp_path: P
     expected = x.float() @ dequantize(codes, torch.float32).t()
     found = emulated(x, as_on_a_gpu(codes), None, tmp_path, seed=rows)
     assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("kind", "rows", "depth", "share", "ahead"),
+    [("fp8", 3, 1280, 1, 3), ("int8", 16, 2048, 3, 2), ("fp8", 8, 384, 2, 3)],
+)
+def test_blocks_that_are_widened_ahead(
+    kind: CodeType, rows: int, depth: int, share: int, ahead: int, tmp_path: Path
+) -> None:
+    """Fewer and more blocks than slots, several tiles of outputs, a tile of fewer strips: the bits are those of
+    consumers that widen, whatever the other rows and the blocks of threads."""
+    weight = as_on_a_gpu(some_codes(kind, 138, depth, depth, offsets=False, device=CPU))
+    x = torch.randn(rows, depth).bfloat16()
+    expected = emulated(x, weight, None, tmp_path, seed=1)
+    assert torch.equal(emulated(x, weight, None, tmp_path, share=share, ahead=ahead, seed=2), expected)
+    alone = emulated(x[-1:], weight, None, tmp_path, share=share, ahead=ahead, blocks=1, seed=3)
+    assert torch.equal(alone, expected[-1:])
+
+
+@pytest.mark.parametrize("depth", [1024, 1152])
+@pytest.mark.parametrize(("columns", "ahead"), [(16, 4), (2048, 4), (6336, 4), (6352, 0), (8192, 0), (19008, 0)])
+def test_narrow_weights_are_widened_ahead(columns: int, depth: int, ahead: int) -> None:
+    """By their shape. A stage for each slot, at least: `widen` of the source needs that."""
+    weight = pack(
+        Codes(torch.zeros(columns, depth, dtype=torch.uint8), torch.ones(columns, 1), "fp8", depth), torch.bfloat16
+    )
+    share = kernel.share_of(weight.words.shape[1], 132, 8)
+    for tiles in (1, 2):
+        assert kernel.ahead_of(weight, tiles, 132) == ahead
+        assert kernel.Launch.of(weight, share, tiles, ahead).stages >= ahead
+    assert kernel.ahead_of(weight, 4, 132) == 0
 
 
 @needs_compiler

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -118,6 +119,27 @@ def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.version, "cuda", "99.0")
     with pytest.raises(nvrtc.BuildError, match="libnvrtc"):
         nvrtc._library.__wrapped__()
+
+
+def test_a_source_that_does_not_compile_is_named_with_its_macros(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        """Says that the program has an error."""
+
+        def nvrtcCompileProgram(self, *_: object) -> int:  # noqa: N802
+            return 6
+
+        def nvrtcGetProgramLogSize(self, _: object, size: Any) -> None:  # noqa: N802
+            size._obj.value = 64
+
+        def nvrtcGetProgramLog(self, _: object, text: Any) -> None:  # noqa: N802
+            text.value = b"no such overload"
+
+        def __getattr__(self, _: str) -> Any:
+            return lambda *_: 0
+
+    monkeypatch.setattr(nvrtc, "_library", Library)
+    with pytest.raises(nvrtc.BuildError, match=r"persistent\.cu .*sm_90a.*-DHIDDEN=64 -DHALVES=2: no such overload"):
+        nvrtc.compile_source(kernel.SOURCE, {"HIDDEN": 64, "HALVES": 2}, "sm_90a")
 
 
 def test_a_cubin_is_compiled_once_per_shape(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
