@@ -169,7 +169,7 @@ struct Strip {
             const int output = work.expert * columns + first + i * 8;
             const int place = p.gated ? output % 2 * (all / 2) + output / 2 : output;
             scales[i] = __ldg(p.scales + output);
-            biases[i] = p.bias ? wide(__ldg(p.bias + place)) : 0.0f;
+            biases[i] = p.bias ? wide(__ldg(p.bias + place)) : -0.0f;  // x - 0.0 is x, also where that is -0.0
         }
     }
     // Codes at `strip`, exponents at `powers`.
@@ -195,25 +195,36 @@ struct Strip {
 #pragma unroll
         for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = widened<part>(words[i / 4][i % 4 / 2][i % 2], powers[i % 2]);
     }
-    // Scales, bias and activation, as `experts._expert_kernel` has them. `first`: the thread's first output.
-    __device__ __forceinline__ void finish(const Params& p, const int (&pairs)[T][2], int first) const {
-        const int columns = p.strips * 16;
+    // Scales, bias and activation, as `experts._expert_kernel` has them. `pairs`: of the row whose outputs this thread
+    // gets (`Pair`), -1: there is none. `first`: the thread's first output.
+    __device__ __forceinline__ void finish(const Params& p, const int (&pairs)[T], int first) const {
+        const int columns = p.strips * 16, column = first & ~1;
+        float low[2 * T], high[2 * T];
 #pragma unroll
-        for (int i = 0; i < T * 4; ++i) {
-            const int half = i % 4 / 2, column = first + half * 8, pair = pairs[i / 4][i % 2];
-            const float sum = sums[i / 4][i % 4], scale = scales[half];
-            const float v = p.bias ? __fmaf_rn(sum, scale, biases[half]) : __fmul_rn(sum, scale);
-            if (!p.gated) {
-                if (pair >= 0) store(p.y, p.float32, (u64)pair * columns + column, v);
-                continue;
-            }
-            const float other = __shfl_xor_sync(~0u, v, 4);  // of the next output
-            if (pair >= 0 && column % 2 == 0) {
-                const float gate = v > p.limit ? p.limit : v;
-                const float up = other > p.limit ? p.limit : other < -p.limit ? -p.limit : other;
+        for (int i = 0; i < 2 * T; ++i) {
+            const float scale = scales[i % 2], bias = biases[i % 2], *sum = sums[i / 2] + i % 2 * 2;
+            const Pair pair({__fmaf_rn(sum[0], scale, bias), __fmaf_rn(sum[1], scale, bias)}, threadIdx.x % 32);
+            low[i] = pair.low, high[i] = pair.high;
+        }
+        if (p.gated) {
+#pragma unroll
+            for (int i = 0; i < 2 * T; ++i) {
+                const float gate = low[i] > p.limit ? p.limit : low[i];
+                const float up = high[i] > p.limit ? p.limit : high[i] < -p.limit ? -p.limit : high[i];
                 const float below = __fadd_rn(1.0f, exp2_(__fmul_rn(__fmul_rn(-p.slope, gate), 1.4426950408889634f)));
                 const float both = __fmul_rn(divided(gate, below), __fadd_rn(up, p.shift));
-                store(p.y, p.float32, (u64)pair * (columns / 2) + column / 2, both);
+                const u64 at = ((u64)pairs[i / 2] * columns + column) / 2 + i % 2 * 4;
+                if (pairs[i / 2] >= 0) store(p.y, p.float32, at, both);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < 2 * T; ++i) {
+                const u64 at = ((u64)pairs[i / 2] * columns + column) / 2 + i % 2 * 4;  // columns are even
+                if (pairs[i / 2] < 0) continue;
+                if (p.float32)
+                    ((float2*)p.y)[at] = make_float2(low[i], high[i]);
+                else
+                    ((u32*)p.y)[at] = pack(low[i], high[i]);
             }
         }
     }
@@ -247,7 +258,7 @@ __device__ __forceinline__ void multiply(const Params& p, const Item& work, Barr
                                          int warp) {
     const int lane = threadIdx.x % 32, first = (work.first + warp) * 16 + lane / 4;
     Strip<T> strips[N];
-    int pairs[T][2];  // -1: there is no such row
+    int pairs[T];
 #pragma unroll
     for (int n = 0; n < N; ++n) strips[n].begin();
     // What the end needs: for the latency of few rows early, else late, since registers are few.
@@ -255,9 +266,9 @@ __device__ __forceinline__ void multiply(const Params& p, const Item& work, Barr
 #pragma unroll
         for (int n = 0; n < N; ++n) strips[n].load_scales(p, work, first + n * (CONSUMERS * 16));
 #pragma unroll
-        for (int i = 0; i < 2 * T; ++i) {
-            const int row = i / 2 * 8 + lane % 4 * 2 + i % 2;
-            pairs[i / 2][i % 2] = row < work.rows ? p.order[work.start + row] : -1;
+        for (int i = 0; i < T; ++i) {
+            const int row = i * 8 + lane % 4 * 2 + lane / 4 % 2;
+            pairs[i] = row < work.rows ? p.order[work.start + row] : -1;
         }
     };
     if (TILES == 1) load_ends();
