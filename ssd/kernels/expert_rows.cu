@@ -25,6 +25,7 @@ constexpr int STAGE_BYTES = ROWS_AT + TILES * 8 * ROW_BYTES;
 constexpr int MAX_TILES = 448;
 constexpr int STAGES = (226 * 1024 - MAX_TILES * 12) / STAGE_BYTES;
 constexpr int TILES_AT = RING_AT + STAGES * STAGE_BYTES;
+constexpr int ITEMS = STAGES + 1;
 static_assert(DEPTH % 64 == 0 && FULL > 0 && STAGES >= 2 && STAGES <= MAX_STAGES, "there is a ring");
 
 struct Params {
@@ -44,11 +45,16 @@ struct Params {
 extern "C" __constant__ const u32 threads = 32 * (CONSUMERS + 2);  // for the host
 extern "C" __constant__ const u32 shared_bytes = TILES_AT + MAX_TILES * 12;
 
-// A block of threads takes some strips of a tile at a time, an item.
+// A block of threads takes some strips of a tile at a time, an item. The producer of weights hands items to consumers
+// with their first blocks: with ITEMS places, one is written again when all consumers are behind its item.
 struct Item {
     int expert, start, rows;  // of its tile
-    int first, count;         // strips
+    int first, count;         // strips; none: there are no more items
 };
+struct Shared : Barriers {
+    Item items[ITEMS];
+};
+static_assert(sizeof(Shared) <= RING_AT, "the ring is behind them");
 __device__ __forceinline__ int summed(int v) {
     for (int distance = 16; distance; distance /= 2) v += __shfl_xor_sync(~0u, v, distance);
     return v;
@@ -140,21 +146,18 @@ struct Work : Item {
 
 // Numbers `part` of two words of neighbouring weights, as a pair of bfloat16 (`packing.FP4_PLACES`), times a power of
 // two.
-struct Words {
-    u32 first, second, both;
-};
 template <int part>
-__device__ __forceinline__ u32 widened(const Words& w, u32 power) {
+__device__ __forceinline__ u32 widened(uint2 w, u32 power) {
     constexpr int turns[PARTS] = {0, 6, 26, 4, 2, 28, 24, 30}, turn = turns[part];
-    const u32 v = part % 4 == 3 ? w.both : part < 4 ? w.first : w.second;
-    return fma2((v << turn | (turn ? v >> (32 - turn) % 32 : 0)) & 0x81C081C0u, power, 0x80008000u);
+    const u32 v = part % 4 == 3 ? selected(w.x, w.y, 0x0C180C18u) : part < 4 ? w.x : w.y;
+    return times2((v << turn | (turn ? v >> (32 - turn) % 32 : 0)) & 0x81C081C0u, power);
 }
 
 // A strip of a warp, for T times 8 rows: a thread has outputs lane / 4 and 8 more, rows lane % 4 * 2 and the next.
 template <int T>
 struct Strip {
     float sums[T][4];
-    Words words[2][2][2];  // by run of 16 weights, halves of it, and outputs
+    uint2 words[2][2][2];  // by run of 16 weights, halves of it, and outputs
     uint2 exponents[2];
     float scales[2], biases[2];
 
@@ -181,8 +184,8 @@ struct Strip {
             for (int run = 0; run < 2; ++run)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const uint2 w = shared8(strip + ((run * 2 + half) * 16 + row * 8 + lane / 4) * 32 + lane % 4 * 8);
-                    words[run][half][row] = {w.x, w.y, (w.x & 0x0C180C18u) | (w.y & ~0x0C180C18u)};
+                    const u32 at = strip + ((run * 2 + half) * 16 + row * 8 + lane / 4) * 32 + lane % 4 * 8;
+                    words[run][half][row] = shared8(at);
                 }
         }
     }
@@ -190,8 +193,10 @@ struct Strip {
     __device__ __forceinline__ void widen(u32 (&a)[2][4]) const {
         u32 powers[2];
 #pragma unroll
-        for (int row = 0; row < 2; ++row)
-            powers[row] = bytes<0x4040 + part % 4 * 0x0101>(part < 4 ? exponents[row].x : exponents[row].y, 0) << 7;
+        for (int row = 0; row < 2; ++row) {
+            const u32 four = part < 4 ? exponents[row].x : exponents[row].y;  // two of them at a time, as bfloat16
+            powers[row] = twice<part % 4 / 2>((part % 2 ? four >> 1 : four << 7) & 0x7F807F80u);
+        }
 #pragma unroll
         for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = widened<part>(words[i / 4][i % 4 / 2][i % 2], powers[i % 2]);
     }
@@ -256,13 +261,15 @@ __device__ __forceinline__ void multiply(Strip<T> (&strips)[N], u32 x, Next next
 template <int N, int T>
 __device__ __forceinline__ void multiply(const Params& p, const Item& work, Barriers& barriers, u32 ring, Ring& at,
                                          int warp) {
-    const int lane = threadIdx.x % 32, first = (work.first + warp) * 16 + lane / 4;
+    const int lane = threadIdx.x % 32;
     Strip<T> strips[N];
-    int pairs[T];
+    int first, pairs[T];
 #pragma unroll
     for (int n = 0; n < N; ++n) strips[n].begin();
     // What the end needs: for the latency of few rows early, else late, since registers are few.
     const auto load_ends = [&] {
+        const int lane = thread() % 32;
+        first = (work.first + warp) * 16 + lane / 4;
 #pragma unroll
         for (int n = 0; n < N; ++n) strips[n].load_scales(p, work, first + n * (CONSUMERS * 16));
 #pragma unroll
@@ -307,34 +314,42 @@ __device__ __forceinline__ void multiply(const Params& p, const Item& work, Barr
         multiply<N, TILES>(p, work, barriers, ring, at, warp);
 }
 
-__device__ __forceinline__ void consume(const Params& p, const int* tiles, Barriers& barriers, u32 ring, int warp) {
-    Ring at;
-    for (Work work(p, tiles); work.next();) {
-        if (warp >= work.count)
+__device__ __forceinline__ void consume(const Params& p, Shared& shared, u32 ring, int warp) {
+    Ring at, item;
+    for (;; item.next(ITEMS)) {
+        wait(&shared.full[at.stage], at.parity);
+        const Item& work = shared.items[item.stage];
+        const int count = work.count;
+        if (count == 0) return;
+        if (warp >= count)
             for (int block = 0; block < BLOCKS; ++block, at.next(STAGES)) {
-                wait(&barriers.full[at.stage], at.parity);
-                release(true, &barriers.empty[at.stage]);
+                wait(&shared.full[at.stage], at.parity);
+                release(true, &shared.empty[at.stage]);
             }
-        else if (MOST == 1 || warp + CONSUMERS >= work.count)
-            multiply<1>(p, work, barriers, ring, at, warp);
+        else if (MOST == 1 || warp + CONSUMERS >= count)
+            multiply<1>(p, work, shared, ring, at, warp);
         else
-            multiply<MOST>(p, work, barriers, ring, at, warp);
+            multiply<MOST>(p, work, shared, ring, at, warp);
     }
 }
 
 // A warp, of which one lane copies.
-__device__ __forceinline__ void copy_weights(const Params& p, const int* tiles, Barriers& barriers,
-                                             unsigned char* ring) {
+__device__ __forceinline__ void copy_weights(const Params& p, const int* tiles, Shared& shared, unsigned char* ring) {
     const u64 policy = evict_first(), strips = (u64)p.experts * p.strips;
     const bool leader = threadIdx.x % 32 == 0;
-    Ring at;
-    for (Work work(p, tiles); work.next();) {
+    Ring at, item;
+    for (Work work(p, tiles);; item.next(ITEMS)) {
+        const bool more = work.next();
+        wait(&shared.empty[at.stage], at.parity ^ 1);
+        if (!more) work.count = 0;
+        if (leader) shared.items[item.stage] = work;
+        if (!more) break;
         const u64 first = (u64)work.expert * p.strips + work.first;
         for (int block = 0; block < BLOCKS; ++block, at.next(STAGES)) {
             const u64 from = block * strips + first;
             unsigned char* codes = ring + at.stage * STAGE_BYTES;
-            u64* full = &barriers.full[at.stage];
-            wait(&barriers.empty[at.stage], at.parity ^ 1);
+            u64* full = &shared.full[at.stage];
+            wait(&shared.empty[at.stage], at.parity ^ 1);
             mbarrier_expect_if(leader, full, work.count * (STRIP_BYTES + EXPONENT_BYTES));
             copy_to_shared_if(leader, codes, p.words + from * (STRIP_BYTES / 4), work.count * STRIP_BYTES, full,
                               policy);
@@ -342,31 +357,34 @@ __device__ __forceinline__ void copy_weights(const Params& p, const int* tiles, 
                               work.count * EXPONENT_BYTES, full, policy);
         }
     }
+    mbarrier_arrive_if(leader, &shared.full[at.stage]);
 }
 
 // A warp: 16 bytes of a row by each lane. What is behind the rows of a tile does not matter: a row's sums are its own.
-__device__ __forceinline__ void copy_rows(const Params& p, const int* tiles, Barriers& barriers, u32 ring) {
+__device__ __forceinline__ void copy_rows(const Params& p, const int* tiles, Shared& shared, u32 ring) {
     const int lane = threadIdx.x % 32;
     Ring at;
     for (Work work(p, tiles); work.next();) {
         const int own = lane < work.rows ? p.order[work.start + lane] / p.repeats : 0;
         for (int block = 0; block < BLOCKS; ++block, at.next(STAGES)) {
             const bool there = block < FULL || lane < REST * (WORDS / 8);
-            wait(&barriers.empty[at.stage], at.parity ^ 1);
+            wait(&shared.empty[at.stage], at.parity ^ 1);
             for (int row = 0; row < work.rows; ++row) {
                 const bf16* from = p.x + __shfl_sync(~0u, own, row) * p.x_stride + block * BLOCK + lane * 8;
                 copy16_if(there, ring + at.stage * STAGE_BYTES + ROWS_AT + row * ROW_BYTES + lane * 16, from);
             }
-            arrive_when_copied(&barriers.full[at.stage]);
+            arrive_when_copied(&shared.full[at.stage]);
         }
     }
+    wait(&shared.empty[at.stage], at.parity ^ 1);
+    mbarrier_arrive(&shared.full[at.stage]);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * (CONSUMERS + 2), 1) product(const __grid_constant__ Params p) {
-    Barriers& barriers = *reinterpret_cast<Barriers*>(memory);
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
     int* tiles = reinterpret_cast<int*>(memory + TILES_AT);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    if (threadIdx.x == 0) prepare(barriers, STAGES, CONSUMERS, 1 + 32);
+    if (threadIdx.x == 0) prepare(shared, STAGES, CONSUMERS, 1 + 32);
     if (!p.settled) wait_for_earlier_kernels();
     for (int i = threadIdx.x; i < p.num_tiles * p.halves; i += 32 * (CONSUMERS + 2)) {
         const int* tile = p.tiles + i / p.halves * 3;
@@ -377,12 +395,12 @@ extern "C" __global__ void __launch_bounds__(32 * (CONSUMERS + 2), 1) product(co
     __syncthreads();
     let_later_kernels_begin();
     if (warp == CONSUMERS) {
-        copy_weights(p, tiles, barriers, memory + RING_AT);
+        copy_weights(p, tiles, shared, memory + RING_AT);
         return;
     }
     wait_for_earlier_kernels();
     if (warp < CONSUMERS)
-        consume(p, tiles, barriers, shared_address(memory + RING_AT), warp);
+        consume(p, shared, shared_address(memory + RING_AT), warp);
     else
-        copy_rows(p, tiles, barriers, shared_address(memory + RING_AT));
+        copy_rows(p, tiles, shared, shared_address(memory + RING_AT));
 }

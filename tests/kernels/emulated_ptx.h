@@ -217,6 +217,11 @@ static u32 bytes(u32 a, u32 b) {
     return d;
 }
 static u32 masked(u32 a, u32 mask, u32 bits) { return (a & mask) | bits; }
+template <int half>
+static u32 twice(u32 pair) {
+    return half ? (pair & 0xffff0000u) | pair >> 16 : pair << 16 | (pair & 0xffff);
+}
+static u32 selected(u32 a, u32 b, u32 mask) { return (a & mask) | (b & ~mask); }
 static float divided(float a, float b) { return a / b; }
 static float __fmul_rn(float a, float b) { return a * b; }
 static float __fsub_rn(float a, float b) { return a - b; }
