@@ -175,18 +175,16 @@ struct Strip {
             biases[i] = p.bias ? wide(__ldg(p.bias + place)) : -0.0f;  // x - 0.0 is x, also where that is -0.0
         }
     }
-    // Codes at `strip`, exponents at `powers`.
-    __device__ __forceinline__ void load(u32 strip, u32 powers, int lane) {
+    // This thread's codes and exponents.
+    __device__ __forceinline__ void load(u32 codes, u32 powers) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            exponents[row] = shared8(powers + (row * 8 + lane / 4) * 8);
+            exponents[row] = shared8(powers + row * 64);
 #pragma unroll
             for (int run = 0; run < 2; ++run)
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const u32 at = strip + ((run * 2 + half) * 16 + row * 8 + lane / 4) * 32 + lane % 4 * 8;
-                    words[run][half][row] = shared8(at);
-                }
+                for (int half = 0; half < 2; ++half)
+                    words[run][half][row] = shared8(codes + ((run * 2 + half) * 16 + row * 8) * 32);
         }
     }
     template <int part>
@@ -257,11 +255,19 @@ __device__ __forceinline__ void multiply(Strip<T> (&strips)[N], u32 x, Next next
     }
 }
 
+// Where a thread reads in the first stage; of strips: the warp's first one.
+struct Places {
+    u32 codes, powers, rows;
+    __device__ __forceinline__ Places(u32 ring, int warp, int lane)
+        : codes(kept(ring + warp * STRIP_BYTES + lane * 8)),
+          powers(kept(ring + EXPONENTS_AT + warp * EXPONENT_BYTES + lane / 4 * 8)),
+          rows(kept(ring + ROWS_AT + lane % 8 * ROW_BYTES + lane / 8 * 16)) {}
+};
+
 // N strips of an item by a warp: strip `warp`, and CONSUMERS after it.
 template <int N, int T>
-__device__ __forceinline__ void multiply(const Params& p, const Item& work, Barriers& barriers, u32 ring, Ring& at,
-                                         int warp) {
-    const int lane = threadIdx.x % 32;
+__device__ __forceinline__ void multiply(const Params& p, const Item& work, Barriers& barriers, const Places& places,
+                                         Ring& at, int warp) {
     Strip<T> strips[N];
     int first, pairs[T];
 #pragma unroll
@@ -281,14 +287,12 @@ __device__ __forceinline__ void multiply(const Params& p, const Item& work, Barr
     if (TILES == 1) load_ends();
     const auto load = [&] {
         wait(&barriers.full[at.stage], at.parity);
-        const u32 stage = ring + at.stage * STAGE_BYTES;
+        const u32 codes = places.codes + at.stage * STAGE_BYTES, powers = places.powers + at.stage * STAGE_BYTES;
 #pragma unroll
-        for (int n = 0; n < N; ++n) {
-            const int slot = warp + n * CONSUMERS;
-            strips[n].load(stage + slot * STRIP_BYTES, stage + EXPONENTS_AT + slot * EXPONENT_BYTES, lane);
-        }
+        for (int n = 0; n < N; ++n)
+            strips[n].load(codes + n * CONSUMERS * STRIP_BYTES, powers + n * CONSUMERS * EXPONENT_BYTES);
     };
-    const auto rows = [&] { return ring + at.stage * STAGE_BYTES + ROWS_AT + lane % 8 * ROW_BYTES + lane / 8 * 16; };
+    const auto rows = [&] { return places.rows + at.stage * STAGE_BYTES; };
     const auto done = [&] {
         release(true, &barriers.empty[at.stage]);
         at.next(STAGES);
@@ -306,15 +310,16 @@ __device__ __forceinline__ void multiply(const Params& p, const Item& work, Barr
 }
 
 template <int N>
-__device__ __forceinline__ void multiply(const Params& p, const Item& work, Barriers& barriers, u32 ring, Ring& at,
-                                         int warp) {
+__device__ __forceinline__ void multiply(const Params& p, const Item& work, Barriers& barriers, const Places& places,
+                                         Ring& at, int warp) {
     if (KINDS == 1 || work.rows <= 8 * FEW)
-        multiply<N, FEW>(p, work, barriers, ring, at, warp);
+        multiply<N, FEW>(p, work, barriers, places, at, warp);
     else
-        multiply<N, TILES>(p, work, barriers, ring, at, warp);
+        multiply<N, TILES>(p, work, barriers, places, at, warp);
 }
 
 __device__ __forceinline__ void consume(const Params& p, Shared& shared, u32 ring, int warp) {
+    const Places places(ring, warp, threadIdx.x % 32);
     Ring at, item;
     for (;; item.next(ITEMS)) {
         wait(&shared.full[at.stage], at.parity);
@@ -327,9 +332,9 @@ __device__ __forceinline__ void consume(const Params& p, Shared& shared, u32 rin
                 release(true, &shared.empty[at.stage]);
             }
         else if (MOST == 1 || warp + CONSUMERS >= count)
-            multiply<1>(p, work, shared, ring, at, warp);
+            multiply<1>(p, work, shared, places, at, warp);
         else
-            multiply<MOST>(p, work, shared, ring, at, warp);
+            multiply<MOST>(p, work, shared, places, at, warp);
     }
 }
 

@@ -16,6 +16,12 @@ __device__ __forceinline__ int thread() {
     return t;
 }
 
+// A number that the compiler keeps in a register: it would rather compute it again.
+__device__ __forceinline__ u32 kept(u32 v) {
+    asm volatile("" : "+r"(v));
+    return v;
+}
+
 __device__ __forceinline__ u32 pack(float a, float b) {
     u32 d;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(b), "f"(a));

@@ -228,6 +228,7 @@ static float __fsub_rn(float a, float b) { return a - b; }
 static float __fadd_rn(float a, float b) { return a + b; }
 static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 
+static u32 kept(u32 v) { return v; }
 static int thread() { return threadIdx.x; }
 static u32 shared_address(const void* p) { return (const unsigned char*)p - memory; }
 static u32 shared4(u32 at) { return *(const u32*)(memory + at); }
