@@ -41,7 +41,8 @@ def emulated(
 ) -> torch.Tensor:
     """`expert_rows.linear` with float32 outputs."""
     library = emulated_kernel(kernel.SOURCE, "product", {"DEPTH": weight.depth, "TILES": tiles}, folder / "kernel.so")
-    y = torch.full((routing.experts.numel(), weight.columns // routing.num_experts // (1 if glu is None else 2)), torch.nan)
+    columns = weight.columns // routing.num_experts // (1 if glu is None else 2)
+    y = torch.full((routing.experts.numel(), columns), torch.nan)
     params = kernel.params_of(x, weight, routing, bias, glu, y)
     threads, shared = constant(library, "threads"), constant(library, "shared_bytes")
     assert library.launch(addresses(params), blocks, threads, shared, 0), "a wait is endless"
