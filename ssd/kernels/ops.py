@@ -262,7 +262,7 @@ class Ops(Protocol):
     def combine_and_norm(
         self, x: ExpertOutputs, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        """`rms_norm` of what `combine` makes of x."""
+        """`rms_norm` of what `combine` makes of x. The residual has not been written since the routing was made."""
 
     def rms_norm_and_round(
         self,
