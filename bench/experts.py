@@ -95,6 +95,8 @@ def bench(name: str, form: str, row_counts: list[int], device: torch.device) -> 
         x = torch.randn(rows, layer.hidden, device=device, dtype=layer.dtype)
         logits = torch.randn(_ROUTINGS, rows, layer.count, device=device).unbind()
         routed = [layer.route(each) for each in logits]
+        for each in routed:
+            layer.first(x, each)  # pairs are in order, if its kernel wants them so
         inner = torch.randn(rows * layer.chosen, layer.inner, device=device, dtype=layer.dtype)
         hit = sum(len(each.experts.unique()) for each in routed) / _ROUTINGS
         parts: dict[str, tuple[Callable[[Any], object], Any, int]] = {

@@ -8,36 +8,44 @@ import triton.language as tl
 
 from ssd.kernels.e4m3 import as_bytes, encode, encode_by_cvt
 from ssd.kernels.launching import early_launch
-from ssd.kernels.ops import UNSCALED, DeviceBatch, ExpertOutputs, HeadShape, KVScales, Rope
+from ssd.kernels.ops import UNSCALED, DeviceBatch, ExpertOutputs, HeadShape, KVScales, Rope, Routing
 from ssd.kernels.quantized import LEAST_SCALE
 
 
 @triton.jit
 def _rms_norm_kernel(
     x_ptr, pair_weights_ptr, residual_ptr, w_ptr, y_ptr, scale_ptr, x_stride, width, eps,
-    COUNT: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, EARLY: tl.constexpr,
+    COUNT: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, SETTLED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """scale_ptr: None, or what is normed is rounded to e4m3, as by `row_codes`. pair_weights_ptr: None, or COUNT rows
-    of x are added up first, as by `experts.combine`."""
+    of x are added up first, as by `experts.combine`. SETTLED: of their `Routing`; then the residual is, too."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     mask = k < width
     w = tl.load(w_ptr + k, mask=mask, other=0.0)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+        if not SETTLED:
+            tl.extra.cuda.gdc_wait()
+    if residual_ptr is not None:
+        at = residual_ptr + row * width + k
+        before = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    if pair_weights_ptr is not None:
+        place = tl.arange(0, PLACES)
+        pair_weights = tl.load(pair_weights_ptr + row * COUNT + place, mask=place < COUNT, other=0.0)
+    if EARLY and SETTLED:
         tl.extra.cuda.gdc_wait()
     if pair_weights_ptr is None:
         x = tl.load(x_ptr + row * x_stride + k, mask=mask, other=0.0).to(tl.float32)
     else:
         x = tl.zeros((BLOCK,), tl.float32)
         for i in tl.static_range(COUNT):
-            pair = row * COUNT + i
-            one = tl.load(x_ptr + pair * x_stride + k, mask=mask, other=0.0).to(tl.float32)
-            x += tl.load(pair_weights_ptr + pair) * one
+            one = tl.load(x_ptr + (row * COUNT + i) * x_stride + k, mask=mask, other=0.0).to(tl.float32)
+            x += tl.sum(tl.where(place == i, pair_weights, 0.0)) * one
         x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
     if residual_ptr is not None:
-        at = residual_ptr + row * width + k
-        total = (tl.load(at, mask=mask, other=0.0).to(tl.float32) + x).to(residual_ptr.dtype.element_ty)
+        total = (before + x).to(residual_ptr.dtype.element_ty)
         tl.store(at, total, mask=mask)
         x = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x) / width + eps)
@@ -61,7 +69,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
 def combine_and_norm(x: ExpertOutputs, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> torch.Tensor:
     """See `Ops.combine_and_norm`."""
     y = x.pairs.new_empty((len(x.routing.weights), x.pairs.shape[1]))
-    _launch_rms_norm(x.pairs, residual, weight, y, None, eps, x.routing.weights)
+    _launch_rms_norm(x.pairs, residual, weight, y, None, eps, x.routing)
     return y
 
 
@@ -82,14 +90,17 @@ def _launch_rms_norm(
     y: torch.Tensor,
     scales: torch.Tensor | None,
     eps: float,
-    pair_weights: torch.Tensor | None = None,
+    routing: Routing | None = None,
 ) -> None:
-    block = triton.next_power_of_2(x.shape[1])
+    block, pair_weights = triton.next_power_of_2(x.shape[1]), None if routing is None else routing.weights
+    count = 1 if pair_weights is None else pair_weights.shape[1]
     _rms_norm_kernel[(len(y),)](
         *(x, pair_weights, residual, weight, y, scales, x.stride(0), x.shape[1], eps),
-        COUNT=1 if pair_weights is None else pair_weights.shape[1],
+        COUNT=count,
+        PLACES=triton.next_power_of_2(count),
         BLOCK=block,
         LEAST=LEAST_SCALE,
+        SETTLED=routing is not None and routing.settled,
         num_warps=min(16, max(1, block // 256)),
         **early_launch(x.device),
     )

@@ -1,5 +1,6 @@
 // Rows times the MXFP4 weights of their experts (`packing.py`, in strips), for tiles of up to 8 TILES pairs of one
-// expert (`Routing.tiles`): bound by reading the weights of the experts that are hit.
+// expert: bound by reading the weights of the experts that are hit. Each block of threads sorts all pairs by expert
+// itself: that takes less time than to wait for a kernel that does.
 //
 // A block of threads takes some strips of 16 outputs of a tile at a time (`Work`), one or two for each of its consumer
 // warps. One producer warp copies their codes and exponents, for one block of the depth after the other, to a ring in
@@ -22,9 +23,23 @@ constexpr int STRIP_BYTES = 16 * WORDS * 4, EXPONENT_BYTES = 16 * PARTS;
 constexpr int ROW_BYTES = BLOCK * 2 + 16;  // of x, such that eight rows are in different banks
 constexpr int EXPONENTS_AT = SLOTS * STRIP_BYTES, ROWS_AT = EXPONENTS_AT + SLOTS * EXPONENT_BYTES;  // of a stage
 constexpr int STAGE_BYTES = ROWS_AT + TILES * 8 * ROW_BYTES;
-constexpr int MAX_TILES = 448;
-constexpr int STAGES = (226 * 1024 - MAX_TILES * 12) / STAGE_BYTES;
-constexpr int TILES_AT = RING_AT + STAGES * STAGE_BYTES;
+constexpr int ROWS = 8 * TILES, MAX_EXPERTS = 256, MAX_PAIRS = (TILES == 1 ? 8 : 32) * MAX_EXPERTS;
+constexpr int MAX_TILES = MAX_PAIRS / ROWS + MAX_EXPERTS;
+
+// What a block of threads finds out about the pairs of all experts, in shared memory.
+struct Tile {
+    unsigned char expert, rows;
+    unsigned short start;  // among the expert's pairs
+};
+struct Plan {
+    int used;                          // tiles
+    int counts[MAX_EXPERTS];           // pairs
+    Tile tiles[MAX_TILES];             // one expert's after the other's
+    unsigned char experts[MAX_PAIRS];  // of pairs
+};
+constexpr int STAGES = (226 * 1024 - (int)sizeof(Plan)) / STAGE_BYTES;
+constexpr int PLAN_AT = RING_AT + STAGES * STAGE_BYTES;
+constexpr int ITEMS = STAGES + 1;
 static_assert(DEPTH % 64 == 0 && FULL > 0 && STAGES >= 2 && STAGES <= MAX_STAGES, "there is a ring");
 
 struct Params {
@@ -32,26 +47,54 @@ struct Params {
     const float* scales;  // of outputs
     const bf16 *bias, *x;
     void* y;
-    const int *order, *tiles;
+    const int* ids;  // experts of pairs
     long long x_stride;
-    int num_tiles, halves;         // halves: 2 if tiles have up to twice as many rows, which are cut in two
-    int repeats, experts, strips;  // repeats: pairs of a row of x; strips: of one expert
-    int gated, float32;                       // whether outputs alternate gate and up; whether y is float32
-    int settled;                              // whether `tiles` were there before the last kernel let this one begin
+    int pairs, repeats, experts, strips;  // repeats: pairs of a row of x; strips: of one expert
+    int gated, float32;                   // whether outputs alternate gate and up; whether y is float32
+    int settled;                          // whether `ids` were there before the last kernel let this one begin
     float slope, limit, shift;
 };
 
-extern "C" __constant__ const u32 threads = 32 * (CONSUMERS + 2);  // for the host
-extern "C" __constant__ const u32 shared_bytes = TILES_AT + MAX_TILES * 12;
+constexpr int THREADS = 32 * (CONSUMERS + 2);
+extern "C" __constant__ const u32 threads = THREADS;  // for the host
+extern "C" __constant__ const u32 shared_bytes = PLAN_AT + sizeof(Plan);
 
-// A block of threads takes some strips of a tile at a time, an item.
+// A block of threads takes some strips of a tile at a time, an item. Producers hand items to consumers with their first
+// blocks: with ITEMS places, one is written again when all consumers are behind its item.
 struct Item {
-    int expert, start, rows;  // of its tile
-    int first, count;         // strips
+    int expert, rows, start;  // of its tile
+    int first, count;         // strips; none: there are no more items
 };
+struct Shared : Barriers {
+    Item items[ITEMS];
+    int pairs[ITEMS][ROWS];  // -1: there is no such row
+};
+static_assert(sizeof(Shared) <= RING_AT, "the ring is behind them");
 __device__ __forceinline__ int summed(int v) {
     for (int distance = 16; distance; distance /= 2) v += __shfl_xor_sync(~0u, v, distance);
     return v;
+}
+// Of the lanes up to this one.
+__device__ __forceinline__ int running_sum(int v) {
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int other = __shfl_up_sync(~0u, v, distance);
+        v += (int)threadIdx.x % 32 < distance ? 0 : other;
+    }
+    return v;
+}
+// By one warp: tiles, when pairs have been counted.
+__device__ __forceinline__ void cut_into_tiles(int experts, Plan& plan) {
+    int used = 0;
+    for (int from = 0; from < experts; from += 32) {
+        const int expert = from + threadIdx.x % 32, count = expert < experts ? plan.counts[expert] : 0;
+        const int own = (count + ROWS - 1) / ROWS, sum = running_sum(own);
+        for (int i = 0; i < own; ++i) {
+            const int start = i * ROWS, rows = min(count - start, ROWS);
+            plan.tiles[used + sum - own + i] = {(unsigned char)expert, (unsigned char)rows, (unsigned short)start};
+        }
+        used += __shfl_sync(~0u, sum, 31);
+    }
+    if (threadIdx.x % 32 == 0) plan.used = used;
 }
 #if TILES == 1
 // Tiles are cut into items of some strips, and blocks of threads take equally many that follow each other.
@@ -59,14 +102,11 @@ __device__ __forceinline__ int summed(int v) {
 // first.
 constexpr int START = 5;
 struct Work : Item {
-    const int* tiles;
+    const Tile* tiles;
     int strips, of_tile;   // items of a tile
     int tile, item, left;  // the next item, and how many of them this block of threads has left
-    __device__ __forceinline__ Work(const Params& p, const int* tiles) : tiles(tiles), strips(p.strips) {
-        const int lane = threadIdx.x % 32, grid = gridDim.x;
-        int used = 0;  // tiles
-        for (int i = lane; i < p.num_tiles * p.halves; i += 32) used += tiles[3 * i] >= 0;
-        used = summed(used);
+    __device__ __forceinline__ Work(const Params& p, const Plan& plan) : tiles(plan.tiles), strips(p.strips) {
+        const int lane = threadIdx.x % 32, grid = gridDim.x, used = plan.used;
         const int share = min(lane, SLOTS - 1) + 1, turns = (used * cut(share) + grid - 1) / grid;
         int best = turns * (share + START) * 32 + lane;
         for (int distance = 16; distance; distance /= 2) best = min(best, __shfl_xor_sync(~0u, best, distance));
@@ -78,7 +118,7 @@ struct Work : Item {
     __device__ __forceinline__ int cut(int share) const { return (strips + share - 1) / share; }
     __device__ __forceinline__ bool next() {
         if (left-- == 0) return false;
-        expert = tiles[3 * tile], start = tiles[3 * tile + 1], rows = tiles[3 * tile + 2] - start;
+        expert = tiles[tile].expert, rows = tiles[tile].rows, start = tiles[tile].start;
         first = strips * item / of_tile, count = strips * (item + 1) / of_tile - first;
         if (++item == of_tile) item = 0, ++tile;
         return true;
@@ -90,41 +130,34 @@ constexpr int COST = TILES == 2 ? 3 : 2;  // of a unit of a tile with few rows; 
 // Each block of threads takes a range of units: 4 strips, one for each scheduler of warps. All ranges cost the same,
 // and a unit of a tile with many rows costs more than one with few. A range is cut at tiles, and then into items.
 struct Work : Item {
-    const int* tiles;
+    const Tile* tiles;
     int strips, units;       // of a tile
     int begin, end;          // of the range; in costs of all tiles' units, one after the other
     int tile, before, cost;  // the current tile, cost of those before it, of a unit of it
     int unit, last;          // of the current tile: the next one, behind the last one
-    __device__ __forceinline__ Work(const Params& p, const int* tiles) : tiles(tiles), strips(p.strips) {
-        const int lane = threadIdx.x % 32, grid = gridDim.x;
-        int used = 0, all = 0;  // tiles, cost of them
-        for (int i = lane; i < p.num_tiles * p.halves && tiles[3 * i] >= 0; i += 32) ++used, all += cost_of(i);
-        used = summed(used), units = (strips + 3) / 4, all = units * summed(all);
+    __device__ __forceinline__ Work(const Params& p, const Plan& plan) : tiles(plan.tiles), strips(p.strips) {
+        const int lane = threadIdx.x % 32, grid = gridDim.x, used = plan.used;
+        int all = 0;  // cost
+        for (int i = lane; i < used; i += 32) all += cost_of(i);
+        units = (strips + 3) / 4, all = units * summed(all);
         begin = (int)((long long)all * blockIdx.x / grid), end = (int)((long long)all * (blockIdx.x + 1) / grid);
         tile = before = 0;
         for (int i = lane;; i += 32) {  // finds the tile where the range begins, 32 at a time
-            int sum = i < used ? units * cost_of(i) : 0;
-            for (int distance = 1; distance < 32; distance *= 2) {
-                const int other = __shfl_sync(~0u, sum, max(lane - distance, 0));
-                sum += lane < distance ? 0 : other;
-            }
+            const int sum = running_sum(i < used ? units * cost_of(i) : 0);
             const int passed = 32 - __clz(__ballot_sync(~0u, sum <= begin - before));  // tiles
             before += passed ? __shfl_sync(~0u, sum, passed - 1) : 0, tile += passed;
             if (passed < 32 || tile >= used) break;
         }
         enter();
     }
-    __device__ __forceinline__ int cost_of(int tile) const {
-        const int rows = tiles[3 * tile + 2] - tiles[3 * tile + 1];
-        return rows == 0 ? 0 : rows <= 8 * FEW ? COST : COST + 1;
-    }
+    __device__ __forceinline__ int cost_of(int tile) const { return tiles[tile].rows <= 8 * FEW ? COST : COST + 1; }
     __device__ __forceinline__ void enter() {
         cost = cost_of(tile), unit = up_to(begin), last = up_to(end);
-        expert = tiles[3 * tile], start = tiles[3 * tile + 1], rows = tiles[3 * tile + 2] - start;
+        expert = tiles[tile].expert, rows = tiles[tile].rows, start = tiles[tile].start;
     }
     // Units of the current tile that begin before a place in the range of all.
     __device__ __forceinline__ int up_to(int place) const {
-        return cost ? min(max((place - before + cost - 1) / cost, 0), units) : 0;
+        return min(max((place - before + cost - 1) / cost, 0), units);
     }
     __device__ __forceinline__ bool next() {
         for (; unit == last; enter()) {
@@ -140,21 +173,18 @@ struct Work : Item {
 
 // Numbers `part` of two words of neighbouring weights, as a pair of bfloat16 (`packing.FP4_PLACES`), times a power of
 // two.
-struct Words {
-    u32 first, second, both;
-};
 template <int part>
-__device__ __forceinline__ u32 widened(const Words& w, u32 power) {
+__device__ __forceinline__ u32 widened(uint2 w, u32 power) {
     constexpr int turns[PARTS] = {0, 6, 26, 4, 2, 28, 24, 30}, turn = turns[part];
-    const u32 v = part % 4 == 3 ? w.both : part < 4 ? w.first : w.second;
-    return fma2((v << turn | (turn ? v >> (32 - turn) % 32 : 0)) & 0x81C081C0u, power, 0x80008000u);
+    const u32 v = part % 4 == 3 ? selected(w.x, w.y, 0x0C180C18u) : part < 4 ? w.x : w.y;
+    return times2((v << turn | (turn ? v >> (32 - turn) % 32 : 0)) & 0x81C081C0u, power);
 }
 
 // A strip of a warp, for T times 8 rows: a thread has outputs lane / 4 and 8 more, rows lane % 4 * 2 and the next.
 template <int T>
 struct Strip {
     float sums[T][4];
-    Words words[2][2][2];  // by run of 16 weights, halves of it, and outputs
+    uint2 words[2][2][2];  // by run of 16 weights, halves of it, and outputs
     uint2 exponents[2];
     float scales[2], biases[2];
 
@@ -169,51 +199,62 @@ struct Strip {
             const int output = work.expert * columns + first + i * 8;
             const int place = p.gated ? output % 2 * (all / 2) + output / 2 : output;
             scales[i] = __ldg(p.scales + output);
-            biases[i] = p.bias ? wide(__ldg(p.bias + place)) : 0.0f;
+            biases[i] = p.bias ? wide(__ldg(p.bias + place)) : -0.0f;  // x - 0.0 is x, also where that is -0.0
         }
     }
-    // Codes at `strip`, exponents at `powers`.
-    __device__ __forceinline__ void load(u32 strip, u32 powers, int lane) {
+    // This thread's codes and exponents.
+    __device__ __forceinline__ void load(u32 codes, u32 powers) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            exponents[row] = shared8(powers + (row * 8 + lane / 4) * 8);
+            exponents[row] = shared8(powers + row * 64);
 #pragma unroll
             for (int run = 0; run < 2; ++run)
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const uint2 w = shared8(strip + ((run * 2 + half) * 16 + row * 8 + lane / 4) * 32 + lane % 4 * 8);
-                    words[run][half][row] = {w.x, w.y, (w.x & 0x0C180C18u) | (w.y & ~0x0C180C18u)};
-                }
+                for (int half = 0; half < 2; ++half)
+                    words[run][half][row] = shared8(codes + ((run * 2 + half) * 16 + row * 8) * 32);
         }
     }
     template <int part>
     __device__ __forceinline__ void widen(u32 (&a)[2][4]) const {
         u32 powers[2];
 #pragma unroll
-        for (int row = 0; row < 2; ++row)
-            powers[row] = bytes<0x4040 + part % 4 * 0x0101>(part < 4 ? exponents[row].x : exponents[row].y, 0) << 7;
+        for (int row = 0; row < 2; ++row) {
+            const u32 four = part < 4 ? exponents[row].x : exponents[row].y;  // two of them at a time, as bfloat16
+            powers[row] = twice<part % 4 / 2>((part % 2 ? four >> 1 : four << 7) & 0x7F807F80u);
+        }
 #pragma unroll
         for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = widened<part>(words[i / 4][i % 4 / 2][i % 2], powers[i % 2]);
     }
-    // Scales, bias and activation, as `experts._expert_kernel` has them. `first`: the thread's first output.
-    __device__ __forceinline__ void finish(const Params& p, const int (&pairs)[T][2], int first) const {
-        const int columns = p.strips * 16;
+    // Scales, bias and activation, as `experts._expert_kernel` has them. `pairs`: of the row whose outputs this thread
+    // gets (`Pair`), -1: there is none. `first`: the thread's first output.
+    __device__ __forceinline__ void finish(const Params& p, const int (&pairs)[T], int first) const {
+        const int columns = p.strips * 16, column = first & ~1;
+        float low[2 * T], high[2 * T];
 #pragma unroll
-        for (int i = 0; i < T * 4; ++i) {
-            const int half = i % 4 / 2, column = first + half * 8, pair = pairs[i / 4][i % 2];
-            const float sum = sums[i / 4][i % 4], scale = scales[half];
-            const float v = p.bias ? __fmaf_rn(sum, scale, biases[half]) : __fmul_rn(sum, scale);
-            if (!p.gated) {
-                if (pair >= 0) store(p.y, p.float32, (u64)pair * columns + column, v);
-                continue;
-            }
-            const float other = __shfl_xor_sync(~0u, v, 4);  // of the next output
-            if (pair >= 0 && column % 2 == 0) {
-                const float gate = v > p.limit ? p.limit : v;
-                const float up = other > p.limit ? p.limit : other < -p.limit ? -p.limit : other;
+        for (int i = 0; i < 2 * T; ++i) {
+            const float scale = scales[i % 2], bias = biases[i % 2], *sum = sums[i / 2] + i % 2 * 2;
+            const Pair pair({__fmaf_rn(sum[0], scale, bias), __fmaf_rn(sum[1], scale, bias)}, threadIdx.x % 32);
+            low[i] = pair.low, high[i] = pair.high;
+        }
+        if (p.gated) {
+#pragma unroll
+            for (int i = 0; i < 2 * T; ++i) {
+                const float gate = low[i] > p.limit ? p.limit : low[i];
+                const float up = high[i] > p.limit ? p.limit : high[i] < -p.limit ? -p.limit : high[i];
                 const float below = __fadd_rn(1.0f, exp2_(__fmul_rn(__fmul_rn(-p.slope, gate), 1.4426950408889634f)));
                 const float both = __fmul_rn(divided(gate, below), __fadd_rn(up, p.shift));
-                store(p.y, p.float32, (u64)pair * (columns / 2) + column / 2, both);
+                const u64 at = ((u64)pairs[i / 2] * columns + column) / 2 + i % 2 * 4;
+                if (pairs[i / 2] >= 0) store(p.y, p.float32, at, both);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < 2 * T; ++i) {
+                const u64 at = ((u64)pairs[i / 2] * columns + column) / 2 + i % 2 * 4;  // columns are even
+                if (pairs[i / 2] < 0) continue;
+                if (p.float32)
+                    ((float2*)p.y)[at] = make_float2(low[i], high[i]);
+                else
+                    ((u32*)p.y)[at] = pack(low[i], high[i]);
             }
         }
     }
@@ -241,36 +282,41 @@ __device__ __forceinline__ void multiply(Strip<T> (&strips)[N], u32 x, Next next
     }
 }
 
+// Where a thread reads in the first stage; of strips: the warp's first one.
+struct Places {
+    u32 codes, powers, rows;
+    __device__ __forceinline__ Places(u32 ring, int warp, int lane)
+        : codes(kept(ring + warp * STRIP_BYTES + lane * 8)),
+          powers(kept(ring + EXPONENTS_AT + warp * EXPONENT_BYTES + lane / 4 * 8)),
+          rows(kept(ring + ROWS_AT + lane % 8 * ROW_BYTES + lane / 8 * 16)) {}
+};
+
 // N strips of an item by a warp: strip `warp`, and CONSUMERS after it.
 template <int N, int T>
-__device__ __forceinline__ void multiply(const Params& p, const Item& work, Barriers& barriers, u32 ring, Ring& at,
-                                         int warp) {
-    const int lane = threadIdx.x % 32, first = (work.first + warp) * 16 + lane / 4;
+__device__ __forceinline__ void multiply(const Params& p, const Item& work, const int* rows_pairs, Barriers& barriers,
+                                         const Places& places, Ring& at, int warp) {
     Strip<T> strips[N];
-    int pairs[T][2];  // -1: there is no such row
+    int first, pairs[T];
 #pragma unroll
     for (int n = 0; n < N; ++n) strips[n].begin();
     // What the end needs: for the latency of few rows early, else late, since registers are few.
     const auto load_ends = [&] {
+        const int lane = thread() % 32;
+        first = (work.first + warp) * 16 + lane / 4;
 #pragma unroll
         for (int n = 0; n < N; ++n) strips[n].load_scales(p, work, first + n * (CONSUMERS * 16));
 #pragma unroll
-        for (int i = 0; i < 2 * T; ++i) {
-            const int row = i / 2 * 8 + lane % 4 * 2 + i % 2;
-            pairs[i / 2][i % 2] = row < work.rows ? p.order[work.start + row] : -1;
-        }
+        for (int i = 0; i < T; ++i) pairs[i] = rows_pairs[i * 8 + lane % 4 * 2 + lane / 4 % 2];
     };
     if (TILES == 1) load_ends();
     const auto load = [&] {
         wait(&barriers.full[at.stage], at.parity);
-        const u32 stage = ring + at.stage * STAGE_BYTES;
+        const u32 codes = places.codes + at.stage * STAGE_BYTES, powers = places.powers + at.stage * STAGE_BYTES;
 #pragma unroll
-        for (int n = 0; n < N; ++n) {
-            const int slot = warp + n * CONSUMERS;
-            strips[n].load(stage + slot * STRIP_BYTES, stage + EXPONENTS_AT + slot * EXPONENT_BYTES, lane);
-        }
+        for (int n = 0; n < N; ++n)
+            strips[n].load(codes + n * CONSUMERS * STRIP_BYTES, powers + n * CONSUMERS * EXPONENT_BYTES);
     };
-    const auto rows = [&] { return ring + at.stage * STAGE_BYTES + ROWS_AT + lane % 8 * ROW_BYTES + lane / 8 * 16; };
+    const auto rows = [&] { return places.rows + at.stage * STAGE_BYTES; };
     const auto done = [&] {
         release(true, &barriers.empty[at.stage]);
         at.next(STAGES);
@@ -288,42 +334,51 @@ __device__ __forceinline__ void multiply(const Params& p, const Item& work, Barr
 }
 
 template <int N>
-__device__ __forceinline__ void multiply(const Params& p, const Item& work, Barriers& barriers, u32 ring, Ring& at,
-                                         int warp) {
+__device__ __forceinline__ void multiply(const Params& p, const Item& work, const int* rows_pairs, Barriers& barriers,
+                                         const Places& places, Ring& at, int warp) {
     if (KINDS == 1 || work.rows <= 8 * FEW)
-        multiply<N, FEW>(p, work, barriers, ring, at, warp);
+        multiply<N, FEW>(p, work, rows_pairs, barriers, places, at, warp);
     else
-        multiply<N, TILES>(p, work, barriers, ring, at, warp);
+        multiply<N, TILES>(p, work, rows_pairs, barriers, places, at, warp);
 }
 
-__device__ __forceinline__ void consume(const Params& p, const int* tiles, Barriers& barriers, u32 ring, int warp) {
-    Ring at;
-    for (Work work(p, tiles); work.next();) {
-        if (warp >= work.count)
+__device__ __forceinline__ void consume(const Params& p, Shared& shared, u32 ring, int warp) {
+    const Places places(ring, warp, threadIdx.x % 32);
+    Ring at, item;
+    for (;; item.next(ITEMS)) {
+        wait(&shared.full[at.stage], at.parity);
+        const Item& work = shared.items[item.stage];
+        const int count = work.count;
+        if (count == 0) return;
+        if (warp >= count)
             for (int block = 0; block < BLOCKS; ++block, at.next(STAGES)) {
-                wait(&barriers.full[at.stage], at.parity);
-                release(true, &barriers.empty[at.stage]);
+                wait(&shared.full[at.stage], at.parity);
+                release(true, &shared.empty[at.stage]);
             }
-        else if (MOST == 1 || warp + CONSUMERS >= work.count)
-            multiply<1>(p, work, barriers, ring, at, warp);
+        else if (MOST == 1 || warp + CONSUMERS >= count)
+            multiply<1>(p, work, shared.pairs[item.stage], shared, places, at, warp);
         else
-            multiply<MOST>(p, work, barriers, ring, at, warp);
+            multiply<MOST>(p, work, shared.pairs[item.stage], shared, places, at, warp);
     }
 }
 
 // A warp, of which one lane copies.
-__device__ __forceinline__ void copy_weights(const Params& p, const int* tiles, Barriers& barriers,
-                                             unsigned char* ring) {
+__device__ __forceinline__ void copy_weights(const Params& p, const Plan& plan, Shared& shared, unsigned char* ring) {
     const u64 policy = evict_first(), strips = (u64)p.experts * p.strips;
     const bool leader = threadIdx.x % 32 == 0;
-    Ring at;
-    for (Work work(p, tiles); work.next();) {
+    Ring at, item;
+    for (Work work(p, plan);; item.next(ITEMS)) {
+        const bool more = work.next();
+        wait(&shared.empty[at.stage], at.parity ^ 1);
+        if (!more) work.count = 0;
+        if (leader) shared.items[item.stage] = work;
+        if (!more) break;
         const u64 first = (u64)work.expert * p.strips + work.first;
         for (int block = 0; block < BLOCKS; ++block, at.next(STAGES)) {
             const u64 from = block * strips + first;
             unsigned char* codes = ring + at.stage * STAGE_BYTES;
-            u64* full = &barriers.full[at.stage];
-            wait(&barriers.empty[at.stage], at.parity ^ 1);
+            u64* full = &shared.full[at.stage];
+            wait(&shared.empty[at.stage], at.parity ^ 1);
             mbarrier_expect_if(leader, full, work.count * (STRIP_BYTES + EXPONENT_BYTES));
             copy_to_shared_if(leader, codes, p.words + from * (STRIP_BYTES / 4), work.count * STRIP_BYTES, full,
                               policy);
@@ -331,47 +386,69 @@ __device__ __forceinline__ void copy_weights(const Params& p, const int* tiles, 
                               work.count * EXPONENT_BYTES, full, policy);
         }
     }
+    mbarrier_arrive_if(leader, &shared.full[at.stage]);
 }
 
 // A warp: 16 bytes of a row by each lane. What is behind the rows of a tile does not matter: a row's sums are its own.
-__device__ __forceinline__ void copy_rows(const Params& p, const int* tiles, Barriers& barriers, u32 ring) {
+__device__ __forceinline__ void copy_rows(const Params& p, const Plan& plan, Shared& shared, u32 ring) {
     const int lane = threadIdx.x % 32;
-    Ring at;
-    for (Work work(p, tiles); work.next();) {
-        const int own = lane < work.rows ? p.order[work.start + lane] / p.repeats : 0;
+    Ring at, item;
+    const auto wait_for_place = [&] { wait(&shared.empty[at.stage], at.parity ^ 1); };
+    for (Work work(p, plan); work.next(); item.next(ITEMS)) {
+        int* pairs = shared.pairs[item.stage];
+        wait_for_place();
+        if (lane >= work.rows && lane < ROWS) pairs[lane] = -1;
+        for (int from = 0, before = -work.start; before < work.rows && from < p.pairs; from += 32) {
+            const bool own = from + lane < p.pairs && plan.experts[from + lane] == work.expert;
+            const u32 all = __ballot_sync(~0u, own);
+            const int row = before + __popc(all & ((1u << lane) - 1));
+            if (own && row >= 0 && row < work.rows) pairs[row] = from + lane;
+            before += __popc(all);
+        }
+        __syncwarp();
+        const int own = lane < work.rows ? pairs[lane] / p.repeats : 0;
         for (int block = 0; block < BLOCKS; ++block, at.next(STAGES)) {
             const bool there = block < FULL || lane < REST * (WORDS / 8);
-            wait(&barriers.empty[at.stage], at.parity ^ 1);
+            wait_for_place();
             for (int row = 0; row < work.rows; ++row) {
                 const bf16* from = p.x + __shfl_sync(~0u, own, row) * p.x_stride + block * BLOCK + lane * 8;
                 copy16_if(there, ring + at.stage * STAGE_BYTES + ROWS_AT + row * ROW_BYTES + lane * 16, from);
             }
-            arrive_when_copied(&barriers.full[at.stage]);
+            arrive_when_copied(&shared.full[at.stage]);
+            mbarrier_arrive_if(lane == 0, &shared.full[at.stage]);  // `pairs` are written
         }
     }
+    wait_for_place();
+    arrive_when_copied(&shared.full[at.stage]);
+    mbarrier_arrive_if(lane == 0, &shared.full[at.stage]);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * (CONSUMERS + 2), 1) product(const __grid_constant__ Params p) {
-    Barriers& barriers = *reinterpret_cast<Barriers*>(memory);
-    int* tiles = reinterpret_cast<int*>(memory + TILES_AT);
+extern "C" __global__ void __launch_bounds__(THREADS, 1) product(const __grid_constant__ Params p) {
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    Plan& plan = *reinterpret_cast<Plan*>(memory + PLAN_AT);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    if (threadIdx.x == 0) prepare(barriers, STAGES, CONSUMERS, 1 + 32);
+    if (threadIdx.x == 0) prepare(shared, STAGES, CONSUMERS, 1 + 32 + 1);
+    for (int i = threadIdx.x; i < p.experts; i += THREADS) plan.counts[i] = 0;
+    __syncthreads();
     if (!p.settled) wait_for_earlier_kernels();
-    for (int i = threadIdx.x; i < p.num_tiles * p.halves; i += 32 * (CONSUMERS + 2)) {
-        const int* tile = p.tiles + i / p.halves * 3;
-        const int start = load4(tile + 1), end = load4(tile + 2), half = min(start + 8 * TILES, end);
-        tiles[3 * i] = load4(tile);
-        tiles[3 * i + 1] = i % p.halves ? half : start, tiles[3 * i + 2] = i % p.halves == p.halves - 1 ? end : half;
+    for (int i = threadIdx.x; i < p.pairs; i += THREADS) {
+        const int expert = load4(p.ids + i);
+        plan.experts[i] = expert;
+        atomicAdd(&plan.counts[expert], 1);
     }
     __syncthreads();
     let_later_kernels_begin();
+    if (warp >= CONSUMERS) {
+        if (warp == CONSUMERS) cut_into_tiles(p.experts, plan);
+        meet<64>();
+    }
     if (warp == CONSUMERS) {
-        copy_weights(p, tiles, barriers, memory + RING_AT);
+        copy_weights(p, plan, shared, memory + RING_AT);
         return;
     }
     wait_for_earlier_kernels();
     if (warp < CONSUMERS)
-        consume(p, tiles, barriers, shared_address(memory + RING_AT), warp);
+        consume(p, shared, shared_address(memory + RING_AT), warp);
     else
-        copy_rows(p, tiles, barriers, shared_address(memory + RING_AT));
+        copy_rows(p, plan, shared, shared_address(memory + RING_AT));
 }

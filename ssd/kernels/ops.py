@@ -125,6 +125,7 @@ class Routing:
     order: torch.Tensor  # int32 [rows * k]: the pairs, by expert
     starts: torch.Tensor  # int32 [experts + 1]: where those of each expert begin in `order`
     tiles: torch.Tensor | None = None  # int32 [tiles, 3], on a GPU: expert or -1, and its part of `order`
+    ordered: bool = True  # `order`, `starts` and `tiles` are there; else `experts.put_in_order` makes them
     settled: bool = False  # a product was launched that waits for it before it lets later kernels begin (`launching`)
 
     @property
@@ -261,7 +262,7 @@ class Ops(Protocol):
     def combine_and_norm(
         self, x: ExpertOutputs, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        """`rms_norm` of what `combine` makes of x."""
+        """`rms_norm` of what `combine` makes of x. The residual has not been written since the routing was made."""
 
     def rms_norm_and_round(
         self,

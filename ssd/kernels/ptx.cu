@@ -16,6 +16,12 @@ __device__ __forceinline__ int thread() {
     return t;
 }
 
+// A number that the compiler keeps in a register: it would rather compute it again.
+__device__ __forceinline__ u32 kept(u32 v) {
+    asm volatile("" : "+r"(v));
+    return v;
+}
+
 __device__ __forceinline__ u32 pack(float a, float b) {
     u32 d;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(b), "f"(a));
@@ -63,6 +69,22 @@ __device__ __forceinline__ u32 bytes(u32 a, u32 b) {
 __device__ __forceinline__ u32 masked(u32 a, u32 mask, u32 bits) {
     u32 d;
     asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(a), "r"(mask), "r"(bits));
+    return d;
+}
+// The lower (0) or the upper (1) number of a pair as both. (`mov`: products read it so, without an instruction.)
+template <int half>
+__device__ __forceinline__ u32 twice(u32 pair) {
+    u32 d;
+    if (half)
+        asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %1;\nmov.b32 %0, {b, b};\n}" : "=r"(d) : "r"(pair));
+    else
+        asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %1;\nmov.b32 %0, {a, a};\n}" : "=r"(d) : "r"(pair));
+    return d;
+}
+// a where `mask` has ones, else b.
+__device__ __forceinline__ u32 selected(u32 a, u32 b, u32 mask) {
+    u32 d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(d) : "r"(a), "r"(b), "r"(mask));
     return d;
 }
 // a / b, rounded as Triton does.

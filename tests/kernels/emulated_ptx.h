@@ -168,6 +168,7 @@ static float __int_as_float(int v) { return __uint_as_float(v); }
 #define __expf expf
 static float exp2_(float a) { return exp2f(a); }
 static float rsqrtf(float a) { return 1 / sqrtf(a); }
+static int __popc(u32 v) { return __builtin_popcount(v); }
 static int __clz(int v) { return v ? __builtin_clz(v) : 32; }
 static int max(int a, int b) { return a > b ? a : b; }
 static u32 max(u32 a, u32 b) { return a > b ? a : b; }
@@ -219,12 +220,18 @@ static u32 bytes(u32 a, u32 b) {
     return d;
 }
 static u32 masked(u32 a, u32 mask, u32 bits) { return (a & mask) | bits; }
+template <int half>
+static u32 twice(u32 pair) {
+    return half ? (pair & 0xffff0000u) | pair >> 16 : pair << 16 | (pair & 0xffff);
+}
+static u32 selected(u32 a, u32 b, u32 mask) { return (a & mask) | (b & ~mask); }
 static float divided(float a, float b) { return a / b; }
 static float __fmul_rn(float a, float b) { return a * b; }
 static float __fsub_rn(float a, float b) { return a - b; }
 static float __fadd_rn(float a, float b) { return a + b; }
 static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 
+static u32 kept(u32 v) { return v; }
 static int thread() { return threadIdx.x; }
 static u32 shared_address(const void* p) { return (const unsigned char*)p - memory; }
 static u32 shared4(u32 at) { return *(const u32*)(memory + at); }
