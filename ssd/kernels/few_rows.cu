@@ -232,20 +232,23 @@ __device__ __forceinline__ void write_wide(const Words& words, u32 to, int part,
     }
 }
 
-// A warp: the blocks of one strip that go to one slot. `to`: address of the slots. A slot is free when all blocks up to
-// the one before in it are multiplied: as there are at least as many stages as slots, the last phase of the stage's
-// barrier has then ended. (It tells two phases apart; copies do not end in order.)
+// A warp: the blocks of one strip that go to one slot. `to`: address of the slots. A barrier tells two phases apart, and
+// copies do not end in order: a stage is waited for when the block that was in it before is multiplied. All blocks up to
+// the one before in a slot are multiplied when the slot is free; with twice as many stages as slots, what was waited for
+// a block earlier is enough, and codes are loaded while the slot is still in use.
 __device__ __forceinline__ void widen(const Params& p, Barriers& barriers, Slots& slots, u32 ring, u32 to, int warp) {
     const int lane = threadIdx.x % 32, size = stage_bytes(p), strip = warp % p.share, own = warp / p.share;
+    const bool early = p.stages >= 2 * AHEAD;
     Ring at, slot;
     Words words;
     for (int first = blockIdx.x * p.share; first < p.strips; first += gridDim.x * p.share)
         for (int block = 0; block < p.blocks; ++block, at.next(p.stages), slot.next(AHEAD)) {
             if (slot.stage != own) continue;
-            wait(&slots.empty[own], slot.parity ^ 1);
+            if (!early) wait(&slots.empty[own], slot.parity ^ 1);
             wait(&barriers.full[at.stage], at.parity);
             __syncwarp();
             words.load(ring + at.stage * size + X_BYTES + strip * STRIP_BYTES, lane);
+            if (early) wait(&slots.empty[own], slot.parity ^ 1);
             write_wide<0>(words, to + own * p.share * WIDE_BYTES + strip * 2048, p.share * 2048, lane);
             wgmma_sees();
             release(true, &slots.full[own]);
