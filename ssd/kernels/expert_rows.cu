@@ -1,6 +1,5 @@
 // Rows times the MXFP4 weights of their experts (`packing.py`, in strips), for tiles of up to 8 TILES pairs of one
-// expert: bound by reading the weights of the experts that are hit. Each block of threads sorts all pairs by expert
-// itself: that takes less time than to wait for a kernel that does.
+// expert (`Routing.tiles`): bound by reading the weights of the experts that are hit.
 //
 // A block of threads takes some strips of 16 outputs of a tile at a time (`Work`), one or two for each of its consumer
 // warps. One producer warp copies their codes and exponents, for one block of the depth after the other, to a ring in
@@ -23,22 +22,9 @@ constexpr int STRIP_BYTES = 16 * WORDS * 4, EXPONENT_BYTES = 16 * PARTS;
 constexpr int ROW_BYTES = BLOCK * 2 + 16;  // of x, such that eight rows are in different banks
 constexpr int EXPONENTS_AT = SLOTS * STRIP_BYTES, ROWS_AT = EXPONENTS_AT + SLOTS * EXPONENT_BYTES;  // of a stage
 constexpr int STAGE_BYTES = ROWS_AT + TILES * 8 * ROW_BYTES;
-constexpr int ROWS = 8 * TILES, MAX_EXPERTS = 256, MAX_PAIRS = (TILES == 1 ? 8 : 32) * MAX_EXPERTS;
-constexpr int MAX_TILES = MAX_PAIRS / ROWS + MAX_EXPERTS;
-
-// What a block of threads finds out about the pairs of all experts, in shared memory.
-struct Tile {
-    unsigned char expert, rows;
-    unsigned short start;  // among the expert's pairs
-};
-struct Plan {
-    int used;                          // tiles
-    int counts[MAX_EXPERTS];           // pairs
-    Tile tiles[MAX_TILES];             // one expert's after the other's
-    unsigned char experts[MAX_PAIRS];  // of pairs
-};
-constexpr int STAGES = (226 * 1024 - (int)sizeof(Plan)) / STAGE_BYTES;
-constexpr int PLAN_AT = RING_AT + STAGES * STAGE_BYTES;
+constexpr int MAX_TILES = 448;
+constexpr int STAGES = (226 * 1024 - MAX_TILES * 12) / STAGE_BYTES;
+constexpr int TILES_AT = RING_AT + STAGES * STAGE_BYTES;
 constexpr int ITEMS = STAGES + 1;
 static_assert(DEPTH % 64 == 0 && FULL > 0 && STAGES >= 2 && STAGES <= MAX_STAGES, "there is a ring");
 
@@ -47,54 +33,31 @@ struct Params {
     const float* scales;  // of outputs
     const bf16 *bias, *x;
     void* y;
-    const int* ids;  // experts of pairs
+    const int *order, *tiles;
     long long x_stride;
-    int pairs, repeats, experts, strips;  // repeats: pairs of a row of x; strips: of one expert
-    int gated, float32;                   // whether outputs alternate gate and up; whether y is float32
-    int settled;                          // whether `ids` were there before the last kernel let this one begin
+    int num_tiles, halves;         // halves: 2 if tiles have up to twice as many rows, which are cut in two
+    int repeats, experts, strips;  // repeats: pairs of a row of x; strips: of one expert
+    int gated, float32;                       // whether outputs alternate gate and up; whether y is float32
+    int settled;                              // whether `tiles` were there before the last kernel let this one begin
     float slope, limit, shift;
 };
 
-constexpr int THREADS = 32 * (CONSUMERS + 2);
-extern "C" __constant__ const u32 threads = THREADS;  // for the host
-extern "C" __constant__ const u32 shared_bytes = PLAN_AT + sizeof(Plan);
+extern "C" __constant__ const u32 threads = 32 * (CONSUMERS + 2);  // for the host
+extern "C" __constant__ const u32 shared_bytes = TILES_AT + MAX_TILES * 12;
 
-// A block of threads takes some strips of a tile at a time, an item. Producers hand items to consumers with their first
-// blocks: with ITEMS places, one is written again when all consumers are behind its item.
+// A block of threads takes some strips of a tile at a time, an item. The producer of weights hands items to consumers
+// with their first blocks: with ITEMS places, one is written again when all consumers are behind its item.
 struct Item {
-    int expert, rows, start;  // of its tile
+    int expert, start, rows;  // of its tile
     int first, count;         // strips; none: there are no more items
 };
 struct Shared : Barriers {
     Item items[ITEMS];
-    int pairs[ITEMS][ROWS];  // -1: there is no such row
 };
 static_assert(sizeof(Shared) <= RING_AT, "the ring is behind them");
 __device__ __forceinline__ int summed(int v) {
     for (int distance = 16; distance; distance /= 2) v += __shfl_xor_sync(~0u, v, distance);
     return v;
-}
-// Of the lanes up to this one.
-__device__ __forceinline__ int running_sum(int v) {
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const int other = __shfl_up_sync(~0u, v, distance);
-        v += (int)threadIdx.x % 32 < distance ? 0 : other;
-    }
-    return v;
-}
-// By one warp: tiles, when pairs have been counted.
-__device__ __forceinline__ void cut_into_tiles(int experts, Plan& plan) {
-    int used = 0;
-    for (int from = 0; from < experts; from += 32) {
-        const int expert = from + threadIdx.x % 32, count = expert < experts ? plan.counts[expert] : 0;
-        const int own = (count + ROWS - 1) / ROWS, sum = running_sum(own);
-        for (int i = 0; i < own; ++i) {
-            const int start = i * ROWS, rows = min(count - start, ROWS);
-            plan.tiles[used + sum - own + i] = {(unsigned char)expert, (unsigned char)rows, (unsigned short)start};
-        }
-        used += __shfl_sync(~0u, sum, 31);
-    }
-    if (threadIdx.x % 32 == 0) plan.used = used;
 }
 #if TILES == 1
 // Tiles are cut into items of some strips, and blocks of threads take equally many that follow each other.
@@ -102,11 +65,14 @@ __device__ __forceinline__ void cut_into_tiles(int experts, Plan& plan) {
 // first.
 constexpr int START = 5;
 struct Work : Item {
-    const Tile* tiles;
+    const int* tiles;
     int strips, of_tile;   // items of a tile
     int tile, item, left;  // the next item, and how many of them this block of threads has left
-    __device__ __forceinline__ Work(const Params& p, const Plan& plan) : tiles(plan.tiles), strips(p.strips) {
-        const int lane = threadIdx.x % 32, grid = gridDim.x, used = plan.used;
+    __device__ __forceinline__ Work(const Params& p, const int* tiles) : tiles(tiles), strips(p.strips) {
+        const int lane = threadIdx.x % 32, grid = gridDim.x;
+        int used = 0;  // tiles
+        for (int i = lane; i < p.num_tiles * p.halves; i += 32) used += tiles[3 * i] >= 0;
+        used = summed(used);
         const int share = min(lane, SLOTS - 1) + 1, turns = (used * cut(share) + grid - 1) / grid;
         int best = turns * (share + START) * 32 + lane;
         for (int distance = 16; distance; distance /= 2) best = min(best, __shfl_xor_sync(~0u, best, distance));
@@ -118,7 +84,7 @@ struct Work : Item {
     __device__ __forceinline__ int cut(int share) const { return (strips + share - 1) / share; }
     __device__ __forceinline__ bool next() {
         if (left-- == 0) return false;
-        expert = tiles[tile].expert, rows = tiles[tile].rows, start = tiles[tile].start;
+        expert = tiles[3 * tile], start = tiles[3 * tile + 1], rows = tiles[3 * tile + 2] - start;
         first = strips * item / of_tile, count = strips * (item + 1) / of_tile - first;
         if (++item == of_tile) item = 0, ++tile;
         return true;
@@ -130,34 +96,41 @@ constexpr int COST = TILES == 2 ? 3 : 2;  // of a unit of a tile with few rows; 
 // Each block of threads takes a range of units: 4 strips, one for each scheduler of warps. All ranges cost the same,
 // and a unit of a tile with many rows costs more than one with few. A range is cut at tiles, and then into items.
 struct Work : Item {
-    const Tile* tiles;
+    const int* tiles;
     int strips, units;       // of a tile
     int begin, end;          // of the range; in costs of all tiles' units, one after the other
     int tile, before, cost;  // the current tile, cost of those before it, of a unit of it
     int unit, last;          // of the current tile: the next one, behind the last one
-    __device__ __forceinline__ Work(const Params& p, const Plan& plan) : tiles(plan.tiles), strips(p.strips) {
-        const int lane = threadIdx.x % 32, grid = gridDim.x, used = plan.used;
-        int all = 0;  // cost
-        for (int i = lane; i < used; i += 32) all += cost_of(i);
-        units = (strips + 3) / 4, all = units * summed(all);
+    __device__ __forceinline__ Work(const Params& p, const int* tiles) : tiles(tiles), strips(p.strips) {
+        const int lane = threadIdx.x % 32, grid = gridDim.x;
+        int used = 0, all = 0;  // tiles, cost of them
+        for (int i = lane; i < p.num_tiles * p.halves && tiles[3 * i] >= 0; i += 32) ++used, all += cost_of(i);
+        used = summed(used), units = (strips + 3) / 4, all = units * summed(all);
         begin = (int)((long long)all * blockIdx.x / grid), end = (int)((long long)all * (blockIdx.x + 1) / grid);
         tile = before = 0;
         for (int i = lane;; i += 32) {  // finds the tile where the range begins, 32 at a time
-            const int sum = running_sum(i < used ? units * cost_of(i) : 0);
+            int sum = i < used ? units * cost_of(i) : 0;
+            for (int distance = 1; distance < 32; distance *= 2) {
+                const int other = __shfl_sync(~0u, sum, max(lane - distance, 0));
+                sum += lane < distance ? 0 : other;
+            }
             const int passed = 32 - __clz(__ballot_sync(~0u, sum <= begin - before));  // tiles
             before += passed ? __shfl_sync(~0u, sum, passed - 1) : 0, tile += passed;
             if (passed < 32 || tile >= used) break;
         }
         enter();
     }
-    __device__ __forceinline__ int cost_of(int tile) const { return tiles[tile].rows <= 8 * FEW ? COST : COST + 1; }
+    __device__ __forceinline__ int cost_of(int tile) const {
+        const int rows = tiles[3 * tile + 2] - tiles[3 * tile + 1];
+        return rows == 0 ? 0 : rows <= 8 * FEW ? COST : COST + 1;
+    }
     __device__ __forceinline__ void enter() {
         cost = cost_of(tile), unit = up_to(begin), last = up_to(end);
-        expert = tiles[tile].expert, rows = tiles[tile].rows, start = tiles[tile].start;
+        expert = tiles[3 * tile], start = tiles[3 * tile + 1], rows = tiles[3 * tile + 2] - start;
     }
     // Units of the current tile that begin before a place in the range of all.
     __device__ __forceinline__ int up_to(int place) const {
-        return min(max((place - before + cost - 1) / cost, 0), units);
+        return cost ? min(max((place - before + cost - 1) / cost, 0), units) : 0;
     }
     __device__ __forceinline__ bool next() {
         for (; unit == last; enter()) {
@@ -293,8 +266,8 @@ struct Places {
 
 // N strips of an item by a warp: strip `warp`, and CONSUMERS after it.
 template <int N, int T>
-__device__ __forceinline__ void multiply(const Params& p, const Item& work, const int* rows_pairs, Barriers& barriers,
-                                         const Places& places, Ring& at, int warp) {
+__device__ __forceinline__ void multiply(const Params& p, const Item& work, Barriers& barriers, const Places& places,
+                                         Ring& at, int warp) {
     Strip<T> strips[N];
     int first, pairs[T];
 #pragma unroll
@@ -306,7 +279,10 @@ __device__ __forceinline__ void multiply(const Params& p, const Item& work, cons
 #pragma unroll
         for (int n = 0; n < N; ++n) strips[n].load_scales(p, work, first + n * (CONSUMERS * 16));
 #pragma unroll
-        for (int i = 0; i < T; ++i) pairs[i] = rows_pairs[i * 8 + lane % 4 * 2 + lane / 4 % 2];
+        for (int i = 0; i < T; ++i) {
+            const int row = i * 8 + lane % 4 * 2 + lane / 4 % 2;
+            pairs[i] = row < work.rows ? p.order[work.start + row] : -1;
+        }
     };
     if (TILES == 1) load_ends();
     const auto load = [&] {
@@ -334,12 +310,12 @@ __device__ __forceinline__ void multiply(const Params& p, const Item& work, cons
 }
 
 template <int N>
-__device__ __forceinline__ void multiply(const Params& p, const Item& work, const int* rows_pairs, Barriers& barriers,
-                                         const Places& places, Ring& at, int warp) {
+__device__ __forceinline__ void multiply(const Params& p, const Item& work, Barriers& barriers, const Places& places,
+                                         Ring& at, int warp) {
     if (KINDS == 1 || work.rows <= 8 * FEW)
-        multiply<N, FEW>(p, work, rows_pairs, barriers, places, at, warp);
+        multiply<N, FEW>(p, work, barriers, places, at, warp);
     else
-        multiply<N, TILES>(p, work, rows_pairs, barriers, places, at, warp);
+        multiply<N, TILES>(p, work, barriers, places, at, warp);
 }
 
 __device__ __forceinline__ void consume(const Params& p, Shared& shared, u32 ring, int warp) {
@@ -356,18 +332,18 @@ __device__ __forceinline__ void consume(const Params& p, Shared& shared, u32 rin
                 release(true, &shared.empty[at.stage]);
             }
         else if (MOST == 1 || warp + CONSUMERS >= count)
-            multiply<1>(p, work, shared.pairs[item.stage], shared, places, at, warp);
+            multiply<1>(p, work, shared, places, at, warp);
         else
-            multiply<MOST>(p, work, shared.pairs[item.stage], shared, places, at, warp);
+            multiply<MOST>(p, work, shared, places, at, warp);
     }
 }
 
 // A warp, of which one lane copies.
-__device__ __forceinline__ void copy_weights(const Params& p, const Plan& plan, Shared& shared, unsigned char* ring) {
+__device__ __forceinline__ void copy_weights(const Params& p, const int* tiles, Shared& shared, unsigned char* ring) {
     const u64 policy = evict_first(), strips = (u64)p.experts * p.strips;
     const bool leader = threadIdx.x % 32 == 0;
     Ring at, item;
-    for (Work work(p, plan);; item.next(ITEMS)) {
+    for (Work work(p, tiles);; item.next(ITEMS)) {
         const bool more = work.next();
         wait(&shared.empty[at.stage], at.parity ^ 1);
         if (!more) work.count = 0;
@@ -390,65 +366,46 @@ __device__ __forceinline__ void copy_weights(const Params& p, const Plan& plan, 
 }
 
 // A warp: 16 bytes of a row by each lane. What is behind the rows of a tile does not matter: a row's sums are its own.
-__device__ __forceinline__ void copy_rows(const Params& p, const Plan& plan, Shared& shared, u32 ring) {
+__device__ __forceinline__ void copy_rows(const Params& p, const int* tiles, Shared& shared, u32 ring) {
     const int lane = threadIdx.x % 32;
-    Ring at, item;
-    const auto wait_for_place = [&] { wait(&shared.empty[at.stage], at.parity ^ 1); };
-    for (Work work(p, plan); work.next(); item.next(ITEMS)) {
-        int* pairs = shared.pairs[item.stage];
-        wait_for_place();
-        if (lane >= work.rows && lane < ROWS) pairs[lane] = -1;
-        for (int from = 0, before = -work.start; before < work.rows && from < p.pairs; from += 32) {
-            const bool own = from + lane < p.pairs && plan.experts[from + lane] == work.expert;
-            const u32 all = __ballot_sync(~0u, own);
-            const int row = before + __popc(all & ((1u << lane) - 1));
-            if (own && row >= 0 && row < work.rows) pairs[row] = from + lane;
-            before += __popc(all);
-        }
-        __syncwarp();
-        const int own = lane < work.rows ? pairs[lane] / p.repeats : 0;
+    Ring at;
+    for (Work work(p, tiles); work.next();) {
+        const int own = lane < work.rows ? p.order[work.start + lane] / p.repeats : 0;
         for (int block = 0; block < BLOCKS; ++block, at.next(STAGES)) {
             const bool there = block < FULL || lane < REST * (WORDS / 8);
-            wait_for_place();
+            wait(&shared.empty[at.stage], at.parity ^ 1);
             for (int row = 0; row < work.rows; ++row) {
                 const bf16* from = p.x + __shfl_sync(~0u, own, row) * p.x_stride + block * BLOCK + lane * 8;
                 copy16_if(there, ring + at.stage * STAGE_BYTES + ROWS_AT + row * ROW_BYTES + lane * 16, from);
             }
             arrive_when_copied(&shared.full[at.stage]);
-            mbarrier_arrive_if(lane == 0, &shared.full[at.stage]);  // `pairs` are written
         }
     }
-    wait_for_place();
-    arrive_when_copied(&shared.full[at.stage]);
-    mbarrier_arrive_if(lane == 0, &shared.full[at.stage]);
+    wait(&shared.empty[at.stage], at.parity ^ 1);
+    mbarrier_arrive(&shared.full[at.stage]);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) product(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(32 * (CONSUMERS + 2), 1) product(const __grid_constant__ Params p) {
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    Plan& plan = *reinterpret_cast<Plan*>(memory + PLAN_AT);
+    int* tiles = reinterpret_cast<int*>(memory + TILES_AT);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    if (threadIdx.x == 0) prepare(shared, STAGES, CONSUMERS, 1 + 32 + 1);
-    for (int i = threadIdx.x; i < p.experts; i += THREADS) plan.counts[i] = 0;
-    __syncthreads();
+    if (threadIdx.x == 0) prepare(shared, STAGES, CONSUMERS, 1 + 32);
     if (!p.settled) wait_for_earlier_kernels();
-    for (int i = threadIdx.x; i < p.pairs; i += THREADS) {
-        const int expert = load4(p.ids + i);
-        plan.experts[i] = expert;
-        atomicAdd(&plan.counts[expert], 1);
+    for (int i = threadIdx.x; i < p.num_tiles * p.halves; i += 32 * (CONSUMERS + 2)) {
+        const int* tile = p.tiles + i / p.halves * 3;
+        const int start = load4(tile + 1), end = load4(tile + 2), half = min(start + 8 * TILES, end);
+        tiles[3 * i] = load4(tile);
+        tiles[3 * i + 1] = i % p.halves ? half : start, tiles[3 * i + 2] = i % p.halves == p.halves - 1 ? end : half;
     }
     __syncthreads();
     let_later_kernels_begin();
-    if (warp >= CONSUMERS) {
-        if (warp == CONSUMERS) cut_into_tiles(p.experts, plan);
-        meet<64>();
-    }
     if (warp == CONSUMERS) {
-        copy_weights(p, plan, shared, memory + RING_AT);
+        copy_weights(p, tiles, shared, memory + RING_AT);
         return;
     }
     wait_for_earlier_kernels();
     if (warp < CONSUMERS)
         consume(p, shared, shared_address(memory + RING_AT), warp);
     else
-        copy_rows(p, plan, shared, shared_address(memory + RING_AT));
+        copy_rows(p, tiles, shared, shared_address(memory + RING_AT));
 }

@@ -23,8 +23,8 @@ from ssd.kernels.quantized import Codes
 
 SOURCE: Final = Path(__file__).with_name("expert_rows.cu")
 _TILES: Final = (1, 2, 4)  # of 8 rows, each number a kernel of its own
-_MOST_ROWS: Final = 8 * _TILES[-1]  # of an expert, on average
-_MOST_EXPERTS: Final = 256
+_MOST_ROWS: Final = 8 * _TILES[-1]  # of a tile; one with up to twice as many is cut in two
+_MAX_TILES: Final = 448  # of pairs
 _P = ctypes.c_void_p
 
 
@@ -32,9 +32,9 @@ class Params(ctypes.Structure):
     """`Params` of the source."""
 
     _fields_ = [
-        *((name, _P) for name in ("words", "exponents", "scales", "bias", "x", "y", "ids")),
+        *((name, _P) for name in ("words", "exponents", "scales", "bias", "x", "y", "order", "tiles")),
         ("x_stride", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("pairs", "repeats", "experts", "strips")),
+        *((name, ctypes.c_int) for name in ("num_tiles", "halves", "repeats", "experts", "strips")),
         *((name, ctypes.c_int) for name in ("gated", "float32", "settled")),
         *((name, ctypes.c_float) for name in ("slope", "limit", "shift")),
     ]
@@ -51,13 +51,16 @@ def takes(
     weight: PackedCodes,
     routing: Routing,
     bias: torch.Tensor | None,
+    rows: int,
     row_scales: torch.Tensor | None,
 ) -> bool:
-    """Whether `linear` is for this product. (It is slower than Triton's kernel where experts have more than _MOST_ROWS
-    on average.)"""
-    if not x.is_cuda or x.dtype is not torch.bfloat16 or row_scales is not None:
+    """Whether `linear` is for this product with tiles of so many rows. (It is slower than Triton's kernel where experts
+    have more than _MOST_ROWS on average.)"""
+    if not x.is_cuda or x.dtype is not torch.bfloat16 or row_scales is not None or rows > 2 * _MOST_ROWS:
         return False
-    if routing.experts.numel() > _MOST_ROWS * routing.num_experts or routing.num_experts > _MOST_EXPERTS:
+    if routing.tiles is None or len(routing.tiles) * halves(rows) > _MAX_TILES:
+        return False
+    if len(routing.order) > _MOST_ROWS * routing.num_experts:
         return False
     aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     same = bias is None or bias.dtype is x.dtype
@@ -75,22 +78,30 @@ def _kernels(device: torch.device, depth: int) -> dict[int, tuple[Kernel, int, i
     return dict(zip(_TILES, sizes, strict=False))
 
 
+def halves(rows: int) -> int:
+    """Tiles that one of so many rows is cut into."""
+    return 2 if rows > _MOST_ROWS else 1
+
+
 def params_of(
     x: torch.Tensor,
     weight: PackedCodes,
     routing: Routing,
     bias: torch.Tensor | None,
+    rows: int,
     glu: GLU | None,
     y: torch.Tensor,
 ) -> Params:
+    assert routing.tiles is not None
     pointers = {
         **{"words": weight.words, "exponents": weight.exponents, "scales": weight.scales, "bias": bias},
-        **{"x": x, "y": y, "ids": routing.experts},
+        **{"x": x, "y": y, "order": routing.order, "tiles": routing.tiles},
     }
-    gate, experts, pairs = glu or SWIGLU, routing.num_experts, routing.experts.numel()
+    gate, experts = glu or SWIGLU, routing.num_experts
     return Params(
         **{name: None if tensor is None else tensor.data_ptr() for name, tensor in pointers.items()},
-        **{"x_stride": x.stride(0), "pairs": pairs, "repeats": pairs // len(x)},
+        **{"x_stride": x.stride(0), "num_tiles": len(routing.tiles), "halves": halves(rows)},
+        **{"repeats": len(routing.order) // len(x)},
         **{"experts": experts, "strips": weight.columns // (experts * STRIP)},
         **{"gated": glu is not None, "float32": y.dtype is torch.float32, "settled": routing.settled},
         **{"slope": gate.slope, "limit": gate.limit, "shift": gate.shift},
@@ -107,12 +118,12 @@ def linear(
     glu: GLU | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """See `experts.expert_linear`, with tiles of up to `rows` rows where kernels have so many; `takes` is true."""
+    """See `experts.expert_linear`; `takes` is true."""
     columns = weight.columns // routing.num_experts
-    y = x.new_empty((routing.experts.numel(), columns if glu is None else columns // 2), dtype=out_dtype)
+    y = x.new_empty((len(routing.order), columns if glu is None else columns // 2), dtype=out_dtype)
     if not compiling():
-        tiles = next((each for each in _TILES if 8 * each >= rows), _TILES[-1])
+        tiles = next(each for each in _TILES if 8 * each * halves(rows) >= rows)
         kernel, threads, shared = _kernels(x.device, weight.depth)[tiles]
         blocks = current_processors(x.device)
-        kernel.launch(blocks, threads, shared, "early", params_of(x, weight, routing, bias, glu, y))
+        kernel.launch(blocks, threads, shared, "early", params_of(x, weight, routing, bias, rows, glu, y))
     return y

@@ -1,7 +1,7 @@
 """Kernels of a mixture of experts in Triton: routing, grouped products, weighted sums.
 
 A grouped product is that of `linear` or `quantized_linear` with the rows of one expert in each tile: pairs (see
-`Routing`) are sorted by expert on the device, and cut into tiles (`Routing.tiles`). (`expert_rows` sorts them itself.)
+`Routing`) are sorted by expert on the device, and cut into tiles (`Routing.tiles`).
 Grids depend on the number of rows only, so that everything runs in CUDA graphs. Sums over the depth are taken in the
 order of those kernels, whatever the tile shape, and pairs are independent: a row's bits are its own.
 
@@ -218,8 +218,7 @@ def _order_kernel(
 
 
 def route(logits: torch.Tensor, count: int, *, chosen: bool) -> Routing:
-    """See `Ops.route`. Logits are those of `router`, or [rows, experts]. More than a few rows are not ordered yet:
-    `expert_rows` does without.
+    """See `Ops.route`. Logits are those of `router`, or [rows, experts].
 
     The last kernel lets the experts' product begin after its own wait: multiprocessors are free then. Before, some are
     still busy with the product before the norm, and the many programs that wait would fill up the few others."""
@@ -242,24 +241,15 @@ def route(logits: torch.Tensor, count: int, *, chosen: bool) -> Routing:
         _route_few_kernel[(1,)](logits, ids, weights, order, starts, tiles, *sizes, **few, **options)
         return Routing(ids, weights, order, starts, tiles)
     _route_kernel[(rows,)](logits, ids, weights, rows, experts, CHOSEN=chosen, num_warps=1, **options)
-    return Routing(ids, weights, order, starts, tiles, ordered=False)
-
-
-def put_in_order(routing: Routing) -> None:
-    """Sorts pairs by expert, if that has not been done yet."""
-    if routing.ordered:
-        return
-    assert routing.tiles is not None
-    (rows, count), experts, tiles = routing.experts.shape, routing.num_experts, len(routing.tiles)
     _order_kernel[(experts,)](
-        *(routing.experts, routing.order, routing.starts, routing.tiles, rows * count, tiles),
+        *(ids, order, starts, tiles, rows * count, len(tiles)),
         BLOCK=min(_PAIRS, max(128, triton.next_power_of_2(rows * count))),
         BLOCK_E=max(16, triton.next_power_of_2(experts)),
-        BLOCK_M=tile_rows(rows, count, experts),
+        BLOCK_M=block,
         num_warps=4,
-        **early_launch(routing.experts.device),
+        **early_launch(logits.device),
     )
-    routing.ordered, routing.settled = True, False
+    return Routing(ids, weights, order, starts, tiles)
 
 
 def tile_rows(rows: int, count: int, experts: int) -> int:
@@ -360,11 +350,10 @@ def expert_linear(
         raise AssertionError("route() of the same kernels comes before expert_linear()")
     experts, pairs, depth = routing.num_experts, len(routing.order), x.shape[1]
     rows = tile_rows(len(routing.weights), pairs // len(routing.weights), experts)
-    if isinstance(weight, PackedCodes) and expert_rows.takes(x, weight, routing, bias, row_scales):
+    if isinstance(weight, PackedCodes) and expert_rows.takes(x, weight, routing, bias, rows, row_scales):
         y = expert_rows.linear(x, weight, routing, bias, rows, glu=glu, out_dtype=out_dtype or x.dtype)
         routing.settled = True
         return y
-    put_in_order(routing)
     tile: linear.Tile | quantized_linear.Tile
     codes: tuple[torch.Tensor | None, ...]
     if isinstance(weight, PackedCodes):

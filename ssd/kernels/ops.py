@@ -125,7 +125,6 @@ class Routing:
     order: torch.Tensor  # int32 [rows * k]: the pairs, by expert
     starts: torch.Tensor  # int32 [experts + 1]: where those of each expert begin in `order`
     tiles: torch.Tensor | None = None  # int32 [tiles, 3], on a GPU: expert or -1, and its part of `order`
-    ordered: bool = True  # `order`, `starts` and `tiles` are there; else `experts.put_in_order` makes them
     settled: bool = False  # a product was launched that waits for it before it lets later kernels begin (`launching`)
 
     @property

@@ -168,7 +168,6 @@ static float __int_as_float(int v) { return __uint_as_float(v); }
 #define __expf expf
 static float exp2_(float a) { return exp2f(a); }
 static float rsqrtf(float a) { return 1 / sqrtf(a); }
-static int __popc(u32 v) { return __builtin_popcount(v); }
 static int __clz(int v) { return v ? __builtin_clz(v) : 32; }
 static int max(int a, int b) { return a > b ? a : b; }
 static u32 max(u32 a, u32 b) { return a > b ? a : b; }

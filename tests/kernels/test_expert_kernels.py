@@ -10,7 +10,6 @@ from conftest import mostly_slow
 from stored_codes import some_codes
 from test_quantized import CUDA, close, make_ops
 
-from ssd.kernels.experts import put_in_order
 from ssd.kernels.ops import GLU, SWIGLU, ExpertOutputs, Ops
 from ssd.kernels.packing import FP4_PLACES, pack, packed_rows, paired
 from ssd.kernels.quantized import Codes, CodeType, dequantize
@@ -35,7 +34,6 @@ def test_routing(kind: str, chosen: bool) -> None:
     logits[3], logits[3, ::2] = 0.0, -0.0  # all equal: the first ones
     logits[4, [7, 2, 9]] = 5.0
     routing = ops.route(logits, 3, chosen=chosen)
-    put_in_order(routing)
     assert routing.experts[3].tolist() == [0, 1, 2]
     assert routing.experts[4].tolist() == [2, 7, 9]
     values, ids = logits.topk(3)
@@ -78,7 +76,6 @@ def test_routing_of_few_rows_on_a_gpu(count: int, experts: int) -> None:
         logits = torch.randn(rows, experts, device=device)
         logits[rows // 2] = logits[0]
         found, expected = (each.route(logits, count, chosen=True) for each in (ops, ReferenceOps()))
-        put_in_order(found)
         assert torch.equal(found.experts, expected.experts)
         torch.testing.assert_close(found.weights, expected.weights)
         assert torch.equal(found.order, expected.order)
