@@ -1693,6 +1693,7 @@ struct linear_args {
     int form;            /* of a quantised weight, else 0 */
     const void *scales; /* [panels][groups][NR], with offsets [panels][groups][2][NR]; fp32 or fp16 */
     struct groups groups;
+    long numbers, numbers_bytes; /* scales of an output, and bytes of those of a panel (offsets included) */
     int digits, coarse;  /* of packed rows; 0: they are fp32 (bf16 for AMX) */
     int unpack;          /* panels are unpacked for several row tiles */
     int amx;             /* whether tile registers are used */
@@ -1803,7 +1804,7 @@ static struct panel unpacked(const struct linear_args *a, struct panel given, fl
     if (!a->coarse || g->stored == SINGLES) return given;
     vf numbers[4], units[8];
     long kinds = g->offsets ? 2 : 1;
-    for (long n = 0; n < ceil_div(g->count, g->shared); n++) {
+    for (long n = 0; n < a->numbers; n++) {
         load_numbers(numbers, units, given.scales, n, g->per, g, g->stored);
         for (long i = 0; i < 2 * kinds; i++) vstore(memory + n * kinds * NR + i * VL, numbers[i]);
     }
@@ -1825,8 +1826,7 @@ static code_tile_fn *code_tile_of(const struct linear_args *a, long mr, int stor
 static void codes_block(const struct linear_args *a, long t0, long t1, long panel0, long panels) {
     float buf[ROWS_MAX * GROUP * NR] __attribute__((aligned(64)));
     long span = a->gated ? 2 : 1, first = panel0 * span, bytes = a->kq * NR * (is_4_bits(a->form) ? 2 : 4);
-    long count = ceil_div(a->groups.count, a->groups.shared), scales = numbers_bytes(count, &a->groups);
-    long room = (a->kq + 2 * count) * NR;
+    long room = (a->kq + 2 * a->numbers) * NR;
     float *memory = a->unpack ? scratch(PANELS, (size_t)(panels * span * room)) : 0;
     struct panel found[GROUP];
 #ifdef AMX
@@ -1836,11 +1836,13 @@ static void codes_block(const struct linear_args *a, long t0, long t1, long pane
         long row = tile_row(a, t), mr = tile_row(a, t + 1) - row;
         struct groups g = groups_from(a, row);
         if (a->coarse && a->unpack) g.stored = SINGLES;
-        if (mr > 1) fetch(packed_tile(a, t), min_l(mr * a->row_size, 8 << 10)); /* other threads have packed it */
+        const void *x = packed_tile(a, t);
+        code_tile_fn *tile = a->amx ? 0 : code_tile_of(a, mr, g.stored);
+        if (mr > 1) fetch(x, min_l(mr * a->row_size, 8 << 10)); /* other threads have packed it */
         for (long p = 0; p < panels * span; p++) {
-            struct panel own = {a->w + (first + p) * bytes, (const char *)a->scales + (first + p) * scales};
+            struct panel own = {a->w + (first + p) * bytes, (const char *)a->scales + (first + p) * a->numbers_bytes};
             if (t == t0) found[p] = a->unpack ? unpacked(a, own, memory + p * room) : own;
-            const void *x = packed_tile(a, t), *s = found[p].scales;
+            const void *s = found[p].scales;
             const char *w = found[p].w;
             float *out = buf + p * NR;
 #ifdef AMX
@@ -1856,7 +1858,7 @@ static void codes_block(const struct linear_args *a, long t0, long t1, long pane
                 continue;
             }
 #endif
-            code_tile_of(a, mr, g.stored)(x, w, s, a->kq, &g, out);
+            tile(x, w, s, a->kq, &g, out);
         }
         finish_tile(a, buf, row, mr, panel0, panels);
     }
@@ -1942,6 +1944,7 @@ static void plan_codes(struct linear_args *a, long scaled, int flags, const floa
     a->run = codes_block;
     a->kq = ceil_div(a->k, 4);
     a->row_size = a->kq * 16;
+    a->numbers = g->count, a->numbers_bytes = numbers_bytes(g->count, g);
     if (a->form == FP8) return;
     long group = min_l(ceil_div(scaled, 16) * 16, DOT_MOST);
     g->gq = group / 4;
