@@ -25,6 +25,7 @@ _MAX_STAGES: Final = 12
 _AHEAD: Final = 4  # blocks of the depth that are widened ahead, by warps of their own
 _AHEAD_TILES: Final = (1, 2)  # of rows, for which there is such a kernel
 _AHEAD_SHARE: Final = 3  # strips of a multiprocessor up to which it is the faster one
+_AHEAD_DEPTH: Final = 4096  # of shorter rows: one strip
 SHARED: Final = 227 << 10  # bytes of shared memory that a block of threads can have
 RING_AT: Final = 1024  # bytes
 _FORMATS: Final = {"fp8": 0, "int8": 1, "int4": 2}
@@ -103,7 +104,8 @@ def stage_bytes(weight: PackedCodes, share: int, tiles: int) -> int:
 def ahead_of(weight: PackedCodes, tiles: int, processors: int) -> int:
     """Blocks of the depth that are widened ahead. A narrow weight has one or the other kernel by the number of rows:
     their bits are equal."""
-    narrow = not _group(weight) and weight.words.shape[1] <= _AHEAD_SHARE * processors
+    most = _AHEAD_SHARE if weight.depth >= _AHEAD_DEPTH else 1
+    narrow = not _group(weight) and weight.words.shape[1] <= most * processors
     return _AHEAD if narrow and tiles in _AHEAD_TILES else 0
 
 

@@ -98,8 +98,13 @@ def test_blocks_that_are_widened_ahead(
     assert torch.equal(alone, expected[-1:])
 
 
-@pytest.mark.parametrize("depth", [1024, 1152])
-@pytest.mark.parametrize(("columns", "ahead"), [(16, 4), (2048, 4), (6336, 4), (6352, 0), (8192, 0), (19008, 0)])
+@pytest.mark.parametrize(
+    ("columns", "depth", "ahead"),
+    [
+        *((16, 1024, 4), (2048, 1152, 4), (2112, 2048, 4), (2128, 2048, 0), (5120, 2048, 0)),
+        *((4096, 4096, 4), (6336, 4096, 4), (6352, 4096, 0), (19008, 1024, 0)),
+    ],
+)
 def test_narrow_weights_are_widened_ahead(columns: int, depth: int, ahead: int) -> None:
     """By their shape. A stage for each slot, at least: `widen` of the source needs that."""
     weight = pack(
