@@ -1170,8 +1170,8 @@ static code_tile_fn *const *const DOTS[2][5] = { /* of fp32 rows, of bf16 rows *
     {0, 0, DOTS_INT8_2, DOTS_INT4_2, DOTS_UINT4_2},
 };
 
-/* The same with coarse rows.  Many rows in two halves: the conversions of one go along with the products of the other, and
- * codes are read again, which costs less than registers.  x is [groups][mr][k of a group].
+/* The same with coarse rows.  Many rows in two halves or in pairs: the conversions of one part go along with the products of
+ * the next, and codes are read again, which costs less than registers.  x is [groups][mr][k of a group].
  * quads: of each group, if that is known, else 0. */
 #if SIGNED_CODES /* in the order of the source: four chains side by side, not one after the other as GCC likes it */
 #define NEXT_DOT(acc, codes, x, lane)                                                                             \
@@ -1240,11 +1240,15 @@ INLINE void pairs_tile(const int mr, const int form, const int stored, const lon
         const long last = min_l(gq, kq - n * gq); /* the last group may be shorter */
         const int ahead = is_4_bits(form) || mr <= FEW_ROWS; /* else a panel was unpacked */
         if (ahead) FETCH_GROUP(w, bytes);
-        const int most = is_4_bits(form) ? MORE_ROWS : FEW_ROWS, first = mr > most ? (mr + 1) / 2 : mr;
-        few_rows(first, form, ahead, quads, gq, last, own, w, &numbers, &g, offsets, n, lo, hi);
-        if (first < mr)
-            few_rows(mr - first, form, ahead, quads, gq, last, own + first * 4 * gq, w, &numbers, &g, offsets,
-                     first * g.stride + n, lo + first, hi + first);
+        const int most = is_4_bits(form) ? MORE_ROWS : FEW_ROWS;
+        const int together = mr <= most ? mr : DIGIT_BITS == 8 ? (mr + 1) / 2 : 2; /* digits of 16 bits take registers */
+        UNROLL for (int m = 0; m < mr; m += together)
+            if (m + together <= mr)
+                few_rows(together, form, ahead, quads, gq, last, own + m * 4 * gq, w, &numbers, &g, offsets,
+                         m * g.stride + n, lo + m, hi + m);
+            else
+                few_rows(mr % together, form, ahead, quads, gq, last, own + m * 4 * gq, w, &numbers, &g, offsets,
+                         m * g.stride + n, lo + m, hi + m);
     }
     UNROLL for (int m = 0; m < mr; m++) {
         vstore(buf + m * GROUP * NR, lo[m]);
