@@ -17,19 +17,30 @@ from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: with models this small, threads only wait for each other
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # and where a test asks for more, they wait without taking a core
-os.environ.setdefault("TRITON_INTERPRET", "0" if __import__("torch").cuda.is_available() else "1")
 
 import hypothesis
 import pytest
-import torch
-import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from ssd import LLM
-from ssd.kernels import cpu
-
+# torch, transformers and ssd are imported where they are used: the process that hands tests to `pytest -n` needs none,
+# and nothing else runs until it has started.
 if TYPE_CHECKING:
+    import torch
     from live_server import Served
+    from tokenizers import Tokenizer
+
+    from ssd import LLM
+
+
+@functools.cache
+def has_gpu() -> bool:
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+os.environ.setdefault("TRITON_INTERPRET", "0" if has_gpu() else "1")
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a shell; Ctrl-C is tested, too
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -147,7 +158,7 @@ if os.environ["TRITON_INTERPRET"] == "1" and find_spec("triton") is not None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Processes of `pytest -n auto`: one for each core. A GPU is not shared (see the Makefile)."""
-    return 1 if torch.cuda.is_available() else min(os.cpu_count() or 1, 16)
+    return 1 if has_gpu() else min(os.cpu_count() or 1, 16)
 
 
 def pytest_collectstart() -> None:
@@ -183,6 +194,8 @@ def _quick_clients() -> Iterator[None]:
 def host_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs a test with the compiled CPU kernels, and with what stands in for them where there is no C compiler."""
     if request.param == "plain":
+        from ssd.kernels import cpu
+
         monkeypatch.setattr(cpu, "load", lambda: None)
 
 
@@ -201,6 +214,9 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Test
 
 def save_model(kind: str, path: Path) -> TestModel:
     """Writes the random checkpoint of a kind to a folder."""
+    import torch
+    import transformers
+
     family, changes = KINDS[kind]
     config = getattr(transformers, f"{family}Config")(**{**SHAPE, **changes})
     torch.manual_seed(0)
@@ -222,6 +238,8 @@ def randomise_vectors(model: torch.nn.Module) -> None:
 
 def byte_tokenizer() -> Tokenizer:
     """One token per byte, and enough spare ones to fill the vocabulary."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: i for i, symbol in enumerate(alphabet)}
     vocabulary |= {f"<spare{i}>": i for i in range(len(vocabulary), VOCAB)}
@@ -246,6 +264,9 @@ def smollm2_reference(smollm2: str) -> Any:
     """transformers' own model of the same file, in float32."""
     pytest.importorskip("accelerate", reason="transformers needs accelerate to load a GGUF")
     gguf = pytest.importorskip("gguf")
+    import torch
+    import transformers
+
     path = Path(smollm2)
     with pytest.MonkeyPatch.context() as patch:  # transformers builds the same map of names for each of 400 modules
         patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
@@ -264,6 +285,8 @@ def mostly_slow(values: Iterable[Any], fast: Collection[Any]) -> list[Any]:
 
 def ragged_prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
     """Random prompts of different lengths; half of them begin alike, so that the prefix cache has something to find."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     shared = torch.randint(0, VOCAB, (longest,), generator=generator).tolist()
     prompts = []
@@ -280,6 +303,8 @@ def ragged_prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def llm() -> Iterator[LLM]:
+    from ssd import LLM
+
     with LLM("tiny-llama", device="cpu") as model:
         yield model
 
