@@ -17,19 +17,30 @@ from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: with models this small, threads only wait for each other
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # and where a test asks for more, they wait without taking a core
-os.environ.setdefault("TRITON_INTERPRET", "0" if __import__("torch").cuda.is_available() else "1")
 
 import hypothesis
 import pytest
-import torch
-import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from ssd import LLM
-from ssd.kernels import cpu
-
+# torch, transformers and ssd are imported where they are used: the process that hands tests to `pytest -n` needs none,
+# and nothing else runs until it has started.
 if TYPE_CHECKING:
+    import torch
     from live_server import Served
+    from tokenizers import Tokenizer
+
+    from ssd import LLM
+
+
+@functools.cache
+def has_gpu() -> bool:
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+os.environ.setdefault("TRITON_INTERPRET", "0" if has_gpu() else "1")
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a shell; Ctrl-C is tested, too
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -140,20 +151,48 @@ def interpret_products_in_order() -> None:
     InterpreterBuilder.create_dot = in_order
 
 
+def interpret_without_repetition() -> None:
+    """Triton's interpreter replaces the functions of its language anew for every call of a device function, though they
+    are replaced as long as a kernel runs, and builds a table of types for every operation: a third of its time."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    replace, find_type = interpreter._patch_lang, interpreter._get_np_dtype
+    known_type = functools.cache(find_type)
+
+    def once(function: Any) -> Any:
+        seen = [each for each in function.__globals__.values() if each is language or each is language.core]
+        if seen and not any(language.core.is_builtin(each.load) for each in seen):
+            return interpreter._LangPatchScope()
+        return replace(function)
+
+    def scalar_type(kind: Any) -> Any:
+        return find_type(kind) if kind.scalar.is_ptr() else known_type(kind.scalar)
+
+    interpreter._patch_lang, interpreter._get_np_dtype = once, scalar_type
+
+
 if os.environ["TRITON_INTERPRET"] == "1" and find_spec("triton") is not None:
     interpret_products_in_order()
+    interpret_without_repetition()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Processes of `pytest -n auto`: one for each core. A GPU is not shared (see the Makefile)."""
-    return 1 if torch.cuda.is_available() else min(os.cpu_count() or 1, 16)
+    return 1 if has_gpu() else min(os.cpu_count() or 1, 16)
+
+
+def pytest_collectstart() -> None:
+    """Looking for garbage among what is imported would take a fifth of the time to collect tests."""
+    gc.disable()
 
 
 def pytest_collection_finish() -> None:
     """What is imported is there to stay: a closed LLM collects garbage, which would take 0.3 s with all of that."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @dataclass(frozen=True)
@@ -177,6 +216,8 @@ def _quick_clients() -> Iterator[None]:
 def host_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs a test with the compiled CPU kernels, and with what stands in for them where there is no C compiler."""
     if request.param == "plain":
+        from ssd.kernels import cpu
+
         monkeypatch.setattr(cpu, "load", lambda: None)
 
 
@@ -195,6 +236,9 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Test
 
 def save_model(kind: str, path: Path) -> TestModel:
     """Writes the random checkpoint of a kind to a folder."""
+    import torch
+    import transformers
+
     family, changes = KINDS[kind]
     config = getattr(transformers, f"{family}Config")(**{**SHAPE, **changes})
     torch.manual_seed(0)
@@ -216,6 +260,8 @@ def randomise_vectors(model: torch.nn.Module) -> None:
 
 def byte_tokenizer() -> Tokenizer:
     """One token per byte, and enough spare ones to fill the vocabulary."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: i for i, symbol in enumerate(alphabet)}
     vocabulary |= {f"<spare{i}>": i for i in range(len(vocabulary), VOCAB)}
@@ -240,6 +286,9 @@ def smollm2_reference(smollm2: str) -> Any:
     """transformers' own model of the same file, in float32."""
     pytest.importorskip("accelerate", reason="transformers needs accelerate to load a GGUF")
     gguf = pytest.importorskip("gguf")
+    import torch
+    import transformers
+
     path = Path(smollm2)
     with pytest.MonkeyPatch.context() as patch:  # transformers builds the same map of names for each of 400 modules
         patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
@@ -258,6 +307,8 @@ def mostly_slow(values: Iterable[Any], fast: Collection[Any]) -> list[Any]:
 
 def ragged_prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
     """Random prompts of different lengths; half of them begin alike, so that the prefix cache has something to find."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     shared = torch.randint(0, VOCAB, (longest,), generator=generator).tolist()
     prompts = []
@@ -274,6 +325,8 @@ def ragged_prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def llm() -> Iterator[LLM]:
+    from ssd import LLM
+
     with LLM("tiny-llama", device="cpu") as model:
         yield model
 

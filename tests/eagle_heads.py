@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -30,6 +30,7 @@ class Head:
     theta: float
     eps: float
     norm_before_residual: bool
+    known: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # by the tokens: a target takes its time
 
     def features(self, tokens: Seq[int]) -> torch.Tensor:
         """Hidden states of the target after each of the layers, side by side: [tokens, ...]."""
@@ -47,7 +48,10 @@ class Head:
         return torch.cat([found[n].view(len(tokens), -1) for n in self.layers], dim=1)
 
     def fused(self, tokens: Seq[int]) -> torch.Tensor:
-        return F.linear(self.features(tokens), self.weights["fc.weight"], self.weights.get("fc.bias"))
+        if (found := self.known.get(tuple(tokens))) is None:
+            found = F.linear(self.features(tokens), self.weights["fc.weight"], self.weights.get("fc.bias"))
+            self.known[tuple(tokens)] = found
+        return found
 
     def draft(
         self,

@@ -364,7 +364,8 @@ class ScriptedDrafter(Drafter):
         drafted: list[int] = []
         state = state_of(tokens)
         for j in range(count):
-            token = choose(logits_after(state), sequence, [*tokens, *drafted])
+            if j <= right:  # behind a wrong token, nobody looks
+                token = choose(logits_after(state), sequence, [*tokens, *drafted])
             token = token if j < right else (token + 1) % VOCAB
             drafted.append(token)
             state = advance(state, token)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import importlib.util
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,20 +23,21 @@ from ssd.server.options import ServerOptions
 from ssd.server.run import Server
 
 
-def lazily(name: str) -> Any:
+class Lazy:
     """A client's package, imported when it is first used: it takes seconds, and every worker collects all tests."""
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.loader is None:
-        pytest.skip(f"{name} is not installed", allow_module_level=True)
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+
+    def __init__(self, name: str) -> None:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed", allow_module_level=True)
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # pytest looks for those of fixtures in whatever a module has
+            raise AttributeError(name)
+        return getattr(importlib.import_module(self._name), name)
 
 
-openai = lazily("openai")
+openai: Any = Lazy("openai")
 MODEL, DRAFT = "tiny-llama", "tiny-llama-draft"
 SPECULATION: dict[str, Any] = {
     "ar": None,

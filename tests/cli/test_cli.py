@@ -13,7 +13,7 @@ from inspect import getdoc
 from pathlib import Path
 
 import pytest
-from conftest import TestModel
+from conftest import TestModel, mostly_slow
 from typer.testing import CliRunner
 
 from ssd.cli.main import app
@@ -91,8 +91,16 @@ def test_help_has_no_line_breaks_inside_a_paragraph() -> None:
         assert not [part for part in text.split("\n\n") if "\n" in part.strip()]
 
 
-def test_generate_prints_the_text_and_nothing_else(path: str) -> None:
-    done = ssd("generate", path, "hello", "-m", "12", "--ignore-eos", "--metrics", "--device", "cpu")
+def here(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    done = CliRunner().invoke(app, arguments, input=text)
+    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("run", mostly_slow([here, ssd], fast={here}))
+def test_generate_prints_the_text_and_nothing_else(
+    path: str, run: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    done = run("generate", path, "hello", "-m", "12", "--ignore-eos", "--metrics", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     assert "12 new" in done.stderr.replace("\n", " ")
     flags = ["generate", path, "-", "-m", "12", "--ignore-eos", "--device", "cpu"]
@@ -233,6 +241,7 @@ def test_wrong_flags_are_explained(flags: tuple[str, ...], code: int, message: s
 
 
 def test_ctrl_c_ends_cleanly(path: str) -> None:
+    """And what was written until then is the text."""
     command = [
         sys.executable,
         "-m",
@@ -248,9 +257,13 @@ def test_ctrl_c_ends_cleanly(path: str) -> None:
     ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    os.read(process.stdout.fileno(), 1)  # it is writing
+    begun = os.read(process.stdout.fileno(), 1).decode()  # it is writing
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    rest, errors = process.communicate(timeout=30)
     assert process.returncode in (0, 130)  # 0: a small model reaches its maximum length before the signal
+    expected = here("generate", path, "hello", "-m", "12", "--ignore-eos", "--device", "cpu").stdout.rstrip("\n")
+    written = (begun + rest).rstrip("\n")
+    assert begun
+    assert written.startswith(expected[: len(written)])
     assert "Traceback" not in errors

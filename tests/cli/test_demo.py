@@ -60,9 +60,13 @@ def test_what_runs_without_arguments_is_a_pair_in_which_drafts_pay(command: Call
     assert weight_bytes(target, torch.float32) > 30 * weight_bytes(small, torch.float32)
 
 
-@pytest.mark.parametrize("model", mostly_slow(["tiny-llama", DEMO_MODEL], fast={"tiny-llama"}))
-def test_it_shows_texts_speeds_and_what_they_mean(model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "cores"),  # with several, drafts come from a process
+    mostly_slow([("tiny-llama", 1), ("tiny-llama", 4), (DEMO_MODEL, 4)], fast={("tiny-llama", 1)}),
+)
+def test_it_shows_texts_speeds_and_what_they_mean(model: str, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a section that is lost, and control characters in a pipe."""
+    monkeypatch.setattr("ssd.assembly.drafters.num_cores", lambda: cores)
     done = demo("--model", model)
     assert done.exit_code == 0, done.output
     assert all(question.title in done.stdout for question in QUESTIONS)

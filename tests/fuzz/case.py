@@ -126,7 +126,7 @@ def random_case(seed: int, *, processes: bool = True) -> Case:
     plain = [kind for kind in KINDS if kind not in (*WINDOWED, *WITH_EXPERTS)]
     model = _of_another_kind(dice.choice([*plain, *plain, *BUNDLED]), seed)
     speculation = _with_replicas(_with_head(_speculation(dice, model, processes), model, seed), seed)
-    speculation = _with_auto(speculation, seed)
+    speculation = _with_auto(speculation, seed, processes)
     calls = [_call(dice, asked) for asked in random_requests(dice.randint(1, 10), dice.randrange(1 << 30))]
     calls = [_with_dead_end(_with_order_and_form(call, model), model) for call in calls]
     if speculation.get("acceptance") == "rejection":  # at T > 0 the text is another sample
@@ -220,11 +220,12 @@ def _with_replicas(speculation: dict[str, Any], seed: int) -> dict[str, Any]:
     return speculation | {"draft_replicas": random.Random(f"replicas {seed}").choice([1, 2, 3])}
 
 
-def _with_auto(speculation: dict[str, Any], seed: int) -> dict[str, Any]:
+def _with_auto(speculation: dict[str, Any], seed: int, processes: bool) -> dict[str, Any]:
     """Perhaps with the mode left to the engine. A seed gives the same case as before that was known."""
     if not speculation or random.Random(f"auto {seed}").random() < 0.7:
         return speculation
-    return speculation | {"mode": "auto"}
+    inline = {"placement": "inline"} if not processes and speculation["draft"] in DRAFTS else {}
+    return inline | speculation | {"mode": "auto"}
 
 
 def _call(dice: random.Random, asked: Asked) -> Call:

@@ -61,7 +61,13 @@ def llama(make_model: Callable[[str], TestModel], monkeypatch: pytest.MonkeyPatc
     return make_model("llama-tied").path
 
 
-@pytest.mark.parametrize(("base", "name"), [("model", "whole"), ("model", "in-parts"), ("llama", "gpt-oss")])
+@pytest.mark.parametrize(
+    ("base", "name"),
+    mostly_slow(
+        [("model", "whole"), ("model", "in-parts"), ("llama", "gpt-oss")],
+        fast={("model", "in-parts"), ("llama", "gpt-oss")},
+    ),
+)
 def test_the_same_function(base: str, name: str, request: pytest.FixtureRequest) -> None:
     """Catches experts that hold another part than the router's rows say, a code that others read, and of GPT-OSS a
     layer of the base that is in a window, a sink that weighs, a wrong function of gate and up, a lost digit."""

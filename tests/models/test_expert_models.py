@@ -155,7 +155,10 @@ PARAMS = [SamplingParams(temperature=float(i % 2), seed=i, max_new_tokens=16, ig
 
 @pytest.mark.parametrize("dtype", mostly_slow(["float32", "bfloat16"], fast={"float32"}))
 @pytest.mark.parametrize("kind", mostly_slow(["qwen3-moe", "gpt-oss"], fast={"gpt-oss"}))
-def test_the_same_text_by_ar_sd_and_ssd(make_model: Callable[[str], TestModel], kind: str, dtype: str) -> None:
+@pytest.mark.parametrize("placement", mostly_slow(["inline", "process"], fast={"inline"}))
+def test_the_same_text_by_ar_sd_and_ssd(
+    make_model: Callable[[str], TestModel], kind: str, dtype: str, placement: str
+) -> None:
     """T = 0 and 1, alone and together, with a dense draft and with one that has experts."""
     target, dense, experts = (make_model(kind).path for kind in (kind, "qwen3", "mixtral"))
 
@@ -172,7 +175,7 @@ def test_the_same_text_by_ar_sd_and_ssd(make_model: Callable[[str], TestModel], 
     assert answers(6) == alone
     assert answers(6, mode="sd", draft=dense, k=3) == alone
     assert answers(3, mode="sd", draft=experts, k=3) == alone
-    assert answers(6, mode="ssd", draft=target, k=3) == alone
+    assert answers(6, mode="ssd", draft=target, k=3, placement=placement) == alone
 
 
 def test_experts_in_fp8(make_model: Callable[[str], TestModel]) -> None:

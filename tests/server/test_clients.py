@@ -21,7 +21,7 @@ pytest.importorskip("llguidance", reason="needs the extras serve and dev")
 import httpx
 from clients import environment
 from conftest import mostly_slow
-from live_server import MODEL, Served, lazily, openai
+from live_server import MODEL, Lazy, Served, openai
 
 DATA = Path(__file__).parents[1] / "data" / "clients"
 CLIENTS = sorted(file.stem for file in DATA.glob("*.json"))
@@ -62,7 +62,7 @@ def check_answer(path: str, body: dict[str, Any], text: str) -> None:
     else:
         events = list(events_of(text)) if body.get("stream") else []
         assert not events or events[-1]["type"] == "message_stop"
-        message = lazily("anthropic").types.Message.model_validate(events[0]["message"] if events else json.loads(text))
+        message = Lazy("anthropic").types.Message.model_validate(events[0]["message"] if events else json.loads(text))
         assert message.role == "assistant"
 
 

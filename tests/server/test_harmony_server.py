@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the extras serve and dev")
 
-from live_server import MODEL, Served, lazily, serving
+from live_server import MODEL, Lazy, Served, serving
 
 from server.scripted import WEATHER, Forced, harmony_checkpoint
 from ssd import LLM
@@ -19,7 +19,7 @@ from ssd.constraints.grammars import Constraint, Grammars
 from ssd.server import chat
 from ssd.server.protocol import ChatRequest
 
-anthropic = lazily("anthropic")
+anthropic: Any = Lazy("anthropic")
 TOOL: Any = {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}
 ASK: Any = [{"role": "user", "content": "Weather?"}]
 ARGUMENTS = '{"city":"Rome","days":2}'

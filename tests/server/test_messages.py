@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the extras serve and dev")
 
-from live_server import MODEL, Served, lazily, serving
+from live_server import MODEL, Lazy, Served, serving
 
 from ssd import LLM, SamplingParams
 
-anthropic = lazily("anthropic")
+anthropic: Any = Lazy("anthropic")
 BAD = {"type": "objekt"}
 GREEDY = {"temperature": 0.0}  # newer clients have no such argument
 ASK: Any = [{"role": "user", "content": "Tell me a story."}]

@@ -13,7 +13,7 @@ pytest.importorskip("fastapi", reason="needs the extras serve and dev")
 pytest.importorskip("jsonschema", reason="needs the extras serve and dev")
 
 import jsonschema
-from live_server import MODEL, Served, lazily, openai, serving
+from live_server import MODEL, Lazy, Served, openai, serving
 
 import ssd
 from server.scripted import ARGUMENTS, CALL, LLAMA_TEMPLATE, TEMPLATE, WEATHER, Script, checkpoint
@@ -47,7 +47,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
 
 
 def claude(served: Served) -> Any:
-    return lazily("anthropic").Anthropic(base_url=served.url, api_key="none", max_retries=0)
+    return Lazy("anthropic").Anthropic(base_url=served.url, api_key="none", max_retries=0)
 
 
 # --- chat completions -------------------------------------------------------------------------------------------------
