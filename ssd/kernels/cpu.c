@@ -1725,31 +1725,38 @@ INLINE float bias_at(const struct linear_args *a, long i) {
     return a->bf16 ? from_bf16(((const uint16_t *)a->bias)[i]) : ((const float *)a->bias)[i];
 }
 
-/* one panel pair, left in `gate`; bf16 rounds where PyTorch would */
-static void gate_panel(float *gate, const float *up, int bf16, const struct glu *glu) {
-    vf most = vset(glu->limit);
-    for (int j = 0; j < NR; j += VL) {
-        vf g = vload(gate + j), u = vload(up + j);
-        if (bf16) g = vround_bf16(g), u = vround_bf16(u);
-        g = vselect(g > most, most, g); /* NaN stays NaN */
-        u = vselect(u > most, most, vselect(u < -most, -most, u));
-        g = vsilu(g, glu->slope);
-        vstore(gate + j, (bf16 ? vround_bf16(g) : g) * (u + glu->shift));
+/* panel pairs of a row, each left in its gate; bf16 rounds where PyTorch would */
+INLINE void gate_panels(float *row, const int panels, int bf16, const struct glu *glu) {
+    vf most = vset(glu->limit), g[4], u[4];
+    UNROLL for (int i = 0; i < 2 * panels; i++) { /* several chains of operations side by side */
+        g[i] = vload(row + i / 2 * 2 * NR + i % 2 * VL), u[i] = vload(row + i / 2 * 2 * NR + NR + i % 2 * VL);
+        if (bf16) g[i] = vround_bf16(g[i]), u[i] = vround_bf16(u[i]);
+        g[i] = vselect(g[i] > most, most, g[i]); /* NaN stays NaN */
+        u[i] = vselect(u[i] > most, most, vselect(u[i] < -most, -most, u[i]));
     }
+    UNROLL for (int i = 0; i < 2 * panels; i++) g[i] = vsilu(g[i], glu->slope);
+    UNROLL for (int i = 0; i < 2 * panels; i++)
+        vstore(row + i / 2 * 2 * NR + i % 2 * VL, (bf16 ? vround_bf16(g[i]) : g[i]) * (u[i] + glu->shift));
+}
+
+INLINE void gate_row(float *row, long panels, const int bf16, const struct glu *glu) {
+    long p = 0;
+    for (; p + 2 <= panels; p += 2) gate_panels(row + p * 2 * NR, 2, bf16, glu);
+    if (p < panels) gate_panels(row + p * 2 * NR, 1, bf16, glu);
 }
 
 static void finish_tile(const struct linear_args *a, float *buf, long row, long mr, long panel0, long panels) {
-    long span = a->gated ? 2 : 1;
-    for (long m = 0; m < mr; m++, buf += GROUP * NR)
-        for (long p = 0; p < panels; p++) {
-            float *v = buf + p * span * NR;
-            long col = (panel0 + p) * NR, width = min_l(NR, a->n - col);
-            if (a->bias)
-                for (long s = 0; s < span; s++)
-                    for (long j = 0; j < width; j++) v[s * NR + j] += bias_at(a, s * a->n + col + j);
-            if (a->gated) gate_panel(v, v + NR, a->bf16, &a->glu);
-            store_row(a->y, (row + m) * a->n + col, v, width, a->bf16 && !a->wide);
-        }
+    long span = a->gated ? 2 : 1, first = panel0 * NR, width = min_l(NR * panels, a->n - first); /* columns */
+    for (long m = 0; m < mr; m++, buf += GROUP * NR) {
+        for (long s = 0; a->bias && s < span; s++)
+            for (long j = 0; j < width; j++) buf[(j / NR * span + s) * NR + j % NR] += bias_at(a, s * a->n + first + j);
+        if (a->gated && a->bf16)
+            gate_row(buf, panels, 1, &a->glu);
+        else if (a->gated)
+            gate_row(buf, panels, 0, &a->glu);
+        for (long j = 0; j < width; j += NR)
+            store_row(a->y, (row + m) * a->n + first + j, buf + j * span, min_l(NR, width - j), a->bf16 && !a->wide);
+    }
 }
 
 /* fp32 copy of bf16 panels, `depth` rows of NR in all */
