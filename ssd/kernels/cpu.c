@@ -788,7 +788,7 @@ INLINE vf from_fp8(const char *w) {
 /* a group of a row that is in digits */
 struct digit_group {
     float unit, sum;   /* of the integers; of x */
-    int32_t excess[2]; /* see from_digits; of coarse rows and 4-bit codes on NEON see start_sum */
+    int32_t excess[2]; /* see from_digits */
 };
 
 struct groups {
@@ -802,6 +802,7 @@ struct groups {
     long shared;             /* groups with the same scale of the weight: more than one with digits only */
     struct digit_group *of_rows; /* those of a row side by side: different threads write those of different rows */
     long stride;                 /* from one row's to the next, in whole cache lines */
+    int32_t (*starts)[2][VL];    /* of the same groups, or 0; see start_sum */
 };
 
 INLINE void code_tile(const int mr, const float *x, const char *w, const float *scales, long kq, const struct groups *g,
@@ -1065,11 +1066,9 @@ INLINE vf add_group(vf acc, const vi *sums, const int form, const int half, cons
 #define HIGH_START_BITS 0x49400000
 INLINE vi start_sum(const int form, const int half, const struct groups *g, long at) {
     static const float start[VL] = {START, START, START, START};
+    const void *from = is_4_bits(form) ? (const void *)g->starts[at][half] : (const void *)start;
     vi sum;
-    if (is_4_bits(form))
-        __asm__ volatile("ld1r {%0.4s}, %1" : "=w"(sum) : "Q"(g->of_rows[at].excess[half]));
-    else
-        __asm__ volatile("ldr %q0, %1" : "=w"(sum) : "m"(start));
+    __asm__ volatile("ldr %q0, %1" : "=w"(sum) : "m"(*(const vi *)from));
     return sum;
 }
 INLINE vf add_sums(vf acc, vi sums, const int form, const int half, vf scales, const struct groups *g, long at) {
@@ -1078,9 +1077,10 @@ INLINE vf add_sums(vf acc, vi sums, const int form, const int half, vf scales, c
     return vfma(acc, (vf)vmulq_laneq_f32((float32x4_t)((vf)sums - start), own, 0), scales);
 }
 /* where the sums of both halves begin, for a row of that sum */
-INLINE void set_starts(int32_t *starts, int form, int32_t total) {
-    starts[1] = HIGH_START_BITS - (form == UINT4 ? excess_of(form) * total : 0);
-    starts[0] = (int32_t)((uint32_t)starts[1] + START_BITS) - (form == INT4 ? excess_of(form) * total : 0);
+INLINE void set_starts(int32_t (*starts)[VL], int form, int32_t total) {
+    int32_t high = HIGH_START_BITS - (form == UINT4 ? excess_of(form) * total : 0);
+    int32_t both = (int32_t)((uint32_t)high + START_BITS) - (form == INT4 ? excess_of(form) * total : 0);
+    for (int i = 0; i < VL; i++) starts[0][i] = both, starts[1][i] = high;
 }
 #else
 INLINE vi start_sum(const int form, const int half, const struct groups *g, long at) { return (vi){0}; }
@@ -1466,7 +1466,7 @@ INLINE void pack_groups(digit *dst, const struct digit_layout *layout, const flo
         int32_t excess = excess_of(form) * (bf16 || coarse ? total : (total - of_low) / 256);
         out[i] = (struct digit_group){unit, (float)total * unit, {excess, excess_of(form) * of_low}};
 #if SIGNED_CODES
-        if (coarse) set_starts(out[i].excess, form, total);
+        if (g->starts) set_starts(g->starts[out + i - g->of_rows], form, total);
 #endif
     }
 }
@@ -1796,6 +1796,7 @@ INLINE struct groups groups_from(const struct linear_args *a, long row) {
     struct groups g = a->groups;
     if (g.row_scales) g.row_scales += row * g.ld;
     if (a->digits) g.of_rows += row * g.stride;
+    if (g.starts) g.starts += row * g.stride;
     return g;
 }
 
@@ -1962,12 +1963,15 @@ static void plan_codes(struct linear_args *a, long scaled, int flags, const floa
     g->count = ceil_div(a->k, group);
     g->shared = ceil_div(scaled, group);
     g->stride = ceil_div(g->count, 4) * 4;
-    g->of_rows = (struct digit_group *)scratch(SUMS, (size_t)(a->m * g->stride) * sizeof(struct digit_group) / 4);
     a->coarse = flags & COARSE;
     a->digits = digits_of(a->bf16, a->coarse);
     long few = is_4_bits(a->form) ? MORE_ROWS : FEW_ROWS; /* in a tile with panels as they are */
     a->unpack = a->coarse && a->m > (is_4_bits(a->form) || g->stored == FACTORS ? 2 * few : few);
     a->rows = !a->coarse ? DOT_ROWS : !a->unpack ? few : g->offsets ? FEW_ROWS : COARSE_ROWS; /* offsets take registers */
+    int joint = is_joint(a->form) && a->coarse && !a->unpack;
+    size_t groups = (size_t)(a->m * g->stride);
+    g->of_rows = (void *)scratch(SUMS, groups * (sizeof *g->of_rows + (joint ? sizeof *g->starts : 0)) / 4);
+    if (joint) g->starts = (void *)(g->of_rows + groups);
     a->kq = ceil_div(a->k, 16) * 4;
     a->row_size = (a->coarse ? g->count * g->gq : a->kq) * 4 * a->digits * (long)sizeof(digit);
 #ifdef AMX
