@@ -2252,7 +2252,7 @@ int ssd_rope_and_store(const void *qkv, long ldqkv, const void *positions, int p
         if (outside(int_at(positions, t, positions64), max_position) || int_at(slots, t, slots64) >= cache_slots) return 1;
     struct rope_args a = {qkv,     ldqkv,   positions, slots,    positions64, slots64, cos, sin,     q_weight, k_weight, eps,
                           q_out,   k_cache, v_cache,   heads,    kv_heads,    d,       bf16, kv,     k_scale,  v_scale};
-    parallel(tokens, tokens * (heads + 2 * kv_heads) * d < 4 * ALONE ? 1 : nthreads, rope_tokens, &a);
+    parallel(tokens, tokens * (heads + 2 * kv_heads) * d < 2 * ALONE ? 1 : nthreads, rope_tokens, &a);
     return 0;
 }
 
