@@ -167,7 +167,8 @@ def _rotated(
         scale = tl.rsqrt(square / D + eps)[:, None]
         low = ((low * scale).to(dtype) * w_low).to(tl.float32)
         high = ((high * scale).to(dtype) * w_high).to(tl.float32)
-    return (low * cos - high * sin).to(dtype), (high * cos + low * sin).to(dtype)
+    # Which product is rounded is said here: the compiler would choose by the order of the loads.
+    return tl.fma(low, cos, -(high * sin)).to(dtype), tl.fma(low, sin, high * cos).to(dtype)
 
 
 @triton.jit
