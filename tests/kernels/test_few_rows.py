@@ -40,12 +40,13 @@ def emulated(
     blocks: int = 2,
     share: int = 3,
     ahead: int = 0,
+    stages: int = 3,
     seed: int = 0,
 ) -> torch.Tensor:
     """`few_rows.linear` with float32 outputs."""
     rows = len(x)
     tiles = next(each for each in kernel._tiles(kernel._group(weight)) if 8 * each >= rows)
-    launch = kernel.Launch.of(weight, share, tiles, ahead, most=3)
+    launch = kernel.Launch.of(weight, share, tiles, ahead, most=stages)
     macros = kernel.macros_of(weight.type, weight.block, kernel._group(weight), tiles, ahead)
     library = emulated_kernel(kernel.SOURCE, "product", macros, folder / f"{seed}.so")
     y = torch.full((rows, weight.columns // (2 if gated else 1)), torch.nan)
@@ -82,19 +83,23 @@ def test_products(kind: CodeType, rows: int, depth: int, group: int, tmp_path: P
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("kind", "rows", "depth", "share", "ahead"),
-    [("fp8", 3, 1280, 1, 3), ("int8", 16, 2048, 3, 2), ("fp8", 8, 384, 2, 3)],
+    ("kind", "rows", "depth", "share", "ahead", "stages"),  # twice as many stages: codes are loaded earlier
+    mostly_slow(
+        [("fp8", 3, 1280, 1, 2, 4), ("int8", 16, 2048, 3, 2, 3), ("fp8", 8, 384, 2, 3, 3)],
+        fast={("fp8", 3, 1280, 1, 2, 4), ("fp8", 8, 384, 2, 3, 3)},
+    ),
 )
 def test_blocks_that_are_widened_ahead(
-    kind: CodeType, rows: int, depth: int, share: int, ahead: int, tmp_path: Path
+    kind: CodeType, rows: int, depth: int, share: int, ahead: int, stages: int, tmp_path: Path
 ) -> None:
     """Fewer and more blocks than slots, several tiles of outputs, a tile of fewer strips: the bits are those of
     consumers that widen, whatever the other rows and the blocks of threads."""
     weight = as_on_a_gpu(some_codes(kind, 138, depth, depth, offsets=False, device=CPU))
     x = torch.randn(rows, depth).bfloat16()
     expected = emulated(x, weight, None, tmp_path, seed=1)
-    assert torch.equal(emulated(x, weight, None, tmp_path, share=share, ahead=ahead, seed=2), expected)
-    alone = emulated(x[-1:], weight, None, tmp_path, share=share, ahead=ahead, blocks=1, seed=3)
+    launch = {"share": share, "ahead": ahead, "stages": stages}
+    assert torch.equal(emulated(x, weight, None, tmp_path, **launch, seed=2), expected)
+    alone = emulated(x[-1:], weight, None, tmp_path, **launch, blocks=1, seed=3)
     assert torch.equal(alone, expected[-1:])
 
 
