@@ -979,8 +979,8 @@ INLINE vf from_digits(const vi *sums, const int digits, const int32_t *excess) {
 /* Scales of a group (count 2: of both halves of a panel), or scales and offsets (4), that are int8 times units of their block.
  * NEON converts integers at a quarter of the speed of other operations: there bytes become the low bits of a float of 2^23.
  * Of scales with offsets none is negative, so 2^23 times the unit can be subtracted in the operation that multiplies by it,
- * which is exact, too; `more` has it, in memory, since loads cost least. */
-INLINE void load_factors(vf *numbers, const vf *units, const vf *more, const int8_t *p, const int count) {
+ * which is exact, too; it is loaded from behind the units, since loads cost least. */
+INLINE void load_factors(vf *numbers, const vf *units, const int8_t *p, const int count) {
 #ifdef NEON
     const uint16x8_t top = vdupq_n_u16(0x4b00);
     if (count == 4) {
@@ -989,8 +989,8 @@ INLINE void load_factors(vf *numbers, const vf *units, const vf *more, const int
         UNROLL for (int i = 0; i < 4; i += 2) {
             const uint8x16_t zero = vdupq_n_u8(0);
             const uint16x8_t words = vreinterpretq_u16_u8(i ? vzip2q_u8(bytes, zero) : vzip1q_u8(bytes, zero));
-            __asm__ volatile("ldr %q0, %1" : "=w"(numbers[i]) : "m"(more[i]));
-            __asm__ volatile("ldr %q0, %1" : "=w"(numbers[i + 1]) : "m"(more[i + 1]));
+            __asm__ volatile("ldr %q0, %1" : "=w"(numbers[i]) : "m"(units[4 + i]));
+            __asm__ volatile("ldr %q0, %1" : "=w"(numbers[i + 1]) : "m"(units[5 + i]));
             numbers[i] = vfma(numbers[i], (vf)vzip1q_u16(words, top), units[i]);
             numbers[i + 1] = vfma(numbers[i + 1], (vf)vzip2q_u16(words, top), units[i + 1]);
         }
@@ -1023,9 +1023,9 @@ INLINE long numbers_bytes(long groups, const struct groups *g) {
 }
 
 /* numbers of group n of a panel, whose groups are read one after the other: scales of its two halves, then (if there are)
- * offsets; units: those of its block, and 4 more */
-INLINE void load_numbers(vf *numbers, vf *units, const void *of_panel, long n, const long per,
-                         const struct groups *g, const int stored) {
+ * offsets; units: those of its block, and then -2^23 times each of them (see load_factors) */
+INLINE void load_numbers(vf *numbers, vf *units, const void *of_panel, long n, const long per, const struct groups *g,
+                         const int stored) {
     const int count = g->offsets ? 4 : 2;
     const char *at = (const char *)of_panel;
     if (stored == FACTORS) {
@@ -1036,7 +1036,7 @@ INLINE void load_numbers(vf *numbers, vf *units, const void *of_panel, long n, c
                     units[i] = vload_half((const uint16_t *)own + i * VL);
                     units[4 + i] = units[i] * -8388608.0f;
                 }
-        load_factors(numbers, units, units + 4, (const int8_t *)own + 2 * count * VL, count);
+        load_factors(numbers, units, (const int8_t *)own + 2 * count * VL, count);
         return;
     }
     UNROLL for (int i = 0; i < 4; i++) {
@@ -1062,7 +1062,7 @@ INLINE vf add_group(vf acc, const vi *sums, const int form, const int half, cons
 #if SIGNED_CODES
 #define START 12582912.0f
 #define HIGH_START (START / 16)
-#define START_BITS 0x4b400000
+#define START_BITS 0x4b400000 /* of START as a float, and of HIGH_START */
 #define HIGH_START_BITS 0x49400000
 INLINE vi start_sum(const int form, const int half, const struct groups *g, long at) {
     static const float start[VL] = {START, START, START, START};
@@ -1739,10 +1739,9 @@ INLINE void gate_panels(float *row, const int panels, int bf16, const struct glu
         vstore(row + i / 2 * 2 * NR + i % 2 * VL, (bf16 ? vround_bf16(g[i]) : g[i]) * (u[i] + glu->shift));
 }
 
-INLINE void gate_row(float *row, long panels, const int bf16, const struct glu *glu) {
-    long p = 0;
-    for (; p + 2 <= panels; p += 2) gate_panels(row + p * 2 * NR, 2, bf16, glu);
-    if (p < panels) gate_panels(row + p * 2 * NR, 1, bf16, glu);
+static void gate_row(float *row, long panels, int bf16, const struct glu *glu) {
+    for (; panels >= 2; panels -= 2, row += 4 * NR) gate_panels(row, 2, bf16, glu);
+    if (panels) gate_panels(row, 1, bf16, glu);
 }
 
 static void finish_tile(const struct linear_args *a, float *buf, long row, long mr, long panel0, long panels) {
@@ -1750,10 +1749,7 @@ static void finish_tile(const struct linear_args *a, float *buf, long row, long 
     for (long m = 0; m < mr; m++, buf += GROUP * NR) {
         for (long s = 0; a->bias && s < span; s++)
             for (long j = 0; j < width; j++) buf[(j / NR * span + s) * NR + j % NR] += bias_at(a, s * a->n + first + j);
-        if (a->gated && a->bf16)
-            gate_row(buf, panels, 1, &a->glu);
-        else if (a->gated)
-            gate_row(buf, panels, 0, &a->glu);
+        if (a->gated) gate_row(buf, panels, a->bf16, &a->glu);
         for (long j = 0; j < width; j += NR)
             store_row(a->y, (row + m) * a->n + first + j, buf + j * span, min_l(NR, width - j), a->bf16 && !a->wide);
     }
