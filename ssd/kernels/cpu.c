@@ -2539,6 +2539,286 @@ static void attention_task(const struct attention_args *a, long seq, long row, l
     store_attention(a, &s, row, rows, kv_head);
 }
 
+#ifdef AMX
+/* ---------------------------------------------------------------- paged_attention: AMX
+ * The same over bf16 keys and values, all queries of a task in one tile.  Scores are sums of products of bf16 numbers, which
+ * are multiplied by the scale; the weights of the values are rounded to bf16 and summed up so.  What a query does not see has
+ * the weight 0, so the sums of a chunk, and its zeros' signs aside its bits, are those of the query alone.  These bits differ
+ * from those of vectors: a machine uses one of both for a model. */
+INLINE int amx_attends(const struct attention_args *a) {
+    return a->bf16 && a->kv == BF16 && a->d % 32 == 0 && a->heads / a->kv_heads <= AMX_ROWS;
+}
+
+struct amx_task {
+    const struct attention_args *a;
+    long seq, row, rows, kv_head, queries;
+    long begin, end;    /* of the positions of its sequence that any row sees */
+    long own, place;    /* slots that a row has of its own at most, and how far those of two rows are apart in a chunk */
+    uint32_t *q;        /* [d / 2][16]: pairs of numbers of each query */
+    uint32_t *v;        /* [d / 32][CH / 2][2][16]: pairs of positions, of even columns, then of odd ones */
+    float *acc;         /* [queries][d]: columns in this order */
+    uint16_t *k, *zeros; /* [CH][d]: copies; [d] */
+    vf max, sum;        /* of each query */
+};
+
+struct amx_chunk {
+    long n;                         /* positions, a multiple of 32 */
+    long rows[CH];                  /* where they are in the caches; -1: nowhere */
+    const uint16_t *k[CH / VL];     /* tiles of keys that are in the cache as they are; NULL: others */
+    int from[AMX_ROWS], stop[AMX_ROWS]; /* what each query sees of them */
+};
+
+/* a tile's columns as vectors */
+INLINE void transpose(vf *r) {
+    vi lanes;
+    UNROLL for (int i = 0; i < VL; i++) lanes[i] = i;
+    UNROLL for (int w = 1; w < VL; w *= 2) {
+        vi upper = (lanes & w) != 0, even = lanes + (upper & (VL - w)), odd = lanes + ((upper & VL) | (~upper & w));
+        UNROLL for (int i = 0; i < VL; i++) {
+            if (i & w) continue;
+            vf a = r[i], b = r[i + w];
+            r[i] = (vf)_mm512_permutex2var_ps((__m512)a, (__m512i)even, (__m512)b);
+            r[i + w] = (vf)_mm512_permutex2var_ps((__m512)a, (__m512i)odd, (__m512)b);
+        }
+    }
+}
+
+static void see(const struct amx_task *t, struct amx_chunk *c, long r, long from, long stop) {
+    long group = t->a->heads / t->a->kv_heads;
+    for (long q = r * group; q < (r + 1) * group; q++)
+        c->from[q] = (int)max_l(0, min_l(CH, from)), c->stop[q] = (int)max_l(0, min_l(CH, stop));
+}
+
+/* The number-th chunk of a task; 0 if there is none.  Chunks of its sequence, then those of the rows' own slots, beside each other
+ * where they are few: none is cut in two by the end of a vector or tile that does not cut it in the first place. */
+static int find_chunk(const struct amx_task *t, long number, struct amx_chunk *c) {
+    const struct attention_args *a = t->a;
+    long first = t->begin - (t->begin - a->first) % CH, chunks = first < t->end ? ceil_div(t->end - first, CH) : 0;
+    memset(c->rows, -1, sizeof c->rows);
+    memset(c->k, 0, sizeof c->k);
+    if (number < chunks) {
+        const int32_t *table = a->block_tables + a->table_rows[t->seq] * a->table_stride;
+        long start = first + number * CH, from = max_l(0, t->begin - start), n = min_l(CH, t->end - start);
+        long block = (start + from) / a->block_size, in_block = (start + from) % a->block_size;
+        for (long i = from; i < n; i++) {
+            c->rows[i] = (table[block] * a->block_size + in_block) * a->kv_heads + t->kv_head;
+            if (a->first % VL == 0 && a->block_size % VL == 0)
+                c->k[i / VL] = (const uint16_t *)a->k_cache + (c->rows[i] - i % VL * a->kv_heads) * a->d;
+            if (++in_block == a->block_size) in_block = 0, block++;
+        }
+        c->n = ceil_div(n, 32) * 32;
+        for (long r = 0; r < t->rows; r++)
+            see(t, c, r, first_seen(a, t->seq, t->row + r) - start, shared_positions(a, t->seq, t->row + r) - start);
+        return 1;
+    }
+    long cuts = ceil_div(t->own, CH), begin, start;
+    if (!cuts || (begin = (number - chunks) / cuts * (CH / t->place)) >= t->rows) return 0;
+    start = (number - chunks) % cuts * CH;
+    for (long r = 0; r < t->rows; r++) {
+        long at = (r - begin) * t->place, n = min_l(t->place, own_slots(a, t->row + r) - start);
+        if (at < 0 || at >= CH) n = 0;
+        for (long i = 0; i < n; i++)
+            c->rows[at + i] = (a->slots[t->row + r] - t->own + 1 + start + i) * a->kv_heads + t->kv_head;
+        see(t, c, r, at, n > 0 ? at + n : 0);
+    }
+    c->n = ceil_div(min_l(CH, (t->rows - begin) * t->place), 32) * 32;
+    return 1;
+}
+
+/* they are far apart: a machine does not foresee the next one */
+static void fetch_positions(const struct amx_task *t, const struct amx_chunk *c, long begin, long end) {
+    const long bytes = t->a->d * 2;
+    for (long i = begin; i < end; i++) {
+        if (c->rows[i] < 0) continue;
+        fetch((const char *)t->a->k_cache + c->rows[i] * bytes, bytes);
+        fetch((const char *)t->a->v_cache + c->rows[i] * bytes, bytes);
+    }
+}
+
+/* scores[position][query] of a chunk: sums over d in its order */
+static void amx_scores(const struct amx_task *t, const struct amx_chunk *c, float *scores) {
+    const long d = t->a->d;
+    for (long at = 0; at < c->n; at += 2 * VL) {
+        const uint16_t *k[2];
+        long stride[2];
+        for (long j = 0; j < 2; j++) {
+            k[j] = c->k[at / VL + j], stride[j] = t->a->kv_heads * d * 2;
+            if (k[j]) continue;
+            uint16_t *copy = t->k + (at + j * VL) * d;
+            for (long i = at + j * VL, row = 0; row < VL; i++, row++)
+                if (c->rows[i] >= 0)
+                    memcpy(copy + row * d, (const uint16_t *)t->a->k_cache + c->rows[i] * d, (size_t)d * 2);
+            k[j] = copy, stride[j] = d * 2;
+        }
+        COMPILER_BARRIER();
+        _tile_zero(0);
+        _tile_zero(1);
+        for (long e = 0; e < d; e += 32) {
+            _tile_loadd(4, t->q + e / 2 * VL, 64);
+            _tile_loadd(2, k[0] + e, stride[0]);
+            _tile_dpbf16ps(0, 2, 4);
+            _tile_loadd(3, k[1] + e, stride[1]);
+            _tile_dpbf16ps(1, 3, 4);
+        }
+        _tile_stored(0, scores + at * VL, 64);
+        _tile_stored(1, scores + (at + VL) * VL, 64);
+    }
+    COMPILER_BARRIER();
+}
+
+/* values of a chunk to t->v */
+static void pair_values(const struct amx_task *t, const struct amx_chunk *c) {
+    const long d = t->a->d;
+    for (long i = 0; i < c->n; i += 2) {
+        const uint16_t *rows[2];
+        for (long j = 0; j < 2; j++)
+            rows[j] = c->rows[i + j] < 0 ? t->zeros : (const uint16_t *)t->a->v_cache + c->rows[i + j] * d;
+        for (long e = 0; e < d; e += 32) {
+            vu a = *(const vu_mem *)(rows[0] + e), b = *(const vu_mem *)(rows[1] + e);
+            uint32_t *out = t->v + (e / 32 * CH / 2 + i / 2) * 2 * VL;
+            *(vu_mem *)out = (a & 0xffffu) | b << 16;
+            *(vu_mem *)(out + VL) = a >> 16 | (b & 0xffff0000u);
+        }
+    }
+}
+
+/* Scores to weights[query][position], t->max and t->sum; returns by what earlier sums are multiplied.  Positions of the
+ * next chunk, if there is one, are fetched beside it. */
+static vf amx_softmax(struct amx_task *t, const struct amx_chunk *c, const float *scores, uint16_t *weights,
+                      const struct amx_chunk *next) {
+    float of_query[AMX_ROWS][CH] __attribute__((aligned(64))), shifts[VL];
+    vf r[VL], none = vset(-INFINITY), top = t->max;
+    vi lanes;
+    UNROLL for (int i = 0; i < VL; i++) lanes[i] = i;
+    for (long at = 0; at < c->n; at += VL) {
+        UNROLL for (int i = 0; i < VL; i++) r[i] = vload(scores + (at + i) * VL);
+        transpose(r);
+        UNROLL for (int i = 0; i < VL; i++) vstore(of_query[i] + at, r[i]);
+    }
+    for (long q = 0; q < VL; q++) {
+        vf best = none;
+        for (long at = 0; q < t->queries && at < c->n; at += VL) {
+            vi place = lanes + (int)at, seen = (place >= c->from[q]) & (place < c->stop[q]);
+            vf x = vselect(seen, vload(of_query[q] + at) * t->a->scale, none);
+            vstore(of_query[q] + at, x);
+            best = vmax(x, best);
+        }
+        r[q] = best;
+    }
+    transpose(r);
+    UNROLL for (int i = 0; i < VL; i++) top = vmax(r[i], top);
+    vf shift = vselect(top == none, vset(0.0f), top), alpha = vexp(t->max - shift);
+    vstore(shifts, shift);
+    for (long q = 0; q < VL; q++) {
+        vf total = vset(0.0f);
+        for (long at = 0; q < t->queries && at < c->n; at += VL) {
+            vf weight = vround_bf16(vexp(vload(of_query[q] + at) - shifts[q]));
+            *(vs_mem *)(weights + q * CH + at) = __builtin_convertvector((vu)weight >> 16, vs_mem);
+            total = total + weight;
+        }
+        r[q] = total;
+        if (next && q < t->queries) fetch_positions(t, next, next->n * q / t->queries, next->n * (q + 1) / t->queries);
+    }
+    transpose(r);
+    UNROLL for (int w = VL / 2; w > 0; w /= 2)
+        UNROLL for (int i = 0; i < w; i++) r[i] = r[i] + r[i + w];
+    t->max = top, t->sum = t->sum * alpha + r[0];
+    return alpha;
+}
+
+/* acc = acc * alpha + weights @ values of a chunk */
+static void amx_values(const struct amx_task *t, const struct amx_chunk *c, const uint16_t *weights, vf alpha) {
+    const long d = t->a->d;
+    float sums[AMX_ROWS][2 * VL] __attribute__((aligned(64)));
+    COMPILER_BARRIER();
+    for (long e = 0; e < d; e += 32) {
+        _tile_zero(5);
+        _tile_zero(6);
+        for (long at = 0; at < c->n; at += 32) {
+            const uint32_t *v = t->v + (e * CH / 2 + at / 2 * 32);
+            _tile_loadd(7, weights + at, CH * 2);
+            _tile_loadd(2, v, 128);
+            _tile_dpbf16ps(5, 7, 2);
+            _tile_loadd(3, v + VL, 128);
+            _tile_dpbf16ps(6, 7, 3);
+        }
+        _tile_stored(5, sums, 128);
+        _tile_stored(6, sums[0] + VL, 128);
+        COMPILER_BARRIER();
+        for (long q = 0; q < t->queries; q++) {
+            float *acc = t->acc + q * d + e;
+            vf factor = vset(alpha[q]);
+            vstore(acc, vfma(vload(sums[q]), vload(acc), factor));
+            vstore(acc + VL, vfma(vload(sums[q] + VL), vload(acc + VL), factor));
+        }
+        COMPILER_BARRIER();
+    }
+}
+
+static size_t amx_floats(const struct attention_args *a) {
+    return (size_t)(a->d * (VL / 2 + CH / 2 + AMX_ROWS + CH / 2 + 1));
+}
+
+static void start_amx(struct amx_task *t, float *memory) {
+    const struct attention_args *a = t->a;
+    const long d = a->d, group = a->heads / a->kv_heads;
+    t->q = (uint32_t *)memory, t->v = t->q + d * VL / 2;
+    t->acc = (float *)(t->v + d * CH / 2), t->k = (uint16_t *)(t->acc + d * AMX_ROWS), t->zeros = t->k + d * CH;
+    t->max = vset(-INFINITY), t->sum = vset(0.0f), t->begin = LONG_MAX, t->end = 0, t->queries = t->rows * group;
+    t->own = !a->slots ? 0 : a->window ? min_l(a->depth + 1, a->window) : a->depth + 1, t->place = 2;
+    while (t->place < min_l(t->own, CH)) t->place *= 2;
+    for (long r = t->row; r < t->row + t->rows; r++) {
+        t->begin = min_l(t->begin, first_seen(a, t->seq, r));
+        t->end = max_l(t->end, shared_positions(a, t->seq, r));
+    }
+    memset(t->zeros, 0, (size_t)d * 2);
+    memset(t->acc, 0, (size_t)(t->queries * d) * 4);
+    for (long e = 0; e < d; e += 32) {
+        vf r[VL];
+        for (long i = 0; i < VL; i++) {
+            long q = i < t->queries ? i : 0;
+            r[i] = vload((const void *)((const uint16_t *)a->q + (t->row + q / group) * a->ldq +
+                                        (t->kv_head * group + q % group) * d + e));
+        }
+        transpose(r);
+        UNROLL for (int i = 0; i < VL; i++) vstore((float *)t->q + (e / 2 + i) * VL, r[i]);
+    }
+}
+
+static void amx_attention(struct amx_task *t, float *memory) {
+    const struct attention_args *a = t->a;
+    const long d = a->d, group = a->heads / a->kv_heads;
+    float scores[CH * VL] __attribute__((aligned(64)));
+    uint16_t weights[AMX_ROWS * CH] __attribute__((aligned(64)));
+    struct amx_chunk chunks[2];
+    start_amx(t, memory);
+    int more = find_chunk(t, 0, &chunks[0]);
+    if (more) fetch_positions(t, &chunks[0], 0, chunks[0].n);
+    amx_configure(16, t->queries, t->queries, 64, t->queries);
+    for (long i = 0; more; i++) {
+        const struct amx_chunk *c = &chunks[i % 2], *next = &chunks[(i + 1) % 2];
+        more = find_chunk(t, i + 1, &chunks[(i + 1) % 2]);
+        amx_scores(t, c, scores);
+        pair_values(t, c);
+        vf alpha = amx_softmax(t, c, scores, weights, more ? next : NULL);
+        amx_values(t, c, weights, alpha);
+    }
+    _tile_release();
+    for (long q = 0; q < t->queries; q++) {
+        long head = t->kv_head * group + q % group;
+        float sum = t->sum[q];
+        if (sum == 0.0f) sum = 1.0f; /* padding */
+        else if (a->sinks) sum += vexp(vset(a->sinks[head] - t->max[q]))[0];
+        for (long e = 0; e < d; e += 32) {
+            const float *acc = t->acc + q * d + e; /* 0 is added for the sign of zeros */
+            vf even = vload(acc) / sum * a->v_scale + 0.0f, odd = vload(acc + VL) / sum * a->v_scale + 0.0f;
+            uint16_t *out = (uint16_t *)a->out + ((t->row + q / group) * a->heads + head) * d + e;
+            *(vu_mem *)out = (vu)vround_bf16(even) >> 16 | (vu)vround_bf16(odd);
+        }
+    }
+}
+#endif
+
 /* the task-th tile of rows: finds its sequence; returns how many rows it has */
 static long find_rows(const struct attention_args *a, long task, long *seq, long *row) {
     for (long s = 0;; s++) {
@@ -2554,6 +2834,13 @@ static long find_rows(const struct attention_args *a, long task, long *seq, long
 
 static void attention_item(const struct attention_args *a, long item) {
     long seq, row, rows = find_rows(a, item / a->kv_heads, &seq, &row);
+#ifdef AMX
+    if (amx_attends(a)) {
+        struct amx_task task = {.a = a, .seq = seq, .row = row, .rows = rows, .kv_head = item % a->kv_heads};
+        amx_attention(&task, scratch(ROWS, amx_floats(a)));
+        return;
+    }
+#endif
     attention_task(a, seq, row, rows, item % a->kv_heads, scratch(ROWS, attention_floats(a)));
 }
 
@@ -2594,7 +2881,11 @@ int ssd_paged_attention(const void *q, long ldq, const void *k_cache, const void
         if (!attention_fits(&a, s)) return 1;
         longest = max_l(longest, query_start[s + 1] - query_start[s]);
     }
-    a.rows = max_l(1, min_l(longest, QUERIES * kv_heads / heads));
+    long queries = QUERIES;
+#ifdef AMX
+    if (amx_attends(&a)) queries = AMX_ROWS;
+#endif
+    a.rows = max_l(1, min_l(longest, queries * kv_heads / heads));
     a.rows = max_l(1, ceil_div(longest, ceil_div(longest, a.rows))); /* equal tasks */
     for (long s = 0; s < sequences; s++) {
         tasks += ceil_div(query_start[s + 1] - query_start[s], a.rows);

@@ -61,6 +61,14 @@ EMULATED int _mm512_reduce_max_epi32(__m512i v) {
     return in[0];
 }
 
+EMULATED __m512 _mm512_permutex2var_ps(__m512 a, __m512i index, __m512 b) {
+    int32_t from[16];
+    __m512 out;
+    memcpy(from, &index, 64);
+    for (int i = 0; i < 16; i++) out[i] = from[i] & 16 ? b[from[i] & 15] : a[from[i] & 15];
+    return out;
+}
+
 EMULATED void _mm_storeu_ps(float *p, __m128 v) { memcpy(p, &v, 16); }
 EMULATED __m128 _mm_unpacklo_ps(__m128 a, __m128 b) { return (__m128){a[0], b[0], a[1], b[1]}; }
 EMULATED __m128 _mm_unpackhi_ps(__m128 a, __m128 b) { return (__m128){a[2], b[2], a[3], b[3]}; }
