@@ -145,3 +145,56 @@ def test_attention_of_every_variant(other: Kernels, heads: int, kv_heads: int, d
             weights = torch.einsum("hd,phd->hp", q[row].double(), keys).mul(d**-0.5).softmax(-1)
             expected = torch.einsum("hp,phd->hd", weights, values)
             assert (whole[row] - expected).norm() < 1e-2 * expected.norm(), (row, branches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1.0, 2.0**-126])  # of values: sums of the latter are flushed to zeros of both signs
+@pytest.mark.parametrize(("block_size", "depth"), [(16, 2), (16, 40), (8, 5)])
+def test_attention_has_the_same_bits_in_any_company(
+    other: Kernels, block_size: int, depth: int, size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries few and many, of several sequences and branches, by one thread and several. Unused slots hold NaN."""
+    torch.manual_seed(0)
+    heads, kv_heads, d, lengths, forks = 6, 2, 64, (200, 48, 90), 21
+    q, sinks = torch.randn(3, 30, heads, d).bfloat16(), torch.linspace(-2, 2, heads)
+    k, v = torch.full((2, 4000 // block_size, block_size, kv_heads, d), torch.nan).bfloat16()
+    blocks = torch.randperm(800 // block_size)[: 3 * 208 // block_size].reshape(3, -1)
+    slots = (blocks[..., None] * block_size + torch.arange(block_size)).flatten(1)
+    own = 800 + torch.arange(3 * 30).reshape(3, 30, 1) * 32 + torch.arange(-depth, 1) + depth  # they may overlap
+    for used in (*(slots[i, :n] for i, n in enumerate(lengths)), own.flatten()):
+        k.flatten(0, 1)[used] = torch.randn(len(used), kv_heads, d).bfloat16()
+        v.flatten(0, 1)[used] = (torch.randn(len(used), kv_heads, d) * size).bfloat16()
+
+    def attend(rows: list[tuple[int, int, int]], branches: bool) -> torch.Tensor:
+        """Of each sequence, rows [begin, end) of its last 30; of branches, which leave it before its last tokens."""
+        ints = {"dtype": torch.int32}
+        starts = torch.tensor([0, *(end - begin for _, begin, end in rows)], **ints).cumsum(0).int()
+        context = torch.tensor([lengths[seq] - 30 + end for seq, _, end in rows], **ints)
+        pairs = [(seq, row) for seq, begin, end in rows for row in range(begin, end)]
+        positions = torch.tensor([lengths[seq] - row % forks + depth for seq, row in pairs], **ints)
+        newest = torch.tensor([int(own[seq, row, -1]) for seq, row in pairs], **ints)
+        places = (starts, context, blocks.int(), torch.tensor([seq for seq, _, _ in rows], **ints), d**-0.5)
+        queries = torch.stack([q[seq, row] for seq, row in pairs])
+        return other.paged_attention(
+            queries, k, v, *places, (positions, newest, depth) if branches else None, sinks=sinks
+        ).view(torch.int16)
+
+    for branches in (False, True):
+        together = [(0, 0, 30), (1, 0, 30), (2, 0, 30)]
+        whole = attend(together, branches).reshape(3, 30, heads, d)
+        for threads in (1, 2, 5):
+            monkeypatch.setattr(cpu, "num_threads", lambda threads=threads: threads)
+            assert torch.equal(attend(together, branches).reshape(whole.shape), whole), threads
+        for seq in range(3):
+            for begin, end in (*((row, row + 1) for row in range(30)), (4, 6), (1, 4), (9, 14), (13, 30)):
+                assert torch.equal(attend([(seq, begin, end)], branches), whole[seq, begin:end]), (seq, begin, end)
+        mixed = [(2, 29, 30), (0, 12, 20), (1, 0, 3)]
+        assert torch.equal(attend(mixed, branches), torch.cat([whole[seq, begin:end] for seq, begin, end in mixed]))
+        for seq, row in ((0, 0), (0, 29), (1, 17), (2, 5)) if size == 1.0 else ():
+            count = lengths[seq] - row % forks if branches else lengths[seq] - 29 + row
+            seen = torch.cat((slots[seq, :count], own[seq, row] if branches else own[0, 0, :0]))
+            keys, values = (x.double().flatten(0, 1)[seen].repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+            scores = torch.einsum("hd,phd->hp", q[seq, row].double(), keys).mul(d**-0.5)
+            weights = torch.cat((scores, sinks.double()[:, None]), 1).softmax(-1)[:, :-1]
+            expected = torch.einsum("hp,phd->hd", weights, values)
+            assert (whole[seq, row].view(torch.bfloat16) - expected).norm() < 1e-2 * expected.norm(), (seq, row)

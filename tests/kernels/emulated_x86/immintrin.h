@@ -1,5 +1,5 @@
 /* The x86 intrinsics of `cpu.c` in plain C, so that its AVX-512 and AMX kernels run on any machine.  They follow the
- * pseudo-code of Intel's manual, with the order of AMX's bf16 sums; not emulated is that those flush denormal numbers. */
+ * pseudo-code of Intel's manual, with the order of AMX's bf16 sums, which flush denormal numbers. */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -200,11 +200,17 @@ EMULATED void _tile_dpbsud(int sums, int a, int b) {
     }
 }
 
+EMULATED float tile_flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
+
 EMULATED float tile_bf16(const uint8_t *p) {
     uint32_t bits = (uint32_t)p[0] << 16 | (uint32_t)p[1] << 24;
     float f;
     memcpy(&f, &bits, 4);
-    return f;
+    return tile_flushed(f);
+}
+
+EMULATED float tile_fma(float sum, const uint8_t *a, const uint8_t *b) {
+    return tile_flushed(__builtin_fmaf(tile_bf16(a), tile_bf16(b), sum));
 }
 
 EMULATED void _tile_dpbf16ps(int sums, int a, int b) {
@@ -214,10 +220,10 @@ EMULATED void _tile_dpbf16ps(int sums, int a, int b) {
         memcpy(row, tile_data[sums][m], 64);
         for (int k = 0; k < tile_shape.rows[b]; k++)
             for (int n = 0; n < 16; n++) {
-                even[n] += tile_bf16(tile_data[a][m] + 4 * k) * tile_bf16(tile_data[b][k] + 4 * n);
-                odd[n] += tile_bf16(tile_data[a][m] + 4 * k + 2) * tile_bf16(tile_data[b][k] + 4 * n + 2);
+                even[n] = tile_fma(even[n], tile_data[a][m] + 4 * k, tile_data[b][k] + 4 * n);
+                odd[n] = tile_fma(odd[n], tile_data[a][m] + 4 * k + 2, tile_data[b][k] + 4 * n + 2);
             }
-        for (int n = 0; n < 16; n++) row[n] += even[n] + odd[n];
+        for (int n = 0; n < 16; n++) row[n] = tile_flushed(tile_flushed(row[n]) + tile_flushed(even[n] + odd[n]));
         memcpy(tile_data[sums][m], row, 64);
     }
 }
