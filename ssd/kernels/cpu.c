@@ -2542,33 +2542,33 @@ static void attention_task(const struct attention_args *a, long seq, long row, l
 #ifdef AMX
 /* ---------------------------------------------------------------- paged_attention: AMX
  * The same over bf16 keys and values, all queries of a task in one tile.  Scores are sums of products of bf16 numbers, which
- * are multiplied by the scale; the weights of the values are rounded to bf16 and summed up so.  What a query does not see has
- * the weight 0, so the sums of a chunk, and its zeros' signs aside its bits, are those of the query alone.  These bits differ
- * from those of vectors: a machine uses one of both for a model. */
+ * are multiplied by the scale; weights of values are rounded to bf16 before they are added up.  What a query does not see has
+ * the weight 0: that changes none of its sums, but may change the sign of one that is 0.  These bits differ from those of the
+ * vectors above, so what decides between both is the same for all rows of a model. */
 INLINE int amx_attends(const struct attention_args *a) {
     return a->bf16 && a->kv == BF16 && a->d % 32 == 0 && a->heads / a->kv_heads <= AMX_ROWS;
 }
 
 struct amx_task {
     const struct attention_args *a;
-    long seq, row, rows, kv_head, queries;
-    long begin, end;    /* of the positions of its sequence that any row sees */
-    long own, place;    /* slots that a row has of its own at most, and how far those of two rows are apart in a chunk */
-    uint32_t *q;        /* [d / 2][16]: pairs of numbers of each query */
-    uint32_t *v;        /* [d / 32][CH / 2][2][16]: pairs of positions, of even columns, then of odd ones */
-    float *acc;         /* [queries][d]: columns in this order */
+    long seq, row, rows, kv_head, group, queries;
+    long begin, end;     /* positions of its sequence that any row sees */
+    long own, place;     /* slots of a row's branch, and how far those of two rows are apart in a chunk */
+    uint32_t *q;         /* [d / 2][16]: pairs of numbers of each query */
+    uint32_t *v;         /* [d / 32][CH / 2][2][16]: pairs of positions, of even columns, then of odd ones */
+    float *acc;          /* [queries][d]: columns in this order */
     uint16_t *k, *zeros; /* [CH][d]: copies; [d] */
-    vf max, sum;        /* of each query */
+    vf max, sum;         /* of each query */
 };
 
 struct amx_chunk {
-    long n;                         /* positions, a multiple of 32 */
-    long rows[CH];                  /* where they are in the caches; -1: nowhere */
-    const uint16_t *k[CH / VL];     /* tiles of keys that are in the cache as they are; NULL: others */
-    int from[AMX_ROWS], stop[AMX_ROWS]; /* what each query sees of them */
+    long n;                             /* positions, a multiple of 32 */
+    long at[CH];                        /* where they are in the caches; -1: nowhere */
+    const uint16_t *k[CH / VL];         /* tiles of keys that are in the cache as they are; NULL: to be copied */
+    int from[AMX_ROWS], stop[AMX_ROWS]; /* what each row sees of them */
 };
 
-/* a tile's columns as vectors */
+/* the rows of a tile become its columns */
 INLINE void transpose(vf *r) {
     vi lanes;
     UNROLL for (int i = 0; i < VL; i++) lanes[i] = i;
@@ -2583,56 +2583,49 @@ INLINE void transpose(vf *r) {
     }
 }
 
-static void see(const struct amx_task *t, struct amx_chunk *c, long r, long from, long stop) {
-    long group = t->a->heads / t->a->kv_heads;
-    for (long q = r * group; q < (r + 1) * group; q++)
-        c->from[q] = (int)max_l(0, min_l(CH, from)), c->stop[q] = (int)max_l(0, min_l(CH, stop));
+INLINE const uint16_t *row_at(const struct amx_task *t, const void *cache, long at) {
+    return at < 0 ? t->zeros : (const uint16_t *)cache + at * t->a->d;
 }
 
-/* The number-th chunk of a task; 0 if there is none.  Chunks of its sequence, then those of the rows' own slots, beside each other
- * where they are few: none is cut in two by the end of a vector or tile that does not cut it in the first place. */
+INLINE void fetch_row(const uint16_t *row, long d) {
+    for (long e = 0; e < d; e += 32) __builtin_prefetch(row + e, 0, 2); /* to the L2 cache */
+}
+
+/* The number-th chunk of a task; returns 0 if there is none.  First those of its sequence, then the rows' own slots: of several
+ * rows beside each other, in places of which a vector or a product of tiles has a whole number, or which have one of these. */
 static int find_chunk(const struct amx_task *t, long number, struct amx_chunk *c) {
     const struct attention_args *a = t->a;
-    long first = t->begin - (t->begin - a->first) % CH, chunks = first < t->end ? ceil_div(t->end - first, CH) : 0;
-    memset(c->rows, -1, sizeof c->rows);
+    long first = t->begin - (t->begin - a->first) % CH, shared = first < t->end ? ceil_div(t->end - first, CH) : 0;
+    for (long i = 0; i < CH; i++) c->at[i] = -1;
     memset(c->k, 0, sizeof c->k);
-    if (number < chunks) {
+    if (number < shared) {
         const int32_t *table = a->block_tables + a->table_rows[t->seq] * a->table_stride;
+        const int in_place = a->first % VL == 0 && a->block_size % VL == 0;
         long start = first + number * CH, from = max_l(0, t->begin - start), n = min_l(CH, t->end - start);
         long block = (start + from) / a->block_size, in_block = (start + from) % a->block_size;
         for (long i = from; i < n; i++) {
-            c->rows[i] = (table[block] * a->block_size + in_block) * a->kv_heads + t->kv_head;
-            if (a->first % VL == 0 && a->block_size % VL == 0)
-                c->k[i / VL] = (const uint16_t *)a->k_cache + (c->rows[i] - i % VL * a->kv_heads) * a->d;
+            c->at[i] = (table[block] * a->block_size + in_block) * a->kv_heads + t->kv_head;
+            if (in_place) c->k[i / VL] = row_at(t, a->k_cache, c->at[i] - i % VL * a->kv_heads);
             if (++in_block == a->block_size) in_block = 0, block++;
         }
+        for (long r = 0; r < t->rows; r++) {
+            c->from[r] = (int)min_l(CH, first_seen(a, t->seq, t->row + r) - start);
+            c->stop[r] = (int)(shared_positions(a, t->seq, t->row + r) - start);
+        }
         c->n = ceil_div(n, 32) * 32;
-        for (long r = 0; r < t->rows; r++)
-            see(t, c, r, first_seen(a, t->seq, t->row + r) - start, shared_positions(a, t->seq, t->row + r) - start);
         return 1;
     }
-    long cuts = ceil_div(t->own, CH), begin, start;
-    if (!cuts || (begin = (number - chunks) / cuts * (CH / t->place)) >= t->rows) return 0;
-    start = (number - chunks) % cuts * CH;
-    for (long r = 0; r < t->rows; r++) {
-        long at = (r - begin) * t->place, n = min_l(t->place, own_slots(a, t->row + r) - start);
-        if (at < 0 || at >= CH) n = 0;
-        for (long i = 0; i < n; i++)
-            c->rows[at + i] = (a->slots[t->row + r] - t->own + 1 + start + i) * a->kv_heads + t->kv_head;
-        see(t, c, r, at, n > 0 ? at + n : 0);
+    long parts = ceil_div(t->own, CH), part = number - shared, beside = CH / t->place;
+    if (part >= parts * ceil_div(t->rows, beside)) return 0;
+    long begin = part / parts * beside, end = min_l(t->rows, begin + beside), start = part % parts * CH;
+    for (long r = 0; r < t->rows; r++) c->from[r] = c->stop[r] = 0;
+    for (long r = begin; r < end; r++) {
+        long n = min_l(CH, own_slots(a, t->row + r) - start), slot = a->slots[t->row + r] - t->own + 1 + start;
+        c->from[r] = (int)((r - begin) * t->place), c->stop[r] = c->from[r] + (int)n;
+        for (long i = 0; i < n; i++) c->at[c->from[r] + i] = (slot + i) * a->kv_heads + t->kv_head;
     }
-    c->n = ceil_div(min_l(CH, (t->rows - begin) * t->place), 32) * 32;
+    c->n = ceil_div((end - begin) * t->place, 32) * 32;
     return 1;
-}
-
-/* they are far apart: a machine does not foresee the next one */
-static void fetch_positions(const struct amx_task *t, const struct amx_chunk *c, long begin, long end) {
-    const long bytes = t->a->d * 2;
-    for (long i = begin; i < end; i++) {
-        if (c->rows[i] < 0) continue;
-        fetch((const char *)t->a->k_cache + c->rows[i] * bytes, bytes);
-        fetch((const char *)t->a->v_cache + c->rows[i] * bytes, bytes);
-    }
 }
 
 /* scores[position][query] of a chunk: sums over d in its order */
@@ -2642,13 +2635,12 @@ static void amx_scores(const struct amx_task *t, const struct amx_chunk *c, floa
         const uint16_t *k[2];
         long stride[2];
         for (long j = 0; j < 2; j++) {
-            k[j] = c->k[at / VL + j], stride[j] = t->a->kv_heads * d * 2;
+            long first = at + j * VL;
+            k[j] = c->k[first / VL], stride[j] = t->a->kv_heads * d * 2;
             if (k[j]) continue;
-            uint16_t *copy = t->k + (at + j * VL) * d;
-            for (long i = at + j * VL, row = 0; row < VL; i++, row++)
-                if (c->rows[i] >= 0)
-                    memcpy(copy + row * d, (const uint16_t *)t->a->k_cache + c->rows[i] * d, (size_t)d * 2);
-            k[j] = copy, stride[j] = d * 2;
+            k[j] = t->k + first * d, stride[j] = d * 2;
+            for (long i = first; i < first + VL; i++)
+                memcpy(t->k + i * d, row_at(t, t->a->k_cache, c->at[i]), (size_t)d * 2);
         }
         COMPILER_BARRIER();
         _tile_zero(0);
@@ -2666,26 +2658,26 @@ static void amx_scores(const struct amx_task *t, const struct amx_chunk *c, floa
     COMPILER_BARRIER();
 }
 
-/* values of a chunk to t->v */
-static void pair_values(const struct amx_task *t, const struct amx_chunk *c) {
-    const long d = t->a->d;
+/* Values of a chunk to t->v.  What the next one needs is fetched to the L2 cache, line by line beside those that are read: the
+ * rows of a head are far apart, a machine does not foresee the next one. */
+static void pair_values(const struct amx_task *t, const struct amx_chunk *c, const struct amx_chunk *next) {
+    const void *keys = t->a->k_cache, *values = t->a->v_cache;
     for (long i = 0; i < c->n; i += 2) {
-        const uint16_t *rows[2];
-        for (long j = 0; j < 2; j++)
-            rows[j] = c->rows[i + j] < 0 ? t->zeros : (const uint16_t *)t->a->v_cache + c->rows[i + j] * d;
-        for (long e = 0; e < d; e += 32) {
+        const uint16_t *rows[] = {row_at(t, values, c->at[i]), row_at(t, values, c->at[i + 1])};
+        const uint16_t *later[] = {row_at(t, keys, next->at[i]), row_at(t, keys, next->at[i + 1]),
+                                   row_at(t, values, next->at[i]), row_at(t, values, next->at[i + 1])};
+        uint32_t *out = t->v + i * VL;
+        for (long e = 0; e < t->a->d; e += 32, out += CH * VL) {
             vu a = *(const vu_mem *)(rows[0] + e), b = *(const vu_mem *)(rows[1] + e);
-            uint32_t *out = t->v + (e / 32 * CH / 2 + i / 2) * 2 * VL;
             *(vu_mem *)out = (a & 0xffffu) | b << 16;
             *(vu_mem *)(out + VL) = a >> 16 | (b & 0xffff0000u);
+            UNROLL for (int j = 0; j < 4; j++) __builtin_prefetch(later[j] + e, 0, 2);
         }
     }
 }
 
-/* Scores to weights[query][position], t->max and t->sum; returns by what earlier sums are multiplied.  Positions of the
- * next chunk, if there is one, are fetched beside it. */
-static vf amx_softmax(struct amx_task *t, const struct amx_chunk *c, const float *scores, uint16_t *weights,
-                      const struct amx_chunk *next) {
+/* scores to weights[query][position], t->max and t->sum; alpha: by what earlier sums of a query are multiplied */
+static void amx_softmax(struct amx_task *t, const struct amx_chunk *c, const float *scores, uint16_t *weights, float *alpha) {
     float of_query[AMX_ROWS][CH] __attribute__((aligned(64))), shifts[VL];
     vf r[VL], none = vset(-INFINITY), top = t->max;
     vi lanes;
@@ -2695,124 +2687,114 @@ static vf amx_softmax(struct amx_task *t, const struct amx_chunk *c, const float
         transpose(r);
         UNROLL for (int i = 0; i < VL; i++) vstore(of_query[i] + at, r[i]);
     }
-    for (long q = 0; q < VL; q++) {
-        vf best = none;
-        for (long at = 0; q < t->queries && at < c->n; at += VL) {
-            vi place = lanes + (int)at, seen = (place >= c->from[q]) & (place < c->stop[q]);
+    for (long q = 0; q < VL; q++) r[q] = none;
+    for (long q = 0; q < t->queries; q++) {
+        int row = (int)q / (int)t->group;
+        for (long at = 0; at < c->n; at += VL) {
+            vi position = lanes + (int)at, seen = (position >= c->from[row]) & (position < c->stop[row]);
             vf x = vselect(seen, vload(of_query[q] + at) * t->a->scale, none);
             vstore(of_query[q] + at, x);
-            best = vmax(x, best);
+            r[q] = vmax(x, r[q]);
         }
-        r[q] = best;
     }
     transpose(r);
     UNROLL for (int i = 0; i < VL; i++) top = vmax(r[i], top);
-    vf shift = vselect(top == none, vset(0.0f), top), alpha = vexp(t->max - shift);
-    vstore(shifts, shift);
-    for (long q = 0; q < VL; q++) {
-        vf total = vset(0.0f);
-        for (long at = 0; q < t->queries && at < c->n; at += VL) {
+    vf shift = vselect(top == none, vset(0.0f), top), factors = vexp(t->max - shift);
+    vstore(shifts, shift), vstore(alpha, factors);
+    for (long q = 0; q < VL; q++) r[q] = vset(0.0f);
+    for (long q = 0; q < t->queries; q++)
+        for (long at = 0; at < c->n; at += VL) {
             vf weight = vround_bf16(vexp(vload(of_query[q] + at) - shifts[q]));
             *(vs_mem *)(weights + q * CH + at) = __builtin_convertvector((vu)weight >> 16, vs_mem);
-            total = total + weight;
+            r[q] = r[q] + weight;
         }
-        r[q] = total;
-        if (next && q < t->queries) fetch_positions(t, next, next->n * q / t->queries, next->n * (q + 1) / t->queries);
-    }
     transpose(r);
     UNROLL for (int w = VL / 2; w > 0; w /= 2)
         UNROLL for (int i = 0; i < w; i++) r[i] = r[i] + r[i + w];
-    t->max = top, t->sum = t->sum * alpha + r[0];
-    return alpha;
+    t->max = top, t->sum = t->sum * factors + r[0];
 }
 
 /* acc = acc * alpha + weights @ values of a chunk */
-static void amx_values(const struct amx_task *t, const struct amx_chunk *c, const uint16_t *weights, vf alpha) {
-    const long d = t->a->d;
-    float sums[AMX_ROWS][2 * VL] __attribute__((aligned(64)));
-    COMPILER_BARRIER();
-    for (long e = 0; e < d; e += 32) {
+static void amx_values(const struct amx_task *t, const struct amx_chunk *c, const uint16_t *weights, const float *alpha) {
+    float sums[AMX_ROWS][2 * VL] __attribute__((aligned(64))), *acc = t->acc;
+    const uint32_t *v = t->v;
+    for (long e = 0; e < t->a->d; e += 32, v += CH * VL, acc += 32) {
+        COMPILER_BARRIER();
         _tile_zero(5);
         _tile_zero(6);
         for (long at = 0; at < c->n; at += 32) {
-            const uint32_t *v = t->v + (e * CH / 2 + at / 2 * 32);
             _tile_loadd(7, weights + at, CH * 2);
-            _tile_loadd(2, v, 128);
+            _tile_loadd(2, v + at * VL, 128);
             _tile_dpbf16ps(5, 7, 2);
-            _tile_loadd(3, v + VL, 128);
+            _tile_loadd(3, v + at * VL + VL, 128);
             _tile_dpbf16ps(6, 7, 3);
         }
-        _tile_stored(5, sums, 128);
+        _tile_stored(5, sums[0], 128);
         _tile_stored(6, sums[0] + VL, 128);
         COMPILER_BARRIER();
-        for (long q = 0; q < t->queries; q++) {
-            float *acc = t->acc + q * d + e;
-            vf factor = vset(alpha[q]);
-            vstore(acc, vfma(vload(sums[q]), vload(acc), factor));
-            vstore(acc + VL, vfma(vload(sums[q] + VL), vload(acc + VL), factor));
-        }
-        COMPILER_BARRIER();
+        for (long q = 0; q < t->queries; q++)
+            UNROLL for (int half = 0; half < 2 * VL; half += VL) {
+                float *out = acc + q * t->a->d + half;
+                vstore(out, vfma(vload(sums[q] + half), vload(out), vset(alpha[q])));
+            }
     }
 }
 
-static size_t amx_floats(const struct attention_args *a) {
-    return (size_t)(a->d * (VL / 2 + CH / 2 + AMX_ROWS + CH / 2 + 1));
-}
+static size_t amx_floats(const struct attention_args *a) { return (size_t)(a->d * (VL / 2 + CH / 2 + AMX_ROWS + CH / 2 + 1)); }
 
-static void start_amx(struct amx_task *t, float *memory) {
-    const struct attention_args *a = t->a;
-    const long d = a->d, group = a->heads / a->kv_heads;
-    t->q = (uint32_t *)memory, t->v = t->q + d * VL / 2;
-    t->acc = (float *)(t->v + d * CH / 2), t->k = (uint16_t *)(t->acc + d * AMX_ROWS), t->zeros = t->k + d * CH;
-    t->max = vset(-INFINITY), t->sum = vset(0.0f), t->begin = LONG_MAX, t->end = 0, t->queries = t->rows * group;
-    t->own = !a->slots ? 0 : a->window ? min_l(a->depth + 1, a->window) : a->depth + 1, t->place = 2;
-    while (t->place < min_l(t->own, CH)) t->place *= 2;
-    for (long r = t->row; r < t->row + t->rows; r++) {
-        t->begin = min_l(t->begin, first_seen(a, t->seq, r));
-        t->end = max_l(t->end, shared_positions(a, t->seq, r));
+/* completes a task; `memory` holds amx_floats() */
+static struct amx_task start_amx(struct amx_task t, float *memory) {
+    const struct attention_args *a = t.a;
+    t.group = a->heads / a->kv_heads, t.queries = t.rows * t.group, t.begin = LONG_MAX, t.end = 0;
+    t.q = (uint32_t *)memory, t.v = t.q + a->d * VL / 2, t.acc = (float *)(t.v + a->d * CH / 2);
+    t.k = (uint16_t *)(t.acc + a->d * AMX_ROWS), t.zeros = t.k + a->d * CH;
+    t.max = vset(-INFINITY), t.sum = vset(0.0f), t.place = 2;
+    for (long r = t.row; r < t.row + t.rows; r++) {
+        t.begin = min_l(t.begin, first_seen(a, t.seq, r)), t.end = max_l(t.end, shared_positions(a, t.seq, r));
+        t.own = max_l(t.own, own_slots(a, r));
     }
-    memset(t->zeros, 0, (size_t)d * 2);
-    memset(t->acc, 0, (size_t)(t->queries * d) * 4);
-    for (long e = 0; e < d; e += 32) {
+    while (t.place < min_l(t.own, CH)) t.place *= 2;
+    memset(t.zeros, 0, (size_t)a->d * 2);
+    memset(t.acc, 0, (size_t)(t.queries * a->d) * 4);
+    for (long e = 0; e < a->d; e += 32) {
         vf r[VL];
-        for (long i = 0; i < VL; i++) {
-            long q = i < t->queries ? i : 0;
-            r[i] = vload((const void *)((const uint16_t *)a->q + (t->row + q / group) * a->ldq +
-                                        (t->kv_head * group + q % group) * d + e));
+        for (long i = 0, q; i < VL; i++) {
+            q = i < t.queries ? i : 0;
+            r[i] = vload((const void *)((const uint16_t *)a->q + (t.row + q / t.group) * a->ldq +
+                                        (t.kv_head * t.group + q % t.group) * a->d + e));
         }
         transpose(r);
-        UNROLL for (int i = 0; i < VL; i++) vstore((float *)t->q + (e / 2 + i) * VL, r[i]);
+        UNROLL for (int i = 0; i < VL; i++) vstore((float *)t.q + (e / 2 + i) * VL, r[i]);
     }
+    return t;
 }
 
-static void amx_attention(struct amx_task *t, float *memory) {
-    const struct attention_args *a = t->a;
-    const long d = a->d, group = a->heads / a->kv_heads;
-    float scores[CH * VL] __attribute__((aligned(64)));
+static void amx_attention(const struct attention_args *a, long seq, long row, long rows, long kv_head) {
+    float scores[CH * VL] __attribute__((aligned(64))), alpha[VL];
     uint16_t weights[AMX_ROWS * CH] __attribute__((aligned(64)));
-    struct amx_chunk chunks[2];
-    start_amx(t, memory);
-    int more = find_chunk(t, 0, &chunks[0]);
-    if (more) fetch_positions(t, &chunks[0], 0, chunks[0].n);
-    amx_configure(16, t->queries, t->queries, 64, t->queries);
-    for (long i = 0; more; i++) {
-        const struct amx_chunk *c = &chunks[i % 2], *next = &chunks[(i + 1) % 2];
-        more = find_chunk(t, i + 1, &chunks[(i + 1) % 2]);
-        amx_scores(t, c, scores);
-        pair_values(t, c);
-        vf alpha = amx_softmax(t, c, scores, weights, more ? next : NULL);
-        amx_values(t, c, weights, alpha);
+    struct amx_task given = {.a = a, .seq = seq, .row = row, .rows = rows, .kv_head = kv_head};
+    struct amx_task t = start_amx(given, scratch(ROWS, amx_floats(a)));
+    struct amx_chunk chunks[2], *c = chunks, *next = chunks + 1, *last;
+    long more = find_chunk(&t, 0, c);
+    for (long i = 0; i < 2 * CH; i++) fetch_row(row_at(&t, i < CH ? a->k_cache : a->v_cache, c->at[i % CH]), a->d);
+    amx_configure(16, t.queries, t.queries, 64, t.queries);
+    for (long number = 1; more; number++, last = c, c = next, next = last) {
+        more = find_chunk(&t, number, next);
+        amx_scores(&t, c, scores);
+        pair_values(&t, c, next);
+        amx_softmax(&t, c, scores, weights, alpha);
+        amx_values(&t, c, weights, alpha);
     }
     _tile_release();
-    for (long q = 0; q < t->queries; q++) {
-        long head = t->kv_head * group + q % group;
-        float sum = t->sum[q];
+    for (long q = 0; q < t.queries; q++) {
+        long head = kv_head * t.group + q % t.group;
+        float sum = t.sum[q];
         if (sum == 0.0f) sum = 1.0f; /* padding */
-        else if (a->sinks) sum += vexp(vset(a->sinks[head] - t->max[q]))[0];
-        for (long e = 0; e < d; e += 32) {
-            const float *acc = t->acc + q * d + e; /* 0 is added for the sign of zeros */
+        else if (a->sinks) sum += vexp(vset(a->sinks[head] - t.max[q]))[0];
+        for (long e = 0; e < a->d; e += 32) {
+            const float *acc = t.acc + q * a->d + e; /* 0 is added for the sign of zeros */
             vf even = vload(acc) / sum * a->v_scale + 0.0f, odd = vload(acc + VL) / sum * a->v_scale + 0.0f;
-            uint16_t *out = (uint16_t *)a->out + ((t->row + q / group) * a->heads + head) * d + e;
+            uint16_t *out = (uint16_t *)a->out + ((row + q / t.group) * a->heads + head) * a->d + e;
             *(vu_mem *)out = (vu)vround_bf16(even) >> 16 | (vu)vround_bf16(odd);
         }
     }
@@ -2836,8 +2818,7 @@ static void attention_item(const struct attention_args *a, long item) {
     long seq, row, rows = find_rows(a, item / a->kv_heads, &seq, &row);
 #ifdef AMX
     if (amx_attends(a)) {
-        struct amx_task task = {.a = a, .seq = seq, .row = row, .rows = rows, .kv_head = item % a->kv_heads};
-        amx_attention(&task, scratch(ROWS, amx_floats(a)));
+        amx_attention(a, seq, row, rows, item % a->kv_heads);
         return;
     }
 #endif
