@@ -165,15 +165,17 @@ def test_attention_has_the_same_bits_in_any_company(
         k.flatten(0, 1)[used] = torch.randn(len(used), kv_heads, d).bfloat16()
         v.flatten(0, 1)[used] = (torch.randn(len(used), kv_heads, d) * size).bfloat16()
 
+    def ints(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
     def attend(rows: list[tuple[int, int, int]], branches: bool) -> torch.Tensor:
         """Of each sequence, rows [begin, end) of its last 30; of branches, which leave it before its last tokens."""
-        ints = {"dtype": torch.int32}
-        starts = torch.tensor([0, *(end - begin for _, begin, end in rows)], **ints).cumsum(0).int()
-        context = torch.tensor([lengths[seq] - 30 + end for seq, _, end in rows], **ints)
+        starts = ints([0, *(end - begin for _, begin, end in rows)]).cumsum(0).int()
+        context = ints([lengths[seq] - 30 + end for seq, _, end in rows])
         pairs = [(seq, row) for seq, begin, end in rows for row in range(begin, end)]
-        positions = torch.tensor([lengths[seq] - row % forks + depth for seq, row in pairs], **ints)
-        newest = torch.tensor([int(own[seq, row, -1]) for seq, row in pairs], **ints)
-        places = (starts, context, blocks.int(), torch.tensor([seq for seq, _, _ in rows], **ints), d**-0.5)
+        positions = ints([lengths[seq] - row % forks + depth for seq, row in pairs])
+        newest = ints([int(own[seq, row, -1]) for seq, row in pairs])
+        places = (starts, context, blocks.int(), ints([seq for seq, _, _ in rows]), d**-0.5)
         queries = torch.stack([q[seq, row] for seq, row in pairs])
         return other.paged_attention(
             queries, k, v, *places, (positions, newest, depth) if branches else None, sinks=sinks
