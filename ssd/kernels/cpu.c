@@ -2549,6 +2549,8 @@ INLINE int amx_attends(const struct attention_args *a) {
     return a->bf16 && a->kv == BF16 && a->d % 32 == 0 && a->heads / a->kv_heads <= AMX_ROWS;
 }
 
+#define FEW_QUERIES 4
+
 struct amx_task {
     const struct attention_args *a;
     long seq, row, rows, kv_head, group, queries;
@@ -2676,42 +2678,57 @@ static void pair_values(const struct amx_task *t, const struct amx_chunk *c, con
     }
 }
 
-/* scores to weights[query][position], t->max and t->sum; alpha: by what earlier sums of a query are multiplied */
-static void amx_softmax(struct amx_task *t, const struct amx_chunk *c, const float *scores, uint16_t *weights, float *alpha) {
-    float of_query[AMX_ROWS][CH] __attribute__((aligned(64))), shifts[VL];
+/* Scores to weights[query][position], t->max and t->sum; alpha: by what earlier sums of a query are multiplied.  few: there are
+ * at most 4 queries, whose scores are gathered, and whose lanes are added and compared one query after the other, to the same
+ * numbers; otherwise all that is transposed. */
+INLINE void amx_softmax(struct amx_task *t, const struct amx_chunk *c, const float *scores, uint16_t *weights, float *alpha,
+                        const int few) {
+    float of_query[AMX_ROWS][CH] __attribute__((aligned(64))), shifts[VL], found[VL] = {0};
     vf r[VL], none = vset(-INFINITY), top = t->max;
     vi lanes;
-    UNROLL for (int i = 0; i < VL; i++) lanes[i] = i;
-    for (long at = 0; at < c->n; at += VL) {
-        UNROLL for (int i = 0; i < VL; i++) r[i] = vload(scores + (at + i) * VL);
-        transpose(r);
-        UNROLL for (int i = 0; i < VL; i++) vstore(of_query[i] + at, r[i]);
+    UNROLL for (int i = 0; i < VL; i++) lanes[i] = i, r[i] = none;
+    for (long at = 0; !few && at < c->n; at += VL) {
+        vf tile[VL];
+        UNROLL for (int i = 0; i < VL; i++) tile[i] = vload(scores + (at + i) * VL);
+        transpose(tile);
+        UNROLL for (int i = 0; i < VL; i++) vstore(of_query[i] + at, tile[i]);
     }
-    for (long q = 0; q < VL; q++) r[q] = none;
     for (long q = 0; q < t->queries; q++) {
         int row = (int)q / (int)t->group;
         for (long at = 0; at < c->n; at += VL) {
             vi position = lanes + (int)at, seen = (position >= c->from[row]) & (position < c->stop[row]);
-            vf x = vselect(seen, vload(of_query[q] + at) * t->a->scale, none);
-            vstore(of_query[q] + at, x);
-            r[q] = vmax(x, r[q]);
+            vf own = few ? (vf)_mm512_i32gather_ps((__m512i)(lanes * VL), scores + at * VL + q, 4) : vload(of_query[q] + at);
+            own = vselect(seen, own * t->a->scale, none);
+            vstore(of_query[q] + at, own);
+            r[q] = vmax(own, r[q]);
         }
     }
-    transpose(r);
-    UNROLL for (int i = 0; i < VL; i++) top = vmax(r[i], top);
+    if (few) {
+        for (long q = 0; q < VL; q++) found[q] = q < t->queries ? vmax_lanes(r[q]) : -INFINITY;
+        top = vmax(vload(found), top);
+    } else {
+        transpose(r);
+        UNROLL for (int i = 0; i < VL; i++) top = vmax(r[i], top);
+    }
     vf shift = vselect(top == none, vset(0.0f), top), factors = vexp(t->max - shift);
     vstore(shifts, shift), vstore(alpha, factors);
-    for (long q = 0; q < VL; q++) r[q] = vset(0.0f);
+    UNROLL for (int i = 0; i < VL; i++) r[i] = vset(0.0f);
     for (long q = 0; q < t->queries; q++)
         for (long at = 0; at < c->n; at += VL) {
             vf weight = vround_bf16(vexp(vload(of_query[q] + at) - shifts[q]));
             *(vs_mem *)(weights + q * CH + at) = __builtin_convertvector((vu)weight >> 16, vs_mem);
             r[q] = r[q] + weight;
         }
-    transpose(r);
-    UNROLL for (int w = VL / 2; w > 0; w /= 2)
-        UNROLL for (int i = 0; i < w; i++) r[i] = r[i] + r[i + w];
-    t->max = top, t->sum = t->sum * factors + r[0];
+    if (few) {
+        vsum_4(found, r);
+        for (long q = FEW_QUERIES; q < VL; q++) found[q] = 0.0f;
+    } else {
+        transpose(r);
+        UNROLL for (int w = VL / 2; w > 0; w /= 2)
+            UNROLL for (int i = 0; i < w; i++) r[i] = r[i] + r[i + w];
+        vstore(found, r[0]);
+    }
+    t->max = top, t->sum = t->sum * factors + vload(found);
 }
 
 /* acc = acc * alpha + weights @ values of a chunk */
@@ -2782,7 +2799,10 @@ static void amx_attention(const struct attention_args *a, long seq, long row, lo
         more = find_chunk(&t, number, next);
         amx_scores(&t, c, scores);
         pair_values(&t, c, next);
-        amx_softmax(&t, c, scores, weights, alpha);
+        if (t.queries <= FEW_QUERIES)
+            amx_softmax(&t, c, scores, weights, alpha, 1);
+        else
+            amx_softmax(&t, c, scores, weights, alpha, 0);
         amx_values(&t, c, weights, alpha);
     }
     _tile_release();

@@ -69,6 +69,14 @@ EMULATED __m512 _mm512_permutex2var_ps(__m512 a, __m512i index, __m512 b) {
     return out;
 }
 
+EMULATED __m512 _mm512_i32gather_ps(__m512i index, const void *p, int scale) {
+    int32_t at[16];
+    __m512 out;
+    memcpy(at, &index, 64);
+    for (int i = 0; i < 16; i++) memcpy((char *)&out + 4 * i, (const char *)p + (long)at[i] * scale, 4);
+    return out;
+}
+
 EMULATED void _mm_storeu_ps(float *p, __m128 v) { memcpy(p, &v, 16); }
 EMULATED __m128 _mm_unpacklo_ps(__m128 a, __m128 b) { return (__m128){a[0], b[0], a[1], b[1]}; }
 EMULATED __m128 _mm_unpackhi_ps(__m128 a, __m128 b) { return (__m128){a[2], b[2], a[3], b[3]}; }
