@@ -186,15 +186,20 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
 def compare(llm: LLM, sd: Drafter, prompts: list[Any], args: argparse.Namespace, batch: int) -> list[dict[str, Any]]:
     prompts = prompts * -(-batch // len(prompts))
     plain = measure(llm, Drafter(), prompts, args, batch)
-    rows = [_row("ar", 0, 0.0, batch, plain, plain)]
+    rows: list[dict[str, Any]] = []
+
+    def add(method: str, k: int, figures: Figures, delay: float = 0.0, **others: Any) -> None:
+        rows.append(_row(method, k, delay, batch, figures, plain) | others)
+        others_named = "".join(f", {name} {value}" for name, value in others.items())
+        console.print(f"batch {batch}, {method}, K = {k}{others_named}: {figures.tokens_per_second:.1f} tokens/s")
+
+    add("ar", 0, plain)
     for k in args.sd_k:
         sd.lookahead = k
-        rows.append(_row("sd", k, 0.0, batch, measure(llm, sd, prompts, args, batch), plain))
-    for delay in args.delays:
-        for k, budget in itertools.product(args.k, args.budget):
-            with worker_drafter(llm, args, k, budget, delay) as drafter:
-                figures = measure(llm, drafter, prompts, args, batch)
-            rows.append(_row("ssd", k, delay, batch, figures, plain) | {"budget": budget})
+        add("sd", k, measure(llm, sd, prompts, args, batch))
+    for delay, k, budget in itertools.product(args.delays, args.k, args.budget):
+        with worker_drafter(llm, args, k, budget, delay) as drafter:
+            add("ssd", k, measure(llm, drafter, prompts, args, batch), delay, budget=budget)
     return rows
 
 
