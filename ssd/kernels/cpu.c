@@ -2543,8 +2543,8 @@ static void attention_task(const struct attention_args *a, long seq, long row, l
 /* ---------------------------------------------------------------- paged_attention: AMX
  * The same over bf16 keys and values, all queries of a task in one tile.  Scores are sums of products of bf16 numbers, which
  * are multiplied by the scale; weights of values are rounded to bf16 before they are added up.  What a query does not see has
- * the weight 0: that changes none of its sums, but may change the sign of one that is 0.  These bits differ from those of the
- * vectors above, so what decides between both is the same for all rows of a model. */
+ * the weight 0: that changes none of its sums while values are finite, but may change the sign of one that is 0.  These bits
+ * differ from those of the vectors above, so what decides between both is the same for all rows of a model. */
 INLINE int amx_attends(const struct attention_args *a) {
     return a->bf16 && a->kv == BF16 && a->d % 32 == 0 && a->heads / a->kv_heads <= AMX_ROWS;
 }
