@@ -69,11 +69,11 @@ def test_a_choice_is_measured_once_per_machine(
     library: cublaslt.CublasLt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, weight = random(100, 512, dtype=torch.bfloat16), random(256, 512, dtype=torch.bfloat16)
-    before = library.linear(x, weight, torch.bfloat16)
+    before = library.linear(x, weight, None, torch.bfloat16)
     monkeypatch.setattr(cublaslt.own, "linear", None)  # what a check would call
     later = cublaslt.CublasLt(library._library, cublaslt.Choices(tmp_path / "choices.json"))
     assert before is not None
-    assert torch.equal(before, later.linear(x, weight, torch.bfloat16))
+    assert torch.equal(before, later.linear(x, weight, None, torch.bfloat16))
 
 
 def test_kernels_that_are_launched_early_wait_for_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
