@@ -1,10 +1,12 @@
 """How fast is a GGUF file on this machine's CPU, against llama.cpp's own benchmarks? They take turns.
 
     python bench/llama_cpp.py q4_1.gguf q8_0.gguf q4_k.gguf --llama llama.cpp/build/bin --threads 2
+    python bench/llama_cpp.py q4_1.gguf --threads 16 --llama-threads 15    # llama.cpp of the package xllamacpp
 
-`--llama`: the folder with llama-bench and llama-batched-bench, built for this machine (GGML_NATIVE). Tokens per second:
-decoding at batch 1, 8 and 32 (llama.cpp without its server around it), and prompts. A turn counts only if other
-processes used less than 0.12 cores; it is repeated up to 8 times. `bench/gguf_files.py` makes files.
+`--llama`: the folder with llama-bench and llama-batched-bench, built for this machine (GGML_NATIVE); without it the
+server of xllamacpp (`pip install xllamacpp`), by the difference of two answers' times. Tokens per second: decoding at
+batch 1, 8 and 32, and prompts. A turn counts only if other processes used less than 0.12 cores; it is repeated up to 8
+times. `bench/gguf_files.py` makes files.
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,6 +30,7 @@ from ssd import LLM
 from ssd.core import SamplingParams
 
 DISTURBED = 0.12  # cores
+_SERVE = "--serve"  # the first argument of a process that runs xllamacpp
 PROMPT, NEW, BATCH_PROMPT = 256, 64, 16  # tokens of a prompt, of an answer, and of each prompt of a batch
 
 
@@ -33,20 +39,13 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     for path in args.files:
         with LLM(str(path), device="cpu", dtype=args.dtype, max_model_len=1024, max_num_seqs=32) as llm:
-            turns: dict[str, tuple[Callable[[], float], Callable[[], float]]] = {
-                "prompt": (lambda llm=llm: prompt(llm), lambda path=path: llama_bench(args, path, PROMPT, 0))
-            }
+            turns = {"prompt": (partial(prompt, llm), partial(theirs, args, path, 0, PROMPT))}
             for batch in (1, 8, 32):
-                tokens = NEW if batch == 1 else NEW // 2
-                turns[f"batch {batch}"] = (
-                    lambda llm=llm, batch=batch, tokens=tokens: decode(llm, batch, tokens),
-                    (lambda path=path: llama_bench(args, path, 0, NEW))
-                    if batch == 1
-                    else (lambda path=path, batch=batch, tokens=tokens: batched_bench(args, path, batch, tokens)),
-                )
-            for name, (ours, theirs) in turns.items():
+                sizes = batch, NEW if batch == 1 else NEW // 2
+                turns[f"batch {batch}"] = partial(decode, llm, *sizes), partial(theirs, args, path, *sizes)
+            for name, (ours, other) in turns.items():
                 ours()  # threads start, memory is touched, steps are recorded
-                pairs = [(undisturbed(ours), undisturbed(theirs)) for _ in range(args.repeats)]
+                pairs = [(undisturbed(ours), undisturbed(other)) for _ in range(args.repeats)]
                 print(f"{path.name:<14} {name:<9} {_row([(a, b) for a, b in pairs if a and b])}", flush=True)
 
 
@@ -71,16 +70,47 @@ def prompt(llm: LLM) -> float:
     return len(tokens) / seconds
 
 
-def llama_bench(args: argparse.Namespace, path: Path, num_prompt: int, num_new: int) -> float:
-    sizes = ("-p", str(num_prompt), "-n", str(num_new), "-t", str(args.threads), "-r", "1", "-o", "json")
-    return float(json.loads(_output(args.llama / "llama-bench", "-m", str(path), *sizes))[0]["avg_ts"])
+def theirs(args: argparse.Namespace, path: Path, batch: int, tokens: int) -> float:
+    """Tokens per second of so many sequences that get so many tokens each; batch 0: of a prompt."""
+    threads = args.llama_threads or args.threads
+    if args.llama is None:
+        return float(_output(sys.executable, __file__, _SERVE, path, threads, batch, tokens).splitlines()[-1])
+    if batch > 1:
+        sizes = ("-npp", BATCH_PROMPT, "-ntg", tokens, "-npl", batch, "-c", batch * 128)
+        threads_of = ("-t", threads, "-tb", threads)
+        found = _output(args.llama / "llama-batched-bench", "-m", path, *threads_of, *sizes, "--output-format", "jsonl")
+        return float(json.loads(next(line for line in found.splitlines() if line.startswith("{")))["speed_tg"])
+    read, new = (tokens, 0) if batch == 0 else (0, tokens)
+    options = ("-m", path, "-t", threads, "-r", "1", "-o", "json")
+    found = _output(args.llama / "llama-bench", *options, "-p", read, "-n", new)
+    return float(json.loads(found)[0]["avg_ts"])
 
 
-def batched_bench(args: argparse.Namespace, path: Path, batch: int, tokens: int) -> float:
-    threads = ("-t", str(args.threads), "-tb", str(args.threads), "-c", str(batch * 128))
-    sizes = ("-npp", str(BATCH_PROMPT), "-ntg", str(tokens), "-npl", str(batch), "--output-format", "jsonl")
-    lines = _output(args.llama / "llama-batched-bench", "-m", str(path), *threads, *sizes).splitlines()
-    return float(json.loads(next(line for line in lines if line.startswith("{")))["speed_tg"])
+def serve(path: str, threads: int, batch: int, tokens: int) -> float:
+    """The same by xllamacpp's server, in this process."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_gpu_layers, params.n_parallel = path, 0, max(1, batch)
+    params.n_ctx = max(1, batch) * 512
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    server = xllamacpp.Server(params)
+
+    def seconds(length: int, new: int) -> float:
+        """Of all answers."""
+        asked = [
+            {"prompt": ids, "max_tokens": new, "ignore_eos": True, "temperature": 0, "cache_prompt": False}
+            for ids in random_prompts(max(1, batch), length, 40_000)
+        ]
+        began = time.perf_counter()
+        with ThreadPoolExecutor(len(asked)) as pool:
+            list(pool.map(server.handle_completions, asked))
+        return time.perf_counter() - began
+
+    seconds(BATCH_PROMPT, 8)  # memory is touched
+    if batch == 0:
+        return tokens / seconds(tokens, 1)
+    return batch * tokens / (seconds(BATCH_PROMPT, 8 + tokens) - seconds(BATCH_PROMPT, 8))
 
 
 def _output(*command: object) -> str:
@@ -112,12 +142,16 @@ def _own() -> float:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--llama", type=Path, required=True, help="folder of llama.cpp's programs")
+    parser.add_argument("--llama", type=Path, help="folder of llama.cpp's programs; default: the package xllamacpp")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--llama-threads", type=int, help="llama.cpp's; default: the same")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args()
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == [_SERVE]:
+        print(serve(sys.argv[2], *map(int, sys.argv[3:])), flush=True)
+        os._exit(0)  # the server's threads would wait for requests
     main()
