@@ -14,14 +14,17 @@ from ssd.assembly.device import resolve_device
 from ssd.assembly.drafters import drafter_of, placed
 from ssd.bench.answers import Answer, Prompt, RequestSettings
 from ssd.config import NGRAM, SpeculationConfig
-from ssd.core import RequestOutput, SamplingParams
+from ssd.core import Outcome, RequestOutput, SamplingParams, Work
 from ssd.decoding.drafter import Drafter
+from ssd.decoding.observer import RoundObserver
 from ssd.drafting.controller import DepthController
 from ssd.drafting.eagle import EagleModel
 from ssd.drafting.model import DraftSource, ModelDrafter
 from ssd.drafting.ssd import SSDDrafter
+from ssd.engine.driver import Asked, Driver
 from ssd.engine.engine import Engine
 from ssd.engine.metrics import EngineMetrics
+from ssd.engine.submission import Submission
 from ssd.errors import ConfigError
 from ssd.llm import LLM, check_served, measure_modes
 from ssd.models.open import open_eagle
@@ -86,12 +89,13 @@ class OurContender:
             ignore_eos=asked.ignore_eos,
         )
         began = time.perf_counter()
-        submissions = driver.submit_many([(self.llm.encode(prompt), params) for prompt in prompts])
-        if asked.max_rounds is not None:
-            names, most = [submission.request_id for submission in submissions], asked.max_rounds
-            while driver.call(lambda engine: _goes_on(engine, names, most)):
-                pass
-        outputs = [submission.result() for submission in submissions]
+        requests = [(self.llm.encode(prompt), params) for prompt in prompts]
+        if asked.max_rounds is None:
+            outputs = [submission.result() for submission in driver.submit_many(requests)]
+        else:
+            few = _FewRounds(driver, asked.max_rounds)
+            with driver.observing(few):
+                outputs = [submission.result() for submission in driver.call(lambda _: few.submit(requests))]
         for output in outputs:
             check_served(output)
         self.metrics = driver.call(lambda engine: engine.metrics)
@@ -106,13 +110,22 @@ class OurContender:
         self.llm.close()
 
 
-def _goes_on(engine: Engine, request_ids: Seq[str], max_rounds: int) -> bool:
-    """Called between two rounds: aborts the requests after `max_rounds`."""
-    if engine.metrics.num_rounds >= max_rounds:
-        for request_id in request_ids:
-            engine.abort(request_id)
-        return False
-    return engine.has_work
+class _FewRounds(RoundObserver):
+    """Aborts requests after a number of rounds."""
+
+    def __init__(self, driver: Driver, rounds: int) -> None:
+        self._driver, self._left = driver, rounds
+        self._submitted: list[Submission] = []
+
+    def submit(self, requests: Seq[Asked]) -> list[Submission]:
+        """On the engine's thread: no round passes before the requests are known."""
+        self._submitted = self._driver.submit_many(requests)
+        return self._submitted
+
+    def decided(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
+        self._left -= 1
+        for submission in self._submitted if self._left == 0 else ():
+            self._driver.abort(submission.request_id)
 
 
 def _answer(output: RequestOutput, began: float) -> Answer:
