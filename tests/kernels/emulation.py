@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,13 +20,20 @@ class TensorMap(ctypes.Structure):
     _fields_ = [("at", ctypes.c_void_p), *((n, ctypes.c_longlong) for n in ("rows", "stride", "parts", "box_rows"))]
 
 
-def emulated_kernel(source: Path, entry: str, macros: Mapping[str, int], library: Path) -> ctypes.CDLL:
+def emulated_kernel(source: Path, entry: str, macros: Mapping[str, int]) -> ctypes.CDLL:
     """A library whose `launch(addresses of params, blocks, threads, shared bytes, seed)` says if all waits ended."""
+    return _compiled(source, tuple({**macros, "ENTRY": entry}.items()))
+
+
+@functools.cache
+def _compiled(source: Path, macros: tuple[tuple[str, int | str], ...]) -> ctypes.CDLL:
     code = f'#include "emulated_ptx.h"\n#include "{source}"\n#include "emulated_main.h"\n'
-    options = [f"-D{name}={value}" for name, value in {**macros, "ENTRY": entry}.items()]
+    options = [f"-D{name}={value}" for name, value in macros]
     command = [str(COMPILER), "-O1", "-w", "-std=c++17", "-fPIC", "-shared", f"-I{HERE}", *options, "-xc++", "-"]
-    subprocess.run([*command, "-o", str(library)], input=code, text=True, check=True)
-    return ctypes.CDLL(str(library))
+    with tempfile.TemporaryDirectory() as folder:
+        library = f"{folder}/kernel.so"
+        subprocess.run([*command, "-o", library], input=code, text=True, check=True)
+        return ctypes.CDLL(library)
 
 
 def addresses(*params: ctypes.Structure) -> ctypes.Array[ctypes.c_void_p]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -34,7 +33,6 @@ def emulated(
     weight: PackedCodes,
     routing: Routing,
     bias: torch.Tensor | None,
-    folder: Path,
     *,
     tiles: int,
     halves: int = 1,
@@ -42,7 +40,7 @@ def emulated(
     blocks: int = 3,
 ) -> torch.Tensor:
     """`expert_rows.linear` with float32 outputs."""
-    library = emulated_kernel(kernel.SOURCE, "product", {"DEPTH": weight.depth, "TILES": tiles}, folder / "kernel.so")
+    library = emulated_kernel(kernel.SOURCE, "product", {"DEPTH": weight.depth, "TILES": tiles})
     y = torch.full((len(routing.order), weight.columns // routing.num_experts // (1 if glu is None else 2)), torch.nan)
     params = kernel.params_of(x, weight, routing, bias, 8 * tiles * halves, glu, y)
     threads, shared = constant(library, "threads"), constant(library, "shared_bytes")
@@ -63,7 +61,7 @@ def emulated(
         fast=[(9, 320, 1, 1, GLU(1.702, 7.0, 1.0))],
     ),
 )
-def test_products(rows: int, depth: int, tiles: int, halves: int, glu: GLU | None, tmp_path: Path) -> None:
+def test_products(rows: int, depth: int, tiles: int, halves: int, glu: GLU | None) -> None:
     """A block of threads with several tiles and parts of one, more strips than warps, experts without a row and with
     several tiles, tiles that are cut in two, a depth that is no whole block."""
     torch.manual_seed(0)
@@ -78,7 +76,7 @@ def test_products(rows: int, depth: int, tiles: int, halves: int, glu: GLU | Non
     if glu is not None:  # gate and up rows in turns
         codes = codes.rows(torch.stack(torch.arange(len(weight)).chunk(2), dim=1).flatten())
     expected = ReferenceOps().expert_linear(x.float(), weight, routing, bias.float(), glu=glu)
-    found = emulated(x, as_on_a_gpu(codes), routing, bias, tmp_path, tiles=tiles, halves=halves, glu=glu)
+    found = emulated(x, as_on_a_gpu(codes), routing, bias, tiles=tiles, halves=halves, glu=glu)
     assert (found - expected).norm() < 1e-5 * expected.norm()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,7 +32,6 @@ def emulated(
     x: torch.Tensor,
     weight: PackedCodes,
     bias: torch.Tensor | None,
-    folder: Path,
     *,
     gated: bool = False,
     row_scales: torch.Tensor | None = None,
@@ -48,7 +46,7 @@ def emulated(
     tiles = next(each for each in kernel._tiles(kernel._group(weight)) if 8 * each >= rows)
     launch = kernel.Launch.of(weight, share, tiles, ahead, most=stages)
     macros = kernel.macros_of(weight.type, weight.block, kernel._group(weight), tiles, ahead)
-    library = emulated_kernel(kernel.SOURCE, "product", macros, folder / f"{seed}.so")
+    library = emulated_kernel(kernel.SOURCE, "product", macros)
     y = torch.full((rows, weight.columns // (2 if gated else 1)), torch.nan)
     params = kernel.params_of(weight, bias, row_scales, y, gated, launch)
     x_map = TensorMap(x.data_ptr(), rows, x.stride(0), weight.block * weight.parts // 64, 8 * tiles)
@@ -71,13 +69,13 @@ def emulated(
         fast=[("int4", 5, 1536, 128)],  # the next test runs fp8
     ),
 )
-def test_products(kind: CodeType, rows: int, depth: int, group: int, tmp_path: Path) -> None:
+def test_products(kind: CodeType, rows: int, depth: int, group: int) -> None:
     """Blocks of 64 and of 32 words, fewer and more of them than stages, several tiles of outputs for a block of threads
     and outputs that are no whole strip."""
     codes = some_codes(kind, 138, depth, group or depth, offsets=False, device=CPU)
     x = torch.randn(rows, depth).bfloat16()
     expected = x.float() @ dequantize(codes, torch.float32).t()
-    found = emulated(x, as_on_a_gpu(codes), None, tmp_path, seed=rows)
+    found = emulated(x, as_on_a_gpu(codes), None, seed=rows)
     assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
@@ -90,16 +88,16 @@ def test_products(kind: CodeType, rows: int, depth: int, group: int, tmp_path: P
     ),
 )
 def test_blocks_that_are_widened_ahead(
-    kind: CodeType, rows: int, depth: int, share: int, ahead: int, stages: int, tmp_path: Path
+    kind: CodeType, rows: int, depth: int, share: int, ahead: int, stages: int
 ) -> None:
     """Fewer and more blocks than slots, several tiles of outputs, a tile of fewer strips: the bits are those of
     consumers that widen, whatever the other rows and the blocks of threads."""
     weight = as_on_a_gpu(some_codes(kind, 138, depth, depth, offsets=False, device=CPU))
     x = torch.randn(rows, depth).bfloat16()
-    expected = emulated(x, weight, None, tmp_path, seed=1)
+    expected = emulated(x, weight, None, seed=1)
     launch = {"share": share, "ahead": ahead, "stages": stages}
-    assert torch.equal(emulated(x, weight, None, tmp_path, **launch, seed=2), expected)
-    alone = emulated(x[-1:], weight, None, tmp_path, **launch, blocks=1, seed=3)
+    assert torch.equal(emulated(x, weight, None, **launch, seed=2), expected)
+    alone = emulated(x[-1:], weight, None, **launch, blocks=1, seed=3)
     assert torch.equal(alone, expected[-1:])
 
 
@@ -123,13 +121,13 @@ def test_narrow_weights_are_widened_ahead(columns: int, depth: int, ahead: int) 
 
 
 @needs_compiler
-def test_bias_activation_and_scales_of_rows(tmp_path: Path) -> None:
+def test_bias_activation_and_scales_of_rows() -> None:
     codes = some_codes("fp8", 80, 512, 512, offsets=False, device=CPU)
     x, bias = torch.randn(9, 512).bfloat16() / 16, torch.randn(80).bfloat16()
     row_scales = torch.rand(9, 1) / 32
     sums = (x.float() * row_scales) @ dequantize(codes, torch.float32).t() + bias.float()
     expected = torch.nn.functional.silu(sums[:, ::2]) * sums[:, 1::2]
-    found = emulated(x, as_on_a_gpu(codes), bias, tmp_path, gated=True, row_scales=row_scales)
+    found = emulated(x, as_on_a_gpu(codes), bias, gated=True, row_scales=row_scales)
     assert (found - expected).norm() < 1e-5 * expected.norm()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from conftest import mostly_slow
@@ -23,7 +21,7 @@ def expected(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("tokens", mostly_slow([[1, 2, 1], [5, 1, 3]], fast=[[5, 1, 3]]), ids=str)
-def test_attention(tokens: list[int], tmp_path: Path) -> None:
+def test_attention(tokens: list[int]) -> None:
     """Three sequences: one whose pieces are shared by two items, one of few positions, one of two pieces in one item;
     tiles of up to 8 rows and of more. Pieces are folded in two batches."""
     lengths, blocks = [1100, 2, 700], 40
@@ -50,7 +48,7 @@ def test_attention(tokens: list[int], tmp_path: Path) -> None:
     width = KV_HEADS * kernel.HEAD_DIM // 2
     maps = [TensorMap(cache.data_ptr(), blocks * BLOCK_SIZE, width, 1, kernel.STEP) for cache in (k, v)]
     macros = {**kernel.macros_of(GROUP), "WARPS": 3, "AT_ONCE": 2}
-    library = emulated_kernel(kernel.SOURCE, "attend", macros, tmp_path / "kernel.so")
+    library = emulated_kernel(kernel.SOURCE, "attend", macros)
     shared = 1024 + 3 * macros["UNITS"] * 8192
     assert library.launch(addresses(*maps, params), 2, 32 * 3, shared, tokens[0]), "a wait is endless"
     assert not count.any()

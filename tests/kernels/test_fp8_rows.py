@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from conftest import mostly_slow
@@ -24,7 +22,7 @@ def numbers(*shape: int) -> torch.Tensor:
         [(3, 48, 1280, 3, False), (9, 210, 256, 9, False), (17, 136, 512, 16, True)], fast=[(17, 136, 512, 16, True)]
     ),
 )
-def test_products(rows: int, columns: int, depth: int, share: int, gated: bool, tmp_path: Path) -> None:
+def test_products(rows: int, columns: int, depth: int, share: int, gated: bool) -> None:
     """One and two groups of warps, whole and cut ones, several tiles of outputs for a block of threads, the last of
     them cut, fewer and more blocks of the depth than stages."""
     x, weight, stages = numbers(rows, depth), numbers(columns, depth), 3
@@ -34,7 +32,7 @@ def test_products(rows: int, columns: int, depth: int, share: int, gated: bool, 
     if gated:
         expected = torch.nn.functional.silu(expected[:, ::2]) * expected[:, 1::2]
     tiles = next(each for each in kernel.TILES if 8 * each >= rows)
-    library = emulated_kernel(kernel.SOURCE, "product", {"TILES": tiles}, tmp_path / "kernel.so")
+    library = emulated_kernel(kernel.SOURCE, "product", {"TILES": tiles})
     y = torch.full_like(expected, torch.nan)
     params = kernel.Params(
         *(each.data_ptr() for each in (scales, row_scales, bias, y)),
