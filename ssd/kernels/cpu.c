@@ -62,6 +62,7 @@
 #define AV 4        /* attention: value vectors of an output tile */
 #define KV_AHEAD 4 /* attention: positions that are prefetched */
 #define QUERIES 24  /* attention: (row, head) pairs that share one pass over the keys, where there are so many */
+#define PARTS_MOST (2L << 20) /* attention: floats of the results of chunks */
 
 typedef float vf __attribute__((vector_size(VL * 4)));
 typedef int32_t vi __attribute__((vector_size(VL * 4)));
@@ -2253,10 +2254,12 @@ int ssd_rope_and_store(const void *qkv, long ldqkv, const void *positions, int p
 }
 
 /* ---------------------------------------------------------------- paged_attention
- * Online softmax over chunks of CH absolute positions.  A task is a few consecutive rows of one sequence and one KV
- * head: all its (row, head) queries share each chunk's keys and values.  A row sees exactly its n visible positions of
- * a chunk, padded up to a full vector with score -inf and with its own first position's value, so its result has the
- * same bits whatever the other rows are.  With a window, chunks before it are skipped.
+ * A task is a few consecutive rows of one sequence and one KV head: all its (row, head) queries share each chunk of CH
+ * absolute positions.  Every chunk has a result of its own (a softmax over it); these are added up in the order of the
+ * chunks, by one thread after each of them, or, where there are too few tasks for all threads, by the last of several threads
+ * that compute them: the numbers are the same.  A row sees exactly its n visible positions of a chunk, padded up to a full vector
+ * with score -inf and with its own first position's value, so its result has the same bits whatever the other rows are.
+ * With a window, chunks before it are skipped.
  * With `slots`, every row is the newest token of a branch: it sees the positions that its sequence's branches share, then `depth`
  * + 1 slots of its own, the last of them slots[row] (-1: padding, sees nothing), in chunks counted from the first. */
 struct attention_args {
@@ -2275,7 +2278,11 @@ struct attention_args {
     long window;                                /* positions that a row sees, its own included; 0: all */
     long tokens, tables, columns, cache_blocks; /* sizes: of q, of the block tables, of a cache */
     long rows;                                  /* rows per task at most */
-    long items; /* tasks of all KV heads */
+    long tasks;                                 /* of all KV heads */
+    long lanes, part;   /* queries of a result, in whole vectors (of AMX: tiles), and its floats */
+    long most, per, cuts; /* chunks of the longest task, chunks that a thread computes at a time, and how often it takes that */
+    float *parts;         /* results of all chunks if threads share tasks (`cuts` is more than 1), else NULL */
+    _Atomic int *ready;   /* then: how many of its cuts a task has done */
 };
 
 struct chunk {
@@ -2285,8 +2292,15 @@ struct chunk {
     long bytes;           /* of a row of the cache */
 };
 
-struct softmax { /* running state of the queries of a task */
-    float *q, *acc, *scores, *max, *sum, *alpha;
+/* result of a chunk, or of several: of each query the largest score, the sum of the weights, and the sum of the weighted
+ * values [dp], which is not set if the query sees nothing: then the sum of its weights is 0 */
+struct part {
+    float *max, *sum, *acc;
+};
+
+struct softmax { /* of the queries of a task */
+    float *q, *scores;
+    struct part to;
 };
 
 /* Positions [from, n) of the chunk at `start`, which without a table is a slot.  The rows of a head are far apart: a
@@ -2357,14 +2371,13 @@ INLINE void score_tile(const int nq, const int narrow, const float *q, long dp, 
             UNROLL for (int j = 0; j < nv; j++) acc[i][j] = FMA_LANE(acc[i][j], x[j], pq[i], lane);     \
     }
 
-/* acc = acc * alpha + p @ v for nq queries and nv vectors of d: one FMA chain over the positions per element */
+/* acc = p @ v for nq queries and nv vectors of d: one FMA chain over the positions per element */
 INLINE void value_tile(const int nq, const int nv, const int narrow, const struct softmax *s, long q0, long dp, long e,
                        const char *const *v, long n) {
     vf acc[AQ][AV];
-    float *out = s->acc + q0 * dp + e;
+    float *out = s->to.acc + q0 * dp + e;
     const float *p = s->scores + q0 * CH;
-    UNROLL for (int i = 0; i < nq; i++)
-        UNROLL for (int j = 0; j < nv; j++) acc[i][j] = vload(out + i * dp + j * VL) * s->alpha[q0 + i];
+    UNROLL for (int i = 0; i < nq; i++) UNROLL for (int j = 0; j < nv; j++) acc[i][j] = vset(0.0f);
     for (long t = 0; t < n; t += 4) {
         quad pq[AQ];
         UNROLL for (int i = 0; i < nq; i++) pq[i] = quad_load(p + i * CH + t);
@@ -2374,7 +2387,7 @@ INLINE void value_tile(const int nq, const int nv, const int narrow, const struc
         UNROLL for (int j = 0; j < nv; j++) vstore(out + i * dp + j * VL, acc[i][j]);
 }
 
-/* scores -> probabilities of one query over n positions (padded to full vectors), and its running max and sum */
+/* scores -> weights of one query over n positions (padded to full vectors), their largest and their sum */
 static void softmax_query(const struct softmax *s, long q, long n) {
     float *p = s->scores + q * CH;
     long padded = ceil_div(n, VL) * VL;
@@ -2383,7 +2396,7 @@ static void softmax_query(const struct softmax *s, long q, long n) {
         UNROLL for (int i = 0; i < VL; i++) lanes[i] = i;
         vstore(p + padded - VL, vselect(lanes < (vi){0} + (int)(n - padded + VL), vload(p + padded - VL), vset(-INFINITY)));
     }
-    vf best = vset(s->max[q]);
+    vf best = vset(-INFINITY);
     for (long i = 0; i < padded; i += VL) best = vmax(vload(p + i), best);
     float top = vmax_lanes(best);
     vf total = vset(0.0f), shift = vset(top);
@@ -2392,10 +2405,7 @@ static void softmax_query(const struct softmax *s, long q, long n) {
         total = total + e;
         vstore(p + i, e);
     }
-    float alpha = vexp(vset(s->max[q] - top))[0];
-    s->alpha[q] = alpha;
-    s->sum[q] = s->sum[q] * alpha + vsum(total);
-    s->max[q] = top;
+    s->to.max[q] = top, s->to.sum[q] = vsum(total);
 }
 
 /* scores of all n positions; values, which are read next, are fetched if they are still in the cache of KV */
@@ -2450,35 +2460,6 @@ static void attend_chunk(const struct softmax *s, long q0, long q1, long dp, str
     for (long i = 0; i < AP - 1; i++) c->k[at + n + i] = kept[0][i], c->v[at + n + i] = kept[1][i];
 }
 
-static size_t attention_floats(const struct attention_args *a) {
-    size_t queries = (size_t)(a->rows * (a->heads / a->kv_heads));
-    return queries * (size_t)(2 * a->dp + CH + 16) + (size_t)(2 * CH * a->dp) + 64;
-}
-
-static void start_softmax(const struct attention_args *a, struct softmax *s, long row, long rows, long kv_head) {
-    long group = a->heads / a->kv_heads;
-    memset(s->q, 0, (size_t)(2 * rows * group * a->dp) * 4); /* q and acc */
-    for (long i = 0; i < rows * group; i++) {
-        float *q = s->q + i * a->dp;
-        load_row(q, a->q, (row + i / group) * a->ldq + (kv_head * group + i % group) * a->d, a->d, a->bf16);
-        for (long e = 0; e < a->d; e++) q[e] *= a->scale;
-        s->max[i] = -INFINITY;
-        s->sum[i] = 0.0f;
-    }
-}
-
-static void store_attention(const struct attention_args *a, const struct softmax *s, long row, long rows,
-                            long kv_head) {
-    long group = a->heads / a->kv_heads;
-    for (long i = 0; i < rows * group; i++) {
-        float *acc = s->acc + i * a->dp, sum = s->sum[i];
-        if (sum == 0.0f) sum = 1.0f; /* padding */
-        else if (a->sinks) sum += vexp(vset(a->sinks[kv_head * group + i % group] - s->max[i]))[0];
-        for (long e = 0; e < a->d; e++) acc[e] = acc[e] / sum * a->v_scale;
-        store_row(a->out, ((row + i / group) * a->heads + kv_head * group + i % group) * a->d, acc, a->d, a->bf16);
-    }
-}
-
 /* how many positions of its sequence a row sees */
 static long shared_positions(const struct attention_args *a, long seq, long row) {
     if (!a->slots) return a->context_len[seq] - (a->query_start[seq + 1] - row) + 1;
@@ -2499,44 +2480,101 @@ static long own_slots(const struct attention_args *a, long row) {
     return a->window ? min_l(a->depth + 1, a->window) : a->depth + 1;
 }
 
-/* rows [row, row + rows) of sequence seq, query heads of kv_head; `memory` holds attention_floats() */
-static void attention_task(const struct attention_args *a, long seq, long row, long rows, long kv_head, float *memory) {
-    long group = a->heads / a->kv_heads, queries = rows * group, dp = a->dp;
-    long begin = LONG_MAX, end = 0;
-    for (long r = 0; r < rows; r++) {
-        begin = min_l(begin, first_seen(a, seq, row + r));
-        end = max_l(end, shared_positions(a, seq, row + r));
+/* Rows [row, row + rows) of sequence seq, query heads of kv_head. */
+struct task {
+    const struct attention_args *a;
+    long seq, row, rows, kv_head, group, queries;
+    long begin, end;    /* positions of its sequence that any row sees */
+    long first, shared; /* where the first chunk begins, and the chunks of its sequence; then come those of the branches */
+    long own, chunks;   /* slots of a branch at most; chunks in all */
+    long place;         /* AMX: how far the slots of two rows are apart in a chunk */
+    float *parts;       /* results of its chunks; if threads do not share it: of all, and of the last one */
+};
+
+static struct part part_at(const struct task *t, long number) {
+    float *memory = t->parts + number * t->a->part;
+    return (struct part){memory, memory + t->a->lanes, memory + 2 * t->a->lanes};
+}
+
+/* the result of the number-th chunk, in which no query has seen anything yet */
+static struct part begin_part(const struct task *t, long number) {
+    struct part to = part_at(t, t->a->parts ? number : number > 0);
+    for (long q = 0; q < t->a->lanes; q += VL) vstore(to.max + q, vset(-INFINITY)), vstore(to.sum + q, vset(0.0f));
+    return to;
+}
+
+/* adds the number-th of a task's results to the first one */
+static void add_part(const struct task *t, long number) {
+    const struct part to = part_at(t, 0), from = part_at(t, number);
+    const long dp = t->a->dp;
+    for (long first = 0; first < t->queries; first += VL) {
+        float alpha[VL], beta[VL];
+        vf before = vload(to.max + first), own = vload(from.max + first), top = vmax(own, before);
+        vf shift = vselect(top == vset(-INFINITY), vset(0.0f), top), old = vexp(before - shift), new = vexp(own - shift);
+        vf sum = vload(to.sum + first), sum_here = vload(from.sum + first);
+        vstore(alpha, old), vstore(beta, new);
+        for (long q = first; q < min_l(t->queries, first + VL); q++) {
+            float *acc = to.acc + q * dp;
+            const float *here = from.acc + q * dp;
+            if (from.sum[q] == 0.0f) continue;
+            if (to.sum[q] == 0.0f)
+                memcpy(acc, here, (size_t)dp * 4);
+            else
+                for (long e = 0; e < dp; e += VL)
+                    vstore(acc + e, vfma(vload(here + e) * beta[q - first], vload(acc + e), vset(alpha[q - first])));
+        }
+        vstore(to.max + first, top), vstore(to.sum + first, sum * old + sum_here * new);
     }
-    struct softmax s = {memory, memory + queries * dp, memory + 2 * queries * dp, 0, 0, 0};
-    s.max = s.scores + queries * CH, s.sum = s.max + queries, s.alpha = s.sum + queries;
+}
+
+static void load_queries(const struct task *t, float *q) {
+    const struct attention_args *a = t->a;
+    if (a->dp != a->d) memset(q, 0, (size_t)(t->queries * a->dp) * 4);
+    for (long i = 0; i < t->queries; i++, q += a->dp) {
+        load_row(q, a->q, (t->row + i / t->group) * a->ldq + (t->kv_head * t->group + i % t->group) * a->d, a->d, a->bf16);
+        for (long e = 0; e < a->d; e++) q[e] *= a->scale;
+    }
+}
+
+static size_t vector_floats(const struct attention_args *a) {
+    return (size_t)(a->lanes * (a->dp + CH) + 2 * CH * a->dp);
+}
+
+/* chunks [from, to) of a task; `memory` holds vector_floats() */
+static void vector_chunks(const struct task *t, long from, long to, float *memory) {
+    const struct attention_args *a = t->a;
+    const long group = t->group, dp = a->dp;
+    struct softmax s = {.q = memory, .scores = memory + a->lanes * dp};
     struct chunk c = {.bytes = a->d * (a->kv == FP32 ? 4 : a->kv == BF16 ? 2 : 1)};
-    c.in_place = queries <= AQ && a->kv != E4M3 && a->d % (AV * VL) == 0; /* else keys and values are widened once */
+    c.in_place = t->queries <= AQ && a->kv != E4M3 && a->d % (AV * VL) == 0; /* else keys and values are widened once */
     c.narrow = c.in_place && a->kv == BF16;
-    c.copy_k = memory + attention_floats(a) - 2 * CH * dp, c.copy_v = c.copy_k + CH * dp;
+    c.copy_k = s.scores + a->lanes * CH, c.copy_v = c.copy_k + CH * dp;
     if (dp != a->d) memset(c.copy_k, 0, (size_t)(2 * CH * dp) * 4);
-    start_softmax(a, &s, row, rows, kv_head);
-    for (long start = begin - (begin - a->first) % CH; start < end; start += CH) {
-        const int32_t *table = a->block_tables + a->table_rows[seq] * a->table_stride;
-        load_chunk(a, &c, table, kv_head, start, max_l(0, begin - start), min_l(CH, end - start));
-        for (long r = 0, next; r < rows; r = next) { /* neighbours that see the same of the chunk go together */
-            long from = max_l(0, first_seen(a, seq, row + r) - start);
-            long stop = min_l(CH, shared_positions(a, seq, row + r) - start);
-            for (next = r + 1; next < rows; next++)
-                if (max_l(0, first_seen(a, seq, row + next) - start) != from ||
-                    min_l(CH, shared_positions(a, seq, row + next) - start) != stop)
+    load_queries(t, s.q);
+    for (long number = from; number < to; number++) {
+        long start = t->first + number * CH, after = (number - t->shared) * CH;
+        s.to = begin_part(t, number);
+        if (number < t->shared) {
+            const int32_t *table = a->block_tables + a->table_rows[t->seq] * a->table_stride;
+            load_chunk(a, &c, table, t->kv_head, start, max_l(0, t->begin - start), min_l(CH, t->end - start));
+        }
+        for (long r = 0, next; r < t->rows; r = next) { /* neighbours that see the same of the chunk go together */
+            long row = t->row + r, own = own_slots(a, row);
+            long begin = max_l(0, first_seen(a, t->seq, row) - start);
+            long stop = min_l(CH, shared_positions(a, t->seq, row) - start);
+            next = r + 1;
+            if (number >= t->shared) {
+                begin = 0, stop = min_l(CH, own - after);
+                if (stop > 0) load_chunk(a, &c, NULL, t->kv_head, a->slots[row] - own + 1 + after, 0, stop);
+            }
+            for (; number < t->shared && next < t->rows; next++)
+                if (max_l(0, first_seen(a, t->seq, t->row + next) - start) != begin ||
+                    min_l(CH, shared_positions(a, t->seq, t->row + next) - start) != stop)
                     break;
-            if (stop > from) attend_chunk(&s, r * group, next * group, dp, &c, from, stop - from);
+            if (stop > begin) attend_chunk(&s, r * group, next * group, dp, &c, begin, stop - begin);
         }
+        if (!a->parts && number) add_part(t, 1);
     }
-    for (long r = 0; r < rows; r++) {
-        long own = own_slots(a, row + r);
-        for (long start = 0; start < own; start += CH) {
-            long n = min_l(CH, own - start);
-            load_chunk(a, &c, NULL, kv_head, a->slots[row + r] - own + 1 + start, 0, n);
-            attend_chunk(&s, r * group, (r + 1) * group, dp, &c, 0, n);
-        }
-    }
-    store_attention(a, &s, row, rows, kv_head);
 }
 
 #ifdef AMX
@@ -2551,16 +2589,11 @@ INLINE int amx_attends(const struct attention_args *a) {
 
 #define FEW_QUERIES 4
 
-struct amx_task {
-    const struct attention_args *a;
-    long seq, row, rows, kv_head, group, queries;
-    long begin, end;     /* positions of its sequence that any row sees */
-    long own, place;     /* slots of a row's branch, and how far those of two rows are apart in a chunk */
+struct amx {
+    const struct task *t;
     uint32_t *q;         /* [d / 2][16]: pairs of numbers of each query */
     uint32_t *v;         /* [d / 32][CH / 2][2][16]: pairs of positions, of even columns, then of odd ones */
-    float *acc;          /* [queries][d]: columns in this order */
     uint16_t *k, *zeros; /* [CH][d]: copies; [d] */
-    vf max, sum;         /* of each query */
 };
 
 struct amx_chunk {
@@ -2585,29 +2618,29 @@ INLINE void transpose(vf *r) {
     }
 }
 
-INLINE const uint16_t *row_at(const struct amx_task *t, const void *cache, long at) {
-    return at < 0 ? t->zeros : (const uint16_t *)cache + at * t->a->d;
+INLINE const uint16_t *row_at(const struct amx *m, const void *cache, long at) {
+    return at < 0 ? m->zeros : (const uint16_t *)cache + at * m->t->a->d;
 }
 
 INLINE void fetch_row(const uint16_t *row, long d) {
     for (long e = 0; e < d; e += 32) __builtin_prefetch(row + e, 0, 2); /* to the L2 cache */
 }
 
-/* The number-th chunk of a task; returns 0 if there is none.  First those of its sequence, then the rows' own slots: of several
- * rows beside each other, in places of which a vector or a product of tiles has a whole number, or which have one of these. */
-static int find_chunk(const struct amx_task *t, long number, struct amx_chunk *c) {
+/* The number-th chunk of a task.  First those of its sequence, then the rows' own slots: of several rows beside each other, in
+ * places of which a vector or a product of tiles has a whole number, or which have one of these. */
+static void find_chunk(const struct amx *m, long number, struct amx_chunk *c) {
+    const struct task *t = m->t;
     const struct attention_args *a = t->a;
-    long first = t->begin - (t->begin - a->first) % CH, shared = first < t->end ? ceil_div(t->end - first, CH) : 0;
     for (long i = 0; i < CH; i++) c->at[i] = -1;
     memset(c->k, 0, sizeof c->k);
-    if (number < shared) {
+    if (number < t->shared) {
         const int32_t *table = a->block_tables + a->table_rows[t->seq] * a->table_stride;
         const int in_place = a->first % VL == 0 && a->block_size % VL == 0;
-        long start = first + number * CH, from = max_l(0, t->begin - start), n = min_l(CH, t->end - start);
+        long start = t->first + number * CH, from = max_l(0, t->begin - start), n = min_l(CH, t->end - start);
         long block = (start + from) / a->block_size, in_block = (start + from) % a->block_size;
         for (long i = from; i < n; i++) {
             c->at[i] = (table[block] * a->block_size + in_block) * a->kv_heads + t->kv_head;
-            if (in_place) c->k[i / VL] = row_at(t, a->k_cache, c->at[i] - i % VL * a->kv_heads);
+            if (in_place) c->k[i / VL] = row_at(m, a->k_cache, c->at[i] - i % VL * a->kv_heads);
             if (++in_block == a->block_size) in_block = 0, block++;
         }
         for (long r = 0; r < t->rows; r++) {
@@ -2615,10 +2648,9 @@ static int find_chunk(const struct amx_task *t, long number, struct amx_chunk *c
             c->stop[r] = (int)(shared_positions(a, t->seq, t->row + r) - start);
         }
         c->n = ceil_div(n, 32) * 32;
-        return 1;
+        return;
     }
-    long parts = ceil_div(t->own, CH), part = number - shared, beside = CH / t->place;
-    if (part >= parts * ceil_div(t->rows, beside)) return 0;
+    long parts = ceil_div(t->own, CH), part = number - t->shared, beside = CH / t->place;
     long begin = part / parts * beside, end = min_l(t->rows, begin + beside), start = part % parts * CH;
     for (long r = 0; r < t->rows; r++) c->from[r] = c->stop[r] = 0;
     for (long r = begin; r < end; r++) {
@@ -2627,31 +2659,45 @@ static int find_chunk(const struct amx_task *t, long number, struct amx_chunk *c
         for (long i = 0; i < n; i++) c->at[c->from[r] + i] = (slot + i) * a->kv_heads + t->kv_head;
     }
     c->n = ceil_div((end - begin) * t->place, 32) * 32;
-    return 1;
+}
+
+/* Keys that are not in place are copied, values go to m->v.  What the next chunk needs is fetched to the L2 cache, line by
+ * line beside those that are read: the rows of a head are far apart, a machine does not foresee the next one. */
+static void load_tiles(const struct amx *m, const struct amx_chunk *c, const struct amx_chunk *next) {
+    const struct attention_args *a = m->t->a;
+    const void *keys = a->k_cache, *values = a->v_cache;
+    for (long i = 0; i < c->n; i++)
+        if (!c->k[i / VL]) memcpy(m->k + i * a->d, row_at(m, keys, c->at[i]), (size_t)a->d * 2);
+    for (long i = 0; i < c->n; i += 2) {
+        const uint16_t *rows[] = {row_at(m, values, c->at[i]), row_at(m, values, c->at[i + 1])};
+        const uint16_t *later[] = {row_at(m, keys, next->at[i]), row_at(m, keys, next->at[i + 1]),
+                                   row_at(m, values, next->at[i]), row_at(m, values, next->at[i + 1])};
+        uint32_t *out = m->v + i * VL;
+        for (long e = 0; e < a->d; e += 32, out += CH * VL) {
+            vu low = *(const vu_mem *)(rows[0] + e), high = *(const vu_mem *)(rows[1] + e);
+            *(vu_mem *)out = (low & 0xffffu) | high << 16;
+            *(vu_mem *)(out + VL) = low >> 16 | (high & 0xffff0000u);
+            UNROLL for (int j = 0; j < 4; j++) __builtin_prefetch(later[j] + e, 0, 2);
+        }
+    }
+    COMPILER_BARRIER(); /* the intrinsics do not say what they read */
 }
 
 /* scores[position][query] of a chunk: sums over d in its order */
-static void amx_scores(const struct amx_task *t, const struct amx_chunk *c, float *scores) {
-    const long d = t->a->d;
+static void amx_scores(const struct amx *m, const struct amx_chunk *c, float *scores) {
+    const long d = m->t->a->d, in_cache = m->t->a->kv_heads * d * 2;
     for (long at = 0; at < c->n; at += 2 * VL) {
-        const uint16_t *k[2];
-        long stride[2];
-        for (long j = 0; j < 2; j++) {
-            long first = at + j * VL;
-            k[j] = c->k[first / VL], stride[j] = t->a->kv_heads * d * 2;
-            if (k[j]) continue;
-            k[j] = t->k + first * d, stride[j] = d * 2;
-            for (long i = first; i < first + VL; i++)
-                memcpy(t->k + i * d, row_at(t, t->a->k_cache, c->at[i]), (size_t)d * 2);
-        }
-        COMPILER_BARRIER();
+        const uint16_t *left = c->k[at / VL], *right = c->k[at / VL + 1];
+        const long step = left ? in_cache : d * 2, other = right ? in_cache : d * 2;
+        if (!left) left = m->k + at * d;
+        if (!right) right = m->k + (at + VL) * d;
         _tile_zero(0);
         _tile_zero(1);
         for (long e = 0; e < d; e += 32) {
-            _tile_loadd(4, t->q + e / 2 * VL, 64);
-            _tile_loadd(2, k[0] + e, stride[0]);
+            _tile_loadd(4, m->q + e / 2 * VL, 64);
+            _tile_loadd(2, left + e, step);
             _tile_dpbf16ps(0, 2, 4);
-            _tile_loadd(3, k[1] + e, stride[1]);
+            _tile_loadd(3, right + e, other);
             _tile_dpbf16ps(1, 3, 4);
         }
         _tile_stored(0, scores + at * VL, 64);
@@ -2660,31 +2706,13 @@ static void amx_scores(const struct amx_task *t, const struct amx_chunk *c, floa
     COMPILER_BARRIER();
 }
 
-/* Values of a chunk to t->v.  What the next one needs is fetched to the L2 cache, line by line beside those that are read: the
- * rows of a head are far apart, a machine does not foresee the next one. */
-static void pair_values(const struct amx_task *t, const struct amx_chunk *c, const struct amx_chunk *next) {
-    const void *keys = t->a->k_cache, *values = t->a->v_cache;
-    for (long i = 0; i < c->n; i += 2) {
-        const uint16_t *rows[] = {row_at(t, values, c->at[i]), row_at(t, values, c->at[i + 1])};
-        const uint16_t *later[] = {row_at(t, keys, next->at[i]), row_at(t, keys, next->at[i + 1]),
-                                   row_at(t, values, next->at[i]), row_at(t, values, next->at[i + 1])};
-        uint32_t *out = t->v + i * VL;
-        for (long e = 0; e < t->a->d; e += 32, out += CH * VL) {
-            vu a = *(const vu_mem *)(rows[0] + e), b = *(const vu_mem *)(rows[1] + e);
-            *(vu_mem *)out = (a & 0xffffu) | b << 16;
-            *(vu_mem *)(out + VL) = a >> 16 | (b & 0xffff0000u);
-            UNROLL for (int j = 0; j < 4; j++) __builtin_prefetch(later[j] + e, 0, 2);
-        }
-    }
-}
-
-/* Scores to weights[query][position], t->max and t->sum; alpha: by what earlier sums of a query are multiplied.  few: there are
- * at most 4 queries, whose scores are gathered, and whose lanes are added and compared one query after the other, to the same
- * numbers; otherwise all that is transposed. */
-INLINE void amx_softmax(struct amx_task *t, const struct amx_chunk *c, const float *scores, uint16_t *weights, float *alpha,
-                        const int few) {
+/* Scores to weights[query][position], and to the largest and the sum in `to`.  few: there are at most 4 queries, whose scores
+ * are gathered, and whose lanes are added and compared one query after the other, to the same numbers; otherwise all that is
+ * transposed. */
+INLINE void amx_softmax(const struct task *t, const struct amx_chunk *c, const float *scores, uint16_t *weights,
+                        const struct part *to, const int few) {
     float of_query[AMX_ROWS][CH] __attribute__((aligned(64))), shifts[VL], found[VL] = {0};
-    vf r[VL], none = vset(-INFINITY), top = t->max;
+    vf r[VL], none = vset(-INFINITY), top = none;
     vi lanes;
     UNROLL for (int i = 0; i < VL; i++) lanes[i] = i, r[i] = none;
     for (long at = 0; !few && at < c->n; at += VL) {
@@ -2705,13 +2733,12 @@ INLINE void amx_softmax(struct amx_task *t, const struct amx_chunk *c, const flo
     }
     if (few) {
         for (long q = 0; q < VL; q++) found[q] = q < t->queries ? vmax_lanes(r[q]) : -INFINITY;
-        top = vmax(vload(found), top);
+        top = vload(found);
     } else {
         transpose(r);
         UNROLL for (int i = 0; i < VL; i++) top = vmax(r[i], top);
     }
-    vf shift = vselect(top == none, vset(0.0f), top), factors = vexp(t->max - shift);
-    vstore(shifts, shift), vstore(alpha, factors);
+    vstore(shifts, vselect(top == none, vset(0.0f), top));
     UNROLL for (int i = 0; i < VL; i++) r[i] = vset(0.0f);
     for (long q = 0; q < t->queries; q++)
         for (long at = 0; at < c->n; at += VL) {
@@ -2728,15 +2755,14 @@ INLINE void amx_softmax(struct amx_task *t, const struct amx_chunk *c, const flo
             UNROLL for (int i = 0; i < w; i++) r[i] = r[i] + r[i + w];
         vstore(found, r[0]);
     }
-    t->max = top, t->sum = t->sum * factors + vload(found);
+    vstore(to->max, top), vstore(to->sum, vload(found));
+    COMPILER_BARRIER();
 }
 
-/* acc = acc * alpha + weights @ values of a chunk */
-static void amx_values(const struct amx_task *t, const struct amx_chunk *c, const uint16_t *weights, const float *alpha) {
-    float sums[AMX_ROWS][2 * VL] __attribute__((aligned(64))), *acc = t->acc;
-    const uint32_t *v = t->v;
-    for (long e = 0; e < t->a->d; e += 32, v += CH * VL, acc += 32) {
-        COMPILER_BARRIER();
+/* acc [query][d] = weights @ values of a chunk; of each 32 columns first the even ones */
+static void amx_values(const struct amx *m, const struct amx_chunk *c, const uint16_t *weights, float *acc) {
+    const uint32_t *v = m->v;
+    for (long e = 0, d = m->t->a->d; e < d; e += 32, v += CH * VL) {
         _tile_zero(5);
         _tile_zero(6);
         for (long at = 0; at < c->n; at += 32) {
@@ -2746,108 +2772,132 @@ static void amx_values(const struct amx_task *t, const struct amx_chunk *c, cons
             _tile_loadd(3, v + at * VL + VL, 128);
             _tile_dpbf16ps(6, 7, 3);
         }
-        _tile_stored(5, sums[0], 128);
-        _tile_stored(6, sums[0] + VL, 128);
-        COMPILER_BARRIER();
-        for (long q = 0; q < t->queries; q++)
-            UNROLL for (int half = 0; half < 2 * VL; half += VL) {
-                float *out = acc + q * t->a->d + half;
-                vstore(out, vfma(vload(sums[q] + half), vload(out), vset(alpha[q])));
-            }
+        _tile_stored(5, acc + e, d * 4);
+        _tile_stored(6, acc + e + VL, d * 4);
     }
+    COMPILER_BARRIER();
 }
 
-static size_t amx_floats(const struct attention_args *a) { return (size_t)(a->d * (VL / 2 + CH / 2 + AMX_ROWS + CH / 2 + 1)); }
+static size_t amx_floats(const struct attention_args *a) { return (size_t)(a->d * (VL / 2 + CH + 1)); }
 
-/* completes a task; `memory` holds amx_floats() */
-static struct amx_task start_amx(struct amx_task t, float *memory) {
-    const struct attention_args *a = t.a;
-    t.group = a->heads / a->kv_heads, t.queries = t.rows * t.group, t.begin = LONG_MAX, t.end = 0;
-    t.q = (uint32_t *)memory, t.v = t.q + a->d * VL / 2, t.acc = (float *)(t.v + a->d * CH / 2);
-    t.k = (uint16_t *)(t.acc + a->d * AMX_ROWS), t.zeros = t.k + a->d * CH;
-    t.max = vset(-INFINITY), t.sum = vset(0.0f), t.place = 2;
+/* chunks [from, to) of a task; `memory` holds amx_floats() */
+static void amx_chunks(const struct task *t, long from, long to, float *memory) {
+    const struct attention_args *a = t->a;
+    float scores[CH * VL] __attribute__((aligned(64)));
+    uint16_t weights[AMX_ROWS * CH] __attribute__((aligned(64)));
+    struct amx m = {.t = t, .q = (uint32_t *)memory};
+    struct amx_chunk chunks[2], *c = chunks, *next = chunks + 1, *last;
+    m.v = m.q + a->d * VL / 2, m.k = (uint16_t *)(m.v + a->d * CH / 2), m.zeros = m.k + a->d * CH;
+    memset(m.zeros, 0, (size_t)a->d * 2);
+    find_chunk(&m, from, c);
+    for (long i = 0; i < 2 * CH; i++) fetch_row(row_at(&m, i < CH ? a->k_cache : a->v_cache, c->at[i % CH]), a->d);
+    for (long e = 0; e < a->d; e += 32) {
+        vf r[VL];
+        for (long i = 0; i < VL; i++) {
+            long q = i < t->queries ? i : 0, head = t->kv_head * t->group + q % t->group;
+            r[i] = vload((const void *)((const uint16_t *)a->q + (t->row + q / t->group) * a->ldq + head * a->d + e));
+        }
+        transpose(r);
+        UNROLL for (int i = 0; i < VL; i++) vstore((float *)m.q + (e / 2 + i) * VL, r[i]);
+    }
+    amx_configure(16, t->queries, t->queries, 64, t->queries);
+    for (long number = from; number < to; number++, last = c, c = next, next = last) {
+        const struct part own = begin_part(t, number);
+        if (number + 1 < to)
+            find_chunk(&m, number + 1, next);
+        else
+            *next = *c;
+        load_tiles(&m, c, next);
+        amx_scores(&m, c, scores);
+        if (t->queries <= FEW_QUERIES)
+            amx_softmax(t, c, scores, weights, &own, 1);
+        else
+            amx_softmax(t, c, scores, weights, &own, 0);
+        amx_values(&m, c, weights, own.acc);
+        if (!a->parts && number) add_part(t, 1);
+    }
+    _tile_release();
+}
+#endif
+
+/* the number-th task: of a few rows of a sequence and a KV head */
+static struct task find_task(const struct attention_args *a, long number) {
+    struct task t = {.a = a, .kv_head = number % a->kv_heads, .group = a->heads / a->kv_heads, .begin = LONG_MAX, .place = 2};
+    number /= a->kv_heads;
+    for (long begin, count, tasks;; t.seq++, number -= tasks) {
+        begin = a->query_start[t.seq], count = a->query_start[t.seq + 1] - begin, tasks = ceil_div(count, a->rows);
+        if (number >= tasks) continue;
+        t.row = begin + number * a->rows, t.rows = min_l(a->rows, count - number * a->rows);
+        break;
+    }
+    t.queries = t.rows * t.group;
     for (long r = t.row; r < t.row + t.rows; r++) {
         t.begin = min_l(t.begin, first_seen(a, t.seq, r)), t.end = max_l(t.end, shared_positions(a, t.seq, r));
         t.own = max_l(t.own, own_slots(a, r));
     }
+    t.first = t.begin - (t.begin - a->first) % CH;
+    t.shared = t.first < t.end ? ceil_div(t.end - t.first, CH) : 0;
+    t.chunks = t.shared + ceil_div(t.own, CH);
+#ifdef AMX
     while (t.place < min_l(t.own, CH)) t.place *= 2;
-    memset(t.zeros, 0, (size_t)a->d * 2);
-    memset(t.acc, 0, (size_t)(t.queries * a->d) * 4);
-    for (long e = 0; e < a->d; e += 32) {
-        vf r[VL];
-        for (long i = 0, q; i < VL; i++) {
-            q = i < t.queries ? i : 0;
-            r[i] = vload((const void *)((const uint16_t *)a->q + (t.row + q / t.group) * a->ldq +
-                                        (t.kv_head * t.group + q % t.group) * a->d + e));
-        }
-        transpose(r);
-        UNROLL for (int i = 0; i < VL; i++) vstore((float *)t.q + (e / 2 + i) * VL, r[i]);
-    }
+    if (amx_attends(a)) t.chunks = t.shared + ceil_div(t.own, CH) * ceil_div(t.rows, CH / t.place);
+#endif
     return t;
 }
 
-static void amx_attention(const struct attention_args *a, long seq, long row, long rows, long kv_head) {
-    float scores[CH * VL] __attribute__((aligned(64))), alpha[VL];
-    uint16_t weights[AMX_ROWS * CH] __attribute__((aligned(64)));
-    struct amx_task given = {.a = a, .seq = seq, .row = row, .rows = rows, .kv_head = kv_head};
-    struct amx_task t = start_amx(given, scratch(ROWS, amx_floats(a)));
-    struct amx_chunk chunks[2], *c = chunks, *next = chunks + 1, *last;
-    long more = find_chunk(&t, 0, c);
-    for (long i = 0; i < 2 * CH; i++) fetch_row(row_at(&t, i < CH ? a->k_cache : a->v_cache, c->at[i % CH]), a->d);
-    amx_configure(16, t.queries, t.queries, 64, t.queries);
-    for (long number = 1; more; number++, last = c, c = next, next = last) {
-        more = find_chunk(&t, number, next);
-        amx_scores(&t, c, scores);
-        pair_values(&t, c, next);
-        if (t.queries <= FEW_QUERIES)
-            amx_softmax(&t, c, scores, weights, alpha, 1);
-        else
-            amx_softmax(&t, c, scores, weights, alpha, 0);
-        amx_values(&t, c, weights, alpha);
-    }
-    _tile_release();
-    for (long q = 0; q < t.queries; q++) {
-        long head = kv_head * t.group + q % t.group;
-        float sum = t.sum[q];
-        if (sum == 0.0f) sum = 1.0f; /* padding */
-        else if (a->sinks) sum += vexp(vset(a->sinks[head] - t.max[q]))[0];
-        for (long e = 0; e < a->d; e += 32) {
-            const float *acc = t.acc + q * a->d + e; /* 0 is added for the sign of zeros */
-            vf even = vload(acc) / sum * a->v_scale + 0.0f, odd = vload(acc + VL) / sum * a->v_scale + 0.0f;
-            uint16_t *out = (uint16_t *)a->out + ((row + q / t.group) * a->heads + head) * a->d + e;
-            *(vu_mem *)out = (vu)vround_bf16(even) >> 16 | (vu)vround_bf16(odd);
-        }
-    }
-}
-#endif
-
-/* the task-th tile of rows: finds its sequence; returns how many rows it has */
-static long find_rows(const struct attention_args *a, long task, long *seq, long *row) {
-    for (long s = 0;; s++) {
-        long begin = a->query_start[s], count = a->query_start[s + 1] - begin, tasks = ceil_div(count, a->rows);
-        if (task < tasks) {
-            *seq = s;
-            *row = begin + task * a->rows;
-            return min_l(a->rows, count - task * a->rows);
-        }
-        task -= tasks;
-    }
-}
-
-static void attention_item(const struct attention_args *a, long item) {
-    long seq, row, rows = find_rows(a, item / a->kv_heads, &seq, &row);
+static size_t working_floats(const struct attention_args *a) {
 #ifdef AMX
-    if (amx_attends(a)) {
-        amx_attention(a, seq, row, rows, item % a->kv_heads);
+    if (amx_attends(a)) return amx_floats(a);
+#endif
+    return vector_floats(a);
+}
+
+static void compute_chunks(const struct task *t, long from, long to, float *memory) {
+    if (from >= to) return;
+#ifdef AMX
+    if (amx_attends(t->a)) {
+        amx_chunks(t, from, to, memory);
         return;
     }
 #endif
-    attention_task(a, seq, row, rows, item % a->kv_heads, scratch(ROWS, attention_floats(a)));
+    vector_chunks(t, from, to, memory);
 }
 
-static void attention_items(void *given, long begin, long end) {
+static void store_attention(const struct task *t) {
+    const struct attention_args *a = t->a;
+    const struct part sums = part_at(t, 0);
+    if (!t->chunks) begin_part(t, 0);
+    for (long number = 1; a->parts && number < t->chunks; number++) add_part(t, number);
+    for (long q = 0; q < t->queries; q++) {
+        long head = t->kv_head * t->group + q % t->group, at = ((t->row + q / t->group) * a->heads + head) * a->d;
+        float *acc = sums.acc + q * a->dp, sum = sums.sum[q];
+        if (sum == 0.0f) { /* padding */
+            memset((char *)a->out + at * (a->bf16 ? 2 : 4), 0, (size_t)a->d * (a->bf16 ? 2 : 4));
+            continue;
+        }
+        if (a->sinks) sum += vexp(vset(a->sinks[head] - sums.max[q]))[0];
+        for (long e = 0; e < a->d; e++) acc[e] = acc[e] / sum * a->v_scale + 0.0f; /* for the sign of zeros */
+#ifdef AMX
+        for (long e = 0; amx_attends(a) && e < a->d; e += 32)
+            *(vu_mem *)((uint16_t *)a->out + at + e) =
+                (vu)vround_bf16(vload(acc + e)) >> 16 | (vu)vround_bf16(vload(acc + e + VL));
+        if (amx_attends(a)) continue;
+#endif
+        store_row(a->out, at, acc, a->d, a->bf16);
+    }
+}
+
+/* Parts of tasks, those with the longest rows first.  A task's last part to be computed is followed by the sum of all. */
+static void attention_parts(void *given, long begin, long end) {
     const struct attention_args *a = given;
-    for (long i = begin; i < end; i++) attention_item(a, a->items - 1 - i); /* longest rows first */
+    float *memory = scratch(ROWS, (size_t)(2 * a->part) + working_floats(a));
+    for (long i = begin; i < end; i++) {
+        long number = i / a->cuts, from = i % a->cuts * a->per;
+        struct task t = find_task(a, a->tasks - 1 - number);
+        t.parts = a->parts ? a->parts + number * a->most * a->part : memory;
+        compute_chunks(&t, from, min_l(t.chunks, from + a->per), memory + 2 * a->part);
+        if (a->cuts == 1 || atomic_fetch_add(&a->ready[number], 1) + 1 == a->cuts) store_attention(&t);
+    }
 }
 
 /* whether all that the queries of a sequence see is in the caches */
@@ -2876,25 +2926,41 @@ int ssd_paged_attention(const void *q, long ldq, const void *k_cache, const void
     struct attention_args a = {q, ldq, k_cache, v_cache, out, query_start, context_len, block_tables, table_rows,
                                table_stride, block_size, heads, kv_heads, d, ceil_div(d, VL) * VL, scale,
                                v_scale, sinks, bf16, kv, positions, slots, depth, first, window, tokens, tables, columns,
-                               cache_blocks, 0, 0};
-    long tasks = 0, longest = 0, work = 0;
+                               cache_blocks, .cuts = 1};
+    long longest = 0, work = 0, queries = QUERIES, whole = VL;
     for (long s = 0; s < sequences; s++) {
         if (!attention_fits(&a, s)) return 1;
         longest = max_l(longest, query_start[s + 1] - query_start[s]);
     }
-    long queries = QUERIES;
 #ifdef AMX
-    if (amx_attends(&a)) queries = AMX_ROWS;
+    if (amx_attends(&a)) queries = whole = AMX_ROWS;
 #endif
     a.rows = max_l(1, min_l(longest, queries * kv_heads / heads));
     a.rows = max_l(1, ceil_div(longest, ceil_div(longest, a.rows))); /* equal tasks */
     for (long s = 0; s < sequences; s++) {
-        tasks += ceil_div(query_start[s + 1] - query_start[s], a.rows);
+        a.tasks += ceil_div(query_start[s + 1] - query_start[s], a.rows) * kv_heads;
         for (long row = query_start[s]; row < query_start[s + 1]; row++)
             work += max_l(0, shared_positions(&a, s, row) - first_seen(&a, s, row)) + own_slots(&a, row);
     }
-    a.items = tasks * kv_heads;
-    parallel(a.items, work * heads * d < 32768 ? 1 : nthreads, attention_items, &a);
+    a.lanes = ceil_div(a.rows * (heads / kv_heads), whole) * whole;
+    a.part = a.lanes * (2 + a.dp);
+    if (work * heads * d < 32768) nthreads = 1;
+    for (long i = 0; i < a.tasks; i += kv_heads) a.most = max_l(a.most, find_task(&a, i).chunks);
+    a.per = a.most;
+    for (long cuts = 2, least = ceil_div(a.tasks, nthreads) * (2 * a.most + 1); cuts <= min_l(a.most, 2 * nthreads); cuts++) {
+        long per = ceil_div(a.most, cuts), time = ceil_div(a.tasks * cuts, nthreads) * (2 * per + 1); /* in halves of a chunk */
+        if (time >= least) continue;
+        a.per = per, a.cuts = cuts, least = time;
+    }
+    size_t floats = (size_t)(a.tasks * a.most * a.part);
+    if (a.cuts > 1 && floats <= PARTS_MOST) {
+        a.parts = scratch(SUMS, floats + (size_t)a.tasks);
+        a.ready = (_Atomic int *)(a.parts + floats);
+        memset(a.parts + floats, 0, (size_t)a.tasks * 4);
+    } else {
+        a.per = a.most, a.cuts = 1;
+    }
+    parallel(a.tasks * a.cuts, nthreads, attention_parts, &a);
     return 0;
 }
 

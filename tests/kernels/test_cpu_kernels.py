@@ -415,12 +415,12 @@ def test_threads_keep_the_bits(kernels: Kernels, dtype: torch.dtype) -> None:
     cos, sin = rope_tables(64)
     keys = noise_keys(6)
     results = []
-    for threads in (1, 2, 3):
+    for threads in (1, 2, 3, 16):
         torch.set_num_threads(threads)
         k_cache, v_cache = torch.zeros(2, 13, BLOCK, 2, 64, dtype=dtype)
         heads = torch.cat([x, x, x, x], -1)[:, : 10 * 64]
         q = kernels.rope_and_store(heads, torch.arange(200), cos, sin, torch.arange(200), k_cache, v_cache, 6)
-        attention = paged.run(kernels, [(0, 0, 200), (1, 60, 90)])
+        attention = paged.run(kernels, [(0, 0, 200), (1, 60, 90)]) + paged.run(kernels, [(0, 199, 200)])
         linear = [kernels.linear(x, packed), kernels.linear(x[:1], packed), kernels.linear(x, gated)]
         noises = [kernels.gumbel(keys, vocab, *noise.constants()) for vocab in (5, 8192, 9001)]
         results.append([*linear, kernels.rms_norm(x, weight, 1e-6), q, k_cache, v_cache, *attention, *noises])

@@ -184,9 +184,11 @@ def test_attention_has_the_same_bits_in_any_company(
     for branches in (False, True):
         together = [(0, 0, 30), (1, 0, 30), (2, 0, 30)]
         whole = attend(together, branches).reshape(3, 30, heads, d)
-        for threads in (1, 2, 5):
+        for threads in (1, 2, 5, 16):  # which share a task if there are few
             monkeypatch.setattr(cpu, "num_threads", lambda threads=threads: threads)
             assert torch.equal(attend(together, branches).reshape(whole.shape), whole), threads
+            for begin, end in ((29, 30), (2, 9)):
+                assert torch.equal(attend([(0, begin, end)], branches), whole[0, begin:end]), (threads, begin)
         for seq in range(3):
             for begin, end in (*((row, row + 1) for row in range(30)), (4, 6), (1, 4), (9, 14), (13, 30)):
                 assert torch.equal(attend([(seq, begin, end)], branches), whole[seq, begin:end]), (seq, begin, end)
