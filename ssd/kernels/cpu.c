@@ -328,7 +328,7 @@ static void store_exact(void *dst, long offset, const float *src, long n, int bf
 }
 
 /* ---------------------------------------------------------------- scratch memory: blocks per thread, kept until it ends */
-enum { ROWS, PANELS, SUMS, EXPERT, SCRATCHES };
+enum { ROWS, PANELS, SUMS, EXPERT, PACKED, GROUPS = PACKED + 2, SCRATCHES = GROUPS + 2 }; /* two PACKED and GROUPS */
 struct pool {
     float *data[SCRATCHES];
     size_t size[SCRATCHES];
@@ -1707,6 +1707,9 @@ struct linear_args {
     long step;           /* AMX: bytes of a row in a tile register */
     const void *xp;      /* packed rows */
     long panels, group, block; /* panels in all, and in one task; row tiles of one task */
+    int slot, nthreads;        /* slot: which scratch memory it has */
+    _Atomic int *ready; /* [m][groups]: columns of a group that are computed, from this row on, as far as they are counted */
+    const struct linear_args *next; /* product that takes y as its x: what computes columns of y packs them for it; or NULL */
     void (*run)(const struct linear_args *a, long t0, long t1, long panel0, long panels);
 };
 
@@ -1745,6 +1748,38 @@ static void gate_row(float *row, long panels, int bf16, const struct glu *glu) {
     if (panels) gate_panels(row, 1, bf16, glu);
 }
 
+/* 4 * quads columns of a row, from `first` on, where a group begins, in digits */
+static void pack_columns(const struct linear_args *a, long row, const float *x, long first, long quads) {
+    const struct groups *g = &a->groups;
+    long run = a->amx ? a->step : a->coarse ? 4 * g->gq : 16, t = 0;
+    while (tile_row(a, t + 1) <= row) t++;
+    long m = row - tile_row(a, t), mr = tile_row(a, t + 1) - tile_row(a, t);
+    struct digit_layout layout = {16, run, mr * a->digits * run};
+    if (a->amx) layout = (struct digit_layout){a->rows * run, run, a->rows * run * a->digits};
+    digit *dst = (digit *)packed_tile(a, t) + m * (a->amx ? run : a->digits * run) + first / run * layout.jump;
+    const float *row_scales = g->row_scales ? g->row_scales + row * g->ld : 0;
+    pack_digits(dst, &layout, x, quads, a->bf16, a->coarse, a->form, g, row_scales,
+                g->of_rows + row * g->stride + first / (4 * g->gq));
+}
+
+/* Columns [first, first + count) of some rows of x are computed: packs the groups that are complete now. */
+static void columns_done(const struct linear_args *a, long row, long rows, long first, long count) {
+    const long size = 4 * a->groups.gq;
+    for (long k = first, stop; k < first + count; k = stop) {
+        long group = k / size, begin = group * size, end = min_l(a->k, begin + size), quads = min_l(size / 4, a->kq - begin / 4);
+        stop = min_l(end, first + count);
+        if (stop - k < end - begin &&
+            atomic_fetch_add(&a->ready[row * a->groups.count + group], (int)(stop - k)) + stop - k < end - begin)
+            continue;
+        for (long r = row; r < row + rows; r++) {
+            float x[DOT_MOST];
+            load_row(x, a->x, r * a->ldx + begin, end - begin, a->bf16);
+            for (long i = end - begin; i < 4 * quads; i++) x[i] = 0.0f;
+            pack_columns(a, r, x, begin, quads);
+        }
+    }
+}
+
 static void finish_tile(const struct linear_args *a, float *buf, long row, long mr, long panel0, long panels) {
     long span = a->gated ? 2 : 1, first = panel0 * NR, width = min_l(NR * panels, a->n - first); /* columns */
     for (long m = 0; m < mr; m++, buf += GROUP * NR) {
@@ -1754,6 +1789,7 @@ static void finish_tile(const struct linear_args *a, float *buf, long row, long 
         for (long j = 0; j < width; j += NR)
             store_row(a->y, (row + m) * a->n + first + j, buf + j * span, min_l(NR, width - j), a->bf16 && !a->wide);
     }
+    if (a->next) columns_done(a->next, row, mr, first, width);
 }
 
 /* fp32 copy of bf16 panels, `depth` rows of NR in all */
@@ -1893,17 +1929,11 @@ static void linear_block(const struct linear_args *a, long t0, long t1, long pan
     }
 }
 
-/* row m of a tile that has mr rows, in digits */
-static void pack_digit_row(const struct linear_args *a, digit *dst, long row, long m, long mr) {
+static void pack_digit_row(const struct linear_args *a, long row) {
     float *x = scratch(PANELS, (size_t)(a->kq * 4));
-    long run = a->amx ? a->step : a->coarse ? 4 * a->groups.gq : 16;
-    struct digit_layout layout = {16, run, mr * a->digits * run};
-    if (a->amx) layout = (struct digit_layout){a->rows * run, run, a->rows * run * a->digits};
     load_row(x, a->x, row * a->ldx, a->k, a->bf16);
     for (long i = a->k; i < a->kq * 4; i++) x[i] = 0.0f;
-    const float *row_scales = a->groups.row_scales ? a->groups.row_scales + row * a->groups.ld : 0;
-    pack_digits(dst + m * (a->amx ? run : a->digits * run), &layout, x, a->kq, a->bf16, a->coarse, a->form, &a->groups,
-                row_scales, a->groups.of_rows + row * a->groups.stride);
+    pack_columns(a, row, x, 0, a->kq);
 }
 
 #ifdef AMX
@@ -1926,7 +1956,7 @@ static void pack_rows(void *given, long begin, long end) {
         long m = row - tile_row(a, t), mr = tile_row(a, t + 1) - tile_row(a, t);
         void *dst = (void *)packed_tile(a, t);
         if (a->digits)
-            pack_digit_row(a, dst, row, m, mr);
+            pack_digit_row(a, row);
 #ifdef AMX
         else if (a->amx)
             pack_bf16_row(a, dst, row, m);
@@ -1967,8 +1997,10 @@ static void plan_codes(struct linear_args *a, long scaled, int flags, const floa
     a->rows = !a->coarse ? DOT_ROWS : !a->unpack ? few : g->offsets ? FEW_ROWS : COARSE_ROWS; /* offsets take registers */
     int joint = is_joint(a->form) && a->coarse && !a->unpack;
     size_t groups = (size_t)(a->m * g->stride);
-    g->of_rows = (void *)scratch(SUMS, groups * (sizeof *g->of_rows + (joint ? sizeof *g->starts : 0)) / 4);
+    size_t each = sizeof *g->of_rows + (joint ? sizeof *g->starts : 0);
+    g->of_rows = (void *)scratch(GROUPS + a->slot, groups * (each / 4 + 1));
     if (joint) g->starts = (void *)(g->of_rows + groups);
+    a->ready = (void *)((char *)g->of_rows + groups * each);
     a->kq = ceil_div(a->k, 16) * 4;
     a->row_size = (a->coarse ? g->count * g->gq : a->kq) * 4 * a->digits * (long)sizeof(digit);
 #ifdef AMX
@@ -1979,16 +2011,14 @@ static void plan_codes(struct linear_args *a, long scaled, int flags, const floa
 #endif
 }
 
-/* y[m, n] = x[m, k] @ W^T (+ bias), or what `glu` makes of a gated weight's rows; n counts the columns of y.
- * wide: y is fp32 although the storage is bf16.  form: that of a quantised W, with a scale (and an offset, if
- * `flags` says so) for every `scaled` weights of a row; else 0.  row_scales: fp32 [m][row_groups], or 0. */
-void ssd_linear(const void *x, long ldx, const void *w, const void *bias, void *y, long m, long n, long k, int bf16,
-                int gated, float slope, float limit, float shift, int wide, int form, const void *scales, long scaled,
-                int flags, const float *row_scales, long row_groups, int nthreads) {
-    if (m <= 0 || n <= 0) return;
+/* how it is computed, from the arguments of ssd_linear; a plan is valid until the next one of its slot */
+static struct linear_args plan_linear(const void *x, long ldx, const void *w, const void *bias, void *y, long m, long n, long k,
+                                      int bf16, int gated, float slope, float limit, float shift, int wide, int form,
+                                      const void *scales, long scaled, int flags, const float *row_scales, long row_groups,
+                                      int nthreads, int slot) {
     struct linear_args a = {.x = x, .w = w, .bias = bias, .y = y, .ldx = ldx, .m = m, .n = n, .k = k,
                             .kq = padded_depth(k, bf16) / 4, .bf16 = bf16, .gated = gated, .glu = {slope, limit, shift},
-                            .wide = wide, .form = form, .scales = scales, .rows = MR_MAX, .xp = x,
+                            .wide = wide, .form = form, .scales = scales, .rows = MR_MAX, .xp = x, .slot = slot,
                             .run = linear_block};
     a.row_size = a.kq * 16;
     if (form) plan_codes(&a, scaled, flags, row_scales, row_groups);
@@ -2000,18 +2030,37 @@ void ssd_linear(const void *x, long ldx, const void *w, const void *bias, void *
     a.tiles = ceil_div(m, a.rows);
     if (a.amx) a.rows = ceil_div(m, a.tiles);
     int as_it_is = m == 1 && !a.digits && k == a.kq * 4 && (a.amx || !bf16);
-    if (!as_it_is) {
-        a.xp = scratch(ROWS, (size_t)(a.tiles * a.rows * a.row_size / 4));
-        parallel(m, m * k >= ALONE ? nthreads : 1, pack_rows, &a);
-    }
+    if (!as_it_is) a.xp = scratch(PACKED + slot, (size_t)(a.tiles * a.rows * a.row_size / 4));
     long span = gated ? 2 : 1;
     a.panels = ceil_div(n, NR);
     a.group = (a.tiles == 1 || a.coarse ? GROUP : 2) / span; /* one row tile: wide tasks; more: keep the panels in L1 */
     while (a.group > 1 && ceil_div(a.panels, a.group) < 4 * nthreads) a.group /= 2;
     a.block = max_l(2, (384 << 10) / (a.rows * a.row_size)); /* row tiles that stay in L2 with a stream of panels */
     a.block = ceil_div(a.tiles, ceil_div(a.tiles, a.block)); /* equal ones: threads share them */
-    if ((double)m * (double)n * (double)k * span < 65536.0) nthreads = 1;
-    parallel(ceil_div(a.tiles, a.block) * ceil_div(a.panels, a.group), nthreads, linear_blocks, &a);
+    a.nthreads = (double)m * (double)n * (double)k * span < 65536.0 ? 1 : nthreads;
+    return a;
+}
+
+static void pack_all(struct linear_args *a, int nthreads) {
+    if (a->xp != a->x) parallel(a->m, a->m * a->k >= ALONE ? nthreads : 1, pack_rows, a);
+}
+
+/* the product itself; the rows are packed */
+static void multiply(struct linear_args *a) {
+    parallel(ceil_div(a->tiles, a->block) * ceil_div(a->panels, a->group), a->nthreads, linear_blocks, a);
+}
+
+/* y[m, n] = x[m, k] @ W^T (+ bias), or what `glu` makes of a gated weight's rows; n counts the columns of y.
+ * wide: y is fp32 although the storage is bf16.  form: that of a quantised W, with a scale (and an offset, if
+ * `flags` says so) for every `scaled` weights of a row; else 0.  row_scales: fp32 [m][row_groups], or 0. */
+void ssd_linear(const void *x, long ldx, const void *w, const void *bias, void *y, long m, long n, long k, int bf16,
+                int gated, float slope, float limit, float shift, int wide, int form, const void *scales, long scaled,
+                int flags, const float *row_scales, long row_groups, int nthreads) {
+    if (m <= 0 || n <= 0) return;
+    struct linear_args a = plan_linear(x, ldx, w, bias, y, m, n, k, bf16, gated, slope, limit, shift, wide, form, scales,
+                                       scaled, flags, row_scales, row_groups, nthreads, 0);
+    pack_all(&a, nthreads);
+    multiply(&a);
 }
 
 /* ---------------------------------------------------------------- experts
@@ -2157,7 +2206,11 @@ struct norm_args {
     long ldx, d;
     float eps;
     int bf16, w_bf16; /* types of the rows and of the weights */
+    const struct linear_args *next; /* as in linear_args */
 };
+
+/* product that takes the result of the current call as its rows, or NULL; see ssd_repeat */
+static _Thread_local const struct linear_args *following;
 
 static void norm_rows(void *given, long begin, long end) {
     const struct norm_args *a = given;
@@ -2170,14 +2223,15 @@ static void norm_rows(void *given, long begin, long end) {
             store_exact(a->out, row * a->d, v, a->d, a->bf16);
         else
             store_row(a->out, row * a->d, v, a->d, a->bf16);
+        if (a->next) columns_done(a->next, row, 1, 0, a->d);
     }
 }
 
 /* out[m, d] = norm(x) * w; with a residual[m, d]: residual += x, and its norm */
 void ssd_rms_norm(const void *x, long ldx, void *residual, const void *w, void *out, long m, long d, float eps,
                   int bf16, int w_bf16, int nthreads) {
-    struct norm_args a = {x, residual, w, out, ldx, d, eps, bf16, w_bf16};
-    parallel(m, m * d < ALONE ? 1 : nthreads, norm_rows, &a);
+    struct norm_args a = {x, residual, w, out, ldx, d, eps, bf16, w_bf16, following};
+    parallel(m, m * d < ALONE / 2 ? 1 : nthreads, norm_rows, &a);
 }
 
 /* ---------------------------------------------------------------- rope_and_store */
@@ -2283,6 +2337,7 @@ struct attention_args {
     long most, per, cuts; /* chunks of the longest task, chunks that a thread computes at a time, and how often it takes that */
     float *parts;         /* results of all chunks if threads share tasks (`cuts` is more than 1), else NULL */
     _Atomic int *ready;   /* then: how many of its cuts a task has done */
+    const struct linear_args *next; /* as in linear_args */
 };
 
 struct chunk {
@@ -2885,6 +2940,7 @@ static void store_attention(const struct task *t) {
 #endif
         store_row(a->out, at, acc, a->d, a->bf16);
     }
+    if (a->next) columns_done(a->next, t->row, t->rows, t->kv_head * t->group * a->d, t->group * a->d);
 }
 
 /* Parts of tasks, those with the longest rows first.  A task's last part to be computed is followed by the sum of all. */
@@ -2926,7 +2982,7 @@ int ssd_paged_attention(const void *q, long ldq, const void *k_cache, const void
     struct attention_args a = {q, ldq, k_cache, v_cache, out, query_start, context_len, block_tables, table_rows,
                                table_stride, block_size, heads, kv_heads, d, ceil_div(d, VL) * VL, scale,
                                v_scale, sinks, bf16, kv, positions, slots, depth, first, window, tokens, tables, columns,
-                               cache_blocks, .cuts = 1};
+                               cache_blocks, .cuts = 1, .next = following};
     long longest = 0, work = 0, queries = QUERIES, whole = VL;
     for (long s = 0; s < sequences; s++) {
         if (!attention_fits(&a, s)) return 1;
@@ -3264,7 +3320,8 @@ int ssd_accept(const int32_t *chosen, const int32_t *slots, const int32_t *first
 /* ---------------------------------------------------------------- repeating recorded calls
  * A call is 32 words: its arguments, and at the end the number of its function.  The threads are those of now. */
 #define CALL_WORDS 32
-#define LINEAR 2 /* number of ssd_linear */
+enum { LINEAR = 2, NORM = 6, ATTENTION = 8 }; /* numbers of functions */
+#define FOLLOWED 64 /* most rows that are packed by what computes them: of more, each thread has some to pack */
 typedef union {
     int64_t i;
     float f;
@@ -3279,21 +3336,17 @@ static int repeat_call(const word *a, int threads) {
     switch (a[CALL_WORDS - 1].i) {
     case 0: return ssd_embedding(P(0), P(1), I(2), P(3), L(4), L(5), L(6), I(7));
     case 1: return ssd_codes_embedding(P(0), P(1), P(2), I(3), P(4), L(5), L(6), L(7), I(8), L(9), I(10), I(11));
-    case LINEAR:
-        ssd_linear(P(0), L(1), P(2), P(3), P(4), L(5), L(6), L(7), I(8), I(9), F(10), F(11), F(12), I(13), I(14), P(15),
-                   L(16), I(17), P(18), L(19), threads);
-        return 0;
     case 3:
         ssd_expert_linear(P(0), L(1), P(2), P(3), L(4), L(5), P(6), P(7), P(8), P(9), L(10), L(11), I(12), I(13), F(14),
                           F(15), F(16), I(17), I(18), L(19), I(20), P(21), L(22), threads);
         return 0;
     case 4: ssd_route(P(0), L(1), L(2), L(3), I(4), P(5), P(6), P(7), P(8)); return 0;
     case 5: ssd_combine(P(0), P(1), P(2), L(3), L(4), L(5), I(6), I(7), threads); return 0;
-    case 6: ssd_rms_norm(P(0), L(1), P(2), P(3), P(4), L(5), L(6), F(7), I(8), I(9), threads); return 0;
+    case NORM: ssd_rms_norm(P(0), L(1), P(2), P(3), P(4), L(5), L(6), F(7), I(8), I(9), threads); return 0;
     case 7:
         return ssd_rope_and_store(P(0), L(1), P(2), I(3), P(4), I(5), P(6), P(7), P(8), P(9), F(10), P(11), P(12), P(13),
                                   L(14), L(15), L(16), L(17), L(18), L(19), I(20), I(21), F(22), F(23), threads);
-    case 8:
+    case ATTENTION:
         return ssd_paged_attention(P(0), L(1), P(2), P(3), P(4), P(5), P(6), P(7), P(8), L(9), L(10), L(11), L(12), L(13),
                                    L(14), L(15), L(16), L(17), L(18), F(19), F(20), P(21), P(22), P(23), L(24), L(25),
                                    L(26), I(27), I(28), threads);
@@ -3308,18 +3361,56 @@ static long panel_bytes(const word *a) {
     return ceil_div(rows, NR) * NR * (is_4_bits(I(14)) ? ceil_div(k, 16) * 8 : ceil_div(k, 16) * 16);
 }
 
+static struct linear_args plan_call(const word *a, int threads, int slot) {
+    return plan_linear(P(0), L(1), P(2), P(3), P(4), L(5), L(6), L(7), I(8), I(9), F(10), F(11), F(12), I(13), I(14), P(15),
+                       L(16), I(17), P(18), L(19), threads, slot);
+}
+
+/* whether the rows of a product, the next call, are the result of this call, and are to be packed by it */
+static int is_followed(const word *a) {
+    long call = a[CALL_WORDS - 1].i;
+    if (call != NORM && call != ATTENTION && (call != LINEAR || I(13))) return 0;
+    long rows = call == ATTENTION ? L(9) : L(5), columns = call == ATTENTION ? L(16) * L(18) : L(6);
+    int bf16 = call == ATTENTION ? I(27) : I(8);
+    const void *result = P(4);
+    a += CALL_WORDS;
+    return a[CALL_WORDS - 1].i == LINEAR && P(0) == result && L(1) == columns && L(5) == rows && L(7) == columns &&
+           rows <= FOLLOWED && I(8) == bf16 && I(14) && I(14) != FP8 && !P(18);
+}
+
 int ssd_repeat(const word *calls, long count, int nthreads) {
     struct team *team = nthreads > 1 ? team_of(nthreads - 1) : 0;
-    int status = 0;
+    struct linear_args plans[2];
+    int status = 0, followed = 0;
     for (long i = 0, next = 0; i < count && !status; i++) {
+        const word *call = calls + i * CALL_WORDS;
+        struct linear_args *own = plans + i % 2;
         if (team && next <= i) { /* the next product */
             for (next = i + 1; next < count && calls[next * CALL_WORDS + CALL_WORDS - 1].i != LINEAR;) next++;
             const word *a = calls + next * CALL_WORDS;
             atomic_store(&team->weights, next < count ? P(2) : 0);
             atomic_store(&team->weight_bytes, next < count ? panel_bytes(a) : 0);
         }
-        status = repeat_call(calls + i * CALL_WORDS, nthreads);
+        int is_product = call[CALL_WORDS - 1].i == LINEAR;
+        if (is_product && !followed) {
+            *own = plan_call(call, nthreads, i % 2);
+            pack_all(own, nthreads);
+        }
+        following = 0, followed = i + 1 < count && is_followed(call);
+        if (followed) {
+            struct linear_args *after = plans + (i + 1) % 2;
+            *after = plan_call(call + CALL_WORDS, nthreads, (i + 1) % 2);
+            memset(after->ready, 0, (size_t)(after->m * after->groups.count) * 4);
+            following = after;
+        }
+        if (is_product) {
+            own->next = following;
+            multiply(own);
+        } else {
+            status = repeat_call(call, nthreads);
+        }
     }
+    following = 0;
     if (team) atomic_store(&team->weight_bytes, 0);
     return status;
 }

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from chains import HIDDEN, quantized_layer
 from gguf_files import SIZES, random_blocks
 from stored_codes import CODES, some_codes
 
 from ssd.kernels import cpu, variants
 from ssd.kernels.cpu import Kernels
+from ssd.kernels.recording import Recordings
 from ssd.layers.formats.gguf import BLOCKS
 
 EMULATED = Path(__file__).with_name("emulated_x86")
@@ -202,3 +204,18 @@ def test_attention_has_the_same_bits_in_any_company(
             weights = torch.cat((scores, sinks.double()[:, None]), 1).softmax(-1)[:, :-1]
             expected = torch.einsum("hp,phd->hd", weights, values)
             assert (whole[seq, row].view(torch.bfloat16) - expected).norm() < 1e-2 * expected.norm(), (seq, row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("group", "coarse"), [(32, True), (128, True), (128, False)])
+def test_repeated_calls_have_the_same_bits_in_every_variant(other: Kernels, group: int, coarse: bool) -> None:
+    """Rows of products are packed by the call before."""
+    layer = quantized_layer(other, torch.bfloat16, group, coarse=coarse)
+    for rows in (1, 4, 8, 16, 17):
+        recordings, x = Recordings(other.repeat), torch.empty(rows, HIDDEN, dtype=torch.bfloat16)
+        for threads in (1, 1, 1, 5):
+            x.copy_(torch.randn(rows, HIDDEN))
+            expected = layer(x)
+            with cpu.threads(threads):
+                found = recordings.run("key", lambda x=x: layer(x), None)
+            assert torch.equal(found, expected), (rows, threads)

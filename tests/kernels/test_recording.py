@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from chains import HIDDEN, quantized_layer
 
 from ssd.kernels import cpu, recording
 from ssd.kernels.recording import Arena, Recordings
@@ -34,6 +35,21 @@ def test_repeats_with_the_numbers_and_the_threads_of_now(dtype: torch.dtype) -> 
         expected = run(Recordings(kernels.repeat), x, weight, norm)
         with cpu.threads(threads):
             assert torch.equal(run(recordings, x, weight, norm), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("group", "coarse"), [(32, True), (128, True), (128, False)])
+def test_rows_that_are_packed_by_the_call_before(dtype: torch.dtype, group: int, coarse: bool) -> None:
+    assert kernels is not None
+    layer = quantized_layer(kernels, dtype, group, coarse=coarse)
+    for rows in (1, 3, 16, 64, 65):
+        recordings, x = Recordings(kernels.repeat), torch.empty(rows, HIDDEN, dtype=dtype)
+        for threads in (1, 1, 1, 2, 5, 16):
+            x.copy_(torch.randn(rows, HIDDEN))
+            expected = layer(x)
+            with cpu.threads(threads):
+                found = recordings.run("key", lambda x=x: layer(x), None)
+            assert torch.equal(found, expected), (rows, threads)
 
 
 def test_what_torch_computes_is_not_recorded() -> None:

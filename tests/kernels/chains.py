@@ -1,0 +1,39 @@
+"""A chain of calls as a layer has them, in which products take the rows of the call before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from stored_codes import some_codes
+
+from ssd.kernels.cpu import Kernels
+
+HIDDEN, INNER, HEADS, HEAD_DIM, CONTEXT, BLOCK = 192, 200, 6, 32, 150, 16  # INNER: its last group is smaller
+MOST_ROWS = 70
+
+
+def quantized_layer(
+    kernels: Kernels, dtype: torch.dtype, group: int, *, coarse: bool
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Rows [R, HIDDEN], R <= MOST_ROWS, as newest rows of one sequence -> rows of the same shape."""
+
+    def packed(rows: int, depth: int, *, gated: bool = False) -> object:
+        codes = some_codes("int4", rows, depth, group, offsets=False, device=torch.device("cpu"))
+        return kernels.pack_codes(codes, dtype, gated, coarse=coarse)
+
+    torch.manual_seed(0)
+    query, out = packed(HEADS * HEAD_DIM, HIDDEN), packed(HIDDEN, HEADS * HEAD_DIM)
+    gate_up, down = packed(2 * INNER, HIDDEN, gated=True), packed(HIDDEN, INNER)
+    norm = torch.rand(HIDDEN).to(dtype)
+    k, v = torch.randn(2, -(-CONTEXT // BLOCK), BLOCK, HEADS // 3, HEAD_DIM).to(dtype)
+    blocks, row, context = (torch.arange(len(k)).int()[None], torch.zeros(1).int(), torch.tensor([CONTEXT]).int())
+    starts = {rows: torch.tensor([0, rows]).int() for rows in range(1, MOST_ROWS + 1)}
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        q = kernels.linear(kernels.rms_norm(x, norm, 1e-5), query).view(len(x), HEADS, HEAD_DIM)
+        seen = kernels.paged_attention(q, k, v, starts[len(x)], context, blocks, row, HEAD_DIM**-0.5)
+        y = kernels.linear(seen.view(len(x), -1), out)
+        return kernels.linear(kernels.linear(kernels.rms_norm(y, norm, 1e-5), gate_up), down)
+
+    return layer
