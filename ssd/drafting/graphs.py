@@ -1,4 +1,4 @@
-"""CUDA graphs of the pieces of a draft run: what a key launches is captured once, and replayed from then on."""
+"""The pieces of a draft run as CUDA graphs, or recordings on a CPU: what a key launches is captured once, then replayed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ssd.execution.graphs import capture
+from ssd.kernels.recording import Recordings
 
 Compute = Callable[[], None]
 
@@ -16,12 +17,13 @@ class PieceGraphs:
     """Graphs by key, which share one memory pool. A key stands for the same kernels over the same tensors each time.
 
     `enabled`: False where everything is launched eagerly. `on_use`: a key without a graph gets one when it is launched;
-    False for the ranks of a split model, which have to capture together.
+    False for the ranks of a split model, which have to capture together. `recordings`: those of the model, on a CPU.
     """
 
-    def __init__(self, *, enabled: bool, on_use: bool) -> None:
+    def __init__(self, *, enabled: bool, on_use: bool, recordings: Recordings | None = None) -> None:
         self.enabled = enabled
         self._on_use = on_use
+        self._recordings = recordings
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
 
@@ -29,6 +31,9 @@ class PieceGraphs:
         """Replays the key's graph; without one it runs `compute`, and captures it for the next time (`capture`)."""
         if self.enabled and key in self._graphs:
             self._graphs[key].replay()
+            return
+        if self._recordings is not None:
+            self._recordings.run((id(self), key), compute, (self, compute))
             return
         compute()
         if self._on_use:

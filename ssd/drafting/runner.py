@@ -103,7 +103,10 @@ class DraftRunner:
         self.rejection = rejection
         self.on_cuda = self.device.type == "cuda"
         self.stream = torch.cuda.Stream(priority=-1) if self.on_cuda else None  # type: ignore[no-untyped-call]
-        self.graphs = PieceGraphs(enabled=graphs and self.on_cuda, on_use=self.runner.decoder.tp.size == 1)
+        decoder = self.runner.decoder
+        self.graphs = PieceGraphs(
+            enabled=graphs and self.on_cuda, on_use=decoder.tp.size == 1, recordings=decoder.recordings
+        )
         self.part: Part | None = None  # of the GPU, where small preparations compute beside the target
         self._origins = torch.empty(0)  # of the drafts looked up last, being copied to the host
         self._origins_fetched = now(self.device)

@@ -3317,6 +3317,99 @@ int ssd_accept(const int32_t *chosen, const int32_t *slots, const int32_t *first
     return 0;
 }
 
+/* ---------------------------------------------------------------- rounds of a draft: see kernels/rounds.py */
+
+/* the token at a position of a sequence: of its text, or of its draft behind that */
+INLINE int32_t token_at(const int32_t *text, const int32_t *draft, long length, long position, long columns, long width) {
+    if (position < length) return text[max_l(0, min_l(position, columns - 1))];
+    return draft[min_l(position - length, width - 1)];
+}
+
+/* reads: tokens of a sequence that are staged, less one; width: those of a draft */
+int ssd_stage(const int32_t *slots, const int32_t *num_drafted, const int32_t *length, const int32_t *token_ids,
+              const int32_t *drafts, const float *confidence, const int32_t *origin, int32_t *computed, int32_t *first,
+              int32_t *count, int32_t *tokens, float *verified, int32_t *hit, long sequences, long num_slots, long columns,
+              long width, long reads, long hit_origin, long vocab, int fork) {
+    for (long i = 0; i < sequences; i++) {
+        long slot = slots[i], size, begin;
+        if (outside(slot, num_slots)) return 1;
+        size = length[slot], begin = size - 1;
+        if (!fork) begin = max_l(min_l(computed[slot], begin), size - reads);
+        first[i] = (int32_t)begin, count[i] = (int32_t)(size - begin + num_drafted[i]);
+        for (long j = 0; j <= reads; j++) {
+            long token = token_at(token_ids + slot * columns, drafts + slot * width, size, begin + j, columns, width);
+            tokens[i * (reads + 1) + j] = (int32_t)min_l(token, vocab - 1);
+        }
+        computed[slot] = first[i] + count[i];
+        if (!fork) continue;
+        memcpy(verified + i * width, confidence + slot * width, (size_t)width * 4);
+        hit[i] = origin[slot] == hit_origin;
+    }
+    return 0;
+}
+
+/* depth: tokens of a branch behind its first; branches: of a sequence, whose chains have ld numbers each */
+int ssd_look_up(const int32_t *slots, const int32_t *after, const int32_t *chain, const float *chain_confidence,
+                const int32_t *length, const int32_t *token_ids, const int32_t *num_accepted, int32_t *drafts,
+                float *confidence, int32_t *origin, int32_t *rows, long sequences, long branches, long ld_after, long ld,
+                long depth, long num_slots, long columns, long width, long hit, long miss) {
+    for (long i = 0; i < sequences; i++, after += ld_after) {
+        long slot = slots[i], found = -1, exact = 0;
+        if (outside(slot, num_slots) || depth > width || depth >= ld) return 1;
+        int32_t last = length[slot] < 1 ? -1 : token_ids[slot * columns + min_l(length[slot], columns) - 1];
+        for (long b = 0; b < branches && !exact; b++) {
+            if (after[b] != num_accepted[slot]) continue;
+            exact = chain[(i * branches + b) * ld] == last;
+            if (exact || found < 0) found = b;
+        }
+        long row = i * branches + max_l(found, 0);
+        memset(confidence + slot * width, 0, (size_t)width * 4);
+        origin[slot] = (int32_t)(exact ? hit : miss), rows[i] = (int32_t)row;
+        if (found >= 0) memcpy(drafts + slot * width, chain + row * ld + 1, (size_t)depth * 4);
+        if (exact) memcpy(confidence + slot * width, chain_confidence + row * ld + 1, (size_t)depth * 4);
+    }
+    return 0;
+}
+
+int ssd_store(const int32_t *slots, const int32_t *chain, const float *chain_confidence, int32_t *drafts, float *confidence,
+              int32_t *origin, long sequences, long ld, long count, long num_slots, long width, long value) {
+    for (long i = 0; i < sequences; i++) {
+        long slot = slots[i];
+        if (outside(slot, num_slots) || count > width || count > ld) return 1;
+        memcpy(drafts + slot * width, chain + i * ld, (size_t)count * 4);
+        memcpy(confidence + slot * width, chain_confidence + i * ld, (size_t)count * 4);
+        origin[slot] = (int32_t)value;
+    }
+    return 0;
+}
+
+/* after: [sequences][branches], or NULL: then every sequence has one row */
+void ssd_extend_rows(const int32_t *slots, const int32_t *first, const int32_t *count, const int32_t *after,
+                     const int32_t *chain, int32_t *tokens, int32_t *positions, int32_t *mapping, int32_t *decided,
+                     int32_t *row_slots, long rows, long branches, long ld_after, long ld, long depth, long reads,
+                     long first_slot, long slots_per_branch, long vocab) {
+    for (long row = 0; row < rows; row++) {
+        long i = row / branches, read = after ? after[i * ld_after + row % branches] + 1 : min_l(count[i], reads);
+        tokens[row] = (int32_t)min_l(chain[row * ld + depth], vocab - 1);
+        positions[row] = (int32_t)(first[i] + read + depth);
+        mapping[row] = (int32_t)(first_slot + row * slots_per_branch + depth);
+        decided[row] = positions[row] + 1;
+        row_slots[row] = slots[i];
+    }
+}
+
+/* The first of `found` tokens of each row, and by how much its score is the largest; -inf less -inf, where there is no token
+ * at all, is 0. */
+void ssd_keep_best(const int32_t *best, const float *scores, int32_t *chain, float *confidence, long rows, long found,
+                   long ld, long column, float most) {
+    const float lowest = -1e38f;
+    for (long row = 0; row < rows; row++, best += found, scores += found) {
+        float margin = (scores[0] < lowest ? lowest : scores[0]) - (scores[1] < lowest ? lowest : scores[1]);
+        chain[row * ld + column] = (int32_t)max_l(best[0], 0);
+        confidence[row * ld + column] = margin > most ? most : margin;
+    }
+}
+
 /* ---------------------------------------------------------------- repeating recorded calls
  * A call is 32 words: its arguments, and at the end the number of its function.  The threads are those of now. */
 #define CALL_WORDS 32
@@ -3350,6 +3443,21 @@ static int repeat_call(const word *a, int threads) {
         return ssd_paged_attention(P(0), L(1), P(2), P(3), P(4), P(5), P(6), P(7), P(8), L(9), L(10), L(11), L(12), L(13),
                                    L(14), L(15), L(16), L(17), L(18), F(19), F(20), P(21), P(22), P(23), L(24), L(25),
                                    L(26), I(27), I(28), threads);
+    case 9:
+        ssd_best(P(0), L(1), P(2), P(3), P(4), L(5), L(6), L(7), P(8), P(9), P(10), L(11), a[12].i, a[13].i, a[14].i, threads);
+        return 0;
+    case 10:
+        return ssd_stage(P(0), P(1), P(2), P(3), P(4), P(5), P(6), P(7), P(8), P(9), P(10), P(11), P(12), L(13), L(14), L(15),
+                         L(16), L(17), L(18), L(19), I(20));
+    case 11:
+        return ssd_look_up(P(0), P(1), P(2), P(3), P(4), P(5), P(6), P(7), P(8), P(9), P(10), L(11), L(12), L(13), L(14),
+                           L(15), L(16), L(17), L(18), L(19), L(20));
+    case 12: return ssd_store(P(0), P(1), P(2), P(3), P(4), P(5), L(6), L(7), L(8), L(9), L(10), L(11));
+    case 13:
+        ssd_extend_rows(P(0), P(1), P(2), P(3), P(4), P(5), P(6), P(7), P(8), P(9), L(10), L(11), L(12), L(13), L(14), L(15),
+                        L(16), L(17), L(18));
+        return 0;
+    case 14: ssd_keep_best(P(0), P(1), P(2), P(3), L(4), L(5), L(6), L(7), F(8)); return 0;
     }
     return 1;
 }

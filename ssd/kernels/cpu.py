@@ -121,11 +121,17 @@ _SIGNATURES: dict[str, list[type]] = {
     "ssd_best": [_P, _L, _P, _P, _P, _L, _L, _L, _P, _P, _P, _L, _Q, _Q, _Q, _I],
     "ssd_prepare_rows": [*[_P] * 17, *[_L] * 8],
     "ssd_accept": [*[_P] * 10, *[_L] * 6],
+    "ssd_stage": [*[_P] * 13, *[_L] * 7, _I],
+    "ssd_look_up": [*[_P] * 11, *[_L] * 10],
+    "ssd_store": [*[_P] * 6, *[_L] * 6],
+    "ssd_extend_rows": [*[_P] * 10, *[_L] * 9],
+    "ssd_keep_best": [*[_P] * 4, *[_L] * 4, _F],
     "ssd_repeat": [_P, _L, _I],
 }
 _RECORDED = (  # as `ssd_repeat` numbers them
     *("ssd_embedding", "ssd_codes_embedding", "ssd_linear", "ssd_expert_linear", "ssd_route", "ssd_combine"),
-    *("ssd_rms_norm", "ssd_rope_and_store", "ssd_paged_attention"),
+    *("ssd_rms_norm", "ssd_rope_and_store", "ssd_paged_attention", "ssd_best"),
+    *("ssd_stage", "ssd_look_up", "ssd_store", "ssd_extend_rows", "ssd_keep_best"),
 )
 _OFFSETS, _HALF, _FACTORED, _COARSE = 1, 2, 4, 8  # flags of a quantised weight, as in `cpu.c`
 _CODES: tuple[CodeType, ...] = ("fp8", "int8", "int4", "uint4")  # as `cpu.c` numbers them, from 1
@@ -133,7 +139,7 @@ _STORAGE = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}  # like
 _SIZES = ("ssd_packed_bytes", "ssd_panel_columns", "ssd_flipped_bits")  # what they return; others status or nothing
 _STATUS = (
     *("ssd_enable", "ssd_embedding", "ssd_codes_embedding", "ssd_rope_and_store", "ssd_paged_attention"),
-    *("ssd_prepare_rows", "ssd_accept", "ssd_repeat"),
+    *("ssd_prepare_rows", "ssd_accept", "ssd_stage", "ssd_look_up", "ssd_store", "ssd_repeat"),
 )
 
 
@@ -158,11 +164,11 @@ class Kernels:
         self._use_huge_pages = library.ssd_use_huge_pages
         recorded = [_recorded(getattr(library, name), number) for number, name in enumerate(_RECORDED)]
         self._embedding, self._codes_embedding, self._linear, self._expert_linear, *others = recorded
-        self._route, self._combine, self._rms_norm, self._rope_and_store, self._paged_attention = others
+        self._route, self._combine, self._rms_norm, self._rope_and_store, self._paged_attention, *others = others
+        self._best, self.stage, self.look_up, self.store, self.extend_rows, self.keep_best = others
         self._repeat = library.ssd_repeat
         self._gumbel = library.ssd_gumbel
-        self._best = library.ssd_best
-        self.prepare_rows = library.ssd_prepare_rows  # these two take addresses, see `rounds_cpu`
+        self.prepare_rows = library.ssd_prepare_rows  # these and `stage` to `keep_best` take addresses, see `rounds_cpu`
         self.accept = library.ssd_accept
 
     def pack_linear(self, weight: Tensor, gated: bool = False) -> PackedWeight:
@@ -477,7 +483,7 @@ class Kernels:
         if scores.dtype is not torch.float32:
             raise TypeError(f"scores are {scores.dtype}, not float32")
         rows, vocab = scores.shape
-        tokens, values = torch.empty(rows, count, dtype=torch.int32, device=_CPU), scores.new_empty(rows, count)
+        tokens, values = (recording.empty((rows, count), dtype) for dtype in (torch.int32, torch.float32))
         own: tuple[Any, ...] = (None, None, None, 0, 0, 0, 0)
         if noise is not None:
             columns = noise.columns

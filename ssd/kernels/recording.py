@@ -2,7 +2,7 @@
 
 A step of a small model is some 200 calls of C kernels, of which each takes Python 10 microseconds. The second time that
 a forward pass has the same memory for its inputs, its calls are recorded; from then on they are repeated by one call.
-The numbers in the inputs may differ, as in a graph. A pass that also computes with torch is not recorded.
+The numbers in the inputs may differ, as in a graph. What also computes with torch is not recorded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ _MOST: Final = 64  # recordings of a model
 _MOST_BYTES: Final = 64 << 20  # of their results
 _HARMLESS: Final = ("__get__", "__len__", "data_ptr", "dim", "element_size", "numel", "size", "stride", "view")
 _local = threading.local()
+_Result = TypeVar("_Result")
 
 
 class Arena:
@@ -81,8 +82,14 @@ class Tape(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         same = func is torch.Tensor.contiguous and result is args[0]
-        self.complete &= same or func.__name__ in _HARMLESS
+        view = func is torch.Tensor.__getitem__ and _is_basic(args[1])
+        self.complete &= same or view or func.__name__ in _HARMLESS
         return result
+
+
+def _is_basic(index: Any) -> bool:
+    """Whether an index makes a view: whole numbers and slices do."""
+    return all(isinstance(each, int | slice) for each in (index if isinstance(index, tuple) else (index,)))
 
 
 def current() -> Tape | None:
@@ -106,19 +113,26 @@ def recording(tape: Tape) -> Iterator[None]:
         _local.tape = None
 
 
+class Recording(NamedTuple):
+    calls: np.ndarray | None  # None: it is always computed anew
+    result: Any
+    keeps: object
+
+
 class Recordings:
     """The recordings of one model, by what its calls depend on. Their results are valid until the next pass."""
 
     def __init__(self, repeat: Callable[[np.ndarray], None]) -> None:
-        self._repeat, self._arena, self._possible = repeat, Arena(), True
-        self._seen: OrderedDict[Hashable, tuple[np.ndarray, torch.Tensor, object] | None] = OrderedDict()
+        self._repeat, self._arena = repeat, Arena()
+        self._seen: OrderedDict[Hashable, Recording | None] = OrderedDict()  # None: not recorded yet
 
     def clear(self) -> None:
         self._seen.clear()
 
-    def run(self, key: Hashable, compute: Callable[[], torch.Tensor], keeps: object) -> torch.Tensor:
-        """What `compute` returns; `keeps`: what the key names by its identity."""
-        if not self._possible:
+    def run(self, key: Hashable, compute: Callable[[], _Result], keeps: object) -> _Result:
+        """What `compute` returns; `keeps`: what the key names by its identity. Inside of another one, which records all
+        calls, there is no recording."""
+        if current() is not None:
             return compute()
         if key not in self._seen:
             self._seen[key] = None
@@ -127,21 +141,21 @@ class Recordings:
             return compute()
         self._seen.move_to_end(key)
         found = self._seen[key]
-        if found is not None:
-            self._repeat(found[0])
-            return found[1]
-        tape = Tape(self._arena)
-        with recording(tape):
-            made = compute()
-        self._possible = tape.complete
-        if tape.complete:
-            self._seen[key] = tape.calls, made, keeps
+        if found is None:
+            tape = Tape(self._arena)
+            with recording(tape):
+                made = compute()
+            self._seen[key] = Recording(tape.calls if tape.complete else None, made if tape.complete else None, keeps)
             self._forget(_MOST_BYTES)
-        return made
+            return made
+        if found.calls is None:
+            return compute()
+        self._repeat(found.calls)
+        return cast(_Result, found.result)
 
     def _forget(self, most_bytes: int) -> None:
         """Old recordings, so that the results of the others take no more memory than that; not the newest one."""
-        kept = [(key, found[1].nbytes) for key, found in self._seen.items() if found is not None]
+        kept = [(key, found.result.nbytes) for key, found in self._seen.items() if found and found.result is not None]
         excess = sum(size for _, size in kept) - most_bytes
         for key, size in kept[:-1]:
             if excess <= 0:

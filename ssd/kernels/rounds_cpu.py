@@ -1,4 +1,4 @@
-"""The functions of `ssd.kernels.rounds` for a CPU: those of every round in C where it compiles, the others in numpy."""
+"""The functions of `ssd.kernels.rounds` for a CPU: in C, or in numpy where there is no compiler."""
 
 from __future__ import annotations
 
@@ -117,7 +117,15 @@ def stage(
     vocab_size: int,
     fork: bool,
 ) -> None:
-    slot, reads = slots.numpy(), tokens.shape[1] - 1
+    kernels, reads = cpu.load(), tokens.shape[1] - 1
+    if kernels is not None:
+        inputs = (slots, num_drafted, length, token_ids, drafts, confidence, origin)
+        outputs = (computed, first, count, tokens, verified_confidence, hit)
+        sizes = (slots.shape[0], *token_ids.shape, drafts.shape[1], reads, hit_origin, vocab_size, fork)
+        if kernels.stage(*(t.data_ptr() for t in (*inputs, *outputs)), *sizes):
+            raise IndexError("a run names a slot that is not there")
+        return
+    slot = slots.numpy()
     lengths = length.numpy()[slot]
     begin = lengths - 1
     if not fork:
@@ -150,7 +158,14 @@ def look_up(
     hit: int,
     miss: int,
 ) -> None:
-    slot, width = slots.numpy(), after.shape[1]
+    kernels, width = cpu.load(), after.shape[1]
+    if kernels is not None:
+        inputs = (slots, after, chain, chain_confidence, length, token_ids, num_accepted)
+        sizes = (slots.shape[0], width, after.stride(0), chain.shape[1], depth, *token_ids.shape, drafts.shape[1])
+        if kernels.look_up(*(t.data_ptr() for t in (*inputs, drafts, confidence, origin, rows)), *sizes, hit, miss):
+            raise IndexError("a run names a slot that is not there, or more tokens than a draft can have")
+        return
+    slot = slots.numpy()
     last = token_ids.numpy()[slot, length.numpy()[slot] - 1]
     same_length = after.numpy() == num_accepted.numpy()[slot][:, None]
     exact = same_length & (chain.numpy()[: len(slot) * width, 0].reshape(-1, width) == last[:, None])
@@ -177,6 +192,13 @@ def store(
     origin: torch.Tensor,
     value: int,
 ) -> None:
+    kernels = cpu.load()
+    if kernels is not None:
+        tensors = (slots, chain, chain_confidence, drafts, confidence, origin)
+        sizes = (slots.shape[0], chain.shape[1], count, *drafts.shape, value)
+        if kernels.store(*(t.data_ptr() for t in tensors), *sizes):
+            raise IndexError("a run names a slot that is not there, or more tokens than a draft can have")
+        return
     slot = slots.numpy()
     drafts.numpy()[slot, :count] = chain.numpy()[: len(slot), :count]
     confidence.numpy()[slot, :count] = chain_confidence.numpy()[: len(slot), :count]
@@ -197,9 +219,18 @@ def extend_rows(
     vocab_size: int,
     out: tuple[torch.Tensor, ...],
 ) -> None:
-    tokens, positions, mapping, decided, row_slots = (t.numpy() for t in out)
-    rows = len(tokens)
+    kernels, rows = cpu.load(), out[0].shape[0]
     width = 1 if after is None else after.shape[1]
+    if kernels is not None:
+        before = None if after is None else after.data_ptr()
+        kernels.extend_rows(
+            *(slots.data_ptr(), first.data_ptr(), count.data_ptr(), before, chain.data_ptr()),
+            *(t.data_ptr() for t in out),
+            *(rows, width, 0 if after is None else after.stride(0), chain.shape[1], depth, reads),
+            *(first_slot, slots_per_branch, vocab_size),
+        )
+        return
+    tokens, positions, mapping, decided, row_slots = (t.numpy() for t in out)
     read = np.minimum(count.numpy(), reads)[:, None] if after is None else after.numpy() + 1
     tokens[:] = np.minimum(chain.numpy()[:rows, depth], vocab_size - 1)
     positions[:] = (first.numpy()[:, None] + read + depth).ravel()
@@ -216,6 +247,11 @@ def keep_best(
     column: int,
     max_confidence: float,
 ) -> None:
+    kernels = cpu.load()
+    if kernels is not None:
+        addresses = (t.data_ptr() for t in (best, scores, chain, confidence))
+        kernels.keep_best(*addresses, *best.shape, chain.shape[1], column, max_confidence)
+        return
     chain.numpy()[: len(best), column] = np.maximum(best.numpy()[:, 0], 0)
     finite = np.maximum(scores.numpy(), _LOWEST)  # -inf less -inf, where there is no token at all, has to be 0
     confidence.numpy()[: len(best), column] = np.minimum(finite[:, 0] - finite[:, 1], max_confidence)

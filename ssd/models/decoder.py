@@ -128,9 +128,9 @@ class Decoder:
         self.kv_groups, self._windowed = config.kv_groups(windowed=windowed), windowed
         self._places = {i: (g, n) for g, group in enumerate(self.kv_groups) for n, i in enumerate(group.layers)}
         self._run: Seq[int] = range(len(self.layers))  # the layers of a forward pass
-        self._recordings: Recordings | None = None  # of forward passes on a CPU
+        self.recordings: Recordings | None = None  # of forward passes on a CPU
         if isinstance(build.ops, CpuOps) and self.tp.group is None:
-            self._recordings = Recordings(build.ops.kernels.repeat)
+            self.recordings = Recordings(build.ops.kernels.repeat)
 
     def _make_layers(self, build: Build) -> Seq[DecoderLayer]:
         return [
@@ -182,8 +182,8 @@ class Decoder:
 
         Scales of the KV cache are optional.
         """
-        if self._recordings is not None:
-            self._recordings.clear()
+        if self.recordings is not None:
+            self.recordings.clear()
         wanted = {
             name: (shape, parameter) for parameter in self.parameters() for name, shape in parameter.shapes().items()
         }
@@ -263,12 +263,12 @@ class Decoder:
         write those of all rows that the head reads, after the last norm.
         """
         few = len(batch.token_ids) <= _MOST_RECORDED and len(self._run) == len(self.layers)
-        if self._recordings is None or not few or features or states is not None:
+        if self.recordings is None or not few or features or states is not None:
             return self._compute(batch, kv, features or {}, states)
         key = id(kv), batch.logit_rows is None, batch.memory, *(each.memory for each in batch.others)
         if batch.logit_rows is None:
-            return self._recordings.run(key, lambda: self._compute(batch, kv, {}, None), kv)
-        normed = self._recordings.run(key, lambda: self.norm(*self._hidden(batch, kv, {})), kv)
+            return self.recordings.run(key, lambda: self._compute(batch, kv, {}, None), kv)
+        normed = self.recordings.run(key, lambda: self.norm(*self._hidden(batch, kv, {})), kv)
         return self.head.logits(normed[batch.logit_rows])
 
     def _compute(
