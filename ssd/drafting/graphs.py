@@ -1,4 +1,4 @@
-"""The pieces of a draft run as CUDA graphs, or recordings on a CPU: what a key launches is captured once, then replayed."""
+"""The pieces of a draft run, captured once by key and then replayed: CUDA graphs, or recordings on a CPU."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ class Kernels:
         self._best, self.stage, self.look_up, self.store, self.extend_rows, self.keep_best = others
         self._repeat = library.ssd_repeat
         self._gumbel = library.ssd_gumbel
-        self.prepare_rows = library.ssd_prepare_rows  # these and `stage` to `keep_best` take addresses, see `rounds_cpu`
+        self.prepare_rows = library.ssd_prepare_rows  # these, and `stage` to `keep_best`, take addresses
         self.accept = library.ssd_accept
 
     def pack_linear(self, weight: Tensor, gated: bool = False) -> PackedWeight:

@@ -25,7 +25,7 @@ def quantized_layer(
     torch.manual_seed(0)
     query, out = packed(HEADS * HEAD_DIM, HIDDEN), packed(HIDDEN, HEADS * HEAD_DIM)
     gate_up, down = packed(2 * INNER, HIDDEN, gated=True), packed(HIDDEN, INNER)
-    norm = torch.rand(HIDDEN).to(dtype)
+    norm = torch.rand(HIDDEN).mul(0.02).to(dtype)
     k, v = torch.randn(2, -(-CONTEXT // BLOCK), BLOCK, HEADS // 3, HEAD_DIM).to(dtype)
     blocks, row, context = (torch.arange(len(k)).int()[None], torch.zeros(1).int(), torch.tensor([CONTEXT]).int())
     starts = {rows: torch.tensor([0, rows]).int() for rows in range(1, MOST_ROWS + 1)}
