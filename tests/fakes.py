@@ -130,6 +130,7 @@ class BareDecoder:
 
     def __init__(self, vocab_size: int, max_position: int = 1 << 20) -> None:
         self.tp = TensorParallel()
+        self.recordings = None
         self.config = SimpleNamespace(vocab_size=vocab_size, max_position=max_position)
 
     def make_kv_cache(self, num_blocks: int, block_size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
