@@ -62,6 +62,7 @@
 #define AV 4        /* attention: value vectors of an output tile */
 #define KV_AHEAD 4 /* attention: positions that are prefetched */
 #define QUERIES 24  /* attention: (row, head) pairs that share one pass over the keys, where there are so many */
+#define MANY_TASKS 4 /* attention: so many tasks for each thread are not cut into parts */
 #define PARTS_MOST (2L << 20) /* attention: floats of the results of chunks */
 
 typedef float vf __attribute__((vector_size(VL * 4)));
@@ -1766,7 +1767,8 @@ static void pack_columns(const struct linear_args *a, long row, const float *x, 
 static void columns_done(const struct linear_args *a, long row, long rows, long first, long count) {
     const long size = 4 * a->groups.gq;
     for (long k = first, stop; k < first + count; k = stop) {
-        long group = k / size, begin = group * size, end = min_l(a->k, begin + size), quads = min_l(size / 4, a->kq - begin / 4);
+        long group = k / size, begin = group * size, end = min_l(a->k, begin + size);
+        long quads = min_l(size / 4, a->kq - begin / 4);
         stop = min_l(end, first + count);
         if (stop - k < end - begin &&
             atomic_fetch_add(&a->ready[row * a->groups.count + group], (int)(stop - k)) + stop - k < end - begin)
@@ -2309,10 +2311,11 @@ int ssd_rope_and_store(const void *qkv, long ldqkv, const void *positions, int p
 
 /* ---------------------------------------------------------------- paged_attention
  * A task is a few consecutive rows of one sequence and one KV head: all its (row, head) queries share each chunk of CH
- * absolute positions.  Every chunk has a result of its own (a softmax over it); these are added up in the order of the
- * chunks, by one thread after each of them, or, where there are too few tasks for all threads, by the last of several threads
- * that compute them: the numbers are the same.  A row sees exactly its n visible positions of a chunk, padded up to a full vector
- * with score -inf and with its own first position's value, so its result has the same bits whatever the other rows are.
+ * absolute positions.  Every chunk has a result of its own (a softmax over it).  Results are added up in the order of the
+ * chunks: by the one thread that computes them, after each of them, or, where there are too few tasks for all threads, by
+ * the last of several; the numbers are the same.  A row sees exactly its n visible positions of a chunk, padded up to a full
+ * vector with score -inf and with its own first position's value, so its result has the same bits whatever the other rows
+ * are.
  * With a window, chunks before it are skipped.
  * With `slots`, every row is the newest token of a branch: it sees the positions that its sequence's branches share, then `depth`
  * + 1 slots of its own, the last of them slots[row] (-1: padding, sees nothing), in chunks counted from the first. */
@@ -2334,9 +2337,10 @@ struct attention_args {
     long rows;                                  /* rows per task at most */
     long tasks;                                 /* of all KV heads */
     long lanes, part;   /* queries of a result, in whole vectors (of AMX: tiles), and its floats */
-    long most, per, cuts; /* chunks of the longest task, chunks that a thread computes at a time, and how often it takes that */
-    float *parts;         /* results of all chunks if threads share tasks (`cuts` is more than 1), else NULL */
-    _Atomic int *ready;   /* then: how many of its cuts a task has done */
+    long cuts, per;     /* parts that threads take of a task, and chunks of one */
+    long most;          /* if there are several: chunks of the longest task */
+    float *parts;       /* then: results of all chunks; else NULL */
+    _Atomic int *ready; /* then: parts of each task that are computed */
     const struct linear_args *next; /* as in linear_args */
 };
 
@@ -2982,7 +2986,7 @@ int ssd_paged_attention(const void *q, long ldq, const void *k_cache, const void
     struct attention_args a = {q, ldq, k_cache, v_cache, out, query_start, context_len, block_tables, table_rows,
                                table_stride, block_size, heads, kv_heads, d, ceil_div(d, VL) * VL, scale,
                                v_scale, sinks, bf16, kv, positions, slots, depth, first, window, tokens, tables, columns,
-                               cache_blocks, .cuts = 1, .next = following};
+                               cache_blocks, .per = LONG_MAX, .cuts = 1, .next = following};
     long longest = 0, work = 0, queries = QUERIES, whole = VL;
     for (long s = 0; s < sequences; s++) {
         if (!attention_fits(&a, s)) return 1;
@@ -3001,8 +3005,8 @@ int ssd_paged_attention(const void *q, long ldq, const void *k_cache, const void
     a.lanes = ceil_div(a.rows * (heads / kv_heads), whole) * whole;
     a.part = a.lanes * (2 + a.dp);
     if (work * heads * d < 32768) nthreads = 1;
-    for (long i = 0; i < a.tasks; i += kv_heads) a.most = max_l(a.most, find_task(&a, i).chunks);
-    a.per = a.most;
+    if (a.tasks < MANY_TASKS * nthreads)
+        for (long i = 0; i < a.tasks; i += kv_heads) a.most = max_l(a.most, find_task(&a, i).chunks);
     for (long cuts = 2, least = ceil_div(a.tasks, nthreads) * (2 * a.most + 1); cuts <= min_l(a.most, 2 * nthreads); cuts++) {
         long per = ceil_div(a.most, cuts), time = ceil_div(a.tasks * cuts, nthreads) * (2 * per + 1); /* in halves of a chunk */
         if (time >= least) continue;
@@ -3014,7 +3018,7 @@ int ssd_paged_attention(const void *q, long ldq, const void *k_cache, const void
         a.ready = (_Atomic int *)(a.parts + floats);
         memset(a.parts + floats, 0, (size_t)a.tasks * 4);
     } else {
-        a.per = a.most, a.cuts = 1;
+        a.per = LONG_MAX, a.cuts = 1;
     }
     parallel(a.tasks * a.cuts, nthreads, attention_parts, &a);
     return 0;
@@ -3483,7 +3487,7 @@ static int is_followed(const word *a) {
     const void *result = P(4);
     a += CALL_WORDS;
     return a[CALL_WORDS - 1].i == LINEAR && P(0) == result && L(1) == columns && L(5) == rows && L(7) == columns &&
-           rows <= FOLLOWED && I(8) == bf16 && I(14) && I(14) != FP8 && !P(18);
+           rows > 0 && rows <= FOLLOWED && L(6) > 0 && I(8) == bf16 && I(14) && I(14) != FP8 && !P(18);
 }
 
 int ssd_repeat(const word *calls, long count, int nthreads) {
@@ -3500,6 +3504,7 @@ int ssd_repeat(const word *calls, long count, int nthreads) {
             atomic_store(&team->weight_bytes, next < count ? panel_bytes(a) : 0);
         }
         int is_product = call[CALL_WORDS - 1].i == LINEAR;
+        if (is_product && (call[5].i <= 0 || call[6].i <= 0)) continue; /* of no rows or columns */
         if (is_product && !followed) {
             *own = plan_call(call, nthreads, i % 2);
             pack_all(own, nthreads);

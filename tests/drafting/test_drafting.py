@@ -27,6 +27,7 @@ from ssd.drafting.ssd import BackupPolicy, SSDDrafter
 from ssd.drafting.step import ModelStep
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
+from ssd.kernels import cpu
 from ssd.kernels.ops import DeviceBatch
 from ssd.kernels.partition import Part
 
@@ -176,6 +177,31 @@ def test_every_branch_is_what_the_model_writes_there(model: DraftModel, alone: L
             assert best == likeliest or [best] == draft[after : after + 1]
             assert draft[after : after + 1] != [likeliest]  # had the target chosen that, it would stand
     rounds.decide((0, 7), (0, 7), (0, 7))
+    rounds.end()
+
+
+def test_pieces_are_recorded_and_write_the_same(model: DraftModel, alone: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From their third time on the passes of branches are repeated by one call each, with the numbers of then."""
+    if cpu.load() is None:
+        pytest.skip("needs a C compiler")
+    computed: list[int] = []
+    compute = DraftRunner._compute
+
+    def counted(self: DraftRunner, shape: Any, piece: int) -> None:
+        computed.append(piece)
+        compute(self, shape, piece)
+
+    monkeypatch.setattr(DraftRunner, "_compute", counted)
+    rounds = Rounds(ahead(model), model)
+    for turn in range(5):
+        computed.clear()
+        found = rounds.launch()
+        for sequence, (_, draft) in zip(rounds.sequences, found, strict=True):
+            for (after, token), written in list(rounds.drafter.prepared(sequence).items())[:3]:
+                text = [*sequence.tokens, *draft[:after], token]
+                assert list(written) == continued(alone, text, K, SamplingParams())
+        rounds.decide((turn % 3, 7), (1, 8 + turn), (2, 9))
+    assert all(piece < 0 for piece in computed)  # reading, which plans with torch
     rounds.end()
 
 

@@ -226,6 +226,7 @@ def tensors_of(state: SequenceState, *names: str) -> Tensors:
     return {name: getattr(state, name) for name in names}
 
 
+@pytest.mark.usefixtures("host_kernels")
 @pytest.mark.parametrize("fork", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_staging(seed: int, fork: bool) -> None:
@@ -263,6 +264,7 @@ def test_staging(seed: int, fork: bool) -> None:
         assert (row < VOCAB - 5).all()
 
 
+@pytest.mark.usefixtures("host_kernels")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_looking_up(seed: int) -> None:
     """Hits, drafts for another last token, and nothing; several branches alike: the first one counts."""
@@ -304,6 +306,7 @@ def test_looking_up(seed: int) -> None:
     assert set(found) <= {Origin.HIT, Origin.SIBLING}
 
 
+@pytest.mark.usefixtures("host_kernels")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_storing_drafts(seed: int) -> None:
     """What was written becomes the draft of its sequence."""
@@ -328,6 +331,7 @@ def test_storing_drafts(seed: int) -> None:
     assert states[1].origin[slots].tolist() == [Origin.JIT] * 3
 
 
+@pytest.mark.usefixtures("host_kernels")
 @pytest.mark.parametrize("width", [0, 1, 3, 12])
 @pytest.mark.parametrize("depth", [0, 2])
 def test_extending_rows(width: int, depth: int) -> None:
@@ -363,6 +367,7 @@ def test_extending_rows(width: int, depth: int) -> None:
     assert [column[-1] for column in found[0]] == last
 
 
+@pytest.mark.usefixtures("host_kernels")
 def test_keeping_the_best_of_two() -> None:
     """Also where there is no second token, and none at all."""
     best = torch.tensor([[3, 4], [5, 6], [7, 0], [0, 0]]).int()
@@ -403,3 +408,34 @@ def test_features(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     for other in found[1:]:
         for one, two in zip(found[0], other, strict=True):
             assert torch.equal(one, two)
+
+
+def test_slots_that_are_not_there_are_refused() -> None:
+    """The compiled kernels read addresses."""
+    if cpu.load() is None:
+        pytest.skip("needs a C compiler")
+    state = World(1).state(CPU)
+    chain, confidence = torch.zeros((3, 9), dtype=torch.int32), torch.zeros(3, 9)
+    for slot in (-1, len(state.length)):
+        slots = torch.tensor([slot], dtype=torch.int32)
+        with pytest.raises(IndexError):
+            rounds_cpu.store(
+                slots=slots,
+                chain=chain,
+                chain_confidence=confidence,
+                count=0,
+                **tensors_of(state, "drafts", "confidence", "origin"),
+                value=Origin.JIT,
+            )
+        with pytest.raises(IndexError):
+            rounds_cpu.look_up(
+                slots=slots,
+                after=chain[:1, :1],
+                chain=chain,
+                chain_confidence=confidence,
+                depth=0,
+                **tensors_of(state, "length", "token_ids", "num_accepted", "drafts", "confidence", "origin"),
+                rows=torch.zeros(1, dtype=torch.int32),
+                hit=Origin.HIT,
+                miss=Origin.SIBLING,
+            )
