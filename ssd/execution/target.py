@@ -20,6 +20,7 @@ from ssd.execution.graphs import BatchGraph, BatchGraphs, capture
 from ssd.execution.prompts import PromptReads
 from ssd.execution.runner import Forward, Keep, ModelRunner
 from ssd.execution.state import SequenceState
+from ssd.kernels import recording
 from ssd.kernels.compiling import compiling
 from ssd.kernels.transfers import to_device, to_host
 from ssd.sampling.sampler import ALL_NEEDS, Needs, Sampler, top_logprobs
@@ -154,9 +155,14 @@ class Target:
         return began, forward, raw, reads
 
     def _decide(self, forward: Forward, needs: Needs) -> torch.Tensor:
-        """Samples and accepts, as a graph after the first time: one row per work, see `kernels.rounds.accept`."""
+        """Samples and accepts, after the first times as a graph, or a recording: one row per work, see
+        `kernels.rounds.accept`."""
         if forward.graph is None:
-            return self._compute(forward, needs)
+            recordings, inputs = self.runner.decoder.recordings, forward.inputs
+            if recordings is None:
+                return self._compute(forward, needs)
+            where = "decision", id(inputs), forward.logits.data_ptr(), needs
+            return recordings.run(where, lambda: self._compute(forward, needs), (self, inputs))
         key = id(forward.graph), needs
         if key not in self._decisions:
             out = self._compute(forward, needs)  # eagerly the first time
@@ -177,7 +183,11 @@ class Target:
 
     def _compute(self, forward: Forward, needs: Needs) -> torch.Tensor:
         inputs, state = forward.inputs, self.state
-        out = torch.zeros((inputs.works, self._width), dtype=torch.int32, device=state.device)
+        shape = inputs.works, self._width
+        if not len(forward.logits) or state.device.type != "cpu":
+            out = torch.zeros(shape, dtype=torch.int32, device=state.device)
+        else:  # `accept` writes all of it
+            out = recording.empty(shape, torch.int32)
         if not len(forward.logits):
             return out
         chosen = self.sampler.choose(forward.logits, inputs.decided(state), needs)

@@ -3305,11 +3305,13 @@ int ssd_accept(const int32_t *chosen, const int32_t *slots, const int32_t *first
                long vocab) {
     for (long work = 0; work < works; work++) {
         long slot = slots[work], first = first_row[work], count = num_logits[work], accepted = 0;
+        int32_t *row = out + work * (3 + 2 * width), *new_tokens = row + 2;
+        memset(row, 0, (size_t)(3 + 2 * width) * 4);
         if (first < 0) continue;
         if (outside(slot, num_slots) || count < 1 || count > width + 1 || first + count > rows) return 1;
         if (length[slot] < 0) return 1;
         const int32_t *draft = drafts + slot * width;
-        int32_t *text = token_ids + slot * columns, *row = out + work * (3 + 2 * width), *new_tokens = row + 2;
+        int32_t *text = token_ids + slot * columns;
         for (long i = 0; i < count; i++) new_tokens[i] = (int32_t)min_l(chosen[first + i], vocab - 1);
         while (accepted < count - 1 && draft[accepted] == new_tokens[accepted]) accepted++;
         for (long i = 0; i <= accepted && length[slot] < columns; i++) text[length[slot]++] = (int32_t)max_l(new_tokens[i], 0);
@@ -3462,6 +3464,8 @@ static int repeat_call(const word *a, int threads) {
                         L(16), L(17), L(18));
         return 0;
     case 14: ssd_keep_best(P(0), P(1), P(2), P(3), L(4), L(5), L(6), L(7), F(8)); return 0;
+    case 15:
+        return ssd_accept(P(0), P(1), P(2), P(3), P(4), P(5), P(6), P(7), P(8), P(9), L(10), L(11), L(12), L(13), L(14), L(15));
     }
     return 1;
 }

@@ -131,7 +131,7 @@ _SIGNATURES: dict[str, list[type]] = {
 _RECORDED = (  # as `ssd_repeat` numbers them
     *("ssd_embedding", "ssd_codes_embedding", "ssd_linear", "ssd_expert_linear", "ssd_route", "ssd_combine"),
     *("ssd_rms_norm", "ssd_rope_and_store", "ssd_paged_attention", "ssd_best"),
-    *("ssd_stage", "ssd_look_up", "ssd_store", "ssd_extend_rows", "ssd_keep_best"),
+    *("ssd_stage", "ssd_look_up", "ssd_store", "ssd_extend_rows", "ssd_keep_best", "ssd_accept"),
 )
 _OFFSETS, _HALF, _FACTORED, _COARSE = 1, 2, 4, 8  # flags of a quantised weight, as in `cpu.c`
 _CODES: tuple[CodeType, ...] = ("fp8", "int8", "int4", "uint4")  # as `cpu.c` numbers them, from 1
@@ -165,11 +165,10 @@ class Kernels:
         recorded = [_recorded(getattr(library, name), number) for number, name in enumerate(_RECORDED)]
         self._embedding, self._codes_embedding, self._linear, self._expert_linear, *others = recorded
         self._route, self._combine, self._rms_norm, self._rope_and_store, self._paged_attention, *others = others
-        self._best, self.stage, self.look_up, self.store, self.extend_rows, self.keep_best = others
+        self._best, self.stage, self.look_up, self.store, self.extend_rows, self.keep_best, self.accept = others
         self._repeat = library.ssd_repeat
         self._gumbel = library.ssd_gumbel
-        self.prepare_rows = library.ssd_prepare_rows  # these, and `stage` to `keep_best`, take addresses
-        self.accept = library.ssd_accept
+        self.prepare_rows = library.ssd_prepare_rows  # this, and `stage` to `accept`, take addresses
 
     def pack_linear(self, weight: Tensor, gated: bool = False) -> PackedWeight:
         """Repack `weight` [N, K] into panels. `gated`: rows are [gate; up], for a gated `linear`."""

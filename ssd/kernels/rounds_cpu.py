@@ -82,6 +82,7 @@ def accept(
             raise IndexError("a decision names a slot, a row or a draft token that is not there")
         return
     width, lengths, texts, results = drafts.shape[1], length.numpy(), token_ids.numpy(), out.numpy()
+    results[:] = 0
     tokens, origins, num_accepted_of = chosen.clamp(max=vocab_size - 1).tolist(), origin.numpy(), num_accepted.numpy()
     works = zip(slots.tolist(), first_row.tolist(), num_logits.tolist(), strict=True)
     for work, (slot, first, count) in enumerate(works):
