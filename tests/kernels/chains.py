@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from stored_codes import some_codes
 
 from ssd.kernels.cpu import Kernels
+from ssd.kernels.quantized import Codes
 
 HIDDEN, INNER, HEADS, HEAD_DIM, CONTEXT, BLOCK = 192, 200, 6, 32, 150, 16  # INNER: its last group is smaller
 MOST_ROWS = 70
@@ -19,8 +19,12 @@ def quantized_layer(
     """Rows [R, HIDDEN], R <= MOST_ROWS, as newest rows of one sequence -> rows of the same shape."""
 
     def packed(rows: int, depth: int, *, gated: bool = False) -> object:
-        codes = some_codes("int4", rows, depth, group, offsets=False, device=torch.device("cpu"))
-        return kernels.pack_codes(codes, dtype, gated, coarse=coarse)
+        groups = -(-depth // group)
+        values = torch.randint(0, 16, (rows, groups * group), dtype=torch.uint8)
+        values[:, depth:] = 8  # zeros
+        return kernels.pack_codes(
+            Codes(values, torch.rand(rows, groups) + 0.5, "int4", depth), dtype, gated, coarse=coarse
+        )
 
     torch.manual_seed(0)
     query, out = packed(HEADS * HEAD_DIM, HIDDEN), packed(HIDDEN, HEADS * HEAD_DIM)
