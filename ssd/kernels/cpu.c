@@ -1722,6 +1722,12 @@ struct linear_args {
 
 INLINE long tile_row(const struct linear_args *a, long t) { return t * (a->m / a->tiles) + min_l(t, a->m % a->tiles); }
 
+/* the tile of a row: the first m % tiles of them have one row more */
+INLINE long tile_of(const struct linear_args *a, long row) {
+    long least = a->m / a->tiles, larger = a->m % a->tiles, in_larger = larger * (least + 1);
+    return row < in_larger ? row / (least + 1) : larger + (row - in_larger) / least;
+}
+
 INLINE const void *packed_tile(const struct linear_args *a, long t) {
     return (const char *)a->xp + (a->amx ? t * a->rows : tile_row(a, t)) * a->row_size;
 }
@@ -1752,8 +1758,7 @@ static void gate_row(float *row, long panels, int bf16, const struct glu *glu) {
 /* 4 * quads columns of a row, from `first` on, where a group begins, in digits */
 static void pack_columns(const struct linear_args *a, long row, const float *x, long first, long quads) {
     const struct groups *g = &a->groups;
-    long run = a->amx ? a->step : a->coarse ? 4 * g->gq : 16, t = 0;
-    while (tile_row(a, t + 1) <= row) t++;
+    long run = a->amx ? a->step : a->coarse ? 4 * g->gq : 16, t = tile_of(a, row);
     long m = row - tile_row(a, t), mr = tile_row(a, t + 1) - tile_row(a, t);
     struct digit_layout layout = {16, run, mr * a->digits * run};
     if (a->amx) layout = (struct digit_layout){a->rows * run, run, a->rows * run * a->digits};
@@ -1953,9 +1958,8 @@ static void pack_bf16_row(const struct linear_args *a, uint16_t *dst, long row, 
 /* rows [begin, end), each to its place in its tile */
 static void pack_rows(void *given, long begin, long end) {
     const struct linear_args *a = given;
-    for (long row = begin, t = 0; row < end; row++) {
-        while (tile_row(a, t + 1) <= row) t++;
-        long m = row - tile_row(a, t), mr = tile_row(a, t + 1) - tile_row(a, t);
+    for (long row = begin; row < end; row++) {
+        long t = tile_of(a, row), m = row - tile_row(a, t), mr = tile_row(a, t + 1) - tile_row(a, t);
         void *dst = (void *)packed_tile(a, t);
         if (a->digits)
             pack_digit_row(a, row);
@@ -3256,8 +3260,14 @@ void ssd_best(const float *scores, long ld, const int32_t *excluded, int32_t *to
     }
 }
 
-/* ---------------------------------------------------------------- rounds: `prepare_rows` and `accept` of rounds.py
+/* ---------------------------------------------------------------- rounds: functions of rounds.py
  * -1 is padding: as a row's work, as a work's slot, as a logit row, as a work's first row. */
+/* the token at a position of a sequence: of its text, or of its draft behind that */
+INLINE int32_t token_at(const int32_t *text, const int32_t *draft, long length, long position, long columns, long width) {
+    if (position < length) return text[max_l(0, min_l(position, columns - 1))];
+    return draft[min_l(position - length, width - 1)];
+}
+
 int ssd_prepare_rows(const int32_t *row_work, const int32_t *slots, const int32_t *starts, const int32_t *query_start,
                      const int32_t *logit_rows, const int32_t *length, const int32_t *token_ids, const int32_t *drafts,
                      const int32_t *tables, int32_t *tokens, int32_t *positions, int32_t *slot_mapping,
@@ -3279,9 +3289,9 @@ int ssd_prepare_rows(const int32_t *row_work, const int32_t *slots, const int32_
         if (work >= works || slots[work] < 0) return 1;
         long slot = slots[work], position = (long)context_len[work] - query_start[work + 1] + row;
         if (position < 0) return 1;
-        long behind = min_l(position - length[slot], width - 1), block = position / block_size;
+        long block = position / block_size;
         const int32_t *table = tables + slot * table_columns;
-        tokens[row] = behind < 0 ? token_ids[slot * columns + position] : drafts[slot * width + behind];
+        tokens[row] = token_at(token_ids + slot * columns, drafts + slot * width, length[slot], position, columns, width);
         positions[row] = (int32_t)position;
         if (block < min_l(table[0], table_columns - 1))
             slot_mapping[row] = (int32_t)(table[1 + block] * block_size + position % block_size);
@@ -3321,14 +3331,6 @@ int ssd_accept(const int32_t *chosen, const int32_t *slots, const int32_t *first
         memcpy(row + 3 + width, draft, (size_t)(count - 1) * 4);
     }
     return 0;
-}
-
-/* ---------------------------------------------------------------- rounds of a draft: see kernels/rounds.py */
-
-/* the token at a position of a sequence: of its text, or of its draft behind that */
-INLINE int32_t token_at(const int32_t *text, const int32_t *draft, long length, long position, long columns, long width) {
-    if (position < length) return text[max_l(0, min_l(position, columns - 1))];
-    return draft[min_l(position - length, width - 1)];
 }
 
 /* reads: tokens of a sequence that are staged, less one; width: those of a draft */
