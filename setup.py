@@ -1,12 +1,17 @@
-"""CPU kernels compiled with the package, for machines without a C compiler; where there is one, ssd compiles its own.
+"""CPU kernels compiled with a wheel, for machines without a C compiler; where there is one, ssd compiles its own.
 
-Everything else is in pyproject.toml.
+An editable install compiles none: the first use compiles the one that this processor needs. Everything else is in
+pyproject.toml.
 """
 
+import copy
+import os
 import platform
 import runpy
+from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 variants = runpy.run_path("ssd/kernels/variants.py")
 
@@ -22,4 +27,25 @@ kernels = [
     )
     for each in variants["VARIANTS"].get(platform.machine(), (variants["PLAIN"],))
 ]
-setup(ext_modules=kernels, options={"bdist_wheel": {"py_limited_api": "cp311"}})
+
+
+class BuildKernels(build_ext):
+    """Compiles the variants in parallel; they have one source, so each has a folder of its own for its object file."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = self.parallel or os.cpu_count()
+        if self.editable_mode:
+            self.extensions = []
+
+    def build_extension(self, ext: Extension) -> None:
+        own = copy.copy(self)
+        own.build_temp = str(Path(self.build_temp, ext.name))
+        super(BuildKernels, own).build_extension(ext)
+
+
+setup(
+    ext_modules=kernels,
+    cmdclass={"build_ext": BuildKernels},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)

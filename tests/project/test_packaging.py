@@ -81,9 +81,10 @@ def test_remedies_name_extras_that_exist() -> None:
 
 def test_transformers_is_an_extra_and_the_development_set_up_is_pinned() -> None:
     assert not [name for name in PROJECT["dependencies"] if name.startswith("transformers")]
-    development = PROJECT["optional-dependencies"]["dev"]
-    assert any(name.startswith("torch==") for name in development)
-    assert any(name.startswith("triton==") for name in development)
+    extras = PROJECT["optional-dependencies"]
+    assert [name for name in extras["tested"] if name.startswith("torch==")]
+    assert [name for name in extras["dev"] if name.startswith("triton==")]
+    assert [name for name in extras["dev"] if name.startswith("ssd-engine[") and "tested" in name]
 
 
 @pytest.mark.parametrize("prompt", ["What costs $5?", 'a "b" $(HOME) $$ `id`', "100 % # sure", "", "it's"])
@@ -93,7 +94,7 @@ def test_make_demo_asks_what_was_typed(prompt: str, tmp_path: Path) -> None:
     command.parent.mkdir()
     command.write_text('#!/bin/sh\nprintf "%s" "$*"\n')
     command.chmod(0o755)
-    (tmp_path / ".ready").touch()
+    (tmp_path / ".installed").touch()
     make = ["make", "-s", "demo", f"VENV={tmp_path}", f"PROMPT={prompt}"]
     done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == (f"demo --prompt={prompt}" if prompt else "demo")
