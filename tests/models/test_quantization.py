@@ -266,6 +266,7 @@ LAYER = "model.layers.1.mlp.down_proj"  # 128 x 256
         ("gptq", "g_idx", torch.full((256,), -1, dtype=torch.int32), "g_idx: expected groups 0 to 1"),
         ("gptq", "g_idx", torch.zeros(256), "g_idx is float32, expected int32 or int64"),
         ("ct-int4", "weight_shape", torch.tensor([128, 250]), r"weight_shape is \[128, 250\]"),
+        ("ct-int4", "weight_shape", torch.tensor([128, 264]), r"weight_shape is \[128, 264\]"),  # no whole parts
         ("ct-int4", "weight_scale", torch.full((128, 2), float("inf")), "weight_scale has numbers that are not finite"),
         ("ct-fp8-channel", "weight", torch.ones(128, 256), "weight is float32, expected float8_e4m3fn"),
         ("ct-fp8-channel", "weight", torch.ones(128, 256, dtype=torch.int8), "weight is int8, expected float8_e4m3fn"),
@@ -352,11 +353,20 @@ def test_configs_that_are_not_supported_are_named(config: dict[str, Any], messag
         formats_of(config, tensors)(LAYER)
 
 
-@pytest.mark.parametrize(("name", "order"), [("ct-int4-act-order", "weight_g_idx"), ("gptq-act-order", "g_idx")])
-def test_act_order_without_an_order_is_refused(made: Made, name: str, order: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("ct-int4-act-order", "weight_g_idx"),
+        ("gptq-act-order", "g_idx"),
+        ("ct-int4-zero-point", "weight_zero_point"),
+        ("ct-w8a8-zero-point", "weight_zero_point"),
+    ],
+)
+def test_a_tensor_that_the_config_promises_is_needed(made: Made, name: str, tensor: str, tmp_path: Path) -> None:
+    """Catches a layer that is read as if it had no order or no zero points: a file that lacks them gives nonsense."""
     path = copied(made(name)[0], tmp_path)
-    change(path, {f"{LAYER}.{order}": None})
-    with pytest.raises(UnsupportedModel, match=f"{LAYER}.{order}"):
+    change(path, {f"{LAYER}.{tensor}": None})
+    with pytest.raises(UnsupportedModel, match=f"{LAYER}.{tensor}"):
         load(path)
 
 
