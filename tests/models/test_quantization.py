@@ -323,7 +323,8 @@ def inputs(name: str, **changes: Any) -> dict[str, Any]:
         (changed("gptq", group_size=100), "group_size=100: ssd runs 16, 32, 64, 128 and -1"),
         (changed("gptq", group_size=None), "group_size=None"),
         (changed("gptq", checkpoint_format="marlin"), "checkpoint_format='marlin': ssd runs gptq, gptq_v2"),
-        (changed("gptq", dynamic={"+:(a+)+": {}}), "dynamic=.*patterns"),
+        (changed("gptq", dynamic={"+:(a)\\1": {}}), r"dynamic=.*has '\\\\1', which is not known.*patterns of"),
+        (changed("gptq", dynamic={f"{i:02}{'.' * 498}": {} for i in range(20)}), "dynamic='19.*have 10000 characters"),
         (changed("gptq", dynamic={".*": {"bits": 2}}), "bits=2"),
         (changed("awq", version="gemv"), "version='gemv': ssd runs gemm"),
         (changed("awq", bits=8), "bits=8: ssd runs 4"),
@@ -334,7 +335,11 @@ def inputs(name: str, **changes: Any) -> dict[str, Any]:
         (changed("ct-int4", format="marlin-24"), "format='marlin-24': ssd runs pack-quantized, int-quantized"),
         (changed("ct-int4", quantization_status="frozen"), "quantization_status='frozen': ssd runs compressed"),
         (changed("ct-int4", ignore=["re:("]), "ignore='\\(' is no regular expression"),
-        (changed("ct-int4", ignore=["re:(x+x+)+y"]), "ignore=.*patterns with up to 4 repetitions"),
+        (
+            changed("ct-int4", ignore=["re:x(?=y)"]),
+            r"ignore='x\(\?=y\)' has '\(\?=' where it is not known.*look-aheads",
+        ),
+        (changed("ct-int4", ignore=["re:" + "." * 501]), "ignore=.* has more than 500 characters"),
         (changed("ct-int4", ignore=[7]), "ignore=7"),
         (changed("ct-int4", config_groups={}), "config_groups={}"),
         (weights("ct-int4", num_bits=3), "group_0.weights.num_bits='int 3': ssd runs int 4, int 8"),
@@ -368,6 +373,15 @@ def test_a_tensor_that_the_config_promises_is_needed(made: Made, name: str, tens
     change(path, {f"{LAYER}.{tensor}": None})
     with pytest.raises(UnsupportedModel, match=f"{LAYER}.{tensor}"):
         load(path)
+
+
+@pytest.mark.parametrize("pattern", [".?" * 32 + "!", "(x+x+)+y", "(.*)*!", "(.|.)" * 99 + "!", "(.?|)" * 99 + "!"])
+def test_no_pattern_makes_a_load_hang(pattern: str) -> None:
+    """Catches backtracking, which takes years for these: in names of ignored layers, and in GPTQ's rules."""
+    ignored = formats_of(changed("ct-int4", ignore=[f"re:{pattern}"]), [])
+    assert ignored(LAYER).name == "int4"
+    ruled = formats_of(changed("gptq", dynamic={f"+:{pattern}": {"bits": 8}}), [f"{LAYER}.qweight"])
+    assert ruled(LAYER).name == "int4"
 
 
 @pytest.mark.parametrize("name", ["ct-fp8-block", "ct-int4-zero-point", "fp8-block", "gptq", "awq"])
