@@ -6,7 +6,6 @@ the tensors.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -19,13 +18,14 @@ from ssd.layers.formats.mxfp4 import GROUP, MXFP4
 from ssd.layers.formats.packed import AWQ, GPTQ, PackedRows
 from ssd.layers.formats.unpacked import Unpacked
 from ssd.models.fields import FLAG, LIST, OBJECT, TEXT, Field, check_field, check_fields, shown
+from ssd.models.patterns import KNOWN, Pattern
 
 Raw = Mapping[str, Any]
 Names = Mapping[str, frozenset[str]]  # by layer: the last parts of its tensors' names
 _KEY: Final = "quantization_config"
 _WHERE: Final = f"{_KEY} of config.json"
 _GROUPS: Final = (16, 32, 64, 128)
-_REPEATS: Final = 4  # of a pattern: with n of them, matching may take a time that grows with the nth power of a name
+_MOST_PLACES: Final = 10_000  # of all patterns: a name takes up to 2 microseconds for each
 _SIZE: Final = Field("an integer", (int,))
 _FIELDS: Final[Mapping[str, Field]] = {
     "quant_method": TEXT,
@@ -138,14 +138,15 @@ def _gptq(raw: Raw, names: Names) -> FormatOf:
     stated = raw.get("checkpoint_format", "gptq")
     _check(stated in ("gptq", "gptq_v2"), "checkpoint_format", stated, "gptq, gptq_v2")
     _check(not raw.get("is_marlin_format"), "is_marlin_format", raw.get("is_marlin_format"), "false")
-    rules = {  # by pattern; after "-:" it is one of layers that are not quantised
-        _pattern(key.removeprefix("+:"), "dynamic"): rule
+    patterns = _Patterns()
+    rules = [  # after "-:" it is a pattern of layers that are not quantised
+        (patterns.read(key.removeprefix("+:"), "dynamic"), rule)
         for key, rule in (raw.get("dynamic") or {}).items()
         if not key.startswith("-:")
-    }
+    ]
 
     def make(name: str) -> WeightFormat:
-        rule = next((rule for pattern, rule in rules.items() if pattern.match(name)), None) or {}
+        rule = next((rule for pattern, rule in rules if pattern.match(name)), None) or {}
         check_field("dynamic", rule, OBJECT, _WHERE)
         own = {**raw, **rule}
         _check(own.get("bits") in (4, 8), "bits", own.get("bits"), "4, 8")
@@ -190,8 +191,9 @@ def _compressed_tensors(raw: Raw, names: Names) -> FormatOf:
         and not raw.get("config_groups")
     ):
         return dense  # scales of a KV cache in fp8 were added, and nothing is quantised
-    ignored = _matcher(raw.get("ignore") or (), "ignore")
-    groups = [_scheme(raw, key, group, names) for key, group in (raw.get("config_groups") or {}).items()]
+    patterns = _Patterns()
+    ignored = _matcher(raw.get("ignore") or (), "ignore", patterns)
+    groups = [_scheme(raw, key, group, names, patterns) for key, group in (raw.get("config_groups") or {}).items()]
     _check(bool(groups), "config_groups", raw.get("config_groups"), "one or more groups")
 
     def format_of(name: str) -> WeightFormat:
@@ -211,26 +213,36 @@ def _class_of(name: str) -> str:
     return "Embedding" if name.endswith("embed_tokens") else "" if name.endswith("norm") else "Linear"
 
 
-def _matcher(targets: Seq[object], key: str) -> Callable[[str, str], bool]:
+class _Patterns:
+    """Reads the patterns of one config, whose size is limited in all."""
+
+    def __init__(self) -> None:
+        self._num_places = 0
+
+    def read(self, text: str, key: str) -> Pattern:
+        try:
+            pattern = Pattern(text)
+        except ValueError as error:
+            raise UnsupportedModel(
+                f"{_KEY}.{key}={shown(text)} {error}: ssd matches patterns of {KNOWN}; correct config.json, or use "
+                "another checkpoint of the model, or a GGUF"
+            ) from None
+        self._num_places += pattern.num_places
+        _check(self._num_places <= _MOST_PLACES, key, text, f"configs whose patterns have {_MOST_PLACES} characters")
+        return pattern
+
+
+def _matcher(targets: Seq[object], key: str, patterns: _Patterns) -> Callable[[str, str], bool]:
     """Whether a layer's name or class is among the targets."""
     for target in targets:
         check_field(key, target, TEXT, _WHERE)
     exact = {str(target) for target in targets}
-    patterns = [_pattern(target[3:], key) for target in exact if target.startswith("re:")]
-    return lambda name, kind: name in exact or kind in exact or any(pattern.match(name) for pattern in patterns)
-
-
-def _pattern(text: str, key: str) -> re.Pattern[str]:
-    simple = not re.search(r"\)[*+{]", text) and len(re.findall(r"[*+{]", text)) <= _REPEATS
-    _check(simple, key, text, f"patterns with up to {_REPEATS} repetitions, none of them of a group in brackets")
-    try:
-        return re.compile(text)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise UnsupportedModel(f"{_KEY}.{key}={shown(text)} is no regular expression: {error}") from None
+    read = [patterns.read(target[3:], key) for target in exact if target.startswith("re:")]
+    return lambda name, kind: name in exact or kind in exact or any(pattern.match(name) for pattern in read)
 
 
 def _scheme(
-    raw: Raw, key: str, group: object, names: Names
+    raw: Raw, key: str, group: object, names: Names, patterns: _Patterns
 ) -> tuple[Callable[[str, str], bool], Callable[[str], WeightFormat]]:
     """Which layers a config group is for, and their format."""
     key = f"config_groups.{key}"
@@ -244,7 +256,7 @@ def _scheme(
     _check(outputs is None, f"{key}.output_activations", outputs, "none")
     check_fields(weights, _ARGUMENTS, f"{key}.weights")
     make = _layout(scheme.get("format") or raw.get("format"), key, weights, inputs)
-    return _matcher(targets, f"{key}.targets"), lambda name: make(names.get(name, frozenset()))
+    return _matcher(targets, f"{key}.targets", patterns), lambda name: make(names.get(name, frozenset()))
 
 
 def _layout(form: object, key: str, weights: Raw, inputs: Raw | None) -> Callable[[frozenset[str]], WeightFormat]:

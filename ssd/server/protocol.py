@@ -165,7 +165,8 @@ class GenerationRequest(SamplingRequest):
         if self.response_format is not None:
             raise unsupported("structured_outputs", "cannot be combined with response_format: give one of them")
         check_fields("structured_outputs", given, ("json", "regex", "choice", "grammar"))
-        return StructuredOutput.of({"json_schema" if kind == "json" else kind: text for kind, text in given.items()})
+        kinds = {kind: text for kind, text in given.items() if text is not None}
+        return StructuredOutput.of({"json_schema" if kind == "json" else kind: text for kind, text in kinds.items()})
 
 
 class ChatRequest(GenerationRequest):

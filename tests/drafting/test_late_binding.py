@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ import reference_tables
 import torch
 from conftest import TestModel, mostly_slow
 from draft_workers import LIAR, LIES
+from fakes import make_sequence
 from random_requests import (
     MAX_LEN,
     UNPENALISED,
@@ -36,15 +39,16 @@ from random_requests import (
 from ssd import LLM, SamplingParams
 from ssd.assembly import drafters
 from ssd.cli.trace import record
-from ssd.core import MODEL_WRITTEN, Origin, RequestOutput, Work
+from ssd.core import MODEL_WRITTEN, Origin, Proposal, RequestOutput, Work
 from ssd.drafting import table
 from ssd.drafting.late import LateBindingDrafter
 from ssd.drafting.table import DraftTables
-from ssd.drafting.wire import PreparedDrafts
+from ssd.drafting.wire import Draft, Entry, Kind, PreparedDrafts, decode_round, encode_prepared
 from ssd.engine.engine import Engine
 from ssd.execution.state import SequenceState
 from ssd.kernels.device import kernels
 from ssd.parallel.process import Worker
+from ssd.parallel.transport import READY, Channel, Message
 
 COUNT = 10
 
@@ -232,3 +236,79 @@ def test_tables_are_of_one_round_and_sequence() -> None:
     assert state.drafts[1].tolist() == [30, 31]
     tables.await_answers(13, 0.0)
     assert (state.drafts[1].tolist(), int(state.origin[1])) == ([20, 0], Origin.JIT)
+
+
+# --- one sequence, and a worker that is played by the test ------------------------------------------------------------
+
+
+class Played:
+    """A drafter of up to 3 tokens that waits for backups, whose worker was told of the first round of a sequence."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        process: Any = SimpleNamespace(channel=Channel(ours), pid=0, exited=True, close=ours.close, kill=ours.close)
+        self.worker = Channel(theirs)
+        self.state = SequenceState(2, max_len=16, lookahead=3, vocab_size=50, device=torch.device("cpu"))
+        self.drafter = LateBindingDrafter([lambda: process], 3, self.state, budget=4, backup="jit")
+        self.worker.post(Message(READY))
+        assert self.drafter.wait_ready(10)
+        self.work = Work(make_sequence([5, 6], [7], id=1), 1, lookahead=3, slot=1)
+        assert self.drafter.propose([self.work]) == [Proposal()]
+        assert self.told() == Entry(1, 0, [5, 6, 7], 3, Draft(), self.work.sequence)
+
+    def told(self) -> Entry:
+        """What the worker is told of the sequence, once the round before is decided."""
+        self.drafter.decided([], [])
+        message = self.worker.receive(timeout=10)
+        assert message is not None
+        [entry] = decode_round(message.payload).entries
+        return replace(entry, sequence=self.work.sequence)
+
+    def decide(self, token: int) -> None:
+        """The first round decides a token, for which the worker has prepared 10, 11, 12."""
+        self.worker.post(Message(Kind.PREPARED, 1, encode_prepared({1: ((), {(0, token): (10, 11, 12)})})))
+        self.work.sequence.tokens.append(token)
+        self.state.token_ids[1, :4] = torch.tensor([5, 6, 7, token])
+        self.state.length[1] = 4
+
+
+@pytest.fixture
+def played() -> Iterator[Played]:
+    made = Played()
+    made.decide(9)
+    yield made
+    made.drafter.close()
+    made.worker.close()
+
+
+def test_workers_are_told_what_of_a_draft_is_verified(played: Played) -> None:
+    """Catches the whole draft that was prepared, where a sequence has room for less: branches would be prepared behind
+    tokens that are not verified, so that no outcome of the round could be a hit."""
+    work = played.work._replace(lookahead=2)
+    [proposal] = played.drafter.propose([work])
+    assert (proposal.num_on_device, proposal.origin) == (2, Origin.HIT)
+    draft = played.told().draft
+    assert draft is not None
+    assert draft.token_ids == (10, 11)
+    assert len(draft.confidence) == 2
+
+
+def test_what_was_prepared_before_another_drafter_s_rounds_is_not_looked_up(played: Played) -> None:
+    """Catches drafts for the outcome of the last round that the worker was told of, though others came after it."""
+    played.drafter.catch_up([played.work])
+    assert played.drafter.propose([played.work]) == [Proposal()]
+    assert played.drafter.tables.looked_up is None
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_device_does_not_wait_for_a_host_that_waits_for_it(
+    played: Played, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches rounds with masks of the host that last until the device gives up: the host waits for the drafts before
+    it could answer."""
+    waits: list[int] = []
+    monkeypatch.setattr(played.drafter.tables, "await_answers", lambda round_, seconds: waits.append(round_))
+    played.work.sequence.constraint = SimpleNamespace() if masked else None  # type: ignore[assignment]
+    played.drafter.propose([played.work])
+    played.drafter.settle([played.work])
+    assert waits == ([] if masked else [2])

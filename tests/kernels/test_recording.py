@@ -60,6 +60,26 @@ def test_what_torch_computes_is_not_recorded() -> None:
         assert torch.equal(recordings.run("key", lambda: x + 1, None), x + 1)
 
 
+def test_copies_are_not_recorded() -> None:
+    """Catches `contiguous` that is taken for harmless where it copies: the calls behind it would be repeated with the
+    numbers of the copy that was recorded. Of a tensor that is contiguous it is recorded."""
+    assert kernels is not None
+    repeated: list[np.ndarray] = []
+
+    def repeat(calls: np.ndarray) -> None:
+        repeated.append(calls)
+        kernels.repeat(calls)
+
+    x, norm = torch.empty(4, 4), torch.ones(4)
+    for key, rows in (("copy", x.t()), ("same", x)):
+        recordings = Recordings(repeat)
+        for value in range(1, 4):
+            x.copy_(torch.arange(16).view(4, 4) * value + value**2)
+            found = recordings.run(key, lambda rows=rows: kernels.rms_norm(rows.contiguous(), norm, 1e-5), None)
+            assert torch.equal(found, kernels.rms_norm(rows.contiguous(), norm, 1e-5)), (key, value)
+        assert len(repeated) == (key == "same")
+
+
 def test_repeated_indices_are_checked() -> None:
     assert kernels is not None
     weight, ids = kernels.pack_linear(torch.randn(8, 4)), torch.zeros(1, dtype=torch.int32)

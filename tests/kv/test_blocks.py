@@ -338,6 +338,20 @@ def test_a_prefix_needs_the_last_blocks_of_each_window(windows: tuple[int | None
     assert cached_tokens(pool, range(29)) == 12, "28 need block 5, 20 need block 3, and 12 the blocks 1 and 2"
 
 
+def test_tokens_that_are_computed_again_see_a_window_of_their_own() -> None:
+    """Catches a hit without a block that the first token to compute sees: its window begins before that of the token
+    behind the prefix, by the tokens that are computed again."""
+    pool = BlockPool(64, SIZE, windows=(5,), recomputed=1)
+    first = computed(pool, range(42))
+    seen = [entry.blocks[0] for entry in first.entries]
+    pool.release(first)
+    pool._forget(seen[8])  # as its reuse does
+    table = BlockTable()
+    assert pool.attach_prefix(table, range(42)) == 31, "token 39 sees positions from 35 on: blocks 8 and 9"
+    assert table.blocks == [*[NULL] * 6, seen[6], seen[7]]
+    pool.check([table])
+
+
 @given(
     st.data(),
     st.integers(1, 3),

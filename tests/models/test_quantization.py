@@ -266,6 +266,7 @@ LAYER = "model.layers.1.mlp.down_proj"  # 128 x 256
         ("gptq", "g_idx", torch.full((256,), -1, dtype=torch.int32), "g_idx: expected groups 0 to 1"),
         ("gptq", "g_idx", torch.zeros(256), "g_idx is float32, expected int32 or int64"),
         ("ct-int4", "weight_shape", torch.tensor([128, 250]), r"weight_shape is \[128, 250\]"),
+        ("ct-int4", "weight_shape", torch.tensor([128, 264]), r"weight_shape is \[128, 264\]"),  # no whole parts
         ("ct-int4", "weight_scale", torch.full((128, 2), float("inf")), "weight_scale has numbers that are not finite"),
         ("ct-fp8-channel", "weight", torch.ones(128, 256), "weight is float32, expected float8_e4m3fn"),
         ("ct-fp8-channel", "weight", torch.ones(128, 256, dtype=torch.int8), "weight is int8, expected float8_e4m3fn"),
@@ -322,7 +323,8 @@ def inputs(name: str, **changes: Any) -> dict[str, Any]:
         (changed("gptq", group_size=100), "group_size=100: ssd runs 16, 32, 64, 128 and -1"),
         (changed("gptq", group_size=None), "group_size=None"),
         (changed("gptq", checkpoint_format="marlin"), "checkpoint_format='marlin': ssd runs gptq, gptq_v2"),
-        (changed("gptq", dynamic={"+:(a+)+": {}}), "dynamic=.*patterns"),
+        (changed("gptq", dynamic={"+:(a)\\1": {}}), r"dynamic=.*has '\\\\1', which is not known.*patterns of"),
+        (changed("gptq", dynamic={f"{i:02}{'.' * 498}": {} for i in range(20)}), "dynamic='19.*have 10000 characters"),
         (changed("gptq", dynamic={".*": {"bits": 2}}), "bits=2"),
         (changed("awq", version="gemv"), "version='gemv': ssd runs gemm"),
         (changed("awq", bits=8), "bits=8: ssd runs 4"),
@@ -333,7 +335,11 @@ def inputs(name: str, **changes: Any) -> dict[str, Any]:
         (changed("ct-int4", format="marlin-24"), "format='marlin-24': ssd runs pack-quantized, int-quantized"),
         (changed("ct-int4", quantization_status="frozen"), "quantization_status='frozen': ssd runs compressed"),
         (changed("ct-int4", ignore=["re:("]), "ignore='\\(' is no regular expression"),
-        (changed("ct-int4", ignore=["re:(x+x+)+y"]), "ignore=.*patterns with up to 4 repetitions"),
+        (
+            changed("ct-int4", ignore=["re:x(?=y)"]),
+            r"ignore='x\(\?=y\)' has '\(\?=' where it is not known.*look-aheads",
+        ),
+        (changed("ct-int4", ignore=["re:" + "." * 501]), "ignore=.* has more than 500 characters"),
         (changed("ct-int4", ignore=[7]), "ignore=7"),
         (changed("ct-int4", config_groups={}), "config_groups={}"),
         (weights("ct-int4", num_bits=3), "group_0.weights.num_bits='int 3': ssd runs int 4, int 8"),
@@ -352,12 +358,30 @@ def test_configs_that_are_not_supported_are_named(config: dict[str, Any], messag
         formats_of(config, tensors)(LAYER)
 
 
-@pytest.mark.parametrize(("name", "order"), [("ct-int4-act-order", "weight_g_idx"), ("gptq-act-order", "g_idx")])
-def test_act_order_without_an_order_is_refused(made: Made, name: str, order: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("ct-int4-act-order", "weight_g_idx"),
+        ("gptq-act-order", "g_idx"),
+        ("ct-int4-zero-point", "weight_zero_point"),
+        ("ct-w8a8-zero-point", "weight_zero_point"),
+    ],
+)
+def test_a_tensor_that_the_config_promises_is_needed(made: Made, name: str, tensor: str, tmp_path: Path) -> None:
+    """Catches a layer that is read as if it had no order or no zero points: a file that lacks them gives nonsense."""
     path = copied(made(name)[0], tmp_path)
-    change(path, {f"{LAYER}.{order}": None})
-    with pytest.raises(UnsupportedModel, match=f"{LAYER}.{order}"):
+    change(path, {f"{LAYER}.{tensor}": None})
+    with pytest.raises(UnsupportedModel, match=f"{LAYER}.{tensor}"):
         load(path)
+
+
+@pytest.mark.parametrize("pattern", [".?" * 32 + "!", "(x+x+)+y", "(.*)*!", "(.|.)" * 99 + "!", "(.?|)" * 99 + "!"])
+def test_no_pattern_makes_a_load_hang(pattern: str) -> None:
+    """Catches backtracking, which takes years for these: in names of ignored layers, and in GPTQ's rules."""
+    ignored = formats_of(changed("ct-int4", ignore=[f"re:{pattern}"]), [])
+    assert ignored(LAYER).name == "int4"
+    ruled = formats_of(changed("gptq", dynamic={f"+:{pattern}": {"bits": 8}}), [f"{LAYER}.qweight"])
+    assert ruled(LAYER).name == "int4"
 
 
 @pytest.mark.parametrize("name", ["ct-fp8-block", "ct-int4-zero-point", "fp8-block", "gptq", "awq"])

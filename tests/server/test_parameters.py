@@ -74,6 +74,24 @@ def test_what_is_null_or_empty_is_accepted(served: Served, path: str) -> None:
         assert post(served, path, **accepted) == (200, {}), empty
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "known"),
+    [
+        ("/v1/chat/completions", "structured_outputs", {"choice": ["a"]}),
+        ("/v1/responses", "reasoning", {"effort": "low"}),
+        ("/v1/messages", "metadata", {"user_id": "x"}),
+    ],
+)
+def test_null_counts_as_left_out_inside_of_fields_too(
+    served: Served, path: str, field: str, known: dict[str, Any]
+) -> None:
+    """Catches clients that are refused because their library writes null for a newer field that nobody has set."""
+    assert post(served, path, **{field: {**known, "newer": None}}) == (200, {})
+    status, error = post(served, path, **{field: {**known, "newer": 0}})
+    assert status == 400
+    assert f"{field}.newer: is not a known parameter" in error["message"]
+
+
 @pytest.mark.parametrize("path", DOORS)
 def test_hints_and_defaults_are_accepted_and_others_are_not_supported(served: Served, path: str) -> None:
     """Catches a hint that is refused, a default that is, and what would change the answer but is ignored."""

@@ -305,6 +305,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>",
         {"content": None, "tool_calls": [call("get_weather", "{}")]},
     ),
+    (  # no end before the next message
+        "<|channel|>analysis<|message|>Hm.<|start|>assistant<|channel|>final<|message|>Yes.",
+        {"content": "Yes.", "reasoning_content": "Hm."},
+    ),
     ("<|channel|>final<|message|>a < b <| c<|en", {"content": "a < b <| c<|en"}),
     ("No header at all.", {"content": "No header at all."}),
     ("<|channel|>analy", {"content": ""}),

@@ -1,0 +1,55 @@
+"""Weights of packed integers: orders of columns and zero points that few checkpoints have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ssd.kernels.reference import ReferenceOps
+from ssd.layers.formats.coded import Activations
+from ssd.layers.formats.packed import GPTQ, PackedRows
+from ssd.layers.linear import ColumnLinear
+from ssd.layers.norm import RMSNorm
+from ssd.layers.parameter import Build
+
+DEPTH, ROWS, GROUP = 64, 16, 32
+
+
+def some_words(*shape: int) -> torch.Tensor:
+    return torch.randint(-(1 << 31), (1 << 31) - 1, shape, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_rows_that_a_norm_rounds_are_in_the_order_that_the_weight_takes(ordered: bool) -> None:
+    """Catches a norm that rounds the input of a weight with act-order: rounded rows are multiplied as they are, so each
+    column would meet the weights of another one. Without an order the norm does round them."""
+    torch.manual_seed(0)
+    groups = torch.arange(DEPTH) // GROUP
+    stored = {
+        "weight_packed": some_words(ROWS, DEPTH // 8),
+        "weight_scale": torch.rand(ROWS, DEPTH // GROUP),
+        "weight_g_idx": groups.flip(0) if ordered else groups,
+    }
+    form = PackedRows("int4", GROUP, frozenset(stored), Activations("int8"))
+    build = Build(ReferenceOps(), torch.device("cpu"), torch.float32, format_of=lambda name: form)
+    linear = ColumnLinear(build, {"up_proj": ROWS}, DEPTH)
+    for name, tensor in stored.items():
+        linear.load(f"up_proj.{name}", tensor)
+    norm, x = RMSNorm(build, "norm", DEPTH, 1e-5, feeds=linear), torch.randn(3, DEPTH)
+    norm.load("norm.weight", torch.rand(DEPTH))
+    rows = norm.rows(x, None)
+    assert torch.equal(linear(rows), linear(norm(x)))
+    assert isinstance(rows, torch.Tensor) == ordered
+
+
+@pytest.mark.parametrize(("kind", "highest"), [("int4", 15), ("int8", 255)])
+def test_the_highest_zero_point_of_gptq_is_not_zero(kind: str, highest: int) -> None:
+    """Catches a sum of bytes: stored minus one, the highest integer stands for one more than a byte can hold, as in
+    vLLM's kernels. All weights of such a group would be off by 256 steps."""
+    form = GPTQ(kind, None, frozenset())  # type: ignore[arg-type]
+    stored = {
+        "qweight": torch.zeros(DEPTH // form.per_word, ROWS, dtype=torch.int32),
+        "qzeros": torch.full((1, ROWS // form.per_word), -1, dtype=torch.int32),  # all bits set
+        "scales": torch.ones(1, ROWS),
+    }
+    assert torch.equal(form.widened(stored)["weight"], torch.full((ROWS, DEPTH), -(highest + 1.0)))
