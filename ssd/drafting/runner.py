@@ -27,9 +27,10 @@ from ssd.drafting.graphs import PieceGraphs
 from ssd.drafting.shapes import RunShape
 from ssd.drafting.step import DraftStep
 from ssd.execution.clock import Clock, StreamClock, now
+from ssd.execution.host_copy import HostCopy
 from ssd.kernels.compiling import compiling
 from ssd.kernels.partition import Part
-from ssd.kernels.transfers import to_host, upload
+from ssd.kernels.transfers import upload
 from ssd.sampling.sampler import ALL_NEEDS, Needs, Rows
 
 MAX_ROWS_IN_PART = 16  # of a preparation; more need more of the GPU than the target can spare
@@ -47,46 +48,45 @@ class StagedBranches:
 
 @dataclass
 class DraftRun:
-    """A run that was launched. On a GPU its results are copied asynchronously; properties wait for them."""
+    """A run that was launched. Its results are copied to the host; properties wait for them."""
 
     slots: list[int]
     width: int
     depth: int  # tokens written after the first of each row
     began: Clock
-    ended: Clock
-    _chain: torch.Tensor
-    _after: torch.Tensor
-    _likeliest: torch.Tensor
-    _confidence: torch.Tensor
+    _results: HostCopy  # tokens, `after`, likeliest tokens, confidence
+
+    @property
+    def ended(self) -> Clock:
+        return self._results.arrived
 
     @functools.cached_property
     def tokens(self) -> list[list[int]]:
         """Tokens of every row; row `i * width + b` is branch b of sequence i."""
-        return self._fetched(self._chain)
+        return self._fetched(0)
 
     @functools.cached_property
     def after(self) -> list[list[int]]:
         """Per sequence and branch: accepted draft tokens before it (`branch` only)."""
-        return self._fetched(self._after)
+        return self._fetched(1)
 
     @functools.cached_property
     def likeliest(self) -> list[list[list[int]]]:
         """Per sequence and token read: the RANKS likeliest next tokens, best first (`branch` only)."""
-        return self._fetched(self._likeliest.view(len(self.after), -1, RANKS))
+        return self._fetched(2)
 
     @functools.cached_property
     def confidence(self) -> list[list[float]]:
         """Per sequence: confidence of the draft under verification (`branch` only)."""
-        return self._fetched(self._confidence)
+        return self._fetched(3)
 
     @property
     def seconds(self) -> float:
         """Device time, once the run has ended."""
         return self.ended.since(self.began)
 
-    def _fetched(self, copied: torch.Tensor) -> list[Any]:
-        self.ended.wait()
-        found: list[Any] = copied.tolist()
+    def _fetched(self, result: int) -> list[Any]:
+        found: list[Any] = self._results.wait()[result].tolist()
         return found
 
 
@@ -108,8 +108,7 @@ class DraftRunner:
             enabled=graphs and self.on_cuda, on_use=decoder.tp.size == 1, recordings=decoder.recordings
         )
         self.part: Part | None = None  # of the GPU, where small preparations compute beside the target
-        self._origins = torch.empty(0)  # of the drafts looked up last, being copied to the host
-        self._origins_fetched = now(self.device)
+        self._origins = HostCopy(self.state.origin)  # of the drafts looked up last
 
     # --- running ------------------------------------------------------------------------------------------------------
 
@@ -185,13 +184,11 @@ class DraftRunner:
         self.join()
         n, width, depth = self.shapes.bucket(len(run.slots)), run.width, run.depth
         self.graphs.launch(("look up", n, width, depth), lambda: self.buffers.look_up(n, width, depth))
-        self._origins = to_host(self.state.origin)
-        self._origins_fetched = now(self.device)
+        self._origins = HostCopy(self.state.origin)
 
     def origins(self, slots: Seq[int]) -> list[Origin]:
         """Origins of the drafts looked up last. Waits for the device."""
-        self._origins_fetched.wait()
-        values = self._origins.tolist()
+        values = self._origins.wait()[0].tolist()
         return [Origin(values[slot]) for slot in slots]
 
     def confidence(self, run: DraftRun, first: int, last: int) -> list[list[float]]:
@@ -328,11 +325,10 @@ class DraftRunner:
     def _launched(self, slots: Seq[int], shape: RunShape, depth: int, began: Clock) -> DraftRun:
         buffers, wanted = self.buffers, shape.sequences if shape.branches else 0
         rows = shape.rows if shape.branches or self.rejection else 0  # a plain draft stays on the device
-        copies = (
+        results = HostCopy(
             buffers.chain[:rows, : depth + 1],
             buffers.after[:wanted, : shape.width],
-            buffers.likeliest[: wanted * shape.reads],
+            buffers.likeliest[: wanted * shape.reads].view(wanted, shape.reads, RANKS),
             buffers.verified_confidence[:wanted],
         )
-        chain, after, likeliest, confidence = map(to_host, copies)
-        return DraftRun(list(slots), shape.width, depth, began, now(self.device), chain, after, likeliest, confidence)
+        return DraftRun(list(slots), shape.width, depth, began, results)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 
 from ssd.core import PromptPart, TokenLogprobs, Work
+from ssd.execution.host_copy import HostCopy
 from ssd.execution.runner import Forward, Keep
 from ssd.execution.state import SequenceState
-from ssd.kernels.transfers import to_host
 from ssd.sampling.sampler import top_logprobs
 
 
@@ -24,8 +24,8 @@ class PromptReads:
 
     works: dict[int, tuple[Work, int]]  # by index in the round: the work, and its first row of the batch
     state: SequenceState
-    logprobs: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # of parts of the rows, in order
-    pooled: dict[int, torch.Tensor] = field(default_factory=dict)  # by index in the round: float64 [hidden]
+    logprobs: list[HostCopy] = field(default_factory=list)  # of parts of the rows, in order
+    pooled: dict[int, HostCopy] = field(default_factory=dict)  # by index in the round: float64 [hidden]
 
     @classmethod
     def of(cls, works: Seq[Work], state: SequenceState) -> PromptReads | None:
@@ -51,23 +51,23 @@ class PromptReads:
         inputs, rows = forward.inputs, slice(first, first + len(logits))
         slots = inputs["slots"][inputs["row_work"][rows].long()].long()
         following = self.state.token_ids[slots, inputs.positions[rows].long() + 1]
-        self.logprobs.append(tuple(map(to_host, top_logprobs(logits, following, self._count or 0))))
+        self.logprobs.append(HostCopy(*top_logprobs(logits, following, self._count or 0)))
 
     def read_states(self, states: torch.Tensor) -> None:
         """Pools the hidden states [rows, hidden] of a forward pass."""
         for i, (work, first) in self.works.items():
             own, pooling = states[first : first + work.prompt_tokens], work.sequence.params.pooling
             if pooling is not None:
-                self.pooled[i] = to_host(own.double().sum(0) if pooling == "mean" else own[-1].double())
+                self.pooled[i] = HostCopy(own.double().sum(0) if pooling == "mean" else own[-1].double())
 
     def parts(self) -> dict[int, PromptPart]:
-        """What was read, by index in the round; once the device has computed it."""
-        values = [torch.cat(each).tolist() for each in zip(*self.logprobs, strict=True)]
+        """What was read, by index in the round. Waits for it."""
+        values = [torch.cat(each).tolist() for each in zip(*(part.wait() for part in self.logprobs), strict=True)]
         return {i: self._part(i, work, first, values) for i, (work, first) in self.works.items()}
 
     def _part(self, i: int, work: Work, first: int, values: Seq[list]) -> PromptPart:  # type: ignore[type-arg]
         sequence, start = work.sequence, work.start or 0
-        pooled = self.pooled[i].numpy() if i in self.pooled else None
+        pooled = self.pooled[i].wait()[0].numpy() if i in self.pooled else None
         entries: list[TokenLogprobs] = []
         count = sequence.params.prompt_logprobs
         if count is not None:

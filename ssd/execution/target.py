@@ -17,12 +17,13 @@ from ssd.core import Origin, Outcome, PromptPart, Sequence, TokenLogprobs, Work
 from ssd.execution.batch import Batch, BatchInputs
 from ssd.execution.clock import Clock, now
 from ssd.execution.graphs import BatchGraph, BatchGraphs, capture
+from ssd.execution.host_copy import HostCopy
 from ssd.execution.prompts import PromptReads
 from ssd.execution.runner import Forward, Keep, ModelRunner
 from ssd.execution.state import SequenceState
 from ssd.kernels import recording
 from ssd.kernels.compiling import compiling
-from ssd.kernels.transfers import to_device, to_host
+from ssd.kernels.transfers import to_device
 from ssd.sampling.sampler import ALL_NEEDS, Needs, Sampler, top_logprobs
 
 Hook = Callable[[], object]
@@ -36,8 +37,13 @@ def _nothing() -> bool:
 class Verification(Protocol):
     """A verification that was launched."""
 
-    began: Clock
-    ended: Clock
+    @property
+    def began(self) -> Clock:
+        """When the forward pass began."""
+
+    @property
+    def ended(self) -> Clock:
+        """When the outcomes are on the host."""
 
     def collect(self) -> list[Outcome | None]:
         """Waits for the outcomes; None for a work that decides nothing (a prefill chunk)."""
@@ -128,7 +134,7 @@ class Target:
         logprobs = None
         if raw is not None:
             logprobs = raw.fetch(torch.cat([out[i, 2 : 2 + len(rows)] for i, rows in raw.rows.items()]))
-        return _Launched(self.runner, works, to_host(out), logprobs, reads, began, now(self.state.device))
+        return _Launched(self.runner, works, HostCopy(out), logprobs, reads, began)
 
     def _forward(
         self, works: Seq[Work], settle: Settle, prepare: Hook
@@ -205,8 +211,7 @@ class HostLogits:
     """The works of a round whose logits are masked or processed on the host, and their drafts."""
 
     works: dict[int, Work]  # by index in the round
-    fetched: torch.Tensor  # their drafts in the SequenceState, being copied to the host
-    arrived: Clock
+    fetched: HostCopy  # their drafts in the SequenceState
 
     @classmethod
     def of(cls, works: Seq[Work], state: SequenceState) -> HostLogits | None:
@@ -216,14 +221,14 @@ class HostLogits:
         if not found:
             return None
         slots = to_device(np.array([work.slot for work in found.values()]), state.device)
-        return cls(found, to_host(state.drafts[slots]), now(state.device))
+        return cls(found, HostCopy(state.drafts[slots]))
 
     def apply(self, logits: torch.Tensor, starts: Seq[int], sampler: Sampler) -> None:
         """Changes their logits in place, first by the processors; `starts`: the first logit row of every work."""
-        self.arrived.wait()
+        (drafts,) = self.fetched.wait()
         rows: list[int] = []
         masks: list[np.ndarray] = []
-        for (i, work), drafted in zip(self.works.items(), self.fetched.tolist(), strict=True):
+        for (i, work), drafted in zip(self.works.items(), drafts.tolist(), strict=True):
             sequence, draft, first = work.sequence, drafted[: work.proposal.num_tokens], starts[i]
             if sequence.constraint is not None:  # while the device computes the logits
                 masks.append(sequence.constraint.masks(draft))
@@ -264,19 +269,20 @@ class RawLogits:
 
     def fetch(self, tokens: torch.Tensor) -> FetchedLogprobs:
         """Log-probabilities of one token per row and of the likeliest ones, being copied to the host."""
-        return FetchedLogprobs(self, tuple(map(to_host, top_logprobs(self.logits, tokens, max(self.counts.values())))))
+        return FetchedLogprobs(self, HostCopy(*top_logprobs(self.logits, tokens, max(self.counts.values()))))
 
 
 @dataclass(frozen=True)
 class FetchedLogprobs:
     raw: RawLogits
-    values: tuple[torch.Tensor, ...]  # logprobs of the tokens, ids of the likeliest, their logprobs
+    values: HostCopy  # logprobs of the tokens, ids of the likeliest, their logprobs
 
     def of(self, work: int, tokens: Seq[int]) -> tuple[TokenLogprobs, ...]:
+        """Those of a work's tokens; none if its request did not ask for them. Waits for them."""
         if work not in self.raw.rows:
             return ()
         rows, count = self.raw.rows[work][: len(tokens)], self.raw.counts[work]
-        own, ids, values = (part[rows.start : rows.stop].tolist() for part in self.values)
+        own, ids, values = (part[rows.start : rows.stop].tolist() for part in self.values.wait())
         return tuple(
             TokenLogprobs(token, value, dict(zip(best[:count], theirs[:count], strict=True)))
             for token, value, best, theirs in zip(tokens, own, ids, values, strict=True)
@@ -287,18 +293,21 @@ class FetchedLogprobs:
 class _Launched:
     runner: ModelRunner
     works: Seq[Work]
-    out: torch.Tensor
+    out: HostCopy
     logprobs: FetchedLogprobs | None
     reads: PromptReads | None
     began: Clock
-    ended: Clock
+
+    @property
+    def ended(self) -> Clock:
+        return self.out.arrived
 
     def prompt_parts(self) -> Mapping[int, PromptPart]:
         return {} if self.reads is None else self.reads.parts()
 
     def collect(self) -> list[Outcome | None]:
         self.runner.wait(self.ended)
-        rows = self.out.tolist()
+        rows = self.out.wait()[0].tolist()
         return [self._outcome(i, work, row) for i, (work, row) in enumerate(zip(self.works, rows, strict=False))]
 
     def _outcome(self, i: int, work: Work, row: list[int]) -> Outcome | None:

@@ -1,4 +1,4 @@
-"""Copies between host and device. On a GPU they are asynchronous, through pinned memory."""
+"""Copies from the host to a device. To a GPU they are asynchronous, from pinned memory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,3 @@ def upload(array: np.ndarray, to: torch.Tensor) -> None:
     """Copies into an existing tensor, as `to_device` does."""
     tensor = torch.from_numpy(array)
     to.copy_(tensor.pin_memory() if to.is_cuda else tensor, non_blocking=True)
-
-
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copies to the host; from a GPU asynchronously, complete when the stream has reached this point."""
-    if not tensor.is_cuda:
-        return tensor.clone()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
