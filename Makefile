@@ -10,7 +10,7 @@ export PROMPT
 
 MINUTES ?= 2
 
-.PHONY: demo test test-all sanitize fuzz fuzz-server soak check docs format bench clean
+.PHONY: demo test test-gpu test-all sanitize fuzz fuzz-server soak check docs format bench clean
 
 # What the package needs, at the versions that it is tested with; and what its developers need beside that.
 $(INSTALLED): pyproject.toml
@@ -27,21 +27,26 @@ $(READY): pyproject.toml
 demo: $(INSTALLED)
 	@$(BIN)/ssd demo $${PROMPT:+--prompt="$$PROMPT"}
 
-# Engines of several processes do not fit one GPU: the tests of the CPU do not see it, and its own run in one process.
+# Tests of the CPU do not see a GPU; its own run on it in LANES processes, which share its memory (tests/lanes.py).
 SEARCH   = --hypothesis-profile=search  # new examples, beside those that every run tries
 PYTEST   = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest  # rewritten asserts are kept for the next run
 ON_CPU   = CUDA_VISIBLE_DEVICES= $(PYTEST) -n auto --dist worksteal
+LANES   ?= 12
+ON_GPU   = PYTHONPATH=tests $(PYTEST) -p lanes -n $(LANES) --dist worksteal tests/gpu tests/kernels
 # Where no driver has a device, torch, which takes seconds to import, is not asked.
 HAS_GPU  = test -n "$(wildcard /dev/nvidia* /dev/nvhost* /dev/dxg /dev/kfd)" && $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"
 
 test: $(READY)
 	@if $(HAS_GPU); then $(ON_CPU) -m "not slow" --ignore=tests/gpu --ignore=tests/kernels && \
-	  $(PYTEST) -m "not slow" tests/gpu tests/kernels; else $(ON_CPU) -m "not slow"; fi
+	  $(ON_GPU) -m "not slow"; else $(ON_CPU) -m "not slow"; fi
+
+test-gpu: $(READY)  # LANES=12
+	$(ON_GPU)
 
 test-all: $(READY)
 	$(BIN)/pip install --quiet --editable '.[ray]'
 	@if $(HAS_GPU); then $(ON_CPU) $(SEARCH) --ignore=tests/gpu --ignore=tests/kernels && \
-	  $(PYTEST) $(SEARCH) tests/gpu tests/kernels; else $(ON_CPU) $(SEARCH); fi
+	  $(ON_GPU) $(SEARCH); else $(ON_CPU) $(SEARCH); fi
 
 sanitize: $(READY)  # TESTS=tests/kernels/test_round_kernels.py
 	CC="$(CC)" PYTHON=$(BIN)/python scripts/sanitize.sh $(TESTS)

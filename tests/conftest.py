@@ -195,6 +195,15 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    marker = item.get_closest_marker("gpu_memory")
+    if marker is not None and has_gpu():
+        import torch
+
+        if torch.cuda.mem_get_info()[1] < marker.args[0] << 30:
+            pytest.skip(f"needs {marker.args[0]} GiB of GPU memory")
+
+
 @dataclass(frozen=True)
 class TestModel:
     """A checkpoint on disk, and transformers' own model of it."""

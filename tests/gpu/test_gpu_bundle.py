@@ -12,7 +12,11 @@ from fakes import wait_until_idle
 from ssd import LLM, SamplingParams
 from ssd.prompts import OWN_SETS, load_prompts
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.gpu_memory(30),
+]
 
 
 def prompts(count: int) -> list[Any]:
@@ -29,17 +33,12 @@ def write(model: str, count: int, params: SamplingParams | list[SamplingParams],
     return [output.token_ids for output in outputs]
 
 
-@pytest.mark.parametrize(
-    ("base", "shape", "gigabytes"), [("tiny-qwen3", "qwen3-32b", 80), ("tiny-llama", "llama-3.1-8b", 20)]
-)
-def test_a_graft_writes_the_tiny_models_text(base: str, shape: str, gigabytes: int) -> None:
+def test_a_graft_writes_the_tiny_models_text() -> None:
     """Sums of squares are taken in another order at another width, so a rounding may flip now and then."""
-    if torch.cuda.mem_get_info()[1] < gigabytes * 10**9:
-        pytest.skip(f"needs {gigabytes} GB of GPU memory")
     greedy = SamplingParams(max_new_tokens=64, ignore_eos=True)
-    expected = write(base, 50, greedy)
+    expected = write("tiny-llama", 50, greedy)
     began = time.perf_counter()
-    with LLM(f"graft:{base}@{shape}", device="cuda", max_model_len=2048, max_num_seqs=16) as llm:
+    with LLM("graft:tiny-llama@llama-3.1-8b", device="cuda", max_model_len=2048, max_num_seqs=16) as llm:
         assert time.perf_counter() - began < 60
         got = [output.token_ids for output in llm.generate(prompts(50), greedy)]
     assert sum(a == b for a, b in zip(got, expected, strict=True)) >= 45
@@ -54,14 +53,13 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("temperature", "kv_cache_dtype"), [(0.0, "auto"), (1.0, "auto"), (1.0, "fp8")])
-def test_speculation_changes_no_token_of_an_8b(temperature: float, kv_cache_dtype: str) -> None:
-    """64 prompts of 128 tokens: what row-invariant kernels are for. Some requests cut or adjust their laws."""
-    if torch.cuda.mem_get_info()[1] < 30 * 10**9:
-        pytest.skip("needs 30 GB of GPU memory")
-    plain: dict[str, Any] = {"temperature": temperature, "max_new_tokens": 128, "ignore_eos": True}
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_speculation_changes_no_token_of_an_8b(kv_cache_dtype: str) -> None:
+    """64 prompts of 128 tokens, greedy and sampled: what row-invariant kernels are for. Some requests cut or adjust
+    their laws."""
+    plain: dict[str, Any] = {"max_new_tokens": 128, "ignore_eos": True}
     extras: list[dict[str, Any]] = [{}, {}, {"top_p": 0.9, "top_k": 50}, {"presence_penalty": 0.5}, {"min_p": 0.05}, {}]
-    params = [SamplingParams(**plain, seed=i, **extras[i % 6]) for i in range(64)]
+    params = [SamplingParams(**plain, temperature=float(i % 7 % 2), seed=i, **extras[i % 6]) for i in range(64)]
     target, draft = "graft:tiny-llama@llama-3.1-8b", "graft:tiny-llama-draft@llama-3.2-1b"
     expected = write(target, 64, params, kv_cache_dtype=kv_cache_dtype)
     for way in WAYS:

@@ -79,7 +79,7 @@ def test_a_wait_ends_with_the_answer_or_at_its_limit(answered: bool) -> None:
     wanted = torch.tensor([[2, 3], [0, 0]], dtype=torch.int32).pin_memory()
     answers = torch.full((SLOTS, 2 + 2 * K), -1, dtype=torch.int32).pin_memory()
     state["origin"][3] = int(Origin.HIT)
-    limits = {"round_": 5, "limit": 200_000_000, "hit": int(Origin.HIT), "written": int(Origin.JIT)}
+    limits = {"round_": 5, "limit": 1_000_000_000, "hit": int(Origin.HIT), "written": int(Origin.JIT)}
     draft_table.await_answers(wanted, answers, **state, **(limits | {"limit": 1}))  # compiles it
     torch.cuda.synchronize()
 
@@ -96,7 +96,7 @@ def test_a_wait_ends_with_the_answer_or_at_its_limit(answered: bool) -> None:
         thread.start()
     torch.cuda.synchronize()
     waited = time.perf_counter() - began
-    assert (0.015 < waited < 0.1) if answered else (0.15 < waited < 0.4)
+    assert (0.015 < waited < 0.8) if answered else (0.8 < waited < 5)
     assert state["drafts"][2].tolist() == ([1, 2, 3, 0, 0] if answered else [0] * K)
     assert state["origin"].tolist()[2:4] == [int(Origin.JIT) if answered else 0, int(Origin.HIT)]
 

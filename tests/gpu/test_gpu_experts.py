@@ -21,7 +21,7 @@ from ssd.kernels.reference import ReferenceOps
 from ssd.kernels.triton_ops import TritonOps
 from ssd.prompts import load_prompts
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_memory(10)]
 CUDA = torch.device("cuda")
 CLAMPED = GLU(1.702, 7.0, 1.0)
 ROWS = (1, 2, 5, 8, 16, 17, 40, 64, 65, 128, 200, 256, 513, 2000)
@@ -152,28 +152,20 @@ def test_the_same_text_by_ar_sd_and_ssd(
     assert answers(16, mode="ssd", draft=experts, k=4) == alone
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "shape", "small"),
-    [
-        ("qwen3", "qwen3-30b-a3b", "qwen3-0.6b"),
-        ("qwen3", "qwen3-30b-a3b:fp8", "qwen3-0.6b"),
-        ("llama", "gpt-oss-20b", "smollm2-135m"),
-    ],
-)
-def test_a_graft_writes_the_same_text_in_all_modes(family: str, shape: str, small: str) -> None:
-    """At published sizes, batches of 1 and 16."""
+@pytest.mark.gpu_memory(28)
+def test_a_graft_writes_the_same_text_in_all_modes() -> None:
+    """At a published size, batches of 1 and 16."""
     prompts = load_prompts("gsm8k").asked()[:16]
     params = [SamplingParams(temperature=float(i % 2), max_new_tokens=48, ignore_eos=True, seed=i) for i in range(16)]
 
     def answers(batch: int, **speculation: Any) -> list[list[int]]:
         options: dict[str, Any] = {"speculation": speculation or None, "max_model_len": 1024}
-        with LLM(f"graft:tiny-{family}@{shape}", device="cuda", max_num_seqs=batch, **options) as llm:
+        with LLM("graft:tiny-llama@gpt-oss-20b", device="cuda", max_num_seqs=batch, **options) as llm:
             outputs = llm.generate(prompts, params)
             wait_until_idle(llm.driver)
         return [output.token_ids for output in outputs]
 
     alone = answers(1)
-    draft = f"graft:tiny-{family}-draft@{small}"
+    draft = "graft:tiny-llama-draft@smollm2-135m"
     assert answers(16, mode="sd", draft=draft, k=4) == alone
     assert answers(16, mode="ssd", draft=draft, k=4) == alone

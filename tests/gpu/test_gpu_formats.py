@@ -45,7 +45,6 @@ def test_the_model_of_a_cpu_and_the_same_text_by_ar_sd_and_ssd(name: str, tmp_pa
         theirs = model(torch.tensor([PROMPTS[1]])).logits[0]
     assert (ours - theirs).norm() / theirs.norm() < (1e-4 if FORMATS[name].inputs is None else 2e-2)
     alone = answers(str(path), 1, prefix_caching=False)
-    assert answers(str(path), 12) == alone
     assert answers(str(path), 12, speculation={"mode": "sd", "draft": str(draft), "k": 3}) == alone
     assert answers(str(path), 4, speculation={"mode": "ssd", "draft": str(draft), "k": 3}) == alone
 
@@ -63,6 +62,5 @@ def test_packed_gguf_weights(tmp_path: Path) -> None:
     packed, wide = logits
     assert (packed - wide).norm() < 1e-4 * wide.norm()
     alone = answers(files["packed"], 1, prefix_caching=False)
-    assert answers(files["packed"], 12) == alone
     assert answers(files["packed"], 12, speculation={"mode": "sd", "draft": files["draft"], "k": 3}) == alone
     assert answers(files["packed"], 4, speculation={"mode": "ssd", "draft": files["draft"], "k": 3}) == alone

@@ -16,7 +16,7 @@ from ssd.kernels.ops import DeviceBatch, HeadShape, KVScales
 from ssd.prompts import load_prompts
 from tests.device_batches import paged_batch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_memory(10)]
 CUDA, BLOCK = torch.device("cuda"), 64
 HEADS = [HeadShape(32, 8, 128), HeadShape(64, 8, 128), HeadShape(40, 8, 128), HeadShape(16, 1, 128)]
 # Sequences of (tokens before, query tokens).
@@ -57,12 +57,10 @@ def test_a_row_has_the_same_bits_alone_in_company_and_in_a_prompt(
             assert torch.equal(found, expected), (sequences, programs)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_all_modes_write_the_same_text(temperature: float) -> None:
+@pytest.mark.gpu_memory(20)
+def test_all_modes_write_the_same_text() -> None:
     prompts = load_prompts("gsm8k").asked()[:16]
-    params = [
-        SamplingParams(temperature=temperature, max_new_tokens=48, ignore_eos=True, seed=i) for i in range(len(prompts))
-    ]
+    params = [SamplingParams(temperature=float(i % 2), max_new_tokens=48, ignore_eos=True, seed=i) for i in range(16)]
 
     def write(batch: int, **speculation: Any) -> list[list[int]]:
         options = {"max_model_len": 1024, "max_num_seqs": batch, "kv_cache_dtype": "fp8"}

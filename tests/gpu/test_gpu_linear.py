@@ -17,6 +17,7 @@ from ssd.kernels.linear import linear
 from ssd.kernels.triton_ops import TritonOps
 
 ROWS = (1, 5, 16, 40, 64, 65, 77, 96, 128, 200, 256, 300, 512, 700, 1000, 2048, 2500)
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_memory(10)]
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (896, 1536), (151936, 1024), (1000, 264))
 
 

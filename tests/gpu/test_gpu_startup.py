@@ -12,7 +12,11 @@ from fakes import wait_until_idle
 
 from ssd import LLM, SamplingParams
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.gpu_memory(18),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 33, 50, 64, 65, 77, 100, 129, 200, 300, 400, 511, 513, 777, 1001, 1600, 2047)
 LENGTHS += (2049, 3001, 4000)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -27,6 +28,7 @@ def test_kernels_are_compiled_ahead() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the other tests compile the kernels")
 def test_kernels_compile_for_several_architectures() -> None:
     """sm_80, sm_89 and sm_90: whatever rows, types and heads a model has."""
     run("architecture_cases.py", passed=66)

@@ -7,7 +7,7 @@ are added in an order of their own. What this cannot catch: a processor that doe
 from __future__ import annotations
 
 import ctypes
-import subprocess
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from chains import HIDDEN, quantized_layer
 from gguf_files import SIZES, random_blocks
 from stored_codes import CODES, some_codes
 
-from ssd.kernels import cpu, variants
+from ssd.kernels import cache, cpu, variants
 from ssd.kernels.cpu import Kernels
 from ssd.kernels.recording import Recordings
 from ssd.layers.formats.gguf import BLOCKS
@@ -43,16 +43,18 @@ def native() -> Kernels:
 
 
 @pytest.fixture(scope="module", params=[*MACROS, *OWN])
-def other(request: pytest.FixtureRequest, native: Kernels, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    name, library = request.param, tmp_path_factory.mktemp("emulated") / "cpu.so"
+def other(request: pytest.FixtureRequest, native: Kernels) -> Kernels:
+    name = request.param
     if name not in MACROS:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SSD_CPU_VARIANT", name)
             return cpu.build()
-    flags = [*variants.FLAGS, "-O1", f"-I{EMULATED}", *(f"-D{macro}" for macro in MACROS[name])]
-    compiler = cpu.find_compiler() or []
-    subprocess.run([*compiler, *flags, "-shared", cpu.SOURCE, "-o", library, "-lm", "-lpthread"], check=True)
-    return Kernels(ctypes.CDLL(str(library)), name)
+    compiler, key = cpu.find_compiler() or [], hashlib.sha256(cpu.SOURCE.read_bytes())
+    for header in sorted(EMULATED.iterdir()):
+        key.update(header.read_bytes())
+    flags = (*variants.FLAGS, "-O1", f"-I{EMULATED}", *(f"-D{macro}" for macro in MACROS[name]))
+    stem = f"emulated-{name}-{key.hexdigest()[:20]}"
+    return Kernels(ctypes.CDLL(str(cache.compiled(stem, ".so", lambda: cpu._compile(compiler, flags)))), name)
 
 
 @pytest.mark.slow
