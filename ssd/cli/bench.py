@@ -28,7 +28,7 @@ says which.
 
 [bold]Try[/]
 
-  ssd bench   (a bundled pair at a size at which drafts pay on a CPU; two minutes)
+  ssd bench   (a bundled pair at a size at which drafts pay on a CPU; two to three minutes on two cores)
 
   ssd bench tiny-qwen3 --compare ar,sd:2,ssd:3,ngram:4 --sets gsm8k --plot report.html --json report.json
 
