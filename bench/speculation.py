@@ -27,7 +27,7 @@ from ssd.bench.measure import MEAN, Measured, figures, measure, same_text, warni
 from ssd.bench.ours import OurContender, methods_of, our_contenders
 from ssd.bench.report import speed_up
 from ssd.bench.workload import Workload, load_workload
-from ssd.cli.console import progress_bars
+from ssd.cli.console import measuring
 from ssd.config import K_DEFAULT, EngineConfig, SpeculationConfig
 from ssd.models.open import open_checkpoint
 from ssd.prompts import OWN_SETS
@@ -131,7 +131,7 @@ def main() -> None:
     work = Workload("all", [prompt for one in sets for prompt in one.prompts], "", max(one.longest for one in sets))
     for temperature in args.temperatures:
         asked = RequestSettings(args.tokens, temperature, batch=args.batch)
-        with progress_bars() as progress:
+        with measuring("warm-up", Console()) as progress:
             found = measure(contenders, [work], asked, args.repeats, progress)
         if same_text(found) is False:
             raise SystemExit("the methods wrote different texts: this is a bug")

@@ -8,7 +8,8 @@ them where the set is smaller. Only one such file is kept: a bigger one than ask
 the prompts asked for), a smaller one is replaced. Run it again after a failure or Ctrl-C: finished sets are not fetched
 again, and an unfinished one is never taken for a set.
 
-Needs the `datasets` library: pip install 'ssd-engine[scripts]'. It keeps its own downloads in $HF_DATASETS_CACHE.
+Needs the `datasets` library: pip install '.[scripts]' in a checkout of ssd. It keeps its own downloads in
+$HF_DATASETS_CACHE.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from ssd.errors import SSDError
+from ssd.errors import SSDError, install_extra
 from ssd.prompts import FOLDER_VARIABLE, load_prompts
 
 CACHE_VARIABLE = "HF_DATASETS_CACHE"
@@ -72,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         failed = [name for name in names if not provide(name, folder, args.num_samples, args.force)]
     except ImportError as error:
-        print(f"The `datasets` library is missing ({error}): pip install 'ssd-engine[scripts]'", file=sys.stderr)
+        print(f"The `datasets` library is missing ({error}): {install_extra('scripts')}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("Interrupted. Finished sets are kept: run the same command again for the others.", file=sys.stderr)

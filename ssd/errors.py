@@ -55,6 +55,11 @@ class ServerError(SSDError, RuntimeError):
     """A server that is measured could not be started or reached, or gave an answer that cannot be used."""
 
 
+def install_extra(name: str) -> str:
+    """The remedy for a package that is missing: the command that installs an extra of ssd, which is on no index."""
+    return f"pip install '.[{name}]' in a checkout of ssd"
+
+
 NO_CHOICE = (
     "there is no token to choose: the model's logits are NaN or infinite (check its weights, or try another dtype)"
 )

@@ -17,12 +17,20 @@ PERCENTILES: Final = (50, 90, 99)
 
 Message = dict[str, str]
 Prompt = str | list[int] | list[Message]  # text, token ids, or a chat
-# Displays progress: called with a name and a number of steps; what it returns is called after each, or with a new name.
-Progress = Callable[[str, int], Callable[..., object]]
 
 
-def no_progress(name: str, count: int) -> Callable[..., object]:
-    return lambda name="": None
+class Progress:
+    """Displays the progress of measurements. This one displays nothing."""
+
+    def begin(self, name: str, count: int) -> Callable[..., object]:
+        """Called with a number of steps; what it returns is called after each of them, perhaps with a new name."""
+        return lambda name="": None
+
+    def tell(self, line: str) -> None:
+        """Called with what has been measured, as soon as it has."""
+
+
+NO_PROGRESS: Final = Progress()
 
 
 @dataclass(frozen=True)

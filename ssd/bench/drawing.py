@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssd.errors import ConfigError
+from ssd.errors import ConfigError, install_extra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,7 +21,7 @@ def check_file(option: str, file: Path, kinds: Seq[str]) -> None:
     if not file.parent.is_dir():
         raise ConfigError(f"{option} {file}: there is no folder {file.parent}")
     if file.suffix != ".json" and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(f"{option} {file}: drawing needs matplotlib: pip install 'ssd-engine[plots]'")
+        raise ConfigError(f"{option} {file}: drawing needs matplotlib: {install_extra('plots')}")
 
 
 def new_figure(width: float, height: float) -> Figure:

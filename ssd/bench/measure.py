@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ssd.bench.answers import Answer, Contender, Progress, Prompt, RequestSettings, Speed, no_progress, percentiles
+from ssd.bench.answers import NO_PROGRESS, Answer, Contender, Progress, Prompt, RequestSettings, Speed, percentiles
 from ssd.bench.load import LoadMeter, load_warning
 from ssd.bench.ours import OurContender
 from ssd.bench.workload import Workload
@@ -49,22 +51,38 @@ def measure(
     workloads: Seq[Workload],
     asked: RequestSettings,
     repeats: int,
-    progress: Progress = no_progress,
+    progress: Progress = NO_PROGRESS,
 ) -> list[Measured]:
     found = [Measured(contender) for contender in contenders]
     count = sum(len(_groups(workload, asked)) for workload in workloads)
-    done = progress("loading", len(found) * (1 + repeats * count))
-    for measured in found:
-        measured.contender.answer(workloads[0].prompts[: 2 * asked.batch], asked)  # also prefill beside decoding
-        done(f"{measured.contender.name} warms up")
+    done = progress.begin("warm-up", len(found) * (1 + repeats * count))
+    seconds = _warm_up(found, workloads[0], asked, done) * repeats * sum(len(each.prompts) for each in workloads)
+    progress.tell(f"turns of each method: {repeats * count}, about {seconds / 60:.1f} minutes in all")
     for repeat in range(repeats):
         for workload in workloads:
-            for group, prompts in enumerate(_groups(workload, asked)):
+            groups = _groups(workload, asked)
+            for group, prompts in enumerate(groups):
                 for measured in found if (repeat + group) % 2 == 0 else found[::-1]:
                     turn = _turn(measured.contender, prompts, asked, repeat, group)
                     measured.turns.setdefault(workload.name, []).append(turn)
                     done(f"{measured.contender.name}, {workload.name}")
+                    if group == len(groups) - 1:
+                        progress.tell(_line(measured, workload.name, f"{repeat + 1} of {repeats}"))
     return found
+
+
+def _warm_up(found: Seq[Measured], workload: Workload, asked: RequestSettings, done: Callable[[str], object]) -> float:
+    """Returns about how many seconds all contenders take for a prompt."""
+    began, prompts = time.perf_counter(), workload.prompts[: 2 * asked.batch]  # also prefill beside decoding
+    for measured in found:
+        measured.contender.answer(prompts, asked)
+        done(f"{measured.contender.name} warms up")
+    return (time.perf_counter() - began) / len(prompts)
+
+
+def _line(measured: Measured, name: str, which: str) -> str:
+    """What a contender has just done on a set."""
+    return f"{measured.contender.name}, {name}, {which}: {_rates(measured.turns[name])[-1]:.1f} tokens/s"
 
 
 def _groups(workload: Workload, asked: RequestSettings) -> list[list[Prompt]]:

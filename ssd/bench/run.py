@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ssd.bench import tracing
-from ssd.bench.answers import Contender, Progress, RequestSettings, no_progress
+from ssd.bench.answers import NO_PROGRESS, Contender, Progress, RequestSettings
 from ssd.bench.config import BenchConfig, is_url
 from ssd.bench.measure import MEAN, Measured, figures, measure, same_text, warnings
 from ssd.bench.ours import OurContender, methods_of, our_contenders
@@ -28,7 +28,7 @@ from ssd.text.tokenizer import Tokenizer
 from ssd.version import VERSION
 
 
-def run(config: BenchConfig, progress: Progress = no_progress, traces: Seq[Path] = ()) -> Report:
+def run(config: BenchConfig, progress: Progress = NO_PROGRESS, traces: Seq[Path] = ()) -> Report:
     """Loads the contenders, measures them in turns, writes traces of this engine's methods, closes everything."""
     peers = [_peer(config, peer) for peer in config.peers]
     checkpoint = open_checkpoint(config.model)

@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ssd.bench.answers import Answer, Progress, Prompt, RequestSettings, no_progress, percentiles
+from ssd.bench.answers import NO_PROGRESS, Answer, Progress, Prompt, RequestSettings, percentiles
 from ssd.bench.config import Requests
 from ssd.bench.openai import ServerContender
 from ssd.errors import ConfigError, ServerError
@@ -84,16 +84,17 @@ def sweep(
     loads: Seq[Load],
     requests: Requests,
     goals: Mapping[str, float],
-    progress: Progress = no_progress,
+    progress: Progress = NO_PROGRESS,
 ) -> list[Row]:
     """One row per server and load."""
     wanted, rows = requests.draw(), []
     for server in servers:
         server.answer([wanted[0][0]], replace(wanted[0][1], max_new_tokens=8))  # warm-up, and an early failure
         for load in loads:
-            ended = progress(f"{server.name}, {load}", len(wanted))
+            ended = progress.begin(f"{server.name}, {load}", len(wanted))
             results = asyncio.run(_run(server, wanted, load, requests.seed, ended))
             rows.append({"server": server.name, "model": server.model} | figures(load, results, goals))
+            progress.tell(f"{server.name}, {load}: {rows[-1]['output_throughput']:.1f} tokens/s")
     return rows
 
 

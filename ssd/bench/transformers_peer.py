@@ -17,7 +17,7 @@ from ssd.assembly.device import resolve_device, resolve_dtype
 from ssd.bench.answers import Answer, Prompt, RequestSettings
 from ssd.bench.workload import encode
 from ssd.config import K_DEFAULT, EngineConfig
-from ssd.errors import ConfigError, RequestError, UnsupportedModel
+from ssd.errors import ConfigError, RequestError, UnsupportedModel, install_extra
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.open import GRAFT_PREFIX, open_checkpoint
 from ssd.options import build
@@ -42,7 +42,7 @@ class HFContender:
         try:
             import transformers
         except ImportError as error:
-            raise ConfigError("peer hf: transformers is not installed: pip install 'ssd-engine[hf]'") from error
+            raise ConfigError(f"peer hf: transformers is not installed: {install_extra('hf')}") from error
         check(model, draft)
         config = build(EngineConfig, {"model": model, "device": device, "dtype": dtype})
         checkpoint = files_of(model)

@@ -6,12 +6,12 @@ import importlib.util
 
 from ssd.bench.measure import MEAN
 from ssd.bench.report import Report
-from ssd.errors import ConfigError
+from ssd.errors import ConfigError, install_extra
 
 
 def check_installed() -> None:
     if importlib.util.find_spec("wandb") is None:
-        raise ConfigError("wandb is not installed: pip install 'ssd-engine[wandb]', or leave --wandb out")
+        raise ConfigError(f"wandb is not installed: {install_extra('wandb')}, or leave --wandb out")
 
 
 def log(report: Report, group: str | None, name: str | None) -> None:

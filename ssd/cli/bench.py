@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from ssd.bench.config import BenchConfig
-from ssd.cli.console import DEMO_MODEL, JSON_FILE, bundled_draft, follow, progress_bars, report_console, write_json
+from ssd.cli.console import DEMO_MODEL, JSON_FILE, bundled_draft, follow, measuring, report_console, write_json
 from ssd.cli.options import MODEL, Flags, Given, command
 from ssd.config import K_DEFAULT, EngineConfig, SpeculationConfig
 from ssd.core import SamplingParams
@@ -28,7 +28,7 @@ says which.
 
 [bold]Try[/]
 
-  ssd bench   (a bundled pair at a size at which drafts pay on a CPU; two minutes)
+  ssd bench   (a bundled pair at a size at which drafts pay on a CPU; two to three minutes on two cores)
 
   ssd bench tiny-qwen3 --compare ar,sd:2,ssd:3,ngram:4 --sets gsm8k --plot report.html --json report.json
 
@@ -92,7 +92,7 @@ def benchmark(
     console = report_console(json_file)
     if wandb:
         weights_and_biases.check_installed()
-    with progress_bars() as progress:
+    with measuring(f"loading {config.model}", console) as progress:
         report = run(config, progress, traces or [])
     report.show(console)
     write_json(report.as_dict(), json_file)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 import typer
 
 from ssd.bench.config import Requests
-from ssd.cli.console import JSON_FILE, print_error, print_note, progress_bars, report_console, write_json
+from ssd.cli.console import JSON_FILE, measuring, print_error, print_note, report_console, write_json
 from ssd.cli.options import Flags, Given, command
 from ssd.core import SamplingParams
 from ssd.errors import ConfigError
@@ -72,7 +72,7 @@ def bench_serve(
     out = report_console(json_file)
     before = [row for file in earlier or [] for row in _read(file)]
     servers = [ServerContender(url, model, name) for name, url in map(_named, urls)]
-    with progress_bars() as progress:
+    with measuring("warm-up", out) as progress:
         rows = serve.sweep(servers, loads, requests, goals, progress)
     out.print(frontier.table([*before, *rows]))
     for note in dict.fromkeys(server.note for server in servers if server.note):

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import typer
+from rich import progress as bars
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ssd.bench.answers import Progress
 from ssd.config import EngineConfig
 from ssd.core import RequestMetrics, SamplingParams
 from ssd.errors import ConfigError, SSDError
@@ -67,41 +69,55 @@ def load(model: str, engine: Mapping[str, Any]) -> LLM:
 
 
 class _Stages(logging.Handler):
+    """Shows what takes time until a model is loaded. A warning (it takes long) is always a line, and stays."""
+
     def __init__(self, show: Callable[[str], object]) -> None:
         super().__init__()
         self._show = show
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._show(record.getMessage())
+        show = print_line if record.levelno >= logging.WARNING else self._show
+        show(record.getMessage())
+
+
+def print_line(text: str) -> None:
+    errors.print(escape(text), highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def stages(title: str, *, lines: bool = False) -> Iterator[None]:
     """Shows what is being done: beside a spinner on a terminal; elsewhere, with `lines`, in a line each."""
-    logger = logging.getLogger("ssd.loading")
 
     def show(text: str) -> None:
         if errors.is_terminal:
             status.update(escape(f"{title}: {text}"))
         elif lines:
-            errors.print(escape(text), highlight=False, soft_wrap=True)
+            print_line(text)
 
     with errors.status(escape(title)) as status:
-        if logger.isEnabledFor(logging.INFO):  # --verbose: the log has it
-            yield
-            return
-        handler = _Stages(show)
         if lines and not errors.is_terminal:
-            show(title)
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
-        try:
+            print_line(title)
+        with _following(show):
             yield
-        finally:
-            logger.removeHandler(handler)
-            logger.setLevel(logging.NOTSET)
-            logger.propagate = True
+
+
+@contextmanager
+def _following(show: Callable[[str], object]) -> Iterator[None]:
+    """Passes on what the loggers say of loading."""
+    logger = logging.getLogger("ssd.loading")
+    if logger.isEnabledFor(logging.INFO):  # --verbose: the log has it
+        yield
+        return
+    handler = _Stages(show)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+        logger.propagate = True
 
 
 def seeded(params: SamplingParams) -> SamplingParams:
@@ -168,13 +184,36 @@ def write_json(report: Mapping[str, Any], json_file: Path | None) -> None:
 
 
 @contextmanager
-def progress_bars() -> Iterator[Callable[[str, int], Callable[..., object]]]:
-    """Displays the progress of measurements, see `ssd.bench.answers.Progress`."""
+def measuring(title: str, out: Console) -> Iterator[Progress]:
+    """Displays measurements whose report goes to `out`: bars on a terminal, else a line as soon as one is made.
+
+    `title`: what is done before the first one.
+    """
+    if not out.is_terminal:
+        print_line(title)
+        with _following(print_line):
+            yield _Lines(out)
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors, transient=True) as progress:
+    with bars.Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=errors, transient=True) as shown:
+        before = shown.add_task(escape(title), total=None)
+        with _following(lambda text: shown.update(before, description=escape(f"{title}: {text}"))):
+            yield _Bars(shown, before)
 
-        def begin(name: str, count: int) -> Callable[..., object]:
-            task = progress.add_task(escape(name), total=count)
-            return lambda name=name: progress.update(task, advance=1, description=escape(name))
 
-        yield begin
+class _Lines(Progress):
+    def __init__(self, out: Console) -> None:
+        self._out = out
+
+    def tell(self, line: str) -> None:
+        self._out.print(escape(line), highlight=False, soft_wrap=True)
+
+
+class _Bars(Progress):
+    def __init__(self, shown: bars.Progress, before: bars.TaskID) -> None:
+        self._shown, self._before = shown, before
+
+    def begin(self, name: str, count: int) -> Callable[..., object]:
+        self._shown.update(self._before, visible=False)
+        task = self._shown.add_task(escape(name), total=count)
+        return lambda name=name: self._shown.update(task, advance=1, description=escape(name))

@@ -11,6 +11,7 @@ import typer
 import typer.core
 
 from ssd.cli import bench, bench_serve, chat, demo, explain, export, generate, serve
+from ssd.cli.help import Command, without_types
 from ssd.version import VERSION
 
 HELP: Final = """\
@@ -44,24 +45,11 @@ in neither). [cyan]graft:MODEL@SHAPE[/] is a small model at the cost of a large 
 """
 
 
-def _without_types(params: list[Any]) -> list[Any]:
-    """Parameters whose flags are shown without a type: they take no value."""
-    for each in params:
-        if getattr(each, "is_flag", False) or getattr(each, "count", False):
-            each.metavar = ""
-    return params
-
-
-class _Command(typer.core.TyperCommand):
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _without_types(super().get_params(ctx))
-
-
 class _Commands(typer.core.TyperGroup):
     """`bench serve` is a command of two words: `bench` itself takes a model."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return _without_types(super().get_params(ctx))
+        return without_types(super().get_params(ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         return super().resolve_command(ctx, [" ".join(args[:2]), *args[2:]] if args[:2] == ["bench", "serve"] else args)
@@ -104,7 +92,7 @@ def main(
     logging.getLogger("ssd").setLevel(levels[min(verbose, 2)])
 
 
-_add = functools.partial(app.command, cls=_Command)
+_add = functools.partial(app.command, cls=Command)
 _add(help=demo.HELP)(demo.demo)
 _add(help=chat.HELP)(chat.chat)
 _add()(generate.generate)

@@ -14,7 +14,7 @@ import typer
 from ssd.cli.console import errors, follow, print_note, stages
 from ssd.cli.options import MODEL, Flags, Given, command
 from ssd.config import EngineConfig
-from ssd.errors import ConfigError, EngineFailed
+from ssd.errors import ConfigError, EngineFailed, install_extra
 from ssd.parallel.launch import Launch
 from ssd.server.options import ServerOptions, is_loopback
 
@@ -127,7 +127,7 @@ def _listen(host: str, port: int) -> list[socket.socket]:
     try:
         from ssd.server.run import listen
     except ModuleNotFoundError as error:
-        raise ConfigError(f"ssd serve needs the package {error.name}: pip install 'ssd-engine[serve]'") from error
+        raise ConfigError(f"ssd serve needs the package {error.name}: {install_extra('serve')}") from error
     return listen(host, port)
 
 

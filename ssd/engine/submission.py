@@ -63,7 +63,7 @@ class _Handle:
 
 
 class Submission(_Handle, Iterator[Delta]):
-    """Iterates over the deltas of a request, waiting for each. For one thread at a time."""
+    """Iterates over the deltas of a request, waiting for each. `output`: at its end. For one thread at a time."""
 
     def __init__(self, request_id: str, abort: Callable[[str], object], check_process: Callable[[], object]) -> None:
         """`check_process` raises in a process in which no delta will ever arrive."""

@@ -561,7 +561,7 @@ def build() -> Kernels:
 def _built(compiler: list[str] | None, variant: Variant) -> Kernels:
     if compiler is None:
         return Kernels(ctypes.CDLL(str(prebuilt(variant))), variant.name)
-    return Kernels(ctypes.CDLL(str(_compiled(compiler, (*FLAGS, *variant.flags)))), variant.name)
+    return Kernels(ctypes.CDLL(str(_compiled(compiler, variant))), variant.name)
 
 
 def find_compiler() -> list[str] | None:
@@ -646,24 +646,28 @@ def openmp_paths(maps: str, torch_folder: str) -> list[str]:
 # --- compiling --------------------------------------------------------------------------------------------------------
 
 
-def _compiled(compiler: list[str], flags: tuple[str, ...]) -> Path:
+def _compiled(compiler: list[str], variant: Variant) -> Path:
     """The shared library's path, compiling it first if this machine has not yet."""
-    return cache.compiled(f"cpu-{_key(compiler, flags)}", ".so", lambda: _compile(compiler, flags))
+    return cache.compiled(f"cpu-{_key(compiler, variant)}", ".so", lambda: _compile(compiler, variant))
 
 
-def _key(compiler: list[str], flags: tuple[str, ...]) -> str:
+def _key(compiler: list[str], variant: Variant) -> str:
     """Hash of everything that affects the machine code. The compiler's file is hashed in place of its version."""
     binary = Path(compiler[0]).resolve()
     found = binary.stat()
+    flags = (*FLAGS, *variant.flags)
     identity = [*compiler, str(binary), str(found.st_size), str(found.st_mtime_ns), *flags, platform.machine()]
     return hashlib.sha256(SOURCE.read_bytes() + "\0".join(identity).encode()).hexdigest()[:20]
 
 
-def _compile(compiler: list[str], flags: tuple[str, ...]) -> bytes:
-    logging.getLogger("ssd.loading").info("compiling CPU kernels, once for this machine")
+def _compile(compiler: list[str], variant: Variant) -> bytes:
+    """Says so before: a warning, which Python shows by default, since the process seems to hang meanwhile."""
+    logging.getLogger("ssd.loading").warning(
+        "compiling CPU kernels (%s), once for this machine: takes about half a minute", variant.name
+    )
     with tempfile.TemporaryDirectory() as scratch:
         library = Path(scratch) / "cpu.so"
-        _run([*compiler, *flags, "-shared", str(SOURCE), "-o", str(library), "-lm", "-lpthread"])
+        _run([*compiler, *FLAGS, *variant.flags, "-shared", str(SOURCE), "-o", str(library), "-lm", "-lpthread"])
         return library.read_bytes()
 
 

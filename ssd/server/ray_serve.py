@@ -24,7 +24,7 @@ from prometheus_client.core import Metric
 from starlette.types import Message, Scope
 
 from ssd.config import EngineConfig
-from ssd.errors import ConfigError, EngineFailed, one_line
+from ssd.errors import ConfigError, EngineFailed, install_extra, one_line
 from ssd.server.admission import RETRY_AFTER
 from ssd.server.errors import ApiError
 from ssd.server.options import ServerOptions
@@ -228,7 +228,7 @@ def _connect(address: str) -> None:
         import ray
         import ray.serve
     except ImportError as error:
-        raise ConfigError(f"--replicas needs the package {error.name}: pip install 'ssd-engine[ray]'") from error
+        raise ConfigError(f"--replicas needs the package {error.name}: {install_extra('ray')}") from error
     own = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE} if address == LOCAL else {}
     try:
         ray.init(address=address, logging_level=logging.WARNING, **own)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ssd.core import RequestMetrics, RequestOutput, SamplingParams
-from ssd.errors import ConfigError
+from ssd.errors import ConfigError, install_extra
 
 
 def check_endpoint(endpoint: str) -> None:
@@ -22,7 +22,7 @@ def check_endpoint(endpoint: str) -> None:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter
         import opentelemetry.sdk.trace.export  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"otlp_traces_endpoint: needs {error.name}: pip install 'ssd-engine[otel]'") from error
+        raise ConfigError(f"otlp_traces_endpoint: needs {error.name}: {install_extra('otel')}") from error
 
 
 class Tracer:

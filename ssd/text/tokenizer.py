@@ -14,7 +14,7 @@ from typing import Any, Final
 import jinja2
 import tokenizers
 
-from ssd.errors import RequestError, SSDError
+from ssd.errors import RequestError, SSDError, install_extra
 from ssd.text import harmony
 from ssd.text.chat_template import compile_template, render
 from ssd.text.growth import check_growth
@@ -284,7 +284,7 @@ def transformers_backend(path: Path, **kwargs: Any) -> tokenizers.Tokenizer:
     except Exception as error:  # missing packages, unknown formats
         raise SSDError(
             f"the tokenizer in {path} cannot be converted by transformers ({type(error).__name__}: {error}): "
-            "install what it needs (pip install 'ssd-engine[hf]'), put a tokenizer.json beside it, or pass token ids"
+            f"install what it needs ({install_extra('hf')}), put a tokenizer.json beside it, or pass token ids"
         ) from error
     if not isinstance(backend, tokenizers.Tokenizer):
         raise SSDError(

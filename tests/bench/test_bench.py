@@ -23,7 +23,7 @@ from sizes import spelled
 from typer.testing import CliRunner
 
 from ssd.bench import load
-from ssd.bench.answers import Answer, RequestSettings, Speed
+from ssd.bench.answers import Answer, Progress, RequestSettings, Speed
 from ssd.bench.config import BenchConfig
 from ssd.bench.measure import MEAN, Measured, Turn, figures, measure, same_text, warnings
 from ssd.bench.ours import Method, OurContender, methods_of, our_contenders
@@ -31,6 +31,7 @@ from ssd.bench.pictures import _fonts, _legible, write_picture
 from ssd.bench.report import Report
 from ssd.bench.run import _header, run, slower
 from ssd.bench.workload import Workload, encode, load_workload
+from ssd.cli import console
 from ssd.cli.main import app
 from ssd.errors import ConfigError, SSDError
 from ssd.models.open import open_checkpoint
@@ -136,6 +137,42 @@ def test_contenders_alternate_prompt_by_prompt() -> None:
     log.clear()
     measure(found, [Workload("a", ["x", "y"], "", 1)], RequestSettings(3, batch=2), repeats=2)
     assert log == ["A xy", "B xy", "A xy", "B xy", "B xy", "A xy"]
+
+
+class Told(Progress):
+    """Notes what is told, beside what contenders note."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def tell(self, line: str) -> None:
+        self._log.append(line)
+
+
+def test_a_method_is_told_of_as_soon_as_it_has_done_a_set() -> None:
+    """Catches a benchmark that is silent until its end. How long it takes is told after the warm-up."""
+    log: list[str] = []
+    found = [Clockwork(name, {"x": 1.0, "y": 1.0}, log) for name in "AB"]
+    measure(found, [Workload("a", ["x", "y"], "", 1)], RequestSettings(3), repeats=2, progress=Told(log))
+    first, again = ([f"{name}, a, {which} tokens/s" for name in "AB"] for which in ("1 of 2: 0.7", "2 of 2: 1.0"))
+    assert log[:3] == ["A xy", "B xy", "turns of each method: 4, about 0.0 minutes in all"]
+    assert log[3:8] == ["A x", "B x", "B y", first[1], "A y"]
+    assert log[8:] == [first[0], "B x", "A x", "A y", again[0], "B y", again[1]]
+
+
+def test_lines_reach_a_pipe_at_once_and_a_terminal_has_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "errors", Console(file=io.StringIO(), force_terminal=True))
+    pipe = io.BytesIO()
+    with console.measuring("loading", Console(file=io.TextIOWrapper(pipe), force_terminal=False)) as progress:
+        progress.begin("warm-up", 3)
+        progress.tell("ar, [a], 1 of 2: 9.0 tokens/s")
+        assert pipe.getvalue() == b"ar, [a], 1 of 2: 9.0 tokens/s\n"
+    terminal = io.StringIO()
+    with console.measuring("loading", Console(file=terminal, force_terminal=True)) as progress:
+        progress.begin("warm-up", 3)("ar warms up")
+        progress.tell("a line")
+    assert "ar warms up" in console.errors.file.getvalue()  # type: ignore[attr-defined]
+    assert terminal.getvalue() == ""
 
 
 def contender_with(name: str, others: float, threads: int, draft_processes: int = 0, device: str = "cpu") -> Measured:
@@ -416,7 +453,17 @@ def test_json_alone_goes_to_stdout() -> None:
     report = json.loads(result.stdout)
     assert report["results"][0]["prompt_tokens"] == 8
     assert "ssd: weights rounded to int8 when loaded" in report["notes"]
-    assert "tokens/s" in result.stderr
+    assert "ar, random, 1 of 1: " in result.stderr
+
+
+def test_a_pipe_has_a_line_for_every_method_before_the_report() -> None:
+    flags = ["--compare", "ar,ngram:2", "--sets", "example", "--prompts", "1", "--max-tokens", "4", "--repeats", "1"]
+    result = CliRunner().invoke(app, ["bench", "tiny-llama", *flags])
+    told, *lines = [line.partition(": ")[0].strip() for line in result.stdout.splitlines()[:4]]
+    assert told == "turns of each method"
+    assert lines[:2] == ["ar, example, 1 of 1", "ngram k=2, example, 1 of 1"]
+    assert lines[2].startswith("tiny-llama, batch 1")
+    assert result.stderr.startswith("loading tiny-llama\n")
 
 
 def test_the_rejection_rule_writes_other_tokens_and_is_not_compared() -> None:

@@ -14,7 +14,7 @@ from fake_server import PAUSE, PIECES, PROMPT_TOKENS, TOKENS_A_PIECE, serving
 from typer.testing import CliRunner
 
 from ssd.bench import frontier
-from ssd.bench.answers import Answer
+from ssd.bench.answers import Answer, Progress
 from ssd.bench.config import Requests
 from ssd.bench.openai import ServerContender
 from ssd.bench.serve import Load, Result, figures, parse_goals, sweep
@@ -93,11 +93,12 @@ def test_failures_are_counted_and_exit_with_1(behaviour: str) -> None:
     with serving() as server:
         wanted = Requests(num_prompts=3, max_output_len=4)
 
-        def breaks(_name: str, _count: int) -> Callable[[], None]:
-            server.behaviour = behaviour
-            return lambda: None
+        class Breaks(Progress):
+            def begin(self, name: str, count: int) -> Callable[..., object]:
+                server.behaviour = behaviour
+                return super().begin(name, count)
 
-        [row] = sweep([ServerContender(server.url)], [Load(concurrency=3)], wanted, {"ttft": 1e6}, breaks)
+        [row] = sweep([ServerContender(server.url)], [Load(concurrency=3)], wanted, {"ttft": 1e6}, Breaks())
         assert (row["completed"], row["failed"], row["good_share"]) == (0, 3, 0)
         assert row["errors"]
         assert row["ttft_ms"] is None

@@ -374,7 +374,7 @@ def test_assisted_generation_delivers_several_tokens_at_a_time(
 
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r"peer hf.*pip install 'ssd-engine\[hf\]'"):
+    with pytest.raises(ConfigError, match=r"peer hf.*pip install '\.\[hf\]'"):
         HFContender("tiny-llama")
 
 

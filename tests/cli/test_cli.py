@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from inspect import getdoc
 from pathlib import Path
 
 import pytest
+import typer.main
 from conftest import TestModel, mostly_slow
 from typer.testing import CliRunner
 
@@ -41,9 +43,21 @@ def test_help_teaches() -> None:
     for flag in ("--temperature", "--mode", "--draft", "--k", "--fan-out", "--budget", "--backup", "--placement"):
         assert flag in flags
     assert "--draft-replicas" in flags
-    assert "--draft-tensor-parall" in flags  # cut off: the panel is narrow
     for command in ("generate", "chat", "bench", "explain"):
-        assert "--draft-quantiz" in CliRunner().invoke(app, [command, "--help"]).stdout
+        assert "--draft-quantization" in CliRunner().invoke(app, [command, "--help"]).stdout
+
+
+@pytest.mark.parametrize("name", ["", *typer.main.get_command(app).commands])  # type: ignore[attr-defined]
+def test_help_has_whole_names_on_a_narrow_terminal(name: str) -> None:
+    """Catches `--max-num-…`: a name that cannot be typed."""
+    main = typer.main.get_command(app)
+    command = main.commands[name] if name else main  # type: ignore[attr-defined]
+    shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, [*name.split(), "--help"]).stdout
+    assert {len(line) for line in shown.splitlines()} <= {0, 80}
+    words = {word for line in shown.splitlines() for word in re.split(r"[\s,/]+", line)}
+    names = {option for each in command.params for option in (*each.opts, *each.secondary_opts) if option[0] == "-"}
+    assert {"--help", *names} <= words
+    assert not re.search(r"-[\w-]*…", shown)
 
 
 def test_the_version_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import logging
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import mostly_slow
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -15,6 +18,7 @@ from ssd.assembly.models import _reported
 from ssd.cli import console, serve
 from ssd.cli.main import app
 from ssd.config import EngineConfig
+from ssd.kernels import cpu, variants
 
 loading = logging.getLogger("ssd.loading")
 
@@ -33,6 +37,54 @@ def shown(monkeypatch: pytest.MonkeyPatch, *, terminal: bool, lines: bool) -> st
 def test_stages_are_plain_lines_on_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = "loading m\nreading the weights of m: 40 %\ncapturing [CUDA] graphs\n"
     assert shown(monkeypatch, terminal=False, lines=True) == expected
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_takes_long_is_a_line_that_stays(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    """Also in a pipe of a command that has no lines for its stages, and below a spinner's last state."""
+    text = io.StringIO()
+    monkeypatch.setattr(console, "errors", Console(file=text, force_terminal=terminal, width=200))
+    with console.stages("loading m"):
+        loading.info("reading")
+        loading.warning("compiling (%s)", "avx2")
+        assert "compiling (avx2)\n" in text.getvalue(), "at once"
+
+
+COMMANDS = {
+    "generate": ["tiny-llama", "hi", "-m", "1"],
+    "chat": ["tiny-llama", "-m", "1"],
+    "serve": ["tiny-llama"],
+    "bench": ["tiny-llama", "--compare", "ar", "--sets", "example", "--prompts", "1", "--repeats", "1", "-m", "2"],
+    "demo": ["-m", "2"],
+    "explain": ["-m", "2"],
+}
+
+
+@pytest.mark.parametrize("command", mostly_slow(list(COMMANDS), fast={"generate", "serve", "bench"}))
+def test_every_command_says_that_kernels_are_compiled_before_the_wait(
+    monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Catches half a minute of silence at the first command on a machine, in a pipe."""
+    kernels, said = cpu.load(), list[str]()
+
+    def load() -> cpu.Kernels | None:
+        if not said:
+            cpu._compile(["cc"], variants.usable()[0])
+        return kernels
+
+    def compiler(words: list[str]) -> None:
+        said.append(sys.stderr.buffer.getvalue().decode())  # type: ignore[attr-defined]
+        Path(words[words.index("-o") + 1]).touch()
+
+    monkeypatch.setattr(cpu, "load", load)
+    monkeypatch.setattr(cpu, "_run", compiler)
+    monkeypatch.setattr(serve, "_listen", lambda *_: [])
+    monkeypatch.setattr(serve, "_run", lambda *_: None)
+    ended = CliRunner().invoke(app, [command, *COMMANDS[command], "--device", "cpu"], input="hi\n")
+    assert ended.exit_code == 0, ended.output
+    line = f"compiling CPU kernels ({variants.usable()[0].name}), once for this machine: takes about half a minute\n"
+    assert said[0].endswith(line)
+    assert "WARNING" not in said[0]
 
 
 def test_stages_are_beside_a_spinner_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +128,8 @@ def test_a_server_says_what_it_serves_and_where(monkeypatch: pytest.MonkeyPatch)
         "playground http://127.0.0.1:8010/",
     ]
     stages = ["tiny-llama in fp8", "tiny-llama-draft"]
-    assert ended.stderr.splitlines()[:3] == ["loading tiny-llama", *(f"reading the weights of {s}" for s in stages)]
+    said = [line for line in ended.stderr.splitlines() if not line.startswith("compiling CPU kernels")]
+    assert said[:3] == ["loading tiny-llama", *(f"reading the weights of {s}" for s in stages)]
     assert "weights rounded to fp8 when loaded" in ended.stderr
 
 

@@ -557,7 +557,7 @@ def test_without_a_compiler_the_kernels_of_the_package_are_used(
     compiler, slowest = cpu.find_compiler(), variants.usable()[-1]
     if compiler is None:
         pytest.skip("no C compiler")
-    (tmp_path / f"{slowest.library}.abi3.so").write_bytes(cpu._compile(compiler, variants.FLAGS))
+    (tmp_path / f"{slowest.library}.abi3.so").write_bytes(cpu._compile(compiler, slowest))
     monkeypatch.setattr(cpu, "SOURCE", tmp_path / "cpu.c")
     monkeypatch.setattr(cpu, "find_compiler", lambda: None)
     found = cpu.build()

@@ -187,7 +187,7 @@ def test_only_text_is_encoded(spm: Tokenizer) -> None:
 def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tokenizer.model").touch()
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(SSDError, match=r"pip install 'ssd-engine\[hf\]'"):
+    with pytest.raises(SSDError, match=r"pip install '\.\[hf\]'"):
         load_tokenizer(tmp_path)
 
 

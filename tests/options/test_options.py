@@ -140,7 +140,7 @@ def test_every_field_is_a_flag_of_the_commands(name: str, config: type, others: 
 
 
 def test_the_reference_shows_every_config() -> None:
-    """`make docs` makes a table of every option with its default and its help."""
+    """`scripts/reference.py` makes a table of every option with its default and its help."""
     page = (ROOT / "docs" / "reference.md").read_text()
     for config in CONFIGS:
         assert f"<!-- options: {config.__module__}.{config.__name__} -->" in page

@@ -18,6 +18,14 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FOLDERS = ("ssd", "tests", "bench", "deploy", "scripts", "docs", ".ci", ".github")
 
 
+def texts() -> list[Path]:
+    """What tells people how to install something: code, scripts, deployment, docs."""
+    kinds = (".py", ".md", ".sh", ".service", ".yaml", ".yml")
+    files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*")]
+    found = [file for file in files if file.suffix in kinds or file.name == "Dockerfile"]
+    return [*found, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "Makefile"))]
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with PKG-INFO (the metadata) and SOURCES.txt (the files of a source distribution)."""
@@ -43,10 +51,14 @@ def test_the_package_is_ssd_engine_and_imported_as_ssd(metadata: Message) -> Non
 
 
 def test_nothing_sends_people_to_an_address_that_does_not_exist(metadata: Message) -> None:
-    """The package is on no index yet, and the repository at no public address: docs install from a checkout."""
+    """The repository is at no public address yet."""
     assert metadata.get_all("Project-URL") is None
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
-    assert not [page.name for page in pages if re.search(r"pip install '?ssd-engine", page.read_text())]
+
+
+def test_nobody_is_told_to_install_a_name_that_is_on_no_index() -> None:
+    """Anybody could register it: what is installed comes from a checkout. Catches messages, scripts, units, docs."""
+    wrong = [file.name for file in texts() if re.search(rf"install\b.*['\" ]{PROJECT['name']}\b", file.read_text())]
+    assert not wrong
 
 
 def test_pictures_of_the_readme_exist() -> None:
@@ -68,15 +80,12 @@ def test_the_source_archive_holds_what_its_tests_read(built: Path) -> None:
 
 
 def test_remedies_name_extras_that_exist() -> None:
-    """Catches `pip install` lines with another distribution's name, or with an extra that was renamed."""
-    files = [ROOT / "README.md", *(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))]
-    remedies = [
-        found for file in files for found in re.findall(r"pip install '([\w-]+)\[([\w,]+)\]'", file.read_text())
-    ]
-    assert remedies
-    for name, extras in remedies:
-        assert name == PROJECT["name"]
-        assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
+    """Catches an extra that was renamed. In code, `install_extra` writes the remedy."""
+    remedy = re.compile(r"pip install '\.\[([\w,]+)\]'|install_extra\(['\"](\w+)['\"]\)")
+    found = [match for file in texts() for match in remedy.findall(file.read_text())]
+    assert len(found) > 10
+    for listed, extra in found:
+        assert set((listed or extra).split(",")) <= set(PROJECT["optional-dependencies"])
 
 
 def test_transformers_is_an_extra_and_the_development_set_up_is_pinned() -> None:

@@ -243,7 +243,7 @@ def test_without_the_library(hub: Hub, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert get_data(*command, "gsm8k") == 0
     assert get_data(*command, "gsm8k", "c4") == 1
-    assert "pip install 'ssd-engine[scripts]'" in capsys.readouterr().err
+    assert "pip install '.[scripts]'" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -294,7 +294,7 @@ def test_without_the_extra_the_command_says_how_to_get_it() -> None:
     code = "import sys; sys.modules['fastapi'] = None; from ssd.cli.main import app; app(['serve', 'tiny-llama'])"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
-    assert "pip install 'ssd-engine[serve]'" in ended.stderr
+    assert "pip install '.[serve]'" in ended.stderr
 
 
 def test_a_drain_ends_requests_that_take_too_long(llm: LLM) -> None:

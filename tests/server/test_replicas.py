@@ -215,7 +215,7 @@ def test_ray_is_imported_by_functions_only() -> None:
         (["--ray-address", "auto"], "--ray-address: only with --replicas"),
         (["--replicas", "2", "--ray-address", "ray://host:10001"], "run this command on a node of the cluster"),
         (["--replicas", "2", "--max-num-seqs", "0"], "max_num_seqs=0"),
-        (["--replicas", "2"], "pip install 'ssd-engine[ray]'"),
+        (["--replicas", "2"], "pip install '.[ray]'"),
     ],
 )
 def test_what_cannot_be_served_is_said_before_anything_starts(

@@ -158,7 +158,7 @@ def test_nothing_is_imported_without_the_option(llm: LLM, monkeypatch: pytest.Mo
 
 def test_without_the_extra_the_option_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(ConfigError, match=r"ssd-engine\[otel\]"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[otel\]'"):
         ServerOptions(served_model_name=MODEL, otlp_traces_endpoint="http://localhost:4318/v1/traces")
 
 
