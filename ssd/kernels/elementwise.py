@@ -21,8 +21,8 @@ def _rms_norm_kernel(
     """scale_ptr: None, or what is normed is rounded to e4m3, as by `row_codes`. pair_weights_ptr: None, or COUNT rows
     of x are added up first, as by `experts.combine`. SETTLED: of their `Routing`; then the residual is, too."""
     row = tl.program_id(0).to(tl.int64)
-    # 8 numbers of a thread are contiguous, as 16 bytes of bfloat16 are. With stores of bytes the compiler would take 16,
-    # and where a thread has more than 8, the sum below would have another order than without rounding.
+    # 8 numbers of a thread are contiguous, as 16 bytes of bfloat16 are. With stores of bytes the compiler would take
+    # 16, and where a thread has more than 8, the sum below would have another order than without rounding.
     k = tl.max_contiguous(tl.arange(0, BLOCK), 8)
     mask = k < width
     w = tl.load(w_ptr + k, mask=mask, other=0.0)

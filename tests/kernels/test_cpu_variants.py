@@ -20,6 +20,7 @@ from stored_codes import CODES, some_codes
 from ssd.kernels import cache, cpu, variants
 from ssd.kernels.cpu import Kernels
 from ssd.kernels.recording import Recordings
+from ssd.kernels.variants import Variant
 from ssd.layers.formats.gguf import BLOCKS
 
 EMULATED = Path(__file__).with_name("emulated_x86")
@@ -52,9 +53,9 @@ def other(request: pytest.FixtureRequest, native: Kernels) -> Kernels:
     compiler, key = cpu.find_compiler() or [], hashlib.sha256(cpu.SOURCE.read_bytes())
     for header in sorted(EMULATED.iterdir()):
         key.update(header.read_bytes())
-    flags = (*variants.FLAGS, "-O1", f"-I{EMULATED}", *(f"-D{macro}" for macro in MACROS[name]))
-    stem = f"emulated-{name}-{key.hexdigest()[:20]}"
-    return Kernels(ctypes.CDLL(str(cache.compiled(stem, ".so", lambda: cpu._compile(compiler, flags)))), name)
+    emulated = Variant(name, flags=("-O1", f"-I{EMULATED}", *(f"-D{macro}" for macro in MACROS[name])))
+    library = cache.compiled(f"emulated-{name}-{key.hexdigest()[:20]}", ".so", lambda: cpu._compile(compiler, emulated))
+    return Kernels(ctypes.CDLL(str(library)), name)
 
 
 @pytest.mark.slow
