@@ -93,6 +93,8 @@ class CublasLt:
             return None
         if bias is not None and (gated or not bias.dtype is x.dtype is out_dtype):
             return None
+        if compiling():  # whatever was chosen before: an algorithm may refuse some numbers of rows of its bucket
+            return self._compile(x, weight, bias, out_dtype, gated)
         bucket = _BUCKETS[min(bisect.bisect_left(_BUCKETS, rows), len(_BUCKETS) - 1)]
         key = (bucket, columns, depth, x.dtype, out_dtype, gated, bias is not None)
         if key not in self._chosen:
@@ -100,8 +102,6 @@ class CublasLt:
             if name not in self._choices:
                 if torch.cuda.is_current_stream_capturing():
                     return None
-                if compiling():
-                    return self._compile(x, weight, bias, out_dtype, gated)
                 self._choose(name, bucket, weight, bias, x.dtype, out_dtype, gated)
             self._chosen[key] = self._choices[name]
         algorithm = self._chosen[key]

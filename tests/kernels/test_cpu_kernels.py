@@ -604,7 +604,7 @@ def test_broken_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with caplog.at_level(logging.WARNING, logger="ssd"):
         assert cpu.load.__wrapped__() is None
-    assert len(caplog.records) == 1
+    assert len([each for each in caplog.records if each.name == "ssd"]) == 1  # beside lines about compiling
     assert not list((tmp_path / "ssd").iterdir())
 
 
