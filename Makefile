@@ -31,7 +31,7 @@ demo: $(INSTALLED)
 SEARCH   = --hypothesis-profile=search  # new examples, beside those that every run tries
 PYTEST   = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest  # rewritten asserts are kept for the next run
 ON_CPU   = CUDA_VISIBLE_DEVICES= $(PYTEST) -n auto --dist worksteal
-LANES   ?= 12
+LANES   ?= 14
 ON_GPU   = PYTHONPATH=tests $(PYTEST) -p lanes -n $(LANES) --dist worksteal tests/gpu tests/kernels
 # Where no driver has a device, torch, which takes seconds to import, is not asked.
 HAS_GPU  = test -n "$(wildcard /dev/nvidia* /dev/nvhost* /dev/dxg /dev/kfd)" && $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"
@@ -40,7 +40,7 @@ test: $(READY)
 	@if $(HAS_GPU); then $(ON_CPU) -m "not slow" --ignore=tests/gpu --ignore=tests/kernels && \
 	  $(ON_GPU) -m "not slow"; else $(ON_CPU) -m "not slow"; fi
 
-test-gpu: $(READY)  # LANES=12
+test-gpu: $(READY)  # LANES=14
 	$(ON_GPU)
 
 test-all: $(READY)

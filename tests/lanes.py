@@ -1,4 +1,4 @@
-"""A pytest plugin for tests of one GPU in several processes: `pytest -p lanes -n 12 tests/gpu` (`make test-gpu`).
+"""A pytest plugin for tests of one GPU in several processes: `pytest -p lanes -n 14 tests/gpu` (`make test-gpu`).
 
 Each process has OWN bytes of the GPU's memory and sees no more of it. A test that needs more (`gpu_memory`) waits until
 so much is left. There is a line for each file once its tests are done, in place of a character for each test; failures
