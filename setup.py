@@ -19,7 +19,8 @@ variants = runpy.run_path("ssd/kernels/variants.py")
 kernels = [
     Extension(
         f"ssd.kernels.{each.library}",
-        ["ssd/kernels/cpu.c"],
+        ["ssd/kernels/cpu/csrc/ssd.c"],
+        depends=sorted(map(str, Path("ssd/kernels/cpu/csrc").glob("*.h"))),
         extra_compile_args=[*variants["FLAGS"], *each.flags],
         libraries=["m", "pthread"],
         py_limited_api=True,

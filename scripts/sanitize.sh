@@ -1,5 +1,5 @@
 #!/bin/sh
-# `make sanitize`: tests with AddressSanitizer and UBSan in the CPU kernels (`ssd/kernels/cpu.c`). Arguments are pytest's;
+# `make sanitize`: tests with AddressSanitizer and UBSan in the CPU kernels (`ssd/kernels/cpu/csrc`). Arguments are pytest's;
 # without any, what runs these kernels by themselves, and engines with drafts up to their last position.
 set -eu
 cd "$(dirname "$0")/.."

@@ -1,7 +1,7 @@
-"""CPU kernels: compiles `cpu.c` once per machine and calls it through ctypes.
+"""CPU kernels: compiles `cpu/csrc` once per machine and calls it through ctypes.
 
 Why: torch's CPU matrix products change algorithm, hence bits, with the number of rows. These kernels are row-invariant
-(see `cpu.c`), near memory bandwidth for one row and near the FMA peak for eight and more.
+(see `ssd.c`), near memory bandwidth for one row and near the FMA peak for eight and more.
 
 Knows nothing of models, layers, schedulers or cache management. All tensors are on the CPU, fp32 or bf16, with
 contiguous last dimensions; the tensors of one call share a dtype unless stated otherwise. That and shapes, which a
@@ -39,7 +39,8 @@ from ssd.kernels.variants import FLAGS, Variant, usable
 
 logger = logging.getLogger("ssd")
 
-SOURCE = Path(__file__).with_name("cpu.c")
+FOLDER = Path(__file__).parent  # where `setup.py` puts libraries
+SOURCE = FOLDER / "cpu" / "csrc" / "ssd.c"  # includes the other files there
 _CPU = torch.device("cpu")  # every tensor states its dtype and device: torch's defaults are the user's
 COMPILE_TIMEOUT_S = 900  # with sanitizers and AVX-512, minutes
 _PACKED = 1 << 21  # weights packed at a time
@@ -58,8 +59,8 @@ class PackedWeight:
     k: int
     dtype: torch.dtype  # of inputs and outputs, and of the weight itself unless it is quantised
     gated: bool = False
-    form: int = 0  # a quantised weight's, as `cpu.c` numbers them
-    scales: Tensor | None = None  # a quantised weight's (and offsets), as `cpu.c` has them
+    form: int = 0  # a quantised weight's, as `codes.h` numbers them
+    scales: Tensor | None = None  # a quantised weight's (and offsets), as `codes.h` has them
     group: int = 0  # weights of one scale
     flags: int = 0  # a quantised weight's, see below
 
@@ -133,8 +134,8 @@ _RECORDED = (  # as `ssd_repeat` numbers them
     *("ssd_rms_norm", "ssd_rope_and_store", "ssd_paged_attention", "ssd_best"),
     *("ssd_stage", "ssd_look_up", "ssd_store", "ssd_extend_rows", "ssd_keep_best", "ssd_accept"),
 )
-_OFFSETS, _HALF, _FACTORED, _COARSE = 1, 2, 4, 8  # flags of a quantised weight, as in `cpu.c`
-_CODES: tuple[CodeType, ...] = ("fp8", "int8", "int4", "uint4")  # as `cpu.c` numbers them, from 1
+_OFFSETS, _HALF, _FACTORED, _COARSE = 1, 2, 4, 8  # flags of a quantised weight, as in `codes.h`
+_CODES: tuple[CodeType, ...] = ("fp8", "int8", "int4", "uint4")  # as `codes.h` numbers them, from 1
 _STORAGE = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}  # likewise
 _SIZES = ("ssd_packed_bytes", "ssd_panel_columns", "ssd_flipped_bits")  # what they return; others status or nothing
 _STATUS = (
@@ -579,7 +580,7 @@ def find_compiler() -> list[str] | None:
 
 def prebuilt(variant: Variant) -> Path:
     """The library that `setup.py` has compiled."""
-    found = next(iter(sorted(SOURCE.parent.glob(f"{variant.library}.*so"))), None)
+    found = next(iter(sorted(FOLDER.glob(f"{variant.library}.*so"))), None)
     if found is None:
         raise BuildError(f"no C compiler found, and the package was installed without kernels for {variant.name}")
     return found
@@ -657,7 +658,8 @@ def _key(compiler: list[str], variant: Variant) -> str:
     found = binary.stat()
     flags = (*FLAGS, *variant.flags)
     identity = [*compiler, str(binary), str(found.st_size), str(found.st_mtime_ns), *flags, platform.machine()]
-    return hashlib.sha256(SOURCE.read_bytes() + "\0".join(identity).encode()).hexdigest()[:20]
+    sources = (file.read_bytes() for file in sorted(SOURCE.parent.iterdir()))
+    return hashlib.sha256(b"".join(sources) + "\0".join(identity).encode()).hexdigest()[:20]
 
 
 def _compile(compiler: list[str], variant: Variant) -> bytes:

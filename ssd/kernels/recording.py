@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-ARGUMENTS: Final = 32  # words of a recorded call, as in `cpu.c`: its arguments, and at the end the function's number
+ARGUMENTS: Final = 32  # words of a recorded call, as in `calls.h`: its arguments, and at the end the function's number
 _MOST: Final = 64  # recordings of a model
 _MOST_BYTES: Final = 64 << 20  # of their results
 _HARMLESS: Final = ("__get__", "__len__", "data_ptr", "dim", "element_size", "numel", "size", "stride", "view")

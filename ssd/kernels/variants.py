@@ -1,4 +1,4 @@
-"""How `cpu.c` is compiled: for which instruction sets, and which of them this processor has.
+"""How `cpu/csrc` is compiled: for which instruction sets, and which of them this processor has.
 
 Needs nothing but the standard library: `setup.py` reads it, too.
 """

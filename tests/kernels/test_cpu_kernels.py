@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import shutil
 import signal
 import sys
 import threading
@@ -558,7 +560,7 @@ def test_without_a_compiler_the_kernels_of_the_package_are_used(
     if compiler is None:
         pytest.skip("no C compiler")
     (tmp_path / f"{slowest.library}.abi3.so").write_bytes(cpu._compile(compiler, slowest))
-    monkeypatch.setattr(cpu, "SOURCE", tmp_path / "cpu.c")
+    monkeypatch.setattr(cpu, "FOLDER", tmp_path)
     monkeypatch.setattr(cpu, "find_compiler", lambda: None)
     found = cpu.build()
     assert found.variant == slowest.name
@@ -590,9 +592,22 @@ def test_a_variant_that_this_processor_does_not_have_is_refused(monkeypatch: pyt
         cpu.build()
 
 
+def test_a_change_of_any_source_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches a header that the key of the cache leaves out, and one that nothing includes."""
+    shutil.copytree(cpu.SOURCE.parent, tmp_path / "csrc")
+    monkeypatch.setattr(cpu, "SOURCE", tmp_path / "csrc" / "ssd.c")
+    included = re.findall(r'#include "(.+)"', cpu.SOURCE.read_text())
+    assert {*included, "ssd.c"} == {file.name for file in cpu.SOURCE.parent.iterdir()}
+    keys = [cpu._key([sys.executable], variants.PLAIN)]
+    for name in included:
+        (cpu.SOURCE.parent / name).write_text("/* another */")
+        keys.append(cpu._key([sys.executable], variants.PLAIN))
+    assert len(set(keys)) == len(keys)
+
+
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     monkeypatch.setattr(cpu, "find_compiler", lambda: None)
-    monkeypatch.setattr(cpu, "SOURCE", tmp_path / "cpu.c")  # no kernels of the package beside it
+    monkeypatch.setattr(cpu, "FOLDER", tmp_path)  # no kernels of the package beside it
     with caplog.at_level(logging.WARNING, logger="ssd"):
         assert cpu.load.__wrapped__() is None
     assert len(caplog.records) == 1

@@ -50,9 +50,9 @@ def other(request: pytest.FixtureRequest, native: Kernels) -> Kernels:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SSD_CPU_VARIANT", name)
             return cpu.build()
-    compiler, key = cpu.find_compiler() or [], hashlib.sha256(cpu.SOURCE.read_bytes())
-    for header in sorted(EMULATED.iterdir()):
-        key.update(header.read_bytes())
+    compiler, key = cpu.find_compiler() or [], hashlib.sha256()
+    for file in (*sorted(cpu.SOURCE.parent.iterdir()), *sorted(EMULATED.iterdir())):
+        key.update(file.read_bytes())
     emulated = Variant(name, flags=("-O1", f"-I{EMULATED}", *(f"-D{macro}" for macro in MACROS[name])))
     library = cache.compiled(f"emulated-{name}-{key.hexdigest()[:20]}", ".so", lambda: cpu._compile(compiler, emulated))
     return Kernels(ctypes.CDLL(str(library)), name)

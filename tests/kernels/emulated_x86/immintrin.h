@@ -1,4 +1,4 @@
-/* The x86 intrinsics of `cpu.c` in plain C, so that its AVX-512 and AMX kernels run on any machine.  They follow the
+/* The x86 intrinsics of `ssd/kernels/cpu/csrc` in plain C, so that its AVX-512 and AMX kernels run on any machine.  They follow the
  * pseudo-code of Intel's manual, with the order of AMX's bf16 sums, which flush denormal numbers. */
 #include <math.h>
 #include <stdint.h>

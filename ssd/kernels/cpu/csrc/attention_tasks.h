@@ -1,0 +1,146 @@
+/* paged_attention: its tasks, and how chunks of few tasks are shared out. */
+
+/* the number-th task: of a few rows of a sequence and a KV head */
+static struct task find_task(const struct attention_args *a, long number) {
+    struct task t = {.a = a, .kv_head = number % a->kv_heads, .group = a->heads / a->kv_heads, .begin = LONG_MAX, .place = 2};
+    number /= a->kv_heads;
+    for (long begin, count, tasks;; t.seq++, number -= tasks) {
+        begin = a->query_start[t.seq], count = a->query_start[t.seq + 1] - begin, tasks = ceil_div(count, a->rows);
+        if (number >= tasks) continue;
+        t.row = begin + number * a->rows, t.rows = min_l(a->rows, count - number * a->rows);
+        break;
+    }
+    t.queries = t.rows * t.group;
+    for (long r = t.row; r < t.row + t.rows; r++) {
+        t.begin = min_l(t.begin, first_seen(a, t.seq, r)), t.end = max_l(t.end, shared_positions(a, t.seq, r));
+        t.own = max_l(t.own, own_slots(a, r));
+    }
+    t.first = t.begin - (t.begin - a->first) % CH;
+    t.shared = t.first < t.end ? ceil_div(t.end - t.first, CH) : 0;
+    t.chunks = t.shared + ceil_div(t.own, CH);
+#ifdef AMX
+    while (t.place < min_l(t.own, CH)) t.place *= 2;
+    if (amx_attends(a)) t.chunks = t.shared + ceil_div(t.own, CH) * ceil_div(t.rows, CH / t.place);
+#endif
+    return t;
+}
+
+static size_t working_floats(const struct attention_args *a) {
+#ifdef AMX
+    if (amx_attends(a)) return amx_floats(a);
+#endif
+    return vector_floats(a);
+}
+
+static void compute_chunks(const struct task *t, long from, long to, float *memory) {
+    if (from >= to) return;
+#ifdef AMX
+    if (amx_attends(t->a)) {
+        amx_chunks(t, from, to, memory);
+        return;
+    }
+#endif
+    vector_chunks(t, from, to, memory);
+}
+
+static void store_attention(const struct task *t) {
+    const struct attention_args *a = t->a;
+    const struct part sums = part_at(t, 0);
+    if (!t->chunks) begin_part(t, 0);
+    for (long number = 1; a->parts && number < t->chunks; number++) add_part(t, number);
+    for (long q = 0; q < t->queries; q++) {
+        long head = t->kv_head * t->group + q % t->group, at = ((t->row + q / t->group) * a->heads + head) * a->d;
+        float *acc = sums.acc + q * a->dp, sum = sums.sum[q];
+        if (sum == 0.0f) { /* padding */
+            memset((char *)a->out + at * (a->bf16 ? 2 : 4), 0, (size_t)a->d * (a->bf16 ? 2 : 4));
+            continue;
+        }
+        if (a->sinks) sum += vexp(vset(a->sinks[head] - sums.max[q]))[0];
+        for (long e = 0; e < a->d; e++) acc[e] = acc[e] / sum * a->v_scale + 0.0f; /* for the sign of zeros */
+#ifdef AMX
+        for (long e = 0; amx_attends(a) && e < a->d; e += 32)
+            *(vu_mem *)((uint16_t *)a->out + at + e) =
+                (vu)vround_bf16(vload(acc + e)) >> 16 | (vu)vround_bf16(vload(acc + e + VL));
+        if (amx_attends(a)) continue;
+#endif
+        store_row(a->out, at, acc, a->d, a->bf16);
+    }
+    if (a->next) columns_done(a->next, t->row, t->rows, t->kv_head * t->group * a->d, t->group * a->d);
+}
+
+/* Parts of tasks, those with the longest rows first.  A task's last part to be computed is followed by the sum of all. */
+static void attention_parts(void *given, long begin, long end) {
+    const struct attention_args *a = given;
+    float *memory = scratch(ROWS, (size_t)(2 * a->part) + working_floats(a));
+    for (long i = begin; i < end; i++) {
+        long number = i / a->cuts, from = i % a->cuts * a->per;
+        struct task t = find_task(a, a->tasks - 1 - number);
+        t.parts = a->parts ? a->parts + number * a->most * a->part : memory;
+        compute_chunks(&t, from, min_l(t.chunks, from + a->per), memory + 2 * a->part);
+        if (a->cuts == 1 || atomic_fetch_add(&a->ready[number], 1) + 1 == a->cuts) store_attention(&t);
+    }
+}
+
+/* whether all that the queries of a sequence see is in the caches */
+static int attention_fits(const struct attention_args *a, long seq) {
+    long begin = a->query_start[seq], stop = a->query_start[seq + 1], first = LONG_MAX, end = 0;
+    if (begin < 0 || begin > stop || stop > a->tokens) return 0;
+    for (long row = begin; row < stop; row++) {
+        first = min_l(first, first_seen(a, seq, row));
+        end = max_l(end, shared_positions(a, seq, row));
+        if (own_slots(a, row) && (a->slots[row] < a->depth || a->slots[row] >= a->cache_blocks * a->block_size)) return 0;
+    }
+    if (end <= first) return 1;
+    if (outside(a->table_rows[seq], a->tables) || ceil_div(end, a->block_size) > a->columns) return 0;
+    const int32_t *table = a->block_tables + a->table_rows[seq] * a->table_stride;
+    for (long block = first / a->block_size; block < ceil_div(end, a->block_size); block++)
+        if (outside(table[block], a->cache_blocks)) return 0;
+    return 1;
+}
+
+int ssd_paged_attention(const void *q, long ldq, const void *k_cache, const void *v_cache, void *out,
+                        const int32_t *query_start, const int32_t *context_len, const int32_t *block_tables,
+                        const int32_t *table_rows, long tokens, long sequences, long tables, long columns,
+                        long table_stride, long cache_blocks, long block_size, long heads, long kv_heads, long d,
+                        float scale, float v_scale, const float *sinks, const int32_t *positions, const int32_t *slots,
+                        long depth, long first, long window, int bf16, int kv, int nthreads) {
+    struct attention_args a = {q, ldq, k_cache, v_cache, out, query_start, context_len, block_tables, table_rows,
+                               table_stride, block_size, heads, kv_heads, d, ceil_div(d, VL) * VL, scale,
+                               v_scale, sinks, bf16, kv, positions, slots, depth, first, window, tokens, tables, columns,
+                               cache_blocks, .per = LONG_MAX, .cuts = 1, .next = following};
+    long longest = 0, work = 0, queries = QUERIES, whole = VL;
+    for (long s = 0; s < sequences; s++) {
+        if (!attention_fits(&a, s)) return 1;
+        longest = max_l(longest, query_start[s + 1] - query_start[s]);
+    }
+#ifdef AMX
+    if (amx_attends(&a)) queries = whole = AMX_ROWS;
+#endif
+    a.rows = max_l(1, min_l(longest, queries * kv_heads / heads));
+    a.rows = max_l(1, ceil_div(longest, ceil_div(longest, a.rows))); /* equal tasks */
+    for (long s = 0; s < sequences; s++) {
+        a.tasks += ceil_div(query_start[s + 1] - query_start[s], a.rows) * kv_heads;
+        for (long row = query_start[s]; row < query_start[s + 1]; row++)
+            work += max_l(0, shared_positions(&a, s, row) - first_seen(&a, s, row)) + own_slots(&a, row);
+    }
+    a.lanes = ceil_div(a.rows * (heads / kv_heads), whole) * whole;
+    a.part = a.lanes * (2 + a.dp);
+    if (work * heads * d < 32768) nthreads = 1;
+    if (a.tasks < MANY_TASKS * nthreads)
+        for (long i = 0; i < a.tasks; i += kv_heads) a.most = max_l(a.most, find_task(&a, i).chunks);
+    for (long cuts = 2, least = ceil_div(a.tasks, nthreads) * (2 * a.most + 1); cuts <= min_l(a.most, 2 * nthreads); cuts++) {
+        long per = ceil_div(a.most, cuts), time = ceil_div(a.tasks * cuts, nthreads) * (2 * per + 1); /* in halves of a chunk */
+        if (time >= least) continue;
+        a.per = per, a.cuts = cuts, least = time;
+    }
+    size_t floats = (size_t)(a.tasks * a.most * a.part);
+    if (a.cuts > 1 && floats <= PARTS_MOST) {
+        a.parts = scratch(SUMS, floats + (size_t)a.tasks);
+        a.ready = (_Atomic int *)(a.parts + floats);
+        memset(a.parts + floats, 0, (size_t)a.tasks * 4);
+    } else {
+        a.per = LONG_MAX, a.cuts = 1;
+    }
+    parallel(a.tasks * a.cuts, nthreads, attention_parts, &a);
+    return 0;
+}

@@ -1,0 +1,231 @@
+/* gumbel
+ * out[row][token] = -log(-log(u)) with u = (bits + 1/2) / 2^32, where bits are the upper half of the finaliser of
+ * keys[row] + token * golden (see sampling/noise.py).  In double and rounded once; with plain + - * / in one order, so
+ * that an element's bits are the same on every machine too. */
+#define DL (VL / 2)         /* doubles of a vector */
+#define DV 4                /* vectors computed together: a logarithm is one long chain of operations */
+#define NOISE_CHUNK 2048    /* tokens of a task */
+#define NOISE_ALONE 32768   /* elements below which one thread computes them all (0.3 ms on Neoverse N1) */
+
+typedef double vd __attribute__((vector_size(VL * 4)));
+typedef uint64_t vq __attribute__((vector_size(VL * 4)));
+typedef float vh __attribute__((vector_size(VL * 2)));
+typedef float vh_mem __attribute__((vector_size(VL * 2), aligned(4), may_alias));
+
+struct generator {
+    uint64_t golden, mix1, mix2;
+};
+
+/* 1 + u of the tokens from one whose counter (key + token * golden) is `first` */
+INLINE vd noise_uniform(uint64_t first, const struct generator *g) {
+    const uint64_t one = 0x3ff0000000080000u; /* the bits of 1 + 2^-33 */
+    vq x;
+#ifdef NEON /* it multiplies no 64-bit lanes, and the integer unit has nothing else to do */
+    UNROLL for (int j = 0; j < DL; j++) {
+        uint64_t y = first + (uint64_t)j * g->golden;
+        y = (y ^ (y >> 30)) * g->mix1;
+        y = (y ^ (y >> 27)) * g->mix2;
+        x[j] = (y ^ (y >> 31)) >> 32 << 20;
+    }
+#else
+    UNROLL for (int j = 0; j < DL; j++) x[j] = (uint64_t)j * g->golden;
+    x = x + first;
+    x = (x ^ (x >> 30)) * g->mix1;
+    x = (x ^ (x >> 27)) * g->mix2;
+    x = (x ^ (x >> 31)) >> 32 << 20;
+#endif
+    return (vd)(x | one);
+}
+
+/* -log(x) of a normal x > 0, to a few 1e-16 of itself: n ln2 - 2 atanh((m - 1) / (m + 1)) with x = m / 2^n and m in
+ * [sqrt(1/2), sqrt(2)).  Next to x = 1 that is n = 0 and an exact m - 1: small results are as precise as others. */
+INLINE vd minus_log(vd x) {
+    const uint64_t lowest = 0x3fe6a09e667f3bcdu; /* the bits of sqrt(1/2) */
+    vq shifted = (vq)x + (0x3ff0000000000000u - lowest);
+    vd n = 0x1p52 + 1023.0 - (vd)((shifted >> 52) | 0x4330000000000000u); /* an integer in the low bits of 2^52 */
+    vd m = (vd)((shifted & 0xfffffffffffffu) + lowest);
+    vd s = (1.0 - m) / (1.0 + m), z = s * s, w = z * z;
+    vd low = 0x1.555555555397ap-1 + z * 0x1.999999a28e93bp-2; /* minimax, relative error 1.9e-16 */
+    vd middle = 0x1.2492417a99a86p-2 + z * 0x1.c72276983656cp-3;
+    vd high = 0x1.732c52108ab9ep-3 + z * 0x1.587592e5c586fp-3;
+    return n * 0x1.62e42fefa39efp-1 + s * (2.0 + z * (low + w * (middle + w * high)));
+}
+
+/* a group of tokens of which `next` has 1 + u; leaves that of the next group there, whose counters begin at `first`:
+ * its integers are computed beside these logarithms */
+INLINE void gumbel_group(float *out, vd *next, uint64_t first, const struct generator *g) {
+    vd x[DV];
+    UNROLL for (int i = 0; i < DV; i++) x[i] = next[i] - 1.0;
+    UNROLL for (int i = 0; i < DV; i++) next[i] = noise_uniform(first + (uint64_t)(i * DL) * g->golden, g);
+    UNROLL for (int i = 0; i < DV; i++) x[i] = minus_log(x[i]);
+    UNROLL for (int i = 0; i < DV; i++) *(vh_mem *)(out + i * DL) = __builtin_convertvector(minus_log(x[i]), vh);
+}
+
+/* n tokens from the one whose counter is `first` */
+static void gumbel_span(float *out, uint64_t first, long n, const struct generator *g) {
+    const long group = DV * DL;
+    vd next[DV];
+    UNROLL for (int i = 0; i < DV; i++) next[i] = noise_uniform(first + (uint64_t)(i * DL) * g->golden, g);
+    long t = 0;
+    for (; t + group <= n; t += group) gumbel_group(out + t, next, first += (uint64_t)group * g->golden, g);
+    if (t == n) return;
+    float tail[DV * DL];
+    gumbel_group(tail, next, first, g);
+    memcpy(out + t, tail, (size_t)(n - t) * 4);
+}
+
+struct gumbel_args {
+    const int64_t *keys;
+    float *out;
+    long vocab, chunks; /* of a row */
+    struct generator g;
+};
+
+static void gumbel_chunks(void *given, long begin, long end) {
+    const struct gumbel_args *a = given;
+    for (long i = begin; i < end; i++) {
+        long row = i / a->chunks, t = i % a->chunks * NOISE_CHUNK;
+        uint64_t key = (uint64_t)a->keys[row] + (uint64_t)t * a->g.golden;
+        gumbel_span(a->out + row * a->vocab + t, key, min_l(NOISE_CHUNK, a->vocab - t), &a->g);
+    }
+}
+
+void ssd_gumbel(const int64_t *keys, float *out, long rows, long vocab, int64_t golden, int64_t mix1, int64_t mix2,
+                int nthreads) {
+    struct gumbel_args a = {keys, out, vocab, ceil_div(vocab, NOISE_CHUNK),
+                            {(uint64_t)golden, (uint64_t)mix1, (uint64_t)mix2}};
+    parallel(rows * a.chunks, rows * vocab < NOISE_ALONE ? 1 : nthreads, gumbel_chunks, &a);
+}
+
+/* best
+ * The `count` largest scores of each row, in order, the lower token first where they are equal; `excluded` (or NULL): a
+ * token of each row that does not count, -1: none.  -inf comes with token 0, and the first token is -1 if the row has no
+ * choice: all are -inf, or some are NaN or +inf.
+ * With `slots` (-1: padding), rows whose temperature is above 0 have the scores logit / temperature + noise: the seed's key
+ * and the temperature are words 0 and 2 of the slot's `columns`, the position is that of the token to choose.  Noise grows
+ * with its random bits, so logarithms are computed only in blocks that have bits which could reach the best so far. */
+#define SCAN 256       /* scores of a block */
+#define BEST_PART 8192 /* scores of a task */
+
+struct best_args {
+    const float *scores;
+    const int32_t *excluded;
+    long ld, vocab, count, parts; /* parts: of a row */
+    const int32_t *slots, *positions, *columns;
+    long words; /* of a slot's columns */
+    struct generator g;
+    int32_t *tokens; /* [rows][parts][count] */
+    float *values;
+    _Atomic float *least; /* [rows]: a score that is not better is none of the best; for speed only */
+};
+
+static uint64_t mixed(uint64_t x, const struct generator *g) {
+    x = (x ^ (x >> 30)) * g->mix1;
+    x = (x ^ (x >> 27)) * g->mix2;
+    return x ^ (x >> 31);
+}
+
+INLINE int any_nonzero(vi v) {
+    int32_t found = 0;
+    UNROLL for (int i = 0; i < VL; i++) found |= v[i];
+    return found != 0;
+}
+
+/* puts a score at its place among the `count` best, behind those that are equal */
+static void insert(float score, long token, long count, int32_t *tokens, float *values) {
+    long place = count - 1;
+    for (; place > 0 && values[place - 1] < score; place--)
+        values[place] = values[place - 1], tokens[place] = tokens[place - 1];
+    values[place] = score, tokens[place] = (int32_t)token;
+}
+
+/* adds noise to the scores of a block, whose counters begin at `first`; 0: none of them could exceed `least` */
+static int add_noise(float *z, float top, float least, uint64_t first, const struct generator *g) {
+    vd noise[SCAN / DL], most = {0};
+    for (long i = 0; i < SCAN / DL; i++) {
+        noise[i] = noise_uniform(first + (uint64_t)(i * DL) * g->golden, g);
+        vq above = (vq)(noise[i] > most);
+        most = (vd)((above & (vq)noise[i]) | (~above & (vq)most));
+    }
+    double wanted = (double)least - top - 1e-3 - 1e-6 * fabs((double)least), largest = most[0];
+    for (int i = 1; i < DL; i++) largest = most[i] > largest ? most[i] : largest;
+    if (largest - 1.0 < exp(-exp(-wanted))) return 0;
+    for (long i = 0; i < SCAN / DL; i++) {
+        vh_mem *out = (vh_mem *)(z + i * DL);
+        *out = *out + __builtin_convertvector(minus_log(minus_log(noise[i] - 1.0)), vh);
+    }
+    return 1;
+}
+
+/* the best of tokens [begin, end) of a row; key: where the counters of its noise begin, if it has a temperature */
+static void best_of_part(const float *x, long begin, long end, long count, long excluded, float temperature,
+                         uint64_t key, const struct generator *g, int32_t *tokens, float *values, _Atomic float *least) {
+    for (long i = 0; i < count; i++) tokens[i] = 0, values[i] = -INFINITY;
+    for (long start = begin; start < end; start += SCAN) {
+        float z[SCAN] __attribute__((aligned(64)));
+        long n = min_l(SCAN, end - start);
+        memcpy(z, x + start, (size_t)n * 4);
+        for (long i = n; i < SCAN; i++) z[i] = -INFINITY;
+        vf top = vset(-INFINITY), limit = vset(INFINITY);
+        vi endless = {0};
+        for (long i = 0; i < SCAN; i += VL) {
+            vf v = vload(z + i);
+            if (temperature > 0) v = v / temperature, vstore(z + i, v);
+            endless |= ~(v < limit);
+            top = vmax(v, top);
+        }
+        if (any_nonzero(endless)) {
+            tokens[0] = -1, values[0] = INFINITY;
+            return;
+        }
+        float largest = vmax_lanes(top);
+        float known = atomic_load_explicit(least, memory_order_relaxed);
+        if (temperature > 0 && !add_noise(z, largest, known, key + (uint64_t)start * g->golden, g)) continue;
+        if (!(temperature > 0) && !(largest > values[count - 1])) continue;
+        for (long i = 0; i < n; i++)
+            if (z[i] > values[count - 1] && start + i != excluded) insert(z[i], start + i, count, tokens, values);
+        if (values[count - 1] > known) atomic_store_explicit(least, values[count - 1], memory_order_relaxed);
+    }
+}
+
+static void best_parts(void *given, long begin, long end) {
+    const struct best_args *a = given;
+    for (long i = begin; i < end; i++) {
+        long row = i / a->parts, first = i % a->parts * BEST_PART;
+        float temperature = 0.0f;
+        uint64_t key = 0;
+        if (a->slots && a->slots[row] >= 0) {
+            const int32_t *own = a->columns + a->slots[row] * a->words;
+            memcpy(&key, own, 8);
+            memcpy(&temperature, own + 2, 4);
+            key = mixed(key + (uint64_t)a->positions[row] * a->g.golden, &a->g);
+        }
+        best_of_part(a->scores + row * a->ld, first, min_l(a->vocab, first + BEST_PART), a->count,
+                     a->excluded ? a->excluded[row] : -1, temperature, key, &a->g, a->tokens + i * a->count,
+                     a->values + i * a->count, a->least + row);
+    }
+}
+
+void ssd_best(const float *scores, long ld, const int32_t *excluded, int32_t *tokens, float *values, long rows,
+              long vocab, long count, const int32_t *slots, const int32_t *positions, const int32_t *columns, long words,
+              int64_t golden, int64_t mix1, int64_t mix2, int nthreads) {
+    if (count < 1 || rows < 1) return;
+    struct best_args a = {.scores = scores, .excluded = excluded, .ld = ld, .vocab = vocab, .count = count,
+                          .parts = ceil_div(vocab, BEST_PART), .slots = slots, .positions = positions,
+                          .columns = columns, .words = words, .g = {(uint64_t)golden, (uint64_t)mix1, (uint64_t)mix2}};
+    long found = rows * a.parts * count;
+    a.values = scratch(SUMS, (size_t)(2 * found + rows));
+    a.tokens = (int32_t *)(a.values + found);
+    a.least = (_Atomic float *)(a.tokens + found);
+    for (long row = 0; row < rows; row++) a.least[row] = -INFINITY;
+    parallel(rows * a.parts, rows * vocab < 32768 ? 1 : nthreads, best_parts, &a);
+    for (long row = 0; row < rows; row++, tokens += count, values += count) {
+        int none = 0;
+        for (long i = 0; i < count; i++) tokens[i] = 0, values[i] = -INFINITY;
+        for (long i = row * a.parts * count; i < (row + 1) * a.parts * count; i++) {
+            none |= a.tokens[i] < 0;
+            if (a.values[i] > values[count - 1]) insert(a.values[i], a.tokens[i], count, tokens, values);
+        }
+        if (none || values[0] == -INFINITY) tokens[0] = -1;
+    }
+}
